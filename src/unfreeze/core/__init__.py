@@ -1,0 +1,1 @@
+"""L0, the nouns that travel between rooms: Batch, Loss, Event, errors, and how bytes and seconds are written."""

@@ -1,0 +1,65 @@
+"""Batch and Loss, the two records every part of training speaks.
+
+T tokens of a step (all documents end to end), S sequences (documents).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One flat packed batch: S documents laid end to end in one dimension of T tokens. There is no padding.
+
+    tokens_T     int64, the inputs.
+    targets_T    int64, targets_T[t] is the token that should follow tokens_T[t] (already shifted; see data/packing.py).
+    weights_T    float32, 0 where position t is not supervised (prompt tokens, the last position of a document).
+    positions_T  int64, restarts at 0 with each document; what rotary embeddings see.
+    starts_S     int64 on the *host*: index in T where each document begins, starts_S[0] == 0. It stays on the host because
+                 document boundaries are known there; reading them from the device would synchronise.
+    """
+
+    tokens_T: Tensor
+    targets_T: Tensor
+    weights_T: Tensor
+    positions_T: Tensor
+    starts_S: Tensor
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch with everything but starts_S on `device`."""
+        return replace(
+            self,
+            tokens_T=self.tokens_T.to(device, non_blocking=True),
+            targets_T=self.targets_T.to(device, non_blocking=True),
+            weights_T=self.weights_T.to(device, non_blocking=True),
+            positions_T=self.positions_T.to(device, non_blocking=True),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.tokens_T.numel()
+
+    def lengths(self) -> list[int]:
+        """Length of each document, S numbers that sum to T."""
+        starts = self.starts_S.tolist()
+        return [end - start for start, end in zip(starts, [*starts[1:], self.num_tokens], strict=True)]
+
+
+@dataclass
+class Loss:
+    """A SUM over supervised tokens and the weight that carries it. Divided once, by the global count, in train/step.py.
+
+    sum      float32 scalar, differentiable.
+    count    float, sum of weights_T. Counts add over micro-batches and devices; means do not.
+    metrics  further SUMS over the same tokens (e.g. {"correct": …}); divided by the same global count when logged.
+    """
+
+    sum: Tensor
+    count: float
+    metrics: Mapping[str, float] = field(default_factory=dict)

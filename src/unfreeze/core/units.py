@@ -1,0 +1,34 @@
+"""How quantities are written for people: bytes in binary units, counts, seconds."""
+
+from __future__ import annotations
+
+
+def format_bytes(num_bytes: float) -> str:
+    """1536 -> '1.5 KiB'. Binary units (1 GiB = 2**30 bytes), because memory is sold and reported that way."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def format_count(count: float) -> str:
+    """1_234_567 -> '1.23 M'. Decimal units, for parameters and tokens."""
+    value = float(count)
+    for unit in ("", " K", " M", " B"):
+        if abs(value) < 1000:
+            return f"{value:.0f}" if unit == "" else f"{value:.3g}{unit}"
+        value /= 1000
+    return f"{value:.3g} T"
+
+
+def format_seconds(seconds: float) -> str:
+    """75 -> '1 min 15 s'."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    total = round(seconds)
+    hours, minutes = divmod(total // 60, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {total % 60:02d} s" if minutes else f"{total} s"
