@@ -26,7 +26,7 @@ PER_WORD = 8  # nibbles in an int32
 OFFSET = 8  # stored nibble = code + 8
 GRID_MAX = 7  # Kimi's grid uses codes -7..7: symmetric, so that scale = absmax / 7
 
-# The largest scale whose 7-fold still rounds to a finite bf16: mantissa 145, since 146 * 7 = 1022 would round up to 1024 * 2**118, infinity.
+# The largest scale whose 7-fold still rounds to a finite bf16: mantissa 145: 146 * 7 = 1022 would round up to 1024 * 2**118, infinity.
 MAX_SCALE = 145.0 * 2.0**118
 
 
