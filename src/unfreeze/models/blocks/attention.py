@@ -1,0 +1,35 @@
+"""Multi-head attention with grouped keys and values (GQA) and rotary positions.
+
+T tokens, D model width, H query heads, G key/value heads, d head width.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from unfreeze.models.blocks.linear import Linear
+from unfreeze.models.blocks.passes import Pass
+from unfreeze.models.blocks.rope import rotate_halves
+
+
+class Attention(nn.Module):
+    """y = o_proj(softmax(q kᵀ / sqrt(d)) v), q and k rotated in halves; q_norm and k_norm (Qwen3) act per head before the rotation."""
+
+    def __init__(
+        self, layer: int, head_dim: int, *, q_proj: Linear, k_proj: Linear, v_proj: Linear, o_proj: Linear,
+        q_norm: nn.Module | None = None, k_norm: nn.Module | None = None,
+    ):  # fmt: skip
+        super().__init__()
+        self.layer, self.head_dim = layer, head_dim
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = q_proj, k_proj, v_proj, o_proj
+        self.q_norm, self.k_norm = q_norm, k_norm
+
+    def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
+        q_THd = self.q_proj(x_TD).unflatten(-1, (-1, self.head_dim))
+        k_TGd = self.k_proj(x_TD).unflatten(-1, (-1, self.head_dim))
+        v_TGd = self.v_proj(x_TD).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_THd, k_TGd = self.q_norm(q_THd), self.k_norm(k_TGd)
+        q_THd = rotate_halves(q_THd, run.cos_Tr, run.sin_Tr)
+        k, v = run.remember(self.layer, rotate_halves(k_TGd, run.cos_Tr, run.sin_Tr), v_TGd)
+        return self.o_proj(run.attend(q_THd, k, v, self.head_dim**-0.5).flatten(1))

@@ -1,0 +1,78 @@
+"""Linear: y = x Wᵀ + b, with W dense or packed (4 bits), and one joint where an adapter can be attached.
+
+T rows, in/out features.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from unfreeze.kernels.int4_expand import expand
+from unfreeze.quant.codec import Codec, Packed
+
+
+class PackedHolder(nn.Module):
+    """Registers the parts of a packed weight as buffers (`weight_packed`, `weight_scale`), optionally stacked over E experts."""
+
+    codec: Codec | None
+
+    def register_packed(self, codec: Codec, out_features: int, in_features: int, lead: tuple[int, ...] = (), device: Any = None) -> None:
+        for suffix, (dtype, shape) in codec.parts(out_features, in_features).items():
+            self.register_buffer(suffix, torch.empty(*lead, *shape, dtype=dtype, device=device))
+
+    @property
+    def packed(self) -> Packed:
+        assert self.codec is not None
+        return Packed(self.codec, {suffix: getattr(self, suffix) for suffix in self.codec.suffixes if hasattr(self, suffix)})
+
+
+class _PackedLinear(torch.autograd.Function):
+    """y = x · expand(W)ᵀ. W is expanded in forward and again in backward; nothing expanded is saved (DESIGN promise 1)."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TI: Tensor, packed: Packed) -> Tensor:  # type: ignore[override]
+        ctx.packed = packed
+        return F.linear(x_TI, _expanded(packed, x_TI))
+
+    @staticmethod
+    def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return dy_TO @ _expanded(ctx.packed, dy_TO), None
+
+
+def _expanded(packed: Packed, like: Tensor) -> Tensor:
+    out = torch.empty(packed.shape[-2:], dtype=like.dtype, device=like.device)
+    return expand(packed, None, out)
+
+
+class Linear(PackedHolder):
+    """y = x Wᵀ + b (+ adapter(x)).
+
+    x [T, in] -> y [T, out]. `codec` None: W is a parameter `weight` [out, in]; otherwise W stays packed in buffers and is expanded at use.
+    `adapter` is None or a module [T, in] -> [T, out]; it is set by adapters.attach and by nothing else.
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, codec: Codec | None = None, dtype: Any, device: Any):
+        super().__init__()
+        self.in_features, self.out_features, self.codec = in_features, out_features, codec
+        if codec is None:
+            self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
+        else:
+            self.register_packed(codec, out_features, in_features, device=device)
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
+        self.adapter: nn.Module | None = None
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        if self.codec is None:
+            y_TO = F.linear(x_TI, self.weight, self.bias)
+        else:
+            y_TO = _PackedLinear.apply(x_TI, self.packed)
+            if self.bias is not None:
+                y_TO = y_TO + self.bias
+        return y_TO if self.adapter is None else y_TO + self.adapter(x_TI)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features} -> {self.out_features}" + (f", {self.codec.name}" if self.codec else "")

@@ -1,0 +1,114 @@
+"""The three ways through a decoder: packed (training, scoring), prefill (packed, and remembered) and step (one new token per sequence).
+
+A pass is given to every layer. It knows the rotary tables, what attention may look at, and what is remembered; the layers don't ask which it is.
+
+T tokens, S sequences, N cached positions, H query heads, G key/value heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from unfreeze.kernels.attention import Layout, packed_attention
+
+
+class Cache:
+    """What attention remembers of S sequences: per layer a few tensors [S, capacity, …] (keys and values, or MLA's latent and rotary key).
+
+    `lengths` (host) is how many positions of each row are filled. Rows are independent; `select` keeps some of them.
+    """
+
+    def __init__(self, num_sequences: int, capacity: int):
+        self.lengths = [0] * num_sequences
+        self.capacity = capacity
+        self.layers: dict[int, tuple[Tensor, ...]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for tensors in self.layers.values() for t in tensors)
+
+    def write(self, layer: int, rows_T: Tensor, positions_T: Tensor, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Store one value per token at (row, position); the layer's tensors are allocated on first use."""
+        if layer not in self.layers:
+            size = (len(self.lengths), self.capacity)
+            self.layers[layer] = tuple(value.new_zeros(*size, *value.shape[1:]) for value in new)
+        for store, value in zip(self.layers[layer], new, strict=True):
+            store[rows_T, positions_T] = value
+        return self.layers[layer]
+
+    def select(self, rows: list[int]) -> None:
+        """Keep only these rows, in this order: finished sequences leave the batch."""
+        self.lengths = [self.lengths[row] for row in rows]
+        self.layers = {layer: tuple(t[rows] for t in tensors) for layer, tensors in self.layers.items()}
+
+
+@dataclass
+class PackedPass:
+    """Every document attends to itself only; nothing is remembered.
+
+    `routes` is None, or a dict in which a layer leaves the expert ids it chose so that its recomputation takes the same (never re-run top-k).
+    """
+
+    cos_Tr: Tensor
+    sin_Tr: Tensor
+    layout: Layout
+    routes: dict[int, Tensor] | None = None
+
+    def remember(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
+        return new
+
+    def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, scale: float) -> Tensor:
+        return packed_attention(q_THd, k_TGd, v_TGv, self.layout, scale)
+
+
+@dataclass
+class PrefillPass(PackedPass):
+    """A packed pass whose document s fills row s of an empty cache."""
+
+    cache: Cache = field(kw_only=True)
+    rows_T: Tensor = field(kw_only=True)
+    positions_T: Tensor = field(kw_only=True)
+
+    def remember(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
+        self.cache.write(layer, self.rows_T, self.positions_T, new)
+        return new
+
+
+@dataclass
+class StepPass:
+    """One new token per sequence: it is written to the cache and attends to everything its row holds."""
+
+    cos_Tr: Tensor
+    sin_Tr: Tensor
+    cache: Cache
+    rows_T: Tensor
+    positions_T: Tensor
+    routes: dict[int, Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        self.longest = max(self.cache.lengths) + 1
+        steps = torch.arange(self.longest, device=self.positions_T.device)
+        even = min(self.cache.lengths) + 1 == self.longest
+        self.mask_S11N = None if even else (steps[None] <= self.positions_T[:, None])[:, None, None, :]
+
+    def remember(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
+        """The new values -> everything remembered so far, [S, N, …]."""
+        return tuple(t[:, : self.longest] for t in self.cache.write(layer, self.rows_T, self.positions_T, new))
+
+    def attend(self, q_SHd: Tensor, k_SNGd: Tensor, v_SNGv: Tensor, scale: float) -> Tensor:
+        o_SH1v = F.scaled_dot_product_attention(
+            q_SHd[:, :, None],
+            k_SNGd.transpose(1, 2),
+            v_SNGv.transpose(1, 2),
+            attn_mask=self.mask_S11N,
+            scale=scale,
+            enable_gqa=q_SHd.shape[1] != k_SNGd.shape[2],
+        )
+        return o_SH1v[:, :, 0]
+
+
+Pass = PackedPass | StepPass

@@ -1,0 +1,117 @@
+"""Rotary position embeddings with the scalings published models use: none, linear, llama3, yarn.
+
+A Rope is the table of inverse frequencies (R/2 numbers, R rotary width) and the factor on cos and sin; it is computed in fp32 from config.json.
+Two pairings exist: "halves" rotates element i with i + R/2 (Llama, Qwen), "adjacent" rotates 2i with 2i + 1 (DeepSeek, Kimi).
+
+T tokens, H heads, R rotary width of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unfreeze.core.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Rope:
+    """inverse_frequency[i] = theta^(-2i/R) after scaling; cos and sin are multiplied by `attention_factor` (1 except with yarn)."""
+
+    inverse_frequency: tuple[float, ...]
+    attention_factor: float = 1.0
+
+    def tables(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, R/2] in fp32 for integer positions [T]."""
+        frequency = torch.tensor(self.inverse_frequency, dtype=torch.float32, device=positions_T.device)
+        angle = positions_T.float()[:, None] * frequency
+        return angle.cos() * self.attention_factor, angle.sin() * self.attention_factor
+
+
+def rotate_halves(x_THR: Tensor, cos_Tr: Tensor, sin_Tr: Tensor) -> Tensor:
+    """(a, b) -> (a cos - b sin, b cos + a sin) with a the first half of the last dimension and b the second."""
+    a, b = x_THR.chunk(2, dim=-1)
+    cos, sin = cos_Tr[:, None].to(x_THR.dtype), sin_Tr[:, None].to(x_THR.dtype)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def rotate_adjacent(x_THR: Tensor, cos_Tr: Tensor, sin_Tr: Tensor) -> Tensor:
+    """The same rotation on the pairs (x[2i], x[2i+1]); the result is laid out as halves, for q and k alike, so their product is unchanged."""
+    return rotate_halves(torch.cat((x_THR[..., 0::2], x_THR[..., 1::2]), dim=-1), cos_Tr, sin_Tr)
+
+
+def rope_from_config(config: Mapping[str, Any], width: int) -> Rope:
+    """Read either spelling: `rope_theta` + `rope_scaling` (with `type` or `rope_type`), or transformers 5's `rope_parameters`.
+
+    `width` is R, the rotary width of a head. Raises CheckpointError for a scaling this file does not know, by name.
+    """
+    parameters = rope_parameters(config)
+    theta = float(parameters["rope_theta"])
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    inverse = [theta ** (-2 * i / width) for i in range(width // 2)]
+    if kind == "default":
+        return Rope(tuple(inverse))
+    if kind == "linear":
+        return Rope(tuple(f / float(parameters["factor"]) for f in inverse))
+    if kind == "llama3":
+        return Rope(tuple(_llama3(f, parameters) for f in inverse))
+    if kind == "yarn":
+        return _yarn(inverse, theta, width, parameters, config)
+    raise CheckpointError(
+        f"config.json: rope type {kind!r} is not known; known: default, linear, llama3, yarn", next="open an issue with the model's name"
+    )
+
+
+def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary parameters as one flat dict with `rope_theta`, from either spelling of config.json."""
+    new = config.get("rope_parameters")
+    merged = dict(new) if isinstance(new, Mapping) else dict(config.get("rope_scaling") or {})
+    merged.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    return merged
+
+
+def _llama3(frequency: float, parameters: Mapping[str, Any]) -> float:
+    """Llama 3.1's scaling: long wavelengths are divided by factor, short ones kept, a linear ramp between. Source: Meta's reference."""
+    factor, low, high = (float(parameters[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
+    context = float(parameters["original_max_position_embeddings"])
+    wavelength = 2 * math.pi / frequency
+    if wavelength > context / low:
+        return frequency / factor
+    if wavelength < context / high:
+        return frequency
+    smooth = (context / wavelength - low) / (high - low)
+    return (1 - smooth) * frequency / factor + smooth * frequency
+
+
+def _yarn(inverse: list[float], theta: float, width: int, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
+    """YaRN (Peng et al. 2023): interpolate low frequencies by `factor`, keep high ones, ramp between beta_fast and beta_slow rotations."""
+    context = float(parameters.get("original_max_position_embeddings") or config["max_position_embeddings"])
+    factor = float(parameters.get("factor") or config["max_position_embeddings"] / context)
+
+    def dimension(rotations: float) -> float:
+        return width * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = dimension(float(parameters.get("beta_fast") or 32))
+    high = dimension(float(parameters.get("beta_slow") or 1))
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    if low == high:
+        high += 0.001  # the ramp's width is a divisor
+    ramp = [min(max((i - low) / (high - low), 0.0), 1.0) for i in range(width // 2)]
+    scaled = [f / factor * r + f * (1 - r) for f, r in zip(inverse, ramp, strict=True)]
+    mscale, mscale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    attention = parameters.get("attention_factor")
+    if attention is None:
+        attention = yarn_mscale(factor, float(mscale)) / yarn_mscale(factor, float(mscale_all)) if mscale and mscale_all else yarn_mscale(factor)
+    return Rope(tuple(scaled), float(attention))
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """0.1 · mscale · ln(factor) + 1, the growth of attention's temperature with the context factor (YaRN, section 3.4)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

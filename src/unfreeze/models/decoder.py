@@ -1,0 +1,166 @@
+"""The decoder every family shares: embed, layers, norm, head. What differs (attention, MLP, rope) arrives as parts.
+
+T tokens, D model width, V vocabulary, S sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from unfreeze.core.batch import Batch
+from unfreeze.core.errors import UserError
+from unfreeze.kernels.attention import Layout
+from unfreeze.models.blocks.linear import Linear
+from unfreeze.models.blocks.moe import MoE
+from unfreeze.models.blocks.norm import RMSNorm
+from unfreeze.models.blocks.passes import Cache, PackedPass, Pass, PrefillPass, StepPass
+from unfreeze.models.shape import Shape
+
+Through = Callable[["Layer", Tensor, PackedPass], Tensor]
+
+
+class Layer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)): the pre-norm residual block."""
+
+    def __init__(self, *, self_attn: nn.Module, mlp: nn.Module, input_layernorm: RMSNorm, post_attention_layernorm: RMSNorm):
+        super().__init__()
+        self.self_attn, self.mlp = self_attn, mlp
+        self.input_layernorm, self.post_attention_layernorm = input_layernorm, post_attention_layernorm
+
+    def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
+        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), run)
+        return x_TD + self.mlp(self.post_attention_layernorm(x_TD), run)
+
+
+def plain(layer: Layer, x_TD: Tensor, run: PackedPass) -> Tensor:
+    """Go through a layer and let autograd keep its activations."""
+    return layer(x_TD, run)
+
+
+def recompute(layer: Layer, x_TD: Tensor, run: PackedPass) -> Tensor:
+    """Go through a layer keeping only its input [T, D]; the rest is computed again in backward.
+
+    Chosen expert ids are kept in run.routes, so the second visit routes as the first did. Gradients of parameters are accumulated into
+    `.grad` during backward (torch.autograd.backward inside), so use `loss.backward()`, not torch.autograd.grad, around it.
+    """
+    if not torch.is_grad_enabled():
+        return layer(x_TD, run)
+    if run.routes is None:
+        run.routes = {}
+    # With a frozen embedding the first layer's input carries no gradient, and autograd would never come back to the layer.
+    return _Recompute.apply(x_TD if x_TD.requires_grad else x_TD.detach().requires_grad_(), layer, run)  # type: ignore[return-value]
+
+
+class _Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, layer: Layer, run: PackedPass) -> Tensor:  # type: ignore[override]
+        ctx.layer, ctx.run = layer, run
+        ctx.save_for_backward(x_TD)
+        with torch.no_grad():
+            return layer(x_TD, run)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
+        x_TD = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y_TD = ctx.layer(x_TD, ctx.run)
+        torch.autograd.backward(y_TD, dy_TD)
+        return x_TD.grad, None, None
+
+
+class Embedding(nn.Module):
+    """Rows of a table: tokens [T] -> [T, D]. No padding row: packed batches have no padding."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: Any, device: Any):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=dtype, device=device))
+
+    def forward(self, tokens_T: Tensor) -> Tensor:
+        return F.embedding(tokens_T, self.weight)
+
+
+class Body(nn.Module):
+    """What checkpoints call `model`: embed_tokens, layers, norm."""
+
+    def __init__(self, embed_tokens: Embedding, layers: list[Layer], norm: RMSNorm):
+        super().__init__()
+        self.embed_tokens, self.layers, self.norm = embed_tokens, nn.ModuleList(layers), norm
+
+
+class Decoder(nn.Module):
+    """A causal language model over packed batches.
+
+    hidden(batch) -> [T, D]; logits(hidden) -> [T, V] fp32; prefill and step with a Cache for generation.
+    """
+
+    def __init__(self, shape: Shape, body: Body, lm_head: Linear):
+        super().__init__()
+        self.shape, self.model, self.lm_head = shape, body, lm_head
+
+    @property
+    def layers(self) -> list[Layer]:
+        return list(self.model.layers)  # type: ignore[arg-type]
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.norm.weight.device
+
+    def moe_layers(self) -> dict[int, MoE]:
+        """Layer index -> its mixture of experts, for the layers that have one."""
+        return {index: layer.mlp for index, layer in enumerate(self.layers) if isinstance(layer.mlp, MoE)}
+
+    def hidden(self, batch: Batch, through: Through = plain) -> Tensor:
+        """Hidden states after the final norm, [T, D]; document s attends to itself only. `through` is `plain` or `recompute`."""
+        run = PackedPass(*self.shape.rope.tables(batch.positions_T), layout=self._layout(batch))
+        x_TD = self.model.embed_tokens(batch.tokens_T)
+        for layer in self.layers:
+            x_TD = through(layer, x_TD, run)
+        return self.model.norm(x_TD)
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """[T, D] -> [T, V] in fp32. For scoring and sampling; training uses objectives, which never hold [T, V]."""
+        return self.lm_head(hidden_TD).float()
+
+    def new_cache(self, num_sequences: int, capacity: int) -> Cache:
+        """An empty cache for S sequences of at most `capacity` positions."""
+        return Cache(num_sequences, capacity)
+
+    def prefill(self, batch: Batch, cache: Cache) -> Tensor:
+        """Run documents through and remember them: document s fills row s of an empty cache. -> [T, D]."""
+        lengths = batch.lengths()
+        if any(cache.lengths) or len(lengths) != len(cache.lengths) or max(lengths) > cache.capacity:
+            raise UserError(
+                f"prefill of {len(lengths)} documents, longest {max(lengths)}, into a cache of {len(cache.lengths)} rows of {cache.capacity}, "
+                f"filled {cache.lengths}: it needs an empty row per document"
+            )
+        rows_T = torch.repeat_interleave(torch.tensor(lengths)).to(self.device)
+        run = PrefillPass(
+            *self.shape.rope.tables(batch.positions_T),
+            layout=self._layout(batch), cache=cache, rows_T=rows_T, positions_T=batch.positions_T,
+        )  # fmt: skip
+        x_TD = self.model.embed_tokens(batch.tokens_T)
+        for layer in self.layers:
+            x_TD = layer(x_TD, run)
+        cache.lengths = lengths
+        return self.model.norm(x_TD)
+
+    def step(self, tokens_S: Tensor, cache: Cache) -> Tensor:
+        """One new token per row, at position cache.lengths[row]. -> [S, D]. The cache grows by one position."""
+        if max(cache.lengths) >= cache.capacity:
+            raise UserError(f"the cache holds {cache.capacity} positions and all are filled; create it with a larger capacity")
+        positions_S = torch.tensor(cache.lengths, device=self.device)
+        rows_S = torch.arange(len(cache.lengths), device=self.device)
+        run = StepPass(*self.shape.rope.tables(positions_S), cache=cache, rows_T=rows_S, positions_T=positions_S)
+        x_SD = self.model.embed_tokens(tokens_S)
+        for layer in self.layers:
+            x_SD = layer(x_SD, run)
+        cache.lengths = [length + 1 for length in cache.lengths]
+        return self.model.norm(x_SD)
+
+    def _layout(self, batch: Batch) -> Layout:
+        return Layout.build(batch.starts_S, batch.num_tokens, self.device)

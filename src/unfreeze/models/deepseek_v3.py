@@ -1,0 +1,120 @@
+"""DeepSeek-V3 and Kimi-K2 (also the text part of Kimi-K2.5): latent attention, sigmoid routing with a selection bias, shared experts.
+
+Source: arXiv:2412.19437; module names as in the published checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unfreeze.checkpoint.keymap import StackRule
+from unfreeze.core.errors import CheckpointError
+from unfreeze.models.blocks.mla import MLA
+from unfreeze.models.blocks.moe import MoE, SigmoidRouter
+from unfreeze.models.blocks.rope import rope_from_config, rope_parameters, yarn_mscale
+from unfreeze.models.decoder import Layer
+from unfreeze.models.factory import Factory
+from unfreeze.models.shape import MLAShape, MoEShape, Shape, common, require
+
+_EXPERT = "model.layers.{layer}.mlp.experts.{expert}."
+_STACK = "model.layers.{layer}.mlp.experts."
+RULES = (
+    StackRule(_EXPERT + "gate_proj.{part}", _STACK + "gate_up_proj.{part}", 0),
+    StackRule(_EXPERT + "up_proj.{part}", _STACK + "gate_up_proj.{part}", 1),
+    StackRule(_EXPERT + "down_proj.{part}", _STACK + "down_proj.{part}", None),
+)
+
+
+def ignored(shape: Shape) -> tuple[str, ...]:
+    """Tensors of a checkpoint that are not part of this language model: prediction heads for later tokens, and Kimi-K2.5's vision side."""
+    extra = int(shape.config.get("num_nextn_predict_layers") or 0)
+    heads = tuple(rf"model\.layers\.{shape.num_layers + i}\..*" for i in range(extra))
+    return (*heads, r"vision_tower\..*", r"mm_projector\..*", r".*rotary_emb\.inv_freq")
+
+
+def shape(config: Mapping[str, Any]) -> Shape:
+    """Sizes from config.json; scoring functions other than sigmoid/noaux_tc are refused by name."""
+    for field, built in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if config.get(field, built) != built:
+            raise CheckpointError(f"config.json: {field} {config[field]!r} is not built for this family; built: {built!r}")
+    if int(config.get("moe_layer_freq", 1)) != 1:
+        raise CheckpointError(f"config.json: moe_layer_freq {config['moe_layer_freq']} is not built; built: 1")
+    mla = MLAShape(
+        q_lora_rank=config.get("q_lora_rank"),
+        kv_lora_rank=int(require(config, "kv_lora_rank")),
+        nope=int(require(config, "qk_nope_head_dim")),
+        rope=int(require(config, "qk_rope_head_dim")),
+        value=int(require(config, "v_head_dim")),
+    )
+    moe = MoEShape(
+        num_experts=int(require(config, "n_routed_experts")),
+        experts_per_token=int(require(config, "num_experts_per_tok")),
+        intermediate_size=int(require(config, "moe_intermediate_size")),
+        num_shared_experts=int(config.get("n_shared_experts") or 0),
+        dense_layers=frozenset(range(int(config.get("first_k_dense_replace", 0)))),
+    )
+    rope = rope_from_config(config, mla.rope)
+    return common(config, family="deepseek_v3", rope=rope, head_dim=mla.nope + mla.rope, mla=mla, moe=moe)
+
+
+def layer(shape: Shape, index: int, make: Factory) -> Layer:
+    """Decoder layer `index`: MLA, then a dense MLP (the first layers) or routed and shared experts."""
+    name = f"model.layers.{index}"
+    return Layer(
+        self_attn=_attention(shape, index, f"{name}.self_attn", make),
+        mlp=_moe(shape, index, f"{name}.mlp", make)
+        if shape.is_moe(index)
+        else make.mlp(f"{name}.mlp", shape.hidden_size, shape.intermediate_size),
+        input_layernorm=make.norm(shape.hidden_size, shape.rms_norm_eps),
+        post_attention_layernorm=make.norm(shape.hidden_size, shape.rms_norm_eps),
+    )
+
+
+def _attention(shape: Shape, index: int, name: str, make: Factory) -> MLA:
+    mla, heads, bias = shape.mla, shape.num_heads, bool(shape.config.get("attention_bias", False))
+    assert mla is not None
+    hidden, head = shape.hidden_size, mla.nope + mla.rope
+    if mla.q_lora_rank is None:
+        query: dict[str, Any] = {"q_proj": make.linear(f"{name}.q_proj", hidden, heads * head)}
+    else:
+        query = {
+            "q_a_proj": make.linear(f"{name}.q_a_proj", hidden, mla.q_lora_rank, bias=bias),
+            "q_a_layernorm": make.norm(mla.q_lora_rank, 1e-6),
+            "q_b_proj": make.linear(f"{name}.q_b_proj", mla.q_lora_rank, heads * head),
+        }
+    return MLA(
+        index, num_heads=heads, nope=mla.nope, rope=mla.rope, value=mla.value, scale=_scale(shape),
+        kv_a_proj_with_mqa=make.linear(f"{name}.kv_a_proj_with_mqa", hidden, mla.kv_lora_rank + mla.rope, bias=bias),
+        kv_a_layernorm=make.norm(mla.kv_lora_rank, 1e-6),
+        kv_b_proj=make.linear(f"{name}.kv_b_proj", mla.kv_lora_rank, heads * (mla.nope + mla.value)),
+        o_proj=make.linear(f"{name}.o_proj", heads * mla.value, hidden, bias=bias),
+        **query,
+    )  # fmt: skip
+
+
+def _scale(shape: Shape) -> float:
+    """1/sqrt(d), times YaRN's temperature squared where the config has mscale_all_dim."""
+    parameters = rope_parameters(shape.config)
+    mscale = parameters.get("mscale_all_dim")
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    temperature = yarn_mscale(float(parameters["factor"]), float(mscale)) if mscale and kind != "default" else 1.0
+    return shape.head_dim**-0.5 * temperature**2
+
+
+def _moe(shape: Shape, index: int, name: str, make: Factory) -> MoE:
+    moe, config = shape.moe, shape.config
+    assert moe is not None
+    gate = SigmoidRouter(
+        shape.hidden_size, moe.num_experts, moe.experts_per_token,
+        n_group=int(config.get("n_group") or 1), topk_group=int(config.get("topk_group") or 1),
+        normalize=bool(config.get("norm_topk_prob", True)), scale=float(config.get("routed_scaling_factor", 1.0)),
+        dtype=make.dtype, device=make.device,
+    )  # fmt: skip
+    shared = moe.num_shared_experts * moe.intermediate_size
+    return MoE(
+        index,
+        gate=gate,
+        experts=make.experts(f"{name}.experts", moe.num_experts, shape.hidden_size, moe.intermediate_size),
+        shared_experts=make.mlp(f"{name}.shared_experts", shape.hidden_size, shared) if shared else None,
+    )

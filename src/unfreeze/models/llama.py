@@ -1,0 +1,58 @@
+"""Llama (2, 3.x) and Qwen2, which is a Llama with biases on q, k and v."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unfreeze.models.blocks.attention import Attention
+from unfreeze.models.blocks.rope import rope_from_config
+from unfreeze.models.decoder import Layer
+from unfreeze.models.factory import Factory
+from unfreeze.models.shape import Shape, common, require
+
+RULES = ()
+
+
+def ignored(shape: Shape) -> tuple[str, ...]:
+    """Old exports carry the rotary table; it is computed from config.json here."""
+    return (r".*rotary_emb\.inv_freq",)
+
+
+def shape(config: Mapping[str, Any]) -> Shape:
+    """Sizes from config.json."""
+    head_dim = int(config.get("head_dim") or require(config, "hidden_size") // require(config, "num_attention_heads"))
+    return common(config, family="llama", rope=rope_from_config(config, head_dim), head_dim=head_dim)
+
+
+def attention(shape: Shape, index: int, make: Factory, *, qkv_bias: bool, output_bias: bool, qk_norm: bool = False) -> Attention:
+    """Grouped-query attention; with `qk_norm` an RMSNorm per head on q and k (Qwen3)."""
+    name, hidden, width = f"model.layers.{index}.self_attn", shape.hidden_size, shape.head_dim
+    return Attention(
+        index, width,
+        q_proj=make.linear(f"{name}.q_proj", hidden, shape.num_heads * width, bias=qkv_bias),
+        k_proj=make.linear(f"{name}.k_proj", hidden, shape.num_kv_heads * width, bias=qkv_bias),
+        v_proj=make.linear(f"{name}.v_proj", hidden, shape.num_kv_heads * width, bias=qkv_bias),
+        o_proj=make.linear(f"{name}.o_proj", shape.num_heads * width, hidden, bias=output_bias),
+        q_norm=make.norm(width, shape.rms_norm_eps) if qk_norm else None,
+        k_norm=make.norm(width, shape.rms_norm_eps) if qk_norm else None,
+    )  # fmt: skip
+
+
+def layer(shape: Shape, index: int, make: Factory) -> Layer:
+    """Decoder layer `index`. Biases as the config says (attention_bias, mlp_bias)."""
+    bias = bool(shape.config.get("attention_bias", False))
+    mlp = make.mlp(
+        f"model.layers.{index}.mlp", shape.hidden_size, shape.intermediate_size, bias=bool(shape.config.get("mlp_bias", False))
+    )
+    return block(shape, attention(shape, index, make, qkv_bias=bias, output_bias=bias), mlp, make)
+
+
+def block(shape: Shape, self_attn: Attention, mlp: Any, make: Factory) -> Layer:
+    """The pre-norm block around an attention and an MLP."""
+    return Layer(
+        self_attn=self_attn,
+        mlp=mlp,
+        input_layernorm=make.norm(shape.hidden_size, shape.rms_norm_eps),
+        post_attention_layernorm=make.norm(shape.hidden_size, shape.rms_norm_eps),
+    )

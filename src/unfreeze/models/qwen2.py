@@ -1,0 +1,26 @@
+"""Qwen2 and Qwen2.5: a Llama block with biases on q, k and v. Source: arXiv:2407.10671."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from unfreeze.models import llama
+from unfreeze.models.decoder import Layer
+from unfreeze.models.factory import Factory
+from unfreeze.models.shape import Shape
+
+RULES = llama.RULES
+ignored = llama.ignored
+
+
+def shape(config: Mapping[str, Any]) -> Shape:
+    """Sizes from config.json."""
+    return replace(llama.shape(config), family="qwen2")
+
+
+def layer(shape: Shape, index: int, make: Factory) -> Layer:
+    """Decoder layer `index`."""
+    mlp = make.mlp(f"model.layers.{index}.mlp", shape.hidden_size, shape.intermediate_size)
+    return llama.block(shape, llama.attention(shape, index, make, qkv_bias=True, output_bias=False), mlp, make)

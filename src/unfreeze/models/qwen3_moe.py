@@ -1,0 +1,46 @@
+"""Qwen3-MoE: Qwen3 attention, softmax routing over many experts, no shared expert. Source: arXiv:2505.09388."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from unfreeze.models import deepseek_v3, llama, qwen3
+from unfreeze.models.blocks.moe import MoE, SoftmaxRouter
+from unfreeze.models.decoder import Layer
+from unfreeze.models.factory import Factory
+from unfreeze.models.shape import MoEShape, Shape, require
+
+RULES = deepseek_v3.RULES
+ignored = llama.ignored
+
+
+def shape(config: Mapping[str, Any]) -> Shape:
+    """Sizes from config.json. A layer is sparse where (index + 1) is a multiple of decoder_sparse_step and it isn't in mlp_only_layers."""
+    step, only = int(config.get("decoder_sparse_step", 1)), set(config.get("mlp_only_layers") or ())
+    experts = int(config.get("num_experts") or require(config, "num_local_experts"))
+    moe = MoEShape(
+        num_experts=experts,
+        experts_per_token=int(require(config, "num_experts_per_tok")),
+        intermediate_size=int(require(config, "moe_intermediate_size")),
+        num_shared_experts=0,
+        dense_layers=frozenset(i for i in range(int(require(config, "num_hidden_layers"))) if i in only or (i + 1) % step),
+    )
+    return replace(qwen3.shape(config), family="qwen3_moe", moe=moe)
+
+
+def layer(shape: Shape, index: int, make: Factory) -> Layer:
+    """Decoder layer `index`: dense where the config says so, otherwise routed experts."""
+    name = f"model.layers.{index}.mlp"
+    if not shape.is_moe(index):
+        mlp: Any = make.mlp(name, shape.hidden_size, shape.intermediate_size)
+    else:
+        assert shape.moe is not None
+        gate = SoftmaxRouter(
+            shape.hidden_size, shape.moe.num_experts, shape.moe.experts_per_token,
+            normalize=bool(shape.config.get("norm_topk_prob", False)), dtype=make.dtype, device=make.device,
+        )  # fmt: skip
+        experts = make.experts(f"{name}.experts", shape.moe.num_experts, shape.hidden_size, shape.moe.intermediate_size)
+        mlp = MoE(index, gate=gate, experts=experts, shared_experts=None)
+    return llama.block(shape, qwen3.attention(shape, index, make), mlp, make)

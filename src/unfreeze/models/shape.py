@@ -1,0 +1,116 @@
+"""Shape: the sizes of a model, read from its config.json. There are no tables of sizes: what the file says is what is built.
+
+D hidden_size, V vocab_size, H heads, G key/value heads, E experts, K experts per token, I widths of MLPs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from unfreeze.core.errors import CheckpointError
+from unfreeze.models.blocks.rope import Rope
+
+
+@dataclass(frozen=True)
+class MoEShape:
+    """Mixture-of-experts sizes. Layers below `first_layer` and those in `dense_layers` have a dense MLP."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    num_shared_experts: int
+    dense_layers: frozenset[int]
+
+
+@dataclass(frozen=True)
+class MLAShape:
+    """Latent attention: widths of the two low-rank latents and of the three parts of a head. q_lora_rank None: no query latent."""
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    nope: int
+    rope: int
+    value: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Everything a family needs to build itself, and everything the plan and `inspect` count with."""
+
+    model_type: str
+    family: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_positions: int
+    rms_norm_eps: float
+    initializer_range: float
+    tied: bool
+    rope: Rope
+    moe: MoEShape | None
+    mla: MLAShape | None
+    config: Mapping[str, Any]
+
+    @property
+    def num_experts(self) -> int:
+        return self.moe.num_experts if self.moe else 0
+
+    @property
+    def experts_per_token(self) -> int:
+        return self.moe.experts_per_token if self.moe else 0
+
+    @property
+    def moe_intermediate_size(self) -> int:
+        return self.moe.intermediate_size if self.moe else 0
+
+    def is_moe(self, layer: int) -> bool:
+        return self.moe is not None and layer not in self.moe.dense_layers
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def require(config: Mapping[str, Any], field: str) -> Any:
+    """config[field], or a CheckpointError that names the field."""
+    if config.get(field) is None:
+        raise CheckpointError(f"config.json has no {field!r}, which model_type {config.get('model_type')!r} needs", next="check the file")
+    return config[field]
+
+
+def refuse_unbuilt(config: Mapping[str, Any]) -> None:
+    """Variants that would silently compute something else are refused by name."""
+    if config.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(f"config.json: hidden_act {config['hidden_act']!r} is not built; built: 'silu'")
+    if config.get("use_sliding_window"):
+        raise CheckpointError("config.json: use_sliding_window = true is not built; attention here sees the whole document")
+
+
+def common(config: Mapping[str, Any], *, family: str, rope: Rope, head_dim: int, **parts: Any) -> Shape:
+    """The fields all families spell alike."""
+    refuse_unbuilt(config)
+    heads = int(require(config, "num_attention_heads"))
+    return Shape(
+        model_type=str(config["model_type"]),
+        family=family,
+        hidden_size=int(require(config, "hidden_size")),
+        num_layers=int(require(config, "num_hidden_layers")),
+        num_heads=heads,
+        num_kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=head_dim,
+        intermediate_size=int(require(config, "intermediate_size")),
+        vocab_size=int(require(config, "vocab_size")),
+        max_positions=int(require(config, "max_position_embeddings")),
+        rms_norm_eps=float(require(config, "rms_norm_eps")),
+        initializer_range=float(config.get("initializer_range", 0.02)),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        rope=rope,
+        moe=parts.get("moe"),
+        mla=parts.get("mla"),
+        config=dict(config),
+    )
