@@ -1,0 +1,109 @@
+"""Choosing the next token: greedy, temperature, top-k, top-p.
+
+Rows are drawn by inverting the cumulative distribution at one uniform number each, so a row's choice is a plain function of (logits, u) that can
+be tested exactly, is the same on every device, and does not change when another row of the batch finishes.
+
+S sequences, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unfreeze.core.errors import ConfigError, UserError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to continue a prompt. Raises ConfigError for a value out of its range.
+
+    max_new_tokens  at most this many tokens are sampled per prompt, 1 or more.
+    temperature     0 takes the likeliest token; otherwise logits are divided by it.
+    top_k           only the k likeliest tokens (and any tied with the k-th); None or 0: all.
+    top_p           only the fewest likeliest tokens whose probabilities reach p, after top_k; None or 1: all.
+    stop            strings at which the text ends; they are not part of it.
+    seed            the same seed, prompts and model give the same tokens; None: a fresh seed each time.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens is {self.max_new_tokens}; at least 1")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ConfigError(f"temperature is {self.temperature}; a finite number, 0 (greedy) or more", next="try 0.7")
+        if self.top_k is not None and self.top_k < 0:
+            raise ConfigError(f"top_k is {self.top_k}; a positive number of tokens, or 0 for all")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p is {self.top_p}; a probability above 0 and at most 1", next="try 0.95")
+        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+            raise ConfigError(f"stop is {self.stop!r}; a list of strings, none of them empty")
+
+
+def keep_likely(logits_SV: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
+    """Logits with -inf wherever top-k or top-p leaves a token out; the likeliest token always stays. [S, V] -> [S, V] fp32.
+
+    top-p keeps a token if the probability of all likelier ones is below p (Holtzman et al. 2020, arXiv:1904.09751).
+    """
+    logits_SV = logits_SV.float()
+    if top_k and top_k < logits_SV.shape[-1]:
+        kth_S1 = logits_SV.topk(top_k, dim=-1).values[:, -1:]
+        logits_SV = logits_SV.masked_fill(logits_SV < kth_S1, float("-inf"))
+    if top_p is not None and top_p < 1:
+        sorted_SV, order_SV = logits_SV.sort(dim=-1, descending=True)
+        probability_SV = sorted_SV.softmax(-1)
+        drop_SV = probability_SV.cumsum(-1) - probability_SV >= top_p
+        drop_SV[:, 0] = False
+        logits_SV = logits_SV.masked_fill(torch.zeros_like(drop_SV).scatter_(1, order_SV, drop_SV), float("-inf"))
+    return logits_SV
+
+
+def draw(logits_SV: Tensor, uniform_S: Tensor) -> Tensor:
+    """The token at which the cumulative softmax first exceeds u: P(token v) = softmax(logits)[v] for u uniform in [0, 1). -> int64 [S].
+
+    In float64: the fp32 running sum over 163,840 random normal logits misstates the share of single tokens by up to 80 %.
+    A token of probability zero is never returned.
+    """
+    cumulative_SV = logits_SV.double().softmax(-1).cumsum(-1)
+    total_S1 = cumulative_SV[:, -1:]
+    target_S1 = torch.minimum(uniform_S.double()[:, None] * total_S1, torch.nextafter(total_S1, torch.zeros_like(total_S1)))
+    return torch.searchsorted(cumulative_SV, target_S1, right=True)[:, 0]
+
+
+class Chooser:
+    """Picks one token per row, step after step; holds the generator of one batch of requests."""
+
+    def __init__(self, sampling: Sampling, num_sequences: int):
+        self.sampling, self.num_sequences = sampling, num_sequences
+        self.generator = torch.Generator()  # on the host: the same numbers whatever the model's device
+        if sampling.seed is None:
+            self.generator.seed()
+        else:
+            self.generator.manual_seed(sampling.seed)
+
+    def choose(self, logits_SV: Tensor, rows: list[int]) -> list[int]:
+        """Token ids for the rows still running (`rows`: their places in the batch as it began); one step.
+
+        Raises UserError where the logits are not numbers: argmax would return some token in silence.
+        """
+        if self.sampling.temperature == 0:
+            best_S, ids_S = logits_SV.max(-1)
+            finite = bool(best_S.isfinite().all())
+        else:
+            finite = bool(logits_SV.isfinite().all())
+            kept_SV = keep_likely(logits_SV.float() / self.sampling.temperature, self.sampling.top_k, self.sampling.top_p)
+            # A number for every row the batch began with: rows that finish don't shift the numbers of those that go on.
+            uniform = torch.rand(self.num_sequences, generator=self.generator, dtype=torch.float64)
+            ids_S = draw(kept_SV, uniform[rows].to(logits_SV.device))
+        if not finite:
+            raise UserError("the model's logits are not finite numbers, so no token can be chosen", next='load it with dtype="float32"')
+        return ids_S.tolist()
