@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+
 from unfreeze import models
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import CheckpointError
@@ -107,7 +108,7 @@ def difference(name: str, through=models.plain, documents=DOCUMENTS, change=None
             assert parameter.grad is None or not parameter.grad.any()
             continue
         worst = max(worst, float((parameter.grad - expected_grad).abs().max() / max(1.0, float(expected_grad.abs().max()))))
-    return float((actual - expected).abs().max()), worst
+    return float((actual - expected).detach().abs().max()), worst
 
 
 @pytest.mark.parametrize("name", CASES)

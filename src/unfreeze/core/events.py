@@ -60,7 +60,7 @@ def truncate_after(path: Path, step: int) -> None:
             event = json.loads(line)
         except json.JSONDecodeError:  # the half line of a killed run
             continue
-        if event.get("step", 0) <= step and not (event["kind"] == "end"):
+        if event.get("step", 0) <= step and event["kind"] != "end":
             kept.append(line)
     temporary = path.with_suffix(".jsonl.tmp")
     temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")

@@ -1,0 +1,119 @@
+"""unfreeze COMMAND …: parse, dispatch, print a UserError without a traceback. `unfreeze --help` imports no torch.
+
+Exit codes: 0 done, 1 a fault of the program or machine, 2 something the user can mend.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from unfreeze.core.errors import ConfigError, UserError, nearest
+
+
+class Command(NamedTuple):
+    """`module` has `main(arguments: list[str], common: Common) -> dict`, the result that --json prints."""
+
+    module: str
+    usage: str
+    summary: str
+
+
+class Common(NamedTuple):
+    """The flags every command takes."""
+
+    json: bool = False
+    quiet: bool = False
+    traceback: bool = False
+
+
+COMMANDS = {
+    "demo": Command("unfreeze.recipes.demo", "demo", "train the built-in tiny-k2 (INT4 experts) to answer like Yoda, and see it"),
+    "sft": Command("unfreeze.recipes.sft", "sft run.toml", "fine-tune a checkpoint on conversations, every linear layer, experts included"),
+    "pretrain": Command("unfreeze.recipes.pretrain", "pretrain run.toml", "train all weights on text, from nothing or from a checkpoint"),
+    "chat": Command("unfreeze.recipes.chat", "chat MODEL_OR_RUN", "talk with a checkpoint or a run"),
+    "generate": Command("unfreeze.recipes.generate", "generate MODEL_OR_RUN --prompt TEXT", "continue a text or answer a prompt"),
+    "inspect": Command("unfreeze.recipes.inspect", "inspect MODEL", "what is in a checkpoint; reads no tensor"),
+    "export": Command("unfreeze.recipes.export", "export RUN --layout peft", "write a run's adapter in another layout, verified"),
+    "report": Command("unfreeze.recipes.report", "report RUN", "write report.html of a run and print its summary"),
+}
+FLAGS = {"--json": "json", "--quiet": "quiet", "--traceback": "traceback"}
+
+
+def usage() -> str:
+    """The text of `unfreeze --help`."""
+    width = max(len(command.usage) for command in COMMANDS.values())
+    lines = [f"  unfreeze {command.usage:<{width}}  {command.summary}" for command in COMMANDS.values()]
+    return "\n".join(
+        [
+            "unfreeze trains open-weight language models, every weight of them, in the format they were published in.",
+            "",
+            *lines,
+            "",
+            "  unfreeze COMMAND --help               the flags of a command; each is also a TOML key",
+            "",
+            "every command takes: --json (result as one JSON object on the last line of stdout)  --quiet  --traceback",
+        ]
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command line; returns the exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    common = Common(**{field: flag in arguments for flag, field in FLAGS.items()})
+    arguments = [argument for argument in arguments if argument not in FLAGS]
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
+        import unfreeze
+
+        print(unfreeze.__version__)
+        return 0
+    return _guarded(lambda: _dispatch(arguments[0], arguments[1:], common), common)
+
+
+def _dispatch(name: str, arguments: list[str], common: Common) -> int:
+    if name not in COMMANDS:
+        raise ConfigError(f"there is no command {name!r}{nearest(name, COMMANDS)}", next="unfreeze --help")
+    result: dict[str, Any] = importlib.import_module(COMMANDS[name].module).main(arguments, common)
+    if common.json:
+        print(json.dumps(result), flush=True)
+    return int(result.get("exit_code", 0))
+
+
+def _guarded(run: Callable[[], int], common: Common) -> int:
+    """Errors end in one clear line on stderr; the traceback only if it was asked for."""
+    try:
+        return run()
+    except UserError as error:
+        if common.traceback:
+            traceback.print_exc()
+        else:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output has gone (… | head); nothing is left to say
+        return 0
+    except Exception as error:
+        if common.traceback:
+            traceback.print_exc()
+        else:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            print(
+                f"fault: {type(error).__name__}: {error}  (at {place.name}, {place.filename}:{place.lineno})\n"
+                "  next: run the same command with --traceback and report it",
+                file=sys.stderr,
+            )
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

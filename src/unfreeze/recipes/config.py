@@ -1,0 +1,76 @@
+"""From a TOML file and flags to one frozen, validated Config. Every field is a TOML key and a flag; a flag wins over the file."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import tyro
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from unfreeze.core.errors import ConfigError, nearest
+
+
+class Frozen(BaseModel):
+    """Base of every Config: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+C = TypeVar("C", bound=BaseModel)
+
+
+def parse(config: type[C], arguments: list[str], *, command: str, description: str) -> C:
+    """`unfreeze COMMAND [file.toml] [--flag value …]` -> Config. Raises ConfigError that names the field and the nearest valid key."""
+    from_file: list[str] = []
+    if arguments and not arguments[0].startswith("-"):
+        from_file = _flags(config, read_toml(Path(arguments[0])), arguments[0])
+        arguments = arguments[1:]
+    try:
+        return tyro.cli(config, args=[*from_file, *arguments], prog=f"unfreeze {command}", description=description)
+    except ValidationError as error:
+        raise ConfigError(_explain(error), next=f"unfreeze {command} --help") from error
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The file's table. Raises ConfigError for a file that is absent or isn't TOML."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, IsADirectoryError):
+        raise ConfigError(f"{path} is not a file; the first argument is a TOML file, everything else is --flags") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+
+
+def _flags(config: type[BaseModel], table: Mapping[str, Any], where: str, prefix: str = "") -> list[str]:
+    """A TOML table as flags: {lora: {rank: 8}} -> ["--lora.rank", "8"]; keys are checked here, values by the Config itself."""
+    flags: list[str] = []
+    fields = {name.replace("_", "-"): field for name, field in config.model_fields.items()}
+    for key, value in table.items():
+        name = key.replace("_", "-")
+        if name not in fields:
+            raise ConfigError(f"{where}: unknown key {prefix}{key}{nearest(name, fields)}", next="mend or remove the key")
+        if isinstance(value, Mapping):
+            inner = _model_in(fields[name].annotation)
+            if inner is None:
+                raise ConfigError(f"{where}: {prefix}{key} is a table; it should be a value")
+            flags += _flags(inner, value, where, f"{prefix}{name}.")
+        else:
+            flags += [f"--{prefix}{name}", *(str(v) for v in (value if isinstance(value, list) else [value]))]
+    return flags
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The Config class in an annotation such as `LoraConfig` or `LoraConfig | None`."""
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def _explain(error: ValidationError) -> str:
+    """Each wrong field with the value tested and what it must be."""
+    lines = [f"{'.'.join(str(part) for part in item['loc']) or 'config'} = {item.get('input')!r}: {item['msg']}" for item in error.errors()]
+    return "; ".join(lines)
