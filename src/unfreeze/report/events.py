@@ -1,0 +1,100 @@
+"""Reading events.jsonl back, and the few selectors that tables, pictures and the summary are made of.
+
+The format is core/events.py's: one JSON object a line, each with `kind` and `step`. A killed run may leave half a line at the end
+(a write cut before its newline); that one is left out. A broken line anywhere else is damage, and is named with its line number.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from unfreeze.core.errors import DataError
+from unfreeze.core.events import Event
+
+
+def read_events(path: Path | str) -> list[Event]:
+    """All events of a run, in the order of the file. Raises DataError for a missing file or a damaged line that is not the cut last one."""
+    path = Path(path)
+    if not path.is_file():
+        next_command = "unfreeze report RUN_FOLDER (the folder named by --out)"
+        raise DataError(f"no events in {path.parent}: {path.name} is missing", next=next_command)
+    lines = path.read_bytes().split(b"\n")
+    # Every event is written with its newline in one flush, so only what follows the last newline can be a cut write.
+    *whole, rest = lines
+    events = [_parse(line, path, number) for number, line in enumerate(whole, start=1) if line.strip()]
+    if rest.strip():
+        with suppress(DataError):  # the half line of a killed run; core.events.truncate_after drops it when the run goes on
+            events.append(_parse(rest, path, len(lines)))
+    return events
+
+
+def _parse(line: bytes, path: Path, number: int) -> Event:
+    try:
+        event = json.loads(line.decode("utf-8"))
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both ValueErrors
+        raise DataError(f"{path} line {number} is not JSON: {error}", next=f"remove line {number}, or restore the file") from error
+    if not isinstance(event, dict) or not isinstance(event.get("kind"), str) or not isinstance(event.get("step"), int):
+        raise DataError(f"{path} line {number} is not an event: it needs a text field 'kind' and a whole number 'step'")
+    return event
+
+
+def of_kind(events: Sequence[Event], kind: str) -> list[Event]:
+    """The events of one kind, in order."""
+    return [event for event in events if event["kind"] == kind]
+
+
+def last(events: Sequence[Event], kind: str) -> Event | None:
+    """The latest event of one kind, or None."""
+    return next((event for event in reversed(events) if event["kind"] == kind), None)
+
+
+def number(value: object) -> float | None:
+    """`value` as a finite float, or None where it is absent, not a number, NaN or infinite."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def series(events: Sequence[Event], kind: str, field: str) -> tuple[list[int], list[float]]:
+    """(steps, values) of one field, leaving out events where it is absent or not finite."""
+    steps, values = [], []
+    for event in events:
+        value = number(event.get(field)) if event["kind"] == kind else None
+        if value is not None:
+            steps.append(event["step"])
+            values.append(value)
+    return steps, values
+
+
+def expert_load(events: Sequence[Event]) -> dict[str, list[int]]:
+    """Tokens per expert summed over all train events: layer -> counts, layers in numeric order. Empty for a dense model."""
+    total: dict[str, list[int]] = {}
+    for event in of_kind(events, "train"):
+        for layer, counts in (event.get("expert_load") or {}).items():
+            so_far = total.setdefault(str(layer), [0] * len(counts))
+            if len(so_far) != len(counts):
+                raise DataError(f"expert_load of layer {layer} has {len(counts)} experts at step {event['step']}, {len(so_far)} before")
+            total[str(layer)] = [a + b for a, b in zip(so_far, counts, strict=True)]
+    return dict(sorted(total.items(), key=lambda item: (0, int(item[0]), "") if item[0].isdecimal() else (1, 0, item[0])))
+
+
+def sample_pairs(events: Sequence[Event]) -> list[tuple[str, str | None, str | None]]:
+    """(prompt, text before, text after) per prompt, in order; None where a side is missing. A later sample replaces an earlier."""
+    pairs: dict[str, dict[str, str]] = {}
+    for event in of_kind(events, "sample"):
+        pairs.setdefault(str(event.get("prompt", "")), {})[str(event.get("when", ""))] = str(event.get("text", ""))
+    return [(prompt, texts.get("before"), texts.get("after")) for prompt, texts in pairs.items()]
+
+
+def warnings(events: Sequence[Event]) -> list[tuple[int, str]]:
+    """(step, text) of every event of kind "warning" (field message) and of every event that carries a `warning` field."""
+    found = []
+    for event in events:
+        text = event.get("message") if event["kind"] == "warning" else event.get("warning")
+        if text:
+            found.append((event["step"], str(text)))
+    return found

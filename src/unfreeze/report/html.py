@@ -1,0 +1,301 @@
+"""report.html: a run as one page that stands by itself. No script, no request to anywhere, no font to load; it may be mailed or archived.
+
+A Content-Security-Policy in the page forbids everything but its own styles and its own embedded bitmaps, and every text from the run
+(prompts, answers, paths, config) goes through `text()`. A piece that the run does not have is named as missing, with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from unfreeze.core.units import format_bytes, format_count
+from unfreeze.report.events import expert_load, number, of_kind, sample_pairs, series, warnings
+from unfreeze.report.pictures import FULL, curve, heat_map, smoothing_window
+from unfreeze.report.run import Run, expert_balance, facts, read_run, result_words, started
+from unfreeze.report.style import CSS
+from unfreeze.report.tables import ABSENT, RECEIPT_HEAD, plan_lines, receipt_rows, standing_still
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+WIDE, NARROW, SMALL, SIDE = (760, 320), (350, 250), (280, 190), (360, 304)  # SVG units of the pictures; text in them is 11 units high
+SHOWN_SAMPLES = 12  # the others are folded away
+SHOWN_STEPS = 200  # rows of the step table; a longer run shows every n-th step, as the table says
+
+
+def write_report(run_dir: Path | str) -> Path:
+    """Write report.html into the run folder and return its path. Reads only the folder's own files; never a model.
+
+    Raises DataError where the folder has no events.jsonl, or a damaged one.
+    """
+    run = read_run(run_dir)
+    path = run.path / "report.html"
+    temporary = path.with_suffix(".html.tmp")
+    temporary.write_bytes(page(run).encode("utf-8", "replace"))  # "replace": generated text may hold half of a surrogate pair
+    temporary.replace(path)
+    return path
+
+
+def page(run: Run) -> str:
+    """The whole page as one string; the same run folder gives the same string."""
+    parts = (_header, _warnings, _loss, _machine, _experts, _receipt, _samples, _evaluations, _more)
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{text(run.name)} · unfreeze run</title>\n<style>{CSS}</style>\n</head>\n<body>\n<main>\n"
+        + "\n".join(part(run) for part in parts)
+        + f"\n<footer>Written by unfreeze from {text(run.path / 'events.jsonl')}</footer>\n</main>\n</body>\n</html>\n"
+    )
+
+
+def text(value: object) -> str:
+    """Any value as HTML text, safe inside elements and quoted attributes; control characters, which HTML forbids, shown as U+FFFD."""
+    return escape(re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]", "\ufffd", str(value)), quote=True)
+
+
+def section(title: str, body: str, note: str = "") -> str:
+    """A titled part of the page. body is HTML; note is plain text under the title."""
+    words = f'<p class="note">{text(note)}</p>' if note else ""
+    return f"<section><h2>{text(title)}</h2>{words}{body}</section>"
+
+
+def folded(summary: str, body: str) -> str:
+    """HTML that opens on a click."""
+    return f"<details><summary>{text(summary)}</summary><div>{body}</div></details>"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str, bad: Sequence[str] = (), kind: str = "") -> str:
+    """An HTML table; the first cell of each row is its heading. bad: first cells of rows to mark.
+
+    kind "words": cells hold sentences, not numbers; "stack": on a phone each row becomes a list of its cells.
+    """
+    heads = "".join(f'<th scope="col">{text(cell)}</th>' for cell in head)
+    body = []
+    for first, *cells in rows:
+        mark = ' class="bad"' if first in bad else ""
+        names = [f' data-head="{text(name)}"' if kind == "stack" else "" for name in head[1:]]
+        data = "".join(f"<td{name}>{text(cell)}</td>" for name, cell in zip(names, cells, strict=True))
+        body.append(f'<tr{mark}><th scope="row">{text(first)}</th>{data}</tr>')
+    start = f'<div class="scroll" tabindex="0"><table class="{kind}" aria-label="{text(caption)}">'
+    return f"{start}<thead><tr>{heads}</tr></thead>\n<tbody>" + "\n".join(body) + "</tbody></table></div>"
+
+
+def figure(title: str, words: str, *pictures: str, key: str = "") -> str:
+    """A figure with its caption above; two pictures are the wide and the narrow form of one. key is HTML that explains the colours."""
+    if len(pictures) == 2:
+        pictures = (f'<div class="wide">{pictures[0]}</div>', f'<div class="narrow">{pictures[1]}</div>')
+    caption = f"<figcaption><strong>{text(title)}</strong><span>{text(words)}</span></figcaption>"
+    return f"<figure>{caption}{key}{''.join(pictures)}</figure>"
+
+
+def _header(run: Run) -> str:
+    done = " done" if run.state == "done" else ""
+    rows = [("Model", text(run.source("model"))), ("Data", text(run.source("data"))), ("Started", text(started(run)))]
+    rows += [("Loaded", text(run.loaded)), ("Result", f'<span class="state{done}">{text(result_words(run))}</span>')]
+    source = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in rows if value)
+    numbers = "".join(f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in facts(run))
+    return f'<header><h1>{text(run.name)}</h1>\n<dl class="source">{source}</dl>\n<dl class="facts">{numbers}</dl></header>'
+
+
+def _warnings(run: Run) -> str:
+    rows = [(f"step {step}", words) for step, words in warnings(run.events)]
+    return section("Warnings", table(("when", "what"), rows, caption="Warnings of the run", kind="words")) if rows else ""
+
+
+def _loss(run: Run) -> str:
+    steps, losses = series(run.events, "train", "loss")
+    if not losses:
+        return section("Loss", "", "No training step is in the events, so there is no loss to show.")
+    evals = series(run.events, "eval", "loss")
+    window = smoothing_window(len(losses))
+    lowest = min(range(len(losses)), key=losses.__getitem__)
+    words = f"{losses[0]:.3f} at step {steps[0]:,}, {losses[-1]:.3f} at step {steps[-1]:,}; "
+    words += f"lowest {losses[lowest]:.3f} at step {steps[lowest]:,}."
+    words += f" Faint: each step; strong: mean of {window} steps." if window > 1 else ""
+    words += " Dots: evaluation." if evals[1] else ""
+    alt = f"Training loss per step: {words}"
+    pictures = [curve(f"loss-{size[0]}", (steps, losses), alt, size, smoothed=True, dots=evals) for size in (WIDE, NARROW)]
+    over_tokens = _loss_over_tokens(run)
+    row = "row lead" if over_tokens else "row"
+    return section("Loss", f'<div class="{row}">{figure("Training loss by step", words, *pictures)}{over_tokens}</div>')
+
+
+def _loss_over_tokens(run: Run) -> str:
+    """Loss over supervised tokens so far, on a log axis: equal distances are equal factors of data. Empty for fewer than three steps."""
+    seen, xs, ys = 0.0, [], []
+    for event in run.train:
+        tokens, loss = number(event.get("supervised_tokens")), number(event.get("loss"))
+        seen += tokens or 0.0
+        if tokens and loss is not None:
+            xs.append(seen)
+            ys.append(loss)
+    if len(xs) < 3:
+        return ""
+    words = f"{format_count(xs[0])} to {format_count(xs[-1])} tokens seen, on a logarithmic axis."
+    alt = f"Training loss over supervised tokens, logarithmic: {ys[0]:.3f} after {xs[0]:,.0f}, {ys[-1]:.3f} after {xs[-1]:,.0f}."
+    return figure("Training loss by supervised tokens", words, curve("loss-tokens", (xs, ys), alt, SIDE, smoothed=True, log_x=True))
+
+
+def _machine(run: Run) -> str:
+    """Throughput, memory, learning rate and gradient norm as four small pictures."""
+    if not run.train:
+        return ""
+    wanted = [  # title, points, axis, smoothed: what is noisy by nature, how its numbers are written
+        ("Tokens per second", rates(run), "count", True, "{:,.0f}".format),
+        ("Peak memory", series(run.events, "train", "peak_bytes"), "bytes", False, format_bytes),
+        ("Learning rate", series(run.events, "train", "learning_rate"), "number", False, "{:.3g}".format),
+        ("Gradient norm", series(run.events, "train", "grad_norm"), "number", True, "{:.3g}".format),
+    ]
+    figures, missing = [], []
+    for position, (title, points, y_format, smoothed, write) in enumerate(wanted):
+        steps, ys = points
+        if not ys:
+            missing.append(title.lower())
+            continue
+        words = f"{write(min(ys))} to {write(max(ys))}; last {write(ys[-1])}." if len(ys) > 1 else f"{write(ys[0])} at step {steps[0]}."
+        alt = f"{title} per step: {words}"
+        picture = curve(f"small-{position}", points, alt, SMALL, smoothed=smoothed, from_zero=True, y_format=y_format)
+        figures.append(figure(title, words, picture))
+    note = f"Not in the events: {', '.join(missing)}." if missing else ""
+    return section("Speed, memory and optimizer", f'<div class="row">{"".join(figures)}</div>', note)
+
+
+def rates(run: Run) -> tuple[list[int], list[float]]:
+    """(steps, tokens per second of each step)."""
+    steps, values = [], []
+    for event in run.train:
+        tokens, seconds = number(event.get("tokens")), number(event.get("seconds"))
+        if tokens and seconds:
+            steps.append(event["step"])
+            values.append(tokens / seconds)
+    return steps, values
+
+
+def _experts(run: Run) -> str:
+    load = expert_load(run.events)
+    if not load:
+        return section("Expert load", "", "No expert load is in the events: the model is dense, or no step was made.")
+    balance = expert_balance(run)
+    num_dead, num_experts = sum(dead for *_, dead in balance), sum(len(counts) for counts in load.values())
+    layer, _, ratio, _ = max(balance, key=lambda row: row[2])
+    words = f"Busiest expert against its layer's mean: {ratio:.2f} times at most, in layer {layer}. "
+    words += f"{num_dead:,} of {num_experts:,} experts got no token." if num_dead else f"All {num_experts:,} experts got tokens."
+    alt = f"Tokens per expert, {len(load)} layers down, {len(next(iter(load.values())))} experts across. {words}"
+    pictures = [heat_map(f"experts-{width}", load, alt, width) for width in (1100, 350)]
+    key = f'<p class="scale" aria-hidden="true">no token <i></i> {FULL:.0f} × the layer\'s mean <i class="dead"></i> never used</p>'
+    rows = [(layer, f"{total:,}", f"{ratio:.2f}", f"{dead:,}") for layer, total, ratio, dead in balance]
+    numbers = table(("layer", "tokens routed", "max / mean", "dead experts"), rows, caption="Expert load per layer")
+    picture = figure("Tokens per expert, whole run", words, *pictures, key=key)
+    return section("Expert load", f'<div class="row">{picture}</div>{folded("Numbers per layer", numbers)}')
+
+
+def _receipt(run: Run) -> str:
+    if not run.groups:
+        return section("Receipt", "", "No receipt: it is written after the first optimizer step, and neither receipt.json nor the events hold one.")
+    still = standing_still(run.groups)
+    note = "What was trained, and the proof: gradient norm, movement and change in output after the first optimizer step."
+    alarm = f'<p class="bad">Asked for, and not moved: {text(", ".join(still))}.</p>' if still else ""
+    rows = table(RECEIPT_HEAD, receipt_rows(run.groups), caption="Receipt per module group", bad=still, kind="stack")
+    return section("Receipt", alarm + rows, note)
+
+
+def _samples(run: Run) -> str:
+    pairs = sample_pairs(run.events)
+    if not pairs:
+        return section("Before and after", "", "No samples are in the events.")
+    blocks = [
+        f'<article class="sample"><h3>{text(prompt)}</h3><div class="pair">{_side("before", before)}{_side("after", after)}</div></article>'
+        for prompt, before, after in pairs
+    ]
+    rest = blocks[SHOWN_SAMPLES:]
+    more = folded(f"{len(rest)} more", "".join(rest)) if rest else ""
+    note = "The same prompts, answered by the model before training and after."
+    return section("Before and after", "".join(blocks[:SHOWN_SAMPLES]) + more, note)
+
+
+def _side(when: str, said: str | None) -> str:
+    missing = f"no sample taken {when} training" if said is None else "an empty answer"
+    words = text(said) if said else f'<span class="note">{missing}</span>'
+    return f'<div class="{when}"><span class="when">{when}</span>{words}</div>'
+
+
+def _evaluations(run: Run) -> str:
+    evals = of_kind(run.events, "eval")
+    if not evals:
+        return ""
+    fields = dict.fromkeys(name for event in evals for name, value in event.items() if number(value) is not None)
+    names = [name for name in fields if name not in ("step", "time")]
+    rows = [(f"{event['step']:,}", *(_cell(event, name, ".4g") for name in names)) for event in evals]
+    return section("Evaluations", table(("step", *names), rows, caption="Evaluations"))
+
+
+def _more(run: Run) -> str:
+    """The folded parts: plan, resolved config, every step's numbers."""
+    plan = plan_lines(run.plan)
+    parts = [folded("Plan", f"<pre>{text(chr(10).join(plan))}</pre>")] if plan else []
+    if run.config:
+        rows = list(flatten(run.config).items())
+        parts.append(folded("Resolved config", table(("field", "value"), rows, caption="Resolved config", kind="words")))
+    if run.train:
+        parts.append(folded("Numbers of each step", _step_table(run)))
+    missing = [name for name, there in (("plan", plan), ("resolved config", run.config)) if not there]
+    return section("Details", "".join(parts), f"Not in the run folder: {' and '.join(missing)}." if missing else "")
+
+
+STEP_COLUMNS = {  # field of a train event -> heading, how its number is written
+    "loss": ("loss", ".4f"),
+    "learning_rate": ("learning rate", ".3g"),
+    "grad_norm": ("gradient norm", ".3g"),
+    "tokens": ("tokens", ",.0f"),
+    "supervised_tokens": ("supervised", ",.0f"),
+    "seconds": ("seconds", ".3f"),
+    "peak_bytes": ("peak bytes", ",.0f"),
+}
+
+
+def _step_table(run: Run) -> str:
+    every = -(-len(run.train) // SHOWN_STEPS)
+    shown = run.train[::every]
+    if shown[-1] is not run.train[-1]:
+        shown.append(run.train[-1])
+    rows = [(f"{event['step']:,}", *(_cell(event, name, form) for name, (_, form) in STEP_COLUMNS.items())) for event in shown]
+    note = f'<p class="note">Every {every}th step and the last; all of them are in events.jsonl.</p>' if every > 1 else ""
+    return note + table(("step", *(head for head, _ in STEP_COLUMNS.values())), rows, caption="Numbers of each step")
+
+
+def _cell(event: Mapping[str, Any], name: str, form: str) -> str:
+    value = number(event.get(name))
+    return ABSENT if value is None else format(value, form)
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """{"lora": {"rank": 16}} -> {"lora.rank": "16"}: the spelling of the command line's flags."""
+    flat: dict[str, str] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return flat
+
+
+def summary_lines(run_dir: Path | str) -> list[str]:
+    """What `unfreeze report` prints beside the path of the page: result, main numbers, expert balance, idle groups, warnings."""
+    run = read_run(run_dir)
+    lines = [f"{run.name}: {result_words(run)}"]
+    rows = facts(run)
+    width = max(len(name) for name, _ in rows)
+    lines += [f"  {name.ljust(width)}  {value}" for name, value in rows]
+    if run.loaded:
+        lines.append(f"  {'Loaded'.ljust(width)}  {run.loaded}")
+    balance = expert_balance(run)
+    if balance:
+        worst = max(balance, key=lambda row: row[2])
+        lines.append(f"  {'Experts'.ljust(width)}  max/mean {worst[2]:.2f} (layer {worst[0]}), {sum(row[3] for row in balance):,} dead")
+    lines += [f"  asked for, and not moved: {group}" for group in standing_still(run.groups)]
+    lines += [f"  warning, step {step}: {words}" for step, words in warnings(run.events)]
+    return lines

@@ -1,0 +1,205 @@
+"""Live progress on stderr: one bar on a terminal, plain lines elsewhere. LiveProgress is a listener of core.events.EventLog.
+
+The bar is drawn when an event comes, never by a thread: nothing redraws while Ctrl-C is handled, and training shares no lock with it.
+Standard output is left alone, so that `--json` keeps its last line to itself.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Column
+from rich.text import Text
+
+from unfreeze.core.events import Event
+from unfreeze.core.units import format_bytes, format_seconds
+from unfreeze.report.events import number
+from unfreeze.report.run import decimal_bytes, load_words
+from unfreeze.report.tables import plan_lines, receipt_table, receipt_text
+
+WINDOW = 20  # steps over which tokens/s and time left are averaged: steady, yet it follows a change within seconds
+
+
+class _Status(ProgressColumn):
+    """The words after the bar; cut, not wrapped, where the terminal is narrow."""
+
+    def __init__(self) -> None:
+        super().__init__(table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1))
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["status"], no_wrap=True, overflow="ellipsis")
+
+
+class _Display:
+    """A rich bar on a terminal, lines on any other stream, nothing when quiet. Closing it always gives the cursor back."""
+
+    def __init__(self, quiet: bool, stream: TextIO | None):
+        self.quiet = quiet
+        self.stream = sys.stderr if stream is None else stream
+        self.console = Console(file=self.stream, highlight=False, soft_wrap=not self.stream.isatty())
+        self.may_draw = not quiet and self.stream.isatty() and not self.console.is_dumb_terminal
+        self.bar: Progress | None = None
+
+    def draw(self, label: str, completed: float, total: float, status: str) -> None:
+        if self.bar is None:
+            # redirect_stdout=False: results go to stdout and must not pass through this console
+            columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), _Status())
+            self.bar = Progress(*columns, console=self.console, auto_refresh=False, redirect_stdout=False, expand=True)
+            self.bar.add_task(label, total=total, status=status)
+            self.bar.start()
+        self.bar.update(self.bar.task_ids[0], description=label, completed=completed, total=total, status=status, refresh=True)
+
+    def line(self, text: str) -> None:
+        if not self.quiet:
+            self.console.print(Text(text))  # as Text: square brackets in a file name are no markup
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+
+class LiveProgress:
+    """Listener and context manager: loss, tokens/s, memory, time left and step of a run, as events arrive.
+
+    On a terminal, inside `with`, a bar; elsewhere a line for the first and the last step and one every `seconds_between` seconds.
+    Plan, load, receipt, eval, save and warning events are one line or table each. `quiet` shows nothing.
+    Leaving the context, by an exception too, restores the terminal.
+    """
+
+    def __init__(self, total_steps: int, quiet: bool = False, stream: TextIO | None = None, seconds_between: float = 5.0):
+        self.total_steps = total_steps
+        self.seconds_between = seconds_between
+        self._display = _Display(quiet, stream)
+        self._inside = False
+        self._recent: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # (tokens, seconds) of the last steps
+        self._last_line = float("-inf")
+
+    def __enter__(self) -> LiveProgress:
+        self._inside = True
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._inside = False
+        self._display.close()
+
+    def __call__(self, event: Event) -> None:
+        handler = getattr(self, f"_on_{event['kind']}", None)
+        if handler is not None and not self._display.quiet:
+            handler(event)
+        if event.get("warning"):
+            self._display.line(f"warning, step {event['step']}: {event['warning']}")
+
+    def _on_start(self, event: Event) -> None:
+        self.total_steps = int(number(event.get("steps")) or self.total_steps)
+        if event.get("resumed"):
+            self._display.line(f"resumed after step {event['step']}")
+
+    def _on_plan(self, event: Event) -> None:
+        for line in plan_lines(event):
+            self._display.line(line)
+
+    def _on_load(self, event: Event) -> None:
+        self._display.line(f"loaded {load_words(event)}")
+
+    def _on_receipt(self, event: Event) -> None:
+        groups = event.get("groups") or {}
+        if groups and self._display.may_draw:
+            self._display.console.print(receipt_table(groups))
+        elif groups:
+            self._display.line(receipt_text(groups))
+
+    def _on_eval(self, event: Event) -> None:
+        words = [f"{name} {value:.4g}" for name, value in event.items() if name not in ("step", "time") and number(value) is not None]
+        self._display.line(f"step {event['step']}: eval {', '.join(words)}")
+
+    def _on_save(self, event: Event) -> None:
+        self._display.line(f"step {event['step']}: saved {event.get('path', '')}".rstrip())
+
+    def _on_warning(self, event: Event) -> None:
+        self._display.line(f"warning, step {event['step']}: {event.get('message', '')}")
+
+    def _on_end(self, event: Event) -> None:
+        self._display.close()
+        words = f"{event.get('reason', 'done')} after step {event['step']}"
+        rate = number(event.get("tokens_per_second"))
+        self._display.line(words if rate is None else f"{words}, {rate:,.0f} tokens/s")
+
+    def _on_train(self, event: Event) -> None:
+        self._recent.append((number(event.get("tokens")) or 0.0, number(event.get("seconds")) or 0.0))
+        step, status = event["step"], self._status(event)
+        if self._inside and self._display.may_draw:
+            self._display.draw(f"step {step}/{self.total_steps}", step, self.total_steps, status)
+            return
+        now = number(event.get("time")) or time.time()
+        if now - self._last_line >= self.seconds_between or step == self.total_steps:
+            self._last_line = now
+            self._display.line(f"step {step}/{self.total_steps}  {status}")
+
+    def _status(self, event: Event) -> str:
+        tokens, seconds = (sum(column) for column in zip(*self._recent, strict=True))
+        loss, peak = number(event.get("loss")), number(event.get("peak_bytes"))
+        left = (self.total_steps - event["step"]) * seconds / len(self._recent)
+        parts = [
+            f"loss {loss:.3f}" if loss is not None else "loss not finite",
+            f"{tokens / seconds:,.0f} tokens/s" if seconds > 0 else "",
+            format_bytes(peak) if peak is not None else "",
+            f"{format_seconds(left)} left" if left > 0 else "",
+        ]
+        return "  ".join(part for part in parts if part)
+
+
+class LoadProgress:
+    """Callable(bytes_done, bytes_total) and context manager for loading and downloading: share done, GB/s (decimal) and time left."""
+
+    def __init__(
+        self,
+        label: str = "load",
+        quiet: bool = False,
+        stream: TextIO | None = None,
+        seconds_between: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.label = label
+        self.seconds_between = seconds_between
+        self._clock = clock
+        self._display = _Display(quiet, stream)
+        self._began = self._shown = clock()
+        self._inside = False
+
+    def __enter__(self) -> LoadProgress:
+        self._inside = True
+        self._began = self._shown = self._clock()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._inside = False
+        self._display.close()
+
+    def __call__(self, bytes_done: int, bytes_total: int) -> None:
+        now, finished = self._clock(), bytes_done >= bytes_total
+        drawing = self._inside and self._display.may_draw
+        # 0.1 s between redraws: a checkpoint of 69,120 tensors calls this once per tensor
+        if self._display.quiet or (not finished and now - self._shown < (0.1 if drawing else self.seconds_between)):
+            return
+        self._shown = now
+        status = self._status(bytes_done, bytes_total, now - self._began)
+        if drawing:
+            self._display.draw(self.label, bytes_done, bytes_total, status)
+        else:
+            self._display.line(f"{self.label}  {status}")
+
+    def _status(self, done: int, total: int, seconds: float) -> str:
+        words = f"{decimal_bytes(done)} of {decimal_bytes(total)}"
+        if seconds > 0 and done > 0:
+            words += f"  {decimal_bytes(done / seconds)}/s"
+            if done < total:
+                words += f"  {format_seconds((total - done) * seconds / done)} left"
+        return words

@@ -1,0 +1,213 @@
+"""Pictures of a run as inline SVG: matplotlib draws, the page's style sheet colours.
+
+Each picture is drawn with placeholder colours that become CSS variables, so that one SVG reads well on light and on dark paper; text stays
+text in the page's own font. The same events give the same bytes: fixed hash salt, no date. Only Figure objects, no pyplot state.
+A picture is a pair of SVGs where its text would be too small on a phone: `wide` and `narrow`, one of them hidden by the style sheet.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+from unfreeze.core.errors import DataError
+from unfreeze.core.units import format_count
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Points = tuple[Sequence[float], Sequence[float]]
+
+# Placeholders: colours nobody would draw with, replaced by the variables of style.py after drawing.
+INK, MUTED, LINE, ACCENT, SECOND, PAPER = "#a10001", "#a10002", "#a10003", "#a10004", "#a10005", "#a10006"
+VARIABLES = {INK: "--ink", MUTED: "--muted", LINE: "--line", ACCENT: "--accent", SECOND: "--second", PAPER: "--paper"}
+HEAT_RGB, DEAD_RGB = (0x3F, 0x8F, 0xD0), (0xD0, 0x49, 0x3F)  # heat is a bitmap: mid tones that stand out on light and on dark paper
+PX = 1 / 72  # one SVG unit, in matplotlib's inches
+MOST_POINTS = 1200  # per line: about one per pixel of the widest picture; more only makes the page heavy
+
+
+def smooth(values: Sequence[float], window: int) -> list[float]:
+    """Centred mean over `window` (odd) values; towards both ends the window shrinks evenly, so that nothing lags or leans."""
+    prefix = [0.0]
+    for value in values:
+        prefix.append(prefix[-1] + value)
+    means = []
+    for i in range(len(values)):
+        reach = min(window // 2, i, len(values) - 1 - i)
+        means.append((prefix[i + reach + 1] - prefix[i - reach]) / (2 * reach + 1))
+    return means
+
+
+def smoothing_window(count: int) -> int:
+    """Odd, about a twentieth of the run: a run of 60 steps is smoothed over 3, one of 1000 over 51."""
+    return max(1, count // 20) | 1
+
+
+def thin(xs: Sequence[float], ys: Sequence[float], most: int = MOST_POINTS) -> tuple[list[float], list[float]]:
+    """At most `most` points that keep every peak: the lowest and the highest of each stretch."""
+    if len(xs) <= most:
+        return list(xs), list(ys)
+    stretch = math.ceil(2 * len(xs) / most)
+    kept: set[int] = {0, len(xs) - 1}
+    for begin in range(0, len(xs), stretch):
+        part = range(begin, min(begin + stretch, len(xs)))
+        kept |= {min(part, key=lambda i: ys[i]), max(part, key=lambda i: ys[i])}
+    order = sorted(kept)
+    return [xs[i] for i in order], [ys[i] for i in order]
+
+
+def curve(
+    name: str,
+    points: Points,
+    alt: str,
+    size: tuple[int, int],
+    *,
+    smoothed: bool = False,
+    log_x: bool = False,
+    from_zero: bool = False,
+    y_format: str = "number",
+    dots: Points = ((), ()),
+) -> str:
+    """One line over steps (or over tokens with log_x) as SVG of `size` units. smoothed: faint raw line, strong mean. dots: evaluations.
+
+    y_format: "number" | "count" | "bytes". `name` keeps the SVG's internal ids apart from other pictures' on the page.
+    """
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    figure, axes = _figure(size)
+    xs, ys = points
+    unit, label = _unit(max(ys), y_format)
+    ys = [value / unit for value in ys]
+    if len(xs) == 1:
+        axes.plot(xs, ys, "o", color=ACCENT, markersize=4)
+    elif smoothed:
+        axes.plot(*thin(xs, ys), color=ACCENT, alpha=0.35, linewidth=1)
+        axes.plot(*thin(xs, smooth(ys, smoothing_window(len(ys)))), color=ACCENT, linewidth=2)
+    else:
+        axes.plot(*thin(xs, ys), color=ACCENT, linewidth=1.5)
+    if dots[0]:
+        axes.plot(dots[0], [value / unit for value in dots[1]], "o", color=SECOND, markersize=4)
+    if from_zero:
+        axes.set_ylim(0, max(ys) * 1.12 or 1)
+        axes.spines["bottom"].set_visible(False)  # the grid line at zero stands there already
+    else:
+        axes.margins(y=0.08)
+    if log_x:
+        axes.set_xscale("log")
+        decades = math.log10(max(xs) / min(xs))
+        subs = (1.0,) if decades > 3 else (1.0, 3.0) if decades > 1.5 else (1.0, 2.0, 5.0)
+        axes.xaxis.set_major_locator(LogLocator(subs=subs, numticks=6))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=max(3, size[0] // 90), integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value) if value >= 10_000 or log_x else f"{value:,.0f}"))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=4 if size[1] < 220 else 6, steps=[1, 2, 2.5, 5, 10]))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value, label)))
+    return _svg(figure, name, alt)
+
+
+def heat_map(name: str, load: Mapping[str, Sequence[int]], alt: str, width: int) -> str:
+    """Expert load, layers down and experts across, as SVG `width` units wide.
+
+    Strength of colour = tokens / mean of the layer, full at FULL times the mean; an expert without any token is red.
+    Raises DataError where layers have different numbers of experts.
+    """
+    import numpy as np
+
+    layers, num_experts = list(load), len(next(iter(load.values())))
+    if any(len(counts) != num_experts for counts in load.values()):
+        raise DataError("layers have different numbers of experts: " + ", ".join(f"{layer}: {len(load[layer])}" for layer in layers))
+    counts_LE = np.array([load[layer] for layer in layers], dtype=float)
+    share_LE = counts_LE / np.maximum(counts_LE.mean(axis=1, keepdims=True), 1e-12)
+    image = np.zeros((*counts_LE.shape, 4), dtype=np.uint8)
+    image[..., :3] = HEAT_RGB
+    image[..., 3] = np.rint(255 * np.minimum(share_LE / FULL, 1.0))
+    image[counts_LE == 0] = (*DEAD_RGB, 255)
+
+    height = min(max(18 * len(layers), 40), 460) + 40
+    figure, axes = _figure((width, height))
+    axes.imshow(image, aspect="auto", interpolation="none", extent=(-0.5, num_experts - 0.5, len(layers) - 0.5, -0.5))
+    axes.grid(False)
+    if num_experts <= width // 10 and len(layers) <= 40:  # paper-coloured gaps between cells, where cells are large enough to have them
+        axes.vlines([i + 0.5 for i in range(num_experts - 1)], -0.5, len(layers) - 0.5, color=PAPER, linewidth=1.5)
+        axes.hlines([i + 0.5 for i in range(len(layers) - 1)], -0.5, num_experts - 0.5, color=PAPER, linewidth=1.5)
+    every = math.ceil(len(layers) / max(1, (height - 40) // 16))
+    axes.set_yticks(range(0, len(layers), every), [layers[i] for i in range(0, len(layers), every)], parse_math=False)
+    across = _round_up(num_experts * 34 / width)
+    axes.set_xticks(range(0, num_experts, across), [str(i) for i in range(0, num_experts, across)])
+    axes.set_xlabel("expert")
+    axes.set_ylabel("layer")
+    axes.spines["bottom"].set_visible(False)
+    return _svg(figure, name, alt)
+
+
+FULL = 3.0  # a load of three times the layer's mean has full colour: twice as much as a well balanced layer ever shows
+
+
+def _round_up(value: float) -> int:
+    """The next of 1, 2, 4, 8, 16, 32, 64: ticks on the boundaries that counts of experts have."""
+    return 1 << max(0, math.ceil(math.log2(max(value, 1))))
+
+
+def _unit(top: float, y_format: str) -> tuple[float, str]:
+    """(size, name) of the unit in which the axis is drawn, so that its ticks are round numbers of that unit."""
+    if y_format == "bytes":
+        power = min(4, int(math.log2(max(top, 1)) // 10))
+        return 1024.0**power, " " + ("B", "KiB", "MiB", "GiB", "TiB")[power]
+    if y_format == "count" and top >= 10_000:
+        return (1e6, " M") if top >= 1e7 else (1e3, " K")
+    return 1.0, ""
+
+
+def _tick(value: float, label: str) -> str:
+    if value == 0:
+        return "0"
+    words = f"{value:,.6g}" if abs(value) >= 1e-3 else f"{value:.2g}".replace("e-0", "e-")
+    return words + label
+
+
+def _figure(size: tuple[int, int]) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(size[0] * PX, size[1] * PX), dpi=72, layout="constrained")
+    figure.patch.set_visible(False)
+    axes = figure.add_subplot()
+    axes.patch.set_visible(False)
+    for side in ("left", "right", "top"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(LINE)
+    axes.grid(axis="y", color=LINE, linewidth=1)
+    axes.set_axisbelow(True)
+    axes.tick_params(which="both", length=0)
+    axes.tick_params(labelsize=11, labelcolor=MUTED, pad=5)
+    axes.xaxis.label.set(color=MUTED, fontsize=11)
+    axes.yaxis.label.set(color=MUTED, fontsize=11)
+    return figure, axes
+
+
+def _svg(figure: Figure, name: str, alt: str) -> str:
+    """The figure as one <svg role="img"> named `alt`: no prolog, metadata, style rules or unused ids; colours as CSS variables."""
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
+    FigureCanvasSVG(figure)
+    out = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(out, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")), transparent=True)
+    text = out.getvalue()
+    box = re.search(r'viewBox="([^"]+)"', text)
+    body = re.search(r"<svg[^>]*>(.*)</svg>", text, flags=re.DOTALL)
+    assert box and body, "matplotlib wrote no SVG"
+    inner = re.sub(r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>|<!--.*?-->|<defs>\s*</defs>", "", body[1], flags=re.DOTALL)
+    inner = re.sub(r'<g id="[^"]*"/>|(?<=base64,)\s+| transform="rotate\(-0 [^"]*"|font-size: [^;]*; font-family: [^;]*; ', "", inner)
+    inner = re.sub(r'<g id="[^"]*">', "<g>", inner)
+    inner = re.sub(r"(\.\d\d)\d+", r"\1", inner)  # a hundredth of a unit is below any screen's pixel
+    inner = re.sub(r"\s*\n\s*", "\n", inner)
+    for colour, variable in VARIABLES.items():
+        inner = inner.replace(colour, f"var({variable})")
+    return f'<svg viewBox="{box[1]}" role="img" aria-label="{escape(alt)}">{inner.strip()}</svg>'

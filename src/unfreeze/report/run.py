@@ -1,0 +1,171 @@
+"""A run folder read once: its events, its resolved config, plan and receipt, and the facts that the page and the terminal both print.
+
+    runs/<name>/events.jsonl   always there          plan.json, receipt.json   where absent, the latest plan or receipt event is taken
+    runs/<name>/config.json    may be missing
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from unfreeze.core.errors import DataError
+from unfreeze.core.events import Event
+from unfreeze.core.units import format_bytes, format_count, format_seconds
+from unfreeze.report.events import expert_load, last, number, of_kind, read_events, series
+from unfreeze.report.tables import trained_parameters
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run folder holds. Every number is read from it; nothing is measured here."""
+
+    path: Path
+    events: list[Event]
+    config: dict[str, Any]
+    plan: dict[str, Any]
+    groups: dict[str, dict[str, Any]]
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def train(self) -> list[Event]:
+        return of_kind(self.events, "train")
+
+    @property
+    def steps_done(self) -> int:
+        return self.train[-1]["step"] if self.train else 0
+
+    @property
+    def steps_planned(self) -> int:
+        """Steps the run set out to make; 0 where no start event says so."""
+        start = last(self.events, "start")
+        return int(number(start.get("steps")) or 0) if start else 0
+
+    @property
+    def state(self) -> str:
+        """"done", "interrupted" (both from the end event) or "unfinished": running still, or killed."""
+        end = last(self.events, "end")
+        return str(end.get("reason", "done")) if end else "unfinished"
+
+    @property
+    def seconds(self) -> float:
+        """Seconds in training steps, all sessions of a resumed run together."""
+        return sum(series(self.events, "train", "seconds")[1])
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The end event's figure, or tokens over seconds of all steps where the run has not ended."""
+        said = number((last(self.events, "end") or {}).get("tokens_per_second"))
+        if said is not None:
+            return said
+        return sum(series(self.events, "train", "tokens")[1]) / self.seconds if self.seconds > 0 else None
+
+    def source(self, key: str) -> str:
+        """The run's "model" or "data": from the start event, else from the config; empty where neither says."""
+        start = last(self.events, "start") or {}
+        value = start.get(key) or self.config.get(key) or ""
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+    @property
+    def loaded(self) -> str:
+        """The load event in words (see load_words), or an empty string."""
+        load = last(self.events, "load")
+        return load_words(load) if load else ""
+
+
+def read_run(run_dir: Path | str) -> Run:
+    """Read a run folder. Raises DataError where events.jsonl is missing or damaged, or one of the JSON files is not a JSON object."""
+    path = Path(run_dir)
+    events = read_events(path / "events.jsonl")
+    plan_event, receipt_event = last(events, "plan"), last(events, "receipt")
+    receipt = _read_object(path / "receipt.json") or (receipt_event or {}).get("groups") or {}
+    return Run(
+        path=path,
+        events=events,
+        config=_read_object(path / "config.json"),
+        plan=_read_object(path / "plan.json") or plan_event or {},
+        groups=receipt.get("groups", receipt),
+    )
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{path} holds a {type(value).__name__}, not a JSON object")
+    return value
+
+
+def facts(run: Run) -> list[tuple[str, str]]:
+    """(name, value) of the run's main numbers, leaving out what the run does not say."""
+    losses = series(run.events, "train", "loss")[1]
+    peaks = series(run.events, "train", "peak_bytes")[1]
+    tokens = sum(series(run.events, "train", "tokens")[1])
+    supervised = sum(series(run.events, "train", "supervised_tokens")[1])
+    rows = [("Steps", f"{run.steps_done:,} of {run.steps_planned:,}" if run.steps_planned else f"{run.steps_done:,}")]
+    if losses:
+        rows.insert(0, ("Loss", f"{losses[0]:.3f} → {losses[-1]:.3f}" if len(losses) > 1 else f"{losses[0]:.3f}"))
+    if run.train:
+        rows.append(("Training time", format_seconds(run.seconds)))
+    if run.tokens_per_second is not None:
+        rows.append(("Tokens per second", f"{run.tokens_per_second:,.0f}"))
+    if peaks:
+        rows.append(("Peak memory", format_bytes(max(peaks))))
+    if tokens:
+        rows.append(("Tokens", format_count(tokens)))
+    if tokens and supervised:
+        rows.append(("Supervised tokens", f"{format_count(supervised)} ({supervised / tokens:.0%})"))
+    if run.groups:
+        rows.append(("Trained parameters", format_count(trained_parameters(run.groups))))
+    return rows
+
+
+def load_words(load: Event) -> str:
+    """'0.92 GB at 2.10 GB/s, 3.25 GB if expanded': what was read, how fast, and the expanded size that was avoided."""
+    size, seconds, expanded = (number(load.get(field)) or 0.0 for field in ("bytes", "seconds", "expanded_bytes"))
+    words = decimal_bytes(size)
+    if seconds:
+        words += f" at {decimal_bytes(size / seconds)}/s"
+    if expanded > size:
+        words += f", {decimal_bytes(expanded)} if expanded"
+    return words
+
+
+def decimal_bytes(num_bytes: float) -> str:
+    """Files and their transfer in decimal units, as disks and links are sold (memory: core.units.format_bytes): '4.1 MB', '0.92 GB'."""
+    return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
+
+
+def result_words(run: Run) -> str:
+    """One phrase on how the run ended."""
+    of = f" of {run.steps_planned:,}" if run.steps_planned else ""
+    if run.state == "done":
+        return "finished"
+    if run.state == "interrupted":
+        return f"interrupted after step {run.steps_done:,}{of}"
+    return f"unfinished: {run.steps_done:,}{of} steps so far" if run.state == "unfinished" else run.state
+
+
+def started(run: Run) -> str:
+    """When the first event was written, in UTC, or an empty string."""
+    time = number(run.events[0].get("time")) if run.events else None
+    return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M UTC") if time is not None else ""
+
+
+def expert_balance(run: Run) -> list[tuple[str, int, float, int]]:
+    """(layer, tokens routed, busiest expert over the mean, experts that got no token) per mixture-of-experts layer; empty if dense."""
+    rows = []
+    for layer, counts in expert_load(run.events).items():
+        total = sum(counts)
+        rows.append((layer, total, max(counts) * len(counts) / total if total else 0.0, sum(1 for count in counts if count == 0)))
+    return rows
