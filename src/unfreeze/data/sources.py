@@ -1,0 +1,344 @@
+"""Data files to rows: JSON Lines in six shapes, and plain text. Every complaint names the row (its line in the file) and the field.
+
+| shape                       | fields                                                           | becomes                                   |
+| --------------------------- | ---------------------------------------------------------------- | ----------------------------------------- |
+| messages                    | messages: [{role, content, reasoning_content?, tool_calls?}], … | the conversation as it stands             |
+| conversations (ShareGPT)    | conversations: [{from, value}], system?, tools?                  | human → user, gpt → assistant             |
+| prompt/completion           | two texts (or two lists of messages)                             | user turn, assistant turn                 |
+| question/answer             | two texts                                                        | user turn, assistant turn                 |
+| instruction/output (alpaca) | instruction, input?, output, system?                             | instruction + blank line + input, output  |
+| text                        | text                                                             | one document, loss on all of it           |
+
+Shapes may be mixed in one file; each row takes the first shape of this table whose fields it has, and `Row.shape` says which.
+Fields that belong to no shape (id, source, …) are left alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unfreeze.core.errors import DataError, nearest
+
+ROLES = ("system", "user", "assistant", "tool")
+SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool"}
+MESSAGE_FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
+DOCUMENT_MARK = "<|endoftext|>"
+"""A line that holds only this separates the documents of a .txt file (the TinyStories convention)."""
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages for a chat template; loss on the assistant's turns. `row` is the line in the file, counted from 1."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    row: int = 0
+    shape: str = "messages"
+
+
+@dataclass(frozen=True)
+class Text:
+    """One document; loss on every token."""
+
+    text: str
+    row: int = 0
+    shape: str = "text"
+
+
+Row = Conversation | Text
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that could not be used, and why."""
+
+    row: int
+    reason: str
+
+
+def read_rows(path: str | Path, on_bad: Callable[[BadRow], None] | None = None) -> Iterator[Row]:
+    """The rows of a .jsonl (or .json) or .txt file, one after the other; the file is never held whole.
+
+    A bad row raises DataError; with `on_bad` it is handed over instead and reading goes on (count them: nothing may vanish).
+    .txt: documents are separated by lines `<|endoftext|>` if the file has any, else by blank lines.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"no data file at {path}{nearest(path.name, _neighbours(path))}", next="--data FILE.jsonl")
+    if path.suffix not in (".jsonl", ".json", ".txt"):
+        raise DataError(f"{path.name}: ending {path.suffix!r} is not read; .jsonl (one JSON object per line) or .txt")
+    parse = _parse_text if path.suffix == ".txt" else _parse_json
+    units = _documents(path) if path.suffix == ".txt" else _lines(path)
+    for row, raw in units:
+        try:
+            yield parse(raw, row)
+        except DataError as error:
+            if on_bad is None:
+                raise DataError(f"{path.name}, {error.message}", next=error.next or "mend the row, or --on-bad-row skip") from None
+            on_bad(BadRow(row, error.message))
+
+
+def _neighbours(path: Path) -> list[str]:
+    return [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(line number, bytes) without blank lines. Split at \\n only: U+2028 and its kin may stand inside JSON strings."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if number == 1:
+                line = _without_bom(line, path)
+            if line.strip():
+                yield number, line
+
+
+def _documents(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(first line number, bytes) of each document of a text file."""
+    mark = DOCUMENT_MARK.encode()
+    with path.open("rb") as file:
+        marked = any(line.strip() == mark for line in file)
+    start, lines = 0, []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if number == 1:
+                line = _without_bom(line, path)
+            ends = line.strip() == mark if marked else not line.strip()
+            if ends or (not lines and not line.strip()):
+                if lines:
+                    yield start, b"".join(lines)
+                lines = []
+                continue
+            if not lines:
+                start = number
+            lines.append(line)
+    if lines:
+        yield start, b"".join(lines)
+
+
+def _without_bom(line: bytes, path: Path) -> bytes:
+    if line.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise DataError(f"{path.name} is UTF-16; UTF-8 is read", next=f"iconv -f UTF-16 -t UTF-8 {path} > utf8{path.suffix}")
+    return line.removeprefix(b"\xef\xbb\xbf")
+
+
+def _decode(raw: bytes, row: int) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"row {row}: byte {error.start + 1} (0x{raw[error.start]:02x}) is not UTF-8") from None
+
+
+def _parse_text(raw: bytes, row: int) -> Row:
+    return Text(_decode(raw, row).strip(), row)
+
+
+def _parse_json(raw: bytes, row: int) -> Row:
+    text = _decode(raw, row)
+    try:
+        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        if row == 1 and text.lstrip().startswith("["):
+            raise DataError("row 1: this is a JSON array, not one object per line", next="jq -c '.[]' data.json > data.jsonl") from None
+        raise DataError(f"row {row}: broken JSON at column {error.colno}: {error.msg}") from None
+    except (ValueError, RecursionError) as error:  # duplicate keys, NaN, numbers of thousands of digits, endless nesting
+        raise DataError(f"row {row}: broken JSON: {str(error) or type(error).__name__}") from None
+    if not isinstance(value, dict):
+        hint = "jq -c '.[]' data.json > data.jsonl" if isinstance(value, list) else ""
+        raise DataError(f"row {row}: expected a JSON object, got {_kind(value)}", next=hint)
+    return row_from_dict(value, row)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"field {twice!r} stands twice")
+    return result
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def row_from_dict(fields: Mapping[str, Any], row: int = 0) -> Row:
+    """One JSON object as a Row: the first shape whose fields it has. Raises DataError naming the nearest shape if none fits."""
+    for shape, (needed, build) in SHAPES.items():
+        if all(fields.get(name) is not None for name in needed):
+            result = build(fields, row, shape)
+            if isinstance(result, Conversation):
+                _check_conversation(result)
+            return result
+    raise DataError(_no_shape(fields, row), next="rename the fields to one of: " + ", ".join(SHAPES))
+
+
+def _no_shape(fields: Mapping[str, Any], row: int) -> str:
+    if not fields:
+        return f"row {row}: the object is empty"
+
+    def score(needed: Iterable[str]) -> tuple[int, int]:
+        return sum(fields.get(name) is not None for name in needed), sum(bool(nearest(name, fields)) for name in needed)
+
+    shape, (needed, _) = max(SHAPES.items(), key=lambda item: score(item[1][0]))
+    missing = next(name for name in needed if fields.get(name) is None)
+    if missing in fields:
+        return f"row {row}: field {missing!r} is null"
+    return f"row {row}: fields {sorted(fields)} fit no shape; nearest shape {shape}, field {missing!r} is missing{nearest(missing, fields)}"
+
+
+def _messages_row(fields: Mapping[str, Any], row: int, shape: str) -> Row:
+    messages = [_message(item, row, f"messages[{i}]") for i, item in enumerate(_list(fields["messages"], row, "messages"))]
+    return Conversation(messages, _tools(fields, row), row, shape)
+
+
+def _sharegpt_row(fields: Mapping[str, Any], row: int, shape: str) -> Row:
+    messages: list[Message] = _system(fields, row)
+    for i, item in enumerate(_list(fields["conversations"], row, "conversations")):
+        where = f"conversations[{i}]"
+        turn = _object(item, row, where)
+        if "from" not in turn and "role" in turn:
+            raise DataError(f"row {row}: field {where} has role and content, not from and value", next="rename conversations to messages")
+        name = _text(turn.get("from"), row, f"{where}.from")
+        if name not in SHAREGPT_ROLES:
+            raise DataError(f"row {row}: field {where}.from is {name!r}; known: {', '.join(SHAREGPT_ROLES)}{nearest(name, SHAREGPT_ROLES)}")
+        role = SHAREGPT_ROLES[name]
+        messages.append({"role": role, "content": _text(turn.get("value"), row, f"{where}.value", empty=role in ("system", "tool"))})
+    return Conversation(messages, _tools(fields, row), row, shape)
+
+
+def _pair_row(first: str, second: str) -> Callable[[Mapping[str, Any], int, str], Row]:
+    def build(fields: Mapping[str, Any], row: int, shape: str) -> Row:
+        if isinstance(fields[first], list) and isinstance(fields[second], list):
+            items = [(f"{name}[{i}]", item) for name in (first, second) for i, item in enumerate(fields[name])]
+            return Conversation([_message(item, row, where) for where, item in items], _tools(fields, row), row, shape)
+        return _turns(_system(fields, row), _text(fields[first], row, first), _text(fields[second], row, second), row, shape)
+
+    return build
+
+
+def _alpaca_row(fields: Mapping[str, Any], row: int, shape: str) -> Row:
+    instruction = _text(fields["instruction"], row, "instruction")
+    given = fields.get("input")
+    context = "" if given is None else _text(given, row, "input", empty=True)
+    user = f"{instruction}\n\n{context}" if context.strip() else instruction
+    return _turns(_system(fields, row), user, _text(fields["output"], row, "output"), row, shape)
+
+
+def _text_row(fields: Mapping[str, Any], row: int, shape: str) -> Row:
+    return Text(_text(fields["text"], row, "text"), row, shape)
+
+
+SHAPES: dict[str, tuple[tuple[str, ...], Callable[[Mapping[str, Any], int, str], Row]]] = {
+    "messages": (("messages",), _messages_row),
+    "conversations": (("conversations",), _sharegpt_row),
+    "prompt/completion": (("prompt", "completion"), _pair_row("prompt", "completion")),
+    "question/answer": (("question", "answer"), _pair_row("question", "answer")),
+    "instruction/output": (("instruction", "output"), _alpaca_row),
+    "text": (("text",), _text_row),
+}
+
+
+def _turns(system: list[Message], user: str, assistant: str, row: int, shape: str) -> Conversation:
+    return Conversation([*system, {"role": "user", "content": user}, {"role": "assistant", "content": assistant}], None, row, shape)
+
+
+def _system(fields: Mapping[str, Any], row: int) -> list[Message]:
+    """The optional `system` field beside a shape; "" and null mean none."""
+    given = fields.get("system")
+    if given is None:
+        return []
+    text = _text(given, row, "system", empty=True)
+    return [{"role": "system", "content": text}] if text.strip() else []
+
+
+def _message(item: Any, row: int, where: str) -> Message:
+    """A message with its null fields dropped (tables write them for every row) and the rest checked."""
+    message = {name: value for name, value in _object(item, row, where).items() if value is not None}
+    role = _text(message.get("role"), row, f"{where}.role")
+    if role not in ROLES:
+        raise DataError(f"row {row}: field {where}.role is {role!r}; known: {', '.join(ROLES)}{nearest(role, ROLES)}")
+    if message.get("weight", 1) != 1 or message.get("train", True) is not True:
+        raise DataError(f"row {row}: field {where} asks for its own weight; a turn's loss weight cannot be set in the data")
+    for name in message:
+        if name not in MESSAGE_FIELDS and nearest(name, MESSAGE_FIELDS):
+            raise DataError(f"row {row}: field {where}.{name} is not known{nearest(name, MESSAGE_FIELDS)}")
+    if "tool_calls" in message:
+        for i, call in enumerate(_list(message["tool_calls"], row, f"{where}.tool_calls", empty=True)):
+            _object(call, row, f"{where}.tool_calls[{i}]")
+    if "reasoning_content" in message:
+        _text(message["reasoning_content"], row, f"{where}.reasoning_content", empty=True)
+    may_be_empty = role in ("system", "tool") or bool(message.get("tool_calls"))
+    if "content" not in message and message.get("tool_calls"):
+        return {**message, "content": None}  # templates test `content is none` for a turn that only calls tools
+    return {**message, "content": _content(message.get("content"), row, f"{where}.content", empty=may_be_empty)}
+
+
+def _content(value: Any, row: int, where: str, *, empty: bool) -> Any:
+    """Text, or the list form [{"type": "text", "text": …}]; other kinds of part are refused: there is no model here that sees them."""
+    if not isinstance(value, list):
+        return _text(value, row, where, empty=empty)
+    for i, part in enumerate(_list(value, row, where, empty=empty)):
+        if _object(part, row, f"{where}[{i}]").get("type", "text") != "text":
+            raise DataError(f"row {row}: field {where}[{i}].type is {part['type']!r}; only text is trained on")
+        _text(part.get("text"), row, f"{where}[{i}].text", empty=empty)
+    return value
+
+
+def _tools(fields: Mapping[str, Any], row: int) -> list[dict[str, Any]] | None:
+    """`tools` as a list of JSON schemas, or as the same list written into a string."""
+    tools = fields.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError):
+            raise DataError(f"row {row}: field tools is a string that is not JSON") from None
+    if not tools:
+        return None
+    return [_object(tool, row, f"tools[{i}]") for i, tool in enumerate(_list(tools, row, "tools"))]
+
+
+def _check_conversation(conversation: Conversation) -> None:
+    if not any(message["role"] == "assistant" for message in conversation.messages):
+        raise DataError(f"row {conversation.row}: field messages has no turn of the assistant, so nothing to learn")
+
+
+def _list(value: Any, row: int, where: str, *, empty: bool = False) -> list[Any]:
+    if not isinstance(value, list):
+        raise DataError(f"row {row}: field {where} is {_kind(value)}, expected a list")
+    if not value and not empty:
+        raise DataError(f"row {row}: field {where} is empty")
+    return value
+
+
+def _object(value: Any, row: int, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise DataError(f"row {row}: field {where} is {_kind(value)}, expected an object")
+    return value
+
+
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def _text(value: Any, row: int, where: str, *, empty: bool = False) -> str:
+    if value is None:
+        raise DataError(f"row {row}: field {where} is missing")
+    if not isinstance(value, str):
+        raise DataError(f"row {row}: field {where} is {_kind(value)}, expected a text")
+    if not empty and not value.strip():
+        raise DataError(f"row {row}: field {where} is empty")
+    found = _LONE_SURROGATE.search(value)
+    if found:
+        raise DataError(f"row {row}: field {where} has half a surrogate pair (\\u{ord(found.group()):04x}) at character {found.start()}")
+    return value
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", int: "a number", float: "a number"}
+    return "null" if value is None else f"{names[type(value)]} ({str(value)[:40]})"

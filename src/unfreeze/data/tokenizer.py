@@ -1,0 +1,235 @@
+"""The tokenizer of a checkpoint folder: text to ids and back, its special tokens, its end-of-turn tokens and its chat template.
+
+Read from tokenizer.json or tiktoken.model, tokenizer_config.json, special_tokens_map.json, generation_config.json, config.json,
+chat_template.jinja or chat_template.json. Nothing else in the folder is looked at, and nothing in it is executed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from unfreeze.core.errors import CheckpointError, DataError
+from unfreeze.data.templates import ChatTemplate, plain_template
+from unfreeze.data.tiktoken_bpe import TiktokenBackend
+from unfreeze.data.tokenizer_json import TokenizerJson
+
+TOKEN_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class StreamDecoder(Protocol):
+    """Ids in, text out, whole characters only."""
+
+    def push(self, id: int) -> str: ...
+    def finish(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class VocabSpec:
+    """base: ids that text can become; total: ids with a name; padded: rows of the embedding. total <= padded.
+
+    Rows total … padded-1 exist for alignment only; they are never sampled (FAILURES N5).
+    """
+
+    base: int
+    total: int
+    padded: int
+
+
+class Tokenizer:
+    """One tokenizer. Made by `load_tokenizer`.
+
+    vocab_size    ids 0 … vocab_size-1 can come out of `encode` or go into `decode`
+    bos_id        or None; add_bos: whether a document begins with it
+    eos_id        the end-of-text token, closes a `text` document; or None
+    eos_ids       every id that ends generation: eos_id, those of generation_config.json and config.json, and the template's end of turn
+    special_ids   control tokens: skipped in decoding, never made from user text
+    template      the checkpoint's chat template, or None (see `chat`)
+    """
+
+    def __init__(
+        self,
+        backend: TiktokenBackend | TokenizerJson,
+        *,
+        variables: Mapping[str, Any],
+        bos_id: int | None,
+        eos_id: int | None,
+        eos_ids: frozenset[int],
+        add_bos: bool,
+        template: ChatTemplate | None,
+    ):
+        self._backend = backend
+        self.vocab_size = backend.vocab_size
+        self.named_size = backend.named_size
+        self.base_size = backend.base_size
+        self.special_ids = backend.special_ids
+        self.bos_id, self.eos_id, self.add_bos = bos_id, eos_id, add_bos
+        self.variables = dict(variables)
+        self.template = template
+        self.chat = template or plain_template(variables, add_bos=add_bos and bos_id is not None)
+        self.special_texts = tuple(sorted((backend.token_text(id) for id in self.special_ids), key=len, reverse=True))
+        turn_end = self._turn_end()
+        self.eos_ids = eos_ids if turn_end is None else eos_ids | {turn_end}
+
+    def encode(self, text: str, *, specials: bool, continues: bool = False) -> list[int]:
+        """Ids of `text`; BOS is never added here.
+
+        specials   the text of a special token (`<|im_end|>`) becomes that token: True for rendered templates, False for user text.
+        continues  other text stands before this one: no leading space is invented (matters for SentencePiece-style tokenizers).
+        """
+        if isinstance(self._backend, TokenizerJson):
+            return self._backend.encode(text, specials=specials, continues=continues)
+        return self._backend.encode(text, specials=specials)
+
+    def decode(self, ids: Sequence[int], *, skip_specials: bool = True) -> str:
+        """Text of ids; bytes that are no UTF-8 become U+FFFD. Raises DataError for an id outside the vocabulary."""
+        wrong = next((id for id in ids if not 0 <= id < self.vocab_size), None)
+        if wrong is not None:
+            raise DataError(f"token id {wrong} is outside the tokenizer's {self.vocab_size} ids")
+        return self._backend.decode(ids, skip_specials=skip_specials)
+
+    def stream_decoder(self, *, skip_specials: bool = True) -> StreamDecoder:
+        """`push(id)` gives the text that became certain, never part of a character; `finish()` what is left at the end."""
+        return self._backend.stream(skip_specials=skip_specials)
+
+    def token_id(self, text: str) -> int | None:
+        """Id of a token given as text, or None."""
+        return self._backend.token_id(text)
+
+    def token_text(self, id: int) -> str:
+        """The token's own spelling; the text itself for special tokens."""
+        return self._backend.token_text(id)
+
+    def _turn_end(self) -> int | None:
+        """The special token with which the template closes an assistant's turn, or None."""
+        content = "Zq7"  # cannot be part of a template
+        try:
+            text = self.chat.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": content}])
+        except DataError:  # a template that only takes richer messages; its rows are judged one by one
+            return None
+        tail = text.rpartition(content)[2]
+        return next((id for id in self.encode(tail, specials=True, continues=True) if id in self.special_ids), None) if tail else None
+
+
+def has_tokenizer(model_dir: str | Path) -> bool:
+    """Whether the folder has a tokenizer that can be read."""
+    return any((Path(model_dir) / name).is_file() for name in ("tokenizer.json", "tiktoken.model"))
+
+
+def load_tokenizer(model_dir: str | Path) -> Tokenizer:
+    """The tokenizer of a checkpoint folder. Raises CheckpointError if there is none, or if its files contradict each other."""
+    folder = Path(model_dir)
+    if not has_tokenizer(folder):
+        raise CheckpointError(_absent(folder), next="copy tokenizer.json (or tiktoken.model) and tokenizer_config.json into the folder")
+    settings = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
+    config = _read_json(folder / "config.json")
+    generation = _read_json(folder / "generation_config.json")
+    text_config = config.get("text_config", config)
+    added = _added_tokens(settings)
+    if (folder / "tokenizer.json").is_file():
+        backend = TokenizerJson(folder / "tokenizer.json", added)
+    else:
+        backend = TiktokenBackend(folder / "tiktoken.model", added, int(text_config.get("vocab_size", 0)))
+
+    variables = {role: text for role in TOKEN_ROLES if (text := _token_text(settings.get(role)))}
+    ids = {role: _id_of(backend, role, text) for role, text in variables.items()}
+    config_eos = [*_as_ids(text_config, "eos_token_id", "config.json"), *_as_ids(config, "eos_token_id", "config.json")]
+    generation_eos = _as_ids(generation, "eos_token_id", "generation_config.json")
+    bos_id = ids.get("bos_token", next(iter(_as_ids(text_config, "bos_token_id", "config.json")), None))
+    eos_id = ids.get("eos_token", next(iter([*config_eos, *generation_eos]), None))
+    for role, id in (("bos_token", bos_id), ("eos_token", eos_id)):
+        if id is not None and role not in variables and id < backend.vocab_size:
+            variables[role] = backend.token_text(id)
+    explicit = settings.get("add_bos_token")
+    add_bos = bos_id is not None and (explicit if isinstance(explicit, bool) else backend.adds_bos)
+    eos_ids = frozenset(id for id in [eos_id, *config_eos, *generation_eos] if id is not None)
+    template = _template(folder, settings, {**variables, **_additional(settings)})
+    return Tokenizer(backend, variables=variables, bos_id=bos_id, eos_id=eos_id, eos_ids=eos_ids, add_bos=add_bos, template=template)
+
+
+def check_vocab(tokenizer: Tokenizer, vocab_size: int) -> VocabSpec:
+    """Raises CheckpointError if the tokenizer can make an id that the model has no embedding for. `vocab_size`: rows of the embedding."""
+    if tokenizer.named_size > vocab_size:
+        last = tokenizer.named_size - 1
+        raise CheckpointError(
+            f"the tokenizer has {tokenizer.named_size} ids (last: {last} {tokenizer.token_text(last)!r}), "
+            f"config.json has vocab_size {vocab_size}: {tokenizer.named_size - vocab_size} ids have no embedding",
+            next="use the tokenizer files that were published with this model",
+        )
+    return VocabSpec(tokenizer.base_size, tokenizer.named_size, vocab_size)
+
+
+def _absent(folder: Path) -> str:
+    if (folder / "tokenizer.model").is_file():
+        return f"{folder.name} has only tokenizer.model (SentencePiece), which is not read; transformers can write tokenizer.json from it"
+    return f"{folder.name} has no tokenizer: neither tokenizer.json nor tiktoken.model"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; {} where the file does not exist."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path.name} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path.name} holds a {type(value).__name__}, expected an object")
+    return value
+
+
+def _added_tokens(settings: Mapping[str, Any]) -> dict[int, tuple[str, bool]]:
+    """added_tokens_decoder as id -> (text, special)."""
+    table = settings.get("added_tokens_decoder") or {}
+    try:
+        return {int(id): (str(entry["content"]), bool(entry.get("special", False))) for id, entry in table.items()}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise CheckpointError("tokenizer_config.json: added_tokens_decoder is not a table id -> {content, special}") from None
+
+
+def _token_text(value: Any) -> str | None:
+    """A special token is written as its text or as {"content": text, …}."""
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) and value else None
+
+
+def _additional(settings: Mapping[str, Any]) -> dict[str, Any]:
+    texts = [text for item in settings.get("additional_special_tokens") or [] if (text := _token_text(item))]
+    return {"additional_special_tokens": texts} if texts else {}
+
+
+def _id_of(backend: TiktokenBackend | TokenizerJson, role: str, text: str) -> int:
+    id = backend.token_id(text)
+    if id is None:
+        raise CheckpointError(f"tokenizer_config.json: {role} {text!r} is not in the vocabulary")
+    return id
+
+
+def _as_ids(config: Mapping[str, Any], field: str, file: str) -> list[int]:
+    """An id field that may be absent, null, a number or a list of numbers."""
+    value = config.get(field)
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(id, int) and not isinstance(id, bool) and id >= 0 for id in values):
+        raise CheckpointError(f"{file}: {field} is {value!r}, expected an id or a list of ids")
+    return values
+
+
+def _template(folder: Path, settings: Mapping[str, Any], variables: Mapping[str, Any]) -> ChatTemplate | None:
+    """The chat template: chat_template.jinja, chat_template.json, then tokenizer_config.json (a text, or a list of named ones)."""
+    if (folder / "chat_template.jinja").is_file():
+        source: Any = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    else:
+        source = _read_json(folder / "chat_template.json").get("chat_template", settings.get("chat_template"))
+    if source is None:
+        return None
+    if isinstance(source, list) and all(isinstance(item, dict) for item in source):
+        source = {item.get("name"): item.get("template") for item in source}
+    if isinstance(source, str):
+        source = {"default": source}
+    if not isinstance(source, dict) or not isinstance(source.get("default"), str):
+        raise CheckpointError("chat_template is neither a text nor a list of named templates with one called 'default'")
+    return ChatTemplate(source["default"], variables, source.get("tool_use"))
