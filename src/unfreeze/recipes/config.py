@@ -22,10 +22,13 @@ class Frozen(BaseModel):
 C = TypeVar("C", bound=BaseModel)
 
 
-def parse(config: type[C], arguments: list[str], *, command: str, description: str) -> C:
-    """`unfreeze COMMAND [file.toml] [--flag value …]` -> Config. Raises ConfigError that names the field and the nearest valid key."""
+def parse(config: type[C], arguments: list[str], *, command: str, description: str, positional: bool = False) -> C:
+    """`unfreeze COMMAND [file.toml] [--flag value …]` -> Config. Raises ConfigError that names the field and the nearest valid key.
+
+    `positional`: the first argument is a field of the Config (a model, a run), not a TOML file.
+    """
     from_file: list[str] = []
-    if arguments and not arguments[0].startswith("-"):
+    if not positional and arguments and not arguments[0].startswith("-"):
         from_file = _flags(config, read_toml(Path(arguments[0])), arguments[0])
         arguments = arguments[1:]
     try:

@@ -1,0 +1,73 @@
+"""unfreeze chat MODEL_OR_RUN: talk with a checkpoint or a run in the terminal. /reset forgets, /quit or Ctrl-D leaves."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+from tyro.conf import Positional, arg
+
+from unfreeze.core.errors import UserError
+from unfreeze.recipes.config import Frozen, parse
+
+if TYPE_CHECKING:
+    from unfreeze.cli import Common
+
+
+class Config(Frozen):
+    model: Annotated[str, Positional, arg(metavar="MODEL_OR_RUN")] = Field(description="checkpoint folder, Hugging Face id, run folder or adapter folder")
+    system: str = Field("", description="system prompt; empty: none")
+    max_new_tokens: int = Field(400, ge=1, description="tokens of one answer at most")
+    temperature: float = Field(0.0, ge=0, description="0 is greedy")
+    top_k: int = Field(0, ge=0, description="keep the k likeliest tokens; 0: all")
+    top_p: float = Field(1.0, gt=0, le=1, description="keep the likeliest tokens whose probabilities sum to p")
+    seed: int = Field(0, description="seed of the sampling")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the computation; packed weights stay packed")
+
+
+def main(arguments: list[str], common: Common) -> dict[str, Any]:
+    """Read a line, stream the answer, until the input ends. Returns the conversation."""
+    config = parse(Config, arguments, command="chat", description=__doc__ or "", positional=True)
+    import unfreeze
+
+    model = unfreeze.load(config.model, dtype=config.dtype)
+    settings = config.model_dump(include={"max_new_tokens", "temperature", "top_k", "top_p", "seed"})
+    start = [{"role": "system", "content": config.system}] if config.system else []
+    messages: list[dict[str, str]] = list(start)
+    talk = sys.stderr if common.json else sys.stdout
+    if sys.stdin.isatty() and not common.quiet:
+        print(f"{config.model}. /reset forgets, /quit or Ctrl-D leaves, Ctrl-C stops an answer.", file=talk)
+    while (line := _read(talk)) not in (None, "/quit"):
+        if line == "/reset":
+            messages = list(start)
+        elif line:
+            messages.append({"role": "user", "content": line})
+            messages.append({"role": "assistant", "content": _answer(model, messages, settings, talk)})
+    return {"messages": messages}
+
+
+def _read(talk: Any) -> str | None:
+    """The next line, or None at the end of input."""
+    if sys.stdin.isatty():
+        print("> ", end="", file=talk, flush=True)
+    try:
+        line = sys.stdin.readline()
+    except KeyboardInterrupt:
+        return None
+    return line.strip() if line else None
+
+
+def _answer(model: Any, messages: list[dict[str, str]], settings: dict[str, Any], talk: Any) -> str:
+    """Print the answer as it comes. Ctrl-C ends it and keeps what was said; a conversation grown too long is said, not fatal."""
+    pieces: list[str] = []
+    try:
+        for piece in model.stream_chat(messages, **settings):
+            pieces.append(piece)
+            print(piece, end="", file=talk, flush=True)
+    except KeyboardInterrupt:
+        pass
+    except UserError as error:
+        print(f"{error}\n(/reset forgets the conversation)", file=sys.stderr)
+    print(file=talk, flush=True)
+    return "".join(pieces)

@@ -1,0 +1,29 @@
+"""unfreeze report RUN: write report.html of a run folder and print its summary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+from tyro.conf import Positional, arg
+
+from unfreeze.recipes.config import Frozen, parse
+from unfreeze.report.html import summary_lines, write_report
+
+if TYPE_CHECKING:
+    from unfreeze.cli import Common
+
+
+class Config(Frozen):
+    run: Annotated[Path, Positional, arg(metavar="RUN")] = Field(description="run folder, for example runs/yoda")
+
+
+def main(arguments: list[str], common: Common) -> dict[str, Any]:
+    """Write the page; returns its path."""
+    config = parse(Config, arguments, command="report", description=__doc__ or "", positional=True)
+    page = write_report(config.run)
+    lines = summary_lines(config.run)
+    if not (common.quiet or common.json):
+        print("\n".join(lines))
+    return {"report": str(page), "summary": lines}
