@@ -1,0 +1,31 @@
+"""L4, LoRA on Linear and on stacked experts, over a dense or a packed base: attach, the receipt, save, load and verify.
+
+To add a layout: a branch in layouts.py (writing), one in read.py, its formula in verify.py, and a test against its own reader.
+"""
+
+from __future__ import annotations
+
+from unfreeze.adapters.attach import LoraConfig, Site, adapter_parameters, attach, detach, group_of, parameters_per_rank, sites
+from unfreeze.adapters.layouts import save_adapter
+from unfreeze.adapters.lora import ExpertLowRank, LowRank
+from unfreeze.adapters.read import load_adapter
+from unfreeze.adapters.receipt import Receipt
+from unfreeze.adapters.verify import Verified, verify_adapter
+
+__all__ = [
+    "ExpertLowRank",
+    "LoraConfig",
+    "LowRank",
+    "Receipt",
+    "Site",
+    "Verified",
+    "adapter_parameters",
+    "attach",
+    "detach",
+    "group_of",
+    "load_adapter",
+    "parameters_per_rank",
+    "save_adapter",
+    "sites",
+    "verify_adapter",
+]

@@ -1,0 +1,254 @@
+"""Adapters on disk, the writing side: which tensors, under which names, with which adapter_config.json.
+
+Two layouts, both in adapter_model.safetensors under PEFT's prefix "base_model.model.":
+  per-expert   every routed expert has its own two-dimensional pairs: ….experts.{e}.{gate,up,down}_proj.lora_{A,B}.weight (vLLM, prime-rl)
+  peft         one fused pair per stacked parameter (`target_parameters`, peft >= 0.19): the expert is slowest in A and *fastest* in B,
+               ….experts.base_layer.lora_A (E·r, D), lora_B (2I, r·E) for gate_up; ….experts.lora_A (E·r, I), lora_B (D, r·E) for down
+Dense layers are the same in both. The scale is always written as lora_alpha / r, the rule every reader knows, per site where sites differ.
+The layout's name stands in the safetensors header; in adapter_config.json only for per-expert, because peft warns about keys it does not know.
+
+E experts, D model width, I expert width, R rank of gate and of up, r rank of a fused pair (2R for gate_up).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from unfreeze.adapters.attach import Site, candidates, sites
+from unfreeze.adapters.lora import ExpertLowRank, LowRank
+from unfreeze.core.errors import AdapterError
+from unfreeze.models.blocks.experts import Experts
+
+Layout = Literal["per-expert", "peft"]
+PREFIX = "base_model.model."
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+# peft 0.21 with transformers 5 rewrites target_modules that end in these names to the fused experts of a mixture-of-experts model
+# (peft/utils/transformers_weight_conversion.py), and so drops dense and shared-expert MLPs in silence. Targeting the weight as a
+# parameter gives the same tensors under the same names and is not rewritten.
+REWRITTEN = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One pair of factors as a file holds it. A [r, in] and B [out, r], or stacked A [E, r, in] and B [E, out, r]."""
+
+    key: str  # name in the file between PREFIX and ".lora_A.weight"
+    target: str  # full name for target_modules or target_parameters
+    parameter: bool  # which of the two
+    site: str
+    A: Tensor
+    B: Tensor
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return self.A.shape[-2]
+
+    @property
+    def alpha(self) -> float:
+        return float(f"{self.scale * self.rank:.15g}")  # scale was alpha / rank: the division's rounding is undone
+
+
+def save_adapter(model: nn.Module, directory: str | Path, layout: Layout = "per-expert", base_name: str | None = None, *, prefix: str = "") -> Path:
+    """Write the model's adapters as adapter_model.safetensors and adapter_config.json; float32, atomic file by file. -> the directory.
+
+    `base_name` goes into base_model_name_or_path. `prefix` is the checkpoint's own before "model." ("language_model." from Kimi-K2.5 on).
+    Raises AdapterError where the model has no adapter. Call verify.verify_adapter afterwards: it re-reads the file.
+    """
+    found = sites(model)
+    if not found:
+        raise AdapterError("there is no adapter to save: the model has none attached")
+    entries = _per_expert_entries(found) if layout == "per-expert" else _peft_entries(found, model)
+    config = _config(entries, layout, base_name, model)
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {f"{PREFIX}{prefix}{name}": tensor for entry in entries for name, tensor in _tensors(entry)}
+    write_tensors(directory / WEIGHTS, tensors, {"format": "pt", "layout": layout})
+    _write(directory / CONFIG, json.dumps(config, indent=2) + "\n")
+    return directory
+
+
+def _per_expert_entries(found: list[Site]) -> list[Entry]:
+    entries: list[Entry] = []
+    for site in found:
+        adapter = site.adapter
+        if isinstance(adapter, LowRank):
+            entries.append(Entry(site.name, site.name, False, site.name, adapter.A, adapter.B, adapter.scale))
+            continue
+        for projection, (A, B, scale) in projections(adapter).items():
+            names = [f"{site.name}.{e}.{projection}" for e in range(A.shape[0])]
+            entries += [Entry(name, name, False, site.name, a, b, scale) for name, a, b in zip(names, A, B, strict=True)]
+    return entries
+
+
+def projections(adapter: ExpertLowRank) -> dict[str, tuple[Tensor, Tensor, float]]:
+    """projection -> (A [E, R, in], B [E, out, R], scale) of what an expert adapter adapts; views."""
+    result: dict[str, tuple[Tensor, Tensor, float]] = {}
+    if adapter.gate_up_A is not None and adapter.gate_up_B is not None:
+        (gate_A, up_A), (gate_B, up_B) = adapter.gate_up_A.chunk(2, dim=1), adapter.gate_up_B.chunk(2, dim=1)
+        result["gate_proj"], result["up_proj"] = (gate_A, gate_B, adapter.scale), (up_A, up_B, adapter.scale)
+    if adapter.down_A is not None and adapter.down_B is not None:
+        result["down_proj"] = (adapter.down_A, adapter.down_B, adapter.down_scale)
+    return result
+
+
+def _peft_entries(found: list[Site], model: nn.Module) -> list[Entry]:
+    has_experts = any(isinstance(c.owner, Experts) for c in candidates(model))
+    entries: list[Entry] = []
+    for site in found:
+        adapter = site.adapter
+        if isinstance(adapter, LowRank):
+            as_parameter = has_experts and site.name.endswith(REWRITTEN)
+            target = f"{site.name}.weight" if as_parameter else site.name
+            entries.append(Entry(site.name, target, as_parameter, site.name, adapter.A, adapter.B, adapter.scale))
+            continue
+        both = adapter.gate_up_A is not None and adapter.down_A is not None
+        if adapter.gate_up_A is not None and adapter.gate_up_B is not None:
+            B = block_diagonal(adapter.gate_up_B)
+            key = f"{site.name}.base_layer" if both else site.name  # peft nests one wrapper per parameter; gate_up is the inner one
+            entries.append(Entry(key, f"{site.name}.gate_up_proj", True, site.name, adapter.gate_up_A, B, adapter.scale))
+        if adapter.down_A is not None and adapter.down_B is not None:
+            entries.append(Entry(site.name, f"{site.name}.down_proj", True, site.name, adapter.down_A, adapter.down_B, adapter.down_scale))
+    return _padded(entries)
+
+
+def block_diagonal(gate_up_B: Tensor) -> Tensor:
+    """[E, 2I, R] -> [E, 2I, 2R]: gate's rows use the first R columns, up's the last R; so B · [A_gate; A_up] is [ΔW_gate; ΔW_up] / scale."""
+    gate, up = gate_up_B.detach().chunk(2, dim=1)
+    return torch.cat((torch.cat((gate, torch.zeros_like(gate)), dim=2), torch.cat((torch.zeros_like(up), up), dim=2)), dim=1)
+
+
+def _padded(entries: list[Entry]) -> list[Entry]:
+    """Zero-pad parameter pairs that would need a rank_pattern of their own, up to the rank of the default (see _config).
+
+    peft honours rank_pattern for parameters but warns that it "was ignored" unless the same key matches a module too; zeros say the same silently.
+    """
+    default = _default(entries)
+    in_modules = {(entry.rank, entry.alpha) for entry in entries if not entry.parameter}
+
+    def pad(entry: Entry) -> Entry:
+        more = default.rank - entry.rank
+        if not entry.parameter or more <= 0 or entry.scale != default.scale or (entry.rank, entry.alpha) in in_modules:
+            return entry
+        A, B = entry.A.detach(), entry.B.detach()
+        return replace(entry, A=nn.functional.pad(A, (0, 0, 0, more)), B=nn.functional.pad(B, (0, more)))
+
+    return [pad(entry) for entry in entries]
+
+
+def _default(entries: list[Entry]) -> Entry:
+    """The entry whose rank and alpha become `r` and `lora_alpha`: the fused gate_up where there is one, else the commonest."""
+    for entry in entries:
+        if entry.parameter and entry.target.endswith(".gate_up_proj"):
+            return entry
+    commonest = Counter((entry.rank, entry.alpha) for entry in entries).most_common(1)[0][0]
+    return next(entry for entry in entries if (entry.rank, entry.alpha) == commonest)
+
+
+def _config(entries: list[Entry], layout: Layout, base_name: str | None, model: nn.Module) -> dict[str, Any]:
+    """adapter_config.json with the fields peft reads."""
+    default = _default(entries)
+    names = _short_names(entries, model)
+    rank_pattern, alpha_pattern = _patterns(entries, names, default)
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "r": default.rank,
+        "lora_alpha": default.alpha,
+        "rank_pattern": rank_pattern,
+        "alpha_pattern": alpha_pattern,
+        "target_modules": sorted({names[e.target].rsplit("\\.", 1)[-1] for e in entries if not e.parameter}),  # experts by their last name
+        "target_parameters": sorted({names[e.target] for e in entries if e.parameter}) or None,
+        "use_rslora": False,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+    }
+    if layout == "per-expert" and any(_expert_number(e.target) for e in entries):
+        config["layout"] = layout
+    return config
+
+
+def _patterns(entries: list[Entry], names: Mapping[str, str], default: Entry) -> tuple[dict[str, int], dict[str, float]]:
+    """rank_pattern and alpha_pattern of the entries that differ from the default; a key is a regular expression on the end of a name."""
+    groups: dict[tuple[int, float], dict[str, bool]] = {}
+    for entry in entries:
+        if (entry.rank, entry.alpha) != (default.rank, default.alpha):
+            groups.setdefault((entry.rank, entry.alpha), {})[names[entry.target]] = entry.parameter
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
+    for (rank, alpha), members in groups.items():
+        keys = ["|".join(members)] if any(members.values()) else list(members)
+        ranks.update((key, rank) for key in keys if rank != default.rank)
+        alphas.update((key, alpha) for key in keys if alpha != default.alpha)
+    return ranks, alphas
+
+
+def _short_names(entries: list[Entry], model: nn.Module) -> dict[str, str]:
+    """target -> the shortest end of it that means no weight outside the entries with the same rank and alpha.
+
+    Routed experts of the per-expert layout become one regular expression over the expert's number instead of E names.
+    """
+    groups = {entry.target: (entry.rank, entry.alpha) for entry in entries}
+    names = [p for c in candidates(model) for p in c.projections]
+    universe = {name: groups.get(name) for n in names for name in (n, f"{n}.weight")}
+    routed = {target: group for target, group in groups.items() if _expert_number(target)}
+    uniform = len(set(routed.values())) == 1
+    short: dict[str, str] = {}
+    for target, group in groups.items():
+        parts = target.split(".")
+        if target in routed:
+            layer = "experts" if uniform else ".".join(parts[:-2])
+            short[target] = rf"{layer}\.\d+\.{parts[-1]}"
+        else:
+            least = 3 if "experts" in parts else 2 if parts[-1] == "weight" else 1  # "mlp.experts.down_proj", not "down_proj"
+            ends = (".".join(parts[-length:]) for length in range(min(least, len(parts)), len(parts) + 1))
+            short[target] = next(end for end in ends if all(g == group for n, g in universe.items() if f".{n}".endswith(f".{end}")))
+    return short
+
+
+def _expert_number(target: str) -> bool:
+    """Is this "….experts.17.up_proj"?"""
+    parts = target.split(".")
+    return len(parts) > 2 and parts[-3] == "experts" and parts[-2].isdigit()
+
+
+def _tensors(entry: Entry) -> list[tuple[str, Tensor]]:
+    """The two tensors of an entry; stacked ones flattened with the expert slowest in A and fastest in B."""
+    A, B = entry.A.detach(), entry.B.detach()
+    if A.dim() == 3:
+        A, B = A.flatten(0, 1), B.permute(1, 2, 0).flatten(1)
+    return [(f"{entry.key}.lora_A.weight", A.contiguous()), (f"{entry.key}.lora_B.weight", B.contiguous())]
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """safetensors, atomic: written beside, flushed to disk, renamed. A crash leaves the old file or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    save_file({name: tensor.cpu() for name, tensor in tensors.items()}, temporary, dict(metadata))
+    _sync_and_rename(temporary, path)
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    _sync_and_rename(temporary, path)
+
+
+def _sync_and_rename(temporary: Path, path: Path) -> None:
+    with temporary.open("rb") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,123 @@
+"""The low-rank modules: LowRank beside one Linear, ExpertLowRank beside the E stacked experts of one layer.
+
+ΔW = scale · B A, with A random and B zero at the start, so that a fresh adapter changes nothing (Hu et al. 2021, LoRA).
+Factors are fp32 parameters; the arithmetic is done in the activations' dtype and gradients arrive in fp32.
+
+T tokens, E experts, D model width, I expert width, R rank of gate and of up, Rd rank of down.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from unfreeze.kernels.expert_mlp import ExpertFactors
+
+Scaling = Literal["alpha/r", "alpha/sqrt(r)"]
+
+
+def scale_of(rank: int, alpha: float, scaling: Scaling) -> float:
+    """alpha / r, or alpha / sqrt(r) (rank-stabilised: Kalajdzievski 2023, where the update keeps its size as r grows)."""
+    return alpha / rank if scaling == "alpha/r" else alpha / math.sqrt(rank)
+
+
+class LowRank(nn.Module):
+    """y_TO = scale · (x Aᵀ) Bᵀ; A fp32 [R, in], B fp32 [out, R].
+
+    The scale is applied to the thin [T, R] product: the same number, fewer multiplications. Set `scale` to 0 to switch the adapter off
+    without changing which kernels run (the receipt does).
+    """
+
+    def __init__(self, in_features: int, out_features: int, rank: int, scale: float, device: torch.device | str = "cpu"):
+        super().__init__()
+        self.rank, self.scale = rank, scale
+        self.A = nn.Parameter(torch.empty(rank, in_features, dtype=torch.float32, device=device))
+        self.B = nn.Parameter(torch.zeros(out_features, rank, dtype=torch.float32, device=device))
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        thin_TR = F.linear(x_TI, self.A.to(x_TI.dtype)) * self.scale
+        return F.linear(thin_TR, self.B.to(x_TI.dtype))
+
+    @torch.no_grad()
+    def reset(self, seed: int, name: str) -> None:
+        """A as PEFT initialises it (kaiming_uniform, a = sqrt 5: uniform within ±1/sqrt(in)), B zero."""
+        self.A.copy_(_random_A(seed, name, self.A.shape))
+        self.B.zero_()
+
+    def extra_repr(self) -> str:
+        return f"rank={self.rank}, scale={self.scale:g}"
+
+
+class ExpertLowRank(nn.Module):
+    """Own A and B for gate, up and down of every expert. Either pair may be absent (None): then that projection is not adapted.
+
+    gate_up_A [E, 2R, D]   rows 0:R the A of gate, rows R:2R the A of up       gate_up_B [E, 2I, R]   rows 0:I the B of gate, I:2I of up
+    down_A    [E, Rd, I]                                                       down_B    [E, D, Rd]
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        gate_up_rank: int | None,
+        down_rank: int | None,
+        scale: float,
+        down_scale: float,
+        device: torch.device | str = "cpu",
+    ):
+        super().__init__()
+        E, D, I = num_experts, hidden_size, intermediate_size
+        self.gate_up_rank, self.down_rank = gate_up_rank, down_rank
+        self.scale, self.down_scale = scale, down_scale
+
+        def parameter(rank: int | None, *shape: int) -> nn.Parameter | None:
+            return None if rank is None else nn.Parameter(torch.zeros(*shape, dtype=torch.float32, device=device))
+
+        self.gate_up_A = parameter(gate_up_rank, E, 2 * (gate_up_rank or 0), D)
+        self.gate_up_B = parameter(gate_up_rank, E, 2 * I, gate_up_rank or 0)
+        self.down_A = parameter(down_rank, E, down_rank or 0, I)
+        self.down_B = parameter(down_rank, E, D, down_rank or 0)
+
+    def factors(self) -> ExpertFactors:
+        """The factors in the form kernels/expert_mlp takes them."""
+        return ExpertFactors(
+            gate_up_A=self.gate_up_A,
+            gate_up_B=self.gate_up_B,
+            down_A=self.down_A,
+            down_B=self.down_B,
+            scale=self.scale,
+            down_scale=self.down_scale,
+        )
+
+    @torch.no_grad()
+    def reset(self, seed: int, name: str) -> None:
+        """Each A drawn from its own generator, named as on disk ("….experts.17.up_proj"): the same on any number of devices."""
+        if self.gate_up_A is not None and self.gate_up_B is not None and self.gate_up_rank is not None:
+            rank = self.gate_up_rank
+            for e, A in enumerate(self.gate_up_A):
+                A[:rank] = _random_A(seed, f"{name}.{e}.gate_proj", (rank, A.shape[1]))
+                A[rank:] = _random_A(seed, f"{name}.{e}.up_proj", (rank, A.shape[1]))
+            self.gate_up_B.zero_()
+        if self.down_A is not None and self.down_B is not None:
+            for e, A in enumerate(self.down_A):
+                A.copy_(_random_A(seed, f"{name}.{e}.down_proj", A.shape))
+            self.down_B.zero_()
+
+    def extra_repr(self) -> str:
+        return f"gate_up_rank={self.gate_up_rank}, down_rank={self.down_rank}, scale={self.scale:g}, down_scale={self.down_scale:g}"
+
+
+def _random_A(seed: int, name: str, shape: tuple[int, ...] | torch.Size) -> Tensor:
+    """kaiming_uniform(a = sqrt 5) from a generator seeded by (seed, name): attaching in another order, or elsewhere, gives the same numbers."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    A = torch.empty(*shape, dtype=torch.float32)
+    nn.init.kaiming_uniform_(A, a=math.sqrt(5), generator=generator)
+    return A

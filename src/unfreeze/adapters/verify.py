@@ -1,0 +1,123 @@
+"""Proof after every save: the file, read anew and by its own arithmetic, holds the same ΔW per expert and per linear as the model (FAILURES R5).
+
+It shares no decoding with read.py: an error made the same way in writing and reading would cancel there and be seen here.
+
+E experts, R rank, N probe vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unfreeze.adapters.attach import sites
+from unfreeze.adapters.layouts import projections
+from unfreeze.adapters.lora import LowRank
+from unfreeze.adapters.read import rank_and_scale, read_files
+from unfreeze.core.errors import AdapterError
+
+NUM_PROBES = 4  # one random vector already misses a wrong ΔW with probability 0
+TOLERANCE = 1e-9  # float64 sums of at most some thousand products, relative to the size of ΔW
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What was compared: sites, matrices (an expert's projection is one), of them not zero, and the largest relative difference."""
+
+    sites: int
+    matrices: int
+    nonzero: int
+    max_difference: float
+
+
+@torch.no_grad()
+def verify_adapter(model: nn.Module, directory: str | Path) -> Verified:
+    """Compare ΔW = scale · B A of the file with the model's, in float64, for every linear and every projection of every expert.
+
+    ΔW is compared through ΔW·V with V [in, 4] random normal: equal ΔW give equal products, different ones give different products almost
+    surely, and no [out, in] matrix is made (K2's would be 69,120 matrices of 117 MB).
+    Raises AdapterError that counts what differs and names the first.
+    """
+    config, tensors = read_files(Path(directory))
+    names = {name.removeprefix("language_model.") for name in tensors}
+    plain = {name.removeprefix("language_model."): tensor for name, tensor in tensors.items()}
+    count = nonzero = 0
+    worst, faults, used = 0.0, [], set()
+    for name, scale, A_RI, B_OR in _matrices(model):
+        V_IN = torch.randn(A_RI.shape[-1], NUM_PROBES, dtype=torch.float64, generator=torch.Generator().manual_seed(A_RI.shape[-1]))
+        ours = scale * (B_OR.double().cpu() @ (A_RI.double().cpu() @ V_IN))
+        try:
+            theirs = _product(name, config, plain, V_IN, used, _count(model, name))
+        except (KeyError, RuntimeError) as error:  # a missing tensor, or shapes that cannot be multiplied
+            faults.append(f"{name}: {error}")
+            continue
+        count, nonzero = count + ours.shape[0], nonzero + int(ours.flatten(1).any(1).sum())
+        size = ours.flatten(1).norm(dim=1).clamp_min(torch.finfo(torch.float64).tiny)
+        difference = (ours - theirs).flatten(1).norm(dim=1) / size
+        worst = max(worst, difference.max().item())
+        wrong = (difference > TOLERANCE).nonzero().flatten().tolist()
+        faults += [f"{name}{f' of expert {e}' if len(difference) > 1 else ''}: ΔW differs by {difference[e]:.2g} of its size" for e in wrong]
+    extra = sorted(names - used)
+    faults += [f"{name} is in the file and belongs to no adapter of the model" for name in extra]
+    if faults:
+        raise AdapterError(
+            f"{directory}: the saved adapter is not the model's: {len(faults)} differences; first: {faults[0]}", next="save it again; report it"
+        )
+    return Verified(len(sites(model)), count, nonzero, worst)
+
+
+def _matrices(model: nn.Module) -> list[tuple[str, float, Tensor, Tensor]]:
+    """(name, scale, A [E or 1, R, in], B [E or 1, out, R]) of every adapted projection."""
+    result = []
+    for site in sites(model):
+        if isinstance(site.adapter, LowRank):
+            result.append((site.name, site.adapter.scale, site.adapter.A[None], site.adapter.B[None]))
+        else:
+            result += [(f"{site.name}.{p}", scale, A, B) for p, (A, B, scale) in projections(site.adapter).items()]
+    return result
+
+
+def _count(model: nn.Module, name: str) -> int:
+    """Number of experts of the adapter that `name` belongs to; 1 for a linear."""
+    module: Any = model.get_submodule(name.rsplit(".experts.", 1)[0] + ".experts") if ".experts." in name else None
+    return 1 if module is None else int(module.num_experts)
+
+
+def _product(name: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], V_IN: Tensor, used: set[str], num_experts: int) -> Tensor:
+    """ΔW·V from the file, [E or 1, out, N]."""
+    if ".experts." not in name:
+        parameter = f"{name}.weight"
+        targeted = any(f".{parameter}".endswith(f".{target}") for target in config.get("target_parameters") or [])
+        return (rank_and_scale(config, parameter if targeted else name)[1] * _pair(tensors, name, used, V_IN))[None]
+    site, projection = name.rsplit(".", 1)
+    if f"{site}.0.{projection}.lora_A.weight" in tensors:
+        keys = [f"{site}.{e}.{projection}" for e in range(num_experts)]
+        return torch.stack([rank_and_scale(config, key)[1] * _pair(tensors, key, used, V_IN) for key in keys])
+    return _fused_product(site, projection, config, tensors, V_IN, used, num_experts)
+
+
+def _pair(tensors: Mapping[str, Tensor], key: str, used: set[str], V_IN: Tensor) -> Tensor:
+    A, B = tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"]
+    used.update((f"{key}.lora_A.weight", f"{key}.lora_B.weight"))
+    return B.double() @ (A.double() @ V_IN)
+
+
+def _fused_product(
+    site: str, projection: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], V_IN: Tensor, used: set[str], num_experts: int
+) -> Tensor:
+    """peft's own formula: ΔW[e] = B.reshape(out, r, E)[:, :, e] · A.reshape(E, r, in)[e] (peft 0.21, ParamWrapper.get_delta_weight)."""
+    stacked = "down_proj" if projection == "down_proj" else "gate_up_proj"
+    both = f"{site}.base_layer.lora_A.weight" in tensors
+    key = f"{site}.base_layer" if both and stacked == "gate_up_proj" else site
+    A, B = tensors[f"{key}.lora_A.weight"].double(), tensors[f"{key}.lora_B.weight"].double()
+    used.update((f"{key}.lora_A.weight", f"{key}.lora_B.weight"))
+    A, B = A.reshape(num_experts, -1, A.shape[-1]), B.reshape(B.shape[0], -1, num_experts)
+    product = rank_and_scale(config, f"{site}.{stacked}")[1] * torch.einsum("ore,eri,in->eon", B, A, V_IN)
+    if stacked == "down_proj":
+        return product
+    return product.chunk(2, dim=1)[0 if projection == "gate_proj" else 1]
