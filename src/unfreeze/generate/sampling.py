@@ -1,7 +1,7 @@
 """Choosing the next token: greedy, temperature, top-k, top-p.
 
-Rows are drawn by inverting the cumulative distribution at one uniform number each, so a row's choice is a plain function of (logits, u) that can
-be tested exactly, is the same on every device, and does not change when another row of the batch finishes.
+Rows are drawn by inverting the cumulative distribution at one uniform number each: a row's choice is a plain function of (logits, u). It
+can be tested exactly, is the same on every device, and does not change when another row of the batch finishes.
 
 S sequences, V vocabulary.
 """

@@ -1,0 +1,201 @@
+"""Batched generation with a cache: prompts go through packed, without padding; then one token per row and step. Finished rows leave the batch.
+
+T tokens of all prompts end to end, S sequences, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from unfreeze.core.batch import Batch
+from unfreeze.core.errors import UserError
+from unfreeze.data.packing import Example, pack
+from unfreeze.data.tokenizer import StreamDecoder
+from unfreeze.generate.sampling import Chooser, Sampling
+from unfreeze.generate.stops import StopText
+from unfreeze.models import Decoder
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One sampled token of prompt `row`, and the text that can be shown now: whole characters, nothing of a stop string, often "".
+
+    finish_reason is None while the row goes on; then "stop" (a stop id, a stop string) or "length" (max_new_tokens, no position left).
+    """
+
+    row: int
+    token: int
+    text: str
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Everything sampled for one prompt. `tokens`: every sampled id, a stop id included; `text` ends before the stop id or stop string."""
+
+    tokens: list[int]
+    text: str
+    finish_reason: FinishReason
+
+
+class Sampler(Protocol):
+    """Whatever continues token prompts: the local Engine, or a client of an endpoint."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
+        """A completion per prompt, in the prompts' order."""
+        ...
+
+
+class Vocabulary(Protocol):
+    """What the engine needs of a tokenizer."""
+
+    named_size: int
+
+    def stream_decoder(self) -> StreamDecoder: ...
+
+
+@dataclass
+class _Row:
+    """A sequence that is being continued."""
+
+    index: int
+    limit: int
+    stop_ids: frozenset[int]
+    decoder: StreamDecoder | None
+    stops: StopText
+    tokens: list[int] = field(default_factory=list)
+
+    def push(self, token: int) -> Piece:
+        """Note a sampled token; says what can be shown and whether the row is done."""
+        self.tokens.append(token)
+        if token in self.stop_ids:
+            return self._last(token, "", "stop")
+        text, stopped = self.stops.push(self.decoder.push(token)) if self.decoder is not None else ("", False)
+        if stopped:
+            return Piece(self.index, token, text, "stop")
+        if len(self.tokens) == self.limit:
+            return self._last(token, text, "length")
+        return Piece(self.index, token, text, None)
+
+    def _last(self, token: int, text: str, reason: FinishReason) -> Piece:
+        """The last piece brings what was held back, the begun character of a text that ends inside one included."""
+        if self.decoder is not None:
+            rest, stopped = self.stops.push(self.decoder.finish())
+            text += rest if stopped else rest + self.stops.flush()
+        return Piece(self.index, token, text, reason)
+
+
+class Engine:
+    """Continues token prompts with a Decoder.
+
+    `tokenizer` gives text and says which ids have a name: rows of the head beyond (padding, FAILURES N5) are never sampled. None: ids only.
+    `stop_ids` end a sequence where they are sampled. The model's weights may change between calls; nothing is kept from call to call.
+    """
+
+    def __init__(self, model: Decoder, *, tokenizer: Vocabulary | None = None, stop_ids: frozenset[int] = frozenset()):
+        self.model, self.tokenizer, self.stop_ids = model, tokenizer, stop_ids
+        self.num_ids = model.shape.vocab_size if tokenizer is None else min(tokenizer.named_size, model.shape.vocab_size)
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
+        """Continue every prompt to its end. Errors as in `stream`."""
+        pieces: list[list[Piece]] = [[] for _ in prompts]
+        for step in self.stream(prompts, sampling):
+            for piece in step:
+                pieces[piece.row].append(piece)
+        return [Completion([p.token for p in row], "".join(p.text for p in row), row[-1].finish_reason or "length") for row in pieces]
+
+    def stream(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[list[Piece]]:
+        """Yields, per step, a Piece for each prompt still running. The prompts are checked before the first step.
+
+        Raises UserError for an empty prompt, an id outside the vocabulary, or a prompt that leaves none of shape.max_positions free; where
+        fewer than max_new_tokens positions are left, a warning says so and the row ends there with finish_reason "length".
+        """
+        prompts = [list(prompt) for prompt in prompts]
+        return self._run(prompts, self._limits(prompts, sampling), sampling)
+
+    def _run(self, prompts: list[list[int]], limits: list[int], sampling: Sampling) -> Iterator[list[Piece]]:
+        if not prompts:
+            return
+        rows = [
+            _Row(index, limit, self.stop_ids, self._decoder(prompt[-1]), StopText(sampling.stop))
+            for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+        ]
+        chooser = Chooser(sampling, len(rows))
+        cache = self.model.new_cache(len(rows), max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)))
+        logits_SV = self._prefill(prompts, cache)
+        while True:
+            tokens = chooser.choose(logits_SV, [row.index for row in rows])
+            pieces = [row.push(token) for row, token in zip(rows, tokens, strict=True)]
+            yield pieces
+            running = [i for i, piece in enumerate(pieces) if piece.finish_reason is None]
+            if not running:
+                return
+            if len(running) < len(rows):
+                rows, tokens = [rows[i] for i in running], [tokens[i] for i in running]
+                cache.select(running)
+            logits_SV = self._step(tokens, cache)
+
+    def _decoder(self, before: int) -> StreamDecoder | None:
+        """Has seen the id before the first new one: decoders drop the space of a text's first token, which is no first token here."""
+        if self.tokenizer is None:
+            return None
+        decoder = self.tokenizer.stream_decoder()
+        if before < self.num_ids:
+            decoder.push(before)
+        return decoder
+
+    # no_grad wraps these two calls, not the generator: its body is left at every yield, where the grad mode must be the caller's own.
+    @torch.no_grad()
+    def _prefill(self, prompts: list[list[int]], cache: object) -> Tensor:
+        batch = batch_of(prompts, self.model.device)
+        last_S = (batch.starts_S + torch.tensor(batch.lengths()) - 1).to(self.model.device)
+        return self._logits(self.model.prefill(batch, cache)[last_S])  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def _step(self, tokens: list[int], cache: object) -> Tensor:
+        return self._logits(self.model.step(torch.tensor(tokens, device=self.model.device), cache))  # type: ignore[arg-type]
+
+    def _logits(self, hidden_SD: Tensor) -> Tensor:
+        return self.model.logits(hidden_SD)[:, : self.num_ids]
+
+    def _limits(self, prompts: list[list[int]], sampling: Sampling) -> list[int]:
+        """How many tokens each prompt may be continued by."""
+        if sampling.stop and self.tokenizer is None:
+            raise UserError(f"stop strings {list(sampling.stop)} need a tokenizer; this model has none", next="add tokenizer.json, or omit stop")
+        check_tokens(prompts, self.model.shape.vocab_size)
+        positions, longest = self.model.shape.max_positions, max(map(len, prompts), default=0)
+        if longest >= positions:
+            raise UserError(
+                f"a prompt has {longest} tokens, the model {positions} positions (max_position_embeddings): none is left for an answer",
+                next="shorten the prompt",
+            )
+        if longest + sampling.max_new_tokens > positions:
+            warnings.warn(
+                f"max_new_tokens {sampling.max_new_tokens} is bounded to {positions - longest} after a prompt of {longest} tokens: "
+                f"the model has {positions} positions (max_position_embeddings)",
+                stacklevel=3,
+            )
+        return [min(sampling.max_new_tokens, positions - len(prompt)) for prompt in prompts]
+
+
+def check_tokens(sequences: Sequence[Sequence[int]], vocab_size: int) -> None:
+    """Raise UserError for an empty sequence or an id that the embedding has no row for, naming the sequence and the place."""
+    for index, tokens in enumerate(sequences):
+        if not tokens:
+            raise UserError(f"sequence {index} of {len(sequences)} is empty; it needs at least one token", next="begin with the BOS id")
+        if min(tokens) < 0 or max(tokens) >= vocab_size:
+            place = next(i for i, token in enumerate(tokens) if not 0 <= token < vocab_size)
+            raise UserError(f"sequence {index}, position {place}: token id {tokens[place]} is outside the vocabulary 0 to {vocab_size - 1}")
+
+
+def batch_of(sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Batch:
+    """Token sequences packed end to end, without targets: for scoring and generation."""
+    return pack([Example(tokens, [0.0] * len(tokens)) for tokens in sequences]).to(device)

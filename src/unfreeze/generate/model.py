@@ -1,0 +1,163 @@
+"""The public model: `unfreeze.load(…)`, then logits, generate, chat.
+
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from unfreeze.adapters.read import load_adapter
+from unfreeze.checkpoint.manifest import Manifest, open_checkpoint
+from unfreeze.core.errors import UserError
+from unfreeze.data.masks import encode_chat, encode_prompt
+from unfreeze.data.tokenizer import Tokenizer, check_vocab, has_tokenizer, load_tokenizer
+from unfreeze.generate.engine import Completion, Engine, Piece, batch_of, check_tokens
+from unfreeze.generate.open import Progress, device_of, dtype_of, locate, open_model
+from unfreeze.generate.sampling import Sampling
+from unfreeze.models import Decoder
+
+Message = Mapping[str, Any]
+
+
+def load(
+    source: str | Path,
+    dtype: str = "float32",
+    device: str = "cpu",
+    progress: Progress | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Model:
+    """A model to talk to. `source`: a checkpoint folder, a Hugging Face id, a run folder, or an adapter folder (which names its base).
+
+    dtype     "float32" or "bfloat16": of the computation and of dense weights; packed weights stay packed
+    device    "cpu", "cuda", "cuda:1"
+    progress  called with (bytes done, bytes in all) while weights are read; `say` with one line about a download
+
+    Raises UserError (its children CheckpointError, AdapterError, ConfigError): nothing there, damaged, or parts that don't fit each other.
+    """
+    wanted, place_to = dtype_of(dtype), device_of(device)
+    found = locate(source)
+    manifest = open_checkpoint(found.base, progress=say)
+    tokenizer = load_tokenizer(manifest.path) if has_tokenizer(manifest.path) else None
+    decoder = open_model(manifest, wanted, place_to, progress)
+    if found.adapter is not None:
+        load_adapter(decoder, found.adapter)
+    decoder.eval().requires_grad_(False)
+    return Model(decoder, tokenizer, stop_ids=end_ids(manifest, tokenizer))
+
+
+def end_ids(manifest: Manifest, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """The ids that end generation: the tokenizer's, or without one those of generation_config.json and config.json."""
+    if tokenizer is not None:
+        return tokenizer.eos_ids
+    found = [config.get("eos_token_id") for config in (manifest.generation_config, manifest.config, manifest.config.get("text_config") or {})]
+    return frozenset(id for value in found for id in (value if isinstance(value, list) else [value]) if isinstance(id, int))
+
+
+class Model:
+    """A Decoder with its tokenizer. `tokenizer` is None where the checkpoint has none: then prompts are token ids.
+
+    Raises CheckpointError if the tokenizer can make ids the model has no embedding for.
+    """
+
+    def __init__(self, decoder: Decoder, tokenizer: Tokenizer | None = None, *, stop_ids: frozenset[int] | None = None):
+        self.decoder, self.tokenizer = decoder, tokenizer
+        if tokenizer is not None:
+            check_vocab(tokenizer, decoder.shape.vocab_size)
+        if stop_ids is None:
+            stop_ids = frozenset() if tokenizer is None else tokenizer.eos_ids
+        self.engine = Engine(decoder, tokenizer=tokenizer, stop_ids=stop_ids)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the checkpoint brings its own chat template; `chat` works without one, in plain words."""
+        return self.tokenizer is not None and self.tokenizer.template is not None
+
+    @torch.no_grad()
+    def logits(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """logits[i][t] = scores of the token after sequences[i][: t + 1]: float32 [len, V] on the host per sequence, of any lengths.
+
+        The sequences are packed into one pass; none sees another, and there is no padding. V counts all rows of the head.
+        Raises UserError for an empty sequence, an id outside the vocabulary, or more tokens than the model has positions.
+        """
+        sequences = [list(tokens) for tokens in sequences]
+        if not sequences:
+            return []
+        check_tokens(sequences, self.decoder.shape.vocab_size)
+        longest, positions = max(map(len, sequences)), self.decoder.shape.max_positions
+        if longest > positions:
+            raise UserError(f"a sequence has {longest} tokens, the model {positions} positions (max_position_embeddings)", next="shorten it")
+        hidden_TD = self.decoder.hidden(batch_of(sequences, self.decoder.device))
+        return list(self.decoder.logits(hidden_TD).cpu().split([len(tokens) for tokens in sequences]))
+
+    @overload
+    def generate(self, prompt: str, max_new_tokens: int = 256, temperature: float = 0.0, **options: Any) -> str: ...
+    @overload
+    def generate(self, prompt: list[str], max_new_tokens: int = 256, temperature: float = 0.0, **options: Any) -> list[str]: ...
+    @overload
+    def generate(self, prompt: list[int], max_new_tokens: int = 256, temperature: float = 0.0, **options: Any) -> list[int]: ...
+    @overload
+    def generate(self, prompt: list[list[int]], max_new_tokens: int = 256, temperature: float = 0.0, **options: Any) -> list[list[int]]: ...
+
+    def generate(self, prompt: Any, max_new_tokens: int = 256, temperature: float = 0.0, **options: Any) -> Any:
+        """What the model says after the prompt; the prompt is not repeated. A list of prompts, of any lengths, runs as one batch.
+
+        A text prompt is continued as text (BOS in front where the tokenizer begins documents with it) and answered with text; a prompt of
+        token ids is taken as it is and answered with token ids, the stop id included where one was sampled.
+        options: top_k, top_p, stop (a string or several), seed; see Sampling. temperature 0 takes the likeliest token each time.
+        Raises UserError for a text prompt without a tokenizer, and whatever Engine.stream and Sampling raise.
+        """
+        single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
+        prompts = [prompt] if single else list(prompt)
+        completions = self.complete(prompts, max_new_tokens=max_new_tokens, temperature=temperature, **options)
+        answers = [done.text if isinstance(given, str) else done.tokens for given, done in zip(prompts, completions, strict=True)]
+        return answers[0] if single else answers
+
+    def complete(self, prompts: Sequence[str | Sequence[int]], **options: Any) -> list[Completion]:
+        """As generate, with everything known about each continuation: tokens, text, finish_reason ("stop" or "length")."""
+        return self.engine.generate([self._encode(prompt) for prompt in prompts], sampling(**options))
+
+    def stream(self, prompt: str | Sequence[int], **options: Any) -> Iterator[Piece]:
+        """The continuation of one prompt, token by token as it is sampled. The prompt is checked at once, not at the first token."""
+        steps = self.engine.stream([self._encode(prompt)], sampling(**options))
+        return (piece for step in steps for piece in step)
+
+    def chat(self, messages: str | Sequence[Message], **options: Any) -> str:
+        """The assistant's next turn. `messages`: [{"role": "user", "content": "…"}, …], or a text, which stands for one user message.
+
+        Rendered with the checkpoint's chat template (data.templates.PLAIN_TEMPLATE where it has none). Options as in generate.
+        """
+        return self.engine.generate([self._encode_chat(messages)], sampling(**options))[0].text
+
+    def stream_chat(self, messages: str | Sequence[Message], **options: Any) -> Iterator[str]:
+        """As chat, in pieces of text as they become certain: whole characters, nothing of a stop string."""
+        steps = self.engine.stream([self._encode_chat(messages)], sampling(**options))
+        return (piece.text for step in steps for piece in step if piece.text)
+
+    def chat_batch(self, conversations: Sequence[str | Sequence[Message]], **options: Any) -> list[Completion]:
+        """The assistant's next turn of many conversations at once."""
+        return self.engine.generate([self._encode_chat(messages) for messages in conversations], sampling(**options))
+
+    def _encode(self, prompt: str | Sequence[int]) -> list[int]:
+        return encode_prompt(self._tokenizer(), prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _encode_chat(self, messages: str | Sequence[Message]) -> list[int]:
+        return encode_chat(self._tokenizer(), [{"role": "user", "content": messages}] if isinstance(messages, str) else messages)
+
+    def _tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise UserError(
+                "this checkpoint has no tokenizer, so text cannot be read or written; prompts as token ids work",
+                next="model.generate([1, 403, 407]), or copy tokenizer.json into the checkpoint's folder",
+            )
+        return self.tokenizer
+
+
+def sampling(*, stop: str | Sequence[str] = (), **options: Any) -> Sampling:
+    """Sampling from keyword options; `stop` may be one string. Raises ConfigError as Sampling does, TypeError for an unknown option."""
+    return Sampling(stop=(stop,) if isinstance(stop, str) else tuple(stop), **options)

@@ -1,0 +1,106 @@
+"""From a name to a model in memory: find the base checkpoint and the adapter, build without memory, stream the weights in.
+
+This is the one place where checkpoint, shape, codec, model and placement meet; recipes begin with `open_model` too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from unfreeze import models
+from unfreeze.checkpoint.manifest import Manifest, read_json
+from unfreeze.core.errors import CheckpointError, ConfigError, nearest
+from unfreeze.parallel.place import place
+from unfreeze.quant.int4 import from_quantization_config
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+RUN_CONFIG = "resolved_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
+
+Progress = Callable[[int, int], None]
+"""(bytes done, bytes in all), called while weights are read."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a name stands for: a base checkpoint (folder or Hugging Face id) and, if there is one, the folder of an adapter for it."""
+
+    base: str
+    adapter: Path | None = None
+
+
+def locate(source: str | Path) -> Source:
+    """A checkpoint folder or id stands for itself; a run folder for its adapter on its base, or for the model/ it trained; an adapter
+    folder for itself on its base_model_name_or_path.
+
+    Raises CheckpointError for a run that has neither adapter nor model yet, and for an adapter that doesn't name its base.
+    """
+    folder = Path(source).expanduser()
+    if (folder / RUN_CONFIG).is_file():
+        return _locate_run(folder)
+    if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
+        base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+        if not base:
+            raise CheckpointError(
+                f"{folder / ADAPTER_CONFIG} has no base_model_name_or_path, so the model it belongs to is unknown",
+                next=f"write the base checkpoint's folder or id into {ADAPTER_CONFIG}",
+            )
+        return Source(str(base), folder)
+    return Source(str(folder) if folder.exists() else str(source))
+
+
+def _locate_run(folder: Path) -> Source:
+    if (folder / "model" / "config.json").is_file():
+        return Source(str(folder / "model"))
+    if not (folder / "adapter" / ADAPTER_CONFIG).is_file():
+        raise CheckpointError(
+            f"run {folder} has neither adapter/{ADAPTER_CONFIG} nor model/config.json: it has not saved anything yet",
+            next="start the same training command again: it resumes the run",
+        )
+    base = read_json(folder / RUN_CONFIG).get("model")
+    if not base:
+        raise CheckpointError(f"{folder / RUN_CONFIG} has no key 'model', so the base checkpoint of this run is unknown")
+    return Source(str(base), folder / "adapter")
+
+
+def open_model(
+    manifest: Manifest, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", progress: Progress | None = None
+) -> models.Decoder:
+    """The checkpoint as a Decoder on `device`: packed weights stay packed, the others are held in `dtype`, that of the computation.
+
+    Peak host memory is the model itself and one tensor (parallel.place). Raises CheckpointError where config.json, its quantization and
+    the tensors don't fit each other.
+    """
+    shape = models.shape(manifest.config)
+    quantization = from_quantization_config(manifest.config)
+    codec = quantization[0] if quantization is not None else None
+    names = manifest.by_model_name()
+
+    def packed(module: str) -> bool:
+        return codec is not None and any(f"{module}.{suffix}" in names for suffix in codec.parts(1, 0))
+
+    model = models.build(shape, dtype=dtype, device="meta", codec=codec, packed=packed)
+    place(model, manifest, models.rules(shape), device, dtype, progress)
+    return model
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """ "float32" or "bfloat16", as the torch dtype; ConfigError for anything else."""
+    if name not in DTYPES:
+        raise ConfigError(f"dtype is {name!r}; one of {', '.join(DTYPES)}{nearest(str(name), DTYPES)}")
+    return DTYPES[name]
+
+
+def device_of(name: str) -> torch.device:
+    """The named device; ConfigError where torch doesn't know it or doesn't see one here."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f'device is {name!r}; "cpu", "cuda" or "cuda:N"') from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device is {name!r}, but torch {torch.__version__} sees no CUDA device here", next='device="cpu"')
+    return device

@@ -1,0 +1,35 @@
+"""Stop strings in a stream of text pieces: found across piece boundaries, never emitted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopText:
+    """Passes text on until a stop string is complete; holds back what may still become one.
+
+    What comes out is the text before the stop string that is complete first (of two ending at the same character, the longer), in
+    whatever pieces the text came.
+    """
+
+    def __init__(self, stops: Sequence[str]):
+        self.stops = tuple(stops)
+        self.held = ""
+
+    def push(self, piece: str) -> tuple[str, bool]:
+        """The next piece -> (text that is safe to show, whether a stop string was found; after that nothing may be pushed)."""
+        if not self.stops:
+            return piece, False
+        text = self.held + piece
+        found = [(start + len(stop), start) for stop in self.stops if (start := text.find(stop)) >= 0]
+        if found:
+            self.held = ""
+            return text[: min(found)[1]], True
+        keep = max((n for stop in self.stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+        self.held = text[len(text) - keep :]
+        return text[: len(text) - keep], False
+
+    def flush(self) -> str:
+        """What was held back and, as the text ends here, did not become a stop string."""
+        held, self.held = self.held, ""
+        return held
