@@ -58,11 +58,10 @@ class Source:
 @lru_cache(maxsize=256)
 def _pattern(template: str) -> re.Pattern[str]:
     """The template as a regular expression with a group per field."""
-    pieces = re.split(r"\{(\w+)\}", template)
-    text = "".join(
-        re.escape(piece) if i % 2 == 0 else rf"(?P<{piece}>{r'[0-9]+' if piece in _NUMBERS else r'[^.]+'})" for i, piece in enumerate(pieces)
-    )
-    return re.compile(text)
+    pieces = re.split(r"\{(\w+)\}", template)  # text, field, text, field, …
+    for i in range(1, len(pieces), 2):
+        pieces[i] = f"(?P<{pieces[i]}>{'[0-9]+' if pieces[i] in _NUMBERS else '[^.]+'})"
+    return re.compile("".join(piece if i % 2 else re.escape(piece) for i, piece in enumerate(pieces)))
 
 
 def sources(param: str, shape: Sequence[int], rules: Sequence[StackRule], disk: Mapping[str, object] | None = None) -> list[Source]:
@@ -79,7 +78,9 @@ def sources(param: str, shape: Sequence[int], rules: Sequence[StackRule], disk: 
     if not stacked:
         return [Source(param, (), tuple(shape))]
     return [
-        Source(rule.disk.format(**fields, expert=expert), *_region(rule, expert, shape)) for expert in range(shape[0]) for rule, fields in stacked
+        Source(rule.disk.format(**fields, expert=expert), *_region(rule, expert, shape))
+        for expert in range(shape[0])
+        for rule, fields in stacked
     ]
 
 
@@ -97,7 +98,9 @@ def unstack(param: str, tensor: Tensor, rules: Sequence[StackRule]) -> Iterator[
         yield source.name, tensor[source.index] if source.index else tensor
 
 
-def disk_tensors(params: Iterable[tuple[str, Tensor]], rules: Sequence[StackRule], codec: Codec | None = None) -> Iterator[tuple[str, Tensor]]:
+def disk_tensors(
+    params: Iterable[tuple[str, Tensor]], rules: Sequence[StackRule], codec: Codec | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """All of a model's tensors as they stand on disk: unstacked, and with the codec's extras (weight_shape) beside each packed weight."""
     held: dict[str, dict[str, Tensor]] = {}
     for param, tensor in params:
@@ -114,9 +117,14 @@ def disk_tensors(params: Iterable[tuple[str, Tensor]], rules: Sequence[StackRule
                 del held[base]
 
 
+def memory_suffixes(codec: Codec) -> tuple[str, ...]:
+    """The codec's suffixes without its extras: what a model holds."""
+    return tuple(suffix for suffix in codec.suffixes if suffix not in codec.disk_extras(0, 0))
+
+
 def _extras(codec: Codec, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """disk_extras of one matrix once all its parts are known, else nothing."""
-    if len(parts) < len(codec.parts(1, 0)):
+    if set(parts) != set(memory_suffixes(codec)):
         return {}
     out_features, in_features = codec.shape(parts)[-2:]
     return codec.disk_extras(out_features, in_features)

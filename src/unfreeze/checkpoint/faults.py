@@ -1,0 +1,60 @@
+"""Faults of a checkpoint, gathered and then raised as one CheckpointError: counted by kind, the first shown, cause and next command.
+
+A folder with one missing shard of 62 has tens of thousands of missing tensors. A person needs one line.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from unfreeze.core.errors import CheckpointError
+
+_FOREIGN = {
+    "qweight": "AWQ or GPTQ (qweight, qzeros, scales)",
+    "qzeros": "AWQ or GPTQ (qweight, qzeros, scales)",
+    "g_idx": "GPTQ with act-order (g_idx)",
+    "weight_zero_point": "asymmetric pack-quantized (weight_zero_point)",
+    "weight_scale_inv": "FP8 with block scales (weight_scale_inv)",
+    "weight_global_scale": "NVFP4 (weight_global_scale)",
+    "SCB": "bitsandbytes LLM.int8 (SCB)",
+    "absmax": "bitsandbytes NF4 (absmax, quant_map)",
+    "quant_map": "bitsandbytes NF4 (absmax, quant_map)",
+    "gate_up_proj_blocks": "MXFP4 (_blocks, _scales)",
+    "down_proj_blocks": "MXFP4 (_blocks, _scales)",
+}
+
+
+def foreign_format(name: str) -> str:
+    """The quantized format that a tensor of this name belongs to and that is not read here, or ""."""
+    return next((title for piece, title in _FOREIGN.items() if piece in name.split(".")), "")
+
+
+@dataclass
+class Faults:
+    """Collects (kind, detail). `kind` is a phrase that follows a count: "tensors are missing"."""
+
+    where: Path
+    total: int = 0  # how many tensors were looked at
+    counts: Counter[str] = field(default_factory=Counter)
+    first: str = ""
+    cause: str = ""
+
+    def add(self, kind: str, detail: str, *, cause: str = "") -> None:
+        """One fault. The first detail is shown; the first cause given is, too."""
+        self.counts[kind] += 1
+        self.first = self.first or detail
+        self.cause = self.cause or cause
+
+    def __bool__(self) -> bool:
+        return bool(self.counts)
+
+    def raise_if_any(self, *, next: str) -> None:
+        """One CheckpointError for all of them, or nothing."""
+        if not self:
+            return
+        of_total = f" of {self.total:,}" if self.total else ""
+        counted = "; ".join(f"{count:,}{of_total} {kind}" for kind, count in self.counts.items())
+        cause = f". Likely cause: {self.cause}" if self.cause else ""
+        raise CheckpointError(f"{self.where}: {counted}; first: {self.first}{cause}", next=next)

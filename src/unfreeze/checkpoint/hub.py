@@ -1,0 +1,57 @@
+"""Checkpoints from the Hugging Face Hub: a snapshot in the usual cache, resumable, with huggingface_hub's own progress bars.
+
+Only weights in safetensors, JSON, tokenizer and template files of the top folder are fetched: never .bin, .pt or .py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from unfreeze.core.errors import CheckpointError
+
+ALLOW = ["*.safetensors", "*.json", "tiktoken.model", "*.tiktoken", "*.jinja"]
+IGNORE = ["*/*", "consolidated*", "*.onnx*"]  # sub-folders hold other formats; "consolidated" is a second copy of the same weights
+
+
+def is_id(source: str) -> bool:
+    """Whether `source` is written like a Hub id: exactly "org/name"."""
+    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", source) is not None
+
+
+def download(repo_id: str, progress: Callable[[str], None] | None = None) -> Path:
+    """The local snapshot of `repo_id`; a second call finds it in the cache, also offline.
+
+    Raises CheckpointError in one line: no such repository, access refused, or no connection and not in the cache.
+    """
+    from huggingface_hub import snapshot_download  # imports the HTTP stack, 0.3 s that a local folder need not pay
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    # Through the hub's module, because the HTTP library under it goes by different names in different releases (httpx, httpx2).
+    from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]  # isort: skip
+
+    if progress is not None:
+        progress(f"{repo_id}: looking up on the Hugging Face Hub")
+    try:
+        return Path(snapshot_download(repo_id, allow_patterns=ALLOW, ignore_patterns=IGNORE))
+    except GatedRepoError as error:
+        raise CheckpointError(
+            f"{repo_id} is gated: its publisher asks for consent first",
+            next=f"accept the terms at https://huggingface.co/{repo_id}, then: hf auth login",
+        ) from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise CheckpointError(
+            f"{repo_id} is neither a folder here nor a repository you can read on the Hugging Face Hub",
+            next="check the spelling; for a private repository: hf auth login",
+        ) from error
+    except (LocalEntryNotFoundError, ConnectionError) as error:
+        raise CheckpointError(
+            f"{repo_id} is not a folder here, not in the Hugging Face cache, and the Hub cannot be reached (offline?)",
+            next="go online and repeat the command (a download resumes), or give the path of a local folder",
+        ) from error
+    except (HTTPError, OSError) as error:
+        raise CheckpointError(
+            f"{repo_id}: download failed: {str(error).strip().partition(chr(10))[0][:200]}",
+            next="repeat the command: a download resumes where it stopped",
+        ) from error

@@ -1,0 +1,275 @@
+"""Manifest: what is in a checkpoint (names, dtypes, shapes, bytes, where each lies), known without reading a tensor.
+
+Reads config.json, the index and the header of each safetensors file, strictly: every byte of a file belongs to exactly one tensor.
+No code from a checkpoint is run, pickles (.bin, .pt) are refused, and no name may lead outside the folder.
+Source: https://github.com/huggingface/safetensors (format: 8 bytes little-endian header length, JSON header, then the tensors' bytes).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unfreeze.checkpoint import hub
+from unfreeze.checkpoint.faults import Faults
+from unfreeze.core.errors import CheckpointError, nearest
+
+ITEMSIZE = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
+}  # fmt: skip
+"""Bytes per element of every dtype the format knows (sub-byte ones aside, which no language model release uses)."""
+
+TORCH_DTYPE = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
+    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
+}  # fmt: skip
+
+MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
+INDEX = "model.safetensors.index.json"
+PREFIX = "language_model."  # Kimi-K2.5 puts its text model under this
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor on disk. `offset` is absolute in `file`; `dtype` is the format's name ("BF16", "I32", …)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    file: Path
+    offset: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A checkpoint folder. `tensors` is keyed by name on disk; `prefix` ("" or "language_model.") stands before the text model's names."""
+
+    path: Path
+    config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    prefix: str
+    files: tuple[Path, ...]
+    generation_config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(info.nbytes for info in self.tensors.values())
+
+    def by_model_name(self) -> dict[str, TensorInfo]:
+        """The tensors keyed by name with `prefix` removed."""
+        return {name.removeprefix(self.prefix): info for name, info in self.tensors.items()}
+
+
+def open_checkpoint(source: str | Path, *, progress: Callable[[str], None] | None = None) -> Manifest:
+    """The manifest of a folder, or of a Hugging Face id "org/name" (downloaded first; `progress` is told in one line what is fetched).
+
+    Raises CheckpointError: nothing there, not a checkpoint, or damaged (missing shard, truncated file, an index that disagrees).
+    """
+    folder = _folder(source, progress)
+    config_file = folder / "config.json"
+    if not config_file.is_file():
+        raise CheckpointError(f"{folder} has no config.json", next="give the folder that holds config.json and *.safetensors")
+    config = read_json(config_file)
+    generation = folder / "generation_config.json"
+    faults = Faults(folder)
+    tensors, files = _tensors(folder, faults)
+    faults.raise_if_any(next=f"download the damaged files again into {folder} (huggingface_hub resumes), then: unfreeze inspect {folder}")
+    return Manifest(
+        path=folder,
+        config=config,
+        tensors=tensors,
+        prefix=PREFIX if any(name.startswith(PREFIX) for name in tensors) else "",
+        files=tuple(files),
+        generation_config=read_json(generation) if generation.is_file() else {},
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises CheckpointError with line and column where it is not one."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}", next="download or write the file again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a JSON {type(value).__name__}, not an object", next="download or write the file again")
+    return value
+
+
+def _folder(source: str | Path, progress: Callable[[str], None] | None) -> Path:
+    """The local folder of `source`."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise CheckpointError(f"{path} is a file; a checkpoint is a folder with config.json and *.safetensors", next=f"give {path.parent}")
+    text = str(source)
+    siblings = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
+    hint = nearest(path.name, siblings)
+    if hub.is_id(text):
+        try:
+            return hub.download(text, progress)
+        except CheckpointError as error:  # "models/tinyk2" may be a mistyped path as well as an id
+            raise CheckpointError(error.message + hint, next=error.next) from error
+    raise CheckpointError(
+        f"{text} does not exist{hint}",
+        next='give an existing folder, or a Hugging Face id written "org/name"',
+    )
+
+
+def _tensors(folder: Path, faults: Faults) -> tuple[dict[str, TensorInfo], list[Path]]:
+    """Every tensor of the folder's weight files, checked against the index where there is one."""
+    index = folder / INDEX
+    weight_map = _weight_map(index) if index.is_file() else None
+    names = sorted(set(weight_map.values())) if weight_map is not None else [_single_file(folder)]
+    present = [name for name in names if (folder / name).is_file()]
+    for name in sorted(set(names) - set(present)):
+        faults.add(
+            "files named by the index are not there",
+            f"{name} is missing ({len(present)} of {len(names)} shards present)",
+            cause="an unfinished download",
+        )
+    tensors: dict[str, TensorInfo] = {}
+    for name in present:
+        for info in read_header(folder / name, faults):
+            if info.name in tensors:
+                faults.add("tensors stand in two files", f"{info.name} in {tensors[info.name].file.name} and {name}")
+            tensors[info.name] = info
+    if weight_map is not None:
+        _compare_with_index(weight_map, tensors, set(present), faults)
+    return tensors, [folder / name for name in present]
+
+
+def _compare_with_index(weight_map: dict[str, str], tensors: dict[str, TensorInfo], present: set[str], faults: Faults) -> None:
+    """Each tensor must be in the file the index names, and the index must name each tensor. Faulty files are reported once, above."""
+    damaged, other = bool(faults), f"{INDEX} is of another release"
+    for name, file in weight_map.items():
+        if file in present and not damaged and (name not in tensors or tensors[name].file.name != file):
+            found = f"it is in {tensors[name].file.name}" if name in tensors else "it is in no file"
+            faults.add("tensors are not where the index says", f"{name}: the index says {file}, {found}", cause=other)
+    for name in tensors.keys() - weight_map.keys():
+        faults.add("tensors are not in the index", f"{name} in {tensors[name].file.name}", cause=other)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """tensor name -> file name. A file name is a plain name: no folder, no "..", so that an index cannot lead out of its folder."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map", next="download or write the file again")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.\-+=]*\.safetensors", file):
+            raise CheckpointError(
+                f"{index}: weight_map puts {name!r} in {file!r}, which is not the plain name of a .safetensors file in this folder",
+                next="do not use this checkpoint; get it from its publisher",
+            )
+    return weight_map
+
+
+def _single_file(folder: Path) -> str:
+    """The one weights file of a folder without an index."""
+    files = sorted(entry.name for entry in folder.iterdir() if entry.suffix == ".safetensors" and entry.is_file())
+    if "model.safetensors" in files:
+        return "model.safetensors"
+    if len(files) == 1:
+        return files[0]
+    if files:
+        raise CheckpointError(
+            f"{folder} has {len(files)} .safetensors files but no {INDEX}; first: {files[0]}", next=f"download {INDEX} from the publisher"
+        )
+    pickles = sorted(entry.name for entry in folder.iterdir() if entry.suffix in _PICKLES)
+    if pickles:
+        raise CheckpointError(
+            f"{folder} holds pickled weights only ({pickles[0]}); unpickling can run any code, so they are not read",
+            next="get the publisher's safetensors release, or convert the weights to safetensors",
+        )
+    raise CheckpointError(f"{folder} holds no .safetensors file", next="give the folder that holds config.json and *.safetensors")
+
+
+def read_header(file: Path, faults: Faults) -> list[TensorInfo]:
+    """The tensors of one safetensors file, in file order. Adds to `faults` what is wrong with it; then the list is empty or partial."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        length = int.from_bytes(start, "little")
+        if start == b"version ":
+            faults.add("files are placeholders", f"{file.name} is a Git LFS pointer of {size} bytes", cause="cloned without git lfs pull")
+            return []
+        if len(start) < 8 or length > min(size - 8, MAX_HEADER):
+            detail = f"{file.name} has {size:,} bytes; its header needs {length + 8:,}"
+            faults.add("files are truncated or not safetensors", detail, cause="an unfinished download")
+            return []
+        raw = stream.read(length)
+    try:
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates)
+    except ValueError as error:
+        faults.add("files have a damaged header", f"{file.name}: {error}", cause="an unfinished download, or not a safetensors file")
+        return []
+    if not isinstance(header, dict):
+        faults.add("files have a damaged header", f"{file.name}: the header is not an object")
+        return []
+    header.pop("__metadata__", None)
+    infos = [info for name, entry in header.items() if (info := _info(file, name, entry, 8 + length, faults))]
+    infos.sort(key=lambda info: (info.offset, info.nbytes))
+    if len(infos) == len(header):
+        _check_layout(file, infos, 8 + length, size, faults)
+    return infos
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = dict(pairs)
+    if len(keys) != len(pairs):
+        raise ValueError("a name occurs twice in the header")
+    return keys
+
+
+def _info(file: Path, name: str, entry: Any, data_start: int, faults: Faults) -> TensorInfo | None:
+    """One entry of a header, checked by itself."""
+    where = f"{name} in {file.name}"
+    fields = entry if isinstance(entry, dict) else {}
+    dtype, shape, span = fields.get("dtype"), _naturals(fields.get("shape")), _naturals(fields.get("data_offsets"))
+    if not isinstance(dtype, str) or shape is None or span is None or len(span) != 2 or span[0] > span[1]:
+        faults.add("header entries are malformed", f"{where}: {str(entry)[:120]}")
+        return None
+    if dtype not in ITEMSIZE:
+        faults.add("tensors have an unknown dtype", f"{where}: {dtype!r}; known: {', '.join(ITEMSIZE)}")
+        return None
+    count = 1
+    for extent in shape:
+        count *= extent
+    nbytes = count * ITEMSIZE[dtype]
+    if span[1] - span[0] != nbytes:
+        detail = f"{where}: {dtype} {shape} is {nbytes:,} bytes, data_offsets span {span[1] - span[0]:,}"
+        faults.add("tensors do not fill their bytes", detail, cause="a damaged or hand-made header")
+        return None
+    return TensorInfo(name, dtype, tuple(shape), nbytes, file, data_start + span[0])
+
+
+def _naturals(value: Any) -> list[int] | None:
+    """`value` if it is a list of whole numbers >= 0 (JSON true is not a number)."""
+    return value if isinstance(value, list) and all(type(item) is int and item >= 0 for item in value) else None
+
+
+def _check_layout(file: Path, infos: list[TensorInfo], start: int, size: int, faults: Faults) -> None:
+    """Tensors must follow each other without gap or overlap from the header to the end of the file."""
+    end = start
+    for info in infos:
+        if info.offset != end:
+            kind = "tensors overlap another" if info.offset < end else "tensors leave a gap before them"
+            faults.add(kind, f"{info.name} in {file.name} begins at byte {info.offset:,}, expected {end:,}", cause="a damaged header")
+            return
+        end += info.nbytes
+    if end > size:
+        cut = sum(info.offset + info.nbytes > size for info in infos)
+        detail = f"{file.name} has {size:,} bytes, its header describes {end:,} ({cut} of its {len(infos)} tensors are cut off)"
+        faults.add("files are truncated", detail, cause="an unfinished download")
+    elif end < size:
+        faults.add("files are longer than their header says", f"{file.name} has {size:,} bytes, its header describes {end:,}")

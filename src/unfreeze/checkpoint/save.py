@@ -1,0 +1,147 @@
+"""save: a checkpoint folder that other programs read (safetensors with index, per-expert names), written so that a kill leaves no half.
+
+A file is written under a temporary name, flushed to the disk and renamed; a folder is written beside its place and renamed as a whole.
+An unfinished save is never under a name that anybody reads (FAILURES R1).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unfreeze.checkpoint.manifest import INDEX, ITEMSIZE, TORCH_DTYPE
+from unfreeze.core.errors import CheckpointError
+
+MAX_SHARD_BYTES = 5 * 10**9  # the ecosystem's usual shard; a save holds no more than this beyond the model itself
+_NAME = {dtype: name for name, dtype in TORCH_DTYPE.items()}
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write one safetensors file atomically. Tensors are written as they are (any device, contiguous or not), one at a time.
+
+    Order and padding are the safetensors library's: wide dtypes first, then by name, header padded with spaces to 8 bytes.
+    Raises CheckpointError for a dtype the format does not have. An existing file is replaced.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _NAME:
+            raise CheckpointError(f"{name} is {tensor.dtype}, which safetensors files here do not hold; known: {', '.join(_NAME.values())}")
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    temporary = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(_header(tensors, order, metadata))
+            for name in order:
+                file.write(_raw(tensors[name]))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def save_checkpoint(
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    extra: Mapping[str, Path | bytes | str] | None = None,
+) -> None:
+    """Write config.json, the weights (model.safetensors, or shards with index) and `extra` files into a new folder, all or nothing.
+
+    tensors  (name on disk, tensor); for a model: keymap.disk_tensors(model.state_dict().items(), rules, codec)
+    extra    file name -> content, or a path to copy (tokenizer, chat template, generation_config.json)
+    Raises CheckpointError if `folder` exists and is not empty.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder} exists and is not empty; a checkpoint is written into a folder of its own", next="choose another folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f".{folder.name}.unfinished-{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        _write_weights(temporary, tensors, max_shard_bytes)
+        _write_file(temporary / "config.json", json.dumps(dict(config), indent=2) + "\n")
+        for name, content in (extra or {}).items():
+            _write_file(temporary / name, content.read_bytes() if isinstance(content, Path) else content)
+        sync_folder(temporary)
+        os.replace(temporary, folder)  # onto nothing or an empty folder
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    sync_folder(folder.parent)
+
+
+def _write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> None:
+    """Shards in the order the tensors come. Their names hold the number of shards, so they are renamed when it is known."""
+    shards: list[list[str]] = []
+    total = held = 0
+    shard: dict[str, Tensor] = {}
+    seen: set[str] = set()
+
+    def flush() -> None:
+        write_safetensors(folder / f"shard-{len(shards)}", shard, {"format": "pt"})
+        shards.append(list(shard))
+        shard.clear()
+
+    for name, tensor in tensors:
+        if name in seen:
+            raise CheckpointError(f"{name} is saved twice", next="report this: a key map is wrong")
+        seen.add(name)
+        if shard and held + tensor.nbytes > max_shard_bytes:
+            flush()
+            held = 0
+        shard[name] = tensor
+        held += tensor.nbytes
+        total += tensor.nbytes
+    flush()
+    if len(shards) == 1:
+        os.replace(folder / "shard-0", folder / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for i, names in enumerate(shards):
+        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        os.replace(folder / f"shard-{i}", folder / file)
+        weight_map.update(dict.fromkeys(names, file))
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    _write_file(folder / INDEX, json.dumps(index, indent=2) + "\n")
+
+
+def _header(tensors: Mapping[str, Tensor], order: list[str], metadata: Mapping[str, str] | None) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name in order:
+        start, end = end, end + tensors[name].numel() * ITEMSIZE[_NAME[tensors[name].dtype]]
+        entries[name] = {"dtype": _NAME[tensors[name].dtype], "shape": list(tensors[name].shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _raw(tensor: Tensor) -> memoryview | bytes:
+    """The tensor's bytes, without a copy where it is contiguous on the CPU."""
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else b""
+
+
+def _write_file(path: Path, content: bytes | str) -> None:
+    with path.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,240 @@
+"""stream: read placed tensors from their files straight into the memory of the parameters, each byte once, in file order.
+
+On CPU a tensor whose dtype the model keeps goes from the page cache into the parameter's own memory (os.preadv into a slice of it), with no
+copy between; another float dtype is converted through a buffer of at most CHUNK bytes. For CUDA the buffer is pinned and the copy goes on
+from there. Peak host memory is therefore the parameters plus CHUNK bytes per thread, whatever the shards weigh (FAILURES L1).
+
+Reading from the page cache is bound by memory copies and page faults, so two threads (os.preadv releases the GIL) beat one.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from unfreeze.checkpoint.faults import Faults
+from unfreeze.checkpoint.manifest import ITEMSIZE, TORCH_DTYPE
+from unfreeze.checkpoint.resolve import Placement
+from unfreeze.core.errors import CheckpointError
+
+CHUNK = 16 * 2**20  # bytes of one read: large enough that a system call costs nothing, small enough for buffers and for balance
+MAX_PIECES = 512  # buffers of one preadv; Linux takes at most 1024 (IOV_MAX)
+THREADS = 2
+
+Progress = Callable[[int, int], None]
+"""(bytes done, bytes in total)"""
+
+
+@dataclass(frozen=True)
+class LoadStats:
+    """What loading did. expanded_bytes: the size the same weights would have had with packed ones expanded to bf16.
+
+    rounded: tensors whose values are not exactly representable in the dtype the model holds them in (F32 or F16 read into bf16).
+    """
+
+    bytes: int
+    seconds: float
+    expanded_bytes: int
+    rounded: int = 0
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Elements first:last of a placement's tensor."""
+
+    placement: Placement
+    first: int
+    last: int
+
+    @property
+    def nbytes(self) -> int:
+        return (self.last - self.first) * ITEMSIZE[self.placement.info.dtype]
+
+
+@dataclass(slots=True)
+class _Run:
+    """Pieces that lie one after another in a file: one read."""
+
+    file: Path
+    offset: int
+    pieces: list[_Piece] = field(default_factory=list)
+    nbytes: int = 0
+
+
+def stream(placements: Sequence[Placement], params: Mapping[str, Tensor], progress: Progress | None = None) -> LoadStats:
+    """Fill params (contiguous tensors on one device) from their files.
+
+    Raises CheckpointError where a file ends early, a weight_shape disagrees with its packed tensor, or a tied tensor differs; the
+    contents of params are then undefined and the caller drops them (parallel/place.py never lets a model see them).
+    """
+    started = time.perf_counter()
+    total = sum(placement.info.nbytes for placement in placements)
+    loader = _Loader(params)
+    done = 0
+    # Aliases are compared with what was loaded, so they come after everything else.
+    for alias in (False, True):
+        for nbytes in loader.load(_runs([placement for placement in placements if placement.alias == alias])):
+            done += nbytes
+            if progress is not None:
+                progress(done, total)
+    expanded = sum(placement.expanded_bytes for placement in placements)
+    return LoadStats(total, time.perf_counter() - started, expanded, len(loader.rounded))
+
+
+def _runs(placements: Iterable[Placement]) -> Iterator[_Run]:
+    """File-ordered reads of at most CHUNK bytes and MAX_PIECES pieces."""
+    run: _Run | None = None
+    for piece in _pieces(placements):
+        info = piece.placement.info
+        offset = info.offset + piece.first * ITEMSIZE[info.dtype]
+        follows = run is not None and run.file == info.file and run.offset + run.nbytes == offset
+        if run is None or not follows or run.nbytes + piece.nbytes > CHUNK or len(run.pieces) == MAX_PIECES:
+            if run is not None:
+                yield run
+            run = _Run(info.file, offset)
+        run.pieces.append(piece)
+        run.nbytes += piece.nbytes
+    if run is not None:
+        yield run
+
+
+def _pieces(placements: Iterable[Placement]) -> Iterator[_Piece]:
+    """Each tensor in file order, cut where it is larger than CHUNK."""
+    for placement in sorted(placements, key=lambda placement: (placement.info.file, placement.info.offset)):
+        itemsize = ITEMSIZE[placement.info.dtype]
+        numel, step = placement.info.nbytes // itemsize, CHUNK // itemsize
+        for first in range(0, numel, step):
+            yield _Piece(placement, first, min(first + step, numel))
+
+
+class _Loader:
+    """Reads runs with a few threads. Files stay open until a load ends."""
+
+    def __init__(self, params: Mapping[str, Tensor]):
+        self.flat = {name: tensor.detach().view(-1) for name, tensor in params.items()}
+        # The parameter's memory as bytes; slicing a memoryview costs 0.1 µs, slicing a tensor ten times that, and K2 has 207,000 tensors.
+        self.memory = {name: _bytes_of(flat) for name, flat in self.flat.items() if flat.device.type == "cpu"}
+        self.rounded: set[str] = set()
+        self.wrong_shape: list[tuple[Placement, list[int]]] = []
+        self.differs: set[str] = set()
+        self._local = threading.local()
+
+    def load(self, runs: Iterable[_Run]) -> Iterator[int]:
+        """Bytes of each run as it is done; raises at the end what the checks found."""
+        runs = list(runs)
+        files = {run.file: os.open(run.file, os.O_RDONLY | os.O_CLOEXEC) for run in runs}
+        try:
+            with ThreadPoolExecutor(THREADS, thread_name_prefix="load") as pool:
+                yield from pool.map(lambda run: self._read(run, files[run.file]), runs)
+        finally:
+            for descriptor in files.values():
+                os.close(descriptor)
+        self._raise_if_wrong()
+
+    def _read(self, run: _Run, descriptor: int) -> int:
+        """One run: a read into destinations and buffers, then what the buffers hold is converted, copied on or compared."""
+        targets: list[memoryview] = []
+        buffered: list[tuple[_Piece, Tensor]] = []
+        staging = self._staging(run)
+        used = 0
+        for piece in run.pieces:
+            direct = self._direct(piece)
+            if direct is not None:
+                targets.append(direct)
+                continue
+            buffer = staging[used : used + piece.nbytes]
+            used += piece.nbytes
+            targets.append(buffer.numpy().data)
+            buffered.append((piece, buffer))
+        _read_fully(descriptor, run, targets)
+        for piece, buffer in buffered:
+            self._finish(piece, buffer)
+        return run.nbytes
+
+    def _direct(self, piece: _Piece) -> memoryview | None:
+        """The slice of the parameter's memory this piece can be read into as it is, or None where it needs a buffer."""
+        placement = piece.placement
+        if placement.expected is not None or placement.alias or placement.param not in self.memory:
+            return None
+        if TORCH_DTYPE[placement.info.dtype] != self.flat[placement.param].dtype:
+            return None
+        itemsize = ITEMSIZE[placement.info.dtype]
+        return self.memory[placement.param][(placement.start + piece.first) * itemsize : (placement.start + piece.last) * itemsize]
+
+    def _staging(self, run: _Run) -> Tensor:
+        """A byte buffer of this thread, pinned where it feeds a GPU; reused, because pinning and page faults cost more than the copy."""
+        need = sum(piece.nbytes for piece in run.pieces if self._direct(piece) is None)
+        buffer: Tensor | None = getattr(self._local, "buffer", None)
+        if buffer is None or buffer.numel() < need:
+            cuda = any(flat.is_cuda for flat in self.flat.values())
+            buffer = torch.empty(CHUNK if cuda else need, dtype=torch.uint8, pin_memory=cuda)
+            self._local.buffer = buffer
+        return buffer
+
+    def _finish(self, piece: _Piece, buffer: Tensor) -> None:
+        """Convert a buffered piece into its place, or compare it."""
+        placement = piece.placement
+        # A buffer slice may begin at any byte, a view of a wider dtype may not: clone such a slice.
+        itemsize = ITEMSIZE[placement.info.dtype]
+        source = (buffer if buffer.storage_offset() % itemsize == 0 else buffer.clone()).view(TORCH_DTYPE[placement.info.dtype])
+        if placement.expected is not None:
+            if not torch.equal(source.to(torch.int64), placement.expected.to(torch.int64)):
+                self.wrong_shape.append((placement, source.tolist()))
+            return
+        target = self.flat[placement.param][placement.start + piece.first : placement.start + piece.last]
+        if placement.alias:
+            if not torch.equal(source.to(target.device, target.dtype), target):
+                self.differs.add(placement.info.name)
+            return
+        target.copy_(source)  # for CUDA: returns when the pinned buffer may be reused
+        may_round = target.dtype.itemsize < itemsize or {target.dtype, source.dtype} == {torch.float16, torch.bfloat16}
+        if may_round and not torch.equal(target.to(source.device, source.dtype), source):
+            self.rounded.add(placement.info.name)
+
+    def _raise_if_wrong(self) -> None:
+        if self.wrong_shape:
+            placement, value = self.wrong_shape[0]
+            assert placement.expected is not None
+            faults = Faults(placement.info.file.parent)
+            for wrong, _ in self.wrong_shape:
+                faults.add(
+                    "weights disagree with their weight_shape",
+                    f"{placement.info.name} says {value}, the packed tensor beside it holds {placement.expected.tolist()}",
+                    cause=f"another nibble format or group size under the same names ({wrong.info.file.name})",
+                )
+            faults.raise_if_any(next="get the checkpoint again from its publisher, or convert it again with compressed-tensors")
+        if self.differs:
+            raise CheckpointError(
+                f"{sorted(self.differs)[0]} differs from the tensor it is tied to by config.json",
+                next='set "tie_word_embeddings": false in config.json if the publisher says the head is its own',
+            )
+
+
+def _bytes_of(flat: Tensor) -> memoryview:
+    """The memory of a flat CPU tensor, without a copy."""
+    return flat.view(torch.uint8).numpy().data
+
+
+def _read_fully(descriptor: int, run: _Run, targets: list[memoryview]) -> None:
+    """Fill `targets` one after another from run.offset on. A read may return less than asked for; zero bytes means that the file ends."""
+    offset = run.offset
+    while targets:
+        count = os.preadv(descriptor, targets, offset)
+        if count == 0:
+            raise CheckpointError(
+                f"{run.file} ends at byte {offset:,} inside {run.pieces[-1].placement.info.name}; it was longer when it was opened",
+                next="wait until the download or conversion that writes this file has ended, then repeat the command",
+            )
+        offset += count
+        while targets and count >= len(targets[0]):
+            count -= len(targets.pop(0))
+        if count:
+            targets[0] = targets[0][count:]

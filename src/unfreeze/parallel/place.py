@@ -1,0 +1,117 @@
+"""place: a model on "meta" gets its weights. Either every parameter is in memory, filled once from the files, or the model is untouched.
+
+Order: resolve names and shapes (no memory taken) → allocate → stream → check → only then hand the tensors to the modules.
+Packed weights go from file to memory as bytes (FAILURES L1); nothing is left uninitialised (L8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from unfreeze.checkpoint.keymap import StackRule
+from unfreeze.checkpoint.manifest import Manifest
+from unfreeze.checkpoint.resolve import Params, Placement, resolve
+from unfreeze.checkpoint.stream import LoadStats, stream
+from unfreeze.core.errors import CheckpointError
+
+_ADAPTER = ".adapter."
+
+
+def place(
+    model: nn.Module,
+    manifest: Manifest,
+    rules: Sequence[StackRule],
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
+    ignore: Sequence[str] = (),
+    tied: Mapping[str, str] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> LoadStats:
+    """Fill `model` (parameters and persistent buffers on "meta") from a checkpoint, on `device`.
+
+    dtype    None: each tensor in the dtype its meta tensor has. Otherwise floating *parameters* are held in it; buffers (packed parts,
+             routing biases) keep theirs.
+    progress called with (bytes done, bytes in total).
+    What does not come from the files: parameters under ".adapter." (they must not be on meta) and non-persistent buffers, which keep
+    their values and are moved to `device`; one on meta is an error, since no file could fill it.
+    Raises CheckpointError (see checkpoint.resolve and checkpoint.stream); the model is then as it was before.
+    """
+    wanted = _wanted(model, dtype)
+    params: Params = {name: (kind, tuple(tensor.shape)) for name, (tensor, kind) in wanted.items()}
+    _check_fillable(model, wanted.keys())
+    placements = resolve(manifest, rules, params, ignore=ignore, tied=tied)
+    check_coverage(placements, params)
+    tensors = {name: torch.empty(shape, dtype=kind, device=device) for name, (kind, shape) in params.items()}
+    stats = stream(placements, tensors, progress)
+    _hand_over(model, {id(old): tensors[name] for name, (old, _) in wanted.items()}, torch.device(device))
+    _check_materialised(model)
+    return stats
+
+
+def _wanted(model: nn.Module, dtype: torch.dtype | None) -> dict[str, tuple[Tensor, torch.dtype]]:
+    """name -> (meta tensor, dtype to hold it in) of everything the files must fill. Shared parameters count once, under their first name."""
+    wanted: dict[str, tuple[Tensor, torch.dtype]] = {}
+    for name, parameter in model.named_parameters():
+        if _ADAPTER not in name:
+            wanted[name] = parameter, dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+    persistent = model.state_dict(keep_vars=True).keys()
+    for name, buffer in model.named_buffers():
+        if name in persistent and _ADAPTER not in name:
+            wanted[name] = buffer, buffer.dtype
+    return wanted
+
+
+def _check_fillable(model: nn.Module, filled: Collection[str]) -> None:
+    """What no file will fill must hold values already."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name not in filled and tensor.is_meta:
+            raise CheckpointError(
+                f"{name} {list(tensor.shape)} has no memory and no file fills it",
+                next="build non-persistent buffers and adapters on a real device, or compute them at use",
+            )
+
+
+def check_coverage(placements: Sequence[Placement], params: Params) -> None:
+    """Every element of every parameter is written exactly once. resolve promises it; this proves it for each load (FAILURES L8).
+
+    Raises CheckpointError naming the first parameter with a hole or an overlap."""
+    ranges: dict[str, list[tuple[int, int]]] = {name: [] for name in params}
+    for placement in placements:
+        if placement.expected is None and not placement.alias:
+            ranges[placement.param].append((placement.start, placement.stop))
+    for name, (_, shape) in params.items():
+        end = 0
+        for start, stop in sorted(ranges[name]):
+            if start != end:
+                what = "is filled twice from" if start < end else "is left uninitialised from"
+                raise CheckpointError(f"{name} {list(shape)} {what} element {min(start, end):,} on", next="report this: a key map is wrong")
+            end = stop
+        if end != torch.Size(shape).numel():
+            raise CheckpointError(f"{name} {list(shape)} is left uninitialised from element {end:,} on", next="report this: a key map is wrong")
+
+
+def _hand_over(model: nn.Module, new: Mapping[int, Tensor], device: torch.device) -> None:
+    """Put the filled tensors where the meta ones were (shared ones stay shared) and move the rest to `device`."""
+    parameters: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, old in list(module._parameters.items()):
+            if old is not None and id(old) in new:
+                if id(old) not in parameters:
+                    parameters[id(old)] = nn.Parameter(new[id(old)], requires_grad=old.requires_grad)
+                module._parameters[name] = parameters[id(old)]
+            elif old is not None:
+                old.data = old.data.to(device)
+        for name, old in list(module._buffers.items()):
+            if old is not None:
+                module._buffers[name] = new[id(old)] if id(old) in new else old.to(device)
+
+
+def _check_materialised(model: nn.Module) -> None:
+    """L8 once more, on the result: nothing on meta, nothing of size zero."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_meta or tensor.numel() == 0:
+            raise CheckpointError(f"{name} {list(tensor.shape)} is not materialised after placing", next="report this: a placing rule is wrong")
