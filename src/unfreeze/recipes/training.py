@@ -1,0 +1,169 @@
+"""What sft and pretrain share: their common fields, and the few lines from data file to batches and from Config to schedule."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, model_validator
+
+from unfreeze.core.errors import ConfigError
+from unfreeze.core.events import Event
+from unfreeze.recipes.config import Frozen
+from unfreeze.report.events import of_kind, read_events
+from unfreeze.report.html import summary_lines, write_report
+from unfreeze.report.live import LiveProgress
+
+if TYPE_CHECKING:
+    import torch
+
+    from unfreeze.cli import Common
+    from unfreeze.data import Dataset, Tokenizer
+    from unfreeze.train.run import Run
+    from unfreeze.train.schedule import Schedule
+
+RESOLVED = "resolved_config.json"
+
+
+class TrainingConfig(Frozen):
+    """Fields of every training recipe; each is a flag and a TOML key."""
+
+    model: str = Field(description="checkpoint folder, or Hugging Face id org/name")
+    data: str = Field(description="JSON Lines (messages, prompt/completion, question/answer, instruction/output, conversations or text) or .txt")
+    out: str = Field("", description="run folder; default runs/<model>-<data>")
+    steps: int | None = Field(None, ge=1, description="optimizer steps; default: as many as `epochs` need")
+    epochs: float = Field(3.0, gt=0, description="passes over the data, if `steps` is not given. 3: usual for instruction data of some thousand rows")
+    tokens_per_step: int = Field(4096, ge=2, description="tokens of one optimizer step, all micro-batches together; whole documents are packed")
+    micro_batches: int = Field(1, ge=1, description="parts a step's tokens are cut into, to save memory; the gradient is the same")
+    sequence_length: int = Field(2048, ge=2, description="longest document in tokens; bounded by tokens per micro-batch and the model's positions")
+    truncation: Literal["tail", "error", "drop", "split"] = Field(
+        "tail", description="documents longer than sequence_length: cut the tail, stop, drop the row, or split (texts). Counted and said"
+    )
+    on_bad_row: Literal["error", "skip"] = Field("error", description="a row that cannot be read: stop, naming it, or skip and count it")
+    learning_rate: float = Field(2e-4, gt=0, description="peak learning rate")
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field("cosine", description="how the learning rate falls after warm-up")
+    warmup: float = Field(0.03, ge=0, le=1, description="share of the steps in which the learning rate rises linearly")
+    decay: float = Field(0.2, ge=0, le=1, description="share of the steps in the final fall of schedule wsd")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay on matrices")
+    clip: float = Field(1.0, ge=0, description="limit of the global gradient norm; 0: none")
+    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="dtype of the frozen base and the computation; adapters are float32")
+    device: str = Field("auto", description="auto (CUDA if there is one), cpu, cuda, cuda:1")
+    recompute: Literal["layers", "nothing"] = Field("layers", description="keep only each layer's input and recompute in backward, or keep all")
+    seed: int = Field(0, ge=0, description="seed of adapters, weights and data order")
+    save_every: int = Field(0, ge=0, description="steps between saves; 0: at the end and on Ctrl-C")
+    keep_saves: int = Field(2, ge=1, description="how many saves of the training state are kept")
+    samples: int = Field(4, ge=0, description="prompts from the data answered before and after training, for the report")
+
+    @model_validator(mode="after")
+    def _tokens_fit(self) -> TrainingConfig:
+        if self.tokens_per_step < 2 * self.micro_batches:
+            raise ValueError(f"tokens_per_step {self.tokens_per_step} is less than 2 tokens for each of {self.micro_batches} micro_batches")
+        return self
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.out) if self.out else Path("runs") / f"{Path(self.model).name}-{Path(self.data).stem}"
+
+    @property
+    def tokens_per_micro_batch(self) -> int:
+        return self.tokens_per_step // self.micro_batches
+
+    def record(self) -> dict[str, Any]:
+        """What a run is identified by when it resumes: every field that changes what is computed."""
+        fields = self.model_dump(mode="json", exclude={"out", "save_every", "keep_saves", "samples"})
+        return {**fields, "model": portable(self.model), "data": str(Path(self.data).expanduser().resolve())}
+
+
+def portable(model: str) -> str:
+    """A local model folder as an absolute path, so that a run is found from any directory; an id stays as it is."""
+    path = Path(model).expanduser()
+    return str(path.resolve()) if path.is_dir() else model
+
+
+def pick_device(name: str) -> torch.device:
+    """The device to train on; on CUDA, expandable segments are set before it starts, so that the allocator doesn't fragment (FAILURES L2)."""
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    import torch
+
+    from unfreeze.generate.open import device_of
+
+    return device_of(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+
+
+def encode(config: TrainingConfig, tokenizer: Tokenizer, max_positions: int, *, supervise: Literal["assistant", "all"]) -> Dataset:
+    """The data file as examples no longer than the model's positions and a micro-batch allow."""
+    from unfreeze.data import encode_file
+
+    length = min(config.sequence_length, max_positions, config.tokens_per_micro_batch)
+    return encode_file(config.data, tokenizer, length, truncation=config.truncation, supervise=supervise, on_bad_row=config.on_bad_row)
+
+
+def schedule_of(config: TrainingConfig, steps: int) -> Schedule:
+    """Shares of the run turned into steps."""
+    from unfreeze.train.schedule import Schedule
+
+    warmup = round(config.warmup * steps)
+    decay = min(round(config.decay * steps), steps - warmup) if config.schedule == "wsd" else 0
+    return Schedule(peak=config.learning_rate, steps=steps, kind=config.schedule, warmup_steps=warmup, decay_steps=decay)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file in one move."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+@contextmanager
+def live(config: TrainingConfig, common: Common, recipe: str) -> Iterator[Run]:
+    """The opened, locked run folder with live progress on stderr, and its resolved config written."""
+    from unfreeze.train.run import Run
+
+    with LiveProgress(0, quiet=common.quiet) as progress, Run(config.run_dir, config.record(), listeners=(progress,)) as run:
+        write_json(run.path / RESOLVED, {"recipe": recipe, **config.record(), "out": str(config.run_dir)})
+        yield run
+
+
+def finish(config: TrainingConfig, common: Common, command: str, extra: dict[str, Any]) -> dict[str, Any]:
+    """Write the report, say where everything is, and give the result computed from the run's own events."""
+    run_dir = config.run_dir
+    write_report(run_dir)
+    events = read_events(run_dir / "events.jsonl")
+    result = {**result_of(events), **extra, "run": str(run_dir)}
+    if not common.quiet:
+        say = "\n".join([*summary_lines(run_dir), *_next_commands(run_dir, result, command)])
+        print(say, file=sys.stderr)
+    return result
+
+
+def result_of(events: Sequence[Event]) -> dict[str, Any]:
+    """steps, losses, speed, memory and receipt of a run, from its events alone (a resumed run counts all its parts)."""
+    train = [event for event in of_kind(events, "train") if event.get("loss") is not None]
+    receipts, ends = of_kind(events, "receipt"), of_kind(events, "end")
+    seconds = sum(event["seconds"] for event in train)
+    return {
+        "steps": train[-1]["step"] if train else 0,
+        "loss_first": train[0]["loss"] if train else None,
+        "loss_last": train[-1]["loss"] if train else None,
+        "tokens_per_second": sum(event["tokens"] for event in train) / seconds if seconds else None,
+        "peak_bytes": max((event["peak_bytes"] for event in train), default=0),
+        "receipt": receipts[-1]["groups"] if receipts else {},
+        "finished": bool(ends) and ends[-1]["reason"] == "done",
+    }
+
+
+def _next_commands(run_dir: Path, result: dict[str, Any], command: str) -> list[str]:
+    if not result["finished"]:
+        return [f"interrupted after step {result['steps']}, all is saved; to go on, give the same command again ({command})"]
+    return [f"next: unfreeze chat {run_dir}    unfreeze export {run_dir} --layout peft"]
+
+
+def refuse_absent(path: str, field: str) -> None:
+    """A data file that isn't there is refused before the model is loaded."""
+    if not Path(path).expanduser().is_file():
+        raise ConfigError(f"{field} = {path!r} is not a file", next=f"give --{field} an existing .jsonl or .txt file")
