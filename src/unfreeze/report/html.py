@@ -48,7 +48,7 @@ def page(run: Run) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{text(run.name)} · unfreeze run</title>\n<style>{CSS}</style>\n</head>\n<body>\n<main>\n"
         + "\n".join(part(run) for part in parts)
-        + f"\n<footer>Written by unfreeze from {text(run.path / 'events.jsonl')}</footer>\n</main>\n</body>\n</html>\n"
+        + f"\n<footer>Written by unfreeze from {text(run.name)}/events.jsonl</footer>\n</main>\n</body>\n</html>\n"
     )
 
 
@@ -120,7 +120,7 @@ def _loss(run: Run) -> str:
     alt = f"Training loss per step: {words}"
     pictures = [curve(f"loss-{size[0]}", (steps, losses), alt, size, smoothed=True, dots=evals) for size in (WIDE, NARROW)]
     over_tokens = _loss_over_tokens(run)
-    row = "row lead" if over_tokens else "row"
+    row = "row aligned lead" if over_tokens else "row"
     return section("Loss", f'<div class="{row}">{figure("Training loss by step", words, *pictures)}{over_tokens}</div>')
 
 
@@ -156,12 +156,12 @@ def _machine(run: Run) -> str:
         if not ys:
             missing.append(title.lower())
             continue
-        words = f"{write(min(ys))} to {write(max(ys))}; last {write(ys[-1])}." if len(ys) > 1 else f"{write(ys[0])} at step {steps[0]}."
+        words = f"{write(min(ys))} to {write(max(ys))}, last {write(ys[-1])}." if len(ys) > 1 else f"{write(ys[0])} at step {steps[0]}."
         alt = f"{title} per step: {words}"
         picture = curve(f"small-{position}", points, alt, SMALL, smoothed=smoothed, from_zero=True, y_format=y_format)
         figures.append(figure(title, words, picture))
     note = f"Not in the events: {', '.join(missing)}." if missing else ""
-    return section("Speed, memory and optimizer", f'<div class="row">{"".join(figures)}</div>', note)
+    return section("Speed, memory and optimizer", f'<div class="row aligned">{"".join(figures)}</div>', note)
 
 
 def rates(run: Run) -> tuple[list[int], list[float]]:

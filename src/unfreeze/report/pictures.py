@@ -167,7 +167,7 @@ def _unit(top: float, y_format: str) -> tuple[float, str]:
 def _tick(value: float, label: str) -> str:
     if value == 0:
         return "0"
-    words = f"{value:,.6g}" if abs(value) >= 1e-3 else f"{value:.2g}".replace("e-0", "e-")
+    words = f"{value:,.6g}" if abs(value) >= 1e-3 else f"{value:.3g}".replace("e-0", "e-")
     return words + label
 
 
@@ -206,7 +206,8 @@ def _svg(figure: Figure, name: str, alt: str) -> str:
     inner = re.sub(r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>|<!--.*?-->|<defs>\s*</defs>", "", body[1], flags=re.DOTALL)
     inner = re.sub(r'<g id="[^"]*"/>|(?<=base64,)\s+| transform="rotate\(-0 [^"]*"|font-size: [^;]*; font-family: [^;]*; ', "", inner)
     inner = re.sub(r'<g id="[^"]*">', "<g>", inner)
-    inner = re.sub(r"(\.\d\d)\d+", r"\1", inner)  # a hundredth of a unit is below any screen's pixel
+    # Coordinates to a hundredth of a unit, below any screen's pixel; the numbers of the labels, outside the attributes, stay as they are.
+    inner = re.sub(r' (?:d|x|y)="[^"]*"', lambda match: re.sub(r"(\.\d\d)\d+", r"\1", match[0]), inner)
     inner = re.sub(r"\s*\n\s*", "\n", inner)
     for colour, variable in VARIABLES.items():
         inner = inner.replace(colour, f"var({variable})")

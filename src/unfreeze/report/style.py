@@ -27,11 +27,12 @@ p { margin: 0 0 12px; max-width: 72ch; }
 .facts div { border-top: 1px solid var(--line); padding: 14px 0 18px; }
 .facts dt { font-size: 13px; color: var(--muted); }
 .facts dd { margin: 2px 0 0; font-size: 19px; font-weight: 600; font-variant-numeric: tabular-nums; }
-.row { display: grid; gap: 36px 28px; align-items: end; grid-template-columns: repeat(auto-fit, minmax(min(240px, 100%), 1fr));
-  margin-top: 28px; }
+.row { display: grid; gap: 0 28px; grid-template-columns: repeat(auto-fit, minmax(min(240px, 100%), 1fr));
+  margin-top: 0; }
 .row.lead { grid-template-columns: minmax(0, 2fr) minmax(0, 1fr); }
 figure { margin: 0; min-width: 0; }
-figcaption { font-size: 14px; line-height: 1.45; margin-bottom: 10px; }
+.aligned figure { display: grid; grid-template-rows: subgrid; grid-row: span 2; gap: 0; }
+figcaption { font-size: 14px; line-height: 1.45; margin-bottom: 10px; padding-top: 24px; }
 figcaption strong { display: block; font-size: 15px; font-weight: 600; }
 svg { display: block; width: 100%; height: auto; overflow: visible; }
 svg * { stroke-linejoin: round; stroke-linecap: butt; }

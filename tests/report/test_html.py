@@ -1,0 +1,289 @@
+"""report.html: self-contained, escaped, complete, and equal to the events. html.parser is the reader that decides.
+
+The run is made here: 40 steps, every kind of event, numbers that are easy to find again in the page.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unfreeze.core.errors import DataError
+from unfreeze.report.html import flatten, summary_lines, text, write_report
+
+HOSTILE = "<script>alert('x')</script> & \"quoted\" <img src=https://example.invalid/x.png>"
+GROUPS = {
+    "attention": {"parameters": 412_672, "trained": True, "grad_norm": 0.412, "moved": 0.0312, "output_change": 0.00211},
+    "routed experts": {"parameters": 1_966_080, "trained": True, "grad_norm": 0.0871, "moved": 0.0298, "output_change": 0.00143},
+    "router": {"parameters": 8_192, "trained": False, "grad_norm": None, "moved": 0.0, "output_change": 0.0},
+}
+
+
+def train_event(step: int, experts: bool = True) -> dict[str, Any]:
+    event = {
+        "kind": "train",
+        "step": step,
+        "time": 1_790_000_000.0 + 2 * step,
+        "loss": 0.35 + 2.5 * math.exp(-step / 8),
+        "tokens": 2048 + step,
+        "seconds": 2.0,
+        "learning_rate": 1e-3 / step,
+        "grad_norm": 1.0 + 1.0 / step,
+        "peak_bytes": 400_000_000 + step,
+        "supervised_tokens": 900 + step,
+    }
+    return event | ({"expert_load": {"10": [5, 0, 7, 4], "2": [4, 4, 4, 4]}} if experts else {})
+
+
+def events(steps: int = 40) -> list[dict[str, Any]]:
+    def event(kind: str, step: int, **fields: Any) -> dict[str, Any]:
+        return {"kind": kind, "step": step, "time": 1_790_000_000.0 + 2 * step, **fields}
+
+    return [
+        event("plan", 0, terms={"base": 4_194_304, "adapter": 2_097_152}),
+        event("load", 0, bytes=7_340_032, seconds=0.01, expanded_bytes=24_000_000),
+        event("start", 0, steps=steps, model="tiny-k2", data="chat.jsonl", resumed=False),
+        event("sample", 0, when="before", prompt=HOSTILE, text="Plain."),
+        *(train_event(step) for step in range(1, steps + 1)),
+        event("receipt", 1, groups=GROUPS),
+        event("eval", steps, loss=0.4321, style=0.987),
+        event("warning", 3, message="row 17: 0 of 512 tokens supervised"),
+        event("sample", steps, when="after", prompt=HOSTILE, text=f"Hmm. {HOSTILE}"),
+        event("end", steps, reason="done", steps=steps, tokens_per_second=1077.3),
+    ]
+
+
+def write_run(folder: Path, lines: list[dict[str, Any]], config: dict[str, Any] | None = None) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "yoda", events(), {"model": "tiny-k2", "lora": {"rank": 16, "note": HOSTILE}})
+
+
+VOID = {"meta", "img", "br", "link", "input", "path"}
+
+
+class Page(HTMLParser):
+    """Collects what a browser would fetch or run, the texts, and the cells of each table by its name."""
+
+    def __init__(self, source: str):
+        super().__init__(convert_charrefs=True)
+        self.external: list[str] = []
+        self.scripts = 0
+        self.texts: list[str] = []
+        self.tables: dict[str, list[list[str]]] = {}
+        self.open: list[str] = []
+        self.name = ""
+        self.feed(source)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+        self.scripts += tag in ("script", "iframe", "object", "embed")
+        for name, value in attrs:
+            self.scripts += name.startswith("on")
+            fetched = name in ("src", "href", "xlink:href", "srcset", "data", "action", "poster", "background")
+            if fetched and value and not value.startswith(("#", "data:")):
+                self.external.append(value)
+            if value:
+                self._style(value)
+        if tag == "table":
+            self.name = dict(attrs)["aria-label"] or ""
+            self.tables[self.name] = []
+        elif tag == "tr":
+            self.tables[self.name].append([])
+        elif tag in ("td", "th"):
+            self.tables[self.name][-1].append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in VOID:
+            return
+        assert self.open and self.open[-1] == tag, f"</{tag}> closes <{self.open[-1:]}>"
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "style":
+            self._style(data)
+            return
+        self.texts.append(data)
+        if self.open and self.open[-1] in ("td", "th"):
+            self.tables[self.name][-1][-1] += data
+
+    def _style(self, value: str) -> None:
+        self.external += [found for found in re.findall(r"url\(\s*['\"]?([^)'\"]+)", value) if not found.startswith(("#", "data:"))]
+        self.external += re.findall(r"@import[^;]*", value)
+
+
+def page(run_dir: Path) -> tuple[str, Page]:
+    source = write_report(run_dir).read_text(encoding="utf-8")
+    return source, Page(source)
+
+
+def test_nothing_external_and_nothing_runs(run_dir: Path):
+    source, parsed = page(run_dir)
+    assert parsed.external == [] and parsed.scripts == 0 and parsed.open == []
+    assert "default-src 'none'" in source
+    # control arms: each way out, planted, is found
+    for planted in (
+        '<img src="https://example.invalid/x.png">',
+        '<link rel="stylesheet" href="//example.invalid/x.css">',
+        "<style>@import 'x.css';</style>",
+        '<p style="background: url(http://example.invalid)"></p>',
+        '<svg><image xlink:href="x.png"/></svg>',
+    ):
+        assert Page(source.replace("</main>", planted + "</main>")).external, planted
+    for planted in ("<script></script>", '<p onclick="x()"></p>', "<iframe></iframe>"):
+        assert Page(source.replace("</main>", planted + "</main>")).scripts, planted
+
+
+def test_hostile_text_is_shown_and_never_obeyed(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    source, parsed = page(run_dir)
+    assert "<script" not in source
+    assert parsed.texts.count(HOSTILE) == 2 and f"Hmm. {HOSTILE}" in parsed.texts  # the prompt and the config; the answer
+    monkeypatch.setattr("unfreeze.report.html.escape", lambda value, quote=True: value)  # control arm: the guard removed
+    with pytest.raises(AssertionError):
+        _, unsafe = page(run_dir)
+        assert unsafe.scripts == 0 and unsafe.external == []
+
+
+def test_control_characters_and_half_surrogates_do_not_break_the_page(tmp_path: Path):
+    lines = [*events(3), {"kind": "sample", "step": 3, "when": "after", "prompt": "p", "text": "a\x00b\x1bc \ud800"}]
+    source, _ = page(write_run(tmp_path / "r", lines))
+    assert "a\ufffdb\ufffdc ?" in source and text("a\tb\n") == "a\tb\n"
+
+
+def test_step_table_and_receipt_equal_the_events(run_dir: Path):
+    _, parsed = page(run_dir)
+    head, *rows = parsed.tables["Numbers of each step"]
+    assert head[:3] == ["step", "loss", "learning rate"] and len(rows) == 40
+    for row in rows:
+        event = train_event(int(row[0]))
+        values = [float(cell.replace(",", "")) for cell in row[1:]]
+        fields = ("loss", "learning_rate", "grad_norm", "tokens", "supervised_tokens", "seconds", "peak_bytes")
+        # shown with at least three significant figures
+        assert values == pytest.approx([event[field] for field in fields], rel=5e-3)
+        assert values[3:] == [event[field] for field in fields[3:]]
+    receipt = {row[0]: row[1:] for row in parsed.tables["Receipt per module group"][1:]}
+    assert receipt.keys() == GROUPS.keys()
+    for group, (parameters, trained, *sizes) in receipt.items():
+        assert int(parameters.replace(",", "")) == GROUPS[group]["parameters"] and trained == ("yes" if GROUPS[group]["trained"] else "no")
+        expected = [GROUPS[group][field] for field in ("grad_norm", "moved", "output_change")]
+        assert [None if cell == "–" else float(cell) for cell in sizes] == pytest.approx(expected)
+
+
+def test_header_captions_and_expert_numbers_equal_the_events(run_dir: Path):
+    source, parsed = page(run_dir)
+    first, final = train_event(1)["loss"], train_event(40)["loss"]
+    assert f"{first:.3f} → {final:.3f}" in parsed.texts
+    load = "7.3 MB at 0.73 GB/s, 24.0 MB if expanded"
+    for words in ("40 of 40", "1 min 20 s", "1,077", "381.5 MiB", "finished", "tiny-k2", "chat.jsonl", "2.38 M", load):
+        assert words in parsed.texts, words
+    assert sum(event["tokens"] for event in events() if event["kind"] == "train") == 82_740 and "82.7 K" in parsed.texts
+    assert f'aria-label="Training loss per step: {first:.3f} at step 1, {final:.3f} at step 40' in source
+    # layer 10: loads 5, 0, 7, 4 over 40 steps: mean 4, busiest 7 -> 1.75
+    assert parsed.tables["Expert load per layer"][1:] == [["2", "640", "1.00", "0"], ["10", "640", "1.75", "1"]]
+    assert "1.75 times at most, in layer 10. 1 of 8 experts got no token." in source
+    assert parsed.tables["Evaluations"] == [["step", "loss", "style"], ["40", "0.4321", "0.987"]]
+    assert parsed.tables["Resolved config"][1:] == [["model", "tiny-k2"], ["lora.rank", "16"], ["lora.note", HOSTILE]]
+    assert parsed.tables["Warnings of the run"][1:] == [["step 3", "row 17: 0 of 512 tokens supervised"]]
+
+
+def test_the_same_folder_gives_the_same_page(run_dir: Path):
+    first = write_report(run_dir).read_bytes()
+    assert write_report(run_dir).read_bytes() == first
+    assert not list(run_dir.glob("*.tmp"))
+
+
+def test_receipt_and_plan_files_come_before_their_events(run_dir: Path):
+    (run_dir / "receipt.json").write_text(json.dumps({"groups": {"only": {"parameters": 7, "trained": True, "moved": 0.0}}}))
+    (run_dir / "plan.json").write_text(json.dumps({"lines": ["peak 1.0 GiB <b>"]}))
+    source, parsed = page(run_dir)
+    assert parsed.tables["Receipt per module group"][1][0] == "only" and "Asked for, and not moved: only." in parsed.texts
+    assert "peak 1.0 GiB <b>" in parsed.texts and 'class="bad"' in source
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_short_killed_dense_run_says_what_is_missing(tmp_path: Path, steps: int):
+    lines = [{"kind": "start", "step": 0, "steps": 9, "model": "m", "data": "d"}, *(train_event(step, experts=False) for step in range(1, steps + 1))]
+    run_dir = write_run(tmp_path / "r", lines)
+    with (run_dir / "events.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')
+    _, parsed = page(run_dir)
+    said = " ".join(parsed.texts)
+    missing = ("No samples", "the model is dense", "No receipt", "Not in the run folder: plan and resolved config")
+    for words in (*missing, f"unfinished: {steps} of 9 steps"):
+        assert words in said
+    assert ("No training step is in the events" in said) == (steps == 0)
+
+
+def test_interrupted_run_says_so(tmp_path: Path):
+    lines = [line for line in events() if line["kind"] != "end"]
+    lines.append({"kind": "end", "step": 40, "reason": "interrupted", "steps": 40})
+    lines[2]["steps"] = 60
+    run_dir = write_run(tmp_path / "r", lines)
+    assert "interrupted after step 40 of 60" in page(run_dir)[1].texts
+
+
+def test_missing_fields_are_named_not_invented(tmp_path: Path):
+    lines = [{"kind": "train", "step": step, "loss": 1.0} for step in (1, 2)]
+    _, parsed = page(write_run(tmp_path / "r", lines))
+    assert "Not in the events: tokens per second, peak memory, learning rate, gradient norm." in parsed.texts
+    assert parsed.tables["Numbers of each step"][1] == ["1", "1.0000", *["–"] * 6]
+
+
+def test_long_run_stays_a_small_page(tmp_path: Path):
+    lines = [train_event(step) for step in range(1, 5001)]
+    source, parsed = page(write_run(tmp_path / "r", lines))
+    shown = parsed.tables["Numbers of each step"][1:]
+    assert len(shown) <= 202 and shown[-1][0] == "5,000" and len(source) < 400_000
+
+
+def test_damaged_files_are_user_errors(run_dir: Path):
+    (run_dir / "config.json").write_text("{")
+    with pytest.raises(DataError, match=r"config\.json is not JSON"):
+        write_report(run_dir)
+    (run_dir / "config.json").write_text("[]")
+    with pytest.raises(DataError, match="holds a list"):
+        write_report(run_dir)
+
+
+def test_summary_lines(run_dir: Path):
+    lines = summary_lines(run_dir)
+    assert lines[0] == "yoda: finished"
+    joined = "\n".join(lines)
+    losses = f"{train_event(1)['loss']:.3f} → {train_event(40)['loss']:.3f}"
+    for words in (losses, "40 of 40", "max/mean 1.75 (layer 10), 1 dead", "warning, step 3: row 17"):
+        assert words in joined
+
+
+def test_flatten_spells_flags():
+    assert flatten({"a": {"b": {"c": 1}}, "d": [1, "x"], "e": None, "f": {}}) == {"a.b.c": "1", "d": '[1, "x"]', "e": "null", "f": "{}"}
+
+
+def test_report_never_imports_torch(run_dir: Path):
+    code = (
+        "import sys; from unfreeze.report.html import write_report; import unfreeze.report.live;"
+        "assert 'matplotlib' not in sys.modules, 'matplotlib is imported before a picture is drawn';"
+        f"write_report({str(run_dir)!r}); assert 'matplotlib' in sys.modules;"
+        "assert not {'torch', 'matplotlib.pyplot'} & set(sys.modules), 'too much is imported'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,83 @@
+"""Pictures: what is drawn is the data, the same data give the same bytes, and no fixed colour keeps them from dark paper."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+
+import pytest
+
+from unfreeze.core.errors import DataError
+from unfreeze.report.pictures import DEAD_RGB, VARIABLES, curve, heat_map, smooth, smoothing_window, thin
+
+POINTS = (list(range(1, 41)), [3.0 / step for step in range(1, 41)])
+
+
+def test_smooth_is_the_mean_and_keeps_a_straight_line():
+    line = [float(i) for i in range(50)]
+    assert smooth(line, 9) == pytest.approx(line)  # a lagging or leaning mean would not
+    assert smooth([0.0, 3.0, 0.0, 3.0, 0.0], 3)[1:4] == pytest.approx([1.0, 2.0, 1.0])
+    assert smooth([2.5], smoothing_window(1)) == [2.5]
+    assert [smoothing_window(n) for n in (1, 60, 1000)] == [1, 3, 51]
+
+
+def test_thin_keeps_the_peaks():
+    ys = [0.0] * 50_000
+    ys[31_234] = 9.0
+    xs, kept = thin(range(50_000), ys)
+    assert len(xs) <= 1300 and xs[kept.index(9.0)] == 31_234 and (xs[0], xs[-1]) == (0, 49_999)
+    assert thin([1, 2], [3.0, 4.0]) == ([1, 2], [3.0, 4.0])
+
+
+def test_same_data_same_bytes_and_ids_apart():
+    assert curve("a", POINTS, "alt", (300, 200), smoothed=True) == curve("a", POINTS, "alt", (300, 200), smoothed=True)
+    ids = [set(re.findall(r' id="([^"]+)"', curve(name, POINTS, "alt", (300, 200)))) for name in ("a", "b")]
+    assert ids[0] and not ids[0] & ids[1]
+
+
+def test_colours_are_variables_and_text_is_text():
+    svg = curve("a", POINTS, 'alt "quoted"', (300, 200), smoothed=True, dots=([20], [0.4])) + heat_map("h", {"1": [1, 2], "2": [3, 0]}, "alt", 350)
+    assert not any(placeholder in svg for placeholder in VARIABLES)
+    assert re.findall(r"#[0-9a-f]{6}\b(?!;? *\))", re.sub(r"url\(#\w+\)|base64,[^\"]*", "", svg)) == []
+    assert "<text" in svg and ">0</text>" in svg and "<style" not in svg and "<metadata" not in svg
+    assert 'aria-label="alt &quot;quoted&quot;"' in svg
+
+
+def test_labels_keep_their_digits():
+    svg = curve("a", ([1, 2], [0.0005, 0.001]), "alt", (280, 190), from_zero=True)
+    assert re.findall(r">([\d.e-]+)</text>", svg)[-1] in ("0.001", "0.0010") and ">0.00<" not in svg
+
+
+def test_memory_axis_has_round_numbers_of_its_unit():
+    svg = curve("a", ([1, 2], [400 * 2**20, 410 * 2**20]), "alt", (280, 190), from_zero=True, y_format="bytes")
+    assert ">200 MiB<" in svg and ">400 MiB<" in svg
+
+
+@pytest.mark.parametrize("log_x", [False, True])
+def test_one_point_and_constant_series_can_be_drawn(log_x: bool):
+    assert "<use" in curve("a", ([1], [2.0]), "alt", (300, 200), smoothed=True, log_x=log_x, from_zero=True)
+    assert "<path" in curve("a", ([1, 2, 3], [0.0, 0.0, 0.0]), "alt", (300, 200), log_x=log_x, from_zero=True)
+
+
+def test_heat_map_bitmap_is_the_load():
+    """Decoded with Pillow: alpha is load over three times the mean, a dead expert is red."""
+    from PIL import Image
+
+    svg = heat_map("h", {"1": [4, 4, 4, 4], "2": [0, 1, 3, 12]}, "alt", 350)
+    data = re.search(r"base64,([^\"]+)", svg)
+    assert data
+    image = Image.open(io.BytesIO(base64.b64decode(data[1]))).convert("RGBA")
+    assert image.size == (4, 2)
+    # SVG places the bitmap top row first where its matrix has a positive vertical scale
+    scale = re.search(r"matrix\(([-\d. ]+)\)", svg)
+    assert scale and float(scale[1].split()[3]) > 0
+    rows = [[image.getpixel((x, y)) for x in range(4)] for y in range(2)]
+    assert [pixel[3] for pixel in rows[0]] == [85] * 4
+    assert rows[1][0] == (*DEAD_RGB, 255)
+    assert [pixel[3] for pixel in rows[1][1:]] == [21, 64, 255]
+
+
+def test_layers_with_different_numbers_of_experts_are_refused():
+    with pytest.raises(DataError, match="1: 2, 2: 3"):
+        heat_map("h", {"1": [1, 2], "2": [1, 2, 3]}, "alt", 350)

@@ -1,0 +1,57 @@
+"""The facts of a run folder, each worked out by hand from three steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from unfreeze.report.run import decimal_bytes, expert_balance, facts, read_run, result_words, started
+
+
+def made(folder: Path, *more: dict) -> Path:
+    steps = [
+        {"kind": "train", "step": step, "time": 60.0 * step, "loss": loss, "peak_bytes": peak}
+        | {"tokens": 1000, "seconds": 2.0, "supervised_tokens": 250}
+        for step, loss, peak in ((1, 3.0, 2**20), (2, 2.0, 2**21), (3, 1.0, 2**20))
+    ]
+    steps[0]["expert_load"] = {"1": [0, 0, 0], "0": [1, 2, 9]}
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in [*steps, *more]))
+    return folder
+
+
+def test_facts(tmp_path: Path):
+    run = read_run(made(tmp_path))
+    assert dict(facts(run)) == {
+        "Loss": "3.000 → 1.000",
+        "Steps": "3",
+        "Training time": "6.0 s",
+        "Tokens per second": "500",
+        "Peak memory": "2.0 MiB",
+        "Tokens": "3 K",
+        "Supervised tokens": "750 (25%)",
+    }
+    assert expert_balance(run) == [("0", 12, 2.25, 0), ("1", 0, 0.0, 3)]
+    assert started(run) == "1970-01-01 00:01 UTC" and run.loaded == "" and run.name == tmp_path.name
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        ([], "unfinished: 3 of 5 steps so far"),
+        ([{"kind": "end", "step": 3, "reason": "interrupted"}], "interrupted after step 3 of 5"),
+        ([{"kind": "end", "step": 3, "reason": "done"}], "finished"),
+    ],
+)
+def test_result(tmp_path: Path, end: list[dict], words: str):
+    assert result_words(read_run(made(tmp_path, {"kind": "start", "step": 0, "steps": 5}, *end))) == words
+
+
+def test_the_end_event_says_the_speed(tmp_path: Path):
+    run = read_run(made(tmp_path, {"kind": "end", "step": 3, "tokens_per_second": 480.0}))
+    assert run.tokens_per_second == 480.0
+
+
+def test_decimal_bytes():
+    assert [decimal_bytes(size) for size in (7_340_032, 9.2e8, 5.95e11)] == ["7.3 MB", "0.92 GB", "595.00 GB"]

@@ -1,0 +1,46 @@
+"""The receipt and the plan as tables say the numbers they were given, and name the group that stood still."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from unfreeze.report.tables import align, plan_lines, receipt_rows, receipt_table, receipt_text, standing_still, trained_parameters
+
+GROUPS = {
+    "attention": {"parameters": 412_672, "trained": True, "grad_norm": 0.41234, "moved": 3.12e-7, "output_change": 0.00211},
+    "[router]": {"parameters": 8_192, "trained": False},
+}
+
+
+def test_receipt_rows():
+    assert receipt_rows(GROUPS) == [("attention", "412,672", "yes", "0.412", "3.12e-07", "0.00211"), ("[router]", "8,192", "no", "–", "–", "–")]
+    assert trained_parameters(GROUPS) == 412_672
+    assert trained_parameters({"a": {"parameters": 10, "trained": 4}}) == 4
+
+
+def test_standing_still_names_only_trained_groups_that_did_not_move():
+    assert standing_still(GROUPS) == []
+    # control arm: the fault planted
+    assert standing_still(GROUPS | {"experts": {"parameters": 5, "trained": True, "moved": 0.0}, "head": {"trained": True}}) == ["experts", "head"]
+
+
+def test_receipt_text_is_aligned_and_the_rich_table_has_the_same_cells():
+    lines = receipt_text(GROUPS).splitlines()
+    ends = {line.index(cell) + len(cell) for line, cell in zip(lines[1:], ("412,672", "8,192"), strict=True)}
+    assert lines[0].startswith("group") and len(ends) == 1
+    out = io.StringIO()
+    Console(file=out, width=120).print(receipt_table(GROUPS))
+    for row in receipt_rows(GROUPS):
+        assert all(cell in out.getvalue() for cell in row)  # "[router]" too: group names are no markup
+
+
+def test_plan_lines():
+    assert plan_lines({"lines": ["a", "b"], "terms": {"x": 1}}) == ["a", "b"]
+    assert plan_lines({"terms": {"base": 1024, "adapter": 512}}) == ["base     1.0 KiB", "adapter    512 B", "total    1.5 KiB"]
+    assert plan_lines(None) == plan_lines({}) == plan_lines({"terms": {}}) == []
+
+
+def test_align():
+    assert align([("a", "1"), ("bbb", "22")]) == "a     1\nbbb  22"
