@@ -84,7 +84,10 @@ def open_model(
         return codec is not None and any(f"{module}.{suffix}" in names for suffix in codec.parts(1, 0))
 
     model = models.build(shape, dtype=dtype, device="meta", codec=codec, packed=packed)
-    place(model, manifest, models.rules(shape), device, dtype, progress)
+    place(
+        model, manifest, models.rules(shape),
+        device=device, ignore=models.ignored(shape), tied=models.tied(shape), progress=progress,
+    )  # fmt: skip
     return model
 
 

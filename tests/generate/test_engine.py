@@ -1,0 +1,200 @@
+"""The engine: cached equals uncached token for token on every attention, single and batched; limits, stops and refusals."""
+
+import warnings
+
+import pytest
+import torch
+
+from unfreeze import models
+from unfreeze.core.errors import UserError
+from unfreeze.generate.engine import Completion, Engine, batch_of
+from unfreeze.generate.sampling import Chooser, Sampling
+
+SMALL = {"vocab_size": 89, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 320,
+         "rms_norm_eps": 1e-5, "initializer_range": 0.25}  # fmt: skip
+YARN = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 40, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
+        "mscale_all_dim": 1.0}  # fmt: skip
+MLA = {"model_type": "kimi_k2", "num_attention_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+       "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
+       "first_k_dense_replace": 1, "routed_scaling_factor": 2.0, "rope_scaling": YARN, "rope_theta": 50000.0}  # fmt: skip
+KINDS = {
+    "gqa": {"model_type": "llama", "num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "gqa-qk-norm": {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    "mla-yarn": MLA,
+    "mla-yarn-no-q-latent": {**MLA, "q_lora_rank": None},
+}
+PROMPTS = [[3, 17, 42, 8, 60, 11, 5], [70, 2], list(range(20, 51))]
+
+
+def build(kind, **changes):
+    model = models.build(models.shape({**SMALL, **KINDS[kind], **changes}), dtype=torch.float32, device="cpu")
+    models.initialize(model, seed=1)
+    return model.eval().requires_grad_(False)
+
+
+def uncached(model, prompts, sampling):
+    """The definition: the whole of every sequence goes through the model again for each token."""
+    sequences, chooser = [list(prompt) for prompt in prompts], Chooser(sampling, len(prompts))
+    for _ in range(sampling.max_new_tokens):
+        batch = batch_of(sequences)
+        last = torch.tensor([int(start) + length - 1 for start, length in zip(batch.starts_S, batch.lengths(), strict=True)])
+        logits = model.logits(model.hidden(batch)[last])
+        for sequence, token in zip(sequences, chooser.choose(logits, list(range(len(prompts)))), strict=True):
+            sequence.append(token)
+    return [sequence[len(prompt) :] for sequence, prompt in zip(sequences, prompts, strict=True)]
+
+
+def tokens(completions):
+    return [completion.tokens for completion in completions]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cached_equals_uncached_for_256_tokens(kind):
+    """Sampled at temperature 1, because greedy random models soon repeat themselves; a seed makes the draw a function of the logits."""
+    model, sampling = build(kind), Sampling(max_new_tokens=256, temperature=1.0, seed=0)
+    expected = uncached(model, PROMPTS, sampling)
+    assert tokens(Engine(model).generate(PROMPTS, sampling)) == expected
+    assert len({*expected[0]}) > 30  # the test is no test on a sequence that repeats itself
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_is_the_same_single_batched_and_uncached(kind):
+    model, sampling = build(kind), Sampling(max_new_tokens=256)
+    single = [Engine(model).generate([prompt], sampling)[0] for prompt in PROMPTS]
+    assert Engine(model).generate(PROMPTS, sampling) == single
+    # One pass over prompt and answer: causality makes its argmax at each place what an uncached run would choose there.
+    answers = [prompt + done.tokens for prompt, done in zip(PROMPTS, single, strict=True)]
+    best = model.logits(model.hidden(batch_of(answers))).argmax(-1).split([len(answer) for answer in answers])
+    for prompt, done, row in zip(PROMPTS, single, best, strict=True):
+        assert row[len(prompt) - 1 : -1].tolist() == done.tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_position_off_by_one_in_the_cache_would_be_seen(kind, monkeypatch):
+    """Control arm: new tokens rotated as if they stood one place later."""
+    model, sampling = build(kind), Sampling(max_new_tokens=64)
+    expected = tokens(Engine(model).generate(PROMPTS, sampling))
+    rope, step = type(model.shape.rope), models.Decoder.step
+
+    def shifted_step(self, tokens_S, cache):
+        with monkeypatch.context() as patch:
+            tables = rope.tables
+            patch.setattr(rope, "tables", lambda self, positions: tables(self, positions + 1))
+            return step(self, tokens_S, cache)
+
+    monkeypatch.setattr(models.Decoder, "step", shifted_step)
+    assert tokens(Engine(model).generate(PROMPTS, sampling)) != expected
+
+
+def test_the_cache_of_latent_attention_is_the_latent(monkeypatch):
+    """(24 latent + 8 rotary) numbers per position and layer, where keys and values would be 4 heads x (24 + 12)."""
+    model = build("mla-yarn")
+    cache = model.new_cache(2, 10)
+    model.prefill(batch_of([[1, 2, 3], [4]]), cache)
+    assert cache.nbytes == 2 * 10 * (24 + 8) * 4 * SMALL["num_hidden_layers"]
+
+
+def test_rows_that_finish_leave_the_batch_and_change_no_other(monkeypatch):
+    """Stop ids end rows at different steps; each row is what it is alone, and the number of rows computed shrinks."""
+    model = build("gqa")
+    plain = Engine(model).generate(PROMPTS, Sampling(max_new_tokens=40, temperature=1.0, seed=2))
+    stop_ids = frozenset({plain[0].tokens[4], plain[2].tokens[11]})
+    expected = []
+    for done in plain:
+        first = next((i for i, token in enumerate(done.tokens) if token in stop_ids), None)
+        expected.append(done if first is None else Completion(done.tokens[: first + 1], "", "stop"))
+    sizes, step = [], models.Decoder.step
+    monkeypatch.setattr(models.Decoder, "step", lambda self, tokens_S, cache: sizes.append(len(tokens_S)) or step(self, tokens_S, cache))
+    assert Engine(model, stop_ids=stop_ids).generate(PROMPTS, Sampling(max_new_tokens=40, temperature=1.0, seed=2)) == expected
+    assert sum(sizes) == sum(len(done.tokens) - 1 for done in expected) and sizes[0] == 3
+
+
+def test_stream_yields_each_token_once_in_order():
+    engine, sampling = Engine(build("gqa")), Sampling(max_new_tokens=12)
+    rows = [[] for _ in PROMPTS]
+    for step in engine.stream(PROMPTS, sampling):
+        for piece in step:
+            rows[piece.row].append(piece)
+    assert [[piece.token for piece in row] for row in rows] == tokens(engine.generate(PROMPTS, sampling))
+    assert all([p.finish_reason for p in row] == [None] * 11 + ["length"] for row in rows)
+
+
+def test_stream_leaves_the_callers_grad_mode_alone():
+    for _ in Engine(build("gqa")).stream([[1]], Sampling(max_new_tokens=3)):
+        assert torch.is_grad_enabled()
+
+
+class Letters:
+    """Ids 0 to 25 are letters, 26 a new line; the head has 89 rows, 62 of them padding."""
+
+    named_size = 27
+
+    class _Stream:
+        def push(self, id):
+            return "abcdefghijklmnopqrstuvwxyz\n"[id]
+
+        def finish(self):
+            return ""
+
+    def stream_decoder(self):
+        return self._Stream()
+
+
+def test_padded_rows_of_the_head_are_never_sampled():
+    """FAILURES N5. The control arm is the same run without a tokenizer, which does sample them."""
+    model, sampling = build("gqa"), Sampling(max_new_tokens=100, temperature=2.0, seed=0)
+    with_names, without = Engine(model, tokenizer=Letters()), Engine(model)
+    assert max(with_names.generate([[1]], sampling)[0].tokens) < 27
+    assert max(without.generate([[1]], sampling)[0].tokens) >= 27
+
+
+def test_stop_strings_end_the_text_across_tokens():
+    engine, sampling = Engine(build("gqa"), tokenizer=Letters()), {"max_new_tokens": 60, "temperature": 1.0, "seed": 4}
+    free = engine.generate([[1], [2]], Sampling(**sampling))
+    stop = free[0].text[20:23]  # three letters, three tokens
+    stopped = engine.generate([[1], [2]], Sampling(**sampling, stop=(stop,)))
+    cut = free[0].text.index(stop)
+    assert stopped[0] == Completion(free[0].tokens[: cut + 3], free[0].text[:cut], "stop")
+    streamed = [p.text for step in engine.stream([[1]], Sampling(**sampling, stop=(stop,))) for p in step]
+    assert stop not in "".join(streamed)
+
+
+def test_text_held_back_for_a_stop_string_comes_at_the_end():
+    engine, sampling = Engine(build("gqa"), tokenizer=Letters()), {"max_new_tokens": 10, "temperature": 1.0, "seed": 4}
+    text = engine.generate([[1]], Sampling(**sampling))[0].text
+    held = engine.generate([[1]], Sampling(**sampling, stop=(text[-2:] + "#",)))[0]
+    assert held.text == text and held.finish_reason == "length"
+
+
+def test_max_new_tokens_is_bounded_by_the_positions_and_says_so():
+    engine = Engine(build("gqa", max_position_embeddings=16))
+    with pytest.warns(UserWarning, match=r"max_new_tokens 50 is bounded to 9 after a prompt of 7 tokens: the model has 16 positions"):
+        long, short = engine.generate([PROMPTS[0], PROMPTS[1]], Sampling(max_new_tokens=50))
+    assert (len(long.tokens), len(short.tokens)) == (9, 14)
+    assert long.finish_reason == short.finish_reason == "length"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(engine.generate([PROMPTS[0]], Sampling(max_new_tokens=9))[0].tokens) == 9
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([[1], []], "sequence 1 of 2 is empty"),
+        ([[1, 89]], "sequence 0, position 1: token id 89 is outside the vocabulary 0 to 88"),
+        ([[-1]], "token id -1"),
+        ([[1] * 320], "320 tokens, the model 320 positions"),
+    ],
+)
+def test_prompts_that_cannot_be_continued_are_refused_before_work(prompts, message):
+    with pytest.raises(UserError, match=message):
+        Engine(build("gqa")).stream(prompts, Sampling())
+
+
+def test_stop_strings_without_a_tokenizer_are_refused():
+    with pytest.raises(UserError, match="need a tokenizer"):
+        Engine(build("gqa")).stream([[1]], Sampling(stop=("x",)))
+
+
+def test_no_prompts_no_completions():
+    assert Engine(build("gqa")).generate([], Sampling()) == []
