@@ -52,10 +52,11 @@ def train(config: Config, common: Common) -> dict[str, Any]:
     refuse_absent(config.data, "data")
     device = pick_device(config.device)
 
-    from unfreeze import models, objectives
+    from unfreeze import models
     from unfreeze.data import Batches, check_vocab, load_tokenizer
     from unfreeze.generate.model import Model
     from unfreeze.generate.open import dtype_of
+    from unfreeze.objectives.cross_entropy import cross_entropy
     from unfreeze.train.balance import LossFreeBalance
     from unfreeze.train.fit import fit
     from unfreeze.train.memory import reset_peak_bytes
@@ -79,7 +80,7 @@ def train(config: Config, common: Common) -> dict[str, Any]:
         )  # fmt: skip
         reset_peak_bytes(device)
         fitted = fit(
-            state, batches, objectives.cross_entropy,
+            state, batches, cross_entropy,
             through=models.recompute if config.recompute == "layers" else models.plain,
             micro_batches=config.micro_batches, max_norm=config.clip, save_every=config.save_every, keep_saves=config.keep_saves,
         )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from unfreeze.adapters.config import LoraConfig
+from unfreeze.adapters import LoraConfig
 from unfreeze.recipes.config import parse
 from unfreeze.recipes.training import TrainingConfig, encode, finish, live, pick_device, portable, refuse_absent, schedule_of, write_json
 
@@ -40,12 +40,13 @@ def train(config: Config, common: Common) -> dict[str, Any]:
     refuse_absent(config.data, "data")
     device = pick_device(config.device)
 
-    from unfreeze import models, objectives
+    from unfreeze import models
     from unfreeze.adapters import attach, save_adapter
     from unfreeze.checkpoint import open_checkpoint
     from unfreeze.data import Batches, check_vocab, load_tokenizer
     from unfreeze.generate.model import Model, end_ids
     from unfreeze.generate.open import dtype_of, open_model
+    from unfreeze.objectives.cross_entropy import cross_entropy
     from unfreeze.parallel.plan import plan_training
     from unfreeze.train.fit import fit
     from unfreeze.train.memory import reset_peak_bytes
@@ -83,7 +84,7 @@ def train(config: Config, common: Common) -> dict[str, Any]:
             say_samples(run, speaker, prompts, "before", 0)
         reset_peak_bytes(device)
         fitted = fit(
-            state, batches, objectives.cross_entropy,
+            state, batches, cross_entropy,
             through=models.recompute if config.recompute == "layers" else models.plain,
             micro_batches=config.micro_batches, max_norm=config.clip, save_every=config.save_every, keep_saves=config.keep_saves,
             on_step=[FirstStepReceipt(state, dataset)] if state.step == 0 else [],
