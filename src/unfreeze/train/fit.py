@@ -1,0 +1,146 @@
+"""The one loop. Batches become a step, a step becomes an event, hooks look at it, saves keep it.
+
+Features enter through the joints: the objective, `through` (how a layer is gone through), State.after_update (what changes the model after an
+update, such as the balancing bias) and on_step (what looks at a finished step: the receipt, samples, evaluation). Never through a flag here.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from unfreeze.core.batch import Batch
+from unfreeze.core.errors import DataError
+from unfreeze.train.interrupt import Interrupt
+from unfreeze.train.memory import peak_bytes
+from unfreeze.train.optim import NonFinite
+from unfreeze.train.run import latest
+from unfreeze.train.state import State, save
+from unfreeze.train.step import Objective, StepResult, train_step
+
+Cursor = dict[str, Any]
+OnStep = Callable[[State, StepResult], None]
+"""Called after each step, when state.step already counts it and gradients are still there. What it raises stops the run."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """How a call of fit ended. steps: finished steps of the whole run. Losses, rate and tokens are of this call (None if it had no step to do).
+
+    reason "interrupted": a signal came; all is saved, and the same command goes on.
+    """
+
+    reason: Literal["done", "interrupted"]
+    steps: int
+    loss_first: float | None
+    loss_last: float | None
+    tokens: int
+    tokens_per_second: float | None
+    peak_bytes: int
+
+
+def fit(
+    state: State,
+    batches: Iterator[tuple[Batch, Cursor]],
+    objective: Objective,
+    *,
+    through: Callable[..., Tensor],
+    micro_batches: int = 1,
+    max_norm: float = 1.0,
+    save_every: int = 0,
+    keep_saves: int = 2,
+    on_step: Sequence[OnStep] = (),
+) -> Fitted:
+    """Train from state.step to the last step of state.schedule.
+
+    batches        endless iterator of (Batch on the host, cursor of the batch after it); must begin at state.cursor.
+    through        models.plain or models.recompute.
+    micro_batches  batches per optimizer step; the gradient is that of all their tokens at once.
+    max_norm       limit of the global gradient norm; 0 doesn't clip.
+    save_every     steps between saves; 0: only at the end and on an interruption, where it always saves.
+    Raises NonFinite at a NaN (weights and saves are those of before), DataError if the batches end, UserError if the disk is full.
+    """
+    run, model, steps = state.run, state.model, state.schedule.steps
+    run.events.emit(
+        "start", state.step, steps=steps, resumed=state.step > 0, model=str(run.config.get("model", "")), data=str(run.config.get("data", ""))
+    )  # fmt: skip
+    losses, tokens, seconds = [], 0, 0.0
+    with Interrupt() as interrupt:
+        for step in range(state.step, steps):
+            started = time.perf_counter()
+            batch_list, cursor = _take(batches, micro_batches, step, steps)
+            try:
+                result = train_step(
+                    model, state.optimizer, batch_list, objective,
+                    learning_rate=state.schedule.learning_rate(step), max_norm=max_norm, through=through,
+                )  # fmt: skip
+            except NonFinite as error:
+                raise _explain(error, state) from error
+            for change in state.after_update:
+                change(result.expert_load)
+            state.step, state.cursor = step + 1, cursor
+
+            duration = time.perf_counter() - started
+            losses, tokens, seconds = [*losses[:1], result.loss], tokens + result.tokens, seconds + duration
+            run.events.emit("train", state.step, **_train_fields(result, duration, peak_bytes(model.device)))
+            for look in on_step:
+                look(state, result)
+
+            stop = interrupt.requested  # read once: a signal after this line is for the next step
+            if stop or state.step == steps or (save_every and state.step % save_every == 0):
+                save(state, keep_saves)
+            if stop:
+                break
+    fitted = Fitted(
+        reason="done" if state.step >= steps else "interrupted",
+        steps=state.step,
+        loss_first=losses[0] if losses else None,
+        loss_last=losses[-1] if losses else None,
+        tokens=tokens,
+        tokens_per_second=tokens / seconds if seconds else None,
+        peak_bytes=peak_bytes(model.device),
+    )
+    run.events.emit("end", state.step, reason=fitted.reason, steps=fitted.steps, tokens_per_second=fitted.tokens_per_second)
+    return fitted
+
+
+def _take(batches: Iterator[tuple[Batch, Cursor]], count: int, step: int, steps: int) -> tuple[list[Batch], Cursor]:
+    """The next `count` batches and the cursor behind the last of them."""
+    taken = [pair for _, pair in zip(range(count), batches, strict=False)]
+    if len(taken) < count:
+        raise DataError(
+            f"the data ended at step {step + 1} of {steps}: {len(taken)} of {count} batches of that step were left",
+            next="lower steps, or iterate over more epochs",
+        )
+    return [batch for batch, _ in taken], taken[-1][1]
+
+
+def _train_fields(result: StepResult, seconds: float, peak: int) -> dict[str, Any]:
+    """The fields of a train event: plain numbers, all finite (train_step raises before a NaN gets here; a metric may still be null)."""
+    return {
+        "loss": result.loss,
+        "tokens": result.tokens,
+        "supervised_tokens": result.supervised_tokens,
+        "seconds": seconds,
+        "learning_rate": result.learning_rate,
+        "grad_norm": result.grad_norm,
+        "peak_bytes": peak,
+        **{name: value if math.isfinite(value) else None for name, value in result.metrics.items()},
+        **({"expert_load": {str(layer): load for layer, load in result.expert_load.items()}} if result.expert_load else {}),
+    }
+
+
+def _explain(error: NonFinite, state: State) -> NonFinite:
+    """Leave a train event without a loss for the report, and say where the run can go on."""
+    step, last = state.step + 1, latest(state.run.path)
+    state.run.events.emit("train", step, loss=None, grad_norm=None, error=error.message)
+    kept = f"the last save is {last}" if last else "nothing was saved before"
+    return NonFinite(
+        f"step {step}: {error.message}. The weights were not updated; {kept}",
+        next="lower learning_rate (a tenth), lengthen the warm-up, or look at the rows of this step",
+    )

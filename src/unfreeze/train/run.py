@@ -1,0 +1,180 @@
+"""The run folder: one process at a time, the configuration it belongs to, where it can go on, and its events.
+
+runs/<name>/lock                     held by flock while a process works here; holds its pid
+runs/<name>/events.jsonl             see core/events.py
+runs/<name>/state/step-000120/       one complete save (train/state.py); step-000120.tmp is an unfinished one and never read
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from unfreeze.core.errors import CheckpointError, ConfigError, UserError
+from unfreeze.core.events import Event, EventLog, truncate_after
+
+SAVE_NAME = re.compile(r"step-(\d{6,})")
+RECORD = "state.json"
+
+
+class Run:
+    """An opened run folder. Made before the model is loaded, so that a held lock or a changed configuration is refused before any work.
+
+    path          the folder.
+    config        the resolved configuration as plain JSON; what a save is compared with.
+    events        its EventLog. On resume the lines after the save are dropped first, so that no step stands twice.
+    saved         the record of the save to go on from (state.json), None for a fresh run.
+    step, cursor  where it goes on: number of finished steps and the data position (0 and None for a fresh run).
+    finished      whether that save is of the last step of its schedule.
+
+    Use as a context manager: leaving it closes the events and frees the lock. (A killed process frees the lock too: the kernel does.)
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        config: Mapping[str, Any],
+        *,
+        listeners: tuple[Callable[[Event], None], ...] = (),
+        allow_changed: Collection[str] = (),
+    ):
+        """allow_changed: fields (dotted, or a whole group such as "lora") in which `config` may differ from the save's.
+
+        Raises UserError if another process holds the folder, ConfigError if the save was made under another configuration.
+        """
+        self.path = Path(path)
+        self.config = plain_json(config)
+        self.allow_changed = frozenset(allow_changed)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock: IO[str] | None = _take_lock(self.path)
+        try:
+            for unfinished in (self.path / "state").glob("*.tmp"):
+                shutil.rmtree(unfinished)
+            self.save_path = latest(self.path)
+            self.saved = None if self.save_path is None else read_record(self.save_path)
+            if self.saved is not None:
+                self.refuse_changes(self.saved["config"], self.config)
+            truncate_after(self.path / "events.jsonl", self.step if self.saved else -1)
+            self.events = EventLog(self.path / "events.jsonl", listeners)
+        except BaseException:
+            self._free_lock()
+            raise
+
+    @property
+    def step(self) -> int:
+        return int(self.saved["step"]) if self.saved else 0
+
+    @property
+    def cursor(self) -> dict[str, Any] | None:
+        return self.saved["cursor"] if self.saved else None
+
+    @property
+    def finished(self) -> bool:
+        return self.saved is not None and self.step >= int(self.saved["schedule"]["steps"])
+
+    def refuse_changes(self, saved: Any, now: Any, prefix: str = "") -> None:
+        """Raises ConfigError listing every field in which `now` differs from `saved` and that allow_changed doesn't name."""
+        changes = [
+            f"{field}: {old} -> {new}"
+            for field, old, new in changed_fields(saved, now, prefix)
+            if not any(field == allowed or field.startswith(allowed + ".") for allowed in self.allow_changed)
+        ]
+        if changes:
+            raise ConfigError(
+                f"{self.path} was trained to step {self.step} with another configuration; "
+                f"{len(changes)} {'field differs' if len(changes) == 1 else 'fields differ'} (saved -> now): "
+                + "; ".join(changes),
+                next="run with the saved values to go on, or give another folder with --out",
+            )
+
+    def close(self) -> None:
+        self.events.close()
+        self._free_lock()
+
+    def _free_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()  # closing the file description releases its flock
+            self._lock = None
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def latest(run_dir: Path | str) -> Path | None:
+    """The complete save with the highest step, or None. Folders ending in .tmp, and anything not called step-<number>, are not looked at."""
+    complete = saves(Path(run_dir))
+    return complete[-1] if complete else None
+
+
+def saves(run_dir: Path) -> list[Path]:
+    """Complete saves, oldest first."""
+    found = [(int(match[1]), path) for path in (run_dir / "state").glob("step-*") if (match := SAVE_NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def read_record(save_path: Path) -> dict[str, Any]:
+    """state.json of one save. Raises CheckpointError if it is damaged: its config must have the hash written beside it."""
+    path = save_path / RECORD
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        intact = record["config_hash"] == config_hash(record["config"]) and {"step", "cursor", "schedule", "optimizer"} <= record.keys()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}", next=f"remove {save_path} to go on from the save before") from error
+    if not intact:
+        raise CheckpointError(f"{path} is damaged: its fields or its config hash do not fit", next=f"remove {save_path}")
+    return record
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+    """sha256 of the configuration as JSON with sorted keys."""
+    return hashlib.sha256(json.dumps(plain_json(config), sort_keys=True).encode()).hexdigest()
+
+
+def plain_json(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration as it looks after a round through JSON: tuples as lists, paths as text."""
+    return json.loads(json.dumps(config, default=str))
+
+
+def changed_fields(saved: Any, now: Any, prefix: str = "") -> list[tuple[str, str, str]]:
+    """(dotted field, saved value, value now) of every leaf that differs; a field of one side only shows as "absent" on the other."""
+    if isinstance(saved, dict) and isinstance(now, dict):
+        absent = object()
+        pairs = [(key, saved.get(key, absent), now.get(key, absent)) for key in sorted(saved.keys() | now.keys())]
+        nested = [
+            changed_fields(old, new, f"{prefix}{key}.")
+            if isinstance(old, dict) and isinstance(new, dict)
+            else [] if old == new
+            else [(prefix + key, "absent" if old is absent else json.dumps(old), "absent" if new is absent else json.dumps(new))]
+            for key, old, new in pairs
+        ]  # fmt: skip
+        return [change for part in nested for change in part]
+    return [] if saved == now else [(prefix.rstrip("."), json.dumps(saved), json.dumps(now))]
+
+
+def _take_lock(run_dir: Path) -> IO[str]:
+    file = (run_dir / "lock").open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        pid = file.read().strip() or "unknown"
+        file.close()
+        raise UserError(
+            f"{run_dir} is in use by process {pid}: two runs in one folder would overwrite each other",
+            next=f"wait for it, stop it with: kill -INT {pid}, or give another folder with --out",
+        ) from None
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file

@@ -1,0 +1,173 @@
+"""State: all that a run is between two steps; saving it atomically, and going on from it bit for bit.
+
+A save is a folder with two files, and no pickle: tensors.safetensors (trainable weights, optimizer, balancing biases, RNG) and state.json
+(step, data cursor, schedule, optimizer settings, config and its hash). It is written under a temporary name, synced to disk and renamed,
+so it is there completely or not at all. It does not depend on the number of devices.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from unfreeze.core.errors import CheckpointError, UserError
+from unfreeze.core.units import format_bytes
+from unfreeze.train.balance import AfterUpdate
+from unfreeze.train.optim import AdamW
+from unfreeze.train.run import RECORD, Run, config_hash, plain_json, saves
+from unfreeze.train.schedule import Schedule
+
+if TYPE_CHECKING:
+    from unfreeze.models import Decoder
+
+TENSORS = "tensors.safetensors"
+_RNG = "rng."
+
+
+@dataclass
+class State:
+    """What fit() advances. step: finished optimizer steps. cursor: where the next batch of data begins (as the batch iterator said)."""
+
+    run: Run
+    model: Decoder
+    optimizer: AdamW
+    schedule: Schedule
+    after_update: Sequence[AfterUpdate] = ()
+    step: int = 0
+    cursor: dict[str, Any] | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The live tensors that training changes, under the names they are saved by."""
+        tensors: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in self.optimizer.parameters.items()}
+        tensors |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.tensors().items()}
+        for part in self.after_update:
+            tensors |= {f"after_update.{name}": tensor for name, tensor in part.tensors().items()}
+        return tensors
+
+
+def start_or_resume(
+    run: Run, model: Decoder, *, optimizer: AdamW, schedule: Schedule, after_update: Sequence[AfterUpdate] = ()
+) -> State:  # fmt: skip
+    """The State a run begins with: step 0, or all that its latest save holds, copied into model, optimizer and torch's RNG.
+
+    Raises ConfigError if schedule or optimizer settings differ from the save's, CheckpointError if its tensors are not exactly those of
+    this model and optimizer. Make the batch iterator from `run.cursor`.
+    """
+    state = State(run, model, optimizer, schedule, after_update)
+    if run.saved is None or run.save_path is None:
+        return state
+    run.refuse_changes(run.saved["schedule"], plain_json(asdict(schedule)), "schedule.")
+    run.refuse_changes(run.saved["optimizer"], plain_json(optimizer.settings), "optimizer.")
+    _load_tensors(run.save_path / TENSORS, state.tensors())
+    state.step, state.cursor = run.step, run.cursor
+    return state
+
+
+def save(state: State, keep: int = 2) -> Path:
+    """Write runs/<name>/state/step-<step> and return it; older saves beyond `keep` go. Emits a "save" event. A step is saved once.
+
+    Order: write under .tmp, fsync files and folder, rename, fsync the parent; only then are older saves removed. A kill at any point
+    leaves the previous save readable. Raises UserError if the disk is full; the previous saves stay.
+    """
+    final = state.run.path / "state" / f"step-{state.step:06d}"
+    temporary = final.with_name(final.name + ".tmp")
+    if final.exists():
+        return final
+    tensors = {name: tensor.contiguous() for name, tensor in state.tensors().items()} | _rng_tensors(state.model.device)
+    record = {
+        "format": 1,
+        "step": state.step,
+        "cursor": state.cursor,
+        "schedule": asdict(state.schedule),
+        "optimizer": state.optimizer.settings,
+        "config": state.run.config,
+        "config_hash": config_hash(state.run.config),
+        "torch": torch.__version__,
+    }
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        save_file(tensors, temporary / TENSORS)
+        (temporary / RECORD).write_text(json.dumps(record, indent=1, allow_nan=False), encoding="utf-8")
+        for path in (temporary / TENSORS, temporary / RECORD, temporary):
+            _fsync(path)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise _save_error(error, final, tensors) from error
+    temporary.rename(final)
+    _fsync(final.parent)
+    for old in saves(state.run.path)[:-keep]:
+        _remove(old)
+    state.run.events.emit("save", state.step, path=str(final.relative_to(state.run.path)))
+    return final
+
+
+def _load_tensors(path: Path, live: dict[str, Tensor]) -> None:
+    """Copy a save into the live tensors, one at a time. Every name must be on both sides, with the same shape and dtype."""
+    try:
+        file = safe_open(path, framework="pt", device="cpu")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}", next=f"remove {path.parent} to go on from the save before") from error
+    with file as saved:
+        names = {name for name in saved.keys() if not name.startswith(_RNG)}  # noqa: SIM118 (not a dict)
+        missing, unexpected = sorted(live.keys() - names), sorted(names - live.keys())
+        if missing or unexpected:
+            raise CheckpointError(
+                f"{path} does not fit this model: {len(missing)} of {len(live)} tensors missing, {len(unexpected)} unexpected; "
+                f"first: {(missing + unexpected)[0]}",
+                next="resume with the model and adapter the save was made with, or give another folder with --out",
+            )
+        with torch.no_grad():
+            for name, tensor in live.items():
+                value = saved.get_tensor(name)
+                if value.shape != tensor.shape or value.dtype != tensor.dtype:
+                    raise CheckpointError(
+                        f"{path}: {name} is {value.dtype} {list(value.shape)}, this model has {tensor.dtype} {list(tensor.shape)}"
+                    )
+                tensor.copy_(value)
+        torch.set_rng_state(saved.get_tensor(_RNG + "cpu"))
+        if torch.cuda.is_available() and _RNG + "cuda" in saved.keys():  # noqa: SIM118
+            torch.cuda.set_rng_state(saved.get_tensor(_RNG + "cuda"))
+
+
+def _rng_tensors(device: torch.device) -> dict[str, Tensor]:
+    tensors = {_RNG + "cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        tensors[_RNG + "cuda"] = torch.cuda.get_rng_state(device)
+    return tensors
+
+
+def _remove(save_path: Path) -> None:
+    """Rename first: a kill in the middle of the removal must not leave half a save under a name that counts as complete."""
+    doomed = save_path.with_name(save_path.name + ".old.tmp")
+    save_path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _save_error(error: Exception, final: Path, tensors: dict[str, Tensor]) -> UserError:
+    needed, free = sum(t.nbytes for t in tensors.values()), shutil.disk_usage(final.parents[1]).free
+    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or free < needed
+    cause = "the disk is full" if full else f"{type(error).__name__}: {error}"
+    return UserError(
+        f"could not save {final}: {cause}; {format_bytes(needed)} needed, {format_bytes(free)} free. Earlier saves are untouched",
+        next=f"free space on the disk of {final.parent}, then run the same command again: it goes on from the last save",
+    )

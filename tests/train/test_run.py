@@ -1,0 +1,113 @@
+"""The run folder: one process at a time (R8), a changed configuration refused by field (R2), unfinished saves never looked at (R1)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from unfreeze.core.errors import CheckpointError, ConfigError, UserError
+from unfreeze.train.run import Run, changed_fields, config_hash, latest
+
+CONFIG = {"model": "m", "lora": {"rank": 8, "targets": ["all-linear"]}, "learning_rate": 1e-4}
+
+
+def write_save(run_dir: Path, step: int, config: dict = CONFIG, steps: int = 100) -> Path:
+    path = run_dir / "state" / f"step-{step:06d}"
+    path.mkdir(parents=True)
+    record = {"step": step, "cursor": {"position": step}, "schedule": {"steps": steps}, "optimizer": {}, "config": config}
+    (path / "state.json").write_text(json.dumps(record | {"config_hash": config_hash(config)}))
+    return path
+
+
+def test_a_second_run_in_the_folder_is_refused_with_the_pid(tmp_path: Path):
+    with (
+        Run(tmp_path, CONFIG),
+        pytest.raises(UserError, match=f"in use by process {os.getpid()}: two runs in one folder"),
+    ):
+        Run(tmp_path, CONFIG)
+    Run(tmp_path, CONFIG).close()  # free again
+
+
+def test_another_process_holds_the_lock_until_it_is_killed(tmp_path: Path):
+    code = f"import time; from unfreeze.train.run import Run; run = Run({str(tmp_path)!r}, {{}}); print('held', flush=True); time.sleep(60)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None and process.stdout.readline().strip() == "held"
+    try:
+        with pytest.raises(UserError, match=f"in use by process {process.pid}"):
+            Run(tmp_path, {})
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    Run(tmp_path, {}).close()
+
+
+def test_a_fresh_folder_starts_at_zero(tmp_path: Path):
+    with Run(tmp_path / "new" / "run", CONFIG) as run:
+        assert (run.step, run.cursor, run.saved, run.finished) == (0, None, None, False)
+
+
+def test_the_latest_complete_save_is_found_and_unfinished_ones_are_not(tmp_path: Path):
+    assert latest(tmp_path) is None
+    for step in (5, 20, 1_000_000):
+        write_save(tmp_path, step)
+    for name in ("step-2000000.tmp", "step-9999999.old.tmp", "step-3", "notes"):
+        (tmp_path / "state" / name).mkdir()
+    assert latest(tmp_path) == tmp_path / "state" / "step-1000000"
+    with Run(tmp_path, CONFIG) as run:
+        assert (run.step, run.cursor, run.finished) == (1_000_000, {"position": 1_000_000}, True)
+    assert not list((tmp_path / "state").glob("*.tmp"))  # removed under the lock
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"learning_rate": 2e-4}, "learning_rate: 0.0001 -> 0.0002"),
+        ({"lora": {"rank": 16, "targets": ["all-linear"]}}, "lora.rank: 8 -> 16"),
+        ({"lora": {"rank": 8, "targets": ["experts"]}}, r'lora.targets: \["all-linear"\] -> \["experts"\]'),
+        ({"seed": 1}, "seed: absent -> 1"),
+        ({"model": None}, 'model: "m" -> null'),
+    ],
+)
+def test_a_changed_configuration_is_refused_with_its_fields(tmp_path: Path, change: dict, line: str):
+    write_save(tmp_path, 10)
+    with pytest.raises(ConfigError, match=f"trained to step 10 with another configuration; 1 field differs .*{line}\n") as caught:
+        Run(tmp_path, CONFIG | change)
+    assert "--out" in caught.value.next
+    Run(tmp_path, CONFIG, allow_changed=()).close()  # the refusal freed the lock, and the same configuration goes on
+    Run(tmp_path, CONFIG | change, allow_changed=[next(iter(change))]).close()
+
+
+def test_every_changed_field_is_listed():
+    now = {"lora": {"rank": 4, "targets": ["all-linear"]}, "learning_rate": 1e-4, "seed": 3}
+    assert changed_fields(CONFIG, now) == [("lora.rank", "8", "4"), ("model", '"m"', "absent"), ("seed", "absent", "3")]
+
+
+def test_tuples_and_paths_compare_as_json(tmp_path: Path):
+    write_save(tmp_path, 1, {"targets": ["a"], "data": "x/y"})
+    Run(tmp_path, {"targets": ("a",), "data": Path("x/y")}).close()
+
+
+def test_events_after_the_save_are_dropped(tmp_path: Path):
+    with Run(tmp_path, CONFIG) as run:
+        for step in range(1, 6):
+            run.events.emit("train", step, loss=1.0)
+    write_save(tmp_path, 3)
+    Run(tmp_path, CONFIG).close()
+    lines = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"config": {}}', None])
+def test_a_damaged_record_is_named(tmp_path: Path, damage: str | None):
+    path = write_save(tmp_path, 3) / "state.json"
+    path.write_text(damage if damage is not None else path.read_text().replace('"rank": 8', '"rank": 9'))
+    with pytest.raises(CheckpointError, match=r"step-000003/state\.json"):
+        Run(tmp_path, CONFIG)
+    Run(tmp_path / "other", CONFIG).close()

@@ -1,0 +1,90 @@
+"""The schedules against their closed forms and against transformers' (whose warm-up starts at 0, one step behind ours)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unfreeze.core.errors import ConfigError
+from unfreeze.train.schedule import Schedule
+
+STEPS, WARMUP, DECAY = 50, 8, 15
+
+
+def transformers_factors(kind: str) -> list[float]:
+    optimization = pytest.importorskip("transformers.optimization")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    if kind == "wsd":
+        scheduler = optimization.get_wsd_schedule(
+            optimizer, num_warmup_steps=WARMUP, num_decay_steps=DECAY, num_training_steps=STEPS, decay_type="1-sqrt"
+        )
+    else:
+        make = {
+            "cosine": optimization.get_cosine_schedule_with_warmup,
+            "linear": optimization.get_linear_schedule_with_warmup,
+            "constant": optimization.get_constant_schedule_with_warmup,
+        }[kind]
+        rest = () if kind == "constant" else (STEPS,)
+        scheduler = make(optimizer, WARMUP, *rest)
+    factors = []
+    for _ in range(STEPS + 1):
+        factors.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    return factors
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "constant", "wsd"])
+def test_after_warm_up_equal_to_transformers(kind: str):
+    schedule = Schedule(1.0, STEPS, kind, WARMUP, DECAY if kind == "wsd" else 0)  # type: ignore[arg-type]
+    expected = transformers_factors(kind)
+    for step in range(WARMUP, STEPS + 1):
+        assert schedule.factor(step) == pytest.approx(expected[step], abs=1e-12), step
+    for step in range(WARMUP):
+        assert schedule.factor(step) == pytest.approx(expected[step + 1], abs=1e-12), step
+
+
+def test_closed_forms():
+    cosine = Schedule(2e-4, 100, "cosine", 10, final=0.1)
+    assert cosine.learning_rate(0) == pytest.approx(2e-5)
+    assert cosine.learning_rate(9) == cosine.learning_rate(10) == 2e-4
+    assert cosine.learning_rate(55) == pytest.approx(2e-4 * (0.1 + 0.9 / 2))
+    assert cosine.learning_rate(100) == pytest.approx(2e-5)
+    assert Schedule(1.0, 100, "linear", 0).factor(25) == 0.75
+    assert Schedule(1.0, 100, "constant", 0).factor(99) == 1.0
+    wsd = Schedule(1.0, 100, "wsd", 10, 20)
+    assert [wsd.factor(s) for s in (10, 50, 80)] == [1.0, 1.0, 1.0]
+    assert wsd.factor(85) == pytest.approx(1 - math.sqrt(0.25))
+
+
+@given(
+    steps=st.integers(1, 300), warmup=st.integers(0, 300), decay=st.integers(0, 300), final=st.floats(0, 1),
+    kind=st.sampled_from(["cosine", "linear", "constant", "wsd"]),
+)  # fmt: skip
+def test_every_step_has_a_rate_above_zero_and_not_above_the_peak(steps: int, warmup: int, decay: int, final: float, kind: str):
+    warmup = min(warmup, steps)
+    schedule = Schedule(1.0, steps, kind, warmup, min(decay, steps - warmup), final)  # type: ignore[arg-type]
+    factors = [schedule.factor(step) for step in range(steps)]
+    assert all(0 < f <= 1 for f in factors)
+    assert all(a >= b - 1e-12 for a, b in zip(factors[warmup:], factors[warmup + 1 :], strict=False))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ({"peak": 0.0}, "learning rate 0.0"),
+        ({"peak": math.nan}, "learning rate nan"),
+        ({"steps": 0}, "0 steps"),
+        ({"warmup_steps": 11}, "warmup_steps 11"),
+        ({"kind": "wsd", "warmup_steps": 4, "decay_steps": 7}, "0 .. steps - warmup_steps = 6"),
+        ({"final": 1.5}, "final factor 1.5"),
+        ({"kind": "step"}, "unknown schedule 'step'"),
+    ],
+)
+def test_impossible_values_are_named(arguments: dict, part: str):
+    with pytest.raises(ConfigError, match=part.replace("..", r"\.\.")):
+        Schedule(**({"peak": 1.0, "steps": 10} | arguments))
