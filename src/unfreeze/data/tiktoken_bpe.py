@@ -34,7 +34,7 @@ MAX_CHARS = 400_000
 """tiktoken's regex overflows its stack on longer texts; the release cuts here."""
 MAX_RUN = 25_000
 """Longest run of only blanks or only non-blanks given to tiktoken at once (its pattern backtracks over a run; the release's number)."""
-_LONG_RUN = re.compile(rf"\s{{{MAX_RUN + 1},}}|\S{{{MAX_RUN + 1},}}")
+_RUN = re.compile(r"\s+|\S+")
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
@@ -134,6 +134,6 @@ def cut_long_runs(text: str) -> Iterator[str]:
     """Cut as the release does: every MAX_CHARS characters, and inside any run of blanks (or of non-blanks) every MAX_RUN characters."""
     for begin in range(0, len(text), MAX_CHARS):
         part = text[begin : begin + MAX_CHARS]
-        cuts = [cut for run in _LONG_RUN.finditer(part) for cut in range(run.start() + MAX_RUN, run.end(), MAX_RUN)]
+        cuts = [cut for run in _RUN.finditer(part) for cut in range(run.start() + MAX_RUN, run.end(), MAX_RUN)]
         for start, end in zip([0, *cuts], [*cuts, len(part)], strict=True):
             yield part[start:end]
