@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError, UserError, nearest
 
 
@@ -21,14 +22,6 @@ class Command(NamedTuple):
     module: str
     usage: str
     summary: str
-
-
-class Common(NamedTuple):
-    """The flags every command takes."""
-
-    json: bool = False
-    quiet: bool = False
-    traceback: bool = False
 
 
 COMMANDS = {

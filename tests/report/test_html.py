@@ -65,7 +65,7 @@ def write_run(folder: Path, lines: list[dict[str, Any]], config: dict[str, Any] 
     folder.mkdir(parents=True)
     (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     if config is not None:
-        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        (folder / "resolved_config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 
 
@@ -258,10 +258,10 @@ def test_long_run_stays_a_small_page(tmp_path: Path):
 
 
 def test_damaged_files_are_user_errors(run_dir: Path):
-    (run_dir / "config.json").write_text("{")
+    (run_dir / "resolved_config.json").write_text("{")
     with pytest.raises(DataError, match=r"config\.json is not JSON"):
         write_report(run_dir)
-    (run_dir / "config.json").write_text("[]")
+    (run_dir / "resolved_config.json").write_text("[]")
     with pytest.raises(DataError, match="holds a list"):
         write_report(run_dir)
 

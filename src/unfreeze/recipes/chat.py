@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from tyro.conf import Positional, arg
 
+from unfreeze.core.command import Common
 from unfreeze.core.errors import UserError
 from unfreeze.recipes.config import Frozen, parse
 
-if TYPE_CHECKING:
-    from unfreeze.cli import Common
-
 
 class Config(Frozen):
-    model: Annotated[str, Positional, arg(metavar="MODEL_OR_RUN")] = Field(description="checkpoint folder, Hugging Face id, run folder or adapter folder")
-    system: str = Field("", description="system prompt; empty: none")
-    max_new_tokens: int = Field(400, ge=1, description="tokens of one answer at most")
-    temperature: float = Field(0.0, ge=0, description="0 is greedy")
-    top_k: int = Field(0, ge=0, description="keep the k likeliest tokens; 0: all")
-    top_p: float = Field(1.0, gt=0, le=1, description="keep the likeliest tokens whose probabilities sum to p")
-    seed: int = Field(0, description="seed of the sampling")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the computation; packed weights stay packed")
+    model: Annotated[str, Positional, arg(metavar="MODEL_OR_RUN")] = Field(description="checkpoint or run folder, adapter folder, or Hugging Face id")
+    system: str = Field(default="", description="system prompt; empty: none")
+    max_new_tokens: int = Field(default=400, ge=1, description="tokens of one answer at most")
+    temperature: float = Field(default=0.0, ge=0, description="0 is greedy")
+    top_k: int = Field(default=0, ge=0, description="keep the k likeliest tokens; 0: all")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="keep the likeliest tokens whose probabilities sum to p")
+    seed: int = Field(default=0, description="seed of the sampling")
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="dtype of the computation; packed weights stay packed")
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:

@@ -12,13 +12,14 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
 from unfreeze.adapters import LoraConfig
+from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import EventLog
 from unfreeze.evaluate.style import compare
@@ -27,9 +28,6 @@ from unfreeze.recipes.config import Frozen, parse
 from unfreeze.recipes.training import RESOLVED
 from unfreeze.report.html import write_report
 
-if TYPE_CHECKING:
-    from unfreeze.cli import Common
-
 TINY_K2 = Path(__file__).resolve().parents[1] / "assets" / "tiny-k2"
 SHOWN = 8
 
@@ -37,11 +35,11 @@ SHOWN = 8
 class Config(Frozen):
     """The demo's few knobs; the defaults are what `make demo` runs."""
 
-    out: str = Field("runs/demo", description="run folder; a demo that stands there is replaced")
-    epochs: float = Field(3.0, gt=0, description="passes over the 740 training rows")
-    learning_rate: float = Field(2e-3, gt=0, description="peak learning rate of the adapters")
-    rank: int = Field(16, ge=1, description="LoRA rank of every linear layer and expert")
-    seed: int = Field(0, ge=0, description="seed of adapters and data order")
+    out: str = Field(default="runs/demo", description="run folder; a demo that stands there is replaced")
+    epochs: float = Field(default=3.0, gt=0, description="passes over the 740 training rows")
+    learning_rate: float = Field(default=2e-3, gt=0, description="peak learning rate of the adapters")
+    rank: int = Field(default=16, ge=1, description="LoRA rank of every linear layer and expert")
+    seed: int = Field(default=0, ge=0, description="seed of adapters and data order")
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:

@@ -9,22 +9,20 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from tyro.conf import Positional, arg
 
+from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.recipes.config import Frozen, parse
-
-if TYPE_CHECKING:
-    from unfreeze.cli import Common
 
 
 class Config(Frozen):
     run: Annotated[str, Positional, arg(metavar="RUN")] = Field(description="run folder or adapter folder")
-    layout: Literal["per-expert", "peft"] = Field("per-expert", description="how the adapter is laid out on disk")
-    out: str = Field("", description="folder to write; default RUN/export-<layout>")
+    layout: Literal["per-expert", "peft"] = Field(default="per-expert", description="how the adapter is laid out on disk")
+    out: str = Field(default="", description="folder to write; default RUN/export-<layout>")
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 import sys
 from collections import defaultdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 from tyro.conf import Positional, arg
 
+from unfreeze.core.command import Common
 from unfreeze.core.units import format_bytes, format_count
 from unfreeze.recipes.config import Frozen, parse
-
-if TYPE_CHECKING:
-    from unfreeze.cli import Common
 
 
 class Config(Frozen):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.recipes.config import parse
 from unfreeze.recipes.sft import sample_prompts, say_samples
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from unfreeze.cli import Common
     from unfreeze.models import Decoder
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tiktoken.model", "chat_template.jinja", "generation_config.json",
@@ -34,11 +34,11 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tiktoken.model", 
 class Config(TrainingConfig):
     """Everything a pretraining run depends on."""
 
-    learning_rate: float = Field(3e-3, gt=0, description="peak learning rate; 3e-3 for models of a few million parameters, less for larger")
-    weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay on matrices; 0.1 as in GPT-3 and Llama")
-    dtype: Literal["bfloat16", "float32"] = Field("float32", description="dtype of weights and computation; bfloat16 keeps float32 masters")
-    truncation: Literal["tail", "error", "drop", "split"] = Field("split", description="texts longer than sequence_length are split")
-    balance_rate: float = Field(0.001, ge=0, description="step of the loss-free balancing bias per optimizer step; 0: bias stays (DeepSeek-V3: 0.001)")
+    learning_rate: float = Field(default=3e-3, gt=0, description="peak learning rate; 3e-3 for models of a few million parameters, less for larger")
+    weight_decay: float = Field(default=0.1, ge=0, description="decoupled weight decay on matrices; 0.1 as in GPT-3 and Llama")
+    dtype: Literal["bfloat16", "float32"] = Field(default="float32", description="dtype of weights and computation; bfloat16 keeps float32 masters")
+    truncation: Literal["tail", "error", "drop", "split"] = Field(default="split", description="texts longer than sequence_length are split")
+    balance_rate: float = Field(default=0.001, ge=0, description="step of the loss-free balancing bias per optimizer step; 0: none (DeepSeek-V3: 0.001)")
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:

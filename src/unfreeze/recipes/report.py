@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field
 from tyro.conf import Positional, arg
 
+from unfreeze.core.command import Common
 from unfreeze.recipes.config import Frozen, parse
 from unfreeze.report.html import summary_lines, write_report
-
-if TYPE_CHECKING:
-    from unfreeze.cli import Common
 
 
 class Config(Frozen):

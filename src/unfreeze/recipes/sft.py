@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from unfreeze.adapters import LoraConfig
+from unfreeze.core.command import Common
 from unfreeze.recipes.config import parse
 from unfreeze.recipes.training import TrainingConfig, encode, finish, live, pick_device, portable, refuse_absent, schedule_of, write_json
 
 if TYPE_CHECKING:
-    from unfreeze.cli import Common
     from unfreeze.data import Dataset, Tokenizer
     from unfreeze.generate.model import Model
     from unfreeze.train.run import Run
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Config(TrainingConfig):
     """Everything a fine-tuning run depends on."""
 
-    lora: LoraConfig = Field(default_factory=LoraConfig, description="the adapters")
+    lora: LoraConfig = Field(default_factory=lambda: LoraConfig(), description="the adapters")
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A run folder read once: its events, its resolved config, plan and receipt, and the facts that the page and the terminal both print.
 
     runs/<name>/events.jsonl   always there          plan.json, receipt.json   where absent, the latest plan or receipt event is taken
-    runs/<name>/config.json    may be missing
+    runs/<name>/resolved_config.json may be missing
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def read_run(run_dir: Path | str) -> Run:
     return Run(
         path=path,
         events=events,
-        config=_read_object(path / "config.json"),
+        config=_read_object(path / "resolved_config.json"),
         plan=_read_object(path / "plan.json") or plan_event or {},
         groups=receipt.get("groups", receipt),
     )

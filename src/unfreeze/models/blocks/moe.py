@@ -26,6 +26,8 @@ class SigmoidRouter(nn.Module):
     e_score_correction_bias [E] fp32 selects and never weighs. Source: arXiv:2412.19437, 2.1.2.
     """
 
+    e_score_correction_bias: Tensor
+
     def __init__(
         self, hidden_size: int, num_experts: int, top_k: int, *, n_group: int, topk_group: int, normalize: bool, scale: float,
         dtype: Any, device: Any,

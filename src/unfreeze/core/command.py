@@ -1,0 +1,13 @@
+"""The flags every command takes, as the value recipes receive."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Common(NamedTuple):
+    """json: the result as one JSON object on the last line of stdout; quiet: no progress; traceback: show it for errors too."""
+
+    json: bool = False
+    quiet: bool = False
+    traceback: bool = False
