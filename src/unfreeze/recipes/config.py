@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from dataclasses import asdict, field, make_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 import tyro
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -31,10 +32,26 @@ def parse(config: type[C], arguments: list[str], *, command: str, description: s
     if not positional and arguments and not arguments[0].startswith("-"):
         from_file = _flags(config, read_toml(Path(arguments[0])), arguments[0])
         arguments = arguments[1:]
+    values = tyro.cli(_twin(config), args=[*from_file, *arguments], prog=f"unfreeze {command}", description=description)
     try:
-        return tyro.cli(config, args=[*from_file, *arguments], prog=f"unfreeze {command}", description=description)
+        return config.model_validate(asdict(values))
     except ValidationError as error:
         raise ConfigError(_explain(error), next=f"unfreeze {command} --help") from error
+
+
+def _twin(config: type[BaseModel]) -> type:
+    """A dataclass with the same fields, types and help but no limits: tyro parses into it, and the Config judges the values in our own words."""
+    fields: list[Any] = []
+    for name, info in config.model_fields.items():
+        inner = _model_in(info.annotation)
+        kind = _twin(inner) if inner else info.annotation
+        annotated = Annotated[(kind, *info.metadata, tyro.conf.arg(help=info.description))]  # type: ignore[valid-type]
+        if info.is_required():
+            fields.append((name, annotated, field(kw_only=True)))
+        else:
+            default = kind if inner else lambda info=info: info.get_default(call_default_factory=True)  # type: ignore[call-arg]
+            fields.append((name, annotated, field(default_factory=default, kw_only=True)))
+    return make_dataclass(config.__name__, fields)
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from unfreeze.recipes.config import Frozen, parse
 class Config(Frozen):
     model: Annotated[str, Positional, arg(metavar="MODEL_OR_RUN")] = Field(description="checkpoint or run folder, adapter folder, or Hugging Face id")
     prompt: str = Field(description="the text to continue, or the question")
-    mode: Literal["auto", "text", "chat"] = Field(default="auto", description="text: continue the prompt; chat: the prompt is a user's turn; auto: chat if the checkpoint has a chat template"
+    mode: Literal["auto", "text", "chat"] = Field(
+        default="auto", description="text: continue the prompt; chat: the prompt is a user's turn; auto: chat if the checkpoint has a chat template"
     )
     max_new_tokens: int = Field(default=200, ge=1, description="tokens to generate at most")
     temperature: float = Field(default=0.0, ge=0, description="0 is greedy")

@@ -38,7 +38,9 @@ class Config(TrainingConfig):
     weight_decay: float = Field(default=0.1, ge=0, description="decoupled weight decay on matrices; 0.1 as in GPT-3 and Llama")
     dtype: Literal["bfloat16", "float32"] = Field(default="float32", description="dtype of weights and computation; bfloat16 keeps float32 masters")
     truncation: Literal["tail", "error", "drop", "split"] = Field(default="split", description="texts longer than sequence_length are split")
-    balance_rate: float = Field(default=0.001, ge=0, description="step of the loss-free balancing bias per optimizer step; 0: none (DeepSeek-V3: 0.001)")
+    balance_rate: float = Field(
+        default=0.001, ge=0, description="step of the loss-free balancing bias per optimizer step; 0: none (DeepSeek-V3: 0.001)"
+    )
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:

@@ -37,11 +37,18 @@ class TrainingConfig(Frozen):
     data: str = Field(description="JSON Lines (messages, prompt/completion, question/answer, instruction/output, conversations or text) or .txt")
     out: str = Field(default="", description="run folder; default runs/<model>-<data>")
     steps: int | None = Field(default=None, ge=1, description="optimizer steps; default: as many as `epochs` need")
-    epochs: float = Field(default=3.0, gt=0, description="passes over the data, if `steps` is not given. 3: usual for instruction data of some thousand rows")
-    tokens_per_step: int = Field(default=4096, ge=2, description="tokens of one optimizer step, all micro-batches together; whole documents are packed")
+    epochs: float = Field(
+        default=3.0, gt=0, description="passes over the data, if `steps` is not given. 3: usual for instruction data of some thousand rows"
+    )
+    tokens_per_step: int = Field(
+        default=4096, ge=2, description="tokens of one optimizer step, all micro-batches together; whole documents are packed"
+    )
     micro_batches: int = Field(default=1, ge=1, description="parts a step's tokens are cut into, to save memory; the gradient is the same")
-    sequence_length: int = Field(default=2048, ge=2, description="longest document in tokens; bounded by tokens per micro-batch and the model's positions")
-    truncation: Literal["tail", "error", "drop", "split"] = Field(default="tail", description="documents longer than sequence_length: cut the tail, stop, drop the row, or split (texts). Counted and said"
+    sequence_length: int = Field(
+        default=2048, ge=2, description="longest document in tokens; bounded by tokens per micro-batch and the model's positions"
+    )
+    truncation: Literal["tail", "error", "drop", "split"] = Field(
+        default="tail", description="documents longer than sequence_length: cut the tail, stop, drop the row, or split (texts). Counted and said"
     )
     on_bad_row: Literal["error", "skip"] = Field(default="error", description="a row that cannot be read: stop, naming it, or skip and count it")
     learning_rate: float = Field(default=2e-4, gt=0, description="peak learning rate")
@@ -50,9 +57,13 @@ class TrainingConfig(Frozen):
     decay: float = Field(default=0.2, ge=0, le=1, description="share of the steps in the final fall of schedule wsd")
     weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay on matrices")
     clip: float = Field(default=1.0, ge=0, description="limit of the global gradient norm; 0: none")
-    dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", description="dtype of the frozen base and the computation; adapters are float32")
+    dtype: Literal["bfloat16", "float32"] = Field(
+        default="bfloat16", description="dtype of the frozen base and the computation; adapters are float32"
+    )
     device: str = Field(default="auto", description="auto (CUDA if there is one), cpu, cuda, cuda:1")
-    recompute: Literal["layers", "nothing"] = Field(default="layers", description="keep only each layer's input and recompute in backward, or keep all")
+    recompute: Literal["layers", "nothing"] = Field(
+        default="layers", description="keep only each layer's input and recompute in backward, or keep all"
+    )
     seed: int = Field(default=0, ge=0, description="seed of adapters, weights and data order")
     save_every: int = Field(default=0, ge=0, description="steps between saves; 0: at the end and on Ctrl-C")
     keep_saves: int = Field(default=2, ge=1, description="how many saves of the training state are kept")

@@ -1,0 +1,75 @@
+"""The command line as scripts see it: exit codes, one line per error, no torch for --help."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from unfreeze import cli
+from unfreeze.core.errors import UserError
+
+
+def test_help_imports_no_torch():
+    code = "import sys\nfrom unfreeze import cli\nassert cli.main(['--help']) == 0\nassert 'torch' not in sys.modules, 'torch was imported'"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in cli.COMMANDS)
+
+
+def test_an_unknown_command_names_the_nearest_and_ends_with_2(capsys):
+    assert cli.main(["inspekt"]) == 2
+    error = capsys.readouterr().err
+    assert "nearest: 'inspect'" in error and "Traceback" not in error
+
+
+def test_no_command_prints_the_usage_and_ends_with_2(capsys):
+    assert cli.main([]) == 2
+    assert "unfreeze COMMAND --help" in capsys.readouterr().out
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    """A command whose main raises or returns what the test wants."""
+
+    def plant(outcome):
+        def main(arguments, common):
+            if isinstance(outcome, BaseException):
+                raise outcome
+            return outcome
+
+        monkeypatch.setitem(cli.COMMANDS, "planted", cli.Command("tests.planted", "planted", ""))
+        monkeypatch.setattr(cli.importlib, "import_module", lambda name: type("Module", (), {"main": staticmethod(main)}))
+
+    return plant
+
+
+def test_a_user_error_is_one_message_with_the_next_command_and_exit_code_2(planted, capsys):
+    planted(UserError("rank 0 is below 1", next="--lora.rank 8"))
+    assert cli.main(["planted"]) == 2
+    assert capsys.readouterr().err == "UserError: rank 0 is below 1\n  next: --lora.rank 8\n"
+
+
+def test_a_fault_is_exit_code_1_and_says_where(planted, capsys):
+    planted(ZeroDivisionError("division by zero"))
+    assert cli.main(["planted"]) == 1
+    error = capsys.readouterr().err
+    assert "fault: ZeroDivisionError" in error and "Traceback" not in error
+
+
+def test_traceback_shows_it(planted, capsys):
+    planted(ZeroDivisionError("division by zero"))
+    assert cli.main(["planted", "--traceback"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_json_is_the_last_line_of_stdout(planted, capsys):
+    planted({"run": "runs/x", "steps": 3})
+    assert cli.main(["planted", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"run": "runs/x", "steps": 3}
+
+
+@pytest.mark.parametrize("command", list(cli.COMMANDS))
+def test_every_command_has_help(command):
+    done = subprocess.run([sys.executable, "-m", "unfreeze.cli", command, "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"unfreeze {command}" in done.stdout
