@@ -1,0 +1,110 @@
+"""The LoRA factors of one MoE layer's routed experts, as the op takes them and as its workspace holds them.
+
+E experts, D model width, I intermediate width, R rank of gate and up, Rd rank of down, Q = 2R and P = Rd rounded up to a multiple of 8
+(grouped GEMMs need 16-byte strides; the extra columns are zero).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ExpertFactors:
+    """LoRA of one MoE layer; either pair may be None, but A and B of a pair come together.
+
+    gate_up_A [E, 2R, D]  rows 0:R are the A of gate, R:2R the A of up       gate_up_B [E, 2I, R]  rows 0:I the B of gate, I:2I the B of up
+    down_A    [E, Rd, I]                                                     down_B    [E, D, Rd]
+    Applied as  W x + scale * B A x,  with `scale` for gate and up, `down_scale` for down.
+    """
+
+    gate_up_A: Tensor | None = None
+    gate_up_B: Tensor | None = None
+    down_A: Tensor | None = None
+    down_B: Tensor | None = None
+    scale: float = 1.0
+    down_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if (self.gate_up_A is None) != (self.gate_up_B is None) or (self.down_A is None) != (self.down_B is None):
+            raise ValueError("A and B of a pair come together: one of them is None")
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One pair in the dtype of the computation, for the experts in use: A [., Q, in], B [., out, Q] with the scale folded in.
+
+    Folding costs nothing (one rounding of scale * B instead of B) and leaves y = [x | x Aᵀ] [W | B]ᵀ as a single GEMM.
+    """
+
+    A: Tensor
+    B: Tensor
+
+    @property
+    def width(self) -> int:
+        """Q."""
+        return self.A.shape[1]
+
+
+def gate_up_adapter(A: Tensor, B: Tensor, scale: float, experts: Tensor | None, dtype: torch.dtype) -> Adapter:
+    """A [E, 2R, D], B [E, 2I, R] -> Adapter whose B [., 2I, Q] is block diagonal: gate rows see the gate's columns, up rows the up's."""
+    A, B = _select(A, experts), _select(B, experts)
+    rank, half = B.shape[2], B.shape[1] // 2
+    blocks = B.new_zeros((B.shape[0], 2 * half, round_up(2 * rank, 8)), dtype=dtype)
+    blocks[:, :half, :rank].copy_(B[:, :half] * scale)
+    blocks[:, half:, rank : 2 * rank].copy_(B[:, half:] * scale)
+    return Adapter(_padded(A, 1, dtype), blocks)
+
+
+def down_adapter(A: Tensor, B: Tensor, scale: float, experts: Tensor | None, dtype: torch.dtype) -> Adapter:
+    """A [E, Rd, I], B [E, D, Rd] -> Adapter with P columns."""
+    return Adapter(_padded(_select(A, experts), 1, dtype), _padded(_select(B, experts) * scale, 2, dtype))
+
+
+def gate_up_grads(dA: Tensor, dBt: Tensor, A: Tensor, B: Tensor, scale: float, experts: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Gradients in the shape and dtype of the parameters. dA [., Q, D]; dBt [., Q, 2I] = (x Aᵀ)ᵀ dy, of which the two blocks count."""
+    rank, half = B.shape[2], B.shape[1] // 2
+    grad_B = torch.empty((dBt.shape[0], 2 * half, rank), dtype=B.dtype, device=B.device)
+    grad_B[:, :half].copy_(dBt[:, :rank, :half].transpose(1, 2))
+    grad_B[:, half:].copy_(dBt[:, rank : 2 * rank, half:].transpose(1, 2))
+    return _spread(dA[:, : 2 * rank].to(A.dtype), experts, A.shape[0]), _spread(grad_B.mul_(scale), experts, B.shape[0])
+
+
+def down_grads(dA: Tensor, dBt: Tensor, A: Tensor, B: Tensor, scale: float, experts: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As gate_up_grads: dA [., P, I], dBt [., P, D]."""
+    rank = B.shape[2]
+    grad_B = torch.empty((dBt.shape[0], B.shape[1], rank), dtype=B.dtype, device=B.device)
+    grad_B.copy_(dBt[:, :rank].transpose(1, 2))
+    return _spread(dA[:, :rank].to(A.dtype), experts, A.shape[0]), _spread(grad_B.mul_(scale), experts, B.shape[0])
+
+
+def _select(tensor: Tensor, experts: Tensor | None) -> Tensor:
+    """The experts in use (None: all). A decode step touches a handful: converting the other factors would cost more than its GEMMs."""
+    return tensor if experts is None else tensor.index_select(0, experts)
+
+
+def _spread(grad: Tensor, experts: Tensor | None, num_experts: int) -> Tensor:
+    """Inverse of _select: zero gradient for experts without tokens."""
+    if experts is None:
+        return grad.contiguous()
+    return grad.new_zeros((num_experts, *grad.shape[1:])).index_copy_(0, experts, grad)
+
+
+def _padded(tensor: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """`tensor` in dtype with dim rounded up to a multiple of 8 by zeros."""
+    missing = round_up(tensor.shape[dim], 8) - tensor.shape[dim]
+    if not missing:
+        return tensor.to(dtype)
+    shape = list(tensor.shape)
+    shape[dim] += missing
+    padded = torch.zeros(shape, dtype=dtype, device=tensor.device)
+    padded.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+    return padded

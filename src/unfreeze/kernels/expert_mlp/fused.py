@@ -1,0 +1,202 @@
+"""The expert MLP as one autograd.Function over a frozen base (packed or dense) or a trainable dense one, with LoRA in the same GEMMs.
+
+Nothing expanded survives a group of experts: backward expands the same codes again. Saved: x, the routing weights, the parameters (no copies),
+gate_up [n, 2I] before the activation, xA [n, Q], hA [n, P]. gate_up is kept rather than recomputed: under per-layer recompute it lives only
+for its layer's backward (n * 2I * 2 bytes: 34 MB for 16,384 rows at I = 512) and saves a third of backward's GEMM work.
+
+T tokens, D width, E experts, K per token, I intermediate, n rows, Q and P adapter columns (factors.py), a "part" does the work on a device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unfreeze.kernels.expert_mlp.factors import (
+    Adapter,
+    ExpertFactors,
+    down_adapter,
+    down_grads,
+    gate_up_adapter,
+    gate_up_grads,
+)
+from unfreeze.kernels.expert_mlp.workspace import Base
+from unfreeze.quant.codec import Packed
+
+
+class _Call:
+    """What one call's forward and backward share: the part, the routing, base weights and adapters in the computation's dtype."""
+
+    def __init__(self, part: Any, dtype: torch.dtype, routing: Any, gate_up: Tensor | Packed, down: Tensor | Packed, factors: ExpertFactors):
+        self.part, self.dtype, self.routing = part, dtype, routing
+        self.gate_up, self.down = Base(gate_up, dtype, "gate_up"), Base(down, dtype, "down")
+        self.experts = routing.selection()
+        self.gate_up_adapter = self.down_adapter = None
+        if factors.gate_up_A is not None and factors.gate_up_B is not None:
+            self.gate_up_adapter = gate_up_adapter(factors.gate_up_A, factors.gate_up_B, factors.scale, self.experts, dtype)
+        if factors.down_A is not None and factors.down_B is not None:
+            self.down_adapter = down_adapter(factors.down_A, factors.down_B, factors.down_scale, self.experts, dtype)
+
+    def groups(self, *, both: bool) -> Any:
+        """Groups of experts. `both`: gate_up and down are needed at once (backward), else one after the other."""
+        costs = [base.nbytes(adapter) for base, adapter in ((self.gate_up, self.gate_up_adapter), (self.down, self.down_adapter))]
+        width = 2 * self.gate_up.columns + 3 * self.down.columns
+        return self.part.groups(self.routing, sum(costs) if both else max(costs), width * self.dtype.itemsize)
+
+    def stack(self, base: Base, group: Any, adapter: Adapter | None) -> tuple[Tensor, Any]:
+        """(matrices, index of each of the group's experts among them): the weight itself where it can be used as it lies, else a workspace."""
+        if base.direct(adapter):
+            return base.weight, group.experts  # type: ignore[return-value]
+        return base.stack(group.experts, group.positions, adapter), range(len(group.experts))
+
+
+def _width(adapter: Adapter | None) -> int:
+    return adapter.width if adapter else 0
+
+
+def _forward(call: _Call, x: Tensor, keep: bool) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """y_TD and, if `keep`, what backward needs: gate_up [n, 2I], xA [n, Q], hA [n, P]."""
+    part, D, I, n = call.part, x.shape[1], call.down.columns, call.routing.num_rows
+    Q, P = _width(call.gate_up_adapter), _width(call.down_adapter)
+    gate_up_n, xA_n, hA_n = (x.new_empty((n, width)) if keep and width else None for width in (2 * I, Q, P))
+    y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for group in call.groups(both=False):
+        x_rows = part.rows("x", group, D + Q, x.dtype)
+        part.gather(x, group, x_rows)
+        weights, index = call.stack(call.gate_up, group, call.gate_up_adapter)
+        if call.gate_up_adapter:
+            part.nt(x_rows[:, :D], call.gate_up_adapter.A[group.positions], range(len(group.experts)), group, x_rows[:, D:])
+            if xA_n is not None:
+                xA_n[group.rows] = x_rows[:, D:]
+        gate_up = gate_up_n[group.rows] if gate_up_n is not None else part.rows("gate_up", group, 2 * I, x.dtype)
+        part.nt(x_rows, weights[:, : 2 * I], index, group, gate_up)
+
+        h_rows = part.rows("h", group, I + P, x.dtype)
+        part.swiglu(gate_up, h_rows)
+        weights, index = call.stack(call.down, group, call.down_adapter)
+        if call.down_adapter:
+            part.nt(h_rows[:, :I], call.down_adapter.A[group.positions], range(len(group.experts)), group, h_rows[:, I:])
+            if hA_n is not None:
+                hA_n[group.rows] = h_rows[:, I:]
+        y_rows = part.nt(h_rows, weights[:, :D], index, group, part.rows("y", group, D, x.dtype))
+        part.scatter_add(y_rows, group, group.weight, y)
+    return y.to(x.dtype), (gate_up_n, xA_n, hA_n)
+
+
+class _Grads:
+    """Buffers of the gradients of one call, in the computation's dtype, a row per expert in use; zero where no row ever writes."""
+
+    def __init__(self, call: _Call, needs: dict[str, bool], D: int, I: int):
+        active = len(call.routing.experts)
+        Q, P = _width(call.gate_up_adapter), _width(call.down_adapter)
+        like = torch.empty((0,), dtype=call.dtype, device=call.routing.token_n.device)
+        self.gate_up_A = like.new_empty((active, Q, D)) if Q else None
+        self.gate_up_Bt = like.new_empty((active, Q, 2 * I)) if Q else None
+        self.down_A = like.new_empty((active, P, I)) if P else None
+        self.down_Bt = like.new_empty((active, P, D)) if P else None
+        everyone = call.experts is None
+        shape = (call.routing.num_experts, 2 * I, D)
+        make = like.new_empty if everyone else like.new_zeros
+        self.gate_up = make(shape) if needs["gate_up"] else None
+        self.down = make((shape[0], D, I)) if needs["down"] else None
+
+
+def _backward_group(call: _Call, group: Any, x: Tensor, dy: Tensor, saved: tuple[Tensor | None, ...], score_n: Tensor, grads: _Grads, dx: Any):
+    """One group: its rows of score_n, its experts in `grads`, and its share of dx [T, D] float32 (None: not asked for)."""
+    part, D, I = call.part, x.shape[1], call.down.columns
+    gate_up_n, xA_n, hA_n = saved
+    Q, P, here = _width(call.gate_up_adapter), _width(call.down_adapter), range(group.positions.start, group.positions.stop)
+    dy_rows = part.rows("dy", group, D + P, x.dtype)
+    part.gather(dy, group, dy_rows)
+    weights, index = call.stack(call.down, group, call.down_adapter)
+    if call.down_adapter:
+        part.nn(dy_rows[:, :D], weights[:, :D, I:], index, group, dy_rows[:, D:])
+    dh = part.nn(dy_rows, weights[:, :, :I], index, group, part.rows("dh", group, I, x.dtype))
+
+    assert gate_up_n is not None
+    wh, dgu_rows = part.rows("wh", group, I, x.dtype), part.rows("dgu", group, 2 * I + Q, x.dtype)
+    part.swiglu_backward(dh, gate_up_n[group.rows], group, wh, dgu_rows, score_n[group.rows])
+    if call.down_adapter and hA_n is not None:
+        whA = (hA_n[group.rows] * group.weight[:, None]).to(x.dtype)
+        part.tn(dy_rows[:, D:], wh, group, grads.down_A, here)
+        part.tn(whA, dy_rows[:, :D], group, grads.down_Bt, here)
+    if grads.down is not None:
+        part.tn(dy_rows[:, :D], wh, group, grads.down, group.experts)
+
+    if dx is not None or call.gate_up_adapter:
+        weights, index = call.stack(call.gate_up, group, call.gate_up_adapter)
+        if call.gate_up_adapter:
+            part.nn(dgu_rows[:, : 2 * I], weights[:, : 2 * I, D:], index, group, dgu_rows[:, 2 * I :])
+        if dx is not None:
+            dx_rows = part.nn(dgu_rows, weights[:, :, :D], index, group, part.rows("y", group, D, x.dtype))
+            part.scatter_add(dx_rows, group, torch.ones_like(group.weight), dx)
+    if call.gate_up_adapter or grads.gate_up is not None:
+        x_rows = part.rows("x", group, D, x.dtype)
+        part.gather(x, group, x_rows)
+        if call.gate_up_adapter and xA_n is not None:
+            part.tn(dgu_rows[:, 2 * I :], x_rows, group, grads.gate_up_A, here)
+            part.tn(xA_n[group.rows], dgu_rows[:, : 2 * I], group, grads.gate_up_Bt, here)
+        if grads.gate_up is not None:
+            part.tn(dgu_rows[:, : 2 * I], x_rows, group, grads.gate_up, group.experts)
+
+
+class _ExpertMLP(torch.autograd.Function):
+    """Inputs that may need a gradient stand first: x, weights, dense base, factors; then what is constant."""
+
+    @staticmethod
+    def forward(ctx: Any, x, weights, gate_up, down, gate_up_A, gate_up_B, down_A, down_B, scales, packed, part, routing) -> Tensor:
+        factors = ExpertFactors(gate_up_A, gate_up_B, down_A, down_B, *scales)
+        bases = (gate_up if gate_up is not None else packed[0], down if down is not None else packed[1])
+        call = _Call(part, x.dtype, routing, *bases, factors)
+        y, saved = _forward(call, x, keep=True)
+        ctx.save_for_backward(x, weights, gate_up, down, gate_up_A, gate_up_B, down_A, down_B, *saved)
+        ctx.constants = (scales, packed, part, routing)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weights, gate_up, down, gate_up_A, gate_up_B, down_A, down_B, *saved = ctx.saved_tensors
+        scales, packed, part, routing = ctx.constants
+        need_x, _, need_gate_up, need_down = ctx.needs_input_grad[:4]
+        factors = ExpertFactors(gate_up_A, gate_up_B, down_A, down_B, *scales)
+        bases = (gate_up if gate_up is not None else packed[0], down if down is not None else packed[1])
+        call = _Call(part, x.dtype, routing, *bases, factors)
+        grads = _Grads(call, {"gate_up": need_gate_up, "down": need_down}, x.shape[1], call.down.columns)
+        score_n = torch.empty(routing.num_rows, dtype=torch.float32, device=x.device)
+        dx = torch.zeros(x.shape, dtype=torch.float32, device=x.device) if need_x else None
+        dy = dy.to(x.dtype).contiguous()
+        for group in call.groups(both=True):
+            _backward_group(call, group, x, dy, tuple(saved), score_n, grads, dx)
+
+        pairs: list[Tensor | None] = [None] * 4
+        if grads.gate_up_A is not None and grads.gate_up_Bt is not None:
+            pairs[:2] = gate_up_grads(grads.gate_up_A, grads.gate_up_Bt, gate_up_A, gate_up_B, scales[0], call.experts)
+        if grads.down_A is not None and grads.down_Bt is not None:
+            pairs[2:] = down_grads(grads.down_A, grads.down_Bt, down_A, down_B, scales[1], call.experts)
+        score = score_n[routing.row_of_slot].view(weights.shape).to(weights.dtype)
+        dense = [None if grad is None else grad.to(base.dtype) for grad, base in ((grads.gate_up, gate_up), (grads.down, down))]
+        return (None if dx is None else dx.to(x.dtype), score, *dense, *pairs, None, None, None, None)
+
+
+def fused_expert_mlp(
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    gate_up: Tensor | Packed,
+    down: Tensor | Packed,
+    factors: ExpertFactors | None,
+    part: Any,
+) -> Tensor:
+    """As `expert_mlp`, with the work done by `part`. Without gradients nothing is kept."""
+    factors = factors or ExpertFactors()
+    x_TD = x_TD.contiguous()
+    routing = part.route(ids_TK, weights_TK, gate_up.shape[0], x_TD.dtype)
+    dense = [base if isinstance(base, Tensor) else None for base in (gate_up, down)]
+    pairs = (factors.gate_up_A, factors.gate_up_B, factors.down_A, factors.down_B)
+    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_TD, weights_TK, *dense, *pairs))):
+        with torch.no_grad():
+            return _forward(_Call(part, x_TD.dtype, routing, gate_up, down, factors), x_TD, keep=False)[0]
+    scales = (factors.scale, factors.down_scale)
+    return _ExpertMLP.apply(x_TD, weights_TK, *dense, *pairs, scales, (gate_up, down), part, routing)  # type: ignore[return-value]

@@ -1,0 +1,151 @@
+"""The CPU part of the expert MLP: experts in groups that stay in cache, a torch.mm per expert, numba loops around them.
+
+n rows (a token at one expert, sorted by expert, each expert's rows padded), G experts of a group, D, I, Q, P as in factors.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from unfreeze.kernels.expert_mlp import numba_kernels
+from unfreeze.kernels.expert_mlp.workspace import scratch
+from unfreeze.kernels.numba_options import array, follow_torch_threads
+
+GROUP_BYTES = 4 << 20  # weights and rows of a group: what two cores' L2 and their share of L3 hold
+SERIAL = 1 << 15  # elements under which a second thread costs more (5 to 10 us to start) than it saves
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some experts and their rows. `positions` is where they stand among the experts in use, `begin` their first row."""
+
+    experts: list[int]
+    positions: slice
+    begin: int
+    sizes: list[int]
+    token: Tensor
+    weight: Tensor
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.begin, self.begin + self.num_rows)
+
+    @property
+    def num_rows(self) -> int:
+        return self.token.numel()
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Rows sorted by expert. token_n int32 (-1 padding), weight_n float32, row_of_slot int64 [T * K], experts in use and their padded rows."""
+
+    token_n: Tensor
+    weight_n: Tensor
+    row_of_slot: Tensor
+    experts: list[int]
+    sizes: list[int]
+    num_experts: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.token_n.numel()
+
+    def selection(self) -> Tensor | None:
+        """Index of the experts in use, None where all are."""
+        return None if len(self.experts) == self.num_experts else torch.tensor(self.experts)
+
+
+def padded_rows(rows: int, dtype: torch.dtype) -> int:
+    """How many rows a GEMM gets for `rows`. bf16 only: oneDNN compiles a kernel per row count (0.7 ms each), so counts are kept few:
+    powers of two up to 16, then at most 16 per octave and multiples of 8. 3 % more rows on average."""
+    if dtype != torch.bfloat16 or rows == 0:
+        return rows
+    if rows <= 16:
+        return 1 << (rows - 1).bit_length()
+    step = max(8, 1 << max(0, (rows - 1).bit_length() - 5))
+    return -(-rows // step) * step
+
+
+class LoopCpu:
+    """The part that `fused` is given on CPU. bf16 or float32."""
+
+    def route(self, ids_TK: Tensor, weights_TK: Tensor, num_experts: int, dtype: torch.dtype) -> Routing:
+        """Counts, padded offsets, rows. Raises IndexError where an id is not an expert."""
+        ids = ids_TK.detach().contiguous().view(-1).numpy()
+        weights = weights_TK.detach().float().contiguous().view(-1).numpy()
+        counts = np.zeros(num_experts, np.int64)
+        wrong = numba_kernels.count_experts(ids, counts)
+        if wrong != -1:
+            raise IndexError(f"expert id {-1 if wrong == -2 else wrong} outside 0..{num_experts - 1}")
+        experts = np.flatnonzero(counts).tolist()
+        sizes = [padded_rows(rows, dtype) for rows in counts[experts].tolist()]
+        begins = np.zeros(num_experts, np.int64)
+        begins[experts] = np.cumsum([0, *sizes[:-1]]) if experts else 0
+        total = sum(sizes)
+        token, weight, row = np.full(total, -1, np.int32), np.zeros(total, np.float32), np.empty(ids.size, np.int64)
+        if experts:
+            numba_kernels.place_rows(ids, weights, ids_TK.shape[1], begins, token, weight, row)
+        return Routing(*(torch.from_numpy(x) for x in (token, weight, row)), experts, sizes, num_experts)
+
+    def groups(self, routing: Routing, weight_bytes: int, row_bytes: int) -> Iterator[Group]:
+        """Consecutive experts up to GROUP_BYTES; always at least one."""
+        first = begin = held = rows = 0
+        for position, size in enumerate([*routing.sizes, None]):
+            cost = 0 if size is None else weight_bytes + size * row_bytes
+            if position > first and (size is None or held + cost > GROUP_BYTES):
+                span, where = slice(first, position), slice(begin, begin + rows)
+                yield Group(routing.experts[span], span, begin, routing.sizes[span], routing.token_n[where], routing.weight_n[where])
+                first, begin, held, rows = position, begin + rows, 0, 0
+            held, rows = held + cost, rows + (size or 0)
+
+    def rows(self, name: str, group: Group, width: int, dtype: torch.dtype) -> Tensor:
+        """Uninitialised [rows of the group, width]."""
+        return scratch(name, (group.num_rows, width), dtype, group.token.device)
+
+    def nt(self, a: Tensor, weights: Tensor, index: list[int] | range, group: Group, out: Tensor) -> Tensor:
+        """out[rows of g] = a[rows of g] @ weights[index[g]]ᵀ. weights [., N, M], a [rows, M], out [rows, N]."""
+        matrices = weights.transpose(1, 2).unbind(0)
+        for i, a_rows, out_rows in zip(index, a.split(group.sizes), out.split(group.sizes), strict=True):
+            torch.mm(a_rows, matrices[i], out=out_rows)
+        return out
+
+    def nn(self, a: Tensor, weights: Tensor, index: list[int] | range, group: Group, out: Tensor) -> Tensor:
+        """out[rows of g] = a[rows of g] @ weights[index[g]]. weights [., N, M], a [rows, N], out [rows, M]."""
+        return self.nt(a, weights.transpose(1, 2), index, group, out)
+
+    def tn(self, a: Tensor, b: Tensor, group: Group, out: Tensor, index: list[int] | range) -> None:
+        """out[index[g]] = a[rows of g]ᵀ @ b[rows of g]. Sums over tokens in float32 inside the GEMM."""
+        matrices = out.unbind(0)
+        for i, a_rows, b_rows in zip(index, a.split(group.sizes), b.split(group.sizes), strict=True):
+            torch.mm(a_rows.t(), b_rows, out=matrices[i])
+
+    def gather(self, source: Tensor, group: Group, out: Tensor) -> None:
+        _threads(group.num_rows * source.shape[1])
+        numba_kernels.gather(array(source), array(group.token), array(out))
+
+    def scatter_add(self, rows: Tensor, group: Group, weight: Tensor, out: Tensor) -> None:
+        pieces = _threads(rows.numel())
+        numba_kernels.scatter_add(array(rows), array(group.token), array(weight), array(out), pieces)
+
+    def swiglu(self, gate_up: Tensor, out: Tensor) -> None:
+        _threads(gate_up.numel())
+        numba_kernels.swiglu(array(gate_up), array(out))
+
+    def swiglu_backward(self, grad: Tensor, gate_up: Tensor, group: Group, weighted: Tensor, grad_gate_up: Tensor, score: Tensor) -> None:
+        _threads(gate_up.numel())
+        numba_kernels.swiglu_backward(*(array(t) for t in (grad, gate_up, group.weight, weighted, grad_gate_up, score)))
+
+
+def _threads(elements: int) -> int:
+    """Set numba's threads for a loop over so many elements; returns the number."""
+    if elements < SERIAL:
+        numba.set_num_threads(1)
+    else:
+        follow_torch_threads()
+    return numba.get_num_threads()

@@ -1,0 +1,137 @@
+"""The loops around the GEMMs of the expert MLP on CPU: sort by expert, gather, SwiGLU forward and backward, weighted scatter-add.
+
+Elements are float32, or bf16 as uint16 bits (see numba_options); arithmetic is float32 with one rounding per result. In-cache numba loops
+because torch's bf16 elementwise kernels make a pass over memory per operation.
+
+T tokens, K experts per token, E experts, n rows (a token at one expert; -1 marks a row of padding), D width, I intermediate width.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+from numba import prange
+
+from unfreeze.kernels.numba_options import kernel, narrow, widen
+
+LOG2E = np.float32(1.4426950408889634)
+LN2_HIGH = np.float32(0.693145751953125)  # 12 bits of ln 2: n * LN2_HIGH is exact
+LN2_LOW = np.float32(1.42860677e-06)
+ONE = np.float32(1.0)
+HALF = np.float32(0.5)
+
+
+@numba.njit(inline="always")
+def _sigmoid(x):
+    """1 / (1 + exp(-x)), relative error under 3e-7. Own exp, as numba calls the C library once per element otherwise (no vector)."""
+    y = np.float32(min(max(np.float32(-x), np.float32(-87.0)), np.float32(88.0)))
+    n = np.float32(np.floor(np.float32(np.float32(y * LOG2E) + HALF)))
+    r = np.float32(np.float32(y - np.float32(n * LN2_HIGH)) - np.float32(n * LN2_LOW))  # |r| <= ln(2) / 2
+    p = np.float32(np.float32(r * np.float32(1 / 720)) + np.float32(1 / 120))
+    p = np.float32(np.float32(p * r) + np.float32(1 / 24))
+    p = np.float32(np.float32(p * r) + np.float32(1 / 6))
+    p = np.float32(np.float32(p * r) + HALF)
+    p = np.float32(np.float32(p * r) + ONE)
+    p = np.float32(np.float32(p * r) + ONE)
+    power = np.uint32(np.uint32(np.int32(n) + np.int32(127)) << np.uint32(23)).view(np.float32)
+    return np.float32(ONE / np.float32(ONE + np.float32(p * power)))
+
+
+@kernel(parallel=False)
+def count_experts(ids, counts):
+    """counts[e] = how often e stands in ids (flat). Returns the first id outside 0..E-1, or -1."""
+    for slot in range(ids.size):
+        if ids[slot] < 0 or ids[slot] >= counts.size:
+            return ids[slot] if ids[slot] != -1 else -2
+        counts[ids[slot]] += 1
+    return -1
+
+
+@kernel(parallel=False)
+def place_rows(ids, weights, per_token, begins, token, weight, row):
+    """Stable counting sort: slot t * K + k goes to the next free row of its expert. begins[e] is advanced; token is -1 beforehand."""
+    for slot in range(ids.size):
+        here = begins[ids[slot]]
+        begins[ids[slot]] += 1
+        token[here] = slot // per_token
+        weight[here] = weights[slot]
+        row[slot] = here
+
+
+@kernel
+def gather(source, token, out):
+    """out[r, :D] = source[token[r]], zero for padding. out may be wider than D; the rest is left alone."""
+    width = source.shape[1]
+    for r in prange(token.size):
+        target = out[r, :width]
+        if token[r] < 0:
+            target[:] = 0
+        else:
+            target[:] = source[token[r]]
+
+
+@kernel
+def scatter_add(rows, token, weight, out, pieces):
+    """out[token[r]] += weight[r] * rows[r] in float32. The threads share the columns (in `pieces`), not the rows: no race, a fixed order."""
+    width = rows.shape[1]
+    for piece in prange(pieces):
+        begin, end = piece * width // pieces, (piece + 1) * width // pieces
+        for r in range(token.size):
+            if token[r] >= 0:
+                w = weight[r]
+                source, target = rows[r, begin:end], out[token[r], begin:end]
+                for d in range(source.size):
+                    target[d] += np.float32(w * widen(source[d]))
+
+
+@kernel
+def swiglu(gate_up, out):
+    """out[r, :I] = silu(gate) * up, gate_up [n, 2I] with gate first. out may be wider than I; the rest is left alone."""
+    width = gate_up.shape[1] // 2
+    for r in prange(gate_up.shape[0]):
+        gate, up, target = gate_up[r, :width], gate_up[r, width:], out[r, :width]
+        for i in range(width):
+            g = widen(gate[i])
+            target[i] = narrow(np.float32(np.float32(g * _sigmoid(g)) * widen(up[i])), gate[i])
+
+
+@numba.njit
+def _score(dh, gate, up):
+    """Σ_i dh[i] silu(gate[i]) up[i]. A loop of its own: with a fourth output LLVM gives up on vectorising (515 us instead of 84, 128 x 512)."""
+    lanes = np.zeros(16, np.float32)  # sixteen sums side by side: a float sum is vectorised only where its order is written down
+    whole = dh.size // 16 * 16
+    for i in range(0, whole, 16):
+        for j in range(16):
+            g = widen(gate[i + j])
+            lanes[j] += np.float32(np.float32(widen(dh[i + j]) * np.float32(g * _sigmoid(g))) * widen(up[i + j]))
+    total = np.float32(0.0)
+    for j in range(16):
+        total += lanes[j]
+    for i in range(whole, dh.size):
+        g = widen(gate[i])
+        total += np.float32(np.float32(widen(dh[i]) * np.float32(g * _sigmoid(g))) * widen(up[i]))
+    return total
+
+
+@kernel
+def swiglu_backward(grad, gate_up, weight, weighted, grad_gate_up, score):
+    """From the *unweighted* gradient dh of h = silu(g) u, with w the routing weight of the row:
+
+    weighted = w h            what dW and dA of the down projection multiply
+    grad_gate_up[:, :2I] = w dh u silu'(g) | w dh silu(g)
+    score = <dh, h>           the gradient of w, with no second pass through the down projection
+    """
+    width = gate_up.shape[1] // 2
+    for r in prange(gate_up.shape[0]):
+        gate, up, dh = gate_up[r, :width], gate_up[r, width:], grad[r]
+        dgate, dup, h = grad_gate_up[r, :width], grad_gate_up[r, width : 2 * width], weighted[r]
+        w = weight[r]
+        for i in range(width):
+            g, u, d = widen(gate[i]), widen(up[i]), widen(dh[i])
+            s = _sigmoid(g)
+            silu = np.float32(g * s)
+            wd = np.float32(w * d)
+            h[i] = narrow(np.float32(w * np.float32(silu * u)), gate[i])
+            dgate[i] = narrow(np.float32(np.float32(wd * u) * np.float32(s + np.float32(silu * np.float32(ONE - s)))), gate[i])
+            dup[i] = narrow(np.float32(wd * silu), gate[i])
+        score[r] = _score(dh, gate, up)

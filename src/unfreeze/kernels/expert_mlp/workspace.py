@@ -1,0 +1,90 @@
+"""Memory that one call uses and the next call uses again, and the base weights in the form a GEMM takes.
+
+The workspace of a matrix W [N, M] with adapter A [Q, M], B [N, Q] is  WS [N + Q, M + Q] = [[W, B], [A, unused]]:
+    forward   y  = [x | x Aᵀ]   WS[:N, :]ᵀ  =  x Wᵀ + x Aᵀ Bᵀ
+    backward  dx = [dy | dy B]  WS[:, :M]   =  dy W + dy B A
+base and adapter in one GEMM per direction, and W stands once for both.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from unfreeze.kernels.expert_mlp.factors import Adapter
+from unfreeze.quant.codec import Packed
+
+_of_thread = threading.local()
+
+
+def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised memory of `shape`, the same bytes at each call with this name, dtype and device. Contents last until the next such call.
+
+    One buffer per thread and name, grown in steps of an eighth to the largest request so far and never shrunk: flat once it has seen the
+    largest expert. `release_scratch` gives everything of this thread back.
+    """
+    buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = _of_thread.__dict__.setdefault("buffers", {})
+    count = 1
+    for size in shape:
+        count *= size
+    key = (name, dtype, device)
+    held = buffers.get(key)
+    if held is None or held.numel() < count:
+        step = max(1024, 1 << max(0, count.bit_length() - 4))
+        buffers.pop(key, None)
+        held = buffers[key] = torch.empty(-(-count // step) * step, dtype=dtype, device=device)
+    return held[:count].view(shape)
+
+
+def scratch_bytes() -> int:
+    """Bytes this thread's buffers hold."""
+    return sum(buffer.nbytes for buffer in _of_thread.__dict__.get("buffers", {}).values())
+
+
+def release_scratch() -> None:
+    """Forget this thread's buffers."""
+    _of_thread.__dict__.pop("buffers", None)
+
+
+class Base:
+    """One base weight, packed or dense [E, N, M], for the length of a call. `Base.stack` gives matrices as one 3-D tensor."""
+
+    def __init__(self, weight: Tensor | Packed, dtype: torch.dtype, name: str):
+        self.weight, self.dtype, self.name = weight, dtype, name
+        _, self.rows, self.columns = weight.shape
+        self._expander = None
+        if isinstance(weight, Packed) and weight.device.type == "cpu":
+            from unfreeze.kernels.int4_expand import numba_cpu  # only the CPU needs numba
+
+            self._expander = numba_cpu.Expander(weight) if numba_cpu.expandable(weight) else None
+
+    def nbytes(self, adapter: Adapter | None) -> int:
+        """Bytes of one matrix with its adapter in the workspace."""
+        width = adapter.width if adapter else 0
+        return (self.rows + width) * (self.columns + width) * self.dtype.itemsize
+
+    def direct(self, adapter: Adapter | None) -> bool:
+        """Whether the weight can be used where it lies: dense, of the computation's dtype, and nothing to stand beside it."""
+        return adapter is None and isinstance(self.weight, Tensor) and self.weight.dtype == self.dtype
+
+    def stack(self, experts: Sequence[int], positions: slice, adapter: Adapter | None) -> Tensor:
+        """WS [len(experts), N + Q, M + Q] for `experts`, which lie at `positions` of the adapter. Valid until the next stack of this name."""
+        width = adapter.width if adapter else 0
+        device = self.weight.device
+        space = scratch(self.name, (len(experts), self.rows + width, self.columns + width), self.dtype, device)
+        self._fill(experts, space[:, : self.rows, : self.columns])
+        if adapter:
+            space[:, : self.rows, self.columns :].copy_(adapter.B[positions])
+            space[:, self.rows :, : self.columns].copy_(adapter.A[positions])
+        return space
+
+    def _fill(self, experts: Sequence[int], out: Tensor) -> None:
+        if self._expander is not None:
+            self._expander.fill(experts, out)
+            return
+        for position, expert in enumerate(experts):
+            matrix = self.weight[expert]
+            out[position].copy_(matrix.dequantize() if isinstance(matrix, Packed) else matrix)

@@ -1,0 +1,73 @@
+"""How this room compiles numba kernels, how tensors reach them, and bf16 inside them.
+
+numba has no bfloat16: a bf16 tensor travels as the uint16 of its bits, `widen` and `narrow` convert. Kernels are compiled at their first
+call for each dtype (0.3 to 0.9 s) and kept on disk beside the source, or in the user's cache where the source folder is read-only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numba.core import types
+from numba.extending import overload
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+
+def kernel(function: Callable[..., Any] | None = None, *, parallel: bool = True) -> Any:
+    """njit with the options of this room. Where neither the source folder nor the user's cache can be written, it says so and compiles anew."""
+    if function is None:
+        return lambda f: kernel(f, parallel=parallel)
+    options: dict[str, Any] = dict(parallel=parallel, nogil=True, boundscheck=False, error_model="numpy")
+    try:
+        return numba.njit(cache=True, **options)(function)
+    except RuntimeError as error:  # numba: "cannot cache function: no locator available"
+        log.warning("numba kernels are compiled anew in each process (%s); NUMBA_CACHE_DIR names a writable folder", error)
+        return numba.njit(**options)(function)
+
+
+def follow_torch_threads() -> None:
+    """Give numba as many threads as torch uses, at most as many as numba started with."""
+    numba.set_num_threads(max(1, min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)))  # type: ignore[attr-defined]
+
+
+def array(tensor: Tensor) -> np.ndarray:
+    """The memory of a CPU tensor as numpy sees it, bf16 as uint16. Shares memory."""
+    tensor = tensor.detach()
+    return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+def widen(x):  # pragma: no cover - body below
+    """float32 of a kernel element: uint16 holds the bits of a bf16, float32 is itself."""
+    raise NotImplementedError("only inside numba kernels")
+
+
+def narrow(x, like):  # pragma: no cover - body below
+    """float32 -> element of the kind of `like`: bf16 bits rounded to nearest even (NaN stays NaN), or float32 itself."""
+    raise NotImplementedError("only inside numba kernels")
+
+
+@overload(widen, inline="always")
+def _widen(x):
+    if x == types.uint16:
+        return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
+    return lambda x: np.float32(x)
+
+
+@overload(narrow, inline="always")
+def _narrow(x, like):
+    if like == types.uint16:
+
+        def rounded(x, like):
+            bits = np.float32(x).view(np.uint32)
+            odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
+            return np.uint16(np.uint32(bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+
+        return rounded
+    return lambda x, like: np.float32(x)
