@@ -106,9 +106,10 @@ class Int4:
         """Kimi's grid: scale = bf16(absmax / 7) per group, code = round(w / scale) in -7..7; an all-zero group gets scale 0 and stays zero.
 
         weight [..., out, in] bf16 or float32 -> weight_packed, weight_scale. For a given scale the codes equal compressed-tensors'
-        (it divides in the dtype of the weight, and so does this). quantize(dequantize(p)) == p, bit for bit, for every group whose
-        codes reach ±7 or are all zero, which is every group this quantizer makes. See `_exact_neighbour` for the one place where plain
-        absmax / 7 would break that. Raises CheckpointError on a weight that is not finite.
+        (it divides in the dtype of the weight, and so does this). quantize(dequantize(p)) == p, bit for bit, for every p this quantizer
+        made, and for any group whose codes lie in -7..7 and reach ±7 whatever its bf16 scale (tested for all of them, subnormals and
+        the largest included). See `_exact_neighbour` for where plain absmax / 7 would break that.
+        Raises CheckpointError on a weight that is not finite.
         """
         self.parts(weight.shape[-2], weight.shape[-1])
         grouped = weight.detach().unflatten(-1, (-1, self.group_size))
@@ -136,11 +137,12 @@ def _exact_neighbour(grouped: Tensor, absmax: Tensor, scale: Tensor, codes: Tens
     at most 2/7 of a step for m <= 146 and 3/7 above, both under 1/2, except where 7 m lies half-way between two bf16 numbers
     (m >= 148, m = 4 mod 8): 4/7, and s would come back one step off. Scales made as bf16(absmax / 7) from bf16 weights never
     take those values (they would need |m - 8 n / 7| = 4/7 for an integer n); scales from float32 weights or other writers do.
+    Among subnormal numbers (below 2^-126) steps are so coarse that absmax may be 6 s: 25, 26, 32 and 39 steps are such.
     """
     alternatives = [(scale.view(torch.int16) + step).view(torch.bfloat16) for step in (-1, 1)]
     for alternative in alternatives:
-        top = (alternative.float() * GRID_MAX).to(torch.bfloat16).float()
-        candidates = ((top == absmax) & (scale > 0)).nonzero(as_tuple=True)
+        code = (absmax / alternative.float()).round().clamp(max=GRID_MAX)  # 7, except among subnormal numbers
+        candidates = (((code * alternative.float()).to(torch.bfloat16) == absmax) & (scale > 0)).nonzero(as_tuple=True)
         if candidates[0].numel() == 0:
             continue
         weights, there = grouped[candidates], alternative[candidates]
