@@ -55,7 +55,12 @@ class LoraConfig(BaseModel):
         return self.experts_rank if group == "experts" and self.experts_rank is not None else self.rank
 
     def scale_of(self, group: str) -> float:
+        """The scale of a group's updates, by `scaling`."""
         return scale_of(self.rank_of(group), self.alpha, self.scaling)
+
+    def per_rank(self, model: nn.Module) -> tuple[int, int]:
+        """(dense, experts): adapter parameters per unit of rank on this model, which may be on meta. What parallel.plan asks."""
+        return parameters_per_rank(model, self.targets)
 
 
 @dataclass(frozen=True)

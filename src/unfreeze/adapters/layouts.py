@@ -21,20 +21,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from unfreeze.adapters.attach import Site, candidates, sites
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
+from unfreeze.checkpoint.save import write_safetensors
 from unfreeze.core.errors import AdapterError
 from unfreeze.models.blocks.experts import Experts
 
 Layout = Literal["per-expert", "peft"]
 PREFIX = "base_model.model."
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-# peft 0.21 with transformers 5 rewrites target_modules that end in these names to the fused experts of a mixture-of-experts model
-# (peft/utils/transformers_weight_conversion.py), and so drops dense and shared-expert MLPs in silence. Targeting the weight as a
-# parameter gives the same tensors under the same names and is not rewritten.
+# In a mixture-of-experts model, peft 0.21 with transformers 5 takes target_modules that end in these names for the routed experts, doubles
+# their rank and forgets the dense and shared MLPs (peft/utils/transformers_weight_conversion.py). Targeting the weight as a parameter gives
+# the same tensors under the same names and is left alone.
 REWRITTEN = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -73,7 +73,7 @@ def save_adapter(model: nn.Module, directory: str | Path, layout: Layout = "per-
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {f"{PREFIX}{prefix}{name}": tensor for entry in entries for name, tensor in _tensors(entry)}
-    write_tensors(directory / WEIGHTS, tensors, {"format": "pt", "layout": layout})
+    write_safetensors(directory / WEIGHTS, tensors, {"format": "pt", "layout": layout})
     _write(directory / CONFIG, json.dumps(config, indent=2) + "\n")
     return directory
 
@@ -235,20 +235,11 @@ def _tensors(entry: Entry) -> list[tuple[str, Tensor]]:
     return [(f"{entry.key}.lora_A.weight", A.contiguous()), (f"{entry.key}.lora_B.weight", B.contiguous())]
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """safetensors, atomic: written beside, flushed to disk, renamed. A crash leaves the old file or the new one."""
-    temporary = path.with_name(path.name + ".tmp")
-    save_file({name: tensor.cpu() for name, tensor in tensors.items()}, temporary, dict(metadata))
-    _sync_and_rename(temporary, path)
-
-
 def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    _sync_and_rename(temporary, path)
-
-
-def _sync_and_rename(temporary: Path, path: Path) -> None:
-    with temporary.open("rb") as file:
+    """A small text file, atomic."""
+    temporary = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

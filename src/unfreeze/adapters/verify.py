@@ -53,7 +53,10 @@ def verify_adapter(model: nn.Module, directory: str | Path) -> Verified:
         ours = scale * (B_OR.double().cpu() @ (A_RI.double().cpu() @ V_IN))
         try:
             theirs = _product(name, config, plain, V_IN, used, _count(model, name))
-        except (KeyError, RuntimeError) as error:  # a missing tensor, or shapes that cannot be multiplied
+        except KeyError as error:
+            faults.append(f"{name}: the file has no {error.args[0]!r}")
+            continue
+        except RuntimeError as error:  # shapes that cannot be multiplied
             faults.append(f"{name}: {error}")
             continue
         count, nonzero = count + ours.shape[0], nonzero + int(ours.flatten(1).any(1).sum())
@@ -102,8 +105,8 @@ def _product(name: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 
 
 def _pair(tensors: Mapping[str, Tensor], key: str, used: set[str], V_IN: Tensor) -> Tensor:
-    A, B = tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"]
     used.update((f"{key}.lora_A.weight", f"{key}.lora_B.weight"))
+    A, B = tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"]
     return B.double() @ (A.double() @ V_IN)
 
 
@@ -114,8 +117,8 @@ def _fused_product(
     stacked = "down_proj" if projection == "down_proj" else "gate_up_proj"
     both = f"{site}.base_layer.lora_A.weight" in tensors
     key = f"{site}.base_layer" if both and stacked == "gate_up_proj" else site
-    A, B = tensors[f"{key}.lora_A.weight"].double(), tensors[f"{key}.lora_B.weight"].double()
     used.update((f"{key}.lora_A.weight", f"{key}.lora_B.weight"))
+    A, B = tensors[f"{key}.lora_A.weight"].double(), tensors[f"{key}.lora_B.weight"].double()
     A, B = A.reshape(num_experts, -1, A.shape[-1]), B.reshape(B.shape[0], -1, num_experts)
     product = rank_and_scale(config, f"{site}.{stacked}")[1] * torch.einsum("ore,eri,in->eon", B, A, V_IN)
     if stacked == "down_proj":

@@ -1,0 +1,119 @@
+"""LowRank and ExpertLowRank against the merged weight in float64, and against peft's initial distribution."""
+
+import math
+
+import pytest
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import get_peft_model
+from torch import nn
+
+from unfreeze.adapters.lora import ExpertLowRank, LowRank, scale_of
+from unfreeze.models.blocks.experts import Experts
+from unfreeze.models.blocks.linear import Linear
+
+
+def randomize(module: nn.Module) -> None:
+    with torch.no_grad():
+        for index, parameter in enumerate(module.parameters()):
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)))
+
+
+def test_linear_equals_the_merged_weight_in_float64_forward_and_gradient():
+    linear = Linear(24, 40, dtype=torch.float32, device="cpu")
+    linear.adapter = LowRank(24, 40, 4, 1.5)
+    randomize(linear)
+    x = torch.randn(9, 24, generator=torch.Generator().manual_seed(9), requires_grad=True)
+    probe = torch.randn(9, 40, generator=torch.Generator().manual_seed(8))
+    (linear(x) * probe).sum().backward()
+    x64 = x.detach().double().requires_grad_()
+    A, B = (p.detach().double().requires_grad_() for p in (linear.adapter.A, linear.adapter.B))
+    y64 = x64 @ (linear.weight.detach().double() + 1.5 * B @ A).T
+    (y64 * probe.double()).sum().backward()
+    assert (linear(x) - y64).abs().max() < 1e-5  # fp32 sums of 24 products near 1
+    for ours, oracle in ((x.grad, x64.grad), (linear.adapter.A.grad, A.grad), (linear.adapter.B.grad, B.grad)):
+        assert (ours - oracle).abs().max() < 2e-5
+
+
+def experts_with_adapter(gate_up=True, down=True) -> Experts:
+    experts = Experts(5, 16, 12, codec=None, dtype=torch.float32, device="cpu")
+    experts.impl = "reference"
+    experts.adapter = ExpertLowRank(5, 16, 12, gate_up_rank=3 if gate_up else None, down_rank=2 if down else None, scale=1.5, down_scale=0.5)
+    randomize(experts)
+    for holder in (experts.gate_up_proj, experts.down_proj):
+        holder.weight.requires_grad_(False)
+    return experts
+
+
+def merged_output(experts: Experts, x, ids, weights, swap_gate_and_up=False):
+    """The float64 oracle: every expert's weights merged, one token at a time. -> (y, adapter leaves)."""
+    leaves = {name: p.detach().double().requires_grad_() for name, p in experts.adapter.named_parameters()}
+    gate_up, down = experts.gate_up_proj.weight.double(), experts.down_proj.weight.double()
+    if "gate_up_A" in leaves:
+        A, B = leaves["gate_up_A"], leaves["gate_up_B"]
+        halves = (slice(3, 6), slice(0, 3)) if swap_gate_and_up else (slice(0, 3), slice(3, 6))
+        gate_up = gate_up + 1.5 * torch.cat((B[:, :12] @ A[:, halves[0]], B[:, 12:] @ A[:, halves[1]]), dim=1)
+    if "down_A" in leaves:
+        down = down + 0.5 * leaves["down_B"] @ leaves["down_A"]
+    rows = []
+    for token in range(len(x)):
+        row = 0
+        for k in range(ids.shape[1]):
+            gate, up = (gate_up[ids[token, k]] @ x[token]).chunk(2)
+            row = row + weights[token, k] * (down[ids[token, k]] @ (nn.functional.silu(gate) * up))
+        rows.append(row)
+    return torch.stack(rows), leaves
+
+
+@pytest.mark.parametrize(("gate_up", "down"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("impl", ["reference", "auto"])
+def test_experts_equal_the_merged_weights_in_float64_forward_and_gradient(gate_up, down, impl):
+    experts = experts_with_adapter(gate_up, down)
+    experts.impl = impl
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(11, 16, generator=generator)
+    ids = torch.stack([torch.randperm(5, generator=generator)[:2] for _ in range(11)])
+    weights, probe = torch.rand(11, 2, generator=generator), torch.randn(11, 16, generator=generator)
+    y = experts(x, ids, weights)
+    (y * probe).sum().backward()
+    y64, leaves = merged_output(experts, x.double(), ids, weights.double())
+    (y64 * probe.double()).sum().backward()
+    assert (y - y64).abs().max() < 2e-5
+    for name, parameter in experts.adapter.named_parameters():
+        assert (parameter.grad - leaves[name].grad).abs().max() < 5e-5, name
+    if gate_up:  # control: gate's A taken for up's is seen
+        wrong, _ = merged_output(experts, x.double(), ids, weights.double(), swap_gate_and_up=True)
+        assert (y - wrong).abs().max() > 1e-2
+
+
+def test_initial_A_is_drawn_as_peft_draws_it_and_B_is_zero():
+    ours = LowRank(256, 64, 16, 1.0)
+    ours.reset(0, "model.layers.0.self_attn.q_proj")
+    theirs = get_peft_model(nn.Sequential(nn.Linear(256, 64)), PeftConfig(r=16, target_modules=["0"])).base_model.model[0].lora_A["default"].weight
+    bound = 1 / math.sqrt(256)
+    for A in (ours.A, theirs):
+        assert A.abs().max() <= bound and A.abs().max() > 0.98 * bound
+        assert abs(A.std().item() - bound / math.sqrt(3)) < 0.03 * bound  # uniform; 4,096 draws: three standard errors are 0.015 bound
+    assert not ours.B.any()
+
+
+def test_initial_values_depend_on_seed_and_name_and_differ_between_experts():
+    first, again, other = (ExpertLowRank(4, 8, 8, gate_up_rank=2, down_rank=2, scale=1.0, down_scale=1.0) for _ in range(3))
+    first.reset(1, "model.layers.1.mlp.experts")
+    again.reset(1, "model.layers.1.mlp.experts")
+    other.reset(1, "model.layers.2.mlp.experts")
+    assert torch.equal(first.gate_up_A, again.gate_up_A) and not torch.equal(first.gate_up_A, other.gate_up_A)
+    matrices = [*first.gate_up_A.unflatten(1, (2, 2)).flatten(0, 1)]
+    assert all(not torch.equal(a, b) for i, a in enumerate(matrices) for b in matrices[:i])
+
+
+def test_scale_is_alpha_over_r_or_its_root():
+    assert scale_of(16, 32, "alpha/r") == 2 and scale_of(16, 32, "alpha/sqrt(r)") == 8
+
+
+def test_bf16_activations_get_fp32_gradients():
+    adapter = LowRank(8, 8, 2, 1.0)
+    adapter.reset(0, "x")
+    y = adapter(torch.ones(3, 8, dtype=torch.bfloat16))
+    y.float().sum().backward()
+    assert y.dtype == torch.bfloat16 and adapter.B.grad.dtype == torch.float32 and adapter.B.grad.any()

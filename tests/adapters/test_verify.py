@@ -1,0 +1,89 @@
+"""The verifier passes what is right and catches what real exporters got wrong."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from unfreeze.adapters import LoraConfig, save_adapter, sites, verify_adapter
+from unfreeze.adapters.layouts import CONFIG, WEIGHTS
+from unfreeze.core.errors import AdapterError
+
+FUSED = "base_model.model.model.layers.1.mlp.experts."
+
+
+@pytest.fixture(params=["per-expert", "peft"])
+def saved(request, tiny, tmp_path):
+    model = tiny.trained(tiny.model("deepseek"), LoraConfig(rank=4, alpha=8.0, experts_rank=2))
+    save_adapter(model, tmp_path, request.param)
+    return model, tmp_path, request.param
+
+
+def edit(directory, change):
+    tensors = load_file(directory / WEIGHTS)
+    change(tensors)
+    save_file(tensors, directory / WEIGHTS)
+
+
+def test_a_good_file_passes_and_every_matrix_is_compared(saved):
+    model, directory, _ = saved
+    verified = verify_adapter(model, directory)
+    linears = sum(s.group != "experts" for s in sites(model))
+    assert verified.sites == linears + 1 and verified.matrices == verified.nonzero == linears + 3 * 4
+    assert verified.max_difference < 1e-12  # float64 in another order of summation
+
+
+def wrong_axis_order(tensors):
+    """B written as A is, with the expert slowest: the commonest bug of exporters."""
+    name = FUSED + "lora_B.weight"
+    tensors[name] = tensors[name].unflatten(1, (-1, 4)).transpose(1, 2).flatten(1).contiguous()
+
+
+def transposed_ranks(tensors):
+    name = FUSED + "base_layer.lora_A.weight"
+    tensors[name] = tensors[name].unflatten(0, (4, -1)).transpose(0, 1).flatten(0, 1).contiguous()
+
+
+def gate_and_up_exchanged(tensors):
+    name = FUSED + "base_layer.lora_B.weight"
+    tensors[name] = torch.cat(tensors[name].chunk(2)[::-1]).contiguous()
+
+
+@pytest.mark.parametrize("bug", [wrong_axis_order, transposed_ranks, gate_and_up_exchanged])
+def test_a_wrong_axis_order_is_caught(tiny, tmp_path, bug):
+    model = tiny.trained(tiny.model("deepseek"), LoraConfig(rank=4, alpha=8.0))
+    save_adapter(model, tmp_path, "peft")
+    verify_adapter(model, tmp_path)
+    edit(tmp_path, bug)
+    with pytest.raises(AdapterError, match=r"the saved adapter is not the model's: \d+ differences; first: .*of expert \d"):
+        verify_adapter(model, tmp_path)
+
+
+def test_two_experts_exchanged_are_caught(tiny, tmp_path):
+    model = tiny.trained(tiny.model("deepseek"), LoraConfig(rank=4, alpha=8.0))
+    save_adapter(model, tmp_path)
+    one, two = FUSED + "0.up_proj.lora_B.weight", FUSED + "1.up_proj.lora_B.weight"
+    edit(tmp_path, lambda t: t.update({one: t[two], two: t[one].clone()}))
+    with pytest.raises(AdapterError, match="2 differences"):
+        verify_adapter(model, tmp_path)
+
+
+def test_a_rounded_a_missing_an_extra_tensor_and_another_scale_are_caught(saved):
+    model, directory, _ = saved
+    name = next(n for n in load_file(directory / WEIGHTS) if "o_proj.lora_B" in n)
+    good = load_file(directory / WEIGHTS)
+    changes = [
+        lambda t: t.update({name: t[name].bfloat16().float()}), lambda t: t.pop(name),
+        lambda t: t.update({name.replace("o_proj", "x_proj"): t[name].clone()}),
+    ]  # fmt: skip
+    for change in changes:
+        save_file(good, directory / WEIGHTS)
+        edit(directory, change)
+        with pytest.raises(AdapterError, match="1 differences"):
+            verify_adapter(model, directory)
+    save_file(good, directory / WEIGHTS)
+    config = json.loads((directory / CONFIG).read_text())
+    (directory / CONFIG).write_text(json.dumps(config | {"lora_alpha": 2 * config["lora_alpha"]}))
+    with pytest.raises(AdapterError, match="differences"):
+        verify_adapter(model, directory)
