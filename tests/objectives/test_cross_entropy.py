@@ -243,7 +243,28 @@ def test_nothing_but_gradients_waits_for_backward():
 
 def test_block_rows_follow_the_byte_budget_of_the_device():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert rows_per_block(8192, cpu) == CPU_BLOCK_BYTES // (4 * 8192) == 1024
+    assert rows_per_block(8192, cpu) == CPU_BLOCK_BYTES // (4 * 8192) == 512
     assert rows_per_block(163_840, cpu) == MIN_BLOCK_ROWS
     assert rows_per_block(163_840, cuda) == DEVICE_BLOCK_BYTES // (4 * 163_840) == 2048
     assert rows_per_block(512, cuda) == 4096
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_the_loss_equals_float64_and_the_logits_of_all_tokens_never_exist():
+    torch.manual_seed(7)
+    num_tokens, width, vocab = 16_384, 256, 32_768
+    head = nn.Linear(width, vocab, bias=False, device="cuda", dtype=torch.bfloat16)
+    batch = make_batch(num_tokens=num_tokens, fraction=2.0, vocab=vocab).to("cuda")
+    hidden = torch.randn(num_tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loss = cross_entropy(hidden, head, batch, block_rows=1024)
+    loss.sum.backward()
+    assert torch.cuda.max_memory_allocated() - before < num_tokens * vocab * 4 / 2  # half of the float32 logits of all tokens
+    with torch.no_grad():
+        expected = sum(
+            (F.cross_entropy(h @ head.weight.double().T, t, reduction="none") * w.double()).sum().item()
+            for h, t, w in zip(hidden.double().split(1024), batch.targets_T.split(1024), batch.weights_T.split(1024), strict=True)
+        )
+    assert loss.sum.item() == pytest.approx(expected, rel=1e-3)
