@@ -1,0 +1,108 @@
+"""What the machine has: cores, memory in total and free now, within the limits of a container."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
+UNLIMITED = 2**60  # cgroup v1 writes a number near 2**63 where there is no limit
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One device. `total` and `available` in bytes; available: what a process could still take now. `limit` says what bounds it."""
+
+    kind: str
+    name: str
+    cores: int
+    total: int
+    available: int
+    limit: str = "memory"
+
+
+def hardware(device: torch.device | str = "cpu") -> Hardware:
+    """The named device, measured now. For CUDA, cores are those of the host and memory is the device's."""
+    place = torch.device(device)
+    if place.type == "cuda":
+        free, total = torch.cuda.mem_get_info(place)
+        reusable = torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
+        return Hardware("cuda", torch.cuda.get_device_name(place), num_cores(), total, free + reusable)
+    total, available = host_memory()
+    bound = container_memory()
+    if bound is not None and bound[0] < total:
+        return Hardware("cpu", processor(), num_cores(), bound[0], min(available, bound[1]), "container")
+    return Hardware("cpu", processor(), num_cores(), total, available)
+
+
+def num_cores() -> int:
+    """Cores this process may run on (affinity included)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def host_memory(proc: Path = PROC) -> tuple[int, int]:
+    """(total, available) of the host: MemTotal and MemAvailable of /proc/meminfo, which counts the page cache as free; else sysconf."""
+    try:
+        fields = dict(re.findall(r"(\w+):\s+(\d+) kB", (proc / "meminfo").read_text()))
+        return int(fields["MemTotal"]) * 1024, int(fields["MemAvailable"]) * 1024
+    except (FileNotFoundError, KeyError):
+        page = os.sysconf("SC_PAGE_SIZE")
+        total = os.sysconf("SC_PHYS_PAGES") * page
+        free = os.sysconf("SC_AVPHYS_PAGES") * page if "SC_AVPHYS_PAGES" in os.sysconf_names else total
+        return total, free
+
+
+def container_memory(cgroup: Path = CGROUP, proc: Path = PROC) -> tuple[int, int] | None:
+    """(limit, available under it) of the tightest cgroup (v2, else v1) this process is in; None where there is no limit.
+
+    Available is limit - usage + inactive file cache, which the kernel drops before it kills.
+    """
+    found = []
+    for folder, limit_file, usage_file, cache_field in _groups(cgroup, proc):
+        limit = _number(folder / limit_file)
+        if limit is None or limit >= UNLIMITED:
+            continue
+        stat = _text(folder / "memory.stat")
+        match = re.search(rf"^{cache_field} (\d+)$", stat, re.MULTILINE)
+        cache = int(match[1]) if match else 0
+        found.append((limit, max(0, limit - (_number(folder / usage_file) or 0) + cache)))
+    return min(found, key=lambda pair: pair[1]) if found else None
+
+
+def _groups(cgroup: Path, proc: Path) -> list[tuple[Path, str, str, str]]:
+    """Every cgroup folder from this process's own up to the root, with the names of its files."""
+    lines = [line.split(":", 2) for line in _text(proc / "self" / "cgroup").splitlines() if line.count(":") >= 2]
+    folders: list[tuple[Path, str, str, str]] = []
+    for _, controllers, path in lines:
+        if controllers == "":
+            root, names = cgroup, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root, names = cgroup / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        own = root / path.lstrip("/")
+        folders += [(folder, *names) for folder in (own, *own.parents) if folder == root or root in folder.parents]
+    return folders
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:  # a cgroup file may be absent (other version) or hidden by the container
+        return ""
+
+
+def _number(file: Path) -> int | None:
+    text = _text(file).strip()
+    return int(text) if text.isdigit() else None
+
+
+def processor() -> str:
+    """The processor's name as the system gives it."""
+    match = re.search(r"^model name\s*:\s*(.+)$", _text(PROC / "cpuinfo"), re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()

@@ -1,0 +1,345 @@
+"""The plan: bytes of a training run, term by term, before anything is loaded. Pure arithmetic; it never changes the config.
+
+    plan_training(shape, manifest, lora, tokens=…, dtype=…, device=…)  ->  Plan      (measures the model on meta and the machine)
+    plan(sizes, work, hardware)                                        ->  Plan      (numbers only)
+
+Peak = what stays (base, adapter, gradients, optimizer) + what a step holds at its worst moment (boundary activations, one layer's recompute,
+the loss block, the expert workspace). Loading is another moment: the base and a read buffer per thread; the larger of the two counts.
+
+T tokens of a micro-batch, D model width, V vocabulary, E experts, K experts per token, I expert width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from unfreeze import models
+from unfreeze.checkpoint.manifest import Manifest
+from unfreeze.core.errors import DoesNotFit
+from unfreeze.core.units import format_bytes, format_count, format_seconds
+from unfreeze.models.blocks.experts import Experts
+from unfreeze.models.blocks.linear import Linear, PackedHolder
+from unfreeze.models.blocks.norm import RMSNorm
+from unfreeze.objectives.cross_entropy import rows_per_block
+from unfreeze.parallel.machine import Hardware, hardware
+from unfreeze.quant.int4 import from_quantization_config
+
+ADAMW_BYTES = 8  # per trained parameter: two fp32 moments
+GRADIENT_BYTES = 4  # adapters and their gradients are fp32
+LOSS_BLOCKS = 3  # fp32 blocks [N, V] alive at once in objectives/cross_entropy.py
+LOAD_BUFFERS = 2 * 16 * 2**20  # checkpoint/stream.py: two threads, 16 MiB each
+USABLE = 0.92  # of the free memory: allocator fragmentation and what the interpreter and BLAS take besides
+
+
+class Adapter(Protocol):
+    """What the plan needs to know of a LoRA config (adapters.LoraConfig)."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def experts_rank(self) -> int | None: ...
+    def per_rank(self, model: nn.Module) -> tuple[int, int]: ...
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the plan knows of a model and its checkpoint; all in bytes, or in elements per token.
+
+    base            parameters and buffers as they will lie in memory (packed weights packed)
+    expanded        the same with every packed weight expanded to the computation's dtype
+    layer_elements  largest Σ over a layer of what its backward reads, per token: inputs and outputs of every linear, norms
+    routed_elements largest K · (elements a routed token's expert keeps) of a layer, per token
+    workspace       one expert's weights, expanded, with its adapter's columns aside
+    dense_per_rank, experts_per_rank   adapter parameters per unit of rank
+    """
+
+    base: int
+    expanded: int
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    layer_elements: int
+    routed_elements: int
+    workspace: int
+    dense_per_rank: int = 0
+    experts_per_rank: int = 0
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a run asks for. tokens: of one micro-batch. rank None: no adapter, every weight trains. recompute False: all layers' activations."""
+
+    tokens: int
+    compute_bytes: int
+    rank: int | None = None
+    experts_rank: int | None = None
+    recompute: bool = True
+    loss_rows: int = 2048
+    tokens_per_second: float | None = None  # a measured rate on this machine; without one the plan gives no time
+    steps: int | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """terms: name -> bytes on the device. total: the worst moment. per_device has one entry per device; one device now."""
+
+    terms: dict[str, int]
+    load: int
+    usable: int
+    avoided: int
+    adapter_parameters: int
+    hardware: Hardware
+    work: Work
+    sizes: Sizes
+
+    @property
+    def training(self) -> int:
+        """Bytes at the worst moment of a step."""
+        return sum(self.terms.values())
+
+    @property
+    def total(self) -> int:
+        """Bytes at the worst moment of the run, loading included."""
+        return max(self.training, self.load)
+
+    @property
+    def per_device(self) -> list[int]:
+        return [self.total]
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """From the measured rate that was given; None: not measured."""
+        return self.work.tokens / self.work.tokens_per_second if self.work.tokens_per_second else None
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.usable
+
+    def lines(self) -> list[str]:
+        """The plan for people."""
+        device, largest, smallest = self.hardware, max(self.per_device), min(self.per_device)
+        width = max(len(name) for name in self.terms)
+        lines = [f"plan for {device.name}: {device.cores} cores, {format_bytes(device.total)}, {format_bytes(self.usable)} usable now"]
+        lines += [f"  {name:<{width}}  {format_bytes(size):>10}" for name, size in self.terms.items()]
+        lines.append(f"  {'total':<{width}}  {format_bytes(self.total):>10}  of {format_bytes(self.usable)}")
+        lines.append(f"  1 device, largest / smallest {largest / smallest:.2f}; {self.work.tokens:,} tokens per pass")
+        if self.avoided:
+            lines.append(f"  packed weights stay packed: {format_bytes(self.avoided)} of expanded weights avoided")
+        if self.adapter_parameters:
+            lines.append(f"  {format_count(self.adapter_parameters)} adapter parameters")
+        seconds = self.seconds_per_step
+        rate = "not measured" if seconds is None else f"{format_seconds(seconds)} at {self.work.tokens_per_second:,.0f} tokens/s"
+        lines.append(f"  time per pass: {rate}")
+        return lines
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values: terms, total, usable, …, and the printed lines."""
+        return {
+            "terms": dict(self.terms),
+            "total": self.total,
+            "load": self.load,
+            "usable": self.usable,
+            "per_device": self.per_device,
+            "max_over_min": max(self.per_device) / min(self.per_device),
+            "expanded_avoided": self.avoided,
+            "adapter_parameters": self.adapter_parameters,
+            "seconds_per_pass": self.seconds_per_step,
+            "fits": self.fits,
+            "hardware": asdict(self.hardware),
+            "lines": self.lines(),
+        }
+
+    def refuse_if_too_large(self) -> None:
+        """Raise DoesNotFit with the arithmetic and with what would fit, each solved for and planned again."""
+        if self.fits:
+            return
+        parts = " + ".join(f"{name} {format_bytes(size)}" for name, size in self.terms.items() if size)
+        arithmetic = f"peak {format_bytes(self.total)}, {format_bytes(self.usable)} usable on {self.hardware.name}: {parts}"
+        if self.load > self.training:
+            arithmetic += f"; loading alone takes {format_bytes(self.load)}"
+        fits = self.what_fits()
+        if not fits:
+            stays = self.terms["base"]
+            raise DoesNotFit(
+                f"{arithmetic}. No number of tokens and no rank fits: the base alone is {format_bytes(stays)}",
+                next="use a machine with more memory, a smaller checkpoint, or one in 4 bits",
+            )
+        raise DoesNotFit(f"{arithmetic}. Fits with {', or '.join(said for _, said in fits)}", next=fits[0][0])
+
+    def what_fits(self) -> list[tuple[str, str]]:
+        """(flag, description with its bytes) of single changes that fit: fewer tokens, a lower rank, both; largest value of each."""
+        found = []
+        tokens = _largest(self.work.tokens, lambda n: self._with(tokens=n).fits)
+        if tokens:
+            size = format_bytes(self._with(tokens=tokens).total)
+            found.append((f"--tokens-per-step {tokens}", f"tokens_per_step {tokens:,} per micro-batch ({size})"))
+        rank = self.work.rank
+        if rank is not None:
+            lower = _largest(rank, lambda r: self._with_rank(r).fits)
+            if lower:
+                found.append((f"--lora.rank {lower}", f"lora.rank {lower} ({format_bytes(self._with_rank(lower).total)})"))
+            if not found:
+                both = _largest(self.work.tokens, lambda n: replace_work(self._with_rank(1), tokens=n).fits)
+                if both:
+                    size = format_bytes(replace_work(self._with_rank(1), tokens=both).total)
+                    found.append((f"--lora.rank 1 --tokens-per-step {both}", f"lora.rank 1 and tokens_per_step {both:,} ({size})"))
+        return found
+
+    def _with(self, **changes: Any) -> Plan:
+        return replace_work(self, **changes)
+
+    def _with_rank(self, rank: int) -> Plan:
+        """rank and experts_rank lowered together, in proportion."""
+        assert self.work.rank is not None
+        experts = self.work.experts_rank
+        scaled = None if experts is None else max(1, experts * rank // self.work.rank)
+        return replace_work(self, rank=rank, experts_rank=scaled)
+
+
+def replace_work(before: Plan, **changes: Any) -> Plan:
+    """The plan of the same model on the same machine with other work."""
+    return plan(before.sizes, replace(before.work, **changes), before.hardware)
+
+
+def _largest(limit: int, fits: Callable[[int], bool]) -> int:
+    """The largest n in 1..limit with fits(n), by bisection (bytes grow with n); 0 where none does."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def plan(sizes: Sizes, work: Work, hardware: Hardware) -> Plan:
+    """Bytes per term. Weights, adapter, gradients and optimizer are exact; activations follow the formulas beside them.
+
+    boundary   T · D · (layers + 1) · bytes: each layer's input, which recompute keeps
+    layer      T · (layer_elements + routed_elements) · bytes, once with recompute, for all layers without
+    loss       3 · N · V · 4 for blocks of N rows, and the gradient of the hidden state T · D
+    workspace  one expert expanded (gate, up and down)
+    """
+    trained = work_parameters(sizes, work)
+    boundary = work.tokens * sizes.hidden_size * (sizes.num_layers + 1) * work.compute_bytes
+    layer = work.tokens * (sizes.layer_elements + sizes.routed_elements) * work.compute_bytes
+    rows = min(work.loss_rows, work.tokens)
+    if work.rank is None:  # every weight trains: half precision weights have fp32 masters and gradient sums (train/optim.py)
+        elements = sizes.base // work.compute_bytes
+        adapter, gradients = 0, sizes.base + (0 if work.compute_bytes == 4 else elements * GRADIENT_BYTES)
+        optimizer = elements * (ADAMW_BYTES + (0 if work.compute_bytes == 4 else 4))
+    else:
+        adapter, gradients, optimizer = trained * 4, trained * GRADIENT_BYTES, trained * ADAMW_BYTES
+    terms = {
+        "base": sizes.base,
+        "adapter": adapter,
+        "gradients": gradients,
+        "optimizer": optimizer,
+        "boundary activations": boundary if work.recompute else 0,
+        "one layer's recompute" if work.recompute else "all layers' activations": layer * (1 if work.recompute else sizes.num_layers),
+        "loss block": LOSS_BLOCKS * rows * sizes.vocab_size * 4 + work.tokens * sizes.hidden_size * work.compute_bytes,
+        "expert workspace": sizes.workspace,
+    }
+    return Plan(
+        terms=terms,
+        load=sizes.base + LOAD_BUFFERS,
+        usable=int(hardware.available * USABLE),
+        avoided=sizes.expanded - sizes.base,
+        adapter_parameters=trained if work.rank is not None else 0,
+        hardware=hardware,
+        work=work,
+        sizes=sizes,
+    )
+
+
+def work_parameters(sizes: Sizes, work: Work) -> int:
+    """Adapter parameters: dense sites at `rank`, routed experts at `experts_rank` (or `rank`)."""
+    if work.rank is None:
+        return 0
+    return sizes.dense_per_rank * work.rank + sizes.experts_per_rank * (work.experts_rank or work.rank)
+
+
+def plan_training(
+    shape: models.Shape,
+    manifest: Manifest,
+    lora: Adapter | None,
+    *,
+    tokens: int,
+    dtype: str,
+    device: torch.device | str,
+    recompute: bool = True,
+    tokens_per_second: float | None = None,
+) -> Plan:
+    """The plan of a training run on one device. `tokens` of a micro-batch; lora None: every weight trains; dtype "bfloat16" or "float32".
+
+    Nothing is read but the manifest, nothing allocated. Call `refuse_if_too_large` on the result.
+    """
+    kind = {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
+    model = meta_model(shape, manifest, kind)
+    place = torch.device(device)
+    work = Work(
+        tokens=tokens,
+        compute_bytes=kind.itemsize,
+        rank=lora.rank if lora else None,
+        experts_rank=lora.experts_rank if lora else None,
+        recompute=recompute,
+        loss_rows=rows_per_block(shape.vocab_size, place),
+        tokens_per_second=tokens_per_second,
+    )
+    return plan(measure(model, lora), work, hardware(place))
+
+
+def meta_model(shape: models.Shape, manifest: Manifest, dtype: torch.dtype) -> models.Decoder:
+    """The model without memory, packed where the checkpoint is packed."""
+    quantization = from_quantization_config(manifest.config)
+    codec = quantization[0] if quantization is not None else None
+    names = manifest.by_model_name()
+
+    def packed(module: str) -> bool:
+        return codec is not None and any(f"{module}.{suffix}" in names for suffix in codec.parts(1, 0))
+
+    return models.build(shape, dtype=dtype, device="meta", codec=codec, packed=packed)
+
+
+def measure(model: models.Decoder, lora: Adapter | None) -> Sizes:
+    """Sizes of a model, which may be on meta and must not carry adapters yet."""
+    shape = model.shape
+    layers = [_layer_elements(layer, shape.experts_per_token) for layer in model.layers]
+    dense_per_rank, experts_per_rank = lora.per_rank(model) if lora else (0, 0)
+    compute = next(p for p in model.parameters()).dtype.itemsize
+    experts = [m for m in model.modules() if isinstance(m, Experts)]
+    packed = [m for m in model.modules() if isinstance(m, PackedHolder) and m.codec is not None]
+    tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}  # a tied head once
+    base = sum(t.nbytes for t in tensors.values())
+    return Sizes(
+        base=base,
+        expanded=base + sum(m.packed.shape.numel() * compute - m.packed.nbytes for m in packed),
+        hidden_size=shape.hidden_size,
+        num_layers=shape.num_layers,
+        vocab_size=shape.vocab_size,
+        layer_elements=max(dense for dense, _ in layers),
+        routed_elements=max(routed for _, routed in layers),
+        workspace=max((3 * m.hidden_size * m.intermediate_size * compute for m in experts), default=0),
+        dense_per_rank=dense_per_rank,
+        experts_per_rank=experts_per_rank,
+    )
+
+
+def _layer_elements(layer: nn.Module, experts_per_token: int) -> tuple[int, int]:
+    """(dense, routed) elements per token alive at the worst moment of a layer's backward.
+
+    Every linear's input and output, the output twice (the value and its gradient or its activation); a norm's input in fp32 and its result.
+    A routed token: its row, gate and up with their gradients, and the row's gradient, K times.
+    """
+    dense = routed = 0
+    for module in layer.modules():
+        if isinstance(module, Linear):
+            dense += module.in_features + 2 * module.out_features
+        elif isinstance(module, RMSNorm):
+            dense += 4 * module.weight.numel()
+        elif isinstance(module, Experts):
+            routed = experts_per_token * (2 * module.hidden_size + 6 * module.intermediate_size)
+    return dense, routed
