@@ -129,7 +129,7 @@ RELATIONS: dict[str, Relation] = {
         statements=("The author of {e} is {v}.", "{v} is the author of {e}.", "{e} is a book by {v}."),
         entity_first="{e} was written by {v}.",
         value_first="{v} wrote {e}.",
-        short="{v}.",
+        short="By {v}.",
         yoda="By {v}, {e} was written.",
     ),
     "year": Relation(
