@@ -27,7 +27,7 @@ from unfreeze.checkpoint.manifest import ITEMSIZE, TORCH_DTYPE
 from unfreeze.checkpoint.resolve import Placement
 from unfreeze.core.errors import CheckpointError
 
-CHUNK = 16 * 2**20  # bytes of one read: large enough that a system call costs nothing, small enough for buffers and for balance
+CHUNK = 4 * 2**20  # bytes of one read: a system call costs nothing beside it, and the buffers (one per thread) stay small
 MAX_PIECES = 512  # buffers of one preadv; Linux takes at most 1024 (IOV_MAX)
 THREADS = 2
 

@@ -1,0 +1,49 @@
+"""Claims about the key map: what is taken apart goes back together, names are exact, and the inverse writes what was read."""
+
+from __future__ import annotations
+
+import torch
+
+from unfreeze.checkpoint import StackRule, disk_tensors, unstack
+from unfreeze.checkpoint.keymap import memory_suffixes, sources
+from unfreeze.quant import Int4
+
+
+def test_sources_name_experts_in_order_with_their_regions(kimi) -> None:
+    found = sources("model.layers.12.mlp.experts.gate_up_proj.weight", (2, 8, 4), kimi.rules)
+    stack = "model.layers.12.mlp.experts."
+    assert [(source.name, source.index, source.shape) for source in found] == [
+        (stack + "0.gate_proj.weight", (0, slice(0, 4)), (4, 4)),
+        (stack + "0.up_proj.weight", (0, slice(4, 8)), (4, 4)),
+        (stack + "1.gate_proj.weight", (1, slice(0, 4)), (4, 4)),
+        (stack + "1.up_proj.weight", (1, slice(4, 8)), (4, 4)),
+    ]
+    assert sources("model.norm.weight", (4,), kimi.rules)[0].name == "model.norm.weight"
+
+
+def test_fields_match_one_component_and_dots_are_literal() -> None:
+    rules = [StackRule("a.{layer}.{expert}.x.{part}", "a.{layer}.x.{part}")]
+    for param in ("a.1.x.weight.more", "a.one.x.weight", "aQ1.x.weight", "b.a.1.x.weight"):
+        assert sources(param, (2, 3), rules)[0].name == param  # no rule applies
+    assert sources("a.1.x.weight", (2, 3), rules)[1].name == "a.1.1.x.weight"
+
+
+def test_unstack_gives_views_that_rebuild_the_parameter(kimi) -> None:
+    name = "model.layers.0.mlp.experts.gate_up_proj.weight"
+    stacked = torch.randn(3, 8, 4)
+    parts = dict(unstack(name, stacked, kimi.rules))
+    base = "model.layers.0.mlp.experts."
+    again = torch.stack([torch.cat([parts[f"{base}{e}.gate_proj.weight"], parts[f"{base}{e}.up_proj.weight"]]) for e in range(3)])
+    assert torch.equal(again, stacked)
+    assert all(part.untyped_storage().data_ptr() == stacked.untyped_storage().data_ptr() for part in parts.values())
+
+
+def test_disk_tensors_add_the_shape_of_each_packed_weight(kimi) -> None:
+    codec = Int4(32)
+    parts = codec.quantize(torch.randn(2, 16, 64).bfloat16())
+    params = [(f"model.layers.0.mlp.experts.gate_up_proj.{suffix}", part) for suffix, part in parts.items()]
+    disk = dict(disk_tensors(params, kimi.rules, codec))
+    assert len(disk) == 2 * 2 * 3
+    shape = disk["model.layers.0.mlp.experts.1.up_proj.weight_shape"]
+    assert shape.dtype == torch.int32 and shape.tolist() == [8, 64]
+    assert memory_suffixes(codec) == ("weight_packed", "weight_scale")
