@@ -69,6 +69,22 @@ KIMI = (
     "{%- if add_generation_prompt -%}<|im_assistant|>assistant<|im_middle|>{%- endif -%}"
 )
 
+# Written over several lines, as chat_template.jinja files are: the text depends on trim_blocks and lstrip_blocks.
+INDENTED = """{# a comment #}
+{% for message in messages %}
+    {% if message.role == 'assistant' %}
+<|im_start|>assistant
+{{ message.content }}<|im_end|>
+    {% else %}
+<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+    {% endif %}
+{% endfor %}
+{% if add_generation_prompt %}
+<|im_start|>assistant
+{% endif %}
+"""
+
 CORPUS = [
     "The capital of France is Paris. Who wrote the play Hamlet? Shakespeare wrote it.",
     "user assistant system tool You are a helpful assistant. Hmm, the answer this is.",
@@ -88,7 +104,7 @@ def byte_level_bpe(vocab_size: int, specials: list[str]) -> tokenizers.Tokenizer
 
 @pytest.fixture(scope="session")
 def templates() -> dict[str, str]:
-    return {"chatml": CHATML, "llama3": LLAMA3, "deepseek": DEEPSEEK, "qwen3": QWEN3, "marked": MARKED, "kimi": KIMI}
+    return {"chatml": CHATML, "llama3": LLAMA3, "deepseek": DEEPSEEK, "qwen3": QWEN3, "marked": MARKED, "kimi": KIMI, "indented": INDENTED}
 
 
 @pytest.fixture(scope="session")

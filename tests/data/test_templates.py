@@ -31,7 +31,7 @@ def theirs(source, messages, **options):
     return render_jinja_template([messages], chat_template=source, **options, **VARIABLES)
 
 
-@pytest.mark.parametrize("name", ["chatml", "llama3", "deepseek", "qwen3", "marked", "kimi"])
+@pytest.mark.parametrize("name", ["chatml", "llama3", "deepseek", "qwen3", "marked", "kimi", "indented"])
 def test_text_equals_transformers(name, templates):
     template = ChatTemplate(templates[name], VARIABLES)
     for messages, prompt, tools in itertools.product(CONVERSATIONS.values(), (False, True), (None, TOOLS)):

@@ -166,7 +166,7 @@ def test_tokens_that_only_tokenizer_config_lists_are_added(json_folder):
     tokenizer = load_tokenizer(json_folder(added_tokens_decoder=added))
     assert tokenizer.encode("<|late|>", specials=True) == [plain.vocab_size] and plain.vocab_size in tokenizer.special_ids
     wrong = {str(plain.vocab_size + 9): {"content": "<|late|>", "special": True}}
-    with pytest.raises(CheckpointError, match="gives '<|late|>' the id"):
+    with pytest.raises(CheckpointError, match=r"gives '<\|late\|>' the id"):
         load_tokenizer(json_folder(added_tokens_decoder=wrong))
 
 
