@@ -23,6 +23,9 @@ RULES = (
     StackRule(_EXPERT + "gate_proj.{part}", _STACK + "gate_up_proj.{part}", 0),
     StackRule(_EXPERT + "up_proj.{part}", _STACK + "gate_up_proj.{part}", 1),
     StackRule(_EXPERT + "down_proj.{part}", _STACK + "down_proj.{part}", None),
+    # transformers 5 can write the experts already stacked; read, never written
+    StackRule(_STACK + "gate_up_proj", _STACK + "gate_up_proj.weight"),
+    StackRule(_STACK + "down_proj", _STACK + "down_proj.weight"),
 )
 
 
