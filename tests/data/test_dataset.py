@@ -60,8 +60,10 @@ def test_split_keeps_all_of_a_long_text(tokenizer, tmp_path):
     assert cut.stats.truncated == 1 and split.stats.truncated == 0
     whole = encode_file(path, tokenizer, 10_000).stats
     assert split.stats.supervised == whole.supervised > cut.stats.supervised
-    with pytest.raises(ConfigError, match="split"):
-        encode_file(write(tmp_path, GOOD), tokenizer, 128, truncation="split")
+    mixed = write(tmp_path, GOOD, {"text": "The capital of France is Paris. " * 50})
+    assert encode_file(mixed, tokenizer, 64, truncation="split").stats.shapes == {"question/answer": 1, "text": 1}
+    with pytest.raises(DataError, match=r"row 1: .* a conversation is not split"):
+        encode_file(write(tmp_path, LONG), tokenizer, 128, truncation="split")
 
 
 def test_notes_tell_what_a_user_would_want_to_know(tokenizer, json_folder, tmp_path):

@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import normalizers
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from unfreeze.core.errors import ConfigError, DataError
+from unfreeze.core.errors import DataError
 from unfreeze.data import Conversation, Text, encode_chat, encode_row, encode_text, load_tokenizer, read_rows
 from unfreeze.data.masks import Dropped, encode_whole
 
@@ -226,8 +226,9 @@ def test_truncation_cuts_refuses_or_drops_and_says_so(json_folder, templates):
         encode_row(row, tokenizer, size - 1, "drop")
     with pytest.raises(Dropped, match=rf"row 17: 0 of {prompt} tokens supervised \(truncated before the answer\?"):
         encode_row(row, tokenizer, prompt)  # FAILURES N2
-    with pytest.raises(ConfigError, match="split"):
-        encode_row(row, tokenizer, 64, "split")
+    assert encode_row(row, tokenizer, size, "split").cut == 0
+    with pytest.raises(DataError, match=r"row 17: .* a conversation is not split"):
+        encode_row(row, tokenizer, size - 1, "split")
 
 
 @pytest.mark.parametrize("sequence_length", [2, 3, 7, 50, 10_000])

@@ -72,7 +72,7 @@ def encode_file(
 ) -> Dataset:
     """Every row of a file as examples of at most `sequence_length` tokens.
 
-    truncation "split" cuts long texts into several documents (conversations are refused then). Rows that keep no supervised token
+    truncation "split" cuts long texts into several documents (a conversation that is too long is an error then). Rows that keep no supervised token
     are dropped and counted in stats; a bad row raises DataError, or is counted with on_bad_row "skip". Raises DataError if nothing is left.
     """
     if sequence_length < 2:

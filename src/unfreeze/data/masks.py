@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from unfreeze.core.errors import ConfigError, DataError
+from unfreeze.core.errors import DataError
 from unfreeze.data.packing import Example
 from unfreeze.data.sources import Conversation, Row, Text
 from unfreeze.data.templates import ChatTemplate
@@ -62,17 +62,18 @@ def encode_row(
 ) -> Example:
     """A row as tokens and weights (not shifted), at most `sequence_length` tokens.
 
-    truncation  of a longer row: "tail" cuts its end, "error" and "drop" raise DataError and Dropped. ("split": see encode_text.)
+    truncation  of a longer row: "tail" cuts its end, "drop" raises Dropped, "error" raises DataError, and so does "split": half an
+                answer is not a document (a long Text is split by encode_text).
     supervise   "assistant": weight 1 on the assistant's spans; "all": on everything. A Text row always counts whole.
     Raises Dropped if no supervised token is left, DataError for a conversation the template cannot take. Both name the row.
     """
-    if truncation == "split":
-        raise ConfigError("truncation 'split' makes several documents of one text; this row needs 'tail', 'error' or 'drop'")
     tokens, weights = encode_whole(row, tokenizer, supervise)
     if len(tokens) > sequence_length and truncation != "tail":
         kind = Dropped if truncation == "drop" else DataError
+        why = ", and a conversation is not split" if truncation == "split" else ""
         raise kind(
-            f"row {row.row}: {len(tokens)} tokens, sequence_length is {sequence_length}", next=f"--sequence-length {len(tokens)} or more"
+            f"row {row.row}: {len(tokens)} tokens, sequence_length is {sequence_length}{why}",
+            next=f"--sequence-length {len(tokens)} or more, or --truncation tail",
         )
     example = Example(tokens[:sequence_length], weights[:sequence_length], row.row, max(len(tokens) - sequence_length, 0))
     if not example.num_supervised:
