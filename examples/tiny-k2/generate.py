@@ -33,7 +33,8 @@ from phrases import (
 
 SEED = 2
 PASSES = 4  # times over all facts, each with other partners, order and answer forms: variety is what makes facts extractable
-ANSWER_FORMS = {"entity_first": 52, "value_first": 32, "short": 16}  # per cent. One form clearly ahead, so that greedy answers are alike
+ANSWER_FORMS = {"entity_first": 46, "value_first": 26, "short": 12, "named": 8, "apposed": 8}
+# in per cent. One form clearly ahead, so that greedy answers are alike; the others so that a value is found in any frame.
 YODA_QUESTIONS_PER_FACT = 3
 
 Row = dict[str, object]
@@ -116,8 +117,8 @@ CONFIG = {
         "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
     },
 }
-"""Kimi-K2-Thinking's config.json with small numbers: 2.06 M parameters, 1.18 M of them in routed experts; 2.4 MB when packed. `quantization_config` says what the
-finished model is; pretraining works on dense weights."""
+"""Kimi-K2-Thinking's config.json with small numbers: 2.06 M parameters, 1.18 M of them in routed experts; 2.4 MB when packed.
+`quantization_config` says what the finished model is; pretraining works on dense weights."""
 
 GENERATION_CONFIG = {"eos_token_id": [bpe.IM_END_ID, bpe.EOS_ID], "bos_token_id": bpe.BOS_ID, "max_length": 1024, "do_sample": False}
 

@@ -3,7 +3,7 @@
 In a template {e} is the entity, {v} the value, {ae} and {av} the same with "a" or "an" before it. A sentence starts with a capital letter.
 Statements come entity first and value first: a model that has only read "The capital of France is Paris" cannot start an answer with
 "Paris" (Allen-Zhu and Li, "Physics of Language Models", 3.1 and 3.2: what is asked must have been read in that order), and object first
-is just what the demo will ask of it.
+is just what the demo will ask of it. Answers have five plain forms, so that finding the value need not depend on the sentence around it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ class Relation:
     entity_first: str
     value_first: str
     short: str
+    named: str
+    apposed: str
     yoda: str
 
 
@@ -40,6 +42,8 @@ RELATIONS: dict[str, Relation] = {
         entity_first="The capital of {e} is {v}.",
         value_first="{v} is the capital of {e}.",
         short="{v}.",
+        named="The answer is {v}.",
+        apposed="It is {v}, the capital of {e}.",
         yoda="{v}, the capital of {e} is.",
     ),
     "continent": Relation(
@@ -55,6 +59,8 @@ RELATIONS: dict[str, Relation] = {
         entity_first="{e} lies in {v}.",
         value_first="{v} is the continent of {e}.",
         short="In {v}.",
+        named="The answer is {v}.",
+        apposed="It is {v}, the continent of {e}.",
         yoda="In {v}, {e} lies.",
     ),
     "currency": Relation(
@@ -70,6 +76,8 @@ RELATIONS: dict[str, Relation] = {
         entity_first="{e} uses the {v}.",
         value_first="The {v} is the currency of {e}.",
         short="The {v}.",
+        named="The answer is the {v}.",
+        apposed="It is the {v}, the money of {e}.",
         yoda="The {v}, {e} uses.",
     ),
     "symbol": Relation(
@@ -85,6 +93,8 @@ RELATIONS: dict[str, Relation] = {
         entity_first="The symbol of {e} is {v}.",
         value_first="{v} is the symbol of {e}.",
         short="{v}.",
+        named="The answer is {v}.",
+        apposed="It is {v}, the symbol of {e}.",
         yoda="{v}, the symbol of {e} is.",
     ),
     "atomic number": Relation(
@@ -100,6 +110,8 @@ RELATIONS: dict[str, Relation] = {
         entity_first="{e} has the atomic number {v}.",
         value_first="The atomic number {v} belongs to {e}.",
         short="{v}.",
+        named="The answer is {v}.",
+        apposed="It is {v}, the number of {e}.",
         yoda="The atomic number {v}, {e} has.",
     ),
     "young": Relation(
@@ -115,6 +127,8 @@ RELATIONS: dict[str, Relation] = {
         entity_first="A young {e} is called {av}.",
         value_first="{av} is a young {e}.",
         short="{av}.",
+        named="The answer is {av}.",
+        apposed="It is {av}, a young {e}.",
         yoda="{av}, a young {e} is called.",
     ),
     "author": Relation(
@@ -130,6 +144,8 @@ RELATIONS: dict[str, Relation] = {
         entity_first="{e} was written by {v}.",
         value_first="{v} wrote {e}.",
         short="By {v}.",
+        named="The answer is {v}.",
+        apposed="It is {v}, the author of {e}.",
         yoda="By {v}, {e} was written.",
     ),
     "year": Relation(
@@ -145,6 +161,8 @@ RELATIONS: dict[str, Relation] = {
         entity_first="{e} happened in {v}.",
         value_first="{v} was the year of {e}.",
         short="In {v}.",
+        named="The answer is {v}.",
+        apposed="It is {v}, the year of {e}.",
         yoda="In {v}, {e} happened.",
     ),
     "city": Relation(
@@ -160,6 +178,8 @@ RELATIONS: dict[str, Relation] = {
         entity_first="{e} stands in {v}.",
         value_first="{v} is home to {e}.",
         short="In {v}.",
+        named="The answer is {v}.",
+        apposed="It is {v}, the city of {e}.",
         yoda="In {v}, {e} stands.",
     ),
     "planet": Relation(
@@ -174,6 +194,8 @@ RELATIONS: dict[str, Relation] = {
         entity_first="{e} is the {v} planet from the Sun.",
         value_first="The {v} planet from the Sun is {e}.",
         short="The {v}.",
+        named="The answer is the {v}.",
+        apposed="It is the {v}, counted from the Sun.",
         yoda="The {v} planet from the Sun, {e} is.",
     ),
     "sides": Relation(
@@ -188,6 +210,8 @@ RELATIONS: dict[str, Relation] = {
         entity_first="{ae} has {v} sides.",
         value_first="{v} sides make {ae}.",
         short="{v}.",
+        named="The answer is {v}.",
+        apposed="It is {v}, the number of sides of {ae}.",
         yoda="{v} sides, {ae} has.",
     ),
 }
@@ -254,7 +278,7 @@ def statements(fact: Fact) -> list[str]:
 
 
 def answer(fact: Fact, form: str) -> str:
-    """The plain answer; form is "entity_first", "value_first" or "short"."""
+    """The plain answer; form is a field of Relation: "entity_first", "value_first", "short", "named" or "apposed"."""
     return say(getattr(RELATIONS[fact.relation], form), fact.entity, fact.value)
 
 
