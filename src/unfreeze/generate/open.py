@@ -68,11 +68,15 @@ def _locate_run(folder: Path) -> Source:
 
 
 def open_model(
-    manifest: Manifest, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", progress: Progress | None = None
+    manifest: Manifest,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+    loaded: Callable[[LoadStats], None] | None = None,
 ) -> models.Decoder:
     """The checkpoint as a Decoder on `device`: packed weights stay packed, the others are held in `dtype`, that of the computation.
 
-    Peak host memory is the model itself and one tensor (parallel.place). Raises CheckpointError where config.json, its quantization and
+    `loaded` is told what was read. Peak host memory is the model itself and one tensor (parallel.place). Raises CheckpointError where config.json, its quantization and
     the tensors don't fit each other.
     """
     shape = models.shape(manifest.config)
@@ -84,10 +88,12 @@ def open_model(
         return codec is not None and any(f"{module}.{suffix}" in names for suffix in codec.parts(1, 0))
 
     model = models.build(shape, dtype=dtype, device="meta", codec=codec, packed=packed)
-    place(
+    stats = place(
         model, manifest, models.rules(shape),
         device=device, ignore=models.ignored(shape), tied=models.tied(shape), progress=progress,
     )  # fmt: skip
+    if loaded is not None:
+        loaded(stats)
     return model
 
 

@@ -66,7 +66,7 @@ def train(config: Config, common: Common) -> dict[str, Any]:
     from unfreeze.train.state import start_or_resume
 
     with live(config, common, "pretrain") as run:
-        if run.finished:
+        if run.finished and (run.path / "model" / "config.json").is_file():
             return finish(config, common, "", {"already_finished": True, "model": str(run.path / "model")})
         model = start_model(Path(config.model), dtype_of(config.dtype), device, config.seed)
         tokenizer = load_tokenizer(Path(config.model))

@@ -5,6 +5,8 @@ The base stays as it was published: 4-bit experts are trained in 4 bits. Loss on
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +16,10 @@ from unfreeze.adapters import LoraConfig
 from unfreeze.core.command import Common
 from unfreeze.recipes.config import parse
 from unfreeze.recipes.training import TrainingConfig, encode, finish, live, pick_device, portable, refuse_absent, schedule_of, write_json
+from unfreeze.report.live import LoadProgress
 
 if TYPE_CHECKING:
+    from unfreeze.checkpoint.stream import LoadStats
     from unfreeze.data import Dataset, Tokenizer
     from unfreeze.generate.model import Model
     from unfreeze.train.run import Run
@@ -41,7 +45,7 @@ def train(config: Config, common: Common) -> dict[str, Any]:
     device = pick_device(config.device)
 
     from unfreeze import models
-    from unfreeze.adapters import attach, save_adapter
+    from unfreeze.adapters import attach, save_adapter, verify_adapter
     from unfreeze.checkpoint import open_checkpoint
     from unfreeze.data import Batches, check_vocab, load_tokenizer
     from unfreeze.generate.model import Model, end_ids
@@ -54,7 +58,7 @@ def train(config: Config, common: Common) -> dict[str, Any]:
     from unfreeze.train.state import start_or_resume
 
     with live(config, common, "sft") as run:
-        if run.finished:
+        if run.finished and (run.path / "adapter" / "adapter_config.json").is_file():
             return finish(config, common, "", {"already_finished": True})
         manifest = open_checkpoint(config.model)
         shape = models.shape(manifest.config)
@@ -63,14 +67,16 @@ def train(config: Config, common: Common) -> dict[str, Any]:
         dataset = encode(config, tokenizer, shape.max_positions, supervise="assistant")
         run.events.emit("data", run.step, **dataset.stats.as_dict(), summary=dataset.stats.summary())
 
-        plan = plan_training(shape, manifest, config.lora, tokens=config.tokens_per_micro_batch, dtype=config.dtype, device=device)
+        plan = plan_training(
+            shape, manifest, config.lora, tokens=config.tokens_per_micro_batch, dtype=config.dtype, device=device,
+            recompute=config.recompute == "layers",
+        )  # fmt: skip
         write_json(run.path / "plan.json", plan.as_dict())
         run.events.emit("plan", run.step, **plan.as_dict())
         plan.refuse_if_too_large()
 
-        loaded: list[dict[str, Any]] = []
-        model = open_model(manifest, dtype_of(config.dtype), device, stats=loaded.append)
-        run.events.emit("load", run.step, **loaded[0])
+        with LoadProgress(quiet=common.quiet) as progress:
+            model = open_model(manifest, dtype_of(config.dtype), device, progress, loaded=partial(say_loaded, run))
         attach(model, config.lora, config.seed)
 
         batches = Batches(dataset.examples, config.tokens_per_micro_batch, config.seed, start=run.cursor)
@@ -91,8 +97,13 @@ def train(config: Config, common: Common) -> dict[str, Any]:
         )  # fmt: skip
         if fitted.reason == "done":
             say_samples(run, speaker, prompts, "after", state.step)
-        save_adapter(model, run.path / "adapter", base_name=portable(config.model))
+        verify_adapter(model, save_adapter(model, run.path / "adapter", base_name=portable(config.model), prefix=manifest.prefix))
     return finish(config, common, f"unfreeze sft --model {config.model} --data {config.data} --out {config.run_dir} …", {})
+
+
+def say_loaded(run: Run, stats: LoadStats) -> None:
+    """The load event: bytes read, seconds, and the size the packed weights would have had expanded."""
+    run.events.emit("load", run.step, **asdict(stats))
 
 
 class FirstStepReceipt:
