@@ -13,6 +13,7 @@ import torch
 
 from unfreeze import models
 from unfreeze.checkpoint.manifest import Manifest, read_json
+from unfreeze.checkpoint.stream import LoadStats
 from unfreeze.core.errors import CheckpointError, ConfigError, nearest
 from unfreeze.parallel.place import place
 from unfreeze.quant.int4 import from_quantization_config
@@ -76,8 +77,8 @@ def open_model(
 ) -> models.Decoder:
     """The checkpoint as a Decoder on `device`: packed weights stay packed, the others are held in `dtype`, that of the computation.
 
-    `loaded` is told what was read. Peak host memory is the model itself and one tensor (parallel.place). Raises CheckpointError where config.json, its quantization and
-    the tensors don't fit each other.
+    `loaded` is told what was read. Peak host memory is the model itself and one tensor (parallel.place).
+    Raises CheckpointError where config.json, its quantization and the tensors don't fit each other.
     """
     shape = models.shape(manifest.config)
     quantization = from_quantization_config(manifest.config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, field, make_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
@@ -49,7 +50,7 @@ def _twin(config: type[BaseModel]) -> type:
         if info.is_required():
             fields.append((name, annotated, field(kw_only=True)))
         else:
-            default = kind if inner else lambda info=info: info.get_default(call_default_factory=True)  # type: ignore[call-arg]
+            default: Any = kind if inner else partial(info.get_default, call_default_factory=True)
             fields.append((name, annotated, field(default_factory=default, kw_only=True)))
     return make_dataclass(config.__name__, fields)
 
