@@ -3,8 +3,8 @@
     plan_training(shape, manifest, lora, tokens=…, dtype=…, device=…)  ->  Plan      (measures the model on meta and the machine)
     plan(sizes, work, hardware)                                        ->  Plan      (numbers only)
 
-Peak = what stays (base, adapter, gradients, optimizer) + what a step holds at its worst moment (boundary activations, one layer's recompute,
-the loss block, the expert workspace). Loading is another moment: the base and a read buffer per thread; the larger of the two counts.
+Peak = what stays (base, adapter, gradients, optimizer) + what a step holds at its worst moment: boundary activations, the expert workspace, and
+either one layer's recompute or the loss block, whichever is larger. Loading is another moment: the base and a read buffer per thread.
 
 T tokens of a micro-batch, D model width, V vocabulary, E experts, K experts per token, I expert width.
 """
@@ -33,6 +33,7 @@ ADAMW_BYTES = 8  # per trained parameter: two fp32 moments
 GRADIENT_BYTES = 4  # adapters and their gradients are fp32
 LOSS_BLOCKS = 3  # fp32 blocks [N, V] alive at once in objectives/cross_entropy.py
 LOAD_BUFFERS = 2 * 16 * 2**20  # checkpoint/stream.py: two threads, 16 MiB each
+GROUP_BYTES = 4 * 2**20  # kernels/expert_mlp/loop_cpu.py: weights and rows of a group of experts
 USABLE = 0.92  # of the free memory: allocator fragmentation and what the interpreter and BLAS take besides
 
 
@@ -48,26 +49,27 @@ class Adapter(Protocol):
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the plan knows of a model and its checkpoint; all in bytes, or in elements per token.
+    """What the plan knows of a model in one dtype of computation.
 
-    base            parameters and buffers as they will lie in memory (packed weights packed)
+    base            bytes of parameters and buffers as they will lie in memory (packed weights packed)
     expanded        the same with every packed weight expanded to the computation's dtype
-    layer_elements  largest Σ over a layer of what its backward reads, per token: inputs and outputs of every linear, norms
-    routed_elements largest K · (elements a routed token's expert keeps) of a layer, per token
-    workspace       one expert's weights, expanded, with its adapter's columns aside
+    layer           bytes per token at the worst moment of the largest layer's backward (see _layer_bytes)
+    workspace       bytes of the expert op's scratch: a group of experts, one of them expanded; 0 without experts
     dense_per_rank, experts_per_rank   adapter parameters per unit of rank
+    cast_per_rank   elements per unit of rank that the expert op holds of one layer's adapter in the computation's dtype (B block-diagonal)
     """
 
     base: int
     expanded: int
+    compute_bytes: int
     hidden_size: int
     num_layers: int
     vocab_size: int
-    layer_elements: int
-    routed_elements: int
-    workspace: int
+    layer: int
+    workspace: int = 0
     dense_per_rank: int = 0
     experts_per_rank: int = 0
+    cast_per_rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,6 @@ class Work:
     """What a run asks for. tokens: of one micro-batch. rank None: no adapter, every weight trains. recompute False: all layers' activations."""
 
     tokens: int
-    compute_bytes: int
     rank: int | None = None
     experts_rank: int | None = None
     recompute: bool = True
@@ -86,9 +87,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Plan:
-    """terms: name -> bytes on the device. total: the worst moment. per_device has one entry per device; one device now."""
+    """terms: name -> bytes at the worst moment of a step; they add up. beside: what is smaller and comes at another moment.
+    load: bytes while loading. per_device has one entry per device; there is one now.
+    """
 
     terms: dict[str, int]
+    beside: dict[str, int]
     load: int
     usable: int
     avoided: int
@@ -128,6 +132,7 @@ class Plan:
         lines += [f"  {name:<{width}}  {format_bytes(size):>10}" for name, size in self.terms.items()]
         lines.append(f"  {'total':<{width}}  {format_bytes(self.total):>10}  of {format_bytes(self.usable)}")
         lines.append(f"  1 device, largest / smallest {largest / smallest:.2f}; {self.work.tokens:,} tokens per pass")
+        lines += [f"  at another moment: {name} {format_bytes(size)}" for name, size in (self.beside | {"loading": self.load}).items()]
         if self.avoided:
             lines.append(f"  packed weights stay packed: {format_bytes(self.avoided)} of expanded weights avoided")
         if self.adapter_parameters:
@@ -141,6 +146,7 @@ class Plan:
         """Plain JSON values: terms, total, usable, …, and the printed lines."""
         return {
             "terms": dict(self.terms),
+            "beside": dict(self.beside),
             "total": self.total,
             "load": self.load,
             "usable": self.usable,
@@ -216,39 +222,33 @@ def _largest(limit: int, fits: Callable[[int], bool]) -> int:
 
 
 def plan(sizes: Sizes, work: Work, hardware: Hardware) -> Plan:
-    """Bytes per term. Weights, adapter, gradients and optimizer are exact; activations follow the formulas beside them.
+    """Bytes per term. Weights, adapter, gradients and optimizer are exact; a step's activations are within about 15 % (tests/parallel).
 
-    boundary   T · D · (layers + 1) · bytes: each layer's input, which recompute keeps
-    layer      T · (layer_elements + routed_elements) · bytes, once with recompute, for all layers without
-    loss       3 · N · V · 4 for blocks of N rows, and the gradient of the hidden state T · D
-    workspace  one expert expanded (gate, up and down)
+    boundary   T · D · (layers + 1) · bytes: each layer's input, which recompute keeps, and the last one's output
+    layer      T · sizes.layer, once with recompute, for every layer without
+    loss       3 · N · V · 4 for blocks of N rows, and the gradient of the hidden state, T · D · bytes
+    workspace  the expert op's scratch and one layer's expert adapters with their gradients, in the computation's dtype
     """
-    trained = work_parameters(sizes, work)
-    boundary = work.tokens * sizes.hidden_size * (sizes.num_layers + 1) * work.compute_bytes
-    layer = work.tokens * (sizes.layer_elements + sizes.routed_elements) * work.compute_bytes
-    rows = min(work.loss_rows, work.tokens)
-    if work.rank is None:  # every weight trains: half precision weights have fp32 masters and gradient sums (train/optim.py)
-        elements = sizes.base // work.compute_bytes
-        adapter, gradients = 0, sizes.base + (0 if work.compute_bytes == 4 else elements * GRADIENT_BYTES)
-        optimizer = elements * (ADAMW_BYTES + (0 if work.compute_bytes == 4 else 4))
+    trained, bytes_ = work_parameters(sizes, work), sizes.compute_bytes
+    if work.rank is None:  # every weight trains: half precision weights have fp32 masters and fp32 gradient sums (train/optim.py)
+        half, elements = bytes_ < 4, sizes.base // bytes_
+        stays = {"adapter": 0, "gradients": sizes.base + elements * 4 * half, "optimizer": elements * (ADAMW_BYTES + 4 * half)}
     else:
-        adapter, gradients, optimizer = trained * 4, trained * GRADIENT_BYTES, trained * ADAMW_BYTES
-    terms = {
-        "base": sizes.base,
-        "adapter": adapter,
-        "gradients": gradients,
-        "optimizer": optimizer,
-        "boundary activations": boundary if work.recompute else 0,
-        "one layer's recompute" if work.recompute else "all layers' activations": layer * (1 if work.recompute else sizes.num_layers),
-        "loss block": LOSS_BLOCKS * rows * sizes.vocab_size * 4 + work.tokens * sizes.hidden_size * work.compute_bytes,
-        "expert workspace": sizes.workspace,
-    }
+        stays = {"adapter": trained * 4, "gradients": trained * GRADIENT_BYTES, "optimizer": trained * ADAMW_BYTES}
+    boundary = work.tokens * sizes.hidden_size * (sizes.num_layers + 1) * bytes_
+    layer = {"one layer's recompute": work.tokens * sizes.layer}
+    if not work.recompute:
+        boundary, layer = 0, {"all layers' activations": work.tokens * sizes.layer * sizes.num_layers}
+    loss = {"loss block": LOSS_BLOCKS * min(work.loss_rows, work.tokens) * sizes.vocab_size * 4 + work.tokens * sizes.hidden_size * bytes_}
+    smaller, larger = sorted((layer, loss), key=lambda moment: sum(moment.values()))
+    cast = 2 * bytes_ * sizes.cast_per_rank * (work.experts_rank or work.rank or 0)
     return Plan(
-        terms=terms,
+        terms={"base": sizes.base, **stays, "boundary activations": boundary, **larger, "expert workspace": sizes.workspace + cast},
+        beside=smaller,
         load=sizes.base + LOAD_BUFFERS,
         usable=int(hardware.available * USABLE),
         avoided=sizes.expanded - sizes.base,
-        adapter_parameters=trained if work.rank is not None else 0,
+        adapter_parameters=trained,
         hardware=hardware,
         work=work,
         sizes=sizes,
@@ -282,7 +282,6 @@ def plan_training(
     place = torch.device(device)
     work = Work(
         tokens=tokens,
-        compute_bytes=kind.itemsize,
         rank=lora.rank if lora else None,
         experts_rank=lora.experts_rank if lora else None,
         recompute=recompute,
@@ -307,39 +306,36 @@ def meta_model(shape: models.Shape, manifest: Manifest, dtype: torch.dtype) -> m
 def measure(model: models.Decoder, lora: Adapter | None) -> Sizes:
     """Sizes of a model, which may be on meta and must not carry adapters yet."""
     shape = model.shape
-    layers = [_layer_elements(layer, shape.experts_per_token) for layer in model.layers]
+    compute = next(model.parameters()).dtype.itemsize
     dense_per_rank, experts_per_rank = lora.per_rank(model) if lora else (0, 0)
-    compute = next(p for p in model.parameters()).dtype.itemsize
     experts = [m for m in model.modules() if isinstance(m, Experts)]
     packed = [m for m in model.modules() if isinstance(m, PackedHolder) and m.codec is not None]
-    tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}  # a tied head once
-    base = sum(t.nbytes for t in tensors.values())
+    base = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])  # a tied head is listed once
     return Sizes(
         base=base,
         expanded=base + sum(m.packed.shape.numel() * compute - m.packed.nbytes for m in packed),
+        compute_bytes=compute,
         hidden_size=shape.hidden_size,
         num_layers=shape.num_layers,
         vocab_size=shape.vocab_size,
-        layer_elements=max(dense for dense, _ in layers),
-        routed_elements=max(routed for _, routed in layers),
-        workspace=max((3 * m.hidden_size * m.intermediate_size * compute for m in experts), default=0),
+        layer=max(_layer_bytes(layer, shape.experts_per_token, compute) for layer in model.layers),
+        workspace=max((GROUP_BYTES + 3 * m.hidden_size * m.intermediate_size * compute for m in experts), default=0),
         dense_per_rank=dense_per_rank,
         experts_per_rank=experts_per_rank,
+        cast_per_rank=max((m.num_experts * (3 * m.hidden_size + 5 * m.intermediate_size) for m in experts), default=0) if experts_per_rank else 0,
     )
 
 
-def _layer_elements(layer: nn.Module, experts_per_token: int) -> tuple[int, int]:
-    """(dense, routed) elements per token alive at the worst moment of a layer's backward.
+def _layer_bytes(layer: nn.Module, experts_per_token: int, compute: int) -> int:
+    """Bytes per token at the worst moment of a layer's backward.
 
-    Every linear's input and output, the output twice (the value and its gradient or its activation); a norm's input in fp32 and its result.
-    A routed token: its row, gate and up with their gradients, and the row's gradient, K times.
+    linears  2 · Σ out: every output (the next one's input) and as much again for gradients and activation results
+    norms    2 fp32 copies of the input; the residual stream once
+    experts  gate and up of each of the K rows, and the fp32 sums y and dx
+    Fitted to what torch allocated, measured over families and dtypes: within 15 % (tests/parallel/test_plan.py).
     """
-    dense = routed = 0
-    for module in layer.modules():
-        if isinstance(module, Linear):
-            dense += module.in_features + 2 * module.out_features
-        elif isinstance(module, RMSNorm):
-            dense += 4 * module.weight.numel()
-        elif isinstance(module, Experts):
-            routed = experts_per_token * (2 * module.hidden_size + 6 * module.intermediate_size)
-    return dense, routed
+    linears = sum(m.out_features for m in layer.modules() if isinstance(m, Linear))
+    norms = sum(m.weight.numel() for m in layer.modules() if isinstance(m, RMSNorm))
+    residual = next(m.weight.numel() for m in layer.modules() if isinstance(m, RMSNorm))
+    routed = sum(experts_per_token * 2 * m.intermediate_size * compute + 8 * m.hidden_size for m in layer.modules() if isinstance(m, Experts))
+    return compute * (2 * linears + residual) + 8 * norms + routed

@@ -1,0 +1,239 @@
+"""The plan against the bytes that really lie there: exact for what stays, measured for activations; what it proposes fits, one more does not."""
+
+import json
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from unfreeze import models
+from unfreeze.adapters import LoraConfig, adapter_parameters, attach
+from unfreeze.checkpoint import open_checkpoint
+from unfreeze.checkpoint.manifest import Manifest, TensorInfo
+from unfreeze.core.batch import Batch
+from unfreeze.core.errors import DoesNotFit
+from unfreeze.objectives.cross_entropy import cross_entropy
+from unfreeze.parallel.machine import Hardware, container_memory, host_memory
+from unfreeze.parallel.plan import LOAD_BUFFERS, Sizes, Work, measure, meta_model, plan, plan_training
+from unfreeze.quant.int4 import Int4
+
+SHARED = Path(__file__).resolve().parents[3] / "shared"
+MACHINE = Hardware("cpu", "test", 2, 64 * 2**30, 32 * 2**30)
+QUANTIZATION = {
+    "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+    "config_groups": {"group_0": {"targets": ["Linear"], "input_activations": None, "output_activations": None, "weights": {
+        "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False, "actorder": None}}},
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
+}  # fmt: skip
+COMMON = {"vocab_size": 512, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_size": 256, "intermediate_size": 640}
+MLA = {"q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+CONFIGS = {
+    "deepseek_v3": {**COMMON, **MLA, "model_type": "deepseek_v3", "num_hidden_layers": 4, "num_attention_heads": 4, "n_routed_experts": 16,
+                    "num_experts_per_tok": 4, "moe_intermediate_size": 128, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "llama": {**COMMON, "model_type": "llama", "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2,
+              "tie_word_embeddings": True},
+    "qwen3_moe": {**COMMON, "model_type": "qwen3_moe", "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+                  "num_experts": 16, "num_experts_per_tok": 8, "moe_intermediate_size": 96, "norm_topk_prob": True},
+}  # fmt: skip
+KIMI = {
+    "model_type": "kimi_k2", "vocab_size": 163840, "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61, "first_k_dense_replace": 1, "num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384,
+    "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "q_lora_rank": 1536, "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "max_position_embeddings": 262144, "rms_norm_eps": 1e-5,
+    "rope_theta": 50000.0, "tie_word_embeddings": False, "quantization_config": QUANTIZATION,
+}  # fmt: skip
+
+
+def manifest_of(config) -> Manifest:
+    """A manifest that says every expert is packed; the plan reads names only."""
+    shape = models.shape(config)
+    names = [
+        f"model.layers.{layer}.mlp.experts.0.{p}.weight_packed" for layer in range(shape.num_layers) if shape.is_moe(layer)
+        for p in ("gate_proj", "up_proj", "down_proj")
+    ]  # fmt: skip
+    return Manifest(Path("x"), config, {n: TensorInfo(n, "I32", (1,), 4, Path("x"), 0) for n in names}, "", ())
+
+
+def batch_of(tokens: int, documents: int) -> Batch:
+    length = tokens // documents
+    ids = torch.arange(tokens) * 7 % 500
+    return Batch(ids, ids.roll(-1), torch.ones(tokens), torch.arange(length).repeat(documents), torch.arange(documents) * length)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_base_and_adapter_are_the_bytes_that_really_lie_there(name, dtype):
+    shape = models.shape(CONFIGS[name])
+    lora = LoraConfig(rank=6, experts_rank=3)
+    sizes = measure(models.build(shape, dtype=dtype), lora)
+    model = models.build(shape, dtype=dtype, device="cpu")
+    tensors = {t.data_ptr(): t for t in [*model.parameters(), *model.buffers()]}
+    assert sizes.base == sum(t.untyped_storage().nbytes() for t in tensors.values())
+    attach(model, lora, 0)
+    made = plan(sizes, Work(tokens=64, rank=6, experts_rank=3), MACHINE)
+    parameters = sum(p.numel() for _, p in adapter_parameters(model))
+    assert made.adapter_parameters == parameters
+    assert (made.terms["adapter"], made.terms["gradients"], made.terms["optimizer"]) == (4 * parameters, 4 * parameters, 8 * parameters)
+
+
+def test_packed_experts_count_as_packed_and_the_expanded_size_is_what_is_avoided():
+    config = CONFIGS["deepseek_v3"] | {"quantization_config": QUANTIZATION}
+    shape = models.shape(config)
+    made = plan_training(shape, manifest_of(config), LoraConfig(rank=4), tokens=256, dtype="bfloat16", device="cpu")
+    real = models.build(shape, dtype=torch.bfloat16, device="cpu", codec=Int4(32), packed=lambda name: ".experts." in name)
+    assert made.terms["base"] == sum(t.nbytes for t in [*real.parameters(), *real.buffers()])
+    dense = models.build(shape, dtype=torch.bfloat16, device="cpu")
+    assert made.terms["base"] + made.avoided == sum(t.nbytes for t in [*dense.parameters(), *dense.buffers()])
+
+
+def test_kimi_k2_has_the_published_size_and_adapter():
+    """594.2 GB on disk, 0.637 B expert adapter parameters per unit of rank, 1,026 B parameters (shared FORMATS.md, computed there)."""
+    model = meta_model(models.shape(KIMI), manifest_of(KIMI), torch.bfloat16)
+    sizes = measure(model, LoraConfig())
+    assert sizes.base == pytest.approx(594.2e9, rel=2e-4)
+    assert sizes.expanded == pytest.approx(2 * 1026e9, rel=1e-3)
+    assert sizes.experts_per_rank == pytest.approx(0.637e9, rel=1e-3)
+    made = plan(sizes, Work(tokens=65536, rank=16), MACHINE)
+    assert made.terms["boundary activations"] == 65536 * 7168 * 2 * 62
+
+
+def test_the_shared_checkpoint_takes_what_the_plan_says():
+    folder = SHARED / "data" / "tiny-kimi-int4"
+    if not folder.is_dir():
+        pytest.skip("../shared/data/tiny-kimi-int4 is not here; the test above covers the same ground")
+    from unfreeze.parallel.place import place
+
+    manifest = open_checkpoint(folder)
+    shape = models.shape(manifest.config)
+    made = plan_training(shape, manifest, LoraConfig(rank=4), tokens=256, dtype="bfloat16", device="cpu")
+    model = meta_model(shape, manifest, torch.bfloat16)
+    place(model, manifest, models.rules(shape), device="cpu", ignore=models.ignored(shape), tied=models.tied(shape))
+    assert made.terms["base"] == sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
+    assert made.load == made.terms["base"] + LOAD_BUFFERS
+
+
+class Live(TorchDispatchMode):
+    """Bytes of torch memory alive at once, beyond what was there before."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.sizes, self.now, self.peak = {}, 0, 0
+        self.known = {t.untyped_storage()._cdata for t in known}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                key = storage._cdata
+                if key not in self.sizes and key not in self.known:
+                    self.sizes[key] = storage.nbytes()
+                    self.now += storage.nbytes()
+                    self.peak = max(self.peak, self.now)
+                    weakref.finalize(storage, self.drop, key)
+        return out
+
+    def drop(self, key):
+        self.now -= self.sizes.pop(key, 0)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("deepseek_v3", torch.bfloat16), ("llama", torch.float32), ("qwen3_moe", torch.bfloat16)])
+def test_a_steps_memory_is_predicted_within_15_percent(name, dtype):
+    tokens = 1024
+    shape = models.shape(CONFIGS[name] | {"num_hidden_layers": 2})
+    model = models.build(shape, dtype=dtype, device="cpu")
+    models.initialize(model, 0)
+    lora = LoraConfig(rank=4)
+    sizes = measure(model, lora)
+    attach(model, lora, 0)
+    batch = batch_of(tokens, 8)
+    live = Live([*model.parameters(), *model.buffers(), batch.tokens_T, batch.targets_T, batch.weights_T, batch.positions_T])
+    with live:
+        loss = cross_entropy(model.hidden(batch, models.recompute), model.lm_head, batch)
+        (loss.sum / loss.count).backward()
+    terms = plan(sizes, Work(tokens=tokens, rank=4), MACHINE).terms
+    predicted = sum(size for term, size in terms.items() if term not in ("base", "adapter", "optimizer"))
+    assert 0.85 < predicted / live.peak < 1.15
+
+
+SIZES = Sizes(
+    base=8 * 2**30, expanded=24 * 2**30, compute_bytes=2, hidden_size=1024, num_layers=16, vocab_size=32000, layer=40000, workspace=2**23,
+    dense_per_rank=10**6, experts_per_rank=2 * 10**7, cast_per_rank=10**6,
+)  # fmt: skip
+
+
+def machine(gib: float) -> Hardware:
+    return Hardware("cpu", "small", 2, int(gib * 2**30), int(gib * 2**30))
+
+
+def test_terms_add_up_and_the_plan_is_json():
+    made = plan(SIZES, Work(tokens=4096, rank=8, tokens_per_second=2048.0), MACHINE)
+    assert made.total == sum(made.terms.values()) and made.fits and made.avoided == 16 * 2**30
+    said = json.loads(json.dumps(made.as_dict(), allow_nan=False))
+    assert said["total"] == made.total and said["seconds_per_pass"] == 2.0 and said["max_over_min"] == 1.0
+    text = "\n".join(made.lines())
+    assert all(name in text for name in made.terms) and "16.0 GiB of expanded weights avoided" in text
+    assert any("not measured" in line for line in plan(SIZES, Work(tokens=4096, rank=8), MACHINE).lines())
+
+
+def test_too_large_is_refused_with_arithmetic_and_with_what_fits():
+    made = plan(SIZES, Work(tokens=65536, rank=16), machine(16))
+    with pytest.raises(DoesNotFit) as error:
+        made.refuse_if_too_large()
+    text = str(error.value)
+    assert all(part in text for part in ("usable on small", "base 8.0 GiB", "optimizer", "boundary activations", "Fits with tokens_per_step"))
+    proposals = {flag.split()[0]: int(flag.split()[1]) for flag, _ in made.what_fits()}
+    tokens = proposals["--tokens-per-step"]
+    assert plan(SIZES, Work(tokens=tokens, rank=16), machine(16)).fits
+    assert not plan(SIZES, Work(tokens=tokens + 1, rank=16), machine(16)).fits
+    assert f"--tokens-per-step {tokens}" in error.value.next
+
+
+def test_a_lower_rank_is_proposed_where_it_fits_and_keeps_the_ratio_of_ranks():
+    made = plan(SIZES, Work(tokens=1024, rank=64, experts_rank=32), machine(14))
+    assert not made.fits
+    rank = {flag.split()[0]: int(flag.split()[1]) for flag, _ in made.what_fits()}["--lora.rank"]
+    assert plan(SIZES, Work(tokens=1024, rank=rank, experts_rank=max(1, 32 * rank // 64)), machine(14)).fits
+    assert not plan(SIZES, Work(tokens=1024, rank=rank + 2, experts_rank=max(1, 32 * (rank + 2) // 64)), machine(14)).fits
+
+
+def test_where_nothing_fits_it_says_that_the_base_alone_is_too_large():
+    with pytest.raises(DoesNotFit, match="No number of tokens and no rank fits"):
+        plan(SIZES, Work(tokens=4096, rank=8), machine(4)).refuse_if_too_large()
+
+
+def test_full_training_in_half_precision_counts_masters_and_gradient_sums():
+    half = plan(SIZES, Work(tokens=1024), MACHINE).terms
+    elements = SIZES.base // 2
+    assert (half["gradients"], half["optimizer"], half["adapter"]) == (SIZES.base + 4 * elements, 12 * elements, 0)
+
+
+def test_without_recompute_every_layers_activations_count():
+    kept = plan(SIZES, Work(tokens=1024, rank=8, recompute=False), MACHINE).terms
+    assert kept["all layers' activations"] == 1024 * SIZES.layer * SIZES.num_layers and kept["boundary activations"] == 0
+
+
+def test_memory_is_read_from_proc_and_within_the_containers_limit(tmp_path):
+    proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal:       16000000 kB\nMemFree: 1 kB\nMemAvailable:   12000000 kB\n")
+    assert host_memory(proc) == (16000000 * 1024, 12000000 * 1024)
+    assert host_memory(tmp_path / "nowhere")[0] > 0  # without /proc: sysconf
+    assert container_memory(cgroup, proc) is None
+
+    (cgroup / "job" / "step").mkdir(parents=True)
+    (proc / "self" / "cgroup").write_text("0::/job/step\n")
+    (cgroup / "job" / "step" / "memory.max").write_text("max\n")
+    (cgroup / "job" / "memory.max").write_text(f"{4 * 2**30}\n")  # the limit of a parent counts
+    (cgroup / "job" / "memory.current").write_text(f"{3 * 2**30}\n")
+    (cgroup / "job" / "memory.stat").write_text(f"anon 5\ninactive_file {2**29}\n")
+    assert container_memory(cgroup, proc) == (4 * 2**30, 2**30 + 2**29)
+
+    (proc / "self" / "cgroup").write_text("9:memory:/box\n")  # cgroup v1
+    (cgroup / "memory" / "box").mkdir(parents=True)
+    (cgroup / "memory" / "box" / "memory.limit_in_bytes").write_text(f"{2**31}\n")
+    (cgroup / "memory" / "box" / "memory.usage_in_bytes").write_text(f"{2**30}\n")
+    assert container_memory(cgroup, proc) == (2**31, 2**30)
