@@ -11,6 +11,7 @@ from torch import nn
 from unfreeze.adapters.lora import ExpertLowRank, LowRank, scale_of
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
+from unfreeze.quant.int4 import Int4
 
 
 def randomize(module: nn.Module) -> None:
@@ -84,6 +85,37 @@ def test_experts_equal_the_merged_weights_in_float64_forward_and_gradient(gate_u
     if gate_up:  # control: gate's A taken for up's is seen
         wrong, _ = merged_output(experts, x.double(), ids, weights.double(), swap_gate_and_up=True)
         assert (y - wrong).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("impl", ["reference", "auto"])
+def test_expert_lora_on_int4_equals_merged_float64(impl):
+    """The base stays packed; the oracle merges the adapter into the dequantized codes in float64."""
+    codec, E, D, I, R = Int4(32), 4, 64, 32, 3
+    experts = Experts(E, D, I, codec=codec, dtype=torch.float32, device="cpu")
+    experts.impl = impl
+    generator = torch.Generator().manual_seed(0)
+    for holder, shape in ((experts.gate_up_proj, (E, 2 * I, D)), (experts.down_proj, (E, D, I))):
+        for suffix, part in codec.quantize(0.2 * torch.randn(shape, generator=generator)).items():
+            getattr(holder, suffix).copy_(part)
+    experts.adapter = ExpertLowRank(E, D, I, gate_up_rank=R, down_rank=R, scale=2.0, down_scale=2.0)
+    randomize(experts.adapter)
+    x = torch.randn(9, D, generator=generator, requires_grad=True)
+    ids = torch.stack([torch.randperm(E, generator=generator)[:2] for _ in range(9)])
+    weights, probe = torch.rand(9, 2, generator=generator), torch.randn(9, D, generator=generator)
+    y = experts(x, ids, weights)
+    (y * probe).sum().backward()
+
+    leaves = {name: p.detach().double().requires_grad_() for name, p in experts.adapter.named_parameters()}
+    A, B = leaves["gate_up_A"], leaves["gate_up_B"]
+    delta = 2.0 * torch.cat((B[:, :I] @ A[:, :R], B[:, I:] @ A[:, R:]), dim=1)
+    gate_up = experts.gate_up_proj.value().dequantize().double() + delta
+    down = experts.down_proj.value().dequantize().double() + 2.0 * leaves["down_B"] @ leaves["down_A"]
+    x64 = x.detach().double().requires_grad_()
+    gate, up = torch.einsum("tkod,td->tko", gate_up[ids], x64).chunk(2, dim=-1)
+    y64 = torch.einsum("tkdi,tki,tk->td", down[ids], nn.functional.silu(gate) * up, weights.double())
+    (y64 * probe.double()).sum().backward()
+    for ours, oracle in [(y, y64), (x.grad, x64.grad), *((p.grad, leaves[n].grad) for n, p in experts.adapter.named_parameters())]:
+        assert (ours - oracle).norm() < 1e-5 * oracle.norm()  # fp32 sums, relative to the whole
 
 
 def test_initial_A_is_drawn_as_peft_draws_it_and_B_is_zero():

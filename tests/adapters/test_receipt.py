@@ -50,6 +50,16 @@ def test_every_trained_group_shows_gradient_movement_effect_and_the_rest_is_froz
     assert groups["attention"]["moved"] == pytest.approx(moved.item(), rel=1e-6)
 
 
+def test_an_untrained_adapter_changes_nothing_on_the_fused_path_either(tiny):
+    """Both arms run the same kernels (scale 0, not removed), so rounding of the fused GEMM can't pass for an effect."""
+    model = adapted(tiny)
+    model.moe_layers()[1].experts.impl = "fused"
+    groups = make_receipt(model, snapshot(model), {}, tiny.batch(tiny.documents))
+    assert all(groups[name]["output_change"] == 0 for name in ("attention", "mlp", "shared_experts", "experts"))
+    groups, _ = first_step(tiny, model)
+    assert groups["experts"]["output_change"] > 0
+
+
 def test_experts_reached_are_those_that_tokens_were_sent_to(tiny):
     model = adapted(tiny, "experts")
     with torch.no_grad():
