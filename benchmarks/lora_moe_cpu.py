@@ -55,49 +55,36 @@ def make_checkpoint(folder: Path) -> None:
     """Random weights with the spread of a trained model's; experts quantized on Kimi's grid. Written once, then reused."""
     from unfreeze import models
     from unfreeze.checkpoint import save_checkpoint
-    from unfreeze.checkpoint.keymap import unstack
-    from unfreeze.quant.int4 import Int4
+    from unfreeze.checkpoint.keymap import disk_tensors
+    from unfreeze.quant import Int4
 
-    shape = models.shape(CONFIG)
-    codec = Int4(group_size=32)
+    shape, codec = models.shape(CONFIG), Int4(group_size=32)
     generator = torch.Generator().manual_seed(0)
 
-    def tensors():
-        model = models.build(shape, dtype=torch.bfloat16, device="meta")
-        for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
-            if name.endswith("counts_E"):
-                continue
+    def parameters():
+        for name, tensor in models.build(shape, dtype=torch.bfloat16, device="meta").state_dict().items():
+            noise = torch.randn(tensor.shape, generator=generator)
             if name.endswith("e_score_correction_bias"):
-                yield name, torch.randn(parameter.shape, generator=generator) * 0.05
-                continue
-            std = 1.0 if "embed" in name else 1 / math.sqrt(parameter.shape[-1])
-            value = torch.randn(parameter.shape, generator=generator) * (0.05 if parameter.dim() == 1 else std)
-            if parameter.dim() == 1:
-                value = 1 + value
-            if ".experts." in name and "shared" not in name:
-                base = name.removesuffix(".weight")
-                parts = codec.quantize(value)
-                for suffix, part in parts.items():
-                    yield from unstack(f"{base}.{suffix}", part, models.rules(shape))
-                size = torch.tensor(value.shape[1:], dtype=torch.int32)
-                if "gate_up" in name:
-                    size[0] //= 2
-                disk = {disk.rsplit(".", 1)[0] for disk, _ in unstack(f"{base}.weight_scale", parts["weight_scale"], models.rules(shape))}
-                yield from ((f"{module}.weight_shape", size) for module in sorted(disk))
+                yield name, noise * 0.05
+            elif tensor.dim() == 1:
+                yield name, (1 + 0.05 * noise).bfloat16()
+            elif ".experts." in name:
+                parts = codec.quantize(noise / math.sqrt(tensor.shape[-1]))
+                yield from ((f"{name.removesuffix('.weight')}.{suffix}", part) for suffix, part in parts.items())
             else:
-                yield name, value.bfloat16()
+                yield name, (noise if "embed" in name else noise / math.sqrt(tensor.shape[-1])).bfloat16()
 
-    save_checkpoint(folder, CONFIG, tensors())
+    folder.mkdir(parents=True, exist_ok=True)
+    save_checkpoint(folder, CONFIG, disk_tensors(parameters(), models.rules(shape), codec), max_shard_bytes=200 * 2**20)
 
 
 def unfreeze_step(checkpoint: Path, side: str):
     """Our side of the job: one function that does forward, backward and AdamW on [DOCUMENTS, LENGTH] tokens and gives the loss."""
-    from unfreeze.generate.model import open_model
-
     from unfreeze import models
     from unfreeze.adapters import LoraConfig, attach
     from unfreeze.checkpoint import open_checkpoint
     from unfreeze.core.batch import Batch
+    from unfreeze.generate.model import open_model
     from unfreeze.objectives.cross_entropy import cross_entropy
 
     model = open_model(open_checkpoint(checkpoint), dtype=torch.bfloat16, device="cpu")
