@@ -91,7 +91,7 @@ class _Grads:
     def __init__(self, call: _Call, needs: dict[str, bool], D: int, I: int):
         active = len(call.routing.experts)
         Q, P = _width(call.gate_up_adapter), _width(call.down_adapter)
-        like = torch.empty((0,), dtype=call.dtype, device=call.routing.token_n.device)
+        like = torch.empty((0,), dtype=call.dtype, device=call.routing.token_n.device)  # only its dtype and device matter
         self.gate_up_A = like.new_empty((active, Q, D)) if Q else None
         self.gate_up_Bt = like.new_empty((active, Q, 2 * I)) if Q else None
         self.down_A = like.new_empty((active, P, I)) if P else None
@@ -176,8 +176,7 @@ class _ExpertMLP(torch.autograd.Function):
         if grads.down_A is not None and grads.down_Bt is not None:
             pairs[2:] = down_grads(grads.down_A, grads.down_Bt, down_A, down_B, scales[1], call.experts)
         score = score_n[routing.row_of_slot].view(weights.shape).to(weights.dtype)
-        dense = [None if grad is None else grad.to(base.dtype) for grad, base in ((grads.gate_up, gate_up), (grads.down, down))]
-        return (None if dx is None else dx.to(x.dtype), score, *dense, *pairs, None, None, None, None)
+        return (None if dx is None else dx.to(x.dtype), score, grads.gate_up, grads.down, *pairs, None, None, None, None)
 
 
 def fused_expert_mlp(

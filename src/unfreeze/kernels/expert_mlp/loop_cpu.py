@@ -58,7 +58,7 @@ class Routing:
 
     def selection(self) -> Tensor | None:
         """Index of the experts in use, None where all are."""
-        return None if len(self.experts) == self.num_experts else torch.tensor(self.experts)
+        return None if len(self.experts) == self.num_experts else torch.tensor(self.experts, dtype=torch.int64)
 
 
 def padded_rows(rows: int, dtype: torch.dtype) -> int:
@@ -82,7 +82,7 @@ class LoopCpu:
         counts = np.zeros(num_experts, np.int64)
         wrong = numba_kernels.count_experts(ids, counts)
         if wrong != -1:
-            raise IndexError(f"expert id {-1 if wrong == -2 else wrong} outside 0..{num_experts - 1}")
+            raise IndexError(f"expert id {ids[wrong]} outside 0..{num_experts - 1}")
         experts = np.flatnonzero(counts).tolist()
         sizes = [padded_rows(rows, dtype) for rows in counts[experts].tolist()]
         begins = np.zeros(num_experts, np.int64)
@@ -91,7 +91,7 @@ class LoopCpu:
         token, weight, row = np.full(total, -1, np.int32), np.zeros(total, np.float32), np.empty(ids.size, np.int64)
         if experts:
             numba_kernels.place_rows(ids, weights, ids_TK.shape[1], begins, token, weight, row)
-        return Routing(*(torch.from_numpy(x) for x in (token, weight, row)), experts, sizes, num_experts)
+        return Routing(torch.from_numpy(token), torch.from_numpy(weight), torch.from_numpy(row), experts, sizes, num_experts)
 
     def groups(self, routing: Routing, weight_bytes: int, row_bytes: int) -> Iterator[Group]:
         """Consecutive experts up to GROUP_BYTES; always at least one."""
@@ -110,9 +110,8 @@ class LoopCpu:
 
     def nt(self, a: Tensor, weights: Tensor, index: list[int] | range, group: Group, out: Tensor) -> Tensor:
         """out[rows of g] = a[rows of g] @ weights[index[g]]ᵀ. weights [., N, M], a [rows, M], out [rows, N]."""
-        matrices = weights.transpose(1, 2).unbind(0)
         for i, a_rows, out_rows in zip(index, a.split(group.sizes), out.split(group.sizes), strict=True):
-            torch.mm(a_rows, matrices[i], out=out_rows)
+            torch.mm(a_rows, weights.select(0, i).t(), out=out_rows)
         return out
 
     def nn(self, a: Tensor, weights: Tensor, index: list[int] | range, group: Group, out: Tensor) -> Tensor:
@@ -121,9 +120,8 @@ class LoopCpu:
 
     def tn(self, a: Tensor, b: Tensor, group: Group, out: Tensor, index: list[int] | range) -> None:
         """out[index[g]] = a[rows of g]ᵀ @ b[rows of g]. Sums over tokens in float32 inside the GEMM."""
-        matrices = out.unbind(0)
         for i, a_rows, b_rows in zip(index, a.split(group.sizes), b.split(group.sizes), strict=True):
-            torch.mm(a_rows.t(), b_rows, out=matrices[i])
+            torch.mm(a_rows.t(), b_rows, out=out.select(0, i))
 
     def gather(self, source: Tensor, group: Group, out: Tensor) -> None:
         _threads(group.num_rows * source.shape[1])

@@ -39,10 +39,10 @@ def _sigmoid(x):
 
 @kernel(parallel=False)
 def count_experts(ids, counts):
-    """counts[e] = how often e stands in ids (flat). Returns the first id outside 0..E-1, or -1."""
+    """counts[e] = how often e stands in ids (flat). Returns where the first id outside 0..E-1 stands, or -1."""
     for slot in range(ids.size):
         if ids[slot] < 0 or ids[slot] >= counts.size:
-            return ids[slot] if ids[slot] != -1 else -2
+            return slot
         counts[ids[slot]] += 1
     return -1
 

@@ -1,0 +1,106 @@
+"""expand against the codec's own dequantize (itself bit-equal to compressed-tensors in tests/quant): every bit, every layout of `out`."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from unfreeze.kernels.int4_expand import expand, expand_reference
+from unfreeze.kernels.int4_expand.numba_cpu import Expander, expandable
+from unfreeze.quant.codec import Packed
+from unfreeze.quant.int4 import Int4
+
+
+def random_packed(experts, rows, columns, group, seed=0, spread=True):
+    """Any nibble, scales over the whole range of bf16 that stays finite (1e-30 .. 1e30) and both signs."""
+    g = torch.Generator().manual_seed(seed)
+    codes = torch.randint(-(2**31), 2**31 - 1, (experts, rows, -(-columns // 8)), dtype=torch.int32, generator=g)
+    scale = torch.randn(experts, rows, columns // group, generator=g)
+    if spread:
+        scale *= 10 ** (torch.rand(scale.shape, generator=g) * 60 - 30)
+    return Packed(Int4(group), {"weight_packed": codes, "weight_scale": scale.bfloat16()})
+
+
+@pytest.mark.parametrize("group", [2, 16, 32, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bit_equal_to_dequantize(group, dtype):
+    packed = random_packed(3, 40, 256, group)
+    for expert in range(3):
+        out = torch.full((40, 256), 7.0, dtype=dtype)
+        assert expand(packed, expert, out) is out
+        assert torch.equal(out, packed[expert].dequantize().to(dtype))
+    assert torch.equal(expand(packed[1], None, torch.empty(40, 256, dtype=dtype)), packed[1].dequantize().to(dtype))
+
+
+def test_every_code_and_every_scale_bit_pattern_that_is_finite():
+    scales = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    scales = scales[scales.isfinite()].view(-1, 16)
+    codes = torch.tensor([0x76543210, -0x01234568], dtype=torch.int32).repeat(scales.shape[0], 16)  # 0..7 then 8..15, lowest first
+    packed = Packed(Int4(16), {"weight_packed": codes, "weight_scale": scales})
+    out = expand(packed, None, torch.empty(packed.shape, dtype=torch.bfloat16))
+    want = packed.dequantize()
+    same = (out.view(torch.uint16) == want.view(torch.uint16)) | ((out == 0) & (want == 0))
+    assert bool(same.all())  # large scales overflow to the same infinities, subnormal ones round alike
+
+
+def test_nan_scales_stay_nan():
+    packed = random_packed(1, 2, 64, 32)
+    packed.parts["weight_scale"][0, 1, 0] = float("nan")
+    out = expand(packed, 0, torch.empty(2, 64, dtype=torch.bfloat16))
+    assert bool(out[1, :32].isnan().all()) and bool(out[1, 32:].isfinite().all()) and bool(out[0].isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("extra, offset", [(16, 0), (3, 0), (4, 1)])
+def test_writes_only_its_block_of_a_workspace(dtype, extra, offset):
+    packed = random_packed(4, 24, 64, 32)
+    workspace = torch.full((2, 30, 64 + extra), -3.0, dtype=dtype)
+    Expander(packed).fill([3, 1], workspace[:, :24, offset : offset + 64])
+    for position, expert in enumerate([3, 1]):
+        assert torch.equal(workspace[position, :24, offset : offset + 64], packed[expert].dequantize().to(dtype))
+    workspace[:, :24, offset : offset + 64] = -3.0
+    assert bool((workspace == -3.0).all())
+
+
+def test_a_weight_the_loops_cannot_read_goes_to_the_reference():
+    odd = random_packed(2, 8, 24, 3)
+    assert not expandable(odd) and expandable(random_packed(2, 8, 24, 2))
+    assert torch.equal(expand(odd, 1, torch.empty(8, 24)), odd[1].dequantize().float())
+    with pytest.raises(ValueError, match="not an int4 weight"):
+        Expander(odd)
+    with pytest.raises(ValueError, match="wanted"):
+        Expander(random_packed(2, 8, 64, 32)).fill([0], torch.empty(1, 8, 32))
+    with pytest.raises(ValueError, match="float16"):
+        Expander(random_packed(2, 8, 64, 32)).fill([0], torch.empty(1, 8, 64, dtype=torch.float16))
+    with pytest.raises(ValueError, match="the weight is"):
+        expand_reference(odd, 1, torch.empty(8, 25))
+
+
+def test_control_arm_truncation_instead_of_rounding_is_seen():
+    packed = random_packed(1, 64, 256, 32, spread=False)
+    codes = ((packed.parts["weight_packed"].unsqueeze(-1) >> torch.arange(0, 32, 4)) & 15).flatten(-2) - 8
+    product = codes.float() * packed.parts["weight_scale"].float().repeat_interleave(32, dim=-1)
+    truncated = (product.view(torch.int32) & -65536).view(torch.float32).flatten()
+    exact = expand(packed, 0, torch.empty(64, 256)).flatten()
+    assert torch.equal(product.flatten().bfloat16().float(), exact) and not torch.equal(truncated, exact)
+
+
+def test_an_unwritable_cache_folder_is_said_and_survived(tmp_path):
+    """A read-only site-packages and no home: numba refuses to cache, the kernels must still compile."""
+    script = (
+        "import numba, torch\n"
+        "real = numba.njit\n"
+        "def njit(*a, **k):\n"
+        "    if k.get('cache'): raise RuntimeError('cannot cache function: no locator available')\n"
+        "    return real(*a, **k)\n"
+        "numba.njit = njit\n"
+        "from unfreeze.kernels.int4_expand import expand\n"
+        "from unfreeze.quant.codec import Packed\n"
+        "from unfreeze.quant.int4 import Int4\n"
+        "p = Packed(Int4(32), Int4(32).quantize(torch.randn(1, 4, 64)))\n"
+        "assert torch.equal(expand(p, 0, torch.empty(4, 64)), p[0].dequantize().float())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "compiled anew in each process" in done.stderr
