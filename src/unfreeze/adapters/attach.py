@@ -31,23 +31,23 @@ class LoraConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     rank: Annotated[int, Field(ge=1, le=4096)] = Field(
-        16, description="columns of B = rows of A; 1 to 4096. 16: between PEFT's default (8) and QLoRA's (64)"
+        default=16, description="columns of B = rows of A; 1 to 4096. 16: between PEFT's default (8) and QLoRA's (64)"
     )
     alpha: Annotated[float, Field(gt=0)] = Field(
-        32.0, description="numerator of the scale; above 0. 2 x rank, as recommended by Biderman et al. 2024, arXiv:2405.09673"
+        default=32.0, description="numerator of the scale; above 0. 2 x rank, as recommended by Biderman et al. 2024, arXiv:2405.09673"
     )
     targets: tuple[str, ...] = Field(
-        ("all-linear",),
+        default=("all-linear",),
         min_length=1,
         description="all-linear (every linear layer and all routed experts, not lm_head, embeddings, router), experts, attention, mlp (dense), "
         "shared_experts, or module names and globs such as *.q_proj or *.experts.down_proj. all-linear learns more than attention alone "
         "(Biderman et al. 2024, arXiv:2405.09673)",
     )
     experts_rank: Annotated[int, Field(ge=1, le=4096)] | None = Field(
-        None, description="rank of the routed experts' adapters; none: as `rank`. Kimi-K2 has 0.637 B adapter parameters per unit of it"
+        default=None, description="rank of the routed experts' adapters; none: as `rank`. Kimi-K2 has 0.637 B adapter parameters per unit of it"
     )
     scaling: Scaling = Field(
-        "alpha/r", description="scale of the update: alpha/r (LoRA), or alpha/sqrt(r) (rank-stabilised, for ranks above about 64)"
+        default="alpha/r", description="scale of the update: alpha/r (LoRA), or alpha/sqrt(r) (rank-stabilised, for ranks above about 64)"
     )
 
     def rank_of(self, group: str) -> int:
@@ -115,9 +115,7 @@ def candidates(model: nn.Module) -> list[Candidate]:
 
 def sites(model: nn.Module) -> list[Site]:
     """The adapters a model carries now."""
-    return [
-        Site(c.name, c.group, c.owner, c.owner.adapter) for c in candidates(model) if isinstance(c.owner.adapter, (LowRank, ExpertLowRank))
-    ]
+    return [Site(c.name, c.group, c.owner, c.owner.adapter) for c in candidates(model) if isinstance(c.owner.adapter, (LowRank, ExpertLowRank))]
 
 
 def resolve(model: nn.Module, targets: Sequence[str]) -> dict[str, tuple[Candidate, frozenset[str]]]:
@@ -225,9 +223,7 @@ def parameters_per_rank(model: nn.Module, targets: Sequence[str]) -> tuple[int, 
             dense += owner.in_features + owner.out_features
             continue
         D, I, E = owner.hidden_size, owner.intermediate_size, owner.num_experts
-        experts += E * 2 * (D + I) * (f"{candidate.name}.gate_up_proj" in projections) + E * (D + I) * (
-            f"{candidate.name}.down_proj" in projections
-        )
+        experts += E * 2 * (D + I) * (f"{candidate.name}.gate_up_proj" in projections) + E * (D + I) * (f"{candidate.name}.down_proj" in projections)
     return dense, experts
 
 

@@ -16,7 +16,7 @@ from unfreeze.checkpoint.manifest import Manifest, read_json
 from unfreeze.checkpoint.stream import LoadStats
 from unfreeze.core.errors import CheckpointError, ConfigError, nearest
 from unfreeze.parallel.place import place
-from unfreeze.quant.int4 import from_quantization_config
+from unfreeze.parallel.plan import meta_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 RUN_CONFIG = "resolved_config.json"
@@ -81,14 +81,7 @@ def open_model(
     Raises CheckpointError where config.json, its quantization and the tensors don't fit each other.
     """
     shape = models.shape(manifest.config)
-    quantization = from_quantization_config(manifest.config)
-    codec = quantization[0] if quantization is not None else None
-    names = manifest.by_model_name()
-
-    def packed(module: str) -> bool:
-        return codec is not None and any(f"{module}.{suffix}" in names for suffix in codec.parts(1, 0))
-
-    model = models.build(shape, dtype=dtype, device="meta", codec=codec, packed=packed)
+    model = meta_model(shape, manifest, dtype)
     stats = place(
         model, manifest, models.rules(shape),
         device=device, ignore=models.ignored(shape), tied=models.tied(shape), progress=progress,
