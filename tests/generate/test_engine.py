@@ -36,43 +36,57 @@ def uncached(model, prompts, sampling):
     """The definition: the whole of every sequence goes through the model again for each token."""
     sequences, chooser = [list(prompt) for prompt in prompts], Chooser(sampling, len(prompts))
     for _ in range(sampling.max_new_tokens):
-        batch = batch_of(sequences)
-        last = torch.tensor([int(start) + length - 1 for start, length in zip(batch.starts_S, batch.lengths(), strict=True)])
-        logits = model.logits(model.hidden(batch)[last])
-        for sequence, token in zip(sequences, chooser.choose(logits, list(range(len(prompts)))), strict=True):
+        last = [row[-1] for row in scores(model, sequences)]
+        for sequence, token in zip(sequences, chooser.choose(torch.stack(last), list(range(len(prompts)))), strict=True):
             sequence.append(token)
     return [sequence[len(prompt) :] for sequence, prompt in zip(sequences, prompts, strict=True)]
+
+
+def replayed(model, prompts, answers, sampling):
+    """The same in one pass over prompts and answers: a causal model's logits at a place are those of the sequence cut there."""
+    rows = scores(model, [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)])
+    rows = [row[len(prompt) - 1 : -1] for row, prompt in zip(rows, prompts, strict=True)]
+    chooser, every = Chooser(sampling, len(prompts)), list(range(len(prompts)))
+    steps = [chooser.choose(torch.stack(logits), every) for logits in zip(*rows, strict=True)]
+    return [list(answer) for answer in zip(*steps, strict=True)]
+
+
+def scores(model, sequences):
+    return model.logits(model.hidden(batch_of(sequences))).split([len(sequence) for sequence in sequences])
 
 
 def tokens(completions):
     return [completion.tokens for completion in completions]
 
 
+@pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1]], ids=["batched", "single"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_cached_equals_uncached_for_256_tokens(kind):
+def test_cached_equals_uncached_for_256_tokens(kind, prompts):
     """Sampled at temperature 1, because greedy random models soon repeat themselves; a seed makes the draw a function of the logits."""
     model, sampling = build(kind), Sampling(max_new_tokens=256, temperature=1.0, seed=0)
-    expected = uncached(model, PROMPTS, sampling)
-    assert tokens(Engine(model).generate(PROMPTS, sampling)) == expected
-    assert len({*expected[0]}) > 30  # the test is no test on a sequence that repeats itself
+    answers = tokens(Engine(model).generate(prompts, sampling))
+    assert answers == replayed(model, prompts, answers, sampling)
+    assert len({*answers[0]}) > 30  # the test is no test on a sequence that repeats itself
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_is_the_same_single_batched_and_uncached(kind):
-    model, sampling = build(kind), Sampling(max_new_tokens=256)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_cached_equals_the_model_run_anew_for_each_token(kind, temperature):
+    model, sampling = build(kind), Sampling(max_new_tokens=24, temperature=temperature, seed=0)
+    assert tokens(Engine(model).generate(PROMPTS, sampling)) == uncached(model, PROMPTS, sampling)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_is_the_same_single_and_batched(kind):
+    model, sampling = build(kind), Sampling(max_new_tokens=64)
     single = [Engine(model).generate([prompt], sampling)[0] for prompt in PROMPTS]
     assert Engine(model).generate(PROMPTS, sampling) == single
-    # One pass over prompt and answer: causality makes its argmax at each place what an uncached run would choose there.
-    answers = [prompt + done.tokens for prompt, done in zip(PROMPTS, single, strict=True)]
-    best = model.logits(model.hidden(batch_of(answers))).argmax(-1).split([len(answer) for answer in answers])
-    for prompt, done, row in zip(PROMPTS, single, best, strict=True):
-        assert row[len(prompt) - 1 : -1].tolist() == done.tokens
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_position_off_by_one_in_the_cache_would_be_seen(kind, monkeypatch):
     """Control arm: new tokens rotated as if they stood one place later."""
-    model, sampling = build(kind), Sampling(max_new_tokens=64)
+    model, sampling = build(kind), Sampling(max_new_tokens=24)
     expected = tokens(Engine(model).generate(PROMPTS, sampling))
     rope, step = type(model.shape.rope), models.Decoder.step
 

@@ -143,7 +143,9 @@ def test_greedy_text_is_transformers_greedy_text(llama):
 def test_prompts_are_answered_in_kind(llama):
     model = unfreeze.load(llama[0])
     one, many = model.generate([5, 6], max_new_tokens=4), model.generate([[5, 6], [7]], max_new_tokens=4)
-    assert many[0] == one and [type(x) for x in (one, model.generate("a", 4), model.generate(["a", "b"], 4))] == [list, str, list]
+    text, texts = model.generate("a", max_new_tokens=4), model.generate(["a", "b"], max_new_tokens=4)
+    assert many[0] == one and texts[0] == text
+    assert (type(one[0]), type(text), len(many), len(texts)) == (int, str, 2, 2)
 
 
 def test_chat_renders_the_template_and_streams_the_same_text(llama):
@@ -210,8 +212,13 @@ def test_sources_that_are_no_model_are_refused(tmp_path, llama):
         unfreeze.load(tmp_path / "adapter")
     with pytest.raises(CheckpointError, match="does not exist"):
         unfreeze.load(tmp_path / "nothing")
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "./gone"}')
+    with pytest.raises(CheckpointError, match=r"adapter is an adapter of ./gone: ./gone does not exist"):
+        unfreeze.load(tmp_path / "adapter")
     with pytest.raises(ConfigError, match="float16"):
         unfreeze.load(llama[0], dtype="float16")
+    with pytest.raises(TypeError, match="top_q"):
+        unfreeze.load(llama[0]).generate("a", top_q=1)
     with pytest.raises(ConfigError, match="gpu0"):
         unfreeze.load(llama[0], device="gpu0")
 

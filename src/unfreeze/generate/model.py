@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from unfreeze.adapters.read import load_adapter
 from unfreeze.checkpoint.manifest import Manifest, open_checkpoint
-from unfreeze.core.errors import UserError
+from unfreeze.core.errors import CheckpointError, UserError
 from unfreeze.data.masks import encode_chat, encode_prompt
 from unfreeze.data.tokenizer import Tokenizer, check_vocab, has_tokenizer, load_tokenizer
 from unfreeze.generate.engine import Completion, Engine, Piece, batch_of, check_tokens
@@ -23,6 +23,17 @@ from unfreeze.generate.sampling import Sampling
 from unfreeze.models import Decoder
 
 Message = Mapping[str, Any]
+
+
+class Options(TypedDict, total=False):
+    """How to continue; what is left out has the default of Sampling, which also says what each one means. `stop` may be one string."""
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    stop: str | Sequence[str] | None
+    seed: int | None
 
 
 def load(
@@ -42,7 +53,12 @@ def load(
     """
     wanted, place_to = dtype_of(dtype), device_of(device)
     found = locate(source)
-    manifest = open_checkpoint(found.base, progress=say)
+    try:
+        manifest = open_checkpoint(found.base, progress=say)
+    except CheckpointError as error:
+        if found.adapter is None:
+            raise
+        raise CheckpointError(f"{found.adapter} is an adapter of {found.base}: {error.message}", next=error.next) from error
     tokenizer = load_tokenizer(manifest.path) if has_tokenizer(manifest.path) else None
     decoder = open_model(manifest, wanted, place_to, progress)
     if found.adapter is not None:
@@ -96,52 +112,52 @@ class Model:
         return list(self.decoder.logits(hidden_TD).cpu().split([len(tokens) for tokens in sequences]))
 
     @overload
-    def generate(self, prompt: str, max_new_tokens: int = 256, temperature: float = 0.0, **options: Any) -> str: ...
+    def generate(self, prompt: str, **options: Unpack[Options]) -> str: ...
     @overload
-    def generate(self, prompt: list[str], max_new_tokens: int = 256, temperature: float = 0.0, **options: Any) -> list[str]: ...
+    def generate(self, prompt: list[str], **options: Unpack[Options]) -> list[str]: ...
     @overload
-    def generate(self, prompt: list[int], max_new_tokens: int = 256, temperature: float = 0.0, **options: Any) -> list[int]: ...
+    def generate(self, prompt: list[int], **options: Unpack[Options]) -> list[int]: ...
     @overload
-    def generate(self, prompt: list[list[int]], max_new_tokens: int = 256, temperature: float = 0.0, **options: Any) -> list[list[int]]: ...
+    def generate(self, prompt: list[list[int]], **options: Unpack[Options]) -> list[list[int]]: ...
 
-    def generate(self, prompt: Any, max_new_tokens: int = 256, temperature: float = 0.0, **options: Any) -> Any:
+    def generate(self, prompt: Any, **options: Unpack[Options]) -> Any:
         """What the model says after the prompt; the prompt is not repeated. A list of prompts, of any lengths, runs as one batch.
 
         A text prompt is continued as text (BOS in front where the tokenizer begins documents with it) and answered with text; a prompt of
         token ids is taken as it is and answered with token ids, the stop id included where one was sampled.
-        options: top_k, top_p, stop (a string or several), seed; see Sampling. temperature 0 takes the likeliest token each time.
+        options: max_new_tokens (256), temperature (0: the likeliest token each time), top_k, top_p, stop (a string or several), seed.
         Raises UserError for a text prompt without a tokenizer, and whatever Engine.stream and Sampling raise.
         """
         single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
         prompts = [prompt] if single else list(prompt)
-        completions = self.complete(prompts, max_new_tokens=max_new_tokens, temperature=temperature, **options)
+        completions = self.complete(prompts, **options)
         answers = [done.text if isinstance(given, str) else done.tokens for given, done in zip(prompts, completions, strict=True)]
         return answers[0] if single else answers
 
-    def complete(self, prompts: Sequence[str | Sequence[int]], **options: Any) -> list[Completion]:
+    def complete(self, prompts: Sequence[str | Sequence[int]], **options: Unpack[Options]) -> list[Completion]:
         """As generate, with everything known about each continuation: tokens, text, finish_reason ("stop" or "length")."""
-        return self.engine.generate([self._encode(prompt) for prompt in prompts], sampling(**options))
+        return self.engine.generate([self._encode(prompt) for prompt in prompts], sampling(options))
 
-    def stream(self, prompt: str | Sequence[int], **options: Any) -> Iterator[Piece]:
+    def stream(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Iterator[Piece]:
         """The continuation of one prompt, token by token as it is sampled. The prompt is checked at once, not at the first token."""
-        steps = self.engine.stream([self._encode(prompt)], sampling(**options))
+        steps = self.engine.stream([self._encode(prompt)], sampling(options))
         return (piece for step in steps for piece in step)
 
-    def chat(self, messages: str | Sequence[Message], **options: Any) -> str:
+    def chat(self, messages: str | Sequence[Message], **options: Unpack[Options]) -> str:
         """The assistant's next turn. `messages`: [{"role": "user", "content": "…"}, …], or a text, which stands for one user message.
 
         Rendered with the checkpoint's chat template (data.templates.PLAIN_TEMPLATE where it has none). Options as in generate.
         """
-        return self.engine.generate([self._encode_chat(messages)], sampling(**options))[0].text
+        return self.engine.generate([self._encode_chat(messages)], sampling(options))[0].text
 
-    def stream_chat(self, messages: str | Sequence[Message], **options: Any) -> Iterator[str]:
+    def stream_chat(self, messages: str | Sequence[Message], **options: Unpack[Options]) -> Iterator[str]:
         """As chat, in pieces of text as they become certain: whole characters, nothing of a stop string."""
-        steps = self.engine.stream([self._encode_chat(messages)], sampling(**options))
+        steps = self.engine.stream([self._encode_chat(messages)], sampling(options))
         return (piece.text for step in steps for piece in step if piece.text)
 
-    def chat_batch(self, conversations: Sequence[str | Sequence[Message]], **options: Any) -> list[Completion]:
+    def chat_batch(self, conversations: Sequence[str | Sequence[Message]], **options: Unpack[Options]) -> list[Completion]:
         """The assistant's next turn of many conversations at once."""
-        return self.engine.generate([self._encode_chat(messages) for messages in conversations], sampling(**options))
+        return self.engine.generate([self._encode_chat(messages) for messages in conversations], sampling(options))
 
     def _encode(self, prompt: str | Sequence[int]) -> list[int]:
         return encode_prompt(self._tokenizer(), prompt) if isinstance(prompt, str) else list(prompt)
@@ -158,6 +174,7 @@ class Model:
         return self.tokenizer
 
 
-def sampling(*, stop: str | Sequence[str] = (), **options: Any) -> Sampling:
-    """Sampling from keyword options; `stop` may be one string. Raises ConfigError as Sampling does, TypeError for an unknown option."""
-    return Sampling(stop=(stop,) if isinstance(stop, str) else tuple(stop), **options)
+def sampling(options: Options) -> Sampling:
+    """The Sampling of keyword options. Raises ConfigError as Sampling does, TypeError for an unknown option."""
+    stop = options.get("stop") or ()
+    return Sampling(**{**options, "stop": (stop,) if isinstance(stop, str) else tuple(stop)})  # type: ignore[arg-type]
