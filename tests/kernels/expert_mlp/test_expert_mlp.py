@@ -234,7 +234,9 @@ def test_without_gradients_nothing_is_saved():
     assert not expert_mlp(*detached, None, impl="fused").requires_grad
 
 
-def test_workspace_is_flat_over_fifty_calls_and_independent_of_the_number_of_experts():
+def test_workspace_is_flat_over_fifty_calls_and_independent_of_the_number_of_experts(monkeypatch):
+    monkeypatch.setattr(loop_cpu, "GROUP_BYTES", 1 << 18)
+
     def peak(E):
         release_scratch()
         sizes, problems = [], [problem(E=E, D=256, I=128, T=16, seed=seed) for seed in range(3)]
@@ -246,8 +248,8 @@ def test_workspace_is_flat_over_fifty_calls_and_independent_of_the_number_of_exp
     sizes = peak(4)
     assert sizes[3] > 0 and len(set(sizes[3:])) == 1
     one_expert = 4 * (2 * 128 * 256 + 256 * 128)
-    assert sizes[-1] < 4 * one_expert + 4 * loop_cpu.GROUP_BYTES
-    assert peak(12)[-1] <= 1.2 * sizes[-1]
+    assert sizes[-1] < 1.5 * one_expert + 4 * loop_cpu.GROUP_BYTES
+    assert peak(12)[-1] <= sizes[-1]
     release_scratch()
     assert scratch_bytes() == 0
 
