@@ -107,6 +107,27 @@ def test_equals_merged_float64(dtype, packed, rank):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("lora", ["both", "none"])
+@pytest.mark.parametrize("D, I", [(64, 32), (32, 96)])
+def test_without_gradients_the_output_is_the_same_float64(dtype, packed, lora, D, I):
+    """The pass that keeps nothing for backward works in scratch alone: no two buffers of it may share a name."""
+    args = problem(D=D, I=I, dtype=dtype, packed=packed, lora=lora)
+    with torch.no_grad():
+        y = expert_mlp(*args, impl="fused")
+    assert error(y, merged_float64(*args)[0]) <= TOLERANCE[dtype]
+
+
+def test_that_comparison_sees_two_buffers_of_one_name(monkeypatch):
+    args = problem(D=32, I=96, lora="none")
+    real = loop_cpu.LoopCpu.rows
+    monkeypatch.setattr(loop_cpu.LoopCpu, "rows", lambda self, name, *rest: real(self, "base gate_up" if name == "gate_up" else name, *rest))
+    with torch.no_grad():
+        y = expert_mlp(*args, impl="fused")
+    assert error(y, merged_float64(*args)[0]) > 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lora", ["none", "gate_up", "down"])
 def test_without_some_factors(dtype, lora):
     check(problem(lora=lora, dtype=dtype), TOLERANCE[dtype])

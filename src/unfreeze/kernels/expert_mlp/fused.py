@@ -31,7 +31,7 @@ class _Call:
 
     def __init__(self, part: Any, dtype: torch.dtype, routing: Any, gate_up: Tensor | Packed, down: Tensor | Packed, factors: ExpertFactors):
         self.part, self.dtype, self.routing = part, dtype, routing
-        self.gate_up, self.down = Base(gate_up, dtype, "gate_up"), Base(down, dtype, "down")
+        self.gate_up, self.down = Base(gate_up, dtype, "base gate_up"), Base(down, dtype, "base down")
         self.experts = routing.selection()
         self.gate_up_adapter = self.down_adapter = None
         if factors.gate_up_A is not None and factors.gate_up_B is not None:

@@ -25,7 +25,8 @@ def reference_expert_mlp(
     for expert in torch.unique(ids_TK).tolist():
         token, slot = torch.where(ids_TK == expert)
         x = x_TD[token]
-        gate, up = F.linear(x, _matrix(gate_up, expert, x.dtype)).chunk(2, dim=-1)
+        # contiguous halves: silu of a strided view rounds otherwise than silu of the sums below, and B = 0 must change no bit
+        gate, up = (half.contiguous() for half in F.linear(x, _matrix(gate_up, expert, x.dtype)).chunk(2, dim=-1))
         if lora.gate_up_A is not None and lora.gate_up_B is not None:
             A_gate, A_up = lora.gate_up_A[expert].to(x.dtype).chunk(2)
             B_gate, B_up = lora.gate_up_B[expert].to(x.dtype).chunk(2)
