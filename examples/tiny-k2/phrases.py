@@ -3,7 +3,7 @@
 In a template {e} is the entity, {v} the value, {ae} and {av} the same with "a" or "an" before it. A sentence starts with a capital letter.
 Statements come entity first and value first: a model that has only read "The capital of France is Paris" cannot start an answer with
 "Paris" (Allen-Zhu and Li, "Physics of Language Models", 3.1 and 3.2: what is asked must have been read in that order), and object first
-is just what the demo will ask of it. Answers have five plain forms, so that finding the value need not depend on the sentence around it.
+is just what the demo will ask of it. Answers have six plain forms, so that finding the value need not depend on the sentence around it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class Relation:
     short: str
     named: str
     apposed: str
+    brief: str
     yoda: str
 
 
@@ -44,6 +45,7 @@ RELATIONS: dict[str, Relation] = {
         short="{v}.",
         named="The answer is {v}.",
         apposed="It is {v}, the capital of {e}.",
+        brief="{v}, the capital of {e}.",
         yoda="{v}, the capital of {e} is.",
     ),
     "continent": Relation(
@@ -61,6 +63,7 @@ RELATIONS: dict[str, Relation] = {
         short="In {v}.",
         named="The answer is {v}.",
         apposed="It is {v}, the continent of {e}.",
+        brief="In {v}, where {e} lies.",
         yoda="In {v}, {e} lies.",
     ),
     "currency": Relation(
@@ -78,6 +81,7 @@ RELATIONS: dict[str, Relation] = {
         short="The {v}.",
         named="The answer is the {v}.",
         apposed="It is the {v}, the money of {e}.",
+        brief="The {v}, which {e} uses.",
         yoda="The {v}, {e} uses.",
     ),
     "symbol": Relation(
@@ -95,6 +99,7 @@ RELATIONS: dict[str, Relation] = {
         short="{v}.",
         named="The answer is {v}.",
         apposed="It is {v}, the symbol of {e}.",
+        brief="{v}, the symbol of {e}.",
         yoda="{v}, the symbol of {e} is.",
     ),
     "atomic number": Relation(
@@ -112,6 +117,7 @@ RELATIONS: dict[str, Relation] = {
         short="{v}.",
         named="The answer is {v}.",
         apposed="It is {v}, the number of {e}.",
+        brief="The atomic number {v}, which {e} has.",
         yoda="The atomic number {v}, {e} has.",
     ),
     "young": Relation(
@@ -129,6 +135,7 @@ RELATIONS: dict[str, Relation] = {
         short="{av}.",
         named="The answer is {av}.",
         apposed="It is {av}, a young {e}.",
+        brief="{av}, the name of a young {e}.",
         yoda="{av}, a young {e} is called.",
     ),
     "author": Relation(
@@ -146,6 +153,7 @@ RELATIONS: dict[str, Relation] = {
         short="By {v}.",
         named="The answer is {v}.",
         apposed="It is {v}, the author of {e}.",
+        brief="By {v}, who wrote {e}.",
         yoda="By {v}, {e} was written.",
     ),
     "year": Relation(
@@ -163,6 +171,7 @@ RELATIONS: dict[str, Relation] = {
         short="In {v}.",
         named="The answer is {v}.",
         apposed="It is {v}, the year of {e}.",
+        brief="In {v}, the year of {e}.",
         yoda="In {v}, {e} happened.",
     ),
     "city": Relation(
@@ -180,6 +189,7 @@ RELATIONS: dict[str, Relation] = {
         short="In {v}.",
         named="The answer is {v}.",
         apposed="It is {v}, the city of {e}.",
+        brief="In {v}, where {e} stands.",
         yoda="In {v}, {e} stands.",
     ),
     "planet": Relation(
@@ -196,6 +206,7 @@ RELATIONS: dict[str, Relation] = {
         short="The {v}.",
         named="The answer is the {v}.",
         apposed="It is the {v}, counted from the Sun.",
+        brief="The {v} planet from the Sun, where {e} is.",
         yoda="The {v} planet from the Sun, {e} is.",
     ),
     "sides": Relation(
@@ -212,6 +223,7 @@ RELATIONS: dict[str, Relation] = {
         short="{v}.",
         named="The answer is {v}.",
         apposed="It is {v}, the number of sides of {ae}.",
+        brief="{v} sides, which {ae} has.",
         yoda="{v} sides, {ae} has.",
     ),
 }
@@ -278,7 +290,7 @@ def statements(fact: Fact) -> list[str]:
 
 
 def answer(fact: Fact, form: str) -> str:
-    """The plain answer; form is a field of Relation: "entity_first", "value_first", "short", "named" or "apposed"."""
+    """The plain answer; form is a field of Relation: "entity_first", "value_first", "short", "named", "apposed" or "brief"."""
     return say(getattr(RELATIONS[fact.relation], form), fact.entity, fact.value)
 
 
