@@ -19,6 +19,10 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
+# Under so many elements one thread does it: 20 to 110 us alone, and a second one costs 10 us to start on an idle machine, but where
+# another process has the core, OpenMP's spinning barrier waits for a time slice: 12,000 us instead of 33 (128 x 1024 SwiGLU, 2 cores).
+SERIAL = 1 << 18
+
 
 def kernel(function: Callable[..., Any] | None = None, *, parallel: bool = True) -> Any:
     """njit with the options of this room. Where neither the source folder nor the user's cache can be written, it says so and compiles anew."""
@@ -32,9 +36,17 @@ def kernel(function: Callable[..., Any] | None = None, *, parallel: bool = True)
         return numba.njit(**options)(function)
 
 
-def follow_torch_threads() -> None:
-    """Give numba as many threads as torch uses, at most as many as numba started with."""
-    numba.set_num_threads(max(1, min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)))  # type: ignore[attr-defined]
+def set_threads(elements: int) -> int:
+    """Threads for a numba loop over so many elements: torch's number, or one for a small loop. Returns the number."""
+    wanted = torch.get_num_threads()
+    most = max(1, min(wanted, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
+    threads = most if elements >= SERIAL else 1
+    numba.set_num_threads(threads)
+    # numba's first launch calls omp_set_num_threads(all cores), which is torch's setting too: OMP_NUM_THREADS and torch.set_num_threads
+    # would be overruled from here on
+    if torch.get_num_threads() != wanted:
+        torch.set_num_threads(wanted)
+    return threads
 
 
 def array(tensor: Tensor) -> np.ndarray:

@@ -8,17 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
 from unfreeze.kernels.expert_mlp import numba_kernels
 from unfreeze.kernels.expert_mlp.workspace import scratch
-from unfreeze.kernels.numba_options import array, follow_torch_threads
+from unfreeze.kernels.numba_options import array, set_threads
 
 GROUP_BYTES = 4 << 20  # weights and rows of a group: what two cores' L2 and their share of L3 hold
-SERIAL = 1 << 15  # elements under which a second thread costs more (5 to 10 us to start) than it saves
 
 
 @dataclass(frozen=True)
@@ -124,26 +122,17 @@ class LoopCpu:
             torch.mm(a_rows.t(), b_rows, out=out.select(0, i))
 
     def gather(self, source: Tensor, group: Group, out: Tensor) -> None:
-        _threads(group.num_rows * source.shape[1])
+        set_threads(group.num_rows * source.shape[1])
         numba_kernels.gather(array(source), array(group.token), array(out))
 
     def scatter_add(self, rows: Tensor, group: Group, weight: Tensor, out: Tensor) -> None:
-        pieces = _threads(rows.numel())
+        pieces = set_threads(rows.numel())
         numba_kernels.scatter_add(array(rows), array(group.token), array(weight), array(out), pieces)
 
     def swiglu(self, gate_up: Tensor, out: Tensor) -> None:
-        _threads(gate_up.numel())
+        set_threads(gate_up.numel())
         numba_kernels.swiglu(array(gate_up), array(out))
 
     def swiglu_backward(self, grad: Tensor, gate_up: Tensor, group: Group, weighted: Tensor, grad_gate_up: Tensor, score: Tensor) -> None:
-        _threads(gate_up.numel())
+        set_threads(gate_up.numel())
         numba_kernels.swiglu_backward(*(array(t) for t in (grad, gate_up, group.weight, weighted, grad_gate_up, score)))
-
-
-def _threads(elements: int) -> int:
-    """Set numba's threads for a loop over so many elements; returns the number."""
-    if elements < SERIAL:
-        numba.set_num_threads(1)
-    else:
-        follow_torch_threads()
-    return numba.get_num_threads()

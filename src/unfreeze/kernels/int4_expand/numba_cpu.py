@@ -16,7 +16,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from unfreeze.kernels.numba_options import array, follow_torch_threads, kernel
+from unfreeze.kernels.numba_options import array, kernel, set_threads
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.int4 import Int4
 
@@ -96,7 +96,7 @@ class Expander:
             self.fill(experts, aligned)
             out.copy_(aligned)
             return
-        follow_torch_threads()
+        set_threads(out.numel())
         extent = (len(experts) - 1) * matrix_stride + (self.shape[1] - 1) * row_stride + self.shape[2]
         bits = out.as_strided((extent,), (1,)).view(torch.uint32).numpy()
         per_word = 4 // out.element_size()
