@@ -49,6 +49,8 @@ def events(steps: int = 40) -> list[dict[str, Any]]:
 
     return [
         event("plan", 0, terms={"base": 4_194_304, "adapter": 2_097_152}),
+        event("data", 0, rows=21, examples=18, tokens=9000, supervised=3000, supervised_fraction=1 / 3, longest=512, truncated=4, dropped=2, bad=1,
+              shapes={"messages": 21}, notes={HOSTILE: 5}, listed=[{"row": 7, "reason": HOSTILE}], summary="21 rows, 4 truncated, 2 dropped, 1 bad"),
         event("load", 0, bytes=7_340_032, seconds=0.01, expanded_bytes=24_000_000),
         event("start", 0, steps=steps, model="tiny-k2", data="chat.jsonl", resumed=False),
         event("sample", 0, when="before", prompt=HOSTILE, text="Plain."),
@@ -158,7 +160,7 @@ def test_nothing_external_and_nothing_runs(run_dir: Path):
 def test_hostile_text_is_shown_and_never_obeyed(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
     source, parsed = page(run_dir)
     assert "<script" not in source
-    assert parsed.texts.count(HOSTILE) == 2 and f"Hmm. {HOSTILE}" in parsed.texts  # the prompt and the config; the answer
+    assert parsed.texts.count(HOSTILE) == 4 and f"Hmm. {HOSTILE}" in parsed.texts  # prompt, config, a note and a reason of the data; the answer
     monkeypatch.setattr("unfreeze.report.html.escape", lambda value, quote=True: value)  # control arm: the guard removed
     with pytest.raises(AssertionError):
         _, unsafe = page(run_dir)
@@ -190,12 +192,21 @@ def test_step_table_and_receipt_equal_the_events(run_dir: Path):
         assert [None if cell == "–" else float(cell) for cell in sizes] == pytest.approx(expected)
 
 
+def test_the_account_of_the_data_is_in_the_page_and_in_the_summary(run_dir: Path):
+    _, parsed = page(run_dir)
+    data = dict(parsed.tables["Data"][1:])
+    assert (data["rows in the file"], data["rows truncated"], data["rows dropped"], data["bad rows skipped"]) == ("21", "4", "2", "1")
+    assert data["supervised share"] == "33.3%" and data["rows as messages"] == "21"
+    assert parsed.tables["Notes on the data"][1] == [HOSTILE, "5"] and parsed.tables["Rows left out"][1] == ["row 7", HOSTILE]
+    assert any("21 rows, 4 truncated, 2 dropped, 1 bad" in line for line in summary_lines(run_dir))
+
+
 def test_header_captions_and_expert_numbers_equal_the_events(run_dir: Path):
     source, parsed = page(run_dir)
     first, final = train_event(1)["loss"], train_event(40)["loss"]
     assert f"{first:.3f} → {final:.3f}" in parsed.texts
     load = "7.3 MB at 0.73 GB/s, 24.0 MB if expanded"
-    for words in ("40 of 40", "1 min 20 s", "1,077", "381.5 MiB", "finished", "tiny-k2", "chat.jsonl", "2.38 M", load):
+    for words in ("40 of 40", "1 min 20 s", "1,034", "381.5 MiB", "finished", "tiny-k2", "chat.jsonl", "2.38 M", load):
         assert words in parsed.texts, words
     assert sum(event["tokens"] for event in events() if event["kind"] == "train") == 82_740 and "82.7 K" in parsed.texts
     assert f'aria-label="Training loss per step: {first:.3f} at step 1, {final:.3f} at step 40' in source
@@ -238,7 +249,7 @@ def test_short_killed_dense_run_says_what_is_missing(tmp_path: Path, steps: int)
 def test_interrupted_run_says_so(tmp_path: Path):
     lines = [line for line in events() if line["kind"] != "end"]
     lines.append({"kind": "end", "step": 40, "reason": "interrupted", "steps": 40})
-    lines[2]["steps"] = 60
+    next(line for line in lines if line["kind"] == "start")["steps"] = 60
     run_dir = write_run(tmp_path / "r", lines)
     assert "interrupted after step 40 of 60" in page(run_dir)[1].texts
 

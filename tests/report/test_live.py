@@ -53,6 +53,7 @@ def test_other_events_are_said_once():
     progress = LiveProgress(0, stream=out)
     progress({"kind": "plan", "step": 0, "lines": ["peak 1.0 GiB"]})
     progress({"kind": "start", "step": 4, "steps": 8, "resumed": True})
+    progress({"kind": "data", "step": 0, "summary": "3 rows, 1 dropped", "dropped": 1, "bad": 0, "listed": [{"row": 2, "reason": "row 2: empty"}]})
     progress({"kind": "load", "step": 0, "bytes": 2_000_000_000, "seconds": 1.0, "expanded_bytes": 8_000_000_000})
     progress({"kind": "receipt", "step": 5, "groups": {"attention": {"parameters": 10, "trained": True}}})
     progress({"kind": "eval", "step": 8, "time": 3.0, "loss": 0.25, "style": 0.5})
@@ -63,7 +64,8 @@ def test_other_events_are_said_once():
     load = "loaded 2.00 GB at 2.00 GB/s, 8.00 GB if expanded"
     for words in ("peak 1.0 GiB", "resumed after step 4", load, "attention", "eval loss 0.25, style 0.5"):
         assert text.count(words) == 1, words
-    for words in ("saved runs/[a]/state", "warning, step 8: one row skipped", "done after step 8, 1,234 tokens/s"):
+    data = ("data: 3 rows, 1 dropped", "left out: row 2: empty")
+    for words in (*data, "saved runs/[a]/state", "warning, step 8: one row skipped", "done after step 8"):
         assert text.count(words) == 1, words
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from unfreeze.core.errors import DataError
 from unfreeze.core.events import EventLog
-from unfreeze.report.events import expert_load, last, read_events, sample_pairs, series, warnings
+from unfreeze.report.events import data_lines, expert_load, last, read_events, sample_pairs, series, warnings
 
 
 def written(path: Path) -> list[dict]:
@@ -81,6 +81,21 @@ def test_samples_are_paired_by_prompt():
         sample | {"when": "after", "prompt": "a", "text": "4"},
     ]
     assert sample_pairs(events) == [("a", "1", "4"), ("b", "2", None)]
+
+
+def test_two_rows_with_the_same_question_are_two_samples():
+    sample = {"kind": "sample", "step": 0, "prompt": "a"}
+    events = [sample | {"index": i, "when": when, "text": f"{when} {i}"} for when in ("before", "after") for i in (0, 1)]
+    assert sample_pairs(events) == [("a", "before 0", "after 0"), ("a", "before 1", "after 1")]
+    assert len(sample_pairs([{k: v for k, v in e.items() if k != "index"} for e in events])) == 1  # control: without the index they merge
+
+
+def test_data_lines_name_the_first_rows_left_out():
+    listed = [{"row": row, "reason": f"row {row}: empty"} for row in range(1, 21)]
+    account = {"kind": "data", "step": 0, "summary": "100 rows", "dropped": 30, "bad": 2, "listed": listed}
+    more = "left out: 29 more rows; events.jsonl names the first 20"
+    assert data_lines([account]) == ["100 rows", *(f"left out: row {row}: empty" for row in (1, 2, 3)), more]
+    assert data_lines([account | {"dropped": 0, "bad": 0, "listed": []}]) == ["100 rows"] and data_lines([]) == []
 
 
 def test_warnings_of_both_kinds():

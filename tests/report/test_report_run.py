@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from unfreeze.report.run import decimal_bytes, expert_balance, facts, read_run, result_words, started
+from unfreeze.report.run import decimal_bytes, expert_balance, facts, load_words, read_run, result_words, started
 
 
 def made(folder: Path, *more: dict) -> Path:
@@ -48,9 +48,15 @@ def test_result(tmp_path: Path, end: list[dict], words: str):
     assert result_words(read_run(made(tmp_path, {"kind": "start", "step": 0, "steps": 5}, *end))) == words
 
 
-def test_the_end_event_says_the_speed(tmp_path: Path):
+def test_the_speed_is_that_of_all_steps_whatever_the_last_session_says(tmp_path: Path):
     run = read_run(made(tmp_path, {"kind": "end", "step": 3, "tokens_per_second": 480.0}))
-    assert run.tokens_per_second == 480.0
+    assert run.tokens_per_second == 500.0
+
+
+def test_a_load_that_lost_precision_says_so():
+    load = {"bytes": 2e9, "seconds": 1.0, "expanded_bytes": 0}
+    assert load_words(load | {"rounded": 0}) == load_words(load) == "2.00 GB at 2.00 GB/s"
+    assert load_words(load | {"rounded": 12}) == "2.00 GB at 2.00 GB/s; 12 tensors rounded to the dtype of the computation"
 
 
 def test_decimal_bytes():

@@ -8,14 +8,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+RESOLVED = "resolved_config.json"
+"""The file in runs/<name>/ that says what was run: written by recipes, read by report, generate and demo."""
+
 Event = dict[str, Any]
 """{"kind": "train", "step": 12, "time": 1790000000.0, …}. Kinds and fields:
 
 plan     plan lines of the run                                    start    step, steps, model, data, resumed
-load     bytes, seconds, expanded_bytes                           receipt  groups
+load     bytes, seconds, expanded_bytes, rounded                  receipt  groups
+data     the account of the data file: summary (one line), rows, examples, tokens, supervised, supervised_fraction, truncated, dropped, bad,
+         longest, shapes, notes (text -> rows), listed (the first dropped and bad rows: row, reason)
 train    loss, tokens, seconds, learning_rate, grad_norm, peak_bytes, supervised_tokens, expert_load (layer -> tokens per expert)
-eval     loss and further metrics                                 sample   when ("before" | "after"), prompt, text
+eval     loss and further metrics                                 sample   when ("before" | "after"), index (of the prompt), prompt, text
 save     path                                                     end      reason ("done" | "interrupted"), steps, tokens_per_second
+warning  message: what the run did otherwise than asked           (any event may also carry a `warning` field)
 """
 
 

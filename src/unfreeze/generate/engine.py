@@ -5,7 +5,6 @@ T tokens of all prompts end to end, S sequences, V vocabulary.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -115,8 +114,8 @@ class Engine:
     def stream(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[list[Piece]]:
         """Yields, per step, a Piece for each prompt still running. The prompts are checked before the first step.
 
-        Raises UserError for an empty prompt, an id outside the vocabulary, or a prompt that leaves none of shape.max_positions free; where
-        fewer than max_new_tokens positions are left, a warning says so and the row ends there with finish_reason "length".
+        Raises UserError for an empty prompt, an id outside the vocabulary, or a prompt that leaves none of shape.max_positions free. Where
+        fewer than max_new_tokens positions are left, the row ends with the last of them: fewer tokens, finish_reason "length".
         """
         prompts = [list(prompt) for prompt in prompts]
         return self._run(prompts, self._limits(prompts, sampling), sampling)
@@ -176,12 +175,6 @@ class Engine:
             raise UserError(
                 f"a prompt has {longest} tokens, the model {positions} positions (max_position_embeddings): none is left for an answer",
                 next="shorten the prompt",
-            )
-        if longest + sampling.max_new_tokens > positions:
-            warnings.warn(
-                f"max_new_tokens {sampling.max_new_tokens} is bounded to {positions - longest} after a prompt of {longest} tokens: "
-                f"the model has {positions} positions (max_position_embeddings)",
-                stacklevel=3,
             )
         return [min(sampling.max_new_tokens, positions - len(prompt)) for prompt in prompts]
 

@@ -152,8 +152,12 @@ class Model:
 
     def stream_chat(self, messages: str | Sequence[Message], **options: Unpack[Options]) -> Iterator[str]:
         """As chat, in pieces of text as they become certain: whole characters, nothing of a stop string."""
+        return (piece.text for piece in self.stream_chat_pieces(messages, **options) if piece.text)
+
+    def stream_chat_pieces(self, messages: str | Sequence[Message], **options: Unpack[Options]) -> Iterator[Piece]:
+        """As stream_chat, token by token; the last piece says why the answer ended."""
         steps = self.engine.stream([self._encode_chat(messages)], sampling(options))
-        return (piece.text for step in steps for piece in step if piece.text)
+        return (piece for step in steps for piece in step)
 
     def chat_batch(self, conversations: Sequence[str | Sequence[Message]], **options: Unpack[Options]) -> list[Completion]:
         """The assistant's next turn of many conversations at once."""

@@ -15,11 +15,11 @@ from unfreeze import models
 from unfreeze.checkpoint.manifest import Manifest, read_json
 from unfreeze.checkpoint.stream import LoadStats
 from unfreeze.core.errors import CheckpointError, ConfigError, nearest
+from unfreeze.core.events import RESOLVED
 from unfreeze.parallel.place import place
 from unfreeze.parallel.plan import meta_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-RUN_CONFIG = "resolved_config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 
 Progress = Callable[[int, int], None]
@@ -41,7 +41,7 @@ def locate(source: str | Path) -> Source:
     Raises CheckpointError for a run that has neither adapter nor model yet, and for an adapter that doesn't name its base.
     """
     folder = Path(source).expanduser()
-    if (folder / RUN_CONFIG).is_file():
+    if (folder / RESOLVED).is_file():
         return _locate_run(folder)
     if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
         base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
@@ -62,9 +62,9 @@ def _locate_run(folder: Path) -> Source:
             f"run {folder} has neither adapter/{ADAPTER_CONFIG} nor model/config.json: it has not saved anything yet",
             next="start the same training command again: it resumes the run",
         )
-    base = read_json(folder / RUN_CONFIG).get("model")
+    base = read_json(folder / RESOLVED).get("model")
     if not base:
-        raise CheckpointError(f"{folder / RUN_CONFIG} has no key 'model', so the base checkpoint of this run is unknown")
+        raise CheckpointError(f"{folder / RESOLVED} has no key 'model', so the base checkpoint of this run is unknown")
     return Source(str(base), folder / "adapter")
 
 

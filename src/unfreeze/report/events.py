@@ -83,11 +83,33 @@ def expert_load(events: Sequence[Event]) -> dict[str, list[int]]:
 
 
 def sample_pairs(events: Sequence[Event]) -> list[tuple[str, str | None, str | None]]:
-    """(prompt, text before, text after) per prompt, in order; None where a side is missing. A later sample replaces an earlier."""
-    pairs: dict[str, dict[str, str]] = {}
+    """(prompt, text before, text after) per prompt, in order; None where a side is missing. A later sample replaces an earlier.
+
+    Samples belong together by their `index`, or by the prompt's text where they carry none: two rows may ask in the same words.
+    """
+    pairs: dict[int | str, dict[str, str]] = {}
     for event in of_kind(events, "sample"):
-        pairs.setdefault(str(event.get("prompt", "")), {})[str(event.get("when", ""))] = str(event.get("text", ""))
-    return [(prompt, texts.get("before"), texts.get("after")) for prompt, texts in pairs.items()]
+        prompt = str(event.get("prompt", ""))
+        pair = pairs.setdefault(event.get("index", prompt), {"prompt": prompt})
+        pair[str(event.get("when", ""))] = str(event.get("text", ""))
+    return [(pair["prompt"], pair.get("before"), pair.get("after")) for pair in pairs.values()]
+
+
+def tokens_per_second(events: Sequence[Event]) -> float | None:
+    """Tokens over seconds of all training steps, every session of a resumed run; None without a step."""
+    seconds = sum(series(events, "train", "seconds")[1])
+    return sum(series(events, "train", "tokens")[1]) / seconds if seconds > 0 else None
+
+
+def data_lines(events: Sequence[Event], listed: int = 3) -> list[str]:
+    """The account of the data: its summary line, then the first `listed` rows that were dropped or bad with the reason. Empty without one."""
+    account = last(events, "data")
+    if account is None:
+        return []
+    rows = account.get("listed") or []
+    more = int(number(account.get("dropped")) or 0) + int(number(account.get("bad")) or 0) - min(listed, len(rows))
+    lines = [str(account.get("summary", "")), *(f"left out: {row['reason']}" for row in rows[:listed])]
+    return [*lines, f"left out: {more:,} more rows; events.jsonl names the first {len(rows)}"] if rows and more > 0 else lines
 
 
 def warnings(events: Sequence[Event]) -> list[tuple[int, str]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from unfreeze.core.units import format_bytes, format_count
-from unfreeze.report.events import expert_load, number, of_kind, sample_pairs, series, warnings
+from unfreeze.report.events import data_lines, expert_load, last, number, of_kind, sample_pairs, series, warnings
 from unfreeze.report.pictures import FULL, curve, heat_map, smoothing_window
 from unfreeze.report.run import Run, expert_balance, facts, read_run, result_words, started
 from unfreeze.report.style import CSS
@@ -41,7 +41,7 @@ def write_report(run_dir: Path | str) -> Path:
 
 def page(run: Run) -> str:
     """The whole page as one string; the same run folder gives the same string."""
-    parts = (_header, _warnings, _loss, _machine, _experts, _receipt, _samples, _evaluations, _more)
+    parts = (_header, _warnings, _loss, _machine, _data, _experts, _receipt, _samples, _evaluations, _more)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
@@ -175,6 +175,37 @@ def rates(run: Run) -> tuple[list[int], list[float]]:
     return steps, values
 
 
+DATA_ROWS = {  # field of the data event -> its name in the table
+    "rows": "rows in the file",
+    "examples": "documents",
+    "tokens": "tokens",
+    "supervised": "supervised tokens",
+    "longest": "longest document, tokens",
+    "truncated": "rows truncated",
+    "dropped": "rows dropped",
+    "bad": "bad rows skipped",
+}
+
+
+def _data(run: Run) -> str:
+    """The account of the data file: every row of it is used, cut, dropped or bad."""
+    account = last(run.events, "data")
+    if account is None:
+        return ""
+    rows = [(name, f"{value:,.0f}") for field, name in DATA_ROWS.items() if (value := number(account.get(field))) is not None]
+    share = number(account.get("supervised_fraction"))
+    rows += [("supervised share", f"{share:.1%}")] if share is not None else []
+    rows += [(f"rows as {shape}", f"{count:,}") for shape, count in (account.get("shapes") or {}).items()]
+    notes = [(note, f"{count:,}") for note, count in (account.get("notes") or {}).items()]
+    listed = [(f"row {item['row']}", item["reason"]) for item in account.get("listed") or []]
+    parts = [table(("count", "value"), rows, caption="Data")]
+    parts += [table(("note", "rows"), notes, caption="Notes on the data", kind="words")] if notes else []
+    left_out = int(number(account.get("dropped")) or 0) + int(number(account.get("bad")) or 0)
+    reasons = table(("row", "why"), listed, caption="Rows left out", kind="words")
+    parts += [folded(f"Rows left out: {len(listed)} of {left_out:,}", reasons)] if listed else []
+    return section("Data", "".join(parts), "Loss is taken on the supervised tokens only.")
+
+
 def _experts(run: Run) -> str:
     load = expert_load(run.events)
     if not load:
@@ -284,7 +315,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def summary_lines(run_dir: Path | str) -> list[str]:
-    """What `unfreeze report` prints beside the path of the page: result, main numbers, expert balance, idle groups, warnings."""
+    """What `unfreeze report` prints beside the path of the page: result, main numbers, data, expert balance, idle groups, warnings."""
     run = read_run(run_dir)
     lines = [f"{run.name}: {result_words(run)}"]
     rows = facts(run)
@@ -292,6 +323,7 @@ def summary_lines(run_dir: Path | str) -> list[str]:
     lines += [f"  {name.ljust(width)}  {value}" for name, value in rows]
     if run.loaded:
         lines.append(f"  {'Loaded'.ljust(width)}  {run.loaded}")
+    lines += [f"  {('Data' if position == 0 else '').ljust(width)}  {line}" for position, line in enumerate(data_lines(run.events))]
     balance = expert_balance(run)
     if balance:
         worst = max(balance, key=lambda row: row[2])

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from unfreeze.core.events import Event
 from unfreeze.core.units import format_bytes, format_seconds
-from unfreeze.report.events import number
+from unfreeze.report.events import data_lines, number
 from unfreeze.report.run import decimal_bytes, load_words
 from unfreeze.report.tables import plan_lines, receipt_table, receipt_text
 
@@ -70,7 +70,7 @@ class LiveProgress:
     """Listener and context manager: loss, tokens/s, memory, time left and step of a run, as events arrive.
 
     On a terminal, inside `with`, a bar; elsewhere a line for the first and the last step and one every `seconds_between` seconds.
-    Plan, load, receipt, eval, save and warning events are one line or table each. `quiet` shows nothing.
+    Data, plan, load, receipt, eval, save and warning events are one line or table each. `quiet` shows nothing.
     Leaving the context, by an exception too, restores the terminal.
     """
 
@@ -106,6 +106,10 @@ class LiveProgress:
         for line in plan_lines(event):
             self._display.line(line)
 
+    def _on_data(self, event: Event) -> None:
+        for position, line in enumerate(data_lines([event])):
+            self._display.line(line if position else f"data: {line}")
+
     def _on_load(self, event: Event) -> None:
         self._display.line(f"loaded {load_words(event)}")
 
@@ -128,9 +132,7 @@ class LiveProgress:
 
     def _on_end(self, event: Event) -> None:
         self._display.close()
-        words = f"{event.get('reason', 'done')} after step {event['step']}"
-        rate = number(event.get("tokens_per_second"))
-        self._display.line(words if rate is None else f"{words}, {rate:,.0f} tokens/s")
+        self._display.line(f"{event.get('reason', 'done')} after step {event['step']}")
 
     def _on_train(self, event: Event) -> None:
         self._recent.append((number(event.get("tokens")) or 0.0, number(event.get("seconds")) or 0.0))

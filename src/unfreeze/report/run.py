@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from unfreeze.core.errors import DataError
-from unfreeze.core.events import Event
+from unfreeze.core.events import RESOLVED, Event
 from unfreeze.core.units import format_bytes, format_count, format_seconds
-from unfreeze.report.events import expert_load, last, number, of_kind, read_events, series
+from unfreeze.report.events import expert_load, last, number, of_kind, read_events, series, tokens_per_second
 from unfreeze.report.tables import trained_parameters
 
 
@@ -60,11 +60,8 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The end event's figure, or tokens over seconds of all steps where the run has not ended."""
-        said = number((last(self.events, "end") or {}).get("tokens_per_second"))
-        if said is not None:
-            return said
-        return sum(series(self.events, "train", "tokens")[1]) / self.seconds if self.seconds > 0 else None
+        """Of all steps, all sessions of a resumed run together."""
+        return tokens_per_second(self.events)
 
     def source(self, key: str) -> str:
         """The run's "model" or "data": from the start event, else from the config; empty where neither says."""
@@ -88,7 +85,7 @@ def read_run(run_dir: Path | str) -> Run:
     return Run(
         path=path,
         events=events,
-        config=_read_object(path / "resolved_config.json"),
+        config=_read_object(path / RESOLVED),
         plan=_read_object(path / "plan.json") or plan_event or {},
         groups=receipt.get("groups", receipt),
     )
@@ -131,13 +128,15 @@ def facts(run: Run) -> list[tuple[str, str]]:
 
 
 def load_words(load: Event) -> str:
-    """'0.92 GB at 2.10 GB/s, 3.25 GB if expanded': what was read, how fast, and the expanded size that was avoided."""
+    """'0.92 GB at 2.10 GB/s, 3.25 GB if expanded': what was read, how fast, the expanded size that was avoided, and what lost precision."""
     size, seconds, expanded = (number(load.get(field)) or 0.0 for field in ("bytes", "seconds", "expanded_bytes"))
     words = decimal_bytes(size)
     if seconds:
         words += f" at {decimal_bytes(size / seconds)}/s"
     if expanded > size:
         words += f", {decimal_bytes(expanded)} if expanded"
+    if rounded := number(load.get("rounded")):
+        words += f"; {rounded:,.0f} {'tensor' if rounded == 1 else 'tensors'} rounded to the dtype of the computation"
     return words
 
 
