@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from unfreeze.adapters import LoraConfig, Receipt, adapter_parameters, attach, sites
-from unfreeze.adapters.receipt import check, first_tokens, lines, make_receipt, snapshot
+from unfreeze.adapters.receipt import Gradients, check, first_tokens, make_receipt, snapshot
 from unfreeze.core.errors import AdapterError
 
 
-def first_step(tiny, model, plant_before=None, plant_after=None, learning_rate=1e-3, parameters=None):
-    """One training step with the receipt's three calls, as train/fit.py makes them."""
+def first_step(tiny, model, plant_before=None, plant_after=None, learning_rate=1e-3, parameters=None, decay=0.0):
+    """One training step with the receipt's calls, as sft makes them."""
     receipt = Receipt(model)
     chosen = [p for p in model.parameters() if p.requires_grad] if parameters is None else parameters
-    optimizer = torch.optim.AdamW(chosen, lr=learning_rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(chosen, lr=learning_rate, weight_decay=decay)
     batch = tiny.batch(tiny.documents)
     if plant_before:
         plant_before(model)
@@ -54,7 +54,7 @@ def test_an_untrained_adapter_changes_nothing_on_the_fused_path_either(tiny):
     """Both arms run the same kernels (scale 0, not removed), so rounding of the fused GEMM can't pass for an effect."""
     model = adapted(tiny)
     model.moe_layers()[1].experts.impl = "fused"
-    groups = make_receipt(model, snapshot(model), {}, tiny.batch(tiny.documents))
+    groups = make_receipt(model, snapshot(model), Gradients(), tiny.batch(tiny.documents))
     assert all(groups[name]["output_change"] == 0 for name in ("attention", "mlp", "shared_experts", "experts"))
     groups, _ = first_step(tiny, model)
     assert groups["experts"]["output_change"] > 0
@@ -66,7 +66,39 @@ def test_experts_reached_are_those_that_tokens_were_sent_to(tiny):
         model.moe_layers()[1].gate.e_score_correction_bias.copy_(torch.tensor([9.0, 9.0, 0.0, 0.0]))  # only experts 0 and 1
     groups, _ = first_step(tiny, model)
     assert (groups["experts"]["experts"], groups["experts"]["experts_reached"]) == (4, 2)
-    assert any("2 of 4 experts" in line for line in lines(groups))
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+@pytest.mark.parametrize("full", [False, True])
+def test_weight_decay_is_no_learning(tiny, decay, full):
+    """Decay moves every A, and every weight of an expert no token was sent to: neither counts as reached nor as moved."""
+    model = tiny.model("deepseek") if full else adapted(tiny, "experts")
+    experts = model.moe_layers()[1].experts
+    with torch.no_grad():
+        model.moe_layers()[1].gate.e_score_correction_bias.copy_(torch.tensor([9.0, 9.0, 0.0, 0.0]))
+    before = {n: p.detach().clone() for n, p in experts.named_parameters() if p.requires_grad}
+    groups, _ = first_step(tiny, model, decay=decay)
+    assert (groups["experts"]["experts"], groups["experts"]["experts_reached"]) == (4, 2)
+    moved = {n: (p - before[n]).detach() for n, p in experts.named_parameters() if n in before}
+    counted = [change[:2] for name, change in moved.items() if full or name.endswith("B")]
+    assert groups["experts"]["moved"] == pytest.approx(sum(c.double().square().sum() for c in counted).item() ** 0.5, rel=1e-4)
+    # control: with decay the others did move, so counting what moved would have said 4 of 4
+    assert any(change[2:].any() for change in moved.values()) == (decay > 0)
+
+
+def test_parameters_that_only_decay_stop_the_run(tiny):
+    """The planted fault: an update that forgot the gradients of the experts but decays them."""
+    model = adapted(tiny)
+    B = [p for n, p in adapter_parameters(model) if "mlp.experts" in n and n.endswith("B")]
+
+    def undo(_):
+        with torch.no_grad():
+            for parameter in B:
+                parameter.zero_()
+
+    with pytest.raises(AdapterError, match=r"experts: .*did not move"):
+        first_step(tiny, model, plant_after=undo, decay=0.5)
+    first_step(tiny, adapted(tiny), decay=0.5)  # control
 
 
 def test_the_probe_leaves_weights_scales_and_expert_counts_as_they_were(tiny):
@@ -76,7 +108,7 @@ def test_the_probe_leaves_weights_scales_and_expert_counts_as_they_were(tiny):
     model.hidden(batch)
     counts, state = model.moe_layers()[1].counts_E.clone(), {n: p.clone() for n, p in model.named_parameters()}
     scales = [site.adapter.scale for site in sites(model)]
-    make_receipt(model, before, {}, batch)
+    make_receipt(model, before, Gradients(), batch)
     assert torch.equal(model.moe_layers()[1].counts_E, counts) and scales == [site.adapter.scale for site in sites(model)]
     assert all(torch.equal(p, state[n]) for n, p in model.named_parameters())
 
@@ -138,7 +170,7 @@ def test_weights_too_large_to_copy_are_sampled(tiny):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
-    groups = make_receipt(model, before, {}, None)
+    groups = make_receipt(model, before, Gradients(), None)
     exact = sum((p - old[n]).double().square().sum() for n, p in model.named_parameters() if "self_attn" in n) ** 0.5
     assert groups["attention"]["moved"] == pytest.approx(exact.item(), rel=1e-4)
     assert groups["attention"]["output_change"] is None
@@ -146,6 +178,6 @@ def test_weights_too_large_to_copy_are_sampled(tiny):
 
 def test_check_accepts_a_frozen_model_and_the_probe_is_at_most_its_length(tiny):
     model = tiny.model("llama").requires_grad_(False)
-    check(make_receipt(model, snapshot(model), {}, None))
+    check(make_receipt(model, snapshot(model), Gradients(), None))
     probe = first_tokens(tiny.batch(tiny.documents), 8)
     assert probe.num_tokens == 8 and probe.lengths() == [7, 1]

@@ -1,8 +1,11 @@
 """The receipt: after the first optimizer step, proof that what was asked for learned (DESIGN promise 2, FAILURES L4 and L5).
 
     receipt = Receipt(model)            before the first step: notes where the weights stand
-    receipt.after_backward(model)       gradients complete, before clipping and before they are zeroed
+    receipt.after_backward(model)       gradients complete (accumulated over micro-batches) and not yet zeroed; before or after the update
     groups = receipt.after_update(model, batch)      after optimizer.step(); raises AdapterError where a trained group stood still
+
+Clipping multiplies every gradient by one number, so a caller that comes after it divides grad_norm by that, as sft does.
+Weight decay moves every weight, used or not: what reached an expert is read from gradients, and movement counts only where a gradient was.
 
 group -> {parameters, trained, sites, sites_moved, grad_norm, moved, output_change, connected} and, for experts, {experts, experts_reached}.
 
@@ -12,7 +15,7 @@ T tokens, E experts, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,71 +61,90 @@ def snapshot(model: nn.Module, copy_bytes: int = COPY_BYTES) -> Snapshot:
     return result
 
 
+@dataclass
+class Gradients:
+    """What one step's gradients say. norms: group -> L2 norm. reached_E: layer ("model.layers.3.mlp") -> which experts had a gradient.
+    where: name -> which elements had one, laid out as Snapshot.kept; absent for a parameter that was all zero, which decay cannot move.
+    """
+
+    norms: dict[str, float] = field(default_factory=dict)
+    reached_E: dict[str, Tensor] = field(default_factory=dict)
+    where: dict[str, Tensor] = field(default_factory=dict)
+
+
 @torch.no_grad()
-def gradient_norms(model: nn.Module) -> dict[str, float]:
-    """group -> L2 norm of the gradients of its trained parameters (a missing gradient counts as 0)."""
+def read_gradients(model: nn.Module, before: Snapshot) -> Gradients:
+    """Norms, experts reached and touched elements from the gradients that lie there now (a missing gradient counts as 0)."""
     squares: dict[str, Tensor] = {}
+    found = Gradients()
     for name, parameter in _trained(model):
-        group = group_of(name)
-        square = parameter.new_zeros((), dtype=torch.float64) if parameter.grad is None else parameter.grad.float().norm().double() ** 2
+        group, gradient = group_of(name), parameter.grad
+        square = parameter.new_zeros((), dtype=torch.float64) if gradient is None else gradient.float().norm().double() ** 2
         squares[group] = squares[group] + square if group in squares else square
-    return {group: math.sqrt(square.item()) for group, square in squares.items()}
+        kept = before.kept[name]
+        if kept is not None:
+            here = None if gradient is None else (gradient if name in before.full else _sample(gradient))
+            found.where[name] = torch.zeros_like(kept, dtype=torch.bool) if here is None else here.ne(0)
+        if group == "experts":
+            layer = _site(name).split(".experts")[0]
+            reached_E = parameter.new_zeros(len(parameter), dtype=torch.bool) if gradient is None else gradient.flatten(1).ne(0).any(1)
+            found.reached_E[layer] = found.reached_E[layer] | reached_E if layer in found.reached_E else reached_E
+    found.norms = {group: math.sqrt(square.item()) for group, square in squares.items()}
+    return found
 
 
 class Receipt:
-    """The three calls of train/fit.py around the first step; `groups` holds the result afterwards."""
+    """The receipt of one step, taken by what looks at a finished step (an on_step of train.fit); `groups` holds the result afterwards."""
 
     def __init__(self, model: Decoder):
         self._before = snapshot(model)
-        self._grad_norms: dict[str, float] = {}
+        self._gradients = Gradients()
         self.groups: Groups = {}
 
     def after_backward(self, model: Decoder) -> None:
-        """Read the gradients: once per step, when accumulation is complete."""
-        self._grad_norms = gradient_norms(model)
+        """Read the gradients: once, when accumulation is complete and before they are zeroed."""
+        self._gradients = read_gradients(model, self._before)
 
     def after_update(self, model: Decoder, batch: Batch | None) -> Groups:
         """Measure, forget the snapshot, check. Raises AdapterError (see `check`)."""
-        self.groups = make_receipt(model, self._before, self._grad_norms, batch)
+        self.groups = make_receipt(model, self._before, self._gradients, batch)
         self._before = Snapshot()
         check(self.groups)
         return self.groups
 
 
 @torch.no_grad()
-def make_receipt(model: Decoder, before: Snapshot, grad_norms: Mapping[str, float], probe: Batch | None) -> Groups:
+def make_receipt(model: Decoder, before: Snapshot, gradients: Gradients, probe: Batch | None) -> Groups:
     """The receipt as plain JSON values; it judges nothing (see `check`).
 
     parameters     base weights of the group (logical count: a packed 4-bit weight is one)
     trained        parameters that train (adapter factors, or the weights themselves); 0: frozen
     sites          adapters (or trained tensors) in the group, and how many of them moved
-    grad_norm      L2 norm of the first step's gradient, before clipping
-    moved          L2 norm of the change of the trained parameters (extrapolated from a sample where no copy was affordable)
+    grad_norm      L2 norm of the gradient that `gradients` saw
+    moved          L2 norm of the change of the trained parameters where they had a gradient: what weight decay alone moved is not counted
+                   (extrapolated from a sample where no copy was affordable)
+    experts_reached   experts, over all layers, that had a gradient (routed experts only; `experts`: how many there are)
     output_change  max |Δ logit| over at most 256 tokens with only this group's training in effect against none of it;
                    None without a probe, or where weights were too large to copy
     connected      False where even 4,096 times the adapter leaves the logits as they are (in bf16 a first step may be too small to show)
     """
     groups: Groups = {name: _empty(count) for name, count in _base_parameters(model).items()}
     moved_sites: dict[str, dict[str, bool]] = {}  # group -> site -> moved
-    reached: dict[str, Tensor] = {}
     for name, parameter in _trained(model):
-        group, site = group_of(name), name.rsplit(".adapter.", 1)[0]
+        group, site = group_of(name), _site(name)
         entry = groups.setdefault(group, _empty(0))
         delta, share = _delta(parameter, before.kept[name], name in before.full)
+        if name in gradients.where:
+            delta = delta * gradients.where[name]
         square = float(delta.double().square().sum()) / share
         entry["trained"] += parameter.numel()
         entry["moved"] = math.hypot(entry["moved"], math.sqrt(square))
         moved_sites.setdefault(group, {})[site] = moved_sites.get(group, {}).get(site, False) or square > 0
-        if group == "experts":
-            layer = site.split(".experts")[0]
-            touched = delta.reshape(delta.shape[0], -1).ne(0).any(1)
-            reached[layer] = reached[layer] | touched if layer in reached else touched
     for group, by_site in moved_sites.items():
-        groups[group].update(sites=len(by_site), sites_moved=sum(by_site.values()), grad_norm=grad_norms.get(group, 0.0))
-    if reached:
-        groups["experts"].update(
-            experts=sum(t.numel() for t in reached.values()), experts_reached=sum(int(t.sum()) for t in reached.values())
-        )
+        groups[group].update(sites=len(by_site), sites_moved=sum(by_site.values()), grad_norm=gradients.norms.get(group, 0.0))
+    if gradients.reached_E:
+        masks = gradients.reached_E.values()
+        groups["experts"].update(experts=sum(m.numel() for m in masks), experts_reached=sum(int(m.sum()) for m in masks))
     if probe is not None and moved_sites:
         for group, change in _output_changes(model, before, sorted(moved_sites), first_tokens(probe)).items():
             groups[group].update(change)
@@ -141,12 +163,12 @@ def check(groups: Groups) -> None:
             raise AdapterError(
                 f"{facts}: no gradient arrived after the first step. Likely causes: no supervised token in the batch, or a forward pass "
                 "that does not use these weights",
-                next="unfreeze data show, then the receipt of a run with --lora.targets " + name,
+                next="look at the data line's supervised tokens; if there are some, name other groups in --lora.targets and report this one",
             )
         if entry["moved"] == 0:
             raise AdapterError(
-                f"{facts}: it was asked for and did not move in the first step. Likely causes: learning rate 0 at step 1 (warm-up), or its "
-                "parameters are missing from the optimizer",
+                f"{facts}: it was asked for and did not move in the first step (weight decay aside). Likely causes: learning rate 0 at step 1 "
+                "(warm-up), or its parameters are missing from the optimizer",
                 next="check --learning-rate and the warm-up",
             )
         if entry["connected"] is False:
@@ -168,21 +190,6 @@ def first_tokens(batch: Batch, count: int = PROBE_TOKENS) -> Batch:
     )
 
 
-def lines(groups: Groups) -> list[str]:
-    """The receipt for people: one aligned line per group."""
-    result = [f"{'group':<15}{'parameters':>15}{'trained':>13}{'gradient':>11}{'moved':>11}{'Δ logit':>11}"]
-    for name, entry in groups.items():
-        if not entry["trained"]:
-            result.append(f"{name:<15}{entry['parameters']:>15,}{'frozen':>13}")
-            continue
-        change = "" if entry["output_change"] is None else f"{entry['output_change']:.3g}"
-        reached = f"  {entry['experts_reached']:,} of {entry['experts']:,} experts" if "experts" in entry else ""
-        result.append(
-            f"{name:<15}{entry['parameters']:>15,}{entry['trained']:>13,}{entry['grad_norm']:>11.3g}{entry['moved']:>11.3g}{change:>11}{reached}"
-        )
-    return result
-
-
 def _empty(parameters: int) -> dict[str, Any]:
     return {
         "parameters": parameters, "trained": 0, "sites": 0, "sites_moved": 0, "grad_norm": 0.0, "moved": 0.0, "output_change": None,
@@ -192,6 +199,11 @@ def _empty(parameters: int) -> dict[str, Any]:
 
 def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
+def _site(name: str) -> str:
+    """The module an adapter's parameter belongs to; a parameter without adapter is its own."""
+    return name.rsplit(".adapter.", 1)[0]
 
 
 def _base_parameters(model: nn.Module) -> dict[str, int]:
