@@ -125,3 +125,16 @@ def test_config_refuses_what_it_does_not_know():
 )  # fmt: skip
 def test_group_of(name, group):
     assert group_of(name) == group
+
+
+@pytest.mark.parametrize(("name", "targets", "reason"), [
+    ("llama", "all-linear", "this model has none"), ("deepseek", "attention", "the targets attention leave them out"),
+])  # fmt: skip
+def test_a_rank_for_experts_where_none_is_adapted_is_refused(tiny, name, targets, reason):
+    config = LoraConfig(rank=2, experts_rank=8, targets=(targets,))
+    model = tiny.model(name)
+    for refuse in (lambda: config.per_rank(model), lambda: attach(model, config, seed=0)):  # the plan asks first
+        with pytest.raises(AdapterError, match=rf"lora.experts_rank = 8, but no routed expert gets an adapter: {reason}") as error:
+            refuse()
+        assert "--lora.experts-rank" in error.value.next
+    attach(tiny.model("deepseek"), config.model_copy(update={"targets": ("*.experts.down_proj",)}), seed=0)  # control: half of the experts' is enough

@@ -60,7 +60,20 @@ class LoraConfig(BaseModel):
 
     def per_rank(self, model: nn.Module) -> tuple[int, int]:
         """(dense, experts): adapter parameters per unit of rank on this model, which may be on meta. What parallel.plan asks."""
+        self.resolve(model)
         return parameters_per_rank(model, self.targets)
+
+    def resolve(self, model: nn.Module) -> dict[str, tuple[Candidate, frozenset[str]]]:
+        """`resolve` of the targets. Raises AdapterError also where experts_rank is given and no routed expert would be adapted."""
+        chosen = resolve(model, self.targets)
+        if self.experts_rank is not None and not any(candidate.group == "experts" for candidate, _ in chosen.values()):
+            has_experts = any(isinstance(module, Experts) for module in model.modules())
+            why = f"the targets {', '.join(self.targets)} leave them out" if has_experts else "this model has none"
+            raise AdapterError(
+                f"lora.experts_rank = {self.experts_rank}, but no routed expert gets an adapter: {why}",
+                next="leave --lora.experts-rank away" + (", or add experts to --lora.targets" if has_experts else "; --lora.rank is for the rest"),
+            )
+        return chosen
 
 
 @dataclass(frozen=True)
@@ -177,9 +190,9 @@ def attach(model: nn.Module, config: LoraConfig, seed: int, *, device: torch.dev
 
     Works on a model on "meta" (before parallel.place fills it): adapters are real from the start, on `device` (default: the model's device,
     or the host where the model is on meta). The same (seed, name) gives the same A whatever else is attached.
-    Raises AdapterError for a target that matches nothing, or where an adapter already sits.
+    Raises AdapterError for a target that matches nothing, for an experts_rank without experts, or where an adapter already sits.
     """
-    chosen = resolve(model, config.targets)
+    chosen = config.resolve(model)
     taken = [name for name, (candidate, _) in chosen.items() if candidate.owner.adapter is not None]
     if taken:
         raise AdapterError(f"{len(taken)} of {len(chosen)} targets already carry an adapter; first: {taken[0]}")
