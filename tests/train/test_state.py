@@ -177,7 +177,7 @@ def test_a_failed_save_leaves_the_one_before(tiny: SimpleNamespace, tmp_path: Pa
     assert latest(tmp_path) == kept and not list((tmp_path / "state").glob("*.tmp"))
 
 
-MOMENTS = ("save_file", "_fsync", "_remove")
+MOMENTS = ("save_file", "sync_folder", "_remove")
 KILLS = """
 import os, signal, sys
 sys.path.insert(0, {here!r})

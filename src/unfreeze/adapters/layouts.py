@@ -13,7 +13,6 @@ E experts, D model width, I expert width, R rank of gate and of up, r rank of a 
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 
 from unfreeze.adapters.attach import Site, candidates, sites
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
-from unfreeze.checkpoint.save import write_safetensors
+from unfreeze.checkpoint.save import write_file, write_safetensors
 from unfreeze.core.errors import AdapterError
 from unfreeze.models.blocks.experts import Experts
 
@@ -74,7 +73,7 @@ def save_adapter(model: nn.Module, directory: str | Path, layout: Layout = "per-
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {f"{PREFIX}{prefix}{name}": tensor for entry in entries for name, tensor in _tensors(entry)}
     write_safetensors(directory / WEIGHTS, tensors, {"format": "pt", "layout": layout})
-    _write(directory / CONFIG, json.dumps(config, indent=2) + "\n")
+    write_file(directory / CONFIG, json.dumps(config, indent=2) + "\n")
     return directory
 
 
@@ -233,13 +232,3 @@ def _tensors(entry: Entry) -> list[tuple[str, Tensor]]:
     if A.dim() == 3:
         A, B = A.flatten(0, 1), B.permute(1, 2, 0).flatten(1)
     return [(f"{entry.key}.lora_A.weight", A.contiguous()), (f"{entry.key}.lora_B.weight", B.contiguous())]
-
-
-def _write(path: Path, text: str) -> None:
-    """A small text file, atomic."""
-    temporary = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

@@ -69,10 +69,10 @@ def save_checkpoint(
     temporary.mkdir()
     try:
         _write_weights(temporary, tensors, max_shard_bytes)
-        _write_file(temporary / "config.json", json.dumps(dict(config), indent=2) + "\n")
+        write_file(temporary / "config.json", json.dumps(dict(config), indent=2) + "\n")
         for name, content in (extra or {}).items():
-            _write_file(temporary / name, content.read_bytes() if isinstance(content, Path) else content)
-        sync_folder(temporary)
+            write_file(temporary / name, content.read_bytes() if isinstance(content, Path) else content)
+        sync_folder(temporary)  # the shards' last names
         os.replace(temporary, folder)  # onto nothing or an empty folder
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -111,7 +111,7 @@ def _write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shar
         os.replace(folder / f"shard-{i}", folder / file)
         weight_map.update(dict.fromkeys(names, file))
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    _write_file(folder / INDEX, json.dumps(index, indent=2) + "\n")
+    write_file(folder / INDEX, json.dumps(index, indent=2) + "\n")
 
 
 def _header(tensors: Mapping[str, Tensor], order: list[str], metadata: Mapping[str, str] | None) -> bytes:
@@ -131,15 +131,22 @@ def _raw(tensor: Tensor) -> memoryview | bytes:
     return flat.view(torch.uint8).numpy().data if flat.numel() else b""
 
 
-def _write_file(path: Path, content: bytes | str) -> None:
-    with path.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
+def write_file(path: Path, content: bytes | str) -> None:
+    """Write one small file (text as UTF-8) atomically; an existing one is replaced."""
+    temporary = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames in `folder` survive a power cut."""
+    """Make renames in `folder` survive a power cut (or, given a file, its content)."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

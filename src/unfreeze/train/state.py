@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from unfreeze.checkpoint.save import sync_folder, write_file
 from unfreeze.core.errors import CheckpointError, UserError
 from unfreeze.core.units import format_bytes
 from unfreeze.train.balance import AfterUpdate
@@ -99,14 +99,13 @@ def save(state: State, keep: int = 2) -> Path:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         save_file(tensors, temporary / TENSORS)
-        (temporary / RECORD).write_text(json.dumps(record, indent=1, allow_nan=False), encoding="utf-8")
-        for path in (temporary / TENSORS, temporary / RECORD, temporary):
-            _fsync(path)
+        sync_folder(temporary / TENSORS)
+        write_file(temporary / RECORD, json.dumps(record, indent=1, allow_nan=False))  # and syncs the folder
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise _save_error(error, final, tensors) from error
     temporary.rename(final)
-    _fsync(final.parent)
+    sync_folder(final.parent)
     for old in saves(state.run.path)[:-keep]:
         _remove(old)
     state.run.events.emit("save", state.step, path=str(final.relative_to(state.run.path)))
@@ -153,14 +152,6 @@ def _remove(save_path: Path) -> None:
     doomed = save_path.with_name(save_path.name + ".old.tmp")
     save_path.rename(doomed)
     shutil.rmtree(doomed)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _save_error(error: Exception, final: Path, tensors: dict[str, Tensor]) -> UserError:
