@@ -13,11 +13,12 @@ from unfreeze import models
 from unfreeze.adapters import LoraConfig, adapter_parameters, attach
 from unfreeze.checkpoint import open_checkpoint
 from unfreeze.checkpoint.manifest import Manifest, TensorInfo
+from unfreeze.checkpoint.stream import CHUNK, THREADS
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import DoesNotFit
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel.machine import Hardware, container_memory, host_memory
-from unfreeze.parallel.plan import LOAD_BUFFERS, Sizes, Work, measure, meta_model, plan, plan_training
+from unfreeze.parallel.plan import Sizes, Work, measure, meta_model, plan, plan_training
 from unfreeze.quant.int4 import Int4
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
@@ -67,13 +68,13 @@ def batch_of(tokens: int, documents: int) -> Batch:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_base_and_adapter_are_the_bytes_that_really_lie_there(name, dtype):
     shape = models.shape(CONFIGS[name])
-    lora = LoraConfig(rank=6, experts_rank=3)
+    lora = LoraConfig(rank=6, experts_rank=3 if shape.num_experts else None)
     sizes = measure(models.build(shape, dtype=dtype), lora)
     model = models.build(shape, dtype=dtype, device="cpu")
     tensors = {t.data_ptr(): t for t in [*model.parameters(), *model.buffers()]}
     assert sizes.base == sum(t.untyped_storage().nbytes() for t in tensors.values())
     attach(model, lora, 0)
-    made = plan(sizes, Work(tokens=64, rank=6, experts_rank=3), MACHINE)
+    made = plan(sizes, Work(tokens=64, rank=6, experts_rank=lora.experts_rank), MACHINE)
     parameters = sum(p.numel() for _, p in adapter_parameters(model))
     assert made.adapter_parameters == parameters
     assert (made.terms["adapter"], made.terms["gradients"], made.terms["optimizer"]) == (4 * parameters, 4 * parameters, 8 * parameters)
@@ -112,7 +113,7 @@ def test_the_shared_checkpoint_takes_what_the_plan_says():
     model = meta_model(shape, manifest, torch.bfloat16)
     place(model, manifest, models.rules(shape), device="cpu", ignore=models.ignored(shape), tied=models.tied(shape))
     assert made.terms["base"] == sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
-    assert made.load == made.terms["base"] + LOAD_BUFFERS
+    assert made.load == made.terms["base"] + THREADS * CHUNK
 
 
 class Live(TorchDispatchMode):
@@ -184,18 +185,52 @@ def test_too_large_is_refused_with_arithmetic_and_with_what_fits():
     with pytest.raises(DoesNotFit) as error:
         made.refuse_if_too_large()
     text = str(error.value)
-    assert all(part in text for part in ("usable on small", "base 8.0 GiB", "optimizer", "boundary activations", "Fits with tokens_per_step"))
-    proposals = {flag.split()[0]: int(flag.split()[1]) for flag, _ in made.what_fits()}
-    tokens = proposals["--tokens-per-step"]
+    assert all(part in text for part in ("usable on small", "base 8.0 GiB", "optimizer", "boundary activations", "Fits with micro_batches 3 of"))
+    tokens = proposals(made)["--tokens-per-step"]
     assert plan(SIZES, Work(tokens=tokens, rank=16), machine(16)).fits
     assert not plan(SIZES, Work(tokens=tokens + 1, rank=16), machine(16)).fits
-    assert f"--tokens-per-step {tokens}" in error.value.next
+    assert error.value.next == "--micro-batches 3"
+
+
+def proposals(made) -> dict[str, int]:
+    """flag -> value of the proposals that change one thing."""
+    return {flags.split()[0]: int(flags.split()[1]) for flags, _ in made.what_fits() if flags.count("--") == 1 and flags.split()[1].isdigit()}
+
+
+@pytest.mark.parametrize(("step", "parts"), [(65536, 1), (262144, 4), (262147, 4), (200000, 3)])
+def test_proposals_are_flags_of_the_whole_step(step, parts):
+    """What the flags give is worked out as the recipes do it: tokens of a micro-batch = tokens_per_step // micro_batches."""
+
+    def fits(step, parts):
+        return plan(SIZES, Work(tokens=step // parts, rank=16, micro_batches=parts), machine(16)).fits
+
+    made = plan(SIZES, Work(tokens=step // parts, rank=16, micro_batches=parts), machine(16))
+    assert not made.fits
+    said = proposals(made)
+    assert fits(said["--tokens-per-step"], parts) and not fits(said["--tokens-per-step"] + parts, parts)
+    assert fits(step, said["--micro-batches"]) and not fits(step, said["--micro-batches"] - 1)
+    if parts > 1:  # control: the tokens of one micro-batch, given as the flag, would have wasted most of the memory
+        assert fits(2 * (said["--tokens-per-step"] // parts), parts)
+
+
+def test_recompute_is_proposed_where_it_is_off_and_with_fewer_tokens_where_it_is_not_enough():
+    alone = plan(SIZES, Work(tokens=16384, rank=16, recompute=False), machine(16))
+    assert not alone.fits and alone.what_fits()[0][0] == "--recompute layers"
+    assert plan(SIZES, Work(tokens=16384, rank=16), machine(16)).fits
+    both = plan(SIZES, Work(tokens=65536, rank=16, recompute=False), machine(16)).what_fits()
+    assert both[0][0] == "--recompute layers --micro-batches 3" and "--recompute layers" not in [flags for flags, _ in both]
+    assert not any("--recompute" in flags for flags, _ in plan(SIZES, Work(tokens=65536, rank=16), machine(16)).what_fits())
+
+
+def test_micro_batches_change_no_byte():
+    one, four = (plan(SIZES, Work(tokens=4096, rank=16, micro_batches=n), MACHINE) for n in (1, 4))
+    assert (one.terms, one.load) == (four.terms, four.load)
 
 
 def test_a_lower_rank_is_proposed_where_it_fits_and_keeps_the_ratio_of_ranks():
     made = plan(SIZES, Work(tokens=1024, rank=64, experts_rank=32), machine(14))
     assert not made.fits
-    rank = {flag.split()[0]: int(flag.split()[1]) for flag, _ in made.what_fits()}["--lora.rank"]
+    rank = proposals(made)["--lora.rank"]
     assert plan(SIZES, Work(tokens=1024, rank=rank, experts_rank=max(1, 32 * rank // 64)), machine(14)).fits
     assert not plan(SIZES, Work(tokens=1024, rank=rank + 2, experts_rank=max(1, 32 * (rank + 2) // 64)), machine(14)).fits
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from unfreeze import models
 from unfreeze.checkpoint.manifest import Manifest
+from unfreeze.checkpoint.stream import CHUNK, THREADS
 from unfreeze.core.errors import DoesNotFit
 from unfreeze.core.units import format_bytes, format_count, format_seconds
 from unfreeze.models.blocks.experts import Experts
@@ -32,8 +33,9 @@ from unfreeze.quant.int4 import from_quantization_config
 ADAMW_BYTES = 8  # per trained parameter: two fp32 moments
 GRADIENT_BYTES = 4  # adapters and their gradients are fp32
 LOSS_BLOCKS = 3  # fp32 blocks [N, V] alive at once in objectives/cross_entropy.py
-LOAD_BUFFERS = 2 * 16 * 2**20  # checkpoint/stream.py: two threads, 16 MiB each
+LOAD_BUFFERS = THREADS * CHUNK  # checkpoint/stream.py: one buffer per reading thread
 GROUP_BYTES = 4 * 2**20  # kernels/expert_mlp/loop_cpu.py: weights and rows of a group of experts
+MIN_TOKENS = 2  # of a micro-batch: one token has no next one to learn
 USABLE = 0.92  # of the free memory: allocator fragmentation and what the interpreter and BLAS take besides
 
 
@@ -74,7 +76,9 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Work:
-    """What a run asks for. tokens: of one micro-batch. rank None: no adapter, every weight trains. recompute False: all layers' activations."""
+    """What a run asks for. tokens: of one micro-batch; a step has micro_batches of them. rank None: no adapter, every weight trains.
+    recompute False: all layers' activations are kept.
+    """
 
     tokens: int
     rank: int | None = None
@@ -82,7 +86,7 @@ class Work:
     recompute: bool = True
     loss_rows: int = 2048
     tokens_per_second: float | None = None  # a measured rate on this machine; without one the plan gives no time
-    steps: int | None = None
+    micro_batches: int = 1  # one after the other: only their number of tokens changes the bytes
 
 
 @dataclass(frozen=True)
@@ -178,26 +182,50 @@ class Plan:
         raise DoesNotFit(f"{arithmetic}. Fits with {', or '.join(said for _, said in fits)}", next=fits[0][0])
 
     def what_fits(self) -> list[tuple[str, str]]:
-        """(flag, description with its bytes) of single changes that fit: fewer tokens, a lower rank, both; largest value of each."""
-        found = []
-        tokens = _largest(self.work.tokens, lambda n: self._with(tokens=n).fits)
-        if tokens:
-            size = format_bytes(self._with(tokens=tokens).total)
-            found.append((f"--tokens-per-step {tokens}", f"tokens_per_step {tokens:,} per micro-batch ({size})"))
+        """(flags, description with its bytes) of changes that fit, those first that leave the result as it is.
+
+        recompute, more micro-batches (the smallest number), both; fewer tokens per step (the largest number), a lower rank (the largest), and
+        only where none of these does: tokens and rank 1 together.
+        """
+        found = [] if self.work.recompute else self._recomputed().said_if_fits("--recompute layers", "recompute = layers")
+        for start, flag, said in self._starts():
+            found += start.fewer_tokens(flag, said)
         rank = self.work.rank
         if rank is not None:
             lower = _largest(rank, lambda r: self._with_rank(r).fits)
             if lower:
-                found.append((f"--lora.rank {lower}", f"lora.rank {lower} ({format_bytes(self._with_rank(lower).total)})"))
-            if not found:
-                both = _largest(self.work.tokens, lambda n: replace_work(self._with_rank(1), tokens=n).fits)
-                if both:
-                    size = format_bytes(replace_work(self._with_rank(1), tokens=both).total)
-                    found.append((f"--lora.rank 1 --tokens-per-step {both}", f"lora.rank 1 and tokens_per_step {both:,} ({size})"))
+                found += self._with_rank(lower).said_if_fits(f"--lora.rank {lower}", f"lora.rank {lower}")
+        if rank is not None and not found:
+            for start, flag, said in self._starts():
+                found += start._with_rank(1).fewer_tokens(f"{flag}--lora.rank 1 ", f"{said}lora.rank 1 and ")
         return found
 
-    def _with(self, **changes: Any) -> Plan:
-        return replace_work(self, **changes)
+    def said_if_fits(self, flags: str, said: str) -> list[tuple[str, str]]:
+        """This plan as a proposal, or none."""
+        return [(flags, f"{said} ({format_bytes(self.total)})")] if self.fits else []
+
+    def fewer_tokens(self, flag: str = "", said: str = "") -> list[tuple[str, str]]:
+        """The proposals with fewer tokens at once: in more micro-batches of the same step, and in a smaller step of as many micro-batches."""
+        parts = self.work.micro_batches
+        tokens = _largest(self.work.tokens, lambda n: replace_work(self, tokens=n).fits)
+        if tokens < MIN_TOKENS or tokens == self.work.tokens:
+            return []
+        step = self.work.tokens * parts + parts - 1  # at most this many were asked for: tokens is the whole part of step / micro-batches
+        more = step // (tokens + 1) + 1
+        found = []
+        if step // more >= MIN_TOKENS:
+            cut = replace_work(self, tokens=step // more, micro_batches=more)
+            found += cut.said_if_fits(f"{flag}--micro-batches {more}", f"{said}micro_batches {more:,} of {step // more:,} tokens")
+        smaller = replace_work(self, tokens=tokens)
+        return found + smaller.said_if_fits(f"{flag}--tokens-per-step {tokens * parts}", f"{said}tokens_per_step {tokens * parts:,}")
+
+    def _starts(self) -> list[tuple[Plan, str, str]]:
+        """This plan, and where recompute is off the same with it: (plan, flags so far, words so far)."""
+        recomputed = [] if self.work.recompute else [(self._recomputed(), "--recompute layers ", "recompute = layers and ")]
+        return [*recomputed, (self, "", "")]
+
+    def _recomputed(self) -> Plan:
+        return replace_work(self, recompute=True)
 
     def _with_rank(self, rank: int) -> Plan:
         """rank and experts_rank lowered together, in proportion."""
@@ -271,9 +299,11 @@ def plan_training(
     dtype: str,
     device: torch.device | str,
     recompute: bool = True,
+    micro_batches: int = 1,
     tokens_per_second: float | None = None,
 ) -> Plan:
-    """The plan of a training run on one device. `tokens` of a micro-batch; lora None: every weight trains; dtype "bfloat16" or "float32".
+    """The plan of a training run on one device. `tokens` of one of `micro_batches`; lora None: every weight trains; dtype "bfloat16" or
+    "float32". micro_batches changes no byte, only what is proposed where the run doesn't fit (--tokens-per-step is of all of them).
 
     Nothing is read but the manifest, nothing allocated. Call `refuse_if_too_large` on the result.
     """
@@ -285,6 +315,7 @@ def plan_training(
         rank=lora.rank if lora else None,
         experts_rank=lora.experts_rank if lora else None,
         recompute=recompute,
+        micro_batches=micro_batches,
         loss_rows=rows_per_block(shape.vocab_size, place),
         tokens_per_second=tokens_per_second,
     )
