@@ -1,6 +1,7 @@
 """unfreeze COMMAND …: parse, dispatch, print a UserError without a traceback. `unfreeze --help` imports no torch.
 
-Exit codes: 0 done, 1 a fault of the program or machine, 2 something the user can mend.
+Exit codes: 0 done (a training run that Ctrl-C ended after a step is saved and counts as done, its result says "finished": false),
+1 a fault of the program or machine, 2 something the user can mend, 130 interrupted by Ctrl-C anywhere else.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def usage() -> str:
             "  unfreeze COMMAND --help               the flags of a command; each is also a TOML key",
             "",
             "every command takes: --json (result as one JSON object on the last line of stdout)  --quiet  --traceback",
+            "exit codes: 0 done, 1 a fault, 2 something you can mend, 130 interrupted before there was anything to save",
         ]
     )
 
@@ -89,8 +91,8 @@ def _guarded(run: Callable[[], int], common: Common) -> int:
         else:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(f"interrupted: {str(interrupt) or 'give the same command again'}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output has gone (… | head); nothing is left to say

@@ -2,6 +2,7 @@
 
 import pytest
 from pydantic import Field
+
 from unfreeze.core.errors import ConfigError
 from unfreeze.recipes.config import Frozen, parse
 

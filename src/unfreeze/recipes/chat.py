@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 from pydantic import Field
 from tyro.conf import Positional, arg
 
 from unfreeze.core.command import Common
 from unfreeze.core.errors import UserError
-from unfreeze.recipes.config import Frozen, parse
+from unfreeze.recipes.config import Frozen, ModelName, parse
+from unfreeze.recipes.device import load
+
+if TYPE_CHECKING:
+    from unfreeze.generate.model import Model
 
 
 class Config(Frozen):
-    model: Annotated[str, Positional, arg(metavar="MODEL_OR_RUN")] = Field(description="checkpoint or run folder, adapter folder, or Hugging Face id")
+    model: Annotated[ModelName, Positional, arg(metavar="MODEL_OR_RUN")] = Field(
+        description="checkpoint or run folder, adapter folder, or Hugging Face id"
+    )
     system: str = Field(default="", description="system prompt; empty: none")
     max_new_tokens: int = Field(default=400, ge=1, description="tokens of one answer at most")
     temperature: float = Field(default=0.0, ge=0, description="0 is greedy")
@@ -22,14 +28,13 @@ class Config(Frozen):
     top_p: float = Field(default=1.0, gt=0, le=1, description="keep the likeliest tokens whose probabilities sum to p")
     seed: int = Field(default=0, description="seed of the sampling")
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="dtype of the computation; packed weights stay packed")
+    device: str = Field(default="auto", description="auto (CUDA if there is one), cpu, cuda, cuda:1")
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
     """Read a line, stream the answer, until the input ends. Returns the conversation."""
     config = parse(Config, arguments, command="chat", description=__doc__ or "", positional=True)
-    import unfreeze
-
-    model = unfreeze.load(config.model, dtype=config.dtype)
+    model = load(config.model, config.dtype, config.device, common)
     settings = config.model_dump(include={"max_new_tokens", "temperature", "top_k", "top_p", "seed"})
     start = [{"role": "system", "content": config.system}] if config.system else []
     messages: list[dict[str, str]] = list(start)
@@ -41,11 +46,11 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
             messages = list(start)
         elif line:
             messages.append({"role": "user", "content": line})
-            messages.append({"role": "assistant", "content": _answer(model, messages, settings, talk)})
+            messages.append({"role": "assistant", "content": _answer(model, messages, settings, talk, common.quiet)})
     return {"messages": messages}
 
 
-def _read(talk: Any) -> str | None:
+def _read(talk: TextIO) -> str | None:
     """The next line, or None at the end of input."""
     if sys.stdin.isatty():
         print("> ", end="", file=talk, flush=True)
@@ -56,16 +61,18 @@ def _read(talk: Any) -> str | None:
     return line.strip() if line else None
 
 
-def _answer(model: Any, messages: list[dict[str, str]], settings: dict[str, Any], talk: Any) -> str:
+def _answer(model: Model, messages: list[dict[str, str]], settings: Any, talk: TextIO, quiet: bool) -> str:
     """Print the answer as it comes. Ctrl-C ends it and keeps what was said; a conversation grown too long is said, not fatal."""
-    pieces: list[str] = []
+    said, last = "", None
     try:
-        for piece in model.stream_chat(messages, **settings):
-            pieces.append(piece)
-            print(piece, end="", file=talk, flush=True)
+        for last in model.stream_chat_pieces(messages, **settings):
+            said += last.text
+            print(last.text, end="", file=talk, flush=True)
     except KeyboardInterrupt:
         pass
     except UserError as error:
         print(f"{error}\n(/reset forgets the conversation)", file=sys.stderr)
     print(file=talk, flush=True)
-    return "".join(pieces)
+    if last is not None and last.finish_reason == "length" and not quiet:
+        print("(the answer ends here: max_new_tokens, or no position left; /reset forgets the conversation)", file=sys.stderr)
+    return said

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, field, make_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
 import tyro
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from unfreeze.core.errors import ConfigError, nearest
 
@@ -20,6 +23,13 @@ class Frozen(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+
+Folder = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A path as the user gives it; ~ and ~name are expanded here, once."""
+ModelName = Folder
+"""A folder, or a Hugging Face id org/name, which never begins with ~."""
+
+USERS_OWN = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOSPC, errno.EDQUOT)
 
 C = TypeVar("C", bound=BaseModel)
 
@@ -31,7 +41,7 @@ def parse(config: type[C], arguments: list[str], *, command: str, description: s
     """
     from_file: list[str] = []
     if not positional and arguments and not arguments[0].startswith("-"):
-        from_file = _flags(config, read_toml(Path(arguments[0])), arguments[0])
+        from_file = _flags(config, read_toml(Path(arguments[0]).expanduser()), arguments[0])
         arguments = arguments[1:]
     values = tyro.cli(_twin(config), args=[*from_file, *arguments], prog=f"unfreeze {command}", description=description)
     try:
@@ -63,6 +73,18 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not a file; the first argument is a TOML file, everything else is --flags") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
+
+
+@contextmanager
+def writing(folder: Path | str, field: str) -> Iterator[None]:
+    """What the file system refuses under `folder` is the user's to mend: a file where a folder is needed, no permission, read-only, full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in USERS_OWN:
+            raise
+        at = f" at {error.filename}" if error.filename and str(error.filename) != str(folder) else ""
+        raise ConfigError(f"{field} = {str(folder)!r} cannot be written: {error.strerror}{at}", next=f"give another folder with --{field}") from error
 
 
 def _flags(config: type[BaseModel], table: Mapping[str, Any], where: str, prefix: str = "") -> list[str]:

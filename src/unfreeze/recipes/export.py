@@ -6,7 +6,6 @@ peft         one stacked pair per layer through target_parameters, as peft >= 0.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,13 +15,15 @@ from tyro.conf import Positional, arg
 
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
-from unfreeze.recipes.config import Frozen, parse
+from unfreeze.recipes.config import Folder, Frozen, ModelName, parse, writing
+from unfreeze.recipes.device import say
+from unfreeze.report.live import LoadProgress
 
 
 class Config(Frozen):
-    run: Annotated[str, Positional, arg(metavar="RUN")] = Field(description="run folder or adapter folder")
+    run: Annotated[ModelName, Positional, arg(metavar="RUN")] = Field(description="run folder or adapter folder")
     layout: Literal["per-expert", "peft"] = Field(default="per-expert", description="how the adapter is laid out on disk")
-    out: str = Field(default="", description="folder to write; default RUN/export-<layout>")
+    out: Folder = Field(default="", description="folder to write; default RUN/export-<layout>")
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
@@ -36,12 +37,16 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     source = locate(config.run)
     if source.adapter is None:
         raise ConfigError(f"{config.run} has no adapter to export; it is a whole model", next=f"use {source.base} as it is")
-    manifest = open_checkpoint(source.base)
-    model = open_model(manifest)
+    manifest = open_checkpoint(source.base, progress=say(common))
+    with LoadProgress(quiet=common.quiet) as progress:
+        model = open_model(manifest, progress=progress)
     load_adapter(model, source.adapter)
     target = Path(config.out) if config.out else Path(config.run) / f"export-{config.layout}"
-    save_adapter(model, target, config.layout, base_name=source.base, prefix=manifest.prefix)
+    with writing(target, "out"):
+        save_adapter(model, target, config.layout, base_name=source.base, prefix=manifest.prefix)
     verified = verify_adapter(model, target)
-    if not common.quiet:
-        print(f"{target}: {config.layout} layout, {verified}", file=sys.stderr)
+    say(common)(
+        f"{target}: {config.layout} layout; {verified.matrices} matrices at {verified.sites} places read again and equal "
+        f"({verified.nonzero} not zero, largest relative difference {verified.max_difference:.1g})"
+    )
     return {"path": str(target), "layout": config.layout, "verified": asdict(verified)}

@@ -6,8 +6,7 @@ names are packed to INT4 on Kimi's grid at the end.
 
 from __future__ import annotations
 
-import json
-import shutil
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,19 +15,34 @@ from pydantic import Field
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.recipes.config import parse
-from unfreeze.recipes.sft import sample_prompts, say_samples
-from unfreeze.recipes.training import TrainingConfig, encode, finish, live, pick_device, refuse_absent, schedule_of
+from unfreeze.recipes.device import pick_device, say
+from unfreeze.recipes.first_step import FirstStepReceipt
+from unfreeze.recipes.samples import Samples
+from unfreeze.recipes.training import (
+    TrainingConfig,
+    encode,
+    finish,
+    live,
+    num_steps,
+    refuse_absent,
+    say_loaded,
+    say_plan,
+    schedule_of,
+    sequence_length,
+    typed,
+    write_resolved,
+)
+from unfreeze.report.live import LoadProgress
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import torch
-    from torch import Tensor
 
+    from unfreeze.checkpoint import Manifest
     from unfreeze.models import Decoder
+    from unfreeze.train.run import Run
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tiktoken.model", "chat_template.jinja", "generation_config.json",
-                   "special_tokens_map.json")  # fmt: skip
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tiktoken.model", "chat_template.jinja", "chat_template.json",
+                   "generation_config.json", "special_tokens_map.json")  # fmt: skip
 
 
 class Config(TrainingConfig):
@@ -44,122 +58,105 @@ class Config(TrainingConfig):
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """Parse, train, save. -> run, model, steps, loss_first, loss_last, tokens_per_second, peak_bytes."""
+    """Parse, train, save. -> run, model, steps, loss_first, loss_last, tokens_per_second, peak_bytes, receipt."""
     config = parse(Config, arguments, command="pretrain", description=__doc__ or "")
-    return train(config, common)
+    return train(config, common, typed("pretrain", arguments))
 
 
-def train(config: Config, common: Common) -> dict[str, Any]:
+def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
     """The table of contents of a pretraining run; goes on where an unfinished run in the same folder stopped."""
     refuse_absent(config.data, "data")
     device = pick_device(config.device)
 
     from unfreeze import models
     from unfreeze.data import Batches, check_vocab, load_tokenizer
-    from unfreeze.generate.model import Model
+    from unfreeze.generate.model import Model, end_ids
     from unfreeze.generate.open import dtype_of
     from unfreeze.objectives.cross_entropy import cross_entropy
+    from unfreeze.parallel.plan import plan_training
     from unfreeze.train.balance import LossFreeBalance
     from unfreeze.train.fit import fit
     from unfreeze.train.memory import reset_peak_bytes
     from unfreeze.train.optim import AdamW
     from unfreeze.train.state import start_or_resume
 
-    with live(config, common, "pretrain") as run:
-        if run.finished and (run.path / "model" / "config.json").is_file():
-            return finish(config, common, "", {"already_finished": True, "model": str(run.path / "model")})
-        model = start_model(Path(config.model), dtype_of(config.dtype), device, config.seed)
-        tokenizer = load_tokenizer(Path(config.model))
-        check_vocab(tokenizer, model.shape.vocab_size)
-        dataset = encode(config, tokenizer, model.shape.max_positions, supervise="all")
-        run.events.emit("data", run.step, **dataset.stats.as_dict(), summary=dataset.stats.summary())
+    with live(config, common, "pretrain", command) as run:
+        target = run.path / "model"
+        if run.finished and (target / "config.json").is_file():  # written in one move, so it is whole
+            return finish(config, common, command, already_finished=True, model=str(target))
+        start = open_start(config.model, common)
+        shape = models.shape(start.config)
+        tokenizer = load_tokenizer(start.path)
+        check_vocab(tokenizer, shape.vocab_size)
+        dataset = encode(run, config, tokenizer, shape.max_positions, supervise="all")
+        plan = plan_training(
+            shape, start, None, tokens=config.tokens_per_micro_batch, dtype=config.dtype, device=device, recompute=config.recompute == "layers"
+        )
+        say_plan(run, plan)
+        model = start_model(start, dtype_of(config.dtype), device, config.seed, run, common)
+
         batches = Batches(dataset.examples, config.tokens_per_micro_batch, config.seed, start=run.cursor)
-        steps = config.steps or max(1, -(-batches.len_steps(config.epochs) // config.micro_batches))
+        steps = num_steps(config, batches)
         biased = any(hasattr(moe.gate, "e_score_correction_bias") for moe in model.moe_layers().values())
         state = start_or_resume(
             run, model, optimizer=AdamW(model, weight_decay=config.weight_decay), schedule=schedule_of(config, steps),
             after_update=(LossFreeBalance(model, config.balance_rate),) if biased and config.balance_rate else (),
         )  # fmt: skip
+        write_resolved(run, config, "pretrain", steps=steps, sequence_length=sequence_length(config, shape.max_positions), device=str(device))
+        samples = Samples(run, Model(model, tokenizer, stop_ids=end_ids(start, tokenizer)), tokenizer, config.data, dataset.examples, config.samples)
+        if state.step == 0:
+            samples.say("before", 0)
         reset_peak_bytes(device)
         fitted = fit(
             state, batches, cross_entropy,
             through=models.recompute if config.recompute == "layers" else models.plain,
             micro_batches=config.micro_batches, max_norm=config.clip, save_every=config.save_every, keep_saves=config.keep_saves,
+            on_step=[FirstStepReceipt(state, dataset, stop=False)] if state.step == 0 else [],
         )  # fmt: skip
         if fitted.reason == "done":
-            publish(model, Path(config.model), run.path / "model")
-            say_samples(run, Model(model, tokenizer), sample_prompts(config.data, tokenizer, config.samples), "after", state.step)
-    return finish(config, common, "unfreeze pretrain …", {"model": str(run.path / "model")})
+            samples.say("after", state.step)
+            publish(model, start, target)
+        return finish(config, common, command, model=str(target))
 
 
-def start_model(folder: Path, dtype: torch.dtype, device: torch.device, seed: int) -> Decoder:
-    """Random weights where the folder holds none, else the checkpoint's. Every weight trains, so packed checkpoints are refused."""
+def open_start(model: str, common: Common) -> Manifest:
+    """Where training starts: a checkpoint (folder or id), or a folder with config.json and no weights: a manifest without tensors.
+
+    Raises ConfigError for what cannot be trained in full and written back: packed weights, and a text model nested in a larger one.
+    """
+    from unfreeze.checkpoint import Manifest, open_checkpoint
+    from unfreeze.checkpoint.manifest import read_json
+
+    folder = Path(model)
+    if (folder / "config.json").is_file() and not list(folder.glob("*.safetensors")):
+        start = Manifest(path=folder, config=read_json(folder / "config.json"), tensors={}, prefix="", files=())
+    else:
+        start = open_checkpoint(model, progress=say(common))
+    if "text_config" in start.config:
+        raise ConfigError(f"{model}: config.json nests its language model in text_config; pretrain writes plain language models only",
+                          next="give a folder whose config.json is that text_config")  # fmt: skip
+    if any(name.endswith("weight_packed") for name in start.tensors):
+        raise ConfigError(f"{model} is packed in 4 bits; its codes cannot be moved by gradients", next="train adapters: unfreeze sft")
+    return start
+
+
+def start_model(start: Manifest, dtype: torch.dtype, device: torch.device, seed: int, run: Run, common: Common) -> Decoder:
+    """The checkpoint's weights, or random ones where it has none."""
     from unfreeze import models
-    from unfreeze.checkpoint import open_checkpoint
     from unfreeze.generate.open import open_model
 
-    if list(folder.glob("*.safetensors")):
-        manifest = open_checkpoint(folder)
-        if any(name.endswith("weight_packed") for name in manifest.tensors):
-            raise ConfigError(f"{folder} is packed in 4 bits; its codes cannot be moved by gradients", next="train adapters: unfreeze sft")
-        return open_model(manifest, dtype, device)
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"model = {str(folder)!r} has no config.json", next="give a folder with config.json and a tokenizer")
-    model = models.build(models.shape(json.loads((folder / "config.json").read_text())), dtype=dtype, device=device)
+    if start.tensors:
+        with LoadProgress(quiet=common.quiet) as progress:
+            return open_model(start, dtype, device, progress, loaded=partial(say_loaded, run))
+    model = models.build(models.shape(start.config), dtype=dtype, device=device)
     models.initialize(model, seed)
     return model
 
 
-def publish(model: Decoder, source: Path, target: Path) -> None:
-    """Write `model` to `target` in the format that source/config.json declares, tokenizer files beside it. bf16 but for the packed."""
-    from unfreeze import models
+def publish(model: Decoder, start: Manifest, target: Path) -> None:
+    """Write `model` with config and tokenizer files to `target` in one move: a kill leaves either all of it or nothing."""
     from unfreeze.checkpoint import save_checkpoint
-    from unfreeze.checkpoint.keymap import disk_tensors
-    from unfreeze.quant import from_quantization_config
+    from unfreeze.models.publish import published
 
-    config = json.loads((source / "config.json").read_text())
-    quantization = from_quantization_config(config)
-    codec = quantization[0] if quantization else None
-    tensors = disk_tensors(published_tensors(model, quantization), models.rules(model.shape), codec)
-    save_checkpoint(target, config, tensors)
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
-
-
-def published_tensors(model: Decoder, quantization: Any) -> Iterator[tuple[str, Tensor]]:
-    """(parameter name, tensor) of the model as it is stored: linear weights that the config quantizes as codes and scales, others in bf16.
-
-    fp32 is kept where the format has it: the router's selection bias.
-    """
-    import torch
-
-    from unfreeze.models.blocks.experts import ExpertWeight
-    from unfreeze.models.blocks.linear import Linear
-    from unfreeze.quant import is_ignored
-
-    quantized = {
-        f"{name}.weight"
-        for name, module in model.named_modules()
-        if isinstance(module, (Linear, ExpertWeight)) and quantization and not is_ignored(disk_name(name), quantization[1])
-    }
-    tied = models_tied(model)
-    for name, tensor in model.state_dict().items():
-        if name in tied:
-            continue
-        if name in quantized:
-            yield from ((f"{name.removesuffix('.weight')}.{suffix}", part) for suffix, part in quantization[0].quantize(tensor.float()).items())
-        else:
-            yield name, tensor if name.endswith("e_score_correction_bias") else tensor.to(torch.bfloat16)
-
-
-def disk_name(module: str) -> str:
-    """The checkpoint's name of a module, for the config's ignore list: stacked experts stand for their first."""
-    return module.replace(".experts.gate_up_proj", ".experts.0.gate_proj").replace(".experts.down_proj", ".experts.0.down_proj")
-
-
-def models_tied(model: Decoder) -> set[str]:
-    """Parameters that are another's memory and so not stored."""
-    from unfreeze import models
-
-    return set(models.tied(model.shape))
+    extra = {name: start.path / name for name in TOKENIZER_FILES if (start.path / name).is_file()}
+    save_checkpoint(target, start.config, published(model, start.config), extra=extra)

@@ -5,26 +5,33 @@ The base stays as it was published: 4-bit experts are trained in 4 bits. Loss on
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import Field
 
 from unfreeze.adapters import LoraConfig
 from unfreeze.core.command import Common
 from unfreeze.recipes.config import parse
-from unfreeze.recipes.training import TrainingConfig, encode, finish, live, pick_device, portable, refuse_absent, schedule_of, write_json
+from unfreeze.recipes.device import pick_device, say
+from unfreeze.recipes.first_step import FirstStepReceipt
+from unfreeze.recipes.samples import Samples
+from unfreeze.recipes.training import (
+    TrainingConfig,
+    encode,
+    finish,
+    live,
+    num_steps,
+    portable,
+    refuse_absent,
+    say_loaded,
+    say_plan,
+    schedule_of,
+    sequence_length,
+    typed,
+    write_resolved,
+)
 from unfreeze.report.live import LoadProgress
-
-if TYPE_CHECKING:
-    from unfreeze.checkpoint.stream import LoadStats
-    from unfreeze.data import Dataset, Tokenizer
-    from unfreeze.generate.model import Model
-    from unfreeze.train.run import Run
-    from unfreeze.train.state import State
-    from unfreeze.train.step import StepResult
 
 
 class Config(TrainingConfig):
@@ -36,11 +43,14 @@ class Config(TrainingConfig):
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
     """Parse, train, report. -> run, steps, loss_first, loss_last, tokens_per_second, peak_bytes, receipt."""
     config = parse(Config, arguments, command="sft", description=__doc__ or "")
-    return train(config, common)
+    return train(config, common, typed("sft", arguments))
 
 
-def train(config: Config, common: Common) -> dict[str, Any]:
-    """The table of contents of a fine-tuning run; goes on where an unfinished run in the same folder stopped."""
+def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
+    """The table of contents of a fine-tuning run; goes on where an unfinished run in the same folder stopped.
+
+    `command` is what the user typed, to be shown where the run must be given again.
+    """
     refuse_absent(config.data, "data")
     device = pick_device(config.device)
 
@@ -57,98 +67,42 @@ def train(config: Config, common: Common) -> dict[str, Any]:
     from unfreeze.train.optim import AdamW
     from unfreeze.train.state import start_or_resume
 
-    with live(config, common, "sft") as run:
+    with live(config, common, "sft", command) as run:
         if run.finished and (run.path / "adapter" / "adapter_config.json").is_file():
-            return finish(config, common, "", {"already_finished": True})
-        manifest = open_checkpoint(config.model)
+            return finish(config, common, command, export=True, already_finished=True)
+        manifest = open_checkpoint(config.model, progress=say(common))
         shape = models.shape(manifest.config)
         tokenizer = load_tokenizer(manifest.path)
         check_vocab(tokenizer, shape.vocab_size)
-        dataset = encode(config, tokenizer, shape.max_positions, supervise="assistant")
-        run.events.emit("data", run.step, **dataset.stats.as_dict(), summary=dataset.stats.summary())
-
+        dataset = encode(run, config, tokenizer, shape.max_positions, supervise="assistant")
         plan = plan_training(
             shape, manifest, config.lora, tokens=config.tokens_per_micro_batch, dtype=config.dtype, device=device,
             recompute=config.recompute == "layers",
         )  # fmt: skip
-        write_json(run.path / "plan.json", plan.as_dict())
-        run.events.emit("plan", run.step, **plan.as_dict())
-        plan.refuse_if_too_large()
+        say_plan(run, plan)
 
         with LoadProgress(quiet=common.quiet) as progress:
             model = open_model(manifest, dtype_of(config.dtype), device, progress, loaded=partial(say_loaded, run))
         attach(model, config.lora, config.seed)
 
         batches = Batches(dataset.examples, config.tokens_per_micro_batch, config.seed, start=run.cursor)
-        steps = config.steps or max(1, -(-batches.len_steps(config.epochs) // config.micro_batches))
+        steps = num_steps(config, batches)
         state = start_or_resume(
             run, model, optimizer=AdamW(model, weight_decay=config.weight_decay), schedule=schedule_of(config, steps)
         )  # fmt: skip
+        write_resolved(run, config, "sft", steps=steps, sequence_length=sequence_length(config, shape.max_positions), device=str(device))
         speaker = Model(model, tokenizer, stop_ids=end_ids(manifest, tokenizer))
-        prompts = sample_prompts(config.data, tokenizer, config.samples)
+        samples = Samples(run, speaker, tokenizer, config.data, dataset.examples, config.samples)
         if state.step == 0:
-            say_samples(run, speaker, prompts, "before", 0)
+            samples.say("before", 0)
         reset_peak_bytes(device)
         fitted = fit(
             state, batches, cross_entropy,
             through=models.recompute if config.recompute == "layers" else models.plain,
             micro_batches=config.micro_batches, max_norm=config.clip, save_every=config.save_every, keep_saves=config.keep_saves,
-            on_step=[FirstStepReceipt(state, dataset)] if state.step == 0 else [],
+            on_step=[FirstStepReceipt(state, dataset, stop=True)] if state.step == 0 else [],
         )  # fmt: skip
         if fitted.reason == "done":
-            say_samples(run, speaker, prompts, "after", state.step)
+            samples.say("after", state.step)
         verify_adapter(model, save_adapter(model, run.path / "adapter", base_name=portable(config.model), prefix=manifest.prefix))
-    return finish(config, common, f"unfreeze sft --model {config.model} --data {config.data} --out {config.run_dir} …", {})
-
-
-def say_loaded(run: Run, stats: LoadStats) -> None:
-    """The load event: bytes read, seconds, and the size the packed weights would have had expanded."""
-    run.events.emit("load", run.step, **asdict(stats))
-
-
-class FirstStepReceipt:
-    """After the first update: which groups learned, by how much, and what it changed in the output. A group that stood still stops the run."""
-
-    def __init__(self, state: State, dataset: Dataset):
-        from unfreeze.adapters.receipt import Receipt
-        from unfreeze.data import pack
-
-        self._receipt = Receipt(state.model)
-        self._probe = pack(dataset.examples[:8])
-
-    def __call__(self, state: State, result: StepResult) -> None:
-        if state.step != 1:
-            return
-        self._receipt.after_backward(state.model)
-        groups = self._receipt.after_update(state.model, self._probe.to(state.model.device))
-        for entry in groups.values():  # gradients were looked at after clipping; the receipt states them as they came
-            entry["grad_norm"] = (entry["grad_norm"] or 0.0) / result.clip_scale
-        write_json(state.run.path / "receipt.json", {"groups": groups})
-        state.run.events.emit("receipt", state.step, groups=groups)
-
-
-def sample_prompts(data: str, tokenizer: Tokenizer, count: int) -> list[tuple[str, list[int]]]:
-    """The first `count` prompts of the data: (text shown, ids): conversations up to the first answer, texts up to their eighth word."""
-    from itertools import islice
-
-    from unfreeze.data import Conversation, encode_chat, encode_prompt, read_rows
-
-    prompts = []
-    for row in islice(read_rows(Path(data), lambda bad: None), count):
-        if isinstance(row, Conversation):
-            before = row.messages[: next(i for i, message in enumerate(row.messages) if message["role"] == "assistant")]
-            if before:
-                prompts.append((str(before[-1]["content"]), encode_chat(tokenizer, before, row.tools)))
-        else:
-            opening = " ".join(row.text.split()[:8])
-            prompts.append((opening, encode_prompt(tokenizer, opening)))
-    return prompts
-
-
-def say_samples(run: Run, speaker: Model, prompts: list[tuple[str, list[int]]], when: str, step: int) -> None:
-    """Greedy answers to the sample prompts, as events."""
-    fitting = [(text, ids) for text, ids in prompts if len(ids) + 64 <= speaker.decoder.shape.max_positions]
-    if not fitting:
-        return
-    for (text, _), said in zip(fitting, speaker.complete([ids for _, ids in fitting], max_new_tokens=64), strict=True):
-        run.events.emit("sample", step, when=when, prompt=text, text=said.text)
+        return finish(config, common, command, export=True)

@@ -1,12 +1,13 @@
-"""What sft and pretrain share: their common fields, and the few lines from data file to batches and from Config to schedule."""
+"""What sft and pretrain share: their common fields, the run folder around them, and the lines from data file to batches to schedule."""
 
 from __future__ import annotations
 
 import json
-import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,28 +15,26 @@ from pydantic import Field, model_validator
 
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
-from unfreeze.core.events import Event
-from unfreeze.recipes.config import Frozen
-from unfreeze.report.events import of_kind, read_events
+from unfreeze.core.events import RESOLVED, Event
+from unfreeze.recipes.config import Folder, Frozen, ModelName, writing
+from unfreeze.report.events import of_kind, read_events, tokens_per_second
 from unfreeze.report.html import summary_lines, write_report
 from unfreeze.report.live import LiveProgress
 
 if TYPE_CHECKING:
-    import torch
-
-    from unfreeze.data import Dataset, Tokenizer
+    from unfreeze.checkpoint.stream import LoadStats
+    from unfreeze.data import Batches, Dataset, Tokenizer
+    from unfreeze.parallel.plan import Plan
     from unfreeze.train.run import Run
     from unfreeze.train.schedule import Schedule
-
-RESOLVED = "resolved_config.json"
 
 
 class TrainingConfig(Frozen):
     """Fields of every training recipe; each is a flag and a TOML key."""
 
-    model: str = Field(description="checkpoint folder, or Hugging Face id org/name")
-    data: str = Field(description="JSON Lines (messages, prompt/completion, question/answer, instruction/output, conversations or text) or .txt")
-    out: str = Field(default="", description="run folder; default runs/<model>-<data>")
+    model: ModelName = Field(description="checkpoint folder, or Hugging Face id org/name")
+    data: Folder = Field(description="JSON Lines (messages, prompt/completion, question/answer, instruction/output, conversations or text) or .txt")
+    out: Folder = Field(default="", description="run folder; default runs/<model>-<data>")
     steps: int | None = Field(default=None, ge=1, description="optimizer steps; default: as many as `epochs` need")
     epochs: float = Field(
         default=3.0, gt=0, description="passes over the data, if `steps` is not given. 3: usual for instruction data of some thousand rows"
@@ -86,31 +85,47 @@ class TrainingConfig(Frozen):
     def record(self) -> dict[str, Any]:
         """What a run is identified by when it resumes: every field that changes what is computed."""
         fields = self.model_dump(mode="json", exclude={"out", "save_every", "keep_saves", "samples"})
-        return {**fields, "model": portable(self.model), "data": str(Path(self.data).expanduser().resolve())}
+        return {**fields, "model": portable(self.model), "data": str(Path(self.data).resolve())}
 
 
 def portable(model: str) -> str:
     """A local model folder as an absolute path, so that a run is found from any directory; an id stays as it is."""
-    path = Path(model).expanduser()
+    path = Path(model)
     return str(path.resolve()) if path.is_dir() else model
 
 
-def pick_device(name: str) -> torch.device:
-    """The device to train on; on CUDA, expandable segments are set before it starts, so that the allocator doesn't fragment (FAILURES L2)."""
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    import torch
-
-    from unfreeze.generate.open import device_of
-
-    return device_of(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+def typed(recipe: str, arguments: Sequence[str]) -> str:
+    """The command as the user gave it, to be repeated."""
+    return shlex.join(["unfreeze", recipe, *arguments])
 
 
-def encode(config: TrainingConfig, tokenizer: Tokenizer, max_positions: int, *, supervise: Literal["assistant", "all"]) -> Dataset:
-    """The data file as examples no longer than the model's positions and a micro-batch allow."""
+def encode(run: Run, config: TrainingConfig, tokenizer: Tokenizer, max_positions: int, *, supervise: Literal["assistant", "all"]) -> Dataset:
+    """The data file as examples no longer than the model's positions and a micro-batch allow; its account as a "data" event.
+
+    A bound below config.sequence_length is a warning where it cut, dropped or split a row, or where the length was asked for.
+    """
     from unfreeze.data import encode_file
 
-    length = min(config.sequence_length, max_positions, config.tokens_per_micro_batch)
-    return encode_file(config.data, tokenizer, length, truncation=config.truncation, supervise=supervise, on_bad_row=config.on_bad_row)
+    length = sequence_length(config, max_positions)
+    dataset = encode_file(config.data, tokenizer, length, truncation=config.truncation, supervise=supervise, on_bad_row=config.on_bad_row)
+    stats = dataset.stats
+    run.events.emit("data", run.step, **stats.as_dict(), summary=stats.summary())
+    asked = config.sequence_length != TrainingConfig.model_fields["sequence_length"].default
+    affected = stats.truncated or stats.dropped or stats.examples > stats.rows - stats.dropped - stats.bad
+    if run.step == 0 and length < config.sequence_length and (asked or affected):
+        by = "the model's positions" if length == max_positions else "tokens_per_step / micro_batches (a document is never cut in two)"
+        run.events.emit("warning", 0, message=f"sequence_length {config.sequence_length} is bounded to {length} by {by}")
+    return dataset
+
+
+def sequence_length(config: TrainingConfig, max_positions: int) -> int:
+    """Tokens of the longest document that this model and these settings take."""
+    return min(config.sequence_length, max_positions, config.tokens_per_micro_batch)
+
+
+def num_steps(config: TrainingConfig, batches: Batches) -> int:
+    """Optimizer steps: as given, or as many as `epochs` need."""
+    return config.steps or max(1, -(-batches.len_steps(config.epochs) // config.micro_batches))
 
 
 def schedule_of(config: TrainingConfig, steps: int) -> Schedule:
@@ -122,6 +137,18 @@ def schedule_of(config: TrainingConfig, steps: int) -> Schedule:
     return Schedule(peak=config.learning_rate, steps=steps, kind=config.schedule, warmup_steps=warmup, decay_steps=decay)
 
 
+def say_plan(run: Run, plan: Plan) -> None:
+    """Write and show the plan, then refuse what does not fit."""
+    write_json(run.path / "plan.json", plan.as_dict())
+    run.events.emit("plan", run.step, **plan.as_dict())
+    plan.refuse_if_too_large()
+
+
+def say_loaded(run: Run, stats: LoadStats) -> None:
+    """The load event: bytes read, seconds, and the size the packed weights would have had expanded."""
+    run.events.emit("load", run.step, **asdict(stats))
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file in one move."""
     temporary = path.with_name(path.name + ".tmp")
@@ -129,25 +156,47 @@ def write_json(path: Path, value: Any) -> None:
     temporary.replace(path)
 
 
+def write_resolved(run: Run, config: TrainingConfig, recipe: str, **effective: Any) -> None:
+    """resolved_config.json: every field of the Config, and under "effective" what defaults, data and machine made of it."""
+    fields = {**config.model_dump(mode="json"), **config.record(), "out": str(config.run_dir)}
+    write_json(run.path / RESOLVED, {"recipe": recipe, **fields, **({"effective": effective} if effective else {})})
+
+
 @contextmanager
-def live(config: TrainingConfig, common: Common, recipe: str) -> Iterator[Run]:
-    """The opened, locked run folder with live progress on stderr, and its resolved config written."""
-    from unfreeze.train.run import Run
+def live(config: TrainingConfig, common: Common, recipe: str, command: str) -> Iterator[Run]:
+    """The opened, locked run folder with live progress on stderr, and its resolved config written.
 
-    with LiveProgress(0, quiet=common.quiet) as progress, Run(config.run_dir, config.record(), listeners=(progress,)) as run:
-        write_json(run.path / RESOLVED, {"recipe": recipe, **config.record(), "out": str(config.run_dir)})
-        yield run
+    A Ctrl-C that fit doesn't handle (before it, after it, or a second one) says what is saved and how to go on.
+    """
+    from unfreeze.train.run import Run, latest
+
+    with LiveProgress(0, quiet=common.quiet) as progress:
+        with writing(config.run_dir, "out"):
+            run = Run(config.run_dir, config.record(), listeners=(progress,))
+        with run:
+            try:
+                with writing(config.run_dir, "out"):
+                    if not (run.finished and (run.path / RESOLVED).is_file()):
+                        write_resolved(run, config, recipe)
+                yield run
+            except KeyboardInterrupt:
+                save = latest(run.path)
+                state = f"the run is saved as of {save.name}" if save else "nothing was trained yet"
+                raise KeyboardInterrupt(f"{state}; {again(command)}") from None
 
 
-def finish(config: TrainingConfig, common: Common, command: str, extra: dict[str, Any]) -> dict[str, Any]:
+def again(command: str) -> str:
+    """How to go on."""
+    return "give the same command again" + (f": {command}" if command else "")
+
+
+def finish(config: TrainingConfig, common: Common, command: str, *, export: bool = False, **extra: Any) -> dict[str, Any]:
     """Write the report, say where everything is, and give the result computed from the run's own events."""
     run_dir = config.run_dir
     write_report(run_dir)
-    events = read_events(run_dir / "events.jsonl")
-    result = {**result_of(events), **extra, "run": str(run_dir)}
+    result = {**result_of(read_events(run_dir / "events.jsonl")), **extra, "run": str(run_dir)}
     if not common.quiet:
-        say = "\n".join([*summary_lines(run_dir), *_next_commands(run_dir, result, command)])
-        print(say, file=sys.stderr)
+        print("\n".join([*summary_lines(run_dir), next_command(run_dir, result, command, export)]), file=sys.stderr)
     return result
 
 
@@ -155,25 +204,27 @@ def result_of(events: Sequence[Event]) -> dict[str, Any]:
     """steps, losses, speed, memory and receipt of a run, from its events alone (a resumed run counts all its parts)."""
     train = [event for event in of_kind(events, "train") if event.get("loss") is not None]
     receipts, ends = of_kind(events, "receipt"), of_kind(events, "end")
-    seconds = sum(event["seconds"] for event in train)
     return {
         "steps": train[-1]["step"] if train else 0,
         "loss_first": train[0]["loss"] if train else None,
         "loss_last": train[-1]["loss"] if train else None,
-        "tokens_per_second": sum(event["tokens"] for event in train) / seconds if seconds else None,
+        "tokens_per_second": tokens_per_second(events),
         "peak_bytes": max((event["peak_bytes"] for event in train), default=0),
         "receipt": receipts[-1]["groups"] if receipts else {},
         "finished": bool(ends) and ends[-1]["reason"] == "done",
     }
 
 
-def _next_commands(run_dir: Path, result: dict[str, Any], command: str) -> list[str]:
+def next_command(run_dir: Path, result: dict[str, Any], command: str, export: bool) -> str:
+    """What to do now: go on, or use what was trained."""
     if not result["finished"]:
-        return [f"interrupted after step {result['steps']}, all is saved; to go on, give the same command again ({command})"]
-    return [f"next: unfreeze chat {run_dir}    unfreeze export {run_dir} --layout peft"]
+        return f"interrupted after step {result['steps']}, all is saved; {again(command)}"
+    name = shlex.quote(str(run_dir))
+    use = f"unfreeze export {name} --layout peft" if export else f'unfreeze generate {name} --prompt "…"'
+    return f"next: unfreeze chat {name}    {use}"
 
 
 def refuse_absent(path: str, field: str) -> None:
     """A data file that isn't there is refused before the model is loaded."""
-    if not Path(path).expanduser().is_file():
+    if not Path(path).is_file():
         raise ConfigError(f"{field} = {path!r} is not a file", next=f"give --{field} an existing .jsonl or .txt file")

@@ -1,0 +1,41 @@
+"""The device a command runs on, and a model opened with progress on stderr: what every recipe that loads weights begins with."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from unfreeze.core.command import Common
+from unfreeze.report.live import LoadProgress
+
+if TYPE_CHECKING:
+    import torch
+
+    from unfreeze.generate.model import Model
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of a name; "auto": CUDA if there is one. Expandable segments are set before CUDA starts, so that its allocator doesn't
+    fragment (FAILURES L2). Raises ConfigError for a device that isn't here."""
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    import torch
+
+    from unfreeze.generate.open import device_of
+
+    return device_of(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+
+
+def say(common: Common) -> Callable[[str], None]:
+    """One plain line on stderr, nothing when quiet; what a download says."""
+    return lambda line: None if common.quiet else print(line, file=sys.stderr, flush=True)
+
+
+def load(source: str, dtype: str, device: str, common: Common) -> Model:
+    """unfreeze.load with a bar for the weights and a line for a download."""
+    import unfreeze
+
+    place = pick_device(device)
+    with LoadProgress(quiet=common.quiet) as progress:
+        return unfreeze.load(source, dtype=dtype, device=str(place), progress=progress, say=say(common))

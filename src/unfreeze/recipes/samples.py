@@ -1,0 +1,90 @@
+"""Prompts from the data, answered before and after training, as events for the report. What cannot be asked is said in a warning event."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unfreeze.core.errors import DataError
+
+if TYPE_CHECKING:
+    from unfreeze.data import Example, Row, Tokenizer
+    from unfreeze.generate.model import Model
+    from unfreeze.train.run import Run
+
+ANSWER = 64  # tokens of a sample answer at most: enough to see style, cheap beside a step
+WORDS = 8  # of a text's opening
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is asked: the text the report shows, and the ids the model sees."""
+
+    shown: str
+    tokens: list[int]
+
+
+class Samples:
+    """The first `count` rows that training uses, as prompts: conversations up to an answer, texts up to their eighth word.
+
+    Made from rows that were accepted, so a bad row that the run skips is skipped here too. A row that cannot be asked (it begins with
+    the assistant and says nothing else, or its prompt leaves less than ANSWER positions) is a warning event, once, at step 0.
+    """
+
+    def __init__(self, run: Run, speaker: Model, tokenizer: Tokenizer, data: str, examples: Sequence[Example], count: int):
+        self._run, self._speaker = run, speaker
+        self._prompts: list[Prompt] = []
+        room = speaker.decoder.shape.max_positions - ANSWER
+        for row in rows_used(data, examples, count):
+            try:
+                prompt = prompt_of(row, tokenizer)
+                if len(prompt.tokens) > room:
+                    raise DataError(f"row {row.row}: its prompt of {len(prompt.tokens)} tokens leaves less than {ANSWER} of the model's positions")
+                self._prompts.append(prompt)
+            except DataError as error:
+                if run.step == 0:
+                    run.events.emit("warning", 0, message=f"no sample of {error.message}")
+
+    def say(self, when: str, step: int) -> None:
+        """Greedy answers to all prompts in one batch; when is "before" or "after"."""
+        if not self._prompts:
+            return
+        answers = self._speaker.complete([prompt.tokens for prompt in self._prompts], max_new_tokens=ANSWER)
+        for index, (prompt, answer) in enumerate(zip(self._prompts, answers, strict=True)):
+            self._run.events.emit("sample", step, when=when, index=index, prompt=prompt.shown, text=answer.text)
+
+
+def rows_used(data: str, examples: Sequence[Example], count: int) -> list[Row]:
+    """The first `count` rows of the file that became examples. Reads no further than the last of them."""
+    from unfreeze.data import read_rows
+
+    wanted = list(dict.fromkeys(example.row for example in examples))[:count]
+    found: dict[int, Row] = {}
+    for row in read_rows(Path(data), lambda bad: None) if wanted else ():  # bad rows are counted by data.encode_file, not here
+        if row.row in wanted:
+            found[row.row] = row
+        if len(found) == len(wanted):
+            break
+    return [found[row] for row in wanted if row in found]
+
+
+def prompt_of(row: Row, tokenizer: Tokenizer) -> Prompt:
+    """The prompt of a row: up to its first answer that something precedes. Raises DataError where there is none, or the template refuses it."""
+    from unfreeze.data import Conversation, encode_chat, encode_prompt
+
+    if not isinstance(row, Conversation):
+        opening = " ".join(row.text.split()[:WORDS])
+        return Prompt(opening, encode_prompt(tokenizer, opening))
+    place = next((i for i, message in enumerate(row.messages) if message["role"] == "assistant" and i > 0), None)
+    if place is None:
+        raise DataError(f"row {row.row}: it begins with the assistant, and nothing asks for another answer")
+    before = row.messages[:place]
+    return Prompt(_shown(before[-1]), encode_chat(tokenizer, before, row.tools))
+
+
+def _shown(message: Mapping[str, Any]) -> str:
+    """A message's words; its content may be a text, a list of text parts, or nothing beside tool calls."""
+    content = message.get("content")
+    return "".join(part["text"] for part in content) if isinstance(content, list) else str(content or "")
