@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+
 from unfreeze import cli
 from unfreeze.core.errors import UserError
 
