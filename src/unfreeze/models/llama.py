@@ -1,4 +1,4 @@
-"""Llama (2, 3.x) and Qwen2, which is a Llama with biases on q, k and v."""
+"""Llama (2, 3.x), and the parts that qwen2.py, qwen3.py and qwen3_moe.py build on: grouped-query attention and the pre-norm block."""
 
 from __future__ import annotations
 

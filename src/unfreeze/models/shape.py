@@ -15,7 +15,7 @@ from unfreeze.models.blocks.rope import Rope
 
 @dataclass(frozen=True)
 class MoEShape:
-    """Mixture-of-experts sizes. Layers below `first_layer` and those in `dense_layers` have a dense MLP."""
+    """Mixture-of-experts sizes. Layers in `dense_layers` have a dense MLP."""
 
     num_experts: int
     experts_per_token: int

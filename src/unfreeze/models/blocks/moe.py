@@ -79,7 +79,7 @@ class MoE(nn.Module):
     """y = experts(x, ids, weights) (+ shared_experts(x)).
 
     counts_E (int64) adds up how many tokens each expert was given in forward passes; a recomputation in backward doesn't count again.
-    Whoever reads it resets it (train/fit.py, once per optimizer step).
+    Whoever reads it resets it (train/step.py, once per optimizer step).
     """
 
     counts_E: Tensor
