@@ -37,7 +37,7 @@ class Config(Frozen):
     """The demo's few knobs; the defaults are what `make demo` runs."""
 
     out: str = Field(default="runs/demo", description="run folder; a finished demo that stands there is replaced, an unfinished one goes on")
-    epochs: float = Field(default=10.0, gt=0, description="passes over the training rows; chosen on entities set aside from them")
+    epochs: float = Field(default=12.0, gt=0, description="passes over the training rows; chosen on entities set aside from them")
     learning_rate: float = Field(default=1e-3, gt=0, description="peak learning rate of the adapters, chosen on the same entities")
     rank: int = Field(default=16, ge=1, description="LoRA rank of every linear layer and expert")
     seed: int = Field(default=0, ge=0, description="seed of adapters and data order")
@@ -54,7 +54,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     trained = sft.train(
         sft.Config(
             model=str(TINY_K2), data=str(TINY_K2 / "yoda_train.jsonl"), out=str(out), epochs=config.epochs, dtype="float32",
-            learning_rate=config.learning_rate, tokens_per_step=2048, seed=config.seed, samples=0, recompute="nothing",
+            learning_rate=config.learning_rate, weight_decay=0.3, tokens_per_step=1024, seed=config.seed, samples=0, recompute="nothing",
             lora=LoraConfig(rank=config.rank, alpha=2.0 * config.rank),
         ),
         common,
