@@ -1,0 +1,57 @@
+"""Cache and passes: what is written is what is remembered, row by row; a step sees its own row's past and nothing else."""
+
+import torch
+
+from unfreeze.models.blocks.passes import Cache, StepPass
+
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def filled() -> tuple[Cache, torch.Tensor]:
+    cache, values = Cache(3, 5), torch.arange(24.0).reshape(6, 4)
+    cache.write(0, torch.tensor([0, 0, 1, 2, 2, 2]), torch.tensor([0, 1, 0, 0, 1, 2]), (values,))
+    cache.lengths = [2, 1, 3]
+    return cache, values
+
+
+def test_values_lie_at_their_row_and_position_and_the_rest_is_zero():
+    cache, values = filled()
+    (store,) = cache.layers[0]
+    assert store.shape == (3, 5, 4) and cache.nbytes == 3 * 5 * 4 * 4
+    assert torch.equal(store[2, :3], values[3:]) and torch.equal(store[0, :2], values[:2]) and not store[1, 1:].any()
+
+
+def test_select_keeps_rows_in_the_order_asked_for():
+    cache, values = filled()
+    cache.select([2, 0])
+    assert cache.lengths == [3, 2] and cache.layers[0][0].shape[0] == 2
+    assert torch.equal(cache.layers[0][0][0, :3], values[3:]) and torch.equal(cache.layers[0][0][1, :2], values[:2])
+
+
+def test_a_step_attends_to_its_own_rows_positions_only():
+    """Oracle: softmax attention per row in float64, query heads 4 on 2 key heads; what lies beyond a row's length must not matter."""
+    S, H, G, d, lengths = 3, 4, 2, 8, [2, 1, 3]
+    cache = Cache(S, 6)
+    keys, values = torch.randn(2, S, 6, G, d, generator=GENERATOR)
+    keys_stored, values_stored = keys.clone(), values.clone()
+    for row, length in enumerate(lengths):  # beyond a row's length: what a neighbour's longer past left there
+        keys_stored[row, length:], values_stored[row, length:] = 50.0, 1e3
+    cache.layers[0], cache.lengths = (keys_stored, values_stored), list(lengths)
+    positions = torch.tensor(lengths)
+    run = StepPass(torch.empty(0), torch.empty(0), cache, torch.arange(S), positions)
+    new_k, new_v = torch.randn(2, S, G, d, generator=GENERATOR)
+    q = torch.randn(S, H, d, generator=GENERATOR)
+    out = run.attend(q, *run.remember(0, new_k, new_v), d**-0.5)
+    for row, length in enumerate(lengths):
+        k = torch.cat((keys[row, :length], new_k[row][None])).double().repeat_interleave(H // G, 1)
+        v = torch.cat((values[row, :length], new_v[row][None])).double().repeat_interleave(H // G, 1)
+        weights = (torch.einsum("hd,nhd->hn", q[row].double(), k) * d**-0.5).softmax(-1)
+        torch.testing.assert_close(out[row].double(), torch.einsum("hn,nhd->hd", weights, v), rtol=1e-5, atol=1e-5)
+    run.mask_S11N = None  # control: without the mask the shorter rows see what is not theirs
+    assert (run.attend(q, *run.remember(0, new_k, new_v), d**-0.5) - out)[:2].abs().max() > 1
+
+
+def test_rows_of_one_length_need_no_mask():
+    cache = Cache(2, 4)
+    cache.lengths = [3, 3]
+    assert StepPass(torch.empty(0), torch.empty(0), cache, torch.arange(2), torch.tensor([3, 3])).mask_S11N is None

@@ -1,0 +1,88 @@
+"""Decoder: recomputation with a frozen embedding, and what prefill and step refuse. The arithmetic itself: test_families.py."""
+
+import pytest
+import torch
+
+from unfreeze import models
+from unfreeze.core.batch import Batch
+from unfreeze.core.errors import UserError
+
+CONFIG = {
+    "model_type": "qwen3_moe", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "initializer_range": 0.2,
+}  # fmt: skip
+
+
+def made() -> models.Decoder:
+    model = models.build(models.shape(CONFIG), dtype=torch.float32, device="cpu")
+    models.initialize(model, 0)
+    return model
+
+
+def batch_of(*lengths: int) -> Batch:
+    total = sum(lengths)
+    tokens = torch.arange(total) * 7 % 61
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    return Batch(tokens, tokens, torch.ones(total), positions, torch.tensor(lengths).cumsum(0) - torch.tensor(lengths))
+
+
+def gradients(frozen: str, through) -> dict[str, torch.Tensor | None]:
+    model = made()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(frozen not in name)
+    model.hidden(batch_of(5, 3), through).square().sum().backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("frozen", ["embed_tokens", "layers.0.", "nothing is called this"])
+def test_recompute_gives_the_gradients_of_plain_whatever_is_frozen(frozen):
+    """With a frozen embedding the first layer's input needs no gradient: autograd must come back to the layer all the same."""
+    plain, recomputed = gradients(frozen, models.plain), gradients(frozen, models.recompute)
+    for name, gradient in plain.items():
+        if frozen in name:
+            assert gradient is None and recomputed[name] is None
+        elif gradient is None:
+            assert recomputed[name] is None, name
+        else:
+            torch.testing.assert_close(recomputed[name], gradient, rtol=1e-5, atol=1e-5, msg=name)
+    assert plain["model.layers.1.self_attn.q_proj.weight"] is not None
+
+
+def test_without_recomputes_own_start_of_the_graph_the_first_layer_would_learn_nothing():
+    """Control arm: handing the frozen embedding's output to autograd as it is leaves layer 0 without gradients."""
+    from unfreeze.models.decoder import _Recompute
+
+    def broken(layer, x_TD, run):
+        run.routes = {} if run.routes is None else run.routes
+        return _Recompute.apply(x_TD, layer, run)
+
+    model = made()
+    model.model.embed_tokens.requires_grad_(False)
+    model.hidden(batch_of(5, 3), broken).square().sum().backward()
+    assert model.model.layers[0].self_attn.q_proj.weight.grad is None
+
+
+@pytest.mark.parametrize(("rows", "capacity", "lengths", "filled"), [
+    (1, 8, [4, 2], None), (3, 8, [4, 2], None), (2, 3, [4, 2], None), (2, 8, [4, 2], [0, 1]),
+])  # fmt: skip
+def test_prefill_refuses_a_cache_that_does_not_fit(rows, capacity, lengths, filled):
+    model = made()
+    cache = model.new_cache(rows, capacity)
+    cache.lengths = filled or cache.lengths
+    with pytest.raises(UserError, match=rf"prefill of 2 documents, longest 4, into a cache of {rows} rows of {capacity}"):
+        model.prefill(batch_of(*lengths), cache)
+
+
+def test_a_full_cache_is_refused_and_one_with_room_is_not():
+    model = made()
+    cache = model.new_cache(2, 5)
+    with torch.no_grad():
+        model.prefill(batch_of(4, 2), cache)
+        model.step(torch.tensor([1, 2]), cache)
+        assert cache.lengths == [5, 3]
+        with pytest.raises(UserError, match="holds 5 positions and all are filled"):
+            model.step(torch.tensor([1, 2]), cache)
+        cache.select([1])
+        model.step(torch.tensor([2]), cache)
+    assert cache.lengths == [4]

@@ -1,0 +1,44 @@
+"""initialize: the spread config.json asks for, smaller into the residual stream, the same for the same seed."""
+
+import pytest
+import torch
+
+from unfreeze import models
+
+CONFIG = {
+    "model_type": "deepseek_v3", "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64,
+    "num_hidden_layers": 2, "first_k_dense_replace": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 4,
+    "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "q_lora_rank": 64, "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+    "initializer_range": 0.05, "attention_bias": True,
+}  # fmt: skip
+
+
+def made(seed: int, dtype: torch.dtype = torch.float32) -> models.Decoder:
+    model = models.build(models.shape(CONFIG), dtype=dtype, device="cpu")
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan"))  # whatever is not initialised shows
+    models.initialize(model, seed)
+    return model
+
+
+def test_every_weight_has_the_spread_it_should():
+    """The sample deviation of n normal numbers is within 5 / sqrt(2n) of the true one, relatively (5 standard errors)."""
+    for name, p in made(0).named_parameters():
+        if "norm" in name:
+            assert (p == 1).all(), name
+        elif name.endswith(".bias"):
+            assert not p.any(), name
+        else:
+            into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            expected = 0.05 / 2 if into_residual else 0.05  # 1 / sqrt(2 * 2 layers)
+            assert p.std().item() == pytest.approx(expected, rel=5 / (2 * p.numel()) ** 0.5), name
+            assert abs(p.mean().item()) < 5 * expected / p.numel() ** 0.5, name
+
+
+def test_the_seed_decides_and_the_dtype_only_rounds():
+    one, same, other = (dict(made(seed).named_parameters()) for seed in (1, 1, 2))
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not torch.equal(one["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
+    half = dict(made(1, torch.bfloat16).named_parameters())
+    assert all(torch.equal(half[name], one[name].to(half[name].dtype)) for name in one)
