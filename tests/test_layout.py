@@ -71,11 +71,70 @@ def test_nothing_is_called_utils():
     assert not bad, f"{bad}: put a helper beside its one caller, or make it a noun in core"
 
 
-def test_every_source_file_has_a_test_room():
-    tests = Path(__file__).parent
-    rooms = {p.name for p in PACKAGE.iterdir() if p.is_dir() and any(f.name != "__init__.py" for f in p.glob("*.py"))} - {"assets"}
-    missing = [room for room in rooms if not list((tests / room).glob("test_*.py"))]
-    assert not missing, f"rooms without tests: {missing}"
+TESTS = Path(__file__).parent
+LONG = 60  # lines; a shorter file is a part of its caller, tested through it
+TESTED_BY = {  # source file -> the test file that covers it, where that doesn't bear its name
+    "core/batch.py": "core/test_core.py",
+    "core/events.py": "core/test_core.py",
+    "data/tokenizer_json.py": "data/test_tokenizer.py",
+    "generate/open.py": "generate/test_model.py",
+    "kernels/attention/layout.py": "kernels/attention/test_attention_layout.py",
+    "kernels/attention/packed.py": "kernels/attention/test_packed_attention.py",
+    "kernels/expert_mlp/__init__.py": "kernels/expert_mlp/test_expert_mlp.py",
+    "kernels/expert_mlp/factors.py": "kernels/expert_mlp/test_expert_mlp.py",
+    "kernels/expert_mlp/fused.py": "kernels/expert_mlp/test_expert_mlp.py",
+    "kernels/expert_mlp/loop_cpu.py": "kernels/expert_mlp/test_expert_mlp.py",
+    "kernels/expert_mlp/numba_kernels.py": "kernels/expert_mlp/test_expert_mlp.py",
+    "kernels/expert_mlp/workspace.py": "kernels/expert_mlp/test_expert_mlp.py",
+    "kernels/int4_expand/numba_cpu.py": "kernels/int4_expand/test_int4_expand.py",
+    "kernels/numba_options.py": "kernels/int4_expand/test_int4_expand.py",
+    "models/__init__.py": "models/test_families.py",
+    "models/blocks/linear.py": "adapters/test_lora.py",
+    "models/blocks/moe.py": "models/test_families.py",
+    "models/deepseek_v3.py": "models/test_families.py",
+    "quant/codec.py": "quant/test_int4.py",
+    "recipes/chat.py": "recipes/test_generate.py",
+    "recipes/samples.py": "recipes/test_sft.py",
+    "recipes/training.py": "recipes/test_sft.py",
+    "report/events.py": "report/test_report_events.py",
+    "report/run.py": "report/test_report_run.py",
+    "report/style.py": "report/test_pictures.py",
+}
+
+
+def mirror(file: str) -> str:
+    """train/fit.py -> train/test_fit.py"""
+    folder, _, name = file.rpartition("/")
+    return f"{folder}/test_{name}".removeprefix("/")
+
+
+def untested(sources: dict[str, int], tests: set[str], named: dict[str, str]) -> list[str]:
+    """What is wrong between source files (path -> lines) and test files, each with how to mend it."""
+    long = {file for file, lines in sources.items() if lines > LONG}
+    bad = [
+        f"{file} ({sources[file]} lines) has no {mirror(file)}: write it, or name the test that covers it in TESTED_BY"
+        for file in sorted(long) if mirror(file) not in tests and file not in named
+    ]  # fmt: skip
+    bad += [f"TESTED_BY: {file} is gone or short now; remove the entry" for file in sorted(named.keys() - long)]
+    bad += [f"TESTED_BY: {file} has a {mirror(file)} now; remove the entry" for file in sorted(named) if mirror(file) in tests]
+    return bad + [f"TESTED_BY: {test}, named for {file}, is not there" for file, test in sorted(named.items()) if test not in tests]
+
+
+def test_every_long_source_file_has_a_test_of_its_name_or_is_named():
+    sources = {path.relative_to(PACKAGE).as_posix(): len(path.read_text(encoding="utf-8").splitlines()) for path in PACKAGE.rglob("*.py")}
+    tests = {path.relative_to(TESTS).as_posix() for path in TESTS.rglob("test_*.py")}
+    bad = untested(sources, tests, TESTED_BY)
+    assert not bad, "\n".join(bad)
+
+
+def test_the_mirror_sees_a_planted_gap():
+    sources, tests = {"a/long.py": LONG + 1, "a/short.py": LONG}, {"a/test_other.py"}
+    assert untested(sources, tests | {"a/test_long.py"}, {}) == []
+    assert untested(sources, tests, {"a/long.py": "a/test_other.py"}) == []
+    assert "a/long.py (61 lines) has no a/test_long.py" in untested(sources, tests, {})[0]
+    assert "is not there" in untested(sources, tests, {"a/long.py": "a/test_gone.py"})[0]
+    assert "gone or short" in untested(sources, tests | {"a/test_long.py"}, {"a/short.py": "a/test_other.py"})[0]
+    assert "remove the entry" in untested(sources, tests | {"a/test_long.py"}, {"a/long.py": "a/test_other.py"})[0]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from unfreeze.checkpoint.stream import CHUNK, THREADS
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import DoesNotFit
 from unfreeze.objectives.cross_entropy import cross_entropy
-from unfreeze.parallel.machine import Hardware, container_memory, host_memory
+from unfreeze.parallel.machine import Hardware
 from unfreeze.parallel.plan import Sizes, Work, measure, meta_model, plan, plan_training
 from unfreeze.quant.int4 import Int4
 
@@ -249,26 +249,3 @@ def test_full_training_in_half_precision_counts_masters_and_gradient_sums():
 def test_without_recompute_every_layers_activations_count():
     kept = plan(SIZES, Work(tokens=1024, rank=8, recompute=False), MACHINE).terms
     assert kept["all layers' activations"] == 1024 * SIZES.layer * SIZES.num_layers and kept["boundary activations"] == 0
-
-
-def test_memory_is_read_from_proc_and_within_the_containers_limit(tmp_path):
-    proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
-    (proc / "self").mkdir(parents=True)
-    (proc / "meminfo").write_text("MemTotal:       16000000 kB\nMemFree: 1 kB\nMemAvailable:   12000000 kB\n")
-    assert host_memory(proc) == (16000000 * 1024, 12000000 * 1024)
-    assert host_memory(tmp_path / "nowhere")[0] > 0  # without /proc: sysconf
-    assert container_memory(cgroup, proc) is None
-
-    (cgroup / "job" / "step").mkdir(parents=True)
-    (proc / "self" / "cgroup").write_text("0::/job/step\n")
-    (cgroup / "job" / "step" / "memory.max").write_text("max\n")
-    (cgroup / "job" / "memory.max").write_text(f"{4 * 2**30}\n")  # the limit of a parent counts
-    (cgroup / "job" / "memory.current").write_text(f"{3 * 2**30}\n")
-    (cgroup / "job" / "memory.stat").write_text(f"anon 5\ninactive_file {2**29}\n")
-    assert container_memory(cgroup, proc) == (4 * 2**30, 2**30 + 2**29)
-
-    (proc / "self" / "cgroup").write_text("9:memory:/box\n")  # cgroup v1
-    (cgroup / "memory" / "box").mkdir(parents=True)
-    (cgroup / "memory" / "box" / "memory.limit_in_bytes").write_text(f"{2**31}\n")
-    (cgroup / "memory" / "box" / "memory.usage_in_bytes").write_text(f"{2**30}\n")
-    assert container_memory(cgroup, proc) == (2**31, 2**30)
