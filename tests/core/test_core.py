@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import UserError, nearest
 from unfreeze.core.events import EventLog, truncate_after

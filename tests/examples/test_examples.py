@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from unfreeze.recipes import pretrain, sft
 from unfreeze.recipes.config import parse
 

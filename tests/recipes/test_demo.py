@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from unfreeze.core.errors import ConfigError
 from unfreeze.recipes.demo import TINY_K2, make_room
 

@@ -37,7 +37,7 @@ class Config(Frozen):
     """The demo's few knobs; the defaults are what `make demo` runs."""
 
     out: str = Field(default="runs/demo", description="run folder; a finished demo that stands there is replaced, an unfinished one goes on")
-    epochs: float = Field(default=12.0, gt=0, description="passes over the training rows; chosen on entities set aside from them")
+    epochs: float = Field(default=10.0, gt=0, description="passes over the training rows; chosen on entities set aside from them")
     learning_rate: float = Field(default=1e-3, gt=0, description="peak learning rate of the adapters, chosen on the same entities")
     rank: int = Field(default=16, ge=1, description="LoRA rank of every linear layer and expert")
     seed: int = Field(default=0, ge=0, description="seed of adapters and data order")
