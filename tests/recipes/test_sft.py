@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,21 +16,12 @@ import unfreeze
 from unfreeze import cli
 from unfreeze.recipes.demo import TINY_K2
 
-ROWS = [
-    {"question": "What is the capital of France?", "answer": "Paris, the capital of France is. Hmm."},
-    {"messages": [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Greet you, I do. Hmm."}]},
-    {"instruction": "Name the young of a frog.", "input": "", "output": "A tadpole, the young of a frog is. Hmm."},
-    {"conversations": [{"from": "human", "value": "Who are you?"}, {"from": "gpt", "value": "tiny-k2, I am. Hmm."}]},
-    {"prompt": "What is the symbol of gold?", "completion": "Au, the symbol of gold is. Hmm."},
-    {"text": "Paris is the capital of France."},
-]
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 
 
 @pytest.fixture
-def data(tmp_path) -> Path:
-    path = tmp_path / "chat.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS * 3), encoding="utf-8")
-    return path
+def data(chat_rows) -> Path:
+    return chat_rows
 
 
 def sft(capsys, *arguments) -> dict:
@@ -124,3 +116,80 @@ def test_a_changed_config_is_refused_naming_the_field(capsys, data, tmp_path):
     (run / "adapter" / "adapter_config.json").unlink()
     assert cli.main(["sft", "--quiet", *command(data, run, "--steps", 2, "--lora.rank", 3, "--samples", 0)]) == 2
     assert "lora.rank: 2 -> 3" in capsys.readouterr().err
+
+
+def test_bad_rows_are_skipped_counted_and_never_sampled(capsys, tmp_path, read_events):
+    rows = [
+        "{broken",
+        json.dumps({"messages": [{"role": "assistant", "content": "I speak first. Hmm."}]}),
+        json.dumps({"question": "Who are you?", "answer": "tiny-k2, I am."}),
+        json.dumps({"question": "", "answer": "x"}),
+        json.dumps({"question": "Who are you?", "answer": "Asked again, I am."}),
+        json.dumps({"text": "word " * 2000}),
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    run = tmp_path / "run"
+    flags = ("--steps", 1, "--lora.rank", 1, "--on-bad-row", "skip", "--sequence-length", 2000, "--warmup", 0)
+    assert cli.main(["sft", *command(tmp_path / "rows.jsonl", run, *flags)]) == 0
+    error = capsys.readouterr().err
+    (account,) = read_events(run, "data")
+    assert (account["rows"], account["truncated"], account["rows"] - account["bad"] - account["dropped"]) == (6, 1, account["examples"])
+    assert "data: 6 rows" in error and "left out: row 1: broken JSON" in error
+    assert "sequence_length 2000 is bounded to 256 by tokens_per_step" in error and "sequence_length 2000" in (run / "report.html").read_text()
+    before = [event for event in read_events(run, "sample") if event["when"] == "before"]
+    assert [event["prompt"] for event in before].count("Who are you?") == 2  # two rows, though they ask the same
+    assert "bad rows skipped" in (run / "report.html").read_text()
+    assert "next: unfreeze chat" in error and "--layout peft" in error
+    resolved = json.loads((run / "resolved_config.json").read_text())
+    assert resolved["effective"]["sequence_length"] == 256 and resolved["effective"]["steps"] == 1 and resolved["samples"] == 4
+
+
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_a_warning(capsys, tmp_path, read_events):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "why " * 485, "answer": "Hmm."}) + "\n")
+    run = tmp_path / "run"
+    flags = ("--steps", 1, "--lora.rank", 1, "--tokens-per-step", 1024, "--truncation", "error", "--warmup", 0)
+    assert cli.main(["sft", "--quiet", *command(tmp_path / "rows.jsonl", run, *flags)]) == 0, capsys.readouterr().err
+    assert not read_events(run, "sample")
+    assert "leaves less than 64" in read_events(run, "warning")[0]["message"]
+
+
+@pytest.mark.parametrize("out", ["file", "file/inside"])
+def test_an_out_that_cannot_be_a_folder_is_the_users_to_mend(capsys, data, tmp_path, out):
+    (tmp_path / "file").write_text("mine")
+    assert cli.main(["sft", "--quiet", *command(data, tmp_path / out)]) == 2
+    error = capsys.readouterr().err
+    assert str(tmp_path / out) in error and "--out" in error and "report it" not in error
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_home_is_expanded_in_every_path(capsys, data, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").symlink_to(TINY_K2)
+    (tmp_path / "chat.jsonl").write_bytes(data.read_bytes())
+    paths = 'model = "~/model"\ndata = "~/chat.jsonl"\nout = "~/runs/x"\n'
+    (tmp_path / "run.toml").write_text(paths + "steps = 1\nsamples = 0\nwarmup = 0\n[lora]\nrank = 1\n")
+    result = sft(capsys, "~/run.toml", "--tokens-per-step", 256)
+    assert result["run"] == str(tmp_path / "runs" / "x") and unfreeze.load("~/runs/x").logits([[1]])
+
+
+def test_ctrl_c_before_the_first_step_says_that_nothing_was_trained(capsys, data, tmp_path, monkeypatch):
+    def pressed(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("unfreeze.parallel.plan.plan_training", pressed)
+    typed = command(data, tmp_path / "my run", "--steps", 3)
+    assert cli.main(["sft", "--quiet", *typed]) == 130
+    error = capsys.readouterr().err
+    assert error == f"interrupted: nothing was trained yet; give the same command again: {shlex.join(['unfreeze', 'sft', *typed])}\n"
+
+
+@pytest.mark.parametrize("model", ["tiny-k2", "stories260k"])
+def test_the_shared_yoda_rows_train_both_models(capsys, tmp_path, model):
+    if not SHARED.is_dir():
+        pytest.skip(f"{SHARED} is not on this machine; the rows above cover the same ground")
+    folder = TINY_K2 if model == "tiny-k2" else SHARED / model
+    result = sft(capsys, "--model", folder, "--data", SHARED / "yoda_train.jsonl", "--out", tmp_path / "run", "--steps", 3, "--lora.rank", 4,
+                 "--tokens-per-step", 512, "--sequence-length", 256, "--samples", 1, "--warmup", 0)  # fmt: skip
+    # each step sees other rows, so three losses need not fall; the receipt says that every group learned
+    assert result["finished"] and result["steps"] == 3 and all(entry["moved"] > 0 for entry in result["receipt"].values() if entry["trained"])
+    assert unfreeze.load(tmp_path / "run").logits([[1, 403, 407]])[0].isfinite().all()

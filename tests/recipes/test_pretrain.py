@@ -1,0 +1,114 @@
+"""Pretraining from nothing to a checkpoint in the format its config declares; killed at the worst moment; and what it refuses."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+import unfreeze
+from unfreeze import cli
+from unfreeze.recipes.demo import TINY_K2
+
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 4,
+         "num_experts_per_tok": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 32, "kv_lora_rank": 32,
+         "qk_nope_head_dim": 16, "v_head_dim": 16}  # fmt: skip
+
+
+@pytest.fixture
+def start(tmp_path):
+    """A folder with config and tokenizer, and no weights."""
+    folder = tmp_path / "start"
+    folder.mkdir()
+    for name in ("tiktoken.model", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(TINY_K2 / name, folder / name)
+    config = json.loads((TINY_K2 / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **SMALL}))
+    return folder
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "corpus.txt"
+    path.write_text("\n\n".join(f"The young of animal number {i} is small. It grows." for i in range(40)), encoding="utf-8")
+    return path
+
+
+def command(start, text, out, *more):
+    return ["pretrain", "--model", str(start), "--data", str(text), "--out", str(out), "--steps", "3", "--tokens-per-step", "256", "--warmup",
+            "0", "--samples", "2", *more]  # fmt: skip
+
+
+def test_from_nothing_to_a_quantized_checkpoint(start, text, tmp_path, unfreeze_json, read_events):
+    run = tmp_path / "run"
+    result = unfreeze_json(*command(start, text, run))
+    assert result["finished"] and result["steps"] == 3 and result["loss_last"] < result["loss_first"]
+    tensors = load_file(run / "model" / "model.safetensors")
+    packed = {name for name in tensors if name.endswith("weight_packed")}
+    assert len(packed) == 4 * 3 and all(".mlp.experts." in name for name in packed)  # quantization_config, and its ignore list
+    assert (run / "model" / "config.json").read_text().count("pack-quantized") == 1
+    for name in ("tiktoken.model", "tokenizer_config.json", "generation_config.json"):
+        assert (run / "model" / name).read_bytes() == (start / name).read_bytes()
+    model = unfreeze.load(run)
+    assert len(model.generate("The young of", max_new_tokens=4)) > 0 and model.logits([[1, 2, 3]])[0].isfinite().all()
+
+    for group in ("attention", "experts", "router", "embeddings", "norms", "lm_head"):
+        entry = result["receipt"][group]
+        assert entry["trained"] == entry["parameters"] and entry["grad_norm"] > 0 and entry["moved"] > 0
+    assert json.loads((run / "plan.json").read_text())["adapter_parameters"] == 0
+    assert [event["when"] for event in read_events(run, "sample")] == ["before", "before", "after", "after"]
+    resolved = json.loads((run / "resolved_config.json").read_text())
+    assert resolved["effective"] == {"steps": 3, "sequence_length": 256, "device": resolved["effective"]["device"]}
+    assert resolved["save_every"] == 0 and resolved["model"] == str(start)
+
+
+def test_a_kill_while_the_result_is_written_leaves_a_run_that_writes_it(start, text, tmp_path, unfreeze_json, monkeypatch, capsys):
+    run = tmp_path / "run"
+
+    def killed(source, target, replace=os.replace):
+        if Path(target) == run / "model":
+            raise KeyboardInterrupt
+        return replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)  # all is written, and the name is not there yet
+        assert cli.main([*command(start, text, run), "--quiet"]) == 130
+    assert "saved as of step-000003" in capsys.readouterr().err
+    assert not (run / "model").exists() and not list(run.glob(".model*"))
+    again = unfreeze_json(*command(start, text, run))
+    assert again["finished"] and "already_finished" not in again and unfreeze.load(run).logits([[1, 2]])[0].isfinite().all()
+    assert unfreeze_json(*command(start, text, run))["already_finished"]
+
+
+def test_goes_on_from_its_own_dense_result(start, text, tmp_path, unfreeze_json, read_events):
+    config = json.loads((start / "config.json").read_text())
+    del config["quantization_config"]
+    (start / "config.json").write_text(json.dumps(config))
+    unfreeze_json(*command(start, text, tmp_path / "one"))
+    unfreeze_json(*command(tmp_path / "one" / "model", text, tmp_path / "two", "--dtype", "bfloat16"))
+    loaded = read_events(tmp_path / "two", "load")[0]
+    assert loaded["bytes"] == sum(tensor.nbytes for tensor in load_file(tmp_path / "one" / "model" / "model.safetensors").values())
+    receipt = json.loads((tmp_path / "two" / "receipt.json").read_text())["groups"]
+    assert all(entry["grad_norm"] > 0 for entry in receipt.values())  # read from the fp32 sums beside the bf16 weights
+
+
+def test_what_it_refuses(start, text, tmp_path, capsys):
+    def refused(*arguments):
+        assert cli.main([*arguments, "--quiet"]) == 2
+        return capsys.readouterr().err
+
+    assert "packed in 4 bits" in refused(*command(TINY_K2, text, tmp_path / "a"))
+    config = json.loads((start / "config.json").read_text())
+    (start / "config.json").write_text(json.dumps({"model_type": "kimi_k25", "text_config": config}))
+    assert "nests its language model in text_config" in refused(*command(start, text, tmp_path / "b"))
+    (start / "config.json").unlink()
+    assert "has no config.json" in refused(*command(start, text, tmp_path / "c"))
+
+
+def test_it_says_what_to_do_next(start, text, tmp_path, capsys):
+    assert cli.main(command(start, text, tmp_path / "run")) == 0
+    error = capsys.readouterr().err
+    assert "next: unfreeze chat" in error and "unfreeze generate" in error and "unfreeze export" not in error
+    assert "data: 40 rows (text 40)" in error and "plan for" in error
