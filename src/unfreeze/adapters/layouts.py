@@ -206,6 +206,7 @@ def _short_names(entries: list[Entry], model: nn.Module) -> dict[str, str]:
     names = [p for c in candidates(model) for p in c.projections]
     universe = {name: groups.get(name) for n in names for name in (n, f"{n}.weight")}
     routed = {target: group for target, group in groups.items() if _expert_number(target)}
+    universe |= routed  # a dense "gate_proj" of another rank must not be shortened to a name that experts.17.gate_proj ends with too
     uniform = len(set(routed.values())) == 1
     short: dict[str, str] = {}
     for target, group in groups.items():

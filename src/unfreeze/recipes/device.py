@@ -16,14 +16,19 @@ if TYPE_CHECKING:
     from unfreeze.generate.model import Model
 
 
-def pick_device(name: str) -> torch.device:
-    """The device of a name; "auto": CUDA if there is one. Expandable segments are set before CUDA starts, so that its allocator doesn't
-    fragment (FAILURES L2). Raises ConfigError for a device that isn't here."""
+def pick_device(name: str, threads: int = 0) -> torch.device:
+    """The device of a name; "auto": CUDA if there is one. `threads` CPU threads from here on, 0: all cores.
+
+    Expandable segments are set before CUDA starts, so that its allocator doesn't fragment (FAILURES L2).
+    Raises ConfigError for a device that isn't here.
+    """
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     import torch
 
     from unfreeze.generate.open import device_of
 
+    if threads:
+        torch.set_num_threads(threads)
     return device_of(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
 
 

@@ -66,7 +66,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
     """The table of contents of a pretraining run; goes on where an unfinished run in the same folder stopped."""
     refuse_absent(config.data, "data")
-    device = pick_device(config.device)
+    device = pick_device(config.device, config.threads)
 
     from unfreeze import models
     from unfreeze.data import Batches, check_vocab, load_tokenizer
@@ -90,7 +90,8 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
         check_vocab(tokenizer, shape.vocab_size)
         dataset = encode(run, config, tokenizer, shape.max_positions, supervise="all")
         plan = plan_training(
-            shape, start, None, tokens=config.tokens_per_micro_batch, dtype=config.dtype, device=device, recompute=config.recompute == "layers"
+            shape, start, None, tokens=config.tokens_per_micro_batch, dtype=config.dtype, device=device, recompute=config.recompute == "layers",
+            micro_batches=config.micro_batches,
         )
         say_plan(run, plan)
         model = start_model(start, dtype_of(config.dtype), device, config.seed, run, common)

@@ -52,7 +52,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
     `command` is what the user typed, to be shown where the run must be given again.
     """
     refuse_absent(config.data, "data")
-    device = pick_device(config.device)
+    device = pick_device(config.device, config.threads)
 
     from unfreeze import models
     from unfreeze.adapters import attach, save_adapter, verify_adapter
@@ -77,6 +77,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
         dataset = encode(run, config, tokenizer, shape.max_positions, supervise="assistant")
         plan = plan_training(
             shape, manifest, config.lora, tokens=config.tokens_per_micro_batch, dtype=config.dtype, device=device,
+            micro_batches=config.micro_batches,
             recompute=config.recompute == "layers",
         )  # fmt: skip
         say_plan(run, plan)

@@ -60,6 +60,7 @@ class TrainingConfig(Frozen):
         default="bfloat16", description="dtype of the frozen base and the computation; adapters are float32"
     )
     device: str = Field(default="auto", description="auto (CUDA if there is one), cpu, cuda, cuda:1")
+    threads: int = Field(default=0, ge=0, description="CPU threads; 0: all cores. 1 is as fast for models of a few million parameters")
     recompute: Literal["layers", "nothing"] = Field(
         default="layers", description="keep only each layer's input and recompute in backward, or keep all"
     )
@@ -84,7 +85,7 @@ class TrainingConfig(Frozen):
 
     def record(self) -> dict[str, Any]:
         """What a run is identified by when it resumes: every field that changes what is computed."""
-        fields = self.model_dump(mode="json", exclude={"out", "save_every", "keep_saves", "samples"})
+        fields = self.model_dump(mode="json", exclude={"out", "save_every", "keep_saves", "samples", "threads"})
         return {**fields, "model": portable(self.model), "data": str(Path(self.data).resolve())}
 
 
