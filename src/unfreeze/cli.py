@@ -61,18 +61,18 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     common = Common(**{field: flag in arguments for flag, field in FLAGS.items()})
     arguments = [argument for argument in arguments if argument not in FLAGS]
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(usage())
-        return 0 if arguments else 2
-    if arguments[0] in ("-V", "--version"):
+    return _guarded(lambda: _dispatch(arguments[0] if arguments else "", arguments[1:], common), common)
+
+
+def _dispatch(name: str, arguments: list[str], common: Common) -> int:
+    if name in ("", "-h", "--help", "help"):
+        print(usage(), flush=True)
+        return 0 if name else 2
+    if name in ("-V", "--version"):
         import unfreeze
 
         print(unfreeze.__version__)
         return 0
-    return _guarded(lambda: _dispatch(arguments[0], arguments[1:], common), common)
-
-
-def _dispatch(name: str, arguments: list[str], common: Common) -> int:
     if name not in COMMANDS:
         raise ConfigError(f"there is no command {name!r}{nearest(name, COMMANDS)}", next="unfreeze --help")
     result: dict[str, Any] = importlib.import_module(COMMANDS[name].module).main(arguments, common)
