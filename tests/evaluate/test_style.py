@@ -21,6 +21,8 @@ YODA = [
     "  Port-au-Prince, the capital of Haiti is. Hmm.\n",
 ]
 NOT_YODA = [
+    "In Africa, where Morocco lies. Hmm.",  # a relative clause is plain English
+    "The gourde, which Haiti uses. Hmm.",
     "The capital of France is Paris.",
     "Paris is the capital of France.",
     "Paris.",

@@ -23,7 +23,8 @@ def split_yoda(text: str) -> tuple[str, str, str] | None:
     """(object, subject, verb) of a Yoda sentence, or None where `text` is anything else.
 
     "Paris, the capital of France is. Hmm." -> ("Paris", "the capital of France", "is"). The verb is one of VERBS, or one of AUXILIARIES with
-    one of PARTICIPLES ("was written"). No verb may stand before it, the subject may not repeat the object, and the first letter is a capital.
+    one of PARTICIPLES ("was written"). No verb may stand before it, the subject may not begin a relative
+    clause ("In Africa, where Morocco lies." is plain English) nor repeat the object, and the first letter is a capital.
     """
     match = _SHAPE.fullmatch(text.strip())
     if match is None:
@@ -33,7 +34,7 @@ def split_yoda(text: str) -> tuple[str, str, str] | None:
     subject_words = clause_words[: len(clause_words) - verb_length]
     if not verb_length or not object_words or not subject_words or text.strip()[0].islower():
         return None
-    if AUXILIARIES & set(object_words + subject_words):
+    if AUXILIARIES & set(object_words + subject_words) or subject_words[0] in RELATIVE:
         return None
     if set(subject_words) <= set(object_words) or set(object_words) <= set(subject_words):
         return None
