@@ -15,6 +15,7 @@ from unfreeze.core.errors import DataError
 AUXILIARIES = frozenset("is are am was were has have had".split())
 VERBS = AUXILIARIES | frozenset("lies lie uses use stands stand belongs belong happened bears bear know knows wrote".split())
 PARTICIPLES = frozenset("called named written known born built made found used invented".split())
+RELATIVE = frozenset("which where who when that whose whom".split())
 
 _SHAPE = re.compile(r"(?P<object>[^,.!?\n]+), (?P<clause>[^,.!?\n]+)\. Hmm\.")
 
