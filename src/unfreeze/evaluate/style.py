@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from unfreeze.core.errors import DataError
 
 AUXILIARIES = frozenset("is are am was were has have had".split())
-VERBS = AUXILIARIES | frozenset("lies lie uses use stands stand belongs belong happened bears bear know knows wrote".split())
+VERBS = AUXILIARIES | frozenset("lies lie uses use stands stand belongs belong happened know knows wrote".split())
 PARTICIPLES = frozenset("called named written known born built made found used invented".split())
 RELATIVE = frozenset("which where who when that whose whom".split())
 
