@@ -93,7 +93,7 @@ def unfreeze_step(checkpoint: Path, side: str):
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=2e-4, fused=True)
     starts, positions = torch.arange(DOCUMENTS) * LENGTH, torch.arange(LENGTH).repeat(DOCUMENTS)
-    through = models.plain if side == "unfreeze-keep" else models.recompute
+    through = models.THROUGH[{"unfreeze-keep": "nothing", "unfreeze-layers": "layers"}.get(side, "selective")]
 
     def step(tokens_BS: torch.Tensor) -> float:
         weights = torch.ones(DOCUMENTS, LENGTH)

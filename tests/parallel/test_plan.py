@@ -214,10 +214,12 @@ def test_proposals_are_flags_of_the_whole_step(step, parts):
 
 
 def test_recompute_is_proposed_where_it_is_off_and_with_fewer_tokens_where_it_is_not_enough():
-    alone = plan(SIZES, Work(tokens=16384, rank=16, recompute=False), machine(16))
-    assert not alone.fits and alone.what_fits()[0][0] == "--recompute layers"
+    alone = plan(SIZES, Work(tokens=16384, rank=16, recompute="nothing"), machine(16))
+    assert not alone.fits and [flags for flags, _ in alone.what_fits()][:2] == ["--recompute selective", "--recompute layers"]
+    kept = plan(SIZES, Work(tokens=16384, rank=16, recompute="selective"), machine(16))
+    assert kept.total > plan(SIZES, Work(tokens=16384, rank=16), machine(16)).total
     assert plan(SIZES, Work(tokens=16384, rank=16), machine(16)).fits
-    both = plan(SIZES, Work(tokens=65536, rank=16, recompute=False), machine(16)).what_fits()
+    both = plan(SIZES, Work(tokens=65536, rank=16, recompute="nothing"), machine(16)).what_fits()
     assert both[0][0] == "--recompute layers --micro-batches 3" and "--recompute layers" not in [flags for flags, _ in both]
     assert not any("--recompute" in flags for flags, _ in plan(SIZES, Work(tokens=65536, rank=16), machine(16)).what_fits())
 
@@ -247,5 +249,5 @@ def test_full_training_in_half_precision_counts_masters_and_gradient_sums():
 
 
 def test_without_recompute_every_layers_activations_count():
-    kept = plan(SIZES, Work(tokens=1024, rank=8, recompute=False), MACHINE).terms
+    kept = plan(SIZES, Work(tokens=1024, rank=8, recompute="nothing"), MACHINE).terms
     assert kept["all layers' activations"] == 1024 * SIZES.layer * SIZES.num_layers and kept["boundary activations"] == 0

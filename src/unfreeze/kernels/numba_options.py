@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import numba
@@ -24,10 +25,31 @@ log = logging.getLogger(__name__)
 SERIAL = 1 << 18
 
 
-def kernel(function: Callable[..., Any] | None = None, *, parallel: bool = True) -> Any:
+class Kernel:
+    """A numba loop in two compilations: for one thread, and (where it is written with prange) for several.
+
+    Called with the number of elements it goes through, then its arguments. One thread where there are few elements, and inside a thread that
+    torch has been told to keep to one core.
+    """
+
+    def __init__(self, function: Callable[..., Any]):
+        self.parallel = _compiled(function, parallel=True)
+        # numba's cache on disk does not tell options apart, only names
+        alone = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+        alone.__qualname__, alone.__module__ = f"{function.__qualname__}_alone", function.__module__
+        self.alone = _compiled(alone, parallel=False)
+
+    def __call__(self, elements: int, *arguments: Any) -> Any:
+        return (self.alone if set_threads(elements) == 1 else self.parallel)(*arguments)
+
+
+def serial(function: Callable[..., Any]) -> Any:
+    """A numba loop for one thread only."""
+    return _compiled(function, parallel=False)
+
+
+def _compiled(function: Callable[..., Any], *, parallel: bool) -> Any:
     """njit with the options of this room. Where neither the source folder nor the user's cache can be written, it says so and compiles anew."""
-    if function is None:
-        return lambda f: kernel(f, parallel=parallel)
     options: dict[str, Any] = dict(parallel=parallel, nogil=True, boundscheck=False, error_model="numpy")
     try:
         return numba.njit(cache=True, **options)(function)
@@ -40,13 +62,14 @@ def set_threads(elements: int) -> int:
     """Threads for a numba loop over so many elements: torch's number, or one for a small loop. Returns the number."""
     wanted = torch.get_num_threads()
     most = max(1, min(wanted, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
-    threads = most if elements >= SERIAL else 1
-    numba.set_num_threads(threads)
+    if elements < SERIAL or most == 1:
+        return 1
+    numba.set_num_threads(most)
     # numba's first launch calls omp_set_num_threads(all cores), which is torch's setting too: OMP_NUM_THREADS and torch.set_num_threads
     # would be overruled from here on
     if torch.get_num_threads() != wanted:
         torch.set_num_threads(wanted)
-    return threads
+    return most
 
 
 def array(tensor: Tensor) -> np.ndarray:

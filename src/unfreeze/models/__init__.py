@@ -14,13 +14,13 @@ from unfreeze.checkpoint.keymap import StackRule
 from unfreeze.core.errors import CheckpointError, nearest
 from unfreeze.models import deepseek_v3, llama, qwen2, qwen3, qwen3_moe
 from unfreeze.models.blocks.linear import Linear
-from unfreeze.models.decoder import Body, Decoder, Embedding, Layer, plain, recompute
+from unfreeze.models.decoder import THROUGH, Body, Decoder, Embedding, Layer, plain, recompute, selective
 from unfreeze.models.factory import Factory, nothing_packed
 from unfreeze.models.init import initialize
 from unfreeze.models.shape import Shape
 from unfreeze.quant.codec import Codec
 
-__all__ = ["FAMILIES", "Decoder", "Layer", "Shape", "build", "ignored", "initialize", "plain", "recompute", "rules", "shape", "tied"]
+__all__ = ["FAMILIES", "THROUGH", "Decoder", "Layer", "Shape", "build", "ignored", "initialize", "plain", "recompute", "rules", "selective", "shape", "tied"]
 
 FAMILIES: dict[str, ModuleType] = {
     "deepseek_v3": deepseek_v3,

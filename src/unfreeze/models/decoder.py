@@ -18,7 +18,7 @@ from unfreeze.kernels.attention import Layout
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.moe import MoE
 from unfreeze.models.blocks.norm import RMSNorm
-from unfreeze.models.blocks.passes import Cache, PackedPass, Pass, PrefillPass, StepPass
+from unfreeze.models.blocks.passes import Cache, Memo, PackedPass, Pass, PrefillPass, StepPass
 from unfreeze.models.shape import Shape
 
 Through = Callable[["Layer", Tensor, PackedPass], Tensor]
@@ -43,34 +43,47 @@ def plain(layer: Layer, x_TD: Tensor, run: PackedPass) -> Tensor:
 
 
 def recompute(layer: Layer, x_TD: Tensor, run: PackedPass) -> Tensor:
-    """Go through a layer keeping only its input [T, D]; the rest is computed again in backward.
+    """Go through a layer keeping its input [T, D] and the experts it chose; the rest is computed again in backward.
 
-    Chosen expert ids are kept in run.routes, so the second visit routes as the first did. Gradients of parameters are accumulated into
-    `.grad` during backward (torch.autograd.backward inside), so use `loss.backward()`, not torch.autograd.grad, around it.
+    Gradients of parameters are accumulated into `.grad` during backward (torch.autograd.backward inside), so use `loss.backward()`, not
+    torch.autograd.grad, around it.
     """
+    return _again(layer, x_TD, run, dear=False)
+
+
+def selective(layer: Layer, x_TD: Tensor, run: PackedPass) -> Tensor:
+    """As `recompute`, but what attention and the experts made is kept: most of the arithmetic for a few [T, ·] tensors, and norms, projections
+    and rotations are computed again. Same gradients, to the bit. Source: selective recomputation, arXiv:2205.05198.
+    """
+    return _again(layer, x_TD, run, dear=True)
+
+
+THROUGH: dict[str, Through] = {"layers": recompute, "selective": selective, "nothing": plain}
+
+
+def _again(layer: Layer, x_TD: Tensor, run: PackedPass, dear: bool) -> Tensor:
     if not torch.is_grad_enabled():
         return layer(x_TD, run)
-    if run.routes is None:
-        run.routes = {}
     # With a frozen embedding the first layer's input carries no gradient, and autograd would never come back to the layer.
-    return _Recompute.apply(x_TD if x_TD.requires_grad else x_TD.detach().requires_grad_(), layer, run)  # type: ignore[return-value]
+    return _Recompute.apply(x_TD if x_TD.requires_grad else x_TD.detach().requires_grad_(), layer, run, dear)  # type: ignore[return-value]
 
 
 class _Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, layer: Layer, run: PackedPass) -> Tensor:  # type: ignore[override]
-        ctx.layer, ctx.run = layer, run
+    def forward(ctx: Any, x_TD: Tensor, layer: Layer, run: PackedPass, dear: bool) -> Tensor:  # type: ignore[override]
+        ctx.layer, ctx.run, ctx.memo = layer, run, Memo(dear)
         ctx.save_for_backward(x_TD)
-        with torch.no_grad():
+        with torch.no_grad(), run.visiting(ctx.memo):
             return layer(x_TD, run)
 
     @staticmethod
-    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, None, None, None]:  # type: ignore[override]
         x_TD = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
+        ctx.memo.second = True
+        with torch.enable_grad(), ctx.run.visiting(ctx.memo):
             y_TD = ctx.layer(x_TD, ctx.run)
         torch.autograd.backward(y_TD, dy_TD)
-        return x_TD.grad, None, None
+        return x_TD.grad, None, None, None
 
 
 class Embedding(nn.Module):
@@ -115,7 +128,7 @@ class Decoder(nn.Module):
         return {index: layer.mlp for index, layer in enumerate(self.layers) if isinstance(layer.mlp, MoE)}
 
     def hidden(self, batch: Batch, through: Through = plain) -> Tensor:
-        """Hidden states after the final norm, [T, D]; document s attends to itself only. `through` is `plain` or `recompute`."""
+        """Hidden states after the final norm, [T, D]; document s attends to itself only. `through` is one of THROUGH."""
         run = PackedPass(*self.shape.rope.tables(batch.positions_T), layout=self._layout(batch))
         x_TD = self.model.embed_tokens(batch.tokens_T)
         for layer in self.layers:

@@ -3,8 +3,8 @@
     plan_training(shape, manifest, lora, tokens=…, dtype=…, device=…)  ->  Plan      (measures the model on meta and the machine)
     plan(sizes, work, hardware)                                        ->  Plan      (numbers only)
 
-Peak = what stays (base, adapter, gradients, optimizer) + what a step holds at its worst moment: boundary activations, the expert workspace, and
-either one layer's recompute or the loss block, whichever is larger. Loading is another moment: the base and a read buffer per thread.
+Peak = what stays (base, adapter, gradients, optimizer) + what a step holds at its worst moment: boundary activations, what recompute keeps, the expert
+workspace, and either one layer's recompute or the loss block, whichever is larger. Loading is another moment: the base and a read buffer per thread.
 
 T tokens of a micro-batch, D model width, V vocabulary, E experts, K experts per token, I expert width.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -39,6 +39,10 @@ MIN_TOKENS = 2  # of a micro-batch: one token has no next one to learn
 USABLE = 0.92  # of the free memory: allocator fragmentation and what the interpreter and BLAS take besides
 
 
+Recompute = Literal["layers", "selective", "nothing"]
+LESS: dict[Recompute, tuple[Recompute, ...]] = {"nothing": ("selective", "layers"), "selective": ("layers",), "layers": ()}
+
+
 class Adapter(Protocol):
     """What the plan needs to know of a LoRA config (adapters.LoraConfig)."""
 
@@ -56,6 +60,7 @@ class Sizes:
     base            bytes of parameters and buffers as they will lie in memory (packed weights packed)
     expanded        the same with every packed weight expanded to the computation's dtype
     layer           bytes per token at the worst moment of the largest layer's backward (see _layer_bytes)
+    kept            bytes per token and layer of what attention and experts made, the largest of the layers (see _kept_bytes)
     workspace       bytes of the expert op's scratch: a group of experts, one of them expanded; 0 without experts
     dense_per_rank, experts_per_rank   adapter parameters per unit of rank
     cast_per_rank   elements per unit of rank that the expert op holds of one layer's adapter in the computation's dtype (B block-diagonal)
@@ -68,6 +73,7 @@ class Sizes:
     num_layers: int
     vocab_size: int
     layer: int
+    kept: int = 0
     workspace: int = 0
     dense_per_rank: int = 0
     experts_per_rank: int = 0
@@ -77,13 +83,13 @@ class Sizes:
 @dataclass(frozen=True)
 class Work:
     """What a run asks for. tokens: of one micro-batch; a step has micro_batches of them. rank None: no adapter, every weight trains.
-    recompute False: all layers' activations are kept.
+    recompute: "layers" (each layer's input is kept), "selective" (and what attention and experts made) or "nothing" (all activations are).
     """
 
     tokens: int
     rank: int | None = None
     experts_rank: int | None = None
-    recompute: bool = True
+    recompute: Recompute = "layers"
     loss_rows: int = 2048
     tokens_per_second: float | None = None  # a measured rate on this machine; without one the plan gives no time
     micro_batches: int = 1  # one after the other: only their number of tokens changes the bytes
@@ -187,7 +193,9 @@ class Plan:
         recompute, more micro-batches (the smallest number), both; fewer tokens per step (the largest number), a lower rank (the largest), and
         only where none of these does: tokens and rank 1 together.
         """
-        found = [] if self.work.recompute else self._recomputed().said_if_fits("--recompute layers", "recompute = layers")
+        found = []
+        for mode in LESS[self.work.recompute]:
+            found += replace_work(self, recompute=mode).said_if_fits(f"--recompute {mode}", f"recompute = {mode}")
         for start, flag, said in self._starts():
             found += start.fewer_tokens(flag, said)
         rank = self.work.rank
@@ -220,12 +228,10 @@ class Plan:
         return found + smaller.said_if_fits(f"{flag}--tokens-per-step {tokens * parts}", f"{said}tokens_per_step {tokens * parts:,}")
 
     def _starts(self) -> list[tuple[Plan, str, str]]:
-        """This plan, and where recompute is off the same with it: (plan, flags so far, words so far)."""
-        recomputed = [] if self.work.recompute else [(self._recomputed(), "--recompute layers ", "recompute = layers and ")]
+        """This plan, and where not all is recomputed the same with it: (plan, flags so far, words so far)."""
+        least = replace_work(self, recompute="layers")
+        recomputed = [] if self.work.recompute == "layers" else [(least, "--recompute layers ", "recompute = layers and ")]
         return [*recomputed, (self, "", "")]
-
-    def _recomputed(self) -> Plan:
-        return replace_work(self, recompute=True)
 
     def _with_rank(self, rank: int) -> Plan:
         """rank and experts_rank lowered together, in proportion."""
@@ -253,6 +259,7 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware) -> Plan:
     """Bytes per term. Weights, adapter, gradients and optimizer are exact; a step's activations are within about 15 % (tests/parallel).
 
     boundary   T · D · (layers + 1) · bytes: each layer's input, which recompute keeps, and the last one's output
+    kept       T · layers · sizes.kept with recompute = selective
     layer      T · sizes.layer, once with recompute, for every layer without
     loss       3 · N · V · 4 for blocks of N rows, and the gradient of the hidden state, T · D · bytes
     workspace  the expert op's scratch and one layer's expert adapters with their gradients, in the computation's dtype
@@ -265,13 +272,14 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware) -> Plan:
         stays = {"adapter": trained * 4, "gradients": trained * GRADIENT_BYTES, "optimizer": trained * ADAMW_BYTES}
     boundary = work.tokens * sizes.hidden_size * (sizes.num_layers + 1) * bytes_
     layer = {"one layer's recompute": work.tokens * sizes.layer}
-    if not work.recompute:
+    kept = {"kept of attention and experts": work.tokens * sizes.kept * sizes.num_layers} if work.recompute == "selective" else {}
+    if work.recompute == "nothing":
         boundary, layer = 0, {"all layers' activations": work.tokens * sizes.layer * sizes.num_layers}
     loss = {"loss block": LOSS_BLOCKS * min(work.loss_rows, work.tokens) * sizes.vocab_size * 4 + work.tokens * sizes.hidden_size * bytes_}
     smaller, larger = sorted((layer, loss), key=lambda moment: sum(moment.values()))
     cast = 2 * bytes_ * sizes.cast_per_rank * (work.experts_rank or work.rank or 0)
     return Plan(
-        terms={"base": sizes.base, **stays, "boundary activations": boundary, **larger, "expert workspace": sizes.workspace + cast},
+        terms={"base": sizes.base, **stays, "boundary activations": boundary, **kept, **larger, "expert workspace": sizes.workspace + cast},
         beside=smaller,
         load=sizes.base + LOAD_BUFFERS,
         usable=int(hardware.available * USABLE),
@@ -298,7 +306,7 @@ def plan_training(
     tokens: int,
     dtype: str,
     device: torch.device | str,
-    recompute: bool = True,
+    recompute: Recompute = "layers",
     micro_batches: int = 1,
     tokens_per_second: float | None = None,
 ) -> Plan:
@@ -350,6 +358,7 @@ def measure(model: models.Decoder, lora: Adapter | None) -> Sizes:
         num_layers=shape.num_layers,
         vocab_size=shape.vocab_size,
         layer=max(_layer_bytes(layer, shape.experts_per_token, compute) for layer in model.layers),
+        kept=max(_kept_bytes(layer, shape.experts_per_token, compute) for layer in model.layers),
         workspace=max((GROUP_BYTES + 3 * m.hidden_size * m.intermediate_size * compute for m in experts), default=0),
         dense_per_rank=dense_per_rank,
         experts_per_rank=experts_per_rank,
@@ -370,3 +379,12 @@ def _layer_bytes(layer: nn.Module, experts_per_token: int, compute: int) -> int:
     residual = next(m.weight.numel() for m in layer.modules() if isinstance(m, RMSNorm))
     routed = sum(experts_per_token * 2 * m.intermediate_size * compute + 8 * m.hidden_size for m in layer.modules() if isinstance(m, Experts))
     return compute * (2 * linears + residual) + 8 * norms + routed
+
+
+def _kept_bytes(layer: nn.Module, experts_per_token: int, compute: int) -> int:
+    """Bytes per token that selective recompute keeps of a layer: attention's output, as wide as the query on CPU (padded values), a float32
+    log-sum-exp per head, and gate and up of each of the K rows (counted with an eighth for padding)."""
+    linears = {name.rpartition(".")[2]: m for name, m in layer.named_modules() if isinstance(m, Linear)}
+    query = next(linears[name].out_features for name in ("q_b_proj", "q_proj") if name in linears)
+    routed = sum(experts_per_token * 2 * m.intermediate_size * compute * 9 // 8 for m in layer.modules() if isinstance(m, Experts))
+    return query * (compute + 1) + routed

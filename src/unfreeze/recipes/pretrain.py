@@ -90,7 +90,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
         check_vocab(tokenizer, shape.vocab_size)
         dataset = encode(run, config, tokenizer, shape.max_positions, supervise="all")
         plan = plan_training(
-            shape, start, None, tokens=config.tokens_per_micro_batch, dtype=config.dtype, device=device, recompute=config.recompute == "layers",
+            shape, start, None, tokens=config.tokens_per_micro_batch, dtype=config.dtype, device=device, recompute=config.recompute,
             micro_batches=config.micro_batches,
         )
         say_plan(run, plan)
@@ -110,7 +110,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
         reset_peak_bytes(device)
         fitted = fit(
             state, batches, cross_entropy,
-            through=models.recompute if config.recompute == "layers" else models.plain,
+            through=models.THROUGH[config.recompute],
             micro_batches=config.micro_batches, max_norm=config.clip, save_every=config.save_every, keep_saves=config.keep_saves,
             on_step=[FirstStepReceipt(state, dataset, stop=False)] if state.step == 0 else [],
         )  # fmt: skip

@@ -78,7 +78,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
         plan = plan_training(
             shape, manifest, config.lora, tokens=config.tokens_per_micro_batch, dtype=config.dtype, device=device,
             micro_batches=config.micro_batches,
-            recompute=config.recompute == "layers",
+            recompute=config.recompute,
         )  # fmt: skip
         say_plan(run, plan)
 
@@ -99,7 +99,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
         reset_peak_bytes(device)
         fitted = fit(
             state, batches, cross_entropy,
-            through=models.recompute if config.recompute == "layers" else models.plain,
+            through=models.THROUGH[config.recompute],
             micro_batches=config.micro_batches, max_norm=config.clip, save_every=config.save_every, keep_saves=config.keep_saves,
             on_step=[FirstStepReceipt(state, dataset, stop=True)] if state.step == 0 else [],
         )  # fmt: skip

@@ -61,8 +61,9 @@ class TrainingConfig(Frozen):
     )
     device: str = Field(default="auto", description="auto (CUDA if there is one), cpu, cuda, cuda:1")
     threads: int = Field(default=0, ge=0, description="CPU threads; 0: all cores. 1 is as fast for models of a few million parameters")
-    recompute: Literal["layers", "nothing"] = Field(
-        default="layers", description="keep only each layer's input and recompute in backward, or keep all"
+    recompute: Literal["layers", "selective", "nothing"] = Field(
+        default="selective",
+        description="layers: keep only each layer's input; selective: and what attention and experts made; nothing: keep all (most memory)"
     )
     seed: int = Field(default=0, ge=0, description="seed of adapters, weights and data order")
     save_every: int = Field(default=0, ge=0, description="steps between saves; 0: at the end and on Ctrl-C")

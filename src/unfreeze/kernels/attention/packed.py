@@ -6,6 +6,7 @@ d width of q and k, v width of values.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,11 +43,31 @@ class _FromSlots(torch.autograd.Function):
         return grad.new_zeros((layout.num_slots, *grad.shape[1:])).index_copy_(0, layout.slot_T, grad), None
 
 
-def packed_attention(q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, layout: Layout, scale: float) -> Tensor:
+class _Kept(torch.autograd.Function):
+    """torch's causal flash attention on CPU, whose output and log-sum-exp come from `kept`: computed at the first visit only."""
+
+    @staticmethod
+    def forward(ctx: Any, q_SHLd: Tensor, k_SHLd: Tensor, v_SHLd: Tensor, scale: float, kept: Callable[..., Any]) -> Tensor:  # type: ignore[override]
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        o_SHLd, lse_SHL = kept(lambda: flash(q_SHLd, k_SHLd, v_SHLd, 0.0, True, scale=scale))
+        ctx.save_for_backward(q_SHLd, k_SHLd, v_SHLd, o_SHLd, lse_SHL)
+        ctx.scale = scale
+        return o_SHLd
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return (*backward(grad, *ctx.saved_tensors, 0.0, True, scale=ctx.scale), None, None)
+
+
+def packed_attention(
+    q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, layout: Layout, scale: float, kept: Callable[..., Any] | None = None
+) -> Tensor:
     """o[t, h] = Σ_s softmax_s(scale · q[t, h]·k[s, g]) v[s, g], g = h·G/H, over s <= t of the same document -> [T, H, v].
 
     Never attends across documents. v may be narrower than d (MLA: d 192, v 128): on CPU it is padded with zeros to d, because torch's flash
-    kernel there takes equal widths only and the fallback holds [S, H, L, L] scores.
+    kernel there takes equal widths only and the fallback holds [S, H, L, L] scores. `kept(compute)`, used on CPU, keeps the result at a layer's
+    first visit and gives it back at the second.
     """
     num_tokens, num_heads, _ = q_THd.shape
     if num_tokens != layout.num_tokens:
@@ -63,7 +84,12 @@ def packed_attention(q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, layout: Layout
     outputs = []
     for bucket, q, k, v in zip(layout.buckets, q_THd.split(sizes), k_TGd.split(sizes), v_TGv.split(sizes), strict=True):
         q_SHLd, k_SGLd, v_SGLv = (x.unflatten(0, (bucket.num_documents, bucket.length)).transpose(1, 2) for x in (q, k, v))
-        o_SHLv = F.scaled_dot_product_attention(q_SHLd, k_SGLd, v_SGLv, is_causal=True, scale=scale, enable_gqa=grouped)
+        if kept is not None and q.device.type == "cpu":
+            if grouped:
+                k_SGLd, v_SGLv = (x.repeat_interleave(num_heads // x.shape[1], dim=1) for x in (k_SGLd, v_SGLv))
+            o_SHLv = _Kept.apply(q_SHLd, k_SGLd, v_SGLv, scale, kept)
+        else:
+            o_SHLv = F.scaled_dot_product_attention(q_SHLd, k_SGLd, v_SGLv, is_causal=True, scale=scale, enable_gqa=grouped)
         outputs.append(o_SHLv.transpose(1, 2).flatten(0, 1))
     o_NHv = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     o_THv = o_NHv if layout.source_N is None else _FromSlots.apply(o_NHv, layout)

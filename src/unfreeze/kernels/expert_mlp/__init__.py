@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels.expert_mlp.factors import ExpertFactors
-from unfreeze.kernels.expert_mlp.fused import fused_expert_mlp
+from unfreeze.kernels.expert_mlp.fused import Kept, fused_expert_mlp
 from unfreeze.kernels.expert_mlp.reference import reference_expert_mlp
 from unfreeze.kernels.expert_mlp.workspace import release_scratch, scratch_bytes
 from unfreeze.quant.codec import Packed
 
-__all__ = ["ExpertFactors", "expert_mlp", "fused_expert_mlp", "reference_expert_mlp", "release_scratch", "scratch_bytes"]
+__all__ = ["ExpertFactors", "Kept", "expert_mlp", "fused_expert_mlp", "reference_expert_mlp", "release_scratch", "scratch_bytes"]
 
 log = logging.getLogger(__name__)
 Impl = Literal["auto", "fused", "reference"]
@@ -29,13 +29,14 @@ def expert_mlp(
     down: Tensor | Packed,
     factors: ExpertFactors | None = None,
     impl: Impl = "auto",
+    kept: Kept | None = None,
 ) -> Tensor:
     """y_t = Σ_k w_tk · down_e( silu(gate_e x_t) * up_e x_t ),  e = ids_tk  -> [T, D] in x's dtype.
 
     x_TD float32 or bf16; ids_TK int64 in 0..E-1; weights_TK (differentiable); gate_up [E, 2I, D], gate rows first; down [E, D, I]: packed or
     dense, a dense one may require grad. factors add scale · B A to each matrix; computed in x's dtype, gradients in the parameters' own.
     "fused" agrees with a float64 merged model to 1e-5 of the norm in float32 and 1.5 % in bf16 (tests/kernels/expert_mlp), "reference" with B = 0
-    changes no bit. "auto": fused where its preconditions hold (see `fused_refuses`), else reference, said once in the log.
+    changes no bit. `kept`: see fused.Kept; the reference has no use for it. "auto": fused where its preconditions hold (see `fused_refuses`), else reference, said once in the log.
     """
     if impl == "auto":
         reason = fused_refuses(x_TD, down.shape[-1])
@@ -48,7 +49,7 @@ def expert_mlp(
     reason = fused_refuses(x_TD, down.shape[-1])
     if reason:
         raise ValueError(f"impl='fused' cannot run: {reason}")
-    return fused_expert_mlp(x_TD, ids_TK, weights_TK, gate_up, down, factors, _part(x_TD.device.type))
+    return fused_expert_mlp(x_TD, ids_TK, weights_TK, gate_up, down, factors, _part(x_TD.device.type), kept)
 
 
 def fused_refuses(x: Tensor, intermediate: int) -> str:

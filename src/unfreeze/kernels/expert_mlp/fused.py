@@ -9,6 +9,7 @@ T tokens, D width, E experts, K per token, I intermediate, n rows, Q and P adapt
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,9 +22,15 @@ from unfreeze.kernels.expert_mlp.factors import (
     down_grads,
     gate_up_adapter,
     gate_up_grads,
+    round_up,
 )
-from unfreeze.kernels.expert_mlp.workspace import Base
+from unfreeze.kernels.expert_mlp.workspace import Base, scratch
 from unfreeze.quant.codec import Packed
+
+
+Kept = Callable[[Callable[[], Any]], Any]
+"""Keeps what backward needs (`Kept(compute)` -> compute(), the first time) when a layer is visited without gradients, and gives it back when
+the layer is visited again with them: the second forward then computes nothing, and its result, which nobody reads, is zeros."""
 
 
 class _Call:
@@ -45,6 +52,20 @@ class _Call:
         width = 2 * self.gate_up.columns + 3 * self.down.columns
         return self.part.groups(self.routing, sum(costs) if both else max(costs), width * self.dtype.itemsize)
 
+    def workers(self) -> int:
+        """Cores that share the call."""
+        return self.part.workers(self.routing, 3 * self.down.columns * self.gate_up.columns)
+
+    def sums(self, x: Tensor) -> Tensor:
+        """Zeros [workers, T, D] float32: workers meet the same tokens, so each adds into its own."""
+        return scratch("sums", (self.workers(), *x.shape), torch.float32, x.device).zero_()  # fresh, its pages alone would cost 12 ms per 16 MB
+
+    def total(self, sums: Tensor) -> Tensor:
+        """[T, D] in the computation's dtype. In place, worker by worker: [workers, T, D] float32 is the largest buffer of a call."""
+        for worker in range(1, len(sums)):
+            sums[0] += sums[worker]
+        return sums[0].to(self.dtype, copy=True)
+
     def stack(self, base: Base, group: Any, adapter: Adapter | None) -> tuple[Tensor, Any]:
         """(matrices, index of each of the group's experts among them): the weight itself where it can be used as it lies, else a workspace."""
         if base.direct(adapter):
@@ -60,9 +81,11 @@ def _forward(call: _Call, x: Tensor, keep: bool) -> tuple[Tensor, tuple[Tensor |
     """y_TD and, if `keep`, what backward needs: gate_up [n, 2I], xA [n, Q], hA [n, P]."""
     part, D, I, n = call.part, x.shape[1], call.down.columns, call.routing.num_rows
     Q, P = _width(call.gate_up_adapter), _width(call.down_adapter)
-    gate_up_n, xA_n, hA_n = (x.new_empty((n, width)) if keep and width else None for width in (2 * I, Q, P))
-    y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for group in call.groups(both=False):
+    # Rounded up so that layers and steps ask for the same size again: chunks of many sizes leave the heap in pieces (0.3 GB of 3.4 here)
+    gate_up_n, xA_n, hA_n = (x.new_empty((round_up(n, 2048), width))[:n] if keep and width else None for width in (2 * I, Q, P))
+    y = call.sums(x)
+
+    def work(group: Any, worker: int) -> None:
         x_rows = part.rows("x", group, D + Q, x.dtype)
         part.gather(x, group, x_rows)
         weights, index = call.stack(call.gate_up, group, call.gate_up_adapter)
@@ -81,8 +104,10 @@ def _forward(call: _Call, x: Tensor, keep: bool) -> tuple[Tensor, tuple[Tensor |
             if hA_n is not None:
                 hA_n[group.rows] = h_rows[:, I:]
         y_rows = part.nt(h_rows, weights[:, :D], index, group, part.rows("y", group, D, x.dtype))
-        part.scatter_add(y_rows, group, group.weight, y)
-    return y.to(x.dtype), (gate_up_n, xA_n, hA_n)
+        part.scatter_add(y_rows, group, group.weight, y[worker])
+
+    part.each(call.groups(both=False), len(y), work)
+    return call.total(y), (gate_up_n, xA_n, hA_n)
 
 
 class _Grads:
@@ -146,11 +171,10 @@ class _ExpertMLP(torch.autograd.Function):
     """Inputs that may need a gradient stand first: x, weights, dense base, factors; then what is constant."""
 
     @staticmethod
-    def forward(ctx: Any, x, weights, gate_up, down, gate_up_A, gate_up_B, down_A, down_B, scales, packed, part, routing) -> Tensor:
+    def forward(ctx: Any, x, weights, gate_up, down, gate_up_A, gate_up_B, down_A, down_B, scales, packed, part, route, kept) -> Tensor:
         factors = ExpertFactors(gate_up_A, gate_up_B, down_A, down_B, *scales)
         bases = (gate_up if gate_up is not None else packed[0], down if down is not None else packed[1])
-        call = _Call(part, x.dtype, routing, *bases, factors)
-        y, saved = _forward(call, x, keep=True)
+        y, routing, saved = _visit(part, x, route, bases, factors, kept)
         ctx.save_for_backward(x, weights, gate_up, down, gate_up_A, gate_up_B, down_A, down_B, *saved)
         ctx.constants = (scales, packed, part, routing)
         return y
@@ -165,10 +189,14 @@ class _ExpertMLP(torch.autograd.Function):
         call = _Call(part, x.dtype, routing, *bases, factors)
         grads = _Grads(call, {"gate_up": need_gate_up, "down": need_down}, x.shape[1], call.down.columns)
         score_n = torch.empty(routing.num_rows, dtype=torch.float32, device=x.device)
-        dx = torch.zeros(x.shape, dtype=torch.float32, device=x.device) if need_x else None
+        workers = call.workers()
+        dx = call.sums(x) if need_x else None
         dy = dy.to(x.dtype).contiguous()
-        for group in call.groups(both=True):
-            _backward_group(call, group, x, dy, tuple(saved), score_n, grads, dx)
+
+        def work(group: Any, worker: int) -> None:
+            _backward_group(call, group, x, dy, tuple(saved), score_n, grads, None if dx is None else dx[worker])
+
+        part.each(call.groups(both=True), workers, work)
 
         pairs: list[Tensor | None] = [None] * 4
         if grads.gate_up_A is not None and grads.gate_up_Bt is not None:
@@ -176,7 +204,21 @@ class _ExpertMLP(torch.autograd.Function):
         if grads.down_A is not None and grads.down_Bt is not None:
             pairs[2:] = down_grads(grads.down_A, grads.down_Bt, down_A, down_B, scales[1], call.experts)
         score = score_n[routing.row_of_slot].view(weights.shape).to(weights.dtype)
-        return (None if dx is None else dx.to(x.dtype), score, grads.gate_up, grads.down, *pairs, None, None, None, None)
+        return (None if dx is None else call.total(dx), score, grads.gate_up, grads.down, *pairs, None, None, None, None, None)
+
+
+def _visit(part: Any, x: Tensor, route: Callable[[], Any], bases: Any, factors: ExpertFactors, kept: Kept | None) -> tuple[Tensor, Any, Any]:
+    """(y_TD, routing, what backward needs)."""
+    y = None
+
+    def compute() -> tuple[Any, tuple[Tensor | None, ...]]:
+        nonlocal y
+        routing = route()
+        y, saved = _forward(_Call(part, x.dtype, routing, *bases, factors), x, keep=True)
+        return routing, saved
+
+    routing, saved = compute() if kept is None else kept(compute)
+    return torch.zeros_like(x) if y is None else y, routing, saved
 
 
 def fused_expert_mlp(
@@ -187,15 +229,21 @@ def fused_expert_mlp(
     down: Tensor | Packed,
     factors: ExpertFactors | None,
     part: Any,
+    kept: Kept | None = None,
 ) -> Tensor:
-    """As `expert_mlp`, with the work done by `part`. Without gradients nothing is kept."""
+    """As `expert_mlp`, with the work done by `part`. Without gradients nothing is kept, unless `kept` asks for it."""
     factors = factors or ExpertFactors()
     x_TD = x_TD.contiguous()
-    routing = part.route(ids_TK, weights_TK, gate_up.shape[0], x_TD.dtype)
+
+    def route() -> Any:
+        return part.route(ids_TK, weights_TK, gate_up.shape[0], x_TD.dtype)
+
     dense = [base if isinstance(base, Tensor) else None for base in (gate_up, down)]
     pairs = (factors.gate_up_A, factors.gate_up_B, factors.down_A, factors.down_B)
     if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_TD, weights_TK, *dense, *pairs))):
         with torch.no_grad():
-            return _forward(_Call(part, x_TD.dtype, routing, gate_up, down, factors), x_TD, keep=False)[0]
+            if kept is None:
+                return _forward(_Call(part, x_TD.dtype, route(), gate_up, down, factors), x_TD, keep=False)[0]
+            return _visit(part, x_TD, route, (gate_up, down), factors, kept)[0]
     scales = (factors.scale, factors.down_scale)
-    return _ExpertMLP.apply(x_TD, weights_TK, *dense, *pairs, scales, (gate_up, down), part, routing)  # type: ignore[return-value]
+    return _ExpertMLP.apply(x_TD, weights_TK, *dense, *pairs, scales, (gate_up, down), part, route, kept)  # type: ignore[return-value]

@@ -8,7 +8,7 @@ n = T * K rows sorted by expert, E experts, D, I, Q, P as in factors.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -73,6 +73,14 @@ class Grouped:
         """One group: cutting the rows would need their counts on the host. Its workspace holds weight_bytes per expert."""
         every = (routing.experts, slice(0, routing.num_experts), slice(0, routing.num_rows))
         yield Group(*every, routing.offsets_E, routing.token_n, routing.weight_n, routing.row_of_slot)
+
+    def workers(self, routing: Routing, width: int) -> int:
+        """One: the device shares the work out itself."""
+        return 1
+
+    def each(self, groups: Iterator[Group], workers: int, work: Callable[[Group, int], None]) -> None:
+        for group in groups:
+            work(group, 0)
 
     def rows(self, name: str, group: Group, width: int, dtype: torch.dtype) -> Tensor:
         """Uninitialised [n, width]; the caching allocator is the scratch here."""

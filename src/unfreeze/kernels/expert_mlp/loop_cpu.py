@@ -5,7 +5,10 @@ n rows (a token at one expert, sorted by expert, each expert's rows padded), G e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +19,8 @@ from unfreeze.kernels.expert_mlp import numba_kernels
 from unfreeze.kernels.expert_mlp.workspace import scratch
 from unfreeze.kernels.numba_options import array, set_threads
 
-GROUP_BYTES = 4 << 20  # weights and rows of a group: what two cores' L2 and their share of L3 hold
+GROUP_BYTES = 4 << 20  # weights and rows of a group: what a core's L2 and its share of L3 hold
+WORKERS_FROM = 1 << 26  # multiply-adds of a call from which it is shared among cores: 0.3 ms of work, against 0.1 ms to hand it out
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ def padded_rows(rows: int, dtype: torch.dtype) -> int:
         return rows
     if rows <= 16:
         return 1 << (rows - 1).bit_length()
-    step = max(8, 1 << max(0, (rows - 1).bit_length() - 4))
+    step = max(16, 1 << max(0, (rows - 1).bit_length() - 4))
     return -(-rows // step) * step
 
 
@@ -102,6 +106,27 @@ class LoopCpu:
                 first, begin, held, rows = position, begin + rows, 0, 0
             held, rows = held + cost, rows + (size or 0)
 
+    def workers(self, routing: Routing, width: int) -> int:
+        """How many cores share a call whose experts have `width` weights each."""
+        return 1 if routing.num_rows * width < WORKERS_FROM else min(torch.get_num_threads(), len(routing.experts))
+
+    def each(self, groups: Iterator[Group], workers: int, work: Callable[[Group, int], None]) -> None:
+        """work(group, worker) for every group. Each worker is a core with its own run of consecutive groups, the same at every call: what it
+        sums up has a fixed order, so a repeated step has the same bits."""
+        if workers == 1:
+            for group in groups:
+                work(group, 0)
+            return
+        shares = _shares(list(groups), workers)
+
+        @torch.no_grad()  # a setting of the thread
+        def go(worker: int) -> None:
+            for group in shares[worker]:
+                work(group, worker)
+
+        for done in [_pool(workers).submit(go, worker) for worker in range(workers)]:
+            done.result()
+
     def rows(self, name: str, group: Group, width: int, dtype: torch.dtype) -> Tensor:
         """Uninitialised [rows of the group, width]."""
         return scratch(name, (group.num_rows, width), dtype, group.token.device)
@@ -122,17 +147,33 @@ class LoopCpu:
             torch.mm(a_rows.t(), b_rows, out=out.select(0, i))
 
     def gather(self, source: Tensor, group: Group, out: Tensor) -> None:
-        set_threads(group.num_rows * source.shape[1])
-        numba_kernels.gather(array(source), array(group.token), array(out))
+        numba_kernels.gather(group.num_rows * source.shape[1], array(source), array(group.token), array(out))
 
     def scatter_add(self, rows: Tensor, group: Group, weight: Tensor, out: Tensor) -> None:
         pieces = set_threads(rows.numel())
-        numba_kernels.scatter_add(array(rows), array(group.token), array(weight), array(out), pieces)
+        numba_kernels.scatter_add(rows.numel(), array(rows), array(group.token), array(weight), array(out), pieces)
 
     def swiglu(self, gate_up: Tensor, out: Tensor) -> None:
-        set_threads(gate_up.numel())
-        numba_kernels.swiglu(array(gate_up), array(out))
+        numba_kernels.swiglu(gate_up.numel(), array(gate_up), array(out))
 
     def swiglu_backward(self, grad: Tensor, gate_up: Tensor, group: Group, weighted: Tensor, grad_gate_up: Tensor, score: Tensor) -> None:
-        set_threads(gate_up.numel())
-        numba_kernels.swiglu_backward(*(array(t) for t in (grad, gate_up, group.weight, weighted, grad_gate_up, score)))
+        arrays = (array(t) for t in (grad, gate_up, group.weight, weighted, grad_gate_up, score))
+        numba_kernels.swiglu_backward(gate_up.numel(), *arrays)
+
+
+def _shares(groups: list[Group], workers: int) -> list[list[Group]]:
+    """Runs of consecutive groups with about the same work: rows, and 48 per expert for expanding its weights (measured, INT4)."""
+    costs = np.cumsum([group.num_rows + 48 * len(group.experts) for group in groups])
+    cuts = np.searchsorted(costs, costs[-1] * np.arange(1, workers) / workers).tolist()
+    return [groups[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(groups)], strict=True)]
+
+
+@functools.cache
+def _pool(workers: int) -> ThreadPoolExecutor:
+    """Threads that live as long as the process and keep torch to one core each. torch.mm and the numba loops release Python's lock."""
+    wanted = torch.get_num_threads()
+    pool = ThreadPoolExecutor(workers, "experts", torch.set_num_threads, (1,))
+    for started in [pool.submit(time.sleep, 0.01) for _ in range(workers)]:
+        started.result()
+    torch.set_num_threads(wanted)  # the setting of a thread, but also what threads begin with that come later
+    return pool

@@ -16,7 +16,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from unfreeze.kernels.numba_options import array, kernel, set_threads
+from unfreeze.kernels.numba_options import Kernel, array
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.int4 import Int4
 
@@ -29,7 +29,7 @@ def _rounded(code, scale):
     return np.uint32(bits + np.uint32(0x7FFF) + odd)
 
 
-@kernel
+@Kernel
 def _expand_bf16(packed, scale, experts, out, matrix_stride, row_stride, half):
     """packed uint8 [E, O, B], scale uint16 [E, O, G] -> out uint32 flat: two bf16 each, strides counted in these pairs."""
     rows = packed.shape[1]
@@ -46,7 +46,7 @@ def _expand_bf16(packed, scale, experts, out, matrix_stride, row_stride, half):
                 pairs[i] = np.uint32(low | np.uint32(_rounded(byte >> np.uint32(4), s) & np.uint32(0xFFFF0000)))
 
 
-@kernel
+@Kernel
 def _expand_float32(packed, scale, experts, out, matrix_stride, row_stride, half):
     """As _expand_bf16, out uint32 flat = bits of float32: the bf16-rounded numbers, widened. Strides in elements."""
     rows = packed.shape[1]
@@ -96,10 +96,9 @@ class Expander:
             self.fill(experts, aligned)
             out.copy_(aligned)
             return
-        set_threads(out.numel())
         extent = (len(experts) - 1) * matrix_stride + (self.shape[1] - 1) * row_stride + self.shape[2]
         bits = out.as_strided((extent,), (1,)).view(torch.uint32).numpy()
         per_word = 4 // out.element_size()
         loop = _expand_bf16 if out.dtype == torch.bfloat16 else _expand_float32
         index = np.asarray(experts, dtype=np.int64)
-        loop(self.codes, self.scales, index, bits, matrix_stride // per_word, row_stride // per_word, self.half)
+        loop(out.numel(), self.codes, self.scales, index, bits, matrix_stride // per_word, row_stride // per_word, self.half)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unfreeze.kernels.expert_mlp import ExpertFactors, expert_mlp
+from unfreeze.kernels.expert_mlp import ExpertFactors, Kept, expert_mlp
 from unfreeze.models.blocks.linear import PackedHolder
 from unfreeze.quant.codec import Codec, Packed
 
@@ -45,6 +45,7 @@ class Experts(nn.Module):
         self.adapter: nn.Module | None = None
         self.impl = "auto"
 
-    def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, kept: Kept | None = None) -> Tensor:
         factors: ExpertFactors | None = None if self.adapter is None else self.adapter.factors()  # type: ignore[operator]
-        return expert_mlp(x_TD, ids_TK, weights_TK, self.gate_up_proj.value(), self.down_proj.value(), factors, impl=self.impl)  # type: ignore[arg-type]
+        base = (self.gate_up_proj.value(), self.down_proj.value())
+        return expert_mlp(x_TD, ids_TK, weights_TK, *base, factors, impl=self.impl, kept=kept)  # type: ignore[arg-type]

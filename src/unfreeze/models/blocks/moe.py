@@ -91,16 +91,11 @@ class MoE(nn.Module):
 
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
         scores_TE = self.gate.scores(x_TD)
-        ids_TK = self._route(scores_TE, run)
-        y_TD = self.experts(x_TD, ids_TK, self.gate.weigh(scores_TE, ids_TK))
+        ids_TK = run.once(lambda: self._choose(scores_TE))  # never top-k again: rounding could choose differently
+        y_TD = self.experts(x_TD, ids_TK, self.gate.weigh(scores_TE, ids_TK), run.kept)
         return y_TD if self.shared_experts is None else y_TD + self.shared_experts(x_TD)
 
-    def _route(self, scores_TE: Tensor, run: Pass) -> Tensor:
-        """The ids of this pass: chosen on the first visit, taken from run.routes when the layer is recomputed."""
-        if run.routes is not None and self.layer in run.routes:
-            return run.routes.pop(self.layer)
+    def _choose(self, scores_TE: Tensor) -> Tensor:
         ids_TK = self.gate.choose(scores_TE)
         self.counts_E += torch.bincount(ids_TK.flatten(), minlength=self.experts.num_experts)
-        if run.routes is not None:
-            run.routes[self.layer] = ids_TK
         return ids_TK

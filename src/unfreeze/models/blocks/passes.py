@@ -7,13 +7,36 @@ T tokens, S sequences, N cached positions, H query heads, G key/value heads.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from unfreeze.kernels.attention import Layout, packed_attention
+
+
+Value = TypeVar("Value")
+
+
+class Memo:
+    """What a layer's second visit takes from its first instead of computing it again, in the order in which the layer asks.
+
+    `dear`: also what attention and the experts made, which costs the most to compute per byte kept.
+    """
+
+    def __init__(self, dear: bool):
+        self.dear, self.second, self.values = dear, False, []
+
+    def once(self, compute: Callable[[], Any]) -> Any:
+        """compute() on the first visit; on the second what it gave then."""
+        if self.second:
+            return self.values.pop(0)
+        self.values.append(compute())
+        return self.values[-1]
 
 
 class Cache:
@@ -50,19 +73,37 @@ class Cache:
 class PackedPass:
     """Every document attends to itself only; nothing is remembered.
 
-    `routes` is None, or a dict in which a layer leaves the expert ids it chose so that its recomputation takes the same (never re-run top-k).
+    `memo` is None, or what the layer that is being visited leaves for its recomputation, or finds in it.
     """
 
     cos_Tr: Tensor
     sin_Tr: Tensor
     layout: Layout
-    routes: dict[int, Tensor] | None = None
+    memo: Memo | None = None
+
+    @contextmanager
+    def visiting(self, memo: Memo) -> Iterator[None]:
+        """Within it, `once` and `kept` refer to this memo."""
+        before, self.memo = self.memo, memo
+        try:
+            yield
+        finally:
+            self.memo = before
+
+    def once(self, compute: Callable[[], Value]) -> Value:
+        """compute(), but not again when the layer is recomputed: for what must not differ then (chosen experts), and for what counts."""
+        return compute() if self.memo is None else self.memo.once(compute)
+
+    @property
+    def kept(self) -> Callable[[Callable[[], Any]], Any] | None:
+        """`once` for dear results, where those are kept."""
+        return self.memo.once if self.memo is not None and self.memo.dear else None
 
     def remember(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         return new
 
     def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, scale: float) -> Tensor:
-        return packed_attention(q_THd, k_TGd, v_TGv, self.layout, scale)
+        return packed_attention(q_THd, k_TGd, v_TGv, self.layout, scale, self.kept)
 
 
 @dataclass
@@ -87,7 +128,11 @@ class StepPass:
     cache: Cache
     rows_T: Tensor
     positions_T: Tensor
-    routes: dict[int, Tensor] | None = None
+
+    def once(self, compute: Callable[[], Value]) -> Value:
+        return compute()
+
+    kept = None
 
     def __post_init__(self) -> None:
         self.longest = max(self.cache.lengths) + 1

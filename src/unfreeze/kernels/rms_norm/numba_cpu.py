@@ -1,0 +1,88 @@
+"""RMSNorm on CPU, a row at a time while it is in cache: torch makes seven passes over memory and three float32 copies."""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import torch
+from numba import prange
+from torch import Tensor
+
+from unfreeze.kernels.numba_options import Kernel, array, narrow, widen
+
+LANES = 16  # sums side by side: a float sum is vectorised only where its order is written down
+
+
+@numba.njit(inline="always")
+def _total(lanes):
+    total = np.float32(0.0)
+    for j in range(LANES):
+        total += lanes[j]
+    return total
+
+
+@numba.njit
+def _sum_of_squares(x):
+    lanes = np.zeros(LANES, np.float32)
+    whole = x.size // LANES * LANES
+    for i in range(0, whole, LANES):
+        for j in range(LANES):
+            v = widen(x[i + j])
+            lanes[j] += np.float32(v * v)
+    for i in range(whole, x.size):
+        v = widen(x[i])
+        lanes[i - whole] += np.float32(v * v)
+    return _total(lanes)
+
+
+@numba.njit
+def _dot3(dy, weight, x):
+    """Σ_i dy[i] weight[i] x[i]."""
+    lanes = np.zeros(LANES, np.float32)
+    whole = x.size // LANES * LANES
+    for i in range(0, whole, LANES):
+        for j in range(LANES):
+            lanes[j] += np.float32(np.float32(widen(dy[i + j]) * widen(weight[i + j])) * widen(x[i + j]))
+    for i in range(whole, x.size):
+        lanes[i - whole] += np.float32(np.float32(widen(dy[i]) * widen(weight[i])) * widen(x[i]))
+    return _total(lanes)
+
+
+@Kernel
+def _forward(x, weight, eps, y, r):
+    width = x.shape[1]
+    for t in prange(x.shape[0]):
+        source, target = x[t], y[t]
+        scale = np.float32(np.float32(1.0) / np.sqrt(np.float32(np.float32(_sum_of_squares(source) / np.float32(width)) + eps)))
+        r[t] = scale
+        for d in range(width):
+            normed = narrow(np.float32(widen(source[d]) * scale), source[d])
+            target[d] = narrow(np.float32(widen(normed) * widen(weight[d])), source[d])
+
+
+@Kernel
+def _backward(dy, x, weight, r, dx):
+    width = x.shape[1]
+    for t in prange(x.shape[0]):
+        upstream, source, target, scale = dy[t], x[t], dx[t], r[t]
+        # n mean(g n) = x · r² Σ g x / D
+        shared = np.float32(np.float32(np.float32(_dot3(upstream, weight, source) * scale) * scale) / np.float32(width))
+        for d in range(width):
+            g = np.float32(widen(upstream[d]) * widen(weight[d]))
+            target[d] = narrow(np.float32(scale * np.float32(g - np.float32(widen(source[d]) * shared))), source[d])
+
+
+def forward(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """As reference.forward."""
+    x = x_TD.reshape(-1, x_TD.shape[-1])
+    y, r = torch.empty(x_TD.shape, dtype=x.dtype), torch.empty(x_TD.shape[:-1], dtype=torch.float32)
+    _forward(x.numel(), array(x), array(weight_D), np.float32(eps), array(y.view(x.shape)), array(r.view(-1)))
+    return y, r.unsqueeze(-1)
+
+
+def backward(dy_TD: Tensor, x_TD: Tensor, weight_D: Tensor, r_T1: Tensor) -> Tensor:
+    """As reference.backward."""
+    x = x_TD.reshape(-1, x_TD.shape[-1])
+    dx = torch.empty(x_TD.shape, dtype=x.dtype)
+    _backward(x.numel(), array(dy_TD.reshape(x.shape)), array(x), array(weight_D), array(r_T1.reshape(-1)), array(dx.view(x.shape)))
+    return dx
