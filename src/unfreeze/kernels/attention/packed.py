@@ -60,9 +60,7 @@ class _Kept(torch.autograd.Function):
         return (*backward(grad, *ctx.saved_tensors, 0.0, True, scale=ctx.scale), None, None)
 
 
-def packed_attention(
-    q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, layout: Layout, scale: float, kept: Callable[..., Any] | None = None
-) -> Tensor:
+def packed_attention(q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, layout: Layout, scale: float, kept: Callable[..., Any] | None = None) -> Tensor:
     """o[t, h] = Σ_s softmax_s(scale · q[t, h]·k[s, g]) v[s, g], g = h·G/H, over s <= t of the same document -> [T, H, v].
 
     Never attends across documents. v may be narrower than d (MLA: d 192, v 128): on CPU it is padded with zeros to d, because torch's flash

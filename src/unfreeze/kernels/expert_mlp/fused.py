@@ -27,7 +27,6 @@ from unfreeze.kernels.expert_mlp.factors import (
 from unfreeze.kernels.expert_mlp.workspace import Base, scratch
 from unfreeze.quant.codec import Packed
 
-
 Kept = Callable[[Callable[[], Any]], Any]
 """Keeps what backward needs (`Kept(compute)` -> compute(), the first time) when a layer is visited without gradients, and gives it back when
 the layer is visited again with them: the second forward then computes nothing, and its result, which nobody reads, is zeros."""
@@ -207,7 +206,9 @@ class _ExpertMLP(torch.autograd.Function):
         return (None if dx is None else call.total(dx), score, grads.gate_up, grads.down, *pairs, None, None, None, None, None)
 
 
-def _visit(part: Any, x: Tensor, route: Callable[[], Any], bases: Any, factors: ExpertFactors, kept: Kept | None) -> tuple[Tensor, Any, Any]:
+def _visit(
+    part: Any, x: Tensor, route: Callable[[], Any], bases: tuple[Any, Any], factors: ExpertFactors, kept: Kept | None
+) -> tuple[Tensor, Any, Any]:
     """(y_TD, routing, what backward needs)."""
     y = None
 
