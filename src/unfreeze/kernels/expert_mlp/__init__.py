@@ -12,7 +12,7 @@ from torch import Tensor
 from unfreeze.kernels.expert_mlp.factors import ExpertFactors
 from unfreeze.kernels.expert_mlp.fused import Kept, fused_expert_mlp
 from unfreeze.kernels.expert_mlp.reference import reference_expert_mlp
-from unfreeze.kernels.expert_mlp.workspace import release_scratch, scratch_bytes
+from unfreeze.kernels.scratch import release_scratch, scratch_bytes
 from unfreeze.quant.codec import Packed
 
 __all__ = ["ExpertFactors", "Kept", "expert_mlp", "fused_expert_mlp", "reference_expert_mlp", "release_scratch", "scratch_bytes"]

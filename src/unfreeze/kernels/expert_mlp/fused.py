@@ -24,7 +24,8 @@ from unfreeze.kernels.expert_mlp.factors import (
     gate_up_grads,
     round_up,
 )
-from unfreeze.kernels.expert_mlp.workspace import Base, scratch
+from unfreeze.kernels.expert_mlp.workspace import Base
+from unfreeze.kernels.scratch import scratch
 from unfreeze.quant.codec import Packed
 
 Kept = Callable[[Callable[[], Any]], Any]
