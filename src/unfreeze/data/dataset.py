@@ -95,6 +95,12 @@ class Dataset:
     stats: Stats
     validation: Examples | None = None
 
+    def leaked(self) -> int:
+        """Validation documents whose content is also trained on. 0 where the split is by content; a validation file can hold some."""
+        held_out = [] if self.validation is None else self.validation.digests_N.tolist()
+        trained = set(held_out).intersection(self.examples.digests_N.tolist())
+        return sum(digest in trained for digest in held_out)
+
 
 @dataclass(frozen=True)
 class Encoder:
