@@ -66,7 +66,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 
 def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
     """The table of contents of a pretraining run; goes on where an unfinished run in the same folder stopped."""
-    refuse_absent(config)
+    refuse_absent(config.files)
     device = pick_device(config.device, config.threads)
 
     from unfreeze import models

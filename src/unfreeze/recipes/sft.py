@@ -52,7 +52,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
 
     `command` is what the user typed, to be shown where the run must be given again.
     """
-    refuse_absent(config)
+    refuse_absent(config.files)
     device = pick_device(config.device, config.threads)
 
     from unfreeze import models

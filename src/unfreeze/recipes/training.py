@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -97,6 +97,11 @@ class TrainingConfig(Frozen):
     @property
     def run_dir(self) -> Path:
         return Path(self.out) if self.out else Path("runs") / f"{Path(self.model).name}-{'+'.join(Path(file).stem for file in self.data)}"
+
+    @property
+    def files(self) -> list[tuple[str, str]]:
+        """Every file the run reads rows from, with the field that names it."""
+        return [*(("data", file) for file in self.data), *([("validation", self.validation)] if self.validation else [])]
 
     @property
     def tokens_per_micro_batch(self) -> int:
@@ -267,8 +272,8 @@ def next_command(run_dir: Path, result: dict[str, Any], command: str, export: bo
     return f"next: unfreeze chat {name}    {use}"
 
 
-def refuse_absent(config: TrainingConfig) -> None:
-    """A data file that isn't there is refused before the model is loaded."""
-    for field, path in [*(("data", file) for file in config.data), ("validation", config.validation)]:
-        if path and not Path(path).is_file():
+def refuse_absent(files: Iterable[tuple[str, str]]) -> None:
+    """A data file (field, path) that isn't there is refused before the model is loaded."""
+    for field, path in files:
+        if not Path(path).is_file():
             raise ConfigError(f"{field} = {path!r} is not a file", next=f"give --{field} an existing .jsonl or .txt file")
