@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -47,7 +48,7 @@ class Config(Frozen):
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """-> stats, lengths (min, median, p95, max, histogram), samples (row, tokens, texts, weights)."""
+    """-> stats, vocabulary (base, total, padded), lengths (min, median, p95, max, histogram), samples (row, tokens, texts, weights)."""
     if not arguments or arguments[0] != "show":
         given = f"{arguments[0]!r}{nearest(arguments[0], ['show'])}" if arguments else "nothing"
         raise ConfigError(f"data takes the subcommand show, got {given}", next="unfreeze data show FILE.jsonl --model MODEL")
@@ -63,7 +64,8 @@ def show(config: Config) -> dict[str, Any]:
     """The account of the data as plain JSON. Bad rows are counted and listed, never raised."""
     from unfreeze.data import Batches, encode_files, load_tokenizer
 
-    tokenizer = load_tokenizer(model_folder(config.model))
+    folder = model_folder(config.model)
+    tokenizer = load_tokenizer(folder)
     length = min(config.sequence_length, config.tokens_per_step)
     dataset = encode_files(config.data, tokenizer, length, truncation=config.truncation, supervise=config.supervise, on_bad_row="skip")
     batches = Batches(dataset.examples, config.tokens_per_step, seed=0, packing=config.packing)
@@ -71,6 +73,7 @@ def show(config: Config) -> dict[str, Any]:
     return {
         "stats": dataset.stats.as_dict(),
         "summary": dataset.stats.summary(),
+        "vocabulary": vocabulary(folder, tokenizer),
         "lengths": lengths(dataset.examples),
         "samples": [sample(example, tokenizer) for example in chosen(dataset, config)],
     }
@@ -88,16 +91,28 @@ def model_folder(model: str) -> Path:
     raise ConfigError(f"model = {model!r} is neither a folder nor a Hugging Face id", next="--model FOLDER, or --model org/name")
 
 
+def vocabulary(folder: Path, tokenizer: Tokenizer) -> dict[str, int] | None:
+    """VocabSpec {base, total, padded} of tokenizer and config.json; None where the folder has no config.json to hold it against."""
+    from unfreeze.checkpoint.manifest import read_json
+    from unfreeze.data import check_vocab
+
+    if not (folder / "config.json").is_file():
+        return None
+    config = read_json(folder / "config.json")
+    return asdict(check_vocab(tokenizer, config.get("text_config", config)["vocab_size"]))
+
+
 def lengths(examples: Examples) -> dict[str, Any]:
     """Tokens per document before truncation: min, median, p95, max, and a histogram of at most BINS bins [from, to, documents]."""
     import numpy as np
 
     whole_N = examples.lengths_N + examples.cuts_N
-    edges = np.unique(np.linspace(whole_N.min(), whole_N.max() + 1, BINS + 1).round().astype(int))
-    counts, _ = np.histogram(whole_N, edges)
-    bins = [[int(low), int(high) - 1, int(count)] for low, high, count in zip(edges, edges[1:], counts, strict=False)]
-    middle, high = (int(np.percentile(whole_N, share, method="higher")) for share in (50, 95))
-    return {"min": int(whole_N.min()), "median": middle, "p95": high, "max": int(whole_N.max()), "histogram": bins}
+    low, high = int(whole_N.min()), int(whole_N.max())
+    width = (high - low) // BINS + 1
+    counts = np.bincount((whole_N - low) // width)
+    bins = [[low + i * width, low + (i + 1) * width - 1, int(count)] for i, count in enumerate(counts)]
+    median, p95 = (int(np.percentile(whole_N, share, method="higher")) for share in (50, 95))
+    return {"min": low, "median": median, "p95": p95, "max": high, "histogram": bins}
 
 
 def chosen(dataset: Dataset, config: Config) -> list[Example]:

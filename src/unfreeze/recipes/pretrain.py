@@ -21,6 +21,7 @@ from unfreeze.recipes.samples import Samples
 from unfreeze.recipes.training import (
     TrainingConfig,
     batches_of,
+    check_vocabulary,
     encode,
     finish,
     live,
@@ -70,7 +71,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
     device = pick_device(config.device, config.threads)
 
     from unfreeze import models
-    from unfreeze.data import check_vocab, load_tokenizer
+    from unfreeze.data import load_tokenizer
     from unfreeze.generate.model import Model, end_ids
     from unfreeze.generate.open import dtype_of
     from unfreeze.objectives.cross_entropy import cross_entropy
@@ -88,7 +89,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
         start = open_start(config.model, common)
         shape = models.shape(start.config)
         tokenizer = load_tokenizer(start.path)
-        check_vocab(tokenizer, shape.vocab_size)
+        check_vocabulary(tokenizer, shape, start)
         dataset = encode(run, config, tokenizer, shape.max_positions, supervise="all")
         plan = plan_training(
             shape, start, None, tokens=config.tokens_per_micro_batch, dtype=config.dtype, device=device, recompute=config.recompute,

@@ -19,6 +19,7 @@ from unfreeze.recipes.samples import Samples
 from unfreeze.recipes.training import (
     TrainingConfig,
     batches_of,
+    check_vocabulary,
     encode,
     finish,
     live,
@@ -58,7 +59,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
     from unfreeze import models
     from unfreeze.adapters import attach, save_adapter, verify_adapter
     from unfreeze.checkpoint import open_checkpoint
-    from unfreeze.data import check_vocab, load_tokenizer
+    from unfreeze.data import load_tokenizer
     from unfreeze.generate.model import Model, end_ids
     from unfreeze.generate.open import dtype_of, open_model
     from unfreeze.objectives.cross_entropy import cross_entropy
@@ -74,7 +75,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
         manifest = open_checkpoint(config.model, progress=say(common))
         shape = models.shape(manifest.config)
         tokenizer = load_tokenizer(manifest.path)
-        check_vocab(tokenizer, shape.vocab_size)
+        check_vocabulary(tokenizer, shape, manifest)
         dataset = encode(run, config, tokenizer, shape.max_positions, supervise="assistant")
         plan = plan_training(
             shape, manifest, config.lora, tokens=config.tokens_per_micro_batch, dtype=config.dtype, device=device,

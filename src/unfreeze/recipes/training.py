@@ -23,8 +23,10 @@ from unfreeze.report.html import summary_lines, write_report
 from unfreeze.report.live import LiveProgress
 
 if TYPE_CHECKING:
+    from unfreeze.checkpoint import Manifest
     from unfreeze.checkpoint.stream import LoadStats
     from unfreeze.data import Batches, Dataset, Example, Tokenizer
+    from unfreeze.models.shape import Shape
     from unfreeze.parallel.plan import Plan
     from unfreeze.train.run import Run
     from unfreeze.train.schedule import Schedule
@@ -155,6 +157,15 @@ def encode(run: Run, config: TrainingConfig, tokenizer: Tokenizer, max_positions
         by = "the model's positions" if length == max_positions else "tokens_per_step / micro_batches (a document is never cut in two)"
         run.events.emit("warning", 0, message=f"sequence_length {config.sequence_length} is bounded to {length} by {by}")
     return dataset
+
+
+def check_vocabulary(tokenizer: Tokenizer, shape: Shape, manifest: Manifest) -> None:
+    """Refuse, before any weight is read, a vocabulary on which tokenizer, config.json and tensors disagree (FAILURES N5)."""
+    from unfreeze.data import check_vocab
+
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    rows = {name: info.shape[0] for name, info in manifest.by_model_name().items() if name in names and info.shape}
+    check_vocab(tokenizer, shape.vocab_size, rows)
 
 
 def batches_of(config: TrainingConfig, examples: Sequence[Example], start: dict[str, Any] | None = None) -> Batches:
