@@ -149,7 +149,7 @@ def check_mask(tokenizer: Tokenizer) -> None:
     Raises DataError with the words (FAILURES N4). A template that doesn't take this conversation is not judged here: its rows are, one by one.
     """
     asked, said = ("Zq7 asks", "Zq8 asks"), ("Zq7 says", "Zq8 says")  # no template has these words
-    turns = [{"role": role, "content": text} for pair in zip(asked, said, strict=True) for role, text in zip(("user", "assistant"), pair, strict=True)]
+    turns = [{"role": role, "content": text} for pair in zip(asked, said, strict=True) for role, text in (("user", pair[0]), ("assistant", pair[1]))]
     for messages in (turns, turns[:2]):
         try:
             segments = chat_segments(tokenizer.chat, messages, None, end_texts(tokenizer))

@@ -176,9 +176,8 @@ def _print(facts: dict[str, Any], console: Console) -> None:
     for low, high, count in sizes["histogram"]:
         say(f"  {low:>7} to {high:<7} {'#' * -(-BAR * count // most)} {count}")
     stats = facts["stats"]
-    for title, name, total in (
-        ("dropped or bad", "listed", stats["dropped"] + stats["bad"]), ("truncated", "cuts", stats["truncated"]), ("duplicates", "repeats", stats["duplicates"])
-    ):  # fmt: skip
+    lists = {"dropped or bad": ("listed", stats["dropped"] + stats["bad"]), "truncated": ("cuts", stats["truncated"])}
+    for title, (name, total) in {**lists, "duplicates": ("repeats", stats["duplicates"])}.items():
         if total:
             say(f"{title}: {total} rows" + (f", the first {len(stats[name])}" if total > len(stats[name]) else ""))
         for item in stats[name]:

@@ -38,7 +38,7 @@ class TrainingConfig(Frozen):
     model: ModelName = Field(description="checkpoint folder, or Hugging Face id org/name")
     data: Files = Field(
         min_length=1,
-        description="files of JSON Lines (messages, prompt/completion, question/answer, instruction/output, conversations or text) or .txt"
+        description="files of JSON Lines (messages, prompt/completion, question/answer, instruction/output, conversations or text) or .txt",
     )
     data_weights: tuple[float, ...] = Field(
         default=(), description="passes over each data file per epoch, in the order of `data`: 2 shows a file twice, 0.25 a new quarter each epoch"
