@@ -20,7 +20,7 @@ from tyro.conf import Positional, arg
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError, nearest
 from unfreeze.recipes.config import Files, Frozen, ModelName, parse
-from unfreeze.recipes.training import TrainingConfig, refuse_absent
+from unfreeze.recipes.training import refuse_absent
 
 if TYPE_CHECKING:
     from unfreeze.data import Dataset, Example, Examples, Tokenizer
@@ -43,7 +43,9 @@ class Config(Frozen):
     truncation: Literal["tail", "head", "error", "drop", "split"] = Field(
         default="tail", description="documents over sequence_length: cut the tail or head, stop, drop the row, or split (texts)"
     )
-    packing: Literal["none", "first_fit", "best_fit"] = TrainingConfig.model_fields["packing"]
+    packing: Literal["none", "first_fit", "best_fit"] = Field(
+        default="first_fit", description="how documents share a step: one alone, or as many as fit, first or best"
+    )
     supervise: Literal["assistant", "all"] = Field(default="assistant", description="loss on the assistant's turns, or on every token")
 
 
