@@ -121,7 +121,7 @@ def test_every_truncation_counts_what_it_does(tokenizer, tmp_path):
         assert f"1 truncated ({stats.tokens_cut} tokens cut)" in stats.summary()
     dropped = encode_file(path, tokenizer, 64, truncation="drop").stats
     assert (dropped.truncated, dropped.dropped) == (0, 1) and "sequence_length is 64" in dropped.listed[0].reason
-    with pytest.raises(DataError, match="row 2: .* sequence_length is 64"):
+    with pytest.raises(DataError, match=r"row 2: .* sequence_length is 64"):
         encode_file(path, tokenizer, 64, truncation="error")
 
 

@@ -244,7 +244,7 @@ def test_head_cuts_the_beginning_keeps_bos_and_what_lost_its_context_is_no_targe
 
 
 def test_the_end_of_every_answer_is_a_target_also_where_pad_is_eos(json_folder, templates):
-    """FAILURES N6. Packed batches have no padding; nothing is masked by its id. Control arm: masking by the pad id, as collators do, loses the end."""
+    """FAILURES N6. Packed batches have no padding; nothing is masked by its id. Control arm: masking by the pad id loses every end."""
     tokenizer = load_tokenizer(json_folder(templates["deepseek"], pad_token="<|eos|>"))
     end = tokenizer.eos_id
     batch = pack([encode_row(Conversation([*SINGLE, *SINGLE], row=i), tokenizer, 512) for i in range(3)])

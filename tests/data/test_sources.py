@@ -196,9 +196,11 @@ def test_a_row_beyond_the_limit_is_named_and_not_held(name, tmp_path, monkeypatc
     assert len(rows_of(tmp_path, small, "", body, "", small, name=name)) == 3
 
 
+LINES = [b'{"text": "a"}', b"", b"  ", b'{"question": "Q", "answer": "A"}', b"\xc3\xa9", b"<|endoftext|>", b"{", b"two words"]
+
+
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.lists(st.sampled_from([b'{"text": "a"}', b"", b"  ", b'{"question": "Q", "answer": "A"}', b"\xc3\xa9", b"<|endoftext|>", b"{", b"two words"])),
-       st.sampled_from([b"\n", b"\r\n"]), st.booleans(), st.sampled_from([".jsonl", ".txt"]))  # fmt: skip
+@given(st.lists(st.sampled_from(LINES)), st.sampled_from([b"\n", b"\r\n"]), st.booleans(), st.sampled_from([".jsonl", ".txt"]))
 def test_every_row_is_found_again_at_its_place(tmp_path_factory, lines, end, bom, suffix):
     path = tmp_path_factory.mktemp("places") / f"rows{suffix}"
     path.write_bytes(b"\xef\xbb\xbf" * bom + end.join(lines))

@@ -74,7 +74,7 @@ def test_a_fraction_that_leaves_one_side_empty_is_refused(encode):
         with pytest.raises(ConfigError, match=f"of 5 documents leaves none for {side}") as error:
             split_by_content(encode(*rows(5)).examples, fraction)
         assert "--validation" in error.value.next
-    with pytest.raises(ConfigError, match="validation_fraction is 1.0"):
+    with pytest.raises(ConfigError, match=r"validation_fraction is 1\.0"):
         split_by_content(encode(*rows(5)).examples, 1.0)
 
 

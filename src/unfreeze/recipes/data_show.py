@@ -51,6 +51,8 @@ class Config(Frozen):
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
     """-> stats, vocabulary (base, total, padded), lengths (min, median, p95, max, histogram), samples (row, tokens, texts, weights)."""
+    if arguments[:1] in (["-h"], ["--help"]):
+        arguments = ["show", *arguments]
     if not arguments or arguments[0] != "show":
         given = f"{arguments[0]!r}{nearest(arguments[0], ['show'])}" if arguments else "nothing"
         raise ConfigError(f"data takes the subcommand show, got {given}", next="unfreeze data show FILE.jsonl --model MODEL")
