@@ -1,11 +1,12 @@
 """A whole file: every row is used, dropped or bad, and counted."""
 
 import json
+import re
 
 import pytest
 
 from unfreeze.core.errors import ConfigError, DataError
-from unfreeze.data import encode_file, encode_files, load_tokenizer, pack
+from unfreeze.data import dataset, encode_file, encode_files, load_tokenizer, pack, sources
 
 
 def write(tmp_path, *rows, name="data.jsonl"):
@@ -132,3 +133,48 @@ def test_several_files_are_told_apart(tokenizer, tmp_path):
     assert data.examples.sources_N.tolist() == [0, 1] and data.stats.files == {"data.jsonl": 2, "more.jsonl": 1}
     with pytest.raises(DataError, match=r"more\.jsonl, row 2: broken JSON"):
         encode_files([first, second], tokenizer, 128)
+
+
+BAD_ROWS = {  # FAILURES R7: the kind -> the line, and what names its row and field
+    "broken JSON": ('{"question": "Q", ', "row 3: broken JSON at column"),
+    "missing field": ({"question": "Q"}, "row 3: .* field 'answer' is missing"),
+    "wrong type": ({"question": 7, "answer": "A"}, r"row 3: field question is a number \(7\), expected a text"),
+    "empty": ({"question": "Q", "answer": " "}, "row 3: field answer is empty"),
+    "too long": (LONG, "row 3: 0 of 128 tokens supervised"),
+    "no shape": ({"query": "Q", "reply": "A"}, "row 3: fields .* fit no shape; nearest shape"),
+    "byte order mark inside": ('\ufeff{"text": "a"}', "row 3: broken JSON"),
+    "duplicate keys": ('{"question": "Q", "question": "R", "answer": "A"}', "row 3: broken JSON: field 'question' stands twice"),
+    "a line over the limit": (json.dumps({"text": "x" * 9000}), "row 3: 8.8 KiB in one row, at most 4.0 KiB"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_ROWS)
+def test_each_bad_row_stops_or_is_counted_and_named(kind, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "MAX_ROW_BYTES", 4096)
+    line, says = BAD_ROWS[kind]
+    path = write(tmp_path, GOOD, {"text": "Mixed shapes are fine."}, line, GOOD)
+    stats = encode_file(path, tokenizer, 128, on_bad_row="skip").stats
+    assert (stats.rows, stats.examples, stats.bad + stats.dropped) == (4, 3, 1) and stats.listed[0].row == 3
+    assert re.match(says, stats.listed[0].reason)
+    if kind != "too long":  # that one is whole, and counted either way
+        with pytest.raises(DataError, match=rf"data\.jsonl, {says}") as error:
+            encode_file(path, tokenizer, 128)
+        assert error.value.next
+
+
+def test_control_arm_a_reader_that_swallows_bad_rows_does_not_add_up(tokenizer, tmp_path, monkeypatch):
+    """What the count above must catch: rows that vanish. Clean files have none listed."""
+    path = write(tmp_path, GOOD, "{broken", GOOD)
+    lines = len(path.read_text().splitlines())
+    assert encode_file(path, tokenizer, 128, on_bad_row="skip").stats.rows == lines
+    monkeypatch.setattr(dataset.Account, "unreadable", lambda self, source, found: None)
+    assert encode_file(path, tokenizer, 128, on_bad_row="skip").stats.rows != lines
+    monkeypatch.undo()
+    clean = encode_file(write(tmp_path, GOOD, {**GOOD, "answer": "Marlowe it was."}), tokenizer, 128).stats
+    assert not (clean.listed or clean.cuts or clean.repeats or clean.notes) and clean.bad == clean.dropped == clean.truncated == 0
+
+
+def test_a_byte_order_mark_at_the_beginning_is_no_fault(tokenizer, tmp_path):
+    path = tmp_path / "bom.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode())
+    assert encode_file(path, tokenizer, 128).stats.rows == 1
