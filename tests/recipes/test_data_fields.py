@@ -52,6 +52,13 @@ def test_a_validation_file_of_other_rows_is_not_warned_about(sft, files):
     assert data["held_out"] == 6 and data["rows"] == 20 and not warnings
 
 
+def test_what_a_validation_file_loses_is_said(sft, files, tmp_path):
+    path = tmp_path / "held.jsonl"
+    path.write_text(json.dumps(rows(1, "held")[0]) + "\n{broken\n")
+    _, warnings = sft("--validation", path, "--on-bad-row", "skip")
+    assert len(warnings) == 1 and warnings[0].startswith("validation file: 2 rows (question/answer 1)") and "1 bad" in warnings[0]
+
+
 def test_one_path_or_a_list_in_toml(tmp_path, files):
     toml = tmp_path / "run.toml"
     toml.write_text(f'model = "m"\ndata = ["{files[0]}", "{files[1]}"]\ndata_weights = [1, 0.25]\n')
