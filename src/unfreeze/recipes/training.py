@@ -39,7 +39,7 @@ class TrainingConfig(Frozen):
     model: ModelName = Field(description="checkpoint folder, or Hugging Face id org/name")
     data: Files = Field(
         min_length=1,
-        description="files of JSON Lines (messages, prompt/completion, question/answer, instruction/output, conversations or text) or .txt"
+        description="files of JSON Lines (messages, prompt/completion, question/answer, instruction/output, conversations or text) or .txt",
     )
     data_weights: tuple[float, ...] = Field(
         default=(), description="passes over each data file per epoch, in the order of `data`: 2 shows a file twice, 0.25 a new quarter each epoch"
@@ -141,17 +141,22 @@ def encode(run: Run, config: TrainingConfig, tokenizer: Tokenizer, max_positions
                    on_bad_row=config.on_bad_row)  # fmt: skip
     dataset = read(config.data)
     stats = dataset.stats
+    warnings: list[str] = []
     if config.validation:
-        dataset = replace(dataset, validation=read([config.validation]).examples)
+        held_out = read([config.validation])
+        dataset = replace(dataset, validation=held_out.examples)
+        if held_out.stats.truncated + held_out.stats.dropped + held_out.stats.bad:
+            warnings.append(f"validation file: {held_out.stats.summary()}")
     elif config.validation_fraction:
         training, validation = split_by_content(dataset.examples, config.validation_fraction, config.seed)
         dataset = replace(dataset, examples=training, validation=validation)
     stats.held_out = len(dataset.validation or ())
     stats.packing, stats.efficiency = config.packing, batches_of(config, dataset.examples).efficiency()
     run.events.emit("data", run.step, **stats.as_dict(), summary=stats.summary())
-    leaked = dataset.leaked()
-    if leaked and run.step == 0:
-        run.events.emit("warning", 0, message=f"{leaked} of {stats.held_out} validation documents are also in the training data")
+    if leaked := dataset.leaked():
+        warnings.append(f"{leaked} of {stats.held_out} validation documents are also in the training data")
+    for message in warnings if run.step == 0 else ():
+        run.events.emit("warning", 0, message=message)
     asked = config.sequence_length != TrainingConfig.model_fields["sequence_length"].default
     affected = stats.truncated or stats.dropped or stats.examples > stats.rows - stats.dropped - stats.bad
     if run.step == 0 and length < config.sequence_length and (asked or affected):
