@@ -17,6 +17,7 @@ from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED, Event
 from unfreeze.recipes.config import Folder, Frozen, ModelName, writing
+from unfreeze.recipes.device import allocator_line
 from unfreeze.report.events import of_kind, read_events, tokens_per_second
 from unfreeze.report.html import summary_lines, write_report
 from unfreeze.report.live import LiveProgress
@@ -172,9 +173,14 @@ def spike_guard(config: TrainingConfig, state: State, objective: Objective, desc
 
 
 def say_plan(run: Run, plan: Plan) -> None:
-    """Write and show the plan, then refuse what does not fit."""
-    write_json(run.path / "plan.json", plan.as_dict())
-    run.events.emit("plan", run.step, **plan.as_dict())
+    """Write and show the plan, then refuse what does not fit. On CUDA it says how the allocator was set (FAILURES L2)."""
+    fields = plan.as_dict()
+    if plan.hardware.kind == "cuda":
+        line, grows = allocator_line()
+        fields["lines"] = [*fields["lines"], f"  {line}"]
+        fields |= {} if grows else {"warning": line}
+    write_json(run.path / "plan.json", fields)
+    run.events.emit("plan", run.step, **fields)
     plan.refuse_if_too_large()
 
 

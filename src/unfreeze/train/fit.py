@@ -20,7 +20,7 @@ from unfreeze.core.batch import Batch
 from unfreeze.core.errors import DataError
 from unfreeze.parallel.collectives import ALONE, Group
 from unfreeze.train.interrupt import Interrupt
-from unfreeze.train.memory import peak_bytes
+from unfreeze.train.memory import memory_fields, peak_bytes
 from unfreeze.train.nonfinite import investigate
 from unfreeze.train.optim import NonFinite
 from unfreeze.train.run import latest
@@ -102,7 +102,7 @@ def fit(
 
             duration = time.perf_counter() - started
             losses, tokens, seconds = [*losses[:1], result.loss], tokens + result.tokens, seconds + duration
-            run.events.emit("train", state.step, **_train_fields(result, duration, peak_bytes(model.device)))
+            run.events.emit("train", state.step, **_train_fields(result, duration, memory_fields(model.device)))
             for look in on_step:
                 look(state, result)
 
@@ -136,7 +136,7 @@ def _take(batches: Iterator[tuple[Batch, Cursor]], count: int, step: int, steps:
     return [batch for batch, _ in taken], taken[-1][1]
 
 
-def _train_fields(result: StepResult, seconds: float, peak: int) -> dict[str, Any]:
+def _train_fields(result: StepResult, seconds: float, memory: dict[str, int]) -> dict[str, Any]:
     """The fields of a train event: plain numbers, all finite (train_step raises before a NaN gets here; a metric may still be null)."""
     return {
         "loss": result.loss,
@@ -145,7 +145,7 @@ def _train_fields(result: StepResult, seconds: float, peak: int) -> dict[str, An
         "seconds": seconds,
         "learning_rate": result.learning_rate,
         "grad_norm": result.grad_norm,
-        "peak_bytes": peak,
+        **memory,
         **{name: value if math.isfinite(value) else None for name, value in result.metrics.items()},
         **({"expert_load": {str(layer): load for layer, load in result.expert_load.items()}} if result.expert_load else {}),
         **({"warning": result.warning, "applied": result.applied} if result.warning else {}),
