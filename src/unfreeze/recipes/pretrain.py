@@ -75,6 +75,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
     from unfreeze.generate.model import Model, end_ids
     from unfreeze.generate.open import dtype_of
     from unfreeze.objectives.cross_entropy import cross_entropy
+    from unfreeze.parallel.collectives import open_group
     from unfreeze.parallel.plan import plan_training
     from unfreeze.train.balance import LossFreeBalance
     from unfreeze.train.fit import fit
@@ -82,10 +83,10 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
     from unfreeze.train.optim import AdamW
     from unfreeze.train.state import start_or_resume
 
-    with live(config, common, "pretrain", command) as run:
+    with open_group(device) as group, live(config, common, "pretrain", command, group) as run:
         target = run.path / "model"
-        if run.finished and (target / "config.json").is_file():  # written in one move, so it is whole
-            return finish(config, common, command, already_finished=True, model=str(target))
+        if group.any(run.finished and (target / "config.json").is_file()):  # written in one move, so it is whole
+            return group.lead(lambda: finish(config, common, command, already_finished=True, model=str(target))) or {}
         start = open_start(config.model, common)
         shape = models.shape(start.config)
         tokenizer = load_tokenizer(start.path)
@@ -114,12 +115,13 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
             state, batches, cross_entropy,
             through=models.THROUGH[config.recompute],
             micro_batches=config.micro_batches, max_norm=config.clip, save_every=config.save_every, keep_saves=config.keep_saves,
+            group=group,
             on_step=[FirstStepReceipt(state, dataset, stop=False)] if state.step == 0 else [],
         )  # fmt: skip
         if fitted.reason == "done":
             samples.say("after", state.step)
-            publish(model, start, target)
-        return finish(config, common, command, model=str(target))
+            group.lead(lambda: publish(model, start, target))
+        return group.lead(lambda: finish(config, common, command, model=str(target))) or {}
 
 
 def open_start(model: str, common: Common) -> Manifest:

@@ -63,15 +63,16 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
     from unfreeze.generate.model import Model, end_ids
     from unfreeze.generate.open import dtype_of, open_model
     from unfreeze.objectives.cross_entropy import cross_entropy
+    from unfreeze.parallel.collectives import open_group
     from unfreeze.parallel.plan import plan_training
     from unfreeze.train.fit import fit
     from unfreeze.train.memory import reset_peak_bytes
     from unfreeze.train.optim import AdamW
     from unfreeze.train.state import start_or_resume
 
-    with live(config, common, "sft", command) as run:
-        if run.finished and (run.path / "adapter" / "adapter_config.json").is_file():
-            return finish(config, common, command, export=True, already_finished=True)
+    with open_group(device) as group, live(config, common, "sft", command, group) as run:
+        if group.any(run.finished and (run.path / "adapter" / "adapter_config.json").is_file()):
+            return group.lead(lambda: finish(config, common, command, export=True, already_finished=True)) or {}
         manifest = open_checkpoint(config.model, progress=say(common))
         shape = models.shape(manifest.config)
         tokenizer = load_tokenizer(manifest.path)
@@ -103,9 +104,11 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
             state, batches, cross_entropy,
             through=models.THROUGH[config.recompute],
             micro_batches=config.micro_batches, max_norm=config.clip, save_every=config.save_every, keep_saves=config.keep_saves,
+            group=group,
             on_step=[FirstStepReceipt(state, dataset, stop=True)] if state.step == 0 else [],
         )  # fmt: skip
         if fitted.reason == "done":
             samples.say("after", state.step)
-        verify_adapter(model, save_adapter(model, run.path / "adapter", base_name=portable(config.model), prefix=manifest.prefix))
-        return finish(config, common, command, export=True)
+        name = portable(config.model)
+        group.lead(lambda: verify_adapter(model, save_adapter(model, run.path / "adapter", base_name=name, prefix=manifest.prefix)))
+        return group.lead(lambda: finish(config, common, command, export=True)) or {}

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from unfreeze.checkpoint.stream import LoadStats
     from unfreeze.data import Batches, Dataset, Example, Tokenizer
     from unfreeze.models.shape import Shape
+    from unfreeze.parallel.collectives import Group
     from unfreeze.parallel.plan import Plan
     from unfreeze.train.run import Run
     from unfreeze.train.schedule import Schedule
@@ -222,16 +223,21 @@ def write_resolved(run: Run, config: TrainingConfig, recipe: str, **effective: A
 
 
 @contextmanager
-def live(config: TrainingConfig, common: Common, recipe: str, command: str) -> Iterator[Run]:
-    """The opened, locked run folder with live progress on stderr, and its resolved config written.
+def live(config: TrainingConfig, common: Common, recipe: str, command: str, group: Group) -> Iterator[Run]:
+    """The opened, locked run folder with live progress on stderr, and its resolved config written; on processes beyond 0 a silent Follower.
 
     A Ctrl-C that fit doesn't handle (before it, after it, or a second one) says what is saved and how to go on.
     """
+    from unfreeze.train.follower import Follower, open_run
     from unfreeze.train.run import Run, latest
 
     with LiveProgress(0, quiet=common.quiet) as progress:
         with writing(config.run_dir, "out"):
-            run = Run(config.run_dir, config.record(), listeners=(progress,))
+            run = open_run(
+                group,
+                lead=lambda: Run(config.run_dir, config.record(), listeners=(progress,)),
+                follow=lambda: Follower(config.run_dir, config.record()),
+            )
         with run:
             try:
                 with writing(config.run_dir, "out"):
