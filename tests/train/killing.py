@@ -70,12 +70,20 @@ def forked(work: Callable[[], int], kill_after: float | None = None) -> int:
 
 def one_run_killed_often(command: list[str], out: Path, kills: int, seed: int) -> dict[str, Any]:
     """`unfreeze COMMAND --out out/straight` once in peace; the same into out/killed, killed `kills` times, then left alone."""
+    import torch._dynamo  # noqa: F401 (as below)
+
+    import unfreeze.adapters.receipt
+    import unfreeze.generate.model
+    import unfreeze.kernels.expert_mlp.loop_cpu
+    import unfreeze.parallel.plan
+    import unfreeze.recipes.sft
+    import unfreeze.train.fit  # noqa: F401
     from unfreeze import cli
 
     def run(name: str) -> int:
         return cli.main([*command, "--quiet", "--out", str(out / name)])
 
-    assert run("straight") == 0
+    assert forked(lambda: run("straight")) == 0
     dice, seen = random.Random(seed), []
 
     def at_operation(number: int) -> int:
@@ -98,6 +106,7 @@ def every_moment_of_a_save(folder: Path, bug: str) -> dict[str, Any]:
     -> {"operations": [...], "left": [step of the latest save after the kill, or the error], "losses": [[...] of steps 1 to 4, or the error]}
     """
     import conftest as tiny
+    import torch._dynamo  # noqa: F401 (torch's optimizers import it at their first step, over a second in each child)
 
     from unfreeze.objectives.cross_entropy import cross_entropy
     from unfreeze.train import state as module
