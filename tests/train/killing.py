@@ -70,13 +70,16 @@ def forked(work: Callable[[], int], kill_after: float | None = None) -> int:
 
 def one_run_killed_often(command: list[str], out: Path, kills: int, seed: int) -> dict[str, Any]:
     """`unfreeze COMMAND --out out/straight` once in peace; the same into out/killed, killed `kills` times, then left alone."""
-    import torch._dynamo  # noqa: F401 (as below)
+    import matplotlib.pyplot
+    import torch._dynamo
+    import tyro._calling
 
     import unfreeze.adapters.receipt
     import unfreeze.generate.model
     import unfreeze.kernels.expert_mlp.loop_cpu
     import unfreeze.parallel.plan
     import unfreeze.recipes.sft
+    import unfreeze.report.html
     import unfreeze.train.fit  # noqa: F401
     from unfreeze import cli
 
