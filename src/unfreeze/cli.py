@@ -31,6 +31,7 @@ COMMANDS = {
     "pretrain": Command("unfreeze.recipes.pretrain", "pretrain run.toml", "train all weights on text, from nothing or from a checkpoint"),
     "chat": Command("unfreeze.recipes.chat", "chat MODEL_OR_RUN", "talk with a checkpoint or a run"),
     "generate": Command("unfreeze.recipes.generate", "generate MODEL_OR_RUN --prompt TEXT", "continue a text or answer a prompt"),
+    "data": Command("unfreeze.recipes.data_show", "data show F --model MODEL", "the data as the model will see it: mask, lengths, what is lost"),
     "inspect": Command("unfreeze.recipes.inspect", "inspect MODEL", "what is in a checkpoint; reads no tensor"),
     "export": Command("unfreeze.recipes.export", "export RUN --layout peft", "write a run's adapter in another layout, verified"),
     "report": Command("unfreeze.recipes.report", "report RUN", "write report.html of a run and print its summary"),

@@ -20,6 +20,7 @@ from unfreeze.recipes.first_step import FirstStepReceipt
 from unfreeze.recipes.samples import Samples
 from unfreeze.recipes.training import (
     TrainingConfig,
+    batches_of,
     encode,
     finish,
     live,
@@ -65,11 +66,11 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 
 def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
     """The table of contents of a pretraining run; goes on where an unfinished run in the same folder stopped."""
-    refuse_absent(config.data, "data")
+    refuse_absent(config.files)
     device = pick_device(config.device, config.threads)
 
     from unfreeze import models
-    from unfreeze.data import Batches, check_vocab, load_tokenizer
+    from unfreeze.data import check_vocab, load_tokenizer
     from unfreeze.generate.model import Model, end_ids
     from unfreeze.generate.open import dtype_of
     from unfreeze.objectives.cross_entropy import cross_entropy
@@ -96,7 +97,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
         say_plan(run, plan)
         model = start_model(start, dtype_of(config.dtype), device, config.seed, run, common)
 
-        batches = Batches(dataset.examples, config.tokens_per_micro_batch, config.seed, start=run.cursor)
+        batches = batches_of(config, dataset.examples, start=run.cursor)
         steps = num_steps(config, batches)
         biased = any(hasattr(moe.gate, "e_score_correction_bias") for moe in model.moe_layers().values())
         state = start_or_resume(

@@ -18,6 +18,7 @@ from unfreeze.recipes.first_step import FirstStepReceipt
 from unfreeze.recipes.samples import Samples
 from unfreeze.recipes.training import (
     TrainingConfig,
+    batches_of,
     encode,
     finish,
     live,
@@ -51,13 +52,13 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
 
     `command` is what the user typed, to be shown where the run must be given again.
     """
-    refuse_absent(config.data, "data")
+    refuse_absent(config.files)
     device = pick_device(config.device, config.threads)
 
     from unfreeze import models
     from unfreeze.adapters import attach, save_adapter, verify_adapter
     from unfreeze.checkpoint import open_checkpoint
-    from unfreeze.data import Batches, check_vocab, load_tokenizer
+    from unfreeze.data import check_vocab, load_tokenizer
     from unfreeze.generate.model import Model, end_ids
     from unfreeze.generate.open import dtype_of, open_model
     from unfreeze.objectives.cross_entropy import cross_entropy
@@ -86,7 +87,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
             model = open_model(manifest, dtype_of(config.dtype), device, progress, loaded=partial(say_loaded, run))
         attach(model, config.lora, config.seed)
 
-        batches = Batches(dataset.examples, config.tokens_per_micro_batch, config.seed, start=run.cursor)
+        batches = batches_of(config, dataset.examples, start=run.cursor)
         steps = num_steps(config, batches)
         state = start_or_resume(
             run, model, optimizer=AdamW(model, weight_decay=config.weight_decay), schedule=schedule_of(config, steps)
