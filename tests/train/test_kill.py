@@ -34,16 +34,16 @@ def test_unfreeze_sft_killed_24_times_gives_the_losses_of_the_uninterrupted_run(
     """12 kills before a random file operation of a save, 12 at a random time (loading, training or saving), all in one run folder."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     result = killing(
-        "often", tmp_path, "sft", "--model", TINY_K2, "--data", tmp_path / "rows.jsonl", "--steps", 80, "--tokens-per-step", 64, "--lora.rank", 1,
+        "often", tmp_path, "sft", "--model", TINY_K2, "--data", tmp_path / "rows.jsonl", "--steps", 100, "--tokens-per-step", 64, "--lora.rank", 1,
         "--lora.targets", "attention", "experts", "--samples", 0, "--save-every", 1, "--threads", 1, "--dtype", "float32", "--recompute", "nothing",
     )  # fmt: skip
     assert [kill["code"] for kill in result["seen"]] == [-9] * 24 and result["last"] == 0
     assert any(name.endswith(".tmp") for kill in result["seen"] for name in kill["saves"])  # some kills did fall into a save
     straight, killed = tmp_path / "straight", tmp_path / "killed"
-    assert events(killed) == events(straight) and [event["step"] for event in events(killed)] == list(range(1, 81))
-    for file in ("adapter/adapter_model.safetensors", "state/step-000080/tensors.safetensors", "receipt.json"):
+    assert events(killed) == events(straight) and [event["step"] for event in events(killed)] == list(range(1, 101))
+    for file in ("adapter/adapter_model.safetensors", "state/step-000100/tensors.safetensors", "receipt.json"):
         assert (killed / file).read_bytes() == (straight / file).read_bytes(), file
-    assert sorted(path.name for path in (killed / "state").iterdir()) == ["step-000079", "step-000080"]
+    assert sorted(path.name for path in (killed / "state").iterdir()) == ["step-000099", "step-000100"]
 
 
 @pytest.fixture(scope="module")
