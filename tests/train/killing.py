@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ class FileOperations:
         os.fsync, writing._raw = counted_fsync, counted_write
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event in OPERATIONS and isinstance(arguments[0], (str, bytes, os.PathLike)) and not (event == "open" and arguments[1] in ("r", "rb", None)):
+        reads = event == "open" and arguments[1] in ("r", "rb", None)
+        if event in OPERATIONS and not reads and isinstance(arguments[0], (str, bytes, os.PathLike)):
             self._see(event, os.fsdecode(arguments[0]))
 
     def _see(self, operation: str, path: str) -> None:
@@ -91,8 +93,8 @@ def one_run_killed_often(command: list[str], out: Path, kills: int, seed: int) -
         if number % 2:
             code = forked(lambda: run("killed"), kill_after=dice.uniform(0.05, 0.5))
         else:
-            code = forked(lambda at=dice.randint(1, 160): at_operation(at))
-        saves = sorted(path.name for path in (out / "killed" / "state").glob("step-*")) if (out / "killed" / "state").is_dir() else []
+            code = forked(partial(at_operation, dice.randint(1, 160)))
+        saves = sorted(path.name for path in (out / "killed" / "state").glob("step-*"))
         seen.append({"code": code, "saves": saves})
     return {"seen": seen, "last": forked(lambda: run("killed"))}
 

@@ -183,6 +183,8 @@ def open_group(device: torch.device) -> Iterator[Group]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield ALONE
         return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
     try:
         yield Processes(device)

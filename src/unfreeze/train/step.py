@@ -94,7 +94,7 @@ def train_step(
     divisor = max(count, 1.0)
     optimizer.zero_grad()
     clear_expert_load(model)  # an evaluation since the last step counts nowhere (FAILURES M2)
-    sums = dict.fromkeys(("loss", "counted", "not finite", "tokens read"), 0.0)
+    sums: dict[str, float] = dict.fromkeys(("loss", "counted", "not finite", "tokens read"), 0.0)
     sums["tokens read"] = float(sum(int(batch.tokens_T.sum()) for batch in micro_batches))
     for host_batch in group.share(micro_batches):
         batch = host_batch.to(model.device)
