@@ -6,13 +6,13 @@ chat_template.jinja or chat_template.json. Nothing else in the folder is looked 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from unfreeze.core.errors import CheckpointError, DataError
+from unfreeze.core.json_object import read_object
 from unfreeze.data.templates import ChatTemplate, plain_template
 from unfreeze.data.tiktoken_bpe import TiktokenBackend
 from unfreeze.data.tokenizer_json import TokenizerJson
@@ -172,13 +172,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; {} where the file does not exist."""
     if not path.is_file():
         return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path.name} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path.name} holds a {type(value).__name__}, expected an object")
-    return value
+    return read_object(path, CheckpointError, next="use the tokenizer files that were published with this model")
 
 
 def _added_tokens(settings: Mapping[str, Any]) -> dict[int, tuple[str, bool]]:

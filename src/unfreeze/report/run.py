@@ -14,6 +14,7 @@ from typing import Any
 
 from unfreeze.core.errors import DataError
 from unfreeze.core.events import RESOLVED, Event
+from unfreeze.core.json_object import read_object
 from unfreeze.core.units import format_bytes, format_count, format_seconds
 from unfreeze.report.events import expert_load, last, number, of_kind, read_events, series, tokens_per_second
 from unfreeze.report.tables import trained_parameters
@@ -94,13 +95,7 @@ def read_run(run_dir: Path | str) -> Run:
 def _read_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise DataError(f"{path} holds a {type(value).__name__}, not a JSON object")
-    return value
+    return read_object(path, DataError, next=f"remove {path.name}, or restore it")
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
