@@ -145,11 +145,10 @@ def _is_alpha(value: object) -> bool:
 def rank_and_scale(config: Mapping[str, Any], name: str) -> tuple[int, float]:
     """peft's rule: the first pattern that matches the end of `name`, else r and lora_alpha; scale alpha / r, or alpha / sqrt(r) with use_rslora."""
 
-    def lookup(table: str, default: Any) -> Any:
-        patterns = config.get(table) or {}
-        return next((value for key, value in patterns.items() if pattern(key, table, AdapterError, r"(.*\.)?({})$").match(name)), default)
+    def lookup(patterns: Mapping[str, Any] | None, default: Any) -> Any:
+        return next((value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", name)), default)
 
-    rank, alpha = lookup("rank_pattern", config["r"]), lookup("alpha_pattern", config["lora_alpha"])
+    rank, alpha = lookup(config.get("rank_pattern"), config["r"]), lookup(config.get("alpha_pattern"), config["lora_alpha"])
     return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 

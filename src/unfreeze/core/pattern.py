@@ -16,14 +16,14 @@ MAX_WAYS = 2 * NAME**4  # ways to share a name out among a pattern's repeats: fo
 _REPEATS = {_constants.MAX_REPEAT, _constants.MIN_REPEAT, _constants.POSSESSIVE_REPEAT}
 
 
-def pattern(text: object, where: str, error: type[UserError], form: str = "{}") -> re.Pattern[str]:
-    """The compiled pattern, `text` put into `form`. Raises `error`, beginning with `where`: not a text, not a pattern, a choice or a repeat
+def pattern(text: object, where: str, error: type[UserError]) -> re.Pattern[str]:
+    """The compiled pattern. Raises `error`, beginning with `where`: not a text, not a pattern, a choice or a repeat
     inside a repeat, or more than MAX_WAYS to match."""
     if not isinstance(text, str) or len(text) > 1000:
         raise error(f"{where}: {str(text)[:80]!r} is not a pattern of at most 1,000 characters", next="write module names")
     try:
         ways, nested = _ways(_parser.parse(text), inside=False)
-        compiled = re.compile(form.format(text))
+        compiled = re.compile(text)
     except (re.error, RecursionError, OverflowError) as fault:
         raise error(f"{where}: {text[:80]!r} is not a regular expression: {fault}", next="write module names, or mend it") from None
     if nested or ways > MAX_WAYS:

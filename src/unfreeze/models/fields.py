@@ -98,6 +98,13 @@ ROPE_FIELDS: dict[str, Kind] = {
 ROPE_NEEDS = {"linear": ("factor",), "yarn": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
 
 
+def without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that are not null, in the rotary tables too: a null is an absent field, which has a default or is asked for by name."""
+    tables = {name: config[name] for name in ("rope_scaling", "rope_parameters") if isinstance(config.get(name), Mapping)}
+    tables = {name: {key: value for key, value in table.items() if value is not None} for name, table in tables.items()}
+    return {name: value for name, value in {**config, **tables}.items() if value is not None}
+
+
 def check_fields(config: Mapping[str, Any]) -> None:
     """Raises CheckpointError naming the first field that is not what its name says: the value, and what it must be."""
     _check(config, FIELDS, "config.json: ")

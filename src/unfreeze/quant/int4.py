@@ -11,6 +11,7 @@ Shapes: out, in = matrix; G = in / group scales per row. Bytes are read as littl
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -156,14 +157,9 @@ def _exact_neighbour(grouped: Tensor, absmax: Tensor, scale: Tensor, codes: Tens
         codes[chosen] = codes_there[better]
 
 
-IGNORE = "config.json: quantization_config.ignore"
-
-
 def is_ignored(name: str, ignore: Sequence[str]) -> bool:
     """Whether a module name stays unquantized by the config's `ignore` list: "re:PATTERN" matches from the start, anything else exactly."""
-    return any(
-        pattern(entry[3:], IGNORE, ConfigError).match(name) if entry.startswith("re:") else entry == name for entry in ignore
-    )  # fmt: skip
+    return any(re.match(entry[3:], name) if entry.startswith("re:") else entry == name for entry in ignore)
 
 
 def from_quantization_config(config: Mapping[str, Any]) -> tuple[Codec, list[str]] | None:
@@ -193,7 +189,7 @@ def from_quantization_config(config: Mapping[str, Any]) -> tuple[Codec, list[str
         raise _unsupported("quantization_config.ignore is not a list of names")
     for entry in ignore:
         if entry.startswith("re:"):
-            pattern(entry[3:], IGNORE, ConfigError)
+            pattern(entry[3:], "config.json: quantization_config.ignore", ConfigError)
     return codecs.pop(), list(ignore)
 
 

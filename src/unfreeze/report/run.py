@@ -83,12 +83,15 @@ def read_run(run_dir: Path | str) -> Run:
     events = read_events(path / "events.jsonl")
     plan_event, receipt_event = last(events, "plan"), last(events, "receipt")
     receipt = _read_object(path / "receipt.json") or (receipt_event or {}).get("groups") or {}
+    groups = receipt.get("groups", receipt) if isinstance(receipt, dict) else None
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+        raise DataError(f"{path}: the receipt is not a table group -> numbers", next=f"remove {path / 'receipt.json'}, or restore it")
     return Run(
         path=path,
         events=events,
         config=_read_object(path / RESOLVED),
         plan=_read_object(path / "plan.json") or plan_event or {},
-        groups=receipt.get("groups", receipt),
+        groups=groups,
     )
 
 
