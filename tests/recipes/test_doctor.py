@@ -99,7 +99,7 @@ def test_what_needs_a_broken_part_is_skipped_with_the_reason(sandbox):
     "rows, key, says",
     [
         ([ROWS[0], "{broken", ROWS[1]], "data fault", "1 of 3 rows cannot be read: row 2: broken JSON"),
-        ([ROWS[0], ROWS[1], ROWS[0]], "data warn", "1 of 3 documents occur more than once"),
+        ([ROWS[0], ROWS[1], ROWS[0]], "data warn", "1 of 3 rows stood before"),
         ([ROWS[0], {"question": "frog " * 600, "answer": "Hmm."}], "data warn", "row 2: 0 of 512 tokens supervised"),
         ([ROWS[0], {"question": "Q", "answer": "frog " * 600}], "data warn", "1 of 2 rows are cut at"),
         ([{"question": "Q", "answer": "frog " * 200}], "data warn", "is the mask lost?"),  # 97 % of it is answer

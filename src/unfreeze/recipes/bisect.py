@@ -20,7 +20,6 @@ from unfreeze.core.units import format_bytes
 from unfreeze.recipes.config import Frozen, ModelName, parse
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
     from unfreeze.checkpoint import Manifest

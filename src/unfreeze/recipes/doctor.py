@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -83,11 +82,11 @@ class Patient:
     @cached_property
     def dataset(self) -> Dataset:
         """The data as sft would encode it, bad rows counted instead of refused."""
-        from unfreeze.data import encode_file
+        from unfreeze.data import encode_files
         from unfreeze.recipes.training import sequence_length
 
         length = sequence_length(self.config, self.shape.max_positions)
-        return encode_file(self.config.data, self.tokenizer, length, truncation=self.config.truncation, on_bad_row="skip")
+        return encode_files(self.config.data, self.tokenizer, length, truncation=self.config.truncation, on_bad_row="skip")
 
     @cached_property
     def plan(self) -> Plan:
@@ -207,10 +206,10 @@ def check_checkpoint(patient: Patient) -> Iterator[Finding]:
 
 def check_vocabulary(patient: Patient) -> Iterator[Finding]:
     """FAILURES N5 and N6."""
-    from unfreeze.data import check_vocab
+    from unfreeze.recipes.training import check_vocabulary as refuse_mismatch
 
     tokenizer, rows = patient.tokenizer, patient.shape.vocab_size
-    check_vocab(tokenizer, rows)
+    refuse_mismatch(tokenizer, patient.shape, patient.manifest)
     ends = ", ".join(repr(tokenizer.token_text(id)) for id in sorted(tokenizer.eos_ids) if id < tokenizer.vocab_size)
     beyond = [id for id in tokenizer.eos_ids if id >= tokenizer.named_size]
     line = f"{tokenizer.named_size:,} ids, {rows:,} rows of the embedding ({rows - tokenizer.named_size:,} padded, never sampled); ends: {ends or 'none'}"
@@ -223,25 +222,21 @@ def check_vocabulary(patient: Patient) -> Iterator[Finding]:
 
 
 def check_template(patient: Patient) -> Iterator[Finding]:
-    """FAILURES N4: the mask of the template, proven by rendering a conversation again."""
-    from unfreeze.data.masks import chat_segments, end_texts
+    """FAILURES N4 and N6: what the template's mask teaches of a conversation of known words."""
+    from unfreeze.data.masks import chat_segments, check_mask, end_texts
 
     tokenizer = patient.tokenizer
     if tokenizer.template is None:
         yield Finding("template", "warn", "the checkpoint has no chat template: the plain one is used", "add the publisher's chat_template.jinja")
         return
-    said = ["Zq7 first", "Zq8 second"]
-    messages = [{"role": "user", "content": "Aq1"}, {"role": "assistant", "content": said[0]},
-                {"role": "user", "content": "Aq2"}, {"role": "assistant", "content": said[1]}]  # fmt: skip
+    check_mask(tokenizer)
+    messages = [{"role": role, "content": text} for pair in (("Aq1", "Zq1"), ("Aq2", "Zq2")) for role, text in zip(("user", "assistant"), pair, strict=True)]
     ends = end_texts(tokenizer)
     taught = [segment.text for segment in chat_segments(tokenizer.chat, messages, None, ends) if segment.supervised]
-    if len(taught) != 2 or any(text not in got for text, got in zip(said, taught, strict=True)) or "Aq" in "".join(taught):
-        yield Finding("template", "fault", f"the template teaches {taught!r} of a conversation in which the assistant says {said!r}",
-                      "mend chat_template.jinja; unfreeze data show colours what is taught")  # fmt: skip
-    elif not all(any(text.endswith(end) for end in ends) for text in taught):
+    if not all(any(text.endswith(end) for end in ends) for text in taught):
         yield Finding("template", "warn", f"what is taught does not close with an end token: {taught[0]!r}", "mend eos_token, or the template")
     else:
-        yield Finding("template", "ok", f"prefix-stable over two turns; what is taught reads {taught[0]!r} and {taught[1]!r}")
+        yield Finding("template", "ok", f"of two turns it teaches {' and '.join(map(repr, taught))}")
 
 
 def check_data(patient: Patient) -> Iterator[Finding]:
@@ -249,7 +244,7 @@ def check_data(patient: Patient) -> Iterator[Finding]:
     if not patient.has_data:
         yield Finding("data", "skip", "no data file given (--data F)")
         return
-    stats, examples = patient.dataset.stats, patient.dataset.examples
+    stats = patient.dataset.stats
     yield Finding("data", "ok", stats.summary())
     if stats.bad:
         first = "; ".join(bad.reason for bad in stats.listed[:3])
@@ -264,9 +259,9 @@ def check_data(patient: Patient) -> Iterator[Finding]:
     if not texts and stats.supervised_fraction > ALL_TAUGHT:
         yield Finding("data", "warn", f"{100 * stats.supervised_fraction:.1f} % of the conversations' tokens carry loss: is the mask lost?",
                       "unfreeze data show colours what is taught")  # fmt: skip
-    twice = len(examples) - len({(tuple(example.tokens), tuple(example.weights)) for example in examples})
-    if twice:
-        yield Finding("data", "warn", f"{twice} of {len(examples)} documents occur more than once, token for token", "remove the duplicates")
+    if stats.duplicates:
+        first = stats.repeats[0].reason if stats.repeats else ""
+        yield Finding("data", "warn", f"{stats.duplicates} of {stats.rows} rows stood before: {first}", "remove the duplicates")
 
 
 def check_memory(patient: Patient) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ from unfreeze import models
 from unfreeze.core.batch import Batch
 from unfreeze.data import encode_file, load_tokenizer, pack
 from unfreeze.data.masks import chat_segments
+from unfreeze.evaluate.perplexity import heldout
 from unfreeze.generate.engine import Engine
 from unfreeze.generate.model import Model
 from unfreeze.generate.sampling import Sampling
@@ -55,7 +56,7 @@ def nan_where_nothing_is_supervised(sandbox: Sandbox) -> Outcome:
         loss = float(cross_entropy(model.hidden(batch), model.lm_head, batch).sum)
     if loss != loss:
         raise Unnamed("the planted NaN reached the loss: it was to stay outside it")
-    return refused(lambda: sandbox.loop(model, [batch], steps=2), says="layers.1.mlp")
+    return refused(lambda: sandbox.loop(model, [batch], steps=2), says="NaN first at model.layers.1.mlp, 1 of 21 positions, none supervised")
 
 
 def row_cut_before_its_answer(sandbox: Sandbox) -> Outcome:
@@ -142,14 +143,11 @@ def unstable_template(sandbox: Sandbox) -> Outcome:
 
 
 def mask_all_ones(sandbox: Sandbox) -> Outcome:
-    """Conversations supervised as a whole, prompts too, as a template without markers would have it."""
-    config = sandbox.sft_config(data=sandbox.rows(ROWS[:5]))
-    fractions = []
-    for supervise in ("assistant", "all"):
-        stats = encode_file(config.data, sandbox.tokenizer, 512, supervise=supervise).stats
-        fractions.append(stats.summary())
-    shares = [line.split(" tokens, ")[1].split(",")[0] for line in fractions]
-    return measured(encode_file, f"the data line says {shares[0]}; with the mask lost it would say {shares[1]}", holds=shares[0] != shares[1])
+    """A template that counts its messages, so that only its marks say what is taught; and they stand around the whole conversation."""
+    marked = "{% generation %}{{ messages | length }}{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}{% endgeneration %}"
+    folder = sandbox.copy("llama")
+    (folder / "chat_template.jinja").write_text(marked, encoding="utf-8")
+    return refused(lambda: encode_file(sandbox.rows(), load_tokenizer(folder), 512), says="loss mask is wrong")
 
 
 def tokenizer_larger_than_embedding(sandbox: Sandbox) -> Outcome:
@@ -222,10 +220,6 @@ def partial_logits(sandbox: Sandbox) -> Outcome:
 
 def perplexity_by_batch(sandbox: Sandbox) -> Outcome:
     """Held-out perplexity of documents of skewed lengths in batches of 1, 4 and 16; and the mean of batch means beside it."""
-    try:
-        from unfreeze.evaluate.perplexity import heldout
-    except ImportError:
-        raise Unnamed("evaluate.perplexity is not there: nothing computes a held-out perplexity yet") from None
     model = sandbox.model("llama")
     examples = sandbox.examples([5, 60, 9, 33, 71, 3, 14, 50, 8, 21, 45, 6, 90, 11, 4, 28])
     batches = {size: [pack(examples[at : at + size]) for at in range(0, 16, size)] for size in (1, 4, 16)}

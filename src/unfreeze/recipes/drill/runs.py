@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,11 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from unfreeze.adapters import LoraConfig, attach, save_adapter, verify_adapter
 from unfreeze.data import Batches, encode_file
-from unfreeze.recipes.drill.fault import Fault, Outcome, Unnamed, measured, refused, said
+from unfreeze.recipes.drill.fault import Fault, Outcome, measured, refused, said
+from unfreeze.recipes.drill.processes import kill_in_training, together
 from unfreeze.recipes.drill.sandbox import ROWS, Sandbox
 from unfreeze.report.events import of_kind, read_events
 from unfreeze.train.optim import AdamW
-from unfreeze.train.run import Run, latest
+from unfreeze.train.run import Run
 from unfreeze.train.state import start_or_resume
 
 KILL_STEPS = 60
@@ -35,35 +34,10 @@ def killed(sandbox: Sandbox) -> Outcome:
     config = sandbox.sft_config(**fields, out=broken)
     after = kill_in_training(config, broken)
     sandbox.sft(**fields, out=broken)
-    losses = [[event["loss"] for event in of_kind(read_events(run / "events.jsonl"), "train")] for run in (whole, broken)]
-    same = losses[0] == losses[1]
-    told = "bit for bit" if same else "NOT"
-    line = f"killed (-9) after step {after} of {KILL_STEPS}, given again: {len(losses[1])} losses are {told} those of the run that was never killed"
-    return measured(start_or_resume, line, holds=same and len(losses[0]) == KILL_STEPS and 0 < after < KILL_STEPS)
-
-
-def kill_in_training(config: Any, run: Path) -> int:
-    """Start the run as a process, kill it once it has saved two steps; -> the step of its last complete save."""
-    file = run.with_suffix(".json")
-    file.write_text(config.model_dump_json(), encoding="utf-8")
-    code = (
-        "import sys; from unfreeze.recipes import sft; from unfreeze.core.command import Common; "
-        "sft.train(sft.Config.model_validate_json(open(sys.argv[1]).read()), Common(quiet=True))"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code, str(file)], stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        save = latest(run)
-        if save is not None and save.name >= "step-000002":
-            process.send_signal(signal.SIGKILL)
-            break
-        time.sleep(0.005)
-    process.kill()
-    _, error = process.communicate()
-    save = latest(run)
-    if save is None:
-        raise Unnamed(f"the run to be killed never saved: {error[-300:]}")
-    return int(save.name.removeprefix("step-"))
+    one, two = (losses(run) for run in (whole, broken))
+    told = "bit for bit" if one == two else "NOT"
+    line = f"killed (-9) after step {after} of {KILL_STEPS}, given again: {len(two)} losses are {told} those of the run that was never killed"
+    return measured(start_or_resume, line, holds=one == two and len(one) == KILL_STEPS and 0 < after < KILL_STEPS)
 
 
 def half_a_save(sandbox: Sandbox) -> Outcome:
@@ -74,7 +48,8 @@ def half_a_save(sandbox: Sandbox) -> Outcome:
     half.mkdir()
     (half / "tensors.safetensors").write_bytes(b"half")
     with Run(run, json.loads((run / "state" / "step-000003" / "state.json").read_text())["config"]) as opened:
-        line = f"an unfinished save of step 9 lies there: the run goes on from step {opened.step}, the half is {'kept' if half.exists() else 'removed'}"
+        fate = "kept" if half.exists() else "removed"
+        line = f"an unfinished save of step 9 lies there: the run goes on from step {opened.step}, the half is {fate}"
         return measured(Run, line, holds=opened.step == 3 and not half.exists())
 
 
@@ -113,18 +88,23 @@ def changed_data(sandbox: Sandbox) -> Outcome:
 
 
 def other_devices(sandbox: Sandbox) -> Outcome:
-    """What a save says about the devices it was made on: nothing, or another number of them could not go on."""
-    run = sandbox.fresh("run")
-    model = sandbox.model("llama")
-    sandbox.loop(model, [sandbox.batch([30, 20])], steps=2, out=run)
-    save = latest(run)
-    assert save is not None
-    record = json.loads((save / "state.json").read_text(encoding="utf-8"))
-    shapes = {name: tuple(tensor.shape) for name, tensor in load_file(save / "tensors.safetensors").items() if name.startswith("model.")}
-    whole = {f"model.{name}": tuple(p.shape) for name, p in model.named_parameters()}
-    words = [word for word in ("world_size", "rank", "device", "processes") if word in json.dumps({**record, "config": {}})]
-    line = f"a save holds {len(shapes)} parameters in full shape and a data cursor; it names {', '.join(words) or 'no device, rank or number of processes'}"
-    return measured(start_or_resume, line, holds=shapes == whole and not words)
+    """A run of one process, cut off after step 2 of 4, goes on with two."""
+    whole, broken, rows = sandbox.fresh("one"), sandbox.fresh("two"), sandbox.rows()
+    fields: dict[str, Any] = {"data": rows, "micro_batches": 2, "tokens_per_step": 256, "save_every": 1, "keep_saves": 4}
+    sandbox.sft(**fields, out=whole)
+    shutil.copytree(whole, broken)
+    for done in ("state/step-000003", "state/step-000004", "adapter"):
+        shutil.rmtree(broken / done)
+    together(sandbox.sft_config(**fields, out=broken), broken)
+    one, two = (losses(run) for run in (whole, broken))
+    resumed = of_kind(read_events(broken / "events.jsonl"), "start")[-1]["step"]
+    worst = max(abs(a / b - 1) for a, b in zip(one, two, strict=False))
+    line = f"saved by 1 process at step {resumed}, went on with 2 to step {len(two)}: losses differ by at most {worst:.1g} from 1 process (limit 1e-5)"
+    return measured(start_or_resume, line, holds=resumed == 2 and len(one) == len(two) == 4 and worst <= 1e-5)
+
+
+def losses(run: Path) -> list[float]:
+    return [event["loss"] for event in of_kind(read_events(run / "events.jsonl"), "train")]
 
 
 def rate_off_schedule(sandbox: Sandbox) -> Outcome:
@@ -181,20 +161,28 @@ def skipped_rows(sandbox: Sandbox) -> Outcome:
     """Two bad rows and on_bad_row = "skip"."""
     data = sandbox.rows([ROWS[0], "{broken", ROWS[1], {"question": "Q"}])
     stats = encode_file(data, sandbox.tokenizer, 512, on_bad_row="skip").stats
-    return said(encode_file, f"{stats.summary()}: {'; '.join(bad.reason for bad in stats.listed)}", says="2 bad: row 2")
+    rows = [bad.row for bad in stats.listed]
+    return said(encode_file, f"{stats.summary()}; bad rows {rows}: {stats.listed[0].reason if rows else ''}", says="2 bad, 0 duplicates; bad rows [2, 4]")
 
 
 def line_of_10_mb(sandbox: Sandbox) -> Outcome:
-    """A row of 10 MB among rows of 50 bytes: cut to the sequence, and counted."""
-    stats = encode_file(sandbox.rows([*ROWS[:2], {"text": "frog " * 2_000_000}]), sandbox.tokenizer, 512).stats
-    return said(encode_file, stats.summary(), says="1 truncated")
+    """A row with a field of 10 MB that no shape uses: the row counts, and its tokens are those without the field."""
+    wide, plain = (encode_file(sandbox.rows([*ROWS[:2], {**ROWS[3], **extra}]), sandbox.tokenizer, 512) for extra in ({"raw": "a" * 10_000_000}, {}))
+    same = [list(example.tokens) for example in wide.examples] == [list(example.tokens) for example in plain.examples]
+    return measured(encode_file, f"{wide.stats.rows} rows, one of them a line of 10 MB; the same tokens as without its unused field: {same}", holds=same)
+
+
+def row_too_long(sandbox: Sandbox) -> Outcome:
+    """A row longer than the sequence: cut, and counted with the tokens it lost."""
+    stats = encode_file(sandbox.rows([*ROWS[:2], {"text": "frog " * 600}]), sandbox.tokenizer, 512).stats
+    return said(encode_file, stats.summary(), says="1 truncated (")
 
 
 def byte_order_mark(sandbox: Sandbox) -> Outcome:
     """A BOM in front of the first row is not part of it, and costs no row."""
     first = b"\xef\xbb\xbf" + json.dumps(ROWS[0]).encode()
     marked, plain = (encode_file(sandbox.rows(rows), sandbox.tokenizer, 512) for rows in ([first, *ROWS[1:]], ROWS))
-    same = [example.tokens for example in marked.examples] == [example.tokens for example in plain.examples]
+    same = [list(example.tokens) for example in marked.examples] == [list(example.tokens) for example in plain.examples]
     return measured(encode_file, f"{marked.stats.rows} rows read behind a byte order mark, the same tokens as without it: {same}", holds=same)
 
 
@@ -210,7 +198,7 @@ FAULTS = [
     Fault("R2", "a save that lost its optimizer", damaged_save),
     Fault("R2", "another configuration in the same folder", changed_config),
     Fault("R2", "other data behind the same cursor", changed_data),
-    Fault("R3", "a save bound to the number of devices", other_devices),
+    Fault("R3", "a run that goes on with another number of processes", other_devices),
     Fault("R4", "a learning rate that is not the schedule's", rate_off_schedule),
     Fault("R5", "an exported adapter that lost one expert", broken_export),
     Fault("R7", "a row of broken JSON", bad_row('{"question": "Q", "answer": ', "row 3")),
@@ -221,6 +209,7 @@ FAULTS = [
     Fault("R7", "a row of no known shape", bad_row({"frage": "Q", "antwort": "A"}, "row 3")),
     Fault("R7", "bytes that are not UTF-8", bad_row(b'{"text": "\xff\xfe"}', "row 3")),
     Fault("R7", "a line of 10 MB", line_of_10_mb),
+    Fault("R7", "a row longer than the sequence", row_too_long),
     Fault("R7", "a byte order mark", byte_order_mark),
     Fault("R7", "bad rows that vanish uncounted", skipped_rows),
     Fault("R8", "two runs in one folder", two_runs),
