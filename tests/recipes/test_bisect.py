@@ -54,7 +54,6 @@ def wrong_eps(model):
     model.layers[1].input_layernorm.eps = 1e-3
 
 
-
 def wrong_scale(model):
     model.layers[1].mlp.gate.scale *= 1.01
 

@@ -1,8 +1,8 @@
 """unfreeze bisect MODEL --against hf: name the first module whose output differs from transformers' on the same input.
 
-Both models hold the same weights in float32. transformers runs once over a few tokens while hooks record every module's input and output; then each of
-our modules is given the recorded input, so an error in one module doesn't spoil those after it. Needs transformers, a development dependency:
-this is the one file of the package that imports it (tests/test_layout.py names it), because comparing with it is what the command is for.
+Both models hold the same weights in float32. transformers runs once over a few tokens while hooks record every module's input and output;
+then each of our modules is given the recorded input, so an error in one doesn't spoil those after it. Needs transformers, a development
+dependency: this is the one file of the package that imports it (tests/test_layout.py names it), because comparing is what the command is for.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Config(Frozen):
     against: Literal["hf"] = Field(default="hf", description="the oracle: hf, transformers in float32 with eager attention")
     tokens: int = Field(default=32, ge=2, description="tokens of the one document both models see; 32 activates every module and takes a second")
     tolerance: float = Field(
-        default=2e-5, gt=0, description="largest |ours - oracle| over largest |oracle| of a module. 2e-5: random models of every family stay under 1e-6"
+        default=2e-5, gt=0, description="largest |ours - oracle| over largest |oracle| of a module; random models of every family stay under 1e-6"
     )
     seed: int = Field(default=0, ge=0, description="seed of the random token ids")
 

@@ -173,11 +173,12 @@ def check_machine(patient: Patient) -> Iterator[Finding]:
     device = hardware(pick_device(patient.config.device))
     cuda = f"CUDA {torch.version.cuda}" if torch.cuda.is_available() else "no CUDA device"
     facts = (
-        f"unfreeze {unfreeze.__version__}, Python {platform.python_version()}, torch {torch.__version__}, {cuda}; {device.name}, {device.cores} cores, "
-        f"{threads} threads, {format_bytes(device.available)} of {format_bytes(device.total)} free"
+        f"unfreeze {unfreeze.__version__}, Python {platform.python_version()}, torch {torch.__version__}, {cuda}; {device.name}, "
+        f"{device.cores} cores, {threads} threads, {format_bytes(device.available)} of {format_bytes(device.total)} free"
     )
     if threads > device.cores:
-        yield Finding("machine", "warn", f"{facts}: more threads than cores wait for each other", f"--threads {device.cores}, or unset OMP_NUM_THREADS")
+        remedy = f"--threads {device.cores}, or unset OMP_NUM_THREADS"
+        yield Finding("machine", "warn", f"{facts}: more threads than cores wait for each other", remedy)
     else:
         yield Finding("machine", "ok", facts)
 
@@ -212,7 +213,8 @@ def check_vocabulary(patient: Patient) -> Iterator[Finding]:
     refuse_mismatch(tokenizer, patient.shape, patient.manifest)
     ends = ", ".join(repr(tokenizer.token_text(id)) for id in sorted(tokenizer.eos_ids) if id < tokenizer.vocab_size)
     beyond = [id for id in tokenizer.eos_ids if id >= tokenizer.named_size]
-    line = f"{tokenizer.named_size:,} ids, {rows:,} rows of the embedding ({rows - tokenizer.named_size:,} padded, never sampled); ends: {ends or 'none'}"
+    padded = rows - tokenizer.named_size
+    line = f"{tokenizer.named_size:,} ids, {rows:,} rows of the embedding ({padded:,} padded, never sampled); ends: {ends or 'none'}"
     if not tokenizer.eos_ids:
         yield Finding("vocabulary", "warn", f"{line}: no end is learned or stops a text", "give tokenizer_config.json an eos_token")
     elif beyond:
@@ -230,7 +232,7 @@ def check_template(patient: Patient) -> Iterator[Finding]:
         yield Finding("template", "warn", "the checkpoint has no chat template: the plain one is used", "add the publisher's chat_template.jinja")
         return
     check_mask(tokenizer)
-    messages = [{"role": role, "content": text} for pair in (("Aq1", "Zq1"), ("Aq2", "Zq2")) for role, text in zip(("user", "assistant"), pair, strict=True)]
+    messages = [{"role": role, "content": text} for role, text in (("user", "Aq1"), ("assistant", "Zq1"), ("user", "Aq2"), ("assistant", "Zq2"))]
     ends = end_texts(tokenizer)
     taught = [segment.text for segment in chat_segments(tokenizer.chat, messages, None, ends) if segment.supervised]
     if not all(any(text.endswith(end) for end in ends) for text in taught):
@@ -279,7 +281,8 @@ def check_disk(patient: Patient) -> Iterator[Finding]:
     each = 12 * patient.plan.adapter_parameters  # float32 factors and AdamW's two moments
     needed = (patient.config.keep_saves + 1) * each + each // 3  # a new save is whole before an old one goes; the adapter at the end
     free = shutil.disk_usage(existing).free
-    line = f"{format_bytes(free)} free under {existing}; the run writes at most {format_bytes(needed)} ({patient.config.keep_saves + 1} saves, adapter)"
+    saves = patient.config.keep_saves + 1
+    line = f"{format_bytes(free)} free under {existing}; the run writes at most {format_bytes(needed)} ({saves} saves, adapter)"
     if free < needed:
         yield Finding("disk", "fault", line, "free space, give --out on another disk, or lower --keep-saves")
     else:
@@ -302,7 +305,8 @@ def check_run(patient: Patient) -> Iterator[Finding]:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                yield Finding("run", "fault", f"{folder} is in use by process {file.read().strip() or 'unknown'}", "wait for it, or give another --out")
+                pid = file.read().strip() or "unknown"
+                yield Finding("run", "fault", f"{folder} is in use by process {pid}", "wait for it, or give another --out")
                 return
     save = latest(folder)
     if save is None:
@@ -311,8 +315,8 @@ def check_run(patient: Patient) -> Iterator[Finding]:
     record = read_record(save)
     changed = [field for field, _, _ in changed_fields(record["config"], plain_json(patient.config.record()))]
     if changed and patient.has_data:
-        yield Finding("run", "fault", f"{folder} was trained to step {record['step']} with another configuration: {', '.join(changed)} differ",
-                      "restore these fields, or give another --out")  # fmt: skip
+        line = f"{folder} was trained to step {record['step']} with another configuration: {', '.join(changed)} differ"
+        yield Finding("run", "fault", line, "restore these fields, or give another --out")
     else:
         yield Finding("run", "ok", f"{folder} goes on from step {record['step']}")
 
@@ -320,7 +324,8 @@ def check_run(patient: Patient) -> Iterator[Finding]:
 def check_numerics(patient: Patient) -> Iterator[Finding]:
     """One forward pass of 32 tokens: every number finite."""
     if patient.manifest.nbytes > SMOKE_BYTES:
-        yield Finding("numerics", "skip", f"the model has {format_bytes(patient.manifest.nbytes)}; up to {format_bytes(SMOKE_BYTES)} are loaded for this")
+        size = format_bytes(patient.manifest.nbytes)
+        yield Finding("numerics", "skip", f"the model has {size}; up to {format_bytes(SMOKE_BYTES)} are loaded for this")
         return
     import torch
 
@@ -343,7 +348,7 @@ def check_numerics(patient: Patient) -> Iterator[Finding]:
     largest, mean = float(hidden_TD.abs().max()), float(loss.sum) / loss.count
     line = f"{SMOKE_TOKENS} tokens in {patient.config.dtype}: largest hidden value {largest:.3g}, loss {mean:.2f}"
     finite = bool(hidden_TD.isfinite().all()) and mean == mean
-    yield Finding("numerics", "ok" if finite else "fault", line, "" if finite else '--dtype float32, or: unfreeze bisect MODEL --against hf')
+    yield Finding("numerics", "ok" if finite else "fault", line, "" if finite else "--dtype float32, or: unfreeze bisect MODEL --against hf")
 
 
 CHECKS: tuple[tuple[str, Check, tuple[str, ...]], ...] = (

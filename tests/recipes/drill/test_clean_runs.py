@@ -1,4 +1,4 @@
-"""Zero false alarms: clean runs under the guards raise none; control arm: a planted fault does. The command runs all ten, here are three."""
+"""Zero false alarms: clean runs under the guards raise none; control arm: a planted fault does. The command runs all ten, here are two."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def test_ten_runs_of_every_family_and_both_dtypes():
     assert {run.family.split("-")[0] for run in RUNS} >= {"llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "tiny"}
 
 
-@pytest.mark.parametrize("run", [RUNS[1], RUNS[4], RUNS[8]], ids=lambda run: run.title)
+@pytest.mark.parametrize("run", [RUNS[4], RUNS[8]], ids=lambda run: run.title)
 def test_a_clean_run_raises_no_alarm(sandbox, run):
     assert alarms_of(run, sandbox) == []
 

@@ -30,7 +30,7 @@ from unfreeze.recipes.first_step import FirstStepReceipt
 from unfreeze.train.optim import AdamW
 from unfreeze.train.step import train_step
 
-LEAKED_STEPS = 50
+MEMORY_STEPS = 50
 
 
 def expanded_on_load(sandbox: Sandbox) -> Outcome:
@@ -114,9 +114,7 @@ def first_step(sandbox: Sandbox, model: models.Decoder) -> None:
     state: Any = SimpleNamespace(model=model, optimizer=optimizer, step=0, run=SimpleNamespace(path=folder, events=EventLog(None)))
     dataset: Any = SimpleNamespace(examples=examples)
     receipt = FirstStepReceipt(state, dataset, stop=True)
-    result = train_step(
-        model, optimizer, [sandbox.batch([40, 20, 60])], cross_entropy, learning_rate=1e-3, max_norm=1.0, through=models.recompute
-    )
+    result = train_step(model, optimizer, [sandbox.batch([40, 20, 60])], cross_entropy, learning_rate=1e-3, max_norm=1.0, through=models.recompute)
     state.step = 1
     receipt(state, result)
 
@@ -143,11 +141,11 @@ def expanded_weights_pile_up(sandbox: Sandbox) -> Outcome:
     attach(model, LoraConfig(rank=2), seed=0)
     optimizer, batch = AdamW(model), sandbox.batch([40, 20, 60])
     resident = []
-    for _ in range(LEAKED_STEPS):
+    for _ in range(MEMORY_STEPS):
         train_step(model, optimizer, [batch], cross_entropy, learning_rate=1e-4, max_norm=1.0, through=models.recompute)
         resident.append(resident_bytes())
     growth = max(resident[2:]) / resident[1] - 1
-    line = f"resident memory grew by {100 * growth:.2f} % from step 2 to {LEAKED_STEPS} (limit 1 %), {format_bytes(resident[-1])} at the end"
+    line = f"resident memory grew by {100 * growth:.2f} % from step 2 to {MEMORY_STEPS} (limit 1 %), {format_bytes(resident[-1])} at the end"
     return measured(train_step, line, holds=growth <= 0.01)
 
 

@@ -29,6 +29,7 @@ from unfreeze.train.optim import AdamW
 from unfreeze.train.step import train_step
 
 SKEWED = ([90, 7, 3, 41, 12, 5, 66, 30], [2, 6, 2, 40, 1, 0, 60, 3])  # lengths, supervised targets: one row fully masked
+GREEDY_TOKENS = 256
 LIMIT = 1e-6  # relative difference of float32 gradients
 
 
@@ -240,7 +241,7 @@ def cache_differs(sandbox: Sandbox) -> Outcome:
     agree = True
     for family in ("llama", "qwen3_moe", "deepseek_v3"):
         model = Model(sandbox.model(family))
-        sampling = Sampling(max_new_tokens=256)
+        sampling = Sampling(max_new_tokens=GREEDY_TOKENS)
         batched = [done.tokens for done in model.engine.generate(prompts, sampling)]
         single = model.engine.generate(prompts[:1], sampling)[0].tokens
         best = [logits.argmax(-1).tolist() for logits in model.logits([[*prompt, *ids] for prompt, ids in zip(prompts, batched, strict=True)])]
@@ -248,7 +249,7 @@ def cache_differs(sandbox: Sandbox) -> Outcome:
         wrong = sum(a != b for one, other in [(single, batched[0]), *zip(batched, uncached, strict=True)] for a, b in zip(one, other, strict=True))
         agree &= wrong == 0
         told.append(f"{family} {wrong}")
-    return measured(Engine, f"tokens that differ in 3 x 256 greedy steps, cached, batched or uncached: {', '.join(told)}", holds=agree)
+    return measured(Engine, f"tokens that differ in 3 x {GREEDY_TOKENS} greedy steps, cached, batched or uncached: {', '.join(told)}", holds=agree)
 
 
 FAULTS = [

@@ -99,7 +99,7 @@ def other_devices(sandbox: Sandbox) -> Outcome:
     one, two = (losses(run) for run in (whole, broken))
     resumed = of_kind(read_events(broken / "events.jsonl"), "start")[-1]["step"]
     worst = max(abs(a / b - 1) for a, b in zip(one, two, strict=False))
-    line = f"saved by 1 process at step {resumed}, went on with 2 to step {len(two)}: losses differ by at most {worst:.1g} from 1 process (limit 1e-5)"
+    line = f"saved by 1 process at step {resumed}, went on with 2 to step {len(two)}: losses differ by at most {worst:.1g} (limit 1e-5)"
     return measured(start_or_resume, line, holds=resumed == 2 and len(one) == len(two) == 4 and worst <= 1e-5)
 
 
@@ -162,14 +162,16 @@ def skipped_rows(sandbox: Sandbox) -> Outcome:
     data = sandbox.rows([ROWS[0], "{broken", ROWS[1], {"question": "Q"}])
     stats = encode_file(data, sandbox.tokenizer, 512, on_bad_row="skip").stats
     rows = [bad.row for bad in stats.listed]
-    return said(encode_file, f"{stats.summary()}; bad rows {rows}: {stats.listed[0].reason if rows else ''}", says="2 bad, 0 duplicates; bad rows [2, 4]")
+    line = f"{stats.summary()}; bad rows {rows}: {stats.listed[0].reason if rows else ''}"
+    return said(encode_file, line, says="2 bad, 0 duplicates; bad rows [2, 4]")
 
 
 def line_of_10_mb(sandbox: Sandbox) -> Outcome:
     """A row with a field of 10 MB that no shape uses: the row counts, and its tokens are those without the field."""
     wide, plain = (encode_file(sandbox.rows([*ROWS[:2], {**ROWS[3], **extra}]), sandbox.tokenizer, 512) for extra in ({"raw": "a" * 10_000_000}, {}))
     same = [list(example.tokens) for example in wide.examples] == [list(example.tokens) for example in plain.examples]
-    return measured(encode_file, f"{wide.stats.rows} rows, one of them a line of 10 MB; the same tokens as without its unused field: {same}", holds=same)
+    line = f"{wide.stats.rows} rows, one of them a line of 10 MB; the same tokens as without its unused field: {same}"
+    return measured(encode_file, line, holds=same)
 
 
 def row_too_long(sandbox: Sandbox) -> Outcome:

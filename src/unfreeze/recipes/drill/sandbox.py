@@ -77,9 +77,7 @@ class Sandbox:
             self._made[family] = self.write(self.config(family), self.root / family)
         return self._made[family]
 
-    def write(
-        self, config: dict[str, Any], folder: Path, max_shard_bytes: int = 10**9, change: Callable[[Decoder], Any] | None = None
-    ) -> Path:
+    def write(self, config: dict[str, Any], folder: Path, max_shard_bytes: int = 10**9, change: Callable[[Decoder], Any] | None = None) -> Path:
         """A random checkpoint of any config, with tiny-k2's tokenizer. `change` may alter the model before it is written."""
         import torch
 
