@@ -104,6 +104,7 @@ def session(folder: Path, group: Group, until: int) -> tuple[list[float], dict[s
         model = decoder()
         state = start_or_resume(run, model, optimizer=AdamW(model), schedule=Schedule(1e-2, STEPS), after_update=[LossFreeBalance(model, 0.01)])
         fit(state, endless(state.cursor), cross_entropy, through=models.recompute, micro_batches=2, save_every=1, on_step=[look], group=group)
+        assert state.after_update[0].num_updates == len(losses)  # type: ignore[attr-defined]
         return losses, {name: tensor.clone() for name, tensor in state.tensors().items()}
 
 
@@ -262,6 +263,17 @@ def test_resume_on_one_then_two_then_one_process(two):
     events = [json.loads(line) for line in (folder / "resumed" / "events.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if event["kind"] == "train"] == list(range(1, STEPS + 1))  # each once: process 0 alone writes
     assert expected.keys() == tensors.keys()
+
+
+def test_control_arm_balancing_by_the_counts_of_one_process_moves_other_biases():
+    """M2: what an update from this process's own half of the tokens would do. The resume test above compares the biases of all counts."""
+    _, whole = gradients("deepseek_v3", cut(2, True), ALONE)
+    moved = []
+    for load in (whole["load"], gradients("deepseek_v3", cut(2, True)[:1], ALONE)[1]["load"]):
+        balance = LossFreeBalance(decoder(), 0.01)
+        balance({int(layer): counts for layer, counts in load.items()})
+        moved.append(balance.biases[1])
+    assert not torch.equal(*moved)
 
 
 def test_control_arm_a_resume_that_loses_the_optimizer_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
