@@ -97,12 +97,12 @@ class Run:
         if not refused:
             return
         never = "".join(f"; {field} can never change within a run: {reason}" for field, reason in fixed.items())
-        options = "".join(f" --allow-changed {field}" for field in refused)
+        allow = "" if fixed else f", or add --allow-changed {' '.join(refused)}"
         raise ConfigError(
             f"{self.path} was trained to step {self.step} with another configuration; "
             f"{len(refused)} {'field differs' if len(refused) == 1 else 'fields differ'} (saved -> now): "
             + "; ".join(changes[field] for field in refused) + never,
-            next="run with the saved values to go on, or give another folder with --out" + ("" if fixed else f", or add{options}"),
+            next="run with the saved values to go on, or give another folder with --out" + allow,
         )  # fmt: skip
 
     def close(self) -> None:
