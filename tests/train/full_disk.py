@@ -64,7 +64,7 @@ def loop(folder: Path, on_full_disk: str, full_from: int = 3, room_from: int = 5
     return {
         "said": said,
         "left": sorted(path.name for path in (folder / "run" / "state").iterdir()),
-        "readable": save is not None and len((save / "state.json").read_text()) > 0,
+        "whole": save is not None and sorted(path.name for path in save.iterdir()) == ["state.json", "tensors.safetensors"],
         "warnings": [[event["step"], event["message"]] for event in events if event["kind"] == "warning"],
         "losses": train_losses(folder / "run"),
     }
@@ -102,6 +102,6 @@ if __name__ == "__main__":
         (base / "roomy command").mkdir()
         cli.main([*sys.argv[2:], "--quiet", "--out", str(base / "roomy command" / "run")])
         found["expected"] = train_losses(base / "roomy command" / "run")
-    plant(module, "room first")  # last, as it stays: the control arm
-    found["room first"] = loop(small_disk(base / "room first", "512k"), "stop")
+    plant(module, "in place")  # last, as it stays: the control arm
+    found["in place"] = loop(small_disk(base / "in place", "512k"), "stop")
     os.write(1, json.dumps(found).encode() + b"\n")

@@ -52,7 +52,7 @@ SAID = (
 def test_by_default_the_run_stops_and_the_same_command_goes_on_exactly(full: dict[str, Any]):
     stopped = full["stop"]
     assert re.match(f"DiskFull: {SAID}\n  next: free space on the disk of .*/state, then run the same command again", stopped["said"])
-    assert stopped["left"] == ["step-000001", "step-000002"] and stopped["readable"]  # and no .tmp: its room was given back
+    assert stopped["left"] == ["step-000001", "step-000002"] and stopped["whole"]  # and no .tmp: its room was given back
     assert full["again"]["said"] is None and full["again"]["losses"] == full["roomy"]["losses"] and len(full["roomy"]["losses"]) == 6
 
 
@@ -67,11 +67,11 @@ def test_with_continue_each_save_without_room_is_a_warning_and_later_saves_are_m
 def test_the_save_at_the_end_is_never_only_a_warning(full: dict[str, Any]):
     ended = full["to the end"]
     assert "step-000006: the disk is full" in ended["said"] and [step for step, _ in ended["warnings"]] == [3, 4, 5]
-    assert ended["left"] == ["step-000001", "step-000002"] and ended["readable"]
+    assert ended["left"] == ["step-000001", "step-000002"] and ended["whole"]
 
 
-def test_control_arm_making_room_first_would_leave_nothing(full: dict[str, Any]):
-    assert "the disk is full" in full["room first"]["said"] and full["room first"]["left"] == [] and not full["room first"]["readable"]
+def test_control_arm_a_save_in_place_leaves_a_half_one_as_the_latest(full: dict[str, Any]):
+    assert full["in place"]["left"] == ["step-000001", "step-000002", "step-000003"] and not full["in place"]["whole"]
 
 
 def test_unfreeze_sft_says_it_in_one_line_and_goes_on_when_there_is_room(full: dict[str, Any]):
