@@ -96,10 +96,15 @@ def test_the_latest_complete_save_is_found_and_unfinished_ones_are_not(tmp_path:
         write_save(tmp_path, step)
     for name in ("step-2000000.tmp", "step-9999999.old.tmp", "step-3", "notes"):
         (tmp_path / "state" / name).mkdir()
+    (tmp_path / "adapter").mkdir()
+    leftovers = [tmp_path / ".model.unfinished-17", tmp_path / "adapter" / ".adapter_model.safetensors.unfinished-17"]
+    leftovers[0].mkdir()
+    leftovers[1].write_bytes(b"half")
     assert latest(tmp_path) == tmp_path / "state" / "step-1000000"
     with Run(tmp_path, CONFIG) as run:
         assert (run.step, run.cursor, run.finished) == (1_000_000, {"position": 1_000_000}, True)
-    assert not list((tmp_path / "state").glob("*.tmp"))  # removed under the lock
+    assert not list((tmp_path / "state").glob("*.tmp")) and not any(path.exists() for path in leftovers)  # removed under the lock
+    assert (tmp_path / "state" / "notes").is_dir()
 
 
 @pytest.mark.parametrize(
