@@ -96,6 +96,7 @@ TESTED_BY = {  # source file -> the test file that covers it, where that doesn't
     "recipes/chat.py": "recipes/test_generate.py",
     "recipes/samples.py": "recipes/test_sft.py",
     "recipes/training.py": "recipes/test_sft.py",
+    "report/page.py": "report/test_html.py",
     "report/events.py": "report/test_report_events.py",
     "report/run.py": "report/test_report_run.py",
     "report/style.py": "report/test_pictures.py",

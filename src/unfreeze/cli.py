@@ -34,6 +34,7 @@ COMMANDS = {
     "inspect": Command("unfreeze.recipes.inspect", "inspect MODEL", "what is in a checkpoint; reads no tensor"),
     "export": Command("unfreeze.recipes.export", "export RUN --layout peft", "write a run's adapter in another layout, verified"),
     "report": Command("unfreeze.recipes.report", "report RUN", "write report.html of a run and print its summary"),
+    "compare": Command("unfreeze.recipes.compare", "compare RUN RUN …", "two or more runs side by side: config, curves, results"),
 }
 FLAGS = {"--json": "json", "--quiet": "quiet", "--traceback": "traceback"}
 

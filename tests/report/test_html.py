@@ -161,7 +161,7 @@ def test_hostile_text_is_shown_and_never_obeyed(run_dir: Path, monkeypatch: pyte
     source, parsed = page(run_dir)
     assert "<script" not in source
     assert parsed.texts.count(HOSTILE) == 4 and f"Hmm. {HOSTILE}" in parsed.texts  # prompt, config, a note and a reason of the data; the answer
-    monkeypatch.setattr("unfreeze.report.html.escape", lambda value, quote=True: value)  # control arm: the guard removed
+    monkeypatch.setattr("unfreeze.report.page.escape", lambda value, quote=True: value)  # control arm: the guard removed
     with pytest.raises(AssertionError):
         _, unsafe = page(run_dir)
         assert unsafe.scripts == 0 and unsafe.external == []

@@ -26,6 +26,10 @@ Points = tuple[Sequence[float], Sequence[float]]
 # Placeholders: colours nobody would draw with, replaced by the variables of style.py after drawing.
 INK, MUTED, LINE, ACCENT, SECOND, PAPER = "#a10001", "#a10002", "#a10003", "#a10004", "#a10005", "#a10006"
 VARIABLES = {INK: "--ink", MUTED: "--muted", LINE: "--line", ACCENT: "--accent", SECOND: "--second", PAPER: "--paper"}
+HUES = tuple(f"#a1001{i}" for i in range(6))  # one per run or layer in a picture of several lines
+VARIABLES |= {hue: f"--hue-{i}" for i, hue in enumerate(HUES)}
+DASHES = ((0, ()), (0, (5, 2)))  # after the last hue the hues come again, dashed
+MOST_LINES = len(HUES) * len(DASHES)
 HEAT_RGB, DEAD_RGB = (0x3F, 0x8F, 0xD0), (0xD0, 0x49, 0x3F)  # heat is a bitmap: mid tones that stand out on light and on dark paper
 PX = 1 / 72  # one SVG unit, in matplotlib's inches
 MOST_POINTS = 1200  # per line: about one per pixel of the widest picture; more only makes the page heavy
@@ -77,8 +81,6 @@ def curve(
 
     y_format: "number" | "count" | "bytes". `name` keeps the SVG's internal ids apart from other pictures' on the page.
     """
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
-
     figure, axes = _figure(size)
     xs, ys = points
     unit, label = _unit(max(ys), y_format)
@@ -92,8 +94,34 @@ def curve(
         axes.plot(*thin(xs, ys), color=ACCENT, linewidth=1.5)
     if dots[0]:
         axes.plot(dots[0], [value / unit for value in dots[1]], "o", color=SECOND, markersize=4)
+    _scales(axes, size, xs, max(ys), label, log_x=log_x, from_zero=from_zero)
+    return _svg(figure, name, alt)
+
+
+def lines(name: str, points: Sequence[Points], alt: str, size: tuple[int, int], *, smoothed: bool = False, from_zero: bool = False) -> str:
+    """Several lines over steps on one pair of axes as SVG; the i-th has HUES[i % 6], from the seventh on dashed. An empty one is left out.
+
+    smoothed: the mean of smooth() instead of the raw line (two dozen raw lines over one another show nothing).
+    """
+    figure, axes = _figure(size)
+    for i, (xs, ys) in enumerate(points):
+        colour, dash = HUES[i % len(HUES)], DASHES[i // len(HUES) % len(DASHES)]
+        if len(xs) == 1:
+            axes.plot(xs, ys, "o", color=colour, markersize=4)
+        elif len(xs) > 1:
+            shown = smooth(ys, smoothing_window(len(ys))) if smoothed else ys
+            axes.plot(*thin(xs, shown), color=colour, linewidth=1.75, linestyle=dash)
+    steps, values = [x for xs, _ in points for x in xs], [y for _, ys in points for y in ys]
+    _scales(axes, size, steps, max(values), "", from_zero=from_zero)
+    return _svg(figure, name, alt)
+
+
+def _scales(axes: Axes, size: tuple[int, int], xs: Sequence[float], top: float, label: str, *, log_x: bool = False, from_zero: bool = False) -> None:
+    """Limits, ticks and their labels; top is the highest value drawn, label the unit behind each number."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
     if from_zero:
-        axes.set_ylim(0, max(ys) * 1.12 or 1)
+        axes.set_ylim(0, top * 1.12 or 1)
         axes.spines["bottom"].set_visible(False)  # the grid line at zero stands there already
     else:
         axes.margins(y=0.08)
@@ -108,7 +136,6 @@ def curve(
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value) if value >= 10_000 or log_x else f"{value:,.0f}"))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=4 if size[1] < 220 else 6, steps=[1, 2, 2.5, 5, 10]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value, label)))
-    return _svg(figure, name, alt)
 
 
 def heat_map(name: str, load: Mapping[str, Sequence[int]], alt: str, width: int) -> str:
