@@ -99,6 +99,7 @@ TESTED_BY = {  # source file -> the test file that covers it, where that doesn't
     "report/page.py": "report/test_html.py",
     "report/events.py": "report/test_report_events.py",
     "report/run.py": "report/test_report_run.py",
+    "report/sinks/__init__.py": "report/test_sinks.py",
     "report/style.py": "report/test_pictures.py",
 }
 

@@ -20,6 +20,7 @@ from unfreeze.recipes.config import Folder, Frozen, ModelName, writing
 from unfreeze.report.events import of_kind, read_events, tokens_per_second
 from unfreeze.report.html import summary_lines, write_report
 from unfreeze.report.live import LiveProgress
+from unfreeze.report.sinks import tracking
 
 if TYPE_CHECKING:
     from unfreeze.checkpoint.stream import LoadStats
@@ -68,6 +69,9 @@ class TrainingConfig(Frozen):
     seed: int = Field(default=0, ge=0, description="seed of adapters, weights and data order")
     save_every: int = Field(default=0, ge=0, description="steps between saves; 0: at the end and on Ctrl-C")
     keep_saves: int = Field(default=2, ge=1, description="how many saves of the training state are kept")
+    track: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
+        default_factory=list, description="trackers that also get the events; wandb stays offline unless WANDB_MODE=online is set"
+    )
     samples: int = Field(default=4, ge=0, description="prompts from the data answered before and after training, for the report")
 
     @model_validator(mode="after")
@@ -86,7 +90,7 @@ class TrainingConfig(Frozen):
 
     def record(self) -> dict[str, Any]:
         """What a run is identified by when it resumes: every field that changes what is computed."""
-        fields = self.model_dump(mode="json", exclude={"out", "save_every", "keep_saves", "samples", "threads"})
+        fields = self.model_dump(mode="json", exclude={"out", "save_every", "keep_saves", "samples", "threads", "track"})
         return {**fields, "model": portable(self.model), "data": str(Path(self.data).resolve())}
 
 
@@ -172,9 +176,9 @@ def live(config: TrainingConfig, common: Common, recipe: str, command: str) -> I
     """
     from unfreeze.train.run import Run, latest
 
-    with LiveProgress(0, quiet=common.quiet) as progress:
+    with LiveProgress(0, quiet=common.quiet) as progress, tracking(config.track, config.run_dir, config.model_dump(mode="json")) as sinks:
         with writing(config.run_dir, "out"):
-            run = Run(config.run_dir, config.record(), listeners=(progress,))
+            run = Run(config.run_dir, config.record(), listeners=(progress, *sinks))
         with run:
             try:
                 with writing(config.run_dir, "out"):

@@ -43,7 +43,7 @@ class Run:
         path: Path | str,
         config: Mapping[str, Any],
         *,
-        listeners: tuple[Callable[[Event], None], ...] = (),
+        listeners: tuple[Callable[[Event], str | None], ...] = (),
         allow_changed: Collection[str] = (),
     ):
         """allow_changed: fields (dotted, or a whole group such as "lora") in which `config` may differ from the save's.
