@@ -18,6 +18,7 @@ from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED, Event
 from unfreeze.recipes.config import Folder, Frozen, ModelName, writing
 from unfreeze.report.events import of_kind, read_events, tokens_per_second
+from unfreeze.report.experts import ExpertWatch
 from unfreeze.report.html import summary_lines, write_report
 from unfreeze.report.live import LiveProgress
 from unfreeze.report.sinks import tracking
@@ -178,7 +179,7 @@ def live(config: TrainingConfig, common: Common, recipe: str, command: str) -> I
 
     with LiveProgress(0, quiet=common.quiet) as progress, tracking(config.track, config.run_dir, config.model_dump(mode="json")) as sinks:
         with writing(config.run_dir, "out"):
-            run = Run(config.run_dir, config.record(), listeners=(progress, *sinks))
+            run = Run(config.run_dir, config.record(), listeners=(progress, ExpertWatch(), *sinks))
         with run:
             try:
                 with writing(config.run_dir, "out"):

@@ -137,7 +137,7 @@ def _curves(runs: Sequence[Run], labels: Sequence[str]) -> str:
     if not large:
         return section("Curves", "", "No run has made a training step, so there is no curve to show.")
     there = "".join(part for part in small if part)
-    return section("Curves", f'{key(labels)}<div class="row">{large}</div><div class="row aligned">{there}</div>')
+    return section("Curves", f'{key(labels)}<div class="row">{large}</div><div class="row three aligned">{there}</div>')
 
 
 def _figure(

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from unfreeze.core.units import format_bytes, format_count
-from unfreeze.report.events import data_lines, expert_load, last, number, of_kind, sample_pairs, series, warnings
+from unfreeze.report.events import data_lines, last, number, of_kind, sample_pairs, series, warnings
+from unfreeze.report.experts import experts_section
+from unfreeze.report.guards import GUARD_HEAD, guard_rows
 from unfreeze.report.page import document, figure, folded, section, table, text, write_page
-from unfreeze.report.pictures import FULL, curve, heat_map, smoothing_window
+from unfreeze.report.pictures import curve, smoothing_window
 from unfreeze.report.run import Run, expert_balance, facts, flatten, read_run, result_words, started
 from unfreeze.report.tables import ABSENT, RECEIPT_HEAD, plan_lines, receipt_rows, standing_still
 
@@ -33,7 +35,7 @@ def write_report(run_dir: Path | str) -> Path:
 
 def page(run: Run) -> str:
     """The whole page as one string; the same run folder gives the same string."""
-    parts = (_header, _warnings, _loss, _machine, _data, _experts, _receipt, _samples, _evaluations, _more)
+    parts = (_header, _warnings, _loss, _machine, _guards, _data, experts_section, _receipt, _samples, _evaluations, _more)
     return document(f"{run.name} · unfreeze run", "\n".join(part(run) for part in parts), f"Written by unfreeze from {run.name}/events.jsonl")
 
 
@@ -61,7 +63,9 @@ def _loss(run: Run) -> str:
     words = f"{losses[0]:.3f} at step {steps[0]:,}, {losses[-1]:.3f} at step {steps[-1]:,}; "
     words += f"lowest {losses[lowest]:.3f} at step {steps[lowest]:,}."
     words += f" Faint: each step; strong: mean of {window} steps." if window > 1 else ""
-    words += " Dots: evaluation." if evals[1] else ""
+    if evals[1]:
+        best = min(range(len(evals[1])), key=evals[1].__getitem__)
+        words += f" Dots: validation, lowest {evals[1][best]:.3f} at step {evals[0][best]:,}, last {evals[1][-1]:.3f}."
     alt = f"Training loss per step: {words}"
     pictures = [curve(f"loss-{size[0]}", (steps, losses), alt, size, smoothed=True, dots=evals) for size in (WIDE, NARROW)]
     over_tokens = _loss_over_tokens(run)
@@ -151,22 +155,10 @@ def _data(run: Run) -> str:
     return section("Data", "".join(parts), "Loss is taken on the supervised tokens only.")
 
 
-def _experts(run: Run) -> str:
-    load = expert_load(run.events)
-    if not load:
-        return section("Expert load", "", "No expert load is in the events: the model is dense, or no step was made.")
-    balance = expert_balance(run)
-    num_dead, num_experts = sum(dead for *_, dead in balance), sum(len(counts) for counts in load.values())
-    layer, _, ratio, _ = max(balance, key=lambda row: row[2])
-    words = f"Busiest expert against its layer's mean: {ratio:.2f} times at most, in layer {layer}. "
-    words += f"{num_dead:,} of {num_experts:,} experts got no token." if num_dead else f"All {num_experts:,} experts got tokens."
-    alt = f"Tokens per expert, {len(load)} layers down, {len(next(iter(load.values())))} experts across. {words}"
-    pictures = [heat_map(f"experts-{width}", load, alt, width) for width in (1100, 350)]
-    key = f'<p class="scale" aria-hidden="true">no token <i></i> {FULL:.0f} × the layer\'s mean <i class="dead"></i> never used</p>'
-    rows = [(layer, f"{total:,}", f"{ratio:.2f}", f"{dead:,}") for layer, total, ratio, dead in balance]
-    numbers = table(("layer", "tokens routed", "max / mean", "dead experts"), rows, caption="Expert load per layer")
-    picture = figure("Tokens per expert, whole run", words, *pictures, key=key)
-    return section("Expert load", f'<div class="row">{picture}</div>{folded("Numbers per layer", numbers)}')
+def _guards(run: Run) -> str:
+    rows = guard_rows(run)
+    body = table(GUARD_HEAD, [row[:3] for row in rows], caption="Guards of the run", bad=[row.guard for row in rows if row.alarm], kind="words stack")
+    return section("Guards", body, "What watched over this run, and what it said.")
 
 
 def _receipt(run: Run) -> str:

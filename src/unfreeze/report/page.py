@@ -61,7 +61,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str, b
     body = []
     for first, *cells in rows:
         mark = ' class="bad"' if first in bad else ""
-        names = [f' data-head="{text(name)}"' if kind == "stack" else "" for name in head[1:]]
+        names = [f' data-head="{text(name)}"' if "stack" in kind.split() else "" for name in head[1:]]
         data = "".join(f"<td{name}>{text(cell)}</td>" for name, cell in zip(names, cells, strict=True))
         body.append(f'<tr{mark}><th scope="row">{text(first)}</th>{data}</tr>')
     start = f'<div class="scroll" tabindex="0"><table class="{kind}" aria-label="{text(caption)}">'

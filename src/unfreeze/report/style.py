@@ -33,6 +33,7 @@ p { margin: 0 0 12px; max-width: 72ch; }
   margin-top: 0; }
 .row.lead { grid-template-columns: minmax(0, 2fr) minmax(0, 1fr); }
 figure { margin: 0; min-width: 0; }
+.row.three { grid-template-columns: repeat(auto-fill, minmax(min(300px, 100%), 1fr)); }
 .aligned figure { display: grid; grid-template-rows: subgrid; grid-row: span 2; gap: 0; }
 figcaption { font-size: 14px; line-height: 1.45; margin-bottom: 10px; padding-top: 24px; }
 figcaption strong { display: block; font-size: 15px; font-weight: 600; }
@@ -44,7 +45,7 @@ svg text { font: 11px system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica N
 .scale { display: flex; flex-wrap: wrap; align-items: center; gap: 6px 10px; font-size: 13px; color: var(--muted); margin: 0 0 12px; }
 .scale i { display: inline-block; width: 120px; height: 12px; border-radius: 2px; border: 1px solid var(--line);
   background: linear-gradient(to right, rgb(63 143 208 / 0), rgb(63 143 208)); }
-.scale i.dead { width: 12px; background: rgb(208 73 63); margin-left: 10px; }
+.scale span { white-space: nowrap; } .scale i.dead { width: 12px; background: rgb(208 73 63); margin: 0 10px; vertical-align: middle; }
 .key { display: flex; flex-wrap: wrap; gap: 4px 18px; font-size: 13px; color: var(--muted); margin: 0 0 12px; max-width: none; }
 .key span { overflow-wrap: anywhere; min-width: 0; }
 .key i { display: inline-block; width: 22px; border-top: 3px solid; vertical-align: middle; margin-right: 7px; }
@@ -79,6 +80,6 @@ footer { margin-top: 72px; padding-top: 16px; border-top: 1px solid var(--line);
   th, td { padding-left: 16px; }
   .stack, .stack tbody, .stack tr, .stack th, .stack td { display: block; } .stack thead { display: none; }
   .stack tr { padding: 10px 0; border-bottom: 1px solid var(--line); } .stack th, .stack td { border: 0; padding: 2px 0; }
-  .stack th { font-weight: 600; } .stack td::before { content: attr(data-head); float: left; color: var(--muted); } }
+  .stack th { font-weight: 600; } .stack td::before { content: attr(data-head); float: left; margin-right: 10px; color: var(--muted); } }
 @media print { main { padding: 0; max-width: none; } }
 """
