@@ -18,7 +18,7 @@ CLEAN = [
     {"kind": "receipt", "step": 1, "groups": {"attention": {"parameters": 8, "trained": 8, "moved": 0.1}, "router": {"trained": 0, "moved": 0.0}}},
     *({**TRAIN, "step": step, "grad_norm": norm} for step, norm in ((1, 3.0), (2, 0.5), (3, 1.5))),
 ]
-CONFIG = {"clip": 1.0, "on_bad_row": "error", "truncation": "tail", "track": ["wandb"]}
+CONFIG = {"clip": 1.0, "on_bad_row": "error", "truncation": "tail", "track": ["wandb"], "on_spike": "skip"}
 
 
 def rows_of(folder: Path, events: list[dict], config: dict = CONFIG) -> dict[str, GuardRow]:
@@ -35,6 +35,7 @@ def test_a_clean_run_shows_every_guard_and_no_alarm(tmp_path: Path):
         "Data rows": ("on_bad_row error, truncation tail", "10 rows: 0 bad, 1 dropped, 2 truncated"),
         "Receipt of the first step": ("always", "all asked for moved: attention"),
         "Loss and gradients finite": ("always", "finite in all 3 steps"),
+        "Loss and gradient spikes": ("skip", "none in 3 steps"),
         "Gradient norm clipped": ("at 1", "in 2 of 3 steps, largest 3"),
         "Supervised tokens": ("always", "50 at least in every step"),
         "Expert load": ("always", "no expert found dead or overloaded"),
@@ -75,10 +76,10 @@ def test_what_a_guard_said_is_an_alarm_in_its_row_alone(tmp_path: Path, event: d
     assert f'<tr class="bad"><th scope="row">{guard}' in page and words in page
 
 
-def test_a_guard_event_is_a_warning_too_and_many_are_counted(tmp_path: Path):
-    spikes = [{"kind": "guard", "step": step, "guard": "loss spike", "action": "warn", "message": "high", "limit": 3.0} for step in range(4, 9)]
-    row = rows_of(tmp_path, [*CLEAN, *spikes])["loss spike"]
-    assert row.setting == "warn; limit 3" and row.said.endswith("step 6: high; and 2 more, see events.jsonl")
+def test_many_are_counted(tmp_path: Path):
+    spikes = [{**TRAIN, "step": step, "warning": "high"} for step in range(4, 9)]
+    row = rows_of(tmp_path, [*CLEAN, *spikes])["Loss and gradient spikes"]
+    assert row.setting == "skip" and row.said.endswith("step 6: high; and 2 more, see events.jsonl")
     assert "  warning, step 4: high" in summary_lines(tmp_path)
 
 

@@ -26,7 +26,7 @@ def emit_run(log: EventLog, first: int = 1, last: int = 3) -> None:
     log.emit("data", first - 1, summary="7 rows")
     for step in range(first, last + 1):
         log.emit("train", step, loss=1.0 / step, tokens=100, seconds=0.5, expert_balance={"3": COUNTS})
-    log.emit("eval", last, loss=0.75, best=True)
+    log.emit("eval", last, loss=0.75)
     log.emit("sample", last, when="after", index=0, prompt="Who?", text="Me.")
     log.emit("warning", last, message="mind the gap")
     log.emit("end", last, reason="done", steps=last, tokens_per_second=200.0)

@@ -101,7 +101,8 @@ SCHEMA = {
             "seconds": Field("float", "seconds", optional=True),
             "learning_rate": Field("float", "per step", optional=True),
             "peak_bytes": Field("int", "bytes", optional=True),
-            "fragmented_bytes": Field("int", "bytes", optional=True),
+            "fragmentation_bytes": Field("int", "bytes", optional=True),
+            "applied": Field("bool", "yes or no", optional=True),
             "expert_load": Field("{[int]}", "tokens per expert", optional=True),
             "expert_balance": Field("{object}", "see below", optional=True),
             "error": Field("text", "sentence", optional=True),
@@ -110,11 +111,11 @@ SCHEMA = {
     ),
     "eval": Kind(
         {
-            "loss": Field("float", "nats per supervised token", optional=True),
-            "perplexity": Field("float", "exp(loss)", optional=True),
+            "loss": Field("float?", "nats per supervised token", optional=True),
+            "perplexity": Field("float?", "exp(loss)", optional=True),
             "bits_per_byte": Field("float?", "bits per byte of text", optional=True),
             "tokens": Field("int", "tokens", optional=True),
-            "best": Field("bool", "yes or no", optional=True),
+            "seconds": Field("float", "seconds", optional=True),
         },
         further="float?",
     ),
@@ -128,16 +129,6 @@ SCHEMA = {
     ),
     "receipt": Kind({"groups": Field("{object}", "see adapters/receipt.py")}),
     "save": Kind({"path": Field("text", "folder inside the run folder")}),
-    "guard": Kind(
-        {
-            "guard": Field("text", "name"),
-            "action": Field("text", "warn, skip or stop"),
-            "message": Field("text", "sentence"),
-            "value": Field("float?", "the guard's own", optional=True),
-            "limit": Field("float?", "the guard's own", optional=True),
-            "rows_file": Field("text", "file inside the run folder", optional=True),
-        }
-    ),
     "warning": Kind({"message": Field("text", "sentence")}),
     "end": Kind(
         {

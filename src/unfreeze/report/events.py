@@ -121,10 +121,10 @@ def data_lines(events: Sequence[Event], listed: int = 3) -> list[str]:
 
 
 def warnings(events: Sequence[Event]) -> list[tuple[int, str]]:
-    """(step, text) of every event of kind "warning" or "guard" (field message) and of every event that carries a `warning` field."""
+    """(step, text) of every event of kind "warning" (field message) and of every event that carries a `warning` field."""
     found = []
     for event in events:
-        text = event.get("message") if event["kind"] in ("warning", "guard") else event.get("warning")
+        text = event.get("message") if event["kind"] == "warning" else event.get("warning")
         if text:
             found.append((event["step"], str(text)))
     return found

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from unfreeze.core.units import format_bytes
-from unfreeze.report.events import last, number, of_kind, series, warnings
+from unfreeze.report.events import last, number, series, warnings
 from unfreeze.report.run import Run
 from unfreeze.report.tables import standing_still
 
@@ -23,17 +23,9 @@ class GuardRow(NamedTuple):
 
 
 def guard_rows(run: Run) -> list[GuardRow]:
-    """One row per guard that this run had, those of the recipes first, then each that wrote "guard" events."""
-    parts: tuple[Callable[[Run], GuardRow | None], ...] = (_plan, _data, _receipt, _finite, _clipping, _supervised, _experts, _trackers)
-    rows = [row for part in parts if (row := part(run)) is not None]
-    events = of_kind(run.events, "guard")
-    for name in dict.fromkeys(str(event.get("guard")) for event in events):
-        mine = [event for event in events if str(event.get("guard")) == name]
-        limits = {f"{limit:.4g}" for event in mine if (limit := number(event.get("limit"))) is not None}
-        actions = ", ".join(dict.fromkeys(str(event.get("action")) for event in mine))
-        setting = f"{actions}; limit {', '.join(sorted(limits))}" if limits else actions
-        rows.append(GuardRow(name, setting, _all_said([(event["step"], str(event.get("message", ""))) for event in mine]), alarm=True))
-    return rows
+    """One row per guard that this run had."""
+    parts: tuple[Callable[[Run], GuardRow | None], ...] = (_plan, _data, _receipt, _finite, _spikes, _clipping, _supervised, _experts, _trackers)
+    return [row for part in parts if (row := part(run)) is not None]
 
 
 def _all_said(said: list[tuple[int, str]], shown: int = 3) -> str:
@@ -74,6 +66,15 @@ def _finite(run: Run) -> GuardRow | None:
     broken = [(event["step"], str(event["error"])) for event in run.train if event.get("error")]
     said = _all_said(broken) if broken else f"finite in all {len(run.train):,} steps"
     return GuardRow("Loss and gradients finite", "always", said, alarm=bool(broken))
+
+
+def _spikes(run: Run) -> GuardRow | None:
+    """The spike guard of train/guards.py: it speaks in the `warning` of the step's train event."""
+    if "on_spike" not in run.config:
+        return None
+    said = [(event["step"], str(event["warning"])) for event in run.train if event.get("warning")]
+    words = _all_said(said) or f"none in {len(run.train):,} steps"
+    return GuardRow("Loss and gradient spikes", str(run.config["on_spike"]), words, alarm=bool(said))
 
 
 def _clipping(run: Run) -> GuardRow | None:

@@ -130,9 +130,6 @@ class LiveProgress:
     def _on_warning(self, event: Event) -> None:
         self._display.line(f"warning, step {event['step']}: {event.get('message', '')}")
 
-    def _on_guard(self, event: Event) -> None:
-        self._display.line(f"{event.get('guard', 'guard')} ({event.get('action', 'warn')}), step {event['step']}: {event.get('message', '')}")
-
     def _on_end(self, event: Event) -> None:
         self._display.close()
         self._display.line(f"{event.get('reason', 'done')} after step {event['step']}")

@@ -92,11 +92,8 @@ def _made(name: str, run_dir: Path, config: Mapping[str, Any]) -> Sink:
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """The numbers of a train, eval or guard event under the names that trackers show: train/loss, eval/perplexity, experts/dead/layer 3."""
+    """The numbers of a train or eval event under the names that trackers show: train/loss, eval/perplexity, experts/dead/layer 3."""
     kind = event["kind"]
-    if kind == "guard":
-        value = number(event.get("value"))
-        return {} if value is None else {f"guard/{event.get('guard')}": value}
     if kind not in ("train", "eval"):
         return {}
     values = {f"{kind}/{name}": size for name, value in event.items() if name not in ("step", "time") and (size := number(value)) is not None}
@@ -113,7 +110,7 @@ def texts(event: Event) -> dict[str, str]:
     kind, found = event["kind"], {}
     if event.get("warning"):
         found["warning"] = str(event["warning"])
-    if kind in ("warning", "guard"):
+    if kind == "warning":
         found[kind] = str(event.get("message", ""))
     elif kind == "sample":
         prompt = str(event.get("prompt", ""))
