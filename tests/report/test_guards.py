@@ -62,11 +62,7 @@ def test_a_clean_run_shows_every_guard_and_no_alarm(tmp_path: Path):
         ),
         ({"kind": "data", "step": 0, "rows": 10, "bad": 3}, "Data rows", "10 rows: 3 bad"),
         ({"kind": "plan", "step": 0, "total": 2**31, "usable": 2**30, "fits": False}, "Memory plan", "planned 2.0 GiB: refused"),
-        (
-            {"kind": "guard", "step": 4, "guard": "loss spike", "action": "skip", "message": "9.1 over 3.2", "limit": 3.2},
-            "loss spike",
-            "step 4: 9.1 over 3.2",
-        ),
+        ({**TRAIN, "step": 4, "warning": "loss 9 is above 3", "applied": False}, "Loss and gradient spikes", "step 4: loss 9 is above 3"),
     ],
 )
 def test_what_a_guard_said_is_an_alarm_in_its_row_alone(tmp_path: Path, event: dict, guard: str, words: str):
