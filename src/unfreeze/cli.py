@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -31,6 +32,7 @@ COMMANDS = {
     "pretrain": Command("unfreeze.recipes.pretrain", "pretrain run.toml", "train all weights on text, from nothing or from a checkpoint"),
     "chat": Command("unfreeze.recipes.chat", "chat MODEL_OR_RUN", "talk with a checkpoint or a run"),
     "generate": Command("unfreeze.recipes.generate", "generate MODEL_OR_RUN --prompt TEXT", "continue a text or answer a prompt"),
+    "data": Command("unfreeze.recipes.data_show", "data show F --model MODEL", "the data as the model will see it: mask, lengths, what is lost"),
     "inspect": Command("unfreeze.recipes.inspect", "inspect MODEL", "what is in a checkpoint; reads no tensor"),
     "export": Command("unfreeze.recipes.export", "export RUN --layout peft", "write a run's adapter in another layout, verified"),
     "report": Command("unfreeze.recipes.report", "report RUN", "write report.html of a run and print its summary"),
@@ -61,8 +63,15 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command line; returns the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     common = Common(**{field: flag in arguments for flag, field in FLAGS.items()})
+    if process():  # under torchrun the first process speaks for all; errors are said by each
+        common = common._replace(json=False, quiet=True)
     arguments = [argument for argument in arguments if argument not in FLAGS]
     return _guarded(lambda: _dispatch(arguments[0] if arguments else "", arguments[1:], common), common)
+
+
+def process() -> int:
+    """Which of torchrun's processes this is; 0 without torchrun."""
+    return int(os.environ.get("RANK", "0")) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else 0
 
 
 def _dispatch(name: str, arguments: list[str], common: Common) -> int:
@@ -90,7 +99,7 @@ def _guarded(run: Callable[[], int], common: Common) -> int:
         if common.traceback:
             traceback.print_exc()
         else:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            print(f"process {process()}: " * (process() > 0) + f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:
         print(f"interrupted: {str(interrupt) or 'give the same command again'}", file=sys.stderr)

@@ -33,7 +33,7 @@ def test_nothing_vanishes_uncounted(tokenizer, tmp_path):
     assert "row 3: 0 of 128 tokens supervised (truncated before the answer?" in stats.listed[1].reason
     assert stats.tokens == sum(e.num_tokens for e in data.examples) == pack(data.examples).num_tokens
     assert stats.supervised == int((pack(data.examples).weights_T > 0).sum())
-    assert "6 rows (question/answer 3, text 1)" in stats.summary() and "1 truncated, 1 dropped, 2 bad" in stats.summary()
+    assert "6 rows (question/answer 3, text 1)" in stats.summary() and "1 truncated (275 tokens cut), 1 dropped, 2 bad, 1 duplicates" in stats.summary()
     assert json.loads(json.dumps(stats.as_dict()))["listed"][0]["row"] == 2
 
 

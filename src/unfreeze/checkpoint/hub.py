@@ -6,12 +6,14 @@ Only weights in safetensors, JSON, tokenizer and template files of the top folde
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from unfreeze.core.errors import CheckpointError
 
-ALLOW = ["*.safetensors", "*.json", "tiktoken.model", "*.tiktoken", "*.jinja"]
+TEXT_FILES = ["*.json", "tiktoken.model", "*.tiktoken", "*.jinja"]
+"""What is small: configuration, tokenizer, chat template."""
+ALLOW = ["*.safetensors", *TEXT_FILES]
 IGNORE = ["*/*", "consolidated*", "*.onnx*"]  # sub-folders hold other formats; "consolidated" is a second copy of the same weights
 
 
@@ -20,8 +22,8 @@ def is_id(source: str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", source) is not None
 
 
-def download(repo_id: str, progress: Callable[[str], None] | None = None) -> Path:
-    """The local snapshot of `repo_id`; a second call finds it in the cache, also offline.
+def download(repo_id: str, progress: Callable[[str], None] | None = None, allow: Sequence[str] = tuple(ALLOW)) -> Path:
+    """The local snapshot of `repo_id`, its files that match `allow`; a second call finds it in the cache, also offline.
 
     Raises CheckpointError in one line: no such repository, access refused, or no connection and not in the cache.
     """
@@ -34,7 +36,7 @@ def download(repo_id: str, progress: Callable[[str], None] | None = None) -> Pat
     if progress is not None:
         progress(f"{repo_id}: looking up on the Hugging Face Hub")
     try:
-        return Path(snapshot_download(repo_id, allow_patterns=ALLOW, ignore_patterns=IGNORE))
+        return Path(snapshot_download(repo_id, allow_patterns=list(allow), ignore_patterns=IGNORE))
     except GatedRepoError as error:
         raise CheckpointError(
             f"{repo_id} is gated: its publisher asks for consent first",

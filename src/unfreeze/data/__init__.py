@@ -1,9 +1,12 @@
 """L2, data: files to rows, text to ids, conversations to tokens with a mask, tokens to packed batches."""
 
-from unfreeze.data.dataset import Dataset, Stats, encode_file
-from unfreeze.data.masks import encode_chat, encode_prompt, encode_row, encode_text
-from unfreeze.data.packing import Batches, Cursor, Example, pack
+from unfreeze.data.dataset import Dataset, Stats, encode_file, encode_files
+from unfreeze.data.examples import Example, Examples
+from unfreeze.data.masks import check_mask, encode_chat, encode_prompt, encode_row, encode_text
+from unfreeze.data.order import Mixed, Shuffled
+from unfreeze.data.packing import Batches, Cursor, pack
 from unfreeze.data.sources import BadRow, Conversation, Row, Text, read_rows
+from unfreeze.data.split import split_by_content, validation_batches
 from unfreeze.data.templates import PLAIN_TEMPLATE, ChatTemplate
 from unfreeze.data.tokenizer import Tokenizer, VocabSpec, check_vocab, has_tokenizer, load_tokenizer
 
@@ -16,14 +19,19 @@ __all__ = [
     "Cursor",
     "Dataset",
     "Example",
+    "Examples",
+    "Mixed",
     "Row",
+    "Shuffled",
     "Stats",
     "Text",
     "Tokenizer",
     "VocabSpec",
+    "check_mask",
     "check_vocab",
     "encode_chat",
     "encode_file",
+    "encode_files",
     "encode_prompt",
     "encode_row",
     "encode_text",
@@ -31,4 +39,6 @@ __all__ = [
     "load_tokenizer",
     "pack",
     "read_rows",
+    "split_by_content",
+    "validation_batches",
 ]

@@ -17,17 +17,20 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from unfreeze.core.errors import DataError
-from unfreeze.data.packing import Example
+from unfreeze.data.examples import Example
 from unfreeze.data.sources import Conversation, Row, Text
 from unfreeze.data.templates import ChatTemplate
 from unfreeze.data.tokenizer import Tokenizer
 
-Truncation = Literal["tail", "error", "drop", "split"]
+Truncation = Literal["tail", "head", "error", "drop", "split"]
 Supervise = Literal["assistant", "all"]
 
 QUOTE_OPEN, QUOTE_CLOSE = "\U000f0000", "\U000f0001"
 """Private-use characters around special-token text that stands inside a message, so that it survives rendering as plain text."""
 _QUOTED = re.compile(f"{QUOTE_OPEN}(.*?){QUOTE_CLOSE}", re.DOTALL)
+
+
+LOST_MASK = "put the template's {% generation %} marks around the assistant's words only, or leave them out (chat_template.jinja)"
 
 
 @dataclass(frozen=True)
@@ -62,24 +65,39 @@ def encode_row(
 ) -> Example:
     """A row as tokens and weights (not shifted), at most `sequence_length` tokens.
 
-    truncation  of a longer row: "tail" cuts its end, "drop" raises Dropped, "error" raises DataError, and so does "split": half an
-                answer is not a document (a long Text is split by encode_text).
+    truncation  of a longer row: "tail" cuts its end, "head" its beginning (a BOS stays), "drop" raises Dropped, "error" raises DataError, and
+                so does "split": half an answer is not a document (a long Text is split by encode_text).
     supervise   "assistant": weight 1 on the assistant's spans; "all": on everything. A Text row always counts whole.
     Raises Dropped if no supervised token is left, DataError for a conversation the template cannot take. Both name the row.
     """
     tokens, weights = encode_whole(row, tokenizer, supervise)
-    if len(tokens) > sequence_length and truncation != "tail":
+    if len(tokens) > sequence_length and truncation not in ("tail", "head"):
         kind = Dropped if truncation == "drop" else DataError
         why = ", and a conversation is not split" if truncation == "split" else ""
         raise kind(
             f"row {row.row}: {len(tokens)} tokens, sequence_length is {sequence_length}{why}",
             next=f"--sequence-length {len(tokens)} or more, or --truncation tail",
         )
-    example = Example(tokens[:sequence_length], weights[:sequence_length], row.row, max(len(tokens) - sequence_length, 0))
+    whole = len(tokens)
+    tokens, weights = (_without_head if truncation == "head" else _without_tail)(tokens, weights, sequence_length, tokenizer)
+    example = Example(tokens, weights, row.row, whole - len(tokens))
     if not example.num_supervised:
-        cut = f" (truncated before the answer? the whole row has {len(tokens)})" if len(tokens) > sequence_length else ""
+        cut = f" (truncated before the answer? the whole row has {whole})" if example.cut else ""
         raise Dropped(f"row {row.row}: 0 of {example.num_tokens} tokens supervised{cut}", next="a longer --sequence-length")
     return example
+
+
+def _without_tail(tokens: list[int], weights: list[float], length: int, tokenizer: Tokenizer) -> tuple[list[int], list[float]]:
+    return tokens[:length], weights[:length]
+
+
+def _without_head(tokens: list[int], weights: list[float], length: int, tokenizer: Tokenizer) -> tuple[list[int], list[float]]:
+    """The last `length` tokens; a BOS keeps its place. What preceded the first kept token is gone, so that token is no target."""
+    if len(tokens) <= length:
+        return tokens, weights
+    lead = tokens[:1] if tokens[0] == tokenizer.bos_id else []
+    begin = len(tokens) - length + len(lead)
+    return [*lead, *tokens[begin:]], [*(0.0 for _ in lead), 0.0, *weights[begin + 1 :]]
 
 
 def encode_text(row: Text, tokenizer: Tokenizer, sequence_length: int) -> list[Example]:
@@ -114,6 +132,8 @@ def _encode_conversation(row: Conversation, tokenizer: Tokenizer, supervise: Sup
     try:
         messages, tools = quote_specials(row.messages, tokenizer), quote_specials(row.tools, tokenizer)
         segments = chat_segments(tokenizer.chat, messages, tools, end_texts(tokenizer))
+        if all(segment.supervised for segment in segments) and any(message["role"] != "assistant" for message in row.messages):
+            raise DataError("every token is supervised, the user's too: the mask is lost", next=LOST_MASK)
         for segment in segments:
             ids = encode_rendered(tokenizer, segment.text, continues=bool(tokens))
             tokens += ids
@@ -121,6 +141,31 @@ def _encode_conversation(row: Conversation, tokenizer: Tokenizer, supervise: Sup
     except DataError as error:
         raise DataError(f"row {row.row}: {error.message}", next=error.next) from None
     return tokens, weights
+
+
+def check_mask(tokenizer: Tokenizer) -> None:
+    """Render a conversation of known words and refuse a template whose mask covers what the user says, or misses what the assistant says.
+
+    Raises DataError with the words (FAILURES N4). A template that doesn't take this conversation is not judged here: its rows are, one by one.
+    """
+    asked, said = ("Zq7 asks", "Zq8 asks"), ("Zq7 says", "Zq8 says")  # no template has these words
+    turns = [{"role": role, "content": text} for pair in zip(asked, said, strict=True) for role, text in zip(("user", "assistant"), pair, strict=True)]
+    for messages in (turns, turns[:2]):
+        try:
+            segments = chat_segments(tokenizer.chat, messages, None, end_texts(tokenizer))
+        except DataError:
+            continue
+        taught = "\n".join(segment.text for segment in segments if segment.supervised)
+        covered = [text for text in asked if text in taught]
+        missed = [message["content"] for message in messages if message["role"] == "assistant" and message["content"] not in taught]
+        if covered or missed:
+            whole = sum(len(segment.text) for segment in segments)
+            what = f"it covers the user's words {covered[0]!r}" if covered else f"it misses the assistant's words {missed[0]!r}"
+            raise DataError(
+                f"the chat template's loss mask is wrong: {what} ({len(taught)} of {whole} characters of a test conversation supervised)",
+                next=LOST_MASK,
+            )
+        return
 
 
 def end_texts(tokenizer: Tokenizer) -> list[str]:

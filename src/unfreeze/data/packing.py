@@ -5,48 +5,28 @@ T tokens of a step, S documents. An Example holds one document, *not* shifted; `
 
 from __future__ import annotations
 
-import hashlib
 import math
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import ConfigError, DataError
+from unfreeze.data.examples import Example, Examples
+from unfreeze.data.order import Order, Shuffled
 
 Cursor = dict[str, Any]
 """Where the next batch begins: {"epoch", "position"} and what must be unchanged for that to mean the same place:
-{"seed", "tokens_per_step", "fingerprint"}. Plain JSON."""
+{"seed", "tokens_per_step", "packing", "fingerprint"} and data_weights where files are mixed. Plain JSON."""
+
+Packing = Literal["none", "first_fit", "best_fit"]
 
 MAX_OPEN_BATCHES = 64
 """First fit looks back at so many unfinished batches. Bounds the search to O(documents · 64); at 64 and documents of a tenth of a
 step, less than 1 % of the token budget stays unused (tests/data/test_packing.py)."""
-
-
-@dataclass(frozen=True)
-class Example:
-    """One document before the shift: weights[i] says whether token i counts as a *target*. `row` is its line in the data file.
-
-    weights[0] is 0 by construction: nothing precedes the first token, so nothing can predict it. `cut`: tokens truncation took off.
-    """
-
-    tokens: Sequence[int]
-    weights: Sequence[float]
-    row: int = 0
-    cut: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def num_supervised(self) -> int:
-        """Targets that carry loss after the shift."""
-        return sum(1 for weight in self.weights[1:] if weight)
 
 
 def pack(examples: Sequence[Example]) -> Batch:
@@ -78,27 +58,41 @@ def pack(examples: Sequence[Example]) -> Batch:
 
 
 class Batches:
-    """Training batches without end: every document once per epoch, in an order fixed by (seed, epoch).
+    """Training batches without end, in an order fixed by (seed, epoch): every document once per epoch, or as `order` mixes files.
 
     Iterating yields (Batch, Cursor); the cursor says where the *next* batch begins, so `Batches(…, start=cursor)` goes on exactly
-    there. A batch holds whole documents, at most `tokens_per_step` tokens together: first fit over the shuffled order.
+    there. A batch holds whole documents, at most `tokens_per_step` tokens together, put together as `packing` says (PACKERS).
 
     Raises DataError for a document longer than a step, ConfigError for a cursor that belongs to other data or settings.
     """
 
-    def __init__(self, examples: Sequence[Example], tokens_per_step: int, seed: int, start: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        tokens_per_step: int,
+        seed: int,
+        start: Mapping[str, Any] | None = None,
+        *,
+        packing: Packing = "first_fit",
+        order: Order | None = None,
+    ):
         if not examples:
             raise DataError("no documents to train on")
-        longest = max(examples, key=lambda example: example.num_tokens)
-        if longest.num_tokens > tokens_per_step:
+        self.examples = Examples.of(examples)
+        self.lengths = self.examples.lengths_N.tolist()
+        longest = int(self.examples.lengths_N.argmax())
+        if self.lengths[longest] > tokens_per_step:
             raise DataError(
-                f"row {longest.row} has {longest.num_tokens} tokens, tokens_per_step is {tokens_per_step}; a step holds whole documents",
-                next=f"--tokens-per-step {longest.num_tokens} or more, or --sequence-length {tokens_per_step} or less",
+                f"row {self.examples.rows_N[longest]} has {self.lengths[longest]} tokens, tokens_per_step is {tokens_per_step}; "
+                "a step holds whole documents",
+                next=f"--tokens-per-step {self.lengths[longest]} or more, or --sequence-length {tokens_per_step} or less",
             )
-        self.examples = examples
         self.tokens_per_step = tokens_per_step
-        self.seed = seed
-        self._identity = {"seed": seed, "tokens_per_step": tokens_per_step, "fingerprint": fingerprint(examples)}
+        self.order = order or Shuffled(len(self.lengths), seed)
+        self.packing: Packing = packing
+        self._identity = {
+            **self.order.identity, "tokens_per_step": tokens_per_step, "packing": packing, "fingerprint": self.examples.fingerprint(),
+        }  # fmt: skip
         self._plans: dict[int, list[list[int]]] = {}
         self.epoch, self.position = 0, 0
         if start is not None:
@@ -118,11 +112,9 @@ class Batches:
         self.epoch, self.position = epoch, position
 
     def plan(self, epoch: int) -> list[list[int]]:
-        """The batches of an epoch as lists of example indices. A pure function of (lengths, tokens_per_step, seed, epoch)."""
-        if epoch not in self._plans:
-            order = np.random.default_rng([self.seed, epoch]).permutation(len(self.examples))
-            lengths = [example.num_tokens for example in self.examples]
-            self._plans = {epoch: first_fit(order.tolist(), lengths, self.tokens_per_step)}  # one plan is kept: epochs come in order
+        """The batches of an epoch as lists of example indices. A pure function of (lengths, tokens_per_step, packing, order, epoch)."""
+        if epoch not in self._plans:  # one plan is kept: epochs come in order
+            self._plans = {epoch: PACKERS[self.packing](self.order(epoch), self.lengths, self.tokens_per_step)}
         return self._plans[epoch]
 
     def cursor(self) -> Cursor:
@@ -133,7 +125,7 @@ class Batches:
         return self
 
     def __next__(self) -> tuple[Batch, Cursor]:
-        if self.position >= len(self.plan(self.epoch)):
+        while self.position >= len(self.plan(self.epoch)):  # an epoch of small data_weights can hold no document
             self.epoch, self.position = self.epoch + 1, 0
         indices = self.plan(self.epoch)[self.position]
         self.position += 1
@@ -148,8 +140,12 @@ class Batches:
 
     def efficiency(self) -> float:
         """Share of the token budget that the first epoch's batches fill (1.0 = every step full)."""
-        total = sum(example.num_tokens for example in self.examples)
-        return total / (len(self.plan(0)) * self.tokens_per_step)
+        return efficiency(self.plan(0), self.lengths, self.tokens_per_step)
+
+
+def efficiency(plan: Sequence[Sequence[int]], lengths: Sequence[int], capacity: int) -> float:
+    """Tokens in the batches of a plan, supervised or not, over what the batches could hold."""
+    return sum(lengths[index] for batch in plan for index in batch) / (max(len(plan), 1) * capacity)
 
 
 def first_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -177,11 +173,33 @@ def first_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> li
     return batches
 
 
-def fingerprint(examples: Sequence[Example]) -> str:
-    """16 hex digits over every token and weight: two data sets with equal fingerprints give equal batches."""
-    digest = hashlib.sha256()
-    for example in examples:
-        digest.update(len(example.tokens).to_bytes(8, "little"))
-        digest.update(array("q", example.tokens).tobytes())
-        digest.update(array("d", example.weights).tobytes())
-    return digest.hexdigest()[:16]
+def best_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Put each document into the unfinished batch that it fills best; batches come out in the order they were begun.
+
+    O(N log N): unfinished batches are kept sorted by the room they have left, and all stay open.
+    """
+    batches: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (room left, index into batches), least room first
+    shortest = min(lengths)
+    for index in order:
+        slot = bisect_left(rooms, (lengths[index], 0))
+        room, batch = rooms.pop(slot) if slot < len(rooms) else (capacity, len(batches))
+        if batch == len(batches):
+            batches.append([])
+        batches[batch].append(index)
+        if room - lengths[index] >= shortest:
+            insort(rooms, (room - lengths[index], batch))
+    return batches
+
+
+def one_by_one(order: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Every document is a batch of its own."""
+    return [[index] for index in order]
+
+
+PACKERS: dict[str, Callable[[Sequence[int], Sequence[int], int], list[list[int]]]] = {
+    "none": one_by_one,
+    "first_fit": first_fit,
+    "best_fit": best_fit,
+}
+"""How an epoch's documents become batches: (order, lengths, capacity) -> lists of document indices."""

@@ -20,15 +20,19 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 from unfreeze.core.errors import DataError, nearest
+from unfreeze.core.units import format_bytes
 
 ROLES = ("system", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool"}
 MESSAGE_FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
 DOCUMENT_MARK = "<|endoftext|>"
 """A line that holds only this separates the documents of a .txt file (the TinyStories convention)."""
+
+MAX_ROW_BYTES = 64 * 2**20
+"""A longer line (or document of a text file) is a bad row: it bounds what reading holds in memory. 64 MiB are some 16 million tokens."""
 
 Message = dict[str, Any]
 
@@ -57,10 +61,19 @@ Row = Conversation | Text
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that could not be used, and why."""
+    """A row that could not be used, and why; `file` is its name where there are several."""
 
     row: int
     reason: str
+    file: str = ""
+
+
+class Place(NamedTuple):
+    """Where a row's bytes lie in its file, and its number."""
+
+    row: int
+    offset: int
+    size: int
 
 
 def read_rows(path: str | Path, on_bad: Callable[[BadRow], None] | None = None) -> Iterator[Row]:
@@ -69,57 +82,92 @@ def read_rows(path: str | Path, on_bad: Callable[[BadRow], None] | None = None) 
     A bad row raises DataError; with `on_bad` it is handed over instead and reading goes on (count them: nothing may vanish).
     .txt: documents are separated by lines `<|endoftext|>` if the file has any, else by blank lines.
     """
+    return (row for _, row in read_places(path, on_bad))
+
+
+def read_places(path: str | Path, on_bad: Callable[[BadRow], None] | None = None) -> Iterator[tuple[Place, Row]]:
+    """As read_rows, each row with its place, by which read_at finds it again. At most one row (MAX_ROW_BYTES) is held."""
     path = Path(path)
     if not path.is_file():
         raise DataError(f"no data file at {path}{nearest(path.name, _neighbours(path))}", next="--data FILE.jsonl")
     if path.suffix not in (".jsonl", ".json", ".txt"):
         raise DataError(f"{path.name}: ending {path.suffix!r} is not read; .jsonl (one JSON object per line) or .txt")
-    parse = _parse_text if path.suffix == ".txt" else _parse_json
-    units = _documents(path) if path.suffix == ".txt" else _lines(path)
-    for row, raw in units:
-        try:
-            yield parse(raw, row)
-        except DataError as error:
-            if on_bad is None:
-                raise DataError(f"{path.name}, {error.message}", next=error.next or "mend the row, or --on-bad-row skip") from None
-            on_bad(BadRow(row, error.message))
+    parse = _parser(path)
+    with path.open("rb") as file:
+        for place, raw in _documents(file, path) if path.suffix == ".txt" else _lines(file, path):
+            try:
+                if place.size > MAX_ROW_BYTES:
+                    raise DataError(
+                        f"row {place.row}: {format_bytes(place.size)} in one row, at most {format_bytes(MAX_ROW_BYTES)}; is a line break missing?"
+                    )
+                yield place, parse(raw, place.row)
+            except DataError as error:
+                if on_bad is None:
+                    raise DataError(f"{path.name}, {error.message}", next=error.next or "mend the row, or --on-bad-row skip") from None
+                on_bad(BadRow(place.row, error.message))
+
+
+def read_at(file: IO[bytes], path: Path, place: Place) -> Row:
+    """One row again, from the file opened for reading bytes. Raises DataError if the file has changed and holds no row there."""
+    file.seek(place.offset)
+    return _parser(path)(file.read(place.size), place.row)
+
+
+def _parser(path: Path) -> Callable[[bytes, int], Row]:
+    return _parse_text if path.suffix == ".txt" else _parse_json
 
 
 def _neighbours(path: Path) -> list[str]:
     return [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(line number, bytes) without blank lines. Split at \\n only: U+2028 and its kin may stand inside JSON strings."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if number == 1:
-                line = _without_bom(line, path)
-            if line.strip():
-                yield number, line
+def _bounded_lines(file: IO[bytes], path: Path) -> Iterator[tuple[Place, bytes]]:
+    """(place, bytes) of each line without a byte order mark. Split at \\n only: U+2028 and its kin may stand inside JSON strings.
+
+    Of a line longer than MAX_ROW_BYTES only the beginning is given; its size is the true one.
+    """
+    offset, number = 0, 0
+    while line := file.readline(MAX_ROW_BYTES + 1):
+        number += 1
+        size = len(line)
+        while not line.endswith(b"\n") and size > MAX_ROW_BYTES and (rest := file.readline(MAX_ROW_BYTES)):
+            size += len(rest)
+            if rest.endswith(b"\n"):
+                break
+        whole, mark = line, 0
+        if number == 1:
+            whole = _without_bom(line, path)
+            mark = len(line) - len(whole)
+        yield Place(number, offset + mark, size - mark), whole
+        offset += size
 
 
-def _documents(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(first line number, bytes) of each document of a text file."""
+def _lines(file: IO[bytes], path: Path) -> Iterator[tuple[Place, bytes]]:
+    """The lines that are not blank."""
+    return ((place, line) for place, line in _bounded_lines(file, path) if line.strip())
+
+
+def _documents(file: IO[bytes], path: Path) -> Iterator[tuple[Place, bytes]]:
+    """(place, bytes) of each document of a text file; its row is its first line's."""
     mark = DOCUMENT_MARK.encode()
-    with path.open("rb") as file:
-        marked = any(line.strip() == mark for line in file)
-    start, lines = 0, []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if number == 1:
-                line = _without_bom(line, path)
-            ends = line.strip() == mark if marked else not line.strip()
-            if ends or (not lines and not line.strip()):
-                if lines:
-                    yield start, b"".join(lines)
-                lines = []
-                continue
-            if not lines:
-                start = number
+    marked = any(line.strip() == mark for _, line in _bounded_lines(file, path))
+    file.seek(0)
+    first: Place | None = None
+    lines: list[bytes] = []
+    size = 0
+    for place, line in _bounded_lines(file, path):
+        ends = line.strip() == mark if marked else not line.strip()
+        if ends or (first is None and not line.strip()):
+            if first is not None:
+                yield Place(first.row, first.offset, size), b"".join(lines)
+            first, lines, size = None, [], 0
+            continue
+        first = first or place
+        size += place.size
+        if size <= MAX_ROW_BYTES:
             lines.append(line)
-    if lines:
-        yield start, b"".join(lines)
+    if first is not None:
+        yield Place(first.row, first.offset, size), b"".join(lines)
 
 
 def _without_bom(line: bytes, path: Path) -> bytes:

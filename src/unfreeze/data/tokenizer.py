@@ -150,13 +150,30 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer:
     return Tokenizer(backend, variables=variables, bos_id=bos_id, eos_id=eos_id, eos_ids=eos_ids, add_bos=add_bos, template=template)
 
 
-def check_vocab(tokenizer: Tokenizer, vocab_size: int) -> VocabSpec:
-    """Raises CheckpointError if the tokenizer can make an id that the model has no embedding for. `vocab_size`: rows of the embedding."""
+def check_vocab(tokenizer: Tokenizer, vocab_size: int, rows: Mapping[str, int] | None = None) -> VocabSpec:
+    """The one vocabulary that tokenizer, config.json and weights agree on. `vocab_size`: config.json's; `rows`: first dimension of each
+    tensor with a row per id (embedding, head), by name.
+
+    Raises CheckpointError (FAILURES N5) if a tensor has another number of rows than config.json says, if the tokenizer can make an id that
+    the model has no embedding for, or if no end token of the checkpoint is one of the tokenizer's ids. More rows than ids is padding, and fine.
+    """
+    other = next(((name, count) for name, count in (rows or {}).items() if count != vocab_size), None)
+    if other is not None:
+        raise CheckpointError(
+            f"config.json has vocab_size {vocab_size}, {other[0]} has {other[1]} rows, the tokenizer {tokenizer.named_size} ids",
+            next=f"use the config.json that was published with these weights (vocab_size {other[1]})",
+        )
     if tokenizer.named_size > vocab_size:
         last = tokenizer.named_size - 1
         raise CheckpointError(
             f"the tokenizer has {tokenizer.named_size} ids (last: {last} {tokenizer.token_text(last)!r}), "
             f"config.json has vocab_size {vocab_size}: {tokenizer.named_size - vocab_size} ids have no embedding",
+            next="use the tokenizer files that were published with this model",
+        )
+    if tokenizer.eos_ids and min(tokenizer.eos_ids) >= tokenizer.named_size:
+        raise CheckpointError(
+            f"the end tokens {sorted(tokenizer.eos_ids)} (config.json, generation_config.json) are not among the tokenizer's "
+            f"{tokenizer.named_size} ids: an answer would never end",
             next="use the tokenizer files that were published with this model",
         )
     return VocabSpec(tokenizer.base_size, tokenizer.named_size, vocab_size)

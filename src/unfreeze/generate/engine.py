@@ -14,7 +14,8 @@ from torch import Tensor
 
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import UserError
-from unfreeze.data.packing import Example, pack
+from unfreeze.data.examples import Example
+from unfreeze.data.packing import pack
 from unfreeze.data.tokenizer import StreamDecoder
 from unfreeze.generate.sampling import Chooser, Sampling
 from unfreeze.generate.stops import StopText

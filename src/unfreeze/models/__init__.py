@@ -20,7 +20,9 @@ from unfreeze.models.init import initialize
 from unfreeze.models.shape import Shape
 from unfreeze.quant.codec import Codec
 
-__all__ = ["FAMILIES", "THROUGH", "Decoder", "Layer", "Shape", "build", "ignored", "initialize", "plain", "recompute", "rules", "selective", "shape", "tied"]
+__all__ = [
+    "FAMILIES", "THROUGH", "Decoder", "Layer", "Shape", "build", "ignored", "initialize", "plain", "recompute", "rules", "selective", "shape", "tied",
+]  # fmt: skip
 
 FAMILIES: dict[str, ModuleType] = {
     "deepseek_v3": deepseek_v3,

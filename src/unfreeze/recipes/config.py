@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
 import tyro
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from unfreeze.core.errors import ConfigError, nearest
 
@@ -26,6 +26,8 @@ class Frozen(BaseModel):
 
 Folder = Annotated[str, AfterValidator(os.path.expanduser)]
 """A path as the user gives it; ~ and ~name are expanded here, once."""
+Files = Annotated[tuple[Folder, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
+"""One path or several."""
 ModelName = Folder
 """A folder, or a Hugging Face id org/name, which never begins with ~."""
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 def pick_device(name: str, threads: int = 0) -> torch.device:
     """The device of a name; "auto": CUDA if there is one. `threads` CPU threads from here on, 0: all cores.
 
+    Under torchrun "cuda" is this process's own GPU.
     Expandable segments are set before CUDA starts, so that its allocator doesn't fragment (FAILURES L2).
     Raises ConfigError for a device that isn't here.
     """
@@ -26,10 +27,11 @@ def pick_device(name: str, threads: int = 0) -> torch.device:
     import torch
 
     from unfreeze.generate.open import device_of
+    from unfreeze.parallel.collectives import local_device
 
     if threads:
         torch.set_num_threads(threads)
-    return device_of(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    return local_device(device_of(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name))
 
 
 def say(common: Common) -> Callable[[str], None]:

@@ -20,6 +20,8 @@ from unfreeze.recipes.first_step import FirstStepReceipt
 from unfreeze.recipes.samples import Samples
 from unfreeze.recipes.training import (
     TrainingConfig,
+    batches_of,
+    check_vocabulary,
     encode,
     finish,
     live,
@@ -65,14 +67,15 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 
 def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
     """The table of contents of a pretraining run; goes on where an unfinished run in the same folder stopped."""
-    refuse_absent(config.data, "data")
+    refuse_absent(config.files)
     device = pick_device(config.device, config.threads)
 
     from unfreeze import models
-    from unfreeze.data import Batches, check_vocab, load_tokenizer
+    from unfreeze.data import load_tokenizer
     from unfreeze.generate.model import Model, end_ids
     from unfreeze.generate.open import dtype_of
     from unfreeze.objectives.cross_entropy import cross_entropy
+    from unfreeze.parallel.collectives import open_group
     from unfreeze.parallel.plan import plan_training
     from unfreeze.train.balance import LossFreeBalance
     from unfreeze.train.fit import fit
@@ -80,14 +83,14 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
     from unfreeze.train.optim import AdamW
     from unfreeze.train.state import start_or_resume
 
-    with live(config, common, "pretrain", command) as run:
+    with open_group(device) as group, live(config, common, "pretrain", command, group) as run:
         target = run.path / "model"
-        if run.finished and (target / "config.json").is_file():  # written in one move, so it is whole
-            return finish(config, common, command, already_finished=True, model=str(target))
+        if group.any(run.finished and (target / "config.json").is_file()):  # written in one move, so it is whole
+            return group.lead(lambda: finish(config, common, command, already_finished=True, model=str(target))) or {}
         start = open_start(config.model, common)
         shape = models.shape(start.config)
         tokenizer = load_tokenizer(start.path)
-        check_vocab(tokenizer, shape.vocab_size)
+        check_vocabulary(tokenizer, shape, start)
         dataset = encode(run, config, tokenizer, shape.max_positions, supervise="all")
         plan = plan_training(
             shape, start, None, tokens=config.tokens_per_micro_batch, dtype=config.dtype, device=device, recompute=config.recompute,
@@ -96,7 +99,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
         say_plan(run, plan)
         model = start_model(start, dtype_of(config.dtype), device, config.seed, run, common)
 
-        batches = Batches(dataset.examples, config.tokens_per_micro_batch, config.seed, start=run.cursor)
+        batches = batches_of(config, dataset.examples, start=run.cursor)
         steps = num_steps(config, batches)
         biased = any(hasattr(moe.gate, "e_score_correction_bias") for moe in model.moe_layers().values())
         state = start_or_resume(
@@ -112,12 +115,13 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
             state, batches, cross_entropy,
             through=models.THROUGH[config.recompute],
             micro_batches=config.micro_batches, max_norm=config.clip, save_every=config.save_every, keep_saves=config.keep_saves,
+            group=group,
             on_step=[FirstStepReceipt(state, dataset, stop=False)] if state.step == 0 else [],
         )  # fmt: skip
         if fitted.reason == "done":
             samples.say("after", state.step)
-            publish(model, start, target)
-        return finish(config, common, command, model=str(target))
+            group.lead(lambda: publish(model, start, target))
+        return group.lead(lambda: finish(config, common, command, model=str(target))) or {}
 
 
 def open_start(model: str, common: Common) -> Manifest:

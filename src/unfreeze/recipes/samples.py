@@ -33,7 +33,7 @@ class Samples:
     the assistant and says nothing else, or its prompt leaves less than ANSWER positions) is a warning event, once, at step 0.
     """
 
-    def __init__(self, run: Run, speaker: Model, tokenizer: Tokenizer, data: str, examples: Sequence[Example], count: int):
+    def __init__(self, run: Run, speaker: Model, tokenizer: Tokenizer, data: Sequence[str], examples: Sequence[Example], count: int):
         self._run, self._speaker = run, speaker
         self._prompts: list[Prompt] = []
         room = speaker.decoder.shape.max_positions - ANSWER
@@ -56,17 +56,21 @@ class Samples:
             self._run.events.emit("sample", step, when=when, index=index, prompt=prompt.shown, text=answer.text)
 
 
-def rows_used(data: str, examples: Sequence[Example], count: int) -> list[Row]:
-    """The first `count` rows of the file that became examples. Reads no further than the last of them."""
-    from unfreeze.data import read_rows
+def rows_used(data: Sequence[str], examples: Sequence[Example], count: int) -> list[Row]:
+    """The first `count` rows of the files that became examples. Reads no further than the last of them."""
+    from unfreeze.data import Examples, read_rows
 
-    wanted = list(dict.fromkeys(example.row for example in examples))[:count]
-    found: dict[int, Row] = {}
-    for row in read_rows(Path(data), lambda bad: None) if wanted else ():  # bad rows are counted by data.encode_file, not here
-        if row.row in wanted:
-            found[row.row] = row
-        if len(found) == len(wanted):
-            break
+    known = Examples.of(examples)
+    wanted = list(dict.fromkeys(zip(known.sources_N.tolist(), known.rows_N.tolist(), strict=True)))[:count]
+    found: dict[tuple[int, int], Row] = {}
+    for source in sorted({source for source, _ in wanted}):
+        missing = {number for file, number in wanted if file == source}
+        for row in read_rows(Path(data[source]), lambda bad: None):  # bad rows are counted by data.encode_files, not here
+            if row.row in missing:
+                found[source, row.row] = row
+                missing.remove(row.row)
+            if not missing:
+                break
     return [found[row] for row in wanted if row in found]
 
 

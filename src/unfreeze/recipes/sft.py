@@ -18,6 +18,8 @@ from unfreeze.recipes.first_step import FirstStepReceipt
 from unfreeze.recipes.samples import Samples
 from unfreeze.recipes.training import (
     TrainingConfig,
+    batches_of,
+    check_vocabulary,
     encode,
     finish,
     live,
@@ -51,29 +53,30 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
 
     `command` is what the user typed, to be shown where the run must be given again.
     """
-    refuse_absent(config.data, "data")
+    refuse_absent(config.files)
     device = pick_device(config.device, config.threads)
 
     from unfreeze import models
     from unfreeze.adapters import attach, save_adapter, verify_adapter
     from unfreeze.checkpoint import open_checkpoint
-    from unfreeze.data import Batches, check_vocab, load_tokenizer
+    from unfreeze.data import load_tokenizer
     from unfreeze.generate.model import Model, end_ids
     from unfreeze.generate.open import dtype_of, open_model
     from unfreeze.objectives.cross_entropy import cross_entropy
+    from unfreeze.parallel.collectives import open_group
     from unfreeze.parallel.plan import plan_training
     from unfreeze.train.fit import fit
     from unfreeze.train.memory import reset_peak_bytes
     from unfreeze.train.optim import AdamW
     from unfreeze.train.state import start_or_resume
 
-    with live(config, common, "sft", command) as run:
-        if run.finished and (run.path / "adapter" / "adapter_config.json").is_file():
-            return finish(config, common, command, export=True, already_finished=True)
+    with open_group(device) as group, live(config, common, "sft", command, group) as run:
+        if group.any(run.finished and (run.path / "adapter" / "adapter_config.json").is_file()):
+            return group.lead(lambda: finish(config, common, command, export=True, already_finished=True)) or {}
         manifest = open_checkpoint(config.model, progress=say(common))
         shape = models.shape(manifest.config)
         tokenizer = load_tokenizer(manifest.path)
-        check_vocab(tokenizer, shape.vocab_size)
+        check_vocabulary(tokenizer, shape, manifest)
         dataset = encode(run, config, tokenizer, shape.max_positions, supervise="assistant")
         plan = plan_training(
             shape, manifest, config.lora, tokens=config.tokens_per_micro_batch, dtype=config.dtype, device=device,
@@ -86,7 +89,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
             model = open_model(manifest, dtype_of(config.dtype), device, progress, loaded=partial(say_loaded, run))
         attach(model, config.lora, config.seed)
 
-        batches = Batches(dataset.examples, config.tokens_per_micro_batch, config.seed, start=run.cursor)
+        batches = batches_of(config, dataset.examples, start=run.cursor)
         steps = num_steps(config, batches)
         state = start_or_resume(
             run, model, optimizer=AdamW(model, weight_decay=config.weight_decay), schedule=schedule_of(config, steps)
@@ -101,9 +104,11 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
             state, batches, cross_entropy,
             through=models.THROUGH[config.recompute],
             micro_batches=config.micro_batches, max_norm=config.clip, save_every=config.save_every, keep_saves=config.keep_saves,
+            group=group,
             on_step=[FirstStepReceipt(state, dataset, stop=True)] if state.step == 0 else [],
         )  # fmt: skip
         if fitted.reason == "done":
             samples.say("after", state.step)
-        verify_adapter(model, save_adapter(model, run.path / "adapter", base_name=portable(config.model), prefix=manifest.prefix))
-        return finish(config, common, command, export=True)
+        name = portable(config.model)
+        group.lead(lambda: verify_adapter(model, save_adapter(model, run.path / "adapter", base_name=name, prefix=manifest.prefix)))
+        return group.lead(lambda: finish(config, common, command, export=True)) or {}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +17,7 @@ from pydantic import Field, model_validator
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED, Event
-from unfreeze.recipes.config import Folder, Frozen, ModelName, writing
+from unfreeze.recipes.config import Files, Folder, Frozen, ModelName, writing
 from unfreeze.report.events import of_kind, read_events, tokens_per_second
 from unfreeze.report.experts import ExpertWatch
 from unfreeze.report.html import summary_lines, write_report
@@ -24,8 +25,11 @@ from unfreeze.report.live import LiveProgress
 from unfreeze.report.sinks import tracking
 
 if TYPE_CHECKING:
+    from unfreeze.checkpoint import Manifest
     from unfreeze.checkpoint.stream import LoadStats
-    from unfreeze.data import Batches, Dataset, Tokenizer
+    from unfreeze.data import Batches, Dataset, Example, Tokenizer
+    from unfreeze.models.shape import Shape
+    from unfreeze.parallel.collectives import Group
     from unfreeze.parallel.plan import Plan
     from unfreeze.train.run import Run
     from unfreeze.train.schedule import Schedule
@@ -35,7 +39,17 @@ class TrainingConfig(Frozen):
     """Fields of every training recipe; each is a flag and a TOML key."""
 
     model: ModelName = Field(description="checkpoint folder, or Hugging Face id org/name")
-    data: Folder = Field(description="JSON Lines (messages, prompt/completion, question/answer, instruction/output, conversations or text) or .txt")
+    data: Files = Field(
+        min_length=1,
+        description="files of JSON Lines (messages, prompt/completion, question/answer, instruction/output, conversations or text) or .txt"
+    )
+    data_weights: tuple[float, ...] = Field(
+        default=(), description="passes over each data file per epoch, in the order of `data`: 2 shows a file twice, 0.25 a new quarter each epoch"
+    )
+    validation: Folder = Field(default="", description="file whose rows are held out for validation")
+    validation_fraction: float = Field(
+        default=0.0, ge=0, lt=1, description="share of the rows held out for validation, chosen by a hash of their content; 0: none"
+    )
     out: Folder = Field(default="", description="run folder; default runs/<model>-<data>")
     steps: int | None = Field(default=None, ge=1, description="optimizer steps; default: as many as `epochs` need")
     epochs: float = Field(
@@ -48,8 +62,11 @@ class TrainingConfig(Frozen):
     sequence_length: int = Field(
         default=2048, ge=2, description="longest document in tokens; bounded by tokens per micro-batch and the model's positions"
     )
-    truncation: Literal["tail", "error", "drop", "split"] = Field(
-        default="tail", description="documents longer than sequence_length: cut the tail, stop, drop the row, or split (texts). Counted and said"
+    packing: Literal["none", "first_fit", "best_fit"] = Field(
+        default="first_fit", description="documents of a micro-batch: one alone, or as many as fit, first or best. The fill is in the data line"
+    )
+    truncation: Literal["tail", "head", "error", "drop", "split"] = Field(
+        default="tail", description="documents over sequence_length: cut the tail or head, stop, drop the row, or split (texts). Counted and said"
     )
     on_bad_row: Literal["error", "skip"] = Field(default="error", description="a row that cannot be read: stop, naming it, or skip and count it")
     learning_rate: float = Field(default=2e-4, gt=0, description="peak learning rate")
@@ -79,11 +96,20 @@ class TrainingConfig(Frozen):
     def _tokens_fit(self) -> TrainingConfig:
         if self.tokens_per_step < 2 * self.micro_batches:
             raise ValueError(f"tokens_per_step {self.tokens_per_step} is less than 2 tokens for each of {self.micro_batches} micro_batches")
+        if self.data_weights and len(self.data_weights) != len(self.data):
+            raise ValueError(f"data_weights has {len(self.data_weights)} numbers for {len(self.data)} data files: one for each, in the same order")
+        if self.validation and self.validation_fraction:
+            raise ValueError("validation and validation_fraction both say what is held out: give one of them")
         return self
 
     @property
     def run_dir(self) -> Path:
-        return Path(self.out) if self.out else Path("runs") / f"{Path(self.model).name}-{Path(self.data).stem}"
+        return Path(self.out) if self.out else Path("runs") / f"{Path(self.model).name}-{'+'.join(Path(file).stem for file in self.data)}"
+
+    @property
+    def files(self) -> list[tuple[str, str]]:
+        """Every file the run reads rows from, with the field that names it."""
+        return [*(("data", file) for file in self.data), *([("validation", self.validation)] if self.validation else [])]
 
     @property
     def tokens_per_micro_batch(self) -> int:
@@ -92,7 +118,9 @@ class TrainingConfig(Frozen):
     def record(self) -> dict[str, Any]:
         """What a run is identified by when it resumes: every field that changes what is computed."""
         fields = self.model_dump(mode="json", exclude={"out", "save_every", "keep_saves", "samples", "threads", "track"})
-        return {**fields, "model": portable(self.model), "data": str(Path(self.data).resolve())}
+        files = [str(Path(file).resolve()) for file in self.data]
+        held_out = str(Path(self.validation).resolve()) if self.validation else ""
+        return {**fields, "model": portable(self.model), "data": files[0] if len(files) == 1 else files, "validation": held_out}
 
 
 def portable(model: str) -> str:
@@ -107,22 +135,52 @@ def typed(recipe: str, arguments: Sequence[str]) -> str:
 
 
 def encode(run: Run, config: TrainingConfig, tokenizer: Tokenizer, max_positions: int, *, supervise: Literal["assistant", "all"]) -> Dataset:
-    """The data file as examples no longer than the model's positions and a micro-batch allow; its account as a "data" event.
+    """The data files as examples no longer than the model's positions and a micro-batch allow; their account as a "data" event.
 
     A bound below config.sequence_length is a warning where it cut, dropped or split a row, or where the length was asked for.
     """
-    from unfreeze.data import encode_file
+    from unfreeze.data import encode_files, split_by_content
 
     length = sequence_length(config, max_positions)
-    dataset = encode_file(config.data, tokenizer, length, truncation=config.truncation, supervise=supervise, on_bad_row=config.on_bad_row)
+    read = partial(encode_files, tokenizer=tokenizer, sequence_length=length, truncation=config.truncation, supervise=supervise,
+                   on_bad_row=config.on_bad_row)  # fmt: skip
+    dataset = read(config.data)
     stats = dataset.stats
+    if config.validation:
+        dataset = replace(dataset, validation=read([config.validation]).examples)
+    elif config.validation_fraction:
+        training, validation = split_by_content(dataset.examples, config.validation_fraction, config.seed)
+        dataset = replace(dataset, examples=training, validation=validation)
+    stats.held_out = len(dataset.validation or ())
+    stats.packing, stats.efficiency = config.packing, batches_of(config, dataset.examples).efficiency()
     run.events.emit("data", run.step, **stats.as_dict(), summary=stats.summary())
+    leaked = dataset.leaked()
+    if leaked and run.step == 0:
+        run.events.emit("warning", 0, message=f"{leaked} of {stats.held_out} validation documents are also in the training data")
     asked = config.sequence_length != TrainingConfig.model_fields["sequence_length"].default
     affected = stats.truncated or stats.dropped or stats.examples > stats.rows - stats.dropped - stats.bad
     if run.step == 0 and length < config.sequence_length and (asked or affected):
         by = "the model's positions" if length == max_positions else "tokens_per_step / micro_batches (a document is never cut in two)"
         run.events.emit("warning", 0, message=f"sequence_length {config.sequence_length} is bounded to {length} by {by}")
     return dataset
+
+
+def check_vocabulary(tokenizer: Tokenizer, shape: Shape, manifest: Manifest) -> None:
+    """Refuse, before any weight is read, a vocabulary on which tokenizer, config.json and tensors disagree (FAILURES N5)."""
+    from unfreeze.data import check_vocab
+
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    rows = {name: info.shape[0] for name, info in manifest.by_model_name().items() if name in names and info.shape}
+    check_vocab(tokenizer, shape.vocab_size, rows)
+
+
+def batches_of(config: TrainingConfig, examples: Sequence[Example], start: dict[str, Any] | None = None) -> Batches:
+    """Micro-batches as the config packs, mixes and shuffles them, from the cursor `start` on."""
+    from unfreeze.data import Batches, Examples, Mixed
+
+    examples = Examples.of(examples)
+    order = Mixed(examples.sources_N, config.data_weights, config.seed) if config.data_weights else None
+    return Batches(examples, config.tokens_per_micro_batch, config.seed, start, packing=config.packing, order=order)
 
 
 def sequence_length(config: TrainingConfig, max_positions: int) -> int:
@@ -170,16 +228,21 @@ def write_resolved(run: Run, config: TrainingConfig, recipe: str, **effective: A
 
 
 @contextmanager
-def live(config: TrainingConfig, common: Common, recipe: str, command: str) -> Iterator[Run]:
-    """The opened, locked run folder with live progress on stderr, and its resolved config written.
+def live(config: TrainingConfig, common: Common, recipe: str, command: str, group: Group) -> Iterator[Run]:
+    """The opened, locked run folder with live progress on stderr, and its resolved config written; on processes beyond 0 a silent Follower.
 
     A Ctrl-C that fit doesn't handle (before it, after it, or a second one) says what is saved and how to go on.
     """
+    from unfreeze.train.follower import Follower, open_run
     from unfreeze.train.run import Run, latest
 
     with LiveProgress(0, quiet=common.quiet) as progress, tracking(config.track, config.run_dir, config.model_dump(mode="json")) as sinks:
         with writing(config.run_dir, "out"):
-            run = Run(config.run_dir, config.record(), listeners=(progress, ExpertWatch(), *sinks))
+            run = open_run(
+                group,
+                lead=lambda: Run(config.run_dir, config.record(), listeners=(progress, ExpertWatch(), *sinks)),
+                follow=lambda: Follower(config.run_dir, config.record()),
+            )
         with run:
             try:
                 with writing(config.run_dir, "out"):
@@ -231,7 +294,8 @@ def next_command(run_dir: Path, result: dict[str, Any], command: str, export: bo
     return f"next: unfreeze chat {name}    {use}"
 
 
-def refuse_absent(path: str, field: str) -> None:
-    """A data file that isn't there is refused before the model is loaded."""
-    if not Path(path).is_file():
-        raise ConfigError(f"{field} = {path!r} is not a file", next=f"give --{field} an existing .jsonl or .txt file")
+def refuse_absent(files: Iterable[tuple[str, str]]) -> None:
+    """A data file (field, path) that isn't there is refused before the model is loaded."""
+    for field, path in files:
+        if not Path(path).is_file():
+            raise ConfigError(f"{field} = {path!r} is not a file", next=f"give --{field} an existing .jsonl or .txt file")

@@ -1,7 +1,8 @@
 """The one loop. Batches become a step, a step becomes an event, hooks look at it, saves keep it.
 
 Features enter through the joints: the objective, `through` (how a layer is gone through), State.after_update (what changes the model after an
-update, such as the balancing bias) and on_step (what looks at a finished step: the receipt, samples, evaluation). Never through a flag here.
+update, such as the balancing bias), `judge` (what may refuse an update), `group` (the processes that share the work) and on_step (what looks
+at a finished step: the receipt, samples, evaluation). Never through a flag here.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
@@ -17,12 +19,13 @@ from torch import Tensor
 from unfreeze.core.balance import balance
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import DataError
+from unfreeze.parallel.collectives import ALONE, Group
 from unfreeze.train.interrupt import Interrupt
 from unfreeze.train.memory import peak_bytes
 from unfreeze.train.optim import NonFinite
 from unfreeze.train.run import latest
 from unfreeze.train.state import State, save
-from unfreeze.train.step import Objective, StepResult, train_step
+from unfreeze.train.step import Judge, Objective, StepResult, accept, train_step
 
 Cursor = dict[str, Any]
 OnStep = Callable[[State, StepResult], None]
@@ -56,6 +59,8 @@ def fit(
     save_every: int = 0,
     keep_saves: int = 2,
     on_step: Sequence[OnStep] = (),
+    judge: Judge = accept,
+    group: Group = ALONE,
 ) -> Fitted:
     """Train from state.step to the last step of state.schedule.
 
@@ -64,12 +69,14 @@ def fit(
     micro_batches  batches per optimizer step; the gradient is that of all their tokens at once.
     max_norm       limit of the global gradient norm; 0 doesn't clip.
     save_every     steps between saves; 0: only at the end and on an interruption, where it always saves.
+    group          every process calls fit with equal batches and an equal state; process 0 saves.
     Raises NonFinite at a NaN (weights and saves are those of before), DataError if the batches end, UserError if the disk is full.
     """
     run, model, steps = state.run, state.model, state.schedule.steps
     run.events.emit(
         "start", state.step, steps=steps, resumed=state.step > 0, model=str(run.config.get("model", "")), data=str(run.config.get("data", ""))
     )  # fmt: skip
+    group.check_replicas(state.tensors())
     losses, tokens, seconds = [], 0, 0.0
     with Interrupt() as interrupt:
         for step in range(state.step, steps):
@@ -79,10 +86,11 @@ def fit(
                 result = train_step(
                     model, state.optimizer, batch_list, objective,
                     learning_rate=state.schedule.learning_rate(step), max_norm=max_norm, through=through,
+                    group=group, judge=judge,
                 )  # fmt: skip
             except NonFinite as error:
                 raise _explain(error, state) from error
-            for change in state.after_update:
+            for change in state.after_update if result.applied else ():
                 change(result.expert_load)
             state.step, state.cursor = step + 1, cursor
 
@@ -92,9 +100,10 @@ def fit(
             for look in on_step:
                 look(state, result)
 
-            stop = interrupt.requested  # read once: a signal after this line is for the next step
+            stop = group.any(interrupt.requested)  # read once: a signal after this line is for the next step
             if stop or state.step == steps or (save_every and state.step % save_every == 0):
-                save(state, keep_saves)
+                group.check_replicas(state.tensors())
+                group.lead(partial(save, state, keep_saves))
             if stop:
                 break
     fitted = Fitted(
@@ -133,6 +142,7 @@ def _train_fields(result: StepResult, seconds: float, peak: int) -> dict[str, An
         "peak_bytes": peak,
         **{name: value if math.isfinite(value) else None for name, value in result.metrics.items()},
         **(_expert_fields(result.expert_load) if result.expert_load else {}),
+        **({"warning": result.warning, "applied": result.applied} if result.warning else {}),
     }
 
 

@@ -2,6 +2,7 @@
 
 The count is added up on the host before the first backward, so each micro-batch's gradient already carries its share: accumulation
 over any cut of the same tokens gives the same gradient (FAILURES N3), and a micro-batch without supervised tokens adds 0 (N2).
+Processes share the micro-batches of a step out; every process knows all of them, so the count needs no exchange, and sums add up.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from unfreeze.core.batch import Batch, Loss
+from unfreeze.core.errors import ConfigError, DataError
+from unfreeze.parallel.collectives import ALONE, Group
 from unfreeze.train.optim import AdamW, NonFinite
 
 if TYPE_CHECKING:
@@ -24,12 +28,30 @@ Objective = Callable[[Tensor, nn.Module, Batch], Loss]
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """What a Judge says of a step before its update: whether to make the update, and a warning for the event ("": none)."""
+
+    apply: bool = True
+    warning: str = ""
+
+
+Judge = Callable[[Sequence[Batch], float, float], Verdict]
+"""(micro-batches of the step, loss, gradient norm) -> Verdict; what it raises stops the run. See train/guards.py."""
+
+
+def accept(micro_batches: Sequence[Batch], loss: float, grad_norm: float) -> Verdict:
+    """The Judge that lets every finite step pass."""
+    return Verdict()
+
+
+@dataclass(frozen=True)
 class StepResult:
     """What one optimizer step found. loss and metrics are sums over all micro-batches divided by the one global count.
 
     tokens, supervised_tokens   of all micro-batches; supervised: positions of weight > 0.
-    learning_rate               read back from the optimizer.     grad_norm   before clipping; gradients were then times clip_scale.
-    expert_load                 MoE layer -> tokens each expert was given in this step's forward passes.
+    learning_rate               read back from the optimizer (0: no update). grad_norm: before clipping; gradients were then times clip_scale.
+    expert_load                 MoE layer -> tokens each expert was given in this step's forward passes, of all processes.
+    applied, warning            what the judge decided and said.
     """
 
     loss: float
@@ -40,6 +62,8 @@ class StepResult:
     grad_norm: float
     clip_scale: float
     expert_load: dict[int, list[int]]
+    applied: bool = True
+    warning: str = ""
 
 
 def train_step(
@@ -51,41 +75,76 @@ def train_step(
     learning_rate: float,
     max_norm: float,
     through: Callable[..., Tensor],
+    group: Group = ALONE,
+    judge: Judge = accept,
 ) -> StepResult:
     """w -= AdamW(grad of sum_m loss_m / max(sum_m count_m, 1)), gradients clipped to max_norm (0: not clipped).
 
-    micro_batches on the host; through is models.plain or models.recompute. Raises NonFinite before the update if the loss or a gradient is
-    not finite, ValueError if the objective counts other tokens than the batches' weights.
+    micro_batches on the host, all of the step on every process; through is one of models.THROUGH. The result is the same on every process.
+    Raises NonFinite before the update if the loss, a hidden state (a supervised one or not, FAILURES N1) or a gradient is not finite,
+    ConfigError for more processes than micro-batches, DataError if the processes read different data, ValueError if the objective counts
+    other tokens than the batches' weights.
     """
+    if group.size > len(micro_batches):
+        raise ConfigError(
+            f"{group.size} processes share {len(micro_batches)} micro-batches of a step, so some would have nothing to do",
+            next=f"--micro-batches {group.size} (the gradient is the same), or fewer processes",
+        )
     count = sum(float(batch.weights_T.sum()) for batch in micro_batches)
     divisor = max(count, 1.0)
     optimizer.zero_grad()
     clear_expert_load(model)  # an evaluation since the last step counts nowhere (FAILURES M2)
-    loss_sum, counted, metrics = 0.0, 0.0, dict[str, float]()
-    for host_batch in micro_batches:
+    sums: dict[str, float] = dict.fromkeys(("loss", "counted", "not finite", "tokens read"), 0.0)
+    sums["tokens read"] = float(sum(int(batch.tokens_T.sum()) for batch in micro_batches))
+    for host_batch in group.share(micro_batches):
         batch = host_batch.to(model.device)
-        loss = objective(model.hidden(batch, through=through), model.lm_head, batch)
+        hidden_TD = model.hidden(batch, through=through)
+        loss = objective(hidden_TD, model.lm_head, batch)
         (loss.sum / divisor).backward()
         optimizer.collect()
-        loss_sum += float(loss.sum.detach())
-        counted += loss.count
-        for name, value in loss.metrics.items():
-            metrics[name] = metrics.get(name, 0.0) + value / divisor
-    if not math.isfinite(loss_sum):
-        raise NonFinite(f"the loss is {loss_sum / divisor} over {count:.0f} supervised tokens")
-    if abs(counted - count) > 1e-5 * divisor:
-        raise ValueError(f"the objective counted {counted} supervised tokens, the batches' weights say {count}")
-    update = optimizer.update(learning_rate, max_norm)
+        found = {"loss": float(loss.sum.detach()), "counted": loss.count, "not finite": _rows_not_finite(hidden_TD)}
+        for name, value in (found | {f"metric {name}": value for name, value in loss.metrics.items()}).items():
+            sums[name] = sums.get(name, 0.0) + value
+    read = sums["tokens read"]
+    sums = _over_processes(sums, group, model.device)
+    if sums["tokens read"] != group.size * read:
+        raise DataError("the processes read different data at this step", next="give every process the same files and the same flags")
+    if not math.isfinite(sums["loss"]):
+        raise NonFinite(f"the loss is {sums['loss'] / divisor} over {count:.0f} supervised tokens")
+    if sums["not finite"]:
+        raise NonFinite(f"the loss is finite, {sums['loss'] / divisor:.4g}, but {sums['not finite']:.0f} hidden states are not")
+    if abs(sums["counted"] - count) > 1e-5 * divisor:
+        raise ValueError(f"the objective counted {sums['counted']} supervised tokens, the batches' weights say {count}")
+    optimizer.sum_gradients(group)
+    group.sum_([_counts(moe) for moe in model.moe_layers().values()])
+    norm = optimizer.grad_norm()
+    verdict = judge(micro_batches, sums["loss"] / divisor, float(norm))
+    update = optimizer.update(learning_rate, max_norm, norm) if verdict.apply else None
     return StepResult(
-        loss=loss_sum / divisor,
-        metrics=metrics,
+        loss=sums["loss"] / divisor,
+        metrics={name.removeprefix("metric "): value / divisor for name, value in sums.items() if name.startswith("metric ")},
         tokens=sum(batch.num_tokens for batch in micro_batches),
         supervised_tokens=sum(int(batch.weights_T.gt(0).sum()) for batch in micro_batches),
-        learning_rate=optimizer.learning_rate,
-        grad_norm=update.grad_norm,
-        clip_scale=update.clip_scale,
+        learning_rate=optimizer.learning_rate if update else 0.0,
+        grad_norm=float(norm),
+        clip_scale=update.clip_scale if update else 1.0,
         expert_load=read_expert_load(model),
+        applied=verdict.apply,
+        warning=verdict.warning,
     )
+
+
+def _rows_not_finite(hidden_TD: Tensor) -> float:
+    """How many positions have a NaN or infinity in their hidden state, the unsupervised ones too."""
+    finite_T = hidden_TD.detach().isfinite().all(-1)
+    return float(finite_T.numel() - int(finite_T.sum()))
+
+
+def _over_processes(sums: dict[str, float], group: Group, device: torch.device) -> dict[str, float]:
+    """The sums of all processes, in float64: exact for counts below 2^53."""
+    total = torch.tensor(list(sums.values()), dtype=torch.float64, device=device)
+    group.sum_([total])
+    return dict(zip(sums, total.tolist(), strict=True))
 
 
 def read_expert_load(model: Decoder) -> dict[int, list[int]]:

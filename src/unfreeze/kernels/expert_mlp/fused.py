@@ -24,9 +24,9 @@ from unfreeze.kernels.expert_mlp.factors import (
     gate_up_grads,
     round_up,
 )
-from unfreeze.kernels.expert_mlp.workspace import Base, scratch
+from unfreeze.kernels.expert_mlp.workspace import Base
+from unfreeze.kernels.scratch import scratch
 from unfreeze.quant.codec import Packed
-
 
 Kept = Callable[[Callable[[], Any]], Any]
 """Keeps what backward needs (`Kept(compute)` -> compute(), the first time) when a layer is visited without gradients, and gives it back when
@@ -207,7 +207,9 @@ class _ExpertMLP(torch.autograd.Function):
         return (None if dx is None else call.total(dx), score, grads.gate_up, grads.down, *pairs, None, None, None, None, None)
 
 
-def _visit(part: Any, x: Tensor, route: Callable[[], Any], bases: Any, factors: ExpertFactors, kept: Kept | None) -> tuple[Tensor, Any, Any]:
+def _visit(
+    part: Any, x: Tensor, route: Callable[[], Any], bases: tuple[Any, Any], factors: ExpertFactors, kept: Kept | None
+) -> tuple[Tensor, Any, Any]:
     """(y_TD, routing, what backward needs)."""
     y = None
 

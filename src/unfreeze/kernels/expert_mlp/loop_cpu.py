@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels.expert_mlp import numba_kernels
-from unfreeze.kernels.expert_mlp.workspace import scratch
 from unfreeze.kernels.numba_options import array, set_threads
+from unfreeze.kernels.scratch import scratch
 
 GROUP_BYTES = 4 << 20  # weights and rows of a group: what a core's L2 and its share of L3 hold
 WORKERS_FROM = 1 << 26  # multiply-adds of a call from which it is shared among cores: 0.3 ms of work, against 0.1 ms to hand it out

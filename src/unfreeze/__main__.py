@@ -1,0 +1,7 @@
+"""python -m unfreeze, and torchrun --nproc-per-node 2 -m unfreeze sft …"""
+
+import sys
+
+from unfreeze.cli import main
+
+sys.exit(main())

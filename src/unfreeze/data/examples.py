@@ -1,0 +1,136 @@
+"""Documents as tokens and weights, and a sequence of them that need not lie in memory.
+
+N documents. `Examples` keeps a row of numbers per document (about 90 bytes); the tokens are in memory, or are read and encoded again when a
+document is asked for, so that a file larger than memory can be trained on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+
+NO_CONTENT = bytes(16)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One document before the shift: weights[i] says whether token i counts as a *target*. `row` is its line in data file number `source`.
+
+    weights[0] is 0 by construction: nothing precedes the first token, so nothing can predict it. `cut`: tokens truncation took off.
+    `digest`: 16 bytes over the row's content (data.split), equal for rows that say the same; pieces of one text share it.
+    """
+
+    tokens: Sequence[int]
+    weights: Sequence[float]
+    row: int = 0
+    cut: int = 0
+    source: int = 0
+    digest: bytes = NO_CONTENT
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_supervised(self) -> int:
+        """Targets that carry loss after the shift."""
+        return sum(1 for weight in self.weights[1:] if weight)
+
+    @property
+    def checksum(self) -> bytes:
+        """16 bytes over every token and weight."""
+        digest = hashlib.blake2b(len(self.tokens).to_bytes(8, "little"), digest_size=16)
+        digest.update(array("q", self.tokens).tobytes())
+        digest.update(array("d", self.weights).tobytes())
+        return digest.digest()
+
+
+class Columns:
+    """What is known of each document without its tokens, grown row by row."""
+
+    def __init__(self) -> None:
+        self.numbers = array("q")
+        self.digests = bytearray()
+        self.checksums = bytearray()
+
+    def add(self, example: Example) -> None:
+        self.numbers.extend((example.num_tokens, example.num_supervised, example.cut, example.row, example.source))
+        self.digests += example.digest
+        self.checksums += example.checksum
+
+
+class Examples(Sequence[Example]):
+    """N documents, and their lengths_N, supervised_N, cuts_N, rows_N, sources_N (int64), digests_N and checksums_N (16 bytes each).
+
+    `fetch(i)` gives document i of the store; `places_N` are this sequence's places in it, so that a part of a store costs one number a document.
+    """
+
+    def __init__(self, fetch: Callable[[int], Example], columns: Columns):
+        table = np.frombuffer(columns.numbers, dtype=np.int64).reshape(-1, 5)
+        self._fetch = fetch
+        self._table = table
+        self.digests_N = np.frombuffer(bytes(columns.digests), dtype="V16")
+        self.checksums_N = np.frombuffer(bytes(columns.checksums), dtype="V16")
+        self.places_N = np.arange(len(table))
+
+    @classmethod
+    def of(cls, examples: Sequence[Example]) -> Examples:
+        """Any sequence of documents, held in memory."""
+        if isinstance(examples, Examples):
+            return examples
+        columns = Columns()
+        for example in examples:
+            columns.add(example)
+        return cls(examples.__getitem__, columns)
+
+    @property
+    def lengths_N(self) -> np.ndarray:
+        return self._table[:, 0]
+
+    @property
+    def supervised_N(self) -> np.ndarray:
+        return self._table[:, 1]
+
+    @property
+    def cuts_N(self) -> np.ndarray:
+        return self._table[:, 2]
+
+    @property
+    def rows_N(self) -> np.ndarray:
+        return self._table[:, 3]
+
+    @property
+    def sources_N(self) -> np.ndarray:
+        return self._table[:, 4]
+
+    def part(self, keep_N: np.ndarray) -> Examples:
+        """The documents where `keep_N` is true, in the same order."""
+        part = object.__new__(Examples)
+        part._fetch, part._table = self._fetch, self._table[keep_N]
+        part.digests_N, part.checksums_N, part.places_N = self.digests_N[keep_N], self.checksums_N[keep_N], self.places_N[keep_N]
+        return part
+
+    def fingerprint(self) -> str:
+        """16 hex digits over every token and weight: two data sets with equal fingerprints give equal batches."""
+        return hashlib.sha256(self.checksums_N.tobytes()).hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return self._fetch(int(self.places_N[index]))
+
+    def __iter__(self) -> Iterator[Example]:
+        return (self[i] for i in range(len(self)))

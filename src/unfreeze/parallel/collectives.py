@@ -1,0 +1,198 @@
+"""Processes that train one model together by plain data parallelism. The only file that talks to torch.distributed.
+
+A step's micro-batches are dealt out to the processes, gradients are added up over them, and every process makes the same update: replicas
+stay identical, and a save does not know how many there were. Collectives are the same calls with the same sizes on every process whatever
+the data and the routing were, so an idle expert cannot make one process wait for another (FAILURES M1).
+
+Start: torchrun --nproc-per-node 2 -m unfreeze sft run.toml. Without torchrun there is one process, ALONE, for which all of this does nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unfreeze.core.errors import UserError
+
+Item = TypeVar("Item")
+BUCKET = 32 * 2**20  # bytes of gradients in flight at once: long enough for full bandwidth, small beside the gradients themselves
+TIMEOUT = timedelta(minutes=30)  # the others wait that long for a save or samples of process 0; then the run ends with an error
+
+
+class Group(Protocol):
+    """The processes of a run. `rank` of `size`; rank 0 writes and speaks for all."""
+
+    rank: int
+    size: int
+
+    def share(self, items: Sequence[Item]) -> list[Item]:
+        """This process's part of a list that all processes hold."""
+        ...
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        """Each tensor becomes its sum over the processes, in place. All processes pass the same shapes and dtypes in the same order."""
+        ...
+
+    def any(self, value: bool) -> bool:
+        """Whether `value` holds in at least one process."""
+        ...
+
+    def lead(self, action: Callable[[], Item]) -> Item | None:
+        """Process 0 acts while the others wait; they get None. If it raised there, the others raise UserError."""
+        ...
+
+    def texts(self, text: str) -> list[str]:
+        """The text of every process, in the order of ranks."""
+        ...
+
+    def check_replicas(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise UserError naming the first tensor that is not the same, bit for bit, in all processes."""
+        ...
+
+
+class Alone:
+    """One process: a group in which there is nothing to exchange."""
+
+    rank, size = 0, 1
+
+    def share(self, items: Sequence[Item]) -> list[Item]:
+        return list(items)
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        pass
+
+    def any(self, value: bool) -> bool:
+        return value
+
+    def lead(self, action: Callable[[], Item]) -> Item | None:
+        return action()
+
+    def texts(self, text: str) -> list[str]:
+        return [text]
+
+    def check_replicas(self, tensors: Mapping[str, Tensor]) -> None:
+        pass
+
+
+ALONE = Alone()
+
+
+class Processes:
+    """The processes that torch.distributed knows; `device` is where small exchanges happen (the GPU for nccl, the CPU for gloo)."""
+
+    def __init__(self, device: torch.device):
+        self.rank, self.size, self._device = dist.get_rank(), dist.get_world_size(), device
+
+    def share(self, items: Sequence[Item]) -> list[Item]:
+        """items[rank], items[rank + size], …: a function of the position alone, so a resume on another number of processes goes on exactly."""
+        return list(items[self.rank :: self.size])
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        """In buckets of one dtype of at most BUCKET bytes (a larger tensor is a bucket), in the order given: the same calls on every process."""
+        for bucket in buckets(tensors):
+            if len(bucket) == 1 and bucket[0].is_contiguous():
+                dist.all_reduce(bucket[0])
+                continue
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            dist.all_reduce(flat)
+            for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+    def any(self, value: bool) -> bool:
+        flag = torch.tensor([int(value)], device=self._device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+    def lead(self, action: Callable[[], Item]) -> Item | None:
+        result: Item | None = None
+        error: BaseException | None = None
+        if self.rank == 0:
+            try:
+                result = action()
+            except BaseException as caught:
+                error = caught
+        failed = self.any(error is not None)
+        if error is not None:
+            raise error
+        if failed:
+            raise UserError("process 0 failed, so this one stops too", next="see what process 0 says")
+        return result
+
+    def texts(self, text: str) -> list[str]:
+        """As bytes, padded to the longest: dist.all_gather_object would send pickles."""
+        data = text.encode()
+        length = torch.tensor([len(data)], device=self._device)
+        lengths = [torch.zeros_like(length) for _ in range(self.size)]
+        dist.all_gather(lengths, length)
+        room = max(1, *(int(n.item()) for n in lengths))
+        padded = torch.zeros(room, dtype=torch.uint8, device=self._device)
+        padded[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+        every = [torch.zeros_like(padded) for _ in range(self.size)]
+        dist.all_gather(every, padded)
+        return [bytes(t[: int(n.item())].tolist()).decode() for t, n in zip(every, lengths, strict=True)]
+
+    def check_replicas(self, tensors: Mapping[str, Tensor]) -> None:
+        low = torch.stack([fingerprint(tensor).to(self._device) for tensor in tensors.values()])
+        high = low.clone()
+        dist.all_reduce(low, dist.ReduceOp.MIN)
+        dist.all_reduce(high, dist.ReduceOp.MAX)
+        different = low.ne(high).nonzero().flatten().tolist()
+        if different:
+            raise UserError(
+                f"the {self.size} processes hold different values: {len(different)} of {len(tensors)} tensors differ; "
+                f"first: {list(tensors)[different[0]]}",
+                next="resume from the last save with the same command; if it comes again, report it",
+            )
+
+
+def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors in order, in runs of one dtype and device that together have at most BUCKET bytes."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and (size + tensor.nbytes > BUCKET or (tensor.dtype, tensor.device) != (bucket[0].dtype, bucket[0].device)):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """An int64 that depends on every bit and its place: sum_i bits_i * (i mod 65,521 + 1), wrapping around."""
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    bits = tensor.detach().contiguous().view(width).reshape(-1)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, bits.numel(), 2**22):  # int64 copies of 32 MiB at a time
+        part = bits[start : start + 2**22].long()
+        total += (part * ((torch.arange(start, start + part.numel(), device=part.device) % 65521) + 1)).sum()
+    return total
+
+
+@contextmanager
+def open_group(device: torch.device) -> Iterator[Group]:
+    """The group torchrun set up (RANK, WORLD_SIZE, MASTER_ADDR in the environment), or ALONE. gloo on CPU, nccl on CUDA."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield ALONE
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    try:
+        yield Processes(device)
+    finally:
+        dist.destroy_process_group()
+
+
+def local_device(device: torch.device) -> torch.device:
+    """cuda -> cuda:LOCAL_RANK under torchrun, so that each process has a GPU of its own."""
+    local = os.environ.get("LOCAL_RANK")
+    return torch.device("cuda", int(local)) if local is not None and device.type == "cuda" and device.index is None else device
