@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from unfreeze.core.errors import DataError
 from unfreeze.core.events import Event
+
+Value = TypeVar("Value")
 
 
 def read_events(path: Path | str) -> list[Event]:
@@ -79,7 +82,12 @@ def expert_load(events: Sequence[Event]) -> dict[str, list[int]]:
             if len(so_far) != len(counts):
                 raise DataError(f"expert_load of layer {layer} has {len(counts)} experts at step {event['step']}, {len(so_far)} before")
             total[str(layer)] = [a + b for a, b in zip(so_far, counts, strict=True)]
-    return dict(sorted(total.items(), key=lambda item: (0, int(item[0]), "") if item[0].isdecimal() else (1, 0, item[0])))
+    return dict(by_layer(total))
+
+
+def by_layer(values: Mapping[str, Value]) -> list[tuple[str, Value]]:
+    """(layer, value) in numeric order: layer 10 after layer 2."""
+    return sorted(values.items(), key=lambda item: (0, int(item[0]), "") if item[0].isdecimal() else (1, 0, item[0]))
 
 
 def sample_pairs(events: Sequence[Event]) -> list[tuple[str, str | None, str | None]]:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -99,6 +100,17 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     return read_object(path, DataError, next=f"remove {path.name}, or restore it")
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """{"lora": {"rank": 16}} -> {"lora.rank": "16"}: the spelling of the command line's flags."""
+    flat: dict[str, str] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return flat
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
