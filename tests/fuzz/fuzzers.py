@@ -397,12 +397,28 @@ def plant_config(random: Random, folder: Path) -> None:
     spread(files, folder)
 
 
+BOMBS = [
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}{% endfor %}",
+    "{% for i in range(99999) %}{{ range(99999) | sum }}{% endfor %}", "{{ 9 ** 9 ** 9 }}", "{{ 'a' * 10 ** 10 }}", "{{ [0] * 10 ** 10 }}",
+    "{% set n = namespace(s='aaaaaaaaaa') %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}{{ n.s }}",
+    "{% set n = namespace(s='aaaaaaaaaa') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s }}",
+    "{% set n = namespace(i=3) %}{% for i in range(60) %}{% set n.i = n.i * n.i %}{% endfor %}{{ n.i }}",
+    "{{ '%10000000000d' % 1 }}", "{{ 'a'.rjust(10 ** 10) }}", "{{ 'a' | center(10 ** 10) }}", "{% macro m() %}{{ m() }}{{ m() }}{% endmacro %}{{ m() }}",
+    "{{ ''.__class__.__mro__ }}", "{{ messages.__class__.__base__.__subclasses__() }}", "{% include '/etc/passwd' %}", "{% import 'os' as os %}",
+    "{{ self.__init__.__globals__ }}", "{{ cycler.__init__.__globals__.os.system('false') }}", "{{ messages.append(1) }}", "{{ raise_exception('no') }}",
+    "{% for m in messages %}{{ m.nothing.at.all }}{% endfor %}", "{{ messages[9999999999] }}", "{{ 1 // 0 }}", "{{ '\ud800' }}", "{{ 'a' | indent(10 ** 9) }}",
+    "{{ '{:>9999999999}'.format(1) }}", "{{ dict.fromkeys(range(99999)) | string | length }}", "{% for i in messages recursive %}{{ loop(messages) }}{% endfor %}",
+]  # fmt: skip
+
+
 def plant_tokenizer(random: Random, folder: Path) -> None:
     files = dict(random.choice([tokenizer_files(), tiktoken_files()]))
     files["config.json"] = json.dumps(LLAMA).encode()
     files["generation_config.json"] = b'{"eos_token_id": [257]}'
     name = random.choice(list(files))
-    if name.endswith(".json"):
+    if random.randrange(8) == 0:
+        files["chat_template.jinja"] = random.choice(BOMBS).encode("utf-8", "surrogatepass")
+    elif name.endswith(".json"):
         files[name] = json_file(random, files[name])
     else:
         files[name] = scarred(random, files[name], random.randrange(1, 4))
