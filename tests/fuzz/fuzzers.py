@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -20,10 +21,12 @@ from typing import Any
 
 import tokenizers
 import torch
+from safetensors import safe_open
 
 from unfreeze import models
 from unfreeze.adapters import LoraConfig, attach, load_adapter, save_adapter, sites
 from unfreeze.checkpoint import open_checkpoint, save_checkpoint
+from unfreeze.checkpoint.manifest import TORCH_DTYPE
 from unfreeze.core.errors import UserError
 from unfreeze.data import BadRow, load_tokenizer, read_rows
 from unfreeze.generate.open import locate, open_model
@@ -185,7 +188,10 @@ def json_file(random: Random, raw: bytes) -> bytes:
 def safetensors_file(random: Random, raw: bytes) -> bytes:
     """A safetensors file with its header altered, its length wrong, or its bytes scarred or cut."""
     length = int.from_bytes(raw[:8], "little")
-    how = random.randrange(6)
+    how = random.randrange(7)
+    if how == 6:  # values that are no numbers
+        at = random.randrange(8 + length, len(raw) - 8) & ~3
+        return raw[:at] + b"\xff\xff\xff\x7f" * 2 + raw[at + 8 :]
     if how == 0:
         lie = random.choice([0, 1, length - 1, length + 1, len(raw), len(raw) - 8, 2**32, 2**63, 2**64 - 1, 10**8 + 1, random.randrange(2**16)])
         return lie.to_bytes(8, "little") + raw[8:]
@@ -374,10 +380,19 @@ INDEX = "model.safetensors.index.json"
 
 
 def read_checkpoint(folder: Path) -> None:
-    """unfreeze inspect, then what sft, chat and generate do: every parameter there, no meta tensor, or no model at all."""
+    """unfreeze inspect, then what sft, chat and generate do: every parameter there, no meta tensor, or no model at all.
+
+    Oracle: what is accepted, the safetensors library accepts too, with the same names, dtypes and shapes.
+    """
     facts = inspect(str(folder))
     json.dumps(facts)
-    model = open_model(open_checkpoint(str(folder)), torch.float32)
+    manifest = open_checkpoint(str(folder))
+    for file in manifest.files:
+        with safe_open(file, "pt") as theirs:
+            for name in theirs.keys():  # noqa: SIM118 (not a dict)
+                tensor, info = theirs.get_tensor(name), manifest.tensors[name]
+                assert (TORCH_DTYPE[info.dtype], info.shape, info.nbytes) == (tensor.dtype, tuple(tensor.shape), tensor.nbytes), name
+    model = open_model(manifest, torch.float32)
     assert all(not tensor.is_meta and tensor.numel() for tensor in [*model.parameters(), *model.buffers()])
 
 
@@ -534,6 +549,12 @@ def plant_toml(random: Random, folder: Path) -> None:
 
 def read_toml_config(folder: Path) -> None:
     config = parse(Config, [str(folder / "run.toml")], command="sft", description="")
+    given = tomllib.loads((folder / "run.toml").read_text())
+    for table, made in ((given.pop("lora", {}), config.lora), (given, config)):
+        for key, value in table.items():
+            got = getattr(made, key)
+            same = list(got) if isinstance(value, list) else got[0] if isinstance(got, tuple) else got  # one path may stand for several
+            assert same == value and isinstance(value, bool) == isinstance(got, bool) and isinstance(value, str) == isinstance(same, str), key
     values = [*config.model_dump().values(), *config.lora.model_dump().values()]
     assert all(math.isfinite(value) for value in values if isinstance(value, float)), "a number that is none"
 
