@@ -35,6 +35,7 @@ from unfreeze.recipes.config import parse
 from unfreeze.recipes.inspect import inspect
 from unfreeze.recipes.sft import Config
 from unfreeze.report.events import number
+from unfreeze.report.html import page, summary_lines
 from unfreeze.report.run import expert_balance, facts, load_words, read_run, started
 from unfreeze.train.optim import AdamW
 from unfreeze.train.run import Run
@@ -509,6 +510,9 @@ def _report(folder: Path) -> None:
         if event["kind"] == "load":
             load_words(event)
     started(run), expert_balance(run), run.state, run.source("model"), run.loaded
+    if (folder / "events.jsonl").stat().st_size % 8 == 0:  # the page takes a hundred times as long
+        page(run)
+        "\n".join(summary_lines(folder))
 
 
 def _resume(folder: Path) -> None:
@@ -554,7 +558,7 @@ def read_toml_config(folder: Path) -> None:
         for key, value in table.items():
             got = getattr(made, key)
             same = list(got) if isinstance(value, list) else got[0] if isinstance(got, tuple) else got  # one path may stand for several
-            assert same == value and isinstance(value, bool) == isinstance(got, bool) and isinstance(value, str) == isinstance(same, str), key
+            assert same == (float(value) if isinstance(got, float) else value) and isinstance(value, bool) == isinstance(got, bool) and isinstance(value, str) == isinstance(same, str), key
     values = [*config.model_dump().values(), *config.lora.model_dump().values()]
     assert all(math.isfinite(value) for value in values if isinstance(value, float)), "a number that is none"
 

@@ -73,6 +73,18 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self._measure(getattr(obj, "__self__", None), *args, *named.values())
         return super().call(context, obj, *args, **named)
 
+    def wrap_str_format(self, value: Any) -> Any:
+        """'{:>9999999999}'.format: its width stands in the text."""
+        formatted = super().wrap_str_format(value)
+        if formatted is None:
+            return None
+
+        def measured(*args: Any, **named: Any) -> str:
+            self._width(value.__self__)
+            return formatted(*args, **named)
+
+        return measured
+
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
         return _Billed().visit(super()._parse(source, name, filename))
 

@@ -134,6 +134,10 @@ def _load_tensors(path: Path, live: dict[str, Tensor]) -> None:
                     raise CheckpointError(
                         f"{path}: {name} is {value.dtype} {list(value.shape)}, this model has {tensor.dtype} {list(tensor.shape)}"
                     )
+                if value.is_floating_point() and not bool(value.isfinite().all()):
+                    raise CheckpointError(
+                        f"{path}: {name} holds NaN or infinity; the file is damaged", next=f"remove {path.parent} to go on from the save before"
+                    )
                 tensor.copy_(value)
         torch.set_rng_state(saved.get_tensor(_RNG + "cpu"))
         if torch.cuda.is_available() and _RNG + "cuda" in saved.keys():  # noqa: SIM118
