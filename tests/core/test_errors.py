@@ -8,10 +8,15 @@ from unfreeze.core.errors import LONGEST, CheckpointError, UserError, nearest, p
 @pytest.mark.parametrize(
     "text, shown",
     [
-        ("Größe 16 → 32", "Größe 16 → 32"), ("a\nb\tc", r"a\nb\tc"), ("\x1b[2J\x07", r"\x1b[2J\x07"), ("\ud800", r"\ud800"), ("\u202eabc", r"\u202eabc"),
-        ("\u2028\x85", r"\u2028\x85"), ("", ""),
+        ("Größe 16 → 32", "Größe 16 → 32"),
+        ("a\nb\tc", r"a\nb\tc"),
+        ("\x1b[2J\x07", r"\x1b[2J\x07"),
+        ("\ud800", r"\ud800"),
+        ("\u202eabc", r"\u202eabc"),
+        ("\u2028\x85", r"\u2028\x85"),
+        ("", ""),
     ],
-)  # fmt: skip
+)
 def test_what_a_terminal_would_act_on_is_escaped(text, shown):
     error = CheckpointError(f"name {text} is wrong", next=f"rm {text}")
     assert error.message == f"name {shown} is wrong" and error.next == f"rm {shown}"

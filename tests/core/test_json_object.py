@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from unfreeze.core.errors import DataError
 from unfreeze.core.json_object import parse_object, read_object
 
-VALUES = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(), lambda v: st.lists(v) | st.dictionaries(st.text(), v))
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=9)
+VALUES = st.recursive(LEAVES, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(), v, max_size=3), max_leaves=5)
 
 
 @settings(max_examples=50, derandomize=True, deadline=None, database=None)
-@given(st.dictionaries(st.text(), VALUES))
+@given(st.dictionaries(st.text(), VALUES, max_size=4))
 def test_equals_the_standard_library(value):
     assert parse_object(json.dumps(value).encode(), "x", DataError) == value
 

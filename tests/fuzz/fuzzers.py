@@ -84,7 +84,7 @@ class Reader:
 
 
 def attempt(reader: Reader, random: Random, folder: Path) -> str:
-    """"accepted", or the class of the UserError. Any other exception is the finding; so is an error that isn't fit to print."""
+    """ "accepted", or the class of the UserError. Any other exception is the finding; so is an error that isn't fit to print."""
     reader.plant(random, folder)
     try:
         reader.read(folder)
@@ -111,7 +111,24 @@ NASTY: list[Any] = [
     RAW + "9" * 5000, RAW + "-" + "9" * 5000, RAW + "1e999", RAW + "[" * 3000, RAW + "[" * 200_000, RAW + '{"a":' * 100_000, RAW + "NaN",
     RAW + "tru", RAW + '"\\ud83d"', RAW + '"\\u0000"', RAW + "1,", RAW,
 ]  # fmt: skip
-BYTES = [b"", b"\x00", b"\xff", b"\xef\xbb\xbf", b"\xff\xfe", b"\r\n", b"\r", b"\n", b"{", b"}", b"[", b'"', b"\\", b"\xed\xa0\x80", b"\xc0\x80", b"\x80\x04"]
+BYTES = [
+    b"",
+    b"\x00",
+    b"\xff",
+    b"\xef\xbb\xbf",
+    b"\xff\xfe",
+    b"\r\n",
+    b"\r",
+    b"\n",
+    b"{",
+    b"}",
+    b"[",
+    b'"',
+    b"\\",
+    b"\xed\xa0\x80",
+    b"\xc0\x80",
+    b"\x80\x04",
+]
 
 
 def spots(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -233,7 +250,10 @@ def good_model(family: str) -> models.Decoder:
 def checkpoint(family: str) -> Files:
     """A checkpoint folder with a tokenizer; kimi's is in two shards with an index, and INT4."""
     with TemporaryDirectory() as folder:
-        extra = {"generation_config.json": b'{"eos_token_id": [257], "bos_token_id": 256}', **(tiktoken_files() if family == "kimi" else tokenizer_files())}
+        extra = {
+            "generation_config.json": b'{"eos_token_id": [257], "bos_token_id": 256}',
+            **(tiktoken_files() if family == "kimi" else tokenizer_files()),
+        }
         shard = 20_000 if family == "kimi" else 10**9
         target = Path(folder) / "m"
         save_checkpoint(target, CONFIGS[family], published(good_model(family), CONFIGS[family]), max_shard_bytes=shard, extra=extra)
@@ -325,7 +345,10 @@ def fresh_state(run: Run) -> State:
 
 
 # ----------------------------------------------------------------------------------------------------------------------------- readers
-TALK = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A", "reasoning_content": "hm", "tool_calls": [{"function": {"name": "f"}}]}]
+TALK = [
+    {"role": "user", "content": "Q"},
+    {"role": "assistant", "content": "A", "reasoning_content": "hm", "tool_calls": [{"function": {"name": "f"}}]},
+]
 ROWS: list[dict[str, Any]] = [
     {"messages": TALK, "tools": [{"type": "function"}]}, {"prompt": "Q", "completion": "A"}, {"question": "Q", "answer": "A"}, {"text": "a"},
     {"instruction": "Q", "input": "", "output": "A"}, {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]},
@@ -404,7 +427,9 @@ def plant_config(random: Random, folder: Path) -> None:
     config = json.loads(files["config.json"])
     if random.randrange(2):
         field = random.choice([name for name, value in config.items() if type(value) in (int, float)])
-        config[field] = random.choice([0, -1, 1, 3, 1e12, 10**12, 10**9, 100_000, 10**30, 2**63, "16", 16.0, 1.5, None, True, [16], math.nan, math.inf, 1e-300, 1e300])
+        config[field] = random.choice(
+            [0, -1, 1, 3, 1e12, 10**12, 10**9, 100_000, 10**30, 2**63, "16", 16.0, 1.5, None, True, [16], math.nan, math.inf, 1e-300, 1e300]
+        )
         files["config.json"] = written(config)
     elif random.randrange(8) == 0:
         files["config.json"] = written({"text_config": altered(random, config), "model_type": "kimi_k25"})
@@ -415,16 +440,34 @@ def plant_config(random: Random, folder: Path) -> None:
 
 BOMBS = [
     "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}{% endfor %}",
-    "{% for i in range(99999) %}{{ range(99999) | sum }}{% endfor %}", "{{ 9 ** 9 ** 9 }}", "{{ 'a' * 10 ** 10 }}", "{{ [0] * 10 ** 10 }}",
+    "{% for i in range(99999) %}{{ range(99999) | sum }}{% endfor %}",
+    "{{ 9 ** 9 ** 9 }}",
+    "{{ 'a' * 10 ** 10 }}",
+    "{{ [0] * 10 ** 10 }}",
     "{% set n = namespace(s='aaaaaaaaaa') %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}{{ n.s }}",
     "{% set n = namespace(s='aaaaaaaaaa') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s }}",
     "{% set n = namespace(i=3) %}{% for i in range(60) %}{% set n.i = n.i * n.i %}{% endfor %}{{ n.i }}",
-    "{{ '%10000000000d' % 1 }}", "{{ 'a'.rjust(10 ** 10) }}", "{{ 'a' | center(10 ** 10) }}", "{% macro m() %}{{ m() }}{{ m() }}{% endmacro %}{{ m() }}",
-    "{{ ''.__class__.__mro__ }}", "{{ messages.__class__.__base__.__subclasses__() }}", "{% include '/etc/passwd' %}", "{% import 'os' as os %}",
-    "{{ self.__init__.__globals__ }}", "{{ cycler.__init__.__globals__.os.system('false') }}", "{{ messages.append(1) }}", "{{ raise_exception('no') }}",
-    "{% for m in messages %}{{ m.nothing.at.all }}{% endfor %}", "{{ messages[9999999999] }}", "{{ 1 // 0 }}", "{{ '\ud800' }}", "{{ 'a' | indent(10 ** 9) }}",
-    "{{ '{:>9999999999}'.format(1) }}", "{{ dict.fromkeys(range(99999)) | string | length }}", "{% for i in messages recursive %}{{ loop(messages) }}{% endfor %}",
-]  # fmt: skip
+    "{{ '%10000000000d' % 1 }}",
+    "{{ 'a'.rjust(10 ** 10) }}",
+    "{{ 'a' | center(10 ** 10) }}",
+    "{% macro m() %}{{ m() }}{{ m() }}{% endmacro %}{{ m() }}",
+    "{{ ''.__class__.__mro__ }}",
+    "{{ messages.__class__.__base__.__subclasses__() }}",
+    "{% include '/etc/passwd' %}",
+    "{% import 'os' as os %}",
+    "{{ self.__init__.__globals__ }}",
+    "{{ cycler.__init__.__globals__.os.system('false') }}",
+    "{{ messages.append(1) }}",
+    "{{ raise_exception('no') }}",
+    "{% for m in messages %}{{ m.nothing.at.all }}{% endfor %}",
+    "{{ messages[9999999999] }}",
+    "{{ 1 // 0 }}",
+    "{{ '\ud800' }}",
+    "{{ 'a' | indent(10 ** 9) }}",
+    "{{ '{:>9999999999}'.format(1) }}",
+    "{{ dict.fromkeys(range(99999)) | string | length }}",
+    "{% for i in messages recursive %}{{ loop(messages) }}{% endfor %}",
+]
 
 
 def plant_tokenizer(random: Random, folder: Path) -> None:
@@ -558,7 +601,11 @@ def read_toml_config(folder: Path) -> None:
         for key, value in table.items():
             got = getattr(made, key)
             same = list(got) if isinstance(value, list) else got[0] if isinstance(got, tuple) else got  # one path may stand for several
-            assert same == (float(value) if isinstance(got, float) else value) and isinstance(value, bool) == isinstance(got, bool) and isinstance(value, str) == isinstance(same, str), key
+            assert (
+                same == (float(value) if isinstance(got, float) else value)
+                and isinstance(value, bool) == isinstance(got, bool)
+                and isinstance(value, str) == isinstance(same, str)
+            ), key
     values = [*config.model_dump().values(), *config.lora.model_dump().values()]
     assert all(math.isfinite(value) for value in values if isinstance(value, float)), "a number that is none"
 

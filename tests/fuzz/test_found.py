@@ -79,9 +79,7 @@ def test_a_json_file_too_large_to_read(folder, tmp_path):
     assert "at most 1,000,000" in refused(lambda: parse(Config, [str(tmp_path / "run.toml")], command="sft", description=""), kind=ConfigError)
 
 
-@pytest.mark.parametrize(
-    "shape", [[2] * 5000, [10**4000, 10**4000], [0, 2**62, 2**62], [2**62, 4], [1] * 65, ["16"], [True, 16], [-1, -16], [16.0]]
-)
+@pytest.mark.parametrize("shape", [[2] * 5000, [10**4000, 10**4000], [0, 2**62, 2**62], [2**62, 4], [1] * 65, ["16"], [True, 16], [-1, -16], [16.0]])
 def test_shapes_that_no_tensor_has(folder, shape):
     path = folder()
     raw = json.dumps(shape) if not isinstance(shape[0], int) or abs(shape[0]) < 10**20 else f"[1{'0' * 4000}, 1{'0' * 4000}]"
@@ -174,7 +172,9 @@ def test_code_beside_a_checkpoint_is_never_run(folder, tmp_path):
     for name in ("tokenization_kimi.py", "modeling_deepseek.py", "configuration_deepseek.py", "__init__.py", "conftest.py", "sitecustomize.py"):
         (path / name).write_text(f"open({str(canary)!r}, 'w').write('ran')\n")
     settings = json.loads((path / "tokenizer_config.json").read_text())
-    (path / "tokenizer_config.json").write_text(json.dumps({**settings, "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}}))
+    (path / "tokenizer_config.json").write_text(
+        json.dumps({**settings, "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}})
+    )
     config(path, auto_map={"AutoConfig": "configuration_deepseek.C", "AutoModelForCausalLM": "modeling_deepseek.M"}, trust_remote_code=True)
     inspect(str(path))
     load_tokenizer(path).encode("hello", specials=True)
@@ -209,8 +209,20 @@ def test_patterns_that_are_none_or_take_forever(fuzzers, tmp_path, form):
         refused(load_adapter, fuzzers.good_model("llama"), tmp_path / "a", kind=AdapterError)
 
 
-@pytest.mark.parametrize("field, value", [("r", 0), ("r", 2.5), ("r", True), ("lora_alpha", float("nan")), ("lora_alpha", "16"), ("rank_pattern", [1]),
-                                          ("alpha_pattern", {"q_proj": -1}), ("target_parameters", "x"), ("use_rslora", "no")])  # fmt: skip
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("r", 0),
+        ("r", 2.5),
+        ("r", True),
+        ("lora_alpha", float("nan")),
+        ("lora_alpha", "16"),
+        ("rank_pattern", [1]),
+        ("alpha_pattern", {"q_proj": -1}),
+        ("target_parameters", "x"),
+        ("use_rslora", "no"),
+    ],
+)
 def test_adapter_config_fields(fuzzers, tmp_path, field, value):
     files = dict(fuzzers.adapter("llama", "per-expert"))
     files["adapter_config.json"] = json.dumps({**json.loads(files["adapter_config.json"]), field: value}).encode()
@@ -237,16 +249,35 @@ def test_a_toml_value_is_never_a_flag(tmp_path, line, capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("line, words", [("steps = true", "steps = True"), ('steps = "5"', "steps = '5'"), ("learning_rate = inf", "finite number"),
-                                         ("learning_rate = nan", "finite number"), ("steps = 1.5", "steps = 1.5"), ("seed = -1", "seed = -1"),
-                                         (f"steps = {HUGE}", "not valid TOML"), ('out = "\\u0000"', "NUL"), ("lora = 3", "should be a table")])  # fmt: skip
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("steps = true", "steps = True"),
+        ('steps = "5"', "steps = '5'"),
+        ("learning_rate = inf", "finite number"),
+        ("learning_rate = nan", "finite number"),
+        ("steps = 1.5", "steps = 1.5"),
+        ("seed = -1", "seed = -1"),
+        (f"steps = {HUGE}", "not valid TOML"),
+        ('out = "\\u0000"', "NUL"),
+        ("lora = 3", "should be a table"),
+    ],
+)
 def test_toml_values_of_another_type_or_out_of_range(tmp_path, line, words):
     (tmp_path / "run.toml").write_text(f'model = "m"\ndata = "d.jsonl"\n{line}\n')
     assert words in refused(lambda: parse(Config, [str(tmp_path / "run.toml")], command="sft", description=""), kind=ConfigError)
 
 
-@pytest.mark.parametrize("flags, words", [("--steps abc", "--steps"), ("--lora.rnak 3", "nearest: '--lora.rank'"), ("--steps", "Missing value"),
-                                          ("--learning-rate nan", "finite"), ("--dtype int8", "'int8'")])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--steps abc", "--steps"),
+        ("--lora.rnak 3", "nearest: '--lora.rank'"),
+        ("--steps", "Missing value"),
+        ("--learning-rate nan", "finite"),
+        ("--dtype int8", "'int8'"),
+    ],
+)
 def test_a_wrong_flag_is_one_line_and_code_2(capsys, flags, words):
     assert cli.main(["sft", "--model", "m", "--data", "d", *flags.split()]) == 2
     message, following = capsys.readouterr().err.splitlines()
@@ -260,8 +291,15 @@ def test_every_command_prints_one_line_and_exits_with_2_on_a_broken_folder(folde
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "events.jsonl").write_text(DEEP + "\n")
     (tmp_path / "run" / "resolved_config.json").write_text(DEEP)
-    for command in (["inspect", broken], ["generate", broken, "--prompt", "x"], ["export", broken], ["report", tmp_path / "run"], ["chat", broken],
-                    ["sft", "--model", broken, "--data", tmp_path / "d.jsonl", "--out", tmp_path / "out"], ["generate", tmp_path / "run"]):  # fmt: skip
+    for command in (
+        ["inspect", broken],
+        ["generate", broken, "--prompt", "x"],
+        ["export", broken],
+        ["report", tmp_path / "run"],
+        ["chat", broken],
+        ["sft", "--model", broken, "--data", tmp_path / "d.jsonl", "--out", tmp_path / "out"],
+        ["generate", tmp_path / "run"],
+    ):
         assert cli.main([*map(str, command), "--quiet"]) == 2, command
         said = capsys.readouterr()
         assert [line[:8] for line in said.err.splitlines()][1:] in ([], ["  next: "]) and "Traceback" not in said.err + said.out
@@ -289,8 +327,21 @@ def test_a_report_of_damaged_numbers(fuzzers, tmp_path):
     assert "receipt" in refused(read_run, tmp_path, kind=DataError)
 
 
-@pytest.mark.parametrize("raw", [b"\x80", b"\xef\xbb\xbf\xff", b"\xff\xfe", b"[" * 100_000, b'{"text": ' + HUGE.encode() + b"}", b'{"text": "\\ud800"}',
-                                 b'{"text": "a", "text": "b"}', b'{"text": Infinity}', b"\x00", b'{"text": "a"}\x00'])  # fmt: skip
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x80",
+        b"\xef\xbb\xbf\xff",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"text": ' + HUGE.encode() + b"}",
+        b'{"text": "\\ud800"}',
+        b'{"text": "a", "text": "b"}',
+        b'{"text": Infinity}',
+        b"\x00",
+        b'{"text": "a"}\x00',
+    ],
+)
 def test_rows_that_are_none(tmp_path, raw):
     (tmp_path / "d.jsonl").write_bytes(b"\n" + raw)
     message = refused(lambda: list(read_rows(tmp_path / "d.jsonl")), kind=DataError)
@@ -302,12 +353,19 @@ def test_rows_that_are_none(tmp_path, raw):
 @pytest.mark.parametrize(
     "name, text",
     [
-        ("chat_template.jinja", b"\xff"), ("tokenizer_config.json", b'{"eos_token": "\\ud800"}'), ("tokenizer_config.json", DEEP.encode()),
-        ("tokenizer_config.json", b'{"additional_special_tokens": 1.5}'), ("tokenizer_config.json", b'{"added_tokens_decoder": {"-1": {"content": "x"}}}'),
-        ("tokenizer_config.json", b'{"added_tokens_decoder": {"99999999999": {"content": "x"}}}'), ("config.json", b'{"vocab_size": "many"}'),
-        ("config.json", b'{"vocab_size": 1000000000000}'), ("tiktoken.model", b"!!!! 0\n"), ("tiktoken.model", b""), ("config.json", b'{"eos_token_id": "x"}'),
+        ("chat_template.jinja", b"\xff"),
+        ("tokenizer_config.json", b'{"eos_token": "\\ud800"}'),
+        ("tokenizer_config.json", DEEP.encode()),
+        ("tokenizer_config.json", b'{"additional_special_tokens": 1.5}'),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": {"-1": {"content": "x"}}}'),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": {"99999999999": {"content": "x"}}}'),
+        ("config.json", b'{"vocab_size": "many"}'),
+        ("config.json", b'{"vocab_size": 1000000000000}'),
+        ("tiktoken.model", b"!!!! 0\n"),
+        ("tiktoken.model", b""),
+        ("config.json", b'{"eos_token_id": "x"}'),
     ],
-)  # fmt: skip
+)
 def test_tokenizer_files(folder, name, text):
     path = folder("kimi")
     (path / name).write_bytes(text)

@@ -127,7 +127,9 @@ def _folder(source: str | Path, progress: Callable[[str], None] | None) -> Path:
     if path.is_dir():
         return path
     if path.is_file() and path.suffix in _PICKLES:
-        raise CheckpointError(f"{path} is a pickle; unpickling can run any code, so it is not read", next=conversion(path.parent, path.name, "model.safetensors"))
+        raise CheckpointError(
+            f"{path} is a pickle; unpickling can run any code, so it is not read", next=conversion(path.parent, path.name, "model.safetensors")
+        )
     if path.is_file():
         raise CheckpointError(f"{path} is a file; a checkpoint is a folder with config.json and *.safetensors", next=f"give {path.parent}")
     text = str(source)
@@ -219,7 +221,7 @@ def conversion(folder: Path, pickle: str, target: str) -> str:
     return (
         'python -c "import glob, torch, safetensors.torch as s; s.save_file({k: v.clone().contiguous() '
         f"for f in sorted(glob.glob({source!r})) for k, v in torch.load(f, map_location='cpu', weights_only=True).items()}}, "
-        f'{str(folder / target)!r})"    (or get the publisher\'s safetensors release)'
+        f"{str(folder / target)!r})\"    (or get the publisher's safetensors release)"
     )
 
 

@@ -60,7 +60,8 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         elif isinstance(left, int) and isinstance(right, int):
             self._number(left.bit_length() + right.bit_length())
         elif operator == "*":
-            count, sequence = (left, right) if isinstance(left, int) else (right, left)
+            count: Any = left if isinstance(left, int) else right
+            sequence: Any = right if isinstance(left, int) else left
             self._made(count * len(sequence) if isinstance(count, int) and hasattr(sequence, "__len__") else 0)
         elif operator == "+":
             self._made(sum(len(side) for side in (left, right) if hasattr(side, "__len__")))
@@ -96,6 +97,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def _measured(self, function: Any) -> Any:
         """A filter whose arguments are measured first."""
         if hasattr(function, "jinja_pass_arg"):  # it is also given the environment or the context: measure the rest
+
             def measured(first: Any, *args: Any, **named: Any) -> Any:
                 self._measure(*args, *named.values())
                 return function(first, *args, **named)

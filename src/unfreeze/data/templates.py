@@ -1,6 +1,7 @@
 """Chat templates: the checkpoint's own jinja2 text, rendered in a sandbox as transformers renders it.
 
-Environment: ImmutableSandboxedEnvironment with a limit on steps (template_limits.py), trim_blocks, lstrip_blocks, loop controls, {% generation %}, `raise_exception`,
+Environment: ImmutableSandboxedEnvironment with a limit on steps (template_limits.py),
+trim_blocks, lstrip_blocks, loop controls, {% generation %}, `raise_exception`,
 `strftime_now`, `tojson` without HTML escaping. Equal to transformers' rendering in tests/data/test_templates.py.
 """
 

@@ -187,7 +187,8 @@ def _added_tokens(settings: Mapping[str, Any]) -> dict[int, tuple[str, bool]]:
         raise CheckpointError("tokenizer_config.json: added_tokens_decoder is not a table id -> {content, special}") from None
     wrong = next((id for id in added if not 0 <= id < MAX_VOCAB), None)
     if wrong is not None:
-        raise CheckpointError(f"tokenizer_config.json: added_tokens_decoder has the id {str(wrong)[:40]}; ids are 0 to {MAX_VOCAB - 1:,}", next=PUBLISHED)
+        said = f"tokenizer_config.json: added_tokens_decoder has the id {str(wrong)[:40]}; ids are 0 to {MAX_VOCAB - 1:,}"
+        raise CheckpointError(said, next=PUBLISHED)
     return {id: (_encodable(text), special) for id, (text, special) in added.items()}
 
 

@@ -25,7 +25,6 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-
 def _path(text: str) -> str:
     if "\0" in text:
         raise ValueError("a path cannot hold a NUL character")
