@@ -168,7 +168,9 @@ def result_words(run: Run) -> str:
 def started(run: Run) -> str:
     """When the first event was written, in UTC, or an empty string."""
     time = number(run.events[0].get("time")) if run.events else None
-    return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M UTC") if time is not None else ""
+    if time is None or not 0 <= time < 2**35:  # the year 3058; a damaged time has no date
+        return ""
+    return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def expert_balance(run: Run) -> list[tuple[str, int, float, int]]:
