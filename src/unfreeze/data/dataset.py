@@ -147,7 +147,6 @@ def encode_files(
     """
     if sequence_length < 2:
         raise ConfigError(f"sequence_length is {sequence_length}, at least 2: a token is predicted from the one before it")
-    check_mask(tokenizer)
     paths = [Path(path) for path in paths]
     encoder = Encoder(tokenizer, sequence_length, truncation, supervise)
     on_demand = sum(path.stat().st_size for path in paths if path.is_file()) > held_bytes
@@ -155,6 +154,8 @@ def encode_files(
     account = Account(paths, tokenizer, skip=on_bad_row == "skip")
     for source, path in enumerate(paths):
         for place, row in read_places(path, partial(account.unreadable, source) if on_bad_row == "skip" else None):
+            if supervise == "assistant" and isinstance(row, Conversation) and not account.conversations:
+                check_mask(tokenizer)  # texts need no template, so a wrong one is no fault of theirs
             encoded = account.encode(row, source, encoder)
             store.add(place, encoded)
             for example in encoded:
@@ -218,6 +219,7 @@ class Account:
         self.stats, self.columns = Stats(), Columns()
         self._paths, self._tokenizer, self._skip = paths, tokenizer, skip
         self._row_digests, self._row_places = bytearray(), array("q")
+        self.conversations = 0
 
     def unreadable(self, source: int, found: BadRow) -> None:
         """A row that is not JSON, or of no known shape."""
@@ -230,6 +232,7 @@ class Account:
         stats = self.stats
         stats.rows += 1
         stats.shapes[row.shape] += 1
+        self.conversations += isinstance(row, Conversation)
         stats.files[self._paths[source].name] += 1
         try:
             encoded = encoder(row, source)
