@@ -18,7 +18,8 @@ plan     plan lines of the run                                    start    step,
 load     bytes, seconds, expanded_bytes, rounded                  receipt  groups
 data     the account of the data file: summary (one line), rows, examples, tokens, supervised, supervised_fraction, truncated, dropped, bad,
          longest, shapes, notes (text -> rows), listed (the first dropped and bad rows: row, reason)
-train    loss, tokens, seconds, learning_rate, grad_norm, peak_bytes, supervised_tokens, expert_load (layer -> tokens per expert)
+train    loss, tokens, seconds, learning_rate, grad_norm, peak_bytes, supervised_tokens, expert_load (layer -> tokens per expert);
+         applied (false: the update was skipped) beside a warning; fragmentation_bytes (CUDA); error, with loss null, where it was not finite
 eval     loss and further metrics                                 sample   when ("before" | "after"), index (of the prompt), prompt, text
 save     path                                                     end      reason ("done" | "interrupted"), steps, tokens_per_second
 warning  message: what the run did otherwise than asked           (any event may also carry a `warning` field)
