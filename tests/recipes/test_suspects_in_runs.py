@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from unfreeze import cli
+from unfreeze.generate import model as _  # noqa: F401  imported here, so that it doesn't keep the poisoned open_model of the test
 from unfreeze.generate import open as opening
 from unfreeze.recipes.demo import TINY_K2
 
