@@ -19,6 +19,7 @@ from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED, Event
 from unfreeze.recipes.config import Files, Folder, Frozen, ModelName, writing
 from unfreeze.recipes.device import allocator_line
+from unfreeze.recipes.resume import FIXED, allowed
 from unfreeze.report.events import of_kind, read_events, tokens_per_second
 from unfreeze.report.html import summary_lines, write_report
 from unfreeze.report.live import LiveProgress
@@ -38,13 +39,17 @@ if TYPE_CHECKING:
     from unfreeze.train.suspects import Describe
 
 
+CHANGES_NOTHING = {"out", "save_every", "keep_saves", "on_full_disk", "allow_changed", "validate_every", "prompts", "samples", "threads", "on_spike"}
+"""Fields that change nothing of what is trained; a run may go on with other values."""
+
+
 class TrainingConfig(Frozen):
     """Fields of every training recipe; each is a flag and a TOML key."""
 
     model: ModelName = Field(description="checkpoint folder, or Hugging Face id org/name")
     data: Files = Field(
         min_length=1,
-        description="files of JSON Lines (messages, prompt/completion, question/answer, instruction/output, conversations or text) or .txt"
+        description="files of JSON Lines (messages, prompt/completion, question/answer, instruction/output, conversations or text) or .txt",
     )
     data_weights: tuple[float, ...] = Field(
         default=(), description="passes over each data file per epoch, in the order of `data`: 2 shows a file twice, 0.25 a new quarter each epoch"
@@ -95,6 +100,16 @@ class TrainingConfig(Frozen):
     seed: int = Field(default=0, ge=0, description="seed of adapters, weights and data order")
     save_every: int = Field(default=0, ge=0, description="steps between saves; 0: at the end and on Ctrl-C")
     keep_saves: int = Field(default=2, ge=1, description="how many saves of the training state are kept")
+    on_full_disk: Literal["stop", "continue"] = Field(
+        default="stop", description="a save without room on the disk: stop, or warn and train on to the next save. Earlier saves stay either way"
+    )
+    allow_changed: tuple[str, ...] = Field(
+        default=(), description="fields in which an unfinished run may go on with another value than it was saved with, such as learning_rate"
+    )
+    validate_every: int = Field(
+        default=0, ge=0, description="steps between validations, with `validation` or `validation_fraction`; 0: before the first and after the last"
+    )
+    prompts: tuple[str, ...] = Field(default=(), description="own prompts, answered where those of `samples` are, and at each validation")
     samples: int = Field(default=4, ge=0, description="prompts from the data answered before and after training, for the report")
 
     @model_validator(mode="after")
@@ -122,7 +137,7 @@ class TrainingConfig(Frozen):
 
     def record(self) -> dict[str, Any]:
         """What a run is identified by when it resumes: every field that changes what is computed."""
-        fields = self.model_dump(mode="json", exclude={"out", "save_every", "keep_saves", "samples", "threads", "on_spike"})
+        fields = self.model_dump(mode="json", exclude=CHANGES_NOTHING)
         files = [str(Path(file).resolve()) for file in self.data]
         held_out = str(Path(self.validation).resolve()) if self.validation else ""
         return {**fields, "model": portable(self.model), "data": files[0] if len(files) == 1 else files, "validation": held_out}
@@ -151,17 +166,22 @@ def encode(run: Run, config: TrainingConfig, tokenizer: Tokenizer, max_positions
                    on_bad_row=config.on_bad_row)  # fmt: skip
     dataset = read(config.data)
     stats = dataset.stats
+    warnings: list[str] = []
     if config.validation:
-        dataset = replace(dataset, validation=read([config.validation]).examples)
+        held_out = read([config.validation])
+        dataset = replace(dataset, validation=held_out.examples)
+        if held_out.stats.truncated + held_out.stats.dropped + held_out.stats.bad:
+            warnings.append(f"validation file: {held_out.stats.summary()}")
     elif config.validation_fraction:
         training, validation = split_by_content(dataset.examples, config.validation_fraction, config.seed)
         dataset = replace(dataset, examples=training, validation=validation)
     stats.held_out = len(dataset.validation or ())
     stats.packing, stats.efficiency = config.packing, batches_of(config, dataset.examples).efficiency()
     run.events.emit("data", run.step, **stats.as_dict(), summary=stats.summary())
-    leaked = dataset.leaked()
-    if leaked and run.step == 0:
-        run.events.emit("warning", 0, message=f"{leaked} of {stats.held_out} validation documents are also in the training data")
+    if leaked := dataset.leaked():
+        warnings.append(f"{leaked} of {stats.held_out} validation documents are also in the training data")
+    for message in warnings if run.step == 0 else ():
+        run.events.emit("warning", 0, message=message)
     asked = config.sequence_length != TrainingConfig.model_fields["sequence_length"].default
     affected = stats.truncated or stats.dropped or stats.examples > stats.rows - stats.dropped - stats.bad
     if run.step == 0 and length < config.sequence_length and (asked or affected):
@@ -263,17 +283,20 @@ def write_resolved(run: Run, config: TrainingConfig, recipe: str, **effective: A
 def live(config: TrainingConfig, common: Common, recipe: str, command: str, group: Group) -> Iterator[Run]:
     """The opened, locked run folder with live progress on stderr, and its resolved config written; on processes beyond 0 a silent Follower.
 
-    A Ctrl-C that fit doesn't handle (before it, after it, or a second one) says what is saved and how to go on.
+    A Ctrl-C that fit doesn't handle (before it, after it, or a second one) says what is saved and how to go on; a full disk does too.
     """
     from unfreeze.train.follower import Follower, open_run
     from unfreeze.train.run import Run, latest
+    from unfreeze.train.state import FULL, DiskFull
 
+    record = config.record()
+    changeable = allowed(config.allow_changed, record)
     with LiveProgress(0, quiet=common.quiet) as progress:
         with writing(config.run_dir, "out"):
             run = open_run(
                 group,
-                lead=lambda: Run(config.run_dir, config.record(), listeners=(progress,)),
-                follow=lambda: Follower(config.run_dir, config.record()),
+                lead=lambda: Run(config.run_dir, record, listeners=(progress,), allow_changed=changeable, fixed=FIXED),
+                follow=lambda: Follower(config.run_dir, record, allow_changed=changeable, fixed=FIXED),
             )
         with run:
             try:
@@ -285,6 +308,13 @@ def live(config: TrainingConfig, common: Common, recipe: str, command: str, grou
                 save = latest(run.path)
                 state = f"the run is saved as of {save.name}" if save else "nothing was trained yet"
                 raise KeyboardInterrupt(f"{state}; {again(command)}") from None
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                save = latest(run.path)
+                state = f"the run is saved as of {save.name}" if save else "nothing was saved yet"
+                at = f", at {error.filename}" if error.filename else ""
+                raise DiskFull(f"the disk of {run.path} is full{at}; {state}", next=f"free space, then {again(command)}") from error
 
 
 def again(command: str) -> str:

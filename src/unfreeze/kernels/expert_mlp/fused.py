@@ -28,6 +28,7 @@ from unfreeze.kernels.expert_mlp.workspace import Base
 from unfreeze.kernels.scratch import scratch
 from unfreeze.quant.codec import Packed
 
+
 Kept = Callable[[Callable[[], Any]], Any]
 """Keeps what backward needs (`Kept(compute)` -> compute(), the first time) when a layer is visited without gradients, and gives it back when
 the layer is visited again with them: the second forward then computes nothing, and its result, which nobody reads, is zeros."""
@@ -245,6 +246,9 @@ def fused_expert_mlp(
     if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_TD, weights_TK, *dense, *pairs))):
         with torch.no_grad():
             if kept is None:
+                few = part.few(x_TD, ids_TK, weights_TK, gate_up, down, factors)
+                if few is not None:
+                    return few
                 return _forward(_Call(part, x_TD.dtype, route(), gate_up, down, factors), x_TD, keep=False)[0]
             return _visit(part, x_TD, route, (gate_up, down), factors, kept)[0]
     scales = (factors.scale, factors.down_scale)
