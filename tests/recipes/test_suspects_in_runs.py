@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from unfreeze import cli
+from unfreeze.generate import model as _  # noqa: F401  imported here, so that it doesn't keep the poisoned open_model of the test
 from unfreeze.generate import open as opening
 from unfreeze.recipes.demo import TINY_K2
 
@@ -44,6 +45,5 @@ def test_on_spike_is_a_flag_that_may_change_within_a_run(chat_rows: Path, tmp_pa
     command = ["sft", "--quiet", "--model", TINY_K2, "--data", chat_rows, "--out", out, "--tokens-per-step", 256, "--steps", 1, "--samples", 0]
     assert cli.main([*map(str, command), "--lora.rank", "2", "--on-spike", "stop"]) == 0
     assert cli.main([*map(str, command), "--lora.rank", "2", "--on-spike", "skip"]) == 0
-    with pytest.raises(SystemExit):
-        cli.main([*map(str, command), "--on-spike", "ignore"])
+    assert cli.main([*map(str, command), "--on-spike", "ignore"]) == 2
     capsys.readouterr()
