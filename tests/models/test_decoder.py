@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from unfreeze import models
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import UserError
+from unfreeze.kernels.attention import packed
+from unfreeze.kernels.expert_mlp import fused
 
 CONFIG = {
     "model_type": "qwen3_moe", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -35,10 +38,11 @@ def gradients(frozen: str, through) -> dict[str, torch.Tensor | None]:
     return {name: p.grad for name, p in model.named_parameters()}
 
 
+@pytest.mark.parametrize("through", [models.recompute, models.selective])
 @pytest.mark.parametrize("frozen", ["embed_tokens", "layers.0.", "nothing is called this"])
-def test_recompute_gives_the_gradients_of_plain_whatever_is_frozen(frozen):
+def test_recompute_gives_the_gradients_of_plain_whatever_is_frozen(frozen, through):
     """With a frozen embedding the first layer's input needs no gradient: autograd must come back to the layer all the same."""
-    plain, recomputed = gradients(frozen, models.plain), gradients(frozen, models.recompute)
+    plain, recomputed = gradients(frozen, models.plain), gradients(frozen, through)
     for name, gradient in plain.items():
         if frozen in name:
             assert gradient is None and recomputed[name] is None
@@ -85,3 +89,50 @@ def test_a_full_cache_is_refused_and_one_with_room_is_not():
         cache.select([1])
         model.step(torch.tensor([2]), cache)
     assert cache.lengths == [4]
+
+
+def calls_of(monkeypatch, through) -> dict[str, int]:
+    """How often attention and the experts are computed in a step of one layer each of which has both."""
+    counts = {"attention": 0, "experts": 0}
+    flash, experts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, fused._forward
+
+    def count(name, function):
+        def counted(*args, **kwargs):
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return counted
+
+    monkeypatch.setattr(fused, "_forward", count("experts", experts))
+    monkeypatch.setattr(packed, "_sdpa", count("attention", packed._sdpa))
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", count("attention", flash))
+    model = made()
+    model.hidden(batch_of(5, 3), through).square().sum().backward()
+    monkeypatch.undo()
+    return counts
+
+
+def test_selective_computes_attention_and_experts_once_and_recompute_twice(monkeypatch):
+    assert calls_of(monkeypatch, models.selective) == {"attention": 2, "experts": 2}  # two layers
+    assert calls_of(monkeypatch, models.recompute) == {"attention": 4, "experts": 4}
+    assert calls_of(monkeypatch, models.plain) == {"attention": 2, "experts": 2}
+
+
+def held(through) -> int:
+    """Bytes that the graph of a forward pass holds beside the parameters: what autograd saved, and what recomputation keeps for itself."""
+    model, saved = made(), {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.untyped_storage().data_ptr(), t), lambda t: t):
+        output = model.hidden(batch_of(50, 30), through)
+    memos, todo, seen = 0, [output.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            memos += sum(t.nbytes for t in tree_leaves(node.memo.values) if isinstance(t, torch.Tensor)) if hasattr(node, "memo") else 0
+            todo += [parent for parent, _ in node.next_functions]
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    return memos + sum(t.nbytes for pointer, t in saved.items() if pointer not in parameters)
+
+
+def test_selective_keeps_less_than_plain_and_more_than_recompute():
+    assert held(models.recompute) < held(models.selective) < held(models.plain)

@@ -1,6 +1,7 @@
 """The plan against the bytes that really lie there: exact for what stays, measured for activations; what it proposes fits, one more does not."""
 
 import json
+import math
 import weakref
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from unfreeze.checkpoint.manifest import Manifest, TensorInfo
 from unfreeze.checkpoint.stream import CHUNK, THREADS
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import DoesNotFit
+from unfreeze.kernels.expert_mlp import loop_cpu, release_scratch
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel.machine import Hardware
 from unfreeze.parallel.plan import Sizes, Work, measure, meta_model, plan, plan_training
@@ -49,13 +51,13 @@ KIMI = {
 
 
 def manifest_of(config) -> Manifest:
-    """A manifest that says every expert is packed; the plan reads names only."""
+    """A manifest that says every expert is packed; the plan reads names, and whether there are bytes enough for such a model at all."""
     shape = models.shape(config)
     names = [
         f"model.layers.{layer}.mlp.experts.0.{p}.weight_packed" for layer in range(shape.num_layers) if shape.is_moe(layer)
         for p in ("gate_proj", "up_proj", "down_proj")
     ]  # fmt: skip
-    return Manifest(Path("x"), config, {n: TensorInfo(n, "I32", (1,), 4, Path("x"), 0) for n in names}, "", ())
+    return Manifest(Path("x"), config, {n: TensorInfo(n, "I32", (1,), 10**10, Path("x"), 0) for n in names}, "", ())
 
 
 def batch_of(tokens: int, documents: int) -> Batch:
@@ -141,9 +143,12 @@ class Live(TorchDispatchMode):
         self.now -= self.sizes.pop(key, 0)
 
 
+@pytest.mark.parametrize("recompute", ["layers", "selective"])
 @pytest.mark.parametrize(("name", "dtype"), [("deepseek_v3", torch.bfloat16), ("llama", torch.float32), ("qwen3_moe", torch.bfloat16)])
-def test_a_steps_memory_is_predicted_within_15_percent(name, dtype):
+def test_a_steps_memory_is_predicted_within_15_percent(name, dtype, recompute, monkeypatch):
     tokens = 1024
+    monkeypatch.setattr(loop_cpu, "WORKERS_FROM", math.inf)  # torch's dispatch modes see the thread they are set in
+    release_scratch()
     shape = models.shape(CONFIGS[name] | {"num_hidden_layers": 2})
     model = models.build(shape, dtype=dtype, device="cpu")
     models.initialize(model, 0)
@@ -153,15 +158,16 @@ def test_a_steps_memory_is_predicted_within_15_percent(name, dtype):
     batch = batch_of(tokens, 8)
     live = Live([*model.parameters(), *model.buffers(), batch.tokens_T, batch.targets_T, batch.weights_T, batch.positions_T])
     with live:
-        loss = cross_entropy(model.hidden(batch, models.recompute), model.lm_head, batch)
+        loss = cross_entropy(model.hidden(batch, models.THROUGH[recompute]), model.lm_head, batch)
         (loss.sum / loss.count).backward()
-    terms = plan(sizes, Work(tokens=tokens, rank=4), MACHINE).terms
+    terms = plan(sizes, Work(tokens=tokens, rank=4, recompute=recompute), MACHINE).terms
     predicted = sum(size for term, size in terms.items() if term not in ("base", "adapter", "optimizer"))
     assert 0.85 < predicted / live.peak < 1.15
 
 
 SIZES = Sizes(
-    base=8 * 2**30, expanded=24 * 2**30, compute_bytes=2, hidden_size=1024, num_layers=16, vocab_size=32000, layer=40000, workspace=2**23,
+    base=8 * 2**30, expanded=24 * 2**30, compute_bytes=2, hidden_size=1024, num_layers=16, vocab_size=32000, layer=40000, kept=60000,
+    workspace=2**23,
     dense_per_rank=10**6, experts_per_rank=2 * 10**7, cast_per_rank=10**6,
 )  # fmt: skip
 
@@ -214,7 +220,7 @@ def test_proposals_are_flags_of_the_whole_step(step, parts):
 
 
 def test_recompute_is_proposed_where_it_is_off_and_with_fewer_tokens_where_it_is_not_enough():
-    alone = plan(SIZES, Work(tokens=16384, rank=16, recompute="nothing"), machine(16))
+    alone = plan(SIZES, Work(tokens=8192, rank=16, recompute="nothing"), machine(16))
     assert not alone.fits and [flags for flags, _ in alone.what_fits()][:2] == ["--recompute selective", "--recompute layers"]
     kept = plan(SIZES, Work(tokens=16384, rank=16, recompute="selective"), machine(16))
     assert kept.total > plan(SIZES, Work(tokens=16384, rank=16), machine(16)).total

@@ -11,6 +11,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from unfreeze.core.errors import DataError
+
 RESOLVED = "resolved_config.json"
 """The file in runs/<name>/ that says what was run: written by recipes, read by report, generate and demo."""
 
@@ -21,7 +23,8 @@ plan     plan lines of the run                                    start    step,
 load     bytes, seconds, expanded_bytes, rounded                  receipt  groups
 data     the account of the data file: summary (one line), rows, examples, tokens, supervised, supervised_fraction, truncated, dropped, bad,
          longest, shapes, notes (text -> rows), listed (the first dropped and bad rows: row, reason)
-train    loss, tokens, seconds, learning_rate, grad_norm, peak_bytes, supervised_tokens, expert_load (layer -> tokens per expert)
+train    loss, tokens, seconds, learning_rate, grad_norm, peak_bytes, supervised_tokens, expert_load (layer -> tokens per expert);
+         applied (false: the update was skipped) beside a warning; fragmentation_bytes (CUDA); error, with loss null, where it was not finite
 eval     held-out loss, perplexity, bits_per_byte (null: not finite, not known), tokens, seconds; or other metrics of the model at this step
 sample   when ("before" | "during" | "after"), index (of the prompt), prompt, text
 save     path                                                     end      reason ("done" | "interrupted"), steps, tokens_per_second
@@ -71,17 +74,24 @@ def _refuse(value: object) -> Any:
 
 
 def truncate_after(path: Path, step: int) -> None:
-    """Drop the lines of a resumed run that lie after the step it resumes from, so that no step stands twice."""
+    """Drop the lines of a resumed run that lie after the step it resumes from, so that no step stands twice.
+
+    Raises DataError naming a damaged line; half a line at the very end is a killed run's, and dropped.
+    """
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    lines, kept = path.read_bytes().split(b"\n"), []
+    for number, line in enumerate(lines, start=1):
         try:
-            event = json.loads(line)
-        except json.JSONDecodeError:  # the half line of a killed run
-            continue
-        if event.get("step", 0) <= step and event["kind"] != "end":
-            kept.append(line)
+            event = json.loads(line) if line.strip() else {"step": step + 1}
+            keep = event["step"] <= step and event["kind"] != "end"
+        except (ValueError, RecursionError, KeyError, TypeError) as error:
+            if number == len(lines):  # an event is written with its newline: what follows the last one is the half line of a killed run
+                continue
+            next_command = f"restore the file, or remove its line {number}, then repeat the command"
+            raise DataError(f"{path} line {number} is not an event: {error}", next=next_command) from None
+        if keep:
+            kept.append(line.decode())
     temporary = path.with_suffix(".jsonl.tmp")
     temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     temporary.replace(path)

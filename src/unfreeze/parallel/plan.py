@@ -3,8 +3,9 @@
     plan_training(shape, manifest, lora, tokens=…, dtype=…, device=…)  ->  Plan      (measures the model on meta and the machine)
     plan(sizes, work, hardware)                                        ->  Plan      (numbers only)
 
-Peak = what stays (base, adapter, gradients, optimizer) + what a step holds at its worst moment: boundary activations, what recompute keeps, the expert
-workspace, and either one layer's recompute or the loss block, whichever is larger. Loading is another moment: the base and a read buffer per thread.
+Peak = what stays (base, adapter, gradients, optimizer) + what a step holds at its worst moment: boundary activations, what recompute keeps, the
+expert workspace, and either one layer's recompute or the loss block, whichever is larger. Loading is another moment: the base and a read buffer
+per thread.
 
 T tokens of a micro-batch, D model width, V vocabulary, E experts, K experts per token, I expert width.
 """
@@ -26,6 +27,7 @@ from unfreeze.core.units import format_bytes, format_count, format_seconds
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear, PackedHolder
 from unfreeze.models.blocks.norm import RMSNorm
+from unfreeze.models.fields import check_against_files
 from unfreeze.objectives.cross_entropy import rows_per_block
 from unfreeze.parallel.machine import Hardware, hardware
 from unfreeze.quant.int4 import from_quantization_config
@@ -60,7 +62,7 @@ class Sizes:
     base            bytes of parameters and buffers as they will lie in memory (packed weights packed)
     expanded        the same with every packed weight expanded to the computation's dtype
     layer           bytes per token at the worst moment of the largest layer's backward (see _layer_bytes)
-    kept            bytes per token and layer of what attention and experts made, the largest of the layers (see _kept_bytes)
+    kept            bytes per token of what attention and experts made, over all layers but the largest (see _kept_bytes)
     workspace       bytes of the expert op's scratch: a group of experts, one of them expanded; 0 without experts
     dense_per_rank, experts_per_rank   adapter parameters per unit of rank
     cast_per_rank   elements per unit of rank that the expert op holds of one layer's adapter in the computation's dtype (B block-diagonal)
@@ -259,7 +261,7 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware) -> Plan:
     """Bytes per term. Weights, adapter, gradients and optimizer are exact; a step's activations are within about 15 % (tests/parallel).
 
     boundary   T · D · (layers + 1) · bytes: each layer's input, which recompute keeps, and the last one's output
-    kept       T · layers · sizes.kept with recompute = selective
+    kept       T · sizes.kept with recompute = selective; the layer at work has its own in its term
     layer      T · sizes.layer, once with recompute, for every layer without
     loss       3 · N · V · 4 for blocks of N rows, and the gradient of the hidden state, T · D · bytes
     workspace  the expert op's scratch and one layer's expert adapters with their gradients, in the computation's dtype
@@ -272,7 +274,7 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware) -> Plan:
         stays = {"adapter": trained * 4, "gradients": trained * GRADIENT_BYTES, "optimizer": trained * ADAMW_BYTES}
     boundary = work.tokens * sizes.hidden_size * (sizes.num_layers + 1) * bytes_
     layer = {"one layer's recompute": work.tokens * sizes.layer}
-    kept = {"kept of attention and experts": work.tokens * sizes.kept * sizes.num_layers} if work.recompute == "selective" else {}
+    kept = {"kept of attention and experts": work.tokens * sizes.kept} if work.recompute == "selective" else {}
     if work.recompute == "nothing":
         boundary, layer = 0, {"all layers' activations": work.tokens * sizes.layer * sizes.num_layers}
     loss = {"loss block": LOSS_BLOCKS * min(work.loss_rows, work.tokens) * sizes.vocab_size * 4 + work.tokens * sizes.hidden_size * bytes_}
@@ -332,6 +334,8 @@ def plan_training(
 
 def meta_model(shape: models.Shape, manifest: Manifest, dtype: torch.dtype) -> models.Decoder:
     """The model without memory, packed where the checkpoint is packed."""
+    if manifest.tensors:
+        check_against_files(shape, manifest)
     quantization = from_quantization_config(manifest.config)
     codec = quantization[0] if quantization is not None else None
     names = manifest.by_model_name()
@@ -358,7 +362,7 @@ def measure(model: models.Decoder, lora: Adapter | None) -> Sizes:
         num_layers=shape.num_layers,
         vocab_size=shape.vocab_size,
         layer=max(_layer_bytes(layer, shape.experts_per_token, compute) for layer in model.layers),
-        kept=max(_kept_bytes(layer, shape.experts_per_token, compute) for layer in model.layers),
+        kept=sum(sorted(_kept_bytes(layer, shape.experts_per_token, compute) for layer in model.layers)[:-1]),
         workspace=max((GROUP_BYTES + 3 * m.hidden_size * m.intermediate_size * compute for m in experts), default=0),
         dense_per_rank=dense_per_rank,
         experts_per_rank=experts_per_rank,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -19,7 +20,7 @@ from tyro.conf import Positional, arg
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError, nearest
 from unfreeze.recipes.config import Files, Frozen, ModelName, parse
-from unfreeze.recipes.training import TrainingConfig, refuse_absent
+from unfreeze.recipes.training import refuse_absent
 
 if TYPE_CHECKING:
     from unfreeze.data import Dataset, Example, Examples, Tokenizer
@@ -42,12 +43,16 @@ class Config(Frozen):
     truncation: Literal["tail", "head", "error", "drop", "split"] = Field(
         default="tail", description="documents over sequence_length: cut the tail or head, stop, drop the row, or split (texts)"
     )
-    packing: Literal["none", "first_fit", "best_fit"] = TrainingConfig.model_fields["packing"]
+    packing: Literal["none", "first_fit", "best_fit"] = Field(
+        default="first_fit", description="how documents share a step: one alone, or as many as fit, first or best"
+    )
     supervise: Literal["assistant", "all"] = Field(default="assistant", description="loss on the assistant's turns, or on every token")
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """-> stats, lengths (min, median, p95, max, histogram), samples (row, tokens, texts, weights)."""
+    """-> stats, vocabulary (base, total, padded), lengths (min, median, p95, max, histogram), samples (row, tokens, texts, weights)."""
+    if arguments[:1] in (["-h"], ["--help"]):
+        arguments = ["show", *arguments]
     if not arguments or arguments[0] != "show":
         given = f"{arguments[0]!r}{nearest(arguments[0], ['show'])}" if arguments else "nothing"
         raise ConfigError(f"data takes the subcommand show, got {given}", next="unfreeze data show FILE.jsonl --model MODEL")
@@ -63,7 +68,8 @@ def show(config: Config) -> dict[str, Any]:
     """The account of the data as plain JSON. Bad rows are counted and listed, never raised."""
     from unfreeze.data import Batches, encode_files, load_tokenizer
 
-    tokenizer = load_tokenizer(model_folder(config.model))
+    folder = model_folder(config.model)
+    tokenizer = load_tokenizer(folder)
     length = min(config.sequence_length, config.tokens_per_step)
     dataset = encode_files(config.data, tokenizer, length, truncation=config.truncation, supervise=config.supervise, on_bad_row="skip")
     batches = Batches(dataset.examples, config.tokens_per_step, seed=0, packing=config.packing)
@@ -71,6 +77,7 @@ def show(config: Config) -> dict[str, Any]:
     return {
         "stats": dataset.stats.as_dict(),
         "summary": dataset.stats.summary(),
+        "vocabulary": vocabulary(folder, tokenizer),
         "lengths": lengths(dataset.examples),
         "samples": [sample(example, tokenizer) for example in chosen(dataset, config)],
     }
@@ -88,16 +95,28 @@ def model_folder(model: str) -> Path:
     raise ConfigError(f"model = {model!r} is neither a folder nor a Hugging Face id", next="--model FOLDER, or --model org/name")
 
 
+def vocabulary(folder: Path, tokenizer: Tokenizer) -> dict[str, int] | None:
+    """VocabSpec {base, total, padded} of tokenizer and config.json; None where the folder has no config.json to hold it against."""
+    from unfreeze.checkpoint.manifest import read_json
+    from unfreeze.data import check_vocab
+
+    if not (folder / "config.json").is_file():
+        return None
+    config = read_json(folder / "config.json")
+    return asdict(check_vocab(tokenizer, config.get("text_config", config)["vocab_size"]))
+
+
 def lengths(examples: Examples) -> dict[str, Any]:
     """Tokens per document before truncation: min, median, p95, max, and a histogram of at most BINS bins [from, to, documents]."""
     import numpy as np
 
     whole_N = examples.lengths_N + examples.cuts_N
-    edges = np.unique(np.linspace(whole_N.min(), whole_N.max() + 1, BINS + 1).round().astype(int))
-    counts, _ = np.histogram(whole_N, edges)
-    bins = [[int(low), int(high) - 1, int(count)] for low, high, count in zip(edges, edges[1:], counts, strict=False)]
-    middle, high = (int(np.percentile(whole_N, share, method="higher")) for share in (50, 95))
-    return {"min": int(whole_N.min()), "median": middle, "p95": high, "max": int(whole_N.max()), "histogram": bins}
+    low, high = int(whole_N.min()), int(whole_N.max())
+    width = (high - low) // BINS + 1
+    counts = np.bincount((whole_N - low) // width)
+    bins = [[low + i * width, low + (i + 1) * width - 1, int(count)] for i, count in enumerate(counts)]
+    median, p95 = (int(np.percentile(whole_N, share, method="higher")) for share in (50, 95))
+    return {"min": low, "median": median, "p95": p95, "max": high, "histogram": bins}
 
 
 def chosen(dataset: Dataset, config: Config) -> list[Example]:
@@ -161,9 +180,8 @@ def _print(facts: dict[str, Any], console: Console) -> None:
     for low, high, count in sizes["histogram"]:
         say(f"  {low:>7} to {high:<7} {'#' * -(-BAR * count // most)} {count}")
     stats = facts["stats"]
-    for title, name, total in (
-        ("dropped or bad", "listed", stats["dropped"] + stats["bad"]), ("truncated", "cuts", stats["truncated"]), ("duplicates", "repeats", stats["duplicates"])
-    ):  # fmt: skip
+    lists = {"dropped or bad": ("listed", stats["dropped"] + stats["bad"]), "truncated": ("cuts", stats["truncated"])}
+    for title, (name, total) in {**lists, "duplicates": ("repeats", stats["duplicates"])}.items():
         if total:
             say(f"{title}: {total} rows" + (f", the first {len(stats[name])}" if total > len(stats[name]) else ""))
         for item in stats[name]:

@@ -21,6 +21,8 @@ from unfreeze.recipes.samples import Samples, own_prompts
 from unfreeze.recipes.training import (
     TrainingConfig,
     batches_of,
+    check_vocabulary,
+    describer,
     encode,
     finish,
     live,
@@ -30,6 +32,7 @@ from unfreeze.recipes.training import (
     say_plan,
     schedule_of,
     sequence_length,
+    spike_guard,
     typed,
     write_resolved,
 )
@@ -71,7 +74,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
     device = pick_device(config.device, config.threads)
 
     from unfreeze import models
-    from unfreeze.data import check_vocab, load_tokenizer
+    from unfreeze.data import load_tokenizer
     from unfreeze.generate.model import Model, end_ids
     from unfreeze.generate.open import dtype_of
     from unfreeze.objectives.cross_entropy import cross_entropy
@@ -90,7 +93,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
         start = open_start(config.model, common)
         shape = models.shape(start.config)
         tokenizer = load_tokenizer(start.path)
-        check_vocab(tokenizer, shape.vocab_size)
+        check_vocabulary(tokenizer, shape, start)
         dataset = encode(run, config, tokenizer, shape.max_positions, supervise="all")
         plan = plan_training(
             shape, start, None, tokens=config.tokens_per_micro_batch, dtype=config.dtype, device=device, recompute=config.recompute,
@@ -115,12 +118,13 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
         for hook in validation:
             hook.first()
         reset_peak_bytes(device)
+        describe = describer(dataset, tokenizer)
         fitted = fit(
             state, batches, cross_entropy,
             through=models.THROUGH[config.recompute],
             micro_batches=config.micro_batches, max_norm=config.clip, save_every=config.save_every, keep_saves=config.keep_saves,
             on_full_disk=config.on_full_disk,
-            group=group,
+            group=group, judge=spike_guard(config, state, cross_entropy, describe), describe=describe,
             on_step=[*([FirstStepReceipt(state, dataset, stop=False)] if state.step == 0 else []), *validation],
         )  # fmt: skip
         if fitted.reason == "done":

@@ -20,6 +20,7 @@ from typing import IO, Any
 
 from unfreeze.core.errors import CheckpointError, ConfigError, UserError
 from unfreeze.core.events import Event, EventLog, truncate_after
+from unfreeze.core.json_object import read_object
 
 SAVE_NAME = re.compile(r"step-(\d{6,})")
 RECORD = "state.json"
@@ -149,14 +150,15 @@ def saves(run_dir: Path) -> list[Path]:
 
 def read_record(save_path: Path) -> dict[str, Any]:
     """state.json of one save. Raises CheckpointError if it is damaged: its config must have the hash written beside it."""
-    path = save_path / RECORD
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        intact = record["config_hash"] == config_hash(record["config"]) and {"step", "cursor", "schedule", "optimizer"} <= record.keys()
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}", next=f"remove {save_path} to go on from the save before") from error
-    if not intact:
-        raise CheckpointError(f"{path} is damaged: its fields or its config hash do not fit", next=f"remove {save_path}")
+    path, next_command = save_path / RECORD, f"remove {save_path} to go on from the save before"
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing", next=next_command)
+    record = read_object(path, CheckpointError, next=next_command)
+    tables = ("config", "schedule", "optimizer")
+    typed = all(isinstance(record.get(field), dict) for field in tables) and isinstance(record.get("cursor"), dict | None)
+    steps = (record.get("step"), record["schedule"].get("steps")) if typed else ()
+    if not steps or any(type(number) is not int or number < 0 for number in steps) or record.get("config_hash") != config_hash(record["config"]):
+        raise CheckpointError(f"{path} is damaged: its fields or its config hash do not fit", next=next_command)
     return record
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from unfreeze.kernels.expert_mlp.factors import ExpertFactors
 from unfreeze.kernels.expert_mlp.fused import Kept, fused_expert_mlp
 from unfreeze.kernels.expert_mlp.reference import reference_expert_mlp
-from unfreeze.kernels.expert_mlp.workspace import release_scratch, scratch_bytes
+from unfreeze.kernels.scratch import release_scratch, scratch_bytes
 from unfreeze.quant.codec import Packed
 
 __all__ = ["ExpertFactors", "Kept", "expert_mlp", "fused_expert_mlp", "reference_expert_mlp", "release_scratch", "scratch_bytes"]
@@ -36,7 +36,8 @@ def expert_mlp(
     x_TD float32 or bf16; ids_TK int64 in 0..E-1; weights_TK (differentiable); gate_up [E, 2I, D], gate rows first; down [E, D, I]: packed or
     dense, a dense one may require grad. factors add scale · B A to each matrix; computed in x's dtype, gradients in the parameters' own.
     "fused" agrees with a float64 merged model to 1e-5 of the norm in float32 and 1.5 % in bf16 (tests/kernels/expert_mlp), "reference" with B = 0
-    changes no bit. `kept`: see fused.Kept; the reference has no use for it. "auto": fused where its preconditions hold (see `fused_refuses`), else reference, said once in the log.
+    changes no bit. "auto": fused where its preconditions hold (see `fused_refuses`), else reference, said once in the log.
+    `kept`: see fused.Kept; the reference has no use for it.
     """
     if impl == "auto":
         reason = fused_refuses(x_TD, down.shape[-1])

@@ -24,7 +24,8 @@ from unfreeze.kernels.expert_mlp.factors import (
     gate_up_grads,
     round_up,
 )
-from unfreeze.kernels.expert_mlp.workspace import Base, scratch
+from unfreeze.kernels.expert_mlp.workspace import Base
+from unfreeze.kernels.scratch import scratch
 from unfreeze.quant.codec import Packed
 
 
@@ -207,7 +208,9 @@ class _ExpertMLP(torch.autograd.Function):
         return (None if dx is None else call.total(dx), score, grads.gate_up, grads.down, *pairs, None, None, None, None, None)
 
 
-def _visit(part: Any, x: Tensor, route: Callable[[], Any], bases: Any, factors: ExpertFactors, kept: Kept | None) -> tuple[Tensor, Any, Any]:
+def _visit(
+    part: Any, x: Tensor, route: Callable[[], Any], bases: tuple[Any, Any], factors: ExpertFactors, kept: Kept | None
+) -> tuple[Tensor, Any, Any]:
     """(y_TD, routing, what backward needs)."""
     y = None
 
@@ -243,6 +246,9 @@ def fused_expert_mlp(
     if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_TD, weights_TK, *dense, *pairs))):
         with torch.no_grad():
             if kept is None:
+                few = part.few(x_TD, ids_TK, weights_TK, gate_up, down, factors)
+                if few is not None:
+                    return few
                 return _forward(_Call(part, x_TD.dtype, route(), gate_up, down, factors), x_TD, keep=False)[0]
             return _visit(part, x_TD, route, (gate_up, down), factors, kept)[0]
     scales = (factors.scale, factors.down_scale)

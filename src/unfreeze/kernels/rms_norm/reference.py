@@ -15,7 +15,7 @@ def forward(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]
 
 def backward(dy_TD: Tensor, x_TD: Tensor, weight_D: Tensor, r_T1: Tensor) -> Tensor:
     """dx = r (g - n mean(g n)), g = dy · weight, n = x r."""
-    n_TD = (x_TD.float() * r_T1)
+    n_TD = x_TD.float() * r_T1
     g_TD = dy_TD.float() * weight_D.float()
     return g_TD.sub_(n_TD.mul_((g_TD * n_TD).mean(-1, keepdim=True))).mul_(r_T1).to(x_TD.dtype)
 

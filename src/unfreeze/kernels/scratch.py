@@ -1,0 +1,38 @@
+"""Memory that one call of an op uses and the next call uses again."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+_buffers: dict[tuple[int, str, torch.dtype, torch.device], Tensor] = {}  # the first of the key is the thread
+
+
+def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised memory of `shape`, the same bytes at each call with this name, dtype and device. Contents last until the next such call.
+
+    One buffer per thread and name, grown in steps of an eighth to the largest request so far and never shrunk: flat once it has seen the
+    largest expert. `release_scratch` gives everything back.
+    """
+    count = 1
+    for size in shape:
+        count *= size
+    key = (threading.get_ident(), name, dtype, device)
+    held = _buffers.get(key)
+    if held is None or held.numel() < count:
+        step = max(1024, 1 << max(0, count.bit_length() - 4))
+        _buffers.pop(key, None)
+        held = _buffers[key] = torch.empty(-(-count // step) * step, dtype=dtype, device=device)
+    return held[:count].view(shape)
+
+
+def scratch_bytes() -> int:
+    """Bytes the buffers of all threads hold."""
+    return sum(buffer.nbytes for buffer in list(_buffers.values()))
+
+
+def release_scratch() -> None:
+    """Forget all buffers. Not while a call runs in another thread."""
+    _buffers.clear()

@@ -1,0 +1,210 @@
+"""Where the first NaN or infinity of a step came up: the step again, with every module watched.
+
+    NaN first at model.layers.0.input_layernorm, 2 of 6 positions, none supervised; zero rows + eps 1e-08, which is 0 in float16
+Nothing is watched while training: a finite step costs nothing. T tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from unfreeze.core.batch import Batch
+from unfreeze.parallel.collectives import ALONE, Group
+from unfreeze.train.suspects import Describe, entries, write_suspects
+
+if TYPE_CHECKING:
+    from unfreeze.models import Decoder
+    from unfreeze.train.step import Objective
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The first place that was not finite. line: all of it in words. documents: the packed documents of that micro-batch it happened in."""
+
+    line: str
+    module: str
+    dtype: str
+    micro_batch: int
+    documents: tuple[int, ...]
+
+
+def investigate(
+    model: Decoder, micro_batches: Sequence[Batch], objective: Objective, *, through: Callable[..., Tensor], group: Group = ALONE,
+    folder: Path, step: int, describe: Describe | None = None,
+) -> str:  # fmt: skip
+    """The line of the first non-finite value of a step, the same on every process; its documents go to <folder>/suspects.jsonl."""
+    found = locate(model, group.share(list(enumerate(micro_batches))), objective, through=through)
+    said = [json.loads(text) for text in group.texts(json.dumps(asdict(found) if found else None))]
+    first = min((each for each in said if each), key=lambda each: each["micro_batch"], default=None)
+    if first is None:
+        return "all of it was finite when it was replayed: not reproducible, so suspect the hardware or a race"
+    every = entries(micro_batches[first["micro_batch"]], first["micro_batch"])
+    chosen = [entry for entry in every if entry["document"] - 1 in first["documents"]] or every
+    write_suspects(folder, step, first["line"], chosen, describe)
+    return first["line"]
+
+
+def locate(
+    model: Decoder, micro_batches: Sequence[tuple[int, Batch]], objective: Objective, *, through: Callable[..., Tensor], divisor: float = 1.0
+) -> Culprit | None:  # fmt: skip
+    """Replay forward, then backward, of (number, batch on the host) one after the other; None if all of it is finite this time.
+
+    A module counts as the place where its input is finite and its output isn't (backward: gradient of its output, of its input). Weights,
+    gradients, expert counts and random numbers are afterwards what they were. Costs about two steps.
+    """
+    with _untouched(model):
+        for number, host_batch in micro_batches:
+            batch = host_batch.to(model.device)
+            watch = _Watch(number, batch, host_batch)
+            with watch.forward(model), torch.no_grad():
+                objective(model.hidden(batch, through=through), model.lm_head, batch)
+            if watch.first is None:
+                with watch.backward(model):
+                    (objective(model.hidden(batch, through=through), model.lm_head, batch).sum / divisor).backward()
+                watch.look_at_gradients(model)
+            if watch.first is not None:
+                return watch.first
+    return None
+
+
+class _Watch:
+    """Hooks over one micro-batch; `first` is set once."""
+
+    def __init__(self, number: int, batch: Batch, host_batch: Batch):
+        self.first: Culprit | None = None
+        self._number, self._batch, self._host = number, batch, host_batch
+
+    @contextmanager
+    def forward(self, model: nn.Module) -> Iterator[None]:
+        handles = []
+        for name, module in model.named_modules():
+            if name:  # the root's forward is never called
+                handles.append(module.register_forward_pre_hook(partial(self._entering, name)))
+                handles.append(module.register_forward_hook(partial(self._leaving, name)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def backward(self, model: nn.Module) -> Iterator[None]:
+        handles = [module.register_full_backward_hook(partial(self._back, name)) for name, module in model.named_modules() if name]
+        try:
+            with warnings.catch_warnings():  # that a frozen embedding's input has no gradient is no news
+                warnings.filterwarnings("ignore", message="Full backward hook is firing")
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def look_at_gradients(self, model: nn.Module) -> None:
+        """Where every gradient between modules was finite: that of a parameter itself."""
+        for name, parameter in model.named_parameters():
+            bad = parameter.grad is not None and _bad(parameter.grad)
+            if bad and self.first is None and parameter.grad is not None:
+                count = int((~parameter.grad.isfinite()).sum())
+                self._found(name, parameter.grad, None, f"in backward, {count:,} of {parameter.numel():,} values of its gradient")
+
+    def _entering(self, name: str, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        for tensor in arguments:
+            if self.first is None and _bad(tensor):
+                parent, _, child = name.rpartition(".")
+                self._found(parent or name, tensor, tensor, f"between its modules, before {child}")
+
+    def _leaving(self, name: str, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        for tensor in output if isinstance(output, tuple) else (output,):
+            if self.first is None and _bad(tensor):
+                self._found(name, tensor, tensor, "", _cause(module, arguments, tensor))
+
+    def _back(self, name: str, module: nn.Module, grad_input: Any, grad_output: Any) -> None:
+        for tensor in grad_output:
+            if self.first is None and _bad(tensor):
+                self._found(name, tensor, tensor, "in backward, in the gradient that reaches it")
+        for tensor in grad_input:
+            if self.first is None and _bad(tensor):
+                self._found(name, tensor, tensor, "in backward, in the gradient of its input")
+
+    def _found(self, module: str, tensor: Tensor, rows: Tensor | None, where: str, cause: str = "") -> None:
+        what = "NaN" if bool(tensor.isnan().any()) else "infinity"
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        documents, positions = self._positions(rows) if rows is not None else ((), "")
+        in_rows = f"micro-batch {self._number + 1}" + (f", {_documents(documents)}" if documents else "")
+        parts = [f"{what} first at {module}", where, positions, f"{dtype}, {in_rows}"]
+        line = ", ".join(part for part in parts if part) + (f"; {cause}" if cause else "")
+        self.first = Culprit(line, module, dtype, self._number, documents)
+
+    def _positions(self, tensor: Tensor) -> tuple[tuple[int, ...], str]:
+        """(documents, "2 of 6 positions, none supervised") of a tensor [T, …]; of another (a block of the loss) rows without names."""
+        bad_N = (~tensor.detach().isfinite()).flatten(1).any(1).cpu() if tensor.dim() > 1 else ~tensor.detach().isfinite().cpu()
+        count, total = int(bad_N.sum()), bad_N.numel()
+        if total != self._batch.num_tokens:
+            return (), f"{count:,} of {total:,} rows"
+        places = bad_N.nonzero().flatten()
+        documents = torch.searchsorted(self._host.starts_S, places, right=True).sub(1).unique().tolist()
+        supervised = int(self._host.weights_T[places].gt(0).sum())
+        who = "none supervised" if not supervised else "all supervised" if supervised == count else f"{supervised:,} of them supervised"
+        return tuple(documents), f"{count:,} of {total:,} positions, {who}"
+
+
+def _bad(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.is_floating_point() and not bool(tensor.detach().isfinite().all())
+
+
+def _documents(documents: Sequence[int]) -> str:
+    """document 3; documents 1, 2 and 14 more."""
+    shown = ", ".join(str(document + 1) for document in documents[:4])
+    more = f" and {len(documents) - 4} more" if len(documents) > 4 else ""
+    return f"document{'s' if len(documents) > 1 else ''} {shown}{more}"
+
+
+def _cause(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> str:
+    """Why a module turned finite input into something else, where that can be told: its weights, a zero row under a norm, an overflow."""
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if _bad(tensor):
+            return f"{int((~tensor.isfinite()).sum()):,} of {tensor.numel():,} values of its {name} are not finite"
+    floats = [x for x in arguments if isinstance(x, Tensor) and x.is_floating_point()]
+    if not floats:
+        return ""
+    x = floats[0].detach()
+    eps = getattr(module, "eps", None)
+    bad_N = (~output.isfinite()).flatten(1).any(1)
+    if isinstance(eps, float) and x.shape[0] == bad_N.numel() and not bool(x.flatten(1)[bad_N].any()):
+        rounded = float(torch.tensor(eps, dtype=x.dtype))
+        return f"zero rows + eps {eps:g}" + (f", which is 0 in {_name(x.dtype)}" if rounded == 0 else f" in {_name(x.dtype)}")
+    largest, limit = float(x.abs().max()), torch.finfo(output.dtype).max
+    return f"its input is finite, largest {largest:.3g}; {_name(output.dtype)} ends at {limit:.3g}" + (
+        ", so it overflowed" if bool(output.isinf().any()) or largest**2 > limit else ""
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@contextmanager
+def _untouched(model: Decoder) -> Iterator[None]:
+    """Gradients, expert counts and the random state are put back."""
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    counts = {layer: moe.counts_E.clone() for layer, moe in model.moe_layers().items()}
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            for parameter in model.parameters():
+                parameter.grad = None
+            yield
+        finally:
+            for name, parameter in model.named_parameters():
+                parameter.grad = gradients[name]
+            for layer, moe in model.moe_layers().items():
+                moe.counts_E.copy_(counts[layer])

@@ -1,0 +1,82 @@
+"""Blocked CPU attention against float64, forward and gradients; memory; that the second visit computes nothing."""
+
+import pytest
+import torch
+
+from unfreeze.kernels.attention import blocked_cpu, reference_attention
+from unfreeze.kernels.attention.blocked_cpu import blocked_attention
+
+# float32: sums of some hundred terms; ten times what was observed. bf16: P, dS and outputs are rounded to 8 bits (2^-9 = 0.2 % each).
+TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 1e-2}
+
+
+def made(S, L, H, G, d, v, dtype):
+    g = torch.Generator().manual_seed(0)
+    q, k, value = (torch.randn(S, L, n, w, generator=g).to(dtype).requires_grad_() for n, w in ((H, d), (G, d), (G, v)))
+    return (q, k, value), torch.randn(S, L, H, v, generator=g).to(dtype)
+
+
+def exact(tensors, grad, scale):
+    """Output and gradients in float64 by the explicit mask."""
+    inputs = [x.detach().double().flatten(0, 1).requires_grad_() for x in tensors]
+    S, L = grad.shape[:2]
+    output = reference_attention(*inputs, torch.arange(S) * L, scale)
+    return [x.detach().unflatten(0, (S, L)) for x in (output, *torch.autograd.grad(output, inputs, grad.double().flatten(0, 1)))]
+
+
+def check(tensors, grad, scale):
+    output = blocked_attention(*tensors, scale)
+    got = [output.detach(), *torch.autograd.grad(output, tensors, grad)]
+    for ours, want in zip(got, exact(tensors, grad, scale), strict=True):
+        assert ours.shape == want.shape and ours.dtype == grad.dtype
+        # where a gradient cancels to nothing (one token, one key that takes all), its error is that of what cancels: dP and keys
+        floor = float(grad.double().norm()) * max(float(t.detach().abs().max()) for t in tensors) * scale
+        assert (ours.double() - want).norm() <= TOLERANCE[grad.dtype] * max(float(want.norm()), floor)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", [(2, 300, 4, 2, 24, 16), (1, 257, 3, 3, 48, 32), (3, 128, 2, 1, 16, 16), (1, 1, 1, 1, 8, 8), (1, 200, 2, 2, 8, 24)])
+def test_equals_float64_forward_and_backward(shape, dtype):
+    """Whole and part blocks, grouped heads, values narrower and wider than keys, one token."""
+    tensors, grad = made(*shape, dtype)
+    check(tensors, grad, shape[4] ** -0.5)
+
+
+def test_large_scores_do_not_overflow():
+    tensors, grad = made(1, 150, 1, 1, 16, 16, torch.float32)
+    check([(t * 30).detach().requires_grad_() for t in tensors[:2]] + [tensors[2]], grad, 1.0)
+
+
+def test_heads_in_several_parts_give_the_same(monkeypatch):
+    tensors, grad = made(1, 260, 6, 3, 16, 16, torch.float32)
+    whole = torch.autograd.grad(blocked_attention(*tensors, 0.25), tensors, grad)
+    monkeypatch.setattr(blocked_cpu, "SCORE_BYTES", 1)
+    parts = torch.autograd.grad(blocked_attention(*tensors, 0.25), tensors, grad)
+    for one, other in zip(whole, parts, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_control_arm_a_mask_that_is_one_off_is_seen():
+    """The float64 comparison would notice a query that sees one key less or more."""
+    tensors, grad = made(1, 140, 1, 1, 16, 16, torch.float32)
+    shifted = blocked_attention(tensors[0], tensors[1].roll(1, 1), tensors[2].roll(1, 1), 0.25)
+    want = exact(tensors, grad, 0.25)[0]
+    assert (shifted.detach().double() - want).norm() > 0.1 * want.norm()
+
+
+def test_the_second_visit_takes_what_the_first_kept():
+    tensors, grad = made(1, 130, 2, 2, 16, 16, torch.float32)
+    values, calls = [], []
+
+    def first(compute):
+        calls.append(1)
+        values.append(compute())
+        return values[-1]
+
+    with torch.no_grad():
+        output = blocked_attention(*tensors, 0.25, first)
+    again = blocked_attention(*tensors, 0.25, lambda compute: values.pop())
+    assert calls == [1] and torch.equal(output, again)
+    plain = blocked_attention(*tensors, 0.25)
+    for one, other in zip(torch.autograd.grad(again, tensors, grad), torch.autograd.grad(plain, tensors, grad), strict=True):
+        assert torch.equal(one, other)
