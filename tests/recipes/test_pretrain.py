@@ -6,10 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import unfreeze
 from unfreeze import cli
+from unfreeze.evaluate import perplexity
 from unfreeze.recipes.demo import TINY_K2
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 4,
@@ -112,3 +114,28 @@ def test_it_says_what_to_do_next(start, text, tmp_path, capsys):
     error = capsys.readouterr().err
     assert "next: unfreeze chat" in error and "unfreeze generate" in error and "unfreeze export" not in error
     assert "data: 40 rows (text 40)" in error and "plan for" in error
+
+
+def test_the_best_weights_are_published_beside_the_last(start, text, tmp_path, unfreeze_json, monkeypatch):
+    losses = iter([9.0, 2.0, 3.0, 4.0])  # before training, then after steps 1, 2, 3
+
+    def scripted(model, batches, *, bytes_total=None):
+        return perplexity.Heldout(loss=next(losses), perplexity=1.0, bits_per_byte=None, tokens=1)
+
+    monkeypatch.setattr(perplexity, "heldout", scripted)
+    run = tmp_path / "run"
+    flags = ("--validation-fraction", "0.3", "--validate-every", "1", "--samples", "0")
+    result = unfreeze_json(*command(start, text, run, *flags))
+    assert result["best"] == {"step": 1, "loss": 2.0}
+    saved = load_file(run / "state" / "step-000001" / "tensors.safetensors")
+    best, last = (load_file(run / name / "model.safetensors") for name in ("model-best", "model"))
+    name = "model.embed_tokens.weight"
+    assert torch.equal(best[name].float(), saved[f"model.{name}"].to(best[name].dtype).float()) and not torch.equal(best[name], last[name])
+    assert unfreeze_json(*command(start, text, run, *flags))["already_finished"]
+
+    shutil.rmtree(run / "model-best")  # killed before it was written: the same command writes it, and leaves the model alone
+    written = (run / "model" / "model.safetensors").stat().st_mtime_ns
+    unfreeze_json(*command(start, text, run, *flags))
+    again = load_file(run / "model-best" / "model.safetensors")
+    assert all(torch.equal(again[key], tensor) for key, tensor in best.items())
+    assert (run / "model" / "model.safetensors").stat().st_mtime_ns == written

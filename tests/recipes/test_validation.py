@@ -6,6 +6,7 @@ import json
 import math
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +16,13 @@ from safetensors.torch import load_file
 
 import unfreeze
 from unfreeze import cli
+from unfreeze.core.events import EventLog
 from unfreeze.data import Example, load_tokenizer
 from unfreeze.evaluate import perplexity
 from unfreeze.evaluate.perplexity import Heldout
 from unfreeze.recipes import validation as module
 from unfreeze.recipes.demo import TINY_K2
-from unfreeze.recipes.validation import supervised_bytes
+from unfreeze.recipes.validation import Validation, supervised_bytes
 
 ANSWERS = [{"question": f"What is number {i}?", "answer": f"Number {i}, it is. Hmm."} for i in range(24)]
 
@@ -161,6 +163,26 @@ def test_the_best_save_outlives_pruning_and_is_written_at_the_end(rows: tuple[Pa
     best, last = (unfreeze.load(run / name).logits(ids)[0] for name in ("adapter-best", "adapter"))
     assert not torch.equal(best, last) and torch.equal(last, unfreeze.load(run).logits(ids)[0])
     assert not torch.equal(best, unfreeze.load(TINY_K2).logits(ids)[0])
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_lowest_loss_whose_save_had_no_room_is_not_the_best(room: bool):
+    kept: list[dict[str, Any]] = []
+
+    def keep(state: Any) -> bool:
+        kept.append(state.best)
+        return room
+
+    state: Any = SimpleNamespace(
+        model=SimpleNamespace(device=torch.device("cpu"), moe_layers=dict), run=SimpleNamespace(events=EventLog(None)),
+        schedule=SimpleNamespace(steps=9), step=0, best={"step": 1, "loss": 3.0},
+    )  # fmt: skip
+    losses = iter([2.0, 2.5])
+    hook = Validation(state, lambda: Heldout(next(losses), 1.0, None, 1), every=2, keep=keep)
+    for state.step in (2, 3, 4):
+        hook(state, None)  # type: ignore[arg-type]
+    assert kept[0] == {"step": 2, "loss": 2.0} and state.best == ({"step": 2, "loss": 2.0} if room else {"step": 1, "loss": 3.0})
+    assert len(kept) == (1 if room else 2)  # 2.5 at step 4 is tried where 2.0 could not be kept
 
 
 def test_bytes_of_a_span_leave_special_tokens_out_and_count_unicode():

@@ -153,3 +153,13 @@ def test_a_damaged_record_is_named(tmp_path: Path, damage: str | None):
     with pytest.raises(CheckpointError, match=r"step-000003/state\.json"):
         Run(tmp_path, CONFIG)
     Run(tmp_path / "other", CONFIG).close()
+
+
+@pytest.mark.parametrize("best", [7, {"step": "2", "loss": 1.0}, {"step": 2}])
+def test_a_best_that_names_no_step_is_damage(tmp_path: Path, best: object):
+    path = write_save(tmp_path, 3) / "state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"best": best}))
+    with pytest.raises(CheckpointError, match=r"state\.json is damaged"):
+        Run(tmp_path, CONFIG)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"best": {"step": 2, "loss": 1.5}}))
+    Run(tmp_path, CONFIG).close()

@@ -132,8 +132,8 @@ def drop_from_the_save(folder: Path, part: str) -> None:
         ("cursor", r"state\.json is damaged"),
         ("schedule", r"state\.json is damaged"),
         ("optimizer", r"state\.json is damaged"),
-        ("config_hash", r"state\.json cannot be read: 'config_hash'"),
-        ("config", r"state\.json cannot be read: 'config'"),
+        ("config_hash", r"state\.json is damaged"),
+        ("config", r"state\.json is damaged"),
         ("step", r"state\.json is damaged"),
     ],
 )

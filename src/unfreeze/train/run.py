@@ -155,11 +155,17 @@ def read_record(save_path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is missing", next=next_command)
     record = read_object(path, CheckpointError, next=next_command)
     tables = ("config", "schedule", "optimizer")
-    typed = all(isinstance(record.get(field), dict) for field in tables) and isinstance(record.get("cursor"), dict | None)
+    typed = all(isinstance(record.get(field), dict) for field in tables) and isinstance(record.get("cursor", 0), dict | None)  # absent is not null
+    typed = typed and _is_best(record.get("best"))
     steps = (record.get("step"), record["schedule"].get("steps")) if typed else ()
     if not steps or any(type(number) is not int or number < 0 for number in steps) or record.get("config_hash") != config_hash(record["config"]):
         raise CheckpointError(f"{path} is damaged: its fields or its config hash do not fit", next=next_command)
     return record
+
+
+def _is_best(best: Any) -> bool:
+    """Whether a save's "best" is what State.best may be; None without validation."""
+    return best is None or (isinstance(best, dict) and type(best.get("step")) is int and isinstance(best.get("loss"), int | float))
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
