@@ -40,6 +40,8 @@ def violations(room: str, source: str, where: str) -> list[str]:
         parts = module.split(".")
         if parts[0] in FORBIDDEN:
             bad.append(f"{where}:{line} imports {module}: oracles belong to tests and benchmarks; compute it here, or move this to tests/")
+        if module.startswith("torch.distributed") and room != "parallel":
+            bad.append(f"{where}:{line} imports {module}: only parallel/ talks to other processes; pass a parallel.collectives.Group in")
         if parts[0] != "unfreeze" or len(parts) < 2 or parts[1] not in LAYER or parts[1] == room:
             continue
         if LAYER[parts[1]] >= LAYER[room]:
@@ -145,6 +147,7 @@ def test_the_mirror_sees_a_planted_gap():
         ("core", "from unfreeze.train.fit import fit", "room core (L0) imports unfreeze.train.fit"),
         ("kernels", "def f():\n    from unfreeze.data import packing", "room kernels (L2) imports unfreeze.data"),
         ("models", "import transformers", "oracles belong to tests"),
+        ("train", "import torch.distributed as dist", "only parallel/ talks to other processes"),
         ("generate", "from unfreeze import recipes", "room generate (L5) imports unfreeze.recipes"),
     ],
 )

@@ -161,6 +161,39 @@ def byte_of_char() -> dict[str, int]:
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(rest)}
 
 
+@pytest.fixture(scope="session")
+def proof():
+    return complaints
+
+
+def complaints(tokenizer, tokens, weights, full, spans) -> list[str]:
+    """Complaints, none if exactly the tokens of the spans are supervised and the tokens spell the text."""
+    ids_bytes = [token_bytes(tokenizer, id) for id in tokens]
+    text = b"".join(ids_bytes)
+    if text != full.encode():
+        return [f"tokens spell {text!r}, the template says {full.encode()!r}"]
+    byte_spans = [(len(full[:a].encode()), len(full[:b].encode())) for a, b in spans]
+    wrong, at = [], 0
+    for i, (piece, weight) in enumerate(zip(ids_bytes, weights, strict=True)):
+        inside = any(a <= at and at + len(piece) <= b for a, b in byte_spans)
+        if (weight == 1.0) != inside:
+            wrong.append(f"token {i} {piece!r} at byte {at}: weight {weight}, inside an answer: {inside}")
+        at += len(piece)
+    return wrong
+
+
+def token_bytes(tokenizer, id: int) -> bytes:
+    if id in tokenizer.special_ids:
+        return tokenizer.token_text(id).encode()
+    backend = tokenizer._backend
+    if hasattr(backend, "_encoding"):
+        return backend._encoding.decode_single_token_bytes(id)
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    table = {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in plain)}
+    spelling = tokenizer.token_text(id)
+    return bytes(table[c] for c in spelling) if all(c in table for c in spelling) else spelling.encode()
+
+
 def shared(name: str) -> Path:
     path = SHARED / name
     if not path.exists():

@@ -12,7 +12,7 @@ from tokenizers import normalizers
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from unfreeze.core.errors import DataError
-from unfreeze.data import Conversation, Text, encode_chat, encode_row, encode_text, load_tokenizer, read_rows
+from unfreeze.data import Conversation, Text, encode_chat, encode_row, encode_text, load_tokenizer, pack, read_rows
 from unfreeze.data.masks import Dropped, encode_whole
 
 SENTINEL = "\u2603\u2603\u2603"
@@ -43,34 +43,6 @@ def expected_spans(source, variables, messages, end, lead=""):
     return full, spans
 
 
-def proof(tokenizer, tokens, weights, full, spans) -> list[str]:
-    """Complaints, none if exactly the tokens of the spans are supervised and the tokens spell the text."""
-    ids_bytes = [token_bytes(tokenizer, id) for id in tokens]
-    text = b"".join(ids_bytes)
-    if text != full.encode():
-        return [f"tokens spell {text!r}, the template says {full.encode()!r}"]
-    byte_spans = [(len(full[:a].encode()), len(full[:b].encode())) for a, b in spans]
-    wrong, at = [], 0
-    for i, (piece, weight) in enumerate(zip(ids_bytes, weights, strict=True)):
-        inside = any(a <= at and at + len(piece) <= b for a, b in byte_spans)
-        if (weight == 1.0) != inside:
-            wrong.append(f"token {i} {piece!r} at byte {at}: weight {weight}, inside an answer: {inside}")
-        at += len(piece)
-    return wrong
-
-
-def token_bytes(tokenizer, id: int) -> bytes:
-    if id in tokenizer.special_ids:
-        return tokenizer.token_text(id).encode()
-    backend = tokenizer._backend
-    if hasattr(backend, "_encoding"):
-        return backend._encoding.decode_single_token_bytes(id)
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    table = {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in plain)}
-    spelling = tokenizer.token_text(id)
-    return bytes(table[c] for c in spelling) if all(c in table for c in spelling) else spelling.encode()
-
-
 def case(name, json_folder, tiktoken_folder, templates):
     tokenizer = load_tokenizer(tiktoken_folder(chat_template=templates[name]) if name == "kimi" else json_folder(templates[name]))
     return tokenizer, {role: tokenizer.variables[role] for role in ("bos_token", "eos_token")}
@@ -80,7 +52,7 @@ CASES = [(name, messages) for name in ENDS for messages in (SINGLE, SEVERAL) if 
 
 
 @pytest.mark.parametrize("name, messages", CASES)
-def test_mask_covers_the_answers_and_their_end_token_and_nothing_else(name, messages, json_folder, tiktoken_folder, templates):
+def test_mask_covers_the_answers_and_their_end_token_and_nothing_else(proof, name, messages, json_folder, tiktoken_folder, templates):
     tokenizer, variables = case(name, json_folder, tiktoken_folder, templates)
     lead = "<think>\n\n</think>\n\n" if name == "qwen3" else ""
     full, spans = expected_spans(templates[name], variables, messages, ENDS[name], lead)
@@ -91,7 +63,7 @@ def test_mask_covers_the_answers_and_their_end_token_and_nothing_else(name, mess
 
 
 @pytest.mark.parametrize("planted", ["all ones", "shifted left", "shifted right", "end not supervised", "first answer lost"])
-def test_the_proof_notices_a_planted_fault(planted, json_folder, tiktoken_folder, templates):
+def test_the_proof_notices_a_planted_fault(proof, planted, json_folder, tiktoken_folder, templates):
     tokenizer, variables = case("chatml", json_folder, tiktoken_folder, templates)
     full, spans = expected_spans(templates["chatml"], variables, SEVERAL, "<|im_end|>")
     tokens, weights = encode_whole(Conversation(SEVERAL), tokenizer, "assistant")
@@ -108,7 +80,7 @@ def test_the_proof_notices_a_planted_fault(planted, json_folder, tiktoken_folder
     assert not proof(tokenizer, tokens, weights, full, spans)
 
 
-def test_every_row_of_yoda_with_kimis_own_tokenizer_and_template(kimi_folder, yoda_file):
+def test_every_row_of_yoda_with_kimis_own_tokenizer_and_template(proof, kimi_folder, yoda_file):
     tokenizer = load_tokenizer(kimi_folder)
     assert tokenizer.template is not None
     rows = list(read_rows(yoda_file))
@@ -146,7 +118,7 @@ def test_template_that_rewrites_the_past_is_refused_with_the_difference(json_fol
     assert "{% generation %}" in error.value.next
 
 
-def test_generation_marks_give_the_spans_where_the_past_is_rewritten(json_folder, templates):
+def test_generation_marks_give_the_spans_where_the_past_is_rewritten(proof, json_folder, templates):
     tokenizer = load_tokenizer(json_folder(templates["marked"]))
     messages = [*SINGLE, *SINGLE]
     (full,), (spans,) = render_jinja_template([messages], chat_template=templates["marked"], return_assistant_tokens_mask=True)
@@ -253,3 +225,43 @@ def test_plain_template_mask_on_a_vocabulary_that_invents_a_leading_space(json_f
     assert tokenizer.decode([t for t, w in zip(tokens, weights, strict=True) if w], skip_specials=False) == ANSWER["content"] + "<|eos|>"
     spelled = tokenizer.decode(tokens, skip_specials=False)
     assert spelled.startswith("<|bos|> User:\n") and spelled.replace("<|bos|> ", "<|bos|>") == tokenizer.chat.render(SINGLE)
+
+
+def test_head_cuts_the_beginning_keeps_bos_and_what_lost_its_context_is_no_target(json_folder, templates):
+    tokenizer = load_tokenizer(json_folder(templates["llama3"]))
+    whole = encode_row(Conversation(SINGLE, row=17), tokenizer, 512)
+    size = whole.num_tokens
+    cut = encode_row(Conversation(SINGLE, row=17), tokenizer, size - 3, "head")
+    assert (cut.num_tokens, cut.cut) == (size - 3, 3)
+    assert list(cut.tokens) == [tokenizer.bos_id, *whole.tokens[4:]] and list(cut.weights[2:]) == list(whole.weights[5:])
+    answer = size - list(whole.weights).index(1.0)
+    short = encode_row(Conversation(SINGLE), tokenizer, answer - 1, "head")  # shorter than the answer: it begins inside it
+    assert list(short.weights) == [0.0, 0.0] + [1.0] * (answer - 3) and short.num_supervised == answer - 3
+    no_bos = load_tokenizer(json_folder(templates["chatml"]))
+    cut = encode_row(Conversation(SINGLE), no_bos, 10, "head")
+    assert list(cut.tokens) == list(encode_row(Conversation(SINGLE), no_bos, 512).tokens)[-10:] and cut.weights[0] == 0.0
+    assert encode_row(Conversation(SINGLE), no_bos, 512, "head").cut == 0
+
+
+def test_the_end_of_every_answer_is_a_target_also_where_pad_is_eos(json_folder, templates):
+    """FAILURES N6. Packed batches have no padding; nothing is masked by its id. Control arm: masking by the pad id loses every end."""
+    tokenizer = load_tokenizer(json_folder(templates["deepseek"], pad_token="<|eos|>"))
+    end = tokenizer.eos_id
+    batch = pack([encode_row(Conversation([*SINGLE, *SINGLE], row=i), tokenizer, 512) for i in range(3)])
+    taught = batch.targets_T[batch.weights_T > 0]
+    assert int((taught == end).sum()) == 6 and batch.num_tokens == sum(batch.lengths())
+    masked_by_id = batch.weights_T * (batch.targets_T != tokenizer.token_id("<|eos|>"))
+    assert int((batch.targets_T[masked_by_id > 0] == end).sum()) == 0
+
+
+def test_a_mask_that_covers_everything_is_refused_per_row(json_folder, templates):
+    """FAILURES N4. Control arm: with the same marks where they belong, and for `supervise` "all", which asks for it, nothing is refused."""
+    forced = "{%- if add_generation_prompt -%}{{- '?' -}}{%- endif -%}"  # prompts that are no prefix: marks are read
+    everywhere = load_tokenizer(json_folder("{% generation %}" + templates["chatml"] + "{% endgeneration %}" + forced))
+    with pytest.raises(DataError, match="row 9: every token is supervised, the user's too: the mask is lost") as error:
+        encode_row(Conversation(SINGLE, row=9), everywhere, 512)
+    assert "generation" in error.value.next
+    right = load_tokenizer(json_folder(templates["marked"] + forced))
+    assert 0 < encode_row(Conversation(SINGLE), right, 512).num_supervised < 20
+    plain = load_tokenizer(json_folder(templates["chatml"]))
+    assert encode_row(Conversation(SINGLE), plain, 512, supervise="all").num_supervised == encode_row(Conversation(SINGLE), plain, 512).num_tokens - 1

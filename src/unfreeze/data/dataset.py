@@ -140,9 +140,10 @@ def encode_files(
 ) -> Dataset:
     """Every row of the files, one file after the other, as examples of at most `sequence_length` tokens.
 
-    truncation "split" cuts long texts into several documents (a conversation that is too long is an error then). Rows that keep no supervised token
-    are dropped and counted in stats; a bad row raises DataError, or is counted with on_bad_row "skip". Raises DataError if nothing is left, and
-    where the template's mask covers what the user says (FAILURES N4). Files of more than `held_bytes` together are read on demand; the result is the same.
+    truncation "split" cuts long texts into several documents (a conversation that is too long is an error then). Rows that keep no supervised
+    token are dropped and counted in stats; a bad row raises DataError, or is counted with on_bad_row "skip". Files of more than `held_bytes`
+    together are read on demand; the result is the same.
+    Raises DataError if nothing is left, and where the template's mask covers what the user says (FAILURES N4).
     """
     if sequence_length < 2:
         raise ConfigError(f"sequence_length is {sequence_length}, at least 2: a token is predicted from the one before it")

@@ -132,7 +132,8 @@ def _encode_conversation(row: Conversation, tokenizer: Tokenizer, supervise: Sup
     try:
         messages, tools = quote_specials(row.messages, tokenizer), quote_specials(row.tools, tokenizer)
         segments = chat_segments(tokenizer.chat, messages, tools, end_texts(tokenizer))
-        if all(segment.supervised for segment in segments) and any(message["role"] != "assistant" for message in row.messages):
+        covered = all(segment.supervised or not segment.text.strip() for segment in segments)
+        if covered and any(message["role"] != "assistant" for message in row.messages):
             raise DataError("every token is supervised, the user's too: the mask is lost", next=LOST_MASK)
         for segment in segments:
             ids = encode_rendered(tokenizer, segment.text, continues=bool(tokens))
@@ -149,7 +150,7 @@ def check_mask(tokenizer: Tokenizer) -> None:
     Raises DataError with the words (FAILURES N4). A template that doesn't take this conversation is not judged here: its rows are, one by one.
     """
     asked, said = ("Zq7 asks", "Zq8 asks"), ("Zq7 says", "Zq8 says")  # no template has these words
-    turns = [{"role": role, "content": text} for pair in zip(asked, said, strict=True) for role, text in zip(("user", "assistant"), pair, strict=True)]
+    turns = [{"role": role, "content": text} for pair in zip(asked, said, strict=True) for role, text in (("user", pair[0]), ("assistant", pair[1]))]
     for messages in (turns, turns[:2]):
         try:
             segments = chat_segments(tokenizer.chat, messages, None, end_texts(tokenizer))

@@ -5,8 +5,9 @@ T tokens of all prompts end to end, S sequences, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import torch
@@ -29,21 +30,27 @@ class Piece:
     """One sampled token of prompt `row`, and the text that can be shown now: whole characters, nothing of a stop string, often "".
 
     finish_reason is None while the row goes on; then "stop" (a stop id, a stop string) or "length" (max_new_tokens, no position left).
+    logprob: log-probability of the token in nats, of the model as it is: before temperature, top-k and top-p, over all ids that can be sampled.
     """
 
     row: int
     token: int
     text: str
     finish_reason: FinishReason | None
+    logprob: float = field(default=math.nan, compare=False)
 
 
 @dataclass(frozen=True)
 class Completion:
-    """Everything sampled for one prompt. `tokens`: every sampled id, a stop id included; `text` ends before the stop id or stop string."""
+    """Everything sampled for one prompt. `tokens`: every sampled id, a stop id included; `text` ends before the stop id or stop string.
+
+    logprobs: one for each of `tokens`, as in Piece; empty where the sampler doesn't know them.
+    """
 
     tokens: list[int]
     text: str
     finish_reason: FinishReason
+    logprobs: list[float] = field(default_factory=list, compare=False)
 
 
 class Sampler(Protocol):
@@ -110,7 +117,10 @@ class Engine:
         for step in self.stream(prompts, sampling):
             for piece in step:
                 pieces[piece.row].append(piece)
-        return [Completion([p.token for p in row], "".join(p.text for p in row), row[-1].finish_reason or "length") for row in pieces]
+        return [
+            Completion([p.token for p in row], "".join(p.text for p in row), row[-1].finish_reason or "length", [p.logprob for p in row])
+            for row in pieces
+        ]
 
     def stream(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[list[Piece]]:
         """Yields, per step, a Piece for each prompt still running. The prompts are checked before the first step.
@@ -133,7 +143,8 @@ class Engine:
         logits_SV = self._prefill(prompts, cache)
         while True:
             tokens = chooser.choose(logits_SV, [row.index for row in rows])
-            pieces = [row.push(token) for row, token in zip(rows, tokens, strict=True)]
+            logprobs = logprobs_of(logits_SV, tokens)
+            pieces = [replace(row.push(token), logprob=logprob) for row, token, logprob in zip(rows, tokens, logprobs, strict=True)]
             yield pieces
             running = [i for i, piece in enumerate(pieces) if piece.finish_reason is None]
             if not running:
@@ -178,6 +189,12 @@ class Engine:
                 next="shorten the prompt",
             )
         return [min(sampling.max_new_tokens, positions - len(prompt)) for prompt in prompts]
+
+
+def logprobs_of(logits_SV: Tensor, tokens: Sequence[int]) -> list[float]:
+    """log softmax(logits_s)[tokens_s] for each row, in float32."""
+    chosen_S = logits_SV.gather(1, torch.tensor(tokens, device=logits_SV.device)[:, None])[:, 0]
+    return (chosen_S - logits_SV.logsumexp(-1)).tolist()
 
 
 def check_tokens(sequences: Sequence[Sequence[int]], vocab_size: int) -> None:

@@ -16,6 +16,28 @@ if TYPE_CHECKING:
     from unfreeze.generate.model import Model
 
 
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the name of old, and the one torch has had since 2.9
+SEGMENTS = "expandable_segments:True"
+
+
+def set_allocator() -> None:
+    """Expandable segments, unless the user chose, or CUDA runs already: then it would change nothing, and allocator_line says so."""
+    torch = sys.modules.get("torch")
+    if (torch is None or not torch.cuda.is_initialized()) and not any(name in os.environ for name in ALLOCATOR):
+        os.environ[ALLOCATOR[0]] = SEGMENTS
+
+
+def allocator_line() -> tuple[str, bool]:
+    """(what the plan says of the CUDA allocator, whether segments can grow). FAILURES L2."""
+    chosen = next((f"{name}={os.environ[name]}" for name in ALLOCATOR if name in os.environ), "")
+    if SEGMENTS in chosen:
+        return f"allocator: expandable segments ({chosen})", True
+    remedy = f"export {ALLOCATOR[0]}={SEGMENTS} before the program starts"
+    if not chosen:
+        return f"allocator: CUDA had started before expandable segments could be set, so memory may fragment; {remedy}", False
+    return f"allocator: {chosen} has no expandable segments, so memory may fragment; {remedy}", False
+
+
 def pick_device(name: str, threads: int = 0) -> torch.device:
     """The device of a name; "auto": CUDA if there is one. `threads` CPU threads from here on, 0: all cores.
 
@@ -23,7 +45,7 @@ def pick_device(name: str, threads: int = 0) -> torch.device:
     Expandable segments are set before CUDA starts, so that its allocator doesn't fragment (FAILURES L2).
     Raises ConfigError for a device that isn't here.
     """
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    set_allocator()
     import torch
 
     from unfreeze.generate.open import device_of

@@ -61,7 +61,7 @@ def rows_used(data: Sequence[str], examples: Sequence[Example], count: int) -> l
     from unfreeze.data import Examples, read_rows
 
     known = Examples.of(examples)
-    wanted = list(dict.fromkeys(zip(known.sources_N.tolist(), known.rows_N.tolist(), strict=True)))[:count]
+    wanted: list[tuple[int, int]] = list(dict.fromkeys(zip(known.sources_N.tolist(), known.rows_N.tolist(), strict=True)))[:count]
     found: dict[tuple[int, int], Row] = {}
     for source in sorted({source for source, _ in wanted}):
         missing = {number for file, number in wanted if file == source}

@@ -20,6 +20,7 @@ from unfreeze.recipes.training import (
     TrainingConfig,
     batches_of,
     check_vocabulary,
+    describer,
     encode,
     finish,
     live,
@@ -30,6 +31,7 @@ from unfreeze.recipes.training import (
     say_plan,
     schedule_of,
     sequence_length,
+    spike_guard,
     typed,
     write_resolved,
 )
@@ -100,11 +102,12 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
         if state.step == 0:
             samples.say("before", 0)
         reset_peak_bytes(device)
+        describe = describer(dataset, tokenizer)
         fitted = fit(
             state, batches, cross_entropy,
             through=models.THROUGH[config.recompute],
             micro_batches=config.micro_batches, max_norm=config.clip, save_every=config.save_every, keep_saves=config.keep_saves,
-            group=group,
+            group=group, judge=spike_guard(config, state, cross_entropy, describe), describe=describe,
             on_step=[FirstStepReceipt(state, dataset, stop=True)] if state.step == 0 else [],
         )  # fmt: skip
         if fitted.reason == "done":

@@ -18,6 +18,7 @@ from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED, Event
 from unfreeze.recipes.config import Files, Folder, Frozen, ModelName, writing
+from unfreeze.recipes.device import allocator_line
 from unfreeze.report.events import of_kind, read_events, tokens_per_second
 from unfreeze.report.experts import ExpertWatch
 from unfreeze.report.html import summary_lines, write_report
@@ -31,8 +32,12 @@ if TYPE_CHECKING:
     from unfreeze.models.shape import Shape
     from unfreeze.parallel.collectives import Group
     from unfreeze.parallel.plan import Plan
+    from unfreeze.train.guards import SpikeGuard
     from unfreeze.train.run import Run
     from unfreeze.train.schedule import Schedule
+    from unfreeze.train.state import State
+    from unfreeze.train.step import Objective
+    from unfreeze.train.suspects import Describe
 
 
 class TrainingConfig(Frozen):
@@ -41,7 +46,7 @@ class TrainingConfig(Frozen):
     model: ModelName = Field(description="checkpoint folder, or Hugging Face id org/name")
     data: Files = Field(
         min_length=1,
-        description="files of JSON Lines (messages, prompt/completion, question/answer, instruction/output, conversations or text) or .txt"
+        description="files of JSON Lines (messages, prompt/completion, question/answer, instruction/output, conversations or text) or .txt",
     )
     data_weights: tuple[float, ...] = Field(
         default=(), description="passes over each data file per epoch, in the order of `data`: 2 shows a file twice, 0.25 a new quarter each epoch"
@@ -84,6 +89,11 @@ class TrainingConfig(Frozen):
         default="selective",
         description="layers: keep only each layer's input; selective: and what attention and experts made; nothing: keep all (most memory)"
     )
+    on_spike: Literal["warn", "skip", "stop"] = Field(
+        default="warn",
+        description="a loss or gradient norm beyond 8 robust deviations of the last 64 steps: say so, skip the update, or stop before it; "
+        "its rows go to suspects.jsonl",
+    )
     seed: int = Field(default=0, ge=0, description="seed of adapters, weights and data order")
     save_every: int = Field(default=0, ge=0, description="steps between saves; 0: at the end and on Ctrl-C")
     keep_saves: int = Field(default=2, ge=1, description="how many saves of the training state are kept")
@@ -117,7 +127,7 @@ class TrainingConfig(Frozen):
 
     def record(self) -> dict[str, Any]:
         """What a run is identified by when it resumes: every field that changes what is computed."""
-        fields = self.model_dump(mode="json", exclude={"out", "save_every", "keep_saves", "samples", "threads", "track"})
+        fields = self.model_dump(mode="json", exclude={"out", "save_every", "keep_saves", "samples", "threads", "on_spike", "track"})
         files = [str(Path(file).resolve()) for file in self.data]
         held_out = str(Path(self.validation).resolve()) if self.validation else ""
         return {**fields, "model": portable(self.model), "data": files[0] if len(files) == 1 else files, "validation": held_out}
@@ -146,17 +156,22 @@ def encode(run: Run, config: TrainingConfig, tokenizer: Tokenizer, max_positions
                    on_bad_row=config.on_bad_row)  # fmt: skip
     dataset = read(config.data)
     stats = dataset.stats
+    warnings: list[str] = []
     if config.validation:
-        dataset = replace(dataset, validation=read([config.validation]).examples)
+        held_out = read([config.validation])
+        dataset = replace(dataset, validation=held_out.examples)
+        if held_out.stats.truncated + held_out.stats.dropped + held_out.stats.bad:
+            warnings.append(f"validation file: {held_out.stats.summary()}")
     elif config.validation_fraction:
         training, validation = split_by_content(dataset.examples, config.validation_fraction, config.seed)
         dataset = replace(dataset, examples=training, validation=validation)
     stats.held_out = len(dataset.validation or ())
     stats.packing, stats.efficiency = config.packing, batches_of(config, dataset.examples).efficiency()
     run.events.emit("data", run.step, **stats.as_dict(), summary=stats.summary())
-    leaked = dataset.leaked()
-    if leaked and run.step == 0:
-        run.events.emit("warning", 0, message=f"{leaked} of {stats.held_out} validation documents are also in the training data")
+    if leaked := dataset.leaked():
+        warnings.append(f"{leaked} of {stats.held_out} validation documents are also in the training data")
+    for message in warnings if run.step == 0 else ():
+        run.events.emit("warning", 0, message=message)
     asked = config.sequence_length != TrainingConfig.model_fields["sequence_length"].default
     affected = stats.truncated or stats.dropped or stats.examples > stats.rows - stats.dropped - stats.bad
     if run.step == 0 and length < config.sequence_length and (asked or affected):
@@ -202,10 +217,37 @@ def schedule_of(config: TrainingConfig, steps: int) -> Schedule:
     return Schedule(peak=config.learning_rate, steps=steps, kind=config.schedule, warmup_steps=warmup, decay_steps=decay)
 
 
+def describer(dataset: Dataset, tokenizer: Tokenizer) -> Describe:
+    """What suspects.jsonl says of a document: the rows of the data file it was made of (more than one: exact duplicates), and its text."""
+
+    def describe(tokens: list[int]) -> dict[str, Any]:
+        rows = sorted({example.row for example in dataset.examples if list(example.tokens) == tokens})
+        return {"rows": rows, "text": tokenizer.decode(tokens, skip_specials=False)}
+
+    return describe
+
+
+def spike_guard(config: TrainingConfig, state: State, objective: Objective, describe: Describe) -> SpikeGuard:
+    """The judge of a run: its window is filled from the events of the steps before, so a resumed run judges as an unbroken one."""
+    from unfreeze import models
+    from unfreeze.train.guards import SpikeGuard
+
+    before = of_kind(read_events(config.run_dir / "events.jsonl"), "train") if state.step else []
+    return SpikeGuard(
+        state.model, objective, state.run.path, through=models.THROUGH[config.recompute], on_spike=config.on_spike, max_norm=config.clip,
+        step=state.step, describe=describe, history=[(e["loss"], e["grad_norm"]) for e in before if e["step"] <= state.step],
+    )  # fmt: skip
+
+
 def say_plan(run: Run, plan: Plan) -> None:
-    """Write and show the plan, then refuse what does not fit."""
-    write_json(run.path / "plan.json", plan.as_dict())
-    run.events.emit("plan", run.step, **plan.as_dict())
+    """Write and show the plan, then refuse what does not fit. On CUDA it says how the allocator was set (FAILURES L2)."""
+    fields = plan.as_dict()
+    if plan.hardware.kind == "cuda":
+        line, grows = allocator_line()
+        fields["lines"] = [*fields["lines"], f"  {line}"]
+        fields |= {} if grows else {"warning": line}
+    write_json(run.path / "plan.json", fields)
+    run.events.emit("plan", run.step, **fields)
     plan.refuse_if_too_large()
 
 

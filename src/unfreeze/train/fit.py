@@ -21,11 +21,13 @@ from unfreeze.core.batch import Batch
 from unfreeze.core.errors import DataError
 from unfreeze.parallel.collectives import ALONE, Group
 from unfreeze.train.interrupt import Interrupt
-from unfreeze.train.memory import peak_bytes
+from unfreeze.train.memory import memory_fields, peak_bytes
+from unfreeze.train.nonfinite import investigate
 from unfreeze.train.optim import NonFinite
 from unfreeze.train.run import latest
 from unfreeze.train.state import State, save
 from unfreeze.train.step import Judge, Objective, StepResult, accept, train_step
+from unfreeze.train.suspects import SUSPECTS, Describe
 
 Cursor = dict[str, Any]
 OnStep = Callable[[State, StepResult], None]
@@ -61,6 +63,7 @@ def fit(
     on_step: Sequence[OnStep] = (),
     judge: Judge = accept,
     group: Group = ALONE,
+    describe: Describe | None = None,
 ) -> Fitted:
     """Train from state.step to the last step of state.schedule.
 
@@ -70,6 +73,7 @@ def fit(
     max_norm       limit of the global gradient norm; 0 doesn't clip.
     save_every     steps between saves; 0: only at the end and on an interruption, where it always saves.
     group          every process calls fit with equal batches and an equal state; process 0 saves.
+    describe       what suspects.jsonl says of a document beside its tokens (its row, its text), where a step is not finite.
     Raises NonFinite at a NaN (weights and saves are those of before), DataError if the batches end, UserError if the disk is full.
     """
     run, model, steps = state.run, state.model, state.schedule.steps
@@ -89,14 +93,17 @@ def fit(
                     group=group, judge=judge,
                 )  # fmt: skip
             except NonFinite as error:
-                raise _explain(error, state) from error
+                line = investigate(
+                    model, batch_list, objective, through=through, group=group, folder=run.path, step=step + 1, describe=describe
+                )  # fmt: skip
+                raise _explain(error, line, state) from error
             for change in state.after_update if result.applied else ():
                 change(result.expert_load)
             state.step, state.cursor = step + 1, cursor
 
             duration = time.perf_counter() - started
             losses, tokens, seconds = [*losses[:1], result.loss], tokens + result.tokens, seconds + duration
-            run.events.emit("train", state.step, **_train_fields(result, duration, peak_bytes(model.device)))
+            run.events.emit("train", state.step, **_train_fields(result, duration, memory_fields(model.device)))
             for look in on_step:
                 look(state, result)
 
@@ -130,7 +137,7 @@ def _take(batches: Iterator[tuple[Batch, Cursor]], count: int, step: int, steps:
     return [batch for batch, _ in taken], taken[-1][1]
 
 
-def _train_fields(result: StepResult, seconds: float, peak: int) -> dict[str, Any]:
+def _train_fields(result: StepResult, seconds: float, memory: dict[str, int]) -> dict[str, Any]:
     """The fields of a train event: plain numbers, all finite (train_step raises before a NaN gets here; a metric may still be null)."""
     return {
         "loss": result.loss,
@@ -139,7 +146,7 @@ def _train_fields(result: StepResult, seconds: float, peak: int) -> dict[str, An
         "seconds": seconds,
         "learning_rate": result.learning_rate,
         "grad_norm": result.grad_norm,
-        "peak_bytes": peak,
+        **memory,
         **{name: value if math.isfinite(value) else None for name, value in result.metrics.items()},
         **(_expert_fields(result.expert_load) if result.expert_load else {}),
         **({"warning": result.warning, "applied": result.applied} if result.warning else {}),
@@ -154,12 +161,12 @@ def _expert_fields(load: dict[int, list[int]]) -> dict[str, Any]:
     }
 
 
-def _explain(error: NonFinite, state: State) -> NonFinite:
-    """Leave a train event without a loss for the report, and say where the run can go on."""
+def _explain(error: NonFinite, line: str, state: State) -> NonFinite:
+    """Leave a train event without a loss for the report, and say where the run can go on. line: what the replay found."""
     step, last = state.step + 1, latest(state.run.path)
-    state.run.events.emit("train", step, loss=None, grad_norm=None, error=error.message)
+    state.run.events.emit("train", step, loss=None, grad_norm=None, error=f"{error.message}. {line}")
     kept = f"the last save is {last}" if last else "nothing was saved before"
     return NonFinite(
-        f"step {step}: {error.message}. The weights were not updated; {kept}",
-        next="lower learning_rate (a tenth), lengthen the warm-up, or look at the rows of this step",
+        f"step {step}: {error.message}. {line}. The weights were not updated; {kept}",
+        next=f"look at the rows of this step ({state.run.path / SUSPECTS}), lower learning_rate (a tenth), or lengthen the warm-up",
     )

@@ -1,4 +1,4 @@
-"""Peak memory of this process, as the train events report it."""
+"""Memory of this process, as the train events report it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ import sys
 from pathlib import Path
 
 import torch
+
+
+def memory_fields(device: torch.device) -> dict[str, int]:
+    """peak_bytes; on cuda also fragmentation_bytes: reserved by the allocator minus allocated, held and not in use (FAILURES L2)."""
+    fields = {"peak_bytes": peak_bytes(device)}
+    if device.type == "cuda":
+        fields["fragmentation_bytes"] = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return fields
 
 
 def peak_bytes(device: torch.device) -> int:

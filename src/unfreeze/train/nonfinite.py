@@ -6,17 +6,21 @@ Nothing is watched while training: a finite step costs nothing. T tokens of a mi
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from unfreeze.core.batch import Batch
+from unfreeze.parallel.collectives import ALONE, Group
+from unfreeze.train.suspects import Describe, entries, write_suspects
 
 if TYPE_CHECKING:
     from unfreeze.models import Decoder
@@ -32,6 +36,22 @@ class Culprit:
     dtype: str
     micro_batch: int
     documents: tuple[int, ...]
+
+
+def investigate(
+    model: Decoder, micro_batches: Sequence[Batch], objective: Objective, *, through: Callable[..., Tensor], group: Group = ALONE,
+    folder: Path, step: int, describe: Describe | None = None,
+) -> str:  # fmt: skip
+    """The line of the first non-finite value of a step, the same on every process; its documents go to <folder>/suspects.jsonl."""
+    found = locate(model, group.share(list(enumerate(micro_batches))), objective, through=through)
+    said = [json.loads(text) for text in group.texts(json.dumps(asdict(found) if found else None))]
+    first = min((each for each in said if each), key=lambda each: each["micro_batch"], default=None)
+    if first is None:
+        return "all of it was finite when it was replayed: not reproducible, so suspect the hardware or a race"
+    every = entries(micro_batches[first["micro_batch"]], first["micro_batch"])
+    chosen = [entry for entry in every if entry["document"] - 1 in first["documents"]] or every
+    write_suspects(folder, step, first["line"], chosen, describe)
+    return first["line"]
 
 
 def locate(
@@ -107,7 +127,7 @@ class _Watch:
             if self.first is None and _bad(tensor):
                 self._found(name, tensor, tensor, "", _cause(module, arguments, tensor))
 
-    def _back(self, name: str, module: nn.Module, grad_input: tuple[Tensor | None, ...], grad_output: tuple[Tensor | None, ...]) -> None:
+    def _back(self, name: str, module: nn.Module, grad_input: Any, grad_output: Any) -> None:
         for tensor in grad_output:
             if self.first is None and _bad(tensor):
                 self._found(name, tensor, tensor, "in backward, in the gradient that reaches it")

@@ -117,6 +117,7 @@ def train_step(
         raise ValueError(f"the objective counted {sums['counted']} supervised tokens, the batches' weights say {count}")
     optimizer.sum_gradients(group)
     group.sum_([_counts(moe) for moe in model.moe_layers().values()])
+    expert_load = read_expert_load(model)  # before the judge, which may run the model again
     norm = optimizer.grad_norm()
     verdict = judge(micro_batches, sums["loss"] / divisor, float(norm))
     update = optimizer.update(learning_rate, max_norm, norm) if verdict.apply else None
@@ -128,7 +129,7 @@ def train_step(
         learning_rate=optimizer.learning_rate if update else 0.0,
         grad_norm=float(norm),
         clip_scale=update.clip_scale if update else 1.0,
-        expert_load=read_expert_load(model),
+        expert_load=expert_load,
         applied=verdict.apply,
         warning=verdict.warning,
     )

@@ -1,0 +1,87 @@
+"""The trainer/sampler gap: do the model that samples (token by token, with a cache) and the model that trains (one packed pass) agree?
+
+Where they don't, reinforcement learning on sampled answers trains on probabilities the sampler never had, and a mixture of experts may
+route a token differently in the two (FAILURES M4, N9).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from unfreeze.core.batch import Batch
+from unfreeze.core.errors import ConfigError, UserError
+from unfreeze.data.packing import Example, pack
+from unfreeze.generate.engine import Completion, Engine
+from unfreeze.generate.sampling import Sampling
+from unfreeze.models import Decoder
+
+TOLERANCE = 1e-4  # nats, float32: two orders of summation over a few thousand terms; bf16 differs by about 1e-2
+SCORED_ROWS = 1024  # logits of so many positions are held at once: 640 MiB in float32 at Kimi's vocabulary
+
+
+@dataclass(frozen=True)
+class Gap:
+    """|log p_sampler - log p_trainer| in nats over all sampled tokens; `worst` is (prompt, token within its answer) of the largest."""
+
+    mean: float
+    max: float
+    tokens: int
+    worst: tuple[int, int]
+
+    def as_dict(self) -> dict[str, float | int]:
+        """As fields of an event."""
+        return {"logprob_gap_mean": self.mean, "logprob_gap_max": self.max, "logprob_gap_tokens": self.tokens}
+
+
+def log_probability_gap(engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Gap:
+    """Sample an answer to each prompt with the cached engine, score the same tokens in one packed pass, and compare. Errors as Engine.generate.
+
+    The trainer normalises over the whole head, the engine over the ids that have a name: mass on padding rows of the vocabulary is part of the gap.
+    """
+    answers = engine.generate(prompts, sampling)
+    return gap_of(prompts, answers, score(engine.model, prompts, [answer.tokens for answer in answers]))
+
+
+def gap_of(prompts: Sequence[Sequence[int]], answers: Sequence[Completion], scored: Sequence[Sequence[float]]) -> Gap:
+    """The gap between the log-probabilities answers carry and `scored`, those of the trainer. Raises ConfigError where a sampler gives none."""
+    if not prompts or any(len(answer.logprobs) != len(answer.tokens) for answer in answers):
+        raise ConfigError(f"{len(prompts)} prompts, and this sampler gives no log-probabilities for some", next="use the local engine")
+    differences = [
+        (abs(sampled - trained), (row, index))
+        for row, (answer, values) in enumerate(zip(answers, scored, strict=True))
+        for index, (sampled, trained) in enumerate(zip(answer.logprobs, values, strict=True))
+    ]
+    largest, worst = max(differences)
+    return Gap(sum(d for d, _ in differences) / len(differences), largest, len(differences), worst)
+
+
+@torch.no_grad()
+def score(model: Decoder, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[list[float]]:
+    """log p(answer token | prompt and the answer before it), in nats, of every answer token, as training computes it: one packed pass.
+
+    The experts' counts are put back: scoring is no training step (FAILURES M2).
+    """
+    batch = _packed(prompts, answers).to(model.device)
+    counts = {layer: moe.counts_E.clone() for layer, moe in model.moe_layers().items()}
+    hidden_TD = model.hidden(batch)
+    for layer, moe in model.moe_layers().items():
+        moe.counts_E.copy_(counts[layer])
+    rows_N = batch.weights_T.nonzero()[:, 0]
+    values: list[float] = []
+    for block_N in rows_N.split(SCORED_ROWS):
+        logits_NV = model.logits(hidden_TD[block_N])
+        chosen_N = logits_NV.gather(1, batch.targets_T[block_N, None])[:, 0]
+        values += (chosen_N - logits_NV.logsumexp(-1)).tolist()
+    taken = iter(values)
+    return [[next(taken) for _ in answer] for answer in answers]
+
+
+def _packed(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> Batch:
+    if any(not prompt for prompt in prompts):
+        raise UserError("a prompt is empty: its first answer token has nothing to follow", next="begin with the BOS id")
+    return pack([
+        Example([*prompt, *answer], [0.0] * len(prompt) + [1.0] * len(answer)) for prompt, answer in zip(prompts, answers, strict=True)
+    ])  # fmt: skip

@@ -1,0 +1,82 @@
+"""The documents behind a step that spiked or was not finite, written to the run folder for whoever has to look at the data."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from unfreeze.core.batch import Batch
+
+if TYPE_CHECKING:
+    from unfreeze.models import Decoder
+    from unfreeze.train.step import Objective
+
+Describe = Callable[[list[int]], dict[str, Any]]
+"""Token ids of one document -> what else is known of it, as JSON: {"row": its number in the data file, "text": …}."""
+
+SUSPECTS = "suspects.jsonl"
+"""In the run folder: a line per document, the highest loss first; see write_suspects."""
+LISTED = 8  # documents of a step that are written out
+
+
+@torch.no_grad()
+def rank_documents(model: Decoder, micro_batches: Sequence[Batch], objective: Objective, through: Callable[..., Tensor]) -> list[dict[str, Any]]:
+    """Every document of a step: {"micro_batch", "document" (both from 1), "loss" (its mean), "supervised", "tokens"}, the highest loss first.
+
+    One forward pass; the objective sees one document's weights at a time. A document without supervised tokens has the loss None.
+    """
+    found = []
+    for number, host_batch in enumerate(micro_batches):
+        batch = host_batch.to(model.device)
+        hidden_TD = model.hidden(batch, through=through)
+        for entry in entries(host_batch, number):
+            weights_T = torch.zeros_like(batch.weights_T)
+            span = slice(entry.pop("start"), entry.pop("stop"))
+            weights_T[span] = batch.weights_T[span]
+            loss = objective(hidden_TD, model.lm_head, replace(batch, weights_T=weights_T))
+            found.append({**entry, "loss": float(loss.sum) / loss.count if loss.count else None})
+    return sorted(found, key=_rank, reverse=True)
+
+
+def _rank(entry: dict[str, Any]) -> float:
+    loss = entry["loss"]
+    return -math.inf if loss is None else math.inf if math.isnan(loss) else loss
+
+
+def entries(batch: Batch, number: int) -> list[dict[str, Any]]:
+    """The documents of micro-batch `number` (counted from 0) as they are written out, and where each starts and stops in T."""
+    return [
+        {
+            "micro_batch": number + 1,
+            "document": document,
+            "supervised": int(batch.weights_T[start : start + length].gt(0).sum()),
+            "tokens": batch.tokens_T[start : start + length].tolist(),
+            "start": start,
+            "stop": start + length,
+        }
+        for document, (start, length) in enumerate(zip(batch.starts_S.tolist(), batch.lengths(), strict=True), start=1)
+    ]
+
+
+def write_suspects(folder: Path, step: int, reason: str, documents: Sequence[dict[str, Any]], describe: Describe | None = None) -> None:
+    """Append up to LISTED documents to <folder>/suspects.jsonl, a JSON object a line: step, reason, of (how many there were), and what is known.
+
+    A loss that is not finite is null.
+    """
+    lines = []
+    for entry in documents[:LISTED]:
+        loss = entry.get("loss")
+        finite = {"loss": loss if loss is not None and math.isfinite(loss) else None}
+        known = describe(entry["tokens"]) if describe is not None else {}
+        lines.append(
+            json.dumps({"step": step, "reason": reason, "of": len(documents), **entry, **finite, **known}, ensure_ascii=False, allow_nan=False)
+        )
+    with (folder / SUSPECTS).open("a", encoding="utf-8") as file:
+        file.write("".join(line + "\n" for line in lines))
