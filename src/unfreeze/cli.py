@@ -35,6 +35,9 @@ COMMANDS = {
     "data": Command("unfreeze.recipes.data_show", "data show F --model MODEL", "the data as the model will see it: mask, lengths, what is lost"),
     "inspect": Command("unfreeze.recipes.inspect", "inspect MODEL", "what is in a checkpoint; reads no tensor"),
     "export": Command("unfreeze.recipes.export", "export RUN --layout peft", "write a run's adapter in another layout, verified"),
+    "drill": Command("unfreeze.recipes.drill", "drill", "plant every known fault in a sandbox and show the line that names it"),
+    "doctor": Command("unfreeze.recipes.doctor", "doctor MODEL --data F", "look for those faults in your own files and machine; trains nothing"),
+    "bisect": Command("unfreeze.recipes.bisect", "bisect MODEL --against hf", "name the first module whose output differs from transformers'"),
     "report": Command("unfreeze.recipes.report", "report RUN", "write report.html of a run and print its summary"),
     "compare": Command("unfreeze.recipes.compare", "compare RUN RUN …", "two or more runs side by side: config, curves, results"),
 }

@@ -60,9 +60,9 @@ def test_kimi_k25_prefix_and_nested_config(tmp_path: Path, kimi) -> None:
 
 
 def test_links_as_in_the_hub_cache_are_followed(tmp_path: Path, kimi) -> None:
-    blobs = kimi.write(tmp_path / "blobs", kimi.tensors(), shards=2)
-    snapshot = tmp_path / "snapshot"
-    snapshot.mkdir()
+    blobs = kimi.write(tmp_path / "models--org--name" / "blobs", kimi.tensors(), shards=2)
+    snapshot = blobs.parent / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
     for file in blobs.iterdir():
         (snapshot / file.name).symlink_to(os.path.relpath(file, snapshot))
     assert len(open_checkpoint(snapshot).tensors) == len(kimi.tensors())

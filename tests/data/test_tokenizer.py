@@ -223,7 +223,7 @@ def test_a_folder_without_a_tokenizer(tmp_path):
     [
         ("tokenizer.json", "{", "tokenizer.json cannot be read"),
         ("tokenizer_config.json", "{", "is not JSON"),
-        ("tokenizer_config.json", "[]", "expected an object"),
+        ("tokenizer_config.json", "[]", "not an object"),
         ("tokenizer_config.json", '{"eos_token": "<none>"}', "'<none>' is not in the vocabulary"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"x": 1}}', "not a table"),
         ("tokenizer_config.json", '{"chat_template": 3}', "neither a text nor a list"),

@@ -28,7 +28,7 @@ NAMED_TARGETS = ("all-linear", "experts", "attention", "mlp", "shared_experts")
 class LoraConfig(BaseModel):
     """Low-rank adapters: ΔW = scale · B A beside each target, the base frozen."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     rank: Annotated[int, Field(ge=1, le=4096)] = Field(
         default=16, description="columns of B = rows of A; 1 to 4096. 16: between PEFT's default (8) and QLoRA's (64)"

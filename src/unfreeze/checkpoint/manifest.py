@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from unfreeze.checkpoint import hub
 from unfreeze.checkpoint.faults import Faults
 from unfreeze.core.errors import CheckpointError, nearest
+from unfreeze.core.json_object import read_object
 
 ITEMSIZE = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
@@ -31,6 +33,8 @@ TORCH_DTYPE = {
     "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
 }  # fmt: skip
 
+MAX_DIMS = 64  # of a tensor; PyTorch's own limit
+MAX_SIZE = 2**62  # elements or bytes: more is no file, and overflows what counts them
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 INDEX = "model.safetensors.index.json"
 PREFIX = "language_model."  # Kimi-K2.5 puts its text model under this
@@ -95,14 +99,26 @@ def open_checkpoint(source: str | Path, *, progress: Callable[[str], None] | Non
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises CheckpointError with line and column where it is not one."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}", next="download or write the file again") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(value).__name__}, not an object", next="download or write the file again")
-    return value
+    """A JSON object from a file of a checkpoint. Raises CheckpointError with line and column where it is not one, or leads elsewhere."""
+    return read_object(inside(path), CheckpointError)
+
+
+def inside(path: Path) -> Path:
+    """`path`, which may be a link, if what it leads to lies in its own folder: a checkpoint someone else packed must not read other files.
+
+    The Hub's cache is links too, snapshots/<revision>/x -> blobs/<hash> of the same repository; those are followed. A link to the folder
+    itself is no link inside it. Raises CheckpointError.
+    """
+    if not path.is_symlink():
+        return path
+    folder, target = path.parent.resolve(), path.resolve()
+    cache = folder.parents[1] / "blobs" if folder.parent.name == "snapshots" else folder
+    if not (target.is_relative_to(folder) or target.is_relative_to(cache)):
+        raise CheckpointError(
+            f"{path} is a link that leads out of its folder, to {target}; it is not followed",
+            next=f"if you made it: give the folder {target.parent} itself, or put the file (or a hard link to it) in place of the link",
+        )
+    return path
 
 
 def _folder(source: str | Path, progress: Callable[[str], None] | None) -> Path:
@@ -140,7 +156,7 @@ def _tensors(folder: Path, faults: Faults) -> tuple[dict[str, TensorInfo], list[
         )
     tensors: dict[str, TensorInfo] = {}
     for name in present:
-        for info in read_header(folder / name, faults):
+        for info in read_header(inside(folder / name), faults):
             if info.name in tensors:
                 faults.add("tensors stand in two files", f"{info.name} in {tensors[info.name].file.name} and {name}")
             tensors[info.name] = info
@@ -210,7 +226,7 @@ def read_header(file: Path, faults: Faults) -> list[TensorInfo]:
         raw = stream.read(length)
     try:
         header = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits, and endless nesting
         faults.add("files have a damaged header", f"{file.name}: {error}", cause="an unfinished download, or not a safetensors file")
         return []
     if not isinstance(header, dict):
@@ -236,16 +252,14 @@ def _info(file: Path, name: str, entry: Any, data_start: int, faults: Faults) ->
     where = f"{name} in {file.name}"
     fields = entry if isinstance(entry, dict) else {}
     dtype, shape, span = fields.get("dtype"), _naturals(fields.get("shape")), _naturals(fields.get("data_offsets"))
-    if not isinstance(dtype, str) or shape is None or span is None or len(span) != 2 or span[0] > span[1]:
+    sized = shape is not None and prod(extent or 1 for extent in shape) < MAX_SIZE
+    if not isinstance(dtype, str) or shape is None or not sized or span is None or len(span) != 2 or span[0] > span[1]:
         faults.add("header entries are malformed", f"{where}: {str(entry)[:120]}")
         return None
     if dtype not in ITEMSIZE:
         faults.add("tensors have an unknown dtype", f"{where}: {dtype!r}; known: {', '.join(ITEMSIZE)}")
         return None
-    count = 1
-    for extent in shape:
-        count *= extent
-    nbytes = count * ITEMSIZE[dtype]
+    nbytes = ITEMSIZE[dtype] * prod(shape)
     if span[1] - span[0] != nbytes:
         detail = f"{where}: {dtype} {shape} is {nbytes:,} bytes, data_offsets span {span[1] - span[0]:,}"
         faults.add("tensors do not fill their bytes", detail, cause="a damaged or hand-made header")
@@ -254,8 +268,10 @@ def _info(file: Path, name: str, entry: Any, data_start: int, faults: Faults) ->
 
 
 def _naturals(value: Any) -> list[int] | None:
-    """`value` if it is a list of whole numbers >= 0 (JSON true is not a number)."""
-    return value if isinstance(value, list) and all(type(item) is int and item >= 0 for item in value) else None
+    """`value` if it is a list of at most MAX_DIMS whole numbers from 0 to MAX_SIZE (JSON true is not a number)."""
+    if not isinstance(value, list) or len(value) > MAX_DIMS:
+        return None
+    return value if all(type(item) is int and 0 <= item < MAX_SIZE for item in value) else None
 
 
 def _check_layout(file: Path, infos: list[TensorInfo], start: int, size: int, faults: Faults) -> None:

@@ -13,9 +13,8 @@ class UserError(Exception):
     """Something the user can mend. `next` (optional) is the command or the change to try now."""
 
     def __init__(self, message: str, *, next: str = ""):
-        super().__init__(message)
-        self.message = message
-        self.next = next
+        self.message, self.next = printable(message), printable(next)
+        super().__init__(self.message)
 
     def __str__(self) -> str:
         return f"{self.message}\n  next: {self.next}" if self.next else self.message
@@ -39,6 +38,22 @@ class AdapterError(UserError):
 
 class DoesNotFit(UserError):
     """The plan needs more memory than the machine has; the message holds the arithmetic and what would fit."""
+
+
+LONGEST = 2000  # characters of a message; more is cut out of its middle
+
+
+def printable(text: str) -> str:
+    """`text` for one line of a terminal: control characters, newlines, text-direction marks and lone surrogates as escapes, at most LONGEST long.
+
+    Messages quote names and values from files, and a file may hold anything, escape sequences for the terminal included.
+    """
+    if len(text) > LONGEST:
+        text = f"{text[: LONGEST // 2 - 20]} … {text[20 - LONGEST // 2 :]}"
+    if text.isprintable():
+        return text
+    text = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return printable(text) if len(text) > LONGEST else text
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -6,18 +6,21 @@ chat_template.jinja or chat_template.json. Nothing else in the folder is looked 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from unfreeze.core.errors import CheckpointError, DataError
+from unfreeze.core.json_object import read_object
 from unfreeze.data.templates import ChatTemplate, plain_template
 from unfreeze.data.tiktoken_bpe import TiktokenBackend
 from unfreeze.data.tokenizer_json import TokenizerJson
 
 TOKEN_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+MAX_VOCAB = 2**24  # ids; a hundred times the largest published
+PUBLISHED = "use the tokenizer files that were published with this model"
 
 
 class StreamDecoder(Protocol):
@@ -127,12 +130,12 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer:
     settings = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
     config = _read_json(folder / "config.json")
     generation = _read_json(folder / "generation_config.json")
-    text_config = config.get("text_config", config)
+    text_config = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     added = _added_tokens(settings)
     if (folder / "tokenizer.json").is_file():
         backend = TokenizerJson(folder / "tokenizer.json", added)
     else:
-        backend = TiktokenBackend(folder / "tiktoken.model", added, int(text_config.get("vocab_size", 0)))
+        backend = TiktokenBackend(folder / "tiktoken.model", added, _vocab_size(text_config))
 
     variables = {role: text for role in TOKEN_ROLES if (text := _token_text(settings.get(role)))}
     ids = {role: _id_of(backend, role, text) for role, text in variables.items()}
@@ -189,13 +192,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; {} where the file does not exist."""
     if not path.is_file():
         return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path.name} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path.name} holds a {type(value).__name__}, expected an object")
-    return value
+    return read_object(path, CheckpointError, next=PUBLISHED)
 
 
 def _added_tokens(settings: Mapping[str, Any]) -> dict[int, tuple[str, bool]]:
@@ -226,6 +223,14 @@ def _id_of(backend: TiktokenBackend | TokenizerJson, role: str, text: str) -> in
     return id
 
 
+def _vocab_size(config: Mapping[str, Any]) -> int:
+    """vocab_size of config.json; 0 where it says nothing. A name is made for each reserved id, so the number is bounded."""
+    value = config.get("vocab_size") or 0
+    if type(value) is not int or not 0 <= value <= MAX_VOCAB:
+        raise CheckpointError(f"config.json: vocab_size is {str(value)[:60]}; it must be a whole number up to {MAX_VOCAB:,}", next=PUBLISHED)
+    return value
+
+
 def _as_ids(config: Mapping[str, Any], field: str, file: str) -> list[int]:
     """An id field that may be absent, null, a number or a list of numbers."""
     value = config.get(field)
@@ -238,7 +243,10 @@ def _as_ids(config: Mapping[str, Any], field: str, file: str) -> list[int]:
 def _template(folder: Path, settings: Mapping[str, Any], variables: Mapping[str, Any]) -> ChatTemplate | None:
     """The chat template: chat_template.jinja, chat_template.json, then tokenizer_config.json (a text, or a list of named ones)."""
     if (folder / "chat_template.jinja").is_file():
-        source: Any = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        try:
+            source: Any = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"chat_template.jinja is not UTF-8: byte {error.start + 1}", next=PUBLISHED) from None
     else:
         source = _read_json(folder / "chat_template.json").get("chat_template", settings.get("chat_template"))
     if source is None:

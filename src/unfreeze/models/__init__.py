@@ -15,6 +15,7 @@ from unfreeze.core.errors import CheckpointError, nearest
 from unfreeze.models import deepseek_v3, llama, qwen2, qwen3, qwen3_moe
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.decoder import THROUGH, Body, Decoder, Embedding, Layer, plain, recompute, selective
+from unfreeze.models.fields import check_fields, check_sizes, without_nulls
 from unfreeze.models.factory import Factory, nothing_packed
 from unfreeze.models.init import initialize
 from unfreeze.models.shape import Shape
@@ -45,10 +46,17 @@ def _family(config: Mapping[str, Any]) -> ModuleType:
 
 
 def shape(config: Mapping[str, Any]) -> Shape:
-    """Sizes of the language model in a config.json (its `text_config` where there is one, as in Kimi-K2.5)."""
+    """Sizes of the language model in a config.json (its `text_config` where there is one, as in Kimi-K2.5).
+
+    Raises CheckpointError naming the field that is missing, of another type, out of range, or doesn't fit another (models/fields.py).
+    """
     text = config.get("text_config")
-    config = {**text} if isinstance(text, Mapping) else config
-    return _family(config).shape(config)
+    config = without_nulls(text if isinstance(text, Mapping) else config)
+    family = _family(config)
+    check_fields(config)
+    shape = family.shape(config)
+    check_sizes(shape)
+    return shape
 
 
 def build(

@@ -27,6 +27,7 @@ from unfreeze.core.units import format_bytes, format_count, format_seconds
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear, PackedHolder
 from unfreeze.models.blocks.norm import RMSNorm
+from unfreeze.models.fields import check_against_files
 from unfreeze.objectives.cross_entropy import rows_per_block
 from unfreeze.parallel.machine import Hardware, hardware
 from unfreeze.quant.int4 import from_quantization_config
@@ -333,6 +334,8 @@ def plan_training(
 
 def meta_model(shape: models.Shape, manifest: Manifest, dtype: torch.dtype) -> models.Decoder:
     """The model without memory, packed where the checkpoint is packed."""
+    if manifest.tensors:
+        check_against_files(shape, manifest)
     quantization = from_quantization_config(manifest.config)
     codec = quantization[0] if quantization is not None else None
     names = manifest.by_model_name()

@@ -20,10 +20,12 @@ import torch
 from torch import Tensor
 
 from unfreeze.core.errors import CheckpointError, ConfigError
+from unfreeze.core.pattern import pattern
 from unfreeze.quant.codec import Codec, parts_nbytes
 
 PER_WORD = 8  # nibbles in an int32
 OFFSET = 8  # stored nibble = code + 8
+MAX_GROUP = 2**20  # columns that share a scale; more than the widest layer has
 GRID_MAX = 7  # Kimi's grid uses codes -7..7: symmetric, so that scale = absmax / 7
 
 # The largest scale whose 7-fold still rounds to a finite bf16: mantissa 145: 146 * 7 = 1022 would round up to 1024 * 2**118, infinity.
@@ -167,29 +169,40 @@ def from_quantization_config(config: Mapping[str, Any]) -> tuple[Codec, list[str
     ConfigError: asymmetric, activations quantized, actorder that permutes columns, num_bits other than 4, channel or block strategy,
     other formats and methods (AWQ, GPTQ, FP8 …).
     """
-    found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    text = config.get("text_config")
+    found = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, Mapping) else None)
     if not found:
         return None
+    if not isinstance(found, Mapping):
+        raise _unsupported(f"quantization_config is {str(found)[:60]!r}, not an object")
     method = found.get("quant_method", "compressed-tensors")
     if method != "compressed-tensors":
         raise _unsupported(f'quant_method "{method}"')
-    groups = found.get("config_groups") or {}
-    if not groups:
+    groups = found.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
         raise _unsupported("quantization_config without config_groups")
     codecs = {_codec_of_group(name, group, found.get("format")) for name, group in groups.items()}
     if len(codecs) > 1:
         raise _unsupported(f"mixed precision: config_groups {sorted(groups)} differ in group_size")
-    return codecs.pop(), list(found.get("ignore") or [])
+    ignore = found.get("ignore") or []
+    if not isinstance(ignore, list) or not all(isinstance(entry, str) for entry in ignore):
+        raise _unsupported("quantization_config.ignore is not a list of names")
+    for entry in ignore:
+        if entry.startswith("re:"):
+            pattern(entry[3:], "config.json: quantization_config.ignore", ConfigError)
+    return codecs.pop(), list(ignore)
 
 
-def _codec_of_group(name: str, group: Mapping[str, Any], format_of_all: str | None) -> Int4:
+def _codec_of_group(name: str, group: Any, format_of_all: Any) -> Int4:
     """The codec of one entry of config_groups, or a refusal that names what it cannot read."""
-    weights = group.get("weights")
     where = f"quantization_config.config_groups.{name}"
+    if not isinstance(group, Mapping):
+        raise _unsupported(f"{where} is not an object")
+    weights = group.get("weights")
     form = group.get("format") or format_of_all
     if form != "pack-quantized":
         raise _unsupported(f'format "{form}"')
-    if not weights:
+    if not isinstance(weights, Mapping) or not weights:
         raise _unsupported(f"{where} without weights")
     if group.get("input_activations") or group.get("output_activations"):
         raise _unsupported(f"{where}: quantized activations")
@@ -206,7 +219,7 @@ def _codec_of_group(name: str, group: Mapping[str, Any], format_of_all: str | No
     if weights.get("actorder") not in (None, False, "weight", "static"):
         raise _unsupported(f"{where}: actorder {weights.get('actorder')!r} (columns permuted by g_idx)")
     size = weights.get("group_size")
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MAX_GROUP:
         raise _unsupported(f"{where}: group_size {size!r}")
     return Int4(group_size=size)
 

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, field, make_dataclass
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import asdict, field, fields, is_dataclass, make_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
 import tyro
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from unfreeze.core.errors import ConfigError, nearest
 
 
 class Frozen(BaseModel):
-    """Base of every Config: immutable, and an unknown key is an error."""
+    """Base of every Config: immutable, an unknown key is an error, and so is a number that isn't finite."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 Folder = Annotated[str, AfterValidator(os.path.expanduser)]
@@ -33,6 +34,8 @@ ModelName = Folder
 
 USERS_OWN = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOSPC, errno.EDQUOT)
 
+MAX_TOML = 1_000_000  # bytes
+
 C = TypeVar("C", bound=BaseModel)
 
 
@@ -41,39 +44,77 @@ def parse(config: type[C], arguments: list[str], *, command: str, description: s
 
     `positional`: the first argument is a field of the Config (a model, a run), not a TOML file.
     """
-    from_file: list[str] = []
+    given: dict[str, Any] = {}
     if not positional and arguments and not arguments[0].startswith("-"):
-        from_file = _flags(config, read_toml(Path(arguments[0]).expanduser()), arguments[0])
+        given = _given(config, read_toml(Path(arguments[0]).expanduser()), arguments[0])
         arguments = arguments[1:]
-    values = tyro.cli(_twin(config), args=[*from_file, *arguments], prog=f"unfreeze {command}", description=description)
+    values = _parse_flags(_twin(config, given), arguments, command, description)
     try:
         return config.model_validate(asdict(values))
     except ValidationError as error:
         raise ConfigError(_explain(error), next=f"unfreeze {command} --help") from error
 
 
-def _twin(config: type[BaseModel]) -> type:
-    """A dataclass with the same fields, types and help but no limits: tyro parses into it, and the Config judges the values in our own words."""
-    fields: list[Any] = []
+def _parse_flags(twin: type, arguments: list[str], command: str, description: str) -> Any:
+    """tyro's parser; what it says of a wrong flag (a box of many lines) becomes one ConfigError. --help goes out as it is."""
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            return tyro.cli(twin, args=arguments, prog=f"unfreeze {command}", description=description)
+    except SystemExit as ended:
+        if ended.code == 0:
+            raise
+    words = [line.strip(" │") for line in said.getvalue().splitlines() if not line.startswith(("╭", "╰"))]
+    end = next((i for i, word in enumerate(words) if word.startswith("──")), len(words))  # below it stand the flag's help and where to find more
+    unknown = next((argument for argument in arguments if argument.startswith("--") and argument.partition("=")[0] not in _names(twin)), "")
+    message = " ".join(word for word in words[:end] if word) or "the flags cannot be read"
+    raise ConfigError(message + (nearest(unknown, _names(twin)) if unknown else ""), next=f"unfreeze {command} --help")
+
+
+def _names(twin: type, prefix: str = "--") -> list[str]:
+    """Every flag of a twin: --lora.rank."""
+    flags = []
+    for item in fields(twin):
+        name = f"{prefix}{item.name.replace('_', '-')}"
+        inner = get_args(item.type)[0] if get_args(item.type) else item.type
+        flags += _names(inner, f"{name}.") if is_dataclass(inner) and isinstance(inner, type) else [name]
+    return flags
+
+
+def _twin(config: type[BaseModel], given: Mapping[str, Any]) -> type:
+    """A dataclass with the same fields, types and help but no limits: tyro parses into it, and the Config judges the values in our own words.
+
+    `given`: what the TOML file says, as values: it is each field's default. (Never as text among the arguments: a value "--out" is no flag.)
+    """
+    members: list[Any] = []
     for name, info in config.model_fields.items():
         inner = _model_in(info.annotation)
-        kind = _twin(inner) if inner else info.annotation
+        kind = _twin(inner, given.get(name, {})) if inner else info.annotation
         annotated = Annotated[(kind, *info.metadata, tyro.conf.arg(help=info.description))]  # type: ignore[valid-type]
-        if info.is_required():
-            fields.append((name, annotated, field(kw_only=True)))
+        if inner:
+            members.append((name, annotated, field(default_factory=kind, kw_only=True)))  # type: ignore[arg-type]
+        elif name in given:
+            members.append((name, annotated, field(default_factory=partial(_itself, given[name]), kw_only=True)))
+        elif info.is_required():
+            members.append((name, annotated, field(kw_only=True)))
         else:
-            default: Any = kind if inner else partial(info.get_default, call_default_factory=True)
-            fields.append((name, annotated, field(default_factory=default, kw_only=True)))
-    return make_dataclass(config.__name__, fields)
+            members.append((name, annotated, field(default_factory=partial(info.get_default, call_default_factory=True), kw_only=True)))
+    return make_dataclass(config.__name__, members)
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The file's table. Raises ConfigError for a file that is absent or isn't TOML."""
+    """The file's table. Raises ConfigError for a file that is absent, isn't TOML or has more than MAX_TOML bytes."""
     try:
+        if path.stat().st_size > MAX_TOML:
+            raise ConfigError(f"{path} has {path.stat().st_size:,} bytes; a run's TOML file has at most {MAX_TOML:,}")
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, IsADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise ConfigError(f"{path} is not a file; the first argument is a TOML file, everything else is --flags") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors; so is a number of thousands of digits
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
 
 
@@ -89,22 +130,30 @@ def writing(folder: Path | str, field: str) -> Iterator[None]:
         raise ConfigError(f"{field} = {str(folder)!r} cannot be written: {error.strerror}{at}", next=f"give another folder with --{field}") from error
 
 
-def _flags(config: type[BaseModel], table: Mapping[str, Any], where: str, prefix: str = "") -> list[str]:
-    """A TOML table as flags: {lora: {rank: 8}} -> ["--lora.rank", "8"]; keys are checked here, values by the Config itself."""
-    flags: list[str] = []
-    fields = {name.replace("_", "-"): field for name, field in config.model_fields.items()}
+def _given(config: type[BaseModel], table: Mapping[str, Any], where: str, prefix: str = "") -> dict[str, Any]:
+    """A TOML table as field values, each judged by its field's own type and limits, strictly: true is no 1, "5" is no 5. A list may stand for a
+    tuple, a whole number for a float."""
+    values: dict[str, Any] = {}
+    names = {name.replace("_", "-"): name for name in config.model_fields}
     for key, value in table.items():
-        name = key.replace("_", "-")
-        if name not in fields:
-            raise ConfigError(f"{where}: unknown key {prefix}{key}{nearest(name, fields)}", next="mend or remove the key")
+        name = names.get(key.replace("_", "-"))
+        if name is None:
+            raise ConfigError(f"{where}: unknown key {prefix}{key}{nearest(key, config.model_fields)}", next="mend or remove the key")
+        info = config.model_fields[name]
+        inner = _model_in(info.annotation)
+        if inner is not None:
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{where}: {prefix}{key} = {value!r:.60} should be a table [{prefix}{key}]", next="mend the key")
+            values[name] = _given(inner, value, where, f"{prefix}{key}.")
+            continue
         if isinstance(value, Mapping):
-            inner = _model_in(fields[name].annotation)
-            if inner is None:
-                raise ConfigError(f"{where}: {prefix}{key} is a table; it should be a value")
-            flags += _flags(inner, value, where, f"{prefix}{name}.")
-        else:
-            flags += [f"--{prefix}{name}", *(str(v) for v in (value if isinstance(value, list) else [value]))]
-    return flags
+            raise ConfigError(f"{where}: {prefix}{key} is a table; it should be a value", next="mend the key")
+        as_typed = TypeAdapter(Annotated[(info.annotation, *info.metadata, Field())], config=ConfigDict(allow_inf_nan=False))  # type: ignore[valid-type]
+        try:
+            values[name] = as_typed.validate_python(tuple(value) if isinstance(value, list) else value, strict=True)
+        except ValidationError as error:
+            raise ConfigError(f"{where}: {prefix}{key} = {value!r:.60}: {error.errors()[0]['msg']}", next="mend the value") from None
+    return values
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:

@@ -96,7 +96,12 @@ def _family(config: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[str], 
 def _not_built(config: Mapping[str, Any], reason: str) -> dict[str, Any]:
     """The same fields for a model without a family: what its config.json calls by the usual names, None for the rest."""
     text = config.get("text_config")
-    field = (text if isinstance(text, Mapping) else config).get
+    given = text if isinstance(text, Mapping) else config
+
+    def field(name: str) -> Any:
+        """A whole number or a text; anything else is no fact about a model."""
+        return given.get(name) if type(given.get(name)) is int or (isinstance(given.get(name), str) and name == "model_type") else None
+
     heads = field("num_attention_heads")
     return {
         "model_type": field("model_type"),

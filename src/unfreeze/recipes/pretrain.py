@@ -17,7 +17,7 @@ from unfreeze.core.errors import ConfigError
 from unfreeze.recipes.config import parse
 from unfreeze.recipes.device import pick_device, say
 from unfreeze.recipes.first_step import FirstStepReceipt
-from unfreeze.recipes.samples import Samples
+from unfreeze.recipes.samples import Samples, own_prompts
 from unfreeze.recipes.training import (
     TrainingConfig,
     batches_of,
@@ -36,6 +36,7 @@ from unfreeze.recipes.training import (
     typed,
     write_resolved,
 )
+from unfreeze.recipes.validation import best_is_written, validation_of, write_best
 from unfreeze.report.live import LoadProgress
 
 if TYPE_CHECKING:
@@ -86,8 +87,8 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
     from unfreeze.train.state import start_or_resume
 
     with open_group(device) as group, live(config, common, "pretrain", command, group) as run:
-        target = run.path / "model"
-        if group.any(run.finished and (target / "config.json").is_file()):  # written in one move, so it is whole
+        target, best = run.path / "model", run.path / "model-best"
+        if group.any(run.finished and (target / "config.json").is_file() and best_is_written(run, best)):  # written in one move, so it is whole
             return group.lead(lambda: finish(config, common, command, already_finished=True, model=str(target))) or {}
         start = open_start(config.model, common)
         shape = models.shape(start.config)
@@ -109,22 +110,28 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
             after_update=(LossFreeBalance(model, config.balance_rate),) if biased and config.balance_rate else (),
         )  # fmt: skip
         write_resolved(run, config, "pretrain", steps=steps, sequence_length=sequence_length(config, shape.max_positions), device=str(device))
-        samples = Samples(run, Model(model, tokenizer, stop_ids=end_ids(start, tokenizer)), tokenizer, config.data, dataset.examples, config.samples)
+        speaker = Model(model, tokenizer, stop_ids=end_ids(start, tokenizer))
+        samples = Samples(run, speaker, tokenizer, config.data, dataset.examples, config.samples, own_prompts(config.prompts, tokenizer, chat=False))
+        validation = validation_of(config, state, dataset, tokenizer, samples, group)
         if state.step == 0:
             samples.say("before", 0)
+        for hook in validation:
+            hook.first()
         reset_peak_bytes(device)
         describe = describer(dataset, tokenizer)
         fitted = fit(
             state, batches, cross_entropy,
             through=models.THROUGH[config.recompute],
             micro_batches=config.micro_batches, max_norm=config.clip, save_every=config.save_every, keep_saves=config.keep_saves,
+            on_full_disk=config.on_full_disk,
             group=group, judge=spike_guard(config, state, cross_entropy, describe), describe=describe,
-            on_step=[FirstStepReceipt(state, dataset, stop=False)] if state.step == 0 else [],
+            on_step=[*([FirstStepReceipt(state, dataset, stop=False)] if state.step == 0 else []), *validation],
         )  # fmt: skip
         if fitted.reason == "done":
             samples.say("after", state.step)
-            group.lead(lambda: publish(model, start, target))
-        return group.lead(lambda: finish(config, common, command, model=str(target))) or {}
+            group.lead(lambda: None if (target / "config.json").is_file() else publish(model, start, target))
+            group.lead(lambda: write_best(state, best, lambda folder: publish(model, start, folder)))
+        return group.lead(lambda: finish(config, common, command, model=str(target), best=state.best)) or {}
 
 
 def open_start(model: str, common: Common) -> Manifest:

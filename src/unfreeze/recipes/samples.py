@@ -27,15 +27,17 @@ class Prompt:
 
 
 class Samples:
-    """The first `count` rows that training uses, as prompts: conversations up to an answer, texts up to their eighth word.
+    """`own` prompts, then the first `count` rows that training uses: conversations up to an answer, texts up to their eighth word.
 
     Made from rows that were accepted, so a bad row that the run skips is skipped here too. A row that cannot be asked (it begins with
     the assistant and says nothing else, or its prompt leaves less than ANSWER positions) is a warning event, once, at step 0.
     """
 
-    def __init__(self, run: Run, speaker: Model, tokenizer: Tokenizer, data: Sequence[str], examples: Sequence[Example], count: int):
+    def __init__(
+        self, run: Run, speaker: Model, tokenizer: Tokenizer, data: Sequence[str], examples: Sequence[Example], count: int, own: Sequence[Prompt] = ()
+    ):  # fmt: skip
         self._run, self._speaker = run, speaker
-        self._prompts: list[Prompt] = []
+        self._prompts = list(own)
         room = speaker.decoder.shape.max_positions - ANSWER
         for row in rows_used(data, examples, count):
             try:
@@ -48,12 +50,19 @@ class Samples:
                     run.events.emit("warning", 0, message=f"no sample of {error.message}")
 
     def say(self, when: str, step: int) -> None:
-        """Greedy answers to all prompts in one batch; when is "before" or "after"."""
+        """Greedy answers to all prompts in one batch; when is "before", "during" or "after"."""
         if not self._prompts:
             return
         answers = self._speaker.complete([prompt.tokens for prompt in self._prompts], max_new_tokens=ANSWER)
         for index, (prompt, answer) in enumerate(zip(self._prompts, answers, strict=True)):
             self._run.events.emit("sample", step, when=when, index=index, prompt=prompt.shown, text=answer.text)
+
+
+def own_prompts(texts: Sequence[str], tokenizer: Tokenizer, *, chat: bool) -> list[Prompt]:
+    """The config's `prompts`: each a user's message (chat), or a text to be continued."""
+    from unfreeze.data import encode_chat, encode_prompt
+
+    return [Prompt(text, encode_chat(tokenizer, [{"role": "user", "content": text}]) if chat else encode_prompt(tokenizer, text)) for text in texts]
 
 
 def rows_used(data: Sequence[str], examples: Sequence[Example], count: int) -> list[Row]:

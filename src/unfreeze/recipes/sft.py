@@ -6,6 +6,7 @@ The base stays as it was published: 4-bit experts are trained in 4 bits. Loss on
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field
@@ -15,7 +16,7 @@ from unfreeze.core.command import Common
 from unfreeze.recipes.config import parse
 from unfreeze.recipes.device import pick_device, say
 from unfreeze.recipes.first_step import FirstStepReceipt
-from unfreeze.recipes.samples import Samples
+from unfreeze.recipes.samples import Samples, own_prompts
 from unfreeze.recipes.training import (
     TrainingConfig,
     batches_of,
@@ -35,6 +36,7 @@ from unfreeze.recipes.training import (
     typed,
     write_resolved,
 )
+from unfreeze.recipes.validation import best_is_written, validation_of, write_best
 from unfreeze.report.live import LoadProgress
 
 
@@ -73,7 +75,8 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
     from unfreeze.train.state import start_or_resume
 
     with open_group(device) as group, live(config, common, "sft", command, group) as run:
-        if group.any(run.finished and (run.path / "adapter" / "adapter_config.json").is_file()):
+        best = run.path / "adapter-best"
+        if group.any(run.finished and (run.path / "adapter" / "adapter_config.json").is_file() and best_is_written(run, best)):
             return group.lead(lambda: finish(config, common, command, export=True, already_finished=True)) or {}
         manifest = open_checkpoint(config.model, progress=say(common))
         shape = models.shape(manifest.config)
@@ -98,20 +101,29 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
         )  # fmt: skip
         write_resolved(run, config, "sft", steps=steps, sequence_length=sequence_length(config, shape.max_positions), device=str(device))
         speaker = Model(model, tokenizer, stop_ids=end_ids(manifest, tokenizer))
-        samples = Samples(run, speaker, tokenizer, config.data, dataset.examples, config.samples)
+        samples = Samples(run, speaker, tokenizer, config.data, dataset.examples, config.samples, own_prompts(config.prompts, tokenizer, chat=True))
+        validation = validation_of(config, state, dataset, tokenizer, samples, group)
         if state.step == 0:
             samples.say("before", 0)
+        for hook in validation:
+            hook.first()
         reset_peak_bytes(device)
         describe = describer(dataset, tokenizer)
         fitted = fit(
             state, batches, cross_entropy,
             through=models.THROUGH[config.recompute],
             micro_batches=config.micro_batches, max_norm=config.clip, save_every=config.save_every, keep_saves=config.keep_saves,
+            on_full_disk=config.on_full_disk,
             group=group, judge=spike_guard(config, state, cross_entropy, describe), describe=describe,
-            on_step=[FirstStepReceipt(state, dataset, stop=True)] if state.step == 0 else [],
+            on_step=[*([FirstStepReceipt(state, dataset, stop=True)] if state.step == 0 else []), *validation],
         )  # fmt: skip
         if fitted.reason == "done":
             samples.say("after", state.step)
-        name = portable(config.model)
-        group.lead(lambda: verify_adapter(model, save_adapter(model, run.path / "adapter", base_name=name, prefix=manifest.prefix)))
-        return group.lead(lambda: finish(config, common, command, export=True)) or {}
+
+        def write(folder: Path) -> None:
+            verify_adapter(model, save_adapter(model, folder, base_name=portable(config.model), prefix=manifest.prefix))
+
+        group.lead(lambda: write(run.path / "adapter"))
+        if fitted.reason == "done":
+            group.lead(lambda: write_best(state, best, write))
+        return group.lead(lambda: finish(config, common, command, export=True, best=state.best)) or {}

@@ -19,6 +19,7 @@ from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED, Event
 from unfreeze.recipes.config import Files, Folder, Frozen, ModelName, writing
 from unfreeze.recipes.device import allocator_line
+from unfreeze.recipes.resume import FIXED, allowed
 from unfreeze.report.events import of_kind, read_events, tokens_per_second
 from unfreeze.report.experts import ExpertWatch
 from unfreeze.report.html import summary_lines, write_report
@@ -38,6 +39,12 @@ if TYPE_CHECKING:
     from unfreeze.train.state import State
     from unfreeze.train.step import Objective
     from unfreeze.train.suspects import Describe
+
+
+CHANGES_NOTHING = {
+    "out", "save_every", "keep_saves", "on_full_disk", "allow_changed", "validate_every", "prompts", "samples", "threads", "on_spike", "track",
+}  # fmt: skip
+"""Fields that change nothing of what is trained; a run may go on with other values."""
 
 
 class TrainingConfig(Frozen):
@@ -97,6 +104,16 @@ class TrainingConfig(Frozen):
     seed: int = Field(default=0, ge=0, description="seed of adapters, weights and data order")
     save_every: int = Field(default=0, ge=0, description="steps between saves; 0: at the end and on Ctrl-C")
     keep_saves: int = Field(default=2, ge=1, description="how many saves of the training state are kept")
+    on_full_disk: Literal["stop", "continue"] = Field(
+        default="stop", description="a save without room on the disk: stop, or warn and train on to the next save. Earlier saves stay either way"
+    )
+    allow_changed: tuple[str, ...] = Field(
+        default=(), description="fields in which an unfinished run may go on with another value than it was saved with, such as learning_rate"
+    )
+    validate_every: int = Field(
+        default=0, ge=0, description="steps between validations, with `validation` or `validation_fraction`; 0: before the first and after the last"
+    )
+    prompts: tuple[str, ...] = Field(default=(), description="own prompts, answered where those of `samples` are, and at each validation")
     track: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
         default_factory=list, description="trackers that also get the events; wandb stays offline unless WANDB_MODE=online is set"
     )
@@ -127,7 +144,7 @@ class TrainingConfig(Frozen):
 
     def record(self) -> dict[str, Any]:
         """What a run is identified by when it resumes: every field that changes what is computed."""
-        fields = self.model_dump(mode="json", exclude={"out", "save_every", "keep_saves", "samples", "threads", "on_spike", "track"})
+        fields = self.model_dump(mode="json", exclude=CHANGES_NOTHING)
         files = [str(Path(file).resolve()) for file in self.data]
         held_out = str(Path(self.validation).resolve()) if self.validation else ""
         return {**fields, "model": portable(self.model), "data": files[0] if len(files) == 1 else files, "validation": held_out}
@@ -273,17 +290,22 @@ def write_resolved(run: Run, config: TrainingConfig, recipe: str, **effective: A
 def live(config: TrainingConfig, common: Common, recipe: str, command: str, group: Group) -> Iterator[Run]:
     """The opened, locked run folder with live progress on stderr, and its resolved config written; on processes beyond 0 a silent Follower.
 
-    A Ctrl-C that fit doesn't handle (before it, after it, or a second one) says what is saved and how to go on.
+    A Ctrl-C that fit doesn't handle (before it, after it, or a second one) says what is saved and how to go on; a full disk does too.
     """
     from unfreeze.train.follower import Follower, open_run
     from unfreeze.train.run import Run, latest
+    from unfreeze.train.state import FULL, DiskFull
 
+    record = config.record()
+    changeable = allowed(config.allow_changed, record)
     with LiveProgress(0, quiet=common.quiet) as progress, tracking(config.track, config.run_dir, config.model_dump(mode="json")) as sinks:
         with writing(config.run_dir, "out"):
             run = open_run(
                 group,
-                lead=lambda: Run(config.run_dir, config.record(), listeners=(progress, ExpertWatch(), *sinks)),
-                follow=lambda: Follower(config.run_dir, config.record()),
+                lead=lambda: Run(
+                    config.run_dir, record, listeners=(progress, ExpertWatch(), *sinks), allow_changed=changeable, fixed=FIXED
+                ),
+                follow=lambda: Follower(config.run_dir, record, allow_changed=changeable, fixed=FIXED),
             )
         with run:
             try:
@@ -295,6 +317,13 @@ def live(config: TrainingConfig, common: Common, recipe: str, command: str, grou
                 save = latest(run.path)
                 state = f"the run is saved as of {save.name}" if save else "nothing was trained yet"
                 raise KeyboardInterrupt(f"{state}; {again(command)}") from None
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                save = latest(run.path)
+                state = f"the run is saved as of {save.name}" if save else "nothing was saved yet"
+                at = f", at {error.filename}" if error.filename else ""
+                raise DiskFull(f"the disk of {run.path} is full{at}; {state}", next=f"free space, then {again(command)}") from error
 
 
 def again(command: str) -> str:

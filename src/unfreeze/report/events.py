@@ -38,7 +38,7 @@ def read_events(path: Path | str) -> list[Event]:
 def _parse(line: bytes, path: Path, number: int) -> Event:
     try:
         event = json.loads(line.decode("utf-8"))
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both ValueErrors
+    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are both ValueErrors
         raise DataError(f"{path} line {number} is not JSON: {error}", next=f"remove line {number}, or restore the file") from error
     if not isinstance(event, dict) or not isinstance(event.get("kind"), str) or not isinstance(event.get("step"), int):
         raise DataError(f"{path} line {number} is not an event: it needs a text field 'kind' and a whole number 'step'")

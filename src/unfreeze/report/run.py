@@ -15,6 +15,7 @@ from typing import Any
 
 from unfreeze.core.errors import DataError
 from unfreeze.core.events import RESOLVED, Event
+from unfreeze.core.json_object import read_object
 from unfreeze.core.units import format_bytes, format_count, format_seconds
 from unfreeze.report.events import expert_load, last, number, of_kind, read_events, series, tokens_per_second
 from unfreeze.report.tables import trained_parameters
@@ -83,25 +84,22 @@ def read_run(run_dir: Path | str) -> Run:
     events = read_events(path / "events.jsonl")
     plan_event, receipt_event = last(events, "plan"), last(events, "receipt")
     receipt = _read_object(path / "receipt.json") or (receipt_event or {}).get("groups") or {}
+    groups = receipt.get("groups", receipt) if isinstance(receipt, dict) else None
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+        raise DataError(f"{path}: the receipt is not a table group -> numbers", next=f"remove {path / 'receipt.json'}, or restore it")
     return Run(
         path=path,
         events=events,
         config=_read_object(path / RESOLVED),
         plan=_read_object(path / "plan.json") or plan_event or {},
-        groups=receipt.get("groups", receipt),
+        groups=groups,
     )
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise DataError(f"{path} holds a {type(value).__name__}, not a JSON object")
-    return value
+    return read_object(path, DataError, next=f"remove {path.name}, or restore it")
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -25,7 +25,7 @@ from unfreeze.train.memory import memory_fields, peak_bytes
 from unfreeze.train.nonfinite import investigate
 from unfreeze.train.optim import NonFinite
 from unfreeze.train.run import latest
-from unfreeze.train.state import State, save
+from unfreeze.train.state import OnFullDisk, State, save
 from unfreeze.train.step import Judge, Objective, StepResult, accept, train_step
 from unfreeze.train.suspects import SUSPECTS, Describe
 
@@ -60,6 +60,7 @@ def fit(
     max_norm: float = 1.0,
     save_every: int = 0,
     keep_saves: int = 2,
+    on_full_disk: OnFullDisk = "stop",
     on_step: Sequence[OnStep] = (),
     judge: Judge = accept,
     group: Group = ALONE,
@@ -72,9 +73,10 @@ def fit(
     micro_batches  batches per optimizer step; the gradient is that of all their tokens at once.
     max_norm       limit of the global gradient norm; 0 doesn't clip.
     save_every     steps between saves; 0: only at the end and on an interruption, where it always saves.
+    on_full_disk   "continue": a save without room on the disk is a warning, except the one this call ends with.
     group          every process calls fit with equal batches and an equal state; process 0 saves.
     describe       what suspects.jsonl says of a document beside its tokens (its row, its text), where a step is not finite.
-    Raises NonFinite at a NaN (weights and saves are those of before), DataError if the batches end, UserError if the disk is full.
+    Raises NonFinite at a NaN (weights and saves are those of before), DataError if the batches end, DiskFull if a save has no room.
     """
     run, model, steps = state.run, state.model, state.schedule.steps
     run.events.emit(
@@ -108,9 +110,10 @@ def fit(
                 look(state, result)
 
             stop = group.any(interrupt.requested)  # read once: a signal after this line is for the next step
-            if stop or state.step == steps or (save_every and state.step % save_every == 0):
+            last = stop or state.step == steps
+            if last or (save_every and state.step % save_every == 0):
                 group.check_replicas(state.tensors())
-                group.lead(partial(save, state, keep_saves))
+                group.lead(partial(save, state, keep_saves, "stop" if last else on_full_disk))
             if stop:
                 break
     fitted = Fitted(

@@ -20,6 +20,7 @@ from typing import IO, Any
 
 from unfreeze.core.errors import CheckpointError, ConfigError, UserError
 from unfreeze.core.events import Event, EventLog, truncate_after
+from unfreeze.core.json_object import read_object
 
 SAVE_NAME = re.compile(r"step-(\d{6,})")
 RECORD = "state.json"
@@ -33,7 +34,8 @@ class Run:
     events        its EventLog. On resume the lines after the save are dropped first, so that no step stands twice.
     saved         the record of the save to go on from (state.json), None for a fresh run.
     step, cursor  where it goes on: number of finished steps and the data position (0 and None for a fresh run).
-    finished      whether that save is of the last step of its schedule.
+    finished      whether that save is of the last step of its schedule, and nothing was changed that could ask for more.
+    changed       "field: saved -> now" of each change that allow_changed let through.
 
     Use as a context manager: leaving it closes the events and frees the lock. (A killed process frees the lock too: the kernel does.)
     """
@@ -45,25 +47,31 @@ class Run:
         *,
         listeners: tuple[Callable[[Event], str | None], ...] = (),
         allow_changed: Collection[str] = (),
+        fixed: Mapping[str, str] | None = None,
     ):
         """allow_changed: fields (dotted, or a whole group such as "lora") in which `config` may differ from the save's.
+        fixed: fields that may differ in no case -> the reason, such as {"lora.rank": "it is the shape of the trained tensors"}.
 
+        What was allowed and did change is a "warning" event and stays in `changed`.
         Raises UserError if another process holds the folder, ConfigError if the save was made under another configuration.
         """
         self.path = Path(path)
         self.config = plain_json(config)
         self.allow_changed = frozenset(allow_changed)
+        self.fixed = dict(fixed or {})
+        self.changed: list[str] = []
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock: IO[str] | None = _take_lock(self.path)
         try:
-            for unfinished in (self.path / "state").glob("*.tmp"):
-                shutil.rmtree(unfinished)
+            _clear_unfinished(self.path)
             self.save_path = latest(self.path)
             self.saved = None if self.save_path is None else read_record(self.save_path)
             if self.saved is not None:
                 self.refuse_changes(self.saved["config"], self.config)
             truncate_after(self.path / "events.jsonl", self.step if self.saved else -1)
             self.events = EventLog(self.path / "events.jsonl", listeners)
+            if self.changed:
+                self.events.emit("warning", self.step, message=f"goes on with another configuration, as allowed: {'; '.join(self.changed)}")
         except BaseException:
             self._free_lock()
             raise
@@ -78,22 +86,24 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        return self.saved is not None and self.step >= int(self.saved["schedule"]["steps"])
+        return self.saved is not None and not self.changed and self.step >= int(self.saved["schedule"]["steps"])
 
     def refuse_changes(self, saved: Any, now: Any, prefix: str = "") -> None:
-        """Raises ConfigError listing every field in which `now` differs from `saved` and that allow_changed doesn't name."""
-        changes = [
-            f"{field}: {old} -> {new}"
-            for field, old, new in changed_fields(saved, now, prefix)
-            if not any(field == allowed or field.startswith(allowed + ".") for allowed in self.allow_changed)
-        ]
-        if changes:
-            raise ConfigError(
-                f"{self.path} was trained to step {self.step} with another configuration; "
-                f"{len(changes)} {'field differs' if len(changes) == 1 else 'fields differ'} (saved -> now): "
-                + "; ".join(changes),
-                next="run with the saved values to go on, or give another folder with --out",
-            )
+        """Raises ConfigError listing every field in which `now` differs from `saved` and that allow_changed doesn't name, or that is fixed."""
+        changes = {field: f"{field}: {old} -> {new}" for field, old, new in changed_fields(saved, now, prefix)}
+        fixed = {field: reason for field in changes if (reason := _named(field, self.fixed))}
+        refused = [field for field in changes if field in fixed or _named(field, dict.fromkeys(self.allow_changed, field)) is None]
+        self.changed += [change for field, change in changes.items() if field not in refused]
+        if not refused:
+            return
+        never = "".join(f"; {field} can never change within a run: {reason}" for field, reason in fixed.items())
+        allow = "" if fixed else f", or add --allow-changed {' '.join(refused)}"
+        raise ConfigError(
+            f"{self.path} was trained to step {self.step} with another configuration; "
+            f"{len(refused)} {'field differs' if len(refused) == 1 else 'fields differ'} (saved -> now): "
+            + "; ".join(changes[field] for field in refused) + never,
+            next="run with the saved values to go on, or give another folder with --out" + allow,
+        )  # fmt: skip
 
     def close(self) -> None:
         self.events.close()
@@ -111,10 +121,25 @@ class Run:
         self.close()
 
 
+def _clear_unfinished(run_dir: Path) -> None:
+    """Remove what killed runs were writing here; nobody else is, as the lock is held. (checkpoint.save names its files .<name>.unfinished-<pid>)"""
+    for pattern in ("state/*.tmp", ".*.unfinished-*", "adapter*/.*.unfinished-*"):
+        for unfinished in run_dir.glob(pattern):
+            if unfinished.is_dir():
+                shutil.rmtree(unfinished)
+            else:
+                unfinished.unlink()
+
+
 def latest(run_dir: Path | str) -> Path | None:
     """The complete save with the highest step, or None. Folders ending in .tmp, and anything not called step-<number>, are not looked at."""
     complete = saves(Path(run_dir))
     return complete[-1] if complete else None
+
+
+def save_name(step: int) -> str:
+    """The folder name of the save of a step; SAVE_NAME reads it back."""
+    return f"step-{step:06d}"
 
 
 def saves(run_dir: Path) -> list[Path]:
@@ -125,14 +150,15 @@ def saves(run_dir: Path) -> list[Path]:
 
 def read_record(save_path: Path) -> dict[str, Any]:
     """state.json of one save. Raises CheckpointError if it is damaged: its config must have the hash written beside it."""
-    path = save_path / RECORD
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        intact = record["config_hash"] == config_hash(record["config"]) and {"step", "cursor", "schedule", "optimizer"} <= record.keys()
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}", next=f"remove {save_path} to go on from the save before") from error
-    if not intact:
-        raise CheckpointError(f"{path} is damaged: its fields or its config hash do not fit", next=f"remove {save_path}")
+    path, next_command = save_path / RECORD, f"remove {save_path} to go on from the save before"
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing", next=next_command)
+    record = read_object(path, CheckpointError, next=next_command)
+    tables = ("config", "schedule", "optimizer")
+    typed = all(isinstance(record.get(field), dict) for field in tables) and isinstance(record.get("cursor"), dict | None)
+    steps = (record.get("step"), record["schedule"].get("steps")) if typed else ()
+    if not steps or any(type(number) is not int or number < 0 for number in steps) or record.get("config_hash") != config_hash(record["config"]):
+        raise CheckpointError(f"{path} is damaged: its fields or its config hash do not fit", next=next_command)
     return record
 
 
@@ -162,17 +188,23 @@ def changed_fields(saved: Any, now: Any, prefix: str = "") -> list[tuple[str, st
     return [] if saved == now else [(prefix.rstrip("."), json.dumps(saved), json.dumps(now))]
 
 
+def _named(field: str, fields: Mapping[str, str]) -> str | None:
+    """The value of the entry that is `field` or a group it belongs to; None where there is none."""
+    return next((value for name, value in fields.items() if field == name or field.startswith(name + ".")), None)
+
+
 def _take_lock(run_dir: Path) -> IO[str]:
     file = (run_dir / "lock").open("a+", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
-        pid = file.read().strip() or "unknown"
+        pid = file.read().strip()
         file.close()
+        stop = f"stop it with: kill -INT {pid}" if pid else "try again in a second"  # a holder writes its pid right after it has the lock
         raise UserError(
-            f"{run_dir} is in use by process {pid}: two runs in one folder would overwrite each other",
-            next=f"wait for it, stop it with: kill -INT {pid}, or give another folder with --out",
+            f"{run_dir} is in use by process {pid or '(just starting)'}: two runs in one folder would overwrite each other",
+            next=f"wait for it, {stop}, or give another folder with --out",
         ) from None
     file.truncate(0)
     file.write(str(os.getpid()))

@@ -1,8 +1,8 @@
 """State: all that a run is between two steps; saving it atomically, and going on from it bit for bit.
 
 A save is a folder with two files, and no pickle: tensors.safetensors (trainable weights, optimizer, balancing biases, RNG) and state.json
-(step, data cursor, schedule, optimizer settings, config and its hash). It is written under a temporary name, synced to disk and renamed,
-so it is there completely or not at all. It does not depend on the number of devices.
+(step, data cursor, schedule, optimizer settings, config and its hash, the best step so far). It is written under a temporary name, synced to
+disk and renamed, so it is there completely or not at all. It does not depend on the number of devices.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from unfreeze.checkpoint.save import sync_folder, write_file
+from unfreeze.checkpoint.save import sync_folder, write_file, write_safetensors
 from unfreeze.core.errors import CheckpointError, UserError
 from unfreeze.core.units import format_bytes
 from unfreeze.train.balance import AfterUpdate
 from unfreeze.train.optim import AdamW
-from unfreeze.train.run import RECORD, Run, config_hash, plain_json, saves
+from unfreeze.train.run import RECORD, Run, config_hash, plain_json, save_name, saves
 from unfreeze.train.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -33,11 +32,23 @@ if TYPE_CHECKING:
 
 TENSORS = "tensors.safetensors"
 _RNG = "rng."
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+OnFullDisk = Literal["stop", "continue"]
+"""What a save that the disk has no room for does: stop the run with DiskFull, or warn and let it go on to the next save."""
+
+
+class DiskFull(UserError):
+    """There was no room for a save. The saves before it are whole and stay."""
 
 
 @dataclass
 class State:
-    """What fit() advances. step: finished optimizer steps. cursor: where the next batch of data begins (as the batch iterator said)."""
+    """What fit() advances. step: finished optimizer steps. cursor: where the next batch of data begins (as the batch iterator said).
+
+    best: {"step", "loss"} of the lowest validation loss so far, None without validation. It lies in every save, so that which save is the
+    best is known exactly as far as the training that led to it (a file beside the saves could be older or newer than they are).
+    """
 
     run: Run
     model: Decoder
@@ -46,6 +57,7 @@ class State:
     after_update: Sequence[AfterUpdate] = ()
     step: int = 0
     cursor: dict[str, Any] | None = None
+    best: dict[str, Any] | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """The live tensors that training changes, under the names they are saved by."""
@@ -70,74 +82,111 @@ def start_or_resume(
     run.refuse_changes(run.saved["schedule"], plain_json(asdict(schedule)), "schedule.")
     run.refuse_changes(run.saved["optimizer"], plain_json(optimizer.settings), "optimizer.")
     _load_tensors(run.save_path / TENSORS, state.tensors())
-    state.step, state.cursor = run.step, run.cursor
+    state.step, state.cursor, state.best = run.step, run.cursor, run.saved.get("best")
     return state
 
 
-def save(state: State, keep: int = 2) -> Path:
-    """Write runs/<name>/state/step-<step> and return it; older saves beyond `keep` go. Emits a "save" event. A step is saved once.
+def save(state: State, keep: int = 2, on_full_disk: OnFullDisk = "stop") -> Path | None:
+    """Write runs/<name>/state/step-<step> and return it. Kept: the newest `keep` saves and that of state.best. Emits a "save" event.
 
-    Order: write under .tmp, fsync files and folder, rename, fsync the parent; only then are older saves removed. A kill at any point
-    leaves the previous save readable. Raises UserError if the disk is full; the previous saves stay.
+    A step is saved once. Order: write under .tmp, fsync files and folder, rename, fsync the parent; only then are older saves removed. A kill
+    at any point leaves the previous save readable. Without room on the disk: raises DiskFull, or with on_full_disk "continue" leaves a
+    "warning" event and returns None; the previous saves stay. Raises UserError for any other failure to write.
     """
-    final = state.run.path / "state" / f"step-{state.step:06d}"
-    temporary = final.with_name(final.name + ".tmp")
+    final = state.run.path / "state" / save_name(state.step)
     if final.exists():
         return final
     tensors = {name: tensor.contiguous() for name, tensor in state.tensors().items()} | _rng_tensors(state.model.device)
-    record = {
+    try:
+        _write(final, tensors, _record(state))
+    except OSError as error:
+        failure = _save_error(error, final, tensors)
+        if on_full_disk == "stop" or not isinstance(failure, DiskFull):
+            raise failure from error
+        state.run.events.emit("warning", state.step, message=f"{failure.message}; training goes on without it")
+        return None
+    best = save_name(state.best["step"]) if state.best else None
+    for old in saves(state.run.path)[:-keep]:
+        if old.name != best:
+            _remove(old)
+    state.run.events.emit("save", state.step, path=str(final.relative_to(state.run.path)))
+    return final
+
+
+def _record(state: State) -> dict[str, Any]:
+    return {
         "format": 1,
         "step": state.step,
         "cursor": state.cursor,
         "schedule": asdict(state.schedule),
         "optimizer": state.optimizer.settings,
+        "best": state.best,
         "config": state.run.config,
         "config_hash": config_hash(state.run.config),
         "torch": torch.__version__,
     }
+
+
+def _write(final: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
+    """The folder `final`, all or nothing. Each write below syncs its file and then the folder."""
+    temporary = final.with_name(final.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        save_file(tensors, temporary / TENSORS)
-        sync_folder(temporary / TENSORS)
-        write_file(temporary / RECORD, json.dumps(record, indent=1, allow_nan=False))  # and syncs the folder
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise _save_error(error, final, tensors) from error
-    temporary.rename(final)
+        write_safetensors(temporary / TENSORS, tensors)
+        write_file(temporary / RECORD, json.dumps(record, indent=1, allow_nan=False))
+        temporary.rename(final)
+    except OSError:
+        shutil.rmtree(temporary, ignore_errors=True)  # gives the room back
+        raise
     sync_folder(final.parent)
-    for old in saves(state.run.path)[:-keep]:
-        _remove(old)
-    state.run.events.emit("save", state.step, path=str(final.relative_to(state.run.path)))
-    return final
+
+
+def load_best(state: State) -> int | None:
+    """Copy the trained weights of the best save into the live model; the optimizer's moments, RNG and counters stay as they are.
+
+    Returns its step, None where there is no best save, or the model is at that step already. For what is written after training.
+    """
+    path = None if state.best is None else state.run.path / "state" / save_name(state.best["step"])
+    if path is None or state.best is None or state.best["step"] == state.step or not path.is_dir():
+        return None
+    with _opened(path / TENSORS) as saved:
+        _copy(path / TENSORS, saved, {name: tensor for name, tensor in state.tensors().items() if not name.startswith("optimizer.")})
+    return int(state.best["step"])
 
 
 def _load_tensors(path: Path, live: dict[str, Tensor]) -> None:
-    """Copy a save into the live tensors, one at a time. Every name must be on both sides, with the same shape and dtype."""
-    try:
-        file = safe_open(path, framework="pt", device="cpu")
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}", next=f"remove {path.parent} to go on from the save before") from error
-    with file as saved:
-        names = {name for name in saved.keys() if not name.startswith(_RNG)}  # noqa: SIM118 (not a dict)
-        missing, unexpected = sorted(live.keys() - names), sorted(names - live.keys())
+    """Copy a save into the live tensors, one at a time, and torch's RNG. Every name must be on both sides, with the same shape and dtype."""
+    with _opened(path) as saved:
+        names = set(saved.keys())
+        missing = sorted((live.keys() | {_RNG + "cpu"}) - names)
+        unexpected = sorted(name for name in names - live.keys() if not name.startswith(_RNG))
         if missing or unexpected:
             raise CheckpointError(
                 f"{path} does not fit this model: {len(missing)} of {len(live)} tensors missing, {len(unexpected)} unexpected; "
                 f"first: {(missing + unexpected)[0]}",
                 next="resume with the model and adapter the save was made with, or give another folder with --out",
             )
-        with torch.no_grad():
-            for name, tensor in live.items():
-                value = saved.get_tensor(name)
-                if value.shape != tensor.shape or value.dtype != tensor.dtype:
-                    raise CheckpointError(
-                        f"{path}: {name} is {value.dtype} {list(value.shape)}, this model has {tensor.dtype} {list(tensor.shape)}"
-                    )
-                tensor.copy_(value)
+        _copy(path, saved, live)
         torch.set_rng_state(saved.get_tensor(_RNG + "cpu"))
-        if torch.cuda.is_available() and _RNG + "cuda" in saved.keys():  # noqa: SIM118
+        if torch.cuda.is_available() and _RNG + "cuda" in names:
             torch.cuda.set_rng_state(saved.get_tensor(_RNG + "cuda"))
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}", next=f"remove {path.parent} to go on from the save before") from error
+
+
+@torch.no_grad()
+def _copy(path: Path, saved: Any, live: dict[str, Tensor]) -> None:
+    for name, tensor in live.items():
+        value = saved.get_tensor(name)
+        if value.shape != tensor.shape or value.dtype != tensor.dtype:
+            raise CheckpointError(f"{path}: {name} is {value.dtype} {list(value.shape)}, this model has {tensor.dtype} {list(tensor.shape)}")
+        tensor.copy_(value)
 
 
 def _rng_tensors(device: torch.device) -> dict[str, Tensor]:
@@ -154,11 +203,13 @@ def _remove(save_path: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def _save_error(error: Exception, final: Path, tensors: dict[str, Tensor]) -> UserError:
+def _save_error(error: OSError, final: Path, tensors: dict[str, Tensor]) -> UserError:
     needed, free = sum(t.nbytes for t in tensors.values()), shutil.disk_usage(final.parents[1]).free
-    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or free < needed
+    full = error.errno in FULL
     cause = "the disk is full" if full else f"{type(error).__name__}: {error}"
-    return UserError(
-        f"could not save {final}: {cause}; {format_bytes(needed)} needed, {format_bytes(free)} free. Earlier saves are untouched",
+    kept = saves(final.parents[1])
+    return (DiskFull if full else UserError)(
+        f"could not save {final}: {cause}; {format_bytes(needed)} needed, {format_bytes(free)} free. "
+        + (f"Earlier saves are untouched, the last is {kept[-1].name}" if kept else "There is no earlier save"),
         next=f"free space on the disk of {final.parent}, then run the same command again: it goes on from the last save",
     )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from unfreeze.kernels.attention import Layout, packed_attention
 
+
 Value = TypeVar("Value")
 
 

@@ -1,0 +1,55 @@
+"""A regular expression that stands in a file someone else wrote: refused where it is none, and where matching it can take forever.
+
+`re` backtracks: (a+)+$ against 40 letters takes longer than a person lives, and no timeout can be given.
+"""
+
+from __future__ import annotations
+
+import re
+from re import _constants, _parser  # the standard library's own parser: what it reads is what is matched
+from typing import Any
+
+from unfreeze.core.errors import UserError
+
+NAME = 100  # characters: longer than the names of modules that patterns are matched with
+MAX_WAYS = 2 * NAME**4  # ways to share a name out among a pattern's repeats: four open ones. Most of them end early: 0.1 s at worst
+_REPEATS = {_constants.MAX_REPEAT, _constants.MIN_REPEAT, _constants.POSSESSIVE_REPEAT}
+
+
+def pattern(text: object, where: str, error: type[UserError]) -> re.Pattern[str]:
+    """The compiled pattern. Raises `error`, beginning with `where`: not a text, not a pattern, a choice or a repeat
+    inside a repeat, or more than MAX_WAYS to match."""
+    if not isinstance(text, str) or len(text) > 1000:
+        raise error(f"{where}: {str(text)[:80]!r} is not a pattern of at most 1,000 characters", next="write module names")
+    try:
+        ways, nested = _ways(_parser.parse(text), inside=False)
+        compiled = re.compile(text)
+    except (re.error, RecursionError, OverflowError) as fault:
+        raise error(f"{where}: {text[:80]!r} is not a regular expression: {fault}", next="write module names, or mend it") from None
+    if nested or ways > MAX_WAYS:
+        why = "a choice or a repeat inside a repeat" if nested else f"{ways:.0e} ways, the limit is {MAX_WAYS:.0e}"
+        raise error(f"{where}: {text[:80]!r} could take forever to match: {why}", next="write module names, or use one .* for a run of them")
+    return compiled
+
+
+def _ways(parsed: Any, *, inside: bool) -> tuple[float, bool]:
+    """(ways to share NAME characters out among the repeats, whether a choice or a repeat lies inside a repeat) of a parsed pattern."""
+    ways, nested = 1.0, False
+    for operation, value in parsed:
+        repeats = operation in _REPEATS
+        low, high = (min(value[0], NAME), min(value[1], NAME)) if repeats else (1, 1)
+        ways *= high - low + 1
+        nested |= inside and (high > low or operation is _constants.BRANCH)
+        for part in _parts(value):
+            below, below_nested = _ways(part, inside=inside or high > 1)
+            ways, nested = ways * below, nested or below_nested
+    return ways, nested
+
+
+def _parts(value: Any) -> list[Any]:
+    """The patterns that stand inside one parsed operation."""
+    if isinstance(value, _parser.SubPattern):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [part for item in value for part in _parts(item)]
+    return []

@@ -1,0 +1,159 @@
+"""M1 to M4: faults of mixtures of experts. E experts, T tokens, K experts per token."""
+
+from __future__ import annotations
+
+import html
+import re
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unfreeze import models
+from unfreeze.data import Example, pack
+from unfreeze.generate.engine import Engine
+from unfreeze.generate.sampling import Sampling
+from unfreeze.models import Decoder
+from unfreeze.models.blocks.passes import PackedPass
+from unfreeze.objectives.cross_entropy import cross_entropy
+from unfreeze.parallel.collectives import Processes
+from unfreeze.recipes.drill.fault import Fault, Outcome, measured, said
+from unfreeze.recipes.drill.processes import PATIENCE, together
+from unfreeze.recipes.drill.sandbox import Sandbox
+from unfreeze.report.events import of_kind, read_events
+from unfreeze.report.html import write_report
+from unfreeze.train.balance import LossFreeBalance
+from unfreeze.train.optim import AdamW
+from unfreeze.train.step import train_step
+
+FAMILY = "deepseek_v3"
+
+
+def starve(model: Decoder, awake: int = 2) -> Decoder:
+    """Only the first `awake` experts are ever chosen."""
+    for moe in model.moe_layers().values():
+        moe.gate.e_score_correction_bias[awake:] = -100.0  # type: ignore[index]
+    return model
+
+
+def idle_experts(sandbox: Sandbox) -> Outcome:
+    """Two processes train a checkpoint of which six of eight experts never get a token."""
+    run = sandbox.fresh("two")
+    config = sandbox.sft_config(model=starved_checkpoint(sandbox), out=run, micro_batches=2, tokens_per_step=256)
+    seconds = together(config, run)
+    steps = [event["expert_load"]["1"] for event in of_kind(read_events(run / "events.jsonl"), "train")]
+    idle = min(load.count(0) for load in steps)
+    line = f"2 processes, {idle} of 8 experts idle: {len(steps)} of 4 steps, ended by themselves after {seconds:.0f} s (limit {PATIENCE:.0f})"
+    return measured(Processes.sum_, line, holds=len(steps) == 4 and idle == 6)
+
+
+def gradients_to_reduce(sandbox: Sandbox) -> Outcome:
+    """The tensors that replicas would add up, with all experts used and with six of eight idle on this one."""
+    sets = []
+    for model in (sandbox.model(FAMILY), starve(sandbox.model(FAMILY))):
+        optimizer = AdamW(model)
+        train_step(model, optimizer, [sandbox.batch([40, 30])], cross_entropy, learning_rate=1e-3, max_norm=1.0, through=models.recompute)
+        sets.append([(name, tuple(g.shape)) for name in optimizer.parameters if (g := optimizer.gradient(name)) is not None])
+    same = sets[0] == sets[1]
+    line = f"{len(sets[1])} gradients to add up with 6 of 8 experts idle, {len(sets[0])} with all at work; the same names and shapes: {same}"
+    return measured(train_step, line, holds=same)
+
+
+def starved_checkpoint(sandbox: Sandbox) -> Path:
+    return sandbox.write(sandbox.config(FAMILY), sandbox.fresh("starved"), change=starve)
+
+
+def balance_out_of_step(sandbox: Sandbox) -> Outcome:
+    """Loss-free balancing under 2 micro-batches, recomputation and an evaluation after each step: one update per step, each token counted once."""
+    model = sandbox.model(FAMILY)
+    balance, batches, steps = LossFreeBalance(model, 0.01), [sandbox.batch([40, 30]), sandbox.batch([20, 9], seed=1)], 3
+
+    def evaluate(state: Any, result: Any) -> None:
+        with torch.no_grad():
+            state.model.hidden(batches[0])
+
+    events = sandbox.loop(model, batches, steps, micro_batches=2, after_update=(balance,), on_step=[evaluate])
+    loads = [sum(event["expert_load"]["1"]) for event in events if event["kind"] == "train"]
+    expected = 2 * sum(batch.num_tokens for batch in batches)  # top-2
+    moved = float(balance.biases[1].abs().max())
+    line = f"{balance.num_updates} updates in {steps} steps, {loads} choices counted per step ({expected} made); the bias moved by {moved:g}"
+    return measured(LossFreeBalance, line, holds=balance.num_updates == steps and loads == [expected] * steps and moved > 0)
+
+
+def dead_experts(sandbox: Sandbox) -> Outcome:
+    """A run on a checkpoint of which six of eight experts are never chosen: its report has to say so."""
+    run = sandbox.fresh("run")
+    sandbox.sft(model=starved_checkpoint(sandbox), out=run)
+    page = html.unescape((run / "report.html").read_text(encoding="utf-8"))
+    words = re.findall(r"Busiest expert[^<]*", page)
+    return said(write_report, words[0] if words else "", says="6 of 8 experts got no token")
+
+
+def routing_changes_in_recompute(sandbox: Sandbox) -> Outcome:
+    """A router that would choose other experts at each call: the recomputation must take the saved choice."""
+    calls: dict[str, int] = {}
+    gradients = {}
+    for through in (models.plain, models.recompute, models.selective):
+        model = sandbox.model(FAMILY)
+        calls[through.__name__] = 0
+        for moe in model.moe_layers().values():
+            moe.gate.choose = MethodType(restless(type(moe.gate).choose, calls, through.__name__), moe.gate)  # type: ignore[method-assign]
+        optimizer = AdamW(model)
+        train_step(model, optimizer, [sandbox.batch([40, 30])], cross_entropy, learning_rate=1e-9, max_norm=0.0, through=through)
+        gradients[through.__name__] = torch.cat([g.flatten() for n in optimizer.parameters if (g := optimizer.gradient(n)) is not None])
+    plain = gradients.pop("plain")
+    worst = max(float((gradient - plain).norm() / plain.norm()) for gradient in gradients.values())
+    line = f"a router that chooses otherwise each time was asked {calls['recompute']} time per step; gradients recomputed differ by {worst:.1g}"
+    return measured(PackedPass.once, line, holds=set(calls.values()) == {1} and worst <= 1e-6)
+
+
+def restless(choose: Any, calls: dict[str, int], name: str) -> Any:
+    def choose_otherwise(gate: Any, scores_TE: Tensor) -> Tensor:
+        calls[name] += 1
+        return (choose(gate, scores_TE) + calls[name] - 1) % scores_TE.shape[-1]
+
+    return choose_otherwise
+
+
+def trainer_and_sampler_part(sandbox: Sandbox) -> Outcome:
+    """Log-probabilities of 64 sampled tokens as the sampler's cached steps see them, and as the trainer's packed pass does."""
+    gaps = {}
+    for family in ("llama", "qwen3_moe", FAMILY):
+        model = sandbox.model(family)
+        prompt = [5, 17, 3, 88]
+        tokens = Engine(model).generate([prompt], Sampling(max_new_tokens=64, temperature=1.0, seed=0))[0].tokens
+        gaps[family] = float((sampled(model, prompt, tokens) - packed(model, prompt, tokens)).abs().max())
+    told = ", ".join(f"{family} {gap:.1g}" for family, gap in gaps.items())
+    return measured(Decoder.step, f"largest log-probability gap between sampler and trainer: {told} (limit 1e-4)", holds=max(gaps.values()) <= 1e-4)
+
+
+@torch.no_grad()
+def sampled(model: Decoder, prompt: list[int], tokens: list[int]) -> Tensor:
+    """log p of each token given those before it, one cached step after the other."""
+    cache = model.new_cache(1, len(prompt) + len(tokens))
+    hidden_TD = model.prefill(pack([Example(prompt, [0.0] * len(prompt))]), cache)[-1:]
+    found = []
+    for token in tokens:
+        found.append(model.logits(hidden_TD).log_softmax(-1)[0, token])
+        hidden_TD = model.step(torch.tensor([token]), cache)
+    return torch.stack(found)
+
+
+@torch.no_grad()
+def packed(model: Decoder, prompt: list[int], tokens: list[int]) -> Tensor:
+    """The same in one pass over all of them."""
+    whole = [*prompt, *tokens]
+    logits_TV = model.logits(model.hidden(pack([Example(whole, [0.0] * len(whole))])))
+    return logits_TV.log_softmax(-1)[range(len(prompt) - 1, len(whole) - 1), tokens]
+
+
+FAULTS = [
+    Fault("M1", "experts without tokens, where processes wait for each other", idle_experts),
+    Fault("M1", "experts without tokens, left out of what is added up", gradients_to_reduce),
+    Fault("M2", "balancing per micro-batch, per recomputation or in evaluation", balance_out_of_step),
+    Fault("M3", "dead experts unnoticed", dead_experts),
+    Fault("M4", "routing that changes between forward and recomputation", routing_changes_in_recompute),
+    Fault("M4", "routing that differs between trainer and sampler", trainer_and_sampler_part),
+]

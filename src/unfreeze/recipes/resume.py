@@ -1,0 +1,53 @@
+"""What may differ when a run goes on: --allow-changed FIELD, and the fields that can't differ whatever is allowed (FAILURES R2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from unfreeze.core.errors import ConfigError, nearest
+
+_PLACE = "the saved place in the data would be another place"
+_SHAPE = "it is the shape of the trained tensors"
+FIXED = {
+    "model": "what was trained belongs to these weights",
+    "lora.rank": _SHAPE,
+    "lora.experts_rank": _SHAPE,
+    "lora.targets": "it says which tensors are trained",
+    "seed": _PLACE,
+    "tokens_per_step": _PLACE,
+    "micro_batches": _PLACE,
+    "packing": _PLACE,
+    "data_weights": _PLACE,
+}
+"""Field -> the reason it never changes within a run. A data file may move; other content is refused by the cursor's fingerprint."""
+
+_STEPS = ("schedule.steps", "schedule.warmup_steps", "schedule.decay_steps")
+DERIVED = {
+    "learning_rate": ("schedule.peak",),
+    "steps": _STEPS,
+    "epochs": _STEPS,
+    "warmup": ("schedule.warmup_steps",),
+    "decay": ("schedule.decay_steps",),
+    "schedule": ("schedule.kind", "schedule.decay_steps"),
+    "weight_decay": ("optimizer.weight_decay",),
+}
+"""Field of the config -> fields of the saved schedule and optimizer that follow from it."""
+
+
+def allowed(fields: tuple[str, ...], record: Mapping[str, Any]) -> list[str]:
+    """The fields of --allow-changed and what follows from them. Raises ConfigError for one that is fixed, or that the config doesn't have."""
+    known = set(_names(record))
+    for field in fields:
+        if field in FIXED:
+            raise ConfigError(f"allow_changed names {field}, which can never change within a run: {FIXED[field]}", next="another folder with --out")
+        if field not in known:
+            raise ConfigError(f"allow_changed names {field!r}, which is no field of a run's configuration{nearest(field, known)}")
+    return [*fields, *(derived for field in fields for derived in DERIVED.get(field, ()))]
+
+
+def _names(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in table.items():
+        yield prefix + key
+        if isinstance(value, Mapping):
+            yield from _names(value, f"{prefix}{key}.")

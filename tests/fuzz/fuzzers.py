@@ -1,0 +1,536 @@
+"""Broken inputs for every reader, and what a command does with them. One generator, two drivers.
+
+A Reader plants one broken input into an empty folder, from a random.Random, and reads it as the commands do. The property tests hand it
+a Random whose draws hypothesis makes (so that it can shrink them), benchmarks/fuzz.py one with a printed seed.
+
+The promise of each: it is accepted whole, or one UserError says why; never another exception, a hang, or a file outside the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import tokenizers
+import torch
+
+from unfreeze import models
+from unfreeze.adapters import LoraConfig, attach, load_adapter, save_adapter, sites
+from unfreeze.checkpoint import open_checkpoint, save_checkpoint
+from unfreeze.core.errors import UserError
+from unfreeze.data import BadRow, load_tokenizer, read_rows
+from unfreeze.generate.open import locate, open_model
+from unfreeze.models.publish import published
+from unfreeze.recipes.config import parse
+from unfreeze.recipes.inspect import inspect
+from unfreeze.recipes.sft import Config
+from unfreeze.report.events import number
+from unfreeze.report.run import expert_balance, facts, load_words, read_run, started
+from unfreeze.train.optim import AdamW
+from unfreeze.train.run import Run
+from unfreeze.train.schedule import Schedule
+from unfreeze.train.state import State, save, start_or_resume
+
+Files = dict[str, bytes]
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 8, "vocab_size": 300, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
+    "tie_word_embeddings": True, "attention_bias": False, "mlp_bias": False, "eos_token_id": 257,
+    "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32},
+}  # fmt: skip
+KIMI = {
+    "model_type": "kimi_k2", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 2,
+    "first_k_dense_replace": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 3, "n_shared_experts": 1,
+    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+    "v_head_dim": 8, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 50000.0, "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1,
+    "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
+                     "mscale_all_dim": 1.0},
+    "quantization_config": {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*",
+                                                                                     "re:.*layers[.]0[.].*"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
+            "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False, "actorder": None}}},
+    },
+}  # fmt: skip
+QWEN3_MOE = {
+    "model_type": "qwen3_moe", "hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 8, "num_hidden_layers": 2, "head_dim": 8,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 3, "num_experts_per_tok": 2, "decoder_sparse_step": 1, "mlp_only_layers": [0],
+    "vocab_size": 300, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "norm_topk_prob": True, "tie_word_embeddings": False,
+}  # fmt: skip
+CONFIGS = {"llama": LLAMA, "kimi": KIMI, "qwen3_moe": QWEN3_MOE}
+CHAT = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+
+
+@dataclass(frozen=True)
+class Reader:
+    """`plant` writes one broken input into an empty folder; `read` does with it what a command does."""
+
+    name: str
+    plant: Callable[[Random, Path], None]
+    read: Callable[[Path], object]
+
+
+def attempt(reader: Reader, random: Random, folder: Path) -> str:
+    """"accepted", or the class of the UserError. Any other exception is the finding; so is an error that isn't fit to print."""
+    reader.plant(random, folder)
+    try:
+        reader.read(folder)
+    except UserError as error:
+        check_line(error)
+        return type(error).__name__
+    return "accepted"
+
+
+def check_line(error: UserError) -> None:
+    """One short line that can be printed anywhere: no control characters (a name in a file may hold any), no lone surrogates."""
+    for text in (error.message, error.next):
+        assert len(text) <= 2000, f"{len(text)} characters: {text[:200]}"
+        assert text.isprintable(), f"not printable: {text[:200]!r}"
+    assert error.message.strip(), "an error without a word"
+
+
+# What is put in a value's place. Text of RAW is written into the file as it stands: JSON that no serializer would write.
+RAW = "raw:"
+NASTY: list[Any] = [
+    None, True, False, 0, 1, -1, 2, 3, 7, 10**6, 10**12, 10**30, 2**31, 2**63, -(2**63), 0.5, 1.5, 2.0, 1e-320, 1e308, -1e12, math.nan, math.inf,
+    -math.inf, "", "x", "16", "F32", "I32", "BOOL", "F4", "../x", "/etc/passwd", "..", "a/b", "model.safetensors", "\x00", "\x1b[2J\nx", "\ud800",
+    "\u202e", "a" * 5000, "(" * 50, "(a+)+$", "[", [], {}, [[]], [0], [-1], [1, 2], ["x"], [None], [10**20, 10**20], {"a": None}, {"content": "x"},
+    RAW + "9" * 5000, RAW + "-" + "9" * 5000, RAW + "1e999", RAW + "[" * 3000, RAW + "[" * 200_000, RAW + '{"a":' * 100_000, RAW + "NaN",
+    RAW + "tru", RAW + '"\\ud83d"', RAW + '"\\u0000"', RAW + "1,", RAW,
+]  # fmt: skip
+BYTES = [b"", b"\x00", b"\xff", b"\xef\xbb\xbf", b"\xff\xfe", b"\r\n", b"\r", b"\n", b"{", b"}", b"[", b'"', b"\\", b"\xed\xa0\x80", b"\xc0\x80", b"\x80\x04"]
+
+
+def spots(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The path of every node of a JSON value but the root."""
+    keys: list[Any] = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
+    return [found for key in keys for found in ((*path, key), *spots(value[key], (*path, key)))]
+
+
+def altered(random: Random, value: Any, times: int = 1) -> Any:
+    """A copy of a JSON value in which `times` nodes are replaced, removed, renamed or given a sibling."""
+    value = json.loads(json.dumps(value))
+    for _ in range(times):
+        places = spots(value)
+        if not places:
+            return value
+        *parents, key = random.choice(places)
+        inside = value
+        for parent in parents:
+            inside = inside[parent]
+        how = random.randrange(8)
+        if how == 0:
+            del inside[key]
+        elif how == 1 and isinstance(inside, dict):
+            inside[random.choice([str(key) + "x", "", "../" + str(key), "\x1b[31m", "\ud800", "9" * 30])] = inside.pop(key)
+        elif how == 2 and type(inside[key]) in (int, float):
+            inside[key] = random.choice([inside[key] + 1, inside[key] - 1, inside[key] * 2, -inside[key], float(inside[key]), str(inside[key])])
+        else:
+            inside[key] = random.choice(NASTY)
+    return value
+
+
+def written(value: Any) -> bytes:
+    """JSON text, with RAW texts as they stand. ensure_ascii keeps lone surrogates writable."""
+    text = json.dumps(value)
+    pieces = text.split(f'"{RAW}')
+    for i in range(1, len(pieces)):
+        inside, _, rest = _closed(pieces[i])
+        pieces[i] = json.loads(f'"{inside}"') + rest
+    return "".join(pieces).encode()
+
+
+def _closed(text: str) -> tuple[str, str, str]:
+    """(inside, quote, rest) of a JSON string whose opening quote was cut off."""
+    at = 0
+    while text[at] != '"':
+        at += 2 if text[at] == "\\" else 1
+    return text[:at], '"', text[at + 1 :]
+
+
+def scarred(random: Random, raw: bytes, times: int = 1) -> bytes:
+    """Bytes cut short, changed, doubled or with foreign ones in between."""
+    for _ in range(times):
+        at = random.randrange(len(raw) + 1)
+        how = random.randrange(5)
+        if how == 0:
+            raw = raw[:at]
+        elif how == 1:
+            raw = raw[:at] + random.choice(BYTES) + raw[at:]
+        elif how == 2 and at < len(raw):
+            raw = raw[:at] + bytes([raw[at] ^ (1 << random.randrange(8))]) + raw[at + 1 :]
+        elif how == 3:
+            raw = raw[:at] + raw[max(0, at - random.randrange(1, 40)) :]
+        else:
+            raw = raw[:at] + raw[at + random.randrange(1, 9) :]
+    return raw
+
+
+def json_file(random: Random, raw: bytes) -> bytes:
+    """A JSON file with one or two nodes altered, or with scarred bytes."""
+    if random.randrange(4) == 0:
+        return scarred(random, raw, random.randrange(1, 4))
+    return written(altered(random, json.loads(raw), random.randrange(1, 3)))
+
+
+def safetensors_file(random: Random, raw: bytes) -> bytes:
+    """A safetensors file with its header altered, its length wrong, or its bytes scarred or cut."""
+    length = int.from_bytes(raw[:8], "little")
+    how = random.randrange(6)
+    if how == 0:
+        lie = random.choice([0, 1, length - 1, length + 1, len(raw), len(raw) - 8, 2**32, 2**63, 2**64 - 1, 10**8 + 1, random.randrange(2**16)])
+        return lie.to_bytes(8, "little") + raw[8:]
+    if how == 1:
+        return raw[: random.randrange(len(raw))]
+    if how == 2:
+        text = scarred(random, raw[8 : 8 + length], random.randrange(1, 4))
+    else:
+        header = json.loads(raw[8 : 8 + length])
+        names = [name for name in header if name != "__metadata__"]
+        if how == 3:  # two entries trade their places, or one is written under two names
+            a, b = random.choice(names), random.choice(names)
+            header[a], header[b] = header[b], header[a]
+            text = written(header) if random.randrange(2) else written(header)[:-1] + b"," + json.dumps(a).encode() + b":" + written(header[a]) + b"}"
+        elif how == 4:  # offsets and shapes, where the sums are
+            entry = header[random.choice(names)]
+            numbers = entry[random.choice(["data_offsets", "shape"])]
+            at = random.randrange(len(numbers) or 1)
+            near = numbers[at] if numbers else 1
+            numbers[at : at + 1] = [random.choice([0, -1, near + 1, near - 1, 2**63, 2**64, 10**30, 1.0, True, RAW + "9" * 4000])]
+            if random.randrange(4) == 0:
+                entry["shape"] = random.choice([[0, 10**30], [2**32, 2**32], [1] * 200, [2] * 5000, [RAW + "9" * 4000] * 2, []])
+            text = written(header)
+        else:
+            text = written(altered(random, header, random.randrange(1, 3)))
+    return len(text).to_bytes(8, "little") + text + raw[8 + length :]
+
+
+# ----------------------------------------------------------------------------------------------------------- good files to start from
+def good_model(family: str) -> models.Decoder:
+    """The family's tiny model, random weights."""
+    model = models.build(models.shape(CONFIGS[family]), dtype=torch.float32, device="cpu")
+    models.initialize(model, 0)
+    return model
+
+
+@cache
+def checkpoint(family: str) -> Files:
+    """A checkpoint folder with a tokenizer; kimi's is in two shards with an index, and INT4."""
+    with TemporaryDirectory() as folder:
+        extra = {"generation_config.json": b'{"eos_token_id": [257], "bos_token_id": 256}', **(tiktoken_files() if family == "kimi" else tokenizer_files())}
+        shard = 20_000 if family == "kimi" else 10**9
+        target = Path(folder) / "m"
+        save_checkpoint(target, CONFIGS[family], published(good_model(family), CONFIGS[family]), max_shard_bytes=shard, extra=extra)
+        return contents(target)
+
+
+def contents(folder: Path) -> Files:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def spread(files: Files, folder: Path) -> None:
+    """Write the files; a name with a folder makes it."""
+    for name, raw in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(raw)
+
+
+@cache
+def tokenizer_files() -> Files:
+    """A byte-level tokenizer.json: 256 bytes and a few merges, control tokens from 256 on."""
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    names = ["<s>", "<|end|>", "<|user|>", "<|assistant|>"]
+    backend.add_special_tokens(names)
+    settings = {
+        "bos_token": "<s>", "eos_token": {"content": "<|end|>", "special": True}, "add_bos_token": False, "chat_template": CHAT,
+        "tokenizer_class": "PreTrainedTokenizerFast", "additional_special_tokens": ["<|user|>"],
+        "added_tokens_decoder": {str(256 + i): {"content": name, "special": True} for i, name in enumerate(names)},
+    }  # fmt: skip
+    special = {"bos_token": "<s>", "eos_token": {"content": "<|end|>"}}
+    return {
+        "tokenizer.json": backend.to_str().encode(),
+        "tokenizer_config.json": json.dumps(settings).encode(),
+        "special_tokens_map.json": json.dumps(special).encode(),
+    }
+
+
+@cache
+def tiktoken_files() -> Files:
+    """The same as tiktoken.model: 256 single bytes."""
+    from base64 import b64encode
+
+    ranks = b"".join(b64encode(bytes([byte])) + f" {byte}\n".encode() for byte in range(256))
+    return {"tiktoken.model": ranks, "chat_template.jinja": CHAT.encode(), "tokenizer_config.json": tokenizer_files()["tokenizer_config.json"]}
+
+
+@cache
+def adapter(family: str, layout: str) -> Files:
+    model = good_model(family)
+    attach(model, LoraConfig(rank=2, alpha=4.0), 0)
+    with TemporaryDirectory() as folder:
+        save_adapter(model, Path(folder) / "a", layout, base_name="base", prefix="")  # type: ignore[arg-type]
+        return contents(Path(folder) / "a")
+
+
+def run_config() -> dict[str, Any]:
+    return {"model": "m", "data": "d", "lora": {"rank": 2}}
+
+
+@cache
+def run_folder() -> Files:
+    """A run with one save, events, plan, receipt and adapter."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "run"
+        with Run(path, run_config()) as run:
+            state = fresh_state(run)
+            run.events.emit("start", 0, steps=2, model="m", data="d", resumed=False)
+            run.events.emit("load", 0, bytes=100, seconds=0.1, expanded_bytes=400, rounded=1)
+            for step in (1, 2):
+                run.events.emit("train", step, loss=2.0 / step, tokens=64, seconds=0.1, learning_rate=1e-3, grad_norm=1.0, peak_bytes=1000,
+                                supervised_tokens=32, expert_load={"1": [3, 4, 5]})  # fmt: skip
+            state.step, state.cursor = 1, {"epoch": 0, "position": 1}
+            save(state)
+            run.events.emit("receipt", 1, groups={"attention": {"parameters": 10, "grad_norm": 1.0}})
+            run.events.emit("end", 2, reason="done", steps=2, tokens_per_second=640.0)
+        spread({f"adapter/{name}": raw for name, raw in adapter("llama", "per-expert").items()}, path)
+        (path / "resolved_config.json").write_text(json.dumps({"recipe": "sft", **run_config()}))
+        (path / "plan.json").write_text(json.dumps({"lines": ["a plan"], "total": 10}))
+        (path / "receipt.json").write_text(json.dumps({"groups": {"attention": {"parameters": 10}}}))
+        return {name: raw for name, raw in contents(path).items() if name != "lock"}
+
+
+def fresh_state(run: Run) -> State:
+    model = good_model("llama")
+    attach(model, LoraConfig(rank=2, alpha=4.0), 0)
+    return start_or_resume(run, model, optimizer=AdamW(model), schedule=Schedule(peak=1e-3, steps=2, kind="constant"))
+
+
+# ----------------------------------------------------------------------------------------------------------------------------- readers
+TALK = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A", "reasoning_content": "hm", "tool_calls": [{"function": {"name": "f"}}]}]
+ROWS: list[dict[str, Any]] = [
+    {"messages": TALK, "tools": [{"type": "function"}]}, {"prompt": "Q", "completion": "A"}, {"question": "Q", "answer": "A"}, {"text": "a"},
+    {"instruction": "Q", "input": "", "output": "A"}, {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "Q"}]}, TALK[1]]},
+]  # fmt: skip
+
+
+def plant_rows(random: Random, folder: Path) -> None:
+    lines = [written(altered(random, random.choice(ROWS), random.randrange(3))) for _ in range(random.randrange(1, 5))]
+    raw = random.choice([b"\n", b"\n", b"\r\n", b"\n\n", b"\r"]).join(lines) + random.choice([b"", b"\n"])
+    raw = random.choice([b"", b"", b"", b"\xef\xbb\xbf"]) + (scarred(random, raw, random.randrange(1, 3)) if random.randrange(2) else raw)
+    if random.randrange(8) == 0:
+        raw = raw.decode("utf-8", "replace").encode(random.choice(["utf-16", "utf-16-le", "utf-32", "latin-1"]), "replace")
+    (folder / random.choice(["d.jsonl", "d.jsonl", "d.json", "d.txt"])).write_bytes(raw)
+
+
+def read_data(folder: Path) -> None:
+    """Strict, and skipping bad rows: then every row is either used or named (nothing vanishes)."""
+    (path,) = folder.iterdir()
+    bad: list[BadRow] = []
+    good = list(read_rows(path, bad.append))
+    if path.suffix != ".txt":
+        raw = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+        assert len(good) + len(bad) == sum(1 for line in raw.split(b"\n") if line.strip()), "rows vanished"
+    list(read_rows(path))
+
+
+def plant_checkpoint(random: Random, folder: Path) -> None:
+    """One file of a checkpoint broken; or a shard that is missing, another's, a link, a pickle."""
+    files = dict(checkpoint(random.choice(list(CONFIGS))))
+    shards = [name for name in files if name.endswith(".safetensors")]
+    name = random.choice([*shards, *shards, "config.json", "generation_config.json", *([INDEX, INDEX] if INDEX in files else [])])
+    how = random.randrange(12)
+    if name in shards and how == 0:
+        del files[name]
+        if random.randrange(2):
+            files["pytorch_model.bin"] = b"\x80\x04}q\x00."
+    elif name in shards and how == 1:
+        files[name] = files[random.choice(shards)] if random.randrange(2) else b"version https://git-lfs.github.com/spec/v1\n"
+    elif name in shards:
+        files[name] = safetensors_file(random, files[name])
+    else:
+        files[name] = json_file(random, files[name])
+    spread(files, folder)
+    if how == 2 and name in files:
+        secret = folder.parent / "outside" / name
+        spread({name: (folder / name).read_bytes()}, secret.parent)
+        (folder / name).unlink()
+        (folder / name).symlink_to(secret)
+
+
+INDEX = "model.safetensors.index.json"
+
+
+def read_checkpoint(folder: Path) -> None:
+    """unfreeze inspect, then what sft, chat and generate do: every parameter there, no meta tensor, or no model at all."""
+    facts = inspect(str(folder))
+    json.dumps(facts)
+    model = open_model(open_checkpoint(str(folder)), torch.float32)
+    assert all(not tensor.is_meta and tensor.numel() for tensor in [*model.parameters(), *model.buffers()])
+
+
+def plant_config(random: Random, folder: Path) -> None:
+    """A checkpoint whose config.json alone is wrong, sizes above all."""
+    family = random.choice(list(CONFIGS))
+    files = dict(checkpoint(family))
+    config = json.loads(files["config.json"])
+    if random.randrange(2):
+        field = random.choice([name for name, value in config.items() if type(value) in (int, float)])
+        config[field] = random.choice([0, -1, 1, 3, 1e12, 10**12, 10**9, 100_000, 10**30, 2**63, "16", 16.0, 1.5, None, True, [16], math.nan, math.inf, 1e-300, 1e300])
+        files["config.json"] = written(config)
+    elif random.randrange(8) == 0:
+        files["config.json"] = written({"text_config": altered(random, config), "model_type": "kimi_k25"})
+    else:
+        files["config.json"] = json_file(random, files["config.json"])
+    spread(files, folder)
+
+
+def plant_tokenizer(random: Random, folder: Path) -> None:
+    files = dict(random.choice([tokenizer_files(), tiktoken_files()]))
+    files["config.json"] = json.dumps(LLAMA).encode()
+    files["generation_config.json"] = b'{"eos_token_id": [257]}'
+    name = random.choice(list(files))
+    if name.endswith(".json"):
+        files[name] = json_file(random, files[name])
+    else:
+        files[name] = scarred(random, files[name], random.randrange(1, 4))
+    spread(files, folder)
+
+
+def read_tokenizer(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    ids = tokenizer.encode("Hello, wörld \U0001f600\n", specials=False)
+    tokenizer.decode(ids)
+    tokenizer.encode(tokenizer.chat.render([{"role": "user", "content": "a"}], add_generation_prompt=True), specials=True, continues=True)
+
+
+def plant_adapter(random: Random, folder: Path) -> None:
+    family, layout = random.choice(list(CONFIGS)), random.choice(["per-expert", "peft"])
+    files = dict(adapter(family, layout))
+    name = random.choice(list(files))
+    if random.randrange(16) == 0:
+        del files[name]
+    else:
+        files[name] = safetensors_file(random, files[name]) if name.endswith(".safetensors") else json_file(random, files[name])
+    spread(files, folder)
+    (folder / "family").write_text(random.choice([family, family, family, "llama"]))
+
+
+def read_adapter(folder: Path) -> None:
+    """Loaded whole, or the model is as it was."""
+    locate(folder)
+    model = good_model((folder / "family").read_text())
+    try:
+        load_adapter(model, folder)
+    except UserError:
+        assert not sites(model) and all(parameter.requires_grad for parameter in model.parameters()), "a partly loaded adapter"
+        raise
+    values = [p for site in sites(model) for p in site.adapter.parameters()]
+    assert values and all(bool(value.isfinite().all()) for value in values), "an adapter that isn't finite"
+
+
+def plant_run(random: Random, folder: Path) -> None:
+    files = dict(run_folder())
+    name = random.choice(list(files))
+    if random.randrange(16) == 0:
+        del files[name]
+    elif name.endswith(".safetensors"):
+        files[name] = safetensors_file(random, files[name])
+    elif name.endswith(".jsonl"):
+        lines = files[name].splitlines()
+        at = random.randrange(len(lines))
+        lines[at] = json_file(random, lines[at])
+        files[name] = b"\n".join(lines) + b"\n"
+    else:
+        files[name] = json_file(random, files[name])
+    spread(files, folder)
+
+
+def read_run_folder(folder: Path) -> None:
+    """unfreeze report, chat and the resuming command on one run folder. All three are tried; the first error is raised."""
+    errors: list[UserError] = []
+    for step in (_report, locate, _resume):
+        try:
+            step(folder)
+        except UserError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def _report(folder: Path) -> None:
+    run = read_run(folder)
+    json.dumps(facts(run))
+    for event in run.events:
+        number(event.get("loss"))
+        if event["kind"] == "load":
+            load_words(event)
+    started(run), expert_balance(run), run.state, run.source("model"), run.loaded
+
+
+def _resume(folder: Path) -> None:
+    with Run(folder, run_config()) as run:
+        state = fresh_state(run)
+        assert state.step in (0, 1), state.step
+        assert all(bool(tensor.isfinite().all()) for tensor in state.tensors().values() if tensor.is_floating_point())
+
+
+TOML = {
+    "model": '"m"', "data": '"d.jsonl"', "out": '"o"', "steps": "5", "epochs": "1.5", "tokens_per_step": "4096", "micro_batches": "1",
+    "sequence_length": "128", "truncation": '"tail"', "learning_rate": "1e-4", "schedule": '"cosine"', "warmup": "0.1", "clip": "1.0",
+    "dtype": '"bfloat16"', "device": '"cpu"', "seed": "0",
+}  # fmt: skip
+LORA = {"rank": "8", "alpha": "16.0", "targets": '["experts", "*.q_proj"]', "experts_rank": "4", "scaling": '"alpha/r"'}
+TOML_VALUES = [
+    "nan", "inf", "-inf", "-1", "0", "1.5", "true", '""', '"x"', '"--help"', '"--out"', "[]", '["--steps", "3"]', '["-h"]', "{}", "{a = 1}", "1e999",
+    "9" * 5000, "99999999999999999999", "1979-05-27", "07:32:00", '"\\u0000"', '"\\u001b[2J"', "[[1]]", "[" * 2000, "0x", "'''a\nb'''", '"5"', "2e-4",
+]  # fmt: skip
+
+
+def plant_toml(random: Random, folder: Path) -> None:
+    tables = [dict(TOML), dict(LORA)]
+    for _ in range(random.randrange(1, 3)):
+        table = random.choice(tables)
+        key = random.choice(list(table))
+        how = random.randrange(6)
+        if how == 0:
+            table[random.choice([key[:-1], key + "s", '""', "rnak", "a.b", '"\\u001b"', key.upper()])] = table.pop(key)
+        elif how == 1:
+            table[key] = random.choice(list(TOML.values()))
+        else:
+            table[key] = random.choice(TOML_VALUES)
+    top, lora = ("".join(f"{key} = {value}\n" for key, value in table.items()) for table in tables)
+    raw = f"{top}[lora]\n{lora}".encode()
+    (folder / "run.toml").write_bytes(scarred(random, raw, random.randrange(1, 3)) if random.randrange(4) == 0 else raw)
+
+
+def read_toml_config(folder: Path) -> None:
+    config = parse(Config, [str(folder / "run.toml")], command="sft", description="")
+    values = [*config.model_dump().values(), *config.lora.model_dump().values()]
+    assert all(math.isfinite(value) for value in values if isinstance(value, float)), "a number that is none"
+
+
+READERS = {
+    reader.name: reader
+    for reader in (
+        Reader("rows", plant_rows, read_data),
+        Reader("checkpoint", plant_checkpoint, read_checkpoint),
+        Reader("config", plant_config, read_checkpoint),
+        Reader("tokenizer", plant_tokenizer, read_tokenizer),
+        Reader("adapter", plant_adapter, read_adapter),
+        Reader("run", plant_run, read_run_folder),
+        Reader("toml", plant_toml, read_toml_config),
+    )
+}
