@@ -51,6 +51,19 @@ def test_a_step_that_is_not_finite(tmp_path, chat_rows, monkeypatch, capsys):
     assert [fault for event in events for fault in faults(event)] == []
 
 
+def test_a_run_with_validation_configured_by_a_file(tmp_path, chat_rows):
+    """Evaluations, samples between, and `track` as a TOML key: the tracker's folder is there, and is nothing that the schema must know."""
+    from unfreeze import cli
+
+    text = f'model = "{demo.TINY_K2}"\ndata = ["{chat_rows}"]\nout = "{tmp_path / "run"}"\nsteps = 2\nsamples = 1\nwarmup = 0\n'
+    text += f'tokens_per_step = 128\nvalidation = "{chat_rows}"\nvalidate_every = 1\ntrack = ["tensorboard"]\n[lora]\nrank = 1\n'
+    (tmp_path / "run.toml").write_text(text)
+    assert cli.main(["sft", "--quiet", str(tmp_path / "run.toml")]) == 0
+    events = events_of(tmp_path / "run")
+    assert [fault for event in events for fault in faults(event)] == []
+    assert {"eval", "sample"} <= {event["kind"] for event in events} and list((tmp_path / "run" / "tensorboard").iterdir())
+
+
 @pytest.mark.parametrize("kind", SCHEMA)
 def test_a_kind_without_its_fields_is_a_fault(kind):
     required = [name for name, field in SCHEMA[kind].fields.items() if not field.optional]

@@ -19,7 +19,7 @@ from unfreeze.report.run import Run
 
 
 class Config(Frozen):
-    runs: Annotated[list[Folder], Positional, arg(metavar="RUN")] = Field(description="run folders, two to twelve, for example runs/a runs/b")
+    runs: Annotated[tuple[Folder, ...], Positional, arg(metavar="RUN")] = Field(description="run folders, two to twelve, for example runs/a runs/b")
     html: Folder = Field(default="", description="the page; default compare-<names>.html beside the first run")
 
 

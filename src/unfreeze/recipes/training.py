@@ -114,8 +114,8 @@ class TrainingConfig(Frozen):
         default=0, ge=0, description="steps between validations, with `validation` or `validation_fraction`; 0: before the first and after the last"
     )
     prompts: tuple[str, ...] = Field(default=(), description="own prompts, answered where those of `samples` are, and at each validation")
-    track: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
-        default_factory=list, description="trackers that also get the events; wandb stays offline unless WANDB_MODE=online is set"
+    track: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
+        default=(), description="trackers that also get the events; wandb stays offline unless WANDB_MODE=online is set"
     )
     samples: int = Field(default=4, ge=0, description="prompts from the data answered before and after training, for the report")
 

@@ -19,7 +19,7 @@ from unfreeze.report.run import Run, flatten, read_run, result_words
 from unfreeze.report.tables import ABSENT
 
 WIDE, NARROW, SMALL = (1100, 380), (350, 260), (360, 220)
-OWN = ("out", "recipe_version")  # fields that name the run itself
+OWN = ("out", "track")  # fields that name the run itself or who looks on
 UNCOMPARABLE = ("model", "data")  # where one of these differs, so may the tokenizer or the texts, and losses measure different things
 
 
