@@ -247,8 +247,8 @@ def read_header(file: Path, faults: Faults) -> list[TensorInfo]:
     if not isinstance(header, dict):
         faults.add("files have a damaged header", f"{file.name}: the header is not an object")
         return []
-    metadata = header.pop("__metadata__", None) or {}
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    metadata = header.pop("__metadata__", None)
+    if metadata is not None and not (isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())):
         faults.add("files have a damaged header", f"{file.name}: __metadata__ is not a table of texts")
     infos = [info for name, entry in header.items() if (info := _info(file, name, entry, 8 + length, faults))]
     infos.sort(key=lambda info: (info.offset, info.nbytes))
