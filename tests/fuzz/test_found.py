@@ -90,7 +90,7 @@ def test_shapes_that_no_tensor_has(folder, shape):
 
 def test_a_header_that_is_nested_or_has_an_endless_number(folder):
     path = folder()
-    for text in (DEEP.encode(), b'{"a": ' + HUGE.encode() + b"}", b'{"a":' * 50_000):
+    for text in (DEEP.encode(), b'{"a": ' + HUGE.encode() + b"}", b'{"a":' * 50_000, b'{"__metadata__": {"a": "\\ud83d"}}', b'{"\\udc00": {}}'):
         header(path / "model.safetensors", text)
         assert "damaged header" in refused(open_checkpoint, path)
 

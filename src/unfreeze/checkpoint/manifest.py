@@ -261,6 +261,8 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     keys = dict(pairs)
     if len(keys) != len(pairs):
         raise ValueError("a name occurs twice in the header")
+    for key, value in pairs:
+        key.encode(), value.encode() if isinstance(value, str) else None  # UnicodeEncodeError, a ValueError: half a surrogate pair is no text
     return keys
 
 
