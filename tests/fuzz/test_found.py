@@ -90,7 +90,7 @@ def test_shapes_that_no_tensor_has(folder, shape):
 
 def test_a_header_that_is_nested_or_has_an_endless_number(folder):
     path = folder()
-    for text in (DEEP.encode(), b'{"a": ' + HUGE.encode() + b"}", b'{"a":' * 50_000):
+    for text in (DEEP.encode(), b'{"a": ' + HUGE.encode() + b"}", b'{"a":' * 50_000, b'{"__metadata__": {"a": "\\ud83d"}}', b'{"\\udc00": {}}'):
         header(path / "model.safetensors", text)
         assert "damaged header" in refused(open_checkpoint, path)
 
@@ -370,3 +370,32 @@ def test_tokenizer_files(folder, name, text):
     path = folder("kimi")
     (path / name).write_bytes(text)
     refused(load_tokenizer, path)
+
+
+def test_reserved_ids_without_end(folder):
+    assert "reserved ones, the limit is 65,536" in refused(load_tokenizer, config(folder("kimi"), vocab_size=1_000_000))
+
+
+@pytest.mark.parametrize("metadata", [[], [1], {"format": 1}, "x", 0])
+def test_metadata_that_is_no_table_of_texts(folder, metadata):
+    path = folder()
+    header(path / "model.safetensors", lambda h: {**h, "__metadata__": metadata})
+    assert "__metadata__ is not a table of texts" in refused(open_checkpoint, path)
+
+
+@pytest.mark.parametrize("field, value", [("step", 2), ("step", 10**6), ("step", "1"), ("cursor", [1]), ("schedule", {}), ("optimizer", None)])
+def test_a_state_whose_fields_were_changed(fuzzers, tmp_path, field, value):
+    fuzzers.spread(fuzzers.run_folder(), tmp_path)
+    file = tmp_path / "state" / "step-000001" / "state.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), field: value}))
+    assert "is damaged" in refused(Run, tmp_path, fuzzers.run_config())
+
+
+def test_a_state_that_holds_nan_is_not_resumed(fuzzers, tmp_path):
+    fuzzers.spread(fuzzers.run_folder(), tmp_path)
+    file = tmp_path / "state" / "step-000001" / "tensors.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.startswith("model."))
+    save_file({**tensors, name: tensors[name] * float("nan")}, file)
+    with Run(tmp_path, fuzzers.run_config()) as run:
+        assert "holds NaN or infinity" in refused(fuzzers.fresh_state, run)

@@ -247,7 +247,9 @@ def read_header(file: Path, faults: Faults) -> list[TensorInfo]:
     if not isinstance(header, dict):
         faults.add("files have a damaged header", f"{file.name}: the header is not an object")
         return []
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
+    if metadata is not None and not (isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())):
+        faults.add("files have a damaged header", f"{file.name}: __metadata__ is not a table of texts")
     infos = [info for name, entry in header.items() if (info := _info(file, name, entry, 8 + length, faults))]
     infos.sort(key=lambda info: (info.offset, info.nbytes))
     if len(infos) == len(header):
@@ -259,6 +261,8 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     keys = dict(pairs)
     if len(keys) != len(pairs):
         raise ValueError("a name occurs twice in the header")
+    for key, value in pairs:
+        key.encode(), value.encode() if isinstance(value, str) else None  # UnicodeEncodeError, a ValueError: half a surrogate pair is no text
     return keys
 
 

@@ -75,7 +75,8 @@ def truncate_after(path: Path, step: int) -> None:
     lines, kept = path.read_bytes().split(b"\n"), []
     for number, line in enumerate(lines, start=1):
         try:
-            event = json.loads(line) if line.strip() else {"step": step + 1}
+            text = line.decode("utf-8")  # json.loads would guess the encoding of bytes, and let half surrogate pairs pass
+            event = json.loads(text) if text.strip() else {"step": step + 1}
             keep = event["step"] <= step and event["kind"] != "end"
         except (ValueError, RecursionError, KeyError, TypeError) as error:
             if number == len(lines):  # an event is written with its newline: what follows the last one is the half line of a killed run
@@ -83,7 +84,7 @@ def truncate_after(path: Path, step: int) -> None:
             next_command = f"restore the file, or remove its line {number}, then repeat the command"
             raise DataError(f"{path} line {number} is not an event: {error}", next=next_command) from None
         if keep:
-            kept.append(line.decode())
+            kept.append(text)
     temporary = path.with_suffix(".jsonl.tmp")
     temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     temporary.replace(path)

@@ -30,6 +30,7 @@ KIMI_PATTERN = "|".join(
         r"\s+",
     ]
 )
+MAX_RESERVED = 65_536  # ids above the ranks, each with a name in tiktoken's tables; Kimi-K2 has 256
 MAX_CHARS = 400_000
 """tiktoken's regex overflows its stack on longer texts; the release cuts here."""
 MAX_RUN = 25_000
@@ -67,6 +68,12 @@ class TiktokenBackend:
             raise CheckpointError(f"added token {added[below[0]][0]!r} has id {below[0]}, inside the {self.base_size} ranks of {path.name}")
         self.named_size = max([self.base_size, *(id + 1 for id in added)])
         self.vocab_size = max(self.named_size, vocab_size)
+        if self.vocab_size - self.base_size > MAX_RESERVED:
+            raise CheckpointError(
+                f"{path.name} has {self.base_size:,} ranks, config.json and added tokens ask for {self.vocab_size:,} ids: "
+                f"{self.vocab_size - self.base_size:,} reserved ones, the limit is {MAX_RESERVED:,}",
+                next="use the tokenizer files that were published with this model",
+            )
         names = {id: added[id][0] if id in added else f"<|reserved_token_{id}|>" for id in range(self.base_size, self.vocab_size)}
         self._ids = {text: id for id, text in names.items()}
         if len(self._ids) != len(names):
