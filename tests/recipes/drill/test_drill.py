@@ -83,6 +83,10 @@ def run_what_lies_there(patch):
     patch.setattr(loading, "load_tokenizer", trusting)
 
 
+def replay_left_out(patch):
+    patch.setattr("unfreeze.train.fit.investigate", lambda *arguments, **options: "")
+
+
 def norm_in_half(patch):
     def half(x_TD, weight_D, eps):
         x = x_TD.half()
@@ -274,6 +278,7 @@ no_faults = out(Faults, "raise_if_any")
 CONTROLS = {
     "L1 a 4-bit checkpoint expanded or packed again on load": expand_on_load,
     "L2 the CUDA allocator left to fragment": out(loading, "pick_device"),
+    "L2 an allocator setting without expandable segments": out(loading, "allocator_line", lambda: ("", True)),
     "L3 one device given twice the weights": out(Plan, "per_device", property(lambda plan: [2 * plan.total, plan.total])),
     "L4 an adapter target that matches nothing": out(LoraConfig, "resolve", lambda config, model: {}),
     "L4 adapters on experts that the forward pass forgets": lambda patch: patch.setattr("unfreeze.adapters.receipt.check", nothing),
@@ -287,7 +292,7 @@ CONTROLS = {
     "L9 a tokenizer that brings code to run": run_what_lies_there,
     "L9 a tokenizer that is nothing but code": run_what_lies_there,
     "N1 a zero row and a tiny norm eps": norm_in_half,
-    "N1 NaN only where nothing is supervised": lambda patch: patch.setattr("unfreeze.train.nonfinite.locate", nothing),
+    "N1 NaN only where nothing is supervised": replay_left_out,
     "N2 a row cut before its answer": out(Account, "_list"),
     "N2 a micro-batch without supervised tokens": each_its_own_mean,
     "N3 accumulation as a mean of means": each_its_own_mean,
