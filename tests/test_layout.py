@@ -41,6 +41,8 @@ def violations(room: str, source: str, where: str) -> list[str]:
         parts = module.split(".")
         if parts[0] in FORBIDDEN and (where, parts[0]) not in EXEMPT:
             bad.append(f"{where}:{line} imports {module}: oracles belong to tests and benchmarks; compute it here, or move this to tests/")
+        if module.startswith("torch.distributed") and room != "parallel":
+            bad.append(f"{where}:{line} imports {module}: only parallel/ talks to other processes; pass a parallel.collectives.Group in")
         if parts[0] != "unfreeze" or len(parts) < 2 or parts[1] not in LAYER or parts[1] == room:
             continue
         if LAYER[parts[1]] >= LAYER[room]:
@@ -105,8 +107,10 @@ TESTED_BY = {  # source file -> the test file that covers it, where that doesn't
     "recipes/drill/sandbox.py": "recipes/drill/test_drill.py",
     "recipes/samples.py": "recipes/test_sft.py",
     "recipes/training.py": "recipes/test_sft.py",
+    "report/page.py": "report/test_html.py",
     "report/events.py": "report/test_report_events.py",
     "report/run.py": "report/test_report_run.py",
+    "report/sinks/__init__.py": "report/test_sinks.py",
     "report/style.py": "report/test_pictures.py",
 }
 
@@ -152,6 +156,7 @@ def test_the_mirror_sees_a_planted_gap():
         ("core", "from unfreeze.train.fit import fit", "room core (L0) imports unfreeze.train.fit"),
         ("kernels", "def f():\n    from unfreeze.data import packing", "room kernels (L2) imports unfreeze.data"),
         ("models", "import transformers", "oracles belong to tests"),
+        ("train", "import torch.distributed as dist", "only parallel/ talks to other processes"),
         ("generate", "from unfreeze import recipes", "room generate (L5) imports unfreeze.recipes"),
     ],
 )

@@ -1,11 +1,12 @@
 """A whole file: every row is used, dropped or bad, and counted."""
 
 import json
+import re
 
 import pytest
 
 from unfreeze.core.errors import ConfigError, DataError
-from unfreeze.data import encode_file, load_tokenizer, pack
+from unfreeze.data import dataset, encode_file, encode_files, load_tokenizer, pack, sources
 
 
 def write(tmp_path, *rows, name="data.jsonl"):
@@ -84,3 +85,96 @@ def test_real_rows_on_two_real_tokenizers(yoda_file, kimi_folder, stories_folder
     assert (kimi.rows, kimi.examples, kimi.truncated, kimi.dropped, kimi.bad) == (700, 700, 0, 0, 0) and not kimi.notes
     stories = encode_file(yoda_file, load_tokenizer(stories_folder), 512).stats
     assert stories.rows == 700 == stories.examples + stories.dropped and 0.5 < stories.supervised_fraction < 0.95
+
+
+def test_a_template_whose_mask_is_lost_stops_before_any_row(json_folder, templates, tmp_path):
+    """FAILURES N4: also with on_bad_row "skip", because every row would be wrong."""
+    forced = "{%- if add_generation_prompt -%}{{- '?' -}}{%- endif -%}"
+    lost = load_tokenizer(json_folder("{% generation %}" + templates["chatml"] + "{% endgeneration %}" + forced))
+    with pytest.raises(DataError, match="the chat template's loss mask is wrong: it covers the user's words 'Zq7 asks'"):
+        encode_file(write(tmp_path, GOOD), lost, 128, on_bad_row="skip")
+
+
+def test_the_supervised_fraction_tells_a_lost_mask_from_a_right_one(tokenizer, tmp_path):
+    """FAILURES N4: the number in the line. Control arm: supervise "all" is the mask of all ones, and reads otherwise."""
+    path = write(tmp_path, GOOD, GOOD)
+    right, ones = (encode_file(path, tokenizer, 128, supervise=way).stats for way in ("assistant", "all"))
+    assert f"{100 * right.supervised_fraction:.1f} % supervised" in right.summary() and right.supervised_fraction < 0.6
+    assert ones.supervised_fraction == 1 - 2 / ones.tokens  # all but the first token of each
+
+
+def test_a_row_without_a_supervised_token_is_named_and_does_not_enter_a_batch(tokenizer, tmp_path):
+    """FAILURES N2: `row 2: 0 of 128 tokens supervised (truncated before the answer? …)`; head truncation keeps the answer."""
+    stats = encode_file(write(tmp_path, GOOD, LONG), tokenizer, 128).stats
+    assert stats.dropped == 1 and stats.listed[0].reason.startswith("row 2: 0 of 128 tokens supervised (truncated before the answer?")
+    head = encode_file(write(tmp_path, GOOD, LONG), tokenizer, 128, truncation="head")
+    assert head.stats.dropped == 0 and head.stats.truncated == 1 and head.examples[1].num_supervised == head.examples[0].num_supervised
+    assert head.stats.cuts[0].reason == f"row 2: 128 of {128 + head.stats.tokens_cut} tokens kept, {head.stats.tokens_cut} cut"
+
+
+def test_every_truncation_counts_what_it_does(tokenizer, tmp_path):
+    """Nothing is shortened in silence: rows = whole + truncated + dropped, or an error; tokens kept and cut add up."""
+    path = write(tmp_path, GOOD, {"text": "The capital of France is Paris. " * 50}, GOOD)
+    whole = encode_file(path, tokenizer, 10_000).stats
+    for truncation in ("tail", "head"):
+        stats = encode_file(path, tokenizer, 64, truncation=truncation).stats
+        assert (stats.truncated, stats.dropped) == (1, 0) and stats.tokens + stats.tokens_cut == whole.tokens and len(stats.cuts) == 1
+        assert f"1 truncated ({stats.tokens_cut} tokens cut)" in stats.summary()
+    dropped = encode_file(path, tokenizer, 64, truncation="drop").stats
+    assert (dropped.truncated, dropped.dropped) == (0, 1) and "sequence_length is 64" in dropped.listed[0].reason
+    with pytest.raises(DataError, match=r"row 2: .* sequence_length is 64"):
+        encode_file(path, tokenizer, 64, truncation="error")
+
+
+def test_several_files_are_told_apart(tokenizer, tmp_path):
+    first, second = write(tmp_path, GOOD, LONG), write(tmp_path, GOOD, "{broken", name="more.jsonl")
+    data = encode_files([first, second], tokenizer, 128, on_bad_row="skip")
+    assert [(item.file, item.row) for item in data.stats.listed] == [("data.jsonl", 2), ("more.jsonl", 2)]
+    assert data.examples.sources_N.tolist() == [0, 1] and data.stats.files == {"data.jsonl": 2, "more.jsonl": 1}
+    with pytest.raises(DataError, match=r"more\.jsonl, row 2: broken JSON"):
+        encode_files([first, second], tokenizer, 128)
+
+
+BAD_ROWS = {  # FAILURES R7: the kind -> the line, and what names its row and field
+    "broken JSON": ('{"question": "Q", ', "row 3: broken JSON at column"),
+    "missing field": ({"question": "Q"}, "row 3: .* field 'answer' is missing"),
+    "wrong type": ({"question": 7, "answer": "A"}, r"row 3: field question is a number \(7\), expected a text"),
+    "empty": ({"question": "Q", "answer": " "}, "row 3: field answer is empty"),
+    "too long": (LONG, "row 3: 0 of 128 tokens supervised"),
+    "no shape": ({"query": "Q", "reply": "A"}, "row 3: fields .* fit no shape; nearest shape"),
+    "byte order mark inside": ('\ufeff{"text": "a"}', "row 3: broken JSON"),
+    "duplicate keys": ('{"question": "Q", "question": "R", "answer": "A"}', "row 3: broken JSON: field 'question' stands twice"),
+    "a line over the limit": (json.dumps({"text": "x" * 9000}), "row 3: 8.8 KiB in one row, at most 4.0 KiB"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_ROWS)
+def test_each_bad_row_stops_or_is_counted_and_named(kind, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "MAX_ROW_BYTES", 4096)
+    line, says = BAD_ROWS[kind]
+    path = write(tmp_path, GOOD, {"text": "Mixed shapes are fine."}, line, GOOD)
+    stats = encode_file(path, tokenizer, 128, on_bad_row="skip").stats
+    assert (stats.rows, stats.examples, stats.bad + stats.dropped) == (4, 3, 1) and stats.listed[0].row == 3
+    assert re.match(says, stats.listed[0].reason)
+    if kind != "too long":  # that one is whole, and counted either way
+        with pytest.raises(DataError, match=rf"data\.jsonl, {says}") as error:
+            encode_file(path, tokenizer, 128)
+        assert error.value.next
+
+
+def test_control_arm_a_reader_that_swallows_bad_rows_does_not_add_up(tokenizer, tmp_path, monkeypatch):
+    """What the count above must catch: rows that vanish. Clean files have none listed."""
+    path = write(tmp_path, GOOD, "{broken", GOOD)
+    lines = len(path.read_text().splitlines())
+    assert encode_file(path, tokenizer, 128, on_bad_row="skip").stats.rows == lines
+    monkeypatch.setattr(dataset.Account, "unreadable", lambda self, source, found: None)
+    assert encode_file(path, tokenizer, 128, on_bad_row="skip").stats.rows != lines
+    monkeypatch.undo()
+    clean = encode_file(write(tmp_path, GOOD, {**GOOD, "answer": "Marlowe it was."}), tokenizer, 128).stats
+    assert not (clean.listed or clean.cuts or clean.repeats or clean.notes) and clean.bad == clean.dropped == clean.truncated == 0
+
+
+def test_a_byte_order_mark_at_the_beginning_is_no_fault(tokenizer, tmp_path):
+    path = tmp_path / "bom.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode())
+    assert encode_file(path, tokenizer, 128).stats.rows == 1

@@ -12,7 +12,7 @@ from tokenizers import normalizers
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from unfreeze.core.errors import DataError
-from unfreeze.data import Conversation, Text, encode_chat, encode_row, encode_text, load_tokenizer, read_rows
+from unfreeze.data import Conversation, Text, encode_chat, encode_row, encode_text, load_tokenizer, pack, read_rows
 from unfreeze.data.masks import Dropped, encode_whole
 
 SENTINEL = "\u2603\u2603\u2603"
@@ -225,3 +225,43 @@ def test_plain_template_mask_on_a_vocabulary_that_invents_a_leading_space(json_f
     assert tokenizer.decode([t for t, w in zip(tokens, weights, strict=True) if w], skip_specials=False) == ANSWER["content"] + "<|eos|>"
     spelled = tokenizer.decode(tokens, skip_specials=False)
     assert spelled.startswith("<|bos|> User:\n") and spelled.replace("<|bos|> ", "<|bos|>") == tokenizer.chat.render(SINGLE)
+
+
+def test_head_cuts_the_beginning_keeps_bos_and_what_lost_its_context_is_no_target(json_folder, templates):
+    tokenizer = load_tokenizer(json_folder(templates["llama3"]))
+    whole = encode_row(Conversation(SINGLE, row=17), tokenizer, 512)
+    size = whole.num_tokens
+    cut = encode_row(Conversation(SINGLE, row=17), tokenizer, size - 3, "head")
+    assert (cut.num_tokens, cut.cut) == (size - 3, 3)
+    assert list(cut.tokens) == [tokenizer.bos_id, *whole.tokens[4:]] and list(cut.weights[2:]) == list(whole.weights[5:])
+    answer = size - list(whole.weights).index(1.0)
+    short = encode_row(Conversation(SINGLE), tokenizer, answer - 1, "head")  # shorter than the answer: it begins inside it
+    assert list(short.weights) == [0.0, 0.0] + [1.0] * (answer - 3) and short.num_supervised == answer - 3
+    no_bos = load_tokenizer(json_folder(templates["chatml"]))
+    cut = encode_row(Conversation(SINGLE), no_bos, 10, "head")
+    assert list(cut.tokens) == list(encode_row(Conversation(SINGLE), no_bos, 512).tokens)[-10:] and cut.weights[0] == 0.0
+    assert encode_row(Conversation(SINGLE), no_bos, 512, "head").cut == 0
+
+
+def test_the_end_of_every_answer_is_a_target_also_where_pad_is_eos(json_folder, templates):
+    """FAILURES N6. Packed batches have no padding; nothing is masked by its id. Control arm: masking by the pad id loses every end."""
+    tokenizer = load_tokenizer(json_folder(templates["deepseek"], pad_token="<|eos|>"))
+    end = tokenizer.eos_id
+    batch = pack([encode_row(Conversation([*SINGLE, *SINGLE], row=i), tokenizer, 512) for i in range(3)])
+    taught = batch.targets_T[batch.weights_T > 0]
+    assert int((taught == end).sum()) == 6 and batch.num_tokens == sum(batch.lengths())
+    masked_by_id = batch.weights_T * (batch.targets_T != tokenizer.token_id("<|eos|>"))
+    assert int((batch.targets_T[masked_by_id > 0] == end).sum()) == 0
+
+
+def test_a_mask_that_covers_everything_is_refused_per_row(json_folder, templates):
+    """FAILURES N4. Control arm: with the same marks where they belong, and for `supervise` "all", which asks for it, nothing is refused."""
+    forced = "{%- if add_generation_prompt -%}{{- '?' -}}{%- endif -%}"  # prompts that are no prefix: marks are read
+    everywhere = load_tokenizer(json_folder("{% generation %}" + templates["chatml"] + "{% endgeneration %}" + forced))
+    with pytest.raises(DataError, match="row 9: every token is supervised, the user's too: the mask is lost") as error:
+        encode_row(Conversation(SINGLE, row=9), everywhere, 512)
+    assert "generation" in error.value.next
+    right = load_tokenizer(json_folder(templates["marked"] + forced))
+    assert 0 < encode_row(Conversation(SINGLE), right, 512).num_supervised < 20
+    plain = load_tokenizer(json_folder(templates["chatml"]))
+    assert encode_row(Conversation(SINGLE), plain, 512, supervise="all").num_supervised == encode_row(Conversation(SINGLE), plain, 512).num_tokens - 1

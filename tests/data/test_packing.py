@@ -140,3 +140,59 @@ def test_steps_of_epochs():
     sizes = [len(batches.plan(epoch)) for epoch in range(3)]
     assert batches.len_steps(0) == 0 and batches.len_steps(1) == sizes[0] and batches.len_steps(3) == sum(sizes)
     assert batches.len_steps(1.5) == sizes[0] + -(-sizes[1] // 2)
+
+
+@pytest.mark.parametrize("packing", ["none", "first_fit", "best_fit"])
+def test_each_packing_places_every_document_once_within_the_budget_and_resumes(packing):
+    examples = documents(150)
+    batches = Batches(examples, 100, seed=2, packing=packing)
+    for epoch in range(2):
+        plan = batches.plan(epoch)
+        assert sorted(index for batch in plan for index in batch) == list(range(150))
+        assert all(sum(examples[index].num_tokens for index in batch) <= 100 for batch in plan)
+    assert batches.efficiency() == sum(e.num_tokens for e in examples) / (len(batches.plan(0)) * 100)
+    run = [next(batches) for _ in range(6)]
+    again, _ = next(Batches(examples, 100, seed=2, packing=packing, start=run[3][1]))
+    assert torch.equal(again.tokens_T, run[4][0].tokens_T)
+    other = "none" if packing != "none" else "best_fit"
+    with pytest.raises(ConfigError, match=f"packing was '{packing}', is '{other}'"):
+        Batches(examples, 100, seed=2, packing=other, start=run[3][1])
+
+
+def test_best_fit_equals_its_definition_and_fills_more_than_one_by_one():
+    """Oracle: for each document, all open batches are looked at, and of those with room the fullest (then the oldest) takes it."""
+    examples = documents(300, longest=90)
+    lengths = [example.num_tokens for example in examples]
+    batches = Batches(examples, 100, seed=0, packing="best_fit")
+    expected: list[list[int]] = []
+    for index in batches.order(0):
+        rooms = [(100 - sum(lengths[i] for i in batch), at) for at, batch in enumerate(expected)]
+        fitting = [(room, at) for room, at in rooms if room >= lengths[index]]
+        if fitting:
+            expected[min(fitting)[1]].append(index)
+        else:
+            expected.append([index])
+    assert batches.plan(0) == expected
+    fill = {packing: Batches(examples, 100, 0, packing=packing).efficiency() for packing in ("none", "first_fit", "best_fit")}
+    assert fill["none"] < 0.5 and fill["best_fit"] > 0.9 and fill["best_fit"] >= fill["first_fit"] - 0.02
+
+
+def test_supervision_is_the_weights_and_nothing_else():
+    """FAILURES N7: no partial logits, no ignored ids. The loss over all positions with weights is that over the supervised ones alone."""
+    from pathlib import Path
+
+    import unfreeze
+    from unfreeze.objectives.cross_entropy import cross_entropy
+
+    source = "\n".join(path.read_text(encoding="utf-8") for path in Path(unfreeze.__file__).parent.rglob("*.py"))
+    assert not any(word in source for word in ("num_logits_to_keep", "logits_to_keep", "ignore_index"))
+    torch.manual_seed(0)
+    batch = pack(documents(8))
+    hidden_TD, head = torch.randn(batch.num_tokens, 16, dtype=torch.float64), torch.nn.Linear(16, 97, bias=False, dtype=torch.float64)
+    loss = cross_entropy(hidden_TD, head, batch)
+    chosen = batch.weights_T > 0
+    expected = functional.cross_entropy(head(hidden_TD[chosen]), batch.targets_T[chosen], reduction="sum")
+    assert loss.sum.item() == pytest.approx(expected.item(), rel=1e-6) and loss.count == int(chosen.sum())
+    last = int(chosen.sum())  # control arm: logits of the last positions only, as many as are supervised
+    partial = functional.cross_entropy(head(hidden_TD[-last:]), batch.targets_T[-last:], reduction="sum")
+    assert partial.item() != pytest.approx(expected.item(), rel=1e-3)

@@ -180,6 +180,28 @@ def test_vocabulary_larger_than_the_embedding_is_refused(json_folder, tiktoken_f
             check_vocab(tokenizer, tokenizer.named_size - 1)
 
 
+def test_embedding_config_and_tokenizer_must_agree(json_folder):
+    """FAILURES N5. Control arms: equal numbers, and more rows than ids (padding), are fine."""
+    tokenizer = load_tokenizer(json_folder())
+    size = tokenizer.named_size
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    for rows in (size, size + 64):
+        assert check_vocab(tokenizer, rows, dict.fromkeys(names, rows)).padded == rows
+    for name in names:
+        says = f"config.json has vocab_size {size + 293}, {name} has {size} rows, the tokenizer {size} ids"
+        with pytest.raises(CheckpointError, match=says) as error:
+            check_vocab(tokenizer, size + 293, {**dict.fromkeys(names, size + 293), name: size})
+        assert f"vocab_size {size}" in error.value.next
+
+
+def test_end_tokens_outside_the_tokenizer_are_refused(json_folder):
+    """FAILURES N5: ids of another model's end tokens. One that fits among several is enough (control arm)."""
+    folder = json_folder(config={"eos_token_id": 5000, "vocab_size": 6000}, eos_token=None)
+    with pytest.raises(CheckpointError, match=r"the end tokens \[5000\] .* an answer would never end"):
+        check_vocab(load_tokenizer(folder), 6000)
+    check_vocab(load_tokenizer(json_folder(config={"eos_token_id": [5000, 1], "vocab_size": 6000}, eos_token=None)), 6000)
+
+
 def test_ids_outside_the_vocabulary_are_refused_in_decoding(json_folder):
     tokenizer = load_tokenizer(json_folder())
     for id in (-1, tokenizer.vocab_size):

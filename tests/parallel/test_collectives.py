@@ -32,6 +32,7 @@ from unfreeze.parallel.collectives import ALONE, Group, buckets, fingerprint, op
 from unfreeze.train.balance import LossFreeBalance
 from unfreeze.train.fit import fit
 from unfreeze.train.follower import Follower, open_run
+from unfreeze.train.nonfinite import investigate
 from unfreeze.train.optim import AdamW
 from unfreeze.train.run import Run
 from unfreeze.train.schedule import Schedule
@@ -157,6 +158,10 @@ def main(folder: Path) -> None:
             lambda: train_step(poisoned, AdamW(poisoned), batches, cross_entropy, learning_rate=1e-3, max_norm=0.0, through=models.plain, group=group)
         )
 
+        own = folder / f"own-{group.rank}"
+        own.mkdir()
+        facts["found"] = investigate(poisoned, batches, cross_entropy, through=models.plain, group=group, folder=own, step=1)
+        facts["suspects"] = [json.loads(line)["tokens"] for line in (own / "suspects.jsonl").read_text().splitlines()]
         facts["lead"] = group.lead(lambda: f"acted in {group.rank}")
 
         def fail() -> None:
@@ -266,10 +271,10 @@ def test_resume_on_one_then_two_then_one_process(two):
 
 
 def test_control_arm_balancing_by_the_counts_of_one_process_moves_other_biases():
-    """M2: what an update from this process's own half of the tokens would do. The resume test above compares the biases of all counts."""
-    _, whole = gradients("deepseek_v3", cut(2, True), ALONE)
+    """M2: what an update from one process's share (the first of four) would do. The resume test above compares the biases of all counts."""
+    _, whole = gradients("deepseek_v3", cut(8, True), ALONE)
     moved = []
-    for load in (whole["load"], gradients("deepseek_v3", cut(2, True)[:1], ALONE)[1]["load"]):
+    for load in (whole["load"], gradients("deepseek_v3", cut(8, True)[0::4], ALONE)[1]["load"]):
         balance = LossFreeBalance(decoder(), 0.01)
         balance({int(layer): counts for layer, counts in load.items()})
         moved.append(balance.biases[1])
@@ -300,6 +305,11 @@ def test_failures_are_shared_and_named(two):
         assert facts["too few"].startswith("ConfigError: 2 processes share 1 micro-batches of a step")
         assert facts["other data"] == "DataError: the processes read different data at this step"
         assert facts["nan"] == "NonFinite: the loss is nan over 4 supervised tokens"
+        assert facts["found"] == (  # the second process found it, both say it
+            "NaN first at model.embed_tokens, 1 of 3 positions, all supervised, float32, micro-batch 2, document 1; "
+            "32 of 1,024 values of its weight are not finite"
+        )
+        assert facts["suspects"] == [[31, 2, 3]]
         assert facts["any"] == [True, False] and facts["texts"] == ["", "line of the second: ü"]
         assert facts["replicas"] == "UserError: the 2 processes hold different values: 1 of 2 tensors differ; first: weight"
     assert (first["lead"], second["lead"]) == ("acted in 0", None)

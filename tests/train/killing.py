@@ -56,8 +56,8 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def forked(work: Callable[[], int], kill_after: float | None = None) -> int:
-    """Exit code of `work` in a child (minus the signal's number where one ended it); killed after so many seconds if it is not done."""
+def forked(work: Callable[[], int], kill_after: Callable[[], None] | None = None) -> int:
+    """Exit code of `work` in a child (minus the signal's number where one ended it); killed when `kill_after`, a wait, returns."""
     child = os.fork()
     if child == 0:
         signal.alarm(120)  # a child that hangs ends as an error, not as a test that never ends
@@ -69,7 +69,7 @@ def forked(work: Callable[[], int], kill_after: float | None = None) -> int:
         finally:
             os._exit(code)
     if kill_after is not None:
-        time.sleep(kill_after)
+        kill_after()
         os.kill(child, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
@@ -89,18 +89,27 @@ def one_run_killed_often(command: list[str], out: Path, kills: int, seed: int) -
         FileOperations(out / "killed" / "state", lambda count, operation: die() if count == number else None)
         return run("killed")
 
+    def wait_for_steps(steps: int) -> None:
+        """Until the child has so many more train events (0: it is still loading), and a moment longer than that."""
+        log = out / "killed" / "events.jsonl"
+        until, deadline = count_steps(log) + steps, time.monotonic() + 60
+        while steps and count_steps(log) < until and time.monotonic() < deadline:
+            time.sleep(0.002)
+        time.sleep(dice.uniform(0, 0.03 if steps else 0.2))
+
     for number in range(kills):
         if number % 2:
-            code = forked(lambda: run("killed"), kill_after=dice.uniform(0.05, 0.5))
+            code = forked(lambda: run("killed"), kill_after=partial(wait_for_steps, dice.randint(0, 3)))
         else:
-            code = forked(partial(at_operation, dice.randint(1, 160)))
+            code = forked(partial(at_operation, dice.randint(1, 120)))
         saves = sorted(path.name for path in (out / "killed" / "state").glob("step-*"))
         seen.append({"code": code, "saves": saves})
     return {"seen": seen, "last": forked(lambda: run("killed"))}
 
 
 def every_moment_of_a_save(folder: Path, bug: str) -> dict[str, Any]:
-    """A run of the stand-in model, killed before each file operation of its third save (keep 1, so that it prunes too), then gone on with.
+    """A run of the stand-in model, killed before each file operation of its third save (keep 1, so that it prunes too), then gone on with;
+    of many operations of one kind in a row only before the first and the last.
 
     -> {"operations": [...], "left": [step of the latest save after the kill, or the error], "losses": [[...] of steps 1 to 4, or the error]}
     """
@@ -143,8 +152,10 @@ def every_moment_of_a_save(folder: Path, bug: str) -> dict[str, Any]:
 
     assert forked(lambda: killed_at(folder / "0", 0)) == 0
     operations = (folder / "0" / "operations").read_text().split()
+    padded = ["", *operations, ""]
+    moments = [n for n in range(1, len(operations) + 1) if not padded[n - 1] == padded[n] == padded[n + 1]]  # of many writes the first and last
     left, losses = [], []
-    for number in range(1, len(operations) + 1, 1 if bug == "none" else 6):
+    for number in moments if bug == "none" else moments[::4]:
         path = folder / str(number)
         assert forked(lambda path=path, number=number: killed_at(path, number)) == -signal.SIGKILL, (number, operations)
         code = forked(lambda path=path: run_in(path))
@@ -175,6 +186,10 @@ def plant(module: Any, bug: str) -> None:
         module._write = room_first
 
 
+def count_steps(log: Path) -> int:
+    return log.read_bytes().count(b'"kind": "train"') if log.is_file() else 0
+
+
 def train_losses(run: Path) -> list[float]:
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     return [event["loss"] for event in events if event["kind"] == "train"]
@@ -186,4 +201,4 @@ if __name__ == "__main__":
     if what == "moments":
         print(json.dumps({bug: every_moment_of_a_save(Path(folder) / bug, bug) for bug in rest}))
     else:
-        print(json.dumps(one_run_killed_often(rest, Path(folder), kills=24, seed=0)))
+        print(json.dumps(one_run_killed_often(rest, Path(folder), kills=20, seed=0)))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from unfreeze.core.errors import CheckpointError, ConfigError, UserError
+from unfreeze.train import run as run_module
 from unfreeze.train.run import Run, changed_fields, config_hash, latest
 
 CONFIG = {"model": "m", "lora": {"rank": 8, "targets": ["all-linear"]}, "learning_rate": 1e-4}
@@ -48,6 +49,42 @@ def test_another_process_holds_the_lock_until_it_is_killed(tmp_path: Path):
     Run(tmp_path, {}).close()
 
 
+def test_control_arm_without_the_lock_the_second_run_takes_the_firsts_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(run_module.fcntl, "flock", lambda *arguments: None)
+    with Run(tmp_path, CONFIG) as one, Run(tmp_path, CONFIG) as two:
+        for step in (1, 2):
+            one.events.emit("train", step, loss=1.0)
+            two.events.emit("train", step, loss=2.0)
+    assert [json.loads(line)["loss"] for line in (tmp_path / "events.jsonl").read_text().splitlines()] == [2.0, 2.0]
+
+
+def test_a_lock_file_that_a_killed_run_left_is_no_lock(tmp_path: Path):
+    (tmp_path / "lock").write_text("999999")
+    with Run(tmp_path, CONFIG):
+        assert (tmp_path / "lock").read_text() == str(os.getpid())
+        (tmp_path / "lock").write_text("")  # a holder that has not written its number yet
+        with pytest.raises(UserError, match=r"in use by process \(just starting\).*\n  next: wait for it, try again in a second"):
+            Run(tmp_path, CONFIG)
+
+
+def test_a_fixed_field_is_refused_even_if_it_is_allowed(tmp_path: Path):
+    write_save(tmp_path, 10)
+    changed = CONFIG | {"lora": {"rank": 16, "targets": ["all-linear"]}, "learning_rate": 1e-3}
+    with pytest.raises(ConfigError, match=r"1 field differs .*: lora\.rank: 8 -> 16; lora\.rank can never change within a run: a shape\n") as caught:
+        Run(tmp_path, changed, allow_changed=["lora", "learning_rate"], fixed={"lora.rank": "a shape"})
+    assert "--allow-changed" not in caught.value.next
+
+
+def test_an_allowed_change_is_said_and_the_run_is_not_finished(tmp_path: Path):
+    write_save(tmp_path, 10, steps=10)
+    with Run(tmp_path, CONFIG) as run:
+        assert run.finished and run.changed == []
+    with Run(tmp_path, CONFIG | {"learning_rate": 1e-3}, allow_changed=["learning_rate"]) as run:
+        assert not run.finished and run.changed == ["learning_rate: 0.0001 -> 0.001"]
+    (event,) = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert event["kind"] == "warning" and event["message"].endswith("as allowed: learning_rate: 0.0001 -> 0.001")
+
+
 def test_a_fresh_folder_starts_at_zero(tmp_path: Path):
     with Run(tmp_path / "new" / "run", CONFIG) as run:
         assert (run.step, run.cursor, run.saved, run.finished) == (0, None, None, False)
@@ -59,10 +96,15 @@ def test_the_latest_complete_save_is_found_and_unfinished_ones_are_not(tmp_path:
         write_save(tmp_path, step)
     for name in ("step-2000000.tmp", "step-9999999.old.tmp", "step-3", "notes"):
         (tmp_path / "state" / name).mkdir()
+    (tmp_path / "adapter").mkdir()
+    leftovers = [tmp_path / ".model.unfinished-17", tmp_path / "adapter" / ".adapter_model.safetensors.unfinished-17"]
+    leftovers[0].mkdir()
+    leftovers[1].write_bytes(b"half")
     assert latest(tmp_path) == tmp_path / "state" / "step-1000000"
     with Run(tmp_path, CONFIG) as run:
         assert (run.step, run.cursor, run.finished) == (1_000_000, {"position": 1_000_000}, True)
-    assert not list((tmp_path / "state").glob("*.tmp"))  # removed under the lock
+    assert not list((tmp_path / "state").glob("*.tmp")) and not any(path.exists() for path in leftovers)  # removed under the lock
+    assert (tmp_path / "state" / "notes").is_dir()
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -14,45 +17,48 @@ RESOLVED = "resolved_config.json"
 """The file in runs/<name>/ that says what was run: written by recipes, read by report, generate and demo."""
 
 Event = dict[str, Any]
-"""{"kind": "train", "step": 12, "time": 1790000000.0, …}. Kinds and fields:
+"""{"kind": "train", "step": 12, "time": 1790000000.0, …}. Kinds, fields, types and units: core/schema.py, in words docs/events.md."""
 
-plan     plan lines of the run                                    start    step, steps, model, data, resumed
-load     bytes, seconds, expanded_bytes, rounded                  receipt  groups
-data     the account of the data file: summary (one line), rows, examples, tokens, supervised, supervised_fraction, truncated, dropped, bad,
-         longest, shapes, notes (text -> rows), listed (the first dropped and bad rows: row, reason)
-train    loss, tokens, seconds, learning_rate, grad_norm, peak_bytes, supervised_tokens, expert_load (layer -> tokens per expert);
-         applied (false: the update was skipped) beside a warning; fragmentation_bytes (CUDA); error, with loss null, where it was not finite
-eval     loss and further metrics                                 sample   when ("before" | "after"), index (of the prompt), prompt, text
-save     path                                                     end      reason ("done" | "interrupted"), steps, tokens_per_second
-warning  message: what the run did otherwise than asked           (any event may also carry a `warning` field)
-"""
+Listener = Callable[[Event], str | None]
+"""Called with each event after it is written. A sentence it returns becomes a warning event: a sink that gives up says so this way."""
 
 
 class EventLog:
-    """Appends events to a file, a line each, flushed at once so that a killed run keeps its history; and calls listeners."""
+    """Appends events to a file, a line each, unbuffered so that a killed run keeps its history; and calls listeners."""
 
-    def __init__(self, path: Path | None, listeners: tuple[Callable[[Event], None], ...] = ()):
+    def __init__(self, path: Path | None, listeners: tuple[Listener, ...] = ()):
         self.path = path
         self.listeners = listeners
         self._file = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a", encoding="utf-8")
+            self._file = path.open("ab", buffering=0)
 
     def emit(self, kind: str, step: int, **fields: Any) -> Event:
-        """Write one event. Fields must be plain JSON values."""
+        """Write one event. Fields must be plain JSON values. Raises OSError where the disk is full; the file then ends as before."""
         event: Event = {"kind": kind, "step": step, "time": round(time.time(), 3), **fields}
         if self._file is not None:
-            self._file.write(json.dumps(event, allow_nan=False, default=_refuse) + "\n")
-            self._file.flush()
+            _append(self._file, json.dumps(event, allow_nan=False, default=_refuse).encode() + b"\n")
         for listener in self.listeners:
-            listener(event)
+            if said := listener(event):
+                self.emit("warning", step, message=said)
         return event
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _append(file: FileIO, line: bytes) -> None:
+    """The whole line or nothing: half of one would damage the file for all that come after it."""
+    end = file.seek(0, os.SEEK_END)
+    try:
+        if file.write(line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
+    except OSError:
+        file.truncate(end)
+        raise
 
 
 def _refuse(value: object) -> Any:

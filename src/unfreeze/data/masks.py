@@ -132,7 +132,8 @@ def _encode_conversation(row: Conversation, tokenizer: Tokenizer, supervise: Sup
     try:
         messages, tools = quote_specials(row.messages, tokenizer), quote_specials(row.tools, tokenizer)
         segments = chat_segments(tokenizer.chat, messages, tools, end_texts(tokenizer))
-        if all(segment.supervised for segment in segments) and any(message["role"] != "assistant" for message in row.messages):
+        covered = all(segment.supervised or not segment.text.strip() for segment in segments)
+        if covered and any(message["role"] != "assistant" for message in row.messages):
             raise DataError("every token is supervised, the user's too: the mask is lost", next=LOST_MASK)
         for segment in segments:
             ids = encode_rendered(tokenizer, segment.text, continues=bool(tokens))

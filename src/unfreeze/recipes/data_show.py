@@ -20,7 +20,7 @@ from tyro.conf import Positional, arg
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError, nearest
 from unfreeze.recipes.config import Files, Frozen, ModelName, parse
-from unfreeze.recipes.training import TrainingConfig, refuse_absent
+from unfreeze.recipes.training import refuse_absent
 
 if TYPE_CHECKING:
     from unfreeze.data import Dataset, Example, Examples, Tokenizer
@@ -43,12 +43,16 @@ class Config(Frozen):
     truncation: Literal["tail", "head", "error", "drop", "split"] = Field(
         default="tail", description="documents over sequence_length: cut the tail or head, stop, drop the row, or split (texts)"
     )
-    packing: Literal["none", "first_fit", "best_fit"] = TrainingConfig.model_fields["packing"]
+    packing: Literal["none", "first_fit", "best_fit"] = Field(
+        default="first_fit", description="how documents share a step: one alone, or as many as fit, first or best"
+    )
     supervise: Literal["assistant", "all"] = Field(default="assistant", description="loss on the assistant's turns, or on every token")
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
     """-> stats, vocabulary (base, total, padded), lengths (min, median, p95, max, histogram), samples (row, tokens, texts, weights)."""
+    if arguments[:1] in (["-h"], ["--help"]):
+        arguments = ["show", *arguments]
     if not arguments or arguments[0] != "show":
         given = f"{arguments[0]!r}{nearest(arguments[0], ['show'])}" if arguments else "nothing"
         raise ConfigError(f"data takes the subcommand show, got {given}", next="unfreeze data show FILE.jsonl --model MODEL")

@@ -53,7 +53,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     before = ask(TINY_K2, items)
     trained = sft.train(
         sft.Config(
-            model=str(TINY_K2), data=str(TINY_K2 / "yoda_train.jsonl"), out=str(out), epochs=config.epochs, dtype="float32",
+            model=str(TINY_K2), data=(str(TINY_K2 / "yoda_train.jsonl"),), out=str(out), epochs=config.epochs, dtype="float32",
             learning_rate=config.learning_rate, weight_decay=0.3, tokens_per_step=1024, seed=config.seed, samples=0, recompute="nothing", threads=1,
             lora=LoraConfig(rank=config.rank, alpha=2.0 * config.rank),
         ),

@@ -45,7 +45,7 @@ class Run:
         path: Path | str,
         config: Mapping[str, Any],
         *,
-        listeners: tuple[Callable[[Event], None], ...] = (),
+        listeners: tuple[Callable[[Event], str | None], ...] = (),
         allow_changed: Collection[str] = (),
         fixed: Mapping[str, str] | None = None,
     ):
@@ -63,8 +63,7 @@ class Run:
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock: IO[str] | None = _take_lock(self.path)
         try:
-            for unfinished in (self.path / "state").glob("*.tmp"):
-                shutil.rmtree(unfinished)
+            _clear_unfinished(self.path)
             self.save_path = latest(self.path)
             self.saved = None if self.save_path is None else read_record(self.save_path)
             if self.saved is not None:
@@ -98,12 +97,12 @@ class Run:
         if not refused:
             return
         never = "".join(f"; {field} can never change within a run: {reason}" for field, reason in fixed.items())
-        options = "".join(f" --allow-changed {field}" for field in refused)
+        allow = "" if fixed else f", or add --allow-changed {' '.join(refused)}"
         raise ConfigError(
             f"{self.path} was trained to step {self.step} with another configuration; "
             f"{len(refused)} {'field differs' if len(refused) == 1 else 'fields differ'} (saved -> now): "
             + "; ".join(changes[field] for field in refused) + never,
-            next="run with the saved values to go on, or give another folder with --out" + ("" if fixed else f", or add{options}"),
+            next="run with the saved values to go on, or give another folder with --out" + allow,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -120,6 +119,16 @@ class Run:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _clear_unfinished(run_dir: Path) -> None:
+    """Remove what killed runs were writing here; nobody else is, as the lock is held. (checkpoint.save names its files .<name>.unfinished-<pid>)"""
+    for pattern in ("state/*.tmp", ".*.unfinished-*", "adapter*/.*.unfinished-*"):
+        for unfinished in run_dir.glob(pattern):
+            if unfinished.is_dir():
+                shutil.rmtree(unfinished)
+            else:
+                unfinished.unlink()
 
 
 def latest(run_dir: Path | str) -> Path | None:

@@ -245,6 +245,9 @@ def fused_expert_mlp(
     if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_TD, weights_TK, *dense, *pairs))):
         with torch.no_grad():
             if kept is None:
+                few = part.few(x_TD, ids_TK, weights_TK, gate_up, down, factors)
+                if few is not None:
+                    return few
                 return _forward(_Call(part, x_TD.dtype, route(), gate_up, down, factors), x_TD, keep=False)[0]
             return _visit(part, x_TD, route, (gate_up, down), factors, kept)[0]
     scales = (factors.scale, factors.down_scale)

@@ -74,6 +74,9 @@ class Grouped:
         every = (routing.experts, slice(0, routing.num_experts), slice(0, routing.num_rows))
         yield Group(*every, routing.offsets_E, routing.token_n, routing.weight_n, routing.row_of_slot)
 
+    def few(self, *call: object) -> None:
+        """No path of its own for a handful of tokens."""
+
     def workers(self, routing: Routing, width: int) -> int:
         """One: the device shares the work out itself."""
         return 1

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels.expert_mlp import numba_kernels
+from unfreeze.kernels.expert_mlp.factors import ExpertFactors
 from unfreeze.kernels.numba_options import array, set_threads
 from unfreeze.kernels.scratch import scratch
+from unfreeze.quant.codec import Packed
 
 GROUP_BYTES = 4 << 20  # weights and rows of a group: what a core's L2 and its share of L3 hold
 WORKERS_FROM = 1 << 26  # multiply-adds of a call from which it is shared among cores: 0.3 ms of work, against 0.1 ms to hand it out
@@ -105,6 +107,17 @@ class LoopCpu:
                 yield Group(routing.experts[span], span, begin, routing.sizes[span], routing.token_n[where], routing.weight_n[where])
                 first, begin, held, rows = position, begin + rows, 0, 0
             held, rows = held + cost, rows + (size or 0)
+
+    def few(
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, gate_up: Tensor | Packed, down: Tensor | Packed, factors: ExpertFactors
+    ) -> Tensor | None:
+        """The result, without gradients, where so few tokens ask that expanding whole experts for GEMMs would cost more; else None."""
+        from unfreeze.kernels.expert_mlp import decode_cpu  # which needs this file's Routing
+
+        if not (isinstance(gate_up, Packed) and isinstance(down, Packed)) or ids_TK.numel() > decode_cpu.ROWS_PER_EXPERT * gate_up.shape[0]:
+            return None
+        routing = self.route(ids_TK, weights_TK, gate_up.shape[0], torch.float32)
+        return decode_cpu.decode(x_TD, routing, gate_up, down, factors) if decode_cpu.suits(routing, gate_up, down) else None
 
     def workers(self, routing: Routing, width: int) -> int:
         """How many cores share a call whose experts have `width` weights each."""

@@ -22,7 +22,7 @@ from unfreeze.quant.int4 import Int4
 
 
 @numba.njit(inline="always")
-def _rounded(code, scale):
+def rounded(code, scale):
     """Bits of float32(code - 8) * scale plus what carries into the upper half where bf16 rounds up (to nearest, ties to even)."""
     bits = np.float32(np.float32(np.int32(np.int32(code) - np.int32(8))) * scale).view(np.uint32)
     odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
@@ -42,8 +42,8 @@ def _expand_bf16(packed, scale, experts, out, matrix_stride, row_stride, half):
             codes, pairs = source[g * half : g * half + half], out[begin + g * half : begin + g * half + half]
             for i in range(half):
                 byte = np.uint32(codes[i])
-                low = np.uint32(_rounded(byte & np.uint32(15), s) >> np.uint32(16))
-                pairs[i] = np.uint32(low | np.uint32(_rounded(byte >> np.uint32(4), s) & np.uint32(0xFFFF0000)))
+                low = np.uint32(rounded(byte & np.uint32(15), s) >> np.uint32(16))
+                pairs[i] = np.uint32(low | np.uint32(rounded(byte >> np.uint32(4), s) & np.uint32(0xFFFF0000)))
 
 
 @Kernel
@@ -60,8 +60,8 @@ def _expand_float32(packed, scale, experts, out, matrix_stride, row_stride, half
             codes, values = source[g * half : g * half + half], out[first : first + 2 * half]
             for i in range(half):
                 byte = np.uint32(codes[i])
-                values[2 * i] = np.uint32(_rounded(byte & np.uint32(15), s) & np.uint32(0xFFFF0000))
-                values[2 * i + 1] = np.uint32(_rounded(byte >> np.uint32(4), s) & np.uint32(0xFFFF0000))
+                values[2 * i] = np.uint32(rounded(byte & np.uint32(15), s) & np.uint32(0xFFFF0000))
+                values[2 * i + 1] = np.uint32(rounded(byte >> np.uint32(4), s) & np.uint32(0xFFFF0000))
 
 
 def expandable(packed: Packed) -> bool:
