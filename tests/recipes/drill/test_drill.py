@@ -286,7 +286,7 @@ def no_coverage(patch):
 
 
 def dead_experts_hidden(patch):
-    patch.setattr("unfreeze.report.html.expert_balance", lambda run: [("1", 100, 1.0, 0)])
+    patch.setattr("unfreeze.report.experts.ExpertWatch._judge", lambda *arguments: [])
 
 
 def no_verification(patch):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import html
-import re
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -21,9 +19,9 @@ from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel.collectives import Processes
 from unfreeze.recipes.drill.fault import Fault, Outcome, measured, said
 from unfreeze.recipes.drill.processes import PATIENCE, together
-from unfreeze.recipes.drill.sandbox import Sandbox
+from unfreeze.recipes.drill.sandbox import ROWS, Sandbox
 from unfreeze.report.events import of_kind, read_events
-from unfreeze.report.html import write_report
+from unfreeze.report.experts import ExpertWatch
 from unfreeze.train.balance import LossFreeBalance
 from unfreeze.train.optim import AdamW
 from unfreeze.train.step import train_step
@@ -83,12 +81,15 @@ def balance_out_of_step(sandbox: Sandbox) -> Outcome:
 
 
 def dead_experts(sandbox: Sandbox) -> Outcome:
-    """A run on a checkpoint of which six of eight experts are never chosen: its report has to say so."""
+    """A run on a checkpoint of which six of eight experts are never chosen: it has to warn while it trains."""
     run = sandbox.fresh("run")
-    sandbox.sft(model=starved_checkpoint(sandbox), out=run)
-    page = html.unescape((run / "report.html").read_text(encoding="utf-8"))
-    words = re.findall(r"Busiest expert[^<]*", page)
-    return said(write_report, words[0] if words else "", says="6 of 8 experts got no token")
+    sandbox.sft(model=starved_checkpoint(sandbox), data=sandbox.rows(ROWS * 40), out=run, tokens_per_step=2048)
+    warnings = [str(event.get("warning") or event.get("message")) for event in read_events(run / "events.jsonl") if is_warning(event)]
+    return said(ExpertWatch, "; ".join(warnings), says="6 of 8 experts got no token")
+
+
+def is_warning(event: dict[str, Any]) -> bool:
+    return event["kind"] == "warning" or bool(event.get("warning"))
 
 
 def routing_changes_in_recompute(sandbox: Sandbox) -> Outcome:
