@@ -102,6 +102,7 @@ TESTED_BY = {  # source file -> the test file that covers it, where that doesn't
     "recipes/drill/fault.py": "recipes/drill/test_drill.py",
     "recipes/drill/loading.py": "recipes/drill/test_drill.py",
     "recipes/drill/numbers.py": "recipes/drill/test_drill.py",
+    "recipes/drill/processes.py": "recipes/drill/test_drill.py",
     "recipes/drill/runs.py": "recipes/drill/test_drill.py",
     "recipes/drill/sandbox.py": "recipes/drill/test_drill.py",
     "recipes/samples.py": "recipes/test_sft.py",

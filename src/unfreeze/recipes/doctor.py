@@ -22,6 +22,8 @@ from unfreeze.core.units import format_bytes
 from unfreeze.recipes.config import Folder, Frozen, ModelName, parse
 
 if TYPE_CHECKING:
+    import torch
+
     from unfreeze.checkpoint import Manifest
     from unfreeze.data import Dataset, Tokenizer
     from unfreeze.models import Shape
@@ -89,13 +91,17 @@ class Patient:
         return encode_files(self.config.data, self.tokenizer, length, truncation=self.config.truncation, on_bad_row="skip")
 
     @cached_property
-    def plan(self) -> Plan:
-        from unfreeze.parallel.plan import plan_training
+    def device(self) -> torch.device:
         from unfreeze.recipes.device import pick_device
 
-        device = pick_device(self.config.device)
+        return pick_device(self.config.device)
+
+    @cached_property
+    def plan(self) -> Plan:
+        from unfreeze.parallel.plan import plan_training
+
         return plan_training(
-            self.shape, self.manifest, self.config.lora, tokens=self.config.tokens_per_micro_batch, dtype=self.config.dtype, device=device,
+            self.shape, self.manifest, self.config.lora, tokens=self.config.tokens_per_micro_batch, dtype=self.config.dtype, device=self.device,
             recompute=self.config.recompute, micro_batches=self.config.micro_batches,
         )  # fmt: skip
 
@@ -167,10 +173,9 @@ def check_machine(patient: Patient) -> Iterator[Finding]:
 
     import unfreeze
     from unfreeze.parallel.machine import hardware
-    from unfreeze.recipes.device import pick_device
 
     threads = patient.config.threads or torch.get_num_threads()
-    device = hardware(pick_device(patient.config.device))
+    device = hardware(patient.device)
     cuda = f"CUDA {torch.version.cuda}" if torch.cuda.is_available() else "no CUDA device"
     facts = (
         f"unfreeze {unfreeze.__version__}, Python {platform.python_version()}, torch {torch.__version__}, {cuda}; {device.name}, "
@@ -270,8 +275,13 @@ def check_memory(patient: Patient) -> Iterator[Finding]:
     """The plan of the run: does it fit."""
     plan = patient.plan
     plan.refuse_if_too_large()
-    yield Finding("memory", "ok", f"a run needs {format_bytes(plan.total)} of {format_bytes(plan.usable)} usable, {plan.adapter_parameters:,} adapter "
-                  "parameters")  # fmt: skip
+    line = f"a run needs {format_bytes(plan.total)} of {format_bytes(plan.usable)} usable, {plan.adapter_parameters:,} adapter parameters"
+    yield Finding("memory", "ok", line)
+    if patient.device.type == "cuda":
+        from unfreeze.recipes.device import allocator_line
+
+        said, expandable = allocator_line()
+        yield Finding("memory", "ok" if expandable else "warn", said, "set it before the program starts")
 
 
 def check_disk(patient: Patient) -> Iterator[Finding]:
@@ -332,16 +342,14 @@ def check_numerics(patient: Patient) -> Iterator[Finding]:
     from unfreeze.data import Example, pack
     from unfreeze.generate.open import dtype_of, open_model
     from unfreeze.objectives.cross_entropy import cross_entropy
-    from unfreeze.recipes.device import pick_device
 
-    device = pick_device(patient.config.device)
-    model = open_model(patient.manifest, dtype_of(patient.config.dtype), device)
+    model = open_model(patient.manifest, dtype_of(patient.config.dtype), patient.device)
     worst = [name for name, tensor in model.named_parameters() if not bool(tensor.isfinite().all())]
     if worst:
         yield Finding("numerics", "fault", f"{len(worst)} weights hold NaN or infinity; first: {worst[0]}", "download the checkpoint again")
         return
     tokens = [(7 * i) % patient.shape.vocab_size for i in range(SMOKE_TOKENS)]
-    batch = pack([Example(tokens, [0.0] + [1.0] * (SMOKE_TOKENS - 1))]).to(device)
+    batch = pack([Example(tokens, [0.0] + [1.0] * (SMOKE_TOKENS - 1))]).to(patient.device)
     with torch.no_grad():
         hidden_TD = model.hidden(batch)
         loss = cross_entropy(hidden_TD, model.lm_head, batch)

@@ -83,6 +83,10 @@ def run_what_lies_there(patch):
     patch.setattr(loading, "load_tokenizer", trusting)
 
 
+def replay_left_out(patch):
+    patch.setattr("unfreeze.train.fit.investigate", lambda *arguments, **options: "")
+
+
 def norm_in_half(patch):
     def half(x_TD, weight_D, eps):
         x = x_TD.half()
@@ -265,29 +269,57 @@ def no_patience(patch):
     patch.setattr(processes, "PATIENCE", 0.2)
 
 
+def twice_the_weights(patch):
+    patch.setattr(Plan, "per_device", property(lambda plan: [2 * plan.total, plan.total]))
+
+
+def no_receipt(patch):
+    patch.setattr("unfreeze.adapters.receipt.check", nothing)
+
+
+def no_faults(patch):
+    patch.setattr(Faults, "raise_if_any", nothing)
+
+
+def no_coverage(patch):
+    patch.setattr(loading, "check_coverage", nothing)
+
+
+def dead_experts_hidden(patch):
+    patch.setattr("unfreeze.report.experts.ExpertWatch._judge", lambda *arguments: [])
+
+
+def no_verification(patch):
+    patch.setattr(runs, "verify_adapter", nothing)
+
+
+def no_lock(patch):
+    patch.setattr("unfreeze.train.run._take_lock", lambda path: (path / "lock").open("a+"))
+
+
 def out(target, name, value=nothing):
     """The usual case: one function replaced by one that does nothing."""
     return lambda patch: patch.setattr(target, name, value)
 
 
-no_faults = out(Faults, "raise_if_any")
 CONTROLS = {
     "L1 a 4-bit checkpoint expanded or packed again on load": expand_on_load,
     "L2 the CUDA allocator left to fragment": out(loading, "pick_device"),
-    "L3 one device given twice the weights": out(Plan, "per_device", property(lambda plan: [2 * plan.total, plan.total])),
+    "L2 an allocator setting without expandable segments": out(loading, "allocator_line", lambda: ("", True)),
+    "L3 one device given twice the weights": twice_the_weights,
     "L4 an adapter target that matches nothing": out(LoraConfig, "resolve", lambda config, model: {}),
-    "L4 adapters on experts that the forward pass forgets": lambda patch: patch.setattr("unfreeze.adapters.receipt.check", nothing),
+    "L4 adapters on experts that the forward pass forgets": no_receipt,
     "L5 a gate that does not train, or routes otherwise in training": router_detached,
     "L6 expanded weights piling up over the steps": leak_each_step,
     **dict.fromkeys([name for name in FAULTS if name.startswith("L7") and "8-bit" not in name], no_faults),
     "L7 4-bit words declared as 8-bit": read_as_four_bits,
     "L8 a tensor of size zero": no_faults,
-    "L8 a parameter that no file fills": out(loading, "check_coverage"),
+    "L8 a parameter that no file fills": no_coverage,
     "L8 a parameter left on the meta device": lambda patch: patch.setattr("unfreeze.parallel.place._check_fillable", nothing),
     "L9 a tokenizer that brings code to run": run_what_lies_there,
     "L9 a tokenizer that is nothing but code": run_what_lies_there,
     "N1 a zero row and a tiny norm eps": norm_in_half,
-    "N1 NaN only where nothing is supervised": lambda patch: patch.setattr("unfreeze.train.nonfinite.locate", nothing),
+    "N1 NaN only where nothing is supervised": replay_left_out,
     "N2 a row cut before its answer": out(Account, "_list"),
     "N2 a micro-batch without supervised tokens": each_its_own_mean,
     "N3 accumulation as a mean of means": each_its_own_mean,
@@ -305,7 +337,7 @@ CONTROLS = {
     "M1 experts without tokens, where processes wait for each other": no_patience,
     "M1 experts without tokens, left out of what is added up": only_reached_experts,
     "M2 balancing per micro-batch, per recomputation or in evaluation": lambda patch: patch.setattr("unfreeze.train.step.clear_expert_load", nothing),
-    "M3 dead experts unnoticed": lambda patch: patch.setattr("unfreeze.report.html.expert_balance", lambda run: [("1", 100, 1.0, 0)]),
+    "M3 dead experts unnoticed": dead_experts_hidden,
     "M4 routing that changes between forward and recomputation": route_again,
     "M4 routing that differs between trainer and sampler": stale_cache,
     "R1 kill -9 in the middle of training and saving": resume_from_fresh,
@@ -315,12 +347,12 @@ CONTROLS = {
     "R2 other data behind the same cursor": out(Batches, "_resume"),
     "R3 a run that goes on with another number of processes": resume_from_fresh,
     "R4 a learning rate that is not the schedule's": rate_as_meant,
-    "R5 an exported adapter that lost one expert": out(runs, "verify_adapter"),
+    "R5 an exported adapter that lost one expert": no_verification,
     **dict.fromkeys([name for name in FAULTS if name.startswith("R7")], bad_rows_vanish),
     "R7 a line of 10 MB": lambda patch: patch.setattr("unfreeze.data.sources.MAX_ROW_BYTES", 1_000_000),
     "R7 a row longer than the sequence": out(Account, "_count"),
     "R7 a byte order mark": lambda patch: patch.setattr("unfreeze.data.sources._without_bom", lambda line, path: line),
-    "R8 two runs in one folder": lambda patch: patch.setattr("unfreeze.train.run._take_lock", lambda path: (path / "lock").open("a+")),
+    "R8 two runs in one folder": no_lock,
 }
 
 
@@ -382,7 +414,7 @@ def test_the_command_shows_the_table_and_ends_with_0(capsys):
 
 
 def test_an_unnamed_fault_ends_it_with_1(monkeypatch, capsys):
-    monkeypatch.setattr("unfreeze.train.run._take_lock", lambda path: (path / "lock").open("a+"))
+    no_lock(monkeypatch)
     assert cli.main(["drill", "--only", "R8"]) == 1
     assert "0/1 rows named, 1 faults planted; unnamed: R8" in capsys.readouterr().out
 

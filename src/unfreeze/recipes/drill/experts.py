@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import html
-import re
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -12,7 +10,7 @@ import torch
 from torch import Tensor
 
 from unfreeze import models
-from unfreeze.data import Example, pack
+from unfreeze.evaluate.gap import TOLERANCE, log_probability_gap
 from unfreeze.generate.engine import Engine
 from unfreeze.generate.sampling import Sampling
 from unfreeze.models import Decoder
@@ -21,9 +19,9 @@ from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel.collectives import Processes
 from unfreeze.recipes.drill.fault import Fault, Outcome, measured, said
 from unfreeze.recipes.drill.processes import PATIENCE, together
-from unfreeze.recipes.drill.sandbox import Sandbox
+from unfreeze.recipes.drill.sandbox import ROWS, Sandbox
 from unfreeze.report.events import of_kind, read_events
-from unfreeze.report.html import write_report
+from unfreeze.report.experts import ExpertWatch
 from unfreeze.train.balance import LossFreeBalance
 from unfreeze.train.optim import AdamW
 from unfreeze.train.step import train_step
@@ -83,12 +81,15 @@ def balance_out_of_step(sandbox: Sandbox) -> Outcome:
 
 
 def dead_experts(sandbox: Sandbox) -> Outcome:
-    """A run on a checkpoint of which six of eight experts are never chosen: its report has to say so."""
+    """A run on a checkpoint of which six of eight experts are never chosen: it has to warn while it trains."""
     run = sandbox.fresh("run")
-    sandbox.sft(model=starved_checkpoint(sandbox), out=run)
-    page = html.unescape((run / "report.html").read_text(encoding="utf-8"))
-    words = re.findall(r"Busiest expert[^<]*", page)
-    return said(write_report, words[0] if words else "", says="6 of 8 experts got no token")
+    sandbox.sft(model=starved_checkpoint(sandbox), data=sandbox.rows(ROWS * 40), out=run, tokens_per_step=2048)
+    warnings = [str(event.get("warning") or event.get("message")) for event in read_events(run / "events.jsonl") if is_warning(event)]
+    return said(ExpertWatch, "; ".join(warnings), says="6 of 8 experts got no token")
+
+
+def is_warning(event: dict[str, Any]) -> bool:
+    return event["kind"] == "warning" or bool(event.get("warning"))
 
 
 def routing_changes_in_recompute(sandbox: Sandbox) -> Outcome:
@@ -118,35 +119,14 @@ def restless(choose: Any, calls: dict[str, int], name: str) -> Any:
 
 
 def trainer_and_sampler_part(sandbox: Sandbox) -> Outcome:
-    """Log-probabilities of 64 sampled tokens as the sampler's cached steps see them, and as the trainer's packed pass does."""
+    """Log-probabilities of sampled tokens as the sampler's cached steps give them, and as the trainer's packed pass does."""
     gaps = {}
     for family in ("llama", "qwen3_moe", FAMILY):
-        model = sandbox.model(family)
-        prompt = [5, 17, 3, 88]
-        tokens = Engine(model).generate([prompt], Sampling(max_new_tokens=64, temperature=1.0, seed=0))[0].tokens
-        gaps[family] = float((sampled(model, prompt, tokens) - packed(model, prompt, tokens)).abs().max())
+        sampling = Sampling(max_new_tokens=32, temperature=1.0, seed=0)
+        gaps[family] = log_probability_gap(Engine(sandbox.model(family)), [[5, 17, 3, 88], [11]], sampling).max
     told = ", ".join(f"{family} {gap:.1g}" for family, gap in gaps.items())
-    return measured(Decoder.step, f"largest log-probability gap between sampler and trainer: {told} (limit 1e-4)", holds=max(gaps.values()) <= 1e-4)
-
-
-@torch.no_grad()
-def sampled(model: Decoder, prompt: list[int], tokens: list[int]) -> Tensor:
-    """log p of each token given those before it, one cached step after the other."""
-    cache = model.new_cache(1, len(prompt) + len(tokens))
-    hidden_TD = model.prefill(pack([Example(prompt, [0.0] * len(prompt))]), cache)[-1:]
-    found = []
-    for token in tokens:
-        found.append(model.logits(hidden_TD).log_softmax(-1)[0, token])
-        hidden_TD = model.step(torch.tensor([token]), cache)
-    return torch.stack(found)
-
-
-@torch.no_grad()
-def packed(model: Decoder, prompt: list[int], tokens: list[int]) -> Tensor:
-    """The same in one pass over all of them."""
-    whole = [*prompt, *tokens]
-    logits_TV = model.logits(model.hidden(pack([Example(whole, [0.0] * len(whole))])))
-    return logits_TV.log_softmax(-1)[range(len(prompt) - 1, len(whole) - 1), tokens]
+    line = f"largest log-probability gap between sampler and trainer: {told} (limit {TOLERANCE:g})"
+    return measured(log_probability_gap, line, holds=max(gaps.values()) <= TOLERANCE)
 
 
 FAULTS = [

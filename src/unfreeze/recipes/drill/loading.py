@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from unfreeze.models.blocks.moe import MoE
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel.place import check_coverage, place
 from unfreeze.parallel.plan import Plan, meta_model, plan_training
-from unfreeze.recipes.device import pick_device
-from unfreeze.recipes.drill.fault import Fault, Outcome, measured, refused
+from unfreeze.recipes.device import ALLOCATOR, allocator_line, pick_device, set_allocator
+from unfreeze.recipes.drill.fault import Fault, Outcome, measured, refused, said
 from unfreeze.recipes.drill.sandbox import TINY_K2, Sandbox
 from unfreeze.recipes.first_step import FirstStepReceipt
 from unfreeze.train.optim import AdamW
@@ -50,16 +51,31 @@ def expanded_on_load(sandbox: Sandbox) -> Outcome:
 
 def fragmenting_allocator(sandbox: Sandbox) -> Outcome:
     """The allocator setting that a CUDA process needs before it starts, taken away."""
-    before = os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)
-    try:
-        started = torch.cuda.is_initialized()
+    with allocator_setting(None):
         pick_device("cpu")
-        setting = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "not set")
+        line, expandable = allocator_line()
+    return measured(set_allocator, f"PYTORCH_CUDA_ALLOC_CONF was taken away; {line}", holds=expandable)
+
+
+def fragmenting_setting(sandbox: Sandbox) -> Outcome:
+    """A setting of the user's own without expandable segments: it is kept, and said in the plan."""
+    with allocator_setting("max_split_size_mb:128"):
+        pick_device("cpu")
+        return said(allocator_line, allocator_line()[0], says="max_split_size_mb:128 has no expandable segments, so memory may fragment")
+
+
+@contextmanager
+def allocator_setting(value: str | None) -> Iterator[None]:
+    """The environment with this setting or none, put back afterwards."""
+    before = {name: os.environ.pop(name) for name in ALLOCATOR if name in os.environ}
+    try:
+        if value is not None:
+            os.environ[ALLOCATOR[0]] = value
+        yield
     finally:
-        if before is not None:
-            os.environ["PYTORCH_CUDA_ALLOC_CONF"] = before
-    when = "after CUDA had started" if started else "before CUDA starts"
-    return measured(pick_device, f"PYTORCH_CUDA_ALLOC_CONF was taken away; {when} it is {setting}", holds="expandable_segments:True" in setting)
+        for name in ALLOCATOR:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def unequal_devices(sandbox: Sandbox) -> Outcome:
@@ -89,7 +105,7 @@ def silent_adapter(sandbox: Sandbox) -> Outcome:
     return refused(lambda: first_step(sandbox, model), says="experts: ")
 
 
-def without_adapter(experts: nn.Module, adapter: Any) -> Callable[..., Tensor]:
+def without_adapter(experts: Any, adapter: Any) -> Callable[..., Tensor]:
     kind = type(experts)
 
     def forward(*arguments: Any) -> Tensor:
@@ -264,6 +280,7 @@ def only_remote_code(sandbox: Sandbox) -> Outcome:
 FAULTS = [
     Fault("L1", "a 4-bit checkpoint expanded or packed again on load", expanded_on_load),
     Fault("L2", "the CUDA allocator left to fragment", fragmenting_allocator),
+    Fault("L2", "an allocator setting without expandable segments", fragmenting_setting),
     Fault("L3", "one device given twice the weights", unequal_devices),
     Fault("L4", "an adapter target that matches nothing", unknown_target),
     Fault("L4", "adapters on experts that the forward pass forgets", silent_adapter),

@@ -13,7 +13,7 @@ from typing import Any
 
 from unfreeze.recipes.drill.fault import Unnamed
 
-PATIENCE = 120.0  # seconds; importing torch takes 3 to 8 on a busy machine, a run of the sandbox one or two
+PATIENCE = 300.0  # seconds; two starts of torch and a small run take 6 on an idle machine with two cores, 90 on one that seven others share
 CODE = (
     "import sys; from unfreeze.recipes import sft; from unfreeze.core.command import Common; "
     "sft.train(sft.Config.model_validate_json(open(sys.argv[1]).read()), Common(quiet=True))"

@@ -188,4 +188,4 @@ class Sandbox:
         out = fields.pop("out", None) or self.fresh("run")
         defaults = {"steps": 4, "tokens_per_step": 128, "samples": 0, "dtype": "float32", "device": "cpu", "threads": 1, "warmup": 0.0,
                     "learning_rate": 5e-3, "lora": LoraConfig(rank=2, alpha=4.0)}  # fmt: skip
-        return sft.Config(model=str(model), data=str(data), out=str(out), **{**defaults, **fields})
+        return sft.Config(model=str(model), data=(str(data),), out=str(out), **{**defaults, **fields})
