@@ -106,8 +106,10 @@ TESTED_BY = {  # source file -> the test file that covers it, where that doesn't
     "recipes/drill/sandbox.py": "recipes/drill/test_drill.py",
     "recipes/samples.py": "recipes/test_sft.py",
     "recipes/training.py": "recipes/test_sft.py",
+    "report/page.py": "report/test_html.py",
     "report/events.py": "report/test_report_events.py",
     "report/run.py": "report/test_report_run.py",
+    "report/sinks/__init__.py": "report/test_sinks.py",
     "report/style.py": "report/test_pictures.py",
 }
 

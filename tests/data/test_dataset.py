@@ -93,6 +93,8 @@ def test_a_template_whose_mask_is_lost_stops_before_any_row(json_folder, templat
     lost = load_tokenizer(json_folder("{% generation %}" + templates["chatml"] + "{% endgeneration %}" + forced))
     with pytest.raises(DataError, match="the chat template's loss mask is wrong: it covers the user's words 'Zq7 asks'"):
         encode_file(write(tmp_path, GOOD), lost, 128, on_bad_row="skip")
+    assert encode_file(write(tmp_path, {"text": "Texts use no template."}), lost, 128).stats.examples == 1  # no false alarm
+    assert encode_file(write(tmp_path, GOOD), lost, 128, supervise="all").stats.examples == 1
 
 
 def test_the_supervised_fraction_tells_a_lost_mask_from_a_right_one(tokenizer, tmp_path):

@@ -30,7 +30,7 @@ def files(tmp_path):
 @pytest.mark.parametrize("truncation", ["tail", "head", "split"])
 def test_files_read_on_demand_give_the_same_batches_and_cursors(truncation, tokenizer, files):
     held, on_demand = (encode_files(files, tokenizer, 64, truncation=truncation, held_bytes=limit) for limit in (HELD_BYTES, 0))
-    assert (held.stats.reading, on_demand.stats.reading) == ("memory", "on demand") and "read on demand" in on_demand.stats.summary()
+    assert (held.stats.reading, on_demand.stats.reading) == ("memory", "on demand") and "files read on demand" in on_demand.stats.summary()
     assert {**held.stats.as_dict(), "reading": ""} == {**on_demand.stats.as_dict(), "reading": ""}
     first, second = (Batches(data.examples, 200, seed=1) for data in (held, on_demand))
     for _ in range(2 * first.len_steps(1)):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -20,10 +21,12 @@ from typing import Any
 
 import tokenizers
 import torch
+from safetensors import safe_open
 
 from unfreeze import models
 from unfreeze.adapters import LoraConfig, attach, load_adapter, save_adapter, sites
 from unfreeze.checkpoint import open_checkpoint, save_checkpoint
+from unfreeze.checkpoint.manifest import TORCH_DTYPE
 from unfreeze.core.errors import UserError
 from unfreeze.data import BadRow, load_tokenizer, read_rows
 from unfreeze.generate.open import locate, open_model
@@ -32,6 +35,7 @@ from unfreeze.recipes.config import parse
 from unfreeze.recipes.inspect import inspect
 from unfreeze.recipes.sft import Config
 from unfreeze.report.events import number
+from unfreeze.report.html import page, summary_lines
 from unfreeze.report.run import expert_balance, facts, load_words, read_run, started
 from unfreeze.train.optim import AdamW
 from unfreeze.train.run import Run
@@ -80,7 +84,7 @@ class Reader:
 
 
 def attempt(reader: Reader, random: Random, folder: Path) -> str:
-    """"accepted", or the class of the UserError. Any other exception is the finding; so is an error that isn't fit to print."""
+    """ "accepted", or the class of the UserError. Any other exception is the finding; so is an error that isn't fit to print."""
     reader.plant(random, folder)
     try:
         reader.read(folder)
@@ -107,7 +111,24 @@ NASTY: list[Any] = [
     RAW + "9" * 5000, RAW + "-" + "9" * 5000, RAW + "1e999", RAW + "[" * 3000, RAW + "[" * 200_000, RAW + '{"a":' * 100_000, RAW + "NaN",
     RAW + "tru", RAW + '"\\ud83d"', RAW + '"\\u0000"', RAW + "1,", RAW,
 ]  # fmt: skip
-BYTES = [b"", b"\x00", b"\xff", b"\xef\xbb\xbf", b"\xff\xfe", b"\r\n", b"\r", b"\n", b"{", b"}", b"[", b'"', b"\\", b"\xed\xa0\x80", b"\xc0\x80", b"\x80\x04"]
+BYTES = [
+    b"",
+    b"\x00",
+    b"\xff",
+    b"\xef\xbb\xbf",
+    b"\xff\xfe",
+    b"\r\n",
+    b"\r",
+    b"\n",
+    b"{",
+    b"}",
+    b"[",
+    b'"',
+    b"\\",
+    b"\xed\xa0\x80",
+    b"\xc0\x80",
+    b"\x80\x04",
+]
 
 
 def spots(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -185,7 +206,10 @@ def json_file(random: Random, raw: bytes) -> bytes:
 def safetensors_file(random: Random, raw: bytes) -> bytes:
     """A safetensors file with its header altered, its length wrong, or its bytes scarred or cut."""
     length = int.from_bytes(raw[:8], "little")
-    how = random.randrange(6)
+    how = random.randrange(7)
+    if how == 6:  # values that are no numbers
+        at = random.randrange(8 + length, len(raw) - 8) & ~3
+        return raw[:at] + b"\xff\xff\xff\x7f" * 2 + raw[at + 8 :]
     if how == 0:
         lie = random.choice([0, 1, length - 1, length + 1, len(raw), len(raw) - 8, 2**32, 2**63, 2**64 - 1, 10**8 + 1, random.randrange(2**16)])
         return lie.to_bytes(8, "little") + raw[8:]
@@ -226,7 +250,10 @@ def good_model(family: str) -> models.Decoder:
 def checkpoint(family: str) -> Files:
     """A checkpoint folder with a tokenizer; kimi's is in two shards with an index, and INT4."""
     with TemporaryDirectory() as folder:
-        extra = {"generation_config.json": b'{"eos_token_id": [257], "bos_token_id": 256}', **(tiktoken_files() if family == "kimi" else tokenizer_files())}
+        extra = {
+            "generation_config.json": b'{"eos_token_id": [257], "bos_token_id": 256}',
+            **(tiktoken_files() if family == "kimi" else tokenizer_files()),
+        }
         shard = 20_000 if family == "kimi" else 10**9
         target = Path(folder) / "m"
         save_checkpoint(target, CONFIGS[family], published(good_model(family), CONFIGS[family]), max_shard_bytes=shard, extra=extra)
@@ -318,7 +345,10 @@ def fresh_state(run: Run) -> State:
 
 
 # ----------------------------------------------------------------------------------------------------------------------------- readers
-TALK = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A", "reasoning_content": "hm", "tool_calls": [{"function": {"name": "f"}}]}]
+TALK = [
+    {"role": "user", "content": "Q"},
+    {"role": "assistant", "content": "A", "reasoning_content": "hm", "tool_calls": [{"function": {"name": "f"}}]},
+]
 ROWS: list[dict[str, Any]] = [
     {"messages": TALK, "tools": [{"type": "function"}]}, {"prompt": "Q", "completion": "A"}, {"question": "Q", "answer": "A"}, {"text": "a"},
     {"instruction": "Q", "input": "", "output": "A"}, {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]},
@@ -374,10 +404,19 @@ INDEX = "model.safetensors.index.json"
 
 
 def read_checkpoint(folder: Path) -> None:
-    """unfreeze inspect, then what sft, chat and generate do: every parameter there, no meta tensor, or no model at all."""
+    """unfreeze inspect, then what sft, chat and generate do: every parameter there, no meta tensor, or no model at all.
+
+    Oracle: what is accepted, the safetensors library accepts too, with the same names, dtypes and shapes.
+    """
     facts = inspect(str(folder))
     json.dumps(facts)
-    model = open_model(open_checkpoint(str(folder)), torch.float32)
+    manifest = open_checkpoint(str(folder))
+    for file in manifest.files:
+        with safe_open(file, "pt") as theirs:
+            for name in theirs.keys():  # noqa: SIM118 (not a dict)
+                tensor, info = theirs.get_tensor(name), manifest.tensors[name]
+                assert (TORCH_DTYPE[info.dtype], info.shape, info.nbytes) == (tensor.dtype, tuple(tensor.shape), tensor.nbytes), name
+    model = open_model(manifest, torch.float32)
     assert all(not tensor.is_meta and tensor.numel() for tensor in [*model.parameters(), *model.buffers()])
 
 
@@ -388,7 +427,9 @@ def plant_config(random: Random, folder: Path) -> None:
     config = json.loads(files["config.json"])
     if random.randrange(2):
         field = random.choice([name for name, value in config.items() if type(value) in (int, float)])
-        config[field] = random.choice([0, -1, 1, 3, 1e12, 10**12, 10**9, 100_000, 10**30, 2**63, "16", 16.0, 1.5, None, True, [16], math.nan, math.inf, 1e-300, 1e300])
+        config[field] = random.choice(
+            [0, -1, 1, 3, 1e12, 10**12, 10**9, 100_000, 10**30, 2**63, "16", 16.0, 1.5, None, True, [16], math.nan, math.inf, 1e-300, 1e300]
+        )
         files["config.json"] = written(config)
     elif random.randrange(8) == 0:
         files["config.json"] = written({"text_config": altered(random, config), "model_type": "kimi_k25"})
@@ -397,12 +438,46 @@ def plant_config(random: Random, folder: Path) -> None:
     spread(files, folder)
 
 
+BOMBS = [
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}{% endfor %}",
+    "{% for i in range(99999) %}{{ range(99999) | sum }}{% endfor %}",
+    "{{ 9 ** 9 ** 9 }}",
+    "{{ 'a' * 10 ** 10 }}",
+    "{{ [0] * 10 ** 10 }}",
+    "{% set n = namespace(s='aaaaaaaaaa') %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}{{ n.s }}",
+    "{% set n = namespace(s='aaaaaaaaaa') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s }}",
+    "{% set n = namespace(i=3) %}{% for i in range(60) %}{% set n.i = n.i * n.i %}{% endfor %}{{ n.i }}",
+    "{{ '%10000000000d' % 1 }}",
+    "{{ 'a'.rjust(10 ** 10) }}",
+    "{{ 'a' | center(10 ** 10) }}",
+    "{% macro m() %}{{ m() }}{{ m() }}{% endmacro %}{{ m() }}",
+    "{{ ''.__class__.__mro__ }}",
+    "{{ messages.__class__.__base__.__subclasses__() }}",
+    "{% include '/etc/passwd' %}",
+    "{% import 'os' as os %}",
+    "{{ self.__init__.__globals__ }}",
+    "{{ cycler.__init__.__globals__.os.system('false') }}",
+    "{{ messages.append(1) }}",
+    "{{ raise_exception('no') }}",
+    "{% for m in messages %}{{ m.nothing.at.all }}{% endfor %}",
+    "{{ messages[9999999999] }}",
+    "{{ 1 // 0 }}",
+    "{{ '\ud800' }}",
+    "{{ 'a' | indent(10 ** 9) }}",
+    "{{ '{:>9999999999}'.format(1) }}",
+    "{{ dict.fromkeys(range(99999)) | string | length }}",
+    "{% for i in messages recursive %}{{ loop(messages) }}{% endfor %}",
+]
+
+
 def plant_tokenizer(random: Random, folder: Path) -> None:
     files = dict(random.choice([tokenizer_files(), tiktoken_files()]))
     files["config.json"] = json.dumps(LLAMA).encode()
     files["generation_config.json"] = b'{"eos_token_id": [257]}'
     name = random.choice(list(files))
-    if name.endswith(".json"):
+    if random.randrange(8) == 0:
+        files["chat_template.jinja"] = random.choice(BOMBS).encode("utf-8", "surrogatepass")
+    elif name.endswith(".json"):
         files[name] = json_file(random, files[name])
     else:
         files[name] = scarred(random, files[name], random.randrange(1, 4))
@@ -478,6 +553,9 @@ def _report(folder: Path) -> None:
         if event["kind"] == "load":
             load_words(event)
     started(run), expert_balance(run), run.state, run.source("model"), run.loaded
+    if (folder / "events.jsonl").stat().st_size % 8 == 0:  # the page takes a hundred times as long
+        page(run)
+        "\n".join(summary_lines(folder))
 
 
 def _resume(folder: Path) -> None:
@@ -518,6 +596,16 @@ def plant_toml(random: Random, folder: Path) -> None:
 
 def read_toml_config(folder: Path) -> None:
     config = parse(Config, [str(folder / "run.toml")], command="sft", description="")
+    given = tomllib.loads((folder / "run.toml").read_text())
+    for table, made in ((given.pop("lora", {}), config.lora), (given, config)):
+        for key, value in table.items():
+            got = getattr(made, key)
+            same = list(got) if isinstance(value, list) else got[0] if isinstance(got, tuple) else got  # one path may stand for several
+            assert (
+                same == (float(value) if isinstance(got, float) else value)
+                and isinstance(value, bool) == isinstance(got, bool)
+                and isinstance(value, str) == isinstance(same, str)
+            ), key
     values = [*config.model_dump().values(), *config.lora.model_dump().values()]
     assert all(math.isfinite(value) for value in values if isinstance(value, float)), "a number that is none"
 

@@ -161,7 +161,7 @@ def test_hostile_text_is_shown_and_never_obeyed(run_dir: Path, monkeypatch: pyte
     source, parsed = page(run_dir)
     assert "<script" not in source
     assert parsed.texts.count(HOSTILE) == 4 and f"Hmm. {HOSTILE}" in parsed.texts  # prompt, config, a note and a reason of the data; the answer
-    monkeypatch.setattr("unfreeze.report.html.escape", lambda value, quote=True: value)  # control arm: the guard removed
+    monkeypatch.setattr("unfreeze.report.page.escape", lambda value, quote=True: value)  # control arm: the guard removed
     with pytest.raises(AssertionError):
         _, unsafe = page(run_dir)
         assert unsafe.scripts == 0 and unsafe.external == []
@@ -210,8 +210,10 @@ def test_header_captions_and_expert_numbers_equal_the_events(run_dir: Path):
         assert words in parsed.texts, words
     assert sum(event["tokens"] for event in events() if event["kind"] == "train") == 82_740 and "82.7 K" in parsed.texts
     assert f'aria-label="Training loss per step: {first:.3f} at step 1, {final:.3f} at step 40' in source
-    # layer 10: loads 5, 0, 7, 4 over 40 steps: mean 4, busiest 7 -> 1.75
-    assert parsed.tables["Expert load per layer"][1:] == [["2", "640", "1.00", "0"], ["10", "640", "1.75", "1"]]
+    # layer 10: loads 5, 0, 7, 4 in each of 40 steps: mean 4, busiest 7 -> 7/4 - 1; p = 5/16, 7/16, 4/16: entropy 1.0717 of ln 4 = 1.3863
+    assert parsed.tables["Expert load per layer"][1:] == [
+        ["2", "640", "0.00", "1.000", "0", "0.00", "0.0"], ["10", "640", "0.75", "0.773", "1", "0.75", "1.0"],
+    ]  # fmt: skip
     assert "1.75 times at most, in layer 10. 1 of 8 experts got no token." in source
     assert parsed.tables["Evaluations"] == [["step", "loss", "style"], ["40", "0.4321", "0.987"]]
     assert parsed.tables["Resolved config"][1:] == [["model", "tiny-k2"], ["lora.rank", "16"], ["lora.note", HOSTILE]]

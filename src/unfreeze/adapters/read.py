@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from unfreeze.adapters.attach import Candidate, Site, candidates, sites
 from unfreeze.adapters.layouts import CONFIG, PREFIX, WEIGHTS
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
-from unfreeze.checkpoint.manifest import inside
+from unfreeze.checkpoint.manifest import conversion, inside
 from unfreeze.core.errors import AdapterError, nearest
 from unfreeze.core.json_object import read_object
 from unfreeze.core.pattern import pattern
@@ -82,7 +82,9 @@ def read_files(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """(adapter_config.json, tensors by name without PEFT's prefix) of a folder; AdapterError where something is missing or of another kind."""
     for name in (CONFIG, WEIGHTS):
         if not (directory / name).is_file():
-            raise AdapterError(_absent(directory, name), next="give the folder that holds adapter_config.json and adapter_model.safetensors")
+            _refuse_pickle(directory, name)
+            next_command = "give the folder that holds adapter_config.json and adapter_model.safetensors"
+            raise AdapterError(f"{directory} has no {name}", next=next_command)
     config = read_object(inside(directory / CONFIG), AdapterError)
     try:
         tensors = load_file(inside(directory / WEIGHTS))
@@ -96,12 +98,14 @@ def read_files(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return config, {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
 
 
-def _absent(directory: Path, name: str) -> str:
-    """What is missing, and that a pickle beside it is not read."""
+def _refuse_pickle(directory: Path, name: str) -> None:
+    """An adapter saved as adapter_model.bin is refused with the command that converts it."""
     pickle = directory / "adapter_model.bin"
     if name == WEIGHTS and pickle.is_file():
-        return f"{directory} has no {name}, only {pickle.name}, a pickle: unpickling can run any code, so it is not read"
-    return f"{directory} has no {name}"
+        raise AdapterError(
+            f"{directory} has no {name}, only {pickle.name}, a pickle: unpickling can run any code, so it is not read",
+            next=conversion(directory, pickle.name, WEIGHTS),
+        )
 
 
 def _finite(tensor: Tensor) -> bool:

@@ -126,6 +126,10 @@ def _folder(source: str | Path, progress: Callable[[str], None] | None) -> Path:
     path = Path(source).expanduser()
     if path.is_dir():
         return path
+    if path.is_file() and path.suffix in _PICKLES:
+        raise CheckpointError(
+            f"{path} is a pickle; unpickling can run any code, so it is not read", next=conversion(path.parent, path.name, "model.safetensors")
+        )
     if path.is_file():
         raise CheckpointError(f"{path} is a file; a checkpoint is a folder with config.json and *.safetensors", next=f"give {path.parent}")
     text = str(source)
@@ -205,9 +209,20 @@ def _single_file(folder: Path) -> str:
     if pickles:
         raise CheckpointError(
             f"{folder} holds pickled weights only ({pickles[0]}); unpickling can run any code, so they are not read",
-            next="get the publisher's safetensors release, or convert the weights to safetensors",
+            next=conversion(folder, pickles[0], "model.safetensors"),
         )
     raise CheckpointError(f"{folder} holds no .safetensors file", next="give the folder that holds config.json and *.safetensors")
+
+
+def conversion(folder: Path, pickle: str, target: str) -> str:
+    """The command that turns pickled weights into safetensors: torch's own loader, which with weights_only runs no code from the file."""
+    match = re.match(r"pytorch_model.*\.bin$", pickle)
+    source = str(folder / ("pytorch_model*.bin" if match else pickle))
+    return (
+        'python -c "import glob, torch, safetensors.torch as s; s.save_file({k: v.clone().contiguous() '
+        f"for f in sorted(glob.glob({source!r})) for k, v in torch.load(f, map_location='cpu', weights_only=True).items()}}, "
+        f"{str(folder / target)!r})\"    (or get the publisher's safetensors release)"
+    )
 
 
 def read_header(file: Path, faults: Faults) -> list[TensorInfo]:

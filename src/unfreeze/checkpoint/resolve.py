@@ -117,8 +117,8 @@ class _Work:
         if suffix != self.codec.suffixes[0]:
             return 0
         parts = {kept: self.disk[f"{base}.{kept}"].shape for kept in self.kept if f"{base}.{kept}" in self.disk}
-        if len(parts) < len(self.kept):
-            return 0  # the missing one is reported under its own parameter
+        if len(parts) < len(self.kept) or any(len(shape) < 2 for shape in parts.values()):
+            return 0  # the missing or misshapen one is reported under its own parameter
         out_features, in_features = self.codec.shape({kept: torch.empty(shape, device="meta") for kept, shape in parts.items()})[-2:]
         for extra, expected in self.codec.disk_extras(out_features, in_features).items():
             info = self.disk.get(f"{base}.{extra}")

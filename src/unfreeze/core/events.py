@@ -17,25 +17,16 @@ RESOLVED = "resolved_config.json"
 """The file in runs/<name>/ that says what was run: written by recipes, read by report, generate and demo."""
 
 Event = dict[str, Any]
-"""{"kind": "train", "step": 12, "time": 1790000000.0, …}. Kinds and fields:
+"""{"kind": "train", "step": 12, "time": 1790000000.0, …}. Kinds, fields, types and units: core/schema.py, in words docs/events.md."""
 
-plan     plan lines of the run                                    start    step, steps, model, data, resumed
-load     bytes, seconds, expanded_bytes, rounded                  receipt  groups
-data     the account of the data file: summary (one line), rows, examples, tokens, supervised, supervised_fraction, truncated, dropped, bad,
-         longest, shapes, notes (text -> rows), listed (the first dropped and bad rows: row, reason)
-train    loss, tokens, seconds, learning_rate, grad_norm, peak_bytes, supervised_tokens, expert_load (layer -> tokens per expert);
-         applied (false: the update was skipped) beside a warning; fragmentation_bytes (CUDA); error, with loss null, where it was not finite
-eval     held-out loss, perplexity, bits_per_byte (null: not finite, not known), tokens, seconds; or other metrics of the model at this step
-sample   when ("before" | "during" | "after"), index (of the prompt), prompt, text
-save     path                                                     end      reason ("done" | "interrupted"), steps, tokens_per_second
-warning  message: what the run did otherwise than asked           (any event may also carry a `warning` field)
-"""
+Listener = Callable[[Event], str | None]
+"""Called with each event after it is written. A sentence it returns becomes a warning event: a sink that gives up says so this way."""
 
 
 class EventLog:
     """Appends events to a file, a line each, unbuffered so that a killed run keeps its history; and calls listeners."""
 
-    def __init__(self, path: Path | None, listeners: tuple[Callable[[Event], None], ...] = ()):
+    def __init__(self, path: Path | None, listeners: tuple[Listener, ...] = ()):
         self.path = path
         self.listeners = listeners
         self._file = None
@@ -49,7 +40,8 @@ class EventLog:
         if self._file is not None:
             _append(self._file, json.dumps(event, allow_nan=False, default=_refuse).encode() + b"\n")
         for listener in self.listeners:
-            listener(event)
+            if said := listener(event):
+                self.emit("warning", step, message=said)
         return event
 
     def close(self) -> None:

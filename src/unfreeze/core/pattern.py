@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from re import _constants, _parser  # the standard library's own parser: what it reads is what is matched
+from re import _constants, _parser  # pyright: ignore[reportAttributeAccessIssue]  # the standard library's own parser: what it reads is what is matched
 from typing import Any
 
 from unfreeze.core.errors import UserError

@@ -74,8 +74,8 @@ class Examples(Sequence[Example]):
         table = np.frombuffer(columns.numbers, dtype=np.int64).reshape(-1, 5)
         self._fetch = fetch
         self._table = table
-        self.digests_N = np.frombuffer(bytes(columns.digests), dtype="V16")
-        self.checksums_N = np.frombuffer(bytes(columns.checksums), dtype="V16")
+        self.digests_N = np.frombuffer(columns.digests, dtype="V16")
+        self.checksums_N = np.frombuffer(columns.checksums, dtype="V16")
         self.places_N = np.arange(len(table))
 
     @classmethod

@@ -133,7 +133,7 @@ def _encode_conversation(row: Conversation, tokenizer: Tokenizer, supervise: Sup
         messages, tools = quote_specials(row.messages, tokenizer), quote_specials(row.tools, tokenizer)
         segments = chat_segments(tokenizer.chat, messages, tools, end_texts(tokenizer))
         covered = all(segment.supervised or not segment.text.strip() for segment in segments)
-        if covered and any(message["role"] != "assistant" for message in row.messages):
+        if supervise == "assistant" and covered and any(message["role"] != "assistant" for message in row.messages):
             raise DataError("every token is supervised, the user's too: the mask is lost", next=LOST_MASK)
         for segment in segments:
             ids = encode_rendered(tokenizer, segment.text, continues=bool(tokens))

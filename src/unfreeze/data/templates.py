@@ -1,6 +1,7 @@
 """Chat templates: the checkpoint's own jinja2 text, rendered in a sandbox as transformers renders it.
 
-Environment: ImmutableSandboxedEnvironment, trim_blocks, lstrip_blocks, loop controls, {% generation %}, `raise_exception`,
+Environment: ImmutableSandboxedEnvironment with a limit on steps (template_limits.py),
+trim_blocks, lstrip_blocks, loop controls, {% generation %}, `raise_exception`,
 `strftime_now`, `tojson` without HTML escaping. Equal to transformers' rendering in tests/data/test_templates.py.
 """
 
@@ -14,9 +15,9 @@ from typing import Any
 import jinja2
 import jinja2.ext
 import jinja2.nodes
-import jinja2.sandbox
 
 from unfreeze.core.errors import CheckpointError, DataError
+from unfreeze.data.template_limits import LimitedEnvironment
 
 PLAIN_TEMPLATE = (
     "{%- if add_bos %}{{ bos_token }}{% endif -%}"
@@ -67,9 +68,7 @@ class _Dict:
 
 
 def _environment(*, marks: bool) -> jinja2.Environment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
+    environment = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
     environment.generation_marks = (SPAN_OPEN, SPAN_CLOSE) if marks else ("", "")  # type: ignore[attr-defined]
     environment.filters["tojson"] = _tojson
     environment.globals.update(raise_exception=_raise, strftime_now=lambda format: datetime.now().strftime(format), dict=_Dict())
@@ -98,7 +97,7 @@ class ChatTemplate:
             self._plain = _environment(marks=False).from_string(source)
             self._marked = _environment(marks=True).from_string(source)
             self._for_tools = _environment(marks=False).from_string(tool_source) if tool_source else None
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, RecursionError, OverflowError, ValueError, UnicodeError) as error:
             raise CheckpointError(f"the chat template cannot be compiled: {error}") from None
 
     def render(
@@ -131,6 +130,7 @@ class ChatTemplate:
         return "".join(parts), spans
 
     def _run(self, template: jinja2.Template, messages: Any, add_generation_prompt: bool, tools: Any) -> str:
+        template.environment.begin()  # type: ignore[attr-defined]
         try:
             return template.render(
                 **self.variables, messages=list(messages), tools=tools, documents=None, add_generation_prompt=add_generation_prompt

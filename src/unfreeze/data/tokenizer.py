@@ -199,20 +199,37 @@ def _added_tokens(settings: Mapping[str, Any]) -> dict[int, tuple[str, bool]]:
     """added_tokens_decoder as id -> (text, special)."""
     table = settings.get("added_tokens_decoder") or {}
     try:
-        return {int(id): (str(entry["content"]), bool(entry.get("special", False))) for id, entry in table.items()}
+        added = {int(id): (str(entry["content"]), bool(entry.get("special", False))) for id, entry in table.items()}
     except (AttributeError, KeyError, TypeError, ValueError):
         raise CheckpointError("tokenizer_config.json: added_tokens_decoder is not a table id -> {content, special}") from None
+    wrong = next((id for id in added if not 0 <= id < MAX_VOCAB), None)
+    if wrong is not None:
+        said = f"tokenizer_config.json: added_tokens_decoder has the id {str(wrong)[:40]}; ids are 0 to {MAX_VOCAB - 1:,}"
+        raise CheckpointError(said, next=PUBLISHED)
+    return {id: (_encodable(text), special) for id, (text, special) in added.items()}
+
+
+def _encodable(text: str) -> str:
+    """A token's text that UTF-8 can write; half a surrogate pair, which JSON can spell, it cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise CheckpointError(f"tokenizer_config.json: the token {text[:40]!r} holds half a surrogate pair", next=PUBLISHED) from None
+    return text
 
 
 def _token_text(value: Any) -> str | None:
     """A special token is written as its text or as {"content": text, …}."""
     if isinstance(value, Mapping):
         value = value.get("content")
-    return value if isinstance(value, str) and value else None
+    return _encodable(value) if isinstance(value, str) and value else None
 
 
 def _additional(settings: Mapping[str, Any]) -> dict[str, Any]:
-    texts = [text for item in settings.get("additional_special_tokens") or [] if (text := _token_text(item))]
+    items = settings.get("additional_special_tokens") or []
+    if not isinstance(items, list):
+        raise CheckpointError("tokenizer_config.json: additional_special_tokens is not a list", next=PUBLISHED)
+    texts = [text for item in items if (text := _token_text(item))]
     return {"additional_special_tokens": texts} if texts else {}
 
 

@@ -45,12 +45,12 @@ def locate(source: str | Path) -> Source:
         return _locate_run(folder)
     if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
         base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
-        if not base:
+        if not isinstance(base, str) or not base:
             raise CheckpointError(
                 f"{folder / ADAPTER_CONFIG} has no base_model_name_or_path, so the model it belongs to is unknown",
                 next=f"write the base checkpoint's folder or id into {ADAPTER_CONFIG}",
             )
-        return Source(str(base), folder)
+        return Source(base, folder)
     return Source(str(folder) if folder.exists() else str(source))
 
 
@@ -63,9 +63,9 @@ def _locate_run(folder: Path) -> Source:
             next="start the same training command again: it resumes the run",
         )
     base = read_json(folder / RESOLVED).get("model")
-    if not base:
+    if not isinstance(base, str) or not base:
         raise CheckpointError(f"{folder / RESOLVED} has no key 'model', so the base checkpoint of this run is unknown")
-    return Source(str(base), folder / "adapter")
+    return Source(base, folder / "adapter")
 
 
 def open_model(

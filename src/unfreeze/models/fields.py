@@ -95,7 +95,11 @@ ROPE_FIELDS: dict[str, Kind] = {
     **dict.fromkeys(("rope_type", "type"), TEXT),
     "truncate": FLAG,
 }
-ROPE_NEEDS = {"linear": ("factor",), "yarn": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
+ROPE_NEEDS = {
+    "linear": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 
 
 def without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,7 +118,7 @@ def check_fields(config: Mapping[str, Any]) -> None:
         table = config.get(name) or {}
         _check(table, ROPE_FIELDS, f"config.json: {name}.")
         kind = table.get("rope_type") or table.get("type")
-        missing = [field for field in ROPE_NEEDS.get(kind, ()) if table.get(field) is None]
+        missing = [field for field in ROPE_NEEDS.get(str(kind), ()) if table.get(field) is None]
         if missing:
             raise CheckpointError(f"config.json: {name} of type {kind!r} has no {missing[0]}", next=NEXT)
         if kind == "llama3" and not table["low_freq_factor"] < table["high_freq_factor"]:

@@ -25,7 +25,13 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-Folder = Annotated[str, AfterValidator(os.path.expanduser)]
+def _path(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("a path cannot hold a NUL character")
+    return os.path.expanduser(text)
+
+
+Folder = Annotated[str, AfterValidator(_path)]
 """A path as the user gives it; ~ and ~name are expanded here, once."""
 Files = Annotated[tuple[Folder, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
 """One path or several."""

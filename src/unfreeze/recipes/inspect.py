@@ -100,7 +100,7 @@ def _not_built(config: Mapping[str, Any], reason: str) -> dict[str, Any]:
 
     def field(name: str) -> Any:
         """A whole number or a text; anything else is no fact about a model."""
-        return given.get(name) if type(given.get(name)) is int or (isinstance(given.get(name), str) and name == "model_type") else None
+        return given.get(name) if type(given.get(name)) is (str if name == "model_type" else int) else None
 
     heads = field("num_attention_heads")
     return {

@@ -21,8 +21,10 @@ from unfreeze.recipes.config import Files, Folder, Frozen, ModelName, writing
 from unfreeze.recipes.device import allocator_line
 from unfreeze.recipes.resume import FIXED, allowed
 from unfreeze.report.events import of_kind, read_events, tokens_per_second
+from unfreeze.report.experts import ExpertWatch
 from unfreeze.report.html import summary_lines, write_report
 from unfreeze.report.live import LiveProgress
+from unfreeze.report.sinks import tracking
 
 if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
@@ -39,7 +41,9 @@ if TYPE_CHECKING:
     from unfreeze.train.suspects import Describe
 
 
-CHANGES_NOTHING = {"out", "save_every", "keep_saves", "on_full_disk", "allow_changed", "validate_every", "prompts", "samples", "threads", "on_spike"}
+CHANGES_NOTHING = {
+    "out", "save_every", "keep_saves", "on_full_disk", "allow_changed", "validate_every", "prompts", "samples", "threads", "on_spike", "track",
+}  # fmt: skip
 """Fields that change nothing of what is trained; a run may go on with other values."""
 
 
@@ -110,6 +114,9 @@ class TrainingConfig(Frozen):
         default=0, ge=0, description="steps between validations, with `validation` or `validation_fraction`; 0: before the first and after the last"
     )
     prompts: tuple[str, ...] = Field(default=(), description="own prompts, answered where those of `samples` are, and at each validation")
+    track: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
+        default_factory=list, description="trackers that also get the events; wandb stays offline unless WANDB_MODE=online is set"
+    )
     samples: int = Field(default=4, ge=0, description="prompts from the data answered before and after training, for the report")
 
     @model_validator(mode="after")
@@ -291,11 +298,13 @@ def live(config: TrainingConfig, common: Common, recipe: str, command: str, grou
 
     record = config.record()
     changeable = allowed(config.allow_changed, record)
-    with LiveProgress(0, quiet=common.quiet) as progress:
+    with LiveProgress(0, quiet=common.quiet) as progress, tracking(config.track, config.run_dir, config.model_dump(mode="json")) as sinks:
         with writing(config.run_dir, "out"):
             run = open_run(
                 group,
-                lead=lambda: Run(config.run_dir, record, listeners=(progress,), allow_changed=changeable, fixed=FIXED),
+                lead=lambda: Run(
+                    config.run_dir, record, listeners=(progress, ExpertWatch(), *sinks), allow_changed=changeable, fixed=FIXED
+                ),
                 follow=lambda: Follower(config.run_dir, record, allow_changed=changeable, fixed=FIXED),
             )
         with run:

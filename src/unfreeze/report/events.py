@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from unfreeze.core.errors import DataError
 from unfreeze.core.events import Event
+
+Value = TypeVar("Value")
 
 
 def read_events(path: Path | str) -> list[Event]:
@@ -54,9 +57,12 @@ def last(events: Sequence[Event], kind: str) -> Event | None:
 
 def number(value: object) -> float | None:
     """`value` as a finite float, or None where it is absent, not a number, NaN or infinite."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value)
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # a whole number of more than 308 digits
+        return None
 
 
 def series(events: Sequence[Event], kind: str, field: str) -> tuple[list[int], list[float]]:
@@ -74,12 +80,21 @@ def expert_load(events: Sequence[Event]) -> dict[str, list[int]]:
     """Tokens per expert summed over all train events: layer -> counts, layers in numeric order. Empty for a dense model."""
     total: dict[str, list[int]] = {}
     for event in of_kind(events, "train"):
-        for layer, counts in (event.get("expert_load") or {}).items():
+        load = event.get("expert_load") or {}
+        lists = list(load.values()) if isinstance(load, dict) else [None]
+        if not all(isinstance(counts, list) and all(number(count) is not None for count in counts) for counts in lists):
+            raise DataError(f"expert_load at step {event['step']} is not a table layer -> tokens per expert", next="restore events.jsonl")
+        for layer, counts in load.items():
             so_far = total.setdefault(str(layer), [0] * len(counts))
             if len(so_far) != len(counts):
                 raise DataError(f"expert_load of layer {layer} has {len(counts)} experts at step {event['step']}, {len(so_far)} before")
             total[str(layer)] = [a + b for a, b in zip(so_far, counts, strict=True)]
-    return dict(sorted(total.items(), key=lambda item: (0, int(item[0]), "") if item[0].isdecimal() else (1, 0, item[0])))
+    return dict(by_layer(total))
+
+
+def by_layer(values: Mapping[str, Value]) -> list[tuple[str, Value]]:
+    """(layer, value) in numeric order: layer 10 after layer 2."""
+    return sorted(values.items(), key=lambda item: (0, int(item[0]), "") if item[0].isdecimal() else (1, 0, item[0]))
 
 
 def sample_pairs(events: Sequence[Event]) -> list[tuple[str, str | None, str | None]]:

@@ -1,26 +1,24 @@
 """report.html: a run as one page that stands by itself. No script, no request to anywhere, no font to load; it may be mailed or archived.
 
-A Content-Security-Policy in the page forbids everything but its own styles and its own embedded bitmaps, and every text from the run
-(prompts, answers, paths, config) goes through `text()`. A piece that the run does not have is named as missing, with the reason.
+Every text from the run (prompts, answers, paths, config) goes through page.text(). A piece that the run does not have is named as missing,
+with the reason.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Mapping, Sequence
-from html import escape
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from unfreeze.core.units import format_bytes, format_count
-from unfreeze.report.events import data_lines, expert_load, last, number, of_kind, sample_pairs, series, warnings
-from unfreeze.report.pictures import FULL, curve, heat_map, smoothing_window
-from unfreeze.report.run import Run, expert_balance, facts, read_run, result_words, started
-from unfreeze.report.style import CSS
+from unfreeze.report.events import data_lines, last, number, of_kind, sample_pairs, series, warnings
+from unfreeze.report.experts import experts_section
+from unfreeze.report.guards import GUARD_HEAD, guard_rows
+from unfreeze.report.page import document, figure, folded, section, table, text, write_page
+from unfreeze.report.pictures import curve, smoothing_window
+from unfreeze.report.run import Run, expert_balance, facts, flatten, read_run, result_words, started
 from unfreeze.report.tables import ABSENT, RECEIPT_HEAD, plan_lines, receipt_rows, standing_still
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 WIDE, NARROW, SMALL, SIDE = (760, 320), (350, 250), (280, 190), (360, 304)  # SVG units of the pictures; text in them is 11 units high
 SHOWN_SAMPLES = 12  # the others are folded away
 SHOWN_STEPS = 200  # rows of the step table; a longer run shows every n-th step, as the table says
@@ -32,64 +30,13 @@ def write_report(run_dir: Path | str) -> Path:
     Raises DataError where the folder has no events.jsonl, or a damaged one.
     """
     run = read_run(run_dir)
-    path = run.path / "report.html"
-    temporary = path.with_suffix(".html.tmp")
-    temporary.write_bytes(page(run).encode("utf-8", "replace"))  # "replace": generated text may hold half of a surrogate pair
-    temporary.replace(path)
-    return path
+    return write_page(run.path / "report.html", page(run))
 
 
 def page(run: Run) -> str:
     """The whole page as one string; the same run folder gives the same string."""
-    parts = (_header, _warnings, _loss, _machine, _data, _experts, _receipt, _samples, _evaluations, _more)
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{text(run.name)} · unfreeze run</title>\n<style>{CSS}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(part(run) for part in parts)
-        + f"\n<footer>Written by unfreeze from {text(run.name)}/events.jsonl</footer>\n</main>\n</body>\n</html>\n"
-    )
-
-
-def text(value: object) -> str:
-    """Any value as HTML text, safe inside elements and quoted attributes; control characters, which HTML forbids, shown as U+FFFD."""
-    return escape(re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]", "\ufffd", str(value)), quote=True)
-
-
-def section(title: str, body: str, note: str = "") -> str:
-    """A titled part of the page. body is HTML; note is plain text under the title."""
-    words = f'<p class="note">{text(note)}</p>' if note else ""
-    return f"<section><h2>{text(title)}</h2>{words}{body}</section>"
-
-
-def folded(summary: str, body: str) -> str:
-    """HTML that opens on a click."""
-    return f"<details><summary>{text(summary)}</summary><div>{body}</div></details>"
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str, bad: Sequence[str] = (), kind: str = "") -> str:
-    """An HTML table; the first cell of each row is its heading. bad: first cells of rows to mark.
-
-    kind "words": cells hold sentences, not numbers; "stack": on a phone each row becomes a list of its cells.
-    """
-    heads = "".join(f'<th scope="col">{text(cell)}</th>' for cell in head)
-    body = []
-    for first, *cells in rows:
-        mark = ' class="bad"' if first in bad else ""
-        names = [f' data-head="{text(name)}"' if kind == "stack" else "" for name in head[1:]]
-        data = "".join(f"<td{name}>{text(cell)}</td>" for name, cell in zip(names, cells, strict=True))
-        body.append(f'<tr{mark}><th scope="row">{text(first)}</th>{data}</tr>')
-    start = f'<div class="scroll" tabindex="0"><table class="{kind}" aria-label="{text(caption)}">'
-    return f"{start}<thead><tr>{heads}</tr></thead>\n<tbody>" + "\n".join(body) + "</tbody></table></div>"
-
-
-def figure(title: str, words: str, *pictures: str, key: str = "") -> str:
-    """A figure with its caption above; two pictures are the wide and the narrow form of one. key is HTML that explains the colours."""
-    if len(pictures) == 2:
-        pictures = (f'<div class="wide">{pictures[0]}</div>', f'<div class="narrow">{pictures[1]}</div>')
-    caption = f"<figcaption><strong>{text(title)}</strong><span>{text(words)}</span></figcaption>"
-    return f"<figure>{caption}{key}{''.join(pictures)}</figure>"
+    parts = (_header, _warnings, _loss, _machine, _guards, _data, experts_section, _receipt, _samples, _evaluations, _more)
+    return document(f"{run.name} · unfreeze run", "\n".join(part(run) for part in parts), f"Written by unfreeze from {run.name}/events.jsonl")
 
 
 def _header(run: Run) -> str:
@@ -116,7 +63,9 @@ def _loss(run: Run) -> str:
     words = f"{losses[0]:.3f} at step {steps[0]:,}, {losses[-1]:.3f} at step {steps[-1]:,}; "
     words += f"lowest {losses[lowest]:.3f} at step {steps[lowest]:,}."
     words += f" Faint: each step; strong: mean of {window} steps." if window > 1 else ""
-    words += " Dots: evaluation." if evals[1] else ""
+    if evals[1]:
+        best = min(range(len(evals[1])), key=evals[1].__getitem__)
+        words += f" Dots: validation, lowest {evals[1][best]:.3f} at step {evals[0][best]:,}, last {evals[1][-1]:.3f}."
     alt = f"Training loss per step: {words}"
     pictures = [curve(f"loss-{size[0]}", (steps, losses), alt, size, smoothed=True, dots=evals) for size in (WIDE, NARROW)]
     over_tokens = _loss_over_tokens(run)
@@ -206,22 +155,10 @@ def _data(run: Run) -> str:
     return section("Data", "".join(parts), "Loss is taken on the supervised tokens only.")
 
 
-def _experts(run: Run) -> str:
-    load = expert_load(run.events)
-    if not load:
-        return section("Expert load", "", "No expert load is in the events: the model is dense, or no step was made.")
-    balance = expert_balance(run)
-    num_dead, num_experts = sum(dead for *_, dead in balance), sum(len(counts) for counts in load.values())
-    layer, _, ratio, _ = max(balance, key=lambda row: row[2])
-    words = f"Busiest expert against its layer's mean: {ratio:.2f} times at most, in layer {layer}. "
-    words += f"{num_dead:,} of {num_experts:,} experts got no token." if num_dead else f"All {num_experts:,} experts got tokens."
-    alt = f"Tokens per expert, {len(load)} layers down, {len(next(iter(load.values())))} experts across. {words}"
-    pictures = [heat_map(f"experts-{width}", load, alt, width) for width in (1100, 350)]
-    key = f'<p class="scale" aria-hidden="true">no token <i></i> {FULL:.0f} × the layer\'s mean <i class="dead"></i> never used</p>'
-    rows = [(layer, f"{total:,}", f"{ratio:.2f}", f"{dead:,}") for layer, total, ratio, dead in balance]
-    numbers = table(("layer", "tokens routed", "max / mean", "dead experts"), rows, caption="Expert load per layer")
-    picture = figure("Tokens per expert, whole run", words, *pictures, key=key)
-    return section("Expert load", f'<div class="row">{picture}</div>{folded("Numbers per layer", numbers)}')
+def _guards(run: Run) -> str:
+    rows = guard_rows(run)
+    body = table(GUARD_HEAD, [row[:3] for row in rows], caption="Guards of the run", bad=[row.guard for row in rows if row.alarm], kind="words stack")
+    return section("Guards", body, "What watched over this run, and what it said.")
 
 
 def _receipt(run: Run) -> str:
@@ -301,17 +238,6 @@ def _step_table(run: Run) -> str:
 def _cell(event: Mapping[str, Any], name: str, form: str) -> str:
     value = number(event.get(name))
     return ABSENT if value is None else format(value, form)
-
-
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """{"lora": {"rank": 16}} -> {"lora.rank": "16"}: the spelling of the command line's flags."""
-    flat: dict[str, str] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return flat
 
 
 def summary_lines(run_dir: Path | str) -> list[str]:

@@ -26,6 +26,10 @@ Points = tuple[Sequence[float], Sequence[float]]
 # Placeholders: colours nobody would draw with, replaced by the variables of style.py after drawing.
 INK, MUTED, LINE, ACCENT, SECOND, PAPER = "#a10001", "#a10002", "#a10003", "#a10004", "#a10005", "#a10006"
 VARIABLES = {INK: "--ink", MUTED: "--muted", LINE: "--line", ACCENT: "--accent", SECOND: "--second", PAPER: "--paper"}
+HUES = tuple(f"#a1001{i}" for i in range(6))  # one per run or layer in a picture of several lines
+VARIABLES |= {hue: f"--hue-{i}" for i, hue in enumerate(HUES)}
+DASHES = ((0, ()), (0, (5, 2)))  # after the last hue the hues come again, dashed
+MOST_LINES = len(HUES) * len(DASHES)
 HEAT_RGB, DEAD_RGB = (0x3F, 0x8F, 0xD0), (0xD0, 0x49, 0x3F)  # heat is a bitmap: mid tones that stand out on light and on dark paper
 PX = 1 / 72  # one SVG unit, in matplotlib's inches
 MOST_POINTS = 1200  # per line: about one per pixel of the widest picture; more only makes the page heavy
@@ -73,12 +77,10 @@ def curve(
     y_format: str = "number",
     dots: Points = ((), ()),
 ) -> str:
-    """One line over steps (or over tokens with log_x) as SVG of `size` units. smoothed: faint raw line, strong mean. dots: evaluations.
+    """One line over steps (or over tokens with log_x) as SVG of `size` units. smoothed: faint raw line, strong mean. dots: validation.
 
     y_format: "number" | "count" | "bytes". `name` keeps the SVG's internal ids apart from other pictures' on the page.
     """
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
-
     figure, axes = _figure(size)
     xs, ys = points
     unit, label = _unit(max(ys), y_format)
@@ -91,9 +93,35 @@ def curve(
     else:
         axes.plot(*thin(xs, ys), color=ACCENT, linewidth=1.5)
     if dots[0]:
-        axes.plot(dots[0], [value / unit for value in dots[1]], "o", color=SECOND, markersize=4)
+        axes.plot(dots[0], [value / unit for value in dots[1]], "o-", color=SECOND, markersize=4, linewidth=1)
+    _scales(axes, size, xs, max(ys), label, log_x=log_x, from_zero=from_zero)
+    return _svg(figure, name, alt)
+
+
+def lines(name: str, points: Sequence[Points], alt: str, size: tuple[int, int], *, smoothed: bool = False, from_zero: bool = False) -> str:
+    """Several lines over steps on one pair of axes as SVG; the i-th has HUES[i % 6], from the seventh on dashed. An empty one is left out.
+
+    smoothed: the mean of smooth() instead of the raw line (two dozen raw lines over one another show nothing).
+    """
+    figure, axes = _figure(size)
+    for i, (xs, ys) in enumerate(points):
+        colour, dash = HUES[i % len(HUES)], DASHES[i // len(HUES) % len(DASHES)]
+        if len(xs) == 1:
+            axes.plot(xs, ys, "o", color=colour, markersize=4)
+        elif len(xs) > 1:
+            shown = smooth(ys, smoothing_window(len(ys))) if smoothed else ys
+            axes.plot(*thin(xs, shown), color=colour, linewidth=1.75, linestyle=dash)
+    steps, values = [x for xs, _ in points for x in xs], [y for _, ys in points for y in ys]
+    _scales(axes, size, steps, max(values), "", from_zero=from_zero)
+    return _svg(figure, name, alt)
+
+
+def _scales(axes: Axes, size: tuple[int, int], xs: Sequence[float], top: float, label: str, *, log_x: bool = False, from_zero: bool = False) -> None:
+    """Limits, ticks and their labels; top is the highest value drawn, label the unit behind each number."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
     if from_zero:
-        axes.set_ylim(0, max(ys) * 1.12 or 1)
+        axes.set_ylim(0, top * 1.12 or 1)
         axes.spines["bottom"].set_visible(False)  # the grid line at zero stands there already
     else:
         axes.margins(y=0.08)
@@ -108,7 +136,6 @@ def curve(
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value) if value >= 10_000 or log_x else f"{value:,.0f}"))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=4 if size[1] < 220 else 6, steps=[1, 2, 2.5, 5, 10]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value, label)))
-    return _svg(figure, name, alt)
 
 
 def heat_map(name: str, load: Mapping[str, Sequence[int]], alt: str, width: int) -> str:
@@ -117,32 +144,55 @@ def heat_map(name: str, load: Mapping[str, Sequence[int]], alt: str, width: int)
     Strength of colour = tokens / mean of the layer, full at FULL times the mean; an expert without any token is red.
     Raises DataError where layers have different numbers of experts.
     """
-    import numpy as np
-
     layers, num_experts = list(load), len(next(iter(load.values())))
     if any(len(counts) != num_experts for counts in load.values()):
         raise DataError("layers have different numbers of experts: " + ", ".join(f"{layer}: {len(load[layer])}" for layer in layers))
-    counts_LE = np.array([load[layer] for layer in layers], dtype=float)
-    share_LE = counts_LE / np.maximum(counts_LE.mean(axis=1, keepdims=True), 1e-12)
-    image = np.zeros((*counts_LE.shape, 4), dtype=np.uint8)
-    image[..., :3] = HEAT_RGB
-    image[..., 3] = np.rint(255 * np.minimum(share_LE / FULL, 1.0))
-    image[counts_LE == 0] = (*DEAD_RGB, 255)
-
-    height = min(max(18 * len(layers), 40), 460) + 40
-    figure, axes = _figure((width, height))
-    axes.imshow(image, aspect="auto", interpolation="none", extent=(-0.5, num_experts - 0.5, len(layers) - 0.5, -0.5))
-    axes.grid(False)
-    if num_experts <= width // 10 and len(layers) <= 40:  # paper-coloured gaps between cells, where cells are large enough to have them
-        axes.vlines([i + 0.5 for i in range(num_experts - 1)], -0.5, len(layers) - 0.5, color=PAPER, linewidth=1.5)
-        axes.hlines([i + 0.5 for i in range(len(layers) - 1)], -0.5, num_experts - 0.5, color=PAPER, linewidth=1.5)
-    every = math.ceil(len(layers) / max(1, (height - 40) // 16))
-    axes.set_yticks(range(0, len(layers), every), [layers[i] for i in range(0, len(layers), every)], parse_math=False)
+    means = [max(sum(counts) / num_experts, 1e-12) for counts in load.values()]
+    strength = [[count / mean / FULL for count in counts] for counts, mean in zip(load.values(), means, strict=True)]
+    dead = [[count == 0 for count in counts] for counts in load.values()]
     across = _round_up(num_experts * 34 / width)
-    axes.set_xticks(range(0, num_experts, across), [str(i) for i in range(0, num_experts, across)])
-    axes.set_xlabel("expert")
-    axes.set_ylabel("layer")
-    axes.spines["bottom"].set_visible(False)
+    ticks = [(i, str(i)) for i in range(0, num_experts, across)]
+    return heat(name, strength, dead, alt, width, rows=layers, ticks=ticks, axes=("expert", "layer"))
+
+
+def heat(
+    name: str,
+    strength: Sequence[Sequence[float]],
+    dead: Sequence[Sequence[bool]] | None,
+    alt: str,
+    width: int,
+    *,
+    rows: Sequence[str],
+    ticks: Sequence[tuple[int, str]],
+    axes: tuple[str, str],
+) -> str:
+    """A grid of cells as SVG `width` units wide: rows downward named by `rows`, columns across named at `ticks` (column, word).
+
+    strength 0 to 1: 0 is the paper, 1 the full colour, more is drawn as 1. dead: cells in red. axes: what is across, what is down.
+    """
+    import numpy as np
+
+    strength_RC = np.array(strength, dtype=float)
+    num_rows, num_columns = strength_RC.shape
+    image = np.zeros((num_rows, num_columns, 4), dtype=np.uint8)
+    image[..., :3] = HEAT_RGB
+    image[..., 3] = np.rint(255 * np.clip(strength_RC, 0.0, 1.0))
+    if dead is not None:
+        image[np.array(dead, dtype=bool)] = (*DEAD_RGB, 255)
+
+    height = min(max(18 * num_rows, 40), 460) + 40
+    figure, plot = _figure((width, height))
+    plot.imshow(image, aspect="auto", interpolation="none", extent=(-0.5, num_columns - 0.5, num_rows - 0.5, -0.5))
+    plot.grid(False)
+    if num_columns <= width // 10 and num_rows <= 40:  # paper-coloured gaps between cells, where cells are large enough to have them
+        plot.vlines([i + 0.5 for i in range(num_columns - 1)], -0.5, num_rows - 0.5, color=PAPER, linewidth=1.5)
+        plot.hlines([i + 0.5 for i in range(num_rows - 1)], -0.5, num_columns - 0.5, color=PAPER, linewidth=1.5)
+    every = math.ceil(num_rows / max(1, (height - 40) // 16))
+    plot.set_yticks(range(0, num_rows, every), [rows[i] for i in range(0, num_rows, every)], parse_math=False)
+    plot.set_xticks([column for column, _ in ticks], [word for _, word in ticks])
+    plot.set_xlabel(axes[0])
+    plot.set_ylabel(axes[1])
+    plot.spines["bottom"].set_visible(False)
     return _svg(figure, name, alt)
 
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -101,6 +102,17 @@ def _read_object(path: Path) -> dict[str, Any]:
     return read_object(path, DataError, next=f"remove {path.name}, or restore it")
 
 
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """{"lora": {"rank": 16}} -> {"lora.rank": "16"}: the spelling of the command line's flags."""
+    flat: dict[str, str] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return flat
+
+
 def facts(run: Run) -> list[tuple[str, str]]:
     """(name, value) of the run's main numbers, leaving out what the run does not say."""
     losses = series(run.events, "train", "loss")[1]
@@ -156,7 +168,9 @@ def result_words(run: Run) -> str:
 def started(run: Run) -> str:
     """When the first event was written, in UTC, or an empty string."""
     time = number(run.events[0].get("time")) if run.events else None
-    return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M UTC") if time is not None else ""
+    if time is None or not 0 <= time < 2**35:  # the year 3058; a damaged time has no date
+        return ""
+    return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def expert_balance(run: Run) -> list[tuple[str, int, float, int]]:

@@ -1,16 +1,18 @@
 """The style sheet of report.html: system fonts, two papers (light and dark), one column on a phone. Colours are named here and only here.
 
---ink text, --muted labels, --line hairlines and grids, --accent the measured line, --second evaluations, --bad what went wrong.
-Contrast on paper: ink ≥ 14 : 1, muted ≥ 5.5 : 1, accent, second and bad ≥ 4.5 : 1 in both.
+--ink text, --muted labels, --line hairlines and grids, --accent the measured line, --second evaluations, --bad what went wrong,
+--hue-0 to --hue-5 the lines of a picture with several. Contrast on paper: ink ≥ 14 : 1, muted ≥ 5.5 : 1, all others ≥ 4.5 : 1 in both.
 """
 
 CSS = """
 :root { color-scheme: light dark;
   --paper: #fcfcfa; --panel: #f4f4f0; --ink: #1b1d21; --muted: #5f636b; --line: #e2e2dc;
-  --accent: #1d6cab; --second: #b4541a; --bad: #b3261e; --good: #23703f; }
+  --accent: #1d6cab; --second: #b4541a; --bad: #b3261e; --good: #23703f;
+  --hue-0: #1d6cab; --hue-1: #b4541a; --hue-2: #23703f; --hue-3: #8a3fa0; --hue-4: #7a5a00; --hue-5: #00707a; }
 @media (prefers-color-scheme: dark) { :root {
   --paper: #15171a; --panel: #1c1f23; --ink: #e8e8e4; --muted: #9da1a8; --line: #2d3136;
-  --accent: #6fb3ea; --second: #e9955c; --bad: #f28b82; --good: #7cc695; } }
+  --accent: #6fb3ea; --second: #e9955c; --bad: #f28b82; --good: #7cc695;
+  --hue-0: #6fb3ea; --hue-1: #e9955c; --hue-2: #7cc695; --hue-3: #cf9be0; --hue-4: #d9bb55; --hue-5: #5cc8d0; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); -webkit-text-size-adjust: 100%;
   font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
@@ -31,6 +33,7 @@ p { margin: 0 0 12px; max-width: 72ch; }
   margin-top: 0; }
 .row.lead { grid-template-columns: minmax(0, 2fr) minmax(0, 1fr); }
 figure { margin: 0; min-width: 0; }
+.row.three { grid-template-columns: repeat(auto-fill, minmax(min(300px, 100%), 1fr)); }
 .aligned figure { display: grid; grid-template-rows: subgrid; grid-row: span 2; gap: 0; }
 figcaption { font-size: 14px; line-height: 1.45; margin-bottom: 10px; padding-top: 24px; }
 figcaption strong { display: block; font-size: 15px; font-weight: 600; }
@@ -42,7 +45,13 @@ svg text { font: 11px system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica N
 .scale { display: flex; flex-wrap: wrap; align-items: center; gap: 6px 10px; font-size: 13px; color: var(--muted); margin: 0 0 12px; }
 .scale i { display: inline-block; width: 120px; height: 12px; border-radius: 2px; border: 1px solid var(--line);
   background: linear-gradient(to right, rgb(63 143 208 / 0), rgb(63 143 208)); }
-.scale i.dead { width: 12px; background: rgb(208 73 63); margin-left: 10px; }
+.scale span { white-space: nowrap; } .scale i.dead { width: 12px; background: rgb(208 73 63); margin: 0 10px; vertical-align: middle; }
+.key { display: flex; flex-wrap: wrap; gap: 4px 18px; font-size: 13px; color: var(--muted); margin: 0 0 12px; max-width: none; }
+.key span { overflow-wrap: anywhere; min-width: 0; }
+.key i { display: inline-block; width: 22px; border-top: 3px solid; vertical-align: middle; margin-right: 7px; }
+.key i.dashed { border-top-style: dashed; }
+.hue-0 { color: var(--hue-0); } .hue-1 { color: var(--hue-1); } .hue-2 { color: var(--hue-2); }
+.hue-3 { color: var(--hue-3); } .hue-4 { color: var(--hue-4); } .hue-5 { color: var(--hue-5); }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 14px; line-height: 1.4; font-variant-numeric: tabular-nums; }
 .scroll > table { min-width: min(100%, 640px); }
@@ -71,6 +80,6 @@ footer { margin-top: 72px; padding-top: 16px; border-top: 1px solid var(--line);
   th, td { padding-left: 16px; }
   .stack, .stack tbody, .stack tr, .stack th, .stack td { display: block; } .stack thead { display: none; }
   .stack tr { padding: 10px 0; border-bottom: 1px solid var(--line); } .stack th, .stack td { border: 0; padding: 2px 0; }
-  .stack th { font-weight: 600; } .stack td::before { content: attr(data-head); float: left; color: var(--muted); } }
+  .stack th { font-weight: 600; } .stack td::before { content: attr(data-head); float: left; margin-right: 10px; color: var(--muted); } }
 @media print { main { padding: 0; max-width: none; } }
 """

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from unfreeze.core.balance import balance
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import DataError
 from unfreeze.parallel.collectives import ALONE, Group
@@ -150,8 +151,16 @@ def _train_fields(result: StepResult, seconds: float, memory: dict[str, int]) ->
         "grad_norm": result.grad_norm,
         **memory,
         **{name: value if math.isfinite(value) else None for name, value in result.metrics.items()},
-        **({"expert_load": {str(layer): load for layer, load in result.expert_load.items()}} if result.expert_load else {}),
+        **(_expert_fields(result.expert_load) if result.expert_load else {}),
         **({"warning": result.warning, "applied": result.applied} if result.warning else {}),
+    }
+
+
+def _expert_fields(load: dict[int, list[int]]) -> dict[str, Any]:
+    """Tokens per expert, and how evenly they fall: max violation, entropy and dead count of each layer (FAILURES M3)."""
+    return {
+        "expert_load": {str(layer): counts_E for layer, counts_E in load.items()},
+        "expert_balance": {str(layer): balance(counts_E) for layer, counts_E in load.items()},
     }
 
 

@@ -45,7 +45,7 @@ class Run:
         path: Path | str,
         config: Mapping[str, Any],
         *,
-        listeners: tuple[Callable[[Event], None], ...] = (),
+        listeners: tuple[Callable[[Event], str | None], ...] = (),
         allow_changed: Collection[str] = (),
         fixed: Mapping[str, str] | None = None,
     ):

@@ -186,6 +186,10 @@ def _copy(path: Path, saved: Any, live: dict[str, Tensor]) -> None:
         value = saved.get_tensor(name)
         if value.shape != tensor.shape or value.dtype != tensor.dtype:
             raise CheckpointError(f"{path}: {name} is {value.dtype} {list(value.shape)}, this model has {tensor.dtype} {list(tensor.shape)}")
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            raise CheckpointError(
+                f"{path}: {name} holds NaN or infinity; the file is damaged", next=f"remove {path.parent} to go on from the save before"
+            )
         tensor.copy_(value)
 
 

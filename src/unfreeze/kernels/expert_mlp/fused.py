@@ -28,7 +28,6 @@ from unfreeze.kernels.expert_mlp.workspace import Base
 from unfreeze.kernels.scratch import scratch
 from unfreeze.quant.codec import Packed
 
-
 Kept = Callable[[Callable[[], Any]], Any]
 """Keeps what backward needs (`Kept(compute)` -> compute(), the first time) when a layer is visited without gradients, and gives it back when
 the layer is visited again with them: the second forward then computes nothing, and its result, which nobody reads, is zeros."""

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from unfreeze.kernels.attention import Layout, packed_attention
 
-
 Value = TypeVar("Value")
 
 

@@ -1,0 +1,37 @@
+"""How evenly the experts of a layer are used, from the tokens each was given. Plain numbers: train writes them as events, report draws them.
+
+E experts, n_e tokens of expert e, mean m = sum(n) / E.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def max_violation(counts_E: Sequence[int]) -> float | None:
+    """max(n) / m - 1: 0 if all experts have as much, E / top_k - 1 if one is in every token's choice. None without a token.
+
+    Source: MaxVio in Wang et al., arXiv:2408.15664.
+    """
+    total = sum(counts_E)
+    return max(counts_E) * len(counts_E) / total - 1 if total else None
+
+
+def load_entropy(counts_E: Sequence[int]) -> float | None:
+    """-sum p ln p / ln E with p = n / sum(n): 1 if all experts have as much, 0 if one has all. None without a token, 1 for one expert."""
+    total = sum(counts_E)
+    if not total:
+        return None
+    entropy = -sum(n / total * math.log(n / total) for n in counts_E if n)
+    return entropy / math.log(len(counts_E)) if len(counts_E) > 1 else 1.0
+
+
+def dead(counts_E: Sequence[int]) -> int:
+    """Experts that were given no token."""
+    return sum(1 for n in counts_E if n == 0)
+
+
+def balance(counts_E: Sequence[int]) -> dict[str, float | int | None]:
+    """All three, as the event field expert_balance holds them for a layer."""
+    return {"max_violation": max_violation(counts_E), "entropy": load_entropy(counts_E), "dead": dead(counts_E)}

@@ -1,0 +1,149 @@
+"""A jinja2 sandbox with a bill: a chat template from a checkpoint may read and join its messages, not run for hours or fill the memory.
+
+jinja2's own sandbox keeps a template from the interpreter, and a range under 100,000; three nested ones are still 10^15 steps. Here each turn
+of a loop, item of a range and 100 characters made by + * ~ % or a method costs one step, and MAX_STEPS is the end.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jinja2
+import jinja2.nodes
+import jinja2.sandbox
+from jinja2.visitor import NodeTransformer
+
+MAX_STEPS = 2_000_000  # of one rendering, about a second; a conversation of 1,000 turns takes some thousand
+MAX_NUMBER = 10_000_000  # the largest number a method or filter may be given (a width, a count), and the longest text or list made at once
+MAX_BITS = 10_000  # of a whole number
+
+
+class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """ImmutableSandboxedEnvironment whose templates raise TemplateError once they have cost MAX_STEPS. `begin` before each rendering."""
+
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def __init__(self, *args: Any, **settings: Any):
+        super().__init__(*args, **settings)
+        self._spent = threading.local()
+        self.filters.update(_counted=self.counted, _joined=self.joined)
+        for name in ("center", "indent", "format", "wordwrap", "truncate"):
+            self.filters[name] = self._measured(self.filters[name])
+        self.globals["range"] = self._range
+
+    def begin(self) -> None:
+        """A new rendering on this thread has spent nothing."""
+        self._spent.steps = 0
+
+    def charge(self, steps: int) -> None:
+        """Raises TemplateError where the rendering has cost too much."""
+        self._spent.steps = getattr(self._spent, "steps", 0) + steps
+        if self._spent.steps > MAX_STEPS:
+            raise jinja2.TemplateError(f"it takes more than {MAX_STEPS:,} steps")
+
+    def counted(self, items: Iterable[Any]) -> Iterator[Any]:
+        """What every {% for %} runs over: a step an item."""
+        for item in items:
+            self.charge(1)
+            yield item
+
+    def joined(self, items: list[Any]) -> str:
+        """a ~ b."""
+        self._made(sum(len(item) for item in items if isinstance(item, str)))
+        return "".join(map(str, items))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**" and isinstance(left, int) and isinstance(right, int):
+            self._number(left.bit_length() * right)
+        elif isinstance(left, int) and isinstance(right, int):
+            self._number(left.bit_length() + right.bit_length())
+        elif operator == "*":
+            count: Any = left if isinstance(left, int) else right
+            sequence: Any = right if isinstance(left, int) else left
+            self._made(count * len(sequence) if isinstance(count, int) and hasattr(sequence, "__len__") else 0)
+        elif operator == "+":
+            self._made(sum(len(side) for side in (left, right) if hasattr(side, "__len__")))
+        elif operator == "%" and isinstance(left, str):
+            self._width(left)
+        return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Any, obj: Any, *args: Any, **named: Any) -> Any:  # type: ignore[override]
+        self.charge(1)
+        self._measure(getattr(obj, "__self__", None), *args, *named.values())
+        return super().call(context, obj, *args, **named)
+
+    def wrap_str_format(self, value: Any) -> Any:
+        """'{:>9999999999}'.format: its width stands in the text."""
+        formatted = super().wrap_str_format(value)
+        if formatted is None:
+            return None
+
+        def measured(*args: Any, **named: Any) -> str:
+            self._width(value.__self__)
+            return formatted(*args, **named)
+
+        return measured
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
+        return _Billed().visit(super()._parse(source, name, filename))
+
+    def _range(self, *bounds: int) -> range:
+        items = jinja2.sandbox.safe_range(*bounds)
+        self.charge(len(items))
+        return items
+
+    def _measured(self, function: Any) -> Any:
+        """A filter whose arguments are measured first."""
+        if hasattr(function, "jinja_pass_arg"):  # it is also given the environment or the context: measure the rest
+
+            def measured(first: Any, *args: Any, **named: Any) -> Any:
+                self._measure(*args, *named.values())
+                return function(first, *args, **named)
+
+            measured.jinja_pass_arg = function.jinja_pass_arg  # type: ignore[attr-defined]
+            return measured
+
+        def plain(*args: Any, **named: Any) -> Any:
+            self._measure(*args, *named.values())
+            return function(*args, **named)
+
+        return plain
+
+    def _measure(self, *values: Any) -> None:
+        for value in values:
+            if isinstance(value, int) and abs(value) > MAX_NUMBER:
+                raise jinja2.TemplateError(f"the number {abs(value):.3g} is more than {MAX_NUMBER:,}")
+            if isinstance(value, str):
+                self._made(len(value))
+                self._width(value) if len(value) < 1000 else None
+
+    def _width(self, form: str) -> None:
+        """A width inside a format, "%9999999999d" or "{:>9999999999}"."""
+        digits = "".join(char if char.isdigit() else " " for char in form).split()
+        if ("%" in form or "{" in form) and any(len(number) > 7 for number in digits):
+            raise jinja2.TemplateError("a width in a format has more than 7 digits")
+
+    def _made(self, length: int) -> None:
+        if length > MAX_NUMBER:
+            raise jinja2.TemplateError(f"a text or list of {length:.3g} is longer than {MAX_NUMBER:,}")
+        self.charge(max(0, length) // 100)
+
+    def _number(self, bits: int) -> None:
+        if bits > MAX_BITS:
+            raise jinja2.TemplateError(f"a number of more than {MAX_BITS:,} bits")
+
+
+class _Billed(NodeTransformer):
+    """{% for x in y %} -> {% for x in y | _counted %} and a ~ b -> [a, b] | _joined."""
+
+    def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.Node:
+        self.generic_visit(node)
+        node.iter = jinja2.nodes.Filter(node.iter, "_counted", [], [], None, None, lineno=node.lineno)
+        return node
+
+    def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Node:
+        self.generic_visit(node)
+        items = jinja2.nodes.List(node.nodes, lineno=node.lineno)
+        return jinja2.nodes.Filter(items, "_joined", [], [], None, None, lineno=node.lineno)

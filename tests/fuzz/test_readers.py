@@ -1,0 +1,89 @@
+"""Any input is accepted whole or refused with one printable UserError; and a guard that is taken away is found (the control arms)."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from unfreeze import models
+from unfreeze.adapters import read
+from unfreeze.checkpoint import manifest
+from unfreeze.core import errors, events
+from unfreeze.data import sources, tokenizer
+from unfreeze.recipes import config
+from unfreeze.train import run
+
+READERS = ("rows", "checkpoint", "config", "tokenizer", "adapter", "run", "toml")
+
+
+def one(fuzzers: Any, reader: str, random: Random) -> str:
+    with TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft 0.18's swapped dimensions
+        inside = Path(folder) / "input"
+        inside.mkdir()
+        return fuzzers.attempt(fuzzers.READERS[reader], random, inside)
+
+
+@pytest.mark.parametrize("reader", READERS)
+@settings(max_examples=50, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(random=st.randoms(use_true_random=False))
+def test_any_input_is_accepted_whole_or_refused_in_one_line(fuzzers, reader, random):
+    assert one(fuzzers, reader, random) in {"accepted", "CheckpointError", "ConfigError", "DataError", "AdapterError"}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_both_outcomes_occur(fuzzers, reader):
+    """A fuzzer whose inputs are all refused, or all accepted, would test nothing behind the first check."""
+    outcomes = [one(fuzzers, reader, Random(f"{reader}:{seed}")) for seed in range(40)]
+    assert 1 <= outcomes.count("accepted") < len(outcomes)
+
+
+def findings(fuzzers: Any, reader: str, inputs: int) -> list[Exception]:
+    found = []
+    for seed in range(inputs):
+        try:
+            one(fuzzers, reader, Random(f"{reader}:{seed}"))
+        except (Exception, SystemExit) as error:
+            found.append(error)
+            break
+    return found
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """A check that was taken away."""
+
+
+def as_it_is(value: Any, *_: Any, **__: Any) -> Any:
+    return value
+
+
+ARMS = {  # guards, each taken away alone: (reader, where, name, what stands in its place)
+    "bad bytes": ("rows", sources, "_decode", lambda raw, row: raw.decode()),
+    "rows that vanish": ("rows", sources, "_lines", lambda path: ((i, line) for i, line in enumerate(path.open("rb"), 1) if line.startswith(b"{"))),
+    "layout": ("checkpoint", manifest, "_check_layout", nothing),
+    "sizes of numbers": ("checkpoint", manifest, "_naturals", lambda value: value if isinstance(value, list) else None),
+    "fields of config.json": ("config", models, "check_fields", nothing),
+    "nulls of config.json": ("config", models, "without_nulls", dict),
+    "tokenizer settings": ("tokenizer", tokenizer, "read_object", lambda path, *_, **__: json.loads(path.read_text()) if path.is_file() else {}),
+    "finite adapters": ("adapter", read, "_finite", lambda tensor: True),
+    "adapter_config.json": ("adapter", read, "check_config", nothing),
+    "events": ("run", events, "DataError", ZeroDivisionError),
+    "state.json": ("run", run, "config_hash", lambda config: config),
+    "types of TOML values": ("toml", config, "_given", lambda config, table, where: table),
+    "printable": ("toml", errors, "printable", as_it_is),
+}
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_control_a_guard_taken_away_is_found(fuzzers, monkeypatch, arm):
+    reader, where, name, instead = ARMS[arm]
+    monkeypatch.setattr(where, name, instead)
+    assert findings(fuzzers, reader, 400), f"{arm}: 400 inputs without the guard, and nothing was found"
