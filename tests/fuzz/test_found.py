@@ -383,11 +383,16 @@ def test_metadata_that_is_no_table_of_texts(folder, metadata):
     assert "__metadata__ is not a table of texts" in refused(open_checkpoint, path)
 
 
-@pytest.mark.parametrize("field, value", [("step", 2), ("step", 10**6), ("step", "1"), ("cursor", [1]), ("schedule", {}), ("optimizer", None)])
+@pytest.mark.parametrize(
+    "field, value", [("step", 2), ("steps", None), ("step", 10**6), ("step", "1"), ("cursor", [1]), ("schedule", {}), ("optimizer", None)]
+)
 def test_a_state_whose_fields_were_changed(fuzzers, tmp_path, field, value):
     fuzzers.spread(fuzzers.run_folder(), tmp_path)
     file = tmp_path / "state" / "step-000001" / "state.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), field: value}))
+    record = {**json.loads(file.read_text()), field: value}
+    if field == "steps":  # the field is renamed: absent
+        del record["step"]
+    file.write_text(json.dumps(record))
     assert "is damaged" in refused(Run, tmp_path, fuzzers.run_config())
 
 

@@ -76,7 +76,7 @@ ARMS = {  # guards, each taken away alone: (reader, where, name, what stands in 
     "finite adapters": ("adapter", read, "_finite", lambda tensor: True),
     "adapter_config.json": ("adapter", read, "check_config", nothing),
     "events": ("run", events, "DataError", ZeroDivisionError),
-    "state.json": ("run", run, "config_hash", lambda config: config),
+    "state.json": ("run", run, "read_object", lambda path, *_, **__: json.loads(path.read_text())),
     "types of TOML values": ("toml", config, "_given", lambda config, table, where: table),
     "printable": ("toml", errors, "printable", as_it_is),
 }

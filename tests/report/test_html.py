@@ -275,7 +275,7 @@ def test_damaged_files_are_user_errors(run_dir: Path):
     with pytest.raises(DataError, match=r"config\.json is not JSON"):
         write_report(run_dir)
     (run_dir / "resolved_config.json").write_text("[]")
-    with pytest.raises(DataError, match="holds a list"):
+    with pytest.raises(DataError, match="holds a JSON list"):
         write_report(run_dir)
 
 

@@ -60,9 +60,8 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         elif isinstance(left, int) and isinstance(right, int):
             self._number(left.bit_length() + right.bit_length())
         elif operator == "*":
-            count: Any = left if isinstance(left, int) else right
-            sequence: Any = right if isinstance(left, int) else left
-            self._made(count * len(sequence) if isinstance(count, int) and hasattr(sequence, "__len__") else 0)
+            sides = [side if isinstance(side, int) else len(side) for side in (left, right) if isinstance(side, int) or hasattr(side, "__len__")]
+            self._made(sides[0] * sides[1] if len(sides) == 2 else 0)
         elif operator == "+":
             self._made(sum(len(side) for side in (left, right) if hasattr(side, "__len__")))
         elif operator == "%" and isinstance(left, str):

@@ -159,8 +159,8 @@ def read_record(save_path: Path) -> dict[str, Any]:
     typed = typed and _is_best(record.get("best"))
     steps = (record.get("step"), record["schedule"].get("steps")) if typed else ()
     named = SAVE_NAME.fullmatch(save_path.name)
-    if named and steps and record["step"] != int(named[1]):
-        raise CheckpointError(f"{path} is damaged: it says step {record['step']!r:.40}, its folder {save_path.name}", next=next_command)
+    if named and record.get("step") != int(named[1]):
+        raise CheckpointError(f"{path} is damaged: it says step {str(record.get('step'))[:40]}, its folder {save_path.name}", next=next_command)
     if not steps or any(type(number) is not int or number < 0 for number in steps) or record.get("config_hash") != config_hash(record["config"]):
         raise CheckpointError(f"{path} is damaged: its fields or its config hash do not fit", next=next_command)
     return record
