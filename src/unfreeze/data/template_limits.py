@@ -60,8 +60,10 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         elif isinstance(left, int) and isinstance(right, int):
             self._number(left.bit_length() + right.bit_length())
         elif operator == "*":
-            sides = [side if isinstance(side, int) else len(side) for side in (left, right) if isinstance(side, int) or hasattr(side, "__len__")]
-            self._made(sides[0] * sides[1] if len(sides) == 2 else 0)
+            made = 1
+            for side in (left, right):
+                made *= side if isinstance(side, int) else len(side) if hasattr(side, "__len__") else 0
+            self._made(made)
         elif operator == "+":
             self._made(sum(len(side) for side in (left, right) if hasattr(side, "__len__")))
         elif operator == "%" and isinstance(left, str):
