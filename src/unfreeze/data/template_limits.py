@@ -7,7 +7,7 @@ of a loop, item of a range and 100 characters made by + * ~ % or a method costs 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 import jinja2
@@ -62,7 +62,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         elif operator == "*":
             made = 1
             for side in (left, right):
-                made *= side if isinstance(side, int) else len(side) if hasattr(side, "__len__") else 0
+                made *= side if isinstance(side, int) else len(side) if isinstance(side, Sized) else 0
             self._made(made)
         elif operator == "+":
             self._made(sum(len(side) for side in (left, right) if hasattr(side, "__len__")))
