@@ -62,7 +62,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         elif operator == "*":
             made = 1
             for side in (left, right):
-                made *= side if isinstance(side, int) else len(side) if isinstance(side, Sized) else 0
+                made *= len(side) if isinstance(side, Sized) else side if isinstance(side, int) else 0
             self._made(made)
         elif operator == "+":
             self._made(sum(len(side) for side in (left, right) if hasattr(side, "__len__")))
