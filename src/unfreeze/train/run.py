@@ -131,7 +131,7 @@ def read_record(save_path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is missing", next=next_command)
     record = read_object(path, CheckpointError, next=next_command)
     tables = ("config", "schedule", "optimizer")
-    typed = all(isinstance(record.get(field), dict) for field in tables) and isinstance(record.get("cursor"), dict | None)
+    typed = all(isinstance(record.get(field), dict) for field in tables) and isinstance(record.get("cursor", ""), dict | None)
     steps = (record.get("step"), record["schedule"].get("steps")) if typed else ()
     named = SAVE_NAME.fullmatch(save_path.name)
     if named and record.get("step") != int(named[1]):
