@@ -384,7 +384,8 @@ def test_metadata_that_is_no_table_of_texts(folder, metadata):
 
 
 @pytest.mark.parametrize(
-    "field, value", [("step", 2), ("-step", None), ("-cursor", None), ("step", 10**6), ("step", "1"), ("cursor", [1]), ("schedule", {}), ("optimizer", None)]
+    "field, value",
+    [("step", 2), ("-step", None), ("-cursor", None), ("step", 10**6), ("step", "1"), ("cursor", [1]), ("schedule", {}), ("optimizer", None)],
 )
 def test_a_state_whose_fields_were_changed(fuzzers, tmp_path, field, value):
     fuzzers.spread(fuzzers.run_folder(), tmp_path)
