@@ -384,14 +384,15 @@ def test_metadata_that_is_no_table_of_texts(folder, metadata):
 
 
 @pytest.mark.parametrize(
-    "field, value", [("step", 2), ("steps", None), ("step", 10**6), ("step", "1"), ("cursor", [1]), ("schedule", {}), ("optimizer", None)]
+    "field, value",
+    [("step", 2), ("-step", None), ("-cursor", None), ("step", 10**6), ("step", "1"), ("cursor", [1]), ("schedule", {}), ("optimizer", None)],
 )
 def test_a_state_whose_fields_were_changed(fuzzers, tmp_path, field, value):
     fuzzers.spread(fuzzers.run_folder(), tmp_path)
     file = tmp_path / "state" / "step-000001" / "state.json"
     record = {**json.loads(file.read_text()), field: value}
-    if field == "steps":  # the field is renamed: absent
-        del record["step"]
+    if field.startswith("-"):  # absent
+        del record[field[1:]]
     file.write_text(json.dumps(record))
     assert "is damaged" in refused(Run, tmp_path, fuzzers.run_config())
 

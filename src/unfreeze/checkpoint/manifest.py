@@ -262,7 +262,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(keys) != len(pairs):
         raise ValueError("a name occurs twice in the header")
     for key, value in pairs:
-        key.encode(), value.encode() if isinstance(value, str) else None  # UnicodeEncodeError, a ValueError: half a surrogate pair is no text
+        (key + value if isinstance(value, str) else key).encode()  # UnicodeEncodeError, a ValueError: half a surrogate pair is no text
     return keys
 
 

@@ -61,11 +61,12 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             self._number(left.bit_length() + right.bit_length())
         elif operator == "*":
             made = 1
-            for side in (left, right):
+            sides: tuple[object, ...] = (left, right)
+            for side in sides:
                 made *= len(side) if isinstance(side, Sized) else side if isinstance(side, int) else 0
             self._made(made)
         elif operator == "+":
-            self._made(sum(len(side) for side in (left, right) if hasattr(side, "__len__")))
+            self._made(sum(len(side) for side in (left, right) if isinstance(side, Sized)))
         elif operator == "%" and isinstance(left, str):
             self._width(left)
         return super().call_binop(context, operator, left, right)
