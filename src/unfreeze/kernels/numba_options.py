@@ -111,6 +111,20 @@ def narrow(x, like):  # pragma: no cover - body below
     raise NotImplementedError("only inside numba kernels")
 
 
+def convert(x, like):  # pragma: no cover - body below
+    """A kernel element as one of the kind of `like`: bf16 bits and float32 either way, or as it is."""
+    raise NotImplementedError("only inside numba kernels")
+
+
+@overload(convert, inline="always")
+def _convert(x, like):
+    if x == like:
+        return lambda x, like: x
+    if x == types.uint16:
+        return lambda x, like: widen(x)
+    return lambda x, like: narrow(x, like)
+
+
 @overload(widen, inline="always")
 def _widen(x):
     if x == types.uint16:

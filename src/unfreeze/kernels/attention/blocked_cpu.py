@@ -19,7 +19,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from unfreeze.kernels.numba_options import Kernel, array, exp, narrow, widen
+from unfreeze.kernels.numba_options import Kernel, array, convert, exp, narrow, widen
 from unfreeze.kernels.scratch import scratch
 
 ROWS = 128  # queries of a block: the half block above the diagonal that is computed in vain is 1/8 of the work at L = 512
@@ -92,107 +92,196 @@ def _softmax_backward(scores, first, rows, scale, lse, delta, dprobs, probs):
         d[seen:] = 0
 
 
-def _padded(name: str, source: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """[l, G, ...] -> scratch [G, ..., length, width]: heads first, rows padded with zeros."""
-    heads_first = source.movedim(0, -2)
-    out = scratch(f"attention {name}", (*heads_first.shape[:-2], length, heads_first.shape[-1]), dtype, source.device)
-    out[..., : source.shape[0], :].copy_(heads_first)
-    out[..., source.shape[0] :, :].zero_()
-    return out
+@Kernel
+def _take(source, first, count, head, out):
+    """out[g, l] = source[first + l, head + g] for l < count, zero behind. source [rows, heads, w], out [G, n, w], converted."""
+    for g in prange(out.shape[0]):
+        for n in range(out.shape[1]):
+            target = out[g, n]
+            if n < count:
+                row = source[first + n, head + g]
+                for i in range(target.size):
+                    target[i] = convert(row[i], target[i])
+            else:
+                target[:] = 0
 
 
-def _parts(length: int, groups: int, repeat: int) -> Iterator[slice]:
-    """Groups of heads whose scores fit SCORE_BYTES."""
+@Kernel
+def _put(x, first, count, head, out):
+    """The way back: out[first + l, head + g] = x[g, l]."""
+    for g in prange(x.shape[0]):
+        for n in range(count):
+            target, row = out[first + n, head + g], x[g, n]
+            for i in range(target.size):
+                target[i] = convert(row[i], target[i])
+
+
+@Kernel
+def _take_blocks(source, first, count, head, repeat, out):
+    """As _take, into blocks: out[b, g, r · ROWS + l] = source[first + b · ROWS + l, head + g · repeat + r]. out [blocks, G, rep · ROWS, w]."""
+    groups = out.shape[1]
+    for job in prange(out.shape[0] * groups):
+        b, g = job // groups, job % groups
+        for place in range(out.shape[2]):
+            n, h = b * ROWS + place % ROWS, head + g * repeat + place // ROWS
+            target = out[b, g, place]
+            if n < count:
+                row = source[first + n, h]
+                for i in range(target.size):
+                    target[i] = convert(row[i], target[i])
+            else:
+                target[:] = 0
+
+
+@Kernel
+def _put_blocks(x, first, count, head, repeat, out):
+    """The way back."""
+    groups = x.shape[1]
+    for job in prange(x.shape[0] * groups):
+        b, g = job // groups, job % groups
+        for place in range(x.shape[2]):
+            n, h = b * ROWS + place % ROWS, head + g * repeat + place // ROWS
+            if n < count:
+                target, row = out[first + n, h], x[b, g, place]
+                for i in range(target.size):
+                    target[i] = convert(row[i], target[i])
+
+
+@Kernel
+def _inner(a, b, out):
+    """out[i, g, place] = a · b of that row; a, b [blocks, G, rep · ROWS, w]."""
+    groups, places = a.shape[1], a.shape[2]
+    for job in prange(a.shape[0] * groups):
+        i, g = job // groups, job % groups
+        for place in range(places):
+            left, right = a[i, g, place], b[i, g, place]
+            total = np.float32(0.0)
+            for w in range(left.size):
+                total += np.float32(widen(left[w]) * widen(right[w]))
+            out[i, g, place] = total
+
+
+@Kernel
+def _accumulate(share, total):
+    """total[g, :keys] += share[g]; share [G, keys, w]."""
+    for g in prange(share.shape[0]):
+        for n in range(share.shape[1]):
+            row, target = share[g, n], total[g, n]
+            for i in range(row.size):
+                target[i] += widen(row[i])
+
+
+class _Heads:
+    """Some heads of one document, and where their rows lie in x [S, L, heads, w]."""
+
+    def __init__(self, document: int, length: int, begin: int, groups: int, repeat: int):
+        self.document, self.length, self.begin, self.groups, self.repeat = document, length, begin, groups, repeat
+        self.blocks = -(-length // ROWS)
+
+    def plain(self, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Keys or values as scratch [G, blocks · ROWS, w]."""
+        out = scratch(f"attention {name}", (self.groups, self.blocks * ROWS, x.shape[-1]), dtype, x.device)
+        _take(out.numel(), array(x.flatten(0, 1)), self.document * self.length, self.length, self.begin, array(out))
+        return out
+
+    def blocked(self, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Queries, or what is as many, as scratch [blocks, G, rep · ROWS, w]."""
+        out = self.empty(name, x.shape[-1], dtype)
+        first = self.document * self.length
+        _take_blocks(out.numel(), array(x.flatten(0, 1)), first, self.length, self.begin * self.repeat, self.repeat, array(out))
+        return out
+
+    def empty(self, name: str, width: int, dtype: torch.dtype) -> Tensor:
+        return scratch(f"attention {name}", (self.blocks, self.groups, self.repeat * ROWS, width), dtype, torch.device("cpu"))
+
+    def put(self, x: Tensor, out: Tensor) -> None:
+        """[G, n, w] back to its place in out [S, L, heads, w]."""
+        _put(x.numel(), array(x), self.document * self.length, self.length, self.begin, array(out.flatten(0, 1)))
+
+    def put_blocks(self, x: Tensor, out: Tensor) -> None:
+        first = self.document * self.length
+        _put_blocks(x.numel(), array(x), first, self.length, self.begin * self.repeat, self.repeat, array(out.flatten(0, 1)))
+
+    def scores(self, name: str, keys: int, dtype: torch.dtype) -> Tensor:
+        """Scratch [G, rep · ROWS, keys]."""
+        return scratch(f"attention {name}", (self.groups, self.repeat * ROWS, keys), dtype, torch.device("cpu"))
+
+
+def _all_heads(num_documents: int, length: int, groups: int, repeat: int) -> Iterator[_Heads]:
+    """All heads of all documents, as many at once as have scores within SCORE_BYTES."""
     at_once = max(1, SCORE_BYTES // (4 * repeat * ROWS * length))
-    for begin in range(0, groups, at_once):
-        yield slice(begin, min(groups, begin + at_once))
+    for document in range(num_documents):
+        for begin in range(0, groups, at_once):
+            yield _Heads(document, length, begin, min(groups - begin, at_once), repeat)
 
 
-class _Block:
-    """ROWS queries from `first` on of some heads of one document: q float32, and their scores against the keys up to the diagonal."""
-
-    def __init__(self, q_LGrd: Tensor, k32_GLd: Tensor, first: int):
-        self.first, self.rows = first, slice(first, min(first + ROWS, q_LGrd.shape[0]))
-        self.keys, self.count = first + ROWS, q_LGrd.shape[1] * q_LGrd.shape[2] * ROWS
-        self.q = _padded("q", q_LGrd[self.rows], ROWS, torch.float32).flatten(1, 2)
-        self.scores = self.space("scores", torch.float32)
-        torch.bmm(self.q, k32_GLd[:, : self.keys].transpose(1, 2), out=self.scores)
-
-    def space(self, name: str, dtype: torch.dtype) -> Tensor:
-        """[G, rep · ROWS, keys]."""
-        return scratch(f"attention {name}", (*self.q.shape[:2], self.keys), dtype, self.q.device)
-
-    def back(self, x_GRw: Tensor, repeat: int) -> Tensor:
-        """[G, rep · ROWS, w] -> [rows, G, rep, w], without the padding."""
-        return x_GRw.unflatten(1, (repeat, ROWS))[:, :, : self.rows.stop - self.first].permute(2, 0, 1, 3)
-
-
-def _forward(q_SLGrd: Tensor, k_SLGd: Tensor, v_SLGv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """o [S, L, G, rep, v] and the log-sum-exp [S, L, G, rep] float32."""
-    num_documents, length, groups, repeat, _ = q_SLGrd.shape
-    dtype, padded = q_SLGrd.dtype, -(-length // ROWS) * ROWS
-    o = q_SLGrd.new_empty((*q_SLGrd.shape[:-1], v_SLGv.shape[-1]))
-    lse = torch.empty(q_SLGrd.shape[:-1], dtype=torch.float32)
-    for s in range(num_documents):
-        for part in _parts(padded, groups, repeat):
-            k32, v = _padded("k", k_SLGd[s, :, part], padded, torch.float32), _padded("v", v_SLGv[s, :, part], padded, dtype)
-            for first in range(0, length, ROWS):
-                block = _Block(q_SLGrd[s, :, part], k32, first)
-                probs = block.scores if dtype == torch.float32 else block.space("probs", dtype)
-                sums = scratch("attention lse", (len(k32), repeat * ROWS, 1), torch.float32, o.device)
-                flat = (block.scores.flatten(0, 1), probs.flatten(0, 1))
-                _softmax(flat[0].numel(), array(flat[0]), first, ROWS, np.float32(scale), array(flat[1]), array(sums.view(-1)))
-                out = scratch("attention o", (*probs.shape[:2], v.shape[-1]), dtype, o.device)
-                o[s, block.rows, part].copy_(block.back(torch.bmm(probs, v[:, : block.keys], out=out), repeat))
-                lse[s, block.rows, part].copy_(block.back(sums, repeat)[..., 0])
+def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """o [S, L, H, v], and per document and block the log-sum-exp of each group's rows, [S, blocks, G, rep · ROWS] float32."""
+    S, L, H, _ = q.shape
+    G, dtype = k.shape[2], q.dtype
+    o, lse = q.new_empty((S, L, H, v.shape[-1])), torch.empty((S, -(-L // ROWS), G, H // G * ROWS), dtype=torch.float32)
+    for heads in _all_heads(S, L, G, H // G):
+        q32, k32, values = heads.blocked("q", q, torch.float32), heads.plain("k", k, torch.float32), heads.plain("v", v, dtype)
+        out = heads.empty("o", v.shape[-1], dtype)
+        for b in range(heads.blocks):
+            keys = (b + 1) * ROWS
+            scores = torch.bmm(q32[b], k32[:, :keys].transpose(1, 2), out=heads.scores("scores", keys, torch.float32))
+            probs = scores if dtype == torch.float32 else heads.scores("probs", keys, dtype)
+            sums = scratch("attention sums", (heads.groups * heads.repeat * ROWS,), torch.float32, o.device)
+            _softmax(scores.numel(), array(scores.flatten(0, 1)), b * ROWS, ROWS, np.float32(scale), array(probs.flatten(0, 1)), array(sums))
+            lse[heads.document, b, heads.begin : heads.begin + heads.groups] = sums.view(heads.groups, -1)
+            torch.bmm(probs, values[:, :keys], out=out[b])
+        heads.put_blocks(out, o)
     return o, lse
 
 
-def _backward(grad: Tensor, q_SLGrd: Tensor, k_SLGd: Tensor, v_SLGv: Tensor, o: Tensor, lse: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in the shapes of q, k, v. With P the probabilities: dv = Pᵀ do, dP = do vᵀ, dS = scale · P (dP - Σ do·o), dq = dS k, dk = dSᵀ q."""
-    num_documents, length, groups, repeat, _ = q_SLGrd.shape
-    dtype, padded = q_SLGrd.dtype, -(-length // ROWS) * ROWS
-    dq, dk, dv = (torch.empty(x.shape, dtype=dtype) for x in (q_SLGrd, k_SLGd, v_SLGv))
-    delta = (grad.float() * o.float()).sum(-1, keepdim=True)
-    for s in range(num_documents):
-        for part in _parts(padded, groups, repeat):
-            k32, v = _padded("k", k_SLGd[s, :, part], padded, torch.float32), _padded("v", v_SLGv[s, :, part], padded, dtype)
-            k = k32 if dtype == torch.float32 else _padded("k narrow", k_SLGd[s, :, part], padded, dtype)
-            dk_sum = scratch("attention dk", tuple(k32.shape), torch.float32, grad.device).zero_()
-            dv_sum = scratch("attention dv", tuple(v.shape), torch.float32, grad.device).zero_()
-            for first in range(0, length, ROWS):
-                block = _Block(q_SLGrd[s, :, part], k32, first)
-                do = _padded("do", grad[s, block.rows, part], ROWS, dtype).flatten(1, 2)
-                sums, off = (_padded(n, x[s, block.rows, part], ROWS, torch.float32) for n, x in (("lse", lse[..., None]), ("delta", delta)))
-                dscores, probs = torch.bmm(do, v[:, : block.keys].transpose(1, 2), out=block.space("dscores", dtype)), block.space("probs", dtype)
-                flat = [array(x.flatten(0, 1)) for x in (block.scores, dscores, probs)]
-                shifts = (array(sums.view(-1)), array(off.view(-1)))
-                _softmax_backward(flat[0].size, flat[0], first, ROWS, np.float32(scale), *shifts, flat[1], flat[2])
-                q = block.q if dtype == torch.float32 else _padded("q narrow", q_SLGrd[s, block.rows, part], ROWS, dtype).flatten(1, 2)
-                for sum_, left, right in ((dv_sum, probs, do), (dk_sum, dscores, q)):
-                    share = scratch("attention share", (len(k32), block.keys, right.shape[-1]), dtype, grad.device)
-                    sum_[:, : block.keys] += torch.bmm(left.transpose(1, 2), right, out=share)
-                out = scratch("attention o", (*dscores.shape[:2], k.shape[-1]), dtype, grad.device)
-                dq[s, block.rows, part].copy_(block.back(torch.bmm(dscores, k[:, : block.keys], out=out), repeat))
-            dk[s, :, part].copy_(dk_sum[:, :length].transpose(0, 1))
-            dv[s, :, part].copy_(dv_sum[:, :length].transpose(0, 1))
+    S, L, H, _ = q.shape
+    G, dtype = k.shape[2], q.dtype
+    dq, dk, dv = (torch.empty(x.shape, dtype=dtype) for x in (q, k, v))
+    wide = dtype == torch.float32
+    for heads in _all_heads(S, L, G, H // G):
+        q32, k32, values = heads.blocked("q", q, torch.float32), heads.plain("k", k, torch.float32), heads.plain("v", v, dtype)
+        queries, keys_ = (q32, k32) if wide else (heads.blocked("q narrow", q, dtype), heads.plain("k narrow", k, dtype))
+        do, out = heads.blocked("do", grad, dtype), heads.blocked("o", o, dtype)
+        delta = heads.empty("delta", 1, torch.float32)[..., 0]
+        _inner(do.numel(), array(do), array(out), array(delta))
+        dq_blocks = heads.empty("dq", q.shape[-1], dtype)
+        dk_sum = scratch("attention dk", tuple(k32.shape), torch.float32, grad.device).zero_()
+        dv_sum = scratch("attention dv", tuple(values.shape), torch.float32, grad.device).zero_()
+        for b in range(heads.blocks):
+            keys = (b + 1) * ROWS
+            scores = torch.bmm(q32[b], k32[:, :keys].transpose(1, 2), out=heads.scores("scores", keys, torch.float32))
+            dscores = torch.bmm(do[b], values[:, :keys].transpose(1, 2), out=heads.scores("dscores", keys, dtype))
+            probs = heads.scores("probs", keys, dtype)
+            sums = lse[heads.document, b, heads.begin : heads.begin + heads.groups].flatten()
+            flat = [array(x.flatten(0, 1)) for x in (scores, dscores, probs)]
+            _softmax_backward(flat[0].size, flat[0], b * ROWS, ROWS, np.float32(scale), array(sums), array(delta[b].flatten()), flat[1], flat[2])
+            for total, left, right in ((dv_sum, probs, do[b]), (dk_sum, dscores, queries[b])):
+                share = scratch("attention share", (heads.groups, keys, right.shape[-1]), dtype, grad.device)
+                torch.bmm(left.transpose(1, 2), right, out=share)
+                _accumulate(share.numel(), array(share), array(total))
+            torch.bmm(dscores, keys_[:, :keys], out=dq_blocks[b])
+        heads.put_blocks(dq_blocks, dq)
+        heads.put(dk_sum, dk)
+        heads.put(dv_sum, dv)
     return dq, dk, dv
 
 
 class _Blocked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, kept: Callable[..., Any] | None) -> Tensor:  # type: ignore[override]
-        grouped = q.unflatten(2, (k.shape[2], -1))
-        o, lse = _forward(grouped, k, v, scale) if kept is None else kept(lambda: _forward(grouped, k, v, scale))
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        o, lse = _forward(q, k, v, scale) if kept is None else kept(lambda: _forward(q, k, v, scale))
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.scale = scale
-        return o.flatten(2, 3)
+        return o
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, k, v, o, lse = ctx.saved_tensors
-        dq, dk, dv = _backward(grad.unflatten(2, o.shape[2:4]), q.unflatten(2, o.shape[2:4]), k, v, o, lse, ctx.scale)
-        return dq.flatten(2, 3), dk, dv, None, None
+        return (*_backward(grad.contiguous(), q, k, v, o, lse, ctx.scale), None, None)
 
 
 def blocked_attention(q_SLHd: Tensor, k_SLGd: Tensor, v_SLGv: Tensor, scale: float, kept: Callable[..., Any] | None = None) -> Tensor:
