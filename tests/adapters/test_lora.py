@@ -146,6 +146,6 @@ def test_scale_is_alpha_over_r_or_its_root():
 def test_bf16_activations_get_fp32_gradients():
     adapter = LowRank(8, 8, 2, 1.0)
     adapter.reset(0, "x")
-    y = adapter(torch.ones(3, 8, dtype=torch.bfloat16))
+    y = adapter(torch.ones(3, 8, dtype=torch.bfloat16), torch.zeros(3, adapter.B.shape[0], dtype=torch.bfloat16))
     y.float().sum().backward()
     assert y.dtype == torch.bfloat16 and adapter.B.grad.dtype == torch.float32 and adapter.B.grad.any()

@@ -27,7 +27,7 @@ def scale_of(rank: int, alpha: float, scaling: Scaling) -> float:
 
 
 class LowRank(nn.Module):
-    """y_TO = scale · (x Aᵀ) Bᵀ; A fp32 [R, in], B fp32 [out, R].
+    """y_TO + scale · (x Aᵀ) Bᵀ; A fp32 [R, in], B fp32 [out, R].
 
     The scale is applied to the thin [T, R] product: the same number, fewer multiplications. Set `scale` to 0 to switch the adapter off
     without changing which kernels run (the receipt does).
@@ -39,9 +39,10 @@ class LowRank(nn.Module):
         self.A = nn.Parameter(torch.empty(rank, in_features, dtype=torch.float32, device=device))
         self.B = nn.Parameter(torch.zeros(out_features, rank, dtype=torch.float32, device=device))
 
-    def forward(self, x_TI: Tensor) -> Tensor:
+    def forward(self, x_TI: Tensor, y_TO: Tensor) -> Tensor:
+        """The sum in the GEMM: an addition of its own would be a pass over three [T, out] tensors, and a rounding more."""
         thin_TR = F.linear(x_TI, self.A.to(x_TI.dtype)) * self.scale
-        return F.linear(thin_TR, self.B.to(x_TI.dtype))
+        return torch.addmm(y_TO.flatten(0, -2), thin_TR.flatten(0, -2), self.B.to(x_TI.dtype).t()).view_as(y_TO)
 
     @torch.no_grad()
     def reset(self, seed: int, name: str) -> None:

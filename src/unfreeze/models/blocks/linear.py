@@ -52,7 +52,7 @@ class Linear(PackedHolder):
     """y = x Wᵀ + b (+ adapter(x)).
 
     x [T, in] -> y [T, out]. `codec` None: W is a parameter `weight` [out, in]; otherwise W stays packed in buffers and is expanded at use.
-    `adapter` is None or a module [T, in] -> [T, out]; it is set by adapters.attach and by nothing else.
+    `adapter` is None or a module (x [T, in], y [T, out]) -> y + what it adds; it is set by adapters.attach and by nothing else.
     """
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False, codec: Codec | None = None, dtype: Any, device: Any):
@@ -72,7 +72,7 @@ class Linear(PackedHolder):
             y_TO = _PackedLinear.apply(x_TI, self.packed)
             if self.bias is not None:
                 y_TO = y_TO + self.bias
-        return y_TO if self.adapter is None else y_TO + self.adapter(x_TI)
+        return y_TO if self.adapter is None else self.adapter(x_TI, y_TO)
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}" + (f", {self.codec.name}" if self.codec else "")
