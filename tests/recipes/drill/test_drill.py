@@ -63,7 +63,7 @@ def leak_each_step(patch):
     real, kept = loading.train_step, []
 
     def leaking(*arguments, **options):
-        kept.append(torch.ones(500_000))  # 2 MB, a quarter of tiny-k2 expanded to float32
+        kept.append(torch.ones(2_500_000))  # 10 MB, tiny-k2 expanded to float32; less would hide in what a long test process has free
         return real(*arguments, **options)
 
     patch.setattr(loading, "train_step", leaking)
