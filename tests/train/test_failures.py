@@ -103,7 +103,7 @@ def growth(keep: Callable[[models.Decoder], None] | None, steps: int) -> float:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
 def test_memory_is_flat_over_fifty_steps():
-    """L6: within 1 % after step 2, float32. (bfloat16 on a CPU grows while oneDNN compiles a GEMM per row count: README, known weakness.)"""
+    """L6: within 1 % after step 2, float32. bfloat16: docs/decisions.md, 15."""
     assert growth(None, 50) <= 0.01
 
 
@@ -115,7 +115,7 @@ def test_control_arm_expanded_weights_that_pile_up_are_seen():
         for moe in model.moe_layers().values():
             pile.append(moe.experts.gate_up_proj.packed.dequantize().float())
 
-    assert growth(keep, 12) > 0.01
+    assert growth(keep, 50) > 0.01  # over as many steps: the first 50 MB can hide in what a long test process has free
 
 
 def learning_rates(tiny: SimpleNamespace, folder: Path) -> tuple[list[float], list[float]]:
