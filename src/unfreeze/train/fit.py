@@ -69,7 +69,7 @@ def fit(
     """Train from state.step to the last step of state.schedule.
 
     batches        endless iterator of (Batch on the host, cursor of the batch after it); must begin at state.cursor.
-    through        models.plain or models.recompute.
+    through        one of models.THROUGH.
     micro_batches  batches per optimizer step; the gradient is that of all their tokens at once.
     max_norm       limit of the global gradient norm; 0 doesn't clip.
     save_every     steps between saves; 0: only at the end and on an interruption, where it always saves.

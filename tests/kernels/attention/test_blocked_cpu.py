@@ -80,3 +80,15 @@ def test_the_second_visit_takes_what_the_first_kept():
     plain = blocked_attention(*tensors, 0.25)
     for one, other in zip(torch.autograd.grad(again, tensors, grad), torch.autograd.grad(plain, tensors, grad), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_nan_reaches_just_the_queries_that_see_it(which, dtype):
+    """It is neither swallowed by the maximum or the exponential (which would hide a fault) nor carried to earlier queries."""
+    tensors, _ = made(1, 200, 1, 1, 16, 16, dtype)
+    with torch.no_grad():
+        tensors[which][0, 50, 0, 3] = float("nan")
+        bad_L = ~blocked_attention(*tensors, 0.25)[0, :, 0].isfinite().all(-1)
+    seen_L = torch.arange(200) == 50 if which == 0 else torch.arange(200) >= 50
+    assert torch.equal(bad_L, seen_L)

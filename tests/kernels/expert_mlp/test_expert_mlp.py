@@ -3,6 +3,9 @@
 The oracle merges W + scale B A in float64 and knows nothing of sorting, groups, workspaces or adapters.
 """
 
+import functools
+import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -338,8 +341,25 @@ def test_shared_among_cores_it_agrees_with_float64_and_repeats_its_bits(dtype, m
         release_scratch()
 
 
-def test_an_error_in_a_cores_share_reaches_the_caller(monkeypatch):
+def test_an_error_in_a_cores_share_reaches_the_caller_when_all_have_stopped(monkeypatch):
+    """The first core fails at once while the second still works: the error waits for it."""
+    threads, finished = torch.get_num_threads(), []
+
+    def swiglu(self, gate_up, out):
+        if threading.current_thread().name.endswith("_0"):
+            raise MemoryError("planted")
+        time.sleep(0.2)
+        finished.append(1)
+
     monkeypatch.setattr(loop_cpu, "WORKERS_FROM", 0)
-    monkeypatch.setattr(loop_cpu.LoopCpu, "swiglu", lambda *_: (_ for _ in ()).throw(MemoryError("planted")))
-    with pytest.raises(MemoryError, match="planted"):
-        ours(problem())
+    monkeypatch.setattr(loop_cpu, "GROUP_BYTES", 1)
+    monkeypatch.setattr(loop_cpu, "_pool", functools.cache(loop_cpu._pool.__wrapped__))  # threads of its own: which is _0 is then known
+    monkeypatch.setattr(loop_cpu, "_shares", lambda groups, workers: [groups[:1], groups[1:2]])
+    monkeypatch.setattr(loop_cpu.LoopCpu, "swiglu", swiglu)
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(MemoryError, match="planted"):
+            ours(problem())
+        assert finished == [1]
+    finally:
+        torch.set_num_threads(threads)

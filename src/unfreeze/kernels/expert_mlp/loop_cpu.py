@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import numpy as np
@@ -137,7 +137,9 @@ class LoopCpu:
             for group in shares[worker]:
                 work(group, worker)
 
-        for done in [_pool(workers).submit(go, worker) for worker in range(workers)]:
+        shared = [_pool(workers).submit(go, worker) for worker in range(workers)]
+        wait(shared)  # all, before an error is raised: a worker still at it would write into buffers that the next call uses
+        for done in shared:
             done.result()
 
     def rows(self, name: str, group: Group, width: int, dtype: torch.dtype) -> Tensor:
