@@ -51,5 +51,7 @@ def test_resuming_drops_later_lines_the_end_and_a_half_line(tmp_path):
     path = tmp_path / "events.jsonl"
     lines = [{"kind": "train", "step": 1}, {"kind": "train", "step": 2}, {"kind": "end", "step": 2}, {"kind": "train", "step": 3}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"kind": "tr')
+    truncate_after(path, 2, ended=True)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == lines[:3]
     truncate_after(path, 2)
     assert [json.loads(line) for line in path.read_text().splitlines()] == lines[:2]

@@ -14,6 +14,8 @@ import torch
 
 import unfreeze
 from unfreeze import cli
+from unfreeze.models.blocks.rope import Rope
+from unfreeze.models.decoder import Decoder
 from unfreeze.recipes.demo import TINY_K2
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -36,9 +38,13 @@ def command(data: Path, out: Path, *more) -> list[str]:
     return ["--model", str(TINY_K2), "--data", str(data), "--out", str(out), "--tokens-per-step", "256", "--learning-rate", "2e-3", *map(str, more)]
 
 
+def events(run: Path, kind: str) -> list[dict]:
+    found = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    return [event for event in found if event["kind"] == kind]
+
+
 def losses(run: Path) -> list[float]:
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    return [event["loss"] for event in events if event["kind"] == "train"]
+    return [event["loss"] for event in events(run, "train")]
 
 
 def test_every_linear_layer_learns_and_the_receipt_says_so(capsys, data, tmp_path):
@@ -61,6 +67,29 @@ def test_every_linear_layer_learns_and_the_receipt_says_so(capsys, data, tmp_pat
 
     again = sft(capsys, *command(data, run, "--steps", 12, "--lora.rank", 4, "--lora.experts-rank", 2))
     assert again["already_finished"] and again["steps"] == 12 and len(losses(run)) == 12
+    assert [event["reason"] for event in events(run, "end")] == ["done"]  # asked again, it is still a finished run
+
+
+def test_a_run_measures_the_gap_between_its_sampler_and_its_trainer(capsys, data, tmp_path):
+    sft(capsys, *command(data, tmp_path / "run", "--steps", 2, "--samples", 2, "--dtype", "float32"))
+    before, after = events(tmp_path / "run", "gap")
+    assert (before["when"], before["step"], after["when"], after["step"]) == ("before", 0, "after", 2)
+    for gap in (before, after):
+        assert 0 < gap["logprob_gap_mean"] <= gap["logprob_gap_max"] <= 1e-4 and 2 <= gap["logprob_gap_tokens"] <= 128 and "warning" not in gap
+
+
+def test_control_arm_a_cached_pass_at_other_positions_is_said(capsys, data, tmp_path, monkeypatch):
+    tables, step = Rope.tables, Decoder.step
+
+    def shifted(self, tokens_S, cache):
+        with monkeypatch.context() as patch:
+            patch.setattr(Rope, "tables", lambda rope, positions: tables(rope, positions + 1))
+            return step(self, tokens_S, cache)
+
+    monkeypatch.setattr(Decoder, "step", shifted)
+    sft(capsys, *command(data, tmp_path / "run", "--steps", 1, "--samples", 1, "--dtype", "float32"))
+    gap = events(tmp_path / "run", "gap")[0]
+    assert gap["logprob_gap_max"] > 1e-2 and "the cached and the packed pass do not compute the same" in gap["warning"]
 
 
 @pytest.mark.parametrize("layout", ["per-expert", "peft"])

@@ -16,6 +16,7 @@ CLEAN = [
     {"kind": "plan", "step": 0, "total": 2**20, "usable": 2**30, "fits": True},
     {"kind": "data", "step": 0, "rows": 10, "bad": 0, "dropped": 1, "truncated": 2},
     {"kind": "receipt", "step": 1, "groups": {"attention": {"parameters": 8, "trained": 8, "moved": 0.1}, "router": {"trained": 0, "moved": 0.0}}},
+    {"kind": "gap", "step": 0, "when": "before", "logprob_gap_mean": 1e-6, "logprob_gap_max": 2e-6, "logprob_gap_tokens": 64},
     *({**TRAIN, "step": step, "grad_norm": norm} for step, norm in ((1, 3.0), (2, 0.5), (3, 1.5))),
 ]
 CONFIG = {"clip": 1.0, "on_bad_row": "error", "truncation": "tail", "track": ["wandb"], "on_spike": "skip"}
@@ -39,6 +40,7 @@ def test_a_clean_run_shows_every_guard_and_no_alarm(tmp_path: Path):
         "Gradient norm clipped": ("at 1", "in 2 of 3 steps, largest 3"),
         "Supervised tokens": ("always", "50 at least in every step"),
         "Expert load": ("always", "no expert found dead or overloaded"),
+        "Sampler against trainer": ("1e-4 nats in float32; shown in bfloat16", "at most 2e-06 nats, 1 times measured"),
         "Trackers": ("wandb", "no failure"),
     }
     assert not any(row.alarm for row in rows.values())
@@ -51,6 +53,11 @@ def test_a_clean_run_shows_every_guard_and_no_alarm(tmp_path: Path):
             {"kind": "train", "step": 4, "loss": None, "grad_norm": None, "error": "the loss is nan"},
             "Loss and gradients finite",
             "step 4: the loss is nan",
+        ),
+        (
+            {"kind": "gap", "step": 4, "when": "after", "logprob_gap_max": 0.3, "warning": "the sampler and the trainer differ by 0.3 nats"},
+            "Sampler against trainer",
+            "step 4: the sampler and the trainer differ by 0.3 nats",
         ),
         ({**TRAIN, "step": 4, "supervised_tokens": 0}, "Supervised tokens", "none in 1 of 4 steps, first step 4"),
         ({"kind": "warning", "step": 4, "message": "expert load: layer 1: 1 of 2 …"}, "Expert load", "step 4: layer 1: 1 of 2 …"),

@@ -65,8 +65,10 @@ def _refuse(value: object) -> Any:
     raise TypeError(f"event field of type {type(value).__name__} is not plain JSON: {value!r}")
 
 
-def truncate_after(path: Path, step: int) -> None:
-    """Drop the lines of a resumed run that lie after the step it resumes from, so that no step stands twice.
+def truncate_after(path: Path, step: int, *, ended: bool = False) -> None:
+    """Drop the lines of a resumed run that lie after the step it resumes from, so that no step stands twice, and its end: it goes on.
+
+    ended: its last step is behind it; the end stays.
 
     Raises DataError naming a damaged line; half a line at the very end is a killed run's, and dropped.
     """
@@ -77,7 +79,7 @@ def truncate_after(path: Path, step: int) -> None:
         try:
             text = line.decode("utf-8")  # json.loads would guess the encoding of bytes, and let half surrogate pairs pass
             event = json.loads(text) if text.strip() else {"step": step + 1}
-            keep = event["step"] <= step and event["kind"] != "end"
+            keep = event["step"] <= step and (ended or event["kind"] != "end")
         except (ValueError, RecursionError, KeyError, TypeError) as error:
             if number == len(lines):  # an event is written with its newline: what follows the last one is the half line of a killed run
                 continue

@@ -127,6 +127,14 @@ SCHEMA = {
             "text": Field("text", "text"),
         }
     ),
+    "gap": Kind(
+        {
+            "when": Field("text", "before, after or during"),
+            "logprob_gap_mean": Field("float", "nats"),
+            "logprob_gap_max": Field("float", "nats"),
+            "logprob_gap_tokens": Field("int", "tokens"),
+        }
+    ),
     "receipt": Kind({"groups": Field("{object}", "see adapters/receipt.py")}),
     "save": Kind({"path": Field("text", "folder inside the run folder")}),
     "warning": Kind({"message": Field("text", "sentence")}),

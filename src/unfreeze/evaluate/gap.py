@@ -39,10 +39,14 @@ class Gap:
 def log_probability_gap(engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Gap:
     """Sample an answer to each prompt with the cached engine, score the same tokens in one packed pass, and compare. Errors as Engine.generate.
 
-    The trainer normalises over the whole head, the engine over the ids that have a name: mass on padding rows of the vocabulary is part of the gap.
+    Both normalise over the ids that can be sampled: what an untrained head spends on rows without a token is no disagreement.
     """
-    answers = engine.generate(prompts, sampling)
-    return gap_of(prompts, answers, score(engine.model, prompts, [answer.tokens for answer in answers]))
+    return gap_of_answers(engine, prompts, engine.generate(prompts, sampling))
+
+
+def gap_of_answers(engine: Engine, prompts: Sequence[Sequence[int]], answers: Sequence[Completion]) -> Gap:
+    """The gap of answers that `engine` has given already."""
+    return gap_of(prompts, answers, score(engine.model, prompts, [answer.tokens for answer in answers], engine.num_ids))
 
 
 def gap_of(prompts: Sequence[Sequence[int]], answers: Sequence[Completion], scored: Sequence[Sequence[float]]) -> Gap:
@@ -59,9 +63,12 @@ def gap_of(prompts: Sequence[Sequence[int]], answers: Sequence[Completion], scor
 
 
 @torch.no_grad()
-def score(model: Decoder, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[list[float]]:
+def score(
+    model: Decoder, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], num_ids: int | None = None
+) -> list[list[float]]:
     """log p(answer token | prompt and the answer before it), in nats, of every answer token, as training computes it: one packed pass.
 
+    num_ids: normalise over the first so many ids; None: over the whole head, as the loss does.
     The experts' counts are put back: scoring is no training step (FAILURES M2).
     """
     batch = _packed(prompts, answers).to(model.device)
@@ -72,7 +79,7 @@ def score(model: Decoder, prompts: Sequence[Sequence[int]], answers: Sequence[Se
     rows_N = batch.weights_T.nonzero()[:, 0]
     values: list[float] = []
     for block_N in rows_N.split(SCORED_ROWS):
-        logits_NV = model.logits(hidden_TD[block_N])
+        logits_NV = model.logits(hidden_TD[block_N])[:, :num_ids]
         chosen_N = logits_NV.gather(1, batch.targets_T[block_N, None])[:, 0]
         values += (chosen_N - logits_NV.logsumexp(-1)).tolist()
     taken = iter(values)

@@ -11,6 +11,7 @@ from unfreeze.core.errors import DataError
 
 if TYPE_CHECKING:
     from unfreeze.data import Example, Row, Tokenizer
+    from unfreeze.evaluate.gap import Gap
     from unfreeze.generate.model import Model
     from unfreeze.train.run import Run
 
@@ -50,12 +51,35 @@ class Samples:
                     run.events.emit("warning", 0, message=f"no sample of {error.message}")
 
     def say(self, when: str, step: int) -> None:
-        """Greedy answers to all prompts in one batch; when is "before", "during" or "after"."""
+        """Greedy answers to all prompts in one batch, and how far the sampler's probabilities of them are from the trainer's.
+
+        when is "before", "during" or "after".
+        """
+        from unfreeze.evaluate.gap import gap_of_answers
+
         if not self._prompts:
             return
-        answers = self._speaker.complete([prompt.tokens for prompt in self._prompts], max_new_tokens=ANSWER)
+        prompts = [prompt.tokens for prompt in self._prompts]
+        answers = self._speaker.complete(prompts, max_new_tokens=ANSWER)
         for index, (prompt, answer) in enumerate(zip(self._prompts, answers, strict=True)):
             self._run.events.emit("sample", step, when=when, index=index, prompt=prompt.shown, text=answer.text)
+        gap = gap_of_answers(self._speaker.engine, prompts, answers)
+        self._run.events.emit("gap", step, when=when, **gap.as_dict(), **self._gap_warning(gap))
+
+    def _gap_warning(self, gap: Gap) -> dict[str, str]:
+        """A warning field where the gap is none of rounding. In bfloat16 rounding hides what a limit could show."""
+        import torch
+
+        from unfreeze.evaluate.gap import TOLERANCE
+
+        if gap.max <= TOLERANCE or self._speaker.decoder.model.embed_tokens.weight.dtype != torch.float32:
+            return {}
+        row, token = gap.worst
+        where = f"sample {row}, answer token {token}"
+        return {
+            "warning": f"the sampler and the trainer differ by {gap.max:.2g} nats at {where} (limit {TOLERANCE:g} in float32): "
+            "the cached and the packed pass do not compute the same"
+        }
 
 
 def own_prompts(texts: Sequence[str], tokenizer: Tokenizer, *, chat: bool) -> list[Prompt]:

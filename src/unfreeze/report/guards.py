@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from unfreeze.core.units import format_bytes
-from unfreeze.report.events import last, number, series, warnings
+from unfreeze.report.events import last, number, of_kind, series, warnings
 from unfreeze.report.run import Run
 from unfreeze.report.tables import standing_still
 
@@ -24,7 +24,7 @@ class GuardRow(NamedTuple):
 
 def guard_rows(run: Run) -> list[GuardRow]:
     """One row per guard that this run had."""
-    parts: tuple[Callable[[Run], GuardRow | None], ...] = (_plan, _data, _receipt, _finite, _spikes, _clipping, _supervised, _experts, _trackers)
+    parts: tuple[Callable[[Run], GuardRow | None], ...] = (_plan, _data, _receipt, _finite, _spikes, _clipping, _supervised, _experts, _gap, _trackers)
     return [row for part in parts if (row := part(run)) is not None]
 
 
@@ -101,6 +101,15 @@ def _experts(run: Run) -> GuardRow | None:
         return None
     said = [(step, words.removeprefix("expert load: ")) for step, words in warnings(run.events) if words.startswith("expert load: ")]
     return GuardRow("Expert load", "always", _all_said(said) or "no expert found dead or overloaded", alarm=bool(said))
+
+
+def _gap(run: Run) -> GuardRow | None:
+    steps, gaps = series(run.events, "gap", "logprob_gap_max")
+    if not gaps:
+        return None
+    said = [(event["step"], str(event["warning"])) for event in of_kind(run.events, "gap") if event.get("warning")]
+    words = _all_said(said) or f"at most {max(gaps):.1g} nats, {len(steps):,} times measured"
+    return GuardRow("Sampler against trainer", "1e-4 nats in float32; shown in bfloat16", words, alarm=bool(said))
 
 
 def _trackers(run: Run) -> GuardRow | None:

@@ -68,7 +68,7 @@ class Run:
             self.saved = None if self.save_path is None else read_record(self.save_path)
             if self.saved is not None:
                 self.refuse_changes(self.saved["config"], self.config)
-            truncate_after(self.path / "events.jsonl", self.step if self.saved else -1)
+            truncate_after(self.path / "events.jsonl", self.step if self.saved else -1, ended=self.finished)
             self.events = EventLog(self.path / "events.jsonl", listeners)
             if self.changed:
                 self.events.emit("warning", self.step, message=f"goes on with another configuration, as allowed: {'; '.join(self.changed)}")
