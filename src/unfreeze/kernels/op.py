@@ -1,0 +1,56 @@
+"""What an op is: one reference, named candidates, the shapes it is measured at, and how exact a candidate must be.
+
+The folder of an op (kernels/<op>/__init__.py) has one `OP: Op` and one public function, which asks choose() for the implementation and calls it.
+Reference and candidates share that function's signature; a differentiable op is differentiable in each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Implementation = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to compute an op.
+
+    load     -> the implementation. Imports what it needs only then (numba takes 0.4 s, Triton is missing on many machines). Called once.
+    refuses  (device type, dtype) -> why it cannot run there ("triton is not installed", "float64: it computes in float32"); "" where it can.
+    """
+
+    load: Callable[[], Implementation]
+    refuses: Callable[[str, torch.dtype], str]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs that stand for a bucket of shapes.
+
+    bucket  what Op.bucket says of these inputs.
+    inputs  (device, dtype, generator on the host) -> the arguments: random, never zeros; tensors to be differentiated require grad.
+    dtypes  in which it is measured.
+    """
+
+    bucket: str
+    inputs: Callable[[torch.device, torch.dtype, torch.Generator], tuple[Any, ...]]
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Op:
+    """tolerance: largest |candidate - exact| / |exact| (Frobenius norms) of any output or input gradient, per dtype; exact is the reference in
+    float64 on the same inputs, or in the dtype itself where the op is defined by its rounding (`exact_dtype`).
+    """
+
+    name: str
+    reference: Implementation
+    candidates: Mapping[str, Candidate]
+    cases: tuple[Case, ...]
+    tolerance: Mapping[torch.dtype, float]
+    differentiable: bool = True
+    exact_dtype: torch.dtype | None = torch.float64
