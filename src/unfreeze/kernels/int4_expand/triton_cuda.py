@@ -16,6 +16,12 @@ from unfreeze.quant.int4 import PER_WORD, Int4
 
 
 @triton.jit
+def widen(bits):
+    """int16 bits of a bf16 -> float32, subnormal ones too (which the interpreter's own conversion gets wrong)."""
+    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def to_bf16(x, BY_HAND: tl.constexpr):
     """float32 -> the nearest bf16, ties to even, as float32. BY_HAND: in integers, as the interpreter's own conversion cuts off."""
     if BY_HAND:
@@ -45,10 +51,9 @@ def _expand(
     bits = tl.load(packed + source * words + word, mask=word < words, other=0)
     codes = ((bits[:, None] >> (lane * 4)[None, :]) & 15) - 8
     if GROUP % 8 == 0:  # the eight of a word have one scale
-        of_word = tl.load(scale + source * groups + word * 8 // GROUP, mask=word < words, other=0.0)
-        scales = of_word.to(tl.float32)[:, None]
+        scales = widen(tl.load(scale + source * groups + word * 8 // GROUP, mask=word < words, other=0))[:, None]
     else:
-        scales = tl.load(scale + source * groups + column // GROUP, mask=inside, other=0.0).to(tl.float32)
+        scales = widen(tl.load(scale + source * groups + column // GROUP, mask=inside, other=0))
     values = to_bf16(codes.to(tl.float32) * scales, BY_HAND)
     tl.store(out + m * matrix_stride + o * row_stride + column, values.to(out.dtype.element_ty), mask=inside)
 
@@ -71,7 +76,7 @@ def fill(packed: Packed, experts: Tensor | None, out: Tensor) -> None:
     words = -(-columns // PER_WORD)
     block = min(power_of_two(words), 512)
     _expand[(matrices * rows, triton.cdiv(words, block))](
-        codes, scales, codes if experts is None else experts, out, rows, words, columns, scales.shape[-1], out.stride(0), out.stride(1),
+        codes, scales.view(torch.int16), codes if experts is None else experts, out, rows, words, columns, scales.shape[-1], out.stride(0), out.stride(1),
         GROUP=codec.group_size, CHOSEN=experts is not None, BY_HAND=interpreted(), WORDS=block,
     )  # fmt: skip
 

@@ -33,7 +33,7 @@ def combine(rows_nD: Tensor, row_of_slot: Tensor, weight_TK: Tensor | None, out_
     """out[t] += Σ_k weight[t, k] · rows[row of slot t K + k], summed in float32 in the order of k (weight None: ones). No atomics: the same
     bits at every run. out float32, or float64 for float64."""
     per_token = row_of_slot.numel() // max(1, out_TD.shape[0])
-    by_slot = rows_nD.index_select(0, row_of_slot).to(out_TD.dtype).view(out_TD.shape[0], per_token, -1)
+    by_slot = rows_nD.index_select(0, row_of_slot).to(out_TD.dtype).view(out_TD.shape[0], per_token, out_TD.shape[1])
     if weight_TK is not None:
         by_slot = by_slot * weight_TK.to(out_TD.dtype).unsqueeze(-1)
     out_TD.add_(by_slot.sum(dim=1))
