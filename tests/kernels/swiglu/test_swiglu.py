@@ -119,4 +119,4 @@ def test_refusals_name_the_reason_and_buckets_cover_the_cases():
     for case in OP.cases:
         assert bucket(*case.inputs(torch.device("cpu"), torch.float32, generator)) == case.bucket
     if importlib.util.find_spec("liger_kernel") is None:
-        assert OP.candidates["liger"].refuses("cuda", torch.bfloat16) == "liger_kernel is not installed"
+        assert OP.candidates["liger"].refuses("cuda", torch.bfloat16) == "liger-kernel is not installed"

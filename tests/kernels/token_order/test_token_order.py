@@ -63,7 +63,7 @@ def test_gather_combine_and_their_gradients(tokens, per_token, experts, used, wi
     rows64, weights64 = (t.double().requires_grad_() for t in (rows, weights))
     y64 = torch.zeros(tokens, width, dtype=torch.float64, device=DEVICE).index_add(0, token_n, rows64 * weights64.reshape(-1)[slot_n, None])
     y = torch.ones(tokens, width, device=DEVICE)
-    here.combine(rows, row_of_slot, weights, y)  # adds to what is there
+    here.combine(rows, row_of_slot, weights.reshape(-1)[slot_n], y)  # adds to what is there
     torch.testing.assert_close(y - 1, y64.float(), rtol=1e-5, atol=1e-5)
     plain = torch.zeros(tokens, width, device=DEVICE)
     here.combine(rows, row_of_slot, None, plain)
@@ -72,7 +72,7 @@ def test_gather_combine_and_their_gradients(tokens, per_token, experts, used, wi
     dy = torch.randn_like(x)
     drows64, dweights64 = torch.autograd.grad(y64, (rows64, weights64), dy.double())
     drows, dweight_n = torch.empty_like(rows), torch.empty(len(slot_n), device=DEVICE)
-    here.combine_backward(dy, rows, slot_n, weights, drows, dweight_n)
+    here.combine_backward(dy, rows, slot_n, per_token, weights.reshape(-1)[slot_n], drows, dweight_n)
     torch.testing.assert_close(drows, drows64.float(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(dweight_n[row_of_slot].view(tokens, per_token), dweights64.float(), rtol=1e-5, atol=2e-5)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unfreeze.kernels import compiled, liger
+from unfreeze.kernels import compiled, liger, triton_options
 from unfreeze.kernels.choose import choose
 from unfreeze.kernels.op import Candidate, Case, Implementation, Op
 from unfreeze.kernels.rms_norm import reference
@@ -49,14 +49,14 @@ class _RMSNorm(torch.autograd.Function):
         x_TD, weight_D, r_T1 = ctx.saved_tensors
         dx = dweight = None
         if ctx.needs_input_grad[1]:
-            dweight = reference.weight_gradient(dy_TD, x_TD, weight_D, r_T1)
+            dweight = ctx.part.weight_gradient(dy_TD, x_TD, weight_D, r_T1)
         if ctx.needs_input_grad[0]:
             dx = ctx.part.backward(dy_TD, x_TD, weight_D, r_T1)
         return dx, dweight, None, None
 
 
 def _by(part: Any) -> Implementation:
-    """The op with the work done by `part`: a module with forward and backward as reference.py has them."""
+    """The op with the work done by `part`: a module with forward, backward and weight_gradient as reference.py has them."""
 
     def rms_norm_by(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         return _RMSNorm.apply(x_TD, weight_D, eps, part)  # type: ignore[return-value]
@@ -68,6 +68,12 @@ def _numba() -> Implementation:
     from unfreeze.kernels.rms_norm import numba_cpu  # numba takes 0.4 s to import and only the CPU needs it
 
     return _by(numba_cpu)
+
+
+def _triton() -> Implementation:
+    from unfreeze.kernels.rms_norm import triton_cuda
+
+    return _by(triton_cuda)
 
 
 def _numba_refuses(device: str, dtype: torch.dtype) -> str:
@@ -90,6 +96,7 @@ OP = Op(
     reference=_by(reference),
     candidates={
         "numba": Candidate(_numba, _numba_refuses),
+        "triton": Candidate(_triton, triton_options.refuses),
         "compiled": compiled.candidate(reference.plain),
         "liger": Candidate(liger.rms_norm, liger.refuses),
     },

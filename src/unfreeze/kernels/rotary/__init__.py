@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from unfreeze.kernels import triton_options
+from unfreeze.kernels import compiled, triton_options
 from unfreeze.kernels.choose import choose
 from unfreeze.kernels.op import Candidate, Case, Op
 from unfreeze.kernels.rotary import reference
@@ -74,9 +74,9 @@ def _load_numba() -> Rotary:
 
 
 def _load_compiled() -> Rotary:
-    from unfreeze.kernels.rotary import compiled
+    from unfreeze.kernels.rotary import compiled as part
 
-    return Rotary(compiled)
+    return Rotary(part)
 
 
 def _load_triton() -> Rotary:
@@ -106,7 +106,7 @@ OP = Op(
     reference=Rotary(reference),  # type: ignore[arg-type]
     candidates={
         "numba": Candidate(_load_numba, _numba_refuses),
-        "compiled": Candidate(_load_compiled, lambda device, dtype: ""),
+        "compiled": Candidate(_load_compiled, compiled.refuses),
         "triton": Candidate(_load_triton, triton_options.refuses),
     },
     cases=(_case(16, 16, 96, 32, "adjacent"), _case(2048, 16, 96, 32, "adjacent"), _case(8192, 64, 192, 64, "adjacent")),

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from unfreeze.kernels import triton_options
+from unfreeze.kernels import compiled, liger, triton_options
 from unfreeze.kernels.choose import choose
 from unfreeze.kernels.op import Candidate, Case, Op
 from unfreeze.kernels.rows import rows_view
 from unfreeze.kernels.swiglu import reference
 
-__all__ = ["OP", "bucket", "swiglu"]
+__all__ = ["OP", "bucket", "part_for", "swiglu"]
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None, impl: str = "auto") -> Tensor:
@@ -30,6 +29,11 @@ def bucket(gate: Tensor, up: Tensor | None = None) -> str:
     """Shapes that are measured as one, by the numbers in h: what a call costs decides the small ones, memory the large ones."""
     elements = gate.numel() if up is not None else gate.numel() // 2
     return "under 256k" if elements < 1 << 18 else "256k to 4M" if elements < 1 << 22 else "over 4M"
+
+
+def part_for(gate: Tensor, up: Tensor | None = None) -> ModuleType:
+    """forward, backward and backward_weighted (reference.py) of what is chosen for these inputs, for an op that writes its own backward."""
+    return getattr(choose(OP, gate.device, gate.dtype, bucket(gate, up)), "part", reference)  # Liger's has no parts
 
 
 class SwiGLU:
@@ -76,27 +80,15 @@ def _load_numba() -> SwiGLU:
 
 
 def _load_compiled() -> SwiGLU:
-    from unfreeze.kernels.swiglu import compiled
+    from unfreeze.kernels.swiglu import compiled as part
 
-    return SwiGLU(compiled)
+    return SwiGLU(part)
 
 
 def _load_triton() -> SwiGLU:
     from unfreeze.kernels.swiglu import triton_cuda
 
     return SwiGLU(triton_cuda)
-
-
-def _load_liger() -> Any:
-    from liger_kernel.ops.swiglu import LigerSiLUMulFunction  # type: ignore[import-not-found]
-
-    return lambda gate, up=None: LigerSiLUMulFunction.apply(*((gate, up) if up is not None else (x.contiguous() for x in gate.chunk(2, -1))))
-
-
-def _liger_refuses(device: str, dtype: torch.dtype) -> str:
-    if importlib.util.find_spec("liger_kernel") is None:
-        return "liger_kernel is not installed"
-    return "" if device == "cuda" else f"it needs cuda, not {device}"
 
 
 def _numba_refuses(device: str, dtype: torch.dtype) -> str:
@@ -118,9 +110,9 @@ OP = Op(
     reference=SwiGLU(reference),  # type: ignore[arg-type]
     candidates={
         "numba": Candidate(_load_numba, _numba_refuses),
-        "compiled": Candidate(_load_compiled, lambda device, dtype: ""),
+        "compiled": Candidate(_load_compiled, compiled.refuses),
         "triton": Candidate(_load_triton, triton_options.refuses),
-        "liger": Candidate(_load_liger, _liger_refuses),
+        "liger": Candidate(liger.swiglu, liger.refuses),
     },
     cases=(_case(128, 512), _case(2048, 512), _case(2048, 4864)),
     # float32: the exponential is good to 3e-7. bf16: one rounding, 2^-8 at most (liger: three of them, about 2^-9 each in the mean square)

@@ -29,19 +29,21 @@ def gather(source_TD: Tensor, slot_n: Tensor, per_token: int, out: Tensor) -> No
     out[:, : source_TD.shape[1]] = source_TD.index_select(0, token_n)
 
 
-def combine(rows_nD: Tensor, row_of_slot: Tensor, weight_TK: Tensor | None, out_TD: Tensor) -> None:
-    """out[t] += Σ_k weight[t, k] · rows[row of slot t K + k], summed in float32 in the order of k (weight None: ones). No atomics: the same
+def combine(rows_nD: Tensor, row_of_slot: Tensor, weight_n: Tensor | None, out_TD: Tensor) -> None:
+    """out[t] += Σ_k weight[r] · rows[r], r the row of slot t K + k, summed in float32 in the order of k (weight None: ones). No atomics: the same
     bits at every run. out float32, or float64 for float64."""
     per_token = row_of_slot.numel() // max(1, out_TD.shape[0])
-    by_slot = rows_nD.index_select(0, row_of_slot).to(out_TD.dtype).view(out_TD.shape[0], per_token, out_TD.shape[1])
-    if weight_TK is not None:
-        by_slot = by_slot * weight_TK.to(out_TD.dtype).unsqueeze(-1)
-    out_TD.add_(by_slot.sum(dim=1))
+    by_slot = rows_nD.index_select(0, row_of_slot).to(out_TD.dtype)
+    if weight_n is not None:
+        by_slot = by_slot * weight_n.to(out_TD.dtype)[row_of_slot, None]
+    out_TD.add_(by_slot.view(out_TD.shape[0], per_token, out_TD.shape[1]).sum(dim=1))
 
 
-def combine_backward(dy_TD: Tensor, rows_nD: Tensor, slot_n: Tensor, weight_TK: Tensor, drows_nD: Tensor, dweight_n: Tensor) -> None:
-    """drows[r] = weight of r · dy[token of r]; dweight_n[r] = <dy[token of r], rows[r]>, in float32 (a row per slot, sorted by expert)."""
+def combine_backward(
+    dy_TD: Tensor, rows_nD: Tensor, slot_n: Tensor, per_token: int, weight_n: Tensor, drows_nD: Tensor, dweight_n: Tensor
+) -> None:
+    """drows[r] = weight[r] · dy[token of r]; dweight[r] = <dy[token of r], rows[r]>, in float32."""
     wide = torch.promote_types(dy_TD.dtype, torch.float32)
-    dy_nD = dy_TD.index_select(0, torch.div(slot_n, weight_TK.shape[1], rounding_mode="floor")).to(wide)
+    dy_nD = dy_TD.index_select(0, torch.div(slot_n, per_token, rounding_mode="floor")).to(wide)
     dweight_n.copy_((dy_nD * rows_nD).sum(-1))
-    drows_nD.copy_(dy_nD * weight_TK.reshape(-1)[slot_n, None].to(wide))
+    drows_nD.copy_(dy_nD * weight_n[:, None].to(wide))

@@ -64,7 +64,7 @@ def _combine(rows, row_of_slot, weight, out, rows_stride, out_stride, width, K: 
         row = tl.load(row_of_slot + token * K + k)
         values = tl.load(rows + row * rows_stride + column, mask=inside, other=0.0).to(tl.float32)
         if WEIGHTED:
-            values = values * tl.load(weight + token * K + k).to(tl.float32)
+            values = values * tl.load(weight + row).to(tl.float32)
         total += values
     target = out + token * out_stride + column
     tl.store(target, tl.load(target, mask=inside, other=0.0) + total, mask=inside)
@@ -73,9 +73,8 @@ def _combine(rows, row_of_slot, weight, out, rows_stride, out_stride, width, K: 
 @triton.jit
 def _combine_backward(dy, rows, slot_n, weight, drows, dweight, dy_stride, rows_stride, drows_stride, per_token, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_n + row)
-    token = slot // per_token
-    w = tl.load(weight + slot).to(tl.float32)
+    token = tl.load(slot_n + row) // per_token
+    w = tl.load(weight + row).to(tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for begin in range(0, width, BLOCK):
         column = begin + tl.arange(0, BLOCK)
@@ -108,20 +107,22 @@ def gather(source_TD: Tensor, slot_n: Tensor, per_token: int, out: Tensor) -> No
         )  # fmt: skip
 
 
-def combine(rows_nD: Tensor, row_of_slot: Tensor, weight_TK: Tensor | None, out_TD: Tensor) -> None:
+def combine(rows_nD: Tensor, row_of_slot: Tensor, weight_n: Tensor | None, out_TD: Tensor) -> None:
     tokens, width = out_TD.shape
     block = min(power_of_two(width), 1024)
     if tokens:
         _combine[(tokens, triton.cdiv(width, block))](
-            rows_nD, row_of_slot, rows_nD if weight_TK is None else weight_TK, out_TD, rows_nD.stride(0), out_TD.stride(0), width,
-            K=row_of_slot.numel() // tokens, WEIGHTED=weight_TK is not None, BLOCK=block,
+            rows_nD, row_of_slot, rows_nD if weight_n is None else weight_n, out_TD, rows_nD.stride(0), out_TD.stride(0), width,
+            K=row_of_slot.numel() // tokens, WEIGHTED=weight_n is not None, BLOCK=block,
         )  # fmt: skip
 
 
-def combine_backward(dy_TD: Tensor, rows_nD: Tensor, slot_n: Tensor, weight_TK: Tensor, drows_nD: Tensor, dweight_n: Tensor) -> None:
+def combine_backward(
+    dy_TD: Tensor, rows_nD: Tensor, slot_n: Tensor, per_token: int, weight_n: Tensor, drows_nD: Tensor, dweight_n: Tensor
+) -> None:
     width = dy_TD.shape[1]
     if slot_n.numel():
         _combine_backward[(slot_n.numel(),)](
-            dy_TD, rows_nD, slot_n, weight_TK, drows_nD, dweight_n, dy_TD.stride(0), rows_nD.stride(0), drows_nD.stride(0), weight_TK.shape[1],
+            dy_TD, rows_nD, slot_n, weight_n, drows_nD, dweight_n, dy_TD.stride(0), rows_nD.stride(0), drows_nD.stride(0), per_token,
             width, BLOCK=min(power_of_two(width), 1024),
         )  # fmt: skip
