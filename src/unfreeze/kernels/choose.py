@@ -91,7 +91,8 @@ def proves(row: Row, op: Op) -> bool:
     limit = op.tolerance[getattr(torch, row["dtype"])]
     gain = row["reference_median_us"] - row["median_us"]
     return (
-        max(row["error_forward"], row["error_backward"]) <= limit
+        row["error_forward"] <= limit
+        and row["error_backward"] <= limit
         and gain >= REQUIRED_GAIN * row["reference_median_us"]
         and gain > (row["spread_us"] + row["reference_spread_us"]) / 2
     )

@@ -49,14 +49,14 @@ class _RMSNorm(torch.autograd.Function):
         x_TD, weight_D, r_T1 = ctx.saved_tensors
         dx = dweight = None
         if ctx.needs_input_grad[1]:
-            dweight = reference.weight_gradient(dy_TD, x_TD, weight_D, r_T1)
+            dweight = ctx.part.weight_gradient(dy_TD, x_TD, weight_D, r_T1)
         if ctx.needs_input_grad[0]:
             dx = ctx.part.backward(dy_TD, x_TD, weight_D, r_T1)
         return dx, dweight, None, None
 
 
 def _by(part: Any) -> Implementation:
-    """The op with the work done by `part`: a module with forward and backward as reference.py has them."""
+    """The op with the work done by `part`: a module with forward, backward and weight_gradient as reference.py has them."""
 
     def rms_norm_by(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         return _RMSNorm.apply(x_TD, weight_D, eps, part)  # type: ignore[return-value]
