@@ -77,7 +77,7 @@ def test_each_candidate_agrees_with_the_reference_in_float64_forward_and_backwar
         own = truth.errors(op.reference)
         assert max(own.forward, own.backward) <= op.tolerance[dtype], f"the reference itself is off in {dtype}: {own}"
         for label, candidate in op.candidates.items():
-            if candidate.refuses(device, dtype) or device in candidate.named_on:  # compiling takes longer than the whole suite: test_compiled does one
+            if candidate.refuses(device, dtype) or device in candidate.named_on:  # g++ would take longer than the whole suite
                 continue
             errors = truth.errors(choose.implementation_of(op, label, where, dtype))
             assert max(errors.forward, errors.backward) <= op.tolerance[dtype], f"{label} in {dtype}: {errors}"

@@ -9,9 +9,8 @@ import torch
 from unfreeze.kernels import record
 from unfreeze.kernels.op import Candidate, Case, Op
 
-DOUBLE = Op(
-    "double", lambda x: x + x, {"quick": Candidate(lambda: lambda x: x * 2, lambda device, dtype: "")}, (Case("any", lambda *_: ()),), {torch.bfloat16: 0}
-)
+QUICK = Candidate(lambda: lambda x: x * 2, lambda device, dtype: "")
+DOUBLE = Op("double", lambda x: x + x, {"quick": QUICK}, (Case("any", lambda *_: ()),), {torch.bfloat16: 0})
 
 
 def row(**changes):

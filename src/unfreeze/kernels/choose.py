@@ -64,7 +64,7 @@ def by_record(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> 
     if op.preferred:
         refused = op.candidates[op.preferred].refuses(device.type, dtype)
         return ("reference", f"{op.preferred} cannot run: {refused}") if refused else (op.preferred, op.because)
-    running = [name for name, candidate in op.candidates.items() if device.type not in candidate.named_on and not candidate.refuses(device.type, dtype)]
+    running = [name for name, part in op.candidates.items() if device.type not in part.named_on and not part.refuses(device.type, dtype)]
     if not running:
         return "reference", "no candidate runs here"
     if bucket not in {case.bucket for case in op.cases}:

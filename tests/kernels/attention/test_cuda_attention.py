@@ -1,4 +1,4 @@
-"""The CUDA candidates of attention. On CPU: flex's mask and padded's arithmetic against the explicit mask. On a GPU test_op holds all of them to it."""
+"""The CUDA candidates of attention. On CPU: flex's mask and padded's arithmetic against the explicit mask. On a GPU test_op holds all to it."""
 
 import pytest
 import torch
