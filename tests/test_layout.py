@@ -106,6 +106,7 @@ TESTED_BY = {  # source file -> the test file that covers it, where that doesn't
     "kernels/swiglu/triton_cuda.py": "kernels/swiglu/test_swiglu.py",
     "kernels/token_order/__init__.py": "kernels/token_order/test_token_order.py",
     "kernels/token_order/triton_cuda.py": "kernels/token_order/test_token_order.py",
+    "kernels/few_rows/__init__.py": "kernels/few_rows/test_few_rows.py",
     "kernels/numba_options.py": "kernels/int4_expand/test_int4_expand.py",
     "models/__init__.py": "models/test_families.py",
     "models/blocks/linear.py": "adapters/test_lora.py",
