@@ -48,6 +48,12 @@ def exp(x):
     return np.float32(p * np.uint32(np.uint32(np.int32(n) + np.int32(127)) << np.uint32(23)).view(np.float32))
 
 
+@numba.njit(inline="always")
+def sigmoid(x):
+    """1 / (1 + exp(-x)), relative error under 3e-7."""
+    return np.float32(ONE / np.float32(ONE + exp(np.float32(-x))))
+
+
 class Kernel:
     """A numba loop in two compilations: for one thread, and (where it is written with prange) for several.
 
