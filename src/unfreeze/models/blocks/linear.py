@@ -74,5 +74,9 @@ class Linear(PackedHolder):
                 y_TO = y_TO + self.bias
         return y_TO if self.adapter is None else self.adapter(x_TI, y_TO)
 
+    def matrix(self) -> Tensor:
+        """W [out, in] for reading, without bias and adapter: the parameter itself, or the packed weight expanded to bf16, its own precision."""
+        return self.weight if self.codec is None else self.packed.dequantize()
+
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}" + (f", {self.codec.name}" if self.codec else "")
