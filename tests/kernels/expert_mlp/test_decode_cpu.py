@@ -7,10 +7,10 @@ from unfreeze.kernels.expert_mlp import ExpertFactors, decode_cpu, expert_mlp, r
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.int4 import Int4
 
-E, D, I, K = 9, 96, 40, 3
+E, D, I, K = 9, 192, 64, 3
 
 
-def made(T, dtype, lora, seed=0, group=8):
+def made(T, dtype, lora, seed=0, group=32):
     g = torch.Generator().manual_seed(seed)
 
     def randn(*shape):
