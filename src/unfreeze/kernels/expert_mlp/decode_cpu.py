@@ -19,27 +19,18 @@ from torch import Tensor
 
 from unfreeze.kernels.expert_mlp.factors import ExpertFactors
 from unfreeze.kernels.expert_mlp.loop_cpu import Routing
-from unfreeze.kernels.expert_mlp.row_dots import row_dots
 from unfreeze.kernels.int4_expand import numba_cpu
-from unfreeze.kernels.numba_options import Kernel, array, exp, widen
+from unfreeze.kernels.numba_options import Kernel, array, exp
+from unfreeze.kernels.row_dots import halves, int4_row, row_dots
 from unfreeze.quant.codec import Packed
 
 ROWS_PER_EXPERT = 4  # up to here on average; beyond, one GEMM per expert is faster
 BLOCK = 16  # weight rows of a job
 
 
-@Kernel
-def _halves(x, out):
-    """out[t] = x[t] as float32, even elements first, then the odd ones: the order of nibbles in a byte."""
-    half = x.shape[1] // 2
-    for t in prange(x.shape[0]):
-        for i in range(half):
-            out[t, i], out[t, half + i] = widen(x[t, 2 * i]), widen(x[t, 2 * i + 1])
-
-
 @numba.njit(fastmath={"reassoc", "contract"})  # the order of the sum is the compiler's: vectors side by side, the same at every call
 def _thin_dot(A, x):
-    """A · x, A in its own order, x in that of _halves."""
+    """A · x, A in its own order, x in that of `halves`."""
     half, total = A.size // 2, np.float32(0.0)
     for i in range(half):
         total += A[2 * i] * x[i] + A[2 * i + 1] * x[half + i]
@@ -64,8 +55,8 @@ def _gate_up(x, token, experts, begins, codes, scales, half, B, thin, factor, h)
         e, rows = experts[a], token[begins[a] : begins[a + 1]]
         gates, ups = np.empty(rows.size, np.float32), np.empty(rows.size, np.float32)
         for i in range(first, min(first + BLOCK, I)):
-            row_dots(codes[e, i], scales[e, i], half, x, rows, gates)
-            row_dots(codes[e, I + i], scales[e, I + i], half, x, rows, ups)
+            row_dots(int4_row(codes[e, i], scales[e, i], half), x, rows, gates)
+            row_dots(int4_row(codes[e, I + i], scales[e, I + i], half), x, rows, ups)
             place = i // 2 + i % 2 * (I // 2)
             for j in range(rows.size):
                 r, gate, up = begins[a] + j, gates[j], ups[j]
@@ -85,7 +76,7 @@ def _down(h, token, weight, experts, begins, codes, scales, half, B, thin, facto
         for a in range(experts.size):
             e, begin, end = experts[a], begins[a], begins[a + 1]
             for d in range(block * BLOCK, min(block * BLOCK + BLOCK, D)):
-                row_dots(codes[e, d], scales[e, d], half, h, order[begin:end], values)
+                row_dots(int4_row(codes[e, d], scales[e, d], half), h, order[begin:end], values)
                 for r in range(begin, end):
                     value = values[r - begin]
                     for q in range(rank):
@@ -108,7 +99,7 @@ def decode(x_TD: Tensor, routing: Routing, gate_up: Packed, down: Packed, factor
     experts, begins = np.asarray(routing.experts), np.cumsum([0, *routing.sizes])
     expert_n = np.repeat(experts, routing.sizes)
     x, h, y = np.empty(x_TD.shape, np.float32), np.empty((n, I), np.float32), torch.zeros(x_TD.shape, dtype=torch.float32)
-    _halves(x.size, array(x_TD), x)
+    halves(x.size, array(x_TD), x)
 
     thin, B = _adapter(x, token, expert_n, factors.gate_up_A, factors.gate_up_B, 2 * I, gate_up.shape[0])
     _gate_up(n * 2 * I * x.shape[1], x, token, experts, begins, up.codes, up.scales, up.half, B, thin, np.float32(factors.scale), h)
@@ -119,7 +110,7 @@ def decode(x_TD: Tensor, routing: Routing, gate_up: Packed, down: Packed, factor
 
 
 def _adapter(x: np.ndarray, token: np.ndarray, expert: np.ndarray, A: Tensor | None, B: Tensor | None, out: int, num_experts: int) -> Any:
-    """(A x of every row, B) in float32; of rank 0 where there is no adapter. x in the order of _halves."""
+    """(A x of every row, B) in float32; of rank 0 where there is no adapter. x in the order of `halves`."""
     if A is None or B is None:
         return np.empty((token.size, 0), np.float32), np.empty((num_experts, out, 0), np.float32)
     thin = np.empty((token.size, A.shape[1]), np.float32)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from unfreeze.kernels.few_rows import few_rows_linear, is_few
 from unfreeze.kernels.int4_expand import expand
 from unfreeze.quant.codec import Codec, Packed
 
@@ -67,7 +68,8 @@ class Linear(PackedHolder):
 
     def forward(self, x_TI: Tensor) -> Tensor:
         if self.codec is None:
-            y_TO = F.linear(x_TI, self.weight, self.bias)
+            linear = few_rows_linear if is_few(x_TI, self.weight) else F.linear
+            y_TO = linear(x_TI, self.weight, self.bias)
         else:
             y_TO = _PackedLinear.apply(x_TI, self.packed)
             if self.bias is not None:
