@@ -95,6 +95,7 @@ TESTED_BY = {  # source file -> the test file that covers it, where that doesn't
     "kernels/int4_expand/numba_cpu.py": "kernels/int4_expand/test_int4_expand.py",
     "kernels/rms_norm/__init__.py": "kernels/rms_norm/test_rms_norm.py",
     "kernels/rms_norm/numba_cpu.py": "kernels/rms_norm/test_rms_norm.py",
+    "kernels/few_rows/__init__.py": "kernels/few_rows/test_few_rows.py",
     "kernels/numba_options.py": "kernels/int4_expand/test_int4_expand.py",
     "models/__init__.py": "models/test_families.py",
     "models/blocks/linear.py": "adapters/test_lora.py",

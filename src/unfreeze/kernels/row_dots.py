@@ -15,11 +15,11 @@ import llvmlite.binding
 import numba
 import numpy as np
 from llvmlite import ir
-from numba import prange, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from unfreeze.kernels.numba_options import Kernel, widen
+from unfreeze.kernels.numba_options import widen
 
 LANES = 16
 FLOAT, INT = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.IntType(32), LANES)
@@ -155,10 +155,10 @@ def row_dots(row, x, rows, out):
         out[j] = _dots(row, (_address(x[rows[j]]),))[0]
 
 
-@Kernel
+@numba.njit
 def halves(x, out):
     """out[t] = x[t] (float32 or bf16 bits) as float32, even elements first, then the odd ones: the order in which weights come out of a word."""
     half = x.shape[1] // 2
-    for t in prange(x.shape[0]):
+    for t in range(x.shape[0]):
         for i in range(half):
             out[t, i], out[t, half + i] = widen(x[t, 2 * i]), widen(x[t, 2 * i + 1])

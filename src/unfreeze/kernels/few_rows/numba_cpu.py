@@ -20,12 +20,13 @@ BLOCK = 16  # weight rows of a job
 
 @Kernel
 def _linear(x, weight, bias, y):
-    """x float32 [T, in] in halves, weight and y bf16 bits [out, in], [T, out]; bias [out] or empty."""
-    order = np.arange(x.shape[0])
+    """x, weight, y bf16 bits [T, in], [out, in], [T, out]; bias [out] or empty."""
+    order, wide = np.arange(x.shape[0]), np.empty(x.shape, np.float32)
+    halves(x, wide)
     for job in prange((weight.shape[0] + BLOCK - 1) // BLOCK):
         sums = np.empty(order.size, np.float32)
         for o in range(job * BLOCK, min(job * BLOCK + BLOCK, weight.shape[0])):
-            row_dots(bf16_row(weight[o]), x, order, sums)
+            row_dots(bf16_row(weight[o]), wide, order, sums)
             shift = widen(bias[o]) if bias.size else np.float32(0.0)
             for t in range(order.size):
                 y[t, o] = narrow(np.float32(sums[t] + shift), y[t, o])
@@ -35,9 +36,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """As few_rows_linear. A width that is no multiple of 32, or a weight that doesn't lie row by row, is left to torch."""
     if weight_OI.shape[1] % 32 or weight_OI.stride() != (weight_OI.shape[1], 1):
         return F.linear(x_TI, weight_OI, bias_O)
-    x = np.empty(x_TI.shape, np.float32)
-    halves(x.size, array(x_TI), x)
     y = torch.empty((len(x_TI), len(weight_OI)), dtype=torch.bfloat16)
     bias = np.empty(0, np.uint16) if bias_O is None else array(bias_O)
-    _linear(x.size * len(weight_OI), x, array(weight_OI), bias, array(y))
+    _linear(len(x_TI) * weight_OI.numel(), array(x_TI), array(weight_OI), bias, array(y))
     return y

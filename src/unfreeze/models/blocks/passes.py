@@ -43,7 +43,7 @@ class Memo:
 class Cache:
     """What attention remembers of S sequences: per layer a few tensors [S, capacity, …] (keys and values, or MLA's latent with its rotary key).
 
-    `lengths` (host) is how many positions of each row are filled. Rows are independent; `select` keeps some of them.
+    `lengths` (host) is how many positions of each row are filled. Rows are independent; `keep` lets go of the others.
     """
 
     def __init__(self, num_sequences: int, capacity: int):
@@ -64,10 +64,21 @@ class Cache:
             store[rows_T, positions_T] = value
         return self.layers[layer]
 
-    def select(self, rows: list[int]) -> None:
-        """Keep only these rows, in this order: finished sequences leave the batch."""
-        self.lengths = [self.lengths[row] for row in rows]
-        self.layers = {layer: tuple(t[rows] for t in tensors) for layer, tensors in self.layers.items()}
+    def keep(self, rows: list[int]) -> list[int]:
+        """Only these rows stay: finished sequences leave the batch. -> for each row of the cache now, which one it was.
+
+        The last of them move into the places that became free; nothing else is copied (16 rows of 4,096 positions of which one ends: at most one
+        row). The memory of the others is given back with the cache.
+        """
+        stays, moves = {row for row in rows if row < len(rows)}, sorted(row for row in rows if row >= len(rows))
+        order = [row if row in stays else moves.pop() for row in range(len(rows))]
+        for place, row in enumerate(order):
+            if place != row:
+                for store in (store for tensors in self.layers.values() for store in tensors):
+                    store[place, : self.lengths[row]] = store[row, : self.lengths[row]]
+        self.lengths = [self.lengths[row] for row in order]
+        self.layers = {layer: tuple(store[: len(order)] for store in tensors) for layer, tensors in self.layers.items()}
+        return order
 
 
 @dataclass
