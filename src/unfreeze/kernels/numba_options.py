@@ -103,7 +103,8 @@ def set_threads(elements: int) -> int:
 
 def array(tensor: Tensor) -> np.ndarray:
     """The memory of a CPU tensor as numpy sees it, bf16 as uint16. Shares memory."""
-    tensor = tensor.detach()
+    if tensor.requires_grad:  # detach costs as much as the rest; decoding comes here hundreds of times a token
+        tensor = tensor.detach()
     return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
