@@ -11,15 +11,14 @@ from torch import Tensor
 
 
 def forward(gate: Tensor, up: Tensor, h: Tensor) -> None:
-    """h = silu(gate) · up: formed in float32 (float64 for float64) and rounded once."""
-    h.copy_(F.silu(_wide(gate)).mul_(up))
+    """h = silu(gate) · up, as torch rounds it: silu once, the product once."""
+    torch.mul(F.silu(gate), up, out=h)
 
 
 def backward(dh: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
     """dgate = dh · up · silu'(gate), dup = dh · silu(gate), with silu'(g) = s + silu(g) (1 - s), s = sigmoid(g)."""
-    wide, grad = _wide(gate), _wide(dh)
-    dup.copy_(F.silu(wide).mul_(grad))
-    dgate.copy_(torch.ops.aten.silu_backward(grad * up, wide))
+    torch.mul(F.silu(gate), dh, out=dup)
+    dgate.copy_(torch.ops.aten.silu_backward(dh * up, gate))
 
 
 def backward_weighted(
@@ -27,7 +26,7 @@ def backward_weighted(
 ) -> None:
     """`backward` of rows whose h is multiplied by weight w *after* the next projection, from the unweighted dh; and what that w needs:
 
-    weighted = w h (what the gradient of the next projection multiplies), dgate and dup times w, score = <dh, h> (the gradient of w).
+    weighted = w h (what the gradient of the next projection multiplies), dgate and dup times w, score = <dh, h> (the gradient of w). In float32.
     """
     wide, grad, weight_n1 = _wide(gate), _wide(dh), weight_n[:, None]
     silu = F.silu(wide)
