@@ -12,6 +12,13 @@ import torch
 from torch import Tensor
 
 
+def send(host: Tensor, device: torch.device | str) -> Tensor:
+    """A host tensor on `device`, without waiting for it: through pinned memory to CUDA, as a copy from pageable memory stops the host."""
+    if torch.device(device).type == "cuda" and host.device.type == "cpu":
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class Batch:
     """One flat packed batch: S documents laid end to end in one dimension of T tokens. There is no padding.
@@ -32,13 +39,8 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch with everything but starts_S on `device`."""
-        return replace(
-            self,
-            tokens_T=self.tokens_T.to(device, non_blocking=True),
-            targets_T=self.targets_T.to(device, non_blocking=True),
-            weights_T=self.weights_T.to(device, non_blocking=True),
-            positions_T=self.positions_T.to(device, non_blocking=True),
-        )
+        names = ("tokens_T", "targets_T", "weights_T", "positions_T")
+        return replace(self, **{name: send(getattr(self, name), device) for name in names})
 
     @property
     def num_tokens(self) -> int:
@@ -56,10 +58,11 @@ class Loss:
     """A SUM over supervised tokens and the weight that carries it. Divided once, by the global count, in train/step.py.
 
     sum      float32 scalar, differentiable.
-    count    float, sum of weights_T. Counts add over micro-batches and devices; means do not.
+    count    sum of weights_T. Counts add over micro-batches and devices; means do not.
     metrics  further SUMS over the same tokens (e.g. {"correct": …}); divided by the same global count when logged.
+    count and metrics are numbers, or scalars on the device: train/step.py reads all of a step at once, at its end.
     """
 
     sum: Tensor
-    count: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    count: float | Tensor
+    metrics: Mapping[str, float | Tensor] = field(default_factory=dict)

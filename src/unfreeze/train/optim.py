@@ -93,37 +93,40 @@ class AdamW:
         """Add the gradients of all processes up, in the order of the parameters. A parameter that no token of this process reached (an expert)
         takes part with zeros, so every process makes the same calls (FAILURES M1); one that none reached stays without a gradient.
         """
+        if group.size == 1:
+            return
         masters = list(self._masters.values())
         reached = torch.tensor([float(master.grad is not None) for master in masters], device=masters[0].device)
-        if group.size > 1:
-            for master in masters:
-                master.grad = torch.zeros_like(master) if master.grad is None else master.grad
-            group.sum_([reached, *(master.grad for master in masters if master.grad is not None)])
+        for master in masters:
+            master.grad = torch.zeros_like(master) if master.grad is None else master.grad
+        group.sum_([reached, *(master.grad for master in masters if master.grad is not None)])
         for master, count in zip(masters, reached.tolist(), strict=True):
             if not count:
                 master.grad = None
 
     def grad_norm(self) -> Tensor:
-        """The norm of all gradients as one vector. Raises NonFinite where it is not finite, UserError where there is no gradient at all."""
+        """The norm of all gradients as one vector, on the device and not looked at: see refuse_non_finite. UserError where there is no gradient."""
         gradients = [master.grad for master in self._masters.values() if master.grad is not None]
         if not gradients:
             raise UserError(f"no gradient reached any of {len(self.parameters)} trainable parameters")
-        norm = get_total_norm(gradients)
-        if not math.isfinite(float(norm)):
-            raise NonFinite(self._describe_non_finite(float(norm)))
-        return norm
+        return get_total_norm(gradients)
 
-    def update(self, learning_rate: float, max_norm: float, total_norm: Tensor | None = None) -> Update:
+    def refuse_non_finite(self, norm: float) -> None:
+        """Raise NonFinite, naming the first parameter at fault, where `norm`, as read from grad_norm(), is not finite."""
+        if not math.isfinite(norm):
+            raise NonFinite(self._describe_non_finite(norm))
+
+    def update(self, learning_rate: float, max_norm: float, norm: float | None = None) -> Update:
         """Clip by the global norm (max_norm 0: don't), then one AdamW update. Raises NonFinite before anything is changed.
 
-        total_norm: what grad_norm() returned for these gradients, if the caller asked.
+        norm: the number that grad_norm() held for these gradients, if the caller has read it; otherwise it is read here, and a GPU waited for.
         """
         masters = list(self._masters.values())
-        total_norm = self.grad_norm() if total_norm is None else total_norm
-        norm = float(total_norm)
+        norm = float(self.grad_norm()) if norm is None else norm
+        self.refuse_non_finite(norm)
         scale = min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0  # 1e-6 as in torch.nn.utils.clip_grad_norm_
         if scale < 1.0:
-            clip_grads_with_norm_(masters, max_norm, total_norm)
+            clip_grads_with_norm_(masters, max_norm, masters[0].new_full((), norm))
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
         self._adamw.step()
