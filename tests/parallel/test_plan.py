@@ -17,10 +17,13 @@ from unfreeze.checkpoint.manifest import Manifest, TensorInfo
 from unfreeze.checkpoint.stream import CHUNK, THREADS
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import DoesNotFit
-from unfreeze.kernels.expert_mlp import loop_cpu, release_scratch
+from unfreeze.kernels import expert_mlp
+from unfreeze.kernels.expert_mlp import loop_cpu, release_scratch, scratch_bytes
+from unfreeze.kernels.expert_mlp.grouped import Grouped
+from unfreeze.models.blocks.experts import Experts
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel.machine import Hardware
-from unfreeze.parallel.plan import Sizes, Work, measure, meta_model, plan, plan_training
+from unfreeze.parallel.plan import Sizes, Work, expert_workspace, measure, meta_model, plan, plan_training
 from unfreeze.quant.int4 import Int4
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
@@ -163,6 +166,33 @@ def test_a_steps_memory_is_predicted_within_15_percent(name, dtype, recompute, m
     terms = plan(sizes, Work(tokens=tokens, rank=4, recompute=recompute), MACHINE).terms
     predicted = sum(size for term, size in terms.items() if term not in ("base", "adapter", "optimizer"))
     assert 0.85 < predicted / live.peak < 1.15
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe"])
+def test_a_steps_memory_on_cuda_is_predicted_within_15_percent(name, monkeypatch):
+    """The same with the part for CUDA, which holds all experts and all rows at once, run here; and its workspace alone, as the scratch counts it."""
+    tokens, rank = 1024, 8
+    monkeypatch.setattr(expert_mlp, "_part", lambda device: Grouped())
+    release_scratch()
+    shape = models.shape(CONFIGS[name] | {"num_hidden_layers": 2})
+    model = models.build(shape, dtype=torch.bfloat16, device="cpu")
+    models.initialize(model, 0)
+    sizes = measure(model, LoraConfig(rank=rank), "cuda")
+    attach(model, LoraConfig(rank=rank), 0)
+    batch = batch_of(tokens, 8)
+    live = Live([*model.parameters(), *model.buffers(), batch.tokens_T, batch.targets_T, batch.weights_T, batch.positions_T])
+    with live:
+        loss = cross_entropy(model.hidden(batch, models.THROUGH["layers"]), model.lm_head, batch)
+        (loss.sum / loss.count).backward()
+    terms = plan(sizes, Work(tokens=tokens, rank=rank), Hardware("cuda", "GPU", 1, 2**40, 2**40)).terms
+    predicted = sum(size for term, size in terms.items() if term not in ("base", "adapter", "optimizer"))
+    assert 0.85 < predicted / live.peak < 1.15
+    on_cpu = plan(measure(models.build(shape, dtype=torch.bfloat16), LoraConfig(rank=rank)), Work(tokens=tokens, rank=rank), MACHINE)
+    assert sum(on_cpu.terms.values()) < 0.6 * sum(terms.values())  # control: the CPU's formula would promise little more than half
+    experts = next(m for m in model.modules() if isinstance(m, Experts))
+    stated = expert_workspace(experts, "cuda", 2, rank) + 4 * tokens * shape.hidden_size  # the op's fp32 sums are scratch too
+    assert stated <= scratch_bytes() <= 1.125 * stated + 2**14  # buffers grow in steps of an eighth
+    release_scratch()
 
 
 SIZES = Sizes(

@@ -129,11 +129,15 @@ class Decoder(nn.Module):
 
     def hidden(self, batch: Batch, through: Through = plain) -> Tensor:
         """Hidden states after the final norm, [T, D]; document s attends to itself only. `through` is one of THROUGH."""
-        run = PackedPass(*self.shape.rope.tables(batch.positions_T), layout=self._layout(batch))
+        run = self.packed_pass(batch)
         x_TD = self.model.embed_tokens(batch.tokens_T)
         for layer in self.layers:
             x_TD = through(layer, x_TD, run)
         return self.model.norm(x_TD)
+
+    def packed_pass(self, batch: Batch) -> PackedPass:
+        """What every layer needs to know of a batch: rotary tables and where documents begin."""
+        return PackedPass(*self.shape.rope.tables(batch.positions_T), layout=self._layout(batch))
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """[T, D] -> [T, V] in fp32. For scoring and sampling; training uses objectives, which never hold [T, V]."""

@@ -63,7 +63,7 @@ class Sizes:
     expanded        the same with every packed weight expanded to the computation's dtype
     layer           bytes per token at the worst moment of the largest layer's backward (see _layer_bytes)
     kept            bytes per token of what attention and experts made, over all layers but the largest (see _kept_bytes)
-    workspace       bytes of the expert op's scratch: a group of experts, one of them expanded; 0 without experts
+    workspace       bytes of the expert op's scratch before adapters (see expert_workspace); 0 without experts
     dense_per_rank, experts_per_rank   adapter parameters per unit of rank
     cast_per_rank   elements per unit of rank that the expert op holds of one layer's adapter in the computation's dtype (B block-diagonal)
     """
@@ -279,7 +279,8 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware) -> Plan:
         boundary, layer = 0, {"all layers' activations": work.tokens * sizes.layer * sizes.num_layers}
     loss = {"loss block": LOSS_BLOCKS * min(work.loss_rows, work.tokens) * sizes.vocab_size * 4 + work.tokens * sizes.hidden_size * bytes_}
     smaller, larger = sorted((layer, loss), key=lambda moment: sum(moment.values()))
-    cast = 2 * bytes_ * sizes.cast_per_rank * (work.experts_rank or work.rank or 0)
+    copies = 3 if hardware.kind == "cuda" else 2  # of an adapter: itself, its gradient, and on CUDA its columns of the workspace
+    cast = copies * bytes_ * sizes.cast_per_rank * (work.experts_rank or work.rank or 0)
     return Plan(
         terms={"base": sizes.base, **stays, "boundary activations": boundary, **kept, **larger, "expert workspace": sizes.workspace + cast},
         beside=smaller,
@@ -329,7 +330,7 @@ def plan_training(
         loss_rows=rows_per_block(shape.vocab_size, place),
         tokens_per_second=tokens_per_second,
     )
-    return plan(measure(model, lora), work, hardware(place))
+    return plan(measure(model, lora, place.type), work, hardware(place))
 
 
 def meta_model(shape: models.Shape, manifest: Manifest, dtype: torch.dtype) -> models.Decoder:
@@ -346,8 +347,8 @@ def meta_model(shape: models.Shape, manifest: Manifest, dtype: torch.dtype) -> m
     return models.build(shape, dtype=dtype, device="meta", codec=codec, packed=packed)
 
 
-def measure(model: models.Decoder, lora: Adapter | None) -> Sizes:
-    """Sizes of a model, which may be on meta and must not carry adapters yet."""
+def measure(model: models.Decoder, lora: Adapter | None, kind: str = "cpu") -> Sizes:
+    """Sizes of a model, which may be on meta and must not carry adapters yet, for a device of that kind ("cpu", "cuda")."""
     shape = model.shape
     compute = next(model.parameters()).dtype.itemsize
     dense_per_rank, experts_per_rank = lora.per_rank(model) if lora else (0, 0)
@@ -361,27 +362,43 @@ def measure(model: models.Decoder, lora: Adapter | None) -> Sizes:
         hidden_size=shape.hidden_size,
         num_layers=shape.num_layers,
         vocab_size=shape.vocab_size,
-        layer=max(_layer_bytes(layer, shape.experts_per_token, compute) for layer in model.layers),
+        layer=max(_layer_bytes(layer, shape.experts_per_token, compute, kind) for layer in model.layers),
         kept=sum(sorted(_kept_bytes(layer, shape.experts_per_token, compute) for layer in model.layers)[:-1]),
-        workspace=max((GROUP_BYTES + 3 * m.hidden_size * m.intermediate_size * compute for m in experts), default=0),
+        workspace=max((expert_workspace(m, kind, compute, rank=0) for m in experts), default=0),
         dense_per_rank=dense_per_rank,
         experts_per_rank=experts_per_rank,
         cast_per_rank=max((m.num_experts * (3 * m.hidden_size + 5 * m.intermediate_size) for m in experts), default=0) if experts_per_rank else 0,
     )
 
 
-def _layer_bytes(layer: nn.Module, experts_per_token: int, compute: int) -> int:
+def expert_workspace(experts: Experts, kind: str, compute: int, rank: int) -> int:
+    """Bytes of expanded weights that one expert op holds at once, with the columns and rows that its adapter of `rank` has among them.
+
+    cuda  all experts of the layer (kernels/expert_mlp/grouped.py): E · (3 D I + rank (3 D + 5 I)); rank 16 pads to itself, others to multiples of 8
+    cpu   one expert, and GROUP_BYTES of a group of small ones
+    """
+    matrices = 3 * experts.hidden_size * experts.intermediate_size
+    if kind == "cuda":
+        return experts.num_experts * compute * (matrices + rank * (3 * experts.hidden_size + 5 * experts.intermediate_size))
+    return GROUP_BYTES + matrices * compute
+
+
+def _layer_bytes(layer: nn.Module, experts_per_token: int, compute: int, kind: str) -> int:
     """Bytes per token at the worst moment of a layer's backward.
 
     linears  2 · Σ out: every output (the next one's input) and as much again for gradients and activation results
     norms    2 fp32 copies of the input; the residual stream once
-    experts  gate and up of each of the K rows, and the fp32 sums y and dx
+    experts  gate and up of each of the K rows, and the fp32 sums y and dx; on CUDA, where all experts work at once, also what backward holds
+             of each row: three of width D (dy, dx, dx gathered), 4 I (dh, weighted h, gradients of gate and up) and two fp32 of width D
     Fitted to what torch allocated, measured over families and dtypes: within 15 % (tests/parallel/test_plan.py).
     """
     linears = sum(m.out_features for m in layer.modules() if isinstance(m, Linear))
     norms = sum(m.weight.numel() for m in layer.modules() if isinstance(m, RMSNorm))
     residual = next(m.weight.numel() for m in layer.modules() if isinstance(m, RMSNorm))
-    routed = sum(experts_per_token * 2 * m.intermediate_size * compute + 8 * m.hidden_size for m in layer.modules() if isinstance(m, Experts))
+    experts = [m for m in layer.modules() if isinstance(m, Experts)]
+    routed = sum(experts_per_token * 2 * m.intermediate_size * compute + 8 * m.hidden_size for m in experts)
+    if kind == "cuda":
+        routed += sum(experts_per_token * (compute * (3 * m.hidden_size + 4 * m.intermediate_size) + 8 * m.hidden_size) for m in experts)
     return compute * (2 * linears + residual) + 8 * norms + routed
 
 
