@@ -188,7 +188,8 @@ def test_a_steps_memory_on_cuda_is_predicted_within_15_percent(name, monkeypatch
     predicted = sum(size for term, size in terms.items() if term not in ("base", "adapter", "optimizer"))
     assert 0.85 < predicted / live.peak < 1.15
     on_cpu = plan(measure(models.build(shape, dtype=torch.bfloat16), LoraConfig(rank=rank)), Work(tokens=tokens, rank=rank), MACHINE)
-    assert sum(on_cpu.terms.values()) < 0.6 * sum(terms.values())  # control: the CPU's formula would promise little more than half
+    too_little = sum(size for term, size in on_cpu.terms.items() if term not in ("base", "adapter", "optimizer"))
+    assert too_little / live.peak < 0.7  # control: the CPU's formula
     experts = next(m for m in model.modules() if isinstance(m, Experts))
     stated = expert_workspace(experts, "cuda", 2, rank) + 4 * tokens * shape.hidden_size  # the op's fp32 sums are scratch too
     assert stated <= scratch_bytes() <= 1.125 * stated + 2**14  # buffers grow in steps of an eighth

@@ -34,8 +34,8 @@ QWEN = {
     "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True,
     "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
 }  # fmt: skip
-WAITS = ("_local_scalar_dense", "item", "nonzero", "masked_select", "unique", "_unique2", "unique_dim", "unique_consecutive", "bincount", "is_nonzero",
-         "equal", "nonzero_static", "repeat_interleave")  # fmt: skip
+WAITS = ("_local_scalar_dense", "item", "nonzero", "masked_select", "unique", "_unique2", "unique_dim", "unique_consecutive", "bincount",
+         "is_nonzero", "equal", "nonzero_static", "repeat_interleave")  # fmt: skip
 
 
 class Watch(TorchDispatchMode):

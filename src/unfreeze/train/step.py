@@ -95,19 +95,19 @@ def train_step(
     divisor = max(count, 1.0)
     optimizer.zero_grad()
     clear_expert_load(model)  # an evaluation since the last step counts nowhere (FAILURES M2)
-    sums: dict[str, float | Tensor] = dict.fromkeys(("loss", "counted", "not finite"), 0.0)
-    tokens_read = sums["tokens read"] = float(sum(int(batch.tokens_T.sum()) for batch in micro_batches))
+    tokens_read = float(sum(int(batch.tokens_T.sum()) for batch in micro_batches))
+    found: dict[str, float | Tensor] = {"loss": 0.0, "counted": 0.0, "not finite": 0.0, "tokens read": tokens_read}
     for host_batch in group.share(micro_batches):
         batch = host_batch.to(model.device)
         hidden_TD = model.hidden(batch, through=through)
         loss = objective(hidden_TD, model.lm_head, batch)
         (loss.sum / divisor).backward()
         optimizer.collect()
-        found = {"loss": loss.sum.detach(), "counted": loss.count, "not finite": _rows_not_finite(hidden_TD)}
-        for name, value in (found | {f"metric {name}": value for name, value in loss.metrics.items()}).items():
-            sums[name] = sums.get(name, 0.0) + (value.double() if isinstance(value, Tensor) else value)
+        new = {"loss": loss.sum.detach(), "counted": loss.count, "not finite": _rows_not_finite(hidden_TD)}
+        for name, value in (new | {f"metric {name}": value for name, value in loss.metrics.items()}).items():
+            found[name] = found.get(name, 0.0) + (value.double() if isinstance(value, Tensor) else value)
     optimizer.sum_gradients(group)
-    sums, norm, expert_load = _read(model, sums, optimizer.grad_norm(), group)  # before the judge, which may run the model again
+    sums, norm, expert_load = _read(model, found, optimizer.grad_norm(), group)  # before the judge, which may run the model again
     if sums["tokens read"] != group.size * tokens_read:
         raise DataError("the processes read different data at this step", next="give every process the same files and the same flags")
     if not math.isfinite(sums["loss"]):
@@ -151,11 +151,11 @@ def _read(
     group.sum_([total])
     group.sum_(list(loads.values()))
     numbers = _numbers(torch.cat([total, norm.to(**double).view(1), *(counts_E.double() for counts_E in loads.values())]))
-    first, found = len(sums) + 1, {}
+    first, read = len(sums) + 1, {}
     for layer, counts_E in loads.items():
-        found[layer] = [int(count) for count in numbers[first : first + counts_E.numel()]]
+        read[layer] = [int(count) for count in numbers[first : first + counts_E.numel()]]
         first += counts_E.numel()
-    return dict(zip(sums, numbers, strict=False)), numbers[len(sums)], found
+    return dict(zip(sums, numbers, strict=False)), numbers[len(sums)], read
 
 
 def _numbers(tensor: Tensor) -> list[float]:

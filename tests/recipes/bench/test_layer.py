@@ -141,6 +141,6 @@ def test_the_table_names_every_row(measured, capsys):
 def test_without_a_gpu_one_line_and_exit_2():
     from unfreeze import cli
 
-    with pytest.raises(ConfigError, match="needs a CUDA device .* stay not measured"):
+    with pytest.raises(ConfigError, match=r"needs a CUDA device .* stay not measured"):
         layer.main([], Common())
     assert cli.main(["bench", "layer"]) == 2

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -203,8 +203,8 @@ class KimiSlice:
         """The first document through attention, shared expert and norms, against the same modules and adapters in float32."""
         length = min(self.sizes.sequence, self.sizes.tokens)
         exact = copy.deepcopy(self._dense).float()
-        batch = Batch(*(part[:length] for part in (self.batch.tokens_T, self.batch.targets_T, self.batch.weights_T, self.batch.positions_T)),
-                      self.batch.starts_S[:1])  # fmt: skip
+        names = ("tokens_T", "targets_T", "weights_T", "positions_T")
+        batch = replace(self.batch, **{name: getattr(self.batch, name)[:length] for name in names}, starts_S=self.batch.starts_S[:1])
         run, results = self.decoder.packed_pass(batch), []
         for layer, dtype in ((self._dense, torch.bfloat16), (exact, torch.float32)):
             x = self.x_TD[:length].detach().to(dtype).requires_grad_()
@@ -326,4 +326,5 @@ class ExpertOps:
         last = self.groups[-1]
         expert = last.experts[-1]
         exact = built.moe.experts.gate_up_proj.value()[expert].dequantize()  # type: ignore[union-attr, operator]
-        return float((self.gate_up_WS[-1][len(last.experts) - 1, : 2 * self.I, : self.D].double() - exact.double()).abs().max())  # type: ignore[union-attr]
+        found = self.gate_up_WS[-1][len(last.experts) - 1, : 2 * self.I, : self.D].detach()
+        return float((found.double() - exact.double()).abs().max())  # type: ignore[union-attr]

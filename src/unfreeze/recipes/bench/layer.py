@@ -196,8 +196,8 @@ def layer_items(built: KimiSlice, repeats: int) -> Iterator[Item]:
 
 def added(first: Timing, second: Timing) -> Timing:
     """Two works one after the other. Quartiles are added too, which makes the spread no smaller than it is."""
-    parts = (getattr(first, name) + getattr(second, name) for name in ("ms", "low_ms", "high_ms"))
-    return Timing(*parts, first.repeats, max(first.peak_bytes, second.peak_bytes))
+    peak = max(first.peak_bytes, second.peak_bytes)
+    return Timing(first.ms + second.ms, first.low_ms + second.low_ms, first.high_ms + second.high_ms, first.repeats, peak)
 
 
 def memory_of(built: KimiSlice) -> dict[str, int]:
@@ -239,7 +239,7 @@ def derive(items: Sequence[Item]) -> list[dict[str, Any]]:
 
 
 def as_rows(stamp: Stamp, sizes: Slice, items: Sequence[Item], memory: dict[str, int], node: list[dict[str, Any]], why: str) -> list[Row]:
-    settings = {"experts": sizes.experts, "tokens": sizes.tokens, "rows": sizes.rows, "sequence": sizes.sequence, "rank": sizes.rank, "dtype": "bfloat16"}
+    settings = {name: getattr(sizes, name) for name in ("experts", "tokens", "rows", "sequence", "rank")} | {"dtype": "bfloat16"}
     rows = [stamp.row(item.name, {**settings, "routing": item.routing}, item.results(why)) for item in items]
     rows.append(stamp.row("memory", settings, dict(memory)))
     said = {"label": "derived from one-GPU slices", "target": TARGET, "grid": node}
@@ -256,13 +256,14 @@ def show(items: Sequence[Item], memory: dict[str, int], node: list[dict[str, Any
         predicted, _, limit = PREDICTED.get(item.name, ("", None, None))
         timing, errors = item.timing, [value for name, value in item.correctness.items() if isinstance(value, float) and "busiest" not in name]
         table.add_row(
-            item.name, item.routing, predicted, "" if limit is None else f"{limit:g}", f"{timing.ms:.2f} ms", f"{timing.low_ms:.2f} to {timing.high_ms:.2f}",
-            f"{item.tflops:.0f}" if item.tflops else "", item.verdict(why), f"{max(errors):.1e}" if errors else "", format_bytes(timing.peak_bytes),
+            item.name, item.routing, predicted, "" if limit is None else f"{limit:g}", f"{timing.ms:.2f} ms",
+            f"{timing.low_ms:.2f} to {timing.high_ms:.2f}", f"{item.tflops:.0f}" if item.tflops else "", item.verdict(why),
+            f"{max(errors):.1e}" if errors else "", format_bytes(timing.peak_bytes),
         )  # fmt: skip
     console.print(table)
     console.print(", ".join(f"{name} {format_bytes(size)}" for name, size in memory.items()))
     if node:
-        console.print(f"a node of eight, {NODE_TOKENS:,} tokens per step: derived from one-GPU slices, not measured; target {TARGET:,} tokens/s without overlap")
+        console.print(f"a node of eight, {NODE_TOKENS:,} tokens per step: derived from one-GPU slices, not measured; target {TARGET:,}, no overlap")
     for row in node:
         console.print(f"  {row['routing']:<8} {row['gb_per_second_between_gpus']} GB/s, imbalance {row['imbalance']}, overlap {row['overlap']:.2f}: "
                       f"{row['derived_tokens_per_second']:,.0f} tokens/s")  # fmt: skip

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def _cuda_spans(work: Callable[[], object], repeats: int) -> list[float]:
         work()
         mark.record()
     marks[-1].synchronize()
-    return [before.elapsed_time(after) for before, after in zip(marks, marks[1:], strict=False)]
+    return [before.elapsed_time(after) for before, after in pairwise(marks)]
 
 
 def _host_spans(work: Callable[[], object], repeats: int) -> list[float]:
@@ -60,4 +61,4 @@ def _host_spans(work: Callable[[], object], repeats: int) -> list[float]:
     for _ in range(repeats):
         work()
         marks.append(time.perf_counter())
-    return [1e3 * (after - before) for before, after in zip(marks, marks[1:], strict=False)]
+    return [1e3 * (after - before) for before, after in pairwise(marks)]
