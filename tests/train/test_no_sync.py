@@ -7,6 +7,8 @@ operations that synchronise only with a shape that depends on values. On a GPU t
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,8 +17,9 @@ from torch.utils._pytree import tree_leaves
 from unfreeze import models
 from unfreeze.adapters import LoraConfig, attach
 from unfreeze.core.batch import Batch, Loss
-from unfreeze.kernels import expert_mlp
+from unfreeze.kernels.expert_mlp import fused_expert_mlp
 from unfreeze.kernels.expert_mlp.grouped import Grouped
+from unfreeze.models.blocks import experts
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.quant.int4 import Int4
 from unfreeze.train import step as step_module
@@ -89,8 +92,11 @@ def build(config: dict, device: str):
 @pytest.fixture
 def grouped(monkeypatch):
     """The part for CUDA, on any device."""
-    monkeypatch.setattr(expert_mlp, "_part", lambda device: Grouped())
-    monkeypatch.setattr(expert_mlp, "fused_refuses", lambda x, intermediate: "")
+    monkeypatch.setattr(experts, "expert_mlp", partial(with_part, Grouped()))
+
+
+def with_part(part, x_TD, ids_TK, weights_TK, gate_up, down, factors=None, impl="auto", kept=None):
+    return fused_expert_mlp(x_TD, ids_TK, weights_TK, gate_up, down, factors, part, kept)
 
 
 def meta_step(config, monkeypatch, through: str, objective=without_reading) -> tuple[list[str], list[int]]:

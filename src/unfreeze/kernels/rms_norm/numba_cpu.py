@@ -9,6 +9,9 @@ from numba import prange
 from torch import Tensor
 
 from unfreeze.kernels.numba_options import Kernel, array, narrow, widen
+from unfreeze.kernels.rms_norm.reference import weight_gradient
+
+__all__ = ["backward", "forward", "weight_gradient"]
 
 LANES = 16  # sums side by side: a float sum is vectorised only where its order is written down
 

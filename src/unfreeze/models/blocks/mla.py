@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from unfreeze.kernels.rotary import rotary
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.passes import Pass
-from unfreeze.models.blocks.rope import rotate_adjacent
 
 
 class MLA(nn.Module):
@@ -32,13 +32,12 @@ class MLA(nn.Module):
         self.kv_a_proj_with_mqa, self.kv_a_layernorm, self.kv_b_proj, self.o_proj = kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj, o_proj
 
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
-        q_nope, q_rope = self._query(x_TD).unflatten(-1, (self.num_heads, -1)).split((self.nope, self.rope), dim=-1)
+        q = rotary(self._query(x_TD).unflatten(-1, (self.num_heads, -1)), run.cos_Tr, run.sin_Tr, "adjacent")
         latent_Tc, k_rope_Tr = self.kv_a_proj_with_mqa(x_TD).split((self.kv_b_proj.in_features, self.rope), dim=-1)
-        k_rope_Tr = rotate_adjacent(k_rope_Tr[:, None], run.cos_Tr, run.sin_Tr)[:, 0]
+        k_rope_Tr = rotary(k_rope_Tr[:, None], run.cos_Tr, run.sin_Tr, "adjacent")[:, 0]
         latent, k_rope = run.remember(self.layer, self.kv_a_layernorm(latent_Tc), k_rope_Tr)
         k_nope, v = self.kv_b_proj(latent).unflatten(-1, (self.num_heads, -1)).split((self.nope, self.value), dim=-1)
         k = torch.cat((k_nope, k_rope[..., None, :].expand(*k_nope.shape[:-1], self.rope)), dim=-1)
-        q = torch.cat((q_nope, rotate_adjacent(q_rope, run.cos_Tr, run.sin_Tr)), dim=-1)
         return self.o_proj(run.attend(q, k, v, self.scale).flatten(1))
 
     def _query(self, x_TD: Tensor) -> Tensor:
