@@ -64,7 +64,7 @@ def by_record(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> 
     if op.preferred:
         refused = op.candidates[op.preferred].refuses(device.type, dtype)
         return ("reference", f"{op.preferred} cannot run: {refused}") if refused else (op.preferred, op.because)
-    running = [name for name, candidate in op.candidates.items() if device.type not in candidate.named_on and not candidate.refuses(device.type, dtype)]
+    running = [name for name, part in op.candidates.items() if device.type not in part.named_on and not part.refuses(device.type, dtype)]
     if not running:
         return "reference", "no candidate runs here"
     if bucket not in {case.bucket for case in op.cases}:
@@ -91,7 +91,8 @@ def proves(row: Row, op: Op) -> bool:
     limit = op.tolerance[getattr(torch, row["dtype"])]
     gain = row["reference_median_us"] - row["median_us"]
     return (
-        max(row["error_forward"], row["error_backward"]) <= limit
+        row["error_forward"] <= limit
+        and row["error_backward"] <= limit
         and gain >= REQUIRED_GAIN * row["reference_median_us"]
         and gain > (row["spread_us"] + row["reference_spread_us"]) / 2
     )
