@@ -389,7 +389,7 @@ def _layer_bytes(layer: nn.Module, experts_per_token: int, compute: int, kind: s
     linears  2 · Σ out: every output (the next one's input) and as much again for gradients and activation results
     norms    2 fp32 copies of the input; the residual stream once
     experts  gate and up of each of the K rows, and the fp32 sums y and dx; on CUDA, where all experts work at once, also what backward holds
-             of each row: three of width D (dy, dx, dx gathered), 4 I (dh, weighted h, gradients of gate and up) and two fp32 of width D
+             of each row: three of width D (dy, dx, dx gathered), 4 I (dh, weighted h, gradients of gate and up) and an fp32 one of width D
     Fitted to what torch allocated, measured over families and dtypes: within 15 % (tests/parallel/test_plan.py).
     """
     linears = sum(m.out_features for m in layer.modules() if isinstance(m, Linear))
@@ -398,7 +398,7 @@ def _layer_bytes(layer: nn.Module, experts_per_token: int, compute: int, kind: s
     experts = [m for m in layer.modules() if isinstance(m, Experts)]
     routed = sum(experts_per_token * 2 * m.intermediate_size * compute + 8 * m.hidden_size for m in experts)
     if kind == "cuda":
-        routed += sum(experts_per_token * (compute * (3 * m.hidden_size + 4 * m.intermediate_size) + 8 * m.hidden_size) for m in experts)
+        routed += sum(experts_per_token * (compute * (3 * m.hidden_size + 4 * m.intermediate_size) + 4 * m.hidden_size) for m in experts)
     return compute * (2 * linears + residual) + 8 * norms + routed
 
 
