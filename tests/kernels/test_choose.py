@@ -33,7 +33,8 @@ def planted(**fields):
 def row(**changes):
     return {
         "op": "double", "device": "cpu-avx2", "dtype": "bfloat16", "bucket": "any", "candidate": "quick",
-        "error_forward": 1e-3, "error_backward": 2e-3, "median_us": 50.0, "reference_median_us": 100.0, "spread_us": 2.0, "reference_spread_us": 2.0, "repeats": 9, "threads": 1, "torch": "2.13.0",
+        "error_forward": 1e-3, "error_backward": 2e-3,
+        "median_us": 50.0, "reference_median_us": 100.0, "spread_us": 2.0, "reference_spread_us": 2.0, "repeats": 9, "threads": 1, "torch": "2.13.0",
         "date": "2026-01-31", **changes,
     }  # fmt: skip
 

@@ -113,7 +113,18 @@ def test_conversion_reaches_into_containers_and_leaves_codes_alone():
     assert got[0].dtype == torch.float64 and got[0].requires_grad and got[0].is_leaf and got[1][0] is ids
     assert got[1][1]["a"].dtype == torch.float64 and not got[1][1]["a"].requires_grad
     assert got[2].A.dtype == torch.float64 and got[2].note == "x" and got[3] is packed and got[4:] == (None, 2.5)
-    assert [tuple(x.shape) for x in measure.leaves(got)] == [(3,), (2,)]
+    assert [tuple(x.shape) for x in measure.tensors(got)] == [(3,), (3,), (2,), (2,)]
+
+
+def test_an_op_that_returns_nothing_is_judged_by_its_arguments():
+    def inputs(device, dtype, generator):
+        return (torch.randn(8, generator=generator).to(device, dtype),)
+
+    made = {"twice": Candidate(lambda: lambda x: (x.mul_(2), None)[1], runs), "thrice": Candidate(lambda: lambda x: (x.mul_(3), None)[1], runs)}
+    case = Case("any", inputs, (FLOAT,))
+    op = Op("double in place", lambda x: (x.add_(x), None)[1], made, (case,), {FLOAT: 1e-6}, differentiable=False)
+    rows = by_name(measure.measure(op, case, CPU, FLOAT, 0.001))
+    assert "refused" not in rows["twice"] and rows["thrice"]["refused"] == "error 5.0e-01, tolerance 1.0e-06"
 
 
 @pytest.mark.parametrize(

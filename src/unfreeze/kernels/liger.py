@@ -30,7 +30,7 @@ def rms_norm() -> Implementation:
 
 
 def swiglu() -> Implementation:
-    """Its SwiGLU: silu(gate) is rounded before it is multiplied. Its backward writes over gate and up where they are contiguous, so it gets copies."""
+    """Its SwiGLU: silu(gate) is rounded before it is multiplied. Its backward writes over gate and up, so it gets copies."""
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction  # type: ignore[import-not-found]
 
     def liger_swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:

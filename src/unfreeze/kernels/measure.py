@@ -62,24 +62,25 @@ def converted(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def leaves(value: Any) -> Iterator[Tensor]:
-    """The tensors in `value` that want a gradient."""
+def tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in `value`, those of a Packed weight excepted."""
     if isinstance(value, Tensor):
-        yield from [value] * value.requires_grad
+        yield value
     elif is_dataclass(value) and not isinstance(value, (Packed, type)):
         for field in fields(value):
-            yield from leaves(getattr(value, field.name))
+            yield from tensors(getattr(value, field.name))
     elif isinstance(value, (list, tuple, Mapping)):
         for item in value.values() if isinstance(value, Mapping) else value:
-            yield from leaves(item)
+            yield from tensors(item)
 
 
 def visit(op: Op, implementation: Implementation, args: tuple[Any, ...]) -> tuple[list[Tensor], list[Tensor]]:
-    """(outputs, gradients of the leaves for a random gradient of the outputs): what one timed call does."""
-    wanted = list(leaves(args)) if op.differentiable else []
+    """(outputs, gradients of the leaves for a random gradient of the outputs): what one timed call does. An op that returns nothing is judged by
+    what it left in its arguments."""
+    wanted = [tensor for tensor in tensors(args) if tensor.requires_grad] if op.differentiable else []
     with torch.set_grad_enabled(bool(wanted)):
         made = implementation(*args)
-    outputs = [made] if isinstance(made, Tensor) else [item for item in made if isinstance(item, Tensor)]
+    outputs = list(tensors(args if made is None else made))
     differentiated = [output for output in outputs if output.requires_grad]
     if not wanted or not differentiated:
         return outputs, []

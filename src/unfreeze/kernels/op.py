@@ -48,6 +48,8 @@ class Op:
     """tolerance: largest |candidate - exact| / |exact| (Frobenius norms) of any output or input gradient, per dtype; exact is the reference in
     float64 on the same inputs, or in the dtype itself where the op is defined by its rounding (`exact_dtype` None).
 
+    An op that returns nothing works in place and is judged by what it left in its arguments (differentiable False).
+
     preferred: a candidate that runs wherever it doesn't refuse, whatever the records say, `because` it holds a promise beyond speed
     (expert_mlp's "fused": nothing expanded is saved for backward). "" for every op whose candidates differ in speed only.
     """

@@ -74,7 +74,7 @@ def test_what_it_cannot_read_is_refused():
     with pytest.raises(ValueError, match="float16"):
         fill(packed, None, torch.empty(2, 8, 64, dtype=torch.float16, device=DEVICE))
     odd = Packed(packed.codec, {name: part.transpose(0, 1) for name, part in packed.parts.items()})
-    with pytest.raises(ValueError, match="cannot read|contiguous"):
+    with pytest.raises(ValueError, match="contiguous"):
         fill(odd, None, torch.empty(8, 2, 64, device=DEVICE))
 
 

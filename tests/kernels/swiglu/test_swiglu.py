@@ -114,7 +114,7 @@ def test_control_arm_a_wrong_slope_is_seen():
 def test_refusals_name_the_reason_and_buckets_cover_the_cases():
     with pytest.raises(ConfigError, match="float64"):
         swiglu(torch.randn(2, 4, dtype=torch.float64), torch.randn(2, 4, dtype=torch.float64), impl="numba")
-    assert "not cpu" in OP.candidates["triton"].refuses("cpu", torch.float32) or "interpreter" in OP.candidates["triton"].refuses("cpu", torch.bfloat16)
+    assert OP.candidates["triton"].refuses("cpu", torch.bfloat16)  # without a GPU, or in the interpreter
     generator = torch.Generator().manual_seed(0)
     for case in OP.cases:
         assert bucket(*case.inputs(torch.device("cpu"), torch.float32, generator)) == case.bucket

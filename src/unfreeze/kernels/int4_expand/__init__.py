@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unfreeze.kernels import triton_options
 from unfreeze.kernels.choose import choose
-from unfreeze.kernels.int4_expand.bucket import bucket
+from unfreeze.kernels.int4_expand.bucket import LARGE, bucket
 from unfreeze.kernels.int4_expand.reference import expand_reference
 from unfreeze.kernels.op import Candidate, Case, Implementation, Op
 from unfreeze.quant.codec import Packed
@@ -59,7 +59,9 @@ def _numba_refuses(device: str, dtype: torch.dtype) -> str:
 
 
 def _inputs(rows: int, columns: int, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[Packed, int, Tensor]:
-    """One matrix of a stack of four: any codes, scales of both signs."""
+    """One matrix of a stack of four: any codes, scales of both signs. On a GPU large is 16 times as large."""
+    if device.type == "cuda" and rows * columns >= LARGE:
+        rows *= 16
     codes = torch.randint(-(2**31), 2**31 - 1, (4, rows, columns // 8), dtype=torch.int32, generator=generator)
     scales = torch.randn(4, rows, columns // 32, generator=generator).bfloat16()
     packed = Packed(Int4(32), {"weight_packed": codes.to(device), "weight_scale": scales.to(device)})

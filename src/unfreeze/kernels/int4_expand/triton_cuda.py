@@ -70,13 +70,15 @@ def fill(packed: Packed, experts: Tensor | None, out: Tensor) -> None:
     if not isinstance(codec, Int4) or not (codes.is_contiguous() and scales.is_contiguous()) or scales.dtype != torch.bfloat16:
         raise ValueError("not an int4 weight this kernel can read: contiguous parts, bf16 scales")
     if out.shape != (matrices, rows, columns) or out.stride(-1) != 1 or out.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"out is {out.dtype} {list(out.shape)} with strides {out.stride()}, wanted bf16 or float32 {[matrices, rows, columns]}, last stride 1")
+        wanted = f"bfloat16 or float32 {[matrices, rows, columns]}, last stride 1"
+        raise ValueError(f"out is {out.dtype} {list(out.shape)} with strides {out.stride()}, wanted {wanted}")
     if not out.numel():
         return
     words = -(-columns // PER_WORD)
     block = min(power_of_two(words), 512)
     _expand[(matrices * rows, triton.cdiv(words, block))](
-        codes, scales.view(torch.int16), codes if experts is None else experts, out, rows, words, columns, scales.shape[-1], out.stride(0), out.stride(1),
+        codes, scales.view(torch.int16), codes if experts is None else experts, out,
+        rows, words, columns, scales.shape[-1], out.stride(0), out.stride(1),
         GROUP=codec.group_size, CHOSEN=experts is not None, BY_HAND=interpreted(), WORDS=block,
     )  # fmt: skip
 

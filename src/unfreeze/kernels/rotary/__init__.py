@@ -74,9 +74,9 @@ def _load_numba() -> Rotary:
 
 
 def _load_compiled() -> Rotary:
-    from unfreeze.kernels.rotary import compiled as part
+    from unfreeze.kernels.rotary import torch_compiled
 
-    return Rotary(part)
+    return Rotary(torch_compiled)
 
 
 def _load_triton() -> Rotary:

@@ -80,9 +80,9 @@ def _load_numba() -> SwiGLU:
 
 
 def _load_compiled() -> SwiGLU:
-    from unfreeze.kernels.swiglu import compiled as part
+    from unfreeze.kernels.swiglu import torch_compiled
 
-    return SwiGLU(part)
+    return SwiGLU(torch_compiled)
 
 
 def _load_triton() -> SwiGLU:

@@ -18,10 +18,8 @@ def forward(gate: Tensor, up: Tensor, h: Tensor) -> None:
 def backward(dh: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
     """dgate = dh · up · silu'(gate), dup = dh · silu(gate), with silu'(g) = s + silu(g) (1 - s), s = sigmoid(g)."""
     wide, grad = _wide(gate), _wide(dh)
-    sigmoid = wide.sigmoid()
-    silu = wide * sigmoid
-    dup.copy_(grad * silu)
-    dgate.copy_(silu.mul_(1 - sigmoid).add_(sigmoid).mul_(grad).mul_(up))
+    dup.copy_(F.silu(wide).mul_(grad))
+    dgate.copy_(torch.ops.aten.silu_backward(grad * up, wide))
 
 
 def backward_weighted(
@@ -32,14 +30,13 @@ def backward_weighted(
     weighted = w h (what the gradient of the next projection multiplies), dgate and dup times w, score = <dh, h> (the gradient of w).
     """
     wide, grad, weight_n1 = _wide(gate), _wide(dh), weight_n[:, None]
-    sigmoid = wide.sigmoid()
-    silu = wide * sigmoid
+    silu = F.silu(wide)
     h = silu * up
     score_n.copy_((grad * h).sum(-1))
     weighted.copy_(h.mul_(weight_n1))
     grad = grad * weight_n1
-    dup.copy_(grad * silu)
-    dgate.copy_(silu.mul_(1 - sigmoid).add_(sigmoid).mul_(grad).mul_(up))
+    dup.copy_(silu.mul_(grad))
+    dgate.copy_(torch.ops.aten.silu_backward(grad.mul_(up), wide))
 
 
 def _wide(tensor: Tensor) -> Tensor:
