@@ -9,7 +9,6 @@ from numba import prange
 from torch import Tensor
 
 from unfreeze.kernels.numba_options import Kernel, array, narrow, widen
-from unfreeze.kernels.rms_norm.reference import weight_gradient
 
 __all__ = ["backward", "forward", "weight_gradient"]
 
