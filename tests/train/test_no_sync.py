@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from unfreeze import models
 from unfreeze.adapters import LoraConfig, attach
-from unfreeze.core.batch import Batch, Loss
+from unfreeze.core.batch import Batch
 from unfreeze.kernels.expert_mlp import fused_expert_mlp
 from unfreeze.kernels.expert_mlp.grouped import Grouped
 from unfreeze.models.blocks import experts
@@ -69,13 +69,6 @@ def batch_of(lengths: tuple[int, ...]) -> Batch:
     return Batch(tokens, tokens.roll(-1), torch.ones(len(tokens)), torch.cat([torch.arange(n) for n in lengths]), starts)
 
 
-def without_reading(hidden_TD, lm_head, batch) -> Loss:
-    """The contract of an objective: sum, count and metrics may be scalars on the device."""
-    logits = lm_head(hidden_TD).float()
-    loss_T = logits.logsumexp(-1) - logits.gather(1, batch.targets_T[:, None])[:, 0]
-    return Loss((loss_T * batch.weights_T).sum(), batch.weights_T.sum(), {"correct": (logits.argmax(-1) == batch.targets_T).float().sum()})
-
-
 def build(config: dict, device: str):
     shape = models.shape(config)
     model = models.build(shape, dtype=torch.bfloat16, device="cpu", codec=Int4(32), packed=lambda name: ".experts." in name)
@@ -99,7 +92,7 @@ def with_part(part, x_TD, ids_TK, weights_TK, gate_up, down, factors=None, impl=
     return fused_expert_mlp(x_TD, ids_TK, weights_TK, gate_up, down, factors, part, kept)
 
 
-def meta_step(config, monkeypatch, through: str, objective=without_reading) -> tuple[list[str], list[int]]:
+def meta_step(config, monkeypatch, through: str, objective=cross_entropy) -> tuple[list[str], list[int]]:
     """One step of a model without values -> (what would have waited, sizes of what was read)."""
     model, read = build(config, "meta"), []
     optimizer = AdamW(model)
@@ -142,7 +135,7 @@ def test_a_step_reads_once(config, through, grouped, monkeypatch):
 def test_the_control_arm_is_seen(planted, grouped, monkeypatch):
     def objective(hidden_TD, lm_head, batch):
         planted(hidden_TD.detach())
-        return without_reading(hidden_TD, lm_head, batch)
+        return cross_entropy(hidden_TD, lm_head, batch)
 
     try:
         found, _ = meta_step(KIMI, monkeypatch, "selective", objective)

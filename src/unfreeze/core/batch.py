@@ -29,6 +29,7 @@ class Batch:
     positions_T  int64, restarts at 0 with each document; what rotary embeddings see.
     starts_S     int64 on the *host*: index in T where each document begins, starts_S[0] == 0. It stays on the host because
                  document boundaries are known there; reading them from the device would synchronise.
+    found        (weights_T, where it is above 0), set by `to` for the same reason; ask supervised(). With other weights it says nothing.
     """
 
     tokens_T: Tensor
@@ -36,11 +37,19 @@ class Batch:
     weights_T: Tensor
     positions_T: Tensor
     starts_S: Tensor
+    found: tuple[Tensor, Tensor] | None = None
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch with everything but starts_S on `device`."""
         names = ("tokens_T", "targets_T", "weights_T", "positions_T")
-        return replace(self, **{name: send(getattr(self, name), device) for name in names})
+        sent = {name: send(getattr(self, name), device) for name in names}
+        return replace(self, **sent, found=(sent["weights_T"], send(self.supervised(), device)))
+
+    def supervised(self) -> Tensor:
+        """int64: the positions whose weight is above 0, on the batch's device. Found on the host where the batch came from there (`to`)."""
+        if self.found is not None and self.found[0] is self.weights_T:
+            return self.found[1]
+        return self.weights_T.gt(0).nonzero().squeeze(1)
 
     @property
     def num_tokens(self) -> int:

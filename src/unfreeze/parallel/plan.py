@@ -24,17 +24,16 @@ from unfreeze.checkpoint.manifest import Manifest
 from unfreeze.checkpoint.stream import CHUNK, THREADS
 from unfreeze.core.errors import DoesNotFit
 from unfreeze.core.units import format_bytes, format_count, format_seconds
+from unfreeze.kernels.linear_cross_entropy import block_cost
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear, PackedHolder
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.fields import check_against_files
-from unfreeze.objectives.cross_entropy import rows_per_block
 from unfreeze.parallel.machine import Hardware, hardware
 from unfreeze.quant.int4 import from_quantization_config
 
 ADAMW_BYTES = 8  # per trained parameter: two fp32 moments
 GRADIENT_BYTES = 4  # adapters and their gradients are fp32
-LOSS_BLOCKS = 3  # fp32 blocks [N, V] alive at once in objectives/cross_entropy.py
 LOAD_BUFFERS = THREADS * CHUNK  # checkpoint/stream.py: one buffer per reading thread
 GROUP_BYTES = 4 * 2**20  # kernels/expert_mlp/loop_cpu.py: weights and rows of a group of experts
 MIN_TOKENS = 2  # of a micro-batch: one token has no next one to learn
@@ -92,7 +91,8 @@ class Work:
     rank: int | None = None
     experts_rank: int | None = None
     recompute: Recompute = "layers"
-    loss_rows: int = 2048
+    loss_rows: int = 2048  # of the largest block of logits, and bytes alive per logit of it: kernels/linear_cross_entropy.block_cost
+    loss_bytes: int = 10
     tokens_per_second: float | None = None  # a measured rate on this machine; without one the plan gives no time
     micro_batches: int = 1  # one after the other: only their number of tokens changes the bytes
 
@@ -263,7 +263,8 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware) -> Plan:
     boundary   T · D · (layers + 1) · bytes: each layer's input, which recompute keeps, and the last one's output
     kept       T · sizes.kept with recompute = selective; the layer at work has its own in its term
     layer      T · sizes.layer, once with recompute, for every layer without
-    loss       3 · N · V · 4 for blocks of N rows, and the gradient of the hidden state, T · D · bytes
+    loss       N · V · loss_bytes for blocks of N rows, and the gradient of the hidden state, T · D · bytes. Where the head trains in half precision
+               and its rows are more than one block, V · D · 4: the float32 sum of its gradient
     workspace  the expert op's scratch and one layer's expert adapters with their gradients, in the computation's dtype
     """
     trained, bytes_ = work_parameters(sizes, work), sizes.compute_bytes
@@ -277,7 +278,9 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware) -> Plan:
     kept = {"kept of attention and experts": work.tokens * sizes.kept} if work.recompute == "selective" else {}
     if work.recompute == "nothing":
         boundary, layer = 0, {"all layers' activations": work.tokens * sizes.layer * sizes.num_layers}
-    loss = {"loss block": LOSS_BLOCKS * min(work.loss_rows, work.tokens) * sizes.vocab_size * 4 + work.tokens * sizes.hidden_size * bytes_}
+    loss = {"loss block": min(work.loss_rows, work.tokens) * sizes.vocab_size * work.loss_bytes + work.tokens * sizes.hidden_size * bytes_}
+    if work.rank is None and bytes_ < 4 and work.tokens > work.loss_rows:
+        loss["loss block"] += sizes.vocab_size * sizes.hidden_size * 4
     smaller, larger = sorted((layer, loss), key=lambda moment: sum(moment.values()))
     copies = 3 if hardware.kind == "cuda" else 2  # of an adapter: itself, its gradient, and on CUDA its columns of the workspace
     cast = copies * bytes_ * sizes.cast_per_rank * (work.experts_rank or work.rank or 0)
@@ -321,13 +324,15 @@ def plan_training(
     kind = {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
     model = meta_model(shape, manifest, kind)
     place = torch.device(device)
+    loss_rows, loss_bytes = block_cost(shape.vocab_size, kind, place, trained=lora is None)
     work = Work(
         tokens=tokens,
         rank=lora.rank if lora else None,
         experts_rank=lora.experts_rank if lora else None,
         recompute=recompute,
         micro_batches=micro_batches,
-        loss_rows=rows_per_block(shape.vocab_size, place),
+        loss_rows=loss_rows,
+        loss_bytes=loss_bytes,
         tokens_per_second=tokens_per_second,
     )
     return plan(measure(model, lora, place.type), work, hardware(place))

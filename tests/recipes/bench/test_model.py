@@ -79,15 +79,15 @@ def gpu(gib: float) -> Hardware:
 
 @pytest.mark.parametrize("name", JOBS)
 def test_every_job_fits_an_h200_in_at_most_four_micro_batches(name):
-    made = sized(JOBS[name], Config(), gpu(139), 4096)
+    made = sized(JOBS[name], Config(), gpu(139), CPU, 4096)
     assert made.fits and made.work.micro_batches <= 4 and made.work.tokens * made.work.micro_batches == 65536
 
 
 def test_it_sizes_itself_or_refuses_with_arithmetic():
-    smaller = sized(JOBS["qwen2.5-7b"], Config(), gpu(44), 4096)
+    smaller = sized(JOBS["qwen2.5-7b"], Config(), gpu(44), CPU, 4096)
     assert smaller.fits and smaller.work.tokens < 65536
     with pytest.raises(DoesNotFit, match="usable on GPU: base"):
-        sized(JOBS["qwen3-30b-a3b-bf16"], Config(), gpu(40), 4096)
+        sized(JOBS["qwen3-30b-a3b-bf16"], Config(), gpu(40), CPU, 4096)
     row = run("x", Job(QWEN3_30B | {"num_hidden_layers": 4800}, "bf16", 16, None), Config(), CPU, Stamp.now("model", "x"))
     assert "No number of tokens" in row.not_run and not row.results
 

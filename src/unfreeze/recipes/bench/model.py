@@ -28,10 +28,12 @@ from unfreeze.core.batch import Batch
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError, DoesNotFit
 from unfreeze.core.units import format_bytes
+from unfreeze.kernels.linear_cross_entropy import block_cost
 from unfreeze.kernels.scratch import release_scratch
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
-from unfreeze.objectives.cross_entropy import cross_entropy, rows_per_block
+from unfreeze.models.blocks.moe import SigmoidRouter, SoftmaxRouter
+from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel.machine import Hardware, hardware
 from unfreeze.parallel.plan import Plan, Work, measure, plan
 from unfreeze.quant.int4 import Int4
@@ -85,7 +87,7 @@ SEQUENCE = 4096
 
 class Config(Frozen):
     models: tuple[str, ...] = Field(default=tuple(JOBS), description=f"which to run, of {', '.join(JOBS)}")
-    tokens_per_step: Annotated[int, Field(ge=2)] = Field(default=65536, description="of one step, in micro-batches as large as fit; 4,096 per document")
+    tokens_per_step: Annotated[int, Field(ge=2)] = Field(default=65536, description="of a step, in micro-batches as large as fit; 4,096 per document")
     steps: Annotated[int, Field(ge=3, le=100)] = Field(default=8, description="timed steps after two that warm up; the median counts")
     recompute: Literal["layers", "selective", "nothing"] = Field(default="selective", description="as in sft; falls to what fits, and says so")
     out: str = Field(default="", description="the .jsonl that rows are appended to; default benchmarks/results/<device>.jsonl of the checkout")
@@ -136,7 +138,7 @@ def run(name: str, job: Job, config: Config, device: torch.device, stamp: Stamp,
                 "steps": config.steps, "dtype": "bfloat16", "weights": "random"}  # fmt: skip
     shape = models.shape(job.config)
     try:
-        made = sized(job, config, hardware(device), sequence)
+        made = sized(job, config, hardware(device), device, sequence)
     except DoesNotFit as error:
         return stamp.row(name, settings, not_run=str(error).replace("\n", " "))
     settings |= {"micro_batches": made.work.micro_batches, "recompute": made.work.recompute}
@@ -166,18 +168,19 @@ def built(shape: models.Shape, job: Job, device: torch.device | str) -> models.D
     return models.build(shape, dtype=torch.bfloat16, device=device, codec=codec, packed=lambda name: codec is not None and ".experts." in name)
 
 
-def sized(job: Job, config: Config, found: Hardware, sequence: int) -> Plan:
+def sized(job: Job, config: Config, found: Hardware, device: torch.device, sequence: int) -> Plan:
     """The plan that fits: the recompute asked for before more of it, few micro-batches before many. Raises DoesNotFit with the arithmetic."""
     shape = models.shape(job.config)
     lora = LoraConfig(rank=job.rank) if job.rank else None
     sizes = measure(built(shape, job, "meta"), lora, "cuda")
     modes: tuple[Literal["nothing", "selective", "layers"], ...] = ("nothing", "selective", "layers")
     documents = max(1, config.tokens_per_step // sequence)
+    loss_rows, loss_bytes = block_cost(shape.vocab_size, torch.bfloat16, device, trained=job.rank is None)
     made = None
     for mode in modes[modes.index(config.recompute) :]:
         for parts in (n for n in range(1, documents + 1) if documents % n == 0):
             work = Work(tokens=documents // parts * sequence, rank=job.rank, recompute=mode, micro_batches=parts,
-                        loss_rows=rows_per_block(shape.vocab_size, torch.device(found.kind)))  # fmt: skip
+                        loss_rows=loss_rows, loss_bytes=loss_bytes)  # fmt: skip
             made = plan(sizes, work, found)
             if made.fits and parts <= 4:
                 return made
@@ -187,14 +190,14 @@ def sized(job: Job, config: Config, found: Hardware, sequence: int) -> Plan:
 
 
 def arithmetic_of(model: models.Decoder, full: bool, sequence: int) -> Arithmetic:
-    """Counted from the modules. Of E experts a token meets K; a document's causal attention is half of a square: 2 · (d + v) · H · L / 2 per token."""
+    """Counted from the modules. Of E experts a token meets K; causal attention is half of a square: 2 · (d + v) · H · L / 2 per token and layer."""
     shape, active, adapter, attention = model.shape, 0, 0, 0.0
-    for name, module in model.named_modules():
+    for module in model.modules():
         if isinstance(module, Linear):
             active += module.in_features * module.out_features
         elif isinstance(module, Experts):
             active += shape.experts_per_token * 3 * module.hidden_size * module.intermediate_size
-        elif name.endswith(".gate") and hasattr(module, "weight"):
+        elif isinstance(module, (SigmoidRouter, SoftmaxRouter)):
             active += module.weight.numel()
     for name, parameter in model.named_parameters():
         if ".adapter." in name:
