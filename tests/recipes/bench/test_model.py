@@ -15,7 +15,8 @@ from unfreeze.kernels.expert_mlp.grouped import Grouped
 from unfreeze.models.blocks import experts
 from unfreeze.parallel.machine import Hardware
 from unfreeze.recipes.bench import model as bench
-from unfreeze.recipes.bench.model import JOBS, QWEN3_06B, QWEN3_30B, QWEN25_7B, Config, Job, arithmetic_of, built, run, sized
+from unfreeze.recipes.bench.flops import step_flops
+from unfreeze.recipes.bench.model import JOBS, QWEN3_06B, QWEN3_30B, QWEN25_7B, Config, Job, built, run, sized
 from unfreeze.recipes.bench.rows import Stamp, append, read
 
 SMALL = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -61,16 +62,13 @@ def test_the_shapes_have_the_published_number_of_parameters(config, billions):
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=2e-3)
 
 
-def test_active_parameters_and_flop_are_the_formulas():
-    """Qwen3-30B-A3B: 3.35 B active with the embedding (its model card says 3.3 B); the formula by hand at one layer."""
-    shape = models.shape(QWEN3_30B)
-    model = built(shape, JOBS["qwen3-30b-a3b-int4"], "meta")
-    found = arithmetic_of(model, False, 4096)
-    assert (found.active + shape.vocab_size * shape.hidden_size) / 1e9 == pytest.approx(3.35, rel=0.01)
-    layer = 2048 * 128 * (32 + 2 * 4 + 32) + 2048 * 128 + 8 * 3 * 2048 * 768
-    assert found.active == 48 * layer + 151936 * 2048
-    assert found.attention_per_token == 48 * 2 * 2 * 128 * 32 * 4096 / 2 and found.active_adapter == 0
-    assert found.flop == 4 * found.active + 3 * found.attention_per_token
+def test_flop_per_token_is_the_formula():
+    """Qwen3-30B-A3B by hand: 6 N + 3 attention without adapters; N and the embedding are 3.35 B, its card says 3.3 B active."""
+    model = built(models.shape(QWEN3_30B), JOBS["qwen3-30b-a3b-int4"], "meta")
+    active = 48 * (2048 * 128 * (32 + 2 * 4 + 32) + 2048 * 128 + 8 * 3 * 2048 * 768) + 151936 * 2048
+    assert (active + 151936 * 2048) / 1e9 == pytest.approx(3.35, rel=0.01)
+    attention = 48 * 2 * 2 * 128 * 32 * 4097 / 2
+    assert step_flops(model, [4096], "nothing").model / 4096 == pytest.approx(6 * active + 3 * attention)  # nothing attached: every weight
 
 
 def gpu(gib: float) -> Hardware:

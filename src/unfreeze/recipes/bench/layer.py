@@ -27,7 +27,7 @@ from unfreeze.parallel.plan import USABLE, expert_workspace
 from unfreeze.recipes.bench.kimi_slice import KIMI, ExpertOps, KimiSlice, Routing, Slice
 from unfreeze.recipes.bench.rows import Row, Stamp, append, where
 from unfreeze.recipes.bench.timing import Timing, timed, wait
-from unfreeze.recipes.config import Frozen, parse
+from unfreeze.recipes.config import Folder, Frozen, parse
 
 RATE = "grouped rate at 341 rows per expert"
 # item -> (predicted, refuted above), milliseconds; of RATE (predicted from, refuted below) in TFLOP/s. PERFORMANCE.md, section 4
@@ -50,7 +50,7 @@ TARGET = 15900
 
 class Config(Frozen):
     repeats: Annotated[int, Field(ge=3, le=200)] = Field(default=20, description="timed calls of each row; the median and quartiles are kept")
-    out: str = Field(default="", description="the .jsonl that rows are appended to; default benchmarks/results/<device>.jsonl of the checkout")
+    append: Folder = Field(default="", description="file the rows are appended to; default: benchmarks/results/<device>.jsonl of the checkout")
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     items, memory = measure(sizes, device, config.repeats)
     node = derive(items) if sizes.whole else []
     stamp = Stamp.now("layer", shlex.join(["unfreeze", "bench", "layer", *arguments]), device)
-    rows, path = as_rows(stamp, sizes, items, memory, node, why), where(config.out, device)
+    rows, path = as_rows(stamp, sizes, items, memory, node, why), where(config.append, device)
     append(rows, path)
     show(items, memory, node, why, Console(file=sys.stderr if common.json else sys.stdout, quiet=common.quiet))
     return {"rows": [row.model_dump() for row in rows], "node": node, "path": str(path) if path else None}

@@ -30,17 +30,15 @@ from unfreeze.core.errors import ConfigError, DoesNotFit
 from unfreeze.core.units import format_bytes
 from unfreeze.kernels.linear_cross_entropy import block_cost
 from unfreeze.kernels.scratch import release_scratch
-from unfreeze.models.blocks.experts import Experts
-from unfreeze.models.blocks.linear import Linear
-from unfreeze.models.blocks.moe import SigmoidRouter, SoftmaxRouter
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel.machine import Hardware, hardware
 from unfreeze.parallel.plan import Plan, Work, measure, plan
 from unfreeze.quant.int4 import Int4
+from unfreeze.recipes.bench.flops import StepFlops, step_flops
 from unfreeze.recipes.bench.rows import Row, Stamp, append, where
 from unfreeze.recipes.bench.synthetic import fill_random
 from unfreeze.recipes.bench.timing import wait
-from unfreeze.recipes.config import Frozen, parse
+from unfreeze.recipes.config import Folder, Frozen, parse
 from unfreeze.train.memory import peak_bytes, reset_peak_bytes
 from unfreeze.train.optim import AdamW
 from unfreeze.train.step import StepResult, train_step
@@ -90,22 +88,7 @@ class Config(Frozen):
     tokens_per_step: Annotated[int, Field(ge=2)] = Field(default=65536, description="of a step, in micro-batches as large as fit; 4,096 per document")
     steps: Annotated[int, Field(ge=3, le=100)] = Field(default=8, description="timed steps after two that warm up; the median counts")
     recompute: Literal["layers", "selective", "nothing"] = Field(default="selective", description="as in sft; falls to what fits, and says so")
-    out: str = Field(default="", description="the .jsonl that rows are appended to; default benchmarks/results/<device>.jsonl of the checkout")
-
-
-@dataclass(frozen=True)
-class Arithmetic:
-    """Multiply-adds per token, by PERFORMANCE.md section 1. active: matrix parameters a token meets (router and head too, no embedding)."""
-
-    active: int
-    active_adapter: int
-    attention_per_token: float
-    full: bool
-
-    @property
-    def flop(self) -> float:
-        """LoRA: 4 N + 3 causal attention + 6 active adapter parameters; every weight: 6 N + 3 attention. Recomputation is not counted."""
-        return (6 if self.full else 4) * self.active + 3 * self.attention_per_token + 6 * self.active_adapter
+    append: Folder = Field(default="", description="file the rows are appended to; default: benchmarks/results/<device>.jsonl of the checkout")
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
@@ -118,7 +101,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
         raise ConfigError("bench model needs a CUDA device and there is none here; its rows stay not measured", next="run it on a machine with a GPU")
     device = torch.device("cuda", torch.cuda.current_device())
     stamp = Stamp.now("model", shlex.join(["unfreeze", "bench", "model", *arguments]), device)
-    path, console, rows = where(config.out, device), Console(stderr=True, quiet=common.quiet), []
+    path, console, rows = where(config.append, device), Console(stderr=True, quiet=common.quiet), []
     for name in config.models:
         console.print(f"{name} …")
         rows.append(run(name, JOBS[name], config, device, stamp))
@@ -150,10 +133,11 @@ def run(name: str, job: Job, config: Config, device: torch.device, stamp: Stamp,
         if device.type == "cuda":
             torch.cuda.empty_cache()
     peak_rate = next((rate for part, rate in PEAK.items() if part in hardware(device).name), None)
-    arithmetic = found.pop("arithmetic")
-    speed = found["tokens_per_second"]
+    flops: StepFlops = found.pop("flops")
+    speed, per_token = found["tokens_per_second"], flops.model / found["tokens"]
     results = {
-        **found, "flop_per_token": arithmetic.flop, "mfu": speed * arithmetic.flop / peak_rate if peak_rate else None, "target": job.target,
+        **found, "flop_per_token": per_token, "mfu": speed * per_token / peak_rate if peak_rate else None,
+        "recomputed_flop_per_token": flops.recomputed / found["tokens"], "target": job.target,
         "verdict": "" if job.target is None else "met" if speed >= job.target else "missed",
         "plan_bytes": made.training, "peak_over_plan": found["peak_bytes"] / made.training, "plan_terms": made.terms,
         "correctness": {"loss at the first and last step": "falls on repeated data" if found["learned"] else "DID NOT FALL",
@@ -189,25 +173,6 @@ def sized(job: Job, config: Config, found: Hardware, device: torch.device, seque
     return made
 
 
-def arithmetic_of(model: models.Decoder, full: bool, sequence: int) -> Arithmetic:
-    """Counted from the modules. Of E experts a token meets K; causal attention is half of a square: 2 · (d + v) · H · L / 2 per token and layer."""
-    shape, active, adapter, attention = model.shape, 0, 0, 0.0
-    for module in model.modules():
-        if isinstance(module, Linear):
-            active += module.in_features * module.out_features
-        elif isinstance(module, Experts):
-            active += shape.experts_per_token * 3 * module.hidden_size * module.intermediate_size
-        elif isinstance(module, (SigmoidRouter, SoftmaxRouter)):
-            active += module.weight.numel()
-    for name, parameter in model.named_parameters():
-        if ".adapter." in name:
-            adapter += parameter.numel() * (shape.experts_per_token if ".experts." in name else shape.num_experts or 1) // (shape.num_experts or 1)
-    for _ in model.layers:
-        value = shape.mla.value if shape.mla else shape.head_dim
-        attention += 2 * (shape.head_dim + value) * shape.num_heads * sequence / 2
-    return Arithmetic(active, adapter, attention, full)
-
-
 def train(shape: models.Shape, job: Job, made: Plan, steps: int, device: torch.device, sequence: int) -> dict[str, Any]:
     """Two warm-up steps and `steps` timed ones on the same batch: tokens/s of the median step, losses, peak memory, the arithmetic."""
     model = built(shape, job, device)
@@ -237,7 +202,8 @@ def train(shape: models.Shape, job: Job, made: Plan, steps: int, device: torch.d
         "tokens_per_second": tokens / middle, "slowest_quartile": tokens / high, "fastest_quartile": tokens / low, "tokens": tokens,
         "peak_bytes": peak_bytes(device), "loss_first": losses[0], "loss_last": losses[-1],
         "learned": all(math.isfinite(loss) for loss in losses) and losses[-1] < losses[0],
-        "parameters": sum(p.numel() for p in model.parameters()), "arithmetic": arithmetic_of(model, job.rank is None, sequence),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "flops": step_flops(model, [sequence] * (tokens // sequence), made.work.recompute),
     }  # fmt: skip
 
 

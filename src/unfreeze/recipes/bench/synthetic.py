@@ -32,7 +32,7 @@ def fill_random(model: nn.Module, seed: int) -> None:
         elif name.endswith(".bias"):
             parameter.normal_(0.0, 0.02, generator=generator)
         else:
-            parameter.normal_(0.0, 1.0 if "embed_tokens" in name else 1 / math.sqrt(parameter.shape[-1]), generator=generator)
+            parameter.normal_(0.0, 1 / math.sqrt(parameter.shape[-1]), generator=generator)  # the embedding too: it may be the head
     for module in model.modules():
         if isinstance(module, PackedHolder) and module.codec is not None:
             _fill_packed(module.packed, generator)
