@@ -84,6 +84,8 @@ TESTED_BY = {  # source file -> the test file that covers it, where that doesn't
     "core/events.py": "core/test_core.py",
     "data/tokenizer_json.py": "data/test_tokenizer.py",
     "generate/open.py": "generate/test_model.py",
+    "kernels/adamw/__init__.py": "kernels/adamw/test_adamw.py",
+    "kernels/adamw/numba_cpu.py": "kernels/adamw/test_adamw.py",
     "kernels/attention/documents.py": "kernels/attention/test_packed_attention.py",
     "kernels/attention/layout.py": "kernels/attention/test_attention_layout.py",
     "kernels/attention/packed.py": "kernels/attention/test_packed_attention.py",

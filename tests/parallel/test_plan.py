@@ -146,7 +146,7 @@ class Live(TorchDispatchMode):
         self.now -= self.sizes.pop(key, 0)
 
 
-@pytest.mark.parametrize("recompute", ["layers", "selective"])
+@pytest.mark.parametrize("recompute", ["layers", "selective", "elementwise"])
 @pytest.mark.parametrize(("name", "dtype"), [("deepseek_v3", torch.bfloat16), ("llama", torch.float32), ("qwen3_moe", torch.bfloat16)])
 def test_a_steps_memory_is_predicted_within_15_percent(name, dtype, recompute, monkeypatch):
     tokens = 1024
@@ -255,7 +255,7 @@ def test_proposals_are_flags_of_the_whole_step(step, parts):
 
 def test_recompute_is_proposed_where_it_is_off_and_with_fewer_tokens_where_it_is_not_enough():
     alone = plan(SIZES, Work(tokens=8192, rank=16, recompute="nothing"), machine(16))
-    assert not alone.fits and [flags for flags, _ in alone.what_fits()][:2] == ["--recompute selective", "--recompute layers"]
+    assert not alone.fits and [flags.split()[1] for flags, _ in alone.what_fits()][:3] == ["elementwise", "selective", "layers"]
     kept = plan(SIZES, Work(tokens=16384, rank=16, recompute="selective"), machine(16))
     assert kept.total > plan(SIZES, Work(tokens=16384, rank=16), machine(16)).total
     assert plan(SIZES, Work(tokens=16384, rank=16), machine(16)).fits

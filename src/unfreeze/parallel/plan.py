@@ -25,8 +25,10 @@ from unfreeze.checkpoint.stream import CHUNK, THREADS
 from unfreeze.core.errors import DoesNotFit
 from unfreeze.core.units import format_bytes, format_count, format_seconds
 from unfreeze.kernels.linear_cross_entropy import block_cost
+from unfreeze.models.blocks.attention import Attention
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear, PackedHolder
+from unfreeze.models.blocks.mlp import MLP
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.fields import check_against_files
 from unfreeze.parallel.machine import Hardware, hardware
@@ -40,8 +42,10 @@ MIN_TOKENS = 2  # of a micro-batch: one token has no next one to learn
 USABLE = 0.92  # of the free memory: allocator fragmentation and what the interpreter and BLAS take besides
 
 
-Recompute = Literal["layers", "selective", "nothing"]
-LESS: dict[Recompute, tuple[Recompute, ...]] = {"nothing": ("selective", "layers"), "selective": ("layers",), "layers": ()}
+Recompute = Literal["layers", "selective", "elementwise", "nothing"]
+LESS: dict[Recompute, tuple[Recompute, ...]] = {
+    "nothing": ("elementwise", "selective", "layers"), "elementwise": ("selective", "layers"), "selective": ("layers",), "layers": (),
+}  # fmt: skip
 
 
 class Adapter(Protocol):
@@ -62,6 +66,7 @@ class Sizes:
     expanded        the same with every packed weight expanded to the computation's dtype
     layer           bytes per token at the worst moment of the largest layer's backward (see _layer_bytes)
     kept            bytes per token of what attention and experts made, over all layers but the largest (see _kept_bytes)
+    products        bytes per token of outputs of linear layers, likewise (see _product_bytes)
     workspace       bytes of the expert op's scratch before adapters (see expert_workspace); 0 without experts
     dense_per_rank, experts_per_rank   adapter parameters per unit of rank
     cast_per_rank   elements per unit of rank that the expert op holds of one layer's adapter in the computation's dtype (B block-diagonal)
@@ -75,6 +80,7 @@ class Sizes:
     vocab_size: int
     layer: int
     kept: int = 0
+    products: int = 0
     workspace: int = 0
     dense_per_rank: int = 0
     experts_per_rank: int = 0
@@ -84,7 +90,8 @@ class Sizes:
 @dataclass(frozen=True)
 class Work:
     """What a run asks for. tokens: of one micro-batch; a step has micro_batches of them. rank None: no adapter, every weight trains.
-    recompute: "layers" (each layer's input is kept), "selective" (and what attention and experts made) or "nothing" (all activations are).
+    recompute: "layers" (each layer's input is kept), "selective" (and what attention and experts made), "elementwise" (and outputs
+    of linear layers) or "nothing" (all activations are).
     """
 
     tokens: int
@@ -261,7 +268,7 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware) -> Plan:
     """Bytes per term. Weights, adapter, gradients and optimizer are exact; a step's activations are within about 15 % (tests/parallel).
 
     boundary   T · D · (layers + 1) · bytes: each layer's input, which recompute keeps, and the last one's output
-    kept       T · sizes.kept with recompute = selective; the layer at work has its own in its term
+    kept       T · sizes.kept with recompute = selective, and T · sizes.products with elementwise; the layer at work has its own in its term
     layer      T · sizes.layer, once with recompute, for every layer without
     loss       N · V · loss_bytes for blocks of N rows, and the gradient of the hidden state, T · D · bytes. Where the head trains in half precision
                and its rows are more than one block, V · D · 4: the float32 sum of its gradient
@@ -275,7 +282,9 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware) -> Plan:
         stays = {"adapter": trained * 4, "gradients": trained * GRADIENT_BYTES, "optimizer": trained * ADAMW_BYTES}
     boundary = work.tokens * sizes.hidden_size * (sizes.num_layers + 1) * bytes_
     layer = {"one layer's recompute": work.tokens * sizes.layer}
-    kept = {"kept of attention and experts": work.tokens * sizes.kept} if work.recompute == "selective" else {}
+    kept = {"kept of attention and experts": work.tokens * sizes.kept} if work.recompute in ("selective", "elementwise") else {}
+    if work.recompute == "elementwise":
+        kept["kept of linear layers"] = work.tokens * sizes.products
     if work.recompute == "nothing":
         boundary, layer = 0, {"all layers' activations": work.tokens * sizes.layer * sizes.num_layers}
     loss = {"loss block": min(work.loss_rows, work.tokens) * sizes.vocab_size * work.loss_bytes + work.tokens * sizes.hidden_size * bytes_}
@@ -369,6 +378,7 @@ def measure(model: models.Decoder, lora: Adapter | None, kind: str = "cpu") -> S
         vocab_size=shape.vocab_size,
         layer=max(_layer_bytes(layer, shape.experts_per_token, compute, kind) for layer in model.layers),
         kept=sum(sorted(_kept_bytes(layer, shape.experts_per_token, compute) for layer in model.layers)[:-1]),
+        products=sum(sorted(_product_bytes(layer, compute) for layer in model.layers)[:-1]),
         workspace=max((expert_workspace(m, kind, compute, rank=0) for m in experts), default=0),
         dense_per_rank=dense_per_rank,
         experts_per_rank=experts_per_rank,
@@ -414,3 +424,9 @@ def _kept_bytes(layer: nn.Module, experts_per_token: int, compute: int) -> int:
     query = next(linears[name].out_features for name in ("q_b_proj", "q_proj") if name in linears)
     routed = sum(experts_per_token * 2 * m.intermediate_size * compute * 9 // 8 for m in layer.modules() if isinstance(m, Experts))
     return query * (compute + 1) + routed
+
+
+def _product_bytes(layer: nn.Module, compute: int) -> int:
+    """Bytes per token that elementwise recompute keeps beside: outputs of the linear layers of multi-head attention and of a dense MLP."""
+    blocks = [module for module in layer.children() if isinstance(module, (Attention, MLP))]
+    return compute * sum(m.out_features for block in blocks for m in block.modules() if isinstance(m, Linear))

@@ -42,7 +42,7 @@ def head_cross_entropy(
 ) -> Answer:
     """The same for a module: by linear_cross_entropy where W and b are all it has; packed or adapted, its own forward and backward, by blocks.
 
-    The gradient reaches hidden_ND and every parameter of `head` that requires one. Such a head's backward must not need its own output.
+    The gradient reaches hidden_ND and every parameter of `head` that requires one.
     """
     dense = _weight_and_bias(head)
     if dense is not None and dense[0].dtype == hidden_ND.dtype:

@@ -155,7 +155,7 @@ class _Through(torch.autograd.Function):
             hidden_BD = hidden_ND[rows].detach().requires_grad_()
             with torch.enable_grad():
                 logits_BV = head(hidden_BD)
-            dlogits_BV = answer.add(part, logits_BV.detach(), targets_N[rows], rows, True)
+            dlogits_BV = answer.add(part, logits_BV.detach().clone(), targets_N[rows], rows, True)  # its backward may need them
             dhidden_ND[rows], *found = torch.autograd.grad(logits_BV, [hidden_BD, *parameters], dlogits_BV)
             for total, grad in zip(grads, found, strict=True):
                 total.add_(grad)

@@ -72,8 +72,6 @@ def softmax_gradient(logits_NV: Tensor, targets_N: Tensor, weights_N: Tensor, wa
     """As reference.softmax_gradient, for float32 and bf16."""
     log_p_N, wins_N = torch.empty(len(targets_N), dtype=torch.float32), torch.empty(len(targets_N), dtype=torch.bool)
     logits_NV = logits_NV.contiguous()
-    _softmax_gradient(
-        logits_NV.numel(), array(logits_NV), array(targets_N.contiguous()), array(weights_N.float().contiguous()), wanted, array(log_p_N), array(wins_N)
-    )
-    logits_NV[:0].zero_()  # tells autograd that they changed: whoever saved them for backward is refused there instead of misled
+    z, target, weight = (array(x.contiguous()) for x in (logits_NV, targets_N, weights_N.float()))
+    _softmax_gradient(logits_NV.numel(), z, target, weight, wanted, array(log_p_N), array(wins_N))
     return log_p_N, wins_N, logits_NV
