@@ -86,7 +86,7 @@ def test_a_full_cache_is_refused_and_one_with_room_is_not():
         assert cache.lengths == [5, 3]
         with pytest.raises(UserError, match="holds 5 positions and all are filled"):
             model.step(torch.tensor([1, 2]), cache)
-        cache.select([1])
+        cache.keep([1])
         model.step(torch.tensor([2]), cache)
     assert cache.lengths == [4]
 

@@ -11,8 +11,11 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from collections.abc import Callable
 
 import torch
+
+from unfreeze.kernels.op import Candidate, Implementation
 
 
 @functools.cache
@@ -34,6 +37,11 @@ def refuses(device: str, dtype: torch.dtype) -> str:
     if device != "cuda":
         return f"it needs cuda, not {device}"
     return "" if dtype in (torch.float32, torch.bfloat16, torch.float16) else f"{dtype}: it computes in float32"
+
+
+def candidate(load: Callable[[], Implementation]) -> Candidate:
+    """A Triton implementation. On a CPU, interpreted, it runs only where it is named: in tests of its own."""
+    return Candidate(load, refuses, named_on=("cpu",))
 
 
 def power_of_two(value: int) -> int:

@@ -1,7 +1,7 @@
 """The CUDA part of the expert MLP: all experts at once, torch grouped GEMMs, offsets on the device, no host synchronisation.
 
 Runs on CPU too (bf16), which is how it is tested; speed on a GPU is not measured yet. Sorting, gathering and SwiGLU are the ops token_order and
-swiglu, by record; results are copied once into place, as torch's grouped GEMM has no `out`.
+swiglu, by record. torch's grouped GEMM has no `out`: what stands in a wider buffer is copied there, the rest is taken as it comes.
 
 n = T * K rows sorted by expert, E experts, D, I, Q, P as in factors.py.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class Routing:
     def experts(self) -> list[int]:
         return list(range(self.num_experts))
 
-    @property
+    @cached_property
     def token_n(self) -> Tensor:
         """Which token a row is of."""
         return torch.div(self.slot_n, self.per_token, rounding_mode="floor")
@@ -76,6 +77,9 @@ class Routing:
     def selection(self) -> None:
         """All experts: which of them have rows is known on the device only."""
         return None
+
+
+MADE = ("y", "dh")  # of these fused uses what nt and nn return: at 65,536 rows of 7,168 a copy of y would move 1.9 GB
 
 
 class Grouped:
@@ -110,17 +114,18 @@ class Grouped:
         for group in groups:
             work(group, 0)
 
-    def rows(self, name: str, group: Group, width: int, dtype: torch.dtype) -> Tensor:
-        """Uninitialised [n, width]; the caching allocator is the scratch here."""
-        return torch.empty((group.num_rows, width), dtype=dtype, device=group.weight.device)
+    def rows(self, name: str, group: Group, width: int, dtype: torch.dtype) -> Any:
+        """Uninitialised [n, width], the caching allocator being the scratch here; None for what a GEMM makes itself."""
+        return None if name in MADE else torch.empty((group.num_rows, width), dtype=dtype, device=group.weight.device)
 
-    def nt(self, a: Tensor, weights: Tensor, index: object, group: Group, out: Tensor) -> Tensor:
-        """out[rows of e] = a[rows of e] @ weights[e]ᵀ; weights [E, N, M]."""
-        return out.copy_(F.grouped_mm(a, weights.transpose(1, 2), offs=group.routing.offsets_E))
+    def nt(self, a: Tensor, weights: Tensor, index: object, group: Group, out: Tensor | None) -> Tensor:
+        """a[rows of e] @ weights[e]ᵀ, in `out` where there is one; weights [E, N, M]."""
+        return self.nn(a, weights.transpose(1, 2), index, group, out)
 
-    def nn(self, a: Tensor, weights: Tensor, index: object, group: Group, out: Tensor) -> Tensor:
-        """out[rows of e] = a[rows of e] @ weights[e]; weights [E, N, M]."""
-        return out.copy_(F.grouped_mm(a, weights, offs=group.routing.offsets_E))
+    def nn(self, a: Tensor, weights: Tensor, index: object, group: Group, out: Tensor | None) -> Tensor:
+        """a[rows of e] @ weights[e], in `out` where there is one; weights [E, N, M]."""
+        made = F.grouped_mm(a, weights, offs=group.routing.offsets_E)
+        return made if out is None else out.copy_(made)
 
     def tn(self, a: Tensor, b: Tensor, group: Group, out: Tensor, index: object) -> None:
         """out[e] = a[rows of e]ᵀ @ b[rows of e]; zero for an expert without rows."""

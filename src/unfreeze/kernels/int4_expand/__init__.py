@@ -71,7 +71,7 @@ def _inputs(rows: int, columns: int, device: torch.device, dtype: torch.dtype, g
 OP = Op(
     name="int4_expand",
     reference=expand_reference,
-    candidates={"numba": Candidate(_numba, _numba_refuses), "triton": Candidate(_triton, triton_options.refuses)},
+    candidates={"numba": Candidate(_numba, _numba_refuses), "triton": triton_options.candidate(_triton)},
     cases=(Case("small", functools.partial(_inputs, 64, 256)), Case("large", functools.partial(_inputs, 1024, 1024))),
     tolerance={torch.float32: 0.0, torch.bfloat16: 0.0},
     differentiable=False,

@@ -14,7 +14,7 @@ from unfreeze.kernels import triton_options
 from unfreeze.kernels.choose import choose
 from unfreeze.kernels.int4_expand.bucket import readable
 from unfreeze.kernels.int4_grouped_mm import reference
-from unfreeze.kernels.op import Candidate, Case, Implementation, Op
+from unfreeze.kernels.op import Case, Implementation, Op
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.int4 import Int4
 
@@ -67,7 +67,7 @@ def _case(name: str, rows: int) -> Case:
 OP = Op(
     name="int4_grouped_mm",
     reference=reference.int4_grouped_mm,
-    candidates={"triton": Candidate(_load_triton, triton_options.refuses)},
+    candidates={"triton": triton_options.candidate(_load_triton)},
     cases=(_case("up to 8", 1), _case("up to 64", 32), _case("up to 512", 256), _case("over 512", 1024)),
     tolerance={torch.float32: 1e-5, torch.bfloat16: 4e-3},  # float32: sums of some thousand terms; bf16: the result is rounded once
     differentiable=False,

@@ -96,7 +96,7 @@ OP = Op(
     reference=_by(reference),
     candidates={
         "numba": Candidate(_numba, _numba_refuses),
-        "triton": Candidate(_triton, triton_options.refuses),
+        "triton": triton_options.candidate(_triton),
         "compiled": compiled.candidate(reference.plain),
         "liger": Candidate(liger.rms_norm, liger.refuses),
     },

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from unfreeze.kernels.numba_options import Kernel, array, narrow, widen
 
-__all__ = ["backward", "forward", "weight_gradient"]
-
 BLOCKS = 16  # of rows in the sum of weight_gradient: always as many, so that its bits don't depend on the number of threads
 LANES = 16  # sums side by side: a float sum is vectorised only where its order is written down
 

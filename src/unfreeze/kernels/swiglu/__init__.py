@@ -97,9 +97,11 @@ def _numba_refuses(device: str, dtype: torch.dtype) -> str:
     return "" if dtype in (torch.float32, torch.bfloat16) else f"{dtype}: its loops read float32 and bfloat16"
 
 
-def _case(rows: int, width: int) -> Case:
+def _case(rows: int, width: int, cuda_rows: int) -> Case:
+    """A GPU gets more rows."""
+
     def inputs(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[Any, ...]:
-        made = (torch.randn((rows, width), generator=generator) for _ in range(2))
+        made = (torch.randn((cuda_rows if device.type == "cuda" else rows, width), generator=generator) for _ in range(2))
         return tuple(tensor.to(device, dtype).requires_grad_() for tensor in made)
 
     return Case(bucket(torch.empty((rows, width), device="meta"), torch.empty(0, device="meta")), inputs)
@@ -110,11 +112,11 @@ OP = Op(
     reference=SwiGLU(reference),  # type: ignore[arg-type]
     candidates={
         "numba": Candidate(_load_numba, _numba_refuses),
-        "compiled": Candidate(_load_compiled, compiled.refuses),
-        "triton": Candidate(_load_triton, triton_options.refuses),
+        "compiled": Candidate(_load_compiled, compiled.refuses, named_on=("cpu",)),
+        "triton": triton_options.candidate(_load_triton),
         "liger": Candidate(liger.swiglu, liger.refuses),
     },
-    cases=(_case(128, 512), _case(2048, 512), _case(2048, 4864)),
+    cases=(_case(128, 512, 128), _case(2048, 512, 2048), _case(1024, 4864, 16384)),
     # float32: the exponential is good to 3e-7. bf16: one rounding, 2^-8 at most (liger: three of them, about 2^-9 each in the mean square)
     tolerance={torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3},
 )

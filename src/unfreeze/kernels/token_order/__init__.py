@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unfreeze.kernels import triton_options
 from unfreeze.kernels.choose import choose
-from unfreeze.kernels.op import Candidate, Case, Op
+from unfreeze.kernels.op import Case, Op
 from unfreeze.kernels.token_order import reference
 
 __all__ = ["OP", "bucket", "token_order"]
@@ -79,9 +79,12 @@ def _load_triton() -> TokenOrder:
     return TokenOrder(triton_cuda)
 
 
-def _case(tokens: int, width: int, num_experts: int, per_token: int) -> Case:
+def _case(tokens: int, per_token: int, num_experts: int, width: int, cuda_width: int) -> Case:
+    """A GPU gets wider rows."""
+
     def inputs(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[Any, ...]:
-        x = torch.randn((tokens, width), generator=generator).to(device, dtype).requires_grad_()
+        D = cuda_width if device.type == "cuda" else width
+        x = torch.randn((tokens, D), generator=generator).to(device, dtype).requires_grad_()
         ids = torch.rand((tokens, num_experts), generator=generator).topk(per_token, dim=1).indices.to(device)
         return x, ids, torch.rand((tokens, per_token), generator=generator).to(device).requires_grad_(), num_experts
 
@@ -92,8 +95,8 @@ def _case(tokens: int, width: int, num_experts: int, per_token: int) -> Case:
 OP = Op(
     name="token_order",
     reference=TokenOrder(reference),  # type: ignore[arg-type]
-    candidates={"triton": Candidate(_load_triton, triton_options.refuses)},
-    cases=(_case(64, 1024, 64, 4), _case(1024, 1024, 128, 8), _case(8192, 7168, 384, 8)),
+    candidates={"triton": triton_options.candidate(_load_triton)},
+    cases=(_case(64, 4, 64, 1024, 7168), _case(1024, 8, 128, 256, 7168), _case(8192, 8, 384, 64, 7168)),
     # float32: a sum of K terms. bf16: y and dx are rounded once; dx goes through rows that are rounded once before
     tolerance={torch.float32: 1e-6, torch.bfloat16: 5e-3},
 )

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from unfreeze.kernels.few_rows import few_rows_linear, is_few
 from unfreeze.kernels.int4_expand import expand
 from unfreeze.quant.codec import Codec, Packed
 
@@ -91,12 +92,17 @@ class Linear(PackedHolder):
             weight, packed = (self.weight, None) if self.codec is None else (None, self.packed)
             y_TO = _KeptLinear.apply(x_TI, weight, self.bias, packed, kept)
         elif self.codec is None:
-            y_TO = F.linear(x_TI, self.weight, self.bias)
+            linear = few_rows_linear if is_few(x_TI, self.weight) else F.linear
+            y_TO = linear(x_TI, self.weight, self.bias)
         else:
             y_TO = _PackedLinear.apply(x_TI, self.packed)
             if self.bias is not None:
                 y_TO = y_TO + self.bias
         return y_TO if self.adapter is None else self.adapter(x_TI, y_TO)
+
+    def matrix(self) -> Tensor:
+        """W [out, in] for reading, without bias and adapter: the parameter itself, or the packed weight expanded to bf16, its own precision."""
+        return self.weight if self.codec is None else self.packed.dequantize()
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}" + (f", {self.codec.name}" if self.codec else "")
