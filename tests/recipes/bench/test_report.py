@@ -14,7 +14,8 @@ ROOT = checkout()
 def test_the_committed_page_is_what_the_committed_rows_make():
     """After measuring: unfreeze bench report, and commit both."""
     assert ROOT is not None
-    assert (ROOT / "docs" / "performance.md").read_text(encoding="utf-8") == report.page(report.runs_of(ROOT / "benchmarks" / "results"))
+    committed = ROOT / "docs" / "performance.md"
+    assert committed.read_text(encoding="utf-8") == report.page(report.runs_of(ROOT / "benchmarks" / "results"), report.profiles_beside(committed))
 
 
 @pytest.fixture
@@ -90,6 +91,13 @@ def test_the_command_writes_the_page_and_says_what_is_missed(plant, tmp_path, un
     found = unfreeze_json("bench", "report", "--results", tmp_path, "--out", tmp_path / "page.md")
     assert (tmp_path / "page.md").read_text() == report.page(report.runs_of(tmp_path))
     assert found["targets"][0]["verdict"] == "missed" and found["losses"] == report.losses(report.runs_of(tmp_path))
+
+
+def test_a_committed_profile_is_linked_from_its_benchmark(plant, tmp_path):
+    (tmp_path / "profiles").mkdir()
+    (tmp_path / "profiles" / "moe.md").write_text("")
+    runs = plant("moe", "2026-11-01T00:00:00Z", *moe(5.0))
+    assert "(profiles/moe.md)" in report.page(runs, report.profiles_beside(tmp_path / "page.md")) and "profiles/" not in report.page(runs)
 
 
 def test_bench_names_its_subcommands(capsys):

@@ -41,7 +41,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     runs = runs_of(folder)
     with writing(out, "out"):
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(page(runs), encoding="utf-8")
+        out.write_text(page(runs, profiles_beside(out)), encoding="utf-8")
     judged = [(target, *judge(target, runs)) for target in TARGETS]
     if not common.quiet and not common.json:
         print(f"wrote {out}: {sum(target.verdict(value) == 'met' for target, value, _ in judged)} of {len(TARGETS)} targets met")
@@ -115,8 +115,13 @@ def latest(runs: Sequence[Run]) -> list[Run]:
 ORDER = ("moe", "dense", "load", "decode", "growth", "layer", "model")
 
 
-def page(runs: Sequence[Run]) -> str:
-    """The whole of docs/performance.md."""
+def profiles_beside(page: Path) -> list[str]:
+    """Names of the profiles committed beside the page: docs/profiles/moe.md is "moe"."""
+    return sorted(file.stem for file in (page.parent / "profiles").glob("*.md"))
+
+
+def page(runs: Sequence[Run], profiles: Sequence[str] = ()) -> str:
+    """The whole of docs/performance.md; a benchmark with a profile links it."""
     parts = [
         "# Performance",
         "Made by `unfreeze bench report` from the rows in `benchmarks/results/`; edit nothing here. A row holds the machine, all settings and the "
@@ -127,6 +132,7 @@ def page(runs: Sequence[Run]) -> str:
     ]  # fmt: skip
     for run in latest(runs):
         parts += [f"## `{run.benchmark}` on {run.device}", about(run), *TABLES.get(run.benchmark, generic)(run.rows)]
+        parts += [f"Op by op: [profiles/{name}.md](profiles/{name}.md)" for name in profiles if name == run.benchmark]
     missing = [name for name in ORDER if name not in {run.benchmark for run in runs}]
     if missing:
         parts += ["## Not measured", "\n".join(f"- `unfreeze bench {name}`" for name in missing)]
