@@ -84,7 +84,7 @@ def measure(config: Config, common: Common, sizes: Mapping[str, int] | None = No
                 if name != config.sides[0]:
                     found["first_side_speed"] = first["tokens_per_second"] / found["tokens_per_second"]
                     found["first_side_memory"] = first["peak_bytes"] / found["peak_bytes"]
-                found["note"] = note(name, case, found)
+                found["note"] = note(case, found)
                 rows.append(stamp.row(name, settings, found))
     return show(rows, appended_to(config), common)
 
@@ -106,12 +106,15 @@ def timings(side: Any, batch: int, new: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def note(name: str, case: str, found: Mapping[str, Any]) -> str:
+def note(case: str, found: Mapping[str, Any]) -> str:
     other, nats = found["correctness"].values()
-    ratio = f", the first side is {found['first_side_speed']:.2f} x at {found['first_side_memory']:.2f} of its memory" if "first_side_speed" in found else ""
+    ratio = ""
+    if "first_side_speed" in found:
+        ratio = f", the first side is {found['first_side_speed']:.2f} x at {found['first_side_memory']:.2f} of its memory"
     return (
-        f"{case}: {found['tokens_per_second']:.1f} tokens/s ({found['slowest']:.1f} to {found['fastest']:.1f}), prompt {found['prompt_seconds']:.2f} s, "
-        f"peak {format_bytes(found['peak_bytes'])}; {other:.1%} other than float32's choice, at worst {nats:.3f} nats{ratio}"
+        f"{case}: {found['tokens_per_second']:.1f} tokens/s ({found['slowest']:.1f} to {found['fastest']:.1f}), "
+        f"prompt {found['prompt_seconds']:.2f} s, peak {format_bytes(found['peak_bytes'])}; "
+        f"{other:.1%} other than float32's choice, at worst {nats:.3f} nats{ratio}"
     )
 
 

@@ -30,7 +30,9 @@ class Config(MeasuredInTurn):
     """What is measured."""
 
     sides: tuple[Named, ...] = Field(default=("unfreeze", "transformers", "transformers-liger"), min_length=1, description="which sides")
-    recompute: Literal["layers", "selective", "nothing"] = Field(default="selective", description="of unfreeze: what is computed twice; selective: sft's default")
+    recompute: Literal["layers", "selective", "nothing"] = Field(
+        default="selective", description="of unfreeze: what is computed twice; selective: sft's default"
+    )
     checkpoint: Folder = Field(default="", description="folder where the random checkpoint is, or is made and kept; default: a temporary one")
 
 

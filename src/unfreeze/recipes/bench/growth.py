@@ -1,8 +1,9 @@
 """unfreeze bench growth: time and peak memory per token from 4 k to 64 k tokens per step, beside what the plan states. About 4 minutes.
 
-A small Kimi-format model (hidden 256, 4 layers, 16 experts, top-4, vocabulary 4096), LoRA rank 8 on every linear layer, bf16. Documents have 512
+A small Kimi-format model (hidden 256, 3 layers, 16 experts, top-2, vocabulary 4096), LoRA rank 8 on every linear layer, bf16. Documents have 512
 tokens at every size, so attention costs each token the same. Each size is a process of its own (memory that an allocator keeps is not the next
-one's) and they step in turn. The slope of memory is the line through the peaks by least squares, beside the slope of parallel/plan.py.
+one's) and they step in turn; peaks are of the timed steps. The slope of memory is the line through the peaks by least squares, beside the slope of
+parallel/plan.py.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from unfreeze.recipes.config import Folder, parse
 LENGTH = 512
 LORA: dict[str, Any] = {"rank": 8, "alpha": 16.0, "targets": ("all-linear",)}
 SIZES = {
-    "hidden_size": 256, "num_hidden_layers": 4, "n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128,
+    "hidden_size": 256, "num_hidden_layers": 3, "n_routed_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
     "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 128, "kv_lora_rank": 64, "qk_nope_head_dim": 64,
     "qk_rope_head_dim": 32, "v_head_dim": 64, "vocab_size": 4096,
 }  # fmt: skip
@@ -32,8 +33,9 @@ FLAT = 0.10
 class Config(MeasuredInTurn):
     """What is measured."""
 
+    steps: int = Field(default=2, ge=1, description="timed steps at each size; the median counts")
     tokens: tuple[int, ...] = Field(default=(4096, 8192, 16384, 32768, 65536), min_length=2, description="tokens per step, multiples of 512")
-    recompute: Literal["layers", "selective", "nothing"] = Field(default="selective", description="what is computed twice; selective: sft's default")
+    recompute: Literal["layers", "selective", "nothing"] = Field(default="selective", description="what is computed twice; sft's default")
     checkpoint: Folder = Field(default="", description="folder where the random checkpoint is, or is made and kept; default: a temporary one")
 
 
@@ -57,20 +59,22 @@ def measure(config: Config, common: Common, sizes: Mapping[str, int] | None = No
     with checkpoints(config.checkpoint, model, model) as (checkpoint, _):
         exact = float64(str(checkpoint), LORA, length, common)
         stated = planned(str(checkpoint), config.tokens, config.recompute)
-        job = {"checkpoint": str(checkpoint), "checked": str(checkpoint), "dtype": "bfloat16", "lora": LORA, "recompute": config.recompute, "length": length}
+        paths = {"checkpoint": str(checkpoint), "checked": str(checkpoint)}
+        job = {**paths, "dtype": "bfloat16", "lora": LORA, "recompute": config.recompute, "length": length}
         sides = [
             Side(f"{tokens} tokens", "unfreeze.recipes.bench.job:trainer", job | {"documents": tokens // length}, threads=config.threads)
             for tokens in config.tokens
         ]
         with Sides(sides, say(common)) as running:
-            running.take_turns("step", warmup=config.warmup, rounds=config.steps)
+            running.take_turns("step", warmup=config.warmup, rounds=config.steps, peaks="timed")
             found = {tokens: results(side, tokens, exact) for tokens, side in zip(config.tokens, running, strict=True)}
     settings = {
         "shape": {name: model[name] for name in SIZES}, "rank": LORA["rank"], "targets": list(LORA["targets"]), "dtype": "bfloat16", "length": length,
         "recompute": config.recompute, "steps": config.steps, "warmup": config.warmup,
     }  # fmt: skip
     rows = [
-        stamp.row(f"{tokens} tokens", settings | {"tokens_per_step": tokens}, entry | {"planned_bytes": stated[tokens]}) for tokens, entry in found.items()
+        stamp.row(f"{tokens} tokens", settings | {"tokens_per_step": tokens}, entry | {"planned_bytes": stated[tokens]})
+        for tokens, entry in found.items()
     ]
     rows.append(stamp.row("growth", settings | {"tokens": list(config.tokens)}, growth(found, stated)))
     return show(rows, appended_to(config), common)
@@ -97,7 +101,8 @@ def growth(found: Mapping[int, Mapping[str, Any]], stated: Mapping[int, int]) ->
     line = fit(list(found), [entry["peak_bytes"] for entry in found.values()])
     off = max(abs(entry["peak_bytes"] - (line[0] + line[1] * tokens)) / entry["peak_bytes"] for tokens, entry in found.items())
     return {
-        "microseconds_per_token": {str(tokens): value for tokens, value in per_token.items()}, "spread": most / least - 1, "flat": most / least - 1 <= FLAT,
+        "microseconds_per_token": {str(tokens): value for tokens, value in per_token.items()},
+        "spread": most / least - 1, "flat": most / least - 1 <= FLAT,
         "bytes_per_token": measured, "planned_bytes_per_token": promised, "slope_ratio": measured / promised, "furthest_from_line": off,
         "note": f"time per token {', '.join(f'{value:.0f}' for value in per_token.values())} us, {most / least - 1:.1%} apart (flat: {FLAT:.0%}); "
         f"memory {format_bytes(measured)} per token, the plan states {format_bytes(promised)} ({measured / promised:.2f}), "

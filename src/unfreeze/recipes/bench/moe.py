@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field
 
@@ -30,7 +30,7 @@ GEMM = "torch.mm"
 class Config(MeasuredInTurn):
     """What is measured."""
 
-    sides: tuple[Named, ...] = Field(default=("unfreeze", "unfreeze-nothing", "peft-experts", "peft-attention"), min_length=1, description="which sides")
+    sides: tuple[Named, ...] = Field(default=get_args(Named), min_length=1, description="which sides")
     checkpoint: Folder = Field(default="", description="folder where the random checkpoint is, or is made and kept; default: a temporary one")
 
 

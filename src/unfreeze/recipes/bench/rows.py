@@ -127,16 +127,19 @@ def checkout() -> Path | None:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with -dirty where tracked files differ from it; None without a checkout or git."""
+    """The checkout's commit, with -dirty where tracked files other than rows and docs differ from it; None without a checkout or git."""
     root = checkout()
     if root is None:
         return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    changed = ("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results", ":!docs")
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+        head, state = (
+            subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=False, timeout=20).stdout.strip()
+            for words in (("rev-parse", "--short=12", "HEAD"), changed)
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() or None
+    return (head + "-dirty" * bool(state)) or None
 
 
 def where(given: str, device: torch.device | str = "cpu") -> Path | None:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from unfreeze.core.errors import UserError
 from unfreeze.core.units import format_seconds
@@ -84,6 +84,8 @@ class Side:
         except BrokenPipeError:
             pass  # it has died: what it said last is read below
         reply = self._read(name)
+        if arguments.get("fresh_peak"):
+            self._peaks.pop(name, None)
         self._peaks[name] = max(self._peaks.get(name, 0), reply["peak"])
         return reply
 
@@ -95,7 +97,7 @@ class Side:
         return statistics.median(self.values(call, name))
 
     def peak(self, call: str = "step") -> int:
-        """Bytes at the highest point between the end of loading and the end of the last such call, warm-up included."""
+        """Bytes at the highest point between the end of loading, or the last such call with fresh_peak, and the end of the last such call."""
         return self._peaks[call]
 
     def stop(self) -> None:
@@ -174,16 +176,19 @@ class Sides:
         for side in self._sides.values():
             side.stop()
 
-    def take_turns(self, call: str = "step", *, warmup: int, rounds: int, **arguments: Any) -> None:
+    def take_turns(
+        self, call: str = "step", *, warmup: int, rounds: int, peaks: Literal["all", "timed"] = "all", **arguments: Any
+    ) -> None:  # fmt: skip
         """Each side's `call` once per round, in order; every odd round backwards (A B B A), so that no side always follows the same one.
 
-        The first `warmup` rounds are not among `replies`.
+        The first `warmup` rounds are not among `replies`; peaks "timed": nor are they in `peak` (compiling a loop takes memory once).
         """
         for index in range(warmup + rounds):
             order = list(self) if index % 2 == 0 else list(self)[::-1]
             said = []
             for side in order:
-                reply = side.call(call, **arguments)
+                fresh = {"fresh_peak": True} if peaks == "timed" and index == warmup else {}
+                reply = side.call(call, **arguments, **fresh)
                 said.append(f"{side.name} {reply['seconds']:.2f} s")
                 if index >= warmup:
                     side.replies.setdefault(call, []).append(reply)
