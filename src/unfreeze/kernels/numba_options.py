@@ -101,6 +101,15 @@ def array(tensor: Tensor) -> np.ndarray:
     return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
+def flat_rows(tensor: Tensor) -> tuple[np.ndarray, int]:
+    """A CPU tensor [rows, D] with last stride 1 as (flat memory from its first to its last element, stride of a row). Shares memory."""
+    if tensor.is_contiguous():
+        return array(tensor.view(-1)), tensor.shape[1]
+    rows, width = tensor.shape
+    extent = (rows - 1) * tensor.stride(0) + width if rows and width else 0
+    return array(tensor.as_strided((extent,), (1,))), tensor.stride(0)
+
+
 def widen(x):  # pragma: no cover - body below
     """float32 of a kernel element: uint16 holds the bits of a bf16, float32 is itself."""
     raise NotImplementedError("only inside numba kernels")

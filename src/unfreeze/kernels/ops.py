@@ -13,7 +13,11 @@ OPS = {
     "attention": "attend",
     "expert_mlp": "expert_mlp",
     "int4_expand": "expand",
+    "int4_grouped_mm": "int4_grouped_mm",
     "rms_norm": "rms_norm",
+    "rotary": "rotary",
+    "swiglu": "swiglu",
+    "token_order": "token_order",
 }
 
 

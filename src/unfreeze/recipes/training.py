@@ -93,9 +93,10 @@ class TrainingConfig(Frozen):
     )
     device: str = Field(default="auto", description="auto (CUDA if there is one), cpu, cuda, cuda:1")
     threads: int = Field(default=0, ge=0, description="CPU threads; 0: all cores. 1 is as fast for models of a few million parameters")
-    recompute: Literal["layers", "selective", "nothing"] = Field(
+    recompute: Literal["layers", "selective", "elementwise", "nothing"] = Field(
         default="selective",
-        description="layers: keep only each layer's input; selective: and what attention and experts made; nothing: keep all (most memory)"
+        description="layers: keep only each layer's input; selective: and what attention and experts made; "
+        "elementwise: and what linear layers made, so that no GEMM is done twice (the choice for dense models); nothing: keep all"
     )
     on_spike: Literal["warn", "skip", "stop"] = Field(
         default="warn",

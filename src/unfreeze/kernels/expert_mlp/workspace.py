@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels.expert_mlp.factors import Adapter
+from unfreeze.kernels.int4_expand import expand_stack
 from unfreeze.kernels.scratch import scratch
 from unfreeze.quant.codec import Packed
 
@@ -54,6 +55,10 @@ class Base:
         if self._expander is not None:
             self._expander.fill(experts, out)
             return
-        for position, expert in enumerate(experts):
-            matrix = self.weight[expert]
-            out[position].copy_(matrix.dequantize() if isinstance(matrix, Packed) else matrix)
+        if isinstance(self.weight, Packed):
+            expand_stack(self.weight, experts, out)
+        elif len(experts) == len(self.weight):
+            out.copy_(self.weight)
+        else:
+            for position, expert in enumerate(experts):
+                out[position].copy_(self.weight[expert])
