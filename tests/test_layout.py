@@ -109,7 +109,6 @@ TESTED_BY = {  # source file -> the test file that covers it, where that doesn't
     "kernels/rotary/__init__.py": "kernels/rotary/test_rotary.py",
     "kernels/rotary/numba_cpu.py": "kernels/rotary/test_rotary.py",
     "kernels/swiglu/__init__.py": "kernels/swiglu/test_swiglu.py",
-    "kernels/swiglu/numba_cpu.py": "kernels/swiglu/test_swiglu.py",
     "kernels/swiglu/triton_cuda.py": "kernels/swiglu/test_swiglu.py",
     "kernels/token_order/__init__.py": "kernels/token_order/test_token_order.py",
     "kernels/token_order/triton_cuda.py": "kernels/token_order/test_token_order.py",

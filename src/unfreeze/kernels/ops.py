@@ -12,6 +12,7 @@ from unfreeze.kernels.op import Op
 OPS = {
     "attention": "attend",
     "expert_mlp": "expert_mlp",
+    "few_rows": "few_rows_linear",
     "int4_expand": "expand",
     "int4_grouped_mm": "int4_grouped_mm",
     "rms_norm": "rms_norm",

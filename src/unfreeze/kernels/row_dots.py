@@ -107,8 +107,7 @@ def _sum(builder: Any, vector: Any) -> Any:
     return builder.extract_element(vector, ir.Constant(ir.IntType(32), 0))
 
 
-@intrinsic
-def _dots(typingctx: Any, row: Any, xs: Any) -> Any:
+def _typed(typingctx: Any, row: Any, xs: Any) -> Any:
     """row: an int4 or bf16 row as above, of uintp; xs: a tuple of addresses -> a tuple of sums."""
     result = types.UniTuple(types.float32, xs.count)
     read = _int4 if row.count == 4 else _bf16
@@ -118,6 +117,9 @@ def _dots(typingctx: Any, row: Any, xs: Any) -> Any:
         return context.make_tuple(builder, result, _emit(builder, read, first, second))
 
     return result(types.UniTuple(types.uintp, row.count), types.UniTuple(types.uintp, xs.count)), codegen
+
+
+_dots: Any = intrinsic(_typed)
 
 
 @numba.njit(inline="always")

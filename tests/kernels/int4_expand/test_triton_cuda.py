@@ -5,7 +5,6 @@ import importlib.util
 import pytest
 import torch
 
-from unfreeze.kernels import triton_options
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.int4 import Int4
 
@@ -91,14 +90,3 @@ def _unrounded(packed):
 
     codes = unpack_int4(packed.parts["weight_packed"], packed.shape[-1]).double().unflatten(-1, (-1, packed.codec.group_size))
     return (codes * packed.parts["weight_scale"].double().unsqueeze(-1)).flatten(-2)
-
-
-def test_where_it_refuses_to_run(monkeypatch):
-    assert "not meta" in triton_options.refuses("meta", torch.float32)
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert triton_options.refuses("cpu", torch.float32) == "it needs cuda, not cpu"
-    assert triton_options.refuses("cuda", torch.bfloat16) == "" and "float64" in triton_options.refuses("cuda", torch.float64)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert triton_options.refuses("cpu", torch.float32) == "" and "interpreter" in triton_options.refuses("cpu", torch.bfloat16)
-    monkeypatch.setattr(triton_options, "installed", lambda: False)
-    assert triton_options.refuses("cuda", torch.bfloat16) == "triton is not installed"

@@ -103,6 +103,7 @@ def test_the_cache_holds_latents_only():
     assert cache.nbytes == 2 * 3 * 10 * (32 + 8) * 4
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @torch.no_grad()
 def test_a_step_on_cuda_equals_the_host():

@@ -23,6 +23,7 @@ from unfreeze.kernels.int4_expand import numba_cpu
 from unfreeze.kernels.numba_options import Kernel, array, exp, serial
 from unfreeze.kernels.row_dots import halves, int4_row, row_dots
 from unfreeze.quant.codec import Packed
+from unfreeze.quant.int4 import Int4
 
 ROWS_PER_EXPERT = 8  # up to here on average one GEMM per expert is slower: at 4 by 2.3, at 6 by 1.6, at 8 by 1.2 (128 experts, one Zen 4 thread)
 BLOCK = 16  # weight rows of a job
@@ -92,7 +93,8 @@ def _down(h, token, weight, experts, begins, codes, scales, half, B, thin, facto
 def suits(routing: Routing, gate_up: Any, down: Any) -> bool:
     """Whether a call without gradients is one for these loops: INT4 codes they can read (groups of 32 or a multiple, as published models have),
     and few rows per expert in use."""
-    readable = all(isinstance(base, Packed) and numba_cpu.expandable(base) and base.codec.group_size % 32 == 0 for base in (gate_up, down))
+    bases = [base for base in (gate_up, down) if isinstance(base, Packed) and isinstance(base.codec, Int4) and base.codec.group_size % 32 == 0]
+    readable = len(bases) == 2 and all(numba_cpu.expandable(base) for base in bases)
     return readable and 0 < routing.num_rows <= ROWS_PER_EXPERT * len(routing.experts)
 
 

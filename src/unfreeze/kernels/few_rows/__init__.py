@@ -21,7 +21,7 @@ def bucket(rows: int) -> str:
 
 def is_few(x_TI: Tensor, weight_OI: Tensor) -> bool:
     """Whether x Wᵀ is for this op: no gradient is asked for, few rows, bf16."""
-    few = x_TI.dim() == 2 and x_TI.dtype == weight_OI.dtype == torch.bfloat16 and 0 < len(x_TI) <= MOST
+    few = x_TI.dim() == 2 and x_TI.dtype == weight_OI.dtype == torch.bfloat16 and 0 < x_TI.shape[0] <= MOST
     return few and not (torch.is_grad_enabled() and (x_TI.requires_grad or weight_OI.requires_grad))
 
 
@@ -30,7 +30,7 @@ def few_rows_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = Non
 
     No gradient flows back: ask `is_few` first. Errors of `choose`.
     """
-    return choose(OP, x_TI.device, x_TI.dtype, bucket(len(x_TI)), impl)(x_TI, weight_OI, bias_O)
+    return choose(OP, x_TI.device, x_TI.dtype, bucket(x_TI.shape[0]), impl)(x_TI, weight_OI, bias_O)
 
 
 def _numba_cpu() -> Implementation:

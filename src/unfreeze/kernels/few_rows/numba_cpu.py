@@ -36,7 +36,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """As few_rows_linear. A width that is no multiple of 32, or a weight that doesn't lie row by row, is left to torch."""
     if weight_OI.shape[1] % 32 or weight_OI.stride() != (weight_OI.shape[1], 1):
         return F.linear(x_TI, weight_OI, bias_O)
-    y = torch.empty((len(x_TI), len(weight_OI)), dtype=torch.bfloat16)
+    y = torch.empty((x_TI.shape[0], weight_OI.shape[0]), dtype=torch.bfloat16)
     bias = np.empty(0, np.uint16) if bias_O is None else array(bias_O)
-    _linear(len(x_TI) * weight_OI.numel(), array(x_TI), array(weight_OI), bias, array(y))
+    _linear(x_TI.shape[0] * weight_OI.numel(), array(x_TI), array(weight_OI), bias, array(y))
     return y

@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2/V3, Kimi-K2): keys and values are expanded from one small latent per token, and only it is cached.
 
 T tokens, S sequences (one new token each), N cached positions, D model width, H heads, R adapter rank, c latent width (kv_lora_rank),
-n/r/v widths of a head without position, with position, and of its value.
+n/r/v widths of a head without position, with position, and of its value, d = n + r.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class MLA(nn.Module):
         values too (the last r columns of the result, of the rotary keys, are dropped). An adapter is a second product, B (A latent), never merged.
         -> [S, H, v]. Source: arXiv:2405.04434, 2.1.2.
         """
-        # CPU: its bf16 products of one row convert the weight anyway; in float32 the query is rounded once. 36 against 79 us for [16, 64, 128]
         q_nope_SHn, q_rope_SHr = q_SHd.split((self.nope, self.rope), dim=-1)
+        # CPU: its bf16 products of one row convert the weight anyway; in float32 the query is rounded once. 36 against 79 us for [16, 64, 128]
         dtype = torch.float32 if q_nope_SHn.device.type == "cpu" else q_nope_SHn.dtype
         q_HSn = q_nope_SHn.transpose(0, 1).to(dtype)
         products = [(out_HOq.to(dtype), None if in_qc is None else in_qc.to(dtype)) for out_HOq, in_qc in self._kv_b()]
