@@ -34,7 +34,7 @@ from unfreeze.models.fields import check_against_files
 from unfreeze.parallel.machine import Hardware, hardware
 from unfreeze.quant.int4 import from_quantization_config
 
-ADAMW_BYTES = 8  # per trained parameter: two fp32 moments
+MOMENT_BYTES = {"float32": 8.0, "int8": 2.0 + 8.0 / 256}  # per trained parameter: train/moments.py
 GRADIENT_BYTES = 4  # adapters and their gradients are fp32
 LOAD_BUFFERS = THREADS * CHUNK  # checkpoint/stream.py: one buffer per reading thread
 GROUP_BYTES = 4 * 2**20  # kernels/expert_mlp/loop_cpu.py: weights and rows of a group of experts
@@ -101,6 +101,7 @@ class Work:
     rank: int | None = None
     experts_rank: int | None = None
     recompute: Recompute = "layers"
+    optimizer_moments: Literal["float32", "int8"] = "float32"
     loss_rows: int = 2048  # of the largest block of logits, and bytes alive per logit of it: kernels/linear_cross_entropy.block_cost
     loss_bytes: int = 10
     tokens_per_second: float | None = None  # a measured rate on this machine; without one the plan gives no time
@@ -279,12 +280,12 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware) -> Plan:
                and its rows are more than one block, V · D · 4: the float32 sum of its gradient
     workspace  the expert op's scratch and one layer's expert adapters with their gradients, in the computation's dtype
     """
-    trained, bytes_ = work_parameters(sizes, work), sizes.compute_bytes
+    trained, bytes_, moments = work_parameters(sizes, work), sizes.compute_bytes, MOMENT_BYTES[work.optimizer_moments]
     if work.rank is None:  # every weight trains: half precision weights have fp32 masters and fp32 gradient sums (train/optim.py)
         half, elements = bytes_ < 4, sizes.base // bytes_
-        stays = {"adapter": 0, "gradients": sizes.base + elements * 4 * half, "optimizer": elements * (ADAMW_BYTES + 4 * half)}
+        stays = {"adapter": 0, "gradients": sizes.base + elements * 4 * half, "optimizer": int(elements * (moments + 4 * half))}
     else:
-        stays = {"adapter": trained * 4, "gradients": trained * GRADIENT_BYTES, "optimizer": trained * ADAMW_BYTES}
+        stays = {"adapter": trained * 4, "gradients": trained * GRADIENT_BYTES, "optimizer": int(trained * moments)}
     boundary = work.tokens * sizes.hidden_size * (sizes.num_layers + 1) * bytes_
     layer = {"one layer's recompute": work.tokens * sizes.layer}
     kept = {"kept of attention and experts": work.tokens * sizes.kept} if work.recompute in ("selective", "elementwise") else {}
@@ -327,6 +328,7 @@ def plan_training(
     dtype: str,
     device: torch.device | str,
     recompute: Recompute = "layers",
+    optimizer_moments: Literal["float32", "int8"] = "float32",
     micro_batches: int = 1,
     tokens_per_second: float | None = None,
 ) -> Plan:
@@ -344,6 +346,7 @@ def plan_training(
         rank=lora.rank if lora else None,
         experts_rank=lora.experts_rank if lora else None,
         recompute=recompute,
+        optimizer_moments=optimizer_moments,
         micro_batches=micro_batches,
         loss_rows=loss_rows,
         loss_bytes=loss_bytes,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from unfreeze.core.errors import ConfigError, UserError
 from unfreeze.kernels import adamw as kernel
 from unfreeze.parallel.collectives import Group
+from unfreeze.train.moments import KINDS, Int8, Moments
 
 
 class NonFinite(UserError):
@@ -34,22 +35,23 @@ class AdamW:
     """m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2;  w -= lr (m / (1-b1^t) / (sqrt(v / (1-b2^t)) + eps) + decay w).  See kernels/adamw.
 
     State is made here, not at the first step: the memory a run will need is taken before it starts, and a save is checked name by name.
-    `impl` names an implementation of the kernel ("auto": by record).
+    moments: see train/moments.py. `impl` names an implementation of the kernel ("auto": by record).
     """
 
     def __init__(
-        self, model: nn.Module, *, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.0, impl: str = "auto"
+        self, model: nn.Module, *, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.0,
+        moments: Moments = "float32", impl: str = "auto",
     ):  # fmt: skip
         self.parameters: dict[str, nn.Parameter] = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise ConfigError("no parameter is trainable", next="attach an adapter (lora.targets), or pretrain, which trains all weights")
-        self.settings = {"betas": list(betas), "eps": eps, "weight_decay": weight_decay}
+        self.settings = {"betas": list(betas), "eps": eps, "weight_decay": weight_decay} | ({} if moments == "float32" else {"moments": moments})
         self._betas, self._eps, self._weight_decay, self._impl = betas, eps, weight_decay, impl
         # name -> the fp32 (or wider) tensor that is really updated; the parameter itself unless that is half precision
         self._masters: dict[str, Tensor] = {
             name: p if p.dtype in (torch.float32, torch.float64) else p.detach().float() for name, p in self.parameters.items()
         }
-        self._state = {name: _State(master) for name, master in self._masters.items()}
+        self._state = {name: KINDS[moments](name, master) for name, master in self._masters.items()}
         self._gradients: dict[str, Tensor] = {}  # of half precision weights
         self._used = 0.0
 
@@ -117,7 +119,7 @@ class AdamW:
         norm = float(self.grad_norm()) if norm is None else norm
         self.refuse_non_finite(norm)
         scale = min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0  # 1e-6 as in torch.nn.utils.clip_grad_norm_
-        updates = []
+        rule, updates = kernel.Rule(learning_rate, self._betas, self._eps, scale), []
         for name, master in self._masters.items():
             gradient, parameter, state = self.gradient(name), self.parameters[name], self._state[name]
             if gradient is None:
@@ -125,9 +127,13 @@ class AdamW:
             state.step += 1.0
             weight = None if master is parameter else parameter.detach()
             decay = self._weight_decay if master.dim() >= 2 else 0.0
-            updates.append(kernel.Update(master.detach(), gradient.detach(), state.exp_avg, state.exp_avg_sq, weight, decay, int(state.step)))
-        rule = kernel.Rule(learning_rate, self._betas, self._eps, scale)
-        kernel.adamw(updates, rule, self._impl)
+            update = kernel.Update(master.detach(), gradient.detach(), state.exp_avg, state.exp_avg_sq, weight, decay, int(state.step))
+            if isinstance(state, Int8):
+                state.update(update, rule, self._impl)
+            else:
+                updates.append(update)
+        if updates:
+            kernel.adamw(updates, rule, self._impl)
         self._used = rule.learning_rate
         return Update(grad_norm=norm, clip_scale=scale)
 
@@ -135,7 +141,7 @@ class AdamW:
         """The live state, to save or to copy into: exp_avg, exp_avg_sq and step of each parameter, and the master where there is one."""
         tensors: dict[str, Tensor] = {}
         for name, master in self._masters.items():
-            tensors |= {f"{part}.{name}": tensor for part, tensor in vars(self._state[name]).items()}
+            tensors |= {f"{part}.{name}": tensor for part, tensor in self._state[name].tensors().items()}
             if master is not self.parameters[name]:
                 tensors[f"master.{name}"] = master
         return tensors
@@ -145,14 +151,6 @@ class AdamW:
         if not bad:
             return f"the gradient norm is {norm} though every gradient is finite: their squares overflow"
         return f"the gradient norm is {norm}: {len(bad)} of {len(self._masters)} parameters have a non-finite gradient; first: {bad[0]}"
-
-
-class _State:
-    """step: a number in a tensor, on the host (a save has it from every version; reading it must not wait for a GPU)."""
-
-    def __init__(self, master: Tensor):
-        self.step = torch.zeros((), dtype=torch.float32)
-        self.exp_avg, self.exp_avg_sq = (torch.zeros_like(master, requires_grad=False) for _ in range(2))
 
 
 PIECE = 1 << 19  # numbers whose squares are added up in one go
