@@ -100,6 +100,13 @@ def test_a_committed_profile_is_linked_from_its_benchmark(plant, tmp_path):
     assert "(profiles/moe.md)" in report.page(runs, report.profiles_beside(tmp_path / "page.md")) and "profiles/" not in report.page(runs)
 
 
+@pytest.mark.parametrize("name", ["moe", "dense", "load", "decode", "growth", "profile", "report"])
+def test_every_subcommand_has_help(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", name, "--help"])
+    assert ended.value.code == 0 and f"unfreeze bench {name}" in capsys.readouterr().out
+
+
 def test_bench_names_its_subcommands(capsys):
     assert cli.main(["bench", "--help"]) == 0
     said = capsys.readouterr().out

@@ -125,7 +125,8 @@ def page(runs: Sequence[Run], profiles: Sequence[str] = ()) -> str:
     parts = [
         "# Performance",
         "Made by `unfreeze bench report` from the rows in `benchmarks/results/`; edit nothing here. A row holds the machine, all settings and the "
-        "commit; the sides of a run are processes that step in turn. Speeds are medians. An absolute time is this machine's; ratios are of one run. "
+        "commit; the sides of a run are processes that step in turn. Speeds are medians; a peak on a CPU is the process's resident memory at its "
+        "highest after loading, interpreter and libraries included. An absolute time is this machine's; ratios are of one run. "
         "Errors are relative, against float64, unless the table says otherwise.",
         "## Targets", targets_table(runs),
         "## Where we lose", "\n".join(f"- {line}" for line in losses(runs)) or "Nowhere among what was measured.",
