@@ -5,9 +5,14 @@ import json
 import pytest
 import torch
 
-from unfreeze.adapters import LoraConfig, Receipt, adapter_parameters, attach, sites
+from unfreeze.adapters import LoraConfig, Receipt, adapter_parameters, attach, receipt, sites
 from unfreeze.adapters.receipt import Gradients, check, first_tokens, make_receipt, snapshot
+from unfreeze.checkpoint import open_checkpoint
 from unfreeze.core.errors import AdapterError
+from unfreeze.data.packing import Example, pack
+from unfreeze.generate.open import open_model
+from unfreeze.models.decoder import plain
+from unfreeze.recipes.demo import TINY_K2
 
 
 def first_step(tiny, model, plant_before=None, plant_after=None, learning_rate=1e-3, parameters=None, decay=0.0):
@@ -181,3 +186,29 @@ def test_check_accepts_a_frozen_model_and_the_probe_is_at_most_its_length(tiny):
     check(make_receipt(model, snapshot(model), Gradients(), None))
     probe = first_tokens(tiny.batch(tiny.documents), 8)
     assert probe.num_tokens == 8 and probe.lengths() == [7, 1]
+
+
+def change_of_shared_experts(dtype) -> dict:
+    """What a step-sized adapter on the shared experts of tiny-k2 changes, computed in `dtype`."""
+    model = open_model(open_checkpoint(TINY_K2), dtype=dtype)
+    attach(model, LoraConfig(targets=("shared_experts",), rank=4), seed=0)
+    before = snapshot(model)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in adapter_parameters(model):
+        if name.endswith("B"):
+            parameter.data = 1e-3 * torch.randn(parameter.shape, generator=generator)
+    tokens = torch.randint(3, model.shape.vocab_size, (256,), generator=generator).tolist()
+    return make_receipt(model, before, Gradients(), pack([Example(tokens, [1.0] * 256)]))["shared_experts"]
+
+
+def test_in_bfloat16_the_change_of_the_output_is_the_adapters_and_not_another_routing():
+    exact, rounded = change_of_shared_experts(torch.float32), change_of_shared_experts(torch.bfloat16)
+    assert exact["rounding"] < exact["output_change"] / 1000
+    assert abs(rounded["output_change"] - exact["output_change"]) <= 8 * rounded["rounding"]  # a few roundings a layer, four layers
+
+
+def test_control_arm_routing_chosen_anew_passes_for_an_effect(monkeypatch):
+    exact = change_of_shared_experts(torch.float32)
+    monkeypatch.setattr(receipt, "_SameExperts", lambda: plain)
+    rounded = change_of_shared_experts(torch.bfloat16)
+    assert rounded["output_change"] - exact["output_change"] > 8 * rounded["rounding"]

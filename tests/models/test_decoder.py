@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves
 from unfreeze import models
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import UserError
-from unfreeze.kernels.attention import packed
+from unfreeze.kernels.attention import sdpa
 from unfreeze.kernels.expert_mlp import fused
 
 CONFIG = {
@@ -104,7 +104,7 @@ def calls_of(monkeypatch, through) -> dict[str, int]:
         return counted
 
     monkeypatch.setattr(fused, "_forward", count("experts", experts))
-    monkeypatch.setattr(packed, "_sdpa", count("attention", packed._sdpa))
+    monkeypatch.setattr(sdpa, "plain", count("attention", sdpa.plain))
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", count("attention", flash))
     model = made()
     model.hidden(batch_of(5, 3), through).square().sum().backward()

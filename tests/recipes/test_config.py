@@ -61,3 +61,11 @@ def test_a_missing_file_is_said(tmp_path):
 def test_a_config_cannot_be_changed(tmp_path):
     with pytest.raises(Exception, match="frozen"):
         read(tmp_path, 'model = "m"').steps = 3
+
+
+def test_the_command_to_repeat_is_the_one_given_under_torchrun_too(monkeypatch):
+    from unfreeze.recipes.training import typed
+
+    assert typed("sft", ["run.toml", "--out", "a b"]) == "unfreeze sft run.toml --out 'a b'"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert typed("sft", ["run.toml"]) == "torchrun --nproc-per-node 2 -m unfreeze sft run.toml"

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from unfreeze.parallel.collectives import ALONE
 from unfreeze.parallel.machine import hardware
 from unfreeze.recipes.device import ALLOCATOR, SEGMENTS, allocator_line, pick_device, set_allocator
 from unfreeze.recipes.training import say_plan
@@ -57,7 +58,7 @@ def test_control_arm_after_cuda_has_started_it_is_too_late_and_the_plan_warns(mo
     assert not any(name in os.environ for name in ALLOCATOR)
     plan = SimpleNamespace(as_dict=lambda: {"lines": ["plan"]}, refuse_if_too_large=lambda: None, hardware=replace(hardware(), kind="cuda"))
     with Run(tmp_path, {}) as run:
-        say_plan(run, plan)  # type: ignore[arg-type]
+        say_plan(run, plan, ALONE)  # type: ignore[arg-type]
     (event,) = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert event["warning"].startswith("allocator: CUDA had started before expandable segments could be set") and len(event["lines"]) == 2
 

@@ -7,6 +7,7 @@ import pytest
 
 from unfreeze.core.batch import Loss
 from unfreeze.core.schema import SCHEMA, faults
+from unfreeze.evaluate.gap import Gap
 from unfreeze.recipes import demo
 
 
@@ -17,7 +18,7 @@ def events_of(folder):
 def test_a_fine_tuning_run(run_dir):
     events = events_of(run_dir)
     assert [fault for event in events for fault in faults(event)] == []
-    assert {event["kind"] for event in events} == {"data", "plan", "load", "sample", "start", "train", "receipt", "save", "end"}
+    assert {event["kind"] for event in events} == {"data", "plan", "load", "sample", "gap", "start", "train", "receipt", "save", "end"}
     train = next(event for event in events if event["kind"] == "train")
     assert {"correct", "expert_balance"} <= train.keys() - {"error"} and train["expert_load"].keys() == train["expert_balance"].keys()
 
@@ -31,9 +32,9 @@ def test_the_demos_samples_and_scores(run_dir, tmp_path):
     run = tmp_path / "demo"
     shutil.copytree(run_dir, run)
     measured = {"style_before": 0.0, "style_after": 99.5, "facts_before": 100.0, "facts_after": 97.0}
-    demo.write_samples(run, [{"question": "Who?"}], ["I."], ["I, it is."], measured, 3)
+    demo.write_samples(run, [{"question": "Who?"}], ["I."], ["I, it is."], measured, (Gap(1e-7, 1e-6, 64, (0, 0)), Gap(1e-7, 2e-6, 64, (0, 0))), 3)
     added = events_of(run)[len(events_of(run_dir)) :]
-    assert [event["kind"] for event in added] == ["sample", "sample", "eval", "eval"]
+    assert [event["kind"] for event in added] == ["sample", "sample", "gap", "eval", "gap", "eval"]
     assert [fault for event in added for fault in faults(event)] == []
 
 

@@ -10,7 +10,7 @@ def test_page_and_summary(run_dir, unfreeze_json, capsys):
     assert result["report"] == str(run_dir / "report.html") and "supervised share" in page
     assert any("18 rows" in line and "% supervised" in line for line in result["summary"])
     assert cli.main(["report", str(run_dir)]) == 0
-    assert capsys.readouterr().out.splitlines() == result["summary"]
+    assert capsys.readouterr().out.splitlines() == [*result["summary"], f"report: {run_dir / 'report.html'}"]
 
 
 def test_a_folder_without_a_run_is_said(tmp_path, capsys):

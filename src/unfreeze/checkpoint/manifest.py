@@ -20,6 +20,7 @@ import torch
 from unfreeze.checkpoint import hub
 from unfreeze.checkpoint.faults import Faults
 from unfreeze.core.errors import CheckpointError, nearest
+from unfreeze.core.events import RESOLVED
 from unfreeze.core.json_object import read_object
 
 ITEMSIZE = {
@@ -82,6 +83,8 @@ def open_checkpoint(source: str | Path, *, progress: Callable[[str], None] | Non
     folder = _folder(source, progress)
     config_file = folder / "config.json"
     if not config_file.is_file():
+        if (folder / RESOLVED).is_file():
+            raise CheckpointError(f"{folder} is a training run, not a checkpoint", next=f"unfreeze report {folder}    unfreeze chat {folder}")
         raise CheckpointError(f"{folder} has no config.json", next="give the folder that holds config.json and *.safetensors")
     config = read_json(config_file)
     generation = folder / "generation_config.json"

@@ -166,7 +166,10 @@ def encode_files(
     stats.reading = "on demand" if on_demand else "memory"
     if not len(examples):
         reasons = "; ".join(item.reason for item in stats.listed[:3]) or "the file is empty"
-        raise DataError(f"{', '.join(path.name for path in paths)}: no row left to train on, of {stats.rows}: {reasons}")
+        names = ", ".join(map(str, paths))
+        raise DataError(
+            f"{names}: no row left to train on, of {stats.rows}: {reasons}", next=f"look at the rows: unfreeze data show {paths[0]} --model MODEL"
+        )
     return Dataset(examples, stats)
 
 

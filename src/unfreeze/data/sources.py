@@ -194,7 +194,7 @@ def _parse_json(raw: bytes, row: int) -> Row:
     except json.JSONDecodeError as error:
         if row == 1 and text.lstrip().startswith("["):
             raise DataError("row 1: this is a JSON array, not one object per line", next="jq -c '.[]' data.json > data.jsonl") from None
-        raise DataError(f"row {row}: broken JSON at column {error.colno}: {error.msg}") from None
+        raise DataError(f"row {row}: broken JSON at column {min(error.pos, len(text.rstrip())) + 1}: {error.msg}") from None
     except (ValueError, RecursionError) as error:  # duplicate keys, NaN, numbers of thousands of digits, endless nesting
         raise DataError(f"row {row}: broken JSON: {str(error) or type(error).__name__}") from None
     if not isinstance(value, dict):

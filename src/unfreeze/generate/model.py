@@ -148,7 +148,7 @@ class Model:
 
         Rendered with the checkpoint's chat template (data.templates.PLAIN_TEMPLATE where it has none). Options as in generate.
         """
-        return self.engine.generate([self._encode_chat(messages)], sampling(options))[0].text
+        return self.engine.generate([self.encode_chat(messages)], sampling(options))[0].text
 
     def stream_chat(self, messages: str | Sequence[Message], **options: Unpack[Options]) -> Iterator[str]:
         """As chat, in pieces of text as they become certain: whole characters, nothing of a stop string."""
@@ -156,17 +156,18 @@ class Model:
 
     def stream_chat_pieces(self, messages: str | Sequence[Message], **options: Unpack[Options]) -> Iterator[Piece]:
         """As stream_chat, token by token; the last piece says why the answer ended."""
-        steps = self.engine.stream([self._encode_chat(messages)], sampling(options))
+        steps = self.engine.stream([self.encode_chat(messages)], sampling(options))
         return (piece for step in steps for piece in step)
 
     def chat_batch(self, conversations: Sequence[str | Sequence[Message]], **options: Unpack[Options]) -> list[Completion]:
         """The assistant's next turn of many conversations at once."""
-        return self.engine.generate([self._encode_chat(messages) for messages in conversations], sampling(options))
+        return self.engine.generate([self.encode_chat(messages) for messages in conversations], sampling(options))
 
     def _encode(self, prompt: str | Sequence[int]) -> list[int]:
         return encode_prompt(self._tokenizer(), prompt) if isinstance(prompt, str) else list(prompt)
 
-    def _encode_chat(self, messages: str | Sequence[Message]) -> list[int]:
+    def encode_chat(self, messages: str | Sequence[Message]) -> list[int]:
+        """The prompt of `chat` as the model sees it: token ids, up to where the assistant's turn begins."""
         return encode_chat(self._tokenizer(), [{"role": "user", "content": messages}] if isinstance(messages, str) else messages)
 
     def _tokenizer(self) -> Tokenizer:

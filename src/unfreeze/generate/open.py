@@ -51,6 +51,9 @@ def locate(source: str | Path) -> Source:
                 next=f"write the base checkpoint's folder or id into {ADAPTER_CONFIG}",
             )
         return Source(base, folder)
+    if not folder.exists() and any(folder.parent.glob(f"*/{RESOLVED}")):  # beside other runs: a name mistyped, no Hugging Face id
+        runs = sorted(path.parent.name for path in folder.parent.glob(f"*/{RESOLVED}"))
+        raise CheckpointError(f"{folder} does not exist{nearest(folder.name, runs)}", next=f"ls {folder.parent}")
     return Source(str(folder) if folder.exists() else str(source))
 
 

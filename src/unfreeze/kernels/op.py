@@ -21,17 +21,19 @@ class Candidate:
 
     load     -> the implementation. Imports what it needs only then (numba takes 0.4 s, Triton is missing on many machines). Called once.
     refuses  (device type, dtype) -> why it cannot run there ("triton is not installed", "float64: it computes in float32"); "" where it can.
+    named_on device types where it is measured like any other, but runs only where `impl` names it.
     """
 
     load: Callable[[], Implementation]
     refuses: Callable[[str, torch.dtype], str]
+    named_on: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Case:
     """Inputs that stand for a bucket of shapes.
 
-    bucket  what Op.bucket says of these inputs.
+    bucket  what the op's public function says of these inputs when it asks choose().
     inputs  (device, dtype, generator on the host) -> the arguments: random, never zeros; tensors to be differentiated require grad.
     dtypes  in which it is measured.
     """
@@ -44,7 +46,12 @@ class Case:
 @dataclass(frozen=True)
 class Op:
     """tolerance: largest |candidate - exact| / |exact| (Frobenius norms) of any output or input gradient, per dtype; exact is the reference in
-    float64 on the same inputs, or in the dtype itself where the op is defined by its rounding (`exact_dtype`).
+    float64 on the same inputs, or in the dtype itself where the op is defined by its rounding (`exact_dtype` None).
+
+    An op that returns nothing works in place and is judged by what it left in its arguments (differentiable False).
+
+    preferred: a candidate that runs wherever it doesn't refuse, whatever the records say, `because` it holds a promise beyond speed
+    (expert_mlp's "fused": nothing expanded is saved for backward). "" for every op whose candidates differ in speed only.
     """
 
     name: str
@@ -54,3 +61,5 @@ class Op:
     tolerance: Mapping[torch.dtype, float]
     differentiable: bool = True
     exact_dtype: torch.dtype | None = torch.float64
+    preferred: str = ""
+    because: str = ""

@@ -16,7 +16,9 @@ UNLIMITED = 2**60  # cgroup v1 writes a number near 2**63 where there is no limi
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device. `total` and `available` in bytes; available: what a process could still take now. `limit` says what bounds it."""
+    """One device. `total` and `available` in bytes; available: what a process could still take now. `limit` says what bounds it.
+    process: what this process holds in host memory already (interpreter, libraries); `available` is without it. 0 where it isn't known.
+    """
 
     kind: str
     name: str
@@ -24,6 +26,7 @@ class Hardware:
     total: int
     available: int
     limit: str = "memory"
+    process: int = 0
 
 
 def hardware(device: torch.device | str = "cpu") -> Hardware:
@@ -36,8 +39,14 @@ def hardware(device: torch.device | str = "cpu") -> Hardware:
     total, available = host_memory()
     bound = container_memory()
     if bound is not None and bound[0] < total:
-        return Hardware("cpu", processor(), num_cores(), bound[0], min(available, bound[1]), "container")
-    return Hardware("cpu", processor(), num_cores(), total, available)
+        return Hardware("cpu", processor(), num_cores(), bound[0], min(available, bound[1]), "container", resident())
+    return Hardware("cpu", processor(), num_cores(), total, available, process=resident())
+
+
+def resident(proc: Path = PROC) -> int:
+    """Resident bytes of this process now, VmRSS of /proc/self/status; 0 on systems without it."""
+    match = re.search(r"^VmRSS:\s+(\d+) kB", _text(proc / "self" / "status"), re.MULTILINE)
+    return int(match[1]) * 1024 if match else 0
 
 
 def num_cores() -> int:

@@ -37,6 +37,9 @@ GRADIENT_BYTES = 4  # adapters and their gradients are fp32
 LOSS_BLOCKS = 3  # fp32 blocks [N, V] alive at once in objectives/cross_entropy.py
 LOAD_BUFFERS = THREADS * CHUNK  # checkpoint/stream.py: one buffer per reading thread
 GROUP_BYTES = 4 * 2**20  # kernels/expert_mlp/loop_cpu.py: weights and rows of a group of experts
+# CPU, beside the plan and the process: code that numba and oneDNN compile, their caches, the allocator's slack. Peak of a run less plan less
+# process at planning, tiny-k2, Zen 4: 0.3 GiB in float32 on one core, 0.5 in bfloat16 on one, 0.8 in bfloat16 on two (grows with GEMM shapes)
+KERNELS = "0.3 to 0.8 GiB for kernels as they are compiled"
 MIN_TOKENS = 2  # of a micro-batch: one token has no next one to learn
 USABLE = 0.92  # of the free memory: allocator fragmentation and what the interpreter and BLAS take besides
 
@@ -143,6 +146,8 @@ class Plan:
         lines = [f"plan for {device.name}: {device.cores} cores, {format_bytes(device.total)}, {format_bytes(self.usable)} usable now"]
         lines += [f"  {name:<{width}}  {format_bytes(size):>10}" for name, size in self.terms.items()]
         lines.append(f"  {'total':<{width}}  {format_bytes(self.total):>10}  of {format_bytes(self.usable)}")
+        if device.process:
+            lines.append(f"  beside it: this process {format_bytes(device.process)}, and {KERNELS}")
         lines.append(f"  1 device, largest / smallest {largest / smallest:.2f}; {self.work.tokens:,} tokens per pass")
         lines += [f"  at another moment: {name} {format_bytes(size)}" for name, size in (self.beside | {"loading": self.load}).items()]
         if self.avoided:

@@ -116,12 +116,12 @@ def read_toml(path: Path) -> dict[str, Any]:
     """The file's table. Raises ConfigError for a file that is absent, isn't TOML or has more than MAX_TOML bytes."""
     try:
         if path.stat().st_size > MAX_TOML:
-            raise ConfigError(f"{path} has {path.stat().st_size:,} bytes; a run's TOML file has at most {MAX_TOML:,}")
+            raise ConfigError(f"{path} has {path.stat().st_size:,} bytes; a run's TOML file has at most {MAX_TOML:,}", next="give a run's file")
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        raise ConfigError(f"{path} is not a file; the first argument is a TOML file, everything else is --flags") from None
+        raise ConfigError(f"{path} is not a file; the first argument is a TOML file, everything else is --flags", next="check the path") from None
     except (ValueError, RecursionError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors; so is a number of thousands of digits
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+        raise ConfigError(f"{path} is not valid TOML: {error}", next="mend that line") from error
 
 
 @contextmanager

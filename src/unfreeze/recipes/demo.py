@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 from rich.console import Console
@@ -28,6 +28,9 @@ from unfreeze.recipes.config import Frozen, parse
 from unfreeze.recipes.training import RESOLVED
 from unfreeze.report.html import write_report
 from unfreeze.train.run import latest, read_record
+
+if TYPE_CHECKING:
+    from unfreeze.evaluate.gap import Gap
 
 TINY_K2 = Path(__file__).resolve().parents[1] / "assets" / "tiny-k2"
 SHOWN = 8
@@ -50,7 +53,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     out = Path(config.out).expanduser()
     make_room(out)
     items = [json.loads(line) for line in (TINY_K2 / "held_out.jsonl").read_text(encoding="utf-8").splitlines()]
-    before = ask(TINY_K2, items)
+    before, gap_before = ask(TINY_K2, items)
     trained = sft.train(
         sft.Config(
             model=str(TINY_K2), data=(str(TINY_K2 / "yoda_train.jsonl"),), out=str(out), epochs=config.epochs, dtype="float32",
@@ -62,9 +65,9 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     if not trained["finished"]:
         print(f"the demo goes on with: unfreeze demo --out {out}", file=sys.stderr)
         return trained
-    after = ask(out, items)
+    after, gap_after = ask(out, items)
     measured = compare(before, after, items)
-    write_samples(out, items, before, after, measured, trained["steps"])
+    write_samples(out, items, before, after, measured, (gap_before, gap_after), trained["steps"])
     if not common.quiet:
         show(items, before, after, measured, Console(stderr=common.json))
     seconds = time.perf_counter() - started
@@ -89,23 +92,28 @@ def make_room(out: Path) -> None:
         shutil.rmtree(out)
 
 
-def ask(source: Path, items: Sequence[dict[str, str]]) -> list[str]:
-    """The model's greedy answer to every held-out question, all in one batch."""
+def ask(source: Path, items: Sequence[dict[str, str]]) -> tuple[list[str], Gap]:
+    """The model's greedy answer to every held-out question, all in one batch; and how far sampler and trainer are apart on them."""
     import unfreeze
+    from unfreeze.evaluate.gap import gap_of_answers
 
     model = unfreeze.load(source)
-    return [answer.text for answer in model.chat_batch([item["question"] for item in items], max_new_tokens=48)]
+    answers = model.chat_batch([item["question"] for item in items], max_new_tokens=48)
+    gap = gap_of_answers(model.engine, [model.encode_chat(item["question"]) for item in items], answers)
+    return [answer.text for answer in answers], gap
 
 
 def write_samples(
-    run: Path, items: Sequence[dict[str, str]], before: Sequence[str], after: Sequence[str], measured: dict[str, float], step: int
-) -> None:
-    """Answers and scores as events of the run, so that the report shows them."""
+    run: Path, items: Sequence[dict[str, str]], before: Sequence[str], after: Sequence[str], measured: dict[str, float],
+    gaps: tuple[Gap, Gap], step: int,
+) -> None:  # fmt: skip
+    """Answers, scores and gaps as events of the run, so that the report shows them."""
     log = EventLog(run / "events.jsonl")
     for item, was, now in zip(items[:SHOWN], before, after, strict=False):
         log.emit("sample", 0, when="before", prompt=item["question"], text=was)
         log.emit("sample", step, when="after", prompt=item["question"], text=now)
-    for when, at in (("before", 0), ("after", step)):
+    for when, at, gap in zip(("before", "after"), (0, step), gaps, strict=True):
+        log.emit("gap", at, when=when, **gap.as_dict())
         log.emit("eval", at, **{name: measured[f"{name}_{when}"] for name in ("style", "facts")})
     log.close()
     write_report(run)

@@ -119,12 +119,16 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
             print(as_text(finding), file=sys.stderr if common.json else sys.stdout, flush=True)
     count = {level: sum(finding.level == level for finding in findings) for level in ("fault", "warn")}
     if not common.quiet:
-        said = f"{count['fault']} faults, {count['warn']} warnings in {len(findings)} checks"
+        said = f"{counted(count['fault'], 'fault')}, {counted(count['warn'], 'warning')} in {counted(len(findings), 'check')}"
         print(said, file=sys.stderr if common.json else sys.stdout)
     return {
         "findings": [asdict(finding) for finding in findings], "faults": count["fault"], "warnings": count["warn"],
         "exit_code": 1 if count["fault"] else 0,
     }  # fmt: skip
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def as_text(finding: Finding) -> str:
@@ -273,9 +277,12 @@ def check_data(patient: Patient) -> Iterator[Finding]:
 
 def check_memory(patient: Patient) -> Iterator[Finding]:
     """The plan of the run: does it fit."""
+    from unfreeze.parallel.plan import KERNELS
+
     plan = patient.plan
     plan.refuse_if_too_large()
-    line = f"a run needs {format_bytes(plan.total)} of {format_bytes(plan.usable)} usable, {plan.adapter_parameters:,} adapter parameters"
+    process = f" beside the process's own {format_bytes(plan.hardware.process)} and {KERNELS}" if plan.hardware.process else ""
+    line = f"a run needs {format_bytes(plan.total)}{process}, of {format_bytes(plan.usable)} usable; {plan.adapter_parameters:,} adapter parameters"
     yield Finding("memory", "ok", line)
     if patient.device.type == "cuda":
         from unfreeze.recipes.device import allocator_line

@@ -34,6 +34,8 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     from unfreeze.checkpoint import open_checkpoint
     from unfreeze.generate.open import locate, open_model
 
+    if not Path(config.run).is_dir():
+        raise ConfigError(f"{config.run} is not a folder", next="give a run's folder (runs/<name>), or the folder of an adapter")
     source = locate(config.run)
     if source.adapter is None:
         raise ConfigError(f"{config.run} has no adapter to export; it is a whole model", next=f"use {source.base} as it is")

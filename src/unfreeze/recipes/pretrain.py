@@ -99,7 +99,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
             shape, start, None, tokens=config.tokens_per_micro_batch, dtype=config.dtype, device=device, recompute=config.recompute,
             micro_batches=config.micro_batches,
         )
-        say_plan(run, plan)
+        say_plan(run, plan, group)
         model = start_model(start, dtype_of(config.dtype), device, config.seed, run, common)
 
         batches = batches_of(config, dataset.examples, start=run.cursor)

@@ -23,5 +23,5 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
         page = write_report(config.run)
     lines = summary_lines(config.run)
     if not (common.quiet or common.json):
-        print("\n".join(lines))
+        print("\n".join([*lines, f"report: {page}"]))
     return {"report": str(page), "summary": lines}

@@ -88,7 +88,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
             micro_batches=config.micro_batches,
             recompute=config.recompute,
         )  # fmt: skip
-        say_plan(run, plan)
+        say_plan(run, plan, group)
 
         with LoadProgress(quiet=common.quiet) as progress:
             model = open_model(manifest, dtype_of(config.dtype), device, progress, loaded=partial(say_loaded, run))

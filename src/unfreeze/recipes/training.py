@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -157,8 +158,10 @@ def portable(model: str) -> str:
 
 
 def typed(recipe: str, arguments: Sequence[str]) -> str:
-    """The command as the user gave it, to be repeated."""
-    return shlex.join(["unfreeze", recipe, *arguments])
+    """The command as the user gave it, to be repeated; under torchrun with torchrun before it."""
+    processes, nodes = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE"))
+    start = ["unfreeze"] if processes == 1 else ["torchrun", "--nproc-per-node", str(processes // nodes), "-m", "unfreeze"]
+    return shlex.join([*start, recipe, *arguments]) + (f" (on each of {nodes} nodes, as before)" if nodes > 1 else "")
 
 
 def encode(run: Run, config: TrainingConfig, tokenizer: Tokenizer, max_positions: int, *, supervise: Literal["assistant", "all"]) -> Dataset:
@@ -256,9 +259,11 @@ def spike_guard(config: TrainingConfig, state: State, objective: Objective, desc
     )  # fmt: skip
 
 
-def say_plan(run: Run, plan: Plan) -> None:
+def say_plan(run: Run, plan: Plan, group: Group) -> None:
     """Write and show the plan, then refuse what does not fit. On CUDA it says how the allocator was set (FAILURES L2)."""
     fields = plan.as_dict()
+    if group.size > 1:
+        fields["lines"] = [*fields["lines"], f"  {group.size} processes, each with this plan; process 0 speaks, and what it measures is its own"]
     if plan.hardware.kind == "cuda":
         line, grows = allocator_line()
         fields["lines"] = [*fields["lines"], f"  {line}"]
@@ -337,7 +342,9 @@ def finish(config: TrainingConfig, common: Common, command: str, *, export: bool
     write_report(run_dir)
     result = {**result_of(read_events(run_dir / "events.jsonl")), **extra, "run": str(run_dir)}
     if not common.quiet:
-        print("\n".join([*summary_lines(run_dir), next_command(run_dir, result, command, export)]), file=sys.stderr)
+        before = ["this run was finished before; nothing was trained now"] if extra.get("already_finished") else []
+        after = [f"report: {run_dir / 'report.html'}", next_command(run_dir, result, command, export)]
+        print("\n".join([*before, *summary_lines(run_dir), *after]), file=sys.stderr)
     return result
 
 

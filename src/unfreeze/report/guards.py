@@ -24,7 +24,9 @@ class GuardRow(NamedTuple):
 
 def guard_rows(run: Run) -> list[GuardRow]:
     """One row per guard that this run had."""
-    parts: tuple[Callable[[Run], GuardRow | None], ...] = (_plan, _data, _receipt, _finite, _spikes, _clipping, _supervised, _experts, _gap, _trackers)
+    parts: tuple[Callable[[Run], GuardRow | None], ...] = (
+        _plan, _data, _receipt, _finite, _spikes, _clipping, _supervised, _experts, _gap, _trackers,
+    )  # fmt: skip
     return [row for part in parts if (row := part(run)) is not None]
 
 
@@ -38,7 +40,11 @@ def _plan(run: Run) -> GuardRow | None:
     if total is None or usable is None:
         return None
     fits = bool(run.plan.get("fits", total <= usable))
-    words = f"planned {format_bytes(total)}" if fits else f"planned {format_bytes(total)}: refused"
+    process = number((run.plan.get("hardware") or {}).get("process")) or 0
+    beside = f" beside the process's {format_bytes(process)}" if process else ""
+    peaks = series(run.events, "train", "peak_bytes")[1]
+    measured = f", peak of all {format_bytes(max(peaks))}" if peaks else ""
+    words = f"planned {format_bytes(total)}{beside}{measured}" if fits else f"planned {format_bytes(total)}: refused"
     return GuardRow("Memory plan", f"{format_bytes(usable)} usable", words, alarm=not fits)
 
 

@@ -79,6 +79,7 @@ class LiveProgress:
         self.seconds_between = seconds_between
         self._display = _Display(quiet, stream)
         self._inside = False
+        self._steps = 0
         self._recent: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # (tokens, seconds) of the last steps
         self._last_line = float("-inf")
 
@@ -136,6 +137,7 @@ class LiveProgress:
 
     def _on_train(self, event: Event) -> None:
         self._recent.append((number(event.get("tokens")) or 0.0, number(event.get("seconds")) or 0.0))
+        self._steps += 1
         step, status = event["step"], self._status(event)
         if self._inside and self._display.may_draw:
             self._display.draw(f"step {step}/{self.total_steps}", step, self.total_steps, status)
@@ -148,7 +150,9 @@ class LiveProgress:
     def _status(self, event: Event) -> str:
         tokens, seconds = (sum(column) for column in zip(*self._recent, strict=True))
         loss, peak = number(event.get("loss")), number(event.get("peak_bytes"))
-        left = (self.total_steps - event["step"]) * seconds / len(self._recent)
+        # The first step of a process compiles kernels: no forecast from it alone, and none of it once there are others
+        timed = [duration for _, duration in self._recent][1 if self._steps <= WINDOW else 0 :]
+        left = (self.total_steps - event["step"]) * sum(timed) / len(timed) if timed else 0.0
         parts = [
             f"loss {loss:.3f}" if loss is not None else "loss not finite",
             f"{tokens / seconds:,.0f} tokens/s" if seconds > 0 else "",

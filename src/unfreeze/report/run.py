@@ -122,6 +122,9 @@ def facts(run: Run) -> list[tuple[str, str]]:
     rows = [("Steps", f"{run.steps_done:,} of {run.steps_planned:,}" if run.steps_planned else f"{run.steps_done:,}")]
     if losses:
         rows.insert(0, ("Loss", f"{losses[0]:.3f} → {losses[-1]:.3f}" if len(losses) > 1 else f"{losses[0]:.3f}"))
+    held_out = [loss for loss in series(run.events, "eval", "loss")[1] if loss is not None]
+    if held_out:
+        rows.insert(1 if losses else 0, ("Held-out loss", f"{held_out[0]:.3f} → {held_out[-1]:.3f}, lowest {min(held_out):.3f}"))
     if run.train:
         rows.append(("Training time", format_seconds(run.seconds)))
     if run.tokens_per_second is not None:

@@ -30,10 +30,16 @@ def receipt_rows(groups: Groups) -> list[tuple[str, ...]]:
             _trained(values.get("trained")),
             _small(values.get("grad_norm")),
             _small(values.get("moved")),
-            _small(values.get("output_change")),
+            _small(values.get("output_change")) + _within(values),
         )
         for group, values in groups.items()
     ]
+
+
+def _within(values: Mapping[str, Any]) -> str:
+    """Marks a change of the output that rounding could make as well."""
+    change, rounding = number(values.get("output_change")), number(values.get("rounding"))
+    return " (rounding)" if change is not None and rounding is not None and 0 < change <= rounding else ""
 
 
 def standing_still(groups: Groups) -> list[str]:

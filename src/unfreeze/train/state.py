@@ -215,5 +215,6 @@ def _save_error(error: OSError, final: Path, tensors: dict[str, Tensor]) -> User
     return (DiskFull if full else UserError)(
         f"could not save {final}: {cause}; {format_bytes(needed)} needed, {format_bytes(free)} free. "
         + (f"Earlier saves are untouched, the last is {kept[-1].name}" if kept else "There is no earlier save"),
-        next=f"free space on the disk of {final.parent}, then run the same command again: it goes on from the last save",
+        next=f"free space on the disk of {final.parent}, then run the same command again: "
+        + ("it goes on from the last save" if kept else "it begins at step 1"),
     )

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves
 
+from unfreeze.core.errors import ConfigError
+from unfreeze.kernels import choose
 from unfreeze.kernels.expert_mlp import ExpertFactors, expert_mlp, fused, loop_cpu, release_scratch, scratch_bytes
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.int4 import Int4
@@ -287,14 +289,15 @@ def test_an_id_that_is_no_expert_is_refused():
             expert_mlp(x, bad, *rest, impl="fused")
 
 
-def test_auto_says_which_and_float64_goes_to_the_reference(caplog):
+def test_auto_says_which_and_float64_goes_to_the_reference(caplog, monkeypatch):
+    monkeypatch.setattr(choose, "_CHOSEN", {})  # it is said at the first call of a process
     x, ids, weights, gate_up, down, f = problem(packed=False, lora="none")
     with caplog.at_level("INFO"):
         y = expert_mlp(x.double(), ids, weights, gate_up.double(), down.double(), None)
-    assert y.dtype == torch.float64 and "reference (dtype torch.float64" in caplog.text
-    with pytest.raises(ValueError, match="float64"):
+    assert y.dtype == torch.float64 and "reference (fused cannot run: dtype torch.float64" in caplog.text
+    with pytest.raises(ConfigError, match="float64"):
         expert_mlp(x.double(), ids, weights, gate_up.double(), down.double(), None, impl="fused")
-    with pytest.raises(ValueError, match="one of auto"):
+    with pytest.raises(ConfigError, match="it has auto, reference, fused"):
         expert_mlp(x, ids, weights, gate_up, down, f, impl="quick")
     with pytest.raises(ValueError, match="come together"):
         ExpertFactors(gate_up_A=torch.zeros(1, 2, 2))

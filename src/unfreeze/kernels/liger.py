@@ -1,0 +1,29 @@
+"""Liger-Kernel's functions as candidates, where that library is installed (pip install liger-kernel). Nothing else in the house needs it."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from unfreeze.kernels.op import Implementation
+
+
+def refuses(device: str, dtype: torch.dtype) -> str:
+    """Why Liger's Triton kernels cannot run there; "" where they can."""
+    if importlib.util.find_spec("liger_kernel") is None:
+        return "liger-kernel is not installed"
+    if device != "cuda":
+        return f"device {device}; Liger's kernels run on CUDA"
+    return "" if dtype in (torch.float32, torch.bfloat16, torch.float16) else f"dtype {dtype}; it computes in float32"
+
+
+def rms_norm() -> Implementation:
+    """Its RMSNorm in the Llama rounding order. Not in place: that would write dx over dy, which belongs to the caller."""
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction  # type: ignore[import-not-found]
+
+    def liger_rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        return LigerRMSNormFunction.apply(x_TD, weight_D, eps, 0.0, "llama", False)
+
+    return liger_rms_norm

@@ -1,0 +1,33 @@
+"""All ops by name, and the one public function of each. An op's folder bears its name and is imported when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from unfreeze.core.errors import ConfigError, nearest
+from unfreeze.kernels.op import Op
+
+OPS = {
+    "attention": "attend",
+    "expert_mlp": "expert_mlp",
+    "int4_expand": "expand",
+    "rms_norm": "rms_norm",
+}
+
+
+def load(name: str) -> Op:
+    """The op of that name. Raises ConfigError where there is none."""
+    return _folder(name).OP
+
+
+def public(name: str) -> Callable[..., Any]:
+    """The function the rest of the house calls: it asks choose() and calls what it gets."""
+    return getattr(_folder(name), OPS[name])
+
+
+def _folder(name: str) -> Any:
+    if name not in OPS:
+        raise ConfigError(f"there is no op {name!r}{nearest(name, OPS)}", next=f"one of {', '.join(OPS)}")
+    return importlib.import_module(f"unfreeze.kernels.{name}")
