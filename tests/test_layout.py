@@ -21,8 +21,10 @@ FORBIDDEN = {"transformers", "peft", "trl", "accelerate", "compressed_tensors", 
 EXEMPT = {
     ("recipes/bisect.py", "transformers"),  # comparing with the oracle is what `unfreeze bisect` is for; imported inside one function
     ("kernels/liger.py", "liger_kernel"),  # an optional candidate, where a user has it installed; imported when it is loaded
-    ("recipes/bench/peers.py", "transformers"),  # by name, through peers.library, in worker processes
+    # the sides that `unfreeze bench` compares with; imported by name inside one function (peers.library), in worker processes
+    ("recipes/bench/peers.py", "transformers"),
     ("recipes/bench/peers.py", "peft"),
+    ("recipes/bench/peers.py", "liger_kernel"),
 }
 
 

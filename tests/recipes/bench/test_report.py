@@ -75,6 +75,17 @@ def test_gpu_rows_count_for_gpu_targets_only(plant):
     assert "| not measured |" in row_of(report.page(runs), TARGETS[0].what)
 
 
+def test_models_on_a_gpu_are_found_by_name(plant):
+    def side(name, speed, experts):
+        results = {"tokens_per_second": speed, "peak_bytes": 1, "correctness": {"loss": "falls"}, "mfu": 0.27, "verdict": "missed"}
+        return name, {"experts": experts}, results
+
+    sides = side("qwen3-30b-a3b-bf16", 1.0, "bf16"), side("qwen3-30b-a3b-int4", 18_000.0, "int4"), side("qwen2.5-7b", 19_000.0, "")
+    page = report.page(plant("model", "2026-11-01T00:00:00Z", *sides, device="nvidia-h200"))
+    assert "| 18,000 tokens/s | met |" in row_of(page, "Qwen3-30B-A3B") and "| 19,000 tokens/s | missed |" in row_of(page, "Qwen2.5-7B")
+    assert "| not measured |" in row_of(page, "Qwen3-0.6B") and "| side | measured | MFU | verdict | peak | error |" in page
+
+
 @pytest.mark.parametrize("rule, value, verdict", [("least", 2.0, "met"), ("least", 1.99, "missed"), ("most", 2.0, "met"), ("most", 2.01, "missed")])
 def test_a_limit_counts_as_met(rule, value, verdict):
     target = Target("x", "cpu", "moe", field("a", "b"), rule, 2.0)
@@ -98,6 +109,13 @@ def test_a_committed_profile_is_linked_from_its_benchmark(plant, tmp_path):
     (tmp_path / "profiles" / "moe.md").write_text("")
     runs = plant("moe", "2026-11-01T00:00:00Z", *moe(5.0))
     assert "(profiles/moe.md)" in report.page(runs, report.profiles_beside(tmp_path / "page.md")) and "profiles/" not in report.page(runs)
+
+
+@pytest.mark.parametrize("name", ["moe", "dense", "load", "decode", "growth", "profile", "report"])
+def test_every_subcommand_has_help(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", name, "--help"])
+    assert ended.value.code == 0 and f"unfreeze bench {name}" in capsys.readouterr().out
 
 
 def test_bench_names_its_subcommands(capsys):

@@ -33,6 +33,7 @@ class Config(MeasuredInTurn):
     recompute: Literal["layers", "selective", "nothing"] = Field(
         default="selective", description="of unfreeze: what is computed twice; selective: sft's default"
     )
+    device: Literal["cpu", "cuda"] = Field(default="cpu", description="where all sides train")
     checkpoint: Folder = Field(default="", description="folder where the random checkpoint is, or is made and kept; default: a temporary one")
 
 
@@ -61,18 +62,18 @@ def measure(
     from unfreeze.recipes.bench.sides import Side
 
     model, small = qwen2(**(sizes or {})), qwen2(**{**(sizes or {}), **(CHECKED if checked is None else checked)})
-    stamp = Stamp.now("dense", command("dense", config), threads=config.threads or None)
+    stamp = Stamp.now("dense", command("dense", config), config.device, threads=config.threads or None)
     settings = {
         "shape": {name: model[name] for name in SIZES}, "checked": {name: small[name] for name in SIZES if small[name] != model[name]},
         "dtype": "bfloat16", "documents": documents, "length": length, "tokens_per_step": documents * length, "steps": config.steps,
-        "warmup": config.warmup, "recompute": config.recompute,
+        "warmup": config.warmup, "recompute": config.recompute, "device": config.device,
     }  # fmt: skip
-    refused = {"transformers-liger": liger_refuses("cpu")}
+    refused = {"transformers-liger": liger_refuses(config.device)}
     with checkpoints(config.checkpoint, model, small) as (checkpoint, small_checkpoint):
         exact = float64(str(small_checkpoint), None, length, common)
         job: dict[str, Any] = {"checked": str(small_checkpoint), "documents": documents, "length": length}
-        ours = job | {"checkpoint": str(checkpoint), "dtype": "bfloat16", "lora": None, "recompute": config.recompute}
-        theirs = job | {"config": str(checkpoint), "device": "cpu"}
+        ours = job | {"checkpoint": str(checkpoint), "dtype": "bfloat16", "lora": None, "recompute": config.recompute, "device": config.device}
+        theirs = job | {"config": str(checkpoint), "device": config.device}
         known = {
             "unfreeze": Side("unfreeze", "unfreeze.recipes.bench.job:trainer", ours, threads=config.threads),
             "transformers": Side("transformers", "unfreeze.recipes.bench.peers:dense", theirs | {"liger": False}, threads=config.threads),
@@ -82,4 +83,4 @@ def measure(
         found = step_in_turn(sides, config, documents * length, exact, common)
     rows = [stamp.row(name, settings, entry) for name, entry in found.items()]
     rows += [stamp.row(name, settings, not_run=reason) for name, reason in refused.items() if name in config.sides and reason]
-    return show(rows, appended_to(config), common)
+    return show(rows, appended_to(config, config.device), common)

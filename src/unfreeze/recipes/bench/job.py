@@ -41,24 +41,24 @@ def batch_of(tokens_BL: torch.Tensor) -> Batch:
     return Batch(tokens_BL.flatten(), tokens_BL.roll(-1, 1).flatten(), weights_BL.flatten(), positions_T, starts_S)
 
 
-def open_job(checkpoint: str, dtype: str, lora: Mapping[str, Any] | None) -> Decoder:
+def open_job(checkpoint: str, dtype: str, lora: Mapping[str, Any] | None, device: str = "cpu") -> Decoder:
     """The checkpoint with fresh adapters, or with every weight trainable."""
-    model = open_model(open_checkpoint(checkpoint), dtype=DTYPES[dtype], device="cpu")
+    model = open_model(open_checkpoint(checkpoint), dtype=DTYPES[dtype], device=device)
     if lora is not None:
         attach(model, LoraConfig(**lora), seed=0)
     return model
 
 
 def trainer(
-    checkpoint: str, checked: str, dtype: str, lora: Mapping[str, Any] | None, recompute: Any, documents: int, length: int
+    checkpoint: str, checked: str, dtype: str, lora: Mapping[str, Any] | None, recompute: Any, documents: int, length: int, device: str = "cpu"
 ) -> Worker:  # fmt: skip
     """calls: step() -> loss, grad_norm; state() -> bytes of weights, gradients and optimizer; check() -> see `check`."""
     from unfreeze.recipes.bench.sides import resident
 
     before = resident()
     return training_worker(
-        open_job(checkpoint, dtype, lora), documents, length, recompute, runtime_bytes=before,
-        check=lambda: check(checked, dtype, lora, recompute, documents=2, length=min(length, 128)),
+        open_job(checkpoint, dtype, lora, device), documents, length, recompute, runtime_bytes=before,
+        check=lambda: check(checked, dtype, lora, recompute, documents=2, length=min(length, 128), device=device),
     )  # fmt: skip
 
 
@@ -90,10 +90,12 @@ def training_worker(model: Decoder, documents: int, length: int, recompute: Any,
     return Worker({"step": step, "state": state, "check": check}, facts)
 
 
-def check(checkpoint: str, dtype: str, lora: Mapping[str, Any] | None, recompute: Any, *, documents: int, length: int) -> dict[str, Any]:
+def check(
+    checkpoint: str, dtype: str, lora: Mapping[str, Any] | None, recompute: Any, *, documents: int, length: int, device: str = "cpu"
+) -> dict[str, Any]:  # fmt: skip
     """-> loss of the model as it is; loss_moved and grad_norm with every adapter's B drawn at random too (with B = 0, A has no gradient)."""
-    model = open_job(checkpoint, dtype, lora)
-    batch = batch_of(tokens_of(torch.Generator().manual_seed(1), documents, length, model.shape.vocab_size))
+    model = open_job(checkpoint, dtype, lora, device)
+    batch = batch_of(tokens_of(torch.Generator().manual_seed(1), documents, length, model.shape.vocab_size)).to(device)
     through = models.THROUGH[recompute]
     with torch.no_grad():
         first = cross_entropy(model.hidden(batch, through), model.lm_head, batch)

@@ -96,7 +96,7 @@ def losses(runs: Sequence[Run]) -> list[str]:
                 said.append(f"{run.benchmark}: {row.side}{case} is faster, {1 / speed:.2f} x our tokens/s ({run.device}, {run.when[:10]})")
             if memory is not None and memory > 1:
                 said.append(f"{run.benchmark}: {row.side}{case} takes less memory, {1 / memory:.2f} of our peak ({run.device}, {run.when[:10]})")
-            if row.results.get("verdict") in ("missed", "refuted"):
+            if row.results.get("predicted") and row.results.get("verdict") in ("missed", "refuted"):
                 said.append(
                     f"{run.benchmark}: {row.side}: {row.results['verdict']}, {figure(row)} where {row.results['predicted']} was predicted "
                     f"({run.device}, {run.when[:10]})"
@@ -125,7 +125,8 @@ def page(runs: Sequence[Run], profiles: Sequence[str] = ()) -> str:
     parts = [
         "# Performance",
         "Made by `unfreeze bench report` from the rows in `benchmarks/results/`; edit nothing here. A row holds the machine, all settings and the "
-        "commit; the sides of a run are processes that step in turn. Speeds are medians. An absolute time is this machine's; ratios are of one run. "
+        "commit; the sides of a run are processes that step in turn. Speeds are medians; a peak on a CPU is the process's resident memory at its "
+        "highest after loading, interpreter and libraries included. An absolute time is this machine's; ratios are of one run. "
         "Errors are relative, against float64, unless the table says otherwise.",
         "## Targets", targets_table(runs),
         "## Where we lose", "\n".join(f"- {line}" for line in losses(runs)) or "Nowhere among what was measured.",
@@ -275,15 +276,17 @@ def growth_tables(rows: Sequence[Row]) -> list[str]:
 
 
 def generic(rows: Sequence[Row]) -> list[str]:
-    """layer, model, and whatever comes: a row per side with its figure, its memory, the prediction and the error."""
-    head = ["side", "routing", "measured", "TFLOP/s", "predicted", "refuted beyond", "verdict", "peak", "error"]
+    """layer, model, and whatever comes: a row per side with its figure, its memory, the prediction and the error. Columns without a value go."""
+    head = ["side", "routing", "measured", "TFLOP/s", "MFU", "predicted", "refuted beyond", "verdict", "peak", "error"]
     lines = [
-        [row.side, str(row.settings.get("routing", "")), figure(row), number(row.results, "tflops"), str(row.results.get("predicted", "")),
-         number(row.results, "refuted_beyond") if row.results.get("predicted") else "", str(row.results.get("verdict", "")),
-         size(row.results, "peak_bytes"), error(row.results)]
+        [row.side, str(row.settings.get("routing", "")), figure(row), number(row.results, "tflops"), number(row.results, "mfu", "{:.0%}"),
+         str(row.results.get("predicted", "")), number(row.results, "refuted_beyond") if row.results.get("predicted") else "",
+         str(row.results.get("verdict", "")), size(row.results, "peak_bytes"), error(row.results)]
         for row in rows if figure(row) != ABSENT
     ]  # fmt: skip
-    return [*([markdown(head, lines)] if lines else []), *grid(rows), *notes(rows)]
+    filled = [column for column in range(len(head)) if any(line[column] not in ("", ABSENT) for line in lines)]
+    table = markdown([head[column] for column in filled], [[line[column] for column in filled] for line in lines])
+    return [*([table] if lines else []), *grid(rows), *notes(rows)]
 
 
 def grid(rows: Sequence[Row]) -> list[str]:

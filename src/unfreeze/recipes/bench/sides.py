@@ -33,7 +33,7 @@ from unfreeze.core.units import format_seconds
 
 Say = Callable[[str], None]
 SHOWN = 6  # last lines of a dead worker's stderr
-GRACE = 3.0  # seconds a worker has to end by itself
+GRACE, HASTE = 3.0, 0.3  # seconds a worker has to end by itself, and after Ctrl-C or an error
 
 
 class SideFailed(UserError):
@@ -100,8 +100,8 @@ class Side:
         """Bytes at the highest point between the end of loading, or the last such call with fresh_peak, and the end of the last such call."""
         return self._peaks[call]
 
-    def stop(self) -> None:
-        """End the process: its stdin closes; then SIGTERM, then SIGKILL."""
+    def stop(self, grace: float = GRACE) -> None:
+        """End the process: its stdin closes; then, each after `grace` seconds, SIGTERM and SIGKILL."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -111,7 +111,7 @@ class Side:
             except BrokenPipeError:
                 pass
             try:
-                process.wait(GRACE)
+                process.wait(grace)
                 break
             except subprocess.TimeoutExpired:
                 continue
@@ -159,12 +159,12 @@ class Sides:
                 side.start()
                 self.say(f"{side.name}: loaded in {format_seconds(side.loaded['load_seconds'])}")
         except BaseException:
-            self.stop()
+            self.stop(HASTE)
             raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.stop()
+        self.stop(GRACE if error is None else HASTE)
 
     def __getitem__(self, name: str) -> Side:
         return self._sides[name]
@@ -172,9 +172,9 @@ class Sides:
     def __iter__(self):
         return iter(self._sides.values())
 
-    def stop(self) -> None:
+    def stop(self, grace: float = GRACE) -> None:
         for side in self._sides.values():
-            side.stop()
+            side.stop(grace)
 
     def take_turns(
         self, call: str = "step", *, warmup: int, rounds: int, peaks: Literal["all", "timed"] = "all", **arguments: Any
