@@ -21,6 +21,10 @@ FORBIDDEN = {"transformers", "peft", "trl", "accelerate", "compressed_tensors", 
 EXEMPT = {
     ("recipes/bisect.py", "transformers"),  # comparing with the oracle is what `unfreeze bisect` is for; imported inside one function
     ("kernels/liger.py", "liger_kernel"),  # an optional candidate, where a user has it installed; imported when it is loaded
+    # the sides that `unfreeze bench` compares with; imported by name inside one function (peers.library), in worker processes
+    ("recipes/bench/peers.py", "transformers"),
+    ("recipes/bench/peers.py", "peft"),
+    ("recipes/bench/peers.py", "liger_kernel"),
 }
 
 
@@ -84,6 +88,8 @@ TESTED_BY = {  # source file -> the test file that covers it, where that doesn't
     "core/events.py": "core/test_core.py",
     "data/tokenizer_json.py": "data/test_tokenizer.py",
     "generate/open.py": "generate/test_model.py",
+    "kernels/adamw/__init__.py": "kernels/adamw/test_adamw.py",
+    "kernels/adamw/numba_cpu.py": "kernels/adamw/test_adamw.py",
     "kernels/attention/documents.py": "kernels/attention/test_packed_attention.py",
     "kernels/attention/layout.py": "kernels/attention/test_attention_layout.py",
     "kernels/attention/packed.py": "kernels/attention/test_packed_attention.py",
@@ -97,6 +103,9 @@ TESTED_BY = {  # source file -> the test file that covers it, where that doesn't
     "kernels/int4_grouped_mm/__init__.py": "kernels/int4_grouped_mm/test_int4_grouped_mm.py",
     "kernels/int4_grouped_mm/triton_cuda.py": "kernels/int4_grouped_mm/test_int4_grouped_mm.py",
     "kernels/int4_expand/numba_cpu.py": "kernels/int4_expand/test_int4_expand.py",
+    "kernels/linear_cross_entropy/__init__.py": "kernels/linear_cross_entropy/test_linear_cross_entropy.py",
+    "kernels/linear_cross_entropy/blocks.py": "kernels/linear_cross_entropy/test_linear_cross_entropy.py",
+    "kernels/linear_cross_entropy/numba_cpu.py": "kernels/linear_cross_entropy/test_linear_cross_entropy.py",
     "kernels/rms_norm/__init__.py": "kernels/rms_norm/test_rms_norm.py",
     "kernels/rms_norm/numba_cpu.py": "kernels/rms_norm/test_rms_norm.py",
     "kernels/rotary/__init__.py": "kernels/rotary/test_rotary.py",
@@ -112,6 +121,14 @@ TESTED_BY = {  # source file -> the test file that covers it, where that doesn't
     "models/blocks/moe.py": "models/test_families.py",
     "models/deepseek_v3.py": "models/test_families.py",
     "quant/codec.py": "quant/test_int4.py",
+    "recipes/bench/checkpoints.py": "recipes/bench/test_moe.py",
+    "recipes/bench/job.py": "recipes/bench/test_moe.py",
+    "recipes/bench/kimi_slice.py": "recipes/bench/test_layer.py",
+    "recipes/bench/peers.py": "recipes/bench/test_moe.py",
+    "recipes/bench/synthetic.py": "recipes/bench/test_layer.py",
+    "recipes/bench/targets.py": "recipes/bench/test_report.py",
+    "recipes/bench/timing.py": "recipes/bench/test_layer.py",
+    "recipes/bench/training.py": "recipes/bench/test_moe.py",
     "recipes/chat.py": "recipes/test_generate.py",
     "recipes/drill/__init__.py": "recipes/drill/test_drill.py",
     "recipes/drill/experts.py": "recipes/drill/test_drill.py",
@@ -185,3 +202,4 @@ def test_an_exemption_is_for_one_file_and_one_library():
     assert violations("kernels", "import liger_kernel", "kernels/liger.py") == []
     assert violations("kernels", "import liger_kernel", "kernels/rms_norm/__init__.py") and violations("kernels", "import peft", "kernels/liger.py")
     assert violations("recipes", "import peft", "recipes/bisect.py") and violations("recipes", "import transformers", "recipes/doctor.py")
+    assert violations("recipes", "import peft", "recipes/bench/peers.py") == [] and violations("recipes", "import trl", "recipes/bench/peers.py")

@@ -38,6 +38,7 @@ COMMANDS = {
     "drill": Command("unfreeze.recipes.drill", "drill", "plant every known fault in a sandbox and show the line that names it"),
     "doctor": Command("unfreeze.recipes.doctor", "doctor MODEL --data F", "look for those faults in your own files and machine; trains nothing"),
     "bisect": Command("unfreeze.recipes.bisect", "bisect MODEL --against hf", "name the first module whose output differs from transformers'"),
+    "bench": Command("unfreeze.recipes.bench", "bench WHAT", "moe|dense|load|decode|growth|layer|model: measure beside peers, append rows"),
     "kernels": Command("unfreeze.recipes.kernels", "kernels measure | list", "which implementation of each op runs here, and measuring it"),
     "report": Command("unfreeze.recipes.report", "report RUN", "write report.html of a run and print its summary"),
     "compare": Command("unfreeze.recipes.compare", "compare RUN RUN …", "two or more runs side by side: config, curves, results"),

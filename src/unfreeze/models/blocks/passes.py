@@ -26,11 +26,11 @@ LatentForm = Literal["expanded", "absorbed"]
 class Memo:
     """What a layer's second visit takes from its first instead of computing it again, in the order in which the layer asks.
 
-    `dear`: also what attention and the experts made, which costs the most to compute per byte kept.
+    `dear`: also what attention and the experts made, which costs the most to compute per byte kept. `products`: and every linear layer's output.
     """
 
-    def __init__(self, dear: bool):
-        self.dear, self.second, self.values = dear, False, []
+    def __init__(self, dear: bool = False, products: bool = False):
+        self.dear, self.products, self.second, self.values = dear, products, False, []
 
     def once(self, compute: Callable[[], Any]) -> Any:
         """compute() on the first visit; on the second what it gave then."""
@@ -112,6 +112,11 @@ class PackedPass:
         """`once` for dear results, where those are kept."""
         return self.memo.once if self.memo is not None and self.memo.dear else None
 
+    @property
+    def products(self) -> Callable[[Callable[[], Any]], Any] | None:
+        """`once` for outputs of linear layers, where those are kept."""
+        return self.memo.once if self.memo is not None and self.memo.products else None
+
     def remember(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         return new
 
@@ -145,7 +150,7 @@ class StepPass:
     def once(self, compute: Callable[[], Value]) -> Value:
         return compute()
 
-    kept = None
+    kept = products = None
     latent: ClassVar[LatentForm] = "absorbed"
 
     def __post_init__(self) -> None:

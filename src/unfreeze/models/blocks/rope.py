@@ -8,6 +8,7 @@ T tokens, R rotary width of a head.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,9 +29,14 @@ class Rope:
 
     def tables(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [T, R/2] in fp32 for integer positions [T]."""
-        frequency = torch.tensor(self.inverse_frequency, dtype=torch.float32, device=positions_T.device)
-        angle = positions_T.float()[:, None] * frequency
+        angle = positions_T.float()[:, None] * _on_device(self.inverse_frequency, positions_T.device)
         return angle.cos() * self.attention_factor, angle.sin() * self.attention_factor
+
+
+@functools.cache
+def _on_device(inverse_frequency: tuple[float, ...], device: torch.device) -> Tensor:
+    """Once per device: a copy from the host at every step would make it wait."""
+    return torch.tensor(inverse_frequency, dtype=torch.float32, device=device)
 
 
 def rope_from_config(config: Mapping[str, Any], width: int) -> Rope:

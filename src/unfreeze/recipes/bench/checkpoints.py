@@ -1,0 +1,65 @@
+"""Random checkpoints to measure on, written once per run or kept in a folder that is given."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unfreeze import models
+from unfreeze.checkpoint import save_checkpoint
+from unfreeze.checkpoint.keymap import disk_tensors
+from unfreeze.core.errors import ConfigError
+from unfreeze.quant import Int4
+
+SHARD_BYTES = 200 * 2**20
+
+
+def make(folder: Path, config: dict[str, Any]) -> None:
+    """Random weights with the spread of a trained model's, in bf16; routed experts quantized on Kimi's grid."""
+    shape, codec = models.shape(config), Int4(group_size=32)
+    embedding = shape.initializer_range if shape.tied else 1.0  # a tied head of variance 1 would make logits of the size of sqrt(D)
+    generator = torch.Generator().manual_seed(0)
+
+    def parameters() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in models.build(shape, dtype=torch.bfloat16, device="meta").state_dict().items():
+            if name in models.tied(shape):
+                continue
+            noise = torch.randn(tensor.shape, generator=generator)
+            if name.endswith("e_score_correction_bias"):
+                yield name, noise * 0.05
+            elif tensor.dim() == 1:
+                yield name, (1 + 0.05 * noise).bfloat16()
+            elif ".experts." in name:
+                parts = codec.quantize(noise / math.sqrt(tensor.shape[-1]))
+                yield from ((f"{name.removesuffix('.weight')}.{suffix}", part) for suffix, part in parts.items())
+            else:
+                yield name, (noise * embedding if "embed" in name else noise / math.sqrt(tensor.shape[-1])).bfloat16()
+
+    folder.mkdir(parents=True, exist_ok=True)
+    save_checkpoint(folder, config, disk_tensors(parameters(), models.rules(shape), codec), max_shard_bytes=SHARD_BYTES)
+
+
+@contextmanager
+def checkpoints(folder: str, config: dict[str, Any], checked: dict[str, Any]) -> Iterator[tuple[Path, Path]]:
+    """(the checkpoint, the small one for the float64 comparison), made where they aren't yet. folder "": a temporary one, removed afterwards.
+
+    Raises ConfigError where the folder holds another model.
+    """
+    with tempfile.TemporaryDirectory(prefix="unfreeze-bench-") as temporary:
+        root = Path(folder or temporary)
+        found = []
+        for name, wanted in (("model", config), ("checked", checked)):
+            place = root / name
+            if not (place / "config.json").is_file():
+                make(place, wanted)
+            elif json.loads((place / "config.json").read_text()) != wanted:
+                raise ConfigError(f"checkpoint = {folder!r} holds another model than this benchmark's", next="give an empty folder, or none")
+            found.append(place)
+        yield found[0], found[1]
