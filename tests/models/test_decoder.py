@@ -118,6 +118,29 @@ def test_selective_computes_attention_and_experts_once_and_recompute_twice(monke
     assert calls_of(monkeypatch, models.plain) == {"attention": 2, "experts": 2}
 
 
+def products_of(monkeypatch, through) -> int:
+    """How often a dense model's linear layers multiply in a step's two forward visits."""
+    counts, linear = [0], torch.nn.functional.linear
+
+    def counted(*args, **kwargs):
+        counts[0] += 1
+        return linear(*args, **kwargs)
+
+    config = {"model_type": "qwen2", "vocab_size": 512, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+              "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "rms_norm_eps": 1e-6}  # fmt: skip
+    model = models.build(models.shape(config), dtype=torch.float32, device="cpu")
+    models.initialize(model, 0)
+    monkeypatch.setattr(torch.nn.functional, "linear", counted)
+    model.hidden(batch_of(5, 3), through).square().sum().backward()
+    monkeypatch.undo()
+    return counts[0]
+
+
+def test_elementwise_multiplies_once_and_selective_twice(monkeypatch):
+    assert products_of(monkeypatch, models.elementwise) == products_of(monkeypatch, models.plain) == 14  # two layers of seven
+    assert products_of(monkeypatch, models.selective) == 28
+
+
 def held(through) -> int:
     """Bytes that the graph of a forward pass holds beside the parameters: what autograd saved, and what recomputation keeps for itself."""
     model, saved = made(), {}

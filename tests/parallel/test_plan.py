@@ -288,6 +288,20 @@ def test_full_training_in_half_precision_counts_masters_and_gradient_sums():
     assert (half["gradients"], half["optimizer"], half["adapter"]) == (SIZES.base + 4 * elements, 12 * elements, 0)
 
 
+def test_moments_in_eight_bits_take_a_quarter():
+    full, small = (plan(SIZES, Work(tokens=1024, rank=8, optimizer_moments=m), MACHINE).terms["optimizer"] for m in ("float32", "int8"))
+    assert full == 8 * plan(SIZES, Work(tokens=1024, rank=8), MACHINE).adapter_parameters and small / full == 2.03125 / 8
+
+
+def test_a_head_that_trains_over_several_blocks_has_its_gradient_summed_in_float32():
+    one, two = (plan(SIZES, Work(tokens=t, loss_rows=1024), MACHINE) for t in (1024, 1025))
+
+    def loss(p):
+        return p.terms.get("loss block") or p.beside["loss block"]
+
+    assert loss(two) - loss(one) == 32000 * 1024 * 4 + 1024 * 2  # [V, D], and a token's own gradient of the hidden state
+
+
 def test_without_recompute_every_layers_activations_count():
     kept = plan(SIZES, Work(tokens=1024, rank=8, recompute="nothing"), MACHINE).terms
     assert kept["all layers' activations"] == 1024 * SIZES.layer * SIZES.num_layers and kept["boundary activations"] == 0

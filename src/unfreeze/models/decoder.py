@@ -60,7 +60,7 @@ def selective(layer: Layer, x_TD: Tensor, run: PackedPass) -> Tensor:
 
 def elementwise(layer: Layer, x_TD: Tensor, run: PackedPass) -> Tensor:
     """As `selective`, and outputs of linear layers are kept (of multi-head attention and dense MLPs): the second visit has no GEMM, only norms,
-    rotations and activations, for about half the bytes of keeping all. Same gradients, to the bit.
+    rotations and activations, for fewer bytes than keeping all. Same gradients, to the bit.
     """
     return _again(layer, x_TD, run, dear=True, products=True)
 

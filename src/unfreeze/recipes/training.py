@@ -88,7 +88,7 @@ class TrainingConfig(Frozen):
     decay: float = Field(default=0.2, ge=0, le=1, description="share of the steps in the final fall of schedule wsd")
     weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay on matrices")
     optimizer_moments: Literal["float32", "int8"] = Field(
-        default="float32", description="AdamW's moments: 8 bytes per trained parameter, or 2.03 in blocks of 256 (docs/performance-dense.md: loss)"
+        default="float32", description="AdamW's moments: 8 bytes per trained parameter, or 2.03 in blocks of 256 (loss: docs/decisions.md 33)"
     )
     clip: float = Field(default=1.0, ge=0, description="limit of the global gradient norm; 0: none")
     dtype: Literal["bfloat16", "float32"] = Field(

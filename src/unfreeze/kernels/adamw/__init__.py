@@ -58,7 +58,8 @@ def _case(sizes: Sequence[tuple[int, ...]], half: bool) -> Case:
             updates.append(Update(master, gradient, m, v, weight, weight_decay=0.1, step=10))
         return updates, Rule(learning_rate=1e-3, betas=(0.9, 0.95), eps=1e-8, gradient_scale=0.5)
 
-    made = [Update(*(torch.empty(size, device="meta") for _ in range(4)), torch.empty(0) if half else None, 0.0, 1) for size in sizes]
+    blank = [torch.empty(size, device="meta") for size in sizes]
+    made = [Update(x, x, x, x, x if half else None, weight_decay=0.0, step=1) for x in blank]
     return Case(bucket(made, Rule(0.0, (0.0, 0.0), 0.0)), inputs, (torch.float32,))
 
 

@@ -7,6 +7,7 @@ clipping, copy to bf16) reads and writes 48 in all. Tensors arrive as addresses,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numba
 import numpy as np
@@ -19,18 +20,21 @@ from torch import Tensor
 from unfreeze.kernels.adamw.rule import Rule, Update
 from unfreeze.kernels.numba_options import Kernel, narrow, widen
 
+carray: Any = numba.carray  # type: ignore[attr-defined]
 CHUNK = 1 << 16  # numbers that one thread takes at a time
 PIECE = 1024  # within it: three short loops over what is in the L1 cache. One loop over five arrays is not vectorised (too many may overlap)
 HALF = np.uint16(0)
 ONE = np.float32(1.0)
 
 
-@intrinsic
-def _pointer(typingctx, address):
+def _to_pointer(typingctx: Any, address: Any) -> Any:
     def code(context, builder, signature, arguments):
         return builder.inttoptr(arguments[0], cgutils.voidptr_t)
 
     return types.voidptr(address), code
+
+
+_pointer: Any = intrinsic(_to_pointer)
 
 
 @numba.njit(inline="always")
@@ -60,20 +64,20 @@ def _step(chunks, addresses, halves, numbers, keep1, keep2, eps, scale):
     for c in prange(chunks.shape[0]):
         tensor, first, count = chunks[c, 0], chunks[c, 1], chunks[c, 2]
         end = first + count
-        w = numba.carray(_pointer(addresses[tensor, 0]), end, np.float32)
-        m = numba.carray(_pointer(addresses[tensor, 1]), end, np.float32)
-        v = numba.carray(_pointer(addresses[tensor, 2]), end, np.float32)
+        w = carray(_pointer(addresses[tensor, 0]), end, np.float32)
+        m = carray(_pointer(addresses[tensor, 1]), end, np.float32)
+        v = carray(_pointer(addresses[tensor, 2]), end, np.float32)
         for start in range(first, end, PIECE):
             stop = min(start + PIECE, end)
             if halves[tensor]:
-                half = numba.carray(_pointer(addresses[tensor, 3]), end, np.uint16)
+                half = carray(_pointer(addresses[tensor, 3]), end, np.uint16)
                 _moments(half[start:stop], m[start:stop], v[start:stop], scale, keep1, keep2)
             else:
-                full = numba.carray(_pointer(addresses[tensor, 3]), end, np.float32)
+                full = carray(_pointer(addresses[tensor, 3]), end, np.float32)
                 _moments(full[start:stop], m[start:stop], v[start:stop], scale, keep1, keep2)
             _move(w[start:stop], m[start:stop], v[start:stop], numbers[tensor, 0], numbers[tensor, 1], numbers[tensor, 2], eps)
             if addresses[tensor, 4] != 0:
-                out = numba.carray(_pointer(addresses[tensor, 4]), end, np.uint16)
+                out = carray(_pointer(addresses[tensor, 4]), end, np.uint16)
                 _round(w[start:stop], out[start:stop])
 
 
@@ -105,5 +109,5 @@ def step(updates: Sequence[Update], rule: Rule) -> list[Tensor]:
         )  # fmt: skip
     for u in updates:
         for tensor in (u.master, u.exp_avg, u.exp_avg_sq, *([] if u.weight is None else [u.weight])):
-            torch._C._autograd._unsafe_set_version_counter((tensor,), (tensor._version + 1,))  # as an in-place operation of torch does
+            torch.autograd.graph.increment_version(tensor)  # as an in-place operation of torch does
     return [x for u in updates for x in (u.master, u.exp_avg, u.exp_avg_sq)]

@@ -17,7 +17,7 @@ def step(updates: Sequence[Update], rule: Rule) -> list[Tensor]:
         gradient = u.gradient.to(u.master.dtype)
         gradient = gradient * rule.gradient_scale if rule.gradient_scale != 1.0 else gradient
         steps = torch.full((), float(u.step), dtype=torch.float32, device=u.master.device)
-        torch._fused_adamw_(
+        torch._fused_adamw_(  # type: ignore[attr-defined]
             [u.master], [gradient], [u.exp_avg], [u.exp_avg_sq], [], [steps], lr=rule.learning_rate, beta1=rule.betas[0], beta2=rule.betas[1],
             weight_decay=u.weight_decay, eps=rule.eps, amsgrad=False, maximize=False,
         )  # fmt: skip
