@@ -82,7 +82,8 @@ def test_each_candidate_agrees_with_the_reference_in_float64_forward_and_backwar
             errors = truth.errors(choose.implementation_of(op, label, where, dtype))
             assert max(errors.forward, errors.backward) <= op.tolerance[dtype], f"{label} in {dtype}: {errors}"
             held += 1
-    assert held or device == "cuda" or not any(not c.refuses(device, d) for c in op.candidates.values() for d in case.dtypes)
+    chosen = [c for c in op.candidates.values() if device not in c.named_on]
+    assert held or device == "cuda" or not any(not c.refuses(device, d) for c in chosen for d in case.dtypes)
 
 
 @pytest.mark.parametrize("fault", ["forward", "backward"])

@@ -38,7 +38,7 @@ def gradients(frozen: str, through) -> dict[str, torch.Tensor | None]:
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("through", [models.recompute, models.selective])
+@pytest.mark.parametrize("through", [models.recompute, models.selective, models.elementwise])
 @pytest.mark.parametrize("frozen", ["embed_tokens", "layers.0.", "nothing is called this"])
 def test_recompute_gives_the_gradients_of_plain_whatever_is_frozen(frozen, through):
     """With a frozen embedding the first layer's input needs no gradient: autograd must come back to the layer all the same."""
@@ -58,7 +58,7 @@ def test_without_recomputes_own_start_of_the_graph_the_first_layer_would_learn_n
     from unfreeze.models.decoder import _Recompute
 
     def broken(layer, x_TD, run):
-        return _Recompute.apply(x_TD, layer, run, False)
+        return _Recompute.apply(x_TD, layer, run, {})
 
     model = made()
     model.model.embed_tokens.requires_grad_(False)
@@ -86,7 +86,7 @@ def test_a_full_cache_is_refused_and_one_with_room_is_not():
         assert cache.lengths == [5, 3]
         with pytest.raises(UserError, match="holds 5 positions and all are filled"):
             model.step(torch.tensor([1, 2]), cache)
-        cache.select([1])
+        cache.keep([1])
         model.step(torch.tensor([2]), cache)
     assert cache.lengths == [4]
 
@@ -135,4 +135,4 @@ def held(through) -> int:
 
 
 def test_selective_keeps_less_than_plain_and_more_than_recompute():
-    assert held(models.recompute) < held(models.selective) < held(models.plain)
+    assert held(models.recompute) < held(models.selective) < held(models.elementwise) < held(models.plain)

@@ -15,7 +15,7 @@ from unfreeze.train.optim import AdamW
 from unfreeze.train.run import Run
 from unfreeze.train.schedule import Schedule
 from unfreeze.train.state import start_or_resume
-from unfreeze.train.step import clear_expert_load, read_expert_load
+from unfreeze.train.step import clear_expert_load
 
 
 def test_bias_moves_by_rate_against_the_load(tiny: SimpleNamespace):
@@ -65,9 +65,9 @@ def test_control_arm_a_recompute_that_counts_again_is_seen(tiny: SimpleNamespace
 def test_control_arm_evaluation_leaks_where_counts_are_not_cleared(tiny: SimpleNamespace):
     model = tiny.Model()
     model.hidden(tiny.make_batch([50], [50], 0), tiny.plain)
-    assert sum(read_expert_load(model)[0]) == 50
+    assert sum(model.moe_layers()[0].counts_E.tolist()) == 50
     clear_expert_load(model)
-    assert sum(read_expert_load(model)[0]) == 0
+    assert sum(model.moe_layers()[0].counts_E.tolist()) == 0
 
 
 def test_it_balances(tiny: SimpleNamespace):
@@ -82,7 +82,7 @@ def test_it_balances(tiny: SimpleNamespace):
         clear_expert_load(model)
         with torch.no_grad():
             model.hidden(batch, tiny.plain)
-        return read_expert_load(model)[0]
+        return model.moe_layers()[0].counts_E.tolist()
 
     assert max(load()) > 2 * 100
     balance = LossFreeBalance(model, rate=0.01)

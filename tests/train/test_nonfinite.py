@@ -99,7 +99,7 @@ def test_control_arm_with_the_guard_in_place_there_is_no_nan_and_nothing_is_name
     assert found(model.bfloat16()) is None
 
 
-@pytest.mark.parametrize("through", ["nothing", "layers", "selective"])
+@pytest.mark.parametrize("through", ["nothing", "layers", "selective", "elementwise"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_nan_weight_is_named_in_each_family(family: str, through: str):
     model = decoder(family)

@@ -44,6 +44,10 @@ class LowRank(nn.Module):
         thin_TR = F.linear(x_TI, self.A.to(x_TI.dtype)) * self.scale
         return torch.addmm(y_TO.flatten(0, -2), thin_TR.flatten(0, -2), self.B.to(x_TI.dtype).t()).view_as(y_TO)
 
+    def factors(self) -> tuple[Tensor, Tensor, float]:
+        """(A [R, in], B [out, R], scale), for a layer that multiplies in another order (blocks/mla.py: absorbed)."""
+        return self.A, self.B, self.scale
+
     @torch.no_grad()
     def reset(self, seed: int, name: str) -> None:
         """A as PEFT initialises it (kaiming_uniform, a = sqrt 5: uniform within ±1/sqrt(in)), B zero."""

@@ -12,6 +12,13 @@ import torch
 from torch import Tensor
 
 
+def send(host: Tensor, device: torch.device | str) -> Tensor:
+    """A host tensor on `device`, without waiting for it: through pinned memory to CUDA, as a copy from pageable memory stops the host."""
+    if torch.device(device).type == "cuda" and host.device.type == "cpu":
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class Batch:
     """One flat packed batch: S documents laid end to end in one dimension of T tokens. There is no padding.
@@ -22,6 +29,7 @@ class Batch:
     positions_T  int64, restarts at 0 with each document; what rotary embeddings see.
     starts_S     int64 on the *host*: index in T where each document begins, starts_S[0] == 0. It stays on the host because
                  document boundaries are known there; reading them from the device would synchronise.
+    found        (weights_T, where it is above 0), set by `to` for the same reason; ask supervised(). With other weights it says nothing.
     """
 
     tokens_T: Tensor
@@ -29,16 +37,19 @@ class Batch:
     weights_T: Tensor
     positions_T: Tensor
     starts_S: Tensor
+    found: tuple[Tensor, Tensor] | None = None
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch with everything but starts_S on `device`."""
-        return replace(
-            self,
-            tokens_T=self.tokens_T.to(device, non_blocking=True),
-            targets_T=self.targets_T.to(device, non_blocking=True),
-            weights_T=self.weights_T.to(device, non_blocking=True),
-            positions_T=self.positions_T.to(device, non_blocking=True),
-        )
+        names = ("tokens_T", "targets_T", "weights_T", "positions_T")
+        sent = {name: send(getattr(self, name), device) for name in names}
+        return replace(self, **sent, found=(sent["weights_T"], send(self.supervised(), device)))
+
+    def supervised(self) -> Tensor:
+        """int64: the positions whose weight is above 0, on the batch's device. Found on the host where the batch came from there (`to`)."""
+        if self.found is not None and self.found[0] is self.weights_T:
+            return self.found[1]
+        return self.weights_T.gt(0).nonzero().squeeze(1)
 
     @property
     def num_tokens(self) -> int:
@@ -56,10 +67,11 @@ class Loss:
     """A SUM over supervised tokens and the weight that carries it. Divided once, by the global count, in train/step.py.
 
     sum      float32 scalar, differentiable.
-    count    float, sum of weights_T. Counts add over micro-batches and devices; means do not.
+    count    sum of weights_T. Counts add over micro-batches and devices; means do not.
     metrics  further SUMS over the same tokens (e.g. {"correct": …}); divided by the same global count when logged.
+    count and metrics are numbers, or scalars on the device: train/step.py reads all of a step at once, at its end.
     """
 
     sum: Tensor
-    count: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    count: float | Tensor
+    metrics: Mapping[str, float | Tensor] = field(default_factory=dict)

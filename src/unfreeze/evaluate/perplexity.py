@@ -42,7 +42,7 @@ def heldout(model: Decoder, batches: Iterable[Batch], *, bytes_total: int | None
     for host_batch in batches:
         batch = host_batch.to(model.device)
         loss = cross_entropy(model.hidden(batch), model.lm_head, batch)
-        total, weight = total + float(loss.sum), weight + loss.count
+        total, weight = total + float(loss.sum), weight + float(loss.count)
         tokens += int(host_batch.weights_T.gt(0).sum())
     for layer, moe in model.moe_layers().items():
         moe.counts_E.copy_(counts[layer])

@@ -150,8 +150,8 @@ class Engine:
             if not running:
                 return
             if len(running) < len(rows):
-                rows, tokens = [rows[i] for i in running], [tokens[i] for i in running]
-                cache.select(running)
+                order = cache.keep(running)
+                rows, tokens = [rows[i] for i in order], [tokens[i] for i in order]
             logits_SV = self._step(tokens, cache)
 
     def _decoder(self, before: int) -> StreamDecoder | None:

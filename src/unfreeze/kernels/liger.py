@@ -27,3 +27,14 @@ def rms_norm() -> Implementation:
         return LigerRMSNormFunction.apply(x_TD, weight_D, eps, 0.0, "llama", False)
 
     return liger_rms_norm
+
+
+def swiglu() -> Implementation:
+    """Its SwiGLU: silu(gate) is rounded before it is multiplied. Its backward writes over gate and up, so it gets copies."""
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction  # type: ignore[import-not-found]
+
+    def liger_swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+        first, second = gate.chunk(2, dim=-1) if up is None else (gate, up)
+        return LigerSiLUMulFunction.apply(first.clone(), second.clone())
+
+    return liger_swiglu

@@ -48,6 +48,12 @@ def exp(x):
     return np.float32(p * np.uint32(np.uint32(np.int32(n) + np.int32(127)) << np.uint32(23)).view(np.float32))
 
 
+@numba.njit(inline="always")
+def sigmoid(x):
+    """1 / (1 + exp(-x)), relative error under 3e-7."""
+    return np.float32(ONE / np.float32(ONE + exp(np.float32(-x))))
+
+
 class Kernel:
     """A numba loop in two compilations: for one thread, and (where it is written with prange) for several.
 
@@ -97,8 +103,18 @@ def set_threads(elements: int) -> int:
 
 def array(tensor: Tensor) -> np.ndarray:
     """The memory of a CPU tensor as numpy sees it, bf16 as uint16. Shares memory."""
-    tensor = tensor.detach()
+    if tensor.requires_grad:  # detach costs as much as the rest; decoding comes here hundreds of times a token
+        tensor = tensor.detach()
     return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+def flat_rows(tensor: Tensor) -> tuple[np.ndarray, int]:
+    """A CPU tensor [rows, D] with last stride 1 as (flat memory from its first to its last element, stride of a row). Shares memory."""
+    if tensor.is_contiguous():
+        return array(tensor.view(-1)), tensor.shape[1]
+    rows, width = tensor.shape
+    extent = (rows - 1) * tensor.stride(0) + width if rows and width else 0
+    return array(tensor.as_strided((extent,), (1,))), tensor.stride(0)
 
 
 def widen(x):  # pragma: no cover - body below

@@ -12,8 +12,13 @@ from unfreeze.kernels.op import Op
 OPS = {
     "attention": "attend",
     "expert_mlp": "expert_mlp",
+    "few_rows": "few_rows_linear",
     "int4_expand": "expand",
+    "int4_grouped_mm": "int4_grouped_mm",
     "rms_norm": "rms_norm",
+    "rotary": "rotary",
+    "swiglu": "swiglu",
+    "token_order": "token_order",
 }
 
 

@@ -7,19 +7,20 @@ import threading
 import torch
 from torch import Tensor
 
-_buffers: dict[tuple[int, str, torch.dtype, torch.device], Tensor] = {}  # the first of the key is the thread
+_buffers: dict[tuple[int, str, torch.dtype, torch.device], Tensor] = {}  # the first of the key is the thread (CPU)
 
 
 def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Uninitialised memory of `shape`, the same bytes at each call with this name, dtype and device. Contents last until the next such call.
 
-    One buffer per thread and name, grown in steps of an eighth to the largest request so far and never shrunk: flat once it has seen the
+    One buffer per thread and name (on a GPU per name: backward runs in a thread of its own, on the same stream as forward, and a second workspace
+    of all experts would cost gigabytes), grown in steps of an eighth to the largest request so far and never shrunk: flat once it has seen the
     largest expert. `release_scratch` gives everything back.
     """
     count = 1
     for size in shape:
         count *= size
-    key = (threading.get_ident(), name, dtype, device)
+    key = (threading.get_ident() if device.type == "cpu" else 0, name, dtype, device)
     held = _buffers.get(key)
     if held is None or held.numel() < count:
         step = max(1024, 1 << max(0, count.bit_length() - 4))

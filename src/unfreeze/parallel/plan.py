@@ -24,17 +24,18 @@ from unfreeze.checkpoint.manifest import Manifest
 from unfreeze.checkpoint.stream import CHUNK, THREADS
 from unfreeze.core.errors import DoesNotFit
 from unfreeze.core.units import format_bytes, format_count, format_seconds
+from unfreeze.kernels.linear_cross_entropy import block_cost
+from unfreeze.models.blocks.attention import Attention
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear, PackedHolder
+from unfreeze.models.blocks.mlp import MLP
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.fields import check_against_files
-from unfreeze.objectives.cross_entropy import rows_per_block
 from unfreeze.parallel.machine import Hardware, hardware
 from unfreeze.quant.int4 import from_quantization_config
 
-ADAMW_BYTES = 8  # per trained parameter: two fp32 moments
+MOMENT_BYTES = {"float32": 8.0, "int8": 2.0 + 8.0 / 256}  # per trained parameter: train/moments.py
 GRADIENT_BYTES = 4  # adapters and their gradients are fp32
-LOSS_BLOCKS = 3  # fp32 blocks [N, V] alive at once in objectives/cross_entropy.py
 LOAD_BUFFERS = THREADS * CHUNK  # checkpoint/stream.py: one buffer per reading thread
 GROUP_BYTES = 4 * 2**20  # kernels/expert_mlp/loop_cpu.py: weights and rows of a group of experts
 # CPU, beside the plan and the process: code that numba and oneDNN compile, their caches, the allocator's slack. Peak of a run less plan less
@@ -44,8 +45,10 @@ MIN_TOKENS = 2  # of a micro-batch: one token has no next one to learn
 USABLE = 0.92  # of the free memory: allocator fragmentation and what the interpreter and BLAS take besides
 
 
-Recompute = Literal["layers", "selective", "nothing"]
-LESS: dict[Recompute, tuple[Recompute, ...]] = {"nothing": ("selective", "layers"), "selective": ("layers",), "layers": ()}
+Recompute = Literal["layers", "selective", "elementwise", "nothing"]
+LESS: dict[Recompute, tuple[Recompute, ...]] = {
+    "nothing": ("elementwise", "selective", "layers"), "elementwise": ("selective", "layers"), "selective": ("layers",), "layers": (),
+}  # fmt: skip
 
 
 class Adapter(Protocol):
@@ -66,7 +69,8 @@ class Sizes:
     expanded        the same with every packed weight expanded to the computation's dtype
     layer           bytes per token at the worst moment of the largest layer's backward (see _layer_bytes)
     kept            bytes per token of what attention and experts made, over all layers but the largest (see _kept_bytes)
-    workspace       bytes of the expert op's scratch: a group of experts, one of them expanded; 0 without experts
+    products        bytes per token of outputs of linear layers, likewise (see _product_bytes)
+    workspace       bytes of the expert op's scratch before adapters (see expert_workspace); 0 without experts
     dense_per_rank, experts_per_rank   adapter parameters per unit of rank
     cast_per_rank   elements per unit of rank that the expert op holds of one layer's adapter in the computation's dtype (B block-diagonal)
     """
@@ -79,6 +83,7 @@ class Sizes:
     vocab_size: int
     layer: int
     kept: int = 0
+    products: int = 0
     workspace: int = 0
     dense_per_rank: int = 0
     experts_per_rank: int = 0
@@ -88,14 +93,17 @@ class Sizes:
 @dataclass(frozen=True)
 class Work:
     """What a run asks for. tokens: of one micro-batch; a step has micro_batches of them. rank None: no adapter, every weight trains.
-    recompute: "layers" (each layer's input is kept), "selective" (and what attention and experts made) or "nothing" (all activations are).
+    recompute: "layers" (each layer's input is kept), "selective" (and what attention and experts made), "elementwise" (and outputs
+    of linear layers) or "nothing" (all activations are).
     """
 
     tokens: int
     rank: int | None = None
     experts_rank: int | None = None
     recompute: Recompute = "layers"
-    loss_rows: int = 2048
+    optimizer_moments: Literal["float32", "int8"] = "float32"
+    loss_rows: int = 2048  # of the largest block of logits, and bytes alive per logit of it: kernels/linear_cross_entropy.block_cost
+    loss_bytes: int = 10
     tokens_per_second: float | None = None  # a measured rate on this machine; without one the plan gives no time
     micro_batches: int = 1  # one after the other: only their number of tokens changes the bytes
 
@@ -266,25 +274,31 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware) -> Plan:
     """Bytes per term. Weights, adapter, gradients and optimizer are exact; a step's activations are within about 15 % (tests/parallel).
 
     boundary   T · D · (layers + 1) · bytes: each layer's input, which recompute keeps, and the last one's output
-    kept       T · sizes.kept with recompute = selective; the layer at work has its own in its term
+    kept       T · sizes.kept with recompute = selective, and T · sizes.products with elementwise; the layer at work has its own in its term
     layer      T · sizes.layer, once with recompute, for every layer without
-    loss       3 · N · V · 4 for blocks of N rows, and the gradient of the hidden state, T · D · bytes
+    loss       N · V · loss_bytes for blocks of N rows, and the gradient of the hidden state, T · D · bytes. Where the head trains in half precision
+               and its rows are more than one block, V · D · 4: the float32 sum of its gradient
     workspace  the expert op's scratch and one layer's expert adapters with their gradients, in the computation's dtype
     """
-    trained, bytes_ = work_parameters(sizes, work), sizes.compute_bytes
+    trained, bytes_, moments = work_parameters(sizes, work), sizes.compute_bytes, MOMENT_BYTES[work.optimizer_moments]
     if work.rank is None:  # every weight trains: half precision weights have fp32 masters and fp32 gradient sums (train/optim.py)
         half, elements = bytes_ < 4, sizes.base // bytes_
-        stays = {"adapter": 0, "gradients": sizes.base + elements * 4 * half, "optimizer": elements * (ADAMW_BYTES + 4 * half)}
+        stays = {"adapter": 0, "gradients": sizes.base + elements * 4 * half, "optimizer": int(elements * (moments + 4 * half))}
     else:
-        stays = {"adapter": trained * 4, "gradients": trained * GRADIENT_BYTES, "optimizer": trained * ADAMW_BYTES}
+        stays = {"adapter": trained * 4, "gradients": trained * GRADIENT_BYTES, "optimizer": int(trained * moments)}
     boundary = work.tokens * sizes.hidden_size * (sizes.num_layers + 1) * bytes_
     layer = {"one layer's recompute": work.tokens * sizes.layer}
-    kept = {"kept of attention and experts": work.tokens * sizes.kept} if work.recompute == "selective" else {}
+    kept = {"kept of attention and experts": work.tokens * sizes.kept} if work.recompute in ("selective", "elementwise") else {}
+    if work.recompute == "elementwise":
+        kept["kept of linear layers"] = work.tokens * sizes.products
     if work.recompute == "nothing":
         boundary, layer = 0, {"all layers' activations": work.tokens * sizes.layer * sizes.num_layers}
-    loss = {"loss block": LOSS_BLOCKS * min(work.loss_rows, work.tokens) * sizes.vocab_size * 4 + work.tokens * sizes.hidden_size * bytes_}
+    loss = {"loss block": min(work.loss_rows, work.tokens) * sizes.vocab_size * work.loss_bytes + work.tokens * sizes.hidden_size * bytes_}
+    if work.rank is None and bytes_ < 4 and work.tokens > work.loss_rows:
+        loss["loss block"] += sizes.vocab_size * sizes.hidden_size * 4
     smaller, larger = sorted((layer, loss), key=lambda moment: sum(moment.values()))
-    cast = 2 * bytes_ * sizes.cast_per_rank * (work.experts_rank or work.rank or 0)
+    copies = 3 if hardware.kind == "cuda" else 2  # of an adapter: itself, its gradient, and on CUDA its columns of the workspace
+    cast = copies * bytes_ * sizes.cast_per_rank * (work.experts_rank or work.rank or 0)
     return Plan(
         terms={"base": sizes.base, **stays, "boundary activations": boundary, **kept, **larger, "expert workspace": sizes.workspace + cast},
         beside=smaller,
@@ -314,6 +328,7 @@ def plan_training(
     dtype: str,
     device: torch.device | str,
     recompute: Recompute = "layers",
+    optimizer_moments: Literal["float32", "int8"] = "float32",
     micro_batches: int = 1,
     tokens_per_second: float | None = None,
 ) -> Plan:
@@ -325,16 +340,19 @@ def plan_training(
     kind = {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
     model = meta_model(shape, manifest, kind)
     place = torch.device(device)
+    loss_rows, loss_bytes = block_cost(shape.vocab_size, kind, place, trained=lora is None)
     work = Work(
         tokens=tokens,
         rank=lora.rank if lora else None,
         experts_rank=lora.experts_rank if lora else None,
         recompute=recompute,
+        optimizer_moments=optimizer_moments,
         micro_batches=micro_batches,
-        loss_rows=rows_per_block(shape.vocab_size, place),
+        loss_rows=loss_rows,
+        loss_bytes=loss_bytes,
         tokens_per_second=tokens_per_second,
     )
-    return plan(measure(model, lora), work, hardware(place))
+    return plan(measure(model, lora, place.type), work, hardware(place))
 
 
 def meta_model(shape: models.Shape, manifest: Manifest, dtype: torch.dtype) -> models.Decoder:
@@ -351,8 +369,8 @@ def meta_model(shape: models.Shape, manifest: Manifest, dtype: torch.dtype) -> m
     return models.build(shape, dtype=dtype, device="meta", codec=codec, packed=packed)
 
 
-def measure(model: models.Decoder, lora: Adapter | None) -> Sizes:
-    """Sizes of a model, which may be on meta and must not carry adapters yet."""
+def measure(model: models.Decoder, lora: Adapter | None, kind: str = "cpu") -> Sizes:
+    """Sizes of a model, which may be on meta and must not carry adapters yet, for a device of that kind ("cpu", "cuda")."""
     shape = model.shape
     compute = next(model.parameters()).dtype.itemsize
     dense_per_rank, experts_per_rank = lora.per_rank(model) if lora else (0, 0)
@@ -366,27 +384,44 @@ def measure(model: models.Decoder, lora: Adapter | None) -> Sizes:
         hidden_size=shape.hidden_size,
         num_layers=shape.num_layers,
         vocab_size=shape.vocab_size,
-        layer=max(_layer_bytes(layer, shape.experts_per_token, compute) for layer in model.layers),
+        layer=max(_layer_bytes(layer, shape.experts_per_token, compute, kind) for layer in model.layers),
         kept=sum(sorted(_kept_bytes(layer, shape.experts_per_token, compute) for layer in model.layers)[:-1]),
-        workspace=max((GROUP_BYTES + 3 * m.hidden_size * m.intermediate_size * compute for m in experts), default=0),
+        products=sum(sorted(_product_bytes(layer, compute) for layer in model.layers)[:-1]),
+        workspace=max((expert_workspace(m, kind, compute, rank=0) for m in experts), default=0),
         dense_per_rank=dense_per_rank,
         experts_per_rank=experts_per_rank,
         cast_per_rank=max((m.num_experts * (3 * m.hidden_size + 5 * m.intermediate_size) for m in experts), default=0) if experts_per_rank else 0,
     )
 
 
-def _layer_bytes(layer: nn.Module, experts_per_token: int, compute: int) -> int:
+def expert_workspace(experts: Experts, kind: str, compute: int, rank: int) -> int:
+    """Bytes of expanded weights that one expert op holds at once, with the columns and rows that its adapter of `rank` has among them.
+
+    cuda  all experts of the layer (kernels/expert_mlp/grouped.py): E · (3 D I + rank (3 D + 5 I)); rank 16 pads to itself, others to multiples of 8
+    cpu   one expert, and GROUP_BYTES of a group of small ones
+    """
+    matrices = 3 * experts.hidden_size * experts.intermediate_size
+    if kind == "cuda":
+        return experts.num_experts * compute * (matrices + rank * (3 * experts.hidden_size + 5 * experts.intermediate_size))
+    return GROUP_BYTES + matrices * compute
+
+
+def _layer_bytes(layer: nn.Module, experts_per_token: int, compute: int, kind: str) -> int:
     """Bytes per token at the worst moment of a layer's backward.
 
     linears  2 · Σ out: every output (the next one's input) and as much again for gradients and activation results
     norms    2 fp32 copies of the input; the residual stream once
-    experts  gate and up of each of the K rows, and the fp32 sums y and dx
+    experts  gate and up of each of the K rows, and the fp32 sums y and dx; on CUDA, where all experts work at once, also what backward holds
+             of each row: three of width D (dy, dx, dx gathered), 4 I (dh, weighted h, gradients of gate and up) and an fp32 one of width D
     Fitted to what torch allocated, measured over families and dtypes: within 15 % (tests/parallel/test_plan.py).
     """
     linears = sum(m.out_features for m in layer.modules() if isinstance(m, Linear))
     norms = sum(m.weight.numel() for m in layer.modules() if isinstance(m, RMSNorm))
     residual = next(m.weight.numel() for m in layer.modules() if isinstance(m, RMSNorm))
-    routed = sum(experts_per_token * 2 * m.intermediate_size * compute + 8 * m.hidden_size for m in layer.modules() if isinstance(m, Experts))
+    experts = [m for m in layer.modules() if isinstance(m, Experts)]
+    routed = sum(experts_per_token * 2 * m.intermediate_size * compute + 8 * m.hidden_size for m in experts)
+    if kind == "cuda":
+        routed += sum(experts_per_token * (compute * (3 * m.hidden_size + 4 * m.intermediate_size) + 4 * m.hidden_size) for m in experts)
     return compute * (2 * linears + residual) + 8 * norms + routed
 
 
@@ -397,3 +432,9 @@ def _kept_bytes(layer: nn.Module, experts_per_token: int, compute: int) -> int:
     query = next(linears[name].out_features for name in ("q_b_proj", "q_proj") if name in linears)
     routed = sum(experts_per_token * 2 * m.intermediate_size * compute * 9 // 8 for m in layer.modules() if isinstance(m, Experts))
     return query * (compute + 1) + routed
+
+
+def _product_bytes(layer: nn.Module, compute: int) -> int:
+    """Bytes per token that elementwise recompute keeps beside: outputs of the linear layers of multi-head attention and of a dense MLP."""
+    blocks = [module for module in layer.children() if isinstance(module, (Attention, MLP))]
+    return compute * sum(m.out_features for block in blocks for m in block.modules() if isinstance(m, Linear))

@@ -360,7 +360,7 @@ def check_numerics(patient: Patient) -> Iterator[Finding]:
     with torch.no_grad():
         hidden_TD = model.hidden(batch)
         loss = cross_entropy(hidden_TD, model.lm_head, batch)
-    largest, mean = float(hidden_TD.abs().max()), float(loss.sum) / loss.count
+    largest, mean = float(hidden_TD.abs().max()), float(loss.sum) / float(loss.count)
     line = f"{SMOKE_TOKENS} tokens in {patient.config.dtype}: largest hidden value {largest:.3g}, loss {mean:.2f}"
     finite = bool(hidden_TD.isfinite().all()) and mean == mean
     yield Finding("numerics", "ok" if finite else "fault", line, "" if finite else "--dtype float32, or: unfreeze bisect MODEL --against hf")

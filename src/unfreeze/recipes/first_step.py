@@ -39,8 +39,6 @@ class FirstStepReceipt:
         except AdapterError as error:
             failed = error
         groups = self._receipt.groups
-        for entry in groups.values():  # gradients were looked at after clipping; the receipt states them as they came
-            entry["grad_norm"] = (entry["grad_norm"] or 0.0) / result.clip_scale
         write_json(state.run.path / "receipt.json", {"groups": groups})
         state.run.events.emit("receipt", state.step, groups=groups)
         if failed is not None and self._stop:

@@ -97,7 +97,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
         dataset = encode(run, config, tokenizer, shape.max_positions, supervise="all")
         plan = plan_training(
             shape, start, None, tokens=config.tokens_per_micro_batch, dtype=config.dtype, device=device, recompute=config.recompute,
-            micro_batches=config.micro_batches,
+            micro_batches=config.micro_batches, optimizer_moments=config.optimizer_moments,
         )
         say_plan(run, plan, group)
         model = start_model(start, dtype_of(config.dtype), device, config.seed, run, common)
@@ -106,7 +106,8 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
         steps = num_steps(config, batches)
         biased = any(hasattr(moe.gate, "e_score_correction_bias") for moe in model.moe_layers().values())
         state = start_or_resume(
-            run, model, optimizer=AdamW(model, weight_decay=config.weight_decay), schedule=schedule_of(config, steps),
+            run, model, optimizer=AdamW(model, weight_decay=config.weight_decay, moments=config.optimizer_moments),
+            schedule=schedule_of(config, steps),
             after_update=(LossFreeBalance(model, config.balance_rate),) if biased and config.balance_rate else (),
         )  # fmt: skip
         write_resolved(run, config, "pretrain", steps=steps, sequence_length=sequence_length(config, shape.max_positions), device=str(device))

@@ -86,7 +86,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
         plan = plan_training(
             shape, manifest, config.lora, tokens=config.tokens_per_micro_batch, dtype=config.dtype, device=device,
             micro_batches=config.micro_batches,
-            recompute=config.recompute,
+            recompute=config.recompute, optimizer_moments=config.optimizer_moments,
         )  # fmt: skip
         say_plan(run, plan, group)
 
@@ -97,7 +97,8 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
         batches = batches_of(config, dataset.examples, start=run.cursor)
         steps = num_steps(config, batches)
         state = start_or_resume(
-            run, model, optimizer=AdamW(model, weight_decay=config.weight_decay), schedule=schedule_of(config, steps)
+            run, model, optimizer=AdamW(model, weight_decay=config.weight_decay, moments=config.optimizer_moments),
+            schedule=schedule_of(config, steps),
         )  # fmt: skip
         write_resolved(run, config, "sft", steps=steps, sequence_length=sequence_length(config, shape.max_positions), device=str(device))
         speaker = Model(model, tokenizer, stop_ids=end_ids(manifest, tokenizer))

@@ -87,15 +87,19 @@ class TrainingConfig(Frozen):
     warmup: float = Field(default=0.03, ge=0, le=1, description="share of the steps in which the learning rate rises linearly")
     decay: float = Field(default=0.2, ge=0, le=1, description="share of the steps in the final fall of schedule wsd")
     weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay on matrices")
+    optimizer_moments: Literal["float32", "int8"] = Field(
+        default="float32", description="AdamW's moments: 8 bytes per trained parameter, or 2.03 in blocks of 256 (docs/performance-dense.md: loss)"
+    )
     clip: float = Field(default=1.0, ge=0, description="limit of the global gradient norm; 0: none")
     dtype: Literal["bfloat16", "float32"] = Field(
         default="bfloat16", description="dtype of the frozen base and the computation; adapters are float32"
     )
     device: str = Field(default="auto", description="auto (CUDA if there is one), cpu, cuda, cuda:1")
     threads: int = Field(default=0, ge=0, description="CPU threads; 0: all cores. 1 is as fast for models of a few million parameters")
-    recompute: Literal["layers", "selective", "nothing"] = Field(
+    recompute: Literal["layers", "selective", "elementwise", "nothing"] = Field(
         default="selective",
-        description="layers: keep only each layer's input; selective: and what attention and experts made; nothing: keep all (most memory)"
+        description="layers: keep only each layer's input; selective: and what attention and experts made; "
+        "elementwise: and what linear layers made, so that no GEMM is done twice (the choice for dense models); nothing: keep all"
     )
     on_spike: Literal["warn", "skip", "stop"] = Field(
         default="warn",

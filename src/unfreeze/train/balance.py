@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from unfreeze.core.batch import send
 from unfreeze.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class LossFreeBalance:
     def __call__(self, expert_load: Mapping[int, Sequence[int]]) -> None:
         for layer, bias_E in self.biases.items():
             load_E = torch.tensor(expert_load[layer], dtype=torch.float64)
-            bias_E.add_((load_E.mean() - load_E).sign().to(bias_E), alpha=self.rate)
+            bias_E.add_(send((load_E.mean() - load_E).sign().to(bias_E.dtype), bias_E.device), alpha=self.rate)
         self.num_updates += 1
 
     def tensors(self) -> dict[str, Tensor]:

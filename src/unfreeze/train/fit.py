@@ -103,6 +103,8 @@ def fit(
                 change(result.expert_load)
             state.step, state.cursor = step + 1, cursor
 
+            # the host's clock on CUDA too: train_step's one read waited for the backward pass, and what the device still does then (the
+            # update) is waited for, and counted, in the next step. CUDA events would need a second wait to be read here.
             duration = time.perf_counter() - started
             losses, tokens, seconds = [*losses[:1], result.loss], tokens + result.tokens, seconds + duration
             run.events.emit("train", state.step, **_train_fields(result, duration, memory_fields(model.device)))

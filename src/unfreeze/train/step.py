@@ -1,5 +1,6 @@
 """One optimizer step over one or more micro-batches: sums of losses, divided once by the number of supervised tokens of all of them.
 
+On CUDA the host runs ahead of the device and reads once, when all backward work is queued: loss, counts, norm and expert loads together.
 The count is added up on the host before the first backward, so each micro-batch's gradient already carries its share: accumulation
 over any cut of the same tokens gives the same gradient (FAILURES N3), and a micro-batch without supervised tokens adds 0 (N2).
 Processes share the micro-batches of a step out; every process knows all of them, so the count needs no exchange, and sums add up.
@@ -94,20 +95,20 @@ def train_step(
     divisor = max(count, 1.0)
     optimizer.zero_grad()
     clear_expert_load(model)  # an evaluation since the last step counts nowhere (FAILURES M2)
-    sums: dict[str, float] = dict.fromkeys(("loss", "counted", "not finite", "tokens read"), 0.0)
-    sums["tokens read"] = float(sum(int(batch.tokens_T.sum()) for batch in micro_batches))
+    tokens_read = float(sum(int(batch.tokens_T.sum()) for batch in micro_batches))
+    found: dict[str, float | Tensor] = {"loss": 0.0, "counted": 0.0, "not finite": 0.0, "tokens read": tokens_read}
     for host_batch in group.share(micro_batches):
         batch = host_batch.to(model.device)
         hidden_TD = model.hidden(batch, through=through)
         loss = objective(hidden_TD, model.lm_head, batch)
         (loss.sum / divisor).backward()
         optimizer.collect()
-        found = {"loss": float(loss.sum.detach()), "counted": loss.count, "not finite": _rows_not_finite(hidden_TD)}
-        for name, value in (found | {f"metric {name}": value for name, value in loss.metrics.items()}).items():
-            sums[name] = sums.get(name, 0.0) + value
-    read = sums["tokens read"]
-    sums = _over_processes(sums, group, model.device)
-    if sums["tokens read"] != group.size * read:
+        new = {"loss": loss.sum.detach(), "counted": loss.count, "not finite": _rows_not_finite(hidden_TD)}
+        for name, value in (new | {f"metric {name}": value for name, value in loss.metrics.items()}).items():
+            found[name] = found.get(name, 0.0) + (value.double() if isinstance(value, Tensor) else value)
+    optimizer.sum_gradients(group)
+    sums, norm, expert_load = _read(model, found, optimizer.grad_norm(), group)  # before the judge, which may run the model again
+    if sums["tokens read"] != group.size * tokens_read:
         raise DataError("the processes read different data at this step", next="give every process the same files and the same flags")
     if not math.isfinite(sums["loss"]):
         raise NonFinite(f"the loss is {sums['loss'] / divisor} over {count:.0f} supervised tokens")
@@ -115,11 +116,8 @@ def train_step(
         raise NonFinite(f"the loss is finite, {sums['loss'] / divisor:.4g}, but {sums['not finite']:.0f} hidden states are not")
     if abs(sums["counted"] - count) > 1e-5 * divisor:
         raise ValueError(f"the objective counted {sums['counted']} supervised tokens, the batches' weights say {count}")
-    optimizer.sum_gradients(group)
-    group.sum_([_counts(moe) for moe in model.moe_layers().values()])
-    expert_load = read_expert_load(model)  # before the judge, which may run the model again
-    norm = optimizer.grad_norm()
-    verdict = judge(micro_batches, sums["loss"] / divisor, float(norm))
+    optimizer.refuse_non_finite(norm)
+    verdict = judge(micro_batches, sums["loss"] / divisor, norm)
     update = optimizer.update(learning_rate, max_norm, norm) if verdict.apply else None
     return StepResult(
         loss=sums["loss"] / divisor,
@@ -127,7 +125,7 @@ def train_step(
         tokens=sum(batch.num_tokens for batch in micro_batches),
         supervised_tokens=sum(int(batch.weights_T.gt(0).sum()) for batch in micro_batches),
         learning_rate=optimizer.learning_rate if update else 0.0,
-        grad_norm=float(norm),
+        grad_norm=norm,
         clip_scale=update.clip_scale if update else 1.0,
         expert_load=expert_load,
         applied=verdict.apply,
@@ -135,22 +133,33 @@ def train_step(
     )
 
 
-def _rows_not_finite(hidden_TD: Tensor) -> float:
+def _rows_not_finite(hidden_TD: Tensor) -> Tensor:
     """How many positions have a NaN or infinity in their hidden state, the unsupervised ones too."""
-    finite_T = hidden_TD.detach().isfinite().all(-1)
-    return float(finite_T.numel() - int(finite_T.sum()))
+    return (~hidden_TD.detach().isfinite().all(-1)).sum()
 
 
-def _over_processes(sums: dict[str, float], group: Group, device: torch.device) -> dict[str, float]:
-    """The sums of all processes, in float64: exact for counts below 2^53."""
-    total = torch.tensor(list(sums.values()), dtype=torch.float64, device=device)
+def _read(
+    model: Decoder, sums: dict[str, float | Tensor], norm: Tensor, group: Group
+) -> tuple[dict[str, float], float, dict[int, list[int]]]:
+    """The sums and expert loads of all processes and the gradient norm, as numbers: the one place of a step where the host waits for the device.
+
+    In float64, exact for counts below 2^53, end to end in one tensor: a read costs the way to the device and back, whatever its size.
+    """
+    double = {"dtype": torch.float64, "device": model.device}
+    total = torch.stack([value if isinstance(value, Tensor) else torch.full((), value, **double) for value in sums.values()])
+    loads = {layer: _counts(moe) for layer, moe in model.moe_layers().items()}
     group.sum_([total])
-    return dict(zip(sums, total.tolist(), strict=True))
+    group.sum_(list(loads.values()))
+    numbers = _numbers(torch.cat([total, norm.to(**double).view(1), *(counts_E.double() for counts_E in loads.values())]))
+    first, read = len(sums) + 1, {}
+    for layer, counts_E in loads.items():
+        read[layer] = [int(count) for count in numbers[first : first + counts_E.numel()]]
+        first += counts_E.numel()
+    return dict(zip(sums, numbers, strict=False)), numbers[len(sums)], read
 
 
-def read_expert_load(model: Decoder) -> dict[int, list[int]]:
-    """MoE layer -> tokens per expert since the counts were last cleared; {} for a dense model."""
-    return {layer: _counts(moe).tolist() for layer, moe in model.moe_layers().items()}
+def _numbers(tensor: Tensor) -> list[float]:
+    return tensor.tolist()
 
 
 def clear_expert_load(model: Decoder) -> None:

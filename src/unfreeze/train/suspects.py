@@ -41,7 +41,7 @@ def rank_documents(model: Decoder, micro_batches: Sequence[Batch], objective: Ob
             span = slice(entry.pop("start"), entry.pop("stop"))
             weights_T[span] = batch.weights_T[span]
             loss = objective(hidden_TD, model.lm_head, replace(batch, weights_T=weights_T))
-            found.append({**entry, "loss": float(loss.sum) / loss.count if loss.count else None})
+            found.append({**entry, "loss": float(loss.sum) / float(loss.count) if loss.count else None})
     return sorted(found, key=_rank, reverse=True)
 
 

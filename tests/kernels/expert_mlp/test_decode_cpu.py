@@ -7,10 +7,10 @@ from unfreeze.kernels.expert_mlp import ExpertFactors, decode_cpu, expert_mlp, r
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.int4 import Int4
 
-E, D, I, K = 9, 96, 40, 3
+E, D, I, K = 9, 192, 64, 3
 
 
-def made(T, dtype, lora, seed=0, group=8):
+def made(T, dtype, lora, seed=0, group=32):
     g = torch.Generator().manual_seed(seed)
 
     def randn(*shape):
@@ -67,9 +67,9 @@ def test_weights_are_the_rounded_ones_of_the_checkpoint():
 
 
 def test_many_rows_per_expert_gradients_and_dense_weights_go_the_other_way(taken):
-    x, ids, weights, gate_up, down, factors = made(20, torch.float32, "none")
+    x, ids, weights, gate_up, down, factors = made(30, torch.float32, "none")
     with torch.no_grad():
-        expert_mlp(x, ids, weights, gate_up, down, factors, impl="fused")  # 60 rows for 9 experts
+        expert_mlp(x, ids, weights, gate_up, down, factors, impl="fused")  # 90 rows for 9 experts
         few = made(1, torch.float32, "none")
         expert_mlp(*few[:3], few[3].dequantize().float(), few[4].dequantize().float(), None, impl="fused")
     expert_mlp(few[0].requires_grad_(), *few[1:], impl="fused").sum().backward()

@@ -21,11 +21,25 @@ def test_values_lie_at_their_row_and_position_and_the_rest_is_zero():
     assert torch.equal(store[2, :3], values[3:]) and torch.equal(store[0, :2], values[:2]) and not store[1, 1:].any()
 
 
-def test_select_keeps_rows_in_the_order_asked_for():
+def test_rows_that_stay_lie_first_and_only_the_last_ones_move():
     cache, values = filled()
-    cache.select([2, 0])
-    assert cache.lengths == [3, 2] and cache.layers[0][0].shape[0] == 2
-    assert torch.equal(cache.layers[0][0][0, :3], values[3:]) and torch.equal(cache.layers[0][0][1, :2], values[:2])
+    (store,) = cache.layers[0]
+    before = store.clone()
+    assert cache.keep([1, 2]) == [2, 1]  # row 2 moves into the place of row 0, row 1 stays where it is
+    (kept,) = cache.layers[0]
+    assert cache.lengths == [3, 1] and kept.shape[0] == 2 and kept.data_ptr() == store.data_ptr()  # no copy of the cache
+    assert torch.equal(kept[0, :3], values[3:]) and torch.equal(kept[1], before[1])
+    assert cache.keep([0]) == [0] and cache.lengths == [3]
+
+
+def test_any_set_of_rows_can_stay():
+    for kept in ([0, 1, 2], [0, 2], [0, 1], [2], [1]):
+        cache, values = filled()
+        rows = {0: values[:2], 1: values[2:3], 2: values[3:]}
+        order = cache.keep(kept)
+        assert sorted(order) == kept and cache.lengths == [len(rows[row]) for row in order]
+        for place, row in enumerate(order):
+            assert torch.equal(cache.layers[0][0][place, : len(rows[row])], rows[row])
 
 
 def test_a_step_attends_to_its_own_rows_positions_only():

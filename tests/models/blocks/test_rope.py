@@ -8,7 +8,8 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from unfreeze.core.errors import CheckpointError
-from unfreeze.models.blocks.rope import rope_from_config, rotate_adjacent, rotate_halves
+from unfreeze.kernels.rotary import rotary
+from unfreeze.models.blocks.rope import rope_from_config
 
 POSITIONS = torch.tensor([0, 1, 7, 4095, 4096, 32768, 65537, 131071, 131072])
 CASES = {
@@ -65,10 +66,11 @@ def test_a_rotation_depends_on_the_distance_alone_in_both_pairings():
     """<R_m q, R_n k> is a function of m - n, and keeps lengths: the property rotary embeddings are for (Su et al. 2021), in fp32."""
     rope = rope_from_config({"rope_theta": 10000.0}, 16)
     q, k = torch.randn(2, 1, 1, 16, generator=torch.Generator().manual_seed(0)).unbind(0)
-    for rotate in (rotate_halves, rotate_adjacent):
+    for pairing in ("halves", "adjacent"):
 
-        def score(m: int, n: int, rotate=rotate) -> float:
-            return float((rotate(q[None, 0], *rope.tables(torch.tensor([m]))) * rotate(k[None, 0], *rope.tables(torch.tensor([n])))).sum())
+        def score(m: int, n: int, pairing=pairing) -> float:
+            at_m, at_n = (rope.tables(torch.tensor([position])) for position in (m, n))
+            return float((rotary(q[None, 0], *at_m, pairing) * rotary(k[None, 0], *at_n, pairing)).sum())
 
         assert score(3, 1) == pytest.approx(score(503, 501), abs=1e-3) and abs(score(3, 1) - score(3, 2)) > 1e-2
         assert score(5, 5) == pytest.approx(float((q * k).sum()), abs=1e-4)
@@ -81,7 +83,7 @@ def test_adjacent_pairs_are_the_complex_product_of_deepseek():
     positions = torch.arange(5)
     turn = torch.polar(torch.ones(5, 4), positions[:, None] * torch.tensor(rope.inverse_frequency))
     rotated = torch.view_as_complex(x.unflatten(-1, (4, 2))) * turn[:, None]
-    torch.testing.assert_close(rotate_adjacent(x, *rope.tables(positions)), torch.cat((rotated.real, rotated.imag), -1))
+    torch.testing.assert_close(rotary(x, *rope.tables(positions), "adjacent"), torch.cat((rotated.real, rotated.imag), -1))
 
 
 def test_an_unknown_scaling_is_refused_by_name():

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from unfreeze.core.batch import send
+
 SHORT = 64  # documents up to this length share one bucket: their padding costs less than a second attention call (about 0.1 ms)
 FILL = 0.75  # longer documents join a bucket if they fill at least this share of its length
 
@@ -72,7 +74,7 @@ class Layout:
             source.append(token_SL.flatten())
             first_document += bucket.num_documents
             first_slot += bucket.num_slots
-        return Layout(num_tokens, tuple(buckets), torch.cat(source).to(device), slot_T.to(device))
+        return Layout(num_tokens, tuple(buckets), send(torch.cat(source), device), send(slot_T, device))
 
     @property
     def num_slots(self) -> int:

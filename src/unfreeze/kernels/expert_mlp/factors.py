@@ -6,6 +6,7 @@ E experts, D model width, I intermediate width, R rank of gate and up, Rd rank o
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +53,11 @@ class Adapter:
     def width(self) -> int:
         """Q."""
         return self.A.shape[1]
+
+    @functools.cached_property
+    def Bt(self) -> Tensor:
+        """B transposed, [., Q, out]: backward's thin GEMM dy B reads it along its rows."""
+        return self.B.transpose(1, 2).contiguous()
 
 
 def gate_up_adapter(A: Tensor, B: Tensor, scale: float, experts: Tensor | None, dtype: torch.dtype) -> Adapter:

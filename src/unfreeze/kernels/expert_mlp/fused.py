@@ -24,7 +24,7 @@ from unfreeze.kernels.expert_mlp.factors import (
     gate_up_grads,
     round_up,
 )
-from unfreeze.kernels.expert_mlp.workspace import Base
+from unfreeze.kernels.expert_mlp.workspace import Base, Direction
 from unfreeze.kernels.scratch import scratch
 from unfreeze.quant.codec import Packed
 
@@ -66,11 +66,11 @@ class _Call:
             sums[0] += sums[worker]
         return sums[0].to(self.dtype, copy=True)
 
-    def stack(self, base: Base, group: Any, adapter: Adapter | None) -> tuple[Tensor, Any]:
+    def stack(self, base: Base, group: Any, adapter: Adapter | None, direction: Direction) -> tuple[Tensor, Any]:
         """(matrices, index of each of the group's experts among them): the weight itself where it can be used as it lies, else a workspace."""
         if base.direct(adapter):
             return base.weight, group.experts  # type: ignore[return-value]
-        return base.stack(group.experts, group.positions, adapter), range(len(group.experts))
+        return base.stack(group.experts, group.positions, adapter, direction), range(len(group.experts))
 
 
 def _width(adapter: Adapter | None) -> int:
@@ -88,7 +88,7 @@ def _forward(call: _Call, x: Tensor, keep: bool) -> tuple[Tensor, tuple[Tensor |
     def work(group: Any, worker: int) -> None:
         x_rows = part.rows("x", group, D + Q, x.dtype)
         part.gather(x, group, x_rows)
-        weights, index = call.stack(call.gate_up, group, call.gate_up_adapter)
+        weights, index = call.stack(call.gate_up, group, call.gate_up_adapter, "forward")
         if call.gate_up_adapter:
             part.nt(x_rows[:, :D], call.gate_up_adapter.A[group.positions], range(len(group.experts)), group, x_rows[:, D:])
             if xA_n is not None:
@@ -98,7 +98,7 @@ def _forward(call: _Call, x: Tensor, keep: bool) -> tuple[Tensor, tuple[Tensor |
 
         h_rows = part.rows("h", group, I + P, x.dtype)
         part.swiglu(gate_up, h_rows)
-        weights, index = call.stack(call.down, group, call.down_adapter)
+        weights, index = call.stack(call.down, group, call.down_adapter, "forward")
         if call.down_adapter:
             part.nt(h_rows[:, :I], call.down_adapter.A[group.positions], range(len(group.experts)), group, h_rows[:, I:])
             if hA_n is not None:
@@ -111,16 +111,18 @@ def _forward(call: _Call, x: Tensor, keep: bool) -> tuple[Tensor, tuple[Tensor |
 
 
 class _Grads:
-    """Buffers of the gradients of one call, in the computation's dtype, a row per expert in use; zero where no row ever writes."""
+    """Buffers of the gradients of one call, a row per expert in use; zero where no row ever writes. A base's are in the computation's dtype,
+    an adapter's in float32, as its parameters are: A's buffer is its gradient."""
 
     def __init__(self, call: _Call, needs: dict[str, bool], D: int, I: int):
         active = len(call.routing.experts)
         Q, P = _width(call.gate_up_adapter), _width(call.down_adapter)
         like = torch.empty((0,), dtype=call.dtype, device=call.routing.token_n.device)  # only its dtype and device matter
-        self.gate_up_A = like.new_empty((active, Q, D)) if Q else None
-        self.gate_up_Bt = like.new_empty((active, Q, 2 * I)) if Q else None
-        self.down_A = like.new_empty((active, P, I)) if P else None
-        self.down_Bt = like.new_empty((active, P, D)) if P else None
+        wide: dict[str, Any] = {"dtype": torch.float32}
+        self.gate_up_A = like.new_empty((active, Q, D), **wide) if Q else None
+        self.gate_up_Bt = like.new_empty((active, Q, 2 * I), **wide) if Q else None
+        self.down_A = like.new_empty((active, P, I), **wide) if P else None
+        self.down_Bt = like.new_empty((active, P, D), **wide) if P else None
         everyone = call.experts is None
         shape = (call.routing.num_experts, 2 * I, D)
         make = like.new_empty if everyone else like.new_zeros
@@ -135,9 +137,10 @@ def _backward_group(call: _Call, group: Any, x: Tensor, dy: Tensor, saved: tuple
     Q, P, here = _width(call.gate_up_adapter), _width(call.down_adapter), range(group.positions.start, group.positions.stop)
     dy_rows = part.rows("dy", group, D + P, x.dtype)
     part.gather(dy, group, dy_rows)
-    weights, index = call.stack(call.down, group, call.down_adapter)
+    adapters = range(len(group.experts))
+    weights, index = call.stack(call.down, group, call.down_adapter, "backward")
     if call.down_adapter:
-        part.nn(dy_rows[:, :D], weights[:, :D, I:], index, group, dy_rows[:, D:])
+        part.nt(dy_rows[:, :D], call.down_adapter.Bt[group.positions], adapters, group, dy_rows[:, D:])
     dh = part.nn(dy_rows, weights[:, :, :I], index, group, part.rows("dh", group, I, x.dtype))
 
     assert gate_up_n is not None
@@ -151,9 +154,9 @@ def _backward_group(call: _Call, group: Any, x: Tensor, dy: Tensor, saved: tuple
         part.tn(dy_rows[:, :D], wh, group, grads.down, group.experts)
 
     if dx is not None or call.gate_up_adapter:
-        weights, index = call.stack(call.gate_up, group, call.gate_up_adapter)
+        weights, index = call.stack(call.gate_up, group, call.gate_up_adapter, "backward")
         if call.gate_up_adapter:
-            part.nn(dgu_rows[:, : 2 * I], weights[:, : 2 * I, D:], index, group, dgu_rows[:, 2 * I :])
+            part.nt(dgu_rows[:, : 2 * I], call.gate_up_adapter.Bt[group.positions], adapters, group, dgu_rows[:, 2 * I :])
         if dx is not None:
             dx_rows = part.nn(dgu_rows, weights[:, :, :D], index, group, part.rows("y", group, D, x.dtype))
             part.scatter_add(dx_rows, group, torch.ones_like(group.weight), dx)

@@ -1,7 +1,7 @@
 """The CUDA part of the expert MLP: all experts at once, torch grouped GEMMs, offsets on the device, no host synchronisation.
 
-Runs on CPU too (bf16), which is how it is tested; speed on a GPU is not measured yet. Elementwise work is plain torch, and results are copied
-once into place, as torch's grouped GEMM has no `out`.
+Runs on CPU too (bf16), which is how it is tested; speed on a GPU is not measured yet. Sorting, gathering and SwiGLU are the ops token_order and
+swiglu, by record. torch's grouped GEMM has no `out`: what stands in a wider buffer is copied there, the rest is taken as it comes.
 
 n = T * K rows sorted by expert, E experts, D, I, Q, P as in factors.py.
 """
@@ -10,72 +10,101 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from unfreeze.kernels import int4_grouped_mm, swiglu, token_order
+from unfreeze.kernels.choose import choose
+from unfreeze.kernels.expert_mlp.factors import ExpertFactors
+from unfreeze.kernels.expert_mlp.few_cuda import few_rows
+from unfreeze.quant.codec import Packed
+
 
 @dataclass(frozen=True)
 class Group:
-    """All experts and all rows. offsets_E int32: where each expert's rows end."""
+    """All experts and all rows of a call."""
 
+    routing: Routing
     experts: list[int]
-    positions: slice
-    rows: slice
-    offsets_E: Tensor
-    token: Tensor
-    weight: Tensor
-    row_of_slot: Tensor
+
+    @property
+    def positions(self) -> slice:
+        return slice(0, len(self.experts))
+
+    @property
+    def rows(self) -> slice:
+        return slice(0, self.num_rows)
 
     @property
     def num_rows(self) -> int:
-        return self.token.numel()
+        return self.routing.num_rows
+
+    @property
+    def weight(self) -> Tensor:
+        return self.routing.weight_n
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Rows sorted by expert: token_n int64, weight_n float32, row_of_slot int64 [T * K], offsets_E int32."""
+    """Rows sorted by expert: slot_n int64 (row r is slot t K + k), weight_n float32, row_of_slot int64 [T K], offsets_E int32 where each expert's
+    rows end. `order` is the implementation of token_order that made it."""
 
-    token_n: Tensor
+    slot_n: Tensor
     weight_n: Tensor
     row_of_slot: Tensor
     offsets_E: Tensor
     num_experts: int
+    per_token: int
+    order: Any
 
     @property
     def experts(self) -> list[int]:
         return list(range(self.num_experts))
 
+    @cached_property
+    def token_n(self) -> Tensor:
+        """Which token a row is of."""
+        return torch.div(self.slot_n, self.per_token, rounding_mode="floor")
+
     @property
     def num_rows(self) -> int:
-        return self.token_n.numel()
+        return self.slot_n.numel()
 
     def selection(self) -> None:
         """All experts: which of them have rows is known on the device only."""
         return None
 
 
+MADE = ("y", "dh")  # of these fused uses what nt and nn return: at 65,536 rows of 7,168 a copy of y would move 1.9 GB
+
+
 class Grouped:
     """The part that `fused` is given on CUDA. bf16; D and I multiples of 8 (16-byte strides). Ids are not checked: that would synchronise."""
 
     def route(self, ids_TK: Tensor, weights_TK: Tensor, num_experts: int, dtype: torch.dtype) -> Routing:
-        ids = ids_TK.detach().reshape(-1)
-        slot_n = torch.argsort(ids, stable=True)
-        row_of_slot = torch.empty_like(slot_n)
-        row_of_slot[slot_n] = torch.arange(slot_n.numel(), device=ids.device)
-        counts = torch.zeros(num_experts, dtype=torch.int64, device=ids.device).scatter_add_(0, ids, torch.ones_like(ids))
+        order = choose(token_order.OP, ids_TK.device, dtype, token_order.bucket(ids_TK, ids_TK, weights_TK, num_experts)).part
+        slot_n, row_of_slot, offsets_E = order.sort(ids_TK.detach(), num_experts)
         weight_n = weights_TK.detach().float().reshape(-1)[slot_n]
-        token_n = torch.div(slot_n, ids_TK.shape[1], rounding_mode="floor")
-        return Routing(token_n, weight_n, row_of_slot, counts.cumsum(0).to(torch.int32), num_experts)
+        return Routing(slot_n, weight_n, row_of_slot, offsets_E, num_experts, ids_TK.shape[1], order)
 
     def groups(self, routing: Routing, weight_bytes: int, row_bytes: int) -> Iterator[Group]:
         """One group: cutting the rows would need their counts on the host. Its workspace holds weight_bytes per expert."""
-        every = (routing.experts, slice(0, routing.num_experts), slice(0, routing.num_rows))
-        yield Group(*every, routing.offsets_E, routing.token_n, routing.weight_n, routing.row_of_slot)
+        yield Group(routing, routing.experts)
 
-    def few(self, *call: object) -> None:
-        """No path of its own for a handful of tokens."""
+    def few(
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, gate_up: Tensor | Packed, down: Tensor | Packed, factors: ExpertFactors
+    ) -> Tensor | None:
+        """The result, without gradients, where a record says that multiplying with the codes beats expanding them; else None."""
+        if not (isinstance(gate_up, Packed) and isinstance(down, Packed)):
+            return None
+        rows = x_TD.new_empty((1, 1)).expand(ids_TK.numel(), 1)  # only how many they are matters
+        if any(int4_grouped_mm.expands(rows, base, ids_TK) for base in (gate_up, down)):
+            return None
+        return few_rows(x_TD, self, self.route(ids_TK, weights_TK, gate_up.shape[0], x_TD.dtype), gate_up, down, factors)
 
     def workers(self, routing: Routing, width: int) -> int:
         """One: the device shares the work out itself."""
@@ -85,41 +114,36 @@ class Grouped:
         for group in groups:
             work(group, 0)
 
-    def rows(self, name: str, group: Group, width: int, dtype: torch.dtype) -> Tensor:
-        """Uninitialised [n, width]; the caching allocator is the scratch here."""
-        return torch.empty((group.num_rows, width), dtype=dtype, device=group.token.device)
+    def rows(self, name: str, group: Group, width: int, dtype: torch.dtype) -> Any:
+        """Uninitialised [n, width], the caching allocator being the scratch here; None for what a GEMM makes itself."""
+        return None if name in MADE else torch.empty((group.num_rows, width), dtype=dtype, device=group.weight.device)
 
-    def nt(self, a: Tensor, weights: Tensor, index: object, group: Group, out: Tensor) -> Tensor:
-        """out[rows of e] = a[rows of e] @ weights[e]ᵀ; weights [E, N, M]."""
-        return out.copy_(F.grouped_mm(a, weights.transpose(1, 2), offs=group.offsets_E))
+    def nt(self, a: Tensor, weights: Tensor, index: object, group: Group, out: Tensor | None) -> Tensor:
+        """a[rows of e] @ weights[e]ᵀ, in `out` where there is one; weights [E, N, M]."""
+        return self.nn(a, weights.transpose(1, 2), index, group, out)
 
-    def nn(self, a: Tensor, weights: Tensor, index: object, group: Group, out: Tensor) -> Tensor:
-        """out[rows of e] = a[rows of e] @ weights[e]; weights [E, N, M]."""
-        return out.copy_(F.grouped_mm(a, weights, offs=group.offsets_E))
+    def nn(self, a: Tensor, weights: Tensor, index: object, group: Group, out: Tensor | None) -> Tensor:
+        """a[rows of e] @ weights[e], in `out` where there is one; weights [E, N, M]."""
+        made = F.grouped_mm(a, weights, offs=group.routing.offsets_E)
+        return made if out is None else out.copy_(made)
 
     def tn(self, a: Tensor, b: Tensor, group: Group, out: Tensor, index: object) -> None:
         """out[e] = a[rows of e]ᵀ @ b[rows of e]; zero for an expert without rows."""
-        out.copy_(F.grouped_mm(a.t(), b, offs=group.offsets_E))
+        out.copy_(F.grouped_mm(a.t(), b, offs=group.routing.offsets_E))
 
     def gather(self, source: Tensor, group: Group, out: Tensor) -> None:
-        out[:, : source.shape[1]] = source.index_select(0, group.token)
+        group.routing.order.gather(source, group.routing.slot_n, group.routing.per_token, out)
 
     def scatter_add(self, rows: Tensor, group: Group, weight: Tensor, out: Tensor) -> None:
         """By gathering each token's K rows, not by atomic adds: the same bits at every run."""
-        by_slot = rows.index_select(0, group.row_of_slot).float() * weight[group.row_of_slot, None]
-        out.add_(by_slot.view(out.shape[0], -1, out.shape[1]).sum(dim=1))
+        group.routing.order.combine(rows, group.routing.row_of_slot, weight, out)
 
     def swiglu(self, gate_up: Tensor, out: Tensor) -> None:
-        gate, up = gate_up.float().chunk(2, dim=-1)
-        out[:, : gate.shape[1]] = F.silu(gate) * up
+        gate, up = gate_up.chunk(2, dim=-1)
+        swiglu.part_for(gate_up).forward(gate, up, out[:, : gate.shape[1]])
 
     def swiglu_backward(self, grad: Tensor, gate_up: Tensor, group: Group, weighted: Tensor, grad_gate_up: Tensor, score: Tensor) -> None:
-        """As numba_kernels.swiglu_backward."""
-        gate, up = gate_up.float().chunk(2, dim=-1)
-        sigmoid = gate.sigmoid()
-        silu, dh, weight = gate * sigmoid, grad.float(), group.weight[:, None]
-        h, width = silu * up, gate.shape[1]
-        weighted.copy_(weight * h)
-        score.copy_((dh * h).sum(dim=-1))
-        grad_gate_up[:, :width] = weight * dh * up * (sigmoid + silu * (1 - sigmoid))
-        grad_gate_up[:, width : 2 * width] = weight * dh * silu
+        gate, up = gate_up.chunk(2, dim=-1)
+        width = gate.shape[1]
+        dgate, dup = grad_gate_up[:, :width], grad_gate_up[:, width : 2 * width]
+        swiglu.part_for(gate_up).backward_weighted(grad, gate, up, group.weight, weighted, dgate, dup, score)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unfreeze.kernels.expert_mlp import numba_kernels
+from unfreeze.kernels.expert_mlp import numba_kernels, thin_cpu
 from unfreeze.kernels.expert_mlp.factors import ExpertFactors
 from unfreeze.kernels.numba_options import array, set_threads
 from unfreeze.kernels.scratch import scratch
@@ -149,7 +149,8 @@ class LoopCpu:
     def nt(self, a: Tensor, weights: Tensor, index: list[int] | range, group: Group, out: Tensor) -> Tensor:
         """out[rows of g] = a[rows of g] @ weights[index[g]]ᵀ. weights [., N, M], a [rows, M], out [rows, N]."""
         for i, a_rows, out_rows in zip(index, a.split(group.sizes), out.split(group.sizes), strict=True):
-            torch.mm(a_rows, weights.select(0, i).t(), out=out_rows)
+            if not thin_cpu.dots(a_rows, weights.select(0, i), out_rows):
+                torch.mm(a_rows, weights.select(0, i).t(), out=out_rows)
         return out
 
     def nn(self, a: Tensor, weights: Tensor, index: list[int] | range, group: Group, out: Tensor) -> Tensor:
@@ -159,7 +160,10 @@ class LoopCpu:
     def tn(self, a: Tensor, b: Tensor, group: Group, out: Tensor, index: list[int] | range) -> None:
         """out[index[g]] = a[rows of g]ᵀ @ b[rows of g]. Sums over tokens in float32 inside the GEMM."""
         for i, a_rows, b_rows in zip(index, a.split(group.sizes), b.split(group.sizes), strict=True):
-            torch.mm(a_rows.t(), b_rows, out=out.select(0, i))
+            if out.dtype == a.dtype:
+                torch.mm(a_rows.t(), b_rows, out=out.select(0, i))
+            elif not thin_cpu.outer(a_rows, b_rows, out.select(0, i)):
+                out.select(0, i).copy_(torch.mm(a_rows.t(), b_rows))
 
     def gather(self, source: Tensor, group: Group, out: Tensor) -> None:
         numba_kernels.gather(group.num_rows * source.shape[1], array(source), array(group.token), array(out))

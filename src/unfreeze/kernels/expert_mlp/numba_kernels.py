@@ -12,15 +12,9 @@ import numba
 import numpy as np
 from numba import prange
 
-from unfreeze.kernels.numba_options import Kernel, exp, narrow, serial, widen
+from unfreeze.kernels.numba_options import Kernel, narrow, serial, sigmoid, widen
 
 ONE = np.float32(1.0)
-
-
-@numba.njit(inline="always")
-def _sigmoid(x):
-    """1 / (1 + exp(-x)), relative error under 3e-7."""
-    return np.float32(ONE / np.float32(ONE + exp(np.float32(-x))))
 
 
 @serial
@@ -79,7 +73,7 @@ def swiglu(gate_up, out):
         gate, up, target = gate_up[r, :width], gate_up[r, width:], out[r, :width]
         for i in range(width):
             g = widen(gate[i])
-            target[i] = narrow(np.float32(np.float32(g * _sigmoid(g)) * widen(up[i])), gate[i])
+            target[i] = narrow(np.float32(np.float32(g * sigmoid(g)) * widen(up[i])), gate[i])
 
 
 @numba.njit
@@ -90,13 +84,13 @@ def _score(dh, gate, up):
     for i in range(0, whole, 16):
         for j in range(16):
             g = widen(gate[i + j])
-            lanes[j] += np.float32(np.float32(widen(dh[i + j]) * np.float32(g * _sigmoid(g))) * widen(up[i + j]))
+            lanes[j] += np.float32(np.float32(widen(dh[i + j]) * np.float32(g * sigmoid(g))) * widen(up[i + j]))
     total = np.float32(0.0)
     for j in range(16):
         total += lanes[j]
     for i in range(whole, dh.size):
         g = widen(gate[i])
-        total += np.float32(np.float32(widen(dh[i]) * np.float32(g * _sigmoid(g))) * widen(up[i]))
+        total += np.float32(np.float32(widen(dh[i]) * np.float32(g * sigmoid(g))) * widen(up[i]))
     return total
 
 
@@ -115,7 +109,7 @@ def swiglu_backward(grad, gate_up, weight, weighted, grad_gate_up, score):
         w = weight[r]
         for i in range(width):
             g, u, d = widen(gate[i]), widen(up[i]), widen(dh[i])
-            s = _sigmoid(g)
+            s = sigmoid(g)
             silu = np.float32(g * s)
             wd = np.float32(w * d)
             h[i] = narrow(np.float32(w * np.float32(silu * u)), gate[i])

@@ -3,19 +3,23 @@
 The workspace of a matrix W [N, M] with adapter A [Q, M], B [N, Q] is  WS [N + Q, M + Q] = [[W, B], [A, unused]]:
     forward   y  = [x | x Aᵀ]   WS[:N, :]ᵀ  =  x Wᵀ + x Aᵀ Bᵀ
     backward  dx = [dy | dy B]  WS[:, :M]   =  dy W + dy B A
-base and adapter in one GEMM per direction, and W stands once for both.
+base and adapter in one GEMM per direction. Each direction writes only the factor that it reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from unfreeze.kernels.expert_mlp.factors import Adapter
+from unfreeze.kernels.int4_expand import expand_stack
 from unfreeze.kernels.scratch import scratch
 from unfreeze.quant.codec import Packed
+
+Direction = Literal["forward", "backward"]
 
 
 class Base:
@@ -39,14 +43,15 @@ class Base:
         """Whether the weight can be used where it lies: dense, of the computation's dtype, and nothing to stand beside it."""
         return adapter is None and isinstance(self.weight, Tensor) and self.weight.dtype == self.dtype
 
-    def stack(self, experts: Sequence[int], positions: slice, adapter: Adapter | None) -> Tensor:
+    def stack(self, experts: Sequence[int], positions: slice, adapter: Adapter | None, direction: Direction) -> Tensor:
         """WS [len(experts), N + Q, M + Q] for `experts`, which lie at `positions` of the adapter. Valid until the next stack of this name."""
         width = adapter.width if adapter else 0
         device = self.weight.device
         space = scratch(self.name, (len(experts), self.rows + width, self.columns + width), self.dtype, device)
         self._fill(experts, space[:, : self.rows, : self.columns])
-        if adapter:
+        if adapter and direction == "forward":
             space[:, : self.rows, self.columns :].copy_(adapter.B[positions])
+        elif adapter:
             space[:, self.rows :, : self.columns].copy_(adapter.A[positions])
         return space
 
@@ -54,6 +59,10 @@ class Base:
         if self._expander is not None:
             self._expander.fill(experts, out)
             return
-        for position, expert in enumerate(experts):
-            matrix = self.weight[expert]
-            out[position].copy_(matrix.dequantize() if isinstance(matrix, Packed) else matrix)
+        if isinstance(self.weight, Packed):
+            expand_stack(self.weight, experts, out)
+        elif len(experts) == len(self.weight):
+            out.copy_(self.weight)
+        else:
+            for position, expert in enumerate(experts):
+                out[position].copy_(self.weight[expert])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from unfreeze.kernels import triton_options
 from unfreeze.kernels.choose import choose
 from unfreeze.kernels.int4_expand.bucket import LARGE, bucket
 from unfreeze.kernels.int4_expand.reference import expand_reference
@@ -14,7 +16,7 @@ from unfreeze.kernels.op import Candidate, Case, Implementation, Op
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.int4 import Int4
 
-__all__ = ["OP", "bucket", "expand", "expand_reference"]
+__all__ = ["OP", "bucket", "expand", "expand_reference", "expand_stack"]
 
 
 def expand(packed: Packed, expert: int | None, out: Tensor, impl: str = "auto") -> Tensor:
@@ -26,10 +28,28 @@ def expand(packed: Packed, expert: int | None, out: Tensor, impl: str = "auto") 
     return choose(OP, out.device, out.dtype, bucket(packed, expert, out), impl)(packed, expert, out)
 
 
+def expand_stack(packed: Packed, experts: Sequence[int], out: Tensor, impl: str = "auto") -> None:
+    """out[m] = packed[experts[m]], as `expand` of each: out [M, out, in]. In one launch where the implementation can, else one after the other."""
+    chosen = choose(OP, out.device, out.dtype, bucket(packed, None, out), impl)
+    fill = getattr(chosen, "fill", None)
+    if fill is not None:
+        everyone = len(experts) == packed.shape[0] and list(experts) == list(range(len(experts)))
+        fill(packed, None if everyone else torch.tensor(list(experts), device=out.device), out)
+        return
+    for position, expert in enumerate(experts):
+        chosen(packed, expert, out[position])
+
+
 def _numba() -> Implementation:
     from unfreeze.kernels.int4_expand.numba_cpu import expand_numba  # numba takes 0.4 s to import and only the CPU needs it
 
     return expand_numba
+
+
+def _triton() -> Implementation:
+    from unfreeze.kernels.int4_expand.triton_cuda import Expand
+
+    return Expand()
 
 
 def _numba_refuses(device: str, dtype: torch.dtype) -> str:
@@ -51,7 +71,7 @@ def _inputs(rows: int, columns: int, device: torch.device, dtype: torch.dtype, g
 OP = Op(
     name="int4_expand",
     reference=expand_reference,
-    candidates={"numba": Candidate(_numba, _numba_refuses)},
+    candidates={"numba": Candidate(_numba, _numba_refuses), "triton": triton_options.candidate(_triton)},
     cases=(Case("small", functools.partial(_inputs, 64, 256)), Case("large", functools.partial(_inputs, 1024, 1024))),
     tolerance={torch.float32: 0.0, torch.bfloat16: 0.0},
     differentiable=False,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unfreeze.kernels import compiled, liger
+from unfreeze.kernels import compiled, liger, triton_options
 from unfreeze.kernels.choose import choose
 from unfreeze.kernels.op import Candidate, Case, Implementation, Op
 from unfreeze.kernels.rms_norm import reference
@@ -70,6 +70,12 @@ def _numba() -> Implementation:
     return _by(numba_cpu)
 
 
+def _triton() -> Implementation:
+    from unfreeze.kernels.rms_norm import triton_cuda
+
+    return _by(triton_cuda)
+
+
 def _numba_refuses(device: str, dtype: torch.dtype) -> str:
     if device != "cpu":
         return f"device {device}; it runs on cpu"
@@ -90,6 +96,7 @@ OP = Op(
     reference=_by(reference),
     candidates={
         "numba": Candidate(_numba, _numba_refuses),
+        "triton": triton_options.candidate(_triton),
         "compiled": compiled.candidate(reference.plain),
         "liger": Candidate(liger.rms_norm, liger.refuses),
     },

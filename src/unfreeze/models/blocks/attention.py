@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from unfreeze.kernels.rotary import rotary
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.passes import Pass
-from unfreeze.models.blocks.rope import rotate_halves
 
 
 class Attention(nn.Module):
@@ -25,11 +25,11 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = q_norm, k_norm
 
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
-        q_THd = self.q_proj(x_TD).unflatten(-1, (-1, self.head_dim))
-        k_TGd = self.k_proj(x_TD).unflatten(-1, (-1, self.head_dim))
-        v_TGd = self.v_proj(x_TD).unflatten(-1, (-1, self.head_dim))
+        q_THd = self.q_proj(x_TD, run.products).unflatten(-1, (-1, self.head_dim))
+        k_TGd = self.k_proj(x_TD, run.products).unflatten(-1, (-1, self.head_dim))
+        v_TGd = self.v_proj(x_TD, run.products).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             q_THd, k_TGd = self.q_norm(q_THd), self.k_norm(k_TGd)
-        q_THd = rotate_halves(q_THd, run.cos_Tr, run.sin_Tr)
-        k, v = run.remember(self.layer, rotate_halves(k_TGd, run.cos_Tr, run.sin_Tr), v_TGd)
-        return self.o_proj(run.attend(q_THd, k, v, self.head_dim**-0.5).flatten(1))
+        q_THd = rotary(q_THd, run.cos_Tr, run.sin_Tr, "halves")
+        k, v = run.remember(self.layer, rotary(k_TGd, run.cos_Tr, run.sin_Tr, "halves"), v_TGd)
+        return self.o_proj(run.attend(q_THd, k, v, self.head_dim**-0.5).flatten(1), run.products)

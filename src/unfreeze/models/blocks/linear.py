@@ -5,14 +5,18 @@ T rows, in/out features.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from unfreeze.kernels.few_rows import few_rows_linear, is_few
 from unfreeze.kernels.int4_expand import expand
 from unfreeze.quant.codec import Codec, Packed
+
+Kept = Callable[[Callable[[], Any]], Any]
 
 
 class PackedHolder(nn.Module):
@@ -43,6 +47,23 @@ class _PackedLinear(torch.autograd.Function):
         return dy_TO @ _expanded(ctx.packed, dy_TO), None
 
 
+class _KeptLinear(torch.autograd.Function):
+    """y = x Wᵀ + b, where `kept` keeps y at a layer's first visit and gives it back at the second: no GEMM then, gradients the same to the bit."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TI: Tensor, weight: Tensor | None, bias: Tensor | None, packed: Packed | None, kept: Kept) -> Tensor:  # type: ignore[override]
+        ctx.packed = packed
+        ctx.save_for_backward(x_TI if ctx.needs_input_grad[1] else None, weight)
+        return kept(lambda: F.linear(x_TI, _expanded(packed, x_TI) if weight is None and packed is not None else weight, bias))  # type: ignore[arg-type]
+
+    @staticmethod
+    def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x_TI, weight = ctx.saved_tensors
+        dx = dy_TO @ (_expanded(ctx.packed, dy_TO) if weight is None else weight) if ctx.needs_input_grad[0] else None
+        dw = dy_TO.t() @ x_TI if ctx.needs_input_grad[1] else None
+        return dx, dw, dy_TO.sum(0) if ctx.needs_input_grad[2] else None, None, None
+
+
 def _expanded(packed: Packed, like: Tensor) -> Tensor:
     out = torch.empty(packed.shape[-2:], dtype=like.dtype, device=like.device)
     return expand(packed, None, out)
@@ -52,6 +73,7 @@ class Linear(PackedHolder):
     """y = x Wᵀ + b (+ adapter(x)).
 
     x [T, in] -> y [T, out]. `codec` None: W is a parameter `weight` [out, in]; otherwise W stays packed in buffers and is expanded at use.
+    `kept` keeps x Wᵀ + b at a layer's first visit for the second (PackedPass.products); what an adapter adds is computed again.
     `adapter` is None or a module (x [T, in], y [T, out]) -> y + what it adds; it is set by adapters.attach and by nothing else.
     """
 
@@ -65,14 +87,22 @@ class Linear(PackedHolder):
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
         self.adapter: nn.Module | None = None
 
-    def forward(self, x_TI: Tensor) -> Tensor:
-        if self.codec is None:
-            y_TO = F.linear(x_TI, self.weight, self.bias)
+    def forward(self, x_TI: Tensor, kept: Kept | None = None) -> Tensor:
+        if kept is not None:
+            weight, packed = (self.weight, None) if self.codec is None else (None, self.packed)
+            y_TO = _KeptLinear.apply(x_TI, weight, self.bias, packed, kept)
+        elif self.codec is None:
+            linear = few_rows_linear if is_few(x_TI, self.weight) else F.linear
+            y_TO = linear(x_TI, self.weight, self.bias)
         else:
             y_TO = _PackedLinear.apply(x_TI, self.packed)
             if self.bias is not None:
                 y_TO = y_TO + self.bias
         return y_TO if self.adapter is None else self.adapter(x_TI, y_TO)
+
+    def matrix(self) -> Tensor:
+        """W [out, in] for reading, without bias and adapter: the parameter itself, or the packed weight expanded to bf16, its own precision."""
+        return self.weight if self.codec is None else self.packed.dequantize()
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}" + (f", {self.codec.name}" if self.codec else "")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from unfreeze.kernels.swiglu import swiglu
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.passes import Pass
 
@@ -17,4 +17,5 @@ class MLP(nn.Module):
         self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
 
     def forward(self, x_TD: Tensor, run: Pass | None = None) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_TD)) * self.up_proj(x_TD))
+        kept = run.products if run is not None else None
+        return self.down_proj(swiglu(self.gate_proj(x_TD, kept), self.up_proj(x_TD, kept)), kept)

@@ -97,5 +97,6 @@ class MoE(nn.Module):
 
     def _choose(self, scores_TE: Tensor) -> Tensor:
         ids_TK = self.gate.choose(scores_TE)
-        self.counts_E += torch.bincount(ids_TK.flatten(), minlength=self.experts.num_experts)
+        ids = ids_TK.flatten()
+        self.counts_E.scatter_add_(0, ids, torch.ones_like(ids))  # bincount would make the host wait for CUDA
         return ids_TK

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,16 +19,18 @@ from torch import Tensor
 from unfreeze.kernels.attention import Layout, packed_attention
 
 Value = TypeVar("Value")
+LatentForm = Literal["expanded", "absorbed"]
+"""Latent attention (mla.py) over many queries makes each token's keys and values once; with one query per sequence it asks the latents themselves."""
 
 
 class Memo:
     """What a layer's second visit takes from its first instead of computing it again, in the order in which the layer asks.
 
-    `dear`: also what attention and the experts made, which costs the most to compute per byte kept.
+    `dear`: also what attention and the experts made, which costs the most to compute per byte kept. `products`: and every linear layer's output.
     """
 
-    def __init__(self, dear: bool):
-        self.dear, self.second, self.values = dear, False, []
+    def __init__(self, dear: bool = False, products: bool = False):
+        self.dear, self.products, self.second, self.values = dear, products, False, []
 
     def once(self, compute: Callable[[], Any]) -> Any:
         """compute() on the first visit; on the second what it gave then."""
@@ -39,9 +41,9 @@ class Memo:
 
 
 class Cache:
-    """What attention remembers of S sequences: per layer a few tensors [S, capacity, …] (keys and values, or MLA's latent and rotary key).
+    """What attention remembers of S sequences: per layer a few tensors [S, capacity, …] (keys and values, or MLA's latent with its rotary key).
 
-    `lengths` (host) is how many positions of each row are filled. Rows are independent; `select` keeps some of them.
+    `lengths` (host) is how many positions of each row are filled. Rows are independent; `keep` lets go of the others.
     """
 
     def __init__(self, num_sequences: int, capacity: int):
@@ -62,10 +64,21 @@ class Cache:
             store[rows_T, positions_T] = value
         return self.layers[layer]
 
-    def select(self, rows: list[int]) -> None:
-        """Keep only these rows, in this order: finished sequences leave the batch."""
-        self.lengths = [self.lengths[row] for row in rows]
-        self.layers = {layer: tuple(t[rows] for t in tensors) for layer, tensors in self.layers.items()}
+    def keep(self, rows: list[int]) -> list[int]:
+        """Only these rows stay: finished sequences leave the batch. -> for each row of the cache now, which one it was.
+
+        The last of them move into the places that became free; nothing else is copied (16 rows of 4,096 positions of which one ends: at most one
+        row). The memory of the others is given back with the cache.
+        """
+        stays, moves = {row for row in rows if row < len(rows)}, sorted(row for row in rows if row >= len(rows))
+        order = [row if row in stays else moves.pop() for row in range(len(rows))]
+        for place, row in enumerate(order):
+            if place != row:
+                for store in (store for tensors in self.layers.values() for store in tensors):
+                    store[place, : self.lengths[row]] = store[row, : self.lengths[row]]
+        self.lengths = [self.lengths[row] for row in order]
+        self.layers = {layer: tuple(store[: len(order)] for store in tensors) for layer, tensors in self.layers.items()}
+        return order
 
 
 @dataclass
@@ -79,6 +92,7 @@ class PackedPass:
     sin_Tr: Tensor
     layout: Layout
     memo: Memo | None = None
+    latent: ClassVar[LatentForm] = "expanded"
 
     @contextmanager
     def visiting(self, memo: Memo) -> Iterator[None]:
@@ -97,6 +111,11 @@ class PackedPass:
     def kept(self) -> Callable[[Callable[[], Any]], Any] | None:
         """`once` for dear results, where those are kept."""
         return self.memo.once if self.memo is not None and self.memo.dear else None
+
+    @property
+    def products(self) -> Callable[[Callable[[], Any]], Any] | None:
+        """`once` for outputs of linear layers, where those are kept."""
+        return self.memo.once if self.memo is not None and self.memo.products else None
 
     def remember(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         return new
@@ -131,7 +150,8 @@ class StepPass:
     def once(self, compute: Callable[[], Value]) -> Value:
         return compute()
 
-    kept = None
+    kept = products = None
+    latent: ClassVar[LatentForm] = "absorbed"
 
     def __post_init__(self) -> None:
         self.longest = max(self.cache.lengths) + 1
@@ -144,15 +164,16 @@ class StepPass:
         return tuple(t[:, : self.longest] for t in self.cache.write(layer, self.rows_T, self.positions_T, new))
 
     def attend(self, q_SHd: Tensor, k_SNGd: Tensor, v_SNGv: Tensor, scale: float) -> Tensor:
-        o_SH1v = F.scaled_dot_product_attention(
-            q_SHd[:, :, None],
+        """The query heads that share a key head stand as its queries: keys are read once for all of them, and nothing is repeated."""
+        groups = k_SNGd.shape[2]
+        o_SGJv = F.scaled_dot_product_attention(
+            q_SHd.unflatten(1, (groups, -1)),
             k_SNGd.transpose(1, 2),
             v_SNGv.transpose(1, 2),
             attn_mask=self.mask_S11N,
             scale=scale,
-            enable_gqa=q_SHd.shape[1] != k_SNGd.shape[2],
         )
-        return o_SH1v[:, :, 0]
+        return o_SGJv.flatten(1, 2)
 
 
 Pass = PackedPass | StepPass

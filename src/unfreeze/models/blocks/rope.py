@@ -1,13 +1,14 @@
 """Rotary position embeddings with the scalings published models use: none, linear, llama3, yarn.
 
 A Rope is the table of inverse frequencies (R/2 numbers, R rotary width) and the factor on cos and sin; it is computed in fp32 from config.json.
-Two pairings exist: "halves" rotates element i with i + R/2 (Llama, Qwen), "adjacent" rotates 2i with 2i + 1 (DeepSeek, Kimi).
+The rotation itself is kernels/rotary.
 
-T tokens, H heads, R rotary width of a head.
+T tokens, R rotary width of a head.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,21 +29,14 @@ class Rope:
 
     def tables(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [T, R/2] in fp32 for integer positions [T]."""
-        frequency = torch.tensor(self.inverse_frequency, dtype=torch.float32, device=positions_T.device)
-        angle = positions_T.float()[:, None] * frequency
+        angle = positions_T.float()[:, None] * _on_device(self.inverse_frequency, positions_T.device)
         return angle.cos() * self.attention_factor, angle.sin() * self.attention_factor
 
 
-def rotate_halves(x_THR: Tensor, cos_Tr: Tensor, sin_Tr: Tensor) -> Tensor:
-    """(a, b) -> (a cos - b sin, b cos + a sin) with a the first half of the last dimension and b the second."""
-    a, b = x_THR.chunk(2, dim=-1)
-    cos, sin = cos_Tr[:, None].to(x_THR.dtype), sin_Tr[:, None].to(x_THR.dtype)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-
-
-def rotate_adjacent(x_THR: Tensor, cos_Tr: Tensor, sin_Tr: Tensor) -> Tensor:
-    """The same rotation on the pairs (x[2i], x[2i+1]); the result is laid out as halves, for q and k alike, so their product is unchanged."""
-    return rotate_halves(torch.cat((x_THR[..., 0::2], x_THR[..., 1::2]), dim=-1), cos_Tr, sin_Tr)
+@functools.cache
+def _on_device(inverse_frequency: tuple[float, ...], device: torch.device) -> Tensor:
+    """Once per device: a copy from the host at every step would make it wait."""
+    return torch.tensor(inverse_frequency, dtype=torch.float32, device=device)
 
 
 def rope_from_config(config: Mapping[str, Any], width: int) -> Rope:

@@ -216,7 +216,7 @@ def partial_logits(sandbox: Sandbox) -> Outcome:
     last = replace(batch, weights_T=torch.zeros_like(batch.weights_T).index_fill(0, kept[-1:], 1.0))
     off = relative(gradient(sandbox, [last]), gradient(sandbox, [batch]))
     line = f"loss over {loss.count:.0f} of {len(kept)} supervised tokens; over the last one alone the gradient would be {100 * off:.0f} % off"
-    return measured(cross_entropy, line, holds=loss.count == len(kept) and off > 0.1)
+    return measured(cross_entropy, line, holds=float(loss.count) == len(kept) and off > 0.1)
 
 
 def perplexity_by_batch(sandbox: Sandbox) -> Outcome:

@@ -111,14 +111,12 @@ def rate_off_schedule(sandbox: Sandbox) -> Outcome:
     """Something between schedule and update takes a tenth of the learning rate: the event must say what was used."""
     model = sandbox.model("llama")
     optimizer = AdamW(model)
-    update = optimizer._adamw.step
+    update = optimizer.update
 
-    def a_tenth(*arguments: Any, **options: Any) -> Any:
-        for group in optimizer._adamw.param_groups:
-            group["lr"] *= 0.1
-        return update(*arguments, **options)
+    def a_tenth(learning_rate: float, *arguments: Any, **options: Any) -> Any:
+        return update(0.1 * learning_rate, *arguments, **options)
 
-    optimizer._adamw.step = a_tenth  # type: ignore[method-assign]
+    optimizer.update = a_tenth  # type: ignore[method-assign]
     events = sandbox.loop(model, [sandbox.batch([30, 20])], steps=2, optimizer=optimizer)
     used = of_kind(events, "train")[0]["learning_rate"]
     line = f"the schedule says 0.001, an update took a tenth of it, the train event says {used:g}"

@@ -1,0 +1,72 @@
+"""One AdamW step over a list of tensors: adapters (many and small) or all weights of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unfreeze.kernels.adamw import reference
+from unfreeze.kernels.adamw.rule import Rule, Update
+from unfreeze.kernels.choose import choose
+from unfreeze.kernels.op import Candidate, Case, Implementation, Op
+
+__all__ = ["OP", "Rule", "Update", "adamw", "bucket"]
+
+SMALL = 1 << 20  # numbers per tensor on average; below, what a call costs counts
+
+
+def adamw(updates: Sequence[Update], rule: Rule, impl: str = "auto") -> list[Tensor]:
+    """g = s grad;  m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g²;  w = w (1 - lr decay) - lr (m / (1-b1^t)) / (sqrt(v / (1-b2^t)) + eps).
+
+    In place, all tensors on one device; the half precision weight beside a master gets it rounded. Gives master, exp_avg and exp_avg_sq of each
+    tensor back. Source: Loshchilov & Hutter, arXiv:1711.05101; the arithmetic of torch.optim.AdamW to float32 rounding.
+    """
+    master = updates[0].master
+    return choose(OP, master.device, master.dtype, bucket(updates, rule), impl)(updates, rule)
+
+
+def bucket(updates: Sequence[Update], rule: Rule) -> str:
+    """By the size of the tensors, and whether weights and gradients are in half precision beside them."""
+    small = sum(u.master.numel() for u in updates) < SMALL * len(updates)
+    half = any(u.weight is not None for u in updates)
+    return f"{'small' if small else 'large'} tensors, {'half precision weights' if half else 'as they are'}"
+
+
+def _load_numba() -> Implementation:
+    from unfreeze.kernels.adamw import numba_cpu
+
+    return numba_cpu.step
+
+
+def _numba_refuses(device: str, dtype: torch.dtype) -> str:
+    if device != "cpu":
+        return f"it runs on cpu, not {device}"
+    return "" if dtype == torch.float32 else f"{dtype}: its loops keep float32 masters"
+
+
+def _case(sizes: Sequence[tuple[int, ...]], half: bool) -> Case:
+    def inputs(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[Any, ...]:
+        updates = []
+        for size in sizes:
+            master, gradient, m, v = (torch.randn(size, generator=generator) for _ in range(4))
+            gradient = gradient.to(device, torch.bfloat16 if half else dtype)
+            weight = master.to(device, torch.bfloat16) if half else None
+            master, m, v = (x.to(device, dtype) for x in (master, 0.1 * m, v.square()))
+            updates.append(Update(master, gradient, m, v, weight, weight_decay=0.1, step=10))
+        return updates, Rule(learning_rate=1e-3, betas=(0.9, 0.95), eps=1e-8, gradient_scale=0.5)
+
+    made = [Update(*(torch.empty(size, device="meta") for _ in range(4)), torch.empty(0) if half else None, 0.0, 1) for size in sizes]
+    return Case(bucket(made, Rule(0.0, (0.0, 0.0), 0.0)), inputs, (torch.float32,))
+
+
+OP = Op(
+    name="adamw",
+    reference=reference.step,
+    candidates={"numba": Candidate(_load_numba, _numba_refuses)},
+    cases=(_case([(8, 1024)] * 300, False), _case([(128, 16, 1024)] * 8, False), _case([(896, 896)] * 20, True), _case([(4864, 896)] * 12, True)),
+    tolerance={torch.float32: 1e-6},  # a handful of float32 roundings per number
+    differentiable=False,
+)

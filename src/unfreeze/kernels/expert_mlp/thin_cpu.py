@@ -1,0 +1,167 @@
+"""GEMMs with eight or sixteen columns in bf16, on CPUs with AVX512-bf16: what LoRA needs beside every expert's large ones.
+
+oneDNN packs an operand for each call and looks its kernel up among those of a hundred shapes: 6 to 26 GFLOP/s on a core whose square GEMMs do
+195 (Zen 4, 128 rows, width 1,024), a sixth of the expert MLP's time for 3 % of its arithmetic. Here both operands are read in place. The
+instruction is the one oneDNN uses (products of bf16 pairs, summed in float32); numba has no name for it, hence the LLVM intrinsic.
+In one step of benchmarks/lora_moe_cpu.py: 1.39 -> 0.81 s (CPU time, one thread, busy machine), and 90 kernels of 0.7 MB fewer to keep.
+
+R rows, W the long side, Q columns (a multiple of 8, at most WIDEST).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+from llvmlite import binding, ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+from torch import Tensor
+
+from unfreeze.kernels.numba_options import array, narrow, serial
+from unfreeze.kernels.scratch import scratch
+
+WIDEST = 32  # columns; more than that were not measured
+ROWS = COLUMNS = 4  # of a tile of dots: 16 sums and 8 operands are 24 of 32 registers
+STRIPE = 32  # columns of a tile of outer products, two vectors
+
+_I16, _I32, _I64, _F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_FLOATS, _PAIRS, _HALVES = ir.VectorType(_F32, 16), ir.VectorType(_I32, 16), ir.VectorType(_I16, 32)
+
+
+@functools.cache
+def available() -> bool:
+    """Whether this CPU multiplies pairs of bf16."""
+    return bool(binding.get_host_cpu_features().get("avx512bf16", False))
+
+
+def suits(a: Tensor, b: Tensor) -> bool:
+    """Whether rows of both bf16 operands can be read in place."""
+    return available() and a.dtype == b.dtype == torch.bfloat16 and a.stride(-1) == 1 and b.stride(-1) == 1
+
+
+def dots(a_RW: Tensor, b_QW: Tensor, out_RQ: Tensor) -> bool:
+    """out[r, q] = Σ_w a[r, w] b[q, w], rounded once to bf16. False, and nothing done, where the shapes don't suit."""
+    columns, width = b_QW.shape
+    if width % 32 or columns % COLUMNS or columns > WIDEST or not suits(a_RW, b_QW):
+        return False
+    sums = scratch("thin dots", (ROWS * COLUMNS,), torch.float32, a_RW.device)
+    _dots(array(a_RW), array(b_QW), array(sums), array(out_RQ))
+    return True
+
+
+def outer(a_RQ: Tensor, b_RW: Tensor, out_QW: Tensor) -> bool:
+    """out[q, w] = Σ_r a[r, q] b[r, w] in float32. False, and nothing done, where the shapes don't suit."""
+    (rows, columns), width = a_RQ.shape, b_RW.shape[1]
+    if rows % 2 or width % STRIPE or columns % 8 or columns > WIDEST or out_QW.dtype != torch.float32 or not suits(a_RQ, b_RW):
+        return False
+    pairs = scratch("thin pairs", (rows // 2, columns), torch.int32, a_RQ.device)
+    _outer(array(a_RQ), array(b_RW), pairs.view(torch.uint32).numpy(), array(out_QW))
+    return True
+
+
+def _pointer(builder: ir.IRBuilder, address: ir.Value, offset: ir.Value | int, kind: ir.Type) -> ir.Value:
+    """address + offset bytes."""
+    offset = _I64(offset) if isinstance(offset, int) else offset
+    return builder.inttoptr(builder.add(address, offset), kind.as_pointer())
+
+
+def _multiply(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
+    """total[i] + a[2i] b[2i] + a[2i + 1] b[2i + 1] for sixteen i."""
+    kind = ir.FunctionType(_FLOATS, [_FLOATS, _PAIRS, _PAIRS])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512"), [total, a, b])
+
+
+def _totals(builder: ir.IRBuilder, count: int) -> list[ir.Value]:
+    """Sums at zero; LLVM keeps them in registers."""
+    totals = [cgutils.alloca_once(builder, _FLOATS) for _ in range(count)]
+    for total in totals:
+        builder.store(ir.Constant(_FLOATS, [0.0] * 16), total)
+    return totals
+
+
+@intrinsic
+def _tile_of_dots(context, a, a_stride, b, b_stride, steps, out):  # pragma: no cover - compiled
+    """out[4 i + j] = Σ_w a[i, w] b[j, w] over 32 · steps numbers. Addresses and strides in bytes, out float32."""
+
+    def generate(_context, builder, _signature, arguments):
+        a, a_stride, b, b_stride, steps, out = arguments
+        totals = _totals(builder, ROWS * COLUMNS)
+        with cgutils.for_range(builder, steps) as loop:
+            at = builder.mul(loop.index, _I64(64))
+            rows, columns = (
+                [builder.load(_pointer(builder, base, builder.add(at, builder.mul(stride, _I64(i))), _PAIRS), align=2) for i in range(ROWS)]
+                for base, stride in ((a, a_stride), (b, b_stride))
+            )
+            for i, row in enumerate(rows):
+                for j, column in enumerate(columns):
+                    total = totals[i * COLUMNS + j]
+                    builder.store(_multiply(builder, builder.load(total), row, column), total)
+        add = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_F32, [_F32, _FLOATS]), "llvm.vector.reduce.fadd.v16f32")
+        for i, total in enumerate(totals):
+            reduced = builder.call(add, [_F32(0.0), builder.load(total)], fastmath=("reassoc",))
+            builder.store(reduced, _pointer(builder, out, 4 * i, _F32))
+        return _context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def _tile_of_outer(context, pairs, pairs_stride, b, b_stride, steps, out, out_stride):  # pragma: no cover - compiled
+    """out[q, :32] = Σ_i pairs[i, q].low · b[2i, :32] + pairs[i, q].high · b[2i + 1, :32] for eight q. Addresses, strides in bytes, out float32."""
+
+    def generate(_context, builder, _signature, arguments):
+        pairs, pairs_stride, b, b_stride, steps, out, out_stride = arguments
+        totals = _totals(builder, 16)
+        with cgutils.for_range(builder, steps) as loop:
+            at = builder.mul(loop.index, builder.mul(b_stride, _I64(2)))
+            even = builder.load(_pointer(builder, b, at, _HALVES), align=2)
+            odd = builder.load(_pointer(builder, b, builder.add(at, b_stride), _HALVES), align=2)
+            halves = []
+            for first in (0, 16):
+                order = ir.Constant(ir.VectorType(_I32, 32), [first + i // 2 + 32 * (i % 2) for i in range(32)])
+                halves.append(builder.bitcast(builder.shuffle_vector(even, odd, order), _PAIRS))
+            here = builder.mul(loop.index, pairs_stride)
+            for q in range(8):
+                pair = builder.load(_pointer(builder, pairs, builder.add(here, _I64(4 * q)), _I32))
+                lanes = builder.insert_element(ir.Constant(_PAIRS, ir.Undefined), pair, _I32(0))
+                lanes = builder.shuffle_vector(lanes, ir.Constant(_PAIRS, ir.Undefined), ir.Constant(_PAIRS, [0] * 16))
+                for i, half in enumerate(halves):
+                    total = totals[2 * q + i]
+                    builder.store(_multiply(builder, builder.load(total), lanes, half), total)
+        for q in range(8):
+            for i in range(2):
+                where = builder.add(builder.mul(out_stride, _I64(q)), _I64(64 * i))
+                builder.store(builder.load(totals[2 * q + i]), _pointer(builder, out, where, _FLOATS), align=4)
+        return _context.get_dummy_value()
+
+    return types.void(*[types.int64] * 7), generate
+
+
+@serial
+def _dots(a, b, sums, out):
+    rows, columns = out.shape
+    steps, alone = a.shape[1] // 32, rows < 4
+    for begin in range(0, rows, 1 if alone else 4):
+        first = begin if alone else min(begin, rows - 4)  # the last tile does some rows again; where there are not four, one row four times
+        stride, count = (0, 1) if alone else (a.strides[0], 4)
+        for column in range(0, columns, 4):
+            where = b.ctypes.data + column * b.strides[0]
+            _tile_of_dots(a.ctypes.data + first * a.strides[0], stride, where, b.strides[0], steps, sums.ctypes.data)  # type: ignore[call-arg]
+            for i in range(count):
+                for j in range(4):
+                    out[first + i, column + j] = narrow(sums[4 * i + j], out[0, 0])
+
+
+@serial
+def _outer(a, b, pairs, out):
+    steps, columns = pairs.shape
+    for i in range(steps):
+        for q in range(columns):
+            pairs[i, q] = np.uint32(np.uint32(a[2 * i, q]) | np.uint32(np.uint32(a[2 * i + 1, q]) << np.uint32(16)))
+    for stripe in range(0, b.shape[1], 32):
+        for q in range(0, columns, 8):
+            where = out.ctypes.data + q * out.strides[0] + 4 * stripe
+            here = pairs.ctypes.data + 4 * q
+            _tile_of_outer(here, pairs.strides[0], b.ctypes.data + 2 * stripe, b.strides[0], steps, where, out.strides[0])  # type: ignore[call-arg]

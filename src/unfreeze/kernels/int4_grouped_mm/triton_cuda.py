@@ -1,0 +1,78 @@
+"""Rows times INT4 experts with the codes expanded inside the GEMM's tile: the weights are read from memory at 0.5625 byte each, once per
+block of rows. Worth it for few rows per expert; beyond some hundred, expanding once and a plain grouped GEMM win (records decide).
+
+n rows sorted by expert, E experts, N outputs, M inputs.
+"""
+
+# A launch takes numbers for constexpr parameters, and num_warps, which the kernel's own signature doesn't say
+# pyright: reportArgumentType=false, reportCallIssue=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from unfreeze.kernels.int4_expand.triton_cuda import to_bf16, widen
+from unfreeze.kernels.triton_options import interpreted, power_of_two
+from unfreeze.quant.codec import Packed
+from unfreeze.quant.int4 import Int4
+
+
+@triton.jit
+def _multiply(
+    x, packed, scale, offsets, y, x_stride, y_stride, num_experts, N, M, words, groups,
+    EXPERTS: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, GROUP: tl.constexpr, BY_HAND: tl.constexpr,
+):  # fmt: skip
+    """A program per tile of ROWS rows of one expert and OUT outputs. Which expert it is, it counts from the offsets; spare programs leave."""
+    tile = tl.program_id(1)
+    expert = tl.arange(0, EXPERTS)
+    ends = tl.load(offsets + expert, mask=expert < num_experts, other=0)
+    begins = tl.load(offsets + expert - 1, mask=(expert > 0) & (expert < num_experts), other=0)
+    tiles = tl.where(expert < num_experts, (ends - begins + ROWS - 1) // ROWS, 0)
+    through = tl.cumsum(tiles, axis=0)
+    mine = (through - tiles <= tile) & (tile < through)  # of at most one expert
+    if tl.sum(mine.to(tl.int32), axis=0) == 0:
+        return
+    e = tl.sum(tl.where(mine, expert, 0), axis=0).to(tl.int64)
+    first = tl.sum(tl.where(mine, begins + (tile - through + tiles) * ROWS, 0), axis=0)
+    end = tl.sum(tl.where(mine, ends, 0), axis=0)
+
+    row = (first + tl.arange(0, ROWS)).to(tl.int64)
+    out = tl.program_id(0) * OUT + tl.arange(0, OUT)
+    source = (e * N + out).to(tl.int64)
+    lane, column = tl.arange(0, 8), tl.arange(0, IN)
+    total = tl.zeros((ROWS, OUT), tl.float32)
+    for begin in range(0, M, IN):
+        inside = (row[:, None] < end) & ((begin + column)[None, :] < M)
+        a = tl.load(x + row[:, None] * x_stride + (begin + column)[None, :], mask=inside, other=0.0)
+        word = begin // 8 + tl.arange(0, IN // 8)
+        known = (out[:, None] < N) & (word[None, :] < words)
+        bits = tl.load(packed + source[:, None] * words + word[None, :], mask=known, other=0)
+        codes = ((bits[:, :, None] >> (lane * 4)[None, None, :]) & 15) - 8
+        group = begin // GROUP + tl.arange(0, IN // GROUP)
+        known = (out[:, None] < N) & (group[None, :] < groups)
+        scales = widen(tl.load(scale + source[:, None] * groups + group[None, :], mask=known, other=0))
+        values = tl.reshape(codes.to(tl.float32), (OUT, IN // GROUP, GROUP)) * scales[:, :, None]
+        w = tl.reshape(to_bf16(values, BY_HAND), (OUT, IN)).to(a.dtype)
+        total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
+    inside = (row[:, None] < end) & (out[None, :] < N)
+    tl.store(y + row[:, None] * y_stride + out[None, :], total.to(y.dtype.element_ty), mask=inside)
+
+
+def int4_grouped_mm(x_nM: Tensor, packed: Packed, offsets_E: Tensor) -> Tensor:
+    codec, (num_experts, N, M) = packed.codec, packed.shape
+    assert isinstance(codec, Int4)
+    codes, scales = packed.parts["weight_packed"], packed.parts["weight_scale"]
+    n = x_nM.shape[0]
+    y_nN = torch.empty((n, N), dtype=x_nM.dtype, device=x_nM.device)
+    if not y_nN.numel():
+        return y_nN
+    rows = min(128, max(16, power_of_two(-(-n // num_experts))))  # a tensor core's tile has 16 rows at least
+    outs, ins = 64, max(64, codec.group_size)
+    most = n // rows + min(num_experts, n)  # tiles there can be, whatever the routing: the host doesn't ask
+    _multiply[(triton.cdiv(N, outs), most)](
+        x_nM, codes, scales.view(torch.int16), offsets_E, y_nN, x_nM.stride(0), y_nN.stride(0), num_experts, N, M, codes.shape[-1], scales.shape[-1],
+        EXPERTS=power_of_two(num_experts), ROWS=rows, OUT=outs, IN=ins, GROUP=codec.group_size, BY_HAND=interpreted(),
+    )  # fmt: skip
+    return y_nN

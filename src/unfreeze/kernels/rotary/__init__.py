@@ -1,0 +1,118 @@
+"""Rotary positions on the last R elements of each head, the elements before them copied: the whole q of a head in one pass over memory."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from unfreeze.kernels import compiled, triton_options
+from unfreeze.kernels.choose import choose
+from unfreeze.kernels.op import Candidate, Case, Op
+from unfreeze.kernels.rotary import reference
+
+__all__ = ["OP", "Pairing", "bucket", "rotary"]
+
+Pairing = Literal["halves", "adjacent"]
+
+
+def rotary(x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, pairing: Pairing, impl: str = "auto") -> Tensor:
+    """y = [x_0 … x_(d-R-1) | (a cos - b sin), (b cos + a sin)], R = 2r; cos and sin [T, r] float32, one row per token, for all heads.
+
+    pairing: a and b are the halves of the last R elements (Llama, Qwen), or their even and odd elements (DeepSeek, Kimi). y has halves in
+    either case: q and k are permuted alike, so their product is unchanged. Formed in float32, rounded once. The gradient is the rotation
+    by -angle; it keeps cos and sin only. x may be a view with last stride 1. Source: Su et al. 2021, arXiv:2104.09864.
+    """
+    return choose(OP, x_THd.device, x_THd.dtype, bucket(x_THd, cos_Tr, sin_Tr, pairing), impl)(x_THd, cos_Tr, sin_Tr, pairing)
+
+
+def bucket(x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, pairing: Pairing) -> str:
+    """Shapes that are measured as one, by the numbers in x."""
+    elements = x_THd.numel()
+    return "under 256k" if elements < 1 << 18 else "256k to 4M" if elements < 1 << 22 else "over 4M"
+
+
+class Rotary:
+    """An implementation; `part` has rotate() as in reference.py."""
+
+    def __init__(self, part: ModuleType):
+        self.part = part
+
+    def __call__(self, x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, pairing: Pairing) -> Tensor:
+        return _Rotary.apply(x_THd, cos_Tr, sin_Tr, pairing == "adjacent", self.part)  # type: ignore[return-value]
+
+
+class _Rotary(torch.autograd.Function):
+    """The pairs are read as the checkpoint has them and written as halves; the gradient comes in halves and leaves as the checkpoint's pairs."""
+
+    @staticmethod
+    def forward(ctx: Any, x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, adjacent: bool, part: ModuleType) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(cos_Tr, sin_Tr)
+        ctx.adjacent, ctx.part = adjacent, part
+        return _rotated(part, x_THd, cos_Tr, sin_Tr, 1.0, adjacent, False)
+
+    @staticmethod
+    def backward(ctx: Any, dy_THd: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+        cos_Tr, sin_Tr = ctx.saved_tensors
+        return _rotated(ctx.part, dy_THd, cos_Tr, sin_Tr, -1.0, False, ctx.adjacent), None, None, None, None
+
+
+def _rotated(part: ModuleType, x: Tensor, cos: Tensor, sin: Tensor, sign: float, read_adjacent: bool, write_adjacent: bool) -> Tensor:
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    part.rotate(x, cos, sin, sign, read_adjacent, write_adjacent, y)
+    return y
+
+
+def _load_numba() -> Rotary:
+    from unfreeze.kernels.rotary import numba_cpu
+
+    return Rotary(numba_cpu)
+
+
+def _load_compiled() -> Rotary:
+    from unfreeze.kernels.rotary import torch_compiled
+
+    return Rotary(torch_compiled)
+
+
+def _load_triton() -> Rotary:
+    from unfreeze.kernels.rotary import triton_cuda
+
+    return Rotary(triton_cuda)
+
+
+def _numba_refuses(device: str, dtype: torch.dtype) -> str:
+    if device != "cpu":
+        return f"it runs on cpu, not {device}"
+    return "" if dtype in (torch.float32, torch.bfloat16) else f"{dtype}: its loops read float32 and bfloat16"
+
+
+def _case(tokens: int, heads: int, cuda_tokens: int) -> Case:
+    """Kimi's q, 64 of 192 elements rotated at half the width; a GPU gets more tokens."""
+    width, rotated, pairing = 96, 32, "adjacent"
+
+    def inputs(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[Any, ...]:
+        here = cuda_tokens if device.type == "cuda" else tokens
+        x = torch.randn((here, heads, width), generator=generator).to(device, dtype).requires_grad_()
+        angle = (torch.rand((here, rotated // 2), generator=generator) * 6.28).to(device)
+        return x, angle.cos(), angle.sin(), pairing
+
+    empty = torch.empty((tokens, heads, width), device="meta")
+    return Case(bucket(empty, empty, empty, pairing), inputs)
+
+
+OP = Op(
+    name="rotary",
+    reference=Rotary(reference),  # type: ignore[arg-type]
+    candidates={
+        "numba": Candidate(_load_numba, _numba_refuses),
+        "compiled": Candidate(_load_compiled, compiled.refuses, named_on=("cpu",)),
+        "triton": triton_options.candidate(_load_triton),
+    },
+    cases=(_case(16, 16, 16), _case(2048, 16, 2048), _case(1024, 64, 8192)),
+    tolerance={torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3},  # one rounding, 2^-8 at most in bf16
+)

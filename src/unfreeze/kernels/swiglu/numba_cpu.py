@@ -1,0 +1,53 @@
+"""SwiGLU on CPU as one loop per function, a row at a time while it is in cache. Functions as in reference.py, float32 and bf16.
+
+Arrays go in flat with the stride of their rows: of a strided 2-D array numba doesn't know that a row's elements lie side by side, and one
+compilation serves contiguous and strided tensors.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import prange
+from torch import Tensor
+
+from unfreeze.kernels.numba_options import Kernel, flat_rows, narrow, sigmoid, widen
+from unfreeze.kernels.swiglu.reference import backward_weighted
+
+__all__ = ["backward", "backward_weighted", "forward"]  # the experts' own loops (expert_mlp/numba_kernels) do the weighted one on a CPU
+
+ONE = np.float32(1.0)
+
+
+@Kernel
+def _forward(gate, gate_stride, up, up_stride, h, h_stride, rows, width):
+    for r in prange(rows):
+        gates, ups = gate[r * gate_stride : r * gate_stride + width], up[r * up_stride : r * up_stride + width]
+        target = h[r * h_stride : r * h_stride + width]
+        for i in range(width):
+            g = widen(gates[i])
+            target[i] = narrow(np.float32(np.float32(g * sigmoid(g)) * widen(ups[i])), gates[i])
+
+
+@Kernel
+def _backward(dh, dh_stride, gate, gate_stride, up, up_stride, dgate, dgate_stride, dup, dup_stride, rows, width):
+    for r in prange(rows):
+        grads = dh[r * dh_stride : r * dh_stride + width]
+        gates, ups = gate[r * gate_stride : r * gate_stride + width], up[r * up_stride : r * up_stride + width]
+        dgates, dups = dgate[r * dgate_stride : r * dgate_stride + width], dup[r * dup_stride : r * dup_stride + width]
+        for i in range(width):
+            g, d = widen(gates[i]), widen(grads[i])
+            s = sigmoid(g)
+            silu = np.float32(g * s)
+            slope = np.float32(s + np.float32(silu * np.float32(ONE - s)))
+            dgates[i] = narrow(np.float32(np.float32(d * widen(ups[i])) * slope), gates[i])
+            dups[i] = narrow(np.float32(d * silu), gates[i])
+
+
+def forward(gate: Tensor, up: Tensor, h: Tensor) -> None:
+    rows, width = gate.shape
+    _forward(gate.numel(), *flat_rows(gate), *flat_rows(up), *flat_rows(h), rows, width)
+
+
+def backward(dh: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
+    rows, width = gate.shape
+    _backward(gate.numel(), *flat_rows(dh), *flat_rows(gate), *flat_rows(up), *flat_rows(dgate), *flat_rows(dup), rows, width)

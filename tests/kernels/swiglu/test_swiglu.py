@@ -1,0 +1,122 @@
+"""SwiGLU against float64 autograd of silu(gate) · up: every implementation that runs here, forward and backward, stacked and strided."""
+
+import importlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from unfreeze.core.errors import ConfigError
+from unfreeze.kernels.choose import implementation_of
+from unfreeze.kernels.op import Op
+from unfreeze.kernels.swiglu import OP, bucket, reference, swiglu
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# float32: the exponential is good to 3e-7. bf16: one rounding of the result, 2^-8 at most
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float64: 1e-14}
+
+
+def relative(got, want):
+    return float((got.detach().double() - want.detach()).norm() / want.detach().norm())
+
+
+def runs_here(op: Op, name: str, dtype: torch.dtype) -> None:
+    reason = "" if name == "reference" else op.candidates[name].refuses(DEVICE.type, dtype)
+    if reason:
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize("impl", ["reference", *OP.candidates])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(7, 64), (3, 5, 37), (130, 1025), (1, 1), (0, 8)])
+def test_equals_float64_forward_and_backward(shape, dtype, impl):
+    runs_here(OP, impl, dtype)
+    torch.manual_seed(0)
+    gate, up, dh = (torch.randn(shape).to(DEVICE, dtype) for _ in range(3))
+    gate64, up64 = (t.double().requires_grad_() for t in (gate, up))
+    h64 = F.silu(gate64) * up64
+    want = (h64, *torch.autograd.grad(h64, (gate64, up64), dh.double()))
+    gate.requires_grad_(), up.requires_grad_()
+    h = swiglu(gate, up, impl=impl)
+    got = (h, *torch.autograd.grad(h, (gate, up), dh))
+    stacked = torch.cat((gate, up), -1).detach().requires_grad_()
+    h_stacked = swiglu(stacked, impl=impl)
+    got_stacked = (h_stacked, *torch.autograd.grad(h_stacked, stacked, dh)[0].chunk(2, -1))
+    for one, other, wanted in zip(got, got_stacked, want, strict=True):
+        assert one.dtype == dtype and one.shape == other.shape == shape
+        if one.numel():
+            assert max(relative(one, wanted), relative(other, wanted)) <= (OP.tolerance[dtype] if impl == "liger" else TOLERANCE[dtype])
+
+
+def test_the_reference_is_exact_in_float64():
+    torch.manual_seed(0)
+    gate, up = (torch.randn(9, 33, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(lambda a, b: swiglu(a, b, impl="reference"), (gate, up))
+
+
+def test_it_keeps_gate_and_up_and_nothing_else():
+    kept = []
+    gate, up = (torch.randn(4, 8, requires_grad=True) for _ in range(2))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
+        swiglu(gate, up)
+    assert sorted(kept) == sorted([gate.data_ptr(), up.data_ptr()])
+    kept.clear()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
+        F.silu(gate) * up
+    assert len(kept) == 3  # control arm: plain autograd keeps silu(gate) as well
+
+
+@pytest.mark.parametrize("impl", ["numba", "triton"])
+def test_strided_rows_an_expanded_gradient_and_inputs_left_alone(impl):
+    runs_here(OP, impl, torch.float32)
+    torch.manual_seed(1)
+    wide = torch.randn(6, 100, device=DEVICE)
+    before = wide.clone()
+    gate, up = wide[:, 3:40].detach().requires_grad_(), wide[:, 50:87].detach().requires_grad_()
+    swiglu(gate, up, impl=impl).sum().backward()
+    gate_c, up_c = (t.detach().clone().requires_grad_() for t in (gate, up))
+    F.silu(gate_c).mul(up_c).sum().backward()
+    torch.testing.assert_close(gate.grad, gate_c.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(up.grad, up_c.grad, rtol=1e-5, atol=1e-6)
+    assert torch.equal(wide, before)
+
+
+@pytest.mark.parametrize("name", ["reference", "numba", "triton"])
+@pytest.mark.parametrize("rows, width", [(5, 48), (9, 37), (3, 1030), (0, 8)])
+def test_the_weighted_backward_of_the_experts(name, rows, width):
+    runs_here(OP, name, torch.float32)
+    part = implementation_of(OP, name, DEVICE, torch.float32).part
+    torch.manual_seed(2)
+    gate_up, dh = torch.randn(rows, 2 * width, device=DEVICE), torch.randn(rows, width, device=DEVICE)
+    weight = torch.rand(rows, device=DEVICE)
+    gate64, up64 = (t.double().requires_grad_() for t in gate_up.chunk(2, -1))
+    weight64 = weight.double().requires_grad_()
+    h64 = F.silu(gate64) * up64
+    weighted64 = weight64[:, None] * h64
+    want = (weighted64, *torch.autograd.grad(weighted64, (gate64, up64, weight64), dh.double()))
+    weighted, wide, score = torch.empty_like(dh), torch.full((rows, 2 * width + 8), 7.0, device=DEVICE), torch.empty(rows, device=DEVICE)
+    dgate, dup = wide[:, :width], wide[:, width : 2 * width]
+    part.backward_weighted(dh, *gate_up.chunk(2, -1), weight, weighted, dgate, dup, score)
+    for got, wanted in zip((weighted, dgate, dup, score), want, strict=True):
+        torch.testing.assert_close(got, wanted.float(), rtol=1e-5, atol=2e-5 if got is score else 1e-6)
+    assert bool((wide[:, 2 * width :] == 7).all())  # columns beyond belong to someone else
+
+
+def test_control_arm_a_wrong_slope_is_seen():
+    """silu' without its second term, as a kernel that forgot it would have it."""
+    torch.manual_seed(0)
+    gate, up, dh = (torch.randn(64, 64) for _ in range(3))
+    dgate, dup = torch.empty_like(gate), torch.empty_like(gate)
+    reference.backward(dh, gate, up, dgate, dup)
+    assert relative(dh * up * gate.sigmoid(), dgate.double()) > 50 * TOLERANCE[torch.bfloat16]
+
+
+def test_refusals_name_the_reason_and_buckets_cover_the_cases():
+    with pytest.raises(ConfigError, match="float64"):
+        swiglu(torch.randn(2, 4, dtype=torch.float64), torch.randn(2, 4, dtype=torch.float64), impl="numba")
+    assert OP.candidates["triton"].refuses("cpu", torch.bfloat16)  # without a GPU, or in the interpreter
+    generator = torch.Generator().manual_seed(0)
+    for case in OP.cases:
+        assert bucket(*case.inputs(torch.device("cpu"), torch.float32, generator)) == case.bucket
+    if importlib.util.find_spec("liger_kernel") is None:
+        assert OP.candidates["liger"].refuses("cuda", torch.bfloat16) == "liger-kernel is not installed"
