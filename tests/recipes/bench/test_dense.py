@@ -22,7 +22,7 @@ def test_every_side_is_measured_or_says_why_not(rows):
 
 
 def test_the_state_is_what_each_side_really_holds(rows):
-    """unfreeze: bf16 weight 2, gradient 2 (one micro-batch), float32 master and moments 12; transformers: weight, gradient and two moments of 2 bytes each."""
+    """unfreeze: bf16 weight 2, gradient 2 (one micro-batch), float32 master and moments 12; transformers: all of these in bf16."""
     ours, theirs = rows["unfreeze"].results, rows["transformers"].results
     parameters = ours["trained_parameters"]
     assert parameters == theirs["trained_parameters"]
