@@ -1,8 +1,8 @@
 """unfreeze bench dense: full fine-tuning of the Qwen2-0.5B shape in bf16, beside transformers, step by step in turn. About 4 minutes, 18 GB.
 
 The checkpoint is random: hidden 896, 24 layers, 14 heads over 2 key/value heads, intermediate 4864, vocabulary 151,936, tied; 494 M parameters.
-Job: every weight trains, 1,024 tokens per step (2 documents of 512), clipping, AdamW. unfreeze updates bf16 weights through float32 masters, moments
-and gradient sums (18 bytes per parameter); transformers does all in bf16 (8 bytes). "above state" is the peak less these, each side's own.
+Job: every weight trains, 1,024 tokens per step (2 documents of 512), clipping, AdamW. unfreeze updates bf16 weights through float32 masters and
+moments (16 bytes per parameter with the gradient); transformers does all in bf16 (8 bytes). "above state" is the peak less these, each side's own.
 Sides: unfreeze, transformers, transformers-liger (with Liger-Kernel, on a GPU only).
 """
 

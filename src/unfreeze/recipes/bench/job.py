@@ -109,7 +109,7 @@ def check(
     (moved.sum / moved.count).backward()
     norms = [parameter.grad.double().norm() for parameter in model.parameters() if parameter.grad is not None]
     return {
-        "loss_fresh": float(first.sum) / first.count, "loss_moved": float(moved.sum.detach()) / moved.count,
+        "loss_fresh": float(first.sum) / float(first.count), "loss_moved": float(moved.sum.detach()) / float(moved.count),
         "grad_norm": float(torch.stack(norms).norm()),
     }  # fmt: skip
 

@@ -14,6 +14,7 @@ from unfreeze.recipes.bench.rows import Row
 
 Verdict = Literal["met", "missed", "not measured"]
 Value = Callable[[Sequence[Row]], float | None]
+PROMISE = 1.02  # the plan counts weights and buffers; names, headers and the readers' stacks are some MiB beside 0.9 GB
 SLOPE = 0.15  # parallel/plan.py states activations within 15 %
 
 
@@ -112,7 +113,7 @@ TARGETS = (
     Target("full fine-tuning, memory above weights, gradients and optimizer, against transformers", "cpu", "dense",
            field("transformers", "first_side_above_state"), "most", 0.5),
     Target("loading against a raw read from the page cache", "cpu", "load", field("unfreeze", "ratio"), "least", 0.9),
-    Target("peak of the host while loading, of what the plan promises", "cpu", "load", host_peak, "most", 1.0),
+    Target("peak of the host while loading, of what the plan promises", "cpu", "load", host_peak, "most", PROMISE),
     Target("decoding, batch 1, against transformers' generate", "cpu", "decode",
            field("transformers", "first_side_speed", batch=1, prompt=64), "least", 2.0, TIMES),
     Target("decoding, batch 16, against transformers' generate", "cpu", "decode",
