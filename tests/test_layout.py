@@ -88,6 +88,7 @@ TESTED_BY = {  # source file -> the test file that covers it, where that doesn't
     "kernels/expert_mlp/fused.py": "kernels/expert_mlp/test_expert_mlp.py",
     "kernels/expert_mlp/loop_cpu.py": "kernels/expert_mlp/test_expert_mlp.py",
     "kernels/expert_mlp/numba_kernels.py": "kernels/expert_mlp/test_expert_mlp.py",
+    "kernels/expert_mlp/workspace.py": "kernels/expert_mlp/test_expert_mlp.py",
     "kernels/int4_expand/numba_cpu.py": "kernels/int4_expand/test_int4_expand.py",
     "kernels/rms_norm/numba_cpu.py": "kernels/rms_norm/test_rms_norm.py",
     "kernels/numba_options.py": "kernels/int4_expand/test_int4_expand.py",

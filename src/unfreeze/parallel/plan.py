@@ -62,7 +62,7 @@ class Sizes:
     base            bytes of parameters and buffers as they will lie in memory (packed weights packed)
     expanded        the same with every packed weight expanded to the computation's dtype
     layer           bytes per token at the worst moment of the largest layer's backward (see _layer_bytes)
-    kept            bytes per token of what attention and experts made, over all layers but the largest (see _kept_bytes)
+    kept            bytes per token of what attention and experts made, layer by layer (see _kept_bytes)
     workspace       bytes of the expert op's scratch: a group of experts, one of them expanded; 0 without experts
     dense_per_rank, experts_per_rank   adapter parameters per unit of rank
     cast_per_rank   elements per unit of rank that the expert op holds of one layer's adapter in the computation's dtype (B block-diagonal)
@@ -75,7 +75,7 @@ class Sizes:
     num_layers: int
     vocab_size: int
     layer: int
-    kept: int = 0
+    kept: tuple[int, ...] = ()
     workspace: int = 0
     dense_per_rank: int = 0
     experts_per_rank: int = 0
@@ -86,12 +86,14 @@ class Sizes:
 class Work:
     """What a run asks for. tokens: of one micro-batch; a step has micro_batches of them. rank None: no adapter, every weight trains.
     recompute: "layers" (each layer's input is kept), "selective" (and what attention and experts made) or "nothing" (all activations are).
+    keep_layers: how many layers, from the last, are selective where recompute is; None: all.
     """
 
     tokens: int
     rank: int | None = None
     experts_rank: int | None = None
     recompute: Recompute = "layers"
+    keep_layers: int | None = None
     loss_rows: int = 2048
     tokens_per_second: float | None = None  # a measured rate on this machine; without one the plan gives no time
     micro_batches: int = 1  # one after the other: only their number of tokens changes the bytes
@@ -192,10 +194,15 @@ class Plan:
     def what_fits(self) -> list[tuple[str, str]]:
         """(flags, description with its bytes) of changes that fit, those first that leave the result as it is.
 
-        recompute, more micro-batches (the smallest number), both; fewer tokens per step (the largest number), a lower rank (the largest), and
-        only where none of these does: tokens and rank 1 together.
+        fewer layers that keep (the largest number), recompute, more micro-batches (the smallest number), both; fewer tokens per step (the largest
+        number), a lower rank (the largest), and only where none of these does: tokens and rank 1 together.
         """
         found = []
+        if self.work.recompute == "selective":
+            most = self.sizes.num_layers if self.work.keep_layers is None else self.work.keep_layers
+            fewer = _largest(most, lambda count: replace_work(self, keep_layers=count).fits)
+            if 0 < fewer < most:
+                found += replace_work(self, keep_layers=fewer).said_if_fits(f"--keep-layers {fewer}", f"keep_layers {fewer}")
         for mode in LESS[self.work.recompute]:
             found += replace_work(self, recompute=mode).said_if_fits(f"--recompute {mode}", f"recompute = {mode}")
         for start, flag, said in self._starts():
@@ -261,7 +268,7 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware) -> Plan:
     """Bytes per term. Weights, adapter, gradients and optimizer are exact; a step's activations are within about 15 % (tests/parallel).
 
     boundary   T · D · (layers + 1) · bytes: each layer's input, which recompute keeps, and the last one's output
-    kept       T · sizes.kept with recompute = selective; the layer at work has its own in its term
+    kept       T · Σ sizes.kept of the last keep_layers with recompute = selective, but the largest: the layer at work has its own in its term
     layer      T · sizes.layer, once with recompute, for every layer without
     loss       3 · N · V · 4 for blocks of N rows, and the gradient of the hidden state, T · D · bytes
     workspace  the expert op's scratch and one layer's expert adapters with their gradients, in the computation's dtype
@@ -274,7 +281,7 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware) -> Plan:
         stays = {"adapter": trained * 4, "gradients": trained * GRADIENT_BYTES, "optimizer": trained * ADAMW_BYTES}
     boundary = work.tokens * sizes.hidden_size * (sizes.num_layers + 1) * bytes_
     layer = {"one layer's recompute": work.tokens * sizes.layer}
-    kept = {"kept of attention and experts": work.tokens * sizes.kept} if work.recompute == "selective" else {}
+    kept = {"kept of attention and experts": work.tokens * _kept(sizes, work)} if work.recompute == "selective" else {}
     if work.recompute == "nothing":
         boundary, layer = 0, {"all layers' activations": work.tokens * sizes.layer * sizes.num_layers}
     loss = {"loss block": LOSS_BLOCKS * min(work.loss_rows, work.tokens) * sizes.vocab_size * 4 + work.tokens * sizes.hidden_size * bytes_}
@@ -293,6 +300,12 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware) -> Plan:
     )
 
 
+def _kept(sizes: Sizes, work: Work) -> int:
+    """Bytes per token that the last keep_layers keep, but for the largest of them."""
+    count = len(sizes.kept) if work.keep_layers is None else min(work.keep_layers, len(sizes.kept))
+    return sum(sorted(sizes.kept[len(sizes.kept) - count :])[:-1])
+
+
 def work_parameters(sizes: Sizes, work: Work) -> int:
     """Adapter parameters: dense sites at `rank`, routed experts at `experts_rank` (or `rank`)."""
     if work.rank is None:
@@ -309,6 +322,7 @@ def plan_training(
     dtype: str,
     device: torch.device | str,
     recompute: Recompute = "layers",
+    keep_layers: int | None = None,
     micro_batches: int = 1,
     tokens_per_second: float | None = None,
 ) -> Plan:
@@ -325,6 +339,7 @@ def plan_training(
         rank=lora.rank if lora else None,
         experts_rank=lora.experts_rank if lora else None,
         recompute=recompute,
+        keep_layers=keep_layers,
         micro_batches=micro_batches,
         loss_rows=rows_per_block(shape.vocab_size, place),
         tokens_per_second=tokens_per_second,
@@ -362,7 +377,7 @@ def measure(model: models.Decoder, lora: Adapter | None) -> Sizes:
         num_layers=shape.num_layers,
         vocab_size=shape.vocab_size,
         layer=max(_layer_bytes(layer, shape.experts_per_token, compute) for layer in model.layers),
-        kept=sum(sorted(_kept_bytes(layer, shape.experts_per_token, compute) for layer in model.layers)[:-1]),
+        kept=tuple(_kept_bytes(layer, shape.experts_per_token, compute) for layer in model.layers),
         workspace=max((GROUP_BYTES + 3 * m.hidden_size * m.intermediate_size * compute for m in experts), default=0),
         dense_per_rank=dense_per_rank,
         experts_per_rank=experts_per_rank,
