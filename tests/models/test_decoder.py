@@ -159,3 +159,31 @@ def held(through) -> int:
 
 def test_selective_keeps_less_than_plain_and_more_than_recompute():
     assert held(models.recompute) < held(models.selective) < held(models.elementwise) < held(models.plain)
+
+
+def keeping(count: int | None):
+    """models.through for a model that is made later and has two layers: they are known when they are visited."""
+    visited = []
+
+    def go(layer, x_TD, run):
+        visited.append(layer)
+        layers = [layer, object()] if len(visited) % 2 else [object(), layer]
+        return models.through("selective", layers, count)(layer, x_TD, run)  # type: ignore[arg-type]
+
+    return go
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, None])
+def test_a_model_of_which_some_layers_keep_has_the_gradients_of_plain(count):
+    plain, mixed = gradients("nothing is called this", models.plain), gradients("nothing is called this", keeping(count))
+    for name, gradient in plain.items():
+        torch.testing.assert_close(mixed[name], gradient, rtol=1e-5, atol=1e-5, msg=name)
+
+
+def test_the_last_layers_keep_and_the_others_are_computed_twice(monkeypatch):
+    assert held(keeping(0)) == held(models.recompute) < held(keeping(1)) < held(keeping(2)) == held(keeping(None)) == held(models.selective)
+    assert calls_of(monkeypatch, keeping(1)) == {"attention": 3, "experts": 3}  # two layers, the first of them twice
+
+
+def test_keep_layers_says_nothing_about_other_ways():
+    assert all(models.through(name, made().layers, 1) is models.THROUGH[name] for name in ("layers", "nothing"))

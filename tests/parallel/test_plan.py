@@ -3,6 +3,7 @@
 import json
 import math
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from unfreeze.kernels.expert_mlp.grouped import Grouped
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel.machine import Hardware
-from unfreeze.parallel.plan import Sizes, Work, expert_workspace, measure, meta_model, plan, plan_training
+from unfreeze.parallel.plan import USABLE, Sizes, Work, expert_workspace, measure, meta_model, plan, plan_training, replace_work
 from unfreeze.quant.int4 import Int4
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
@@ -200,7 +201,7 @@ def test_a_steps_memory_on_cuda_is_predicted_within_15_percent(name, monkeypatch
 
 
 SIZES = Sizes(
-    base=8 * 2**30, expanded=24 * 2**30, compute_bytes=2, hidden_size=1024, num_layers=16, vocab_size=32000, layer=40000, kept=60000,
+    base=8 * 2**30, expanded=24 * 2**30, compute_bytes=2, hidden_size=1024, num_layers=16, vocab_size=32000, layer=40000, kept=(4000,) * 16,
     workspace=2**23,
     dense_per_rank=10**6, experts_per_rank=2 * 10**7, cast_per_rank=10**6,
 )  # fmt: skip
@@ -305,3 +306,21 @@ def test_a_head_that_trains_over_several_blocks_has_its_gradient_summed_in_float
 def test_without_recompute_every_layers_activations_count():
     kept = plan(SIZES, Work(tokens=1024, rank=8, recompute="nothing"), MACHINE).terms
     assert kept["all layers' activations"] == 1024 * SIZES.layer * SIZES.num_layers and kept["boundary activations"] == 0
+
+
+def test_keep_layers_counts_the_last_layers_but_the_largest_of_them():
+    sizes = replace(SIZES, kept=(7000, 1000, 2000, 3000))
+    kept = {
+        count: plan(sizes, Work(tokens=100, rank=8, recompute="selective", keep_layers=count), MACHINE).terms["kept of attention and experts"]
+        for count in (None, 0, 1, 2, 3, 4, 9)
+    }
+    assert kept == {None: 600_000, 0: 0, 1: 0, 2: 200_000, 3: 300_000, 4: 600_000, 9: 600_000}
+
+
+def test_fewer_layers_that_keep_are_proposed_as_many_as_fit():
+    tight = plan(SIZES, Work(tokens=16384, rank=16, recompute="selective"), machine(16))
+    least = plan(SIZES, Work(tokens=16384, rank=16, recompute="layers"), machine(16)).total
+    between = replace(machine(16), available=int((least + tight.total) / 2 / USABLE))
+    asked = plan(SIZES, Work(tokens=16384, rank=16, recompute="selective"), between)
+    count = proposals(asked)["--keep-layers"]
+    assert not asked.fits and replace_work(asked, keep_layers=count).fits and not replace_work(asked, keep_layers=count + 1).fits

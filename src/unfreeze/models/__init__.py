@@ -14,7 +14,7 @@ from unfreeze.checkpoint.keymap import StackRule
 from unfreeze.core.errors import CheckpointError, nearest
 from unfreeze.models import deepseek_v3, llama, qwen2, qwen3, qwen3_moe
 from unfreeze.models.blocks.linear import Linear
-from unfreeze.models.decoder import THROUGH, Body, Decoder, Embedding, Layer, elementwise, plain, recompute, selective
+from unfreeze.models.decoder import THROUGH, Body, Decoder, Embedding, Layer, elementwise, plain, recompute, selective, through
 from unfreeze.models.factory import Factory, nothing_packed
 from unfreeze.models.fields import check_fields, check_sizes, without_nulls
 from unfreeze.models.init import initialize
@@ -23,7 +23,7 @@ from unfreeze.quant.codec import Codec
 
 __all__ = [
     "FAMILIES", "THROUGH", "Decoder", "Layer", "Shape", "build", "elementwise", "ignored", "initialize", "plain", "recompute", "rules", "selective",
-    "shape", "tied",
+    "shape", "through", "tied",
 ]  # fmt: skip
 
 FAMILIES: dict[str, ModuleType] = {

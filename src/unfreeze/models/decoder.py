@@ -5,7 +5,7 @@ T tokens, D model width, V vocabulary, S sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -66,6 +66,18 @@ def elementwise(layer: Layer, x_TD: Tensor, run: PackedPass) -> Tensor:
 
 
 THROUGH: dict[str, Through] = {"layers": recompute, "selective": selective, "elementwise": elementwise, "nothing": plain}
+
+
+def through(name: str, layers: Sequence[Layer], keep_layers: int | None = None) -> Through:
+    """THROUGH[name]; of "selective" and "elementwise" only the last `keep_layers` layers keep anything (None: all do), the others go by "layers".
+
+    The last ones, as backward comes to them first: what they keep is gone before the first recomputed layer needs its room.
+    """
+    keeps = THROUGH[name]
+    if name not in ("selective", "elementwise") or keep_layers is None:
+        return keeps
+    keeping = {id(layer) for layer in list(layers)[max(0, len(layers) - keep_layers) :]}
+    return lambda layer, x_TD, run: (keeps if id(layer) in keeping else recompute)(layer, x_TD, run)
 
 
 def _again(layer: Layer, x_TD: Tensor, run: PackedPass, **kept: bool) -> Tensor:

@@ -68,7 +68,7 @@ class Sizes:
     base            bytes of parameters and buffers as they will lie in memory (packed weights packed)
     expanded        the same with every packed weight expanded to the computation's dtype
     layer           bytes per token at the worst moment of the largest layer's backward (see _layer_bytes)
-    kept            bytes per token of what attention and experts made, over all layers but the largest (see _kept_bytes)
+    kept            bytes per token of what attention and experts made, layer by layer (see _kept_bytes)
     products        bytes per token of outputs of linear layers, likewise (see _product_bytes)
     workspace       bytes of the expert op's scratch before adapters (see expert_workspace); 0 without experts
     dense_per_rank, experts_per_rank   adapter parameters per unit of rank
@@ -82,8 +82,8 @@ class Sizes:
     num_layers: int
     vocab_size: int
     layer: int
-    kept: int = 0
-    products: int = 0
+    kept: tuple[int, ...] = ()
+    products: tuple[int, ...] = ()
     workspace: int = 0
     dense_per_rank: int = 0
     experts_per_rank: int = 0
@@ -95,12 +95,14 @@ class Work:
     """What a run asks for. tokens: of one micro-batch; a step has micro_batches of them. rank None: no adapter, every weight trains.
     recompute: "layers" (each layer's input is kept), "selective" (and what attention and experts made), "elementwise" (and outputs
     of linear layers) or "nothing" (all activations are).
+    keep_layers: how many layers, from the last, are selective (elementwise) where recompute is; None: all.
     """
 
     tokens: int
     rank: int | None = None
     experts_rank: int | None = None
     recompute: Recompute = "layers"
+    keep_layers: int | None = None
     optimizer_moments: Literal["float32", "int8"] = "float32"
     loss_rows: int = 2048  # of the largest block of logits, and bytes alive per logit of it: kernels/linear_cross_entropy.block_cost
     loss_bytes: int = 10
@@ -205,10 +207,15 @@ class Plan:
     def what_fits(self) -> list[tuple[str, str]]:
         """(flags, description with its bytes) of changes that fit, those first that leave the result as it is.
 
-        recompute, more micro-batches (the smallest number), both; fewer tokens per step (the largest number), a lower rank (the largest), and
-        only where none of these does: tokens and rank 1 together.
+        fewer layers that keep (the largest number), recompute, more micro-batches (the smallest number), both; fewer tokens per step (the largest
+        number), a lower rank (the largest), and only where none of these does: tokens and rank 1 together.
         """
         found = []
+        if self.work.recompute == "selective":
+            most = self.sizes.num_layers if self.work.keep_layers is None else self.work.keep_layers
+            fewer = _largest(most, lambda count: replace_work(self, keep_layers=count).fits)
+            if 0 < fewer < most:
+                found += replace_work(self, keep_layers=fewer).said_if_fits(f"--keep-layers {fewer}", f"keep_layers {fewer}")
         for mode in LESS[self.work.recompute]:
             found += replace_work(self, recompute=mode).said_if_fits(f"--recompute {mode}", f"recompute = {mode}")
         for start, flag, said in self._starts():
@@ -274,7 +281,8 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware) -> Plan:
     """Bytes per term. Weights, adapter, gradients and optimizer are exact; a step's activations are within about 15 % (tests/parallel).
 
     boundary   T · D · (layers + 1) · bytes: each layer's input, which recompute keeps, and the last one's output
-    kept       T · sizes.kept with recompute = selective, and T · sizes.products with elementwise; the layer at work has its own in its term
+    kept       T · Σ sizes.kept of the last keep_layers with recompute = selective, and of sizes.products with elementwise, but the largest: the
+               layer at work has its own in its term
     layer      T · sizes.layer, once with recompute, for every layer without
     loss       N · V · loss_bytes for blocks of N rows, and the gradient of the hidden state, T · D · bytes. Where the head trains in half precision
                and its rows are more than one block, V · D · 4: the float32 sum of its gradient
@@ -288,9 +296,9 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware) -> Plan:
         stays = {"adapter": trained * 4, "gradients": trained * GRADIENT_BYTES, "optimizer": int(trained * moments)}
     boundary = work.tokens * sizes.hidden_size * (sizes.num_layers + 1) * bytes_
     layer = {"one layer's recompute": work.tokens * sizes.layer}
-    kept = {"kept of attention and experts": work.tokens * sizes.kept} if work.recompute in ("selective", "elementwise") else {}
+    kept = {"kept of attention and experts": work.tokens * _kept(sizes.kept, work)} if work.recompute in ("selective", "elementwise") else {}
     if work.recompute == "elementwise":
-        kept["kept of linear layers"] = work.tokens * sizes.products
+        kept["kept of linear layers"] = work.tokens * _kept(sizes.products, work)
     if work.recompute == "nothing":
         boundary, layer = 0, {"all layers' activations": work.tokens * sizes.layer * sizes.num_layers}
     loss = {"loss block": min(work.loss_rows, work.tokens) * sizes.vocab_size * work.loss_bytes + work.tokens * sizes.hidden_size * bytes_}
@@ -312,6 +320,12 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware) -> Plan:
     )
 
 
+def _kept(by_layer: tuple[int, ...], work: Work) -> int:
+    """Bytes per token that the last keep_layers keep, but for the largest of them."""
+    count = len(by_layer) if work.keep_layers is None else min(work.keep_layers, len(by_layer))
+    return sum(sorted(by_layer[len(by_layer) - count :])[:-1])
+
+
 def work_parameters(sizes: Sizes, work: Work) -> int:
     """Adapter parameters: dense sites at `rank`, routed experts at `experts_rank` (or `rank`)."""
     if work.rank is None:
@@ -328,6 +342,7 @@ def plan_training(
     dtype: str,
     device: torch.device | str,
     recompute: Recompute = "layers",
+    keep_layers: int | None = None,
     optimizer_moments: Literal["float32", "int8"] = "float32",
     micro_batches: int = 1,
     tokens_per_second: float | None = None,
@@ -346,6 +361,7 @@ def plan_training(
         rank=lora.rank if lora else None,
         experts_rank=lora.experts_rank if lora else None,
         recompute=recompute,
+        keep_layers=keep_layers,
         optimizer_moments=optimizer_moments,
         micro_batches=micro_batches,
         loss_rows=loss_rows,
@@ -385,8 +401,8 @@ def measure(model: models.Decoder, lora: Adapter | None, kind: str = "cpu") -> S
         num_layers=shape.num_layers,
         vocab_size=shape.vocab_size,
         layer=max(_layer_bytes(layer, shape.experts_per_token, compute, kind) for layer in model.layers),
-        kept=sum(sorted(_kept_bytes(layer, shape.experts_per_token, compute) for layer in model.layers)[:-1]),
-        products=sum(sorted(_product_bytes(layer, compute) for layer in model.layers)[:-1]),
+        kept=tuple(_kept_bytes(layer, shape.experts_per_token, compute) for layer in model.layers),
+        products=tuple(_product_bytes(layer, compute) for layer in model.layers),
         workspace=max((expert_workspace(m, kind, compute, rank=0) for m in experts), default=0),
         dense_per_rank=dense_per_rank,
         experts_per_rank=experts_per_rank,

@@ -102,7 +102,7 @@ class Patient:
 
         return plan_training(
             self.shape, self.manifest, self.config.lora, tokens=self.config.tokens_per_micro_batch, dtype=self.config.dtype, device=self.device,
-            recompute=self.config.recompute, micro_batches=self.config.micro_batches,
+            recompute=self.config.recompute, keep_layers=self.config.keep_layers, micro_batches=self.config.micro_batches,
         )  # fmt: skip
 
 

@@ -97,7 +97,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
         dataset = encode(run, config, tokenizer, shape.max_positions, supervise="all")
         plan = plan_training(
             shape, start, None, tokens=config.tokens_per_micro_batch, dtype=config.dtype, device=device, recompute=config.recompute,
-            micro_batches=config.micro_batches, optimizer_moments=config.optimizer_moments,
+            keep_layers=config.keep_layers, micro_batches=config.micro_batches, optimizer_moments=config.optimizer_moments,
         )
         say_plan(run, plan, group)
         model = start_model(start, dtype_of(config.dtype), device, config.seed, run, common)
@@ -122,7 +122,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
         describe = describer(dataset, tokenizer)
         fitted = fit(
             state, batches, cross_entropy,
-            through=models.THROUGH[config.recompute],
+            through=models.through(config.recompute, model.layers, config.keep_layers),
             micro_batches=config.micro_batches, max_norm=config.clip, save_every=config.save_every, keep_saves=config.keep_saves,
             on_full_disk=config.on_full_disk,
             group=group, judge=spike_guard(config, state, cross_entropy, describe), describe=describe,

@@ -86,7 +86,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
         plan = plan_training(
             shape, manifest, config.lora, tokens=config.tokens_per_micro_batch, dtype=config.dtype, device=device,
             micro_batches=config.micro_batches,
-            recompute=config.recompute, optimizer_moments=config.optimizer_moments,
+            recompute=config.recompute, keep_layers=config.keep_layers, optimizer_moments=config.optimizer_moments,
         )  # fmt: skip
         say_plan(run, plan, group)
 
@@ -112,7 +112,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
         describe = describer(dataset, tokenizer)
         fitted = fit(
             state, batches, cross_entropy,
-            through=models.THROUGH[config.recompute],
+            through=models.through(config.recompute, model.layers, config.keep_layers),
             micro_batches=config.micro_batches, max_norm=config.clip, save_every=config.save_every, keep_saves=config.keep_saves,
             on_full_disk=config.on_full_disk,
             group=group, judge=spike_guard(config, state, cross_entropy, describe), describe=describe,

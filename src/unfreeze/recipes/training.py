@@ -101,6 +101,7 @@ class TrainingConfig(Frozen):
         description="layers: keep only each layer's input; selective: and what attention and experts made; "
         "elementwise: and what linear layers made, so that no GEMM is done twice (the choice for dense models); nothing: keep all"
     )
+    keep_layers: int | None = Field(default=None, ge=0, description="with recompute selective or elementwise: only the last so many layers keep; unset: all")
     on_spike: Literal["warn", "skip", "stop"] = Field(
         default="warn",
         description="a loss or gradient norm beyond 8 robust deviations of the last 64 steps: say so, skip the update, or stop before it; "
@@ -258,8 +259,9 @@ def spike_guard(config: TrainingConfig, state: State, objective: Objective, desc
 
     before = of_kind(read_events(config.run_dir / "events.jsonl"), "train") if state.step else []
     return SpikeGuard(
-        state.model, objective, state.run.path, through=models.THROUGH[config.recompute], on_spike=config.on_spike, max_norm=config.clip,
-        step=state.step, describe=describe, history=[(e["loss"], e["grad_norm"]) for e in before if e["step"] <= state.step],
+        state.model, objective, state.run.path, through=models.through(config.recompute, state.model.layers, config.keep_layers),
+        on_spike=config.on_spike, max_norm=config.clip, step=state.step, describe=describe,
+        history=[(e["loss"], e["grad_norm"]) for e in before if e["step"] <= state.step],
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ R rows, W the long side, Q columns (a multiple of 8, at most WIDEST).
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,7 +62,7 @@ def outer(a_RQ: Tensor, b_RW: Tensor, out_QW: Tensor) -> bool:
     return True
 
 
-def _pointer(builder: ir.IRBuilder, address: ir.Value, offset: ir.Value | int, kind: ir.Type) -> ir.Value:
+def _pointer(builder: ir.IRBuilder, address: ir.Value, offset: ir.Value | int, kind: ir.Type) -> Any:
     """address + offset bytes."""
     offset = _I64(offset) if isinstance(offset, int) else offset
     return builder.inttoptr(builder.add(address, offset), kind.as_pointer())
