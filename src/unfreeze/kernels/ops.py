@@ -10,11 +10,13 @@ from unfreeze.core.errors import ConfigError, nearest
 from unfreeze.kernels.op import Op
 
 OPS = {
+    "adamw": "adamw",
     "attention": "attend",
     "expert_mlp": "expert_mlp",
     "few_rows": "few_rows_linear",
     "int4_expand": "expand",
     "int4_grouped_mm": "int4_grouped_mm",
+    "linear_cross_entropy": "linear_cross_entropy",
     "rms_norm": "rms_norm",
     "rotary": "rotary",
     "swiglu": "swiglu",

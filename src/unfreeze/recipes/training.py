@@ -101,7 +101,7 @@ class TrainingConfig(Frozen):
         description="layers: keep only each layer's input; selective: and what attention and experts made; "
         "elementwise: and what linear layers made, so that no GEMM is done twice (the choice for dense models); nothing: keep all"
     )
-    keep_layers: int | None = Field(default=None, ge=0, description="with recompute selective or elementwise: only the last so many layers keep; unset: all")
+    keep_layers: int | None = Field(default=None, ge=0, description="selective, elementwise: only the last so many layers keep; unset: all")
     on_spike: Literal["warn", "skip", "stop"] = Field(
         default="warn",
         description="a loss or gradient norm beyond 8 robust deviations of the last 64 steps: say so, skip the update, or stop before it; "

@@ -119,7 +119,7 @@ OP = Op(
     reference=Dense(reference),
     candidates={
         "numba": Candidate(_load_numba, _numba_refuses),
-        "triton": Candidate(_load_triton, triton_options.refuses),
+        "triton": triton_options.candidate(_load_triton),
     },
     cases=(_case(512, 256, 8192, False), _case(512, 256, 8192, True), _case(256, 896, 151_936, False), _case(256, 896, 151_936, True)),
     # bf16: logits of size 5 carry errors of 2^-9 · 5, which stand in the exponent: 1 % of a probability; the reference's are the same

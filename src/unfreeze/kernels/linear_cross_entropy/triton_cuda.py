@@ -48,6 +48,6 @@ def softmax_gradient(logits_NV: Tensor, targets_N: Tensor, weights_N: Tensor, wa
         logits_NV = logits_NV.contiguous()
         _softmax_gradient[(rows,)](
             logits_NV, targets_N.contiguous(), weights_N.float().contiguous(), log_p_N, wins_N, logits_NV.stride(0), vocab,
-            WANTED=wanted, BLOCK=min(power_of_two(vocab), 4096),
+            WANTED=wanted, BLOCK=min(power_of_two(vocab), 4096),  # type: ignore[arg-type]
         )  # fmt: skip
     return log_p_N, wins_N.bool(), logits_NV

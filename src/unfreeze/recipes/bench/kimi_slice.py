@@ -269,9 +269,13 @@ class ExpertOps:
         self.expand()
 
     def expand(self) -> None:
-        """All weights of the slice to bf16, adapters beside them."""
-        self.gate_up_WS = [base.stack(g.experts, g.positions, self.gate_up) for g, (base, _) in zip(self.groups, self.bases, strict=True)]
-        self.down_WS = [base.stack(g.experts, g.positions, self.down) for g, (_, base) in zip(self.groups, self.bases, strict=True)]
+        """All weights of the slice to bf16, adapters beside them: B as forward reads it, and A as backward does, in one workspace for both."""
+        pairs = list(zip(self.groups, self.bases, strict=True))
+        self.gate_up_WS = [base.stack(g.experts, g.positions, self.gate_up, "forward") for g, (base, _) in pairs]
+        self.down_WS = [base.stack(g.experts, g.positions, self.down, "forward") for g, (_, base) in pairs]
+        for group, gate_up, down in zip(self.groups, self.gate_up_WS, self.down_WS, strict=True):
+            gate_up[:, 2 * self.I :, : self.D].copy_(self.gate_up.A[group.positions])
+            down[:, self.D :, : self.I].copy_(self.down.A[group.positions])
 
     def _each(self) -> Iterator[tuple[Any, range, Tensor, Tensor]]:
         for group, gate_up, down in zip(self.groups, self.gate_up_WS, self.down_WS, strict=True):
@@ -292,13 +296,13 @@ class ExpertOps:
     def thin(self) -> None:
         """x Aᵀ, h Aᵀ, dy B, dgu B, and the gradients of A and B of both pairs."""
         D, I = self.D, self.I
-        for group, index, gate_up, down in self._each():
+        for group, index, _, _ in self._each():
             x, h, dy, dgu = (rows[group.rows] for rows in (self.x, self.h, self.dy, self.dgu))
             here = range(group.positions.start, group.positions.stop)
             self.part.nt(x[:, :D], self.gate_up.A[group.positions], index, group, x[:, D:])
             self.part.nt(h[:, :I], self.down.A[group.positions], index, group, h[:, I:])
-            self.part.nn(dy[:, :D], down[:, :D, I:], index, group, dy[:, D:])
-            self.part.nn(dgu[:, : 2 * I], gate_up[:, : 2 * I, D:], index, group, dgu[:, 2 * I :])
+            self.part.nt(dy[:, :D], self.down.Bt[group.positions], index, group, dy[:, D:])
+            self.part.nt(dgu[:, : 2 * I], self.gate_up.Bt[group.positions], index, group, dgu[:, 2 * I :])
             new = partial(torch.empty, dtype=x.dtype, device=x.device)
             self.part.tn(dy[:, D:], h[:, :I], group, new(self.E, self.P, I), here)
             self.part.tn(h[:, I:], dy[:, :D], group, new(self.E, self.P, D), here)
