@@ -117,6 +117,8 @@ def _case(rows: int, width: int, vocab: int, trained: bool) -> Case:
 OP = Op(
     name="linear_cross_entropy",
     reference=Dense(reference),
+    preferred="numba",
+    because="its gradient overwrites the logits, of which the reference holds two more copies in float32: the plan counts on that memory",
     candidates={
         "numba": Candidate(_load_numba, _numba_refuses),
         "triton": triton_options.candidate(_load_triton),
