@@ -123,7 +123,13 @@ def test_inputs_that_no_case_stands_for_and_an_op_without_a_runner_need_no_recor
 
 def test_a_preferred_candidate_needs_no_record_but_still_must_run(files):
     assert by_record(planted(preferred="quick", because="it keeps a promise"), CPU, BF16, "any") == ("quick", "it keeps a promise")
-    assert by_record(planted(preferred="gpu"), CPU, BF16, "any") == ("reference", "gpu cannot run: device cpu")
+    alone = Op("double", lambda x: x, {"gpu": planted().candidates["gpu"]}, planted().cases, {}, preferred="gpu")
+    assert by_record(alone, CPU, BF16, "any") == ("reference", "gpu cannot run: device cpu")
+
+
+def test_where_the_preferred_one_cannot_run_the_records_decide(files):
+    files["cpu-avx2"] = [row()]
+    assert by_record(planted(preferred="gpu"), CPU, BF16, "any")[0] == "quick"
 
 
 def test_a_users_own_records_win_where_they_speak(files):

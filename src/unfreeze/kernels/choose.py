@@ -61,12 +61,12 @@ def _loaded(op: str, name: str, load: Any) -> Implementation:
 
 def by_record(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> tuple[str, str]:
     """(name, why) of the fastest candidate that a record proves, or the reference."""
-    if op.preferred:
-        refused = op.candidates[op.preferred].refuses(device.type, dtype)
-        return ("reference", f"{op.preferred} cannot run: {refused}") if refused else (op.preferred, op.because)
+    refused = op.candidates[op.preferred].refuses(device.type, dtype) if op.preferred else ""
+    if op.preferred and not refused:
+        return op.preferred, op.because
     running = [name for name, part in op.candidates.items() if device.type not in part.named_on and not part.refuses(device.type, dtype)]
     if not running:
-        return "reference", "no candidate runs here"
+        return "reference", f"{op.preferred} cannot run: {refused}" if refused else "no candidate runs here"
     if bucket not in {case.bucket for case in op.cases}:
         return "reference", "inputs of this kind are not measured"
     key = device_key(device)
