@@ -30,8 +30,8 @@ class Config(MeasuredInTurn):
     """What is measured."""
 
     sides: tuple[Named, ...] = Field(default=("unfreeze", "transformers", "transformers-liger"), min_length=1, description="which sides")
-    recompute: Literal["layers", "selective", "nothing"] = Field(
-        default="selective", description="of unfreeze: what is computed twice; selective: sft's default"
+    recompute: Literal["layers", "selective", "elementwise", "nothing"] = Field(
+        default="elementwise", description="of unfreeze: what is computed twice; elementwise: no GEMM is, the choice for dense models"
     )
     device: Literal["cpu", "cuda"] = Field(default="cpu", description="where all sides train")
     checkpoint: Folder = Field(default="", description="folder where the random checkpoint is, or is made and kept; default: a temporary one")
