@@ -53,8 +53,10 @@ def step_flops(model: Decoder, lengths: Sequence[int], recompute: Recompute) -> 
     adapters = expert_adapters + dense_adapters
     per_weight = 4 if trained else 6
     work = tokens * (per_weight * (dense + routers + experts + head) + 6 * adapters) + 3 * attention
+    dense_model = shape.mla is None and not shape.num_experts
     again = {
         "nothing": 0.0,
+        "elementwise": 0.0 if dense_model else tokens * 2 * (dense + dense_adapters),  # beyond dense models it keeps a part of these: at most
         "selective": tokens * 2 * (dense + dense_adapters),
         "layers": tokens * 2 * (dense + routers + experts + adapters) + attention,
     }[recompute]

@@ -101,7 +101,7 @@ def table(rows: Sequence[Row]) -> str:
         ratio = (f"{r['first_side_speed']:.2f} x", f"{r['first_side_memory']:.2f}") if "first_side_speed" in r else ("", "")
         lines.append((
             row.side, *(f"{r[name]:,.1f}" for name in ("tokens_per_second", "fastest", "slowest")), format_bytes(r["peak_bytes"]),
-            format_bytes(r["above_state_bytes"]), format_bytes(r["load_peak_bytes"]), *ratio, worst(r["correctness"]),
+            *(format_bytes(r[name]) if name in r else "" for name in ("above_state_bytes", "load_peak_bytes")), *ratio, worst(r["correctness"]),
         ))  # fmt: skip
     notes = [f"{row.side}: not run: {row.not_run}" for row in rows if row.not_run]
     notes += [f"{row.side}: {row.results['note']}" for row in rows if "note" in row.results]
