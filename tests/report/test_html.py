@@ -300,3 +300,17 @@ def test_report_never_imports_torch(run_dir: Path):
         "assert not {'torch', 'matplotlib.pyplot'} & set(sys.modules), 'too much is imported'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def huge(value: Any) -> Any:
+    """The value with every float and whole number in it as large as a float can be; steps, times and expert counts (which are refused) stay."""
+    if isinstance(value, dict):
+        return {key: item if key in ("step", "time", "steps", "expert_load") else huge(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [huge(item) for item in value]
+    return 1.7e308 if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def test_a_run_whose_numbers_are_the_largest_there_are_has_a_report(tmp_path: Path):
+    run = write_run(tmp_path / "run", [huge(event) for event in events(30)])
+    assert write_report(run).is_file() and summary_lines(run)

@@ -7,7 +7,6 @@ The format is core/events.py's: one JSON object a line, each with `kind` and `st
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -55,12 +54,15 @@ def last(events: Sequence[Event], kind: str) -> Event | None:
     return next((event for event in reversed(events) if event["kind"] == kind), None)
 
 
+LARGEST = 1e300  # nothing that is measured comes near; a damaged file may say 1.7e308, and twice that is infinite
+
+
 def number(value: object) -> float | None:
-    """`value` as a finite float, or None where it is absent, not a number, NaN or infinite."""
+    """`value` as a finite float, or None where it is absent, not a number, NaN, infinite, or so large that a sum or a margin of it would be."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
-        return float(value) if math.isfinite(value) else None
+        return float(value) if abs(value) <= LARGEST else None  # false for NaN
     except OverflowError:  # a whole number of more than 308 digits
         return None
 

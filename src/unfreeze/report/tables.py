@@ -52,7 +52,7 @@ def trained_parameters(groups: Groups) -> int:
     total = 0
     for values in groups.values():
         trained = values.get("trained")
-        total += int(values.get("parameters", 0)) if trained is True else int(number(trained) or 0)
+        total += int(number(values.get("parameters") if trained is True else trained) or 0)
     return total
 
 

@@ -1,9 +1,8 @@
 """GEMMs with eight or sixteen columns in bf16, on CPUs with AVX512-bf16: what LoRA needs beside every expert's large ones.
 
-oneDNN packs an operand for each call and looks its kernel up among those of a hundred shapes: 6 to 26 GFLOP/s on a core whose square GEMMs do
-195 (Zen 4, 128 rows, width 1,024), a sixth of the expert MLP's time for 3 % of its arithmetic. Here both operands are read in place. The
-instruction is the one oneDNN uses (products of bf16 pairs, summed in float32); numba has no name for it, hence the LLVM intrinsic.
-In one step of benchmarks/lora_moe_cpu.py: 1.39 -> 0.81 s (CPU time, one thread, busy machine), and 90 kernels of 0.7 MB fewer to keep.
+oneDNN packs an operand for each call and looks its kernel up among those of a hundred shapes, which costs more than eight columns of arithmetic
+and leaves a compiled kernel behind for each number of rows. Here both operands are read in place. The instruction is the one oneDNN uses
+(products of bf16 pairs, summed in float32); numba has no name for it, hence the LLVM intrinsic. Elsewhere torch.mm, said once in the log.
 
 R rows, W the long side, Q columns (a multiple of 8, at most WIDEST).
 """
@@ -11,6 +10,7 @@ R rows, W the long side, Q columns (a multiple of 8, at most WIDEST).
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from torch import Tensor
 from unfreeze.kernels.numba_options import array, narrow, serial
 from unfreeze.kernels.scratch import scratch
 
+log = logging.getLogger(__name__)
 WIDEST = 32  # columns; more than that were not measured
 ROWS = COLUMNS = 4  # of a tile of dots: 16 sums and 8 operands are 24 of 32 registers
 STRIPE = 32  # columns of a tile of outer products, two vectors
@@ -33,8 +34,10 @@ _FLOATS, _PAIRS, _HALVES = ir.VectorType(_F32, 16), ir.VectorType(_I32, 16), ir.
 
 @functools.cache
 def available() -> bool:
-    """Whether this CPU multiplies pairs of bf16."""
-    return bool(binding.get_host_cpu_features().get("avx512bf16", False))
+    """Whether this CPU multiplies pairs of bf16; said once."""
+    found = bool(binding.get_host_cpu_features().get("avx512bf16", False))
+    log.info("thin GEMMs of expert adapters in bfloat16: %s", "read in place" if found else "torch.mm (this CPU has no AVX512-bf16)")
+    return found
 
 
 def suits(a: Tensor, b: Tensor) -> bool:
