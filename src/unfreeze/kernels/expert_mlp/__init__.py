@@ -84,7 +84,7 @@ def _self_check(device: int) -> str:
     ids, weights = torch.arange(48).view(24, 2) % 3, torch.rand((24, 2), generator=generator)  # the last expert stays empty
     x, gate_up, down, ids, weights = (t.to(torch.device("cuda", device)) for t in (x, gate_up * 0.1, down * 0.1, ids, weights))
     gradients = []
-    for function in (reference_expert_mlp, functools.partial(fused_expert_mlp, part=_part("cuda"))):
+    for function in (reference_expert_mlp, functools.partial(fused_expert_mlp, part=_part(x, gate_up, down))):
         inputs = [t.clone().requires_grad_() for t in (x, gate_up, down)]
         y = function(inputs[0], ids, weights, inputs[1], inputs[2], None)
         gradients.append([y.detach(), *torch.autograd.grad(y, inputs, torch.ones_like(y))])
@@ -92,16 +92,15 @@ def _self_check(device: int) -> str:
     return "" if max(errors) < 0.03 else f"its self-check on cuda:{device} is off by {max(errors):.1%} of the norm (allowed 3 %)"
 
 
-@functools.cache
-def _part(device: str) -> Any:
-    """The part that does the work on a device. Imported here because numba takes 0.4 s and only the CPU needs it."""
-    if device == "cuda":
+def _part(x: Tensor, gate_up: Tensor | Packed, down: Tensor | Packed) -> Any:
+    """The part that does the work. Imported here because numba takes 0.4 s and only the CPU needs it."""
+    if x.is_cuda:
         from unfreeze.kernels.expert_mlp.grouped import Grouped
 
         return Grouped()
-    from unfreeze.kernels.expert_mlp.loop_cpu import LoopCpu
+    from unfreeze.kernels.expert_mlp import loop_cpu, panels_cpu
 
-    return LoopCpu()
+    return panels_cpu.Panels() if panels_cpu.suits(x.dtype, gate_up, down) else loop_cpu.LoopCpu()
 
 
 @functools.cache
@@ -114,7 +113,7 @@ def _fused() -> Implementation:
         x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, gate_up: Tensor | Packed, down: Tensor | Packed,
         factors: ExpertFactors | None = None, kept: Kept | None = None,
     ) -> Tensor:  # fmt: skip
-        return fused_expert_mlp(x_TD, ids_TK, weights_TK, gate_up, down, factors, _part(x_TD.device.type), kept)
+        return fused_expert_mlp(x_TD, ids_TK, weights_TK, gate_up, down, factors, _part(x_TD, gate_up, down), kept)
 
     return fused
 

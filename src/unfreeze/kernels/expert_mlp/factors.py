@@ -60,6 +60,11 @@ class Adapter:
         return self.B.transpose(1, 2).contiguous()
 
 
+def width(adapter: Adapter | None) -> int:
+    """Its columns; 0 where there is none."""
+    return adapter.width if adapter else 0
+
+
 def gate_up_adapter(A: Tensor, B: Tensor, scale: float, experts: Tensor | None, dtype: torch.dtype) -> Adapter:
     """A [E, 2R, D], B [E, 2I, R] -> Adapter whose B [., 2I, Q] is block diagonal: gate rows see the gate's columns, up rows the up's."""
     A, B = _select(A, experts), _select(B, experts)

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels.expert_mlp.factors import (
-    Adapter,
     ExpertFactors,
     down_adapter,
     down_grads,
     gate_up_adapter,
     gate_up_grads,
     round_up,
+    width,
 )
-from unfreeze.kernels.expert_mlp.workspace import Base, Direction
+from unfreeze.kernels.expert_mlp.workspace import Base
 from unfreeze.kernels.scratch import scratch
 from unfreeze.quant.codec import Packed
 
@@ -49,8 +49,8 @@ class _Call:
     def groups(self, *, both: bool) -> Any:
         """Groups of experts. `both`: gate_up and down are needed at once (backward), else one after the other."""
         costs = [base.nbytes(adapter) for base, adapter in ((self.gate_up, self.gate_up_adapter), (self.down, self.down_adapter))]
-        width = 2 * self.gate_up.columns + 3 * self.down.columns
-        return self.part.groups(self.routing, sum(costs) if both else max(costs), width * self.dtype.itemsize)
+        row = 2 * self.gate_up.columns + 3 * self.down.columns
+        return self.part.groups(self.routing, sum(costs) if both else max(costs), row * self.dtype.itemsize)
 
     def workers(self) -> int:
         """Cores that share the call."""
@@ -66,45 +66,17 @@ class _Call:
             sums[0] += sums[worker]
         return sums[0].to(self.dtype, copy=True)
 
-    def stack(self, base: Base, group: Any, adapter: Adapter | None, direction: Direction) -> tuple[Tensor, Any]:
-        """(matrices, index of each of the group's experts among them): the weight itself where it can be used as it lies, else a workspace."""
-        if base.direct(adapter):
-            return base.weight, group.experts  # type: ignore[return-value]
-        return base.stack(group.experts, group.positions, adapter, direction), range(len(group.experts))
-
-
-def _width(adapter: Adapter | None) -> int:
-    return adapter.width if adapter else 0
-
 
 def _forward(call: _Call, x: Tensor, keep: bool) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """y_TD and, if `keep`, what backward needs: gate_up [n, 2I], xA [n, Q], hA [n, P]."""
     part, D, I, n = call.part, x.shape[1], call.down.columns, call.routing.num_rows
-    Q, P = _width(call.gate_up_adapter), _width(call.down_adapter)
+    Q, P = width(call.gate_up_adapter), width(call.down_adapter)
     # Rounded up so that layers and steps ask for the same size again: chunks of many sizes leave the heap in pieces (0.3 GB of 3.4 here)
-    gate_up_n, xA_n, hA_n = (x.new_empty((round_up(n, 2048), width))[:n] if keep and width else None for width in (2 * I, Q, P))
+    gate_up_n, xA_n, hA_n = (x.new_empty((round_up(n, 2048), columns))[:n] if keep and columns else None for columns in (2 * I, Q, P))
     y = call.sums(x)
 
     def work(group: Any, worker: int) -> None:
-        x_rows = part.rows("x", group, D + Q, x.dtype)
-        part.gather(x, group, x_rows)
-        weights, index = call.stack(call.gate_up, group, call.gate_up_adapter, "forward")
-        if call.gate_up_adapter:
-            part.nt(x_rows[:, :D], call.gate_up_adapter.A[group.positions], range(len(group.experts)), group, x_rows[:, D:])
-            if xA_n is not None:
-                xA_n[group.rows] = x_rows[:, D:]
-        gate_up = gate_up_n[group.rows] if gate_up_n is not None else part.rows("gate_up", group, 2 * I, x.dtype)
-        part.nt(x_rows, weights[:, : 2 * I], index, group, gate_up)
-
-        h_rows = part.rows("h", group, I + P, x.dtype)
-        part.swiglu(gate_up, h_rows)
-        weights, index = call.stack(call.down, group, call.down_adapter, "forward")
-        if call.down_adapter:
-            part.nt(h_rows[:, :I], call.down_adapter.A[group.positions], range(len(group.experts)), group, h_rows[:, I:])
-            if hA_n is not None:
-                hA_n[group.rows] = h_rows[:, I:]
-        y_rows = part.nt(h_rows, weights[:, :D], index, group, part.rows("y", group, D, x.dtype))
-        part.scatter_add(y_rows, group, group.weight, y[worker])
+        part.forward_group(call, group, x, (gate_up_n, xA_n, hA_n), y[worker])
 
     part.each(call.groups(both=False), len(y), work)
     return call.total(y), (gate_up_n, xA_n, hA_n)
@@ -116,7 +88,7 @@ class _Grads:
 
     def __init__(self, call: _Call, needs: dict[str, bool], D: int, I: int):
         active = len(call.routing.experts)
-        Q, P = _width(call.gate_up_adapter), _width(call.down_adapter)
+        Q, P = width(call.gate_up_adapter), width(call.down_adapter)
         like = torch.empty((0,), dtype=call.dtype, device=call.routing.token_n.device)  # only its dtype and device matter
         wide: dict[str, Any] = {"dtype": torch.float32}
         self.gate_up_A = like.new_empty((active, Q, D), **wide) if Q else None
@@ -128,46 +100,6 @@ class _Grads:
         make = like.new_empty if everyone else like.new_zeros
         self.gate_up = make(shape) if needs["gate_up"] else None
         self.down = make((shape[0], D, I)) if needs["down"] else None
-
-
-def _backward_group(call: _Call, group: Any, x: Tensor, dy: Tensor, saved: tuple[Tensor | None, ...], score_n: Tensor, grads: _Grads, dx: Any):
-    """One group: its rows of score_n, its experts in `grads`, and its share of dx [T, D] float32 (None: not asked for)."""
-    part, D, I = call.part, x.shape[1], call.down.columns
-    gate_up_n, xA_n, hA_n = saved
-    Q, P, here = _width(call.gate_up_adapter), _width(call.down_adapter), range(group.positions.start, group.positions.stop)
-    dy_rows = part.rows("dy", group, D + P, x.dtype)
-    part.gather(dy, group, dy_rows)
-    adapters = range(len(group.experts))
-    weights, index = call.stack(call.down, group, call.down_adapter, "backward")
-    if call.down_adapter:
-        part.nt(dy_rows[:, :D], call.down_adapter.Bt[group.positions], adapters, group, dy_rows[:, D:])
-    dh = part.nn(dy_rows, weights[:, :, :I], index, group, part.rows("dh", group, I, x.dtype))
-
-    assert gate_up_n is not None
-    wh, dgu_rows = part.rows("wh", group, I, x.dtype), part.rows("dgu", group, 2 * I + Q, x.dtype)
-    part.swiglu_backward(dh, gate_up_n[group.rows], group, wh, dgu_rows, score_n[group.rows])
-    if call.down_adapter and hA_n is not None:
-        whA = (hA_n[group.rows] * group.weight[:, None]).to(x.dtype)
-        part.tn(dy_rows[:, D:], wh, group, grads.down_A, here)
-        part.tn(whA, dy_rows[:, :D], group, grads.down_Bt, here)
-    if grads.down is not None:
-        part.tn(dy_rows[:, :D], wh, group, grads.down, group.experts)
-
-    if dx is not None or call.gate_up_adapter:
-        weights, index = call.stack(call.gate_up, group, call.gate_up_adapter, "backward")
-        if call.gate_up_adapter:
-            part.nt(dgu_rows[:, : 2 * I], call.gate_up_adapter.Bt[group.positions], adapters, group, dgu_rows[:, 2 * I :])
-        if dx is not None:
-            dx_rows = part.nn(dgu_rows, weights[:, :, :D], index, group, part.rows("y", group, D, x.dtype))
-            part.scatter_add(dx_rows, group, torch.ones_like(group.weight), dx)
-    if call.gate_up_adapter or grads.gate_up is not None:
-        x_rows = part.rows("x", group, D, x.dtype)
-        part.gather(x, group, x_rows)
-        if call.gate_up_adapter and xA_n is not None:
-            part.tn(dgu_rows[:, 2 * I :], x_rows, group, grads.gate_up_A, here)
-            part.tn(xA_n[group.rows], dgu_rows[:, : 2 * I], group, grads.gate_up_Bt, here)
-        if grads.gate_up is not None:
-            part.tn(dgu_rows[:, : 2 * I], x_rows, group, grads.gate_up, group.experts)
 
 
 class _ExpertMLP(torch.autograd.Function):
@@ -197,7 +129,7 @@ class _ExpertMLP(torch.autograd.Function):
         dy = dy.to(x.dtype).contiguous()
 
         def work(group: Any, worker: int) -> None:
-            _backward_group(call, group, x, dy, tuple(saved), score_n, grads, None if dx is None else dx[worker])
+            part.backward_group(call, group, x, dy, tuple(saved), score_n, grads, None if dx is None else dx[worker])
 
         part.each(call.groups(both=True), workers, work)
 

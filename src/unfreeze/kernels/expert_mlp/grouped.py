@@ -19,6 +19,7 @@ from torch import Tensor
 
 from unfreeze.kernels import int4_grouped_mm, swiglu, token_order
 from unfreeze.kernels.choose import choose
+from unfreeze.kernels.expert_mlp.by_gemms import ByGemms
 from unfreeze.kernels.expert_mlp.factors import ExpertFactors
 from unfreeze.kernels.expert_mlp.few_cuda import few_rows
 from unfreeze.quant.codec import Packed
@@ -82,7 +83,7 @@ class Routing:
 MADE = ("y", "dh")  # of these fused uses what nt and nn return: at 65,536 rows of 7,168 a copy of y would move 1.9 GB
 
 
-class Grouped:
+class Grouped(ByGemms):
     """The part that `fused` is given on CUDA. bf16; D and I multiples of 8 (16-byte strides). Ids are not checked: that would synchronise."""
 
     def route(self, ids_TK: Tensor, weights_TK: Tensor, num_experts: int, dtype: torch.dtype) -> Routing:

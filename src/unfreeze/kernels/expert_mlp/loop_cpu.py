@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels.expert_mlp import numba_kernels, thin_cpu
+from unfreeze.kernels.expert_mlp.by_gemms import ByGemms
 from unfreeze.kernels.expert_mlp.factors import ExpertFactors
 from unfreeze.kernels.numba_options import array, set_threads
 from unfreeze.kernels.scratch import scratch
@@ -76,7 +77,7 @@ def padded_rows(rows: int, dtype: torch.dtype) -> int:
     return -(-rows // step) * step
 
 
-class LoopCpu:
+class LoopCpu(ByGemms):
     """The part that `fused` is given on CPU. bf16 or float32."""
 
     def route(self, ids_TK: Tensor, weights_TK: Tensor, num_experts: int, dtype: torch.dtype) -> Routing:
@@ -88,7 +89,7 @@ class LoopCpu:
         if wrong != -1:
             raise IndexError(f"expert id {ids[wrong]} outside 0..{num_experts - 1}")
         experts = np.flatnonzero(counts).tolist()
-        sizes = [padded_rows(rows, dtype) for rows in counts[experts].tolist()]
+        sizes = [self.padded(rows, dtype) for rows in counts[experts].tolist()]
         begins = np.zeros(num_experts, np.int64)
         begins[experts] = np.cumsum([0, *sizes[:-1]]) if experts else 0
         total = sum(sizes)
@@ -97,14 +98,22 @@ class LoopCpu:
             numba_kernels.place_rows(ids, weights, ids_TK.shape[1], begins, token, weight, row)
         return Routing(torch.from_numpy(token), torch.from_numpy(weight), torch.from_numpy(row), experts, sizes, num_experts)
 
+    def padded(self, rows: int, dtype: torch.dtype) -> int:
+        """How many rows an expert gets for `rows`."""
+        return padded_rows(rows, dtype)
+
+    def group(self, routing: Routing, span: slice, begin: int, rows: int) -> Group:
+        """The experts in use at `span`, whose `rows` rows begin at `begin`."""
+        where = slice(begin, begin + rows)
+        return Group(routing.experts[span], span, begin, routing.sizes[span], routing.token_n[where], routing.weight_n[where])
+
     def groups(self, routing: Routing, weight_bytes: int, row_bytes: int) -> Iterator[Group]:
         """Consecutive experts up to GROUP_BYTES; always at least one."""
         first = begin = held = rows = 0
         for position, size in enumerate([*routing.sizes, None]):
             cost = 0 if size is None else weight_bytes + size * row_bytes
             if position > first and (size is None or held + cost > GROUP_BYTES):
-                span, where = slice(first, position), slice(begin, begin + rows)
-                yield Group(routing.experts[span], span, begin, routing.sizes[span], routing.token_n[where], routing.weight_n[where])
+                yield self.group(routing, slice(first, position), begin, rows)
                 first, begin, held, rows = position, begin + rows, 0, 0
             held, rows = held + cost, rows + (size or 0)
 

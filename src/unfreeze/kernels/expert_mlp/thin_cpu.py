@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
 
 import numpy as np
 import torch
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 from torch import Tensor
 
+from unfreeze.kernels import bf16_tile
+from unfreeze.kernels.bf16_tile import F32, FLOATS, HALVES, I32, I64, PAIRS, everywhere, multiply, pointer, zeros
 from unfreeze.kernels.numba_options import array, narrow, serial
 from unfreeze.kernels.scratch import scratch
 
@@ -28,14 +29,11 @@ WIDEST = 32  # columns; more than that were not measured
 ROWS = COLUMNS = 4  # of a tile of dots: 16 sums and 8 operands are 24 of 32 registers
 STRIPE = 32  # columns of a tile of outer products, two vectors
 
-_I16, _I32, _I64, _F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-_FLOATS, _PAIRS, _HALVES = ir.VectorType(_F32, 16), ir.VectorType(_I32, 16), ir.VectorType(_I16, 32)
-
 
 @functools.cache
 def available() -> bool:
     """Whether this CPU multiplies pairs of bf16; said once."""
-    found = bool(binding.get_host_cpu_features().get("avx512bf16", False))
+    found = bf16_tile.available()
     log.info("thin GEMMs of expert adapters in bfloat16: %s", "read in place" if found else "torch.mm (this CPU has no AVX512-bf16)")
     return found
 
@@ -51,7 +49,7 @@ def dots(a_RW: Tensor, b_QW: Tensor, out_RQ: Tensor) -> bool:
     if width % 32 or columns % COLUMNS or columns > WIDEST or not suits(a_RW, b_QW):
         return False
     sums = scratch("thin dots", (ROWS * COLUMNS,), torch.float32, a_RW.device)
-    _dots(array(a_RW), array(b_QW), array(sums), array(out_RQ))
+    dots_loop(array(a_RW), array(b_QW), array(sums), array(out_RQ))
     return True
 
 
@@ -61,28 +59,8 @@ def outer(a_RQ: Tensor, b_RW: Tensor, out_QW: Tensor) -> bool:
     if rows % 2 or width % STRIPE or columns % 8 or columns > WIDEST or out_QW.dtype != torch.float32 or not suits(a_RQ, b_RW):
         return False
     pairs = scratch("thin pairs", (rows // 2, columns), torch.int32, a_RQ.device)
-    _outer(array(a_RQ), array(b_RW), pairs.view(torch.uint32).numpy(), array(out_QW))
+    outer_loop(array(a_RQ), array(b_RW), pairs.view(torch.uint32).numpy(), array(out_QW))
     return True
-
-
-def _pointer(builder: ir.IRBuilder, address: ir.Value, offset: ir.Value | int, kind: ir.Type) -> Any:
-    """address + offset bytes."""
-    offset = _I64(offset) if isinstance(offset, int) else offset
-    return builder.inttoptr(builder.add(address, offset), kind.as_pointer())
-
-
-def _multiply(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
-    """total[i] + a[2i] b[2i] + a[2i + 1] b[2i + 1] for sixteen i."""
-    kind = ir.FunctionType(_FLOATS, [_FLOATS, _PAIRS, _PAIRS])
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512"), [total, a, b])
-
-
-def _totals(builder: ir.IRBuilder, count: int) -> list[ir.Value]:
-    """Sums at zero; LLVM keeps them in registers."""
-    totals = [cgutils.alloca_once(builder, _FLOATS) for _ in range(count)]
-    for total in totals:
-        builder.store(ir.Constant(_FLOATS, [0.0] * 16), total)
-    return totals
 
 
 @intrinsic
@@ -91,21 +69,21 @@ def _tile_of_dots(context, a, a_stride, b, b_stride, steps, out):  # pragma: no 
 
     def generate(_context, builder, _signature, arguments):
         a, a_stride, b, b_stride, steps, out = arguments
-        totals = _totals(builder, ROWS * COLUMNS)
+        totals = zeros(builder, ROWS * COLUMNS)
         with cgutils.for_range(builder, steps) as loop:
-            at = builder.mul(loop.index, _I64(64))
+            at = builder.mul(loop.index, I64(64))
             rows, columns = (
-                [builder.load(_pointer(builder, base, builder.add(at, builder.mul(stride, _I64(i))), _PAIRS), align=2) for i in range(ROWS)]
+                [builder.load(pointer(builder, base, builder.add(at, builder.mul(stride, I64(i))), PAIRS), align=2) for i in range(ROWS)]
                 for base, stride in ((a, a_stride), (b, b_stride))
             )
             for i, row in enumerate(rows):
                 for j, column in enumerate(columns):
                     total = totals[i * COLUMNS + j]
-                    builder.store(_multiply(builder, builder.load(total), row, column), total)
-        add = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_F32, [_F32, _FLOATS]), "llvm.vector.reduce.fadd.v16f32")
+                    builder.store(multiply(builder, builder.load(total), row, column), total)
+        add = cgutils.get_or_insert_function(builder.module, ir.FunctionType(F32, [F32, FLOATS]), "llvm.vector.reduce.fadd.v16f32")
         for i, total in enumerate(totals):
-            reduced = builder.call(add, [_F32(0.0), builder.load(total)], fastmath=("reassoc",))
-            builder.store(reduced, _pointer(builder, out, 4 * i, _F32))
+            reduced = builder.call(add, [F32(0.0), builder.load(total)], fastmath=("reassoc",))
+            builder.store(reduced, pointer(builder, out, 4 * i, F32))
         return _context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, types.int64, types.int64, types.int64), generate
@@ -117,34 +95,34 @@ def _tile_of_outer(context, pairs, pairs_stride, b, b_stride, steps, out, out_st
 
     def generate(_context, builder, _signature, arguments):
         pairs, pairs_stride, b, b_stride, steps, out, out_stride = arguments
-        totals = _totals(builder, 16)
+        totals = zeros(builder, 16)
         with cgutils.for_range(builder, steps) as loop:
-            at = builder.mul(loop.index, builder.mul(b_stride, _I64(2)))
-            even = builder.load(_pointer(builder, b, at, _HALVES), align=2)
-            odd = builder.load(_pointer(builder, b, builder.add(at, b_stride), _HALVES), align=2)
+            at = builder.mul(loop.index, builder.mul(b_stride, I64(2)))
+            even = builder.load(pointer(builder, b, at, HALVES), align=2)
+            odd = builder.load(pointer(builder, b, builder.add(at, b_stride), HALVES), align=2)
             halves = []
             for first in (0, 16):
-                order = ir.Constant(ir.VectorType(_I32, 32), [first + i // 2 + 32 * (i % 2) for i in range(32)])
-                halves.append(builder.bitcast(builder.shuffle_vector(even, odd, order), _PAIRS))
+                order = ir.Constant(ir.VectorType(I32, 32), [first + i // 2 + 32 * (i % 2) for i in range(32)])
+                halves.append(builder.bitcast(builder.shuffle_vector(even, odd, order), PAIRS))
             here = builder.mul(loop.index, pairs_stride)
             for q in range(8):
-                pair = builder.load(_pointer(builder, pairs, builder.add(here, _I64(4 * q)), _I32))
-                lanes = builder.insert_element(ir.Constant(_PAIRS, ir.Undefined), pair, _I32(0))
-                lanes = builder.shuffle_vector(lanes, ir.Constant(_PAIRS, ir.Undefined), ir.Constant(_PAIRS, [0] * 16))
+                pair = builder.load(pointer(builder, pairs, builder.add(here, I64(4 * q)), I32))
+                lanes = everywhere(builder, pair, PAIRS)
                 for i, half in enumerate(halves):
                     total = totals[2 * q + i]
-                    builder.store(_multiply(builder, builder.load(total), lanes, half), total)
+                    builder.store(multiply(builder, builder.load(total), lanes, half), total)
         for q in range(8):
             for i in range(2):
-                where = builder.add(builder.mul(out_stride, _I64(q)), _I64(64 * i))
-                builder.store(builder.load(totals[2 * q + i]), _pointer(builder, out, where, _FLOATS), align=4)
+                where = builder.add(builder.mul(out_stride, I64(q)), I64(64 * i))
+                builder.store(builder.load(totals[2 * q + i]), pointer(builder, out, where, FLOATS), align=4)
         return _context.get_dummy_value()
 
     return types.void(*[types.int64] * 7), generate
 
 
 @serial
-def _dots(a, b, sums, out):
+def dots_loop(a, b, sums, out):
+    """`dots` for numba loops."""
     rows, columns = out.shape
     steps, alone = a.shape[1] // 32, rows < 4
     for begin in range(0, rows, 1 if alone else 4):
@@ -159,7 +137,8 @@ def _dots(a, b, sums, out):
 
 
 @serial
-def _outer(a, b, pairs, out):
+def outer_loop(a, b, pairs, out):
+    """`outer` for numba loops; pairs [rows / 2, Q] is room for a's rows two by two."""
     steps, columns = pairs.shape
     for i in range(steps):
         for q in range(columns):

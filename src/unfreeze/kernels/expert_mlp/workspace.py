@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +34,13 @@ class Base:
             from unfreeze.kernels.int4_expand import numba_cpu  # only the CPU needs numba
 
             self._expander = numba_cpu.Expander(weight) if numba_cpu.expandable(weight) else None
+
+    @property
+    def codes(self) -> tuple[np.ndarray, np.ndarray, int]:
+        """(codes uint8 [E, N, M / 2], scales as bf16 bits [E, N, groups], bytes of a group) of an INT4 weight on CPU."""
+        if self._expander is None:
+            raise ValueError(f"{self.name} is not an INT4 weight that the loops of a CPU read")
+        return self._expander.codes, self._expander.scales, self._expander.half
 
     def nbytes(self, adapter: Adapter | None) -> int:
         """Bytes of one matrix with its adapter in the workspace."""

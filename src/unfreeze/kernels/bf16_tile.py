@@ -1,0 +1,80 @@
+"""The inner tile of a bf16 GEMM for CPUs with AVX512-bf16, in LLVM's own language, for numba loops that prepare its operands themselves.
+
+The instruction (vdpbf16ps) multiplies 16 pairs of bf16 and adds each pair's two products to a float32 sum. So one operand is read as pairs along
+the inner dimension, as rows lie in memory, and the other as a *panel*: for each pair of inner indices 64 words, one per column, two bf16 each.
+
+    out[i, j] = Σ_k a[i, 2k] panel[k, j].low + a[i, 2k + 1] panel[k, j].high          i < ROWS, j < COLUMNS
+
+6 rows by 4 vectors are 24 sums, 4 vectors of the panel and one of the row: 29 of 32 registers, and 24 multiplications for 10 loads. A sum's order
+is fixed: the same bits at every call. numba has no name for the instruction, hence the LLVM intrinsic.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from llvmlite import binding, ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+ROWS, VECTORS = 6, 4
+COLUMNS = 16 * VECTORS
+
+I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+FLOATS, PAIRS, HALVES = ir.VectorType(F32, 16), ir.VectorType(I32, 16), ir.VectorType(I16, 32)
+
+
+@functools.cache
+def available() -> bool:
+    """Whether this CPU multiplies pairs of bf16."""
+    return bool(binding.get_host_cpu_features().get("avx512bf16", False))
+
+
+def pointer(builder: ir.IRBuilder, address: ir.Value, offset: ir.Value | int, kind: ir.Type) -> Any:
+    """address + offset bytes."""
+    offset = I64(offset) if isinstance(offset, int) else offset
+    return builder.inttoptr(builder.add(address, offset), kind.as_pointer())
+
+
+def multiply(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
+    """total[i] + a[2i] b[2i] + a[2i + 1] b[2i + 1] for sixteen i."""
+    kind = ir.FunctionType(FLOATS, [FLOATS, PAIRS, PAIRS])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512"), [total, a, b])
+
+
+def zeros(builder: ir.IRBuilder, count: int) -> list[ir.Value]:
+    """Vectors of sums at zero; LLVM keeps them in registers."""
+    totals = [cgutils.alloca_once(builder, FLOATS) for _ in range(count)]
+    for total in totals:
+        builder.store(ir.Constant(FLOATS, [0.0] * 16), total)
+    return totals
+
+
+def everywhere(builder: ir.IRBuilder, value: ir.Value, kind: ir.VectorType) -> ir.Value:
+    """`value` in every lane."""
+    one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, I32(0))
+    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(PAIRS, [0] * 16))
+
+
+@intrinsic
+def tile(context, a, a_stride, panel, pairs, out):  # pragma: no cover - compiled
+    """The formula above over `pairs` pairs. Addresses and the stride in bytes; out float32 [ROWS, COLUMNS] in one piece."""
+
+    def generate(_context, builder, _signature, arguments):
+        a, a_stride, panel, pairs, out = arguments
+        totals = zeros(builder, ROWS * VECTORS)
+        rows = [builder.add(a, builder.mul(a_stride, I64(i))) for i in range(ROWS)]
+        with cgutils.for_range(builder, pairs) as loop:
+            here, at = builder.mul(loop.index, I64(4)), builder.mul(loop.index, I64(4 * COLUMNS))
+            columns = [builder.load(pointer(builder, panel, builder.add(at, I64(64 * j)), PAIRS), align=4) for j in range(VECTORS)]
+            for i, row in enumerate(rows):
+                lanes = everywhere(builder, builder.load(pointer(builder, row, here, I32), align=2), PAIRS)
+                for j, column in enumerate(columns):
+                    total = totals[i * VECTORS + j]
+                    builder.store(multiply(builder, builder.load(total), lanes, column), total)
+        for i, total in enumerate(totals):
+            builder.store(builder.load(total), pointer(builder, out, 64 * i, FLOATS), align=4)
+        return _context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), generate
