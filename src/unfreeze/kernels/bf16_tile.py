@@ -20,6 +20,7 @@ from numba.extending import intrinsic
 
 ROWS, VECTORS = 6, 4
 COLUMNS = 16 * VECTORS
+LINE = 64  # bytes of a cache line
 
 I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 FLOATS, PAIRS, HALVES = ir.VectorType(F32, 16), ir.VectorType(I32, 16), ir.VectorType(I16, 32)
@@ -78,3 +79,17 @@ def tile(context, a, a_stride, panel, pairs, out):  # pragma: no cover - compile
         return _context.get_dummy_value()
 
     return types.void(*[types.int64] * 5), generate
+
+
+@intrinsic
+def prefetch(context, address):  # pragma: no cover - compiled
+    """Ask for the cache line at `address`, which may lie outside of what is ours: nothing is read that could fail."""
+
+    def generate(_context, builder, _signature, arguments):
+        byte = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
+        ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(ask, [builder.inttoptr(arguments[0], byte), I32(0), I32(3), I32(1)])  # to read, into all levels, data
+        return _context.get_dummy_value()
+
+    return types.void(types.int64), generate

@@ -14,44 +14,43 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba.core import types
+from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from unfreeze.kernels.bf16_tile import COLUMNS, FLOATS, I16, I32, I64, PAIRS, everywhere, pointer
+from unfreeze.kernels.bf16_tile import COLUMNS, FLOATS, HALVES, I16, I32, I64, LINE, PAIRS, everywhere, pointer, prefetch
 from unfreeze.kernels.numba_options import serial
 
-BYTES = ir.VectorType(ir.IntType(8), 16)
+AHEAD = 32  # rows: 16 steps of `along`, 0.2 us, twice what memory takes to answer
 CHUNK = 16  # bytes of codes at a time: 32 weights of one group
 
 
-def _lanes(value: int) -> ir.Constant:
-    return ir.Constant(PAIRS, [value] * 16)
+class _BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
 
 
-def _table(builder: ir.IRBuilder, scale: ir.Value) -> ir.Value:
-    """The 16 values of a group as float32 whose low half is zero. `scale`: address of its bf16."""
+BYTES, BFLOATS, SHORTS = ir.VectorType(ir.IntType(8), 16), ir.VectorType(_BFloat(), 16), ir.VectorType(I16, 16)
+
+
+def _table(builder: ir.IRBuilder, scale: ir.Value) -> Any:
+    """The 16 values of a group, rounded to nearest even by one instruction, twice in a register of 32. `scale`: address of its bf16."""
     bits = builder.shl(builder.zext(builder.load(builder.inttoptr(scale, I16.as_pointer()), align=2), I32), I32(16))
-    exact = builder.fmul(ir.Constant(FLOATS, [float(code - 8) for code in range(16)]), everywhere(builder, builder.bitcast(bits, ir.FloatType()), FLOATS))
-    exact = builder.bitcast(exact, PAIRS)
-    odd = builder.and_(builder.lshr(exact, _lanes(16)), _lanes(1))
-    return builder.bitcast(builder.and_(builder.add(exact, builder.add(odd, _lanes(0x7FFF))), _lanes(0xFFFF0000)), FLOATS)
+    factor = everywhere(builder, builder.bitcast(bits, ir.FloatType()), FLOATS)
+    exact = builder.fmul(ir.Constant(FLOATS, [float(code - 8) for code in range(16)]), factor)
+    narrow = cgutils.get_or_insert_function(builder.module, ir.FunctionType(BFLOATS, [FLOATS]), "llvm.x86.avx512bf16.cvtneps2bf16.512")
+    once = builder.bitcast(builder.call(narrow, [exact]), SHORTS)
+    return builder.shuffle_vector(once, once, ir.Constant(ir.VectorType(I32, 32), [*range(16), *range(16)]))
 
 
-def _looked_up(builder: ir.IRBuilder, table: ir.Value, codes: ir.Value) -> ir.Value:
-    """table[low 4 bits of each lane], as integers."""
-    permute = builder.module.declare_intrinsic("llvm.x86.avx512.permvar.sf.512", (), ir.FunctionType(FLOATS, (FLOATS, PAIRS)))
-    return builder.bitcast(builder.call(permute, (table, codes)), PAIRS)
-
-
-def _codes(builder: ir.IRBuilder, address: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """16 bytes as lanes: (as they are, shifted to their high nibbles)."""
-    lanes = builder.zext(builder.load(builder.inttoptr(address, BYTES.as_pointer()), align=1), PAIRS)
-    return lanes, builder.lshr(lanes, _lanes(4))
-
-
-def _pair(builder: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:
-    """Words of two bf16 from float32 bits whose low half is zero."""
-    return builder.or_(builder.lshr(low, _lanes(16)), high)
+def _weights(builder: ir.IRBuilder, codes: ir.Value, scale: ir.Value) -> Any:
+    """32 weights of one group in order, as bf16. Addresses of 16 bytes and of a scale. A lane of 16 bits is looked up by its low five: in the lower
+    half of a byte's word stands the byte itself, whose fifth bit the table's second half absorbs, in the upper half its high nibble."""
+    bytes_ = builder.zext(builder.load(builder.inttoptr(codes, BYTES.as_pointer()), align=1), PAIRS)
+    index = builder.bitcast(builder.or_(bytes_, builder.shl(bytes_, ir.Constant(PAIRS, [12] * 16))), HALVES)
+    permute = builder.module.declare_intrinsic("llvm.x86.avx512.permvar.hi.512", (), ir.FunctionType(HALVES, (HALVES, HALVES)))
+    return builder.call(permute, (_table(builder, scale), index))
 
 
 def _transposed(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
@@ -78,9 +77,8 @@ def _across(context, codes, code_stride, scales, scale_stride, out):  # pragma: 
         codes, code_stride, scales, scale_stride, out = arguments
         rows = []
         for j in range(16):
-            table = _table(builder, builder.add(scales, builder.mul(scale_stride, I64(j))))
-            low, high = _codes(builder, builder.add(codes, builder.mul(code_stride, I64(j))))
-            rows.append(_pair(builder, _looked_up(builder, table, low), _looked_up(builder, table, high)))
+            here, scale = (builder.add(base, builder.mul(stride, I64(j))) for base, stride in ((codes, code_stride), (scales, scale_stride)))
+            rows.append(builder.bitcast(_weights(builder, here, scale), PAIRS))
         for k, row in enumerate(_transposed(builder, rows)):
             builder.store(row, pointer(builder, out, 4 * COLUMNS * k, PAIRS), align=4)
         return _context.get_dummy_value()
@@ -94,15 +92,11 @@ def _along(context, codes, code_stride, scales, scale_stride, out):  # pragma: n
 
     def generate(_context, builder, _signature, arguments):
         codes, code_stride, scales, scale_stride, out = arguments
-        found = []
-        for i in (0, 1):
-            table = _table(builder, builder.add(scales, builder.mul(scale_stride, I64(i))))
-            low, high = _codes(builder, builder.add(codes, builder.mul(code_stride, I64(i))))
-            found.append((_looked_up(builder, table, low), _looked_up(builder, table, high)))
-        even, odd = (_pair(builder, upper, lower) for upper, lower in zip(*found, strict=True))
-        for first in (0, 8):
-            order = ir.Constant(PAIRS, [first + i // 2 + 16 * (i % 2) for i in range(16)])
-            builder.store(builder.shuffle_vector(even, odd, order), pointer(builder, out, 8 * first, PAIRS), align=4)
+        upper = _weights(builder, codes, scales)
+        lower = _weights(builder, builder.add(codes, code_stride), builder.add(scales, scale_stride))
+        for first in (0, 16):
+            order = ir.Constant(ir.VectorType(I32, 32), [first + i // 2 + 32 * (i % 2) for i in range(32)])
+            builder.store(builder.shuffle_vector(upper, lower, order), pointer(builder, out, 4 * first, HALVES), align=4)
         return _context.get_dummy_value()
 
     return types.void(*[types.int64] * 5), generate
@@ -115,6 +109,10 @@ def across(codes, scales, half, first, panel):
         for j in range(0, COLUMNS, 16):
             here = codes.ctypes.data + (first + j) * codes.strides[0] + begin
             scale = scales.ctypes.data + (first + j) * scales.strides[0] + begin // half * 2
+            if begin % LINE == 0:
+                for i in range(16):
+                    prefetch(here + (COLUMNS + i) * codes.strides[0])  # of the next panel: rows this far apart no hardware foresees
+                    prefetch(scale + (COLUMNS + i) * scales.strides[0])
             _across(here, codes.strides[0], scale, scales.strides[0], panel.ctypes.data + 4 * (begin * COLUMNS + j))  # type: ignore[call-arg]
 
 
@@ -125,6 +123,10 @@ def along(codes, scales, half, first, panel):
         for begin in range(first // 2, (first + COLUMNS) // 2, CHUNK):
             here = codes.ctypes.data + 2 * k * codes.strides[0] + begin
             scale = scales.ctypes.data + 2 * k * scales.strides[0] + begin // half * 2
+            if begin % LINE == first // 2 % LINE:
+                for i in range(2):
+                    prefetch(here + (AHEAD + i) * codes.strides[0])
+                    prefetch(scale + (AHEAD + i) * scales.strides[0])
             _along(here, codes.strides[0], scale, scales.strides[0], panel.ctypes.data + 4 * (k * COLUMNS + 2 * begin - first))  # type: ignore[call-arg]
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels import bf16_tile
-from unfreeze.kernels.bf16_tile import COLUMNS, ROWS, tile
+from unfreeze.kernels.bf16_tile import COLUMNS, LINE, ROWS, prefetch, tile
 from unfreeze.kernels.expert_mlp import numba_kernels, thin_cpu
 from unfreeze.kernels.expert_mlp.factors import round_up
 from unfreeze.kernels.expert_mlp.loop_cpu import LoopCpu
@@ -51,6 +51,10 @@ def _store(a, pairs, panel, sums, first, out):
 def _add(a, pairs, panel, sums, first, token, weight, out):
     """out[token[r], first : first + COLUMNS] += weight[r] · (a · panel)[r], in float32; nothing where the token is -1 (padding)."""
     for row in range(0, a.shape[0], ROWS):
+        for i in range(ROWS):
+            where = out.ctypes.data + max(token[row + i], 0) * out.strides[0] + 4 * first
+            for line in range(0, 4 * COLUMNS, LINE):
+                prefetch(where + line)
         tile(a.ctypes.data + row * a.strides[0], a.strides[0], panel.ctypes.data, pairs, sums.ctypes.data)  # type: ignore[call-arg]
         for i in range(ROWS):
             if token[row + i] >= 0:
@@ -67,8 +71,8 @@ def _forward(x, token, weight, experts, begins, up, low, A1, B1, A2, B2, room, g
     for g in range(begins.size - 1):
         e, begin, end = experts[g], begins[g], begins[g + 1]
         r, here = end - begin, slice(begin, end)
-        xs, hs = rows_x[:r, : D + Q], rows_h[:r, : I + P]
-        _gather(x, token[here], xs[:, :D])
+        xs, hs = rows_x[:r], rows_h[:r]
+        _gather(x, token[here], xs)
         if Q:
             _dots(xs[:, :D], A1[g], dots, xs[:, D:])
             xA[here] = xs[:, D:]
@@ -89,13 +93,13 @@ def _forward(x, token, weight, experts, begins, up, low, A1, B1, A2, B2, room, g
 @serial
 def _backward(x, dy, token, weight, ones, experts, begins, up, low, A1, B1, A2, B2, room, gate_up, xA, hA, score, dA1, dB1, dA2, dB2, dx):
     """Gradients of a group: score [n], those of the factors (float32), and dx[token] += … where dx has rows. Names as in `_forward`."""
-    rows_x, rows_dy, rows_h, rows_dgu, thin, panel, sums, dots, pairs_Q, pairs_P = room
+    rows_x, rows_dy, rows_dh, rows_wh, rows_dgu, thin, panel, sums, dots, pairs_Q, pairs_P = room
     D, I, Q, P = x.shape[1], gate_up.shape[1] // 2, xA.shape[1], hA.shape[1]
     for g in range(begins.size - 1):
         e, begin, end = experts[g], begins[g], begins[g + 1]
         r, here = end - begin, slice(begin, end)
-        dys, dh, wh, dgu = rows_dy[:r, : D + P], rows_h[0, :r], rows_h[1, :r], rows_dgu[:r, : 2 * I + Q]
-        _gather(dy, token[here], dys[:, :D])
+        dys, dh, wh, dgu = rows_dy[:r], rows_dh[:r], rows_wh[:r], rows_dgu[:r]
+        _gather(dy, token[here], dys)
         if P:
             _dots(dys[:, :D], B2[g], dots, dys[:, D:])
         for first in range(0, I, COLUMNS):
@@ -104,7 +108,7 @@ def _backward(x, dy, token, weight, ones, experts, begins, up, low, A1, B1, A2, 
             _store(dys, (D + P) // 2, panel, sums, first, dh)
         _swiglu_backward(dh, gate_up[here], weight[here], wh, dgu, score[here])
         if P:
-            weighted = thin[:r, :P]
+            weighted = thin[:r]
             for i in range(r):
                 for p in range(P):
                     weighted[i, p] = narrow(weight[begin + i] * widen(hA[begin + i, p]), hA[0, 0])
@@ -179,7 +183,7 @@ class Panels(LoopCpu):
             np.empty((n, 0), np.uint16) if tensor is None else array(tensor[group.rows]) for tensor in saved
         )
         room = (
-            _rows("x", most, D), _rows("dy", most, D + P), _rows("h", 2 * most, I).reshape(2, most, I), _rows("dgu", most, 2 * I + Q),
+            _rows("x", most, D), _rows("dy", most, D + P), _rows("dh", most, I), _rows("wh", most, I), _rows("dgu", most, 2 * I + Q),
             _rows("thin", most, P), *_tile_room(max(D + P, 2 * I + Q)),
             *(scratch(name, (most // 2, width), torch.int32, x.device).view(torch.uint32).numpy() for name, width in (("pairs Q", Q), ("pairs P", P))),
         )  # fmt: skip
