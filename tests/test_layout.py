@@ -97,6 +97,7 @@ TESTED_BY = {  # source file -> the test file that covers it, where that doesn't
     "kernels/expert_mlp/factors.py": "kernels/expert_mlp/test_expert_mlp.py",
     "kernels/expert_mlp/fused.py": "kernels/expert_mlp/test_expert_mlp.py",
     "kernels/expert_mlp/loop_cpu.py": "kernels/expert_mlp/test_expert_mlp.py",
+    "kernels/expert_mlp/by_gemms.py": "kernels/expert_mlp/test_expert_mlp.py",
     "kernels/expert_mlp/numba_kernels.py": "kernels/expert_mlp/test_expert_mlp.py",
     "kernels/expert_mlp/workspace.py": "kernels/expert_mlp/test_expert_mlp.py",
     "kernels/int4_expand/__init__.py": "kernels/int4_expand/test_int4_expand.py",

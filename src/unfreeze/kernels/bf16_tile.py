@@ -11,10 +11,9 @@ is fixed: the same bits at every call. numba has no name for the instruction, he
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
@@ -24,12 +23,6 @@ LINE = 64  # bytes of a cache line
 
 I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 FLOATS, PAIRS, HALVES = ir.VectorType(F32, 16), ir.VectorType(I32, 16), ir.VectorType(I16, 32)
-
-
-@functools.cache
-def available() -> bool:
-    """Whether this CPU multiplies pairs of bf16."""
-    return bool(binding.get_host_cpu_features().get("avx512bf16", False))
 
 
 def pointer(builder: ir.IRBuilder, address: ir.Value, offset: ir.Value | int, kind: ir.Type) -> Any:
@@ -42,6 +35,22 @@ def multiply(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value) -
     """total[i] + a[2i] b[2i] + a[2i + 1] b[2i + 1] for sixteen i."""
     kind = ir.FunctionType(FLOATS, [FLOATS, PAIRS, PAIRS])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512"), [total, a, b])
+
+
+class _BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
+BFLOATS = ir.VectorType(_BFloat(), 16)
+
+
+def narrowed(builder: ir.IRBuilder, wide: ir.Value) -> Any:
+    """16 float32 as bf16 by one instruction: to nearest, ties to even; what is under 1e-38 becomes zero."""
+    convert = cgutils.get_or_insert_function(builder.module, ir.FunctionType(BFLOATS, [FLOATS]), "llvm.x86.avx512bf16.cvtneps2bf16.512")
+    return builder.call(convert, [wide])
 
 
 def zeros(builder: ir.IRBuilder, count: int) -> list[ir.Value]:
@@ -58,27 +67,47 @@ def everywhere(builder: ir.IRBuilder, value: ir.Value, kind: ir.VectorType) -> i
     return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(PAIRS, [0] * 16))
 
 
+def _products(builder: ir.IRBuilder, a: Any, a_stride: Any, panel: Any, pairs: Any) -> list[ir.Value]:
+    """The formula above: ROWS by VECTORS vectors."""
+    totals = zeros(builder, ROWS * VECTORS)
+    rows: list[Any] = [builder.add(a, builder.mul(a_stride, I64(i))) for i in range(ROWS)]
+    with cgutils.for_range(builder, pairs) as loop:
+        here: Any = builder.mul(loop.index, I64(4))
+        at: Any = builder.mul(loop.index, I64(4 * COLUMNS))
+        columns = [builder.load(pointer(builder, panel, builder.add(at, I64(64 * j)), PAIRS), align=4) for j in range(VECTORS)]
+        for i, row in enumerate(rows):
+            lanes: Any = everywhere(builder, builder.load(pointer(builder, row, here, I32), align=2), PAIRS)
+            for j, column in enumerate(columns):
+                total = totals[i * VECTORS + j]
+                builder.store(multiply(builder, builder.load(total), lanes, column), total)
+    return [builder.load(total) for total in totals]
+
+
 @intrinsic
 def tile(context, a, a_stride, panel, pairs, out):  # pragma: no cover - compiled
-    """The formula above over `pairs` pairs. Addresses and the stride in bytes; out float32 [ROWS, COLUMNS] in one piece."""
+    """The formula over `pairs` pairs. Addresses and the stride in bytes; out float32 [ROWS, COLUMNS] in one piece."""
 
     def generate(_context, builder, _signature, arguments):
         a, a_stride, panel, pairs, out = arguments
-        totals = zeros(builder, ROWS * VECTORS)
-        rows = [builder.add(a, builder.mul(a_stride, I64(i))) for i in range(ROWS)]
-        with cgutils.for_range(builder, pairs) as loop:
-            here, at = builder.mul(loop.index, I64(4)), builder.mul(loop.index, I64(4 * COLUMNS))
-            columns = [builder.load(pointer(builder, panel, builder.add(at, I64(64 * j)), PAIRS), align=4) for j in range(VECTORS)]
-            for i, row in enumerate(rows):
-                lanes = everywhere(builder, builder.load(pointer(builder, row, here, I32), align=2), PAIRS)
-                for j, column in enumerate(columns):
-                    total = totals[i * VECTORS + j]
-                    builder.store(multiply(builder, builder.load(total), lanes, column), total)
-        for i, total in enumerate(totals):
-            builder.store(builder.load(total), pointer(builder, out, 64 * i, FLOATS), align=4)
+        for i, total in enumerate(_products(builder, a, a_stride, panel, pairs)):
+            builder.store(total, pointer(builder, out, 64 * i, FLOATS), align=4)
         return _context.get_dummy_value()
 
     return types.void(*[types.int64] * 5), generate
+
+
+@intrinsic
+def narrow_tile(context, a, a_stride, panel, pairs, out, out_stride):  # pragma: no cover - compiled
+    """out[i, j] = the formula, rounded once to bf16. Addresses and strides in bytes."""
+
+    def generate(_context, builder, _signature, arguments):
+        a, a_stride, panel, pairs, out, out_stride = arguments
+        for i, total in enumerate(_products(builder, a, a_stride, panel, pairs)):
+            where = builder.add(builder.mul(out_stride, I64(i // VECTORS)), I64(32 * (i % VECTORS)))
+            builder.store(narrowed(builder, total), pointer(builder, out, where, BFLOATS), align=2)
+        return _context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), generate
 
 
 @intrinsic

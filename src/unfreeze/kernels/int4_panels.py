@@ -2,8 +2,8 @@
 
 For y = x Wᵀ the columns of the product are rows of W [N, M], so pairs along M come from one byte of codes (low nibble first) and sixteen rows
 have to be transposed (`across`). For dx = dy W the columns are columns of W, and pairs are two rows one above the other (`along`). Values are those
-of the format, bit for bit: bf16(float32(code - 8) · scale). A group of 32 weights or more has 16 of them, a table in one register that a nibble
-looks up (row_dots.py has more on this).
+of the format, bit for bit: bf16(float32(code - 8) · scale), but what is under 1e-38 is zero, as it is to the multiplication. A group of 32
+weights or more has 16 of them, a table in one register that a nibble looks up (row_dots.py has more on this).
 
 N rows of W, M columns, B = M / 2 bytes of a row, `half` bytes of a group, a multiple of 16.
 """
@@ -14,33 +14,25 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba.core import types
 from numba.extending import intrinsic
 
-from unfreeze.kernels.bf16_tile import COLUMNS, FLOATS, HALVES, I16, I32, I64, LINE, PAIRS, everywhere, pointer, prefetch
+from unfreeze.kernels.bf16_tile import COLUMNS, FLOATS, HALVES, I16, I32, I64, LINE, PAIRS, everywhere, narrowed, pointer, prefetch
 from unfreeze.kernels.numba_options import serial
 
 AHEAD = 32  # rows: 16 steps of `along`, 0.2 us, twice what memory takes to answer
 CHUNK = 16  # bytes of codes at a time: 32 weights of one group
 
-
-class _BFloat(ir.Type):
-    """LLVM's bfloat, which llvmlite has no name for."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
+BYTES, SHORTS = ir.VectorType(ir.IntType(8), 16), ir.VectorType(I16, 16)
 
 
-BYTES, BFLOATS, SHORTS = ir.VectorType(ir.IntType(8), 16), ir.VectorType(_BFloat(), 16), ir.VectorType(I16, 16)
-
-
-def _table(builder: ir.IRBuilder, scale: ir.Value) -> Any:
+def _table(builder: ir.IRBuilder, scale: Any) -> Any:
     """The 16 values of a group, rounded to nearest even by one instruction, twice in a register of 32. `scale`: address of its bf16."""
-    bits = builder.shl(builder.zext(builder.load(builder.inttoptr(scale, I16.as_pointer()), align=2), I32), I32(16))
-    factor = everywhere(builder, builder.bitcast(bits, ir.FloatType()), FLOATS)
-    exact = builder.fmul(ir.Constant(FLOATS, [float(code - 8) for code in range(16)]), factor)
-    narrow = cgutils.get_or_insert_function(builder.module, ir.FunctionType(BFLOATS, [FLOATS]), "llvm.x86.avx512bf16.cvtneps2bf16.512")
-    once = builder.bitcast(builder.call(narrow, [exact]), SHORTS)
+    bits: Any = builder.shl(builder.zext(builder.load(builder.inttoptr(scale, I16.as_pointer()), align=2), I32), I32(16))
+    one: Any = builder.bitcast(bits, ir.FloatType())
+    factor = everywhere(builder, one, FLOATS)
+    exact: Any = builder.fmul(ir.Constant(FLOATS, [float(code - 8) for code in range(16)]), factor)
+    once = builder.bitcast(narrowed(builder, exact), SHORTS)
     return builder.shuffle_vector(once, once, ir.Constant(ir.VectorType(I32, 32), [*range(16), *range(16)]))
 
 
@@ -111,8 +103,8 @@ def across(codes, scales, half, first, panel):
             scale = scales.ctypes.data + (first + j) * scales.strides[0] + begin // half * 2
             if begin % LINE == 0:
                 for i in range(16):
-                    prefetch(here + (COLUMNS + i) * codes.strides[0])  # of the next panel: rows this far apart no hardware foresees
-                    prefetch(scale + (COLUMNS + i) * scales.strides[0])
+                    prefetch(here + (COLUMNS + i) * codes.strides[0])  # type: ignore[call-arg]  # the next panel's: no hardware foresees rows so far apart
+                    prefetch(scale + (COLUMNS + i) * scales.strides[0])  # type: ignore[call-arg]
             _across(here, codes.strides[0], scale, scales.strides[0], panel.ctypes.data + 4 * (begin * COLUMNS + j))  # type: ignore[call-arg]
 
 
@@ -125,13 +117,13 @@ def along(codes, scales, half, first, panel):
             scale = scales.ctypes.data + 2 * k * scales.strides[0] + begin // half * 2
             if begin % LINE == first // 2 % LINE:
                 for i in range(2):
-                    prefetch(here + (AHEAD + i) * codes.strides[0])
-                    prefetch(scale + (AHEAD + i) * scales.strides[0])
+                    prefetch(here + (AHEAD + i) * codes.strides[0])  # type: ignore[call-arg]
+                    prefetch(scale + (AHEAD + i) * scales.strides[0])  # type: ignore[call-arg]
             _along(here, codes.strides[0], scale, scales.strides[0], panel.ctypes.data + 4 * (k * COLUMNS + 2 * begin - first))  # type: ignore[call-arg]
 
 
 @serial
-def below(rows, first, panel, begin):
+def beside(rows, first, panel, begin):
     """panel[begin + k, j] = (rows[2k, first + j], rows[2k + 1, first + j]): bf16 rows [2 · pairs, .] as further pairs of a panel (LoRA's factor)."""
     for k in range(rows.shape[0] // 2):
         upper, lower, words = rows[2 * k, first : first + COLUMNS], rows[2 * k + 1, first : first + COLUMNS], panel[begin + k]

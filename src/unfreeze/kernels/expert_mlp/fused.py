@@ -69,7 +69,7 @@ class _Call:
 
 def _forward(call: _Call, x: Tensor, keep: bool) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """y_TD and, if `keep`, what backward needs: gate_up [n, 2I], xA [n, Q], hA [n, P]."""
-    part, D, I, n = call.part, x.shape[1], call.down.columns, call.routing.num_rows
+    part, I, n = call.part, call.down.columns, call.routing.num_rows
     Q, P = width(call.gate_up_adapter), width(call.down_adapter)
     # Rounded up so that layers and steps ask for the same size again: chunks of many sizes leave the heap in pieces (0.3 GB of 3.4 here)
     gate_up_n, xA_n, hA_n = (x.new_empty((round_up(n, 2048), columns))[:n] if keep and columns else None for columns in (2 * I, Q, P))

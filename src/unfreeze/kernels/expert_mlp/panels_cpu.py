@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unfreeze.kernels import bf16_tile
-from unfreeze.kernels.bf16_tile import COLUMNS, LINE, ROWS, prefetch, tile
+from unfreeze.kernels import bf16_cpu
+from unfreeze.kernels.bf16_tile import COLUMNS, LINE, ROWS, narrow_tile, prefetch, tile
 from unfreeze.kernels.expert_mlp import numba_kernels, thin_cpu
 from unfreeze.kernels.expert_mlp.factors import round_up
 from unfreeze.kernels.expert_mlp.loop_cpu import LoopCpu
 from unfreeze.kernels.int4_expand.numba_cpu import expandable
-from unfreeze.kernels.int4_panels import across, along, below
+from unfreeze.kernels.int4_panels import across, along, beside
 from unfreeze.kernels.numba_options import array, narrow, serial, widen
 from unfreeze.kernels.scratch import scratch
 from unfreeze.quant.codec import Packed
@@ -37,14 +37,11 @@ _gather, _swiglu, _swiglu_backward = numba_kernels.gather.alone, numba_kernels.s
 
 
 @serial
-def _store(a, pairs, panel, sums, first, out):
+def _store(a, pairs, panel, first, out):
     """out[:, first : first + COLUMNS] = a · panel, rounded once to bf16. a [r, >= 2 pairs]."""
     for row in range(0, a.shape[0], ROWS):
-        tile(a.ctypes.data + row * a.strides[0], a.strides[0], panel.ctypes.data, pairs, sums.ctypes.data)  # type: ignore[call-arg]
-        for i in range(ROWS):
-            target, found = out[row + i, first : first + COLUMNS], sums[i]
-            for j in range(COLUMNS):
-                target[j] = narrow(found[j], target[j])
+        here, there = a.ctypes.data + row * a.strides[0], out.ctypes.data + row * out.strides[0] + 2 * first
+        narrow_tile(here, a.strides[0], panel.ctypes.data, pairs, there, out.strides[0])  # type: ignore[call-arg]
 
 
 @serial
@@ -54,7 +51,7 @@ def _add(a, pairs, panel, sums, first, token, weight, out):
         for i in range(ROWS):
             where = out.ctypes.data + max(token[row + i], 0) * out.strides[0] + 4 * first
             for line in range(0, 4 * COLUMNS, LINE):
-                prefetch(where + line)
+                prefetch(where + line)  # type: ignore[call-arg]
         tile(a.ctypes.data + row * a.strides[0], a.strides[0], panel.ctypes.data, pairs, sums.ctypes.data)  # type: ignore[call-arg]
         for i in range(ROWS):
             if token[row + i] >= 0:
@@ -65,7 +62,7 @@ def _add(a, pairs, panel, sums, first, token, weight, out):
 
 @serial
 def _forward(x, token, weight, experts, begins, up, low, A1, B1, A2, B2, room, gate_up, xA, hA, y):
-    """y[token] += weight · expert(x[token]) for a group's rows. up, low: (codes [E, ...], scales, half). Writes gate_up [n, 2I], xA [n, Q], hA [n, P]."""
+    """y[token] += weight · expert(x[token]) for a group's rows. up, low: Base.codes of gate_up and down. Writes gate_up, xA, hA."""
     rows_x, rows_h, panel, sums, dots = room
     D, I, Q, P = x.shape[1], gate_up.shape[1] // 2, xA.shape[1], hA.shape[1]
     for g in range(begins.size - 1):
@@ -78,15 +75,15 @@ def _forward(x, token, weight, experts, begins, up, low, A1, B1, A2, B2, room, g
             xA[here] = xs[:, D:]
         for first in range(0, 2 * I, COLUMNS):
             across(up[0][e], up[1][e], up[2], first, panel)
-            below(B1[g], first, panel, D // 2)
-            _store(xs, (D + Q) // 2, panel, sums, first, gate_up[here])
+            beside(B1[g], first, panel, D // 2)
+            _store(xs, (D + Q) // 2, panel, first, gate_up[here])
         _swiglu(gate_up[here], hs)
         if P:
             _dots(hs[:, :I], A2[g], dots, hs[:, I:])
             hA[here] = hs[:, I:]
         for first in range(0, D, COLUMNS):
             across(low[0][e], low[1][e], low[2], first, panel)
-            below(B2[g], first, panel, I // 2)
+            beside(B2[g], first, panel, I // 2)
             _add(hs, (I + P) // 2, panel, sums, first, token[here], weight[here], y)
 
 
@@ -104,8 +101,8 @@ def _backward(x, dy, token, weight, ones, experts, begins, up, low, A1, B1, A2, 
             _dots(dys[:, :D], B2[g], dots, dys[:, D:])
         for first in range(0, I, COLUMNS):
             along(low[0][e], low[1][e], low[2], first, panel)
-            below(A2[g], first, panel, D // 2)
-            _store(dys, (D + P) // 2, panel, sums, first, dh)
+            beside(A2[g], first, panel, D // 2)
+            _store(dys, (D + P) // 2, panel, first, dh)
         _swiglu_backward(dh, gate_up[here], weight[here], wh, dgu, score[here])
         if P:
             weighted = thin[:r]
@@ -119,7 +116,7 @@ def _backward(x, dy, token, weight, ones, experts, begins, up, low, A1, B1, A2, 
         if dx.shape[0]:
             for first in range(0, D, COLUMNS):
                 along(up[0][e], up[1][e], up[2], first, panel)
-                below(A1[g], first, panel, I)
+                beside(A1[g], first, panel, I)
                 _add(dgu, (2 * I + Q) // 2, panel, sums, first, token[here], ones, dx)
         if Q:
             xs = rows_x[:r]
@@ -134,7 +131,7 @@ EXPERTS = 4  # of a group: Python is crossed once for them, and cores are given 
 @functools.cache
 def available() -> bool:
     """Whether this CPU has the instruction; said once."""
-    found = bf16_tile.available()
+    found = bf16_cpu.panels_pay()
     log.info("INT4 experts in bfloat16: %s", "panels of 64 columns" if found else "a GEMM per expert (this CPU has no AVX512-bf16)")
     return found
 
@@ -185,7 +182,7 @@ class Panels(LoopCpu):
         room = (
             _rows("x", most, D), _rows("dy", most, D + P), _rows("dh", most, I), _rows("wh", most, I), _rows("dgu", most, 2 * I + Q),
             _rows("thin", most, P), *_tile_room(max(D + P, 2 * I + Q)),
-            *(scratch(name, (most // 2, width), torch.int32, x.device).view(torch.uint32).numpy() for name, width in (("pairs Q", Q), ("pairs P", P))),
+            _words("pairs Q", most // 2, Q), _words("pairs P", most // 2, P),
         )  # fmt: skip
         ones = np.ones(n, np.float32)
         found = [
@@ -208,17 +205,23 @@ def _rows(name: str, count: int, width: int) -> np.ndarray:
     return array(scratch(name, (count, width), torch.bfloat16, torch.device("cpu")))
 
 
-def _tile_room(inner: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A panel for an inner dimension, the sums of a tile, and those of a tile of dots."""
+def _words(name: str, count: int, width: int) -> np.ndarray:
+    """Uninitialised pairs of bf16 [count, width] of this thread."""
+    return scratch(name, (count, width), torch.int32, torch.device("cpu")).view(torch.uint32).numpy()
+
+
+def _tile_room(inner: int) -> tuple[np.ndarray, ...]:
+    """A panel for an inner dimension, the sums of a tile, and the sums of a tile of dots."""
     cpu = torch.device("cpu")
-    panel = scratch("panel", (-(-inner // 2), COLUMNS), torch.int32, cpu).view(torch.uint32).numpy()
-    return panel, array(scratch("tile", (ROWS, COLUMNS), torch.float32, cpu)), array(scratch("thin dots", (16,), torch.float32, cpu))
+    sums, dots = (scratch(name, shape, torch.float32, cpu) for name, shape in (("tile", (ROWS, COLUMNS)), ("thin dots", (16,))))
+    return _words("panel", -(-inner // 2), COLUMNS), array(sums), array(dots)
 
 
 def _factors(call: Any, group: Any) -> list[np.ndarray]:
     """A1, B1, A2, B2 of the group's experts as bf16 bits; of rank 0 where there is no adapter."""
     found = []
-    for adapter, into, out in ((call.gate_up_adapter, call.gate_up.columns, 2 * call.down.columns), (call.down_adapter, call.down.columns, call.gate_up.columns)):
+    D, I = call.gate_up.columns, call.down.columns
+    for adapter, into, out in ((call.gate_up_adapter, D, 2 * I), (call.down_adapter, I, D)):
         if adapter is None:
             found += [np.empty((len(group.experts), 0, width), np.uint16) for width in (into, out)]
         else:

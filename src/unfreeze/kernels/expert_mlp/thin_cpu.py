@@ -19,7 +19,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from unfreeze.kernels import bf16_tile
+from unfreeze.kernels import bf16_cpu
 from unfreeze.kernels.bf16_tile import F32, FLOATS, HALVES, I32, I64, PAIRS, everywhere, multiply, pointer, zeros
 from unfreeze.kernels.numba_options import array, narrow, serial
 from unfreeze.kernels.scratch import scratch
@@ -33,7 +33,7 @@ STRIPE = 32  # columns of a tile of outer products, two vectors
 @functools.cache
 def available() -> bool:
     """Whether this CPU multiplies pairs of bf16; said once."""
-    found = bf16_tile.available()
+    found = bf16_cpu.available()
     log.info("thin GEMMs of expert adapters in bfloat16: %s", "read in place" if found else "torch.mm (this CPU has no AVX512-bf16)")
     return found
 
