@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not bf16_cpu.available(), reason="this CPU has n
 
 @serial
 def _tile(a, panel, pairs, out):
-    tile(a.ctypes.data, a.strides[0], panel.ctypes.data, pairs, out.ctypes.data)
+    tile(a.ctypes.data, a.strides[0], panel.ctypes.data, pairs, out.ctypes.data, out.strides[0])
 
 
 @serial

@@ -84,21 +84,22 @@ def _products(builder: ir.IRBuilder, a: Any, a_stride: Any, panel: Any, pairs: A
 
 
 @intrinsic
-def tile(context, a, a_stride, panel, pairs, out):  # pragma: no cover - compiled
-    """The formula over `pairs` pairs. Addresses and the stride in bytes; out float32 [ROWS, COLUMNS] in one piece."""
+def tile(context, a, a_stride, panel, pairs, out, out_stride):  # pragma: no cover - compiled
+    """The formula over `pairs` pairs, out float32. Addresses and strides in bytes."""
 
     def generate(_context, builder, _signature, arguments):
-        a, a_stride, panel, pairs, out = arguments
+        a, a_stride, panel, pairs, out, out_stride = arguments
         for i, total in enumerate(_products(builder, a, a_stride, panel, pairs)):
-            builder.store(total, pointer(builder, out, 64 * i, FLOATS), align=4)
+            where = builder.add(builder.mul(out_stride, I64(i // VECTORS)), I64(64 * (i % VECTORS)))
+            builder.store(total, pointer(builder, out, where, FLOATS), align=4)
         return _context.get_dummy_value()
 
-    return types.void(*[types.int64] * 5), generate
+    return types.void(*[types.int64] * 6), generate
 
 
 @intrinsic
 def narrow_tile(context, a, a_stride, panel, pairs, out, out_stride):  # pragma: no cover - compiled
-    """out[i, j] = the formula, rounded once to bf16. Addresses and strides in bytes."""
+    """The formula, rounded once: out bf16. Addresses and strides in bytes."""
 
     def generate(_context, builder, _signature, arguments):
         a, a_stride, panel, pairs, out, out_stride = arguments

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from unfreeze.kernels import bf16_cpu
 from unfreeze.kernels.attention import blocked_cpu, reference_attention
 from unfreeze.kernels.attention.blocked_cpu import blocked_attention
 
@@ -92,3 +93,26 @@ def test_a_nan_reaches_just_the_queries_that_see_it(which, dtype):
         bad_L = ~blocked_attention(*tensors, 0.25)[0, :, 0].isfinite().all(-1)
     seen_L = torch.arange(200) == 50 if which == 0 else torch.arange(200) >= 50
     assert torch.equal(bad_L, seen_L)
+
+
+@pytest.mark.skipif(not bf16_cpu.available(), reason="this CPU has no AVX512-bf16")
+@pytest.mark.parametrize(("length", "groups", "repeat", "width"), [(200, 3, 2, 96), (128, 1, 1, 64), (300, 2, 3, 34)])
+def test_scores_of_tiles_are_those_of_widened_inputs(length: int, groups: int, repeat: int, width: int):
+    """The same float32 products in another order: 2^-24 of the sum of their sizes per addition."""
+    generator = torch.Generator().manual_seed(length)
+    q = torch.randn(1, length, groups * repeat, width, generator=generator).bfloat16()
+    k = torch.randn(1, length, groups, width, generator=generator).bfloat16()
+    heads = blocked_cpu._Heads(0, length, 0, groups, repeat)
+    wide, tiled = blocked_cpu._Wide(heads, q, k), blocked_cpu._Tiled(heads, q, k)
+    for b in range(heads.blocks):
+        keys = (b + 1) * blocked_cpu.ROWS
+        expected, size = wide.block(b, keys).clone(), torch.bmm(wide.q[b].abs(), wide.k[:, :keys].abs().transpose(1, 2))
+        found = tiled.block(b, keys)
+        assert ((found - expected).abs() <= size * width * 2**-24).all()
+        assert not ((found.roll(1, 1) - expected).abs() <= size * width * 2**-24).all()  # control arm: a row further
+
+
+def test_on_a_cpu_without_the_instruction(monkeypatch):
+    monkeypatch.setattr(bf16_cpu, "panels_pay", lambda: False)
+    tensors, grad = made(2, 300, 4, 2, 24, 16, torch.bfloat16)
+    check(tensors, grad, 24**-0.5)

@@ -19,6 +19,9 @@ import torch
 from numba import prange
 from torch import Tensor
 
+from unfreeze.kernels import bf16_cpu
+from unfreeze.kernels.bf16_tile import COLUMNS, tile
+from unfreeze.kernels.bf16_tile import ROWS as TILE
 from unfreeze.kernels.numba_options import Kernel, array, convert, exp, narrow, widen
 from unfreeze.kernels.scratch import scratch
 
@@ -171,6 +174,31 @@ def _accumulate(share, total):
                 target[i] += widen(row[i])
 
 
+@Kernel
+def _panels(keys, out):
+    """out[g, p, k, j] = the pair k of key 64 p + j. keys uint32 [G, n, d / 2] (two bf16 each), out [G, n / 64, d / 2, 64]."""
+    for g in prange(out.shape[0]):
+        for p in range(out.shape[1]):
+            for k in range(out.shape[2]):
+                line = out[g, p, k]
+                for j in range(COLUMNS):
+                    line[j] = keys[g, p * COLUMNS + j, k]
+
+
+@Kernel
+def _scores(q, panels, keys, out):
+    """out[g, r, n] = q[g, r] · key n in float32, n < keys. q bf16 bits [G, R, d], panels as above, out [G, R, keys]."""
+    whole = keys // COLUMNS
+    for job in prange(q.shape[0] * whole):
+        g, p = job // whole, job % whole
+        for row in range(0, q.shape[1], TILE):
+            begin = min(row, q.shape[1] - TILE)  # the last tile does some rows again
+            here = q.ctypes.data + g * q.strides[0] + begin * q.strides[1]
+            there = out.ctypes.data + g * out.strides[0] + begin * out.strides[1] + 4 * COLUMNS * p
+            panel = panels.ctypes.data + g * panels.strides[0] + p * panels.strides[1]
+            tile(here, q.strides[1], panel, panels.shape[2], there, out.strides[1])  # type: ignore[call-arg]
+
+
 class _Heads:
     """Some heads of one document, and where their rows lie in x [S, L, heads, w]."""
 
@@ -207,6 +235,50 @@ class _Heads:
         return scratch(f"attention {name}", (self.groups, self.repeat * ROWS, keys), dtype, torch.device("cpu"))
 
 
+class _Wide:
+    """Scores as a batch of float32 GEMMs: for float32 inputs, and on CPUs without the instruction of bf16_tile.py."""
+
+    def __init__(self, heads: _Heads, q: Tensor, k: Tensor):
+        self.heads, self.q, self.k, self.given = heads, heads.blocked("q", q, torch.float32), heads.plain("k", k, torch.float32), (q, k)
+
+    def block(self, b: int, keys: int) -> Tensor:
+        """[G, rep · ROWS, keys] float32 of the queries of block b."""
+        return torch.bmm(self.q[b], self.k[:, :keys].transpose(1, 2), out=self.heads.scores("scores", keys, torch.float32))
+
+    def narrow(self) -> tuple[Tensor, Tensor]:
+        """Queries in blocks and keys in the inputs' dtype."""
+        q, k = self.given
+        if q.dtype == torch.float32:
+            return self.q, self.k
+        return self.heads.blocked("q narrow", q, q.dtype), self.heads.plain("k narrow", k, k.dtype)
+
+
+class _Tiled:
+    """The same sums from bf16 inputs: a product of two bf16 is exact in float32, so nothing is lost by not widening them first."""
+
+    def __init__(self, heads: _Heads, q: Tensor, k: Tensor):
+        self.heads, self.q = heads, heads.blocked("q narrow", q, q.dtype)
+        self.k = heads.plain("k narrow", k, k.dtype)
+        groups, rows, width = self.k.shape
+        panels = scratch("attention panels", (groups, rows // COLUMNS, width // 2, COLUMNS), torch.int32, k.device)
+        self.panels = panels.view(torch.uint32).numpy()
+        _panels(self.k.numel(), self.k.view(torch.int32).view(torch.uint32).numpy(), self.panels)
+
+    def block(self, b: int, keys: int) -> Tensor:
+        out = self.heads.scores("scores", keys, torch.float32)
+        _scores(out.numel(), array(self.q[b]), self.panels, keys, array(out))
+        return out
+
+    def narrow(self) -> tuple[Tensor, Tensor]:
+        return self.q, self.k
+
+
+def _products(heads: _Heads, q: Tensor, k: Tensor) -> _Wide | _Tiled:
+    """What multiplies the queries of some heads with their keys."""
+    tiled = q.dtype == torch.bfloat16 and q.shape[-1] % 2 == 0 and bf16_cpu.panels_pay()
+    return (_Tiled if tiled else _Wide)(heads, q, k)
+
+
 def _all_heads(num_documents: int, length: int, groups: int, repeat: int) -> Iterator[_Heads]:
     """All heads of all documents, as many at once as have scores within SCORE_BYTES."""
     at_once = max(1, SCORE_BYTES // (4 * repeat * ROWS * length))
@@ -221,11 +293,11 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Ten
     G, dtype = k.shape[2], q.dtype
     o, lse = q.new_empty((S, L, H, v.shape[-1])), torch.empty((S, -(-L // ROWS), G, H // G * ROWS), dtype=torch.float32)
     for heads in _all_heads(S, L, G, H // G):
-        q32, k32, values = heads.blocked("q", q, torch.float32), heads.plain("k", k, torch.float32), heads.plain("v", v, dtype)
+        products, values = _products(heads, q, k), heads.plain("v", v, dtype)
         out = heads.empty("o", v.shape[-1], dtype)
         for b in range(heads.blocks):
             keys = (b + 1) * ROWS
-            scores = torch.bmm(q32[b], k32[:, :keys].transpose(1, 2), out=heads.scores("scores", keys, torch.float32))
+            scores = products.block(b, keys)
             probs = scores if dtype == torch.float32 else heads.scores("probs", keys, dtype)
             sums = scratch("attention sums", (heads.groups * heads.repeat * ROWS,), torch.float32, o.device)
             _softmax(scores.numel(), array(scores.flatten(0, 1)), b * ROWS, ROWS, np.float32(scale), array(probs.flatten(0, 1)), array(sums))
@@ -240,19 +312,18 @@ def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Ten
     S, L, H, _ = q.shape
     G, dtype = k.shape[2], q.dtype
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype) for x in (q, k, v))
-    wide = dtype == torch.float32
     for heads in _all_heads(S, L, G, H // G):
-        q32, k32, values = heads.blocked("q", q, torch.float32), heads.plain("k", k, torch.float32), heads.plain("v", v, dtype)
-        queries, keys_ = (q32, k32) if wide else (heads.blocked("q narrow", q, dtype), heads.plain("k narrow", k, dtype))
+        products, values = _products(heads, q, k), heads.plain("v", v, dtype)
+        queries, keys_ = products.narrow()
         do, out = heads.blocked("do", grad, dtype), heads.blocked("o", o, dtype)
         delta = heads.empty("delta", 1, torch.float32)[..., 0]
         _inner(do.numel(), array(do), array(out), array(delta))
         dq_blocks = heads.empty("dq", q.shape[-1], dtype)
-        dk_sum = scratch("attention dk", tuple(k32.shape), torch.float32, grad.device).zero_()
+        dk_sum = scratch("attention dk", tuple(keys_.shape), torch.float32, grad.device).zero_()
         dv_sum = scratch("attention dv", tuple(values.shape), torch.float32, grad.device).zero_()
         for b in range(heads.blocks):
             keys = (b + 1) * ROWS
-            scores = torch.bmm(q32[b], k32[:, :keys].transpose(1, 2), out=heads.scores("scores", keys, torch.float32))
+            scores = products.block(b, keys)
             dscores = torch.bmm(do[b], values[:, :keys].transpose(1, 2), out=heads.scores("dscores", keys, dtype))
             probs = heads.scores("probs", keys, dtype)
             sums = lse[heads.document, b, heads.begin : heads.begin + heads.groups].flatten()

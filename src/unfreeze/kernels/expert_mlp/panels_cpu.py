@@ -52,7 +52,7 @@ def _add(a, pairs, panel, sums, first, token, weight, out):
             where = out.ctypes.data + max(token[row + i], 0) * out.strides[0] + 4 * first
             for line in range(0, 4 * COLUMNS, LINE):
                 prefetch(where + line)  # type: ignore[call-arg]
-        tile(a.ctypes.data + row * a.strides[0], a.strides[0], panel.ctypes.data, pairs, sums.ctypes.data)  # type: ignore[call-arg]
+        tile(a.ctypes.data + row * a.strides[0], a.strides[0], panel.ctypes.data, pairs, sums.ctypes.data, sums.strides[0])  # type: ignore[call-arg]
         for i in range(ROWS):
             if token[row + i] >= 0:
                 target, found, w = out[token[row + i], first : first + COLUMNS], sums[i], weight[row + i]
