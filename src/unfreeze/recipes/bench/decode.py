@@ -1,8 +1,8 @@
 """unfreeze bench decode: greedy generation from the 0.9 GB INT4 checkpoint, beside transformers' generate with its cache, in turn. About 2 minutes.
 
 bf16 on both sides (transformers dequantizes the experts when it loads). tokens/s counts decoding only: all rows, from the first new token of each
-to the last; reading the prompt stands apart. Correctness: each token a side chose is scored by our model in float32, without a cache, after that
-side's own text: the share that is float32's first choice too, and how much less likely the chosen token is at worst, in nats.
+to the last; reading the prompt stands apart. Correctness: each token a side chose is scored by our model in float32 on the CPU, without a cache,
+after that side's own text: the share that is float32's first choice too, and how much less likely the chosen token is at worst, in nats.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic import Field
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.units import format_bytes
-from unfreeze.recipes.bench.training import Measured, appended_to, command, say, show
+from unfreeze.recipes.bench.training import Measured, Placed, appended_to, command, say, show
 from unfreeze.recipes.config import Folder, parse
 
 Named = Literal["unfreeze", "transformers"]
@@ -26,7 +26,7 @@ SCORED_ROWS = 2  # of a batch: float32 without a cache is slow, and the rows are
 SIDES = {"unfreeze": "unfreeze.recipes.bench.decode:ours", "transformers": "unfreeze.recipes.bench.peers:generator"}
 
 
-class Config(Measured):
+class Config(Placed, Measured):
     """What is measured."""
 
     sides: tuple[Named, ...] = Field(default=("unfreeze", "transformers"), min_length=1, description="which sides")
@@ -59,10 +59,11 @@ def measure(config: Config, common: Common, sizes: Mapping[str, int] | None = No
     cases = [parse_case(text) for text in config.cases]
     model = kimi.config(**(sizes or {}))
     tiny = kimi.config(**{**(sizes or {}), **kimi.CHECKED})
-    stamp = Stamp.now("decode", command("decode", config), threads=config.threads or None)
+    stamp = Stamp.now("decode", command("decode", config), config.device, threads=config.threads or None)
     rows: list[Row] = []
     with checkpoints(config.checkpoint, model, tiny) as (checkpoint, _):
-        measured = [Side(name, SIDES[name], {"checkpoint": str(checkpoint)}, threads=config.threads) for name in config.sides]
+        job = {"checkpoint": str(checkpoint), "device": config.device}
+        measured = [Side(name, SIDES[name], job, threads=config.threads) for name in config.sides]
         judge = Side("float32", "unfreeze.recipes.bench.decode:judge", {"checkpoint": str(checkpoint)}, threads=config.threads)
         with Sides(measured, say(common)) as running:
             texts: dict[tuple[str, str], Any] = {}
@@ -73,7 +74,7 @@ def measure(config: Config, common: Common, sizes: Mapping[str, int] | None = No
                     side.replies.clear()
                 running.take_turns("generate", warmup=1, rounds=config.rounds, prompts=prompts, new=config.new, fresh_peak=True)
                 settings = {"shape": {name: model[name] for name in kimi.SIZES}, "dtype": "bfloat16", "batch": batch, "prompt": prompt,
-                            "new": config.new, "rounds": config.rounds, "warmup": 1}  # fmt: skip
+                            "new": config.new, "rounds": config.rounds, "warmup": 1, "device": config.device}  # fmt: skip
                 for side in running:
                     texts[side.name, case] = (settings, timings(side, batch, config.new), prompts, side.values("generate", "tokens")[-1])
         with Sides([judge], say(common)):
@@ -86,7 +87,7 @@ def measure(config: Config, common: Common, sizes: Mapping[str, int] | None = No
                     found["first_side_memory"] = first["peak_bytes"] / found["peak_bytes"]
                 found["note"] = note(case, found)
                 rows.append(stamp.row(name, settings, found))
-    return show(rows, appended_to(config), common)
+    return show(rows, appended_to(config, config.device), common)
 
 
 def prompts_of(batch: int, prompt: int, vocab_size: int) -> list[list[int]]:
@@ -118,14 +119,14 @@ def note(case: str, found: Mapping[str, Any]) -> str:
     )
 
 
-def ours(checkpoint: str) -> Any:
+def ours(checkpoint: str, device: str = "cpu") -> Any:
     """Our engine. calls: generate(prompts, new) -> tokens, decode_seconds."""
     import unfreeze
     from unfreeze.generate.engine import Engine
     from unfreeze.generate.sampling import Sampling
     from unfreeze.recipes.bench.sides import Worker
 
-    engine = Engine(unfreeze.load(checkpoint, dtype="bfloat16").decoder)  # without stop ids: every row gets all its tokens
+    engine = Engine(unfreeze.load(checkpoint, dtype="bfloat16", device=device).decoder)  # without stop ids: every row gets all its tokens
 
     def generate(prompts: list[list[int]], new: int) -> dict[str, Any]:
         tokens: list[list[int]] = [[] for _ in prompts]
