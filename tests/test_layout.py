@@ -93,6 +93,8 @@ TESTED_BY = {  # source file -> the test file that covers it, where that doesn't
     "kernels/attention/documents.py": "kernels/attention/test_packed_attention.py",
     "kernels/attention/layout.py": "kernels/attention/test_attention_layout.py",
     "kernels/attention/packed.py": "kernels/attention/test_packed_attention.py",
+    "kernels/dense_mlp/__init__.py": "kernels/dense_mlp/test_dense_mlp.py",
+    "kernels/dense_mlp/torch_compiled.py": "kernels/dense_mlp/test_dense_mlp.py",
     "kernels/expert_mlp/__init__.py": "kernels/expert_mlp/test_expert_mlp.py",
     "kernels/expert_mlp/factors.py": "kernels/expert_mlp/test_expert_mlp.py",
     "kernels/expert_mlp/fused.py": "kernels/expert_mlp/test_expert_mlp.py",

@@ -12,6 +12,7 @@ from unfreeze.kernels.op import Op
 OPS = {
     "adamw": "adamw",
     "attention": "attend",
+    "dense_mlp": "dense_mlp",
     "expert_mlp": "expert_mlp",
     "few_rows": "few_rows_linear",
     "int4_expand": "expand",

@@ -16,6 +16,7 @@ from unfreeze.core.batch import Batch
 from unfreeze.core.errors import UserError
 from unfreeze.kernels.attention import Layout
 from unfreeze.models.blocks.linear import Linear
+from unfreeze.models.blocks.mlp import with_residual
 from unfreeze.models.blocks.moe import MoE
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.passes import Cache, Memo, PackedPass, Pass, PrefillPass, StepPass
@@ -34,7 +35,7 @@ class Layer(nn.Module):
 
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
         x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), run)
-        return x_TD + self.mlp(self.post_attention_layernorm(x_TD), run)
+        return with_residual(self.mlp, self.post_attention_layernorm, x_TD, run)
 
 
 def plain(layer: Layer, x_TD: Tensor, run: PackedPass) -> Tensor:
