@@ -108,6 +108,8 @@ TESTED_BY = {  # source file -> the test file that covers it, where that doesn't
     "kernels/linear_cross_entropy/__init__.py": "kernels/linear_cross_entropy/test_linear_cross_entropy.py",
     "kernels/linear_cross_entropy/blocks.py": "kernels/linear_cross_entropy/test_linear_cross_entropy.py",
     "kernels/linear_cross_entropy/numba_cpu.py": "kernels/linear_cross_entropy/test_linear_cross_entropy.py",
+    "kernels/replay/__init__.py": "kernels/replay/test_replay.py",
+    "kernels/replay/cuda_graph.py": "kernels/replay/test_replay.py",
     "kernels/rms_norm/__init__.py": "kernels/rms_norm/test_rms_norm.py",
     "kernels/rms_norm/numba_cpu.py": "kernels/rms_norm/test_rms_norm.py",
     "kernels/rotary/__init__.py": "kernels/rotary/test_rotary.py",

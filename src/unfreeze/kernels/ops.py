@@ -18,6 +18,7 @@ OPS = {
     "int4_expand": "expand",
     "int4_grouped_mm": "int4_grouped_mm",
     "linear_cross_entropy": "linear_cross_entropy",
+    "replay": "replay",
     "rms_norm": "rms_norm",
     "rotary": "rotary",
     "swiglu": "swiglu",

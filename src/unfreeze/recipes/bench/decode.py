@@ -3,6 +3,8 @@
 bf16 on both sides (transformers dequantizes the experts when it loads). tokens/s counts decoding only: all rows, from the first new token of each
 to the last; reading the prompt stands apart. Correctness: each token a side chose is scored by our model in float32 on the CPU, without a cache,
 after that side's own text: the share that is float32's first choice too, and how much less likely the chosen token is at worst, in nats.
+Sides: unfreeze (steps launched or replayed as records say), unfreeze-launched and unfreeze-graphs (always the one, always the other; the latter on a
+GPU only), transformers.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import random
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import Field
@@ -21,9 +24,9 @@ from unfreeze.core.units import format_bytes
 from unfreeze.recipes.bench.training import Measured, Placed, appended_to, command, say, show
 from unfreeze.recipes.config import Folder, parse
 
-Named = Literal["unfreeze", "transformers"]
+Named = Literal["unfreeze", "unfreeze-launched", "unfreeze-graphs", "transformers"]
 SCORED_ROWS = 2  # of a batch: float32 without a cache is slow, and the rows are alike
-SIDES = {"unfreeze": "unfreeze.recipes.bench.decode:ours", "transformers": "unfreeze.recipes.bench.peers:generator"}
+STEPS = {"unfreeze": "by_record", "unfreeze-launched": "launched", "unfreeze-graphs": "graphs"}
 
 
 class Config(Placed, Measured):
@@ -56,6 +59,8 @@ def measure(config: Config, common: Common, sizes: Mapping[str, int] | None = No
     from unfreeze.recipes.bench.rows import Row, Stamp
     from unfreeze.recipes.bench.sides import Side, Sides
 
+    if config.device == "cpu" and "unfreeze-graphs" in config.sides:
+        raise ConfigError("sides: unfreeze-graphs records CUDA graphs, and this runs on the CPU", next="--device cuda, or leave that side out")
     cases = [parse_case(text) for text in config.cases]
     model = kimi.config(**(sizes or {}))
     tiny = kimi.config(**{**(sizes or {}), **kimi.CHECKED})
@@ -63,7 +68,11 @@ def measure(config: Config, common: Common, sizes: Mapping[str, int] | None = No
     rows: list[Row] = []
     with checkpoints(config.checkpoint, model, tiny) as (checkpoint, _):
         job = {"checkpoint": str(checkpoint), "device": config.device}
-        measured = [Side(name, SIDES[name], job, threads=config.threads) for name in config.sides]
+        measured = [
+            Side(name, "unfreeze.recipes.bench.decode:ours", job | {"steps": STEPS[name]}, threads=config.threads) if name in STEPS
+            else Side(name, "unfreeze.recipes.bench.peers:generator", job, threads=config.threads)
+            for name in config.sides
+        ]  # fmt: skip
         judge = Side("float32", "unfreeze.recipes.bench.decode:judge", {"checkpoint": str(checkpoint)}, threads=config.threads)
         with Sides(measured, say(common)) as running:
             texts: dict[tuple[str, str], Any] = {}
@@ -119,14 +128,17 @@ def note(case: str, found: Mapping[str, Any]) -> str:
     )
 
 
-def ours(checkpoint: str, device: str = "cpu") -> Any:
+def ours(checkpoint: str, device: str = "cpu", steps: str = "by_record") -> Any:
     """Our engine. calls: generate(prompts, new) -> tokens, decode_seconds."""
     import unfreeze
     from unfreeze.generate.engine import Engine
     from unfreeze.generate.sampling import Sampling
+    from unfreeze.generate.steps import Replayed, by_record, launched
     from unfreeze.recipes.bench.sides import Worker
 
-    engine = Engine(unfreeze.load(checkpoint, dtype="bfloat16", device=device).decoder)  # without stop ids: every row gets all its tokens
+    ways = {"by_record": by_record, "launched": launched, "graphs": partial(Replayed, impl="cuda_graph")}
+    decoder = unfreeze.load(checkpoint, dtype="bfloat16", device=device).decoder
+    engine = Engine(decoder, steps=ways[steps])  # without stop ids: every row gets all its tokens
 
     def generate(prompts: list[list[int]], new: int) -> dict[str, Any]:
         tokens: list[list[int]] = [[] for _ in prompts]
