@@ -105,6 +105,20 @@ def test_graphs_are_bounded_and_kinds_beyond_run_the_reference_said_once(graphs,
     assert len(graphs) == made, "without gradients is a kind of its own, and there is no room for it"
 
 
+def test_torchs_own_limit_is_no_end_of_a_run(graphs, caplog):
+    """It raises where a graph must be whole; a global switch such as deterministic algorithms is something it guards on and a kind doesn't name."""
+    block = Compiled(counting(graphs))
+    with torch._dynamo.config.patch(recompile_limit=1), caplog.at_level(logging.WARNING, logger="unfreeze"):
+        assert max(errors(block, arguments(256))) < OP.tolerance[torch.float32]
+        try:
+            torch.use_deterministic_algorithms(True)
+            for rows in (256, 300):
+                assert max(errors(block, arguments(rows))) < OP.tolerance[torch.float32]
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert len(graphs) == 1 and sum("further kinds run the reference" in entry.message for entry in caplog.records) == 1
+
+
 def test_backward_of_a_recomputation_and_a_visit_without_gradients_make_two_graphs(graphs):
     block = Compiled(counting(graphs))
     for rows in (256, 512, 700):

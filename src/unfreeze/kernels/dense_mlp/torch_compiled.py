@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from unfreeze.kernels.dense_mlp import reference
 from unfreeze.kernels.dense_mlp.reference import Projection
@@ -43,17 +44,23 @@ class Compiled:
     def __init__(self, backend: Any = "inductor"):
         self._run = torch.compile(block, fullgraph=True, backend=backend)
         self.kinds: set[Any] = set()
+        self.full = False
 
     def __call__(self, x_TD: Tensor, norm_D: Tensor, eps: float, gate: Projection, up: Projection, down: Projection) -> Tensor:
         if not self._room((torch.is_grad_enabled(), eps, *map(_kind, (x_TD[:0], norm_D)), *(_kind_of(part) for part in (gate, up, down)))):
             return reference.dense_mlp(x_TD, norm_D, eps, gate, up, down)
         x_TD = x_TD.contiguous()
         torch._dynamo.mark_dynamic(x_TD, 0)
-        return self._run(x_TD, norm_D, eps, _parts(gate), _parts(up), _parts(down))
+        try:
+            return self._run(x_TD, norm_D, eps, _parts(gate), _parts(up), _parts(down))
+        except FailOnRecompileLimitHit:  # torch guards on more than a kind says: its own limit is reached first
+            self.full = True
+            _say_once()
+            return reference.dense_mlp(x_TD, norm_D, eps, gate, up, down)
 
     def _room(self, kind: Any) -> bool:
         if kind not in self.kinds:
-            if len(self.kinds) == MOST:
+            if self.full or len(self.kinds) == MOST:
                 _say_once()
                 return False
             self.kinds.add(kind)
@@ -78,4 +85,4 @@ _SAID: list[bool] = []
 def _say_once() -> None:
     if not _SAID:
         _SAID.append(True)
-        log.warning("dense_mlp: %d kinds of call have a compiled graph, and no more are made; further kinds run the reference", MOST)
+        log.warning("dense_mlp: as many graphs are compiled as there may be (%d kinds of call); further kinds run the reference", MOST)
