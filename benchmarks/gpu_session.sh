@@ -56,13 +56,10 @@ part tests 420 "$PYTHON" -m pytest -q "${gpu_tests[@]}"
 part kernels 420 "$PYTHON" -m unfreeze kernels measure --device cuda
 part layer 360 "$PYTHON" -m unfreeze bench layer --append "$OUT/layer.jsonl"
 part model 600 "$PYTHON" -m unfreeze bench model --append "$OUT/model.jsonl"
-for name in moe decode; do
-    if [[ " $wanted " == *" $name "* ]] && "$PYTHON" -m unfreeze bench "$name" --help 2>/dev/null | grep -q -- '--device'; then
-        part "$name" 420 "$PYTHON" -m unfreeze bench "$name" --device cuda --append "$OUT/$name.jsonl"
-    elif [[ " $wanted " == *" $name "* ]]; then
-        say "$name: runs on the CPU only, left out"
-    fi
-done
+part moe 420 "$PYTHON" -m unfreeze bench moe --device cuda --append "$OUT/moe.jsonl"
+# steps launched from the host beside steps replayed as CUDA graphs, and "unfreeze" by the records that part kernels has just made
+part decode 420 "$PYTHON" -m unfreeze bench decode --device cuda --append "$OUT/decode.jsonl" \
+    --sides unfreeze unfreeze-launched unfreeze-graphs transformers
 
 cp -r src/unfreeze/kernels/records "$OUT/" 2>/dev/null || true
 echo "results in $OUT" | tee -a "$summary"

@@ -145,6 +145,29 @@ def test_the_control_arm_is_seen(planted, grouped, monkeypatch):
         assert found
 
 
+def generation_step(config) -> list[str]:
+    """What would have waited in one step of generation within a fixed width, on a device without values."""
+    model, watch = build(config, "meta"), Watch("meta")
+    cache = model.new_cache(3, 32)
+    with torch.no_grad():
+        model.prefill(batch_of((6, 4, 9)).to("meta"), cache)
+        tokens, positions = (torch.zeros(3, dtype=torch.int64, device="meta") for _ in range(2))
+        with watch:
+            model.step_within(tokens, positions, cache, 16)
+    return watch.found
+
+
+@pytest.mark.parametrize("config", [KIMI, QWEN], ids=["kimi_k2", "qwen3_moe"])
+def test_a_step_of_generation_within_a_width_never_waits(config, grouped, monkeypatch):
+    """What a CUDA graph needs. Control arm: positions that come back to the host on their way are seen."""
+    generation_step(config)  # tables that are made once per process
+    assert generation_step(config) == []
+    within = models.Decoder.step_within
+    monkeypatch.setattr(models.Decoder, "step_within", lambda self, t, p, cache, width: within(self, t, p.cpu().to(p.device), cache, width))
+    with pytest.raises(NotImplementedError, match="meta"):
+        generation_step(config)
+
+
 def test_the_expert_op_of_cuda_asks_for_no_value(grouped):
     """Forward and backward in bf16 with values, on the CPU."""
     model, batch = build(KIMI, "cpu"), batch_of((16, 8))

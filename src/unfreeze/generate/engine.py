@@ -19,8 +19,10 @@ from unfreeze.data.examples import Example
 from unfreeze.data.packing import pack
 from unfreeze.data.tokenizer import StreamDecoder
 from unfreeze.generate.sampling import Chooser, Sampling
+from unfreeze.generate.steps import Step, Steps, by_record
 from unfreeze.generate.stops import StopText
 from unfreeze.models import Decoder
+from unfreeze.models.blocks.passes import Cache
 
 FinishReason = Literal["stop", "length"]
 
@@ -104,11 +106,14 @@ class Engine:
     """Continues token prompts with a Decoder.
 
     `tokenizer` gives text and says which ids have a name: rows of the head beyond (padding, FAILURES N5) are never sampled. None: ids only.
-    `stop_ids` end a sequence where they are sampled. The model's weights may change between calls; nothing is kept from call to call.
+    `stop_ids` end a sequence where they are sampled. `steps`: how a step is launched (generate/steps.py). The model's weights may change between
+    calls; nothing is kept from call to call.
     """
 
-    def __init__(self, model: Decoder, *, tokenizer: Vocabulary | None = None, stop_ids: frozenset[int] = frozenset()):
-        self.model, self.tokenizer, self.stop_ids = model, tokenizer, stop_ids
+    def __init__(
+        self, model: Decoder, *, tokenizer: Vocabulary | None = None, stop_ids: frozenset[int] = frozenset(), steps: Steps = by_record
+    ):  # fmt: skip
+        self.model, self.tokenizer, self.stop_ids, self.steps = model, tokenizer, stop_ids, steps
         self.num_ids = model.shape.vocab_size if tokenizer is None else min(tokenizer.named_size, model.shape.vocab_size)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
@@ -140,7 +145,7 @@ class Engine:
         ]
         chooser = Chooser(sampling, len(rows))
         cache = self.model.new_cache(len(rows), max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)))
-        logits_SV = self._prefill(prompts, cache)
+        logits_SV, step = self._prefill(prompts, cache), self.steps(self.model, cache)
         while True:
             tokens = chooser.choose(logits_SV, [row.index for row in rows])
             logprobs = logprobs_of(logits_SV, tokens)
@@ -152,7 +157,7 @@ class Engine:
             if len(running) < len(rows):
                 order = cache.keep(running)
                 rows, tokens = [rows[i] for i in order], [tokens[i] for i in order]
-            logits_SV = self._step(tokens, cache)
+            logits_SV = self._step(step, tokens)
 
     def _decoder(self, before: int) -> StreamDecoder | None:
         """Has seen the id before the first new one: decoders drop the space of a text's first token, which is no first token here."""
@@ -165,17 +170,14 @@ class Engine:
 
     # no_grad wraps these two calls, not the generator: its body is left at every yield, where the grad mode must be the caller's own.
     @torch.no_grad()
-    def _prefill(self, prompts: list[list[int]], cache: object) -> Tensor:
+    def _prefill(self, prompts: list[list[int]], cache: Cache) -> Tensor:
         batch = batch_of(prompts, self.model.device)
         last_S = (batch.starts_S + torch.tensor(batch.lengths()) - 1).to(self.model.device)
-        return self._logits(self.model.prefill(batch, cache)[last_S])  # type: ignore[arg-type]
+        return self.model.logits(self.model.prefill(batch, cache)[last_S])[:, : self.num_ids]
 
     @torch.no_grad()
-    def _step(self, tokens: list[int], cache: object) -> Tensor:
-        return self._logits(self.model.step(torch.tensor(tokens, device=self.model.device), cache))  # type: ignore[arg-type]
-
-    def _logits(self, hidden_SD: Tensor) -> Tensor:
-        return self.model.logits(hidden_SD)[:, : self.num_ids]
+    def _step(self, step: Step, tokens: list[int]) -> Tensor:
+        return step(tokens)[:, : self.num_ids]
 
     def _limits(self, prompts: list[list[int]], sampling: Sampling) -> list[int]:
         """How many tokens each prompt may be continued by."""

@@ -12,11 +12,13 @@ from unfreeze.kernels.op import Op
 OPS = {
     "adamw": "adamw",
     "attention": "attend",
+    "dense_mlp": "dense_mlp",
     "expert_mlp": "expert_mlp",
     "few_rows": "few_rows_linear",
     "int4_expand": "expand",
     "int4_grouped_mm": "int4_grouped_mm",
     "linear_cross_entropy": "linear_cross_entropy",
+    "replay": "replay",
     "rms_norm": "rms_norm",
     "rotary": "rotary",
     "swiglu": "swiglu",

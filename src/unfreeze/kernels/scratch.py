@@ -34,6 +34,11 @@ def scratch_bytes() -> int:
     return sum(buffer.nbytes for buffer in list(_buffers.values()))
 
 
+def held() -> list[Tensor]:
+    """The buffers as they are now: whoever goes on using their addresses (a recorded graph) keeps them alive by keeping these."""
+    return list(_buffers.values())
+
+
 def release_scratch() -> None:
     """Forget all buffers. Not while a call runs in another thread."""
     _buffers.clear()

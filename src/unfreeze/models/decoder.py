@@ -16,9 +16,10 @@ from unfreeze.core.batch import Batch
 from unfreeze.core.errors import UserError
 from unfreeze.kernels.attention import Layout
 from unfreeze.models.blocks.linear import Linear
+from unfreeze.models.blocks.mlp import with_residual
 from unfreeze.models.blocks.moe import MoE
 from unfreeze.models.blocks.norm import RMSNorm
-from unfreeze.models.blocks.passes import Cache, Memo, PackedPass, Pass, PrefillPass, StepPass
+from unfreeze.models.blocks.passes import Cache, Memo, PackedPass, Pass, PrefillPass, StepPass, StepWithin
 from unfreeze.models.shape import Shape
 
 Through = Callable[["Layer", Tensor, PackedPass], Tensor]
@@ -34,7 +35,7 @@ class Layer(nn.Module):
 
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
         x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), run)
-        return x_TD + self.mlp(self.post_attention_layernorm(x_TD), run)
+        return with_residual(self.mlp, self.post_attention_layernorm, x_TD, run)
 
 
 def plain(layer: Layer, x_TD: Tensor, run: PackedPass) -> Tensor:
@@ -187,15 +188,26 @@ class Decoder(nn.Module):
 
     def step(self, tokens_S: Tensor, cache: Cache) -> Tensor:
         """One new token per row, at position cache.lengths[row]. -> [S, D]. The cache grows by one position."""
-        if max(cache.lengths) >= cache.capacity:
-            raise UserError(f"the cache holds {cache.capacity} positions and all are filled; create it with a larger capacity")
+        cache.require_room()
         positions_S = torch.tensor(cache.lengths, device=self.device)
         rows_S = torch.arange(len(cache.lengths), device=self.device)
-        run = StepPass(*self.shape.rope.tables(positions_S), cache=cache, rows_T=rows_S, positions_T=positions_S)
+        hidden_SD = self._step(tokens_S, StepPass(*self.shape.rope.tables(positions_S), cache=cache, rows_T=rows_S, positions_T=positions_S))
+        cache.lengths = [length + 1 for length in cache.lengths]
+        return hidden_SD
+
+    def step_within(self, tokens_S: Tensor, positions_S: Tensor, cache: Cache, width: int) -> Tensor:
+        """`step` with every changing number on the device: positions_S int64 says where each row's token stands, all below `width`. -> [S, D].
+
+        The launches are the same whatever the two tensors hold, so they can be recorded and replayed. cache.lengths is the caller's to advance.
+        """
+        rows_S = torch.arange(len(tokens_S), device=self.device)
+        tables = self.shape.rope.tables(positions_S)
+        return self._step(tokens_S, StepWithin(*tables, cache=cache, rows_T=rows_S, positions_T=positions_S, width=width))
+
+    def _step(self, tokens_S: Tensor, run: StepPass) -> Tensor:
         x_SD = self.model.embed_tokens(tokens_S)
         for layer in self.layers:
             x_SD = layer(x_SD, run)
-        cache.lengths = [length + 1 for length in cache.lengths]
         return self.model.norm(x_SD)
 
     def _layout(self, batch: Batch) -> Layout:

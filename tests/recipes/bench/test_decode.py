@@ -1,9 +1,11 @@
 """bench decode end to end on a tiny shape."""
 
 import pytest
+import torch
 
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
+from unfreeze.kernels.choose import device_key
 from unfreeze.recipes.bench import decode
 from unfreeze.recipes.bench.rows import read
 
@@ -44,3 +46,35 @@ def test_the_judge_sees_a_wrong_token(tmp_path, tiny_sizes):
 def test_a_case_that_is_none_is_named(text):
     with pytest.raises(ConfigError, match="is not BATCHxPROMPT"):
         decode.parse_case(text)
+
+
+def test_without_a_device_everything_runs_on_the_cpu(rows):
+    assert {row.settings["device"] for row in rows} == {"cpu"} == {row.machine.device.split("-")[0] for row in rows}
+
+
+def test_graphs_on_a_cpu_are_refused_and_launched_steps_run(tmp_path, tiny_sizes):
+    with pytest.raises(ConfigError, match="records CUDA graphs"):
+        decode.measure(decode.Config(sides=("unfreeze-graphs",)), Common(quiet=True), tiny_sizes)
+    path = tmp_path / "rows.jsonl"
+    config = decode.Config(append=str(path), sides=("unfreeze-launched",), cases=("1x8",), new=4, rounds=1, threads=1)
+    decode.measure(config, Common(quiet=True), tiny_sizes)
+    assert [row.side for row in read(path)] == ["unfreeze-launched"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_here_is_refused_before_the_work(tiny_sizes):
+    with pytest.raises(ConfigError, match="sees no CUDA device"):
+        decode.measure(decode.Config(device="cuda"), Common(quiet=True), tiny_sizes)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.gpu
+def test_all_sides_run_on_a_gpu(tmp_path, tiny_sizes):
+    path = tmp_path / "rows.jsonl"
+    sides = ("unfreeze", "unfreeze-launched", "unfreeze-graphs", "transformers")
+    config = decode.Config(append=str(path), sides=sides, cases=("1x8",), new=8, rounds=1, device="cuda")
+    decode.measure(config, Common(quiet=True), tiny_sizes)
+    rows = read(path)
+    assert [row.side for row in rows] == list(sides) and {row.machine.device for row in rows} == {device_key(torch.device("cuda"))}
+    for row in rows:
+        assert row.results["correctness"]["worst of them, nats less likely"] < 0.1

@@ -9,7 +9,7 @@ from unfreeze import models
 from unfreeze.adapters import LoraConfig, attach
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.recipes.bench import dense, kimi
-from unfreeze.recipes.bench.flops import Gemm, GemmRate, expert_gemms, step_flops
+from unfreeze.recipes.bench.flops import BatchedGemmRate, Gemm, GemmRate, expert_gemms, step_flops
 from unfreeze.recipes.bench.job import batch_of, tokens_of
 
 DOCUMENTS, LENGTH = 6, 8
@@ -85,3 +85,13 @@ def test_the_gemms_of_an_expert_are_its_forward_and_input_gradient():
 def test_the_rate_is_the_faster_of_the_two_ways():
     found = GemmRate([Gemm(16, 32, 32), Gemm(16, 32, 32, False)], seconds=0.02).measure()
     assert found["gflops_per_second"] == max(found["together"], found["each"]) > 0
+
+
+def test_a_batch_counts_the_gemms_of_all_experts():
+    """The operands' own shapes say how much is multiplied: 2 · m · k · n for each of the experts."""
+    rate = BatchedGemmRate(expert_gemms(16, 64, 32), experts=4, device="cpu")
+    counted = sum(2 * a.numel() * b.shape[-1] for a, b, _ in rate._operands)
+    assert counted == 4 * sum(gemm.flops for gemm in rate.gemms)
+    found = rate.measure()
+    assert found["gflops_per_second"] == found["batched"] > 0
+    assert torch.equal(rate._operands[0][2], rate._operands[0][0] @ rate._operands[0][1])

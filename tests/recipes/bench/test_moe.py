@@ -1,11 +1,14 @@
 """bench moe end to end on a tiny shape: every side runs, its rows are whole, and what is printed is what the rows say."""
 
 import pytest
+import torch
 
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
-from unfreeze.recipes.bench import moe
+from unfreeze.kernels.choose import device_key
+from unfreeze.recipes.bench import kimi, moe
 from unfreeze.recipes.bench.rows import read
+from unfreeze.recipes.bench.training import appended_to
 
 
 @pytest.fixture(scope="module")
@@ -64,3 +67,37 @@ def test_the_checkpoint_is_reused_and_another_model_is_refused(measured, tiny_si
     config = measured[2].model_copy(update={"sides": ("unfreeze",), "append": "", "steps": 1})
     with pytest.raises(ConfigError, match="holds another model"):
         moe.measure(config, Common(quiet=True), tiny_sizes | {"vocab_size": 512}, checked={})
+
+
+def test_without_a_device_everything_runs_on_the_cpu(measured):
+    assert {row.settings["device"] for row in measured[1]} == {"cpu"} == {row.machine.device.split("-")[0] for row in measured[1]}
+
+
+@pytest.mark.parametrize("name", [*moe.RECOMPUTE, moe.GEMM, "peft-experts", "peft-attention"])
+def test_the_device_reaches_every_side(name, tiny_sizes):
+    for device in ("cpu", "cuda"):
+        assert moe._side(name, "a", "b", kimi.config(**tiny_sizes), 2, 32, moe.Config(device=device)).arguments["device"] == device
+
+
+def test_rows_of_a_gpu_go_to_its_own_file(monkeypatch):
+    device_key.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert appended_to(moe.Config(device="cuda"), "cuda").name == "nvidia-h200.jsonl"
+    device_key.cache_clear()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_here_is_refused_before_the_work(tiny_sizes):
+    with pytest.raises(ConfigError, match="sees no CUDA device"):
+        moe.measure(moe.Config(device="cuda"), Common(quiet=True), tiny_sizes, checked={})
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.gpu
+def test_every_side_runs_on_a_gpu_and_agrees_with_float64(tmp_path, tiny_sizes):
+    config = moe.Config(append=str(tmp_path / "rows.jsonl"), steps=1, device="cuda")
+    moe.measure(config, Common(quiet=True), tiny_sizes, checked={}, documents=2, length=32)
+    rows = read(tmp_path / "rows.jsonl")
+    assert len(rows) == 6 and {row.machine.device for row in rows} == {device_key(torch.device("cuda"))}
+    for row in [row for row in rows if row.side != "torch.mm"]:
+        assert row.results["correctness"]["loss, fresh adapters, against float64"] < 2e-3, row.side

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from unfreeze.kernels.dense_mlp import Projection
 from unfreeze.kernels.few_rows import few_rows_linear, is_few
 from unfreeze.kernels.int4_expand import expand
 from unfreeze.quant.codec import Codec, Packed
@@ -99,6 +100,13 @@ class Linear(PackedHolder):
             if self.bias is not None:
                 y_TO = y_TO + self.bias
         return y_TO if self.adapter is None else self.adapter(x_TI, y_TO)
+
+    def projection(self) -> Projection | None:
+        """This layer as tensors, for an op that holds several (kernels/dense_mlp); None where W is packed: it is expanded outside of any graph."""
+        if self.codec is not None:
+            return None
+        factors = () if self.adapter is None else self.adapter.factors()  # type: ignore[operator]
+        return Projection(self.weight, self.bias, *factors)
 
     def matrix(self) -> Tensor:
         """W [out, in] for reading, without bias and adapter: the parameter itself, or the packed weight expanded to bf16, its own precision."""

@@ -1,4 +1,5 @@
-"""The three ways through a decoder: packed (training, scoring), prefill (packed, and remembered) and step (one new token per sequence).
+"""The three ways through a decoder: packed (training, scoring), prefill (packed, and remembered) and step (one new token per sequence), which
+can also be taken at a fixed width.
 
 A pass is given to every layer. It knows the rotary tables, what attention may look at, and what is remembered; the layers don't ask which it is.
 
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from unfreeze.core.errors import UserError
 from unfreeze.kernels.attention import Layout, packed_attention
 
 Value = TypeVar("Value")
@@ -63,6 +65,11 @@ class Cache:
         for store, value in zip(self.layers[layer], new, strict=True):
             store[rows_T, positions_T] = value
         return self.layers[layer]
+
+    def require_room(self) -> None:
+        """Raise UserError where a row has no position left."""
+        if max(self.lengths) >= self.capacity:
+            raise UserError(f"the cache holds {self.capacity} positions and all are filled; create it with a larger capacity")
 
     def keep(self, rows: list[int]) -> list[int]:
         """Only these rows stay: finished sequences leave the batch. -> for each row of the cache now, which one it was.
@@ -174,6 +181,21 @@ class StepPass:
             scale=scale,
         )
         return o_SGJv.flatten(1, 2)
+
+
+@dataclass
+class StepWithin(StepPass):
+    """A step over the first `width` positions of the cache: what it launches depends on no number of the host but this one.
+
+    The positions beyond a row's own are hidden by a mask made on the device; what lies there is whatever the cache holds, finite numbers.
+    """
+
+    width: int = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.longest = self.width
+        steps = torch.arange(self.width, device=self.positions_T.device)
+        self.mask_S11N = (steps[None] <= self.positions_T[:, None])[:, None, None, :]
 
 
 Pass = PackedPass | StepPass

@@ -1,8 +1,10 @@
 """unfreeze bench decode: greedy generation from the 0.9 GB INT4 checkpoint, beside transformers' generate with its cache, in turn. About 2 minutes.
 
 bf16 on both sides (transformers dequantizes the experts when it loads). tokens/s counts decoding only: all rows, from the first new token of each
-to the last; reading the prompt stands apart. Correctness: each token a side chose is scored by our model in float32, without a cache, after that
-side's own text: the share that is float32's first choice too, and how much less likely the chosen token is at worst, in nats.
+to the last; reading the prompt stands apart. Correctness: each token a side chose is scored by our model in float32 on the CPU, without a cache,
+after that side's own text: the share that is float32's first choice too, and how much less likely the chosen token is at worst, in nats.
+Sides: unfreeze (steps launched or replayed as records say), unfreeze-launched and unfreeze-graphs (always the one, always the other; the latter on a
+GPU only), transformers.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import random
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import Field
@@ -18,15 +21,15 @@ from pydantic import Field
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.units import format_bytes
-from unfreeze.recipes.bench.training import Measured, appended_to, command, say, show
+from unfreeze.recipes.bench.training import Measured, Placed, appended_to, command, say, show
 from unfreeze.recipes.config import Folder, parse
 
-Named = Literal["unfreeze", "transformers"]
+Named = Literal["unfreeze", "unfreeze-launched", "unfreeze-graphs", "transformers"]
 SCORED_ROWS = 2  # of a batch: float32 without a cache is slow, and the rows are alike
-SIDES = {"unfreeze": "unfreeze.recipes.bench.decode:ours", "transformers": "unfreeze.recipes.bench.peers:generator"}
+STEPS = {"unfreeze": "by_record", "unfreeze-launched": "launched", "unfreeze-graphs": "graphs"}
 
 
-class Config(Measured):
+class Config(Placed, Measured):
     """What is measured."""
 
     sides: tuple[Named, ...] = Field(default=("unfreeze", "transformers"), min_length=1, description="which sides")
@@ -56,13 +59,20 @@ def measure(config: Config, common: Common, sizes: Mapping[str, int] | None = No
     from unfreeze.recipes.bench.rows import Row, Stamp
     from unfreeze.recipes.bench.sides import Side, Sides
 
+    if config.device == "cpu" and "unfreeze-graphs" in config.sides:
+        raise ConfigError("sides: unfreeze-graphs records CUDA graphs, and this runs on the CPU", next="--device cuda, or leave that side out")
     cases = [parse_case(text) for text in config.cases]
     model = kimi.config(**(sizes or {}))
     tiny = kimi.config(**{**(sizes or {}), **kimi.CHECKED})
-    stamp = Stamp.now("decode", command("decode", config), threads=config.threads or None)
+    stamp = Stamp.now("decode", command("decode", config), config.device, threads=config.threads or None)
     rows: list[Row] = []
     with checkpoints(config.checkpoint, model, tiny) as (checkpoint, _):
-        measured = [Side(name, SIDES[name], {"checkpoint": str(checkpoint)}, threads=config.threads) for name in config.sides]
+        job = {"checkpoint": str(checkpoint), "device": config.device}
+        measured = [
+            Side(name, "unfreeze.recipes.bench.decode:ours", job | {"steps": STEPS[name]}, threads=config.threads) if name in STEPS
+            else Side(name, "unfreeze.recipes.bench.peers:generator", job, threads=config.threads)
+            for name in config.sides
+        ]  # fmt: skip
         judge = Side("float32", "unfreeze.recipes.bench.decode:judge", {"checkpoint": str(checkpoint)}, threads=config.threads)
         with Sides(measured, say(common)) as running:
             texts: dict[tuple[str, str], Any] = {}
@@ -73,7 +83,7 @@ def measure(config: Config, common: Common, sizes: Mapping[str, int] | None = No
                     side.replies.clear()
                 running.take_turns("generate", warmup=1, rounds=config.rounds, prompts=prompts, new=config.new, fresh_peak=True)
                 settings = {"shape": {name: model[name] for name in kimi.SIZES}, "dtype": "bfloat16", "batch": batch, "prompt": prompt,
-                            "new": config.new, "rounds": config.rounds, "warmup": 1}  # fmt: skip
+                            "new": config.new, "rounds": config.rounds, "warmup": 1, "device": config.device}  # fmt: skip
                 for side in running:
                     texts[side.name, case] = (settings, timings(side, batch, config.new), prompts, side.values("generate", "tokens")[-1])
         with Sides([judge], say(common)):
@@ -86,7 +96,7 @@ def measure(config: Config, common: Common, sizes: Mapping[str, int] | None = No
                     found["first_side_memory"] = first["peak_bytes"] / found["peak_bytes"]
                 found["note"] = note(case, found)
                 rows.append(stamp.row(name, settings, found))
-    return show(rows, appended_to(config), common)
+    return show(rows, appended_to(config, config.device), common)
 
 
 def prompts_of(batch: int, prompt: int, vocab_size: int) -> list[list[int]]:
@@ -118,14 +128,17 @@ def note(case: str, found: Mapping[str, Any]) -> str:
     )
 
 
-def ours(checkpoint: str) -> Any:
+def ours(checkpoint: str, device: str = "cpu", steps: str = "by_record") -> Any:
     """Our engine. calls: generate(prompts, new) -> tokens, decode_seconds."""
     import unfreeze
     from unfreeze.generate.engine import Engine
     from unfreeze.generate.sampling import Sampling
+    from unfreeze.generate.steps import Replayed, by_record, launched
     from unfreeze.recipes.bench.sides import Worker
 
-    engine = Engine(unfreeze.load(checkpoint, dtype="bfloat16").decoder)  # without stop ids: every row gets all its tokens
+    ways = {"by_record": by_record, "launched": launched, "graphs": partial(Replayed, impl="cuda_graph")}
+    decoder = unfreeze.load(checkpoint, dtype="bfloat16", device=device).decoder
+    engine = Engine(decoder, steps=ways[steps])  # without stop ids: every row gets all its tokens
 
     def generate(prompts: list[list[int]], new: int) -> dict[str, Any]:
         tokens: list[list[int]] = [[] for _ in prompts]

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from unfreeze.core.command import Common
-from unfreeze.recipes.bench.training import MeasuredInTurn, appended_to, command, float64, show, step_in_turn
+from unfreeze.recipes.bench.training import MeasuredInTurn, Placed, appended_to, command, float64, show, step_in_turn
 from unfreeze.recipes.config import Folder, parse
 
 Named = Literal["unfreeze", "transformers", "transformers-liger"]
@@ -26,14 +26,13 @@ CHECKED = {"num_hidden_layers": 2, "vocab_size": 16384}
 """What is smaller in the model that the float64 comparison runs on."""
 
 
-class Config(MeasuredInTurn):
+class Config(Placed, MeasuredInTurn):
     """What is measured."""
 
     sides: tuple[Named, ...] = Field(default=("unfreeze", "transformers", "transformers-liger"), min_length=1, description="which sides")
     recompute: Literal["layers", "selective", "elementwise", "nothing"] = Field(
         default="elementwise", description="of unfreeze: what is computed twice; elementwise: no GEMM is, the choice for dense models"
     )
-    device: Literal["cpu", "cuda"] = Field(default="cpu", description="where all sides train")
     checkpoint: Folder = Field(default="", description="folder where the random checkpoint is, or is made and kept; default: a temporary one")
 
 

@@ -27,6 +27,7 @@ from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.moe import MoE
 from unfreeze.parallel.plan import Recompute
+from unfreeze.recipes.bench.timing import timed
 
 
 @dataclass(frozen=True)
@@ -132,3 +133,29 @@ class GemmRate:
             run()
             times.append(time.perf_counter() - started)
         return work / statistics.median(times) / 1e9
+
+
+class BatchedGemmRate:
+    """A GPU's own rate at those shapes: torch.bmm in bf16 over the GEMMs of all experts at once, as one expert's would leave most of it idle."""
+
+    def __init__(self, gemms: Sequence[Gemm], experts: int, device: torch.device | str):
+        self.gemms, self.experts, self.device = list(gemms), experts, torch.device(device)
+        generator = torch.Generator(device=device).manual_seed(0)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(experts, *shape, generator=generator, device=device).bfloat16()
+
+        self._operands = [
+            (random(g.rows, g.inner), random(g.columns, g.inner).mT if g.transposed else random(g.inner, g.columns), random(g.rows, g.columns))
+            for g in self.gemms
+        ]
+
+    def measure(self) -> dict[str, Any]:
+        """-> gflops_per_second: of the median round; batched: the same, the one way there is."""
+        found = timed(self._round, self.device, repeats=20)
+        rate = self.experts * sum(gemm.flops for gemm in self.gemms) / found.ms / 1e6
+        return {"gflops_per_second": rate, "batched": rate}
+
+    def _round(self) -> None:
+        for a, b, out in self._operands:
+            torch.bmm(a, b, out=out)

@@ -4,7 +4,8 @@ The checkpoint is random, in Kimi-K2-Thinking's on-disk format: hidden 1024, 8 l
 Job: LoRA rank 8 on the five attention projections and all routed experts, bf16, 2,048 tokens per step (4 documents of 512), clipping, AdamW.
 Sides: unfreeze (recompute selective, the default), unfreeze-nothing (recompute nothing), peft-experts (transformers + peft, experts through
 target_parameters), peft-attention (experts frozen, eager experts: their fastest; it steps in turn with unfreeze once peft-experts has ended, because
-all at once would not fit 24 GB). Beside them the rate of torch.mm in bf16 at the experts' shapes, on all cores.
+all at once would not fit 24 GB). Beside them the rate of torch.mm in bf16 at the experts' shapes, on all cores; on a GPU that of torch.bmm over
+all experts.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Literal, get_args
 from pydantic import Field
 
 from unfreeze.core.command import Common
-from unfreeze.recipes.bench.training import MeasuredInTurn, appended_to, command, float64, show, step_in_turn
+from unfreeze.recipes.bench.training import MeasuredInTurn, Placed, appended_to, command, float64, show, step_in_turn
 from unfreeze.recipes.config import Folder, parse
 
 Named = Literal["unfreeze", "unfreeze-nothing", "peft-experts", "peft-attention"]
@@ -25,9 +26,10 @@ LORA: dict[str, Any] = {"rank": RANK, "alpha": 2.0 * RANK, "targets": ("attentio
 RECOMPUTE = {"unfreeze": "selective", "unfreeze-nothing": "nothing"}
 TURNS: tuple[tuple[str, ...], ...] = (("unfreeze", "unfreeze-nothing", "torch.mm", "peft-experts"), ("unfreeze", "peft-attention"))
 GEMM = "torch.mm"
+WAYS = {"together": "all cores on one GEMM", "each": "a GEMM per core", "batched": "all experts in one torch.bmm"}
 
 
-class Config(MeasuredInTurn):
+class Config(Placed, MeasuredInTurn):
     """What is measured."""
 
     sides: tuple[Named, ...] = Field(default=get_args(Named), min_length=1, description="which sides")
@@ -49,13 +51,13 @@ def measure(
     from unfreeze.recipes.bench.rows import Stamp
 
     model, small = kimi.config(**(sizes or {})), kimi.config(**{**(sizes or {}), **(kimi.CHECKED if checked is None else checked)})
-    stamp = Stamp.now("moe", command("moe", config), threads=config.threads or None)
+    stamp = Stamp.now("moe", command("moe", config), config.device, threads=config.threads or None)
     shape = {name: model[name] for name in kimi.SIZES}
     tokens, rows = documents * length, []
     settings = {
         "shape": shape, "checked": {name: small[name] for name in kimi.SIZES if small[name] != model[name]}, "rank": RANK, "alpha": 2 * RANK,
         "targets": ["attention", "experts"], "dtype": "bfloat16", "documents": documents, "length": length, "tokens_per_step": tokens,
-        "steps": config.steps, "warmup": config.warmup,
+        "steps": config.steps, "warmup": config.warmup, "device": config.device,
     }  # fmt: skip
     with checkpoints(config.checkpoint, model, small) as (checkpoint, small_checkpoint):
         exact = float64(str(small_checkpoint), LORA, length, common)
@@ -64,33 +66,38 @@ def measure(
             if turn > 1 and wanted == ["unfreeze"]:
                 continue
             wanted += [GEMM] if GEMM in names and "unfreeze" in wanted else []
-            sides = [_side(name, str(checkpoint), str(small_checkpoint), model, documents, length, config.threads) for name in wanted]
+            sides = [_side(name, str(checkpoint), str(small_checkpoint), model, documents, length, config) for name in wanted]
             found = step_in_turn(sides, config, tokens, exact, common)
             share_of_rate(found, {side.name: side.loaded for side in sides})
             rows += [stamp.row(name, settings | {"turn": turn, "recompute": RECOMPUTE.get(name, "")}, entry) for name, entry in found.items()]
-    return show(rows, appended_to(config), common)
+    return show(rows, appended_to(config, config.device), common)
 
 
-def _side(name: str, checkpoint: str, checked: str, model: Mapping[str, Any], documents: int, length: int, threads: int) -> Any:
+def _side(name: str, checkpoint: str, checked: str, model: Mapping[str, Any], documents: int, length: int, config: Config) -> Any:
     from unfreeze.recipes.bench.sides import Side
 
-    job: dict[str, Any] = {"checkpoint": checkpoint, "checked": checked, "documents": documents, "length": length}
+    job: dict[str, Any] = {"checkpoint": checkpoint, "checked": checked, "documents": documents, "length": length, "device": config.device}
+    threads = config.threads
     if name in RECOMPUTE:
         arguments = job | {"dtype": "bfloat16", "lora": LORA, "recompute": RECOMPUTE[name]}
         return Side(name, "unfreeze.recipes.bench.job:trainer", arguments, threads=threads)
     if name == GEMM:
         rows = documents * length * model["num_experts_per_tok"] // model["n_routed_experts"]
-        shape = {"rows": max(1, rows), "hidden": model["hidden_size"], "width": model["moe_intermediate_size"]}
+        shape = {
+            "rows": max(1, rows), "hidden": model["hidden_size"], "width": model["moe_intermediate_size"],
+            "experts": model["n_routed_experts"], "device": config.device,
+        }  # fmt: skip
         return Side(name, "unfreeze.recipes.bench.moe:gemm_rate", shape, threads=threads)
     return Side(name, "unfreeze.recipes.bench.peers:peft", job | {"trained": name.removeprefix("peft-"), "rank": RANK}, threads=threads)
 
 
-def gemm_rate(rows: int, hidden: int, width: int) -> Any:
+def gemm_rate(rows: int, hidden: int, width: int, experts: int, device: str) -> Any:
     """The machine's own rate as a side: each step measures it anew."""
-    from unfreeze.recipes.bench.flops import GemmRate, expert_gemms
+    from unfreeze.recipes.bench.flops import BatchedGemmRate, GemmRate, expert_gemms
     from unfreeze.recipes.bench.sides import Worker
 
-    rate = GemmRate(expert_gemms(rows, hidden, width))
+    gemms = expert_gemms(rows, hidden, width)
+    rate = GemmRate(gemms) if device == "cpu" else BatchedGemmRate(gemms, experts, device)
     return Worker({"step": rate.measure}, {"gemms": [f"[{g.rows}, {g.inner}] x [{g.inner}, {g.columns}]" for g in rate.gemms]})
 
 
@@ -99,10 +106,10 @@ def share_of_rate(found: dict[str, dict[str, Any]], loaded: Mapping[str, Mapping
     if GEMM not in found:
         return
     replies: Sequence[Mapping[str, float]] = found[GEMM].pop("replies")
-    rates = {name: statistics.median(reply[name] for reply in replies) for name in ("gflops_per_second", "together", "each")}
+    rates = {name: statistics.median(reply[name] for reply in replies) for name in ("gflops_per_second", *WAYS) if name in replies[0]}
     found[GEMM] |= {
         **rates, "gemms": loaded[GEMM]["gemms"],
-        "note": f"{rates['gflops_per_second']:.0f} GFLOP/s (all cores on one GEMM {rates['together']:.0f}, a GEMM per core {rates['each']:.0f})",
+        "note": f"{rates['gflops_per_second']:.0f} GFLOP/s ({', '.join(f'{WAYS[name]} {rates[name]:.0f}' for name in WAYS if name in rates)})",
     }  # fmt: skip
     for name in RECOMPUTE:
         if name in found:

@@ -16,6 +16,7 @@ from unfreeze.core.errors import ConfigError
 from unfreeze.recipes.bench.job import BETAS, LEARNING_RATE, MAX_NORM, tokens_of
 from unfreeze.recipes.bench.rows import installed
 from unfreeze.recipes.bench.sides import Worker, resident
+from unfreeze.recipes.bench.timing import wait
 
 ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
@@ -42,21 +43,22 @@ def liger_refuses(device: str) -> str:
     return "" if installed("liger-kernel") else "liger-kernel is not installed: pip install liger-kernel"
 
 
-def deepseek(checkpoint: str, trained: Trained) -> Any:
-    """The Kimi-format checkpoint in transformers, dequantized to bf16 as it does. Eager experts where they are frozen: measured, its fastest."""
+def deepseek(checkpoint: str, trained: Trained, device: str) -> Any:
+    """The Kimi-format checkpoint in transformers, dequantized to bf16 as it does. Eager experts where they are frozen on a CPU: measured, its
+    fastest there; on a GPU what transformers chooses itself."""
     transformers = library("transformers")
     config = transformers.DeepseekV3Config.from_pretrained(checkpoint)
     config.model_type = "deepseek_v3"  # Kimi says kimi_k2, which transformers knows under this name only
-    options = {"experts_implementation": "eager"} if trained == "attention" else {}
-    return transformers.DeepseekV3ForCausalLM.from_pretrained(checkpoint, config=config, dtype=torch.bfloat16, **options)
+    options = {"experts_implementation": "eager"} if trained == "attention" and device == "cpu" else {}
+    return transformers.DeepseekV3ForCausalLM.from_pretrained(checkpoint, config=config, dtype=torch.bfloat16, **options).to(device)
 
 
-def peft(checkpoint: str, checked: str, trained: Trained, rank: int, documents: int, length: int) -> Worker:
+def peft(checkpoint: str, checked: str, trained: Trained, rank: int, documents: int, length: int, device: str = "cpu") -> Worker:
     """LoRA by peft on the attention projections, and on the routed experts through target_parameters. calls: step, state, check."""
     before = resident()
 
     def model_of(folder: str) -> Any:
-        base = deepseek(folder, trained)
+        base = deepseek(folder, trained, device)
         base.requires_grad_(False)
         experts = list(EXPERTS) if trained == "experts" else None
         config = library("peft").LoraConfig(
@@ -67,7 +69,7 @@ def peft(checkpoint: str, checked: str, trained: Trained, rank: int, documents: 
     def check() -> dict[str, Any]:
         model = model_of(checked)
         model.eval()
-        tokens_BL = tokens_of(torch.Generator().manual_seed(1), 2, min(length, 128), model.config.vocab_size)
+        tokens_BL = tokens_of(torch.Generator().manual_seed(1), 2, min(length, 128), model.config.vocab_size).to(device)
         with torch.no_grad():
             return {"loss_fresh": float(model(input_ids=tokens_BL, labels=tokens_BL, use_cache=False).loss)}
 
@@ -123,10 +125,10 @@ def _training(model: Any, documents: int, length: int, runtime_bytes: int, check
     return Worker({"step": step, "state": state, "check": check}, facts)
 
 
-def generator(checkpoint: str) -> Worker:
+def generator(checkpoint: str, device: str = "cpu") -> Worker:
     """transformers' generate with its cache, greedy, in bf16. calls: generate."""
     transformers = library("transformers")
-    model = deepseek(checkpoint, "experts").eval()
+    model = deepseek(checkpoint, "experts", device).eval()
 
     class Clock(transformers.StoppingCriteria):
         """Called once after each token; stops nothing."""
@@ -135,11 +137,12 @@ def generator(checkpoint: str) -> Worker:
             self.times: list[float] = []
 
         def __call__(self, input_ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
+            wait(input_ids.device)
             self.times.append(time.perf_counter())
             return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
     def generate(prompts: list[list[int]], new: int) -> dict[str, Any]:
-        clock, tokens_SL = Clock(), torch.tensor(prompts)
+        clock, tokens_SL = Clock(), torch.tensor(prompts, device=device)
         with torch.no_grad():
             made = model.generate(
                 tokens_SL, attention_mask=torch.ones_like(tokens_SL), do_sample=False, min_new_tokens=new, max_new_tokens=new, use_cache=True,

@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 import unfreeze
 from unfreeze.core.errors import DataError
+from unfreeze.generate.open import device_of
 from unfreeze.kernels.choose import device_key
 from unfreeze.parallel.machine import PROC, hardware, num_cores
 
@@ -112,8 +113,9 @@ class Stamp(BaseModel):
 
     @classmethod
     def now(cls, benchmark: str, command: str, device: torch.device | str = "cpu", threads: int | None = None) -> Stamp:
-        run = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        return cls(benchmark=benchmark, run=run, command=command, commit=commit(), machine=machine(device, threads or num_cores()))
+        """Raises ConfigError for a device that isn't here."""
+        run, place = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), device_of(str(device))
+        return cls(benchmark=benchmark, run=run, command=command, commit=commit(), machine=machine(place, threads or num_cores()))
 
     def row(self, side: str, settings: Mapping[str, Any], results: Mapping[str, Any] | None = None, *, not_run: str = "") -> Row:
         """Raises ValueError for results that say a speed without memory or correctness."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -29,6 +29,12 @@ class Measured(Frozen):
 
     append: Folder = Field(default="", description="file the rows are appended to; default: benchmarks/results/<device>.jsonl of the checkout")
     threads: int = Field(default=0, ge=0, description="torch's threads in each side's process; 0: one per core")
+
+
+class Placed(Frozen):
+    """And the field of those that run on a GPU too."""
+
+    device: Literal["cpu", "cuda"] = Field(default="cpu", description="where all sides run; rows go to the file of that device")
 
 
 class MeasuredInTurn(Measured):

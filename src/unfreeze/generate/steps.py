@@ -1,0 +1,92 @@
+"""How the steps of a generation are launched: by the host one launch after the other, or recorded once and replayed.
+
+An Engine is given `Steps`: (model, cache) -> Step, which takes the newest token of each row and returns logits [S, V]. `launched` takes the
+attention as wide as the longest row, a number of the host that grows with each token. `Replayed` takes it as wide as the next power of two, over
+a mask that hides the rest; then only what lies in its two input buffers changes from step to step, and one recording serves every step of that
+width and number of rows (a factor of two in attention's reading at most, which at these lengths is small beside the weights').
+
+S sequences, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from unfreeze.kernels.replay import CannotRecord, Launches, pays, replay
+from unfreeze.models import Decoder
+from unfreeze.models.blocks.passes import Cache
+
+log = logging.getLogger(__name__)
+NARROWEST = 64  # positions; a generation of 1,000 tokens then has five widths
+
+Step = Callable[[Sequence[int]], Tensor]
+Steps = Callable[[Decoder, Cache], Step]
+
+
+def launched(model: Decoder, cache: Cache) -> Step:
+    """Every launch from the host."""
+    return lambda tokens: model.logits(model.step(torch.tensor(tokens, device=model.device), cache))
+
+
+def by_record(model: Decoder, cache: Cache) -> Step:
+    """Replayed where a record of kernels/replay says that it pays for that many rows, else launched."""
+    dtype = model.model.norm.weight.dtype
+    return (Replayed if pays(model.device, dtype, len(cache.lengths)) else launched)(model, cache)
+
+
+class Replayed:
+    """A recording per (rows, width), kept as long as the generation: cache and weights lie where they lay when it was made.
+
+    A step of a size not met before is launched, and recorded when it is met again: recording costs the host three steps. Where the
+    launches cannot be recorded (an expert layer that asks for values, say), all steps of this generation are launched, with the reason in the log.
+    `impl`: of kernels/replay.
+    """
+
+    def __init__(self, model: Decoder, cache: Cache, impl: str = "auto"):
+        self.model, self.cache, self.impl = model, cache, impl
+        self._met: dict[tuple[int, int], Launches] = {}
+        self._launched = launched(model, cache)
+        self._refused = False
+
+    def __call__(self, tokens: Sequence[int]) -> Tensor:
+        if self._refused:
+            return self._launched(tokens)
+        self.cache.require_room()
+        size = (len(tokens), width_of(max(self.cache.lengths) + 1, self.cache.capacity))
+        known = self._met.get(size)
+        if known is None:  # rows that have left don't come back: what was recorded with them goes
+            self._met = {met: launches for met, launches in self._met.items() if met[0] == len(tokens)} | {size: self._launches(*size)}
+        launches = self._met[size]
+        tokens_S, positions_S = launches.buffers
+        tokens_S.copy_(torch.tensor(tokens))
+        positions_S.copy_(torch.tensor(self.cache.lengths))
+        try:
+            logits_SV = replay(launches, self.impl if known else "reference")
+        except CannotRecord as error:
+            self._refused = True
+            _say(error.message)
+            return self._launched(tokens)
+        self.cache.lengths = [length + 1 for length in self.cache.lengths]
+        return logits_SV
+
+    def _launches(self, rows: int, width: int) -> Launches:
+        def run(tokens_S: Tensor, positions_S: Tensor) -> Tensor:
+            return self.model.logits(self.model.step_within(tokens_S, positions_S, self.cache, width))
+
+        buffers = tuple(torch.zeros(rows, dtype=torch.int64, device=self.model.device) for _ in range(2))
+        return Launches(run, buffers, rows, self.model.model.norm.weight.dtype)
+
+
+def width_of(longest: int, capacity: int) -> int:
+    """The power of two at or above `longest`, at least NARROWEST, at most what the cache holds."""
+    return min(capacity, max(NARROWEST, 1 << (longest - 1).bit_length()))
+
+
+@functools.cache
+def _say(reason: str) -> None:
+    log.warning("generation: steps are launched one by one, since they cannot be recorded: %s", reason)
