@@ -173,7 +173,7 @@ def test_a_steps_memory_is_predicted_within_15_percent(name, dtype, recompute, m
 def test_a_steps_memory_on_cuda_is_predicted_within_15_percent(name, monkeypatch):
     """The same with the part for CUDA, which holds all experts and all rows at once, run here; and its workspace alone, as the scratch counts it."""
     tokens, rank = 1024, 8
-    monkeypatch.setattr(expert_mlp, "_part", lambda device: Grouped())
+    monkeypatch.setattr(expert_mlp, "_part", lambda *_: Grouped())
     release_scratch()
     shape = models.shape(CONFIGS[name] | {"num_hidden_layers": 2})
     model = models.build(shape, dtype=torch.bfloat16, device="cpu")

@@ -451,6 +451,8 @@ def _kept_bytes(layer: nn.Module, experts_per_token: int, compute: int) -> int:
 
 
 def _product_bytes(layer: nn.Module, compute: int) -> int:
-    """Bytes per token that elementwise recompute keeps beside: outputs of the linear layers of multi-head attention and of a dense MLP."""
-    blocks = [module for module in layer.children() if isinstance(module, (Attention, MLP))]
-    return compute * sum(m.out_features for block in blocks for m in block.modules() if isinstance(m, Linear))
+    """Bytes per token that elementwise recompute keeps beside: outputs of the linear layers of multi-head attention and of a dense or shared MLP,
+    but of its last, which no gradient asks for."""
+    attention = sum(m.out_features for block in layer.modules() if isinstance(block, Attention) for m in block.modules() if isinstance(m, Linear))
+    mlps = sum(m.gate_proj.out_features + m.up_proj.out_features for m in layer.modules() if isinstance(m, MLP))
+    return compute * (attention + mlps)

@@ -49,13 +49,18 @@ class _PackedLinear(torch.autograd.Function):
 
 
 class _KeptLinear(torch.autograd.Function):
-    """y = x Wᵀ + b, where `kept` keeps y at a layer's first visit and gives it back at the second: no GEMM then, gradients the same to the bit."""
+    """y = x Wᵀ + b, where `kept` keeps y at a layer's first visit and gives it back at the second: no GEMM then, gradients the same to the bit.
+    What `kept` leaves out at the second visit (None) is zeros."""
 
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight: Tensor | None, bias: Tensor | None, packed: Packed | None, kept: Kept) -> Tensor:  # type: ignore[override]
         ctx.packed = packed
         ctx.save_for_backward(x_TI if ctx.needs_input_grad[1] else None, weight)
-        return kept(lambda: F.linear(x_TI, _expanded(packed, x_TI) if weight is None and packed is not None else weight, bias))  # type: ignore[arg-type]
+        y_TO = kept(lambda: F.linear(x_TI, _expanded(packed, x_TI) if weight is None and packed is not None else weight, bias))  # type: ignore[arg-type]
+        if y_TO is None:  # nobody reads it
+            shape = (*x_TI.shape[:-1], (weight if weight is not None else packed).shape[-2])  # type: ignore[union-attr]
+            return x_TI.new_zeros(shape)
+        return y_TO
 
     @staticmethod
     def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]

@@ -18,7 +18,10 @@ log = logging.getLogger(__name__)
 
 
 class MLP(nn.Module):
-    """y = down(silu(gate x) · up x). `impl`: of kernels/dense_mlp, see `with_residual`. Source: Shazeer 2020, arXiv:2002.05202."""
+    """y = down(silu(gate x) · up x), which a layer adds to its result last. Source: Shazeer 2020, arXiv:2002.05202.
+
+    `impl`: of kernels/dense_mlp, see `with_residual`.
+    """
 
     def __init__(self, *, gate_proj: Linear, up_proj: Linear, down_proj: Linear):
         super().__init__()
@@ -26,8 +29,8 @@ class MLP(nn.Module):
         self.impl = "auto"
 
     def forward(self, x_TD: Tensor, run: Pass | None = None) -> Tensor:
-        kept = run.products if run is not None else None
-        return self.down_proj(swiglu(self.gate_proj(x_TD, kept), self.up_proj(x_TD, kept)), kept)
+        kept, last = (None, None) if run is None else (run.products, run.last)
+        return self.down_proj(swiglu(self.gate_proj(x_TD, kept), self.up_proj(x_TD, kept)), last)
 
 
 def with_residual(mlp: nn.Module, norm: RMSNorm, x_TD: Tensor, run: Pass) -> Tensor:

@@ -93,7 +93,7 @@ class MoE(nn.Module):
         scores_TE = self.gate.scores(x_TD)
         ids_TK = run.once(lambda: self._choose(scores_TE))  # never top-k again: rounding could choose differently
         y_TD = self.experts(x_TD, ids_TK, self.gate.weigh(scores_TE, ids_TK), run.kept)
-        return y_TD if self.shared_experts is None else y_TD + self.shared_experts(x_TD)
+        return y_TD if self.shared_experts is None else y_TD + self.shared_experts(x_TD, run)
 
     def _choose(self, scores_TE: Tensor) -> Tensor:
         ids_TK = self.gate.choose(scores_TE)

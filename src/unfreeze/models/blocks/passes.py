@@ -41,6 +41,10 @@ class Memo:
         self.values.append(compute())
         return self.values[-1]
 
+    def unread(self, compute: Callable[[], Any]) -> Any:
+        """compute() on the first visit; None on the second, where the layer is only gone through for its gradients."""
+        return None if self.second else compute()
+
 
 class Cache:
     """What attention remembers of S sequences: per layer a few tensors [S, capacity, …] (keys and values, or MLA's latent with its rotary key).
@@ -124,6 +128,11 @@ class PackedPass:
         """`once` for outputs of linear layers, where those are kept."""
         return self.memo.once if self.memo is not None and self.memo.products else None
 
+    @property
+    def last(self) -> Callable[[Callable[[], Any]], Any] | None:
+        """`products` for the last product of a layer: no gradient asks for its value, so it is neither kept nor computed again."""
+        return None if self.memo is None else self.memo.unread
+
     def remember(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         return new
 
@@ -157,7 +166,7 @@ class StepPass:
     def once(self, compute: Callable[[], Value]) -> Value:
         return compute()
 
-    kept = products = None
+    kept = products = last = None
     latent: ClassVar[LatentForm] = "absorbed"
 
     def __post_init__(self) -> None:

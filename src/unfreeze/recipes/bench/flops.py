@@ -5,7 +5,8 @@ Model work of a step of T tokens (PERFORMANCE: MFU):   T · (4·N + 6·A) + 3·a
   N  matmul parameters a token meets: every Linear it passes (the head too), the router, K routed experts
   A  adapter parameters a token meets (those of the K experts it is given, not of the others)
   attention  2 · H · (query + value width) · Σ over documents of L(L + 1)/2, per layer: causal scores and their sums
-Recomputed work is counted apart: layers 2·(N + A) of the layers and attention once more; selective the same without attention and experts.
+Recomputed work is counted apart: layers 2·(N + A) of the layers, but for the last product of dense and shared MLPs, and attention once more;
+selective the same without attention and experts.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from unfreeze.adapters.lora import ExpertLowRank
 from unfreeze.models import Decoder
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
+from unfreeze.models.blocks.mlp import MLP
 from unfreeze.models.blocks.moe import MoE
 from unfreeze.parallel.plan import Recompute
 from unfreeze.recipes.bench.timing import timed
@@ -54,12 +56,14 @@ def step_flops(model: Decoder, lengths: Sequence[int], recompute: Recompute) -> 
     adapters = expert_adapters + dense_adapters
     per_weight = 4 if trained else 6
     work = tokens * (per_weight * (dense + routers + experts + head) + 6 * adapters) + 3 * attention
+    lasts = [m.down_proj for m in model.modules() if isinstance(m, MLP)]  # the last product of a layer isn't computed again
+    repeated = dense - sum(last.in_features * last.out_features for last in lasts)
     dense_model = shape.mla is None and not shape.num_experts
     again = {
         "nothing": 0.0,
-        "elementwise": 0.0 if dense_model else tokens * 2 * (dense + dense_adapters),  # beyond dense models it keeps a part of these: at most
-        "selective": tokens * 2 * (dense + dense_adapters),
-        "layers": tokens * 2 * (dense + routers + experts + adapters) + attention,
+        "elementwise": 0.0 if dense_model else tokens * 2 * (repeated + dense_adapters),  # beyond dense models it keeps a part of these: at most
+        "selective": tokens * 2 * (repeated + dense_adapters),
+        "layers": tokens * 2 * (repeated + routers + experts + adapters) + attention,
     }[recompute]
     return StepFlops(work, again)
 
