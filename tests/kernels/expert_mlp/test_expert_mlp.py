@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves
 
 from unfreeze.core.errors import ConfigError
-from unfreeze.kernels import choose
+from unfreeze.kernels import choose, cores
 from unfreeze.kernels.expert_mlp import ExpertFactors, expert_mlp, fused, loop_cpu, release_scratch, scratch_bytes
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.int4 import Int4
@@ -356,7 +356,7 @@ def test_an_error_in_a_cores_share_reaches_the_caller_when_all_have_stopped(monk
 
     monkeypatch.setattr(loop_cpu, "WORKERS_FROM", 0)
     monkeypatch.setattr(loop_cpu, "GROUP_BYTES", 1)
-    monkeypatch.setattr(loop_cpu, "_pool", functools.cache(loop_cpu._pool.__wrapped__))  # threads of its own: which is _0 is then known
+    monkeypatch.setattr(cores, "_pool", functools.cache(cores._pool.__wrapped__))  # threads of its own: which is _0 is then known
     monkeypatch.setattr(loop_cpu, "_shares", lambda groups, workers: [groups[:1], groups[1:2]])
     monkeypatch.setattr(loop_cpu.LoopCpu, "swiglu", swiglu)
     torch.set_num_threads(2)

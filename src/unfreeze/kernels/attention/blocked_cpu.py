@@ -10,7 +10,8 @@ are padded with zeros to whole blocks, so that few GEMM shapes occur (oneDNN com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -22,11 +23,13 @@ from torch import Tensor
 from unfreeze.kernels import bf16_cpu
 from unfreeze.kernels.bf16_tile import COLUMNS, tile
 from unfreeze.kernels.bf16_tile import ROWS as TILE
+from unfreeze.kernels.cores import spread
 from unfreeze.kernels.numba_options import Kernel, array, convert, exp, narrow, widen
 from unfreeze.kernels.scratch import scratch
 
 ROWS = 128  # queries of a block: the half block above the diagonal that is computed in vain is 1/8 of the work at L = 512
 SCORE_BYTES = 8 << 20  # float32 scores of the heads worked on at once
+SPREAD_FROM = 1 << 26  # multiply-adds of a call from which cores get heads of their own: 0.3 ms of work, against 0.1 ms to hand it out
 LANES = 16
 
 
@@ -279,12 +282,21 @@ def _products(heads: _Heads, q: Tensor, k: Tensor) -> _Wide | _Tiled:
     return (_Tiled if tiled else _Wide)(heads, q, k)
 
 
-def _all_heads(num_documents: int, length: int, groups: int, repeat: int) -> Iterator[_Heads]:
-    """All heads of all documents, as many at once as have scores within SCORE_BYTES."""
-    at_once = max(1, SCORE_BYTES // (4 * repeat * ROWS * length))
-    for document in range(num_documents):
-        for begin in range(0, groups, at_once):
-            yield _Heads(document, length, begin, min(groups - begin, at_once), repeat)
+def _each(num_documents: int, length: int, groups: int, repeat: int, width: int, work: Callable[[_Heads, int], None]) -> None:
+    """work(heads, worker) for all heads of all documents, as many at once as have scores within SCORE_BYTES. Each core has its own; what they write
+    doesn't overlap."""
+    spread_out = num_documents * length**2 * groups * repeat * width >= SPREAD_FROM
+    workers = torch.get_num_threads() if spread_out else 1
+    at_once = min(groups, max(1, SCORE_BYTES // (4 * repeat * ROWS * length)))
+    if num_documents < workers:  # then a document's heads are shared
+        at_once = min(at_once, -(-groups // workers))
+    jobs = [
+        _Heads(document, length, begin, min(groups - begin, at_once), repeat)
+        for document in range(num_documents) for begin in range(0, groups, at_once)
+    ]  # fmt: skip
+    workers = min(workers, len(jobs))
+    cuts = [worker * len(jobs) // workers for worker in range(workers + 1)]
+    spread([jobs[begin:end] for begin, end in itertools.pairwise(cuts)], work)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -292,7 +304,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Ten
     S, L, H, _ = q.shape
     G, dtype = k.shape[2], q.dtype
     o, lse = q.new_empty((S, L, H, v.shape[-1])), torch.empty((S, -(-L // ROWS), G, H // G * ROWS), dtype=torch.float32)
-    for heads in _all_heads(S, L, G, H // G):
+
+    def work(heads: _Heads, _worker: int) -> None:
         products, values = _products(heads, q, k), heads.plain("v", v, dtype)
         out = heads.empty("o", v.shape[-1], dtype)
         for b in range(heads.blocks):
@@ -304,6 +317,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Ten
             lse[heads.document, b, heads.begin : heads.begin + heads.groups] = sums.view(heads.groups, -1)
             torch.bmm(probs, values[:, :keys], out=out[b])
         heads.put_blocks(out, o)
+
+    _each(S, L, G, H // G, q.shape[-1] + v.shape[-1], work)
     return o, lse
 
 
@@ -312,7 +327,8 @@ def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Ten
     S, L, H, _ = q.shape
     G, dtype = k.shape[2], q.dtype
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype) for x in (q, k, v))
-    for heads in _all_heads(S, L, G, H // G):
+
+    def work(heads: _Heads, _worker: int) -> None:
         products, values = _products(heads, q, k), heads.plain("v", v, dtype)
         queries, keys_ = products.narrow()
         do, out = heads.blocked("do", grad, dtype), heads.blocked("o", o, dtype)
@@ -337,6 +353,8 @@ def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Ten
         heads.put_blocks(dq_blocks, dq)
         heads.put(dk_sum, dk)
         heads.put(dv_sum, dv)
+
+    _each(S, L, G, H // G, 3 * q.shape[-1] + 2 * v.shape[-1], work)
     return dq, dk, dv
 
 

@@ -5,16 +5,14 @@ n rows (a token at one expert, sorted by expert, each expert's rows padded), G e
 
 from __future__ import annotations
 
-import functools
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from unfreeze.kernels.cores import spread
 from unfreeze.kernels.expert_mlp import numba_kernels, thin_cpu
 from unfreeze.kernels.expert_mlp.by_gemms import ByGemms
 from unfreeze.kernels.expert_mlp.factors import ExpertFactors
@@ -135,21 +133,8 @@ class LoopCpu(ByGemms):
     def each(self, groups: Iterator[Group], workers: int, work: Callable[[Group, int], None]) -> None:
         """work(group, worker) for every group. Each worker is a core with its own run of consecutive groups, the same at every call: what it
         sums up has a fixed order, so a repeated step has the same bits."""
-        if workers == 1:
-            for group in groups:
-                work(group, 0)
-            return
-        shares = _shares(list(groups), workers)
-
-        @torch.no_grad()  # a setting of the thread
-        def go(worker: int) -> None:
-            for group in shares[worker]:
-                work(group, worker)
-
-        shared = [_pool(workers).submit(go, worker) for worker in range(workers)]
-        wait(shared)  # all, before an error is raised: a worker still at it would write into buffers that the next call uses
-        for done in shared:
-            done.result()
+        listed = list(groups)
+        spread([listed] if workers == 1 else _shares(listed, workers), work)
 
     def rows(self, name: str, group: Group, width: int, dtype: torch.dtype) -> Tensor:
         """Uninitialised [rows of the group, width]."""
@@ -194,14 +179,3 @@ def _shares(groups: list[Group], workers: int) -> list[list[Group]]:
     costs = np.cumsum([group.num_rows + 48 * len(group.experts) for group in groups])
     cuts = np.searchsorted(costs, costs[-1] * np.arange(1, workers) / workers).tolist()
     return [groups[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(groups)], strict=True)]
-
-
-@functools.cache
-def _pool(workers: int) -> ThreadPoolExecutor:
-    """Threads that live as long as the process and keep torch to one core each. torch.mm and the numba loops release Python's lock."""
-    wanted = torch.get_num_threads()
-    pool = ThreadPoolExecutor(workers, "experts", torch.set_num_threads, (1,))
-    for started in [pool.submit(time.sleep, 0.01) for _ in range(workers)]:
-        started.result()
-    torch.set_num_threads(wanted)  # the setting of a thread, but also what threads begin with that come later
-    return pool
