@@ -78,7 +78,7 @@ OP = Op(
     name="adamw",
     reference=reference.step,
     candidates={"numba": Candidate(_load_numba, _numba_refuses), "triton": Candidate(_load_triton, _triton_refuses, named_on=("cpu",))},
-    cases=(_case([(8, 1024)] * 300, False), _case([(128, 16, 1024)] * 8, False), _case([(896, 896)] * 20, True), _case([(4864, 896)] * 12, True)),
+    cases=(_case([(8, 1024)] * 300, False), _case([(128, 16, 1024)] * 8, False), _case([(896, 896)] * 20, True), _case([(4864, 896)] * 4, True)),
     tolerance={torch.float32: 1e-6},  # a handful of float32 roundings per number
     differentiable=False,
 )
