@@ -87,6 +87,7 @@ OP = Op(
     candidates={
         **wrapped("unfreeze.kernels.rotary", Rotary),
     },
-    cases=(_case(16, 16, 16), _case(2048, 16, 2048), _case(1024, 64, 8192)),
+    # torch.compile takes sizes that are equal at first for one: 20 tokens, 12 heads and 16 pairs, or it compiles anew for the next case
+    cases=(_case(20, 12, 20), _case(2048, 16, 2048), _case(1024, 64, 8192)),
     tolerance={torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3},  # one rounding, 2^-8 at most in bf16
 )
