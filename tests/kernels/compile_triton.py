@@ -10,8 +10,10 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from unfreeze.kernels.adamw import triton_cuda as adamw
 from unfreeze.kernels.int4_expand import triton_cuda as int4_expand
 from unfreeze.kernels.int4_grouped_mm import triton_cuda as int4_grouped_mm
+from unfreeze.kernels.linear_cross_entropy import triton_cuda as linear_cross_entropy
 from unfreeze.kernels.rms_norm import triton_cuda as rms_norm
 from unfreeze.kernels.rotary import triton_cuda as rotary
 from unfreeze.kernels.swiglu import triton_cuda as swiglu
@@ -27,6 +29,18 @@ KERNELS = [
     *(
         (rotary._rotate, dict(x=B, y=B, cos=F, sin=F, sign="fp32"), dict(READ_STEP=read, WRITE_STEP=write, HEADS=16, PAIRS=32, KEPT=kept))
         for read, write, kept in ((1, 1, 0), (2, 1, 128), (1, 2, 128))
+    ),
+    *(
+        (
+            adamw._step,
+            dict(chunks=L, addresses=L, numbers=F, keep1="fp32", keep2="fp32", eps="fp32", scale="fp32"),
+            dict(GRADIENT=gradient, WEIGHT=weight, BLOCK=4096),
+        )
+        for gradient, weight in ((tl.float32, None), (tl.bfloat16, tl.bfloat16), (tl.float16, tl.float16), (tl.float32, tl.bfloat16))
+    ),
+    *(
+        (linear_cross_entropy._softmax_gradient, dict(z=z, target=L, weight=F, log_p=F, wins="*i1"), dict(WANTED=wanted, BLOCK=4096))
+        for z, wanted in ((B, True), (F, False))
     ),
     (token_order._count, dict(ids=L, counts=I), dict(SLOTS=128, EXPERTS=64)),
     (token_order._place, dict(ids=L, ends=I, counts=I, slot_n=L, row_of_slot=L), dict(SLOTS=128)),

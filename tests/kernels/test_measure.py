@@ -146,6 +146,31 @@ def test_samples_are_taken_in_turn_after_a_warm_up():
     assert runs[-2 * measure.FEWEST :] == ["a", "b"] * measure.FEWEST and runs[:2] == ["a", "b"]
 
 
+def test_sampling_ends_where_more_samples_change_nothing_and_not_before():
+    now = 0.0
+
+    def takes(*microseconds):
+        turns = iter(range(10**6))
+
+        def call():
+            nonlocal now
+            now += microseconds[next(turns) % len(microseconds)] * 1e-6
+
+        return call
+
+    def samples(**calls) -> int:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(measure.time, "process_time", lambda: now)
+            patch.setattr(measure.time, "perf_counter", lambda: now)
+            return len(measure.in_turn(calls, CPU, seconds=10.0)["first"])
+
+    assert samples(first=takes(9000), twice=takes(4500)) == measure.FEWEST  # 2 x, without spread
+    assert samples(first=takes(9000), slow=takes(18000)) == measure.FEWEST  # slower: as clear
+    assert samples(first=takes(9000), near=takes(8000)) == measure.MOST  # 1.13 x would be proved, but by less than CLEAR times 5 %
+    assert samples(first=takes(9000, 7000, 11000, 5000), noisy=takes(4500, 2500, 6500)) == measure.MOST  # within CLEAR times the spreads
+    assert samples(first=takes(9000), twice=takes(4500), near=takes(8900)) == measure.MOST  # one of two is not clear
+
+
 def test_median_and_interquartile_range():
     assert measure.median_and_spread([1.0, 2.0, 3.0, 4.0, 100.0]) == (3.0, 2.0)
 

@@ -26,6 +26,8 @@ from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel.machine import Hardware
 from unfreeze.parallel.plan import USABLE, Sizes, Work, expert_workspace, measure, meta_model, plan, plan_training, replace_work
 from unfreeze.quant.int4 import Int4
+from unfreeze.train.optim import AdamW
+from unfreeze.train.step import train_step
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 MACHINE = Hardware("cpu", "test", 2, 64 * 2**30, 32 * 2**30)
@@ -202,7 +204,7 @@ def test_a_steps_memory_on_cuda_is_predicted_within_15_percent(name, monkeypatch
 
 SIZES = Sizes(
     base=8 * 2**30, expanded=24 * 2**30, compute_bytes=2, hidden_size=1024, num_layers=16, vocab_size=32000, layer=40000, kept=(4000,) * 16,
-    workspace=2**23,
+    workspace=2**23, elements=4 * 2**30,
     dense_per_rank=10**6, experts_per_rank=2 * 10**7, cast_per_rank=10**6,
 )  # fmt: skip
 
@@ -265,7 +267,7 @@ def test_recompute_is_proposed_where_it_is_off_and_with_fewer_tokens_where_it_is
     assert not any("--recompute" in flags for flags, _ in plan(SIZES, Work(tokens=65536, rank=16), machine(16)).what_fits())
 
 
-def test_micro_batches_change_no_byte():
+def test_micro_batches_change_no_byte_of_adapters():
     one, four = (plan(SIZES, Work(tokens=4096, rank=16, micro_batches=n), MACHINE) for n in (1, 4))
     assert (one.terms, one.load) == (four.terms, four.load)
 
@@ -284,9 +286,50 @@ def test_where_nothing_fits_it_says_that_the_base_alone_is_too_large():
 
 
 def test_full_training_in_half_precision_counts_masters_and_gradient_sums():
-    half = plan(SIZES, Work(tokens=1024), MACHINE).terms
+    half, two, summed = (plan(SIZES, Work(tokens=1024, micro_batches=n), MACHINE).terms for n in (1, 2, 3))
     elements = SIZES.base // 2
-    assert (half["gradients"], half["optimizer"], half["adapter"]) == (SIZES.base + 4 * elements, 12 * elements, 0)
+    assert (half["gradients"], half["optimizer"], half["adapter"]) == (SIZES.base, 12 * elements, 0)
+    assert (two["gradients"], summed["gradients"], summed["optimizer"]) == (2 * SIZES.base, SIZES.base + 4 * elements, 12 * elements)
+
+
+def test_micro_batches_are_proposed_with_the_sums_of_gradients_that_a_second_one_brings():
+    sizes = replace(SIZES, base=2**30, elements=2**29)
+
+    def cut(count: int) -> int:
+        return plan(sizes, Work(tokens=65536 // count, micro_batches=count), MACHINE).total
+
+    for wanted in (2, 5):
+        made = plan(sizes, Work(tokens=65536), replace(MACHINE, available=int(cut(wanted) / USABLE) + 2))
+        assert not made.fits and proposals(made)["--micro-batches"] == wanted
+        assert all(cut(fewer) > made.usable for fewer in range(1, wanted))
+    assert replace_work(made, tokens=65536 // 4).fits  # control: gradients of one micro-batch would have let four of them pass
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_full_training_takes_the_bytes_the_plan_says(dtype, parts):
+    """Masters, moments and gradients as the optimizer holds them after a step, exactly; the whole step's memory is bounded by the plan's."""
+    shape = models.shape(CONFIGS["llama"] | {"num_hidden_layers": 2})
+    model = models.build(shape, dtype=dtype, device="cpu")
+    models.initialize(model, 0)
+    made = plan(measure(model, None), Work(tokens=512, micro_batches=parts, recompute="selective"), MACHINE)
+    optimizer, batch = AdamW(model), batch_of(512, 4)
+    live = Live([*model.parameters(), *model.buffers(), *optimizer.tensors().values()])
+    with live:
+        train_step(model, optimizer, [batch] * parts, cross_entropy, learning_rate=1e-3, max_norm=1.0, through=models.THROUGH["selective"])
+    held = sum(tensor.nbytes for name, tensor in optimizer.tensors().items() if not name.startswith("step."))
+    gradients = sum(g.nbytes for name in optimizer.parameters if (g := optimizer.gradient(name)) is not None)
+    weights = sum(p.nbytes for p in model.parameters())
+    assert (made.terms["base"], made.terms["optimizer"]) == (weights + sum(b.nbytes for b in model.buffers()), held)
+    arriving = weights if parts == 3 and dtype == torch.bfloat16 else 0  # the last micro-batch's, beside the sum of those before
+    assert made.terms["gradients"] == gradients + arriving
+    predicted = sum(size for term, size in made.terms.items() if term not in ("base", "optimizer"))
+    assert 0.85 * (predicted - weights) < live.peak < 1.15 * predicted  # gradients arrive while activations go; the plan has both whole
+
+
+def test_copies_for_the_receipt_are_counted_up_to_their_limit():
+    some, all_ = (plan(SIZES, Work(tokens=1024, receipt_bytes=n), MACHINE).terms["copies for the receipt"] for n in (2**30, 2**40))
+    assert (some, all_) == (2**30, SIZES.base)
 
 
 def test_moments_in_eight_bits_take_a_quarter():

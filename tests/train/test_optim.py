@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from unfreeze.core.errors import ConfigError, UserError
+from unfreeze.train import optim
 from unfreeze.train.optim import AdamW, NonFinite
 
 
@@ -53,6 +55,25 @@ def test_twenty_updates_equal_torch(max_norm: float):
         assert ours.learning_rate == rate
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("moments", ["float32", "int8"])
+def test_the_rate_is_read_from_what_the_update_moved(moments, monkeypatch):
+    """Control arm: a kernel that takes a tenth of the rate it is given shows, clipped or not; the number that was meant would hide it."""
+    model = make_model()
+    ours, kernel = AdamW(model, moments=moments), optim.kernel.adamw
+    for step, (rate, max_norm) in enumerate([(3e-4, 0.0), (2e-5, 0.1), (1e-9, 1e-3)]):
+        set_gradients(model, step)
+        ours.update(rate, max_norm)
+        assert ours.learning_rate == rate
+
+    def a_tenth(updates, rule, *rest):
+        return kernel(updates, replace(rule, learning_rate=rule.learning_rate / 10), *rest)
+
+    monkeypatch.setattr(optim.kernel, "adamw", a_tenth)
+    set_gradients(model, 3)
+    ours.update(3e-4, 0.1)
+    assert ours.learning_rate == pytest.approx(3e-5, rel=1e-5)
 
 
 def test_frozen_weights_have_no_state_and_stay():

@@ -16,8 +16,8 @@ from unfreeze.kernels.op import Candidate, Implementation
 def candidate(function: Implementation) -> Candidate:
     """`function`, differentiated by autograd, compiled at its first call.
 
-    On CPU it runs only where it is named: RMSNorm took 15 to 43 s of a busy core per dtype to compile with a cold cache (forward and backward),
-    more than a run of some hundred steps gains by it, and a chat or a test would pay it too.
+    On CPU it runs only where it is named: with a cold cache compiling an op forward and backward takes longer than a run of some hundred steps
+    gains by it, and a chat or a test would pay it too.
     """
     return Candidate(load=lambda: torch.compile(function, dynamic=True), refuses=refuses, named_on=("cpu",))
 

@@ -19,13 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unfreeze.kernels.choose import implementation_of
+from unfreeze.kernels.choose import REQUIRED_GAIN, implementation_of
 from unfreeze.kernels.op import Case, Implementation, Op
 from unfreeze.kernels.record import Row, device_key
 from unfreeze.quant.codec import Packed
 
 SAMPLE = 2e-3  # seconds a CPU sample should last: a call of some microseconds is repeated within one
 FEWEST, MOST = 9, 101  # samples; odd, so that the median is one of them
+CLEAR = 4.0  # times what a record needs to decide (choose.proves): by so much, further samples change nothing
+SHORT = 0.05  # seconds; a call that takes longer is not called twice to know how long it takes
 L2_BYTES = 256 << 20  # more than any GPU's L2 (an H200 has 50 MB)
 SEED = 0
 
@@ -184,20 +186,38 @@ def _call(op: Op, implementation: Implementation, case: Case, device: torch.devi
 
 
 def in_turn(calls: dict[str, Callable[[], Any]], device: torch.device, seconds: float) -> dict[str, list[float]]:
-    """Microseconds per call of each, sampled in turn (A B A B): whatever slows the machine for a while slows all of them. Warm-up first."""
+    """Microseconds per call of each, sampled in turn (A B A B): whatever slows the machine for a while slows all of them. Warm-up first.
+
+    As many rounds as `seconds` have room for, FEWEST to MOST; fewer, but never under FEWEST, once it is clear who is faster than the first.
+    """
     clock = _CudaClock(device) if device.type == "cuda" else _CpuClock()
     for call in calls.values():
         call()
-    once = {name: min(clock(call, 1) for _ in range(2)) / 1e6 for name, call in calls.items()}
+    once = {name: clock(call, 1) / 1e6 for name, call in calls.items()}
+    once = {name: min(t, clock(calls[name], 1) / 1e6) if t < SHORT else t for name, t in once.items()}
     inner = {name: max(1, min(1000, round(SAMPLE / t))) if device.type == "cpu" else 1 for name, t in once.items()}
     round_seconds = sum(once[name] * inner[name] for name in calls)
     samples = max(FEWEST, min(MOST, int(seconds / round_seconds))) | 1
     times: dict[str, list[float]] = {name: [] for name in calls}
     with _no_garbage_collection():
-        for _ in range(samples):
+        for count in range(1, samples + 1):
             for name, call in calls.items():
                 times[name].append(clock(call, inner[name]))
+            if count >= FEWEST and count % 2 and clear(times):
+                break
     return times
+
+
+def clear(times: dict[str, list[float]]) -> bool:
+    """Whether each of the others is faster or slower than the first in every round, by CLEAR times both spreads and CLEAR times 5 % in the median."""
+    first, *others = times.values()
+    middle, spread = median_and_spread(first)
+    for other in others:
+        median, its_spread = median_and_spread(other)
+        sides = {a < b for a, b in zip(other, first, strict=True)}
+        if len(sides) > 1 or abs(middle - median) < CLEAR * max(REQUIRED_GAIN * middle, (spread + its_spread) / 2):
+            return False
+    return True
 
 
 @contextmanager

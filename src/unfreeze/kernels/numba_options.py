@@ -1,13 +1,16 @@
 """How this room compiles numba kernels, how tensors reach them, and bf16 inside them.
 
 numba has no bfloat16: a bf16 tensor travels as the uint16 of its bits, `widen` and `narrow` convert. Kernels are compiled at their first
-call for each dtype (0.3 to 0.9 s) and kept on disk beside the source, or in the user's cache where the source folder is read-only.
+call for each dtype and kept on disk beside the source, or in the user's cache where the source folder is read-only.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -19,9 +22,10 @@ from numba.extending import overload
 from torch import Tensor
 
 log = logging.getLogger(__name__)
+ROOM = Path(__file__).parent
 
-# Under so many elements one thread does it: 20 to 110 us alone, and a second one costs 10 us to start on an idle machine, but where
-# another process has the core, OpenMP's spinning barrier waits for a time slice: 12,000 us instead of 33 (128 x 1024 SwiGLU, 2 cores).
+# Under so many elements one thread does it: some ten to a hundred microseconds alone. A second one starts in ten on an idle machine, but where
+# another process has the core, OpenMP's spinning barrier waits for a time slice, a hundred times as long.
 SERIAL = 1 << 18
 
 
@@ -81,10 +85,24 @@ def _compiled(function: Callable[..., Any], *, parallel: bool) -> Any:
     """njit with the options of this room. Where neither the source folder nor the user's cache can be written, it says so and compiles anew."""
     options: dict[str, Any] = dict(parallel=parallel, nogil=True, boundscheck=False, error_model="numpy")
     try:
-        return numba.njit(cache=True, **options)(function)
+        made: Any = numba.njit(cache=True, **options)(function)
+        file = made._cache._cache_file
+        file._source_stamp = (file._source_stamp, sources(ROOM))  # what is compared with the file on disk: another stamp compiles anew
+        return made
     except RuntimeError as error:  # numba: "cannot cache function: no locator available"
         log.warning("numba kernels are compiled anew in each process (%s); NUMBA_CACHE_DIR names a writable folder", error)
         return numba.njit(**options)(function)
+
+
+@functools.cache
+def sources(room: Path) -> str:
+    """A hash of the room's files that speak of numba. A kernel on disk holds what it inlined from any of them, and numba itself looks at the time of
+    the kernel's own file only."""
+    digest = hashlib.sha256()
+    for text in (path.read_bytes() for path in sorted(room.rglob("*.py"))):
+        if b"numba" in text:
+            digest.update(text)
+    return digest.hexdigest()
 
 
 def set_threads(elements: int) -> int:

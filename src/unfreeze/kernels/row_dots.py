@@ -2,7 +2,7 @@
 language, because no loop that numba vectorises finds the table lookup.
 
 INT4: a group of weights has 16 possible values: scale · (-8 … 7), each rounded to bf16 as the format says. They fill one 512-bit register, and a
-nibble picks its value with one instruction (vpermd), where subtracting, scaling and rounding every weight takes ten. Without AVX-512 the values
+nibble picks its value with one instruction (vpermps), where subtracting, scaling and rounding every weight takes ten. Without AVX-512 the values
 are computed for each weight, with the same bits. bf16: two weights of a 32-bit word are widened by a shift and a mask.
 Sums are float32, in an order of their own that is the same at every call.
 """

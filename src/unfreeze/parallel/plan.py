@@ -66,6 +66,7 @@ class Sizes:
     """What the plan knows of a model in one dtype of computation.
 
     base            bytes of parameters and buffers as they will lie in memory (packed weights packed)
+    elements        numbers in parameters: what trains where every weight does
     expanded        the same with every packed weight expanded to the computation's dtype
     layer           bytes per token at the worst moment of the largest layer's backward (see _layer_bytes)
     kept            bytes per token of what attention and experts made, layer by layer (see _kept_bytes)
@@ -88,6 +89,7 @@ class Sizes:
     dense_per_rank: int = 0
     experts_per_rank: int = 0
     cast_per_rank: int = 0
+    elements: int = 0
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,8 @@ class Work:
     loss_rows: int = 2048  # of the largest block of logits, and bytes alive per logit of it: kernels/linear_cross_entropy.block_cost
     loss_bytes: int = 10
     tokens_per_second: float | None = None  # a measured rate on this machine; without one the plan gives no time
-    micro_batches: int = 1  # one after the other: only their number of tokens changes the bytes
+    micro_batches: int = 1  # one after the other: of several, half precision gradients are summed in fp32
+    receipt_bytes: int = 0  # of copies of trained weights during the first step, at most (adapters/receipt.py), where every weight trains
 
 
 @dataclass(frozen=True)
@@ -241,11 +244,12 @@ class Plan:
         if tokens < MIN_TOKENS or tokens == self.work.tokens:
             return []
         step = self.work.tokens * parts + parts - 1  # at most this many were asked for: tokens is the whole part of step / micro-batches
-        more = step // (tokens + 1) + 1
+        summed = _largest(self.work.tokens, lambda n: replace_work(self, tokens=n, micro_batches=max(parts, 3)).fits)  # gradients: from the third on
         found = []
-        if step // more >= MIN_TOKENS:
+        for more in sorted({2, 3, step // (summed + 1) + 1}):
             cut = replace_work(self, tokens=step // more, micro_batches=more)
-            found += cut.said_if_fits(f"{flag}--micro-batches {more}", f"{said}micro_batches {more:,} of {step // more:,} tokens")
+            if more > parts and step // more >= MIN_TOKENS and not found:
+                found += cut.said_if_fits(f"{flag}--micro-batches {more}", f"{said}micro_batches {more:,} of {step // more:,} tokens")
         smaller = replace_work(self, tokens=tokens)
         return found + smaller.said_if_fits(f"{flag}--tokens-per-step {tokens * parts}", f"{said}tokens_per_step {tokens * parts:,}")
 
@@ -289,9 +293,11 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware) -> Plan:
     workspace  the expert op's scratch and one layer's expert adapters with their gradients, in the computation's dtype
     """
     trained, bytes_, moments = work_parameters(sizes, work), sizes.compute_bytes, MOMENT_BYTES[work.optimizer_moments]
-    if work.rank is None:  # every weight trains: half precision weights have fp32 masters and fp32 gradient sums (train/optim.py)
-        half, elements = bytes_ < 4, sizes.base // bytes_
-        stays = {"adapter": 0, "gradients": sizes.base + elements * 4 * half, "optimizer": int(elements * (moments + 4 * half))}
+    if work.rank is None:  # every weight trains; half precision ones have fp32 masters, and of several micro-batches fp32 gradient sums
+        half, weights = bytes_ < 4, sizes.elements * bytes_
+        sums = half * sizes.elements * {1: 0, 2: 2}.get(work.micro_batches, 4)  # two arrive in half precision and make room for their sum
+        stays = {"adapter": 0, "gradients": weights + sums, "optimizer": int(sizes.elements * (moments + 4 * half))}
+        stays |= {"copies for the receipt": min(weights, work.receipt_bytes)} if work.receipt_bytes else {}
     else:
         stays = {"adapter": trained * 4, "gradients": trained * GRADIENT_BYTES, "optimizer": int(trained * moments)}
     boundary = work.tokens * sizes.hidden_size * (sizes.num_layers + 1) * bytes_
@@ -346,9 +352,10 @@ def plan_training(
     optimizer_moments: Literal["float32", "int8"] = "float32",
     micro_batches: int = 1,
     tokens_per_second: float | None = None,
+    receipt_bytes: int = 0,
 ) -> Plan:
     """The plan of a training run on one device. `tokens` of one of `micro_batches`; lora None: every weight trains; dtype "bfloat16" or
-    "float32". micro_batches changes no byte, only what is proposed where the run doesn't fit (--tokens-per-step is of all of them).
+    "float32". With adapters micro_batches changes no byte, only what is proposed where the run doesn't fit (--tokens-per-step is of all of them).
 
     Nothing is read but the manifest, nothing allocated. Call `refuse_if_too_large` on the result.
     """
@@ -367,6 +374,7 @@ def plan_training(
         loss_rows=loss_rows,
         loss_bytes=loss_bytes,
         tokens_per_second=tokens_per_second,
+        receipt_bytes=receipt_bytes,
     )
     return plan(measure(model, lora, place.type), work, hardware(place))
 
@@ -395,6 +403,7 @@ def measure(model: models.Decoder, lora: Adapter | None, kind: str = "cpu") -> S
     base = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])  # a tied head is listed once
     return Sizes(
         base=base,
+        elements=sum(p.numel() for p in model.parameters()),
         expanded=base + sum(m.packed.shape.numel() * compute - m.packed.nbytes for m in packed),
         compute_bytes=compute,
         hidden_size=shape.hidden_size,

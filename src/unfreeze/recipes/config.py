@@ -8,7 +8,7 @@ import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import asdict, field, fields, is_dataclass, make_dataclass
+from dataclasses import MISSING, asdict, field, fields, is_dataclass, make_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
@@ -54,9 +54,11 @@ def parse(config: type[C], arguments: list[str], *, command: str, description: s
     if not positional and arguments and not arguments[0].startswith("-"):
         given = _given(config, read_toml(Path(arguments[0]).expanduser()), arguments[0])
         arguments = arguments[1:]
-    values = _parse_flags(_twin(config, given), arguments, command, description)
+    twin = _twin(config, given)
+    values = asdict(_parse_flags(twin, arguments, command, description))
+    named = given.keys() | {argument[2:].partition("=")[0].partition(".")[0].replace("-", "_") for argument in arguments if argument.startswith("--")}
     try:
-        return config.model_validate(asdict(values))
+        return config.model_validate({item.name: values[item.name] for item in fields(twin) if item.name in named or not _default(item, values)})
     except ValidationError as error:
         raise ConfigError(_explain(error), next=f"unfreeze {command} --help") from error
 
@@ -106,6 +108,14 @@ def _twin(config: type[BaseModel], given: Mapping[str, Any]) -> type:
         else:
             members.append((name, annotated, field(default_factory=partial(info.get_default, call_default_factory=True), kw_only=True)))
     return make_dataclass(config.__name__, members)
+
+
+def _default(item: Any, values: Mapping[str, Any]) -> bool:
+    """Whether a field of the twin has its default: with nobody naming it, it is not given, and a validator may ask for that (model_fields_set)."""
+    if item.default_factory is MISSING:
+        return False
+    default = item.default_factory()
+    return values[item.name] == (asdict(default) if is_dataclass(default) and not isinstance(default, type) else default)
 
 
 def _itself(value: Any) -> Any:
@@ -172,5 +182,8 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 
 def _explain(error: ValidationError) -> str:
     """Each wrong field with the value tested and what it must be."""
-    lines = [f"{'.'.join(str(part) for part in item['loc']) or 'config'} = {item.get('input')!r}: {item['msg']}" for item in error.errors()]
+    lines = [
+        f"{'.'.join(str(part) for part in item['loc'])} = {item.get('input')!r}: {item['msg']}" if item["loc"] else item["msg"].partition(", ")[2]
+        for item in error.errors()  # one of several fields together has no place, and says in its own words ("Value error, …") what is wrong
+    ]
     return "; ".join(lines)

@@ -99,10 +99,13 @@ class Patient:
     @cached_property
     def plan(self) -> Plan:
         from unfreeze.parallel.plan import plan_training
+        from unfreeze.recipes.sft import trained_of
 
+        trained_of(self.config).check(self.manifest)
         return plan_training(
             self.shape, self.manifest, self.config.lora, tokens=self.config.tokens_per_micro_batch, dtype=self.config.dtype, device=self.device,
             recompute=self.config.recompute, keep_layers=self.config.keep_layers, micro_batches=self.config.micro_batches,
+            optimizer_moments=self.config.optimizer_moments,
         )  # fmt: skip
 
 
@@ -295,11 +298,13 @@ def check_disk(patient: Patient) -> Iterator[Finding]:
     """Room for the saves of the state and the adapter."""
     folder = patient.config.run_dir.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.is_dir())
-    each = 12 * patient.plan.adapter_parameters  # float32 factors and AdamW's two moments
-    needed = (patient.config.keep_saves + 1) * each + each // 3  # a new save is whole before an old one goes; the adapter at the end
+    terms = patient.plan.terms
+    trained, result = (terms["adapter"], "adapter") if terms["adapter"] else (terms["base"], "model")
+    each = trained + terms["optimizer"]
+    needed = (patient.config.keep_saves + 1) * each + trained  # a new save is whole before an old one goes; the adapter, or the model, at the end
     free = shutil.disk_usage(existing).free
     saves = patient.config.keep_saves + 1
-    line = f"{format_bytes(free)} free under {existing}; the run writes at most {format_bytes(needed)} ({saves} saves, adapter)"
+    line = f"{format_bytes(free)} free under {existing}; the run writes at most {format_bytes(needed)} ({saves} saves, {result})"
     if free < needed:
         yield Finding("disk", "fault", line, "free space, give --out on another disk, or lower --keep-saves")
     else:

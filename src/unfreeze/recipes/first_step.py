@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 class FirstStepReceipt:
     """Which groups learned in the first step, by how much, and what it changed in the output. Written also where it stops the run.
 
-    stop True: a group that stood still ends the run (adapters: it was asked for by name). False: it is a warning, because a norm weight of
-    1 held in bf16 moves in steps of 2^-7 and may need several updates, while its fp32 master moves at the first.
+    stop True: a group that stood still ends the run. False: it is a warning (recipes/trained.py says when).
     """
 
     def __init__(self, state: State, dataset: Dataset, *, stop: bool):

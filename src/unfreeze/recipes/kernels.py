@@ -44,7 +44,9 @@ class Measured(Listed):
         default="package", description="package: the records that are committed; user: your own, which win over them (~/.cache/unfreeze/kernels)"
     )
     out: Folder = Field(default="", description="a file of your choice instead; nothing reads it by itself")
-    seconds: float = Field(default=1.0, gt=0, le=600, description="timing of one op, shape and dtype, in seconds; at least 9 samples of each")
+    seconds: float = Field(
+        default=1.0, gt=0, le=600, description="timing of one op, shape and dtype, in seconds; at least 9 samples of each, no more once it is clear"
+    )
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:

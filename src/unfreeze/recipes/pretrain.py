@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from unfreeze.core.command import Common
-from unfreeze.core.errors import ConfigError
 from unfreeze.recipes.config import parse
 from unfreeze.recipes.device import pick_device, say
 from unfreeze.recipes.first_step import FirstStepReceipt
 from unfreeze.recipes.samples import Samples, own_prompts
+from unfreeze.recipes.trained import AllWeights
 from unfreeze.recipes.training import (
     TrainingConfig,
     batches_of,
@@ -46,9 +46,6 @@ if TYPE_CHECKING:
     from unfreeze.models import Decoder
     from unfreeze.train.run import Run
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tiktoken.model", "chat_template.jinja", "chat_template.json",
-                   "generation_config.json", "special_tokens_map.json")  # fmt: skip
-
 
 class Config(TrainingConfig):
     """Everything a pretraining run depends on."""
@@ -71,9 +68,11 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
     """The table of contents of a pretraining run; goes on where an unfinished run in the same folder stopped."""
     refuse_absent(config.files)
+    trained = AllWeights()
     device = pick_device(config.device, config.threads)
 
     from unfreeze import models
+    from unfreeze.adapters.receipt import COPY_BYTES
     from unfreeze.data import load_tokenizer
     from unfreeze.generate.model import Model, end_ids
     from unfreeze.generate.open import dtype_of
@@ -87,10 +86,11 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
     from unfreeze.train.state import start_or_resume
 
     with open_group(device) as group, live(config, common, "pretrain", command, group) as run:
-        target, best = run.path / "model", run.path / "model-best"
-        if group.any(run.finished and (target / "config.json").is_file() and best_is_written(run, best)):  # written in one move, so it is whole
-            return group.lead(lambda: finish(config, common, command, already_finished=True, model=str(target))) or {}
+        target, best = run.path / trained.name, run.path / f"{trained.name}-best"
+        if group.any(run.finished and (target / trained.marker).is_file() and best_is_written(run, best)):
+            return group.lead(lambda: finish(config, common, command, already_finished=True, **trained.said(target))) or {}
         start = open_start(config.model, common)
+        trained.check(start)
         shape = models.shape(start.config)
         tokenizer = load_tokenizer(start.path)
         check_vocabulary(tokenizer, shape, start)
@@ -98,7 +98,8 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
         plan = plan_training(
             shape, start, None, tokens=config.tokens_per_micro_batch, dtype=config.dtype, device=device, recompute=config.recompute,
             keep_layers=config.keep_layers, micro_batches=config.micro_batches, optimizer_moments=config.optimizer_moments,
-        )
+            receipt_bytes=COPY_BYTES,
+        )  # fmt: skip
         say_plan(run, plan, group)
         model = start_model(start, dtype_of(config.dtype), device, config.seed, run, common)
 
@@ -126,34 +127,25 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
             micro_batches=config.micro_batches, max_norm=config.clip, save_every=config.save_every, keep_saves=config.keep_saves,
             on_full_disk=config.on_full_disk,
             group=group, judge=spike_guard(config, state, cross_entropy, describe), describe=describe,
-            on_step=[*([FirstStepReceipt(state, dataset, stop=False)] if state.step == 0 else []), *validation],
+            on_step=[*([FirstStepReceipt(state, dataset, stop=trained.strict)] if state.step == 0 else []), *validation],
         )  # fmt: skip
         if fitted.reason == "done":
             samples.say("after", state.step)
-            group.lead(lambda: None if (target / "config.json").is_file() else publish(model, start, target))
-            group.lead(lambda: write_best(state, best, lambda folder: publish(model, start, folder)))
-        return group.lead(lambda: finish(config, common, command, model=str(target), best=state.best)) or {}
+            write = partial(trained.write, model, start, config.model)
+            group.lead(lambda: write(target))
+            group.lead(lambda: write_best(state, best, write))
+        return group.lead(lambda: finish(config, common, command, best=state.best, **trained.said(target))) or {}
 
 
 def open_start(model: str, common: Common) -> Manifest:
-    """Where training starts: a checkpoint (folder or id), or a folder with config.json and no weights: a manifest without tensors.
-
-    Raises ConfigError for what cannot be trained in full and written back: packed weights, and a text model nested in a larger one.
-    """
+    """Where training starts: a checkpoint (folder or id), or a folder with config.json and no weights: a manifest without tensors."""
     from unfreeze.checkpoint import Manifest, open_checkpoint
     from unfreeze.checkpoint.manifest import read_json
 
     folder = Path(model)
     if (folder / "config.json").is_file() and not list(folder.glob("*.safetensors")):
-        start = Manifest(path=folder, config=read_json(folder / "config.json"), tensors={}, prefix="", files=())
-    else:
-        start = open_checkpoint(model, progress=say(common))
-    if "text_config" in start.config:
-        raise ConfigError(f"{model}: config.json nests its language model in text_config; pretrain writes plain language models only",
-                          next="give a folder whose config.json is that text_config")  # fmt: skip
-    if any(name.endswith("weight_packed") for name in start.tensors):
-        raise ConfigError(f"{model} is packed in 4 bits; its codes cannot be moved by gradients", next="train adapters: unfreeze sft")
-    return start
+        return Manifest(path=folder, config=read_json(folder / "config.json"), tensors={}, prefix="", files=())
+    return open_checkpoint(model, progress=say(common))
 
 
 def start_model(start: Manifest, dtype: torch.dtype, device: torch.device, seed: int, run: Run, common: Common) -> Decoder:
@@ -167,12 +159,3 @@ def start_model(start: Manifest, dtype: torch.dtype, device: torch.device, seed:
     model = models.build(models.shape(start.config), dtype=dtype, device=device)
     models.initialize(model, seed)
     return model
-
-
-def publish(model: Decoder, start: Manifest, target: Path) -> None:
-    """Write `model` with config and tokenizer files to `target` in one move: a kill leaves either all of it or nothing."""
-    from unfreeze.checkpoint import save_checkpoint
-    from unfreeze.models.publish import published
-
-    extra = {name: start.path / name for name in TOKENIZER_FILES if (start.path / name).is_file()}
-    save_checkpoint(target, start.config, published(model, start.config), extra=extra)

@@ -8,12 +8,14 @@ from typing import Any
 from unfreeze.core.errors import ConfigError, nearest
 
 _PLACE = "the saved place in the data would be another place"
+_TRAINED = "it says which tensors are trained"
 _SHAPE = "it is the shape of the trained tensors"
 FIXED = {
     "model": "what was trained belongs to these weights",
+    "train": _TRAINED,
     "lora.rank": _SHAPE,
     "lora.experts_rank": _SHAPE,
-    "lora.targets": "it says which tensors are trained",
+    "lora.targets": _TRAINED,
     "seed": _PLACE,
     "tokens_per_step": _PLACE,
     "micro_batches": _PLACE,

@@ -1,15 +1,15 @@
-"""unfreeze sft run.toml: fine-tune a checkpoint on conversations with LoRA on every linear layer, routed experts included.
+"""unfreeze sft run.toml: fine-tune a checkpoint on conversations with LoRA on every linear layer, routed experts included, or in full.
 
-The base stays as it was published: 4-bit experts are trained in 4 bits. Loss on the assistant's turns only (on all of a `text`).
+With adapters the base stays as it was published: 4-bit experts are trained in 4 bits. With train = "all" every weight moves, and the result is a
+checkpoint in <out>/model. Loss on the assistant's turns only (on all of a `text`).
 """
 
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from unfreeze.adapters import LoraConfig
 from unfreeze.core.command import Common
@@ -17,6 +17,7 @@ from unfreeze.recipes.config import parse
 from unfreeze.recipes.device import pick_device, say
 from unfreeze.recipes.first_step import FirstStepReceipt
 from unfreeze.recipes.samples import Samples, own_prompts
+from unfreeze.recipes.trained import Adapters, AllWeights, Trained
 from unfreeze.recipes.training import (
     TrainingConfig,
     batches_of,
@@ -26,7 +27,6 @@ from unfreeze.recipes.training import (
     finish,
     live,
     num_steps,
-    portable,
     refuse_absent,
     say_loaded,
     say_plan,
@@ -39,11 +39,33 @@ from unfreeze.recipes.training import (
 from unfreeze.recipes.validation import best_is_written, validation_of, write_best
 from unfreeze.report.live import LoadProgress
 
+ALL_RATE = 2e-5
+
 
 class Config(TrainingConfig):
     """Everything a fine-tuning run depends on."""
 
-    lora: LoraConfig = Field(default_factory=lambda: LoraConfig(), description="the adapters")
+    train: Literal["adapters", "all"] = Field(
+        default="adapters", description="adapters: LoRA beside the frozen base; all: every weight of an unpacked checkpoint, without adapters"
+    )
+    learning_rate: float = Field(
+        default=2e-4, gt=0, description="peak learning rate; for train = all the default is 2e-5 (a tenth, as TRL's SFT has it)"
+    )
+    lora: LoraConfig | None = Field(default_factory=lambda: LoraConfig(), description="the adapters")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_trained(cls, fields: Any) -> Any:
+        """train = "all" has no adapters and another default rate; a field of the adapters beside it is a mistake, not to be passed over."""
+        if not isinstance(fields, dict):
+            return fields
+        if fields.get("train") != "all":
+            if fields.get("lora", True) is None:
+                raise ValueError('train = "adapters" needs [lora]; its defaults are an empty table')
+            return fields
+        if fields.get("lora") is not None:
+            raise ValueError('train = "all" trains every weight and has no adapters: remove [lora] and --lora flags, or give train = "adapters"')
+        return {"learning_rate": ALL_RATE, **fields, "lora": None}
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
@@ -58,10 +80,11 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
     `command` is what the user typed, to be shown where the run must be given again.
     """
     refuse_absent(config.files)
+    trained = trained_of(config)
     device = pick_device(config.device, config.threads)
 
     from unfreeze import models
-    from unfreeze.adapters import attach, save_adapter, verify_adapter
+    from unfreeze.adapters.receipt import COPY_BYTES
     from unfreeze.checkpoint import open_checkpoint
     from unfreeze.data import load_tokenizer
     from unfreeze.generate.model import Model, end_ids
@@ -75,10 +98,11 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
     from unfreeze.train.state import start_or_resume
 
     with open_group(device) as group, live(config, common, "sft", command, group) as run:
-        best = run.path / "adapter-best"
-        if group.any(run.finished and (run.path / "adapter" / "adapter_config.json").is_file() and best_is_written(run, best)):
-            return group.lead(lambda: finish(config, common, command, export=True, already_finished=True)) or {}
+        target, best = run.path / trained.name, run.path / f"{trained.name}-best"
+        if group.any(run.finished and (target / trained.marker).is_file() and best_is_written(run, best)):
+            return group.lead(lambda: finish(config, common, command, already_finished=True, **trained.said(target))) or {}
         manifest = open_checkpoint(config.model, progress=say(common))
+        trained.check(manifest)
         shape = models.shape(manifest.config)
         tokenizer = load_tokenizer(manifest.path)
         check_vocabulary(tokenizer, shape, manifest)
@@ -87,12 +111,13 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
             shape, manifest, config.lora, tokens=config.tokens_per_micro_batch, dtype=config.dtype, device=device,
             micro_batches=config.micro_batches,
             recompute=config.recompute, keep_layers=config.keep_layers, optimizer_moments=config.optimizer_moments,
+            receipt_bytes=COPY_BYTES,
         )  # fmt: skip
         say_plan(run, plan, group)
 
         with LoadProgress(quiet=common.quiet) as progress:
             model = open_model(manifest, dtype_of(config.dtype), device, progress, loaded=partial(say_loaded, run))
-        attach(model, config.lora, config.seed)
+        trained.attach(model)
 
         batches = batches_of(config, dataset.examples, start=run.cursor)
         steps = num_steps(config, batches)
@@ -116,15 +141,18 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
             micro_batches=config.micro_batches, max_norm=config.clip, save_every=config.save_every, keep_saves=config.keep_saves,
             on_full_disk=config.on_full_disk,
             group=group, judge=spike_guard(config, state, cross_entropy, describe), describe=describe,
-            on_step=[*([FirstStepReceipt(state, dataset, stop=True)] if state.step == 0 else []), *validation],
+            on_step=[*([FirstStepReceipt(state, dataset, stop=trained.strict)] if state.step == 0 else []), *validation],
         )  # fmt: skip
         if fitted.reason == "done":
             samples.say("after", state.step)
-
-        def write(folder: Path) -> None:
-            verify_adapter(model, save_adapter(model, folder, base_name=portable(config.model), prefix=manifest.prefix))
-
-        group.lead(lambda: write(run.path / "adapter"))
+        write = partial(trained.write, model, manifest, config.model)
+        if fitted.reason == "done" or trained.when_interrupted:
+            group.lead(lambda: write(target))
         if fitted.reason == "done":
             group.lead(lambda: write_best(state, best, write))
-        return group.lead(lambda: finish(config, common, command, export=True, best=state.best)) or {}
+        return group.lead(lambda: finish(config, common, command, best=state.best, **trained.said(target))) or {}
+
+
+def trained_of(config: Config) -> Trained:
+    """What `train` names."""
+    return AllWeights() if config.lora is None else Adapters(config.lora, config.seed)

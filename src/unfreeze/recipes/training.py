@@ -92,7 +92,7 @@ class TrainingConfig(Frozen):
     )
     clip: float = Field(default=1.0, ge=0, description="limit of the global gradient norm; 0: none")
     dtype: Literal["bfloat16", "float32"] = Field(
-        default="bfloat16", description="dtype of the frozen base and the computation; adapters are float32"
+        default="bfloat16", description="dtype of the weights and the computation; adapters are float32; bfloat16 weights train with float32 masters"
     )
     device: str = Field(default="auto", description="auto (CUDA if there is one), cpu, cuda, cuda:1")
     threads: int = Field(default=0, ge=0, description="CPU threads; 0: all cores. 1 is as fast for models of a few million parameters")

@@ -53,11 +53,13 @@ class AdamW:
         }
         self._state = {name: KINDS[moments](name, master) for name, master in self._masters.items()}
         self._gradients: dict[str, Tensor] = {}  # of half precision weights
+        self._on_cpu = all(master.device.type == "cpu" for master in self._masters.values())
         self._used = 0.0
 
     @property
     def learning_rate(self) -> float:
-        """What the last update used, as its kernel was given it: not what was meant (FAILURES R4)."""
+        """What the last update used, not what was meant (FAILURES R4): on a CPU, where looking costs nothing, what it moved a number of known
+        gradient by; elsewhere what its kernel was given."""
         return self._used
 
     def zero_grad(self) -> None:
@@ -120,6 +122,7 @@ class AdamW:
         self.refuse_non_finite(norm)
         scale = min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0  # 1e-6 as in torch.nn.utils.clip_grad_norm_
         rule, updates = kernel.Rule(learning_rate, self._betas, self._eps, scale), []
+        probe = _probe(rule) if self._on_cpu else None
         for name, master in self._masters.items():
             gradient, parameter, state = self.gradient(name), self.parameters[name], self._state[name]
             if gradient is None:
@@ -132,9 +135,11 @@ class AdamW:
                 state.update(update, rule, self._impl)
             else:
                 updates.append(update)
+        if probe is not None:
+            updates.append(probe)
         if updates:
             kernel.adamw(updates, rule, self._impl)
-        self._used = rule.learning_rate
+        self._used = rule.learning_rate if probe is None else _applied(probe, rule)
         return Update(grad_norm=norm, clip_scale=scale)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -151,6 +156,18 @@ class AdamW:
         if not bad:
             return f"the gradient norm is {norm} though every gradient is finite: their squares overflow"
         return f"the gradient norm is {norm}: {len(bad)} of {len(self._masters)} parameters have a non-finite gradient; first: {bad[0]}"
+
+
+def _probe(rule: kernel.Rule) -> kernel.Update:
+    """A number at 0 whose first update, with gradient 1 after clipping, is -lr / (1 + eps): it goes through the kernel with the others."""
+    zero, one = (torch.full((1,), value, dtype=torch.float32) for value in (0.0, 1.0))
+    return kernel.Update(zero, one / rule.gradient_scale, zero.clone(), zero.clone(), None, weight_decay=0.0, step=1)
+
+
+def _applied(probe: kernel.Update, rule: kernel.Rule) -> float:
+    """The learning rate that the probe moved by; as it was given where float32 can tell no difference."""
+    moved = -float(probe.master) * (1.0 + rule.eps)
+    return rule.learning_rate if math.isclose(moved, rule.learning_rate, rel_tol=1e-5) else moved
 
 
 PIECE = 1 << 19  # numbers whose squares are added up in one go

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unfreeze.kernels import triton_options
 from unfreeze.kernels.adamw import reference
 from unfreeze.kernels.adamw.rule import Rule, Update
 from unfreeze.kernels.choose import choose
@@ -41,6 +42,16 @@ def _load_numba() -> Implementation:
     return numba_cpu.step
 
 
+def _load_triton() -> Implementation:
+    from unfreeze.kernels.adamw import triton_cuda
+
+    return triton_cuda.step
+
+
+def _triton_refuses(device: str, dtype: torch.dtype) -> str:
+    return triton_options.refuses(device, dtype) or ("" if dtype == torch.float32 else f"{dtype}: it keeps float32 masters")
+
+
 def _numba_refuses(device: str, dtype: torch.dtype) -> str:
     if device != "cpu":
         return f"it runs on cpu, not {device}"
@@ -66,8 +77,8 @@ def _case(sizes: Sequence[tuple[int, ...]], half: bool) -> Case:
 OP = Op(
     name="adamw",
     reference=reference.step,
-    candidates={"numba": Candidate(_load_numba, _numba_refuses)},
-    cases=(_case([(8, 1024)] * 300, False), _case([(128, 16, 1024)] * 8, False), _case([(896, 896)] * 20, True), _case([(4864, 896)] * 12, True)),
+    candidates={"numba": Candidate(_load_numba, _numba_refuses), "triton": Candidate(_load_triton, _triton_refuses, named_on=("cpu",))},
+    cases=(_case([(8, 1024)] * 300, False), _case([(128, 16, 1024)] * 8, False), _case([(896, 896)] * 20, True), _case([(4864, 896)] * 4, True)),
     tolerance={torch.float32: 1e-6},  # a handful of float32 roundings per number
     differentiable=False,
 )

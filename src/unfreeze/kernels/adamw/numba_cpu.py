@@ -17,7 +17,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from unfreeze.kernels.adamw.rule import Rule, Update
+from unfreeze.kernels.adamw.rule import Rule, Update, numbers_of, refuse_unread
 from unfreeze.kernels.numba_options import Kernel, narrow, widen
 
 carray: Any = numba.carray  # type: ignore[attr-defined]
@@ -84,21 +84,16 @@ def _step(chunks, addresses, halves, numbers, keep1, keep2, eps, scale):
 @torch.no_grad()
 def step(updates: Sequence[Update], rule: Rule) -> list[Tensor]:
     """As kernels.adamw.adamw, for float32 masters and gradients and weights in float32 or bf16."""
+    refuse_unread(updates, (torch.float32, torch.bfloat16))
     chunks: list[tuple[int, int, int]] = []
     addresses, halves, numbers, held = [], [], [], []
     for index, u in enumerate(updates):
         gradient = u.gradient.contiguous()
         held.append(gradient)  # a copy must live until the launch
-        if u.master.dtype != torch.float32 or not all(x.is_contiguous() for x in (u.master, u.exp_avg, u.exp_avg_sq)):
-            raise ValueError(f"adamw: {u.master.dtype} master, or state that is not contiguous")
-        if gradient.dtype not in (torch.float32, torch.bfloat16) or (u.weight is not None and u.weight.dtype != torch.bfloat16):
-            raise ValueError(f"adamw: gradient in {gradient.dtype}, weight in {u.weight.dtype if u.weight is not None else None}")
         weight = 0 if u.weight is None else u.weight.data_ptr()
         addresses.append((u.master.data_ptr(), u.exp_avg.data_ptr(), u.exp_avg_sq.data_ptr(), gradient.data_ptr(), weight))
         halves.append(gradient.dtype == torch.bfloat16)
-        numbers.append((
-            1.0 - rule.learning_rate * u.weight_decay, rule.learning_rate / (1.0 - rule.betas[0] ** u.step), (1.0 - rule.betas[1] ** u.step) ** 0.5,
-        ))  # fmt: skip
+        numbers.append(numbers_of(u, rule))
         size = u.master.numel()
         chunks += [(index, first, min(CHUNK, size - first)) for first in range(0, size, CHUNK)]
     if chunks:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -33,3 +35,18 @@ class Rule:
     betas: tuple[float, float]
     eps: float
     gradient_scale: float = 1.0
+
+
+def numbers_of(u: Update, rule: Rule) -> tuple[float, float, float]:
+    """(1 - lr · decay, lr / (1 - b1^t), sqrt(1 - b2^t)): what a step of one tensor needs of lr, decay and t."""
+    beta1, beta2 = rule.betas
+    return 1.0 - rule.learning_rate * u.weight_decay, rule.learning_rate / (1.0 - beta1**u.step), (1.0 - beta2**u.step) ** 0.5
+
+
+def refuse_unread(updates: Sequence[Update], dtypes: Collection[torch.dtype]) -> None:
+    """ValueError for what a loop over addresses would misread: masters not in float32, state not contiguous, gradients or weights beyond `dtypes`."""
+    for u in updates:
+        if u.master.dtype != torch.float32 or not all(x.is_contiguous() for x in (u.master, u.exp_avg, u.exp_avg_sq)):
+            raise ValueError(f"adamw: {u.master.dtype} master, or state that is not contiguous")
+        if u.gradient.dtype not in dtypes or (u.weight is not None and (u.weight.dtype not in dtypes or not u.weight.is_contiguous())):
+            raise ValueError(f"adamw: gradient in {u.gradient.dtype}, weight in {u.weight.dtype if u.weight is not None else None}")

@@ -1,6 +1,6 @@
 """Causal attention on CPU for documents of some hundred tokens and more: a block of queries at a time against all keys it may see.
 
-torch's CPU flash attention runs at 70 GFLOP/s on two cores whose GEMMs do 400 in bf16 and 160 in float32 (Zen 4, 512 tokens, width 96). Here
+torch's CPU flash attention stays below the rate of the same cores' GEMMs (`unfreeze kernels list --op attention`: by how much, per record). Here
 the products are GEMMs over a batch of heads, and what stands between them is one loop over a row of scores while it is in cache. Scores are
 float32 products of the exact inputs, as flash computes them; only P and dS are rounded to the inputs' dtype.
 

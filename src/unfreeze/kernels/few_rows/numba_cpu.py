@@ -1,7 +1,7 @@
 """Few rows on CPU: each row of W goes by once, is widened in registers and multiplied with all rows of x (kernels/row_dots.py).
 
-80 MB of weights, one thread of a busy Zen 4 (torch.sum reads them at 20 to 30 GB/s): 1 row 15 to 17 GB/s against oneDNN's 7.5, 3 rows 11 against 7.5,
-4 rows 6 against 7.3, 16 rows 2 against 5.
+One row costs what reading W costs; each further one adds its multiplications in float32, and from four on oneDNN's bf16 GEMM is faster. Record:
+few_rows in kernels/records/ (`unfreeze kernels list --op few_rows`).
 """
 
 from __future__ import annotations

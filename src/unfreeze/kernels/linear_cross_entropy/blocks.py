@@ -16,10 +16,10 @@ from torch.autograd.function import once_differentiable
 
 MAX_BLOCK_ROWS = 4096
 MIN_BLOCK_ROWS = 128  # below it the head's GEMM is bound by reading the weight, not by arithmetic
-# Logits of a block. A frozen head: measured on one busy core, forward and backward, 2,048 tokens, D = 1,024, V = 8,192, bf16, blocks of 128
-# rows 857 ms, 512 rows 850, 2,048 rows 914. A head that trains wants few blocks: with one, its gradient needs no float32 sum of [V, D] (545 MB
-# at V = 151,936, D = 896), which each further block would read and write. 320 MiB are 1,104 such rows in bf16, and come when gradients of
-# layers do not exist yet.
+# Logits of a block. A frozen head: blocks of 128 rows are as fast as larger ones and hold least. A head that trains in half precision wants few: with
+# one block its gradient needs no float32 sum of [V, D] (545 MB at V = 151,936, D = 896, more than the logits of 1,024 rows take), which each further
+# block would read and write: halves and quarters of 1,024 rows took more user time, and more memory. 320 MiB are 1,104 such rows in bf16, and come
+# when gradients of layers do not exist yet.
 CPU_BLOCK_BYTES = {"frozen": 16 * 2**20, "trained": 320 * 2**20}
 DEVICE_BLOCK_BYTES = 5 * 2**28  # 1.25 GiB: 4,096 rows in bf16 at V = 163,840, where a GPU's GEMM is at its full rate
 WEIGHT_CHUNK_BYTES = 8 * 2**20  # of the head's gradient in half precision, on its way into the float32 sum: fits a cache

@@ -11,6 +11,7 @@ from torch import Tensor
 from unfreeze.kernels import compiled, liger, triton_options
 from unfreeze.kernels.choose import choose
 from unfreeze.kernels.op import Candidate, Case, Implementation, Op
+from unfreeze.kernels.parts import numba_refuses
 from unfreeze.kernels.rms_norm import reference
 
 __all__ = ["OP", "bucket", "rms_norm"]
@@ -76,12 +77,6 @@ def _triton() -> Implementation:
     return _by(triton_cuda)
 
 
-def _numba_refuses(device: str, dtype: torch.dtype) -> str:
-    if device != "cpu":
-        return f"device {device}; it runs on cpu"
-    return "" if dtype in (torch.float32, torch.bfloat16) else f"dtype {dtype}; it takes float32 and bfloat16"
-
-
 def _inputs(
     rows: int, width: int, learns: bool, device: torch.device, dtype: torch.dtype, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, float]:
@@ -95,7 +90,7 @@ OP = Op(
     name="rms_norm",
     reference=_by(reference),
     candidates={
-        "numba": Candidate(_numba, _numba_refuses),
+        "numba": Candidate(_numba, numba_refuses),
         "triton": triton_options.candidate(_triton),
         "compiled": compiled.candidate(reference.plain),
         "liger": Candidate(liger.rms_norm, liger.refuses),

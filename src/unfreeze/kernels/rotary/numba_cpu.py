@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import numba
 import numpy as np
 from numba import prange
 from torch import Tensor
 
 from unfreeze.kernels.numba_options import Kernel, array, narrow, widen
+
+
+@numba.njit(inline="always")
+def _head(x, x_token, x_head, y, token, head, heads, width, begin):
+    """(x, y) of one head, its elements before `begin` copied."""
+    source = x[token * x_token + head * x_head : token * x_token + head * x_head + width]
+    target = y[(token * heads + head) * width : (token * heads + head + 1) * width]
+    for i in range(begin):
+        target[i] = source[i]
+    return source, target
+
+
+@numba.njit(inline="always")
+def _turned(a, b, cos, sin, sign):
+    u, v, sine = widen(a), widen(b), np.float32(sin * sign)
+    first, second = np.float32(np.float32(u * cos) - np.float32(v * sine)), np.float32(np.float32(v * cos) + np.float32(u * sine))
+    return narrow(first, a), narrow(second, a)
 
 
 @Kernel
@@ -16,16 +34,11 @@ def _halves_to_halves(x, x_token, x_head, cos, sin, sign, y, tokens, heads, widt
     for t in prange(tokens):
         c, s = cos[t], sin[t]
         for h in range(heads):
-            source = x[t * x_token + h * x_head : t * x_token + h * x_head + width]
-            target = y[(t * heads + h) * width : (t * heads + h + 1) * width]
-            for i in range(begin):
-                target[i] = source[i]
+            source, target = _head(x, x_token, x_head, y, t, h, heads, width, begin)
             a, b = source[begin : begin + pairs], source[begin + pairs :]
             y_a, y_b = target[begin : begin + pairs], target[begin + pairs :]
             for i in range(pairs):
-                u, v, sine = widen(a[i]), widen(b[i]), np.float32(s[i] * sign)
-                y_a[i] = narrow(np.float32(np.float32(u * c[i]) - np.float32(v * sine)), a[i])
-                y_b[i] = narrow(np.float32(np.float32(v * c[i]) + np.float32(u * sine)), a[i])
+                y_a[i], y_b[i] = _turned(a[i], b[i], c[i], s[i], sign)
 
 
 @Kernel
@@ -35,15 +48,10 @@ def _adjacent_to_halves(x, x_token, x_head, cos, sin, sign, y, tokens, heads, wi
     for t in prange(tokens):
         c, s = cos[t], sin[t]
         for h in range(heads):
-            source = x[t * x_token + h * x_head : t * x_token + h * x_head + width]
-            target = y[(t * heads + h) * width : (t * heads + h + 1) * width]
-            for i in range(begin):
-                target[i] = source[i]
+            source, target = _head(x, x_token, x_head, y, t, h, heads, width, begin)
             pair, y_a, y_b = source[begin:], target[begin : begin + pairs], target[begin + pairs :]
             for i in range(pairs):
-                u, v, sine = widen(pair[2 * i]), widen(pair[2 * i + 1]), np.float32(s[i] * sign)
-                y_a[i] = narrow(np.float32(np.float32(u * c[i]) - np.float32(v * sine)), pair[i])
-                y_b[i] = narrow(np.float32(np.float32(v * c[i]) + np.float32(u * sine)), pair[i])
+                y_a[i], y_b[i] = _turned(pair[2 * i], pair[2 * i + 1], c[i], s[i], sign)
 
 
 @Kernel
@@ -53,15 +61,10 @@ def _halves_to_adjacent(x, x_token, x_head, cos, sin, sign, y, tokens, heads, wi
     for t in prange(tokens):
         c, s = cos[t], sin[t]
         for h in range(heads):
-            source = x[t * x_token + h * x_head : t * x_token + h * x_head + width]
-            target = y[(t * heads + h) * width : (t * heads + h + 1) * width]
-            for i in range(begin):
-                target[i] = source[i]
+            source, target = _head(x, x_token, x_head, y, t, h, heads, width, begin)
             a, b, pair = source[begin : begin + pairs], source[begin + pairs :], target[begin:]
             for i in range(pairs):
-                u, v, sine = widen(a[i]), widen(b[i]), np.float32(s[i] * sign)
-                pair[2 * i] = narrow(np.float32(np.float32(u * c[i]) - np.float32(v * sine)), a[i])
-                pair[2 * i + 1] = narrow(np.float32(np.float32(v * c[i]) + np.float32(u * sine)), a[i])
+                pair[2 * i], pair[2 * i + 1] = _turned(a[i], b[i], c[i], s[i], sign)
 
 
 _LOOPS = {(False, False): _halves_to_halves, (True, False): _adjacent_to_halves, (False, True): _halves_to_adjacent}

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unfreeze.kernels import compiled, liger, triton_options
+from unfreeze.kernels import liger
 from unfreeze.kernels.choose import choose
 from unfreeze.kernels.op import Candidate, Case, Op
+from unfreeze.kernels.parts import wrapped
 from unfreeze.kernels.rows import rows_view
 from unfreeze.kernels.swiglu import reference
 
@@ -74,30 +75,6 @@ def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-def _load_numba() -> SwiGLU:
-    from unfreeze.kernels.swiglu import numba_cpu
-
-    return SwiGLU(numba_cpu)
-
-
-def _load_compiled() -> SwiGLU:
-    from unfreeze.kernels.swiglu import torch_compiled
-
-    return SwiGLU(torch_compiled)
-
-
-def _load_triton() -> SwiGLU:
-    from unfreeze.kernels.swiglu import triton_cuda
-
-    return SwiGLU(triton_cuda)
-
-
-def _numba_refuses(device: str, dtype: torch.dtype) -> str:
-    if device != "cpu":
-        return f"it runs on cpu, not {device}"
-    return "" if dtype in (torch.float32, torch.bfloat16) else f"{dtype}: its loops read float32 and bfloat16"
-
-
 def _case(rows: int, width: int, cuda_rows: int) -> Case:
     """A GPU gets more rows."""
 
@@ -112,9 +89,7 @@ OP = Op(
     name="swiglu",
     reference=SwiGLU(reference),  # type: ignore[arg-type]
     candidates={
-        "numba": Candidate(_load_numba, _numba_refuses),
-        "compiled": Candidate(_load_compiled, compiled.refuses, named_on=("cpu",)),
-        "triton": triton_options.candidate(_load_triton),
+        **wrapped("unfreeze.kernels.swiglu", SwiGLU),
         "liger": Candidate(liger.swiglu, liger.refuses),
     },
     cases=(_case(128, 512, 128), _case(2048, 512, 2048), _case(1024, 4864, 16384)),
