@@ -74,7 +74,8 @@ def _products(builder: ir.IRBuilder, a: Any, a_stride: Any, panel: Any, pairs: A
     with cgutils.for_range(builder, pairs) as loop:
         here: Any = builder.mul(loop.index, I64(4))
         at: Any = builder.mul(loop.index, I64(4 * COLUMNS))
-        columns = [builder.load(pointer(builder, panel, builder.add(at, I64(64 * j)), PAIRS), align=4) for j in range(VECTORS)]
+        starts: list[Any] = [builder.add(at, I64(64 * j)) for j in range(VECTORS)]
+        columns = [builder.load(pointer(builder, panel, start, PAIRS), align=4) for start in starts]
         for i, row in enumerate(rows):
             lanes: Any = everywhere(builder, builder.load(pointer(builder, row, here, I32), align=2), PAIRS)
             for j, column in enumerate(columns):
