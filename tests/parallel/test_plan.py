@@ -21,11 +21,15 @@ from unfreeze.core.errors import DoesNotFit
 from unfreeze.kernels import expert_mlp
 from unfreeze.kernels.expert_mlp import loop_cpu, release_scratch, scratch_bytes
 from unfreeze.kernels.expert_mlp.grouped import Grouped
+from unfreeze.kernels.linear_cross_entropy import block_cost
+from unfreeze.models import decoder
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel.machine import Hardware
 from unfreeze.parallel.plan import USABLE, Sizes, Work, expert_workspace, measure, meta_model, plan, plan_training, replace_work
 from unfreeze.quant.int4 import Int4
+from unfreeze.train.optim import AdamW
+from unfreeze.train.step import train_step
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 MACHINE = Hardware("cpu", "test", 2, 64 * 2**30, 32 * 2**30)
@@ -169,6 +173,49 @@ def test_a_steps_memory_is_predicted_within_15_percent(name, dtype, recompute, m
     assert 0.85 < predicted / live.peak < 1.15
 
 
+@pytest.mark.parametrize("recompute", ["layers", "selective"])
+@pytest.mark.parametrize(("name", "dtype"), [("deepseek_v3", torch.bfloat16), ("llama", torch.float32)])
+def test_a_steps_memory_in_chunks_is_predicted_within_15_percent(name, dtype, recompute, monkeypatch):
+    """2,048 tokens in documents of 128, 256 tokens through a layer at once."""
+    monkeypatch.setattr(loop_cpu, "WORKERS_FROM", math.inf)
+    monkeypatch.setattr(decoder, "chunk_tokens", lambda *_: 256)
+    release_scratch()
+    model = models.build(models.shape(CONFIGS[name] | {"num_hidden_layers": 2}), dtype=dtype, device="cpu")
+    models.initialize(model, 0)
+    sizes = measure(model, LoraConfig(rank=4))
+    attach(model, LoraConfig(rank=4), 0)
+    batch = batch_of(2048, 16)
+    live = Live([*model.parameters(), *model.buffers(), batch.tokens_T, batch.targets_T, batch.weights_T, batch.positions_T])
+    with live:
+        loss = cross_entropy(model.hidden(batch, models.THROUGH[recompute]), model.lm_head, batch)
+        (loss.sum / loss.count).backward()
+
+    def predicted(chunk: int | None) -> int:
+        rows, bytes_ = block_cost(model.shape.vocab_size, dtype, torch.device("cpu"), trained=False)
+        work = Work(tokens=2048, rank=4, recompute=recompute, chunk=chunk, longest=128, loss_rows=rows, loss_bytes=bytes_)
+        terms = plan(sizes, work, MACHINE).terms
+        return sum(size for term, size in terms.items() if term not in ("base", "adapter", "optimizer"))
+
+    assert 0.85 < predicted(256) / live.peak < 1.15
+    assert predicted(None) / live.peak > 1.15  # control: the same all at once
+
+
+def test_what_goes_through_a_layer_at_once():
+    """A chunk, or the longest document; all of it where that isn't known, where nothing is recomputed, and where half precision trains."""
+    lora = Work(tokens=10_000, rank=8, chunk=4096, longest=512)
+    assert lora.at_once(2) == 4096 and replace(lora, longest=6000).at_once(2) == 6000 and replace(lora, tokens=3000).at_once(2) == 3000
+    assert replace(lora, rank=None).at_once(4) == 4096
+    whole = [replace(lora, longest=None), replace(lora, chunk=None), replace(lora, recompute="nothing"), replace(lora, rank=None)]
+    assert [work.at_once(2) for work in whole] == [10_000] * 4
+
+
+def test_bytes_grow_with_tokens_over_the_first_chunk():
+    """what_fits bisects."""
+    works = [Work(tokens=n, rank=8, recompute="selective", chunk=4096, longest=512) for n in (4095, 4096, 4097, 8192)]
+    totals = [plan(SIZES, work, MACHINE).total for work in works]
+    assert totals == sorted(totals)
+
+
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe"])
 def test_a_steps_memory_on_cuda_is_predicted_within_15_percent(name, monkeypatch):
     """The same with the part for CUDA, which holds all experts and all rows at once, run here; and its workspace alone, as the scratch counts it."""
@@ -254,6 +301,24 @@ def test_proposals_are_flags_of_the_whole_step(step, parts):
         assert fits(2 * (said["--tokens-per-step"] // parts), parts)
 
 
+def test_more_micro_batches_of_full_training_make_room_for_the_sums_of_their_gradients():
+    sizes = replace(SIZES, base=2**30)
+    made = plan(sizes, Work(tokens=65536), machine(12))
+    more = proposals(made)["--micro-batches"]
+    assert replace_work(made, tokens=65536 // more, micro_batches=more).fits and not made.fits
+    assert not replace_work(made, tokens=65536 // (more - 1), micro_batches=more - 1).fits
+    assert replace_work(made, tokens=65536 // (more - 1)).fits  # control: without the sums one less would do
+
+
+def test_the_plan_is_told_the_longest_document():
+    shape = models.shape(CONFIGS["llama"])
+    known, unknown = (
+        plan_training(shape, manifest_of(CONFIGS["llama"]), LoraConfig(rank=4), tokens=16384, dtype="bfloat16", device="cpu", longest=longest)
+        for longest in (512, None)
+    )
+    assert known.work.chunk == 4096 and known.training < unknown.training and unknown.work.at_once(2) == 16384
+
+
 def test_recompute_is_proposed_where_it_is_off_and_with_fewer_tokens_where_it_is_not_enough():
     alone = plan(SIZES, Work(tokens=8192, rank=16, recompute="nothing"), machine(16))
     assert not alone.fits and [flags.split()[1] for flags, _ in alone.what_fits()][:3] == ["elementwise", "selective", "layers"]
@@ -265,7 +330,7 @@ def test_recompute_is_proposed_where_it_is_off_and_with_fewer_tokens_where_it_is
     assert not any("--recompute" in flags for flags, _ in plan(SIZES, Work(tokens=65536, rank=16), machine(16)).what_fits())
 
 
-def test_micro_batches_change_no_byte():
+def test_micro_batches_change_no_byte_of_lora():
     one, four = (plan(SIZES, Work(tokens=4096, rank=16, micro_batches=n), MACHINE) for n in (1, 4))
     assert (one.terms, one.load) == (four.terms, four.load)
 
@@ -283,10 +348,26 @@ def test_where_nothing_fits_it_says_that_the_base_alone_is_too_large():
         plan(SIZES, Work(tokens=4096, rank=8), machine(4)).refuse_if_too_large()
 
 
-def test_full_training_in_half_precision_counts_masters_and_gradient_sums():
-    half = plan(SIZES, Work(tokens=1024), MACHINE).terms
+def test_full_training_in_half_precision_counts_masters_and_the_sums_of_several_gradients():
     elements = SIZES.base // 2
-    assert (half["gradients"], half["optimizer"], half["adapter"]) == (SIZES.base + 4 * elements, 12 * elements, 0)
+    for micro_batches, sums in ((1, 0), (2, 4 * elements)):
+        half = plan(SIZES, Work(tokens=1024, micro_batches=micro_batches), MACHINE).terms
+        assert (half["gradients"], half["optimizer"], half["adapter"]) == (SIZES.base + sums, 12 * elements, 0)
+
+
+@pytest.mark.parametrize(("micro_batches", "per_parameter"), [(1, 2), (2, 4)])
+def test_a_step_holds_the_gradients_that_the_plan_counts(micro_batches, per_parameter):
+    """What lies there after a step: bf16 gradients of one micro-batch; of two their float32 sum. (The plan counts the last bf16 ones beside it.)"""
+    model = models.build(models.shape(CONFIGS["llama"] | {"num_hidden_layers": 2}), dtype=torch.bfloat16, device="cpu")
+    models.initialize(model, 0)
+    sizes, optimizer = measure(model, None), AdamW(model)
+    batches = [batch_of(64, 2) for _ in range(micro_batches)]
+    train_step(model, optimizer, batches, cross_entropy, learning_rate=0.0, max_norm=0.0, through=models.recompute)
+    gradients = [g for name in optimizer.parameters if (g := optimizer.gradient(name)) is not None]
+    held = sum(g.nbytes for g in gradients) + sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    assert held == per_parameter * sum(p.numel() for p in model.parameters())
+    terms = plan(sizes, Work(tokens=64 // micro_batches, micro_batches=micro_batches), MACHINE).terms
+    assert terms["gradients"] == held + (micro_batches > 1) * 2 * sum(p.numel() for p in model.parameters())
 
 
 def test_moments_in_eight_bits_take_a_quarter():
@@ -300,7 +381,7 @@ def test_a_head_that_trains_over_several_blocks_has_its_gradient_summed_in_float
     def loss(p):
         return p.terms.get("loss block") or p.beside["loss block"]
 
-    assert loss(two) - loss(one) == 32000 * 1024 * 4 + 1024 * 2  # [V, D], and a token's own gradient of the hidden state
+    assert loss(two) - loss(one) == 32000 * 1024 * 4 + 3 * 1024 * 2  # [V, D], and a token's own hidden state, supervised row and gradient
 
 
 def test_without_recompute_every_layers_activations_count():

@@ -30,6 +30,7 @@ from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear, PackedHolder
 from unfreeze.models.blocks.mlp import MLP
 from unfreeze.models.blocks.norm import RMSNorm
+from unfreeze.models.chunks import chunk_tokens
 from unfreeze.models.fields import check_against_files
 from unfreeze.parallel.machine import Hardware, hardware
 from unfreeze.quant.int4 import from_quantization_config
@@ -107,7 +108,15 @@ class Work:
     loss_rows: int = 2048  # of the largest block of logits, and bytes alive per logit of it: kernels/linear_cross_entropy.block_cost
     loss_bytes: int = 10
     tokens_per_second: float | None = None  # a measured rate on this machine; without one the plan gives no time
-    micro_batches: int = 1  # one after the other: only their number of tokens changes the bytes
+    micro_batches: int = 1  # one after the other: their number of tokens changes the bytes, and full training sums several gradients in float32
+    chunk: int | None = None  # tokens that go through a recomputed layer at once, in whole documents (models/chunks.py); None: all
+    longest: int | None = None  # tokens of the longest document; None: as many as there are
+
+    def at_once(self, compute_bytes: int) -> int:
+        """Tokens whose inner activations of one layer are alive together. Where half precision trains: all (models/decoder.py)."""
+        if self.chunk is None or self.longest is None or self.recompute == "nothing" or (self.rank is None and compute_bytes < 4):
+            return self.tokens
+        return min(self.tokens, max(self.chunk, self.longest))
 
 
 @dataclass(frozen=True)
@@ -241,7 +250,8 @@ class Plan:
         if tokens < MIN_TOKENS or tokens == self.work.tokens:
             return []
         step = self.work.tokens * parts + parts - 1  # at most this many were asked for: tokens is the whole part of step / micro-batches
-        more = step // (tokens + 1) + 1
+        several = max(2, parts)  # from the second on full training sums gradients
+        more = step // (_largest(self.work.tokens, lambda n: replace_work(self, tokens=n, micro_batches=several).fits) + 1) + 1
         found = []
         if step // more >= MIN_TOKENS:
             cut = replace_work(self, tokens=step // more, micro_batches=more)
@@ -282,26 +292,29 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware) -> Plan:
 
     boundary   T · D · (layers + 1) · bytes: each layer's input, which recompute keeps, and the last one's output
     kept       T · Σ sizes.kept of the last keep_layers with recompute = selective, and of sizes.products with elementwise, but the largest: the
-               layer at work has its own in its term
-    layer      T · sizes.layer, once with recompute, for every layer without
-    loss       N · V · loss_bytes for blocks of N rows, and the gradient of the hidden state, T · D · bytes. Where the head trains in half precision
-               and its rows are more than one block, V · D · 4: the float32 sum of its gradient
+               layer at work has its own in its term. (In chunks it has a chunk's there, so all are counted)
+    layer      T · sizes.layer, once with recompute, for every layer without. In chunks of C tokens C · sizes.layer, and the gradients of the layer's
+               output and input, 2 · T · D · bytes
+    loss       N · V · loss_bytes for blocks of N rows; the hidden state, its supervised rows and their gradient, 3 · T · D · bytes. Where the head
+               trains in half precision and its rows are more than one block, V · D · 4: the float32 sum of its gradient
     workspace  the expert op's scratch and one layer's expert adapters with their gradients, in the computation's dtype
     """
     trained, bytes_, moments = work_parameters(sizes, work), sizes.compute_bytes, MOMENT_BYTES[work.optimizer_moments]
-    if work.rank is None:  # every weight trains: half precision weights have fp32 masters and fp32 gradient sums (train/optim.py)
+    if work.rank is None:  # every weight trains: half precision weights have fp32 masters, and fp32 sums of several gradients (train/optim.py)
         half, elements = bytes_ < 4, sizes.base // bytes_
-        stays = {"adapter": 0, "gradients": sizes.base + elements * 4 * half, "optimizer": int(elements * (moments + 4 * half))}
+        sums = elements * 4 * (half and work.micro_batches > 1)
+        stays = {"adapter": 0, "gradients": sizes.base + sums, "optimizer": int(elements * (moments + 4 * half))}
     else:
         stays = {"adapter": trained * 4, "gradients": trained * GRADIENT_BYTES, "optimizer": int(trained * moments)}
-    boundary = work.tokens * sizes.hidden_size * (sizes.num_layers + 1) * bytes_
-    layer = {"one layer's recompute": work.tokens * sizes.layer}
-    kept = {"kept of attention and experts": work.tokens * _kept(sizes.kept, work)} if work.recompute in ("selective", "elementwise") else {}
+    stream, at_once = work.tokens * sizes.hidden_size * bytes_, work.at_once(bytes_)
+    cut, boundary = at_once < work.tokens, stream * (sizes.num_layers + 1)
+    layer = {"one layer's recompute": at_once * sizes.layer + 2 * stream * cut}
+    kept = {"kept of attention and experts": work.tokens * _kept(sizes.kept, work, cut)} if work.recompute in ("selective", "elementwise") else {}
     if work.recompute == "elementwise":
-        kept["kept of linear layers"] = work.tokens * _kept(sizes.products, work)
+        kept["kept of linear layers"] = work.tokens * _kept(sizes.products, work, cut)
     if work.recompute == "nothing":
         boundary, layer = 0, {"all layers' activations": work.tokens * sizes.layer * sizes.num_layers}
-    loss = {"loss block": min(work.loss_rows, work.tokens) * sizes.vocab_size * work.loss_bytes + work.tokens * sizes.hidden_size * bytes_}
+    loss = {"loss block": min(work.loss_rows, work.tokens) * sizes.vocab_size * work.loss_bytes + 3 * stream}
     if work.rank is None and bytes_ < 4 and work.tokens > work.loss_rows:
         loss["loss block"] += sizes.vocab_size * sizes.hidden_size * 4
     smaller, larger = sorted((layer, loss), key=lambda moment: sum(moment.values()))
@@ -320,10 +333,11 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware) -> Plan:
     )
 
 
-def _kept(by_layer: tuple[int, ...], work: Work) -> int:
-    """Bytes per token that the last keep_layers keep, but for the largest of them."""
+def _kept(by_layer: tuple[int, ...], work: Work, cut: bool) -> int:
+    """Bytes per token that the last keep_layers keep, but for the largest of them where the layer at work is not cut into chunks."""
     count = len(by_layer) if work.keep_layers is None else min(work.keep_layers, len(by_layer))
-    return sum(sorted(by_layer[len(by_layer) - count :])[:-1])
+    keeping = sorted(by_layer[len(by_layer) - count :])
+    return sum(keeping if cut else keeping[:-1])
 
 
 def work_parameters(sizes: Sizes, work: Work) -> int:
@@ -345,10 +359,11 @@ def plan_training(
     keep_layers: int | None = None,
     optimizer_moments: Literal["float32", "int8"] = "float32",
     micro_batches: int = 1,
+    longest: int | None = None,
     tokens_per_second: float | None = None,
 ) -> Plan:
-    """The plan of a training run on one device. `tokens` of one of `micro_batches`; lora None: every weight trains; dtype "bfloat16" or
-    "float32". micro_batches changes no byte, only what is proposed where the run doesn't fit (--tokens-per-step is of all of them).
+    """The plan of a training run on one device. `tokens` of one of `micro_batches`, in documents of at most `longest`; lora None: every weight
+    trains; dtype "bfloat16" or "float32". More than one micro-batch adds full training's float32 sums of gradients, nothing else.
 
     Nothing is read but the manifest, nothing allocated. Call `refuse_if_too_large` on the result.
     """
@@ -366,6 +381,8 @@ def plan_training(
         micro_batches=micro_batches,
         loss_rows=loss_rows,
         loss_bytes=loss_bytes,
+        chunk=chunk_tokens(shape.num_experts, shape.experts_per_token, place.type),
+        longest=longest,
         tokens_per_second=tokens_per_second,
     )
     return plan(measure(model, lora, place.type), work, hardware(place))

@@ -99,10 +99,12 @@ class Patient:
     @cached_property
     def plan(self) -> Plan:
         from unfreeze.parallel.plan import plan_training
+        from unfreeze.recipes.training import sequence_length
 
         return plan_training(
             self.shape, self.manifest, self.config.lora, tokens=self.config.tokens_per_micro_batch, dtype=self.config.dtype, device=self.device,
             recompute=self.config.recompute, keep_layers=self.config.keep_layers, micro_batches=self.config.micro_batches,
+            longest=sequence_length(self.config, self.shape.max_positions),
         )  # fmt: skip
 
 

@@ -100,10 +100,12 @@ def train_step(
     for host_batch in group.share(micro_batches):
         batch = host_batch.to(model.device)
         hidden_TD = model.hidden(batch, through=through)
+        not_finite = _rows_not_finite(hidden_TD)
         loss = objective(hidden_TD, model.lm_head, batch)
+        del hidden_TD  # backward needs it no more, and it is as large as a layer's input
         (loss.sum / divisor).backward()
         optimizer.collect()
-        new = {"loss": loss.sum.detach(), "counted": loss.count, "not finite": _rows_not_finite(hidden_TD)}
+        new = {"loss": loss.sum.detach(), "counted": loss.count, "not finite": not_finite}
         for name, value in (new | {f"metric {name}": value for name, value in loss.metrics.items()}).items():
             found[name] = found.get(name, 0.0) + (value.double() if isinstance(value, Tensor) else value)
     optimizer.sum_gradients(group)
