@@ -51,9 +51,7 @@ def measure(config: Config, common: Common, sizes: Mapping[str, int] | None = No
     from unfreeze.recipes.bench.rows import Stamp
     from unfreeze.recipes.bench.sides import Side, Sides
 
-    wrong = [tokens for tokens in config.tokens if tokens % length or tokens < length]
-    if wrong:
-        raise ConfigError(f"tokens: {wrong[0]} is not a multiple of {length}, the length of a document", next="mend --tokens")
+    whole_documents(config.tokens, length)
     model = kimi.config(**{**SIZES, **(sizes or {})})
     stamp = Stamp.now("growth", command("growth", config), threads=config.threads or None)
     with checkpoints(config.checkpoint, model, model) as (checkpoint, _):
@@ -78,6 +76,13 @@ def measure(config: Config, common: Common, sizes: Mapping[str, int] | None = No
     ]
     rows.append(stamp.row("growth", settings | {"tokens": list(config.tokens)}, growth(found, stated)))
     return show(rows, appended_to(config), common)
+
+
+def whole_documents(sizes: Sequence[int], length: int = LENGTH) -> None:
+    """Raises ConfigError for a number of tokens per step that documents of `length` don't make up."""
+    wrong = [tokens for tokens in sizes if tokens % length or tokens < length]
+    if wrong:
+        raise ConfigError(f"tokens: {wrong[0]} is not a multiple of {length}, the length of a document", next="mend --tokens")
 
 
 def planned(checkpoint: str, tokens: Sequence[int], recompute: Any, length: int) -> dict[int, int]:
