@@ -38,6 +38,7 @@ from unfreeze.quant.int4 import from_quantization_config
 MOMENT_BYTES = {"float32": 8.0, "int8": 2.0 + 8.0 / 256}  # per trained parameter: train/moments.py
 GRADIENT_BYTES = 4  # adapters and their gradients are fp32
 LOAD_BUFFERS = THREADS * CHUNK  # checkpoint/stream.py: one buffer per reading thread
+BATCH_BYTES = 3 * 8 + 4 + 8  # per token: tokens, targets, positions (int64), weights (float32), and which are supervised
 GROUP_BYTES = 4 * 2**20  # kernels/expert_mlp/loop_cpu.py: weights and rows of a group of experts
 # CPU, beside the plan and the process: code that numba and oneDNN compile, their caches, the allocator's slack. Peak of a run less plan less
 # process at planning, tiny-k2, Zen 4: 0.3 GiB in float32 on one core, 0.5 in bfloat16 on one, 0.8 in bfloat16 on two (grows with GEMM shapes)
@@ -73,6 +74,7 @@ class Sizes:
     products        bytes per token of outputs of linear layers, likewise (see _product_bytes)
     workspace       bytes of the expert op's scratch before adapters (see expert_workspace); 0 without experts
     dense_per_rank, experts_per_rank   adapter parameters per unit of rank
+    tables          bytes per token of the rotary cos and sin, float32
     cast_per_rank   elements per unit of rank that the expert op holds of one layer's adapter in the computation's dtype (B block-diagonal)
     """
 
@@ -89,6 +91,7 @@ class Sizes:
     dense_per_rank: int = 0
     experts_per_rank: int = 0
     cast_per_rank: int = 0
+    tables: int = 0
 
 
 @dataclass(frozen=True)
@@ -290,6 +293,7 @@ def _largest(limit: int, fits: Callable[[int], bool]) -> int:
 def plan(sizes: Sizes, work: Work, hardware: Hardware) -> Plan:
     """Bytes per term. Weights, adapter, gradients and optimizer are exact; a step's activations are within about 15 % (tests/parallel).
 
+    batch      T · (BATCH_BYTES + sizes.tables)
     boundary   T · D · (layers + 1) · bytes: each layer's input, which recompute keeps, and the last one's output
     kept       T · Σ sizes.kept of the last keep_layers with recompute = selective, and of sizes.products with elementwise, but the largest: the
                layer at work has its own in its term. (In chunks it has a chunk's there, so all are counted)
@@ -308,6 +312,7 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware) -> Plan:
         stays = {"adapter": trained * 4, "gradients": trained * GRADIENT_BYTES, "optimizer": int(trained * moments)}
     stream, at_once = work.tokens * sizes.hidden_size * bytes_, work.at_once(bytes_)
     cut, boundary = at_once < work.tokens, stream * (sizes.num_layers + 1)
+    batch = work.tokens * (BATCH_BYTES + sizes.tables)
     layer = {"one layer's recompute": at_once * sizes.layer + 2 * stream * cut}
     kept = {"kept of attention and experts": work.tokens * _kept(sizes.kept, work, cut)} if work.recompute in ("selective", "elementwise") else {}
     if work.recompute == "elementwise":
@@ -321,7 +326,10 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware) -> Plan:
     copies = 3 if hardware.kind == "cuda" else 2  # of an adapter: itself, its gradient, and on CUDA its columns of the workspace
     cast = copies * bytes_ * sizes.cast_per_rank * (work.experts_rank or work.rank or 0)
     return Plan(
-        terms={"base": sizes.base, **stays, "boundary activations": boundary, **kept, **larger, "expert workspace": sizes.workspace + cast},
+        terms={
+            "base": sizes.base, **stays, "batch and rotary tables": batch, "boundary activations": boundary, **kept, **larger,
+            "expert workspace": sizes.workspace + cast,
+        },
         beside=smaller,
         load=sizes.base + LOAD_BUFFERS,
         usable=int(hardware.available * USABLE),
@@ -423,6 +431,7 @@ def measure(model: models.Decoder, lora: Adapter | None, kind: str = "cpu") -> S
         workspace=max((expert_workspace(m, kind, compute, rank=0) for m in experts), default=0),
         dense_per_rank=dense_per_rank,
         experts_per_rank=experts_per_rank,
+        tables=8 * len(shape.rope.inverse_frequency),
         cast_per_rank=max((m.num_experts * (3 * m.hidden_size + 5 * m.intermediate_size) for m in experts), default=0) if experts_per_rank else 0,
     )
 
