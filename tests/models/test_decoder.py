@@ -9,6 +9,7 @@ from unfreeze.core.batch import Batch
 from unfreeze.core.errors import UserError
 from unfreeze.kernels.attention import sdpa
 from unfreeze.kernels.expert_mlp import fused
+from unfreeze.models import decoder
 
 CONFIG = {
     "model_type": "qwen3_moe", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -28,6 +29,9 @@ def batch_of(*lengths: int) -> Batch:
     tokens = torch.arange(total) * 7 % 61
     positions = torch.cat([torch.arange(length) for length in lengths])
     return Batch(tokens, tokens, torch.ones(total), positions, torch.tensor(lengths).cumsum(0) - torch.tensor(lengths))
+
+
+spans = decoder._spans
 
 
 def gradients(frozen: str, through) -> dict[str, torch.Tensor | None]:
@@ -51,6 +55,56 @@ def test_recompute_gives_the_gradients_of_plain_whatever_is_frozen(frozen, throu
         else:
             torch.testing.assert_close(recomputed[name], gradient, rtol=1e-5, atol=1e-5, msg=name)
     assert plain["model.layers.1.self_attn.q_proj.weight"] is not None
+
+
+def in_chunks(monkeypatch, through, documents=(5, 3, 4, 9, 2), limit=6) -> tuple[list[int], dict[str, torch.Tensor], list[torch.Tensor]]:
+    """(tokens of each visit of a layer, gradients, tokens per expert) of a float32 model whose layers are visited in chunks of `limit` tokens."""
+    monkeypatch.setattr(decoder, "chunk_tokens", lambda *_: limit)
+    model, visits = made(), []
+    forward = decoder.Layer.forward
+    monkeypatch.setattr(decoder.Layer, "forward", lambda self, x_TD, run: (visits.append(len(x_TD)), forward(self, x_TD, run))[1])
+    hidden_TD = model.hidden(batch_of(*documents), through)
+    (hidden_TD * torch.randn(hidden_TD.shape, generator=torch.Generator().manual_seed(0))).sum().backward()
+    monkeypatch.undo()
+    return visits, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, [m.counts_E for m in model.moe_layers().values()]
+
+
+@pytest.mark.parametrize("through", [models.recompute, models.selective, models.elementwise])
+def test_chunks_of_whole_documents_give_the_gradients_and_expert_counts_of_all_at_once(monkeypatch, through):
+    visits, cut, counts = in_chunks(monkeypatch, through)
+    assert visits == [5, 3, 4, 9, 2] * 2 + [2, 9, 4, 3, 5] * 2  # two layers, forth and back
+    whole_visits, whole, whole_counts = in_chunks(monkeypatch, through, limit=100)
+    assert whole_visits == [23] * 4 and set(cut) == set(whole)
+    for name, gradient in whole.items():
+        torch.testing.assert_close(cut[name], gradient, rtol=1e-5, atol=1e-6 * float(gradient.abs().max()), msg=name)
+    torch.testing.assert_close(counts, whole_counts)
+
+
+def test_chunks_that_forget_where_documents_start_are_found_out(monkeypatch):
+    """Control arm: the test above with a chunk's documents run together."""
+    monkeypatch.setattr(decoder, "_spans", lambda groups: ((rows, [0]) for rows, _ in spans(groups)))
+    _, cut, _ = in_chunks(monkeypatch, models.selective, limit=9)
+    _, whole, _ = in_chunks(monkeypatch, models.selective, limit=100)
+    with pytest.raises(AssertionError):
+        for name, gradient in whole.items():
+            torch.testing.assert_close(cut[name], gradient, rtol=1e-5, atol=1e-6 * float(gradient.abs().max()), msg=name)
+
+
+def test_without_gradients_chunks_give_the_same_hidden_states(monkeypatch):
+    model, batch = made(), batch_of(5, 3, 4, 9, 2)
+    with torch.no_grad():
+        whole = model.hidden(batch, models.selective)
+        monkeypatch.setattr(decoder, "chunk_tokens", lambda *_: 6)
+        torch.testing.assert_close(model.hidden(batch, models.selective), whole)
+
+
+def test_weights_that_train_in_half_precision_are_visited_once(monkeypatch):
+    """Their gradients would be summed over the chunks in bf16. Frozen ones beside float32 adapters are visited in chunks."""
+    monkeypatch.setattr(decoder, "chunk_tokens", lambda *_: 6)
+    model = made().to(torch.bfloat16)
+    run = model.packed_pass(batch_of(5, 3))
+    assert len(run.chunks) == 2 and len(decoder._chunks(model.layers[0], run)) == 1
+    assert len(decoder._chunks(model.requires_grad_(False).layers[0], run)) == 2
 
 
 def test_without_recomputes_own_start_of_the_graph_the_first_layer_would_learn_nothing():
@@ -151,7 +205,8 @@ def held(through) -> int:
         node = todo.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            memos += sum(t.nbytes for t in tree_leaves(node.memo.values) if isinstance(t, torch.Tensor)) if hasattr(node, "memo") else 0
+            values = [memo.values for _, _, memo in getattr(node, "visits", ())]
+            memos += sum(t.nbytes for t in tree_leaves(values) if isinstance(t, torch.Tensor))
             todo += [parent for parent, _ in node.next_functions]
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     return memos + sum(t.nbytes for pointer, t in saved.items() if pointer not in parameters)

@@ -21,6 +21,8 @@ from unfreeze.core.errors import DoesNotFit
 from unfreeze.kernels import expert_mlp
 from unfreeze.kernels.expert_mlp import loop_cpu, release_scratch, scratch_bytes
 from unfreeze.kernels.expert_mlp.grouped import Grouped
+from unfreeze.kernels.linear_cross_entropy import block_cost
+from unfreeze.models import decoder
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel.machine import Hardware
@@ -171,6 +173,49 @@ def test_a_steps_memory_is_predicted_within_15_percent(name, dtype, recompute, m
     assert 0.85 < predicted / live.peak < 1.15
 
 
+@pytest.mark.parametrize("recompute", ["layers", "selective"])
+@pytest.mark.parametrize(("name", "dtype"), [("deepseek_v3", torch.bfloat16), ("llama", torch.float32)])
+def test_a_steps_memory_in_chunks_is_predicted_within_15_percent(name, dtype, recompute, monkeypatch):
+    """2,048 tokens in documents of 128, 256 tokens through a layer at once."""
+    monkeypatch.setattr(loop_cpu, "WORKERS_FROM", math.inf)
+    monkeypatch.setattr(decoder, "chunk_tokens", lambda *_: 256)
+    release_scratch()
+    model = models.build(models.shape(CONFIGS[name] | {"num_hidden_layers": 2}), dtype=dtype, device="cpu")
+    models.initialize(model, 0)
+    sizes = measure(model, LoraConfig(rank=4))
+    attach(model, LoraConfig(rank=4), 0)
+    batch = batch_of(2048, 16)
+    live = Live([*model.parameters(), *model.buffers(), batch.tokens_T, batch.targets_T, batch.weights_T, batch.positions_T])
+    with live:
+        loss = cross_entropy(model.hidden(batch, models.THROUGH[recompute]), model.lm_head, batch)
+        (loss.sum / loss.count).backward()
+
+    def predicted(chunk: int | None) -> int:
+        rows, bytes_ = block_cost(model.shape.vocab_size, dtype, torch.device("cpu"), trained=False)
+        work = Work(tokens=2048, rank=4, recompute=recompute, chunk=chunk, longest=128, loss_rows=rows, loss_bytes=bytes_)
+        terms = plan(sizes, work, MACHINE).terms
+        return sum(size for term, size in terms.items() if term not in ("base", "adapter", "optimizer"))
+
+    assert 0.85 < predicted(256) / live.peak < 1.15
+    assert predicted(None) / live.peak > 1.15  # control: the same all at once
+
+
+def test_what_goes_through_a_layer_at_once():
+    """A chunk, or the longest document; all of it where that isn't known, where nothing is recomputed, and where half precision trains."""
+    lora = Work(tokens=10_000, rank=8, chunk=4096, longest=512)
+    assert lora.at_once(2) == 4096 and replace(lora, longest=6000).at_once(2) == 6000 and replace(lora, tokens=3000).at_once(2) == 3000
+    assert replace(lora, rank=None).at_once(4) == 4096
+    whole = [replace(lora, longest=None), replace(lora, chunk=None), replace(lora, recompute="nothing"), replace(lora, rank=None)]
+    assert [work.at_once(2) for work in whole] == [10_000] * 4
+
+
+def test_bytes_grow_with_tokens_over_the_first_chunk():
+    """what_fits bisects."""
+    works = [Work(tokens=n, rank=8, recompute="selective", chunk=4096, longest=512) for n in (4095, 4096, 4097, 8192)]
+    totals = [plan(SIZES, work, MACHINE).total for work in works]
+    assert totals == sorted(totals)
+
+
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe"])
 def test_a_steps_memory_on_cuda_is_predicted_within_15_percent(name, monkeypatch):
     """The same with the part for CUDA, which holds all experts and all rows at once, run here; and its workspace alone, as the scratch counts it."""
@@ -254,6 +299,24 @@ def test_proposals_are_flags_of_the_whole_step(step, parts):
     assert fits(step, said["--micro-batches"]) and not fits(step, said["--micro-batches"] - 1)
     if parts > 1:  # control: the tokens of one micro-batch, given as the flag, would have wasted most of the memory
         assert fits(2 * (said["--tokens-per-step"] // parts), parts)
+
+
+def test_more_micro_batches_of_full_training_make_room_for_the_sums_of_their_gradients():
+    sizes = replace(SIZES, base=2**30)
+    made = plan(sizes, Work(tokens=65536), machine(12))
+    more = proposals(made)["--micro-batches"]
+    assert replace_work(made, tokens=65536 // more, micro_batches=more).fits and not made.fits
+    assert not replace_work(made, tokens=65536 // (more - 1), micro_batches=more - 1).fits
+    assert replace_work(made, tokens=65536 // (more - 1)).fits  # control: without the sums one less would do
+
+
+def test_the_plan_is_told_the_longest_document():
+    shape = models.shape(CONFIGS["llama"])
+    known, unknown = (
+        plan_training(shape, manifest_of(CONFIGS["llama"]), LoraConfig(rank=4), tokens=16384, dtype="bfloat16", device="cpu", longest=longest)
+        for longest in (512, None)
+    )
+    assert known.work.chunk == 4096 and known.training < unknown.training and unknown.work.at_once(2) == 16384
 
 
 def test_recompute_is_proposed_where_it_is_off_and_with_fewer_tokens_where_it_is_not_enough():
@@ -343,7 +406,7 @@ def test_a_head_that_trains_over_several_blocks_has_its_gradient_summed_in_float
     def loss(p):
         return p.terms.get("loss block") or p.beside["loss block"]
 
-    assert loss(two) - loss(one) == 32000 * 1024 * 4 + 1024 * 2  # [V, D], and a token's own gradient of the hidden state
+    assert loss(two) - loss(one) == 32000 * 1024 * 4 + 3 * 1024 * 2  # [V, D], and a token's own hidden state, supervised row and gradient
 
 
 def test_without_recompute_every_layers_activations_count():

@@ -30,6 +30,7 @@ from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear, PackedHolder
 from unfreeze.models.blocks.mlp import MLP
 from unfreeze.models.blocks.norm import RMSNorm
+from unfreeze.models.chunks import chunk_tokens
 from unfreeze.models.fields import check_against_files
 from unfreeze.parallel.machine import Hardware, hardware
 from unfreeze.quant.int4 import from_quantization_config
@@ -37,6 +38,7 @@ from unfreeze.quant.int4 import from_quantization_config
 MOMENT_BYTES = {"float32": 8.0, "int8": 2.0 + 8.0 / 256}  # per trained parameter: train/moments.py
 GRADIENT_BYTES = 4  # adapters and their gradients are fp32
 LOAD_BUFFERS = THREADS * CHUNK  # checkpoint/stream.py: one buffer per reading thread
+BATCH_BYTES = 3 * 8 + 4 + 8  # per token: tokens, targets, positions (int64), weights (float32), and which are supervised
 GROUP_BYTES = 4 * 2**20  # kernels/expert_mlp/loop_cpu.py: weights and rows of a group of experts
 # CPU, beside the plan and the process: code that numba and oneDNN compile, their caches, the allocator's slack. Peak of a run less plan less
 # process at planning, tiny-k2, Zen 4: 0.3 GiB in float32 on one core, 0.5 in bfloat16 on one, 0.8 in bfloat16 on two (grows with GEMM shapes)
@@ -73,6 +75,7 @@ class Sizes:
     products        bytes per token of outputs of linear layers, likewise (see _product_bytes)
     workspace       bytes of the expert op's scratch before adapters (see expert_workspace); 0 without experts
     dense_per_rank, experts_per_rank   adapter parameters per unit of rank
+    tables          bytes per token of the rotary cos and sin, float32
     cast_per_rank   elements per unit of rank that the expert op holds of one layer's adapter in the computation's dtype (B block-diagonal)
     """
 
@@ -90,6 +93,7 @@ class Sizes:
     experts_per_rank: int = 0
     cast_per_rank: int = 0
     elements: int = 0
+    tables: int = 0
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,14 @@ class Work:
     tokens_per_second: float | None = None  # a measured rate on this machine; without one the plan gives no time
     micro_batches: int = 1  # one after the other: of several, half precision gradients are summed in fp32
     receipt_bytes: int = 0  # of copies of trained weights during the first step, at most (adapters/receipt.py), where every weight trains
+    chunk: int | None = None  # tokens that go through a recomputed layer at once, in whole documents (models/chunks.py); None: all
+    longest: int | None = None  # tokens of the longest document; None: as many as there are
+
+    def at_once(self, compute_bytes: int) -> int:
+        """Tokens whose inner activations of one layer are alive together. Where half precision trains: all (models/decoder.py)."""
+        if self.chunk is None or self.longest is None or self.recompute == "nothing" or (self.rank is None and compute_bytes < 4):
+            return self.tokens
+        return min(self.tokens, max(self.chunk, self.longest))
 
 
 @dataclass(frozen=True)
@@ -284,12 +296,14 @@ def _largest(limit: int, fits: Callable[[int], bool]) -> int:
 def plan(sizes: Sizes, work: Work, hardware: Hardware) -> Plan:
     """Bytes per term. Weights, adapter, gradients and optimizer are exact; a step's activations are within about 15 % (tests/parallel).
 
+    batch      T · (BATCH_BYTES + sizes.tables)
     boundary   T · D · (layers + 1) · bytes: each layer's input, which recompute keeps, and the last one's output
     kept       T · Σ sizes.kept of the last keep_layers with recompute = selective, and of sizes.products with elementwise, but the largest: the
-               layer at work has its own in its term
-    layer      T · sizes.layer, once with recompute, for every layer without
-    loss       N · V · loss_bytes for blocks of N rows, and the gradient of the hidden state, T · D · bytes. Where the head trains in half precision
-               and its rows are more than one block, V · D · 4: the float32 sum of its gradient
+               layer at work has its own in its term. (In chunks it has a chunk's there, so all are counted)
+    layer      T · sizes.layer, once with recompute, for every layer without. In chunks of C tokens C · sizes.layer, and the gradients of the layer's
+               output and input, 2 · T · D · bytes
+    loss       N · V · loss_bytes for blocks of N rows; the hidden state, its supervised rows and their gradient, 3 · T · D · bytes. Where the head
+               trains in half precision and its rows are more than one block, V · D · 4: the float32 sum of its gradient
     workspace  the expert op's scratch and one layer's expert adapters with their gradients, in the computation's dtype
     """
     trained, bytes_, moments = work_parameters(sizes, work), sizes.compute_bytes, MOMENT_BYTES[work.optimizer_moments]
@@ -300,21 +314,26 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware) -> Plan:
         stays |= {"copies for the receipt": min(weights, work.receipt_bytes)} if work.receipt_bytes else {}
     else:
         stays = {"adapter": trained * 4, "gradients": trained * GRADIENT_BYTES, "optimizer": int(trained * moments)}
-    boundary = work.tokens * sizes.hidden_size * (sizes.num_layers + 1) * bytes_
-    layer = {"one layer's recompute": work.tokens * sizes.layer}
-    kept = {"kept of attention and experts": work.tokens * _kept(sizes.kept, work)} if work.recompute in ("selective", "elementwise") else {}
+    stream, at_once = work.tokens * sizes.hidden_size * bytes_, work.at_once(bytes_)
+    cut, boundary = at_once < work.tokens, stream * (sizes.num_layers + 1)
+    batch = work.tokens * (BATCH_BYTES + sizes.tables)
+    layer = {"one layer's recompute": at_once * sizes.layer + 2 * stream * cut}
+    kept = {"kept of attention and experts": work.tokens * _kept(sizes.kept, work, cut)} if work.recompute in ("selective", "elementwise") else {}
     if work.recompute == "elementwise":
-        kept["kept of linear layers"] = work.tokens * _kept(sizes.products, work)
+        kept["kept of linear layers"] = work.tokens * _kept(sizes.products, work, cut)
     if work.recompute == "nothing":
         boundary, layer = 0, {"all layers' activations": work.tokens * sizes.layer * sizes.num_layers}
-    loss = {"loss block": min(work.loss_rows, work.tokens) * sizes.vocab_size * work.loss_bytes + work.tokens * sizes.hidden_size * bytes_}
+    loss = {"loss block": min(work.loss_rows, work.tokens) * sizes.vocab_size * work.loss_bytes + 3 * stream}
     if work.rank is None and bytes_ < 4 and work.tokens > work.loss_rows:
         loss["loss block"] += sizes.vocab_size * sizes.hidden_size * 4
     smaller, larger = sorted((layer, loss), key=lambda moment: sum(moment.values()))
     copies = 3 if hardware.kind == "cuda" else 2  # of an adapter: itself, its gradient, and on CUDA its columns of the workspace
     cast = copies * bytes_ * sizes.cast_per_rank * (work.experts_rank or work.rank or 0)
     return Plan(
-        terms={"base": sizes.base, **stays, "boundary activations": boundary, **kept, **larger, "expert workspace": sizes.workspace + cast},
+        terms={
+            "base": sizes.base, **stays, "batch and rotary tables": batch, "boundary activations": boundary, **kept, **larger,
+            "expert workspace": sizes.workspace + cast,
+        },
         beside=smaller,
         load=sizes.base + LOAD_BUFFERS,
         usable=int(hardware.available * USABLE),
@@ -326,10 +345,11 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware) -> Plan:
     )
 
 
-def _kept(by_layer: tuple[int, ...], work: Work) -> int:
-    """Bytes per token that the last keep_layers keep, but for the largest of them."""
+def _kept(by_layer: tuple[int, ...], work: Work, cut: bool) -> int:
+    """Bytes per token that the last keep_layers keep, but for the largest of them where the layer at work is not cut into chunks."""
     count = len(by_layer) if work.keep_layers is None else min(work.keep_layers, len(by_layer))
-    return sum(sorted(by_layer[len(by_layer) - count :])[:-1])
+    keeping = sorted(by_layer[len(by_layer) - count :])
+    return sum(keeping if cut else keeping[:-1])
 
 
 def work_parameters(sizes: Sizes, work: Work) -> int:
@@ -351,11 +371,13 @@ def plan_training(
     keep_layers: int | None = None,
     optimizer_moments: Literal["float32", "int8"] = "float32",
     micro_batches: int = 1,
+    longest: int | None = None,
     tokens_per_second: float | None = None,
     receipt_bytes: int = 0,
 ) -> Plan:
-    """The plan of a training run on one device. `tokens` of one of `micro_batches`; lora None: every weight trains; dtype "bfloat16" or
-    "float32". With adapters micro_batches changes no byte, only what is proposed where the run doesn't fit (--tokens-per-step is of all of them).
+    """The plan of a training run on one device. `tokens` of one of `micro_batches`, in documents of at most `longest`; lora None: every weight
+    trains; dtype "bfloat16" or "float32". With adapters micro_batches changes no byte, only what is proposed where the run doesn't fit
+    (--tokens-per-step is of all of them).
 
     Nothing is read but the manifest, nothing allocated. Call `refuse_if_too_large` on the result.
     """
@@ -373,6 +395,8 @@ def plan_training(
         micro_batches=micro_batches,
         loss_rows=loss_rows,
         loss_bytes=loss_bytes,
+        chunk=chunk_tokens(shape.num_experts, shape.experts_per_token, place.type),
+        longest=longest,
         tokens_per_second=tokens_per_second,
         receipt_bytes=receipt_bytes,
     )
@@ -415,6 +439,7 @@ def measure(model: models.Decoder, lora: Adapter | None, kind: str = "cpu") -> S
         workspace=max((expert_workspace(m, kind, compute, rank=0) for m in experts), default=0),
         dense_per_rank=dense_per_rank,
         experts_per_rank=experts_per_rank,
+        tables=8 * len(shape.rope.inverse_frequency),
         cast_per_rank=max((m.num_experts * (3 * m.hidden_size + 5 * m.intermediate_size) for m in experts), default=0) if experts_per_rank else 0,
     )
 

@@ -100,12 +100,14 @@ class Patient:
     def plan(self) -> Plan:
         from unfreeze.parallel.plan import plan_training
         from unfreeze.recipes.sft import trained_of
+        from unfreeze.recipes.training import sequence_length
 
         trained_of(self.config).check(self.manifest)
         return plan_training(
             self.shape, self.manifest, self.config.lora, tokens=self.config.tokens_per_micro_batch, dtype=self.config.dtype, device=self.device,
             recompute=self.config.recompute, keep_layers=self.config.keep_layers, micro_batches=self.config.micro_batches,
             optimizer_moments=self.config.optimizer_moments,
+            longest=sequence_length(self.config, self.shape.max_positions),
         )  # fmt: skip
 
 

@@ -98,7 +98,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
         plan = plan_training(
             shape, start, None, tokens=config.tokens_per_micro_batch, dtype=config.dtype, device=device, recompute=config.recompute,
             keep_layers=config.keep_layers, micro_batches=config.micro_batches, optimizer_moments=config.optimizer_moments,
-            receipt_bytes=COPY_BYTES,
+            receipt_bytes=COPY_BYTES, longest=sequence_length(config, shape.max_positions),
         )  # fmt: skip
         say_plan(run, plan, group)
         model = start_model(start, dtype_of(config.dtype), device, config.seed, run, common)

@@ -109,7 +109,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
         dataset = encode(run, config, tokenizer, shape.max_positions, supervise="assistant")
         plan = plan_training(
             shape, manifest, config.lora, tokens=config.tokens_per_micro_batch, dtype=config.dtype, device=device,
-            micro_batches=config.micro_batches,
+            micro_batches=config.micro_batches, longest=sequence_length(config, shape.max_positions),
             recompute=config.recompute, keep_layers=config.keep_layers, optimizer_moments=config.optimizer_moments,
             receipt_bytes=COPY_BYTES,
         )  # fmt: skip

@@ -100,10 +100,12 @@ def train_step(
     for host_batch in group.share(micro_batches):
         batch = host_batch.to(model.device)
         hidden_TD = model.hidden(batch, through=through)
+        not_finite = _rows_not_finite(hidden_TD)
         loss = objective(hidden_TD, model.lm_head, batch)
+        del hidden_TD  # backward needs it no more, and it is as large as a layer's input
         (loss.sum / divisor).backward()
         optimizer.collect()
-        new = {"loss": loss.sum.detach(), "counted": loss.count, "not finite": _rows_not_finite(hidden_TD)}
+        new = {"loss": loss.sum.detach(), "counted": loss.count, "not finite": not_finite}
         for name, value in (new | {f"metric {name}": value for name, value in loss.metrics.items()}).items():
             found[name] = found.get(name, 0.0) + (value.double() if isinstance(value, Tensor) else value)
     optimizer.sum_gradients(group)
@@ -134,8 +136,9 @@ def train_step(
 
 
 def _rows_not_finite(hidden_TD: Tensor) -> Tensor:
-    """How many positions have a NaN or infinity in their hidden state, the unsupervised ones too."""
-    return (~hidden_TD.detach().isfinite().all(-1)).sum()
+    """How many positions have a NaN or infinity in their hidden state, the unsupervised ones too. (By the largest of a row, which a NaN is: asking
+    each number would make a few tensors as large as the hidden state.)"""
+    return (~torch.linalg.vector_norm(hidden_TD.detach(), ord=math.inf, dim=-1).isfinite()).sum()
 
 
 def _read(

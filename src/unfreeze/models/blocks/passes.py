@@ -97,12 +97,14 @@ class PackedPass:
     """Every document attends to itself only; nothing is remembered.
 
     `memo` is None, or what the layer that is being visited leaves for its recomputation, or finds in it.
+    `chunks`: the same pass in parts of whole documents, (tokens, pass over them), for whoever goes through a layer part by part.
     """
 
     cos_Tr: Tensor
     sin_Tr: Tensor
     layout: Layout
     memo: Memo | None = None
+    chunks: tuple[tuple[slice, PackedPass], ...] = ()
     latent: ClassVar[LatentForm] = "expanded"
 
     @contextmanager

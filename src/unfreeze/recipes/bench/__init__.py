@@ -20,7 +20,7 @@ BENCHMARKS = {
     "growth": "time and memory per token from 4 k to 64 k tokens per step, beside what the plan states",
     "layer": "one true Kimi-K2 layer on a GPU, beside the predictions",
     "model": "LoRA training of whole models of real shape on a GPU",
-    "profile": "where the time of a job's step goes, per op, beside the machine's GEMM rate",
+    "profile": "where the time of a job's step goes, per op, beside the machine's GEMM and copy rates",
     "report": "docs/performance.md from the committed rows",
 }
 

@@ -51,14 +51,12 @@ def measure(config: Config, common: Common, sizes: Mapping[str, int] | None = No
     from unfreeze.recipes.bench.rows import Stamp
     from unfreeze.recipes.bench.sides import Side, Sides
 
-    wrong = [tokens for tokens in config.tokens if tokens % length or tokens < length]
-    if wrong:
-        raise ConfigError(f"tokens: {wrong[0]} is not a multiple of {length}, the length of a document", next="mend --tokens")
+    whole_documents(config.tokens, length)
     model = kimi.config(**{**SIZES, **(sizes or {})})
     stamp = Stamp.now("growth", command("growth", config), threads=config.threads or None)
     with checkpoints(config.checkpoint, model, model) as (checkpoint, _):
         exact = float64(str(checkpoint), LORA, length, common)
-        stated = planned(str(checkpoint), config.tokens, config.recompute)
+        stated = planned(str(checkpoint), config.tokens, config.recompute, length)
         paths = {"checkpoint": str(checkpoint), "checked": str(checkpoint)}
         job = {**paths, "dtype": "bfloat16", "lora": LORA, "recompute": config.recompute, "length": length}
         sides = [
@@ -80,7 +78,14 @@ def measure(config: Config, common: Common, sizes: Mapping[str, int] | None = No
     return show(rows, appended_to(config), common)
 
 
-def planned(checkpoint: str, tokens: Sequence[int], recompute: Any) -> dict[int, int]:
+def whole_documents(sizes: Sequence[int], length: int = LENGTH) -> None:
+    """Raises ConfigError for a number of tokens per step that documents of `length` don't make up."""
+    wrong = [tokens for tokens in sizes if tokens % length or tokens < length]
+    if wrong:
+        raise ConfigError(f"tokens: {wrong[0]} is not a multiple of {length}, the length of a document", next="mend --tokens")
+
+
+def planned(checkpoint: str, tokens: Sequence[int], recompute: Any, length: int) -> dict[int, int]:
     """Bytes of the plan for the same job at each size."""
     from unfreeze import models
     from unfreeze.adapters import LoraConfig
@@ -89,7 +94,8 @@ def planned(checkpoint: str, tokens: Sequence[int], recompute: Any) -> dict[int,
 
     manifest = open_checkpoint(checkpoint)
     shape, lora = models.shape(manifest.config), LoraConfig(**LORA)
-    return {n: plan_training(shape, manifest, lora, tokens=n, dtype="bfloat16", device="cpu", recompute=recompute).training for n in tokens}
+    job: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu", "recompute": recompute, "longest": length}
+    return {n: plan_training(shape, manifest, lora, tokens=n, **job).training for n in tokens}
 
 
 def growth(found: Mapping[int, Mapping[str, Any]], stated: Mapping[int, int]) -> dict[str, Any]:

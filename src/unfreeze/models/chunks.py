@@ -1,0 +1,34 @@
+"""How many tokens go through a layer at once where its activations are computed again in backward.
+
+A layer's inner tensors are several times what it keeps, and on a CPU glibc maps blocks above 32 MiB anew at every use and the kernel clears them: at
+65,536 tokens of hidden 256 a quarter of the step (docs/profiles/tried.md). In chunks of whole documents they are small, and the heap has them back
+for the next chunk. All chunks pass before the next layer is visited, so a layer's weights are still brought once per pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+MIN_TOKENS = 4096
+ROWS_PER_EXPERT = 512  # on average: expanding an expert's INT4 weights again for each chunk costs 2.5 % of its GEMM (10 G elements/s, 250 GFLOP/s)
+
+
+def chunk_tokens(num_experts: int, experts_per_token: int, device: str) -> int | None:
+    """max(4,096, 512 · E / K) on a CPU; None, all at once, on a GPU: its allocator keeps what it has mapped, and its GEMMs want the rows."""
+    if device != "cpu":
+        return None
+    return max(MIN_TOKENS, ROWS_PER_EXPERT * num_experts // max(1, experts_per_token))
+
+
+def document_groups(lengths: Sequence[int], limit: int) -> list[list[int]]:
+    """Lengths of neighbouring documents in groups of about one size, none above `limit` but a document that is longer itself."""
+    even = -(-sum(lengths) // -(-sum(lengths) // limit))
+    groups: list[list[int]] = []
+    held = even
+    for length in lengths:
+        if held >= even or held + length > limit:
+            groups.append([])
+            held = 0
+        groups[-1].append(length)
+        held += length
+    return groups
