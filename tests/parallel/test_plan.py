@@ -301,15 +301,6 @@ def test_proposals_are_flags_of_the_whole_step(step, parts):
         assert fits(2 * (said["--tokens-per-step"] // parts), parts)
 
 
-def test_more_micro_batches_of_full_training_make_room_for_the_sums_of_their_gradients():
-    sizes = replace(SIZES, base=2**30)
-    made = plan(sizes, Work(tokens=65536), machine(12))
-    more = proposals(made)["--micro-batches"]
-    assert replace_work(made, tokens=65536 // more, micro_batches=more).fits and not made.fits
-    assert not replace_work(made, tokens=65536 // (more - 1), micro_batches=more - 1).fits
-    assert replace_work(made, tokens=65536 // (more - 1)).fits  # control: without the sums one less would do
-
-
 def test_the_plan_is_told_the_longest_document():
     shape = models.shape(CONFIGS["llama"])
     known, unknown = (

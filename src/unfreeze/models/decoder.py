@@ -94,7 +94,7 @@ def _again(layer: Layer, x_TD: Tensor, run: PackedPass, **kept: bool) -> Tensor:
 class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, layer: Layer, run: PackedPass, kept: dict[str, bool]) -> Tensor:  # type: ignore[override]
-        ctx.layer, ctx.visits = layer, [(rows, chunk, Memo(**kept)) for rows, chunk in _chunks(layer, run)]
+        ctx.layer, ctx.visits = layer, [(rows, chunk, Memo(**kept, unread=True)) for rows, chunk in _chunks(layer, run)]
         ctx.save_for_backward(x_TD)
         with torch.no_grad():
             return _chunk_by_chunk(layer, x_TD, ctx.visits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import re
 import shutil
 from copy import deepcopy
@@ -63,7 +64,8 @@ def leak_each_step(patch):
     real, kept = loading.train_step, []
 
     def leaking(*arguments, **options):
-        kept.append(torch.ones(2_500_000))  # 10 MB, tiny-k2 expanded to float32; less would hide in what a long test process has free
+        kept.append(mmap.mmap(-1, 10_000_000))  # tiny-k2 expanded to float32; mapped anew, or it would come from what a long test process has free
+        kept[-1].write(b"1" * 10_000_000)
         return real(*arguments, **options)
 
     patch.setattr(loading, "train_step", leaking)

@@ -29,10 +29,11 @@ class Memo:
     """What a layer's second visit takes from its first instead of computing it again, in the order in which the layer asks.
 
     `dear`: also what attention and the experts made, which costs the most to compute per byte kept. `products`: and every linear layer's output.
+    `unread`: the second visit is for gradients only, nobody reads its result.
     """
 
-    def __init__(self, dear: bool = False, products: bool = False):
-        self.dear, self.products, self.second, self.values = dear, products, False, []
+    def __init__(self, dear: bool = False, products: bool = False, unread: bool = False):
+        self.dear, self.products, self.unread, self.second, self.values = dear, products, unread, False, []
 
     def once(self, compute: Callable[[], Any]) -> Any:
         """compute() on the first visit; on the second what it gave then."""
@@ -41,8 +42,8 @@ class Memo:
         self.values.append(compute())
         return self.values[-1]
 
-    def unread(self, compute: Callable[[], Any]) -> Any:
-        """compute() on the first visit; None on the second, where the layer is only gone through for its gradients."""
+    def first(self, compute: Callable[[], Any]) -> Any:
+        """compute() on the first visit, None on the second."""
         return None if self.second else compute()
 
 
@@ -132,8 +133,9 @@ class PackedPass:
 
     @property
     def last(self) -> Callable[[Callable[[], Any]], Any] | None:
-        """`products` for the last product of a layer: no gradient asks for its value, so it is neither kept nor computed again."""
-        return None if self.memo is None else self.memo.unread
+        """For the last product of a layer, where nobody reads the second visit's result: no gradient asks for its value, so it is neither kept nor
+        computed again."""
+        return self.memo.first if self.memo is not None and self.memo.unread else None
 
     def remember(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         return new
