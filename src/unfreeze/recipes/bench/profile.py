@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import resource
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -151,7 +152,7 @@ def profiled(step: Callable[[], Any], rate: float, copy: float) -> Profile:
     before, started = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     step()
     without, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF)
-    with named_loops(), profile(activities=[ProfilerActivity.CPU], record_shapes=True, with_flops=True) as recorded:
+    with named_loops() as counted, profile(activities=[ProfilerActivity.CPU], record_shapes=True, with_flops=True) as recorded:
         started = time.perf_counter()
         with torch.profiler.record_function("step"):
             step()
@@ -159,7 +160,7 @@ def profiled(step: Callable[[], Any], rate: float, copy: float) -> Profile:
     assert recorded.profiler is not None and recorded.profiler.kineto_results is not None
     moved = by_op(recorded.profiler.kineto_results.events())
     spent = [
-        Spent(entry.key, entry.count, entry.self_cpu_time_total / 1e6, float(entry.flops or 0), float(moved.get(entry.key, 0)))
+        Spent(entry.key, entry.count, entry.self_cpu_time_total / 1e6, float(entry.flops or counted[entry.key]), float(moved.get(entry.key, 0)))
         for entry in recorded.key_averages() if entry.key != "step" and entry.self_cpu_time_total > 0
     ]  # fmt: skip
     spent.sort(key=lambda one: -one.seconds)
@@ -167,23 +168,35 @@ def profiled(step: Callable[[], Any], rate: float, copy: float) -> Profile:
 
 
 @contextmanager
-def named_loops() -> Iterator[None]:
-    """Inside, each numba loop is an op of its own to the profiler: "numba gather"."""
+def named_loops() -> Iterator[Counter[str]]:
+    """Inside, each numba loop is an op of its own to the profiler: "numba gather"; experts that are multiplied from their codes are one for each
+    direction. -> FLOP by name where they are known here and not to the profiler."""
     import torch
 
+    from unfreeze.kernels.expert_mlp.panels_cpu import Panels
     from unfreeze.kernels.numba_options import Kernel
 
-    plain = Kernel.__call__
+    plain, forward, backward = Kernel.__call__, Panels.forward_group, Panels.backward_group
+    counted: Counter[str] = Counter()
 
     def recorded(self: Any, elements: int, *arguments: Any) -> Any:
         with torch.profiler.record_function(f"numba {self.parallel.py_func.__name__.lstrip('_')}"):
             return plain(self, elements, *arguments)
 
+    def experts(name: str, real: Callable[..., None]) -> Callable[..., None]:
+        def named(self: Panels, call: Any, group: Any, x: torch.Tensor, *rest: Any) -> None:
+            counted[name] += 6 * group.num_rows * x.shape[1] * call.down.columns  # three matrices, without adapters
+            with torch.profiler.record_function(name):
+                real(self, call, group, x, *rest)
+
+        return named
+
     Kernel.__call__ = recorded
+    Panels.forward_group, Panels.backward_group = experts("numba experts forward", forward), experts("numba experts backward", backward)  # type: ignore[method-assign]
     try:
-        yield
+        yield counted
     finally:
-        Kernel.__call__ = plain
+        Kernel.__call__, Panels.forward_group, Panels.backward_group = plain, forward, backward  # type: ignore[method-assign]
 
 
 def page(name: str, what: str, stamp: Any, found: Profile) -> str:
