@@ -1,5 +1,6 @@
 """The dense half of a layer as one op: what the reference of kernels/dense_mlp says is what the blocks do, and who may not be one op says why."""
 
+import copy
 import json
 import logging
 from dataclasses import replace
@@ -80,16 +81,18 @@ def test_the_reference_is_the_blocks_own_arithmetic_to_the_bit(lora, monkeypatch
 @pytest.mark.parametrize("lora", [True, False])
 @pytest.mark.parametrize("through, graphs_wanted", [(models.plain, 1), (models.recompute, 2), (models.selective, 2), (models.elementwise, 0)])
 def test_training_by_the_compiled_block_equals_eager_with_every_recompute(through, graphs_wanted, lora, monkeypatch):
-    """Three layers and three numbers of tokens: a graph for gradients, one for recomputation's first visit; "elementwise" keeps to the blocks."""
+    """Against float64 as exact as eager. Three layers and three numbers of tokens: a graph for gradients, one for recomputation's first visit;
+    "elementwise" keeps to the blocks."""
     model, graphs = made(lora=lora), []
+    float64 = copy.deepcopy(model).double()
     block = Compiled(lambda graph, _: graphs.append(graph) or graph.forward)
     for total in (256, 300, 411):
         eager_hidden, eager = result(model, total, models.plain)
         with monkeypatch.context() as patch:
             use(patch, block)
             hidden, gradients = result(model, total, through)
-        # by norms, as an op's errors are: of 8,192 numbers one that nearly cancels was off by 1.6e-5 where threads cut the sums otherwise
-        assert (hidden - eager_hidden).norm() <= 3 * dense_mlp.OP.tolerance[torch.float32] * eager_hidden.norm()  # three blocks
+        exact, _ = result(float64, total, models.plain)  # eager is 6e-6 of the norm off with adapters: two float32 runs differ by as much
+        assert (hidden - exact).norm() <= 1.2 * (eager_hidden - exact).norm()
         assert gradients.keys() == eager.keys()
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, eager[name], rtol=1e-4, atol=1e-5 * float(eager[name].abs().max()), msg=name)
