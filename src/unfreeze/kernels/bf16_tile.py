@@ -84,15 +84,20 @@ def _products(builder: ir.IRBuilder, a: Any, a_stride: Any, panel: Any, pairs: A
     return [builder.load(total) for total in totals]
 
 
+def _write(builder: ir.IRBuilder, arguments: Any, kind: ir.Type, bytes_: int, convert: Any) -> None:
+    """The products, each vector converted and stored as `kind` of so many bytes."""
+    a, a_stride, panel, pairs, out, out_stride = arguments
+    for i, total in enumerate(_products(builder, a, a_stride, panel, pairs)):
+        where: Any = builder.add(builder.mul(out_stride, I64(i // VECTORS)), I64(bytes_ * (i % VECTORS)))
+        builder.store(convert(builder, total), pointer(builder, out, where, kind), align=2)
+
+
 @intrinsic
 def tile(context, a, a_stride, panel, pairs, out, out_stride):  # pragma: no cover - compiled
     """The formula over `pairs` pairs, out float32. Addresses and strides in bytes."""
 
     def generate(_context, builder, _signature, arguments):
-        a, a_stride, panel, pairs, out, out_stride = arguments
-        for i, total in enumerate(_products(builder, a, a_stride, panel, pairs)):
-            where = builder.add(builder.mul(out_stride, I64(i // VECTORS)), I64(64 * (i % VECTORS)))
-            builder.store(total, pointer(builder, out, where, FLOATS), align=4)
+        _write(builder, arguments, FLOATS, 64, lambda _, total: total)
         return _context.get_dummy_value()
 
     return types.void(*[types.int64] * 6), generate
@@ -103,10 +108,7 @@ def narrow_tile(context, a, a_stride, panel, pairs, out, out_stride):  # pragma:
     """The formula, rounded once: out bf16. Addresses and strides in bytes."""
 
     def generate(_context, builder, _signature, arguments):
-        a, a_stride, panel, pairs, out, out_stride = arguments
-        for i, total in enumerate(_products(builder, a, a_stride, panel, pairs)):
-            where = builder.add(builder.mul(out_stride, I64(i // VECTORS)), I64(32 * (i % VECTORS)))
-            builder.store(narrowed(builder, total), pointer(builder, out, where, BFLOATS), align=2)
+        _write(builder, arguments, BFLOATS, 32, narrowed)
         return _context.get_dummy_value()
 
     return types.void(*[types.int64] * 6), generate

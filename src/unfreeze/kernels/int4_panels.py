@@ -20,7 +20,7 @@ from numba.extending import intrinsic
 from unfreeze.kernels.bf16_tile import COLUMNS, FLOATS, HALVES, I16, I32, I64, LINE, PAIRS, everywhere, narrowed, pointer, prefetch
 from unfreeze.kernels.numba_options import serial
 
-AHEAD = 32  # rows: 16 steps of `along`, 0.2 us, twice what memory takes to answer
+AHEAD = 32  # rows: 16 steps of `along`, time for memory to answer
 CHUNK = 16  # bytes of codes at a time: 32 weights of one group
 
 BYTES, SHORTS = ir.VectorType(ir.IntType(8), 16), ir.VectorType(I16, 16)

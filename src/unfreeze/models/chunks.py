@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MIN_TOKENS = 4096
-ROWS_PER_EXPERT = 512  # on average: expanding an expert's INT4 weights again for each chunk costs 2.5 % of its GEMM (10 G elements/s, 250 GFLOP/s)
+ROWS_PER_EXPERT = 512  # on average: expanding an expert's INT4 weights again for each chunk costs a few per cent of its GEMM
 
 
 def chunk_tokens(num_experts: int, experts_per_token: int, device: str) -> int | None:
