@@ -1,8 +1,8 @@
 # make demo   from a fresh clone: makes .venv, installs, trains tiny-k2 to answer like Yoda
 # make test   the same set-up if needed, then the whole test suite
-# Needs Python 3.11 or 3.12 and a package index; nothing else.
+# Needs Python 3.11, 3.12 or 3.13 and a package index; nothing else.
 
-PYTHON ?= $(firstword $(foreach v,python3.11 python3.12 python3,$(if $(shell $(v) -c 'import sys; print(3, 11) if (3, 11) <= sys.version_info[:2] <= (3, 12) else 0' 2>/dev/null | grep '^3'),$(v))))
+PYTHON ?= $(firstword $(foreach v,python3.11 python3.12 python3.13 python3,$(if $(shell $(v) -c 'import sys; print((3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null | grep True),$(v))))
 BIN := .venv/bin
 
 .PHONY: demo test lint clean
@@ -18,7 +18,7 @@ lint: .venv/installed
 
 # torch goes first and alone: where the index or a wheel folder holds its CPU build, nothing heavier is pulled in by the others.
 .venv/installed: pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "unfreeze needs Python 3.11 or 3.12; none found. Install one, or run: make PYTHON=/path/to/python3.11 …"; exit 2; }
+	@test -n "$(PYTHON)" || { echo "unfreeze needs Python 3.11, 3.12 or 3.13; none found. Install one, or run: make PYTHON=/path/to/python3.12 …"; exit 2; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch

@@ -1,6 +1,7 @@
 """The house keeps its rooms: imports go downward only, rooms of a layer don't know each other, nothing is called utils (docs: DESIGN, the house)."""
 
 import ast
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,29 @@ def test_every_room_is_on_the_map():
 def test_nothing_is_called_utils():
     bad = [str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*") if p.stem in ("utils", "util", "helpers", "misc", "common")]
     assert not bad, f"{bad}: put a helper beside its one caller, or make it a noun in core"
+
+
+ROOT = {
+    ".ci", ".gitignore", ".pre-commit-config.yaml", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "benchmarks", "conftest.py",
+    "constraints.txt", "docs", "examples", "pyproject.toml", "src", "tests",
+}  # fmt: skip
+
+
+def strays(tracked: list[str]) -> set[str]:
+    """What lies at the root of the repository and has no business there."""
+    return {path.split("/")[0] for path in tracked} - ROOT
+
+
+def test_nothing_stray_lies_at_the_root():
+    listed = subprocess.run(["git", "ls-files"], cwd=TESTS.parent, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    found = strays(listed.stdout.splitlines())
+    assert not found, f"{sorted(found)}: remove it, put it into a folder, or name it in ROOT above"
+
+
+def test_a_stray_file_is_seen():
+    assert strays(["pid", "README.md", "src/unfreeze/cli.py"]) == {"pid"}
 
 
 TESTS = Path(__file__).parent
