@@ -2,7 +2,7 @@
 
 from unfreeze.data.dataset import Dataset, Stats, encode_file, encode_files
 from unfreeze.data.examples import Example, Examples
-from unfreeze.data.masks import check_mask, encode_chat, encode_prompt, encode_row, encode_text
+from unfreeze.data.masks import Encoder, encode_chat, encode_prompt
 from unfreeze.data.order import Mixed, Shuffled
 from unfreeze.data.packing import Batches, Cursor, pack
 from unfreeze.data.sources import BadRow, Conversation, Row, Text, read_rows
@@ -18,6 +18,7 @@ __all__ = [
     "Conversation",
     "Cursor",
     "Dataset",
+    "Encoder",
     "Example",
     "Examples",
     "Mixed",
@@ -27,14 +28,11 @@ __all__ = [
     "Text",
     "Tokenizer",
     "VocabSpec",
-    "check_mask",
     "check_vocab",
     "encode_chat",
     "encode_file",
     "encode_files",
     "encode_prompt",
-    "encode_row",
-    "encode_text",
     "has_tokenizer",
     "load_tokenizer",
     "pack",

@@ -20,10 +20,12 @@ import numpy as np
 from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.core.units import format_count
 from unfreeze.data.examples import Columns, Example, Examples
-from unfreeze.data.masks import Dropped, Supervise, Truncation, check_mask, encode_row, encode_text
-from unfreeze.data.sources import BadRow, Conversation, Place, Row, Text, read_at, read_places
+from unfreeze.data.forms import Reasoning
+from unfreeze.data.masks import Dropped, Encoded, Encoder, Supervise, Truncation
+from unfreeze.data.sources import BadRow, Place, Row, read_at, read_places
 from unfreeze.data.split import content_digest, duplicates
 from unfreeze.data.tokenizer import Tokenizer
+from unfreeze.data.turns import Turns
 
 LISTED = 20
 """So many dropped or bad rows are listed with their reason, so many truncated ones and so many duplicates; all are counted."""
@@ -35,6 +37,8 @@ HELD_BYTES = 256 * 2**20
 class Stats:
     """rows == used rows + dropped + bad; tokens and supervised are those of the examples, supervised ones after the shift.
 
+    split_rows     rows that became several examples (one per turn of the assistant, or pieces of a long text); `examples_dropped` of them carry
+                   no supervised token at this length and were left out
     truncated      rows that lost `tokens_cut` tokens together; the first are in `cuts`
     duplicates     rows whose content stood before, as rows (`repeats` has the first with their original); they are used all the same
     efficiency     share of the token budget that packing fills in the first epoch; set where batches are made, as `packing` is
@@ -43,6 +47,8 @@ class Stats:
 
     rows: int = 0
     examples: int = 0
+    split_rows: int = 0
+    examples_dropped: int = 0
     tokens: int = 0
     supervised: int = 0
     longest: int = 0
@@ -69,10 +75,13 @@ class Stats:
     def summary(self) -> str:
         """One line: `700 rows (question/answer 700), 81.2 K tokens, 62.1 % supervised, longest 301; 3 truncated (96 tokens cut), 0 dropped, …`."""
         shapes = ", ".join(f"{name} {count}" for name, count in self.shapes.most_common())
+        made = f", {self.examples} examples" if self.split_rows else ""
+        cut = f" ({self.tokens_cut} tokens cut)" if self.truncated else ""
+        also = f" (and {self.examples_dropped} examples)" if self.examples_dropped else ""
         line = (
-            f"{self.rows} rows ({shapes}), {format_count(self.tokens)} tokens, {100 * self.supervised_fraction:.1f} % supervised, "
-            f"longest {self.longest}; {self.truncated} truncated{f' ({self.tokens_cut} tokens cut)' if self.truncated else ''}, "
-            f"{self.dropped} dropped, {self.bad} bad, {self.duplicates} duplicates"
+            f"{self.rows} rows ({shapes}){made}, {format_count(self.tokens)} tokens, "
+            f"{100 * self.supervised_fraction:.1f} % supervised, longest {self.longest}; {self.truncated} truncated{cut}, "
+            f"{self.dropped} dropped{also}, {self.bad} bad, {self.duplicates} duplicates"
         )
         more = [
             f"packing {self.packing} fills {100 * self.efficiency:.1f} % of a step" if self.efficiency is not None else "",
@@ -103,27 +112,6 @@ class Dataset:
         return sum(digest in trained for digest in held_out)
 
 
-@dataclass(frozen=True)
-class Encoder:
-    """How a row becomes examples: the same when it is counted and when it is read again."""
-
-    tokenizer: Tokenizer
-    sequence_length: int
-    truncation: Truncation
-    supervise: Supervise
-
-    def __call__(self, row: Row, source: int) -> list[Example]:
-        """Raises Dropped for a row of no use, DataError for a bad one; both name the row."""
-        if self.truncation == "split" and isinstance(row, Text):
-            encoded = encode_text(row, self.tokenizer, self.sequence_length)
-            if not encoded:
-                raise Dropped(f"row {row.row}: 0 tokens supervised (the text has a single token)")
-        else:
-            encoded = [encode_row(row, self.tokenizer, self.sequence_length, self.truncation, self.supervise)]
-        digest = content_digest(row)
-        return [replace(example, source=source, digest=digest) for example in encoded]
-
-
 def encode_file(path: str | Path, tokenizer: Tokenizer, sequence_length: int, **options: Any) -> Dataset:
     """encode_files of one file."""
     return encode_files([path], tokenizer, sequence_length, **options)
@@ -136,27 +124,26 @@ def encode_files(
     *,
     truncation: Truncation = "tail",
     supervise: Supervise = "assistant",
+    turns: Turns = "auto",
+    reasoning: Reasoning = "auto",
     on_bad_row: Literal["error", "skip"] = "error",
     held_bytes: int = HELD_BYTES,
 ) -> Dataset:
     """Every row of the files, one file after the other, as examples of at most `sequence_length` tokens.
 
-    truncation "split" cuts long texts into several documents (a conversation that is too long is an error then). Rows that keep no supervised
-    token are dropped and counted in stats; a bad row raises DataError, or is counted with on_bad_row "skip". Files of more than `held_bytes`
-    together are read on demand; the result is the same.
-    Raises DataError if nothing is left, and where the template's mask covers what the user says (FAILURES N4).
+    How a row becomes examples: see Encoder. Rows that keep no supervised token are dropped and counted in stats; a bad row raises DataError, or is
+    counted with on_bad_row "skip". Files of more than `held_bytes` together are read on demand; the result is the same.
+    Raises DataError if nothing is left.
     """
     if sequence_length < 2:
         raise ConfigError(f"sequence_length is {sequence_length}, at least 2: a token is predicted from the one before it")
     paths = [Path(path) for path in paths]
-    encoder = Encoder(tokenizer, sequence_length, truncation, supervise)
+    encoder = Encoder(tokenizer, sequence_length, truncation, supervise, turns=turns, reasoning=reasoning)
     on_demand = sum(path.stat().st_size for path in paths if path.is_file()) > held_bytes
     store: Held | OnDemand = OnDemand(paths, encoder) if on_demand else Held()
-    account = Account(paths, tokenizer, skip=on_bad_row == "skip")
+    account = Account(paths, skip=on_bad_row == "skip")
     for source, path in enumerate(paths):
         for place, row in read_places(path, partial(account.unreadable, source) if on_bad_row == "skip" else None):
-            if supervise == "assistant" and isinstance(row, Conversation) and not account.conversations:
-                check_mask(tokenizer)  # texts need no template, so a wrong one is no fault of theirs
             encoded = account.encode(row, source, encoder)
             store.add(place, encoded)
             for example in encoded:
@@ -208,22 +195,21 @@ class OnDemand:
             self._files[source] = path.open("rb")
         changed = DataError(f"{path.name}, row {row}: the file changed while it was trained on", next="start again with a file that stays as it is")
         try:
-            pieces = self._encoder(read_at(self._files[source], path, Place(row, offset, size)), source)
+            pieces = self._encoder(read_at(self._files[source], path, Place(row, offset, size))).examples
         except DataError:
             raise changed from None
         if piece >= len(pieces) or pieces[piece].checksum != self._checksums[16 * index : 16 * index + 16]:
             raise changed
-        return pieces[piece]
+        return replace(pieces[piece], source=source)
 
 
 class Account:
     """Counts every row as it passes: nothing vanishes."""
 
-    def __init__(self, paths: Sequence[Path], tokenizer: Tokenizer, *, skip: bool):
+    def __init__(self, paths: Sequence[Path], *, skip: bool):
         self.stats, self.columns = Stats(), Columns()
-        self._paths, self._tokenizer, self._skip = paths, tokenizer, skip
+        self._paths, self._skip = paths, skip
         self._row_digests, self._row_places = bytearray(), array("q")
-        self.conversations = 0
 
     def unreadable(self, source: int, found: BadRow) -> None:
         """A row that is not JSON, or of no known shape."""
@@ -231,15 +217,14 @@ class Account:
         self.stats.bad += 1
         self._list(self.stats.listed, source, found)
 
-    def encode(self, row: Row, source: int, encoder: Callable[[Row, int], list[Example]]) -> list[Example]:
+    def encode(self, row: Row, source: int, encoder: Callable[[Row], Encoded]) -> list[Example]:
         """The row's examples, counted; none where it is dropped or, with on_bad_row "skip", bad."""
         stats = self.stats
         stats.rows += 1
         stats.shapes[row.shape] += 1
-        self.conversations += isinstance(row, Conversation)
         stats.files[self._paths[source].name] += 1
         try:
-            encoded = encoder(row, source)
+            encoded = encoder(row)
         except Dropped as error:
             stats.dropped += 1
             self._list(stats.listed, source, BadRow(row.row, error.message))
@@ -251,18 +236,23 @@ class Account:
             stats.bad += 1
             self._list(stats.listed, source, BadRow(row.row, error.message))
             return []
-        self._row_digests += encoded[0].digest
+        digest = content_digest(row)
+        self._row_digests += digest
         self._row_places.extend((source, row.row))
         self._count(row, source, encoded)
-        return encoded
+        return [replace(example, source=source, digest=digest) for example in encoded.examples]
 
-    def _count(self, row: Row, source: int, encoded: Sequence[Example]) -> None:
-        stats, cut = self.stats, sum(example.cut for example in encoded)
-        stats.notes.update(_text_notes(row, self._tokenizer) if isinstance(row, Text) else _chat_notes(row, encoded[-1], self._tokenizer))
-        if cut:
+    def _count(self, row: Row, source: int, encoded: Encoded) -> None:
+        stats, cuts = self.stats, [example for example in encoded.examples if example.cut]
+        stats.notes.update(encoded.notes)
+        stats.split_rows += len(encoded.examples) + len(encoded.dropped) > 1
+        stats.examples_dropped += len(encoded.dropped)
+        for reason in encoded.dropped:
+            self._list(stats.listed, source, BadRow(row.row, f"{reason} (one of {len(encoded.examples) + len(encoded.dropped)} examples of the row)"))
+        if cuts:
             stats.truncated += 1
-            stats.tokens_cut += cut
-            kept = encoded[0].num_tokens
+            stats.tokens_cut += sum(example.cut for example in cuts)
+            kept, cut = cuts[0].num_tokens, cuts[0].cut
             self._list(stats.cuts, source, BadRow(row.row, f"row {row.row}: {kept} of {kept + cut} tokens kept, {cut} cut"))
 
     def finish(self, examples: Examples) -> Stats:
@@ -283,20 +273,3 @@ class Account:
     def _list(self, listed: list[BadRow], source: int, found: BadRow) -> None:
         if len(listed) < LISTED:
             listed.append(replace(found, file=self._paths[source].name if len(self._paths) > 1 else ""))
-
-
-def _text_notes(row: Text, tokenizer: Tokenizer) -> list[str]:
-    found = next((text for text in tokenizer.special_texts if text and text in row.text), None)
-    return [f"special-token text ({found}) read as plain text"] if found else []
-
-
-def _chat_notes(row: Conversation, example: Example, tokenizer: Tokenizer) -> list[str]:
-    """What a user would want to know before training on this row."""
-    notes = [] if tokenizer.template else ["no chat template in the checkpoint: the plain one is used"]
-    for name in ("reasoning_content", "tool_calls"):
-        if any(message.get(name) for message in row.messages) and name not in tokenizer.chat.source:
-            notes.append(f"{name} is not part of this chat template and is left out")
-    last = max(i for i, weight in enumerate(example.weights) if weight)
-    if not example.cut and example.tokens[last] not in tokenizer.eos_ids:
-        notes.append("the answer does not close with an end token: the end is not learned")
-    return notes

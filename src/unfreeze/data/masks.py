@@ -1,12 +1,7 @@
-"""Rows to examples: which tokens the model is taught to say.
+"""Rows to examples: text with a mask becomes tokens with weights.
 
-For the assistant's message i of a conversation, with the checkpoint's own template:
-  prefix = render(messages[:i], add_generation_prompt=True)     what the model sees when it has to speak
-  upto   = render(messages[:i + 1])                             the same, with what it said
-  span   = upto[len(prefix):], cut after the end-of-turn token  what it is taught
-The conversation is tokenized segment by segment, split at these boundaries, because in generation the prompt is tokenized alone.
-A template where `upto` does not begin with `prefix`, or the whole text not with `upto`, has no such spans: it is refused, showing
-where the texts part, unless its {% generation %} blocks say what the assistant speaks.
+What a conversation becomes as text, and which words the model is taught to say, is decided in turns.py and checked in taught.py. It is tokenized
+segment by segment, split where a turn begins and ends, because in generation the prompt is tokenized alone.
 """
 
 from __future__ import annotations
@@ -18,73 +13,149 @@ from typing import Any, Literal
 
 from unfreeze.core.errors import DataError
 from unfreeze.data.examples import Example
-from unfreeze.data.sources import Conversation, Row, Text
-from unfreeze.data.templates import ChatTemplate
+from unfreeze.data.forms import Reasoning
+from unfreeze.data.sources import Row, Text
+from unfreeze.data.taught import QUOTE_CLOSE, QUOTE_OPEN, Segment
 from unfreeze.data.tokenizer import Tokenizer
+from unfreeze.data.turns import Renderer, Turns
 
 Truncation = Literal["tail", "head", "error", "drop", "split"]
 Supervise = Literal["assistant", "all"]
 
-QUOTE_OPEN, QUOTE_CLOSE = "\U000f0000", "\U000f0001"
-"""Private-use characters around special-token text that stands inside a message, so that it survives rendering as plain text."""
 _QUOTED = re.compile(f"{QUOTE_OPEN}(.*?){QUOTE_CLOSE}", re.DOTALL)
-
-
-LOST_MASK = "put the template's {% generation %} marks around the assistant's words only, or leave them out (chat_template.jinja)"
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A stretch of rendered text that is tokenized on its own."""
-
-    text: str
-    supervised: bool
 
 
 class Dropped(DataError):
     """A row that is whole but of no use at this sequence length; counted and listed, never silent."""
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """What a row became. `dropped`: why examples of it were left out (beside others that were kept)."""
+
+    examples: list[Example]
+    notes: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+
+
+class Encoder:
+    """How rows become examples of at most `sequence_length` tokens: the same when they are counted and when they are read again.
+
+    truncation  of a longer example: "tail" cuts its end, "head" its beginning (a BOS stays), "drop" raises Dropped, "error" raises DataError;
+                "split" makes several documents of a text, and is an error for a conversation: half an answer is not a document
+    supervise   "assistant": weight 1 on the assistant's words; "all": on everything. A text always counts whole
+    turns, reasoning   see turns.Turns and forms.Reasoning
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        sequence_length: int,
+        truncation: Truncation = "tail",
+        supervise: Supervise = "assistant",
+        *,
+        turns: Turns = "auto",
+        reasoning: Reasoning = "auto",
+    ):
+        self.tokenizer, self.sequence_length, self.truncation, self.supervise = tokenizer, sequence_length, truncation, supervise
+        self.render = renderer(tokenizer, turns=turns, reasoning=reasoning, supervise_all=supervise == "all")
+
+    def __call__(self, row: Row) -> Encoded:
+        """Raises Dropped for a row of no use, DataError for a bad one; both name the row."""
+        if isinstance(row, Text):
+            notes = _text_notes(row, self.tokenizer)
+            return Encoded(self._split(row) if self.truncation == "split" else [self._bounded(row, *encode_whole_text(row, self.tokenizer))], notes)
+        try:
+            rendered = self.render(row)
+        except DataError as error:
+            raise DataError(f"row {row.row}: {error.message}", next=error.next) from None
+        examples: list[Example] = []
+        dropped: list[str] = []
+        for sample in rendered.samples:
+            try:
+                examples.append(self._bounded(row, *encode_segments(self.tokenizer, sample)))
+            except Dropped as error:
+                dropped.append(error.message)
+        if not examples:
+            raise Dropped(dropped[0], next="a longer --sequence-length")
+        plain = () if self.tokenizer.template else ("no chat template in the checkpoint: the plain one is used",)
+        return Encoded(examples, (*plain, *rendered.notes), tuple(dropped))
+
+    def _bounded(self, row: Row, tokens: list[int], weights: list[float]) -> Example:
+        """One example, cut to length. Raises Dropped if no supervised token is left."""
+        if len(tokens) > self.sequence_length and self.truncation not in ("tail", "head"):
+            kind = Dropped if self.truncation == "drop" else DataError
+            why = ", and a conversation is not split" if self.truncation == "split" else ""
+            raise kind(
+                f"row {row.row}: {len(tokens)} tokens, sequence_length is {self.sequence_length}{why}",
+                next=f"--sequence-length {len(tokens)} or more, or --truncation tail",
+            )
+        whole = len(tokens)
+        cut = _without_head if self.truncation == "head" else _without_tail
+        tokens, weights = cut(tokens, weights, self.sequence_length, self.tokenizer)
+        example = Example(tokens, weights, row.row, whole - len(tokens))
+        if not example.num_supervised:
+            why = f" (truncated before the answer? the whole row has {whole})" if example.cut else ""
+            raise Dropped(f"row {row.row}: 0 of {example.num_tokens} tokens supervised{why}", next="a longer --sequence-length")
+        return example
+
+    def _split(self, row: Text) -> list[Example]:
+        """A long text as several documents that together predict each of its tokens exactly once.
+
+        Consecutive pieces share one token: the last of a piece is the first of the next, where it is context and not a target.
+        """
+        tokens, weights = encode_whole_text(row, self.tokenizer)
+        length = self.sequence_length
+        starts = range(0, max(len(tokens) - 1, 1), max(length - 1, 1))
+        pieces = [(tokens[at : at + length], weights[at : at + length]) for at in starts]
+        examples = [Example(piece, [0.0, *weight[1:]], row.row) for piece, weight in pieces if len(piece) > 1]
+        if not examples:
+            raise Dropped(f"row {row.row}: 0 tokens supervised (the text has a single token)")
+        return examples
+
+
+def renderer(tokenizer: Tokenizer, *, turns: Turns = "auto", reasoning: Reasoning = "auto", supervise_all: bool = False) -> Renderer:
+    """The tokenizer's chat template with its end tokens, quoting its special tokens in messages."""
+
+    def quote(value: Any) -> Any:
+        return quote_specials(value, tokenizer)
+
+    return Renderer(tokenizer.chat, end_texts(tokenizer), quote, turns=turns, reasoning=reasoning, supervise_all=supervise_all)
+
+
 def encode_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
     """The prompt for generation: the conversation up to where the assistant begins to speak, tokenized as training tokenizes it."""
-    quoted, quoted_tools = quote_specials(list(messages), tokenizer), quote_specials(tools, tokenizer)
-    return encode_rendered(tokenizer, tokenizer.chat.render(quoted, add_generation_prompt=True, tools=quoted_tools))
+    return encode_rendered(tokenizer, renderer(tokenizer).prompt(messages, tools))
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     """A text to be continued: BOS if this tokenizer begins documents with it, then the text; no special token is made from it."""
-    return [*_bos(tokenizer), *tokenizer.encode(text, specials=False)]
+    bos = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
+    return [*bos, *tokenizer.encode(text, specials=False)]
 
 
-def encode_row(
-    row: Row,
-    tokenizer: Tokenizer,
-    sequence_length: int,
-    truncation: Truncation = "tail",
-    supervise: Supervise = "assistant",
-) -> Example:
-    """A row as tokens and weights (not shifted), at most `sequence_length` tokens.
+def encode_whole_text(row: Text, tokenizer: Tokenizer) -> tuple[list[int], list[float]]:
+    """All tokens and weights of a text, its end token too. The first weight is 0: nothing precedes the first token."""
+    tokens = encode_prompt(tokenizer, row.text)
+    if tokenizer.eos_id is not None:
+        tokens.append(tokenizer.eos_id)
+    return tokens, [0.0, *[1.0] * (len(tokens) - 1)][: len(tokens)]
 
-    truncation  of a longer row: "tail" cuts its end, "head" its beginning (a BOS stays), "drop" raises Dropped, "error" raises DataError, and
-                so does "split": half an answer is not a document (a long Text is split by encode_text).
-    supervise   "assistant": weight 1 on the assistant's spans; "all": on everything. A Text row always counts whole.
-    Raises Dropped if no supervised token is left, DataError for a conversation the template cannot take. Both name the row.
-    """
-    tokens, weights = encode_whole(row, tokenizer, supervise)
-    if len(tokens) > sequence_length and truncation not in ("tail", "head"):
-        kind = Dropped if truncation == "drop" else DataError
-        why = ", and a conversation is not split" if truncation == "split" else ""
-        raise kind(
-            f"row {row.row}: {len(tokens)} tokens, sequence_length is {sequence_length}{why}",
-            next=f"--sequence-length {len(tokens)} or more, or --truncation tail",
-        )
-    whole = len(tokens)
-    tokens, weights = (_without_head if truncation == "head" else _without_tail)(tokens, weights, sequence_length, tokenizer)
-    example = Example(tokens, weights, row.row, whole - len(tokens))
-    if not example.num_supervised:
-        cut = f" (truncated before the answer? the whole row has {whole})" if example.cut else ""
-        raise Dropped(f"row {row.row}: 0 of {example.num_tokens} tokens supervised{cut}", next="a longer --sequence-length")
-    return example
+
+def encode_segments(tokenizer: Tokenizer, segments: Sequence[Segment]) -> tuple[list[int], list[float]]:
+    """All tokens and weights of an example's text."""
+    tokens: list[int] = []
+    weights: list[float] = []
+    for segment in segments:
+        ids = encode_rendered(tokenizer, segment.text, continues=bool(tokens))
+        tokens += ids
+        weights += [1.0 if segment.supervised else 0.0] * len(ids)
+    return tokens, [0.0, *weights[1:]][: len(tokens)]
+
+
+def _text_notes(row: Text, tokenizer: Tokenizer) -> tuple[str, ...]:
+    found = next((text for text in tokenizer.special_texts if text and text in row.text), None)
+    return (f"special-token text ({found}) read as plain text",) if found else ()
 
 
 def _without_tail(tokens: list[int], weights: list[float], length: int, tokenizer: Tokenizer) -> tuple[list[int], list[float]]:
@@ -100,147 +171,9 @@ def _without_head(tokens: list[int], weights: list[float], length: int, tokenize
     return [*lead, *tokens[begin:]], [*(0.0 for _ in lead), 0.0, *weights[begin + 1 :]]
 
 
-def encode_text(row: Text, tokenizer: Tokenizer, sequence_length: int) -> list[Example]:
-    """A long text as several documents that together predict each of its tokens exactly once.
-
-    Consecutive pieces share one token: the last of a piece is the first of the next, where it is context and not a target.
-    """
-    tokens, weights = encode_whole(row, tokenizer, "all")
-    step = max(sequence_length - 1, 1)
-    starts = range(0, max(len(tokens) - 1, 1), step)
-    pieces = [(tokens[at : at + sequence_length], weights[at : at + sequence_length]) for at in starts]
-    return [Example(piece, [0.0, *weight[1:]], row.row) for piece, weight in pieces if len(piece) > 1]
-
-
-def encode_whole(row: Row, tokenizer: Tokenizer, supervise: Supervise) -> tuple[list[int], list[float]]:
-    """All tokens and weights of a row, however long. The first weight is 0: nothing precedes the first token."""
-    if isinstance(row, Text):
-        tokens = encode_prompt(tokenizer, row.text)
-        if tokenizer.eos_id is not None:
-            tokens.append(tokenizer.eos_id)
-        weights = [1.0] * len(tokens)
-    else:
-        tokens, weights = _encode_conversation(row, tokenizer, supervise)
-    if weights:
-        weights[0] = 0.0
-    return tokens, weights
-
-
-def _encode_conversation(row: Conversation, tokenizer: Tokenizer, supervise: Supervise) -> tuple[list[int], list[float]]:
-    tokens: list[int] = []
-    weights: list[float] = []
-    try:
-        messages, tools = quote_specials(row.messages, tokenizer), quote_specials(row.tools, tokenizer)
-        segments = chat_segments(tokenizer.chat, messages, tools, end_texts(tokenizer))
-        covered = all(segment.supervised or not segment.text.strip() for segment in segments)
-        if supervise == "assistant" and covered and any(message["role"] != "assistant" for message in row.messages):
-            raise DataError("every token is supervised, the user's too: the mask is lost", next=LOST_MASK)
-        for segment in segments:
-            ids = encode_rendered(tokenizer, segment.text, continues=bool(tokens))
-            tokens += ids
-            weights += [1.0 if segment.supervised or supervise == "all" else 0.0] * len(ids)
-    except DataError as error:
-        raise DataError(f"row {row.row}: {error.message}", next=error.next) from None
-    return tokens, weights
-
-
-def check_mask(tokenizer: Tokenizer) -> None:
-    """Render a conversation of known words and refuse a template whose mask covers what the user says, or misses what the assistant says.
-
-    Raises DataError with the words (FAILURES N4). A template that doesn't take this conversation is not judged here: its rows are, one by one.
-    """
-    asked, said = ("Zq7 asks", "Zq8 asks"), ("Zq7 says", "Zq8 says")  # no template has these words
-    turns = [{"role": role, "content": text} for pair in zip(asked, said, strict=True) for role, text in (("user", pair[0]), ("assistant", pair[1]))]
-    for messages in (turns, turns[:2]):
-        try:
-            segments = chat_segments(tokenizer.chat, messages, None, end_texts(tokenizer))
-        except DataError:
-            continue
-        taught = "\n".join(segment.text for segment in segments if segment.supervised)
-        covered = [text for text in asked if text in taught]
-        missed = [message["content"] for message in messages if message["role"] == "assistant" and message["content"] not in taught]
-        if covered or missed:
-            whole = sum(len(segment.text) for segment in segments)
-            what = f"it covers the user's words {covered[0]!r}" if covered else f"it misses the assistant's words {missed[0]!r}"
-            raise DataError(
-                f"the chat template's loss mask is wrong: {what} ({len(taught)} of {whole} characters of a test conversation supervised)",
-                next=LOST_MASK,
-            )
-        return
-
-
 def end_texts(tokenizer: Tokenizer) -> list[str]:
     """The spellings of the tokens that can end a turn."""
     return [tokenizer.token_text(id) for id in sorted(tokenizer.eos_ids & tokenizer.special_ids)]
-
-
-def chat_segments(
-    template: ChatTemplate,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None,
-    ends: Sequence[str],
-) -> list[Segment]:
-    """The rendered conversation, cut into what is given and what the assistant says; the texts joined are render(messages)."""
-    full = template.render(messages, tools=tools)
-    spans: list[tuple[int, int]] = []
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        try:
-            prefix = template.render(messages[:i], add_generation_prompt=True, tools=tools)
-            upto = full if i == len(messages) - 1 else template.render(messages[: i + 1], tools=tools)
-            spans.append(_span(i, prefix, upto, full, spans[-1][1] if spans else 0, ends))
-        except DataError as error:
-            if template.has_generation_marks:
-                return _marked_segments(template, messages, tools, ends)
-            if i == 0:
-                raise DataError(
-                    "the assistant speaks first and this template has no prompt for that", next="begin with a user or system message"
-                ) from None
-            raise error
-    return _segments(full, spans)
-
-
-def _span(i: int, prefix: str, upto: str, full: str, after: int, ends: Sequence[str]) -> tuple[int, int]:
-    """[start, end) of what the assistant says in message i, in characters of `full`."""
-    for shorter, longer, what in ((prefix, upto, "the prompt before it"), (upto, full, "the conversation up to it")):
-        if not longer.startswith(shorter):
-            at = next((i for i, (a, b) in enumerate(zip(shorter, longer, strict=False)) if a != b), min(len(shorter), len(longer)))
-            raise DataError(
-                f"the chat template is not prefix-stable: messages[{i}] (assistant), {what} changes at character {at}: "
-                f"{shorter[at : at + 60]!r} became {longer[at : at + 60]!r}",
-                next="end each row with its first assistant turn, or give the template {% generation %} marks (chat_template.jinja)",
-            )
-    if len(prefix) < after:
-        raise DataError(f"the chat template is not prefix-stable: messages[{i}] (assistant) begins inside the turn before it")
-    return len(prefix), _end_of_turn(full, len(prefix), len(upto), ends)
-
-
-def _end_of_turn(full: str, start: int, end: int, ends: Sequence[str]) -> int:
-    """Where the supervised part of a turn ends: behind its last end token; blanks the template adds after that are not taught."""
-    said = full[start:end].rstrip()
-    return start + len(said) if any(said.endswith(text) for text in ends) else end
-
-
-def _marked_segments(template: ChatTemplate, messages: Any, tools: Any, ends: Sequence[str]) -> list[Segment]:
-    """Spans from {% generation %}; an end token that stands right behind a block belongs to it, or the end would never be learned."""
-    full, marked = template.render_spans(messages, tools)
-    if not marked:
-        raise DataError("the chat template has {% generation %} marks but none of them produced a turn of the assistant")
-    spans = []
-    for start, end in marked:
-        following = next((text for text in ends if full.startswith(text, end)), "")
-        spans.append((start, _end_of_turn(full, start, end, ends) if not following else end + len(following)))
-    return _segments(full, spans)
-
-
-def _segments(full: str, spans: Sequence[tuple[int, int]]) -> list[Segment]:
-    result: list[Segment] = []
-    at = 0
-    for start, end in spans:
-        result += [Segment(full[at:start], False), Segment(full[start:end], True)]
-        at = end
-    return [segment for segment in [*result, Segment(full[at:], False)] if segment.text]
 
 
 def quote_specials(value: Any, tokenizer: Tokenizer) -> Any:
@@ -265,7 +198,3 @@ def encode_rendered(tokenizer: Tokenizer, text: str, *, continues: bool = False)
         if piece:
             ids += tokenizer.encode(piece, specials=i % 2 == 0, continues=continues or bool(ids))
     return ids
-
-
-def _bos(tokenizer: Tokenizer) -> list[int]:
-    return [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []

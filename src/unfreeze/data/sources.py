@@ -3,7 +3,8 @@
 | shape                       | fields                                                           | becomes                                   |
 | --------------------------- | ---------------------------------------------------------------- | ----------------------------------------- |
 | messages                    | messages: [{role, content, reasoning_content?, tool_calls?}], … | the conversation as it stands             |
-| conversations (ShareGPT)    | conversations: [{from, value}], system?, tools?                  | human → user, gpt → assistant             |
+| conversations (ShareGPT)    | conversations: [{from, value}], system?, tools?                  | human → user, gpt → assistant;            |
+|                             | function_call, observation                                       | a tool call and its return                |
 | prompt/completion           | two texts (or two lists of messages)                             | user turn, assistant turn                 |
 | question/answer             | two texts                                                        | user turn, assistant turn                 |
 | instruction/output (alpaca) | instruction, input?, output, system?                             | instruction + blank line + input, output  |
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -26,8 +27,13 @@ from unfreeze.core.errors import DataError, nearest
 from unfreeze.core.units import format_bytes
 
 ROLES = ("system", "user", "assistant", "tool")
-SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool"}
+SHAREGPT_ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool",
+    "function_call": "assistant", "observation": "tool",
+}  # fmt: skip
 MESSAGE_FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
+REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
+"""Names under which rows hold a turn's reasoning and templates read it (gpt-oss: thinking). In a Conversation it is reasoning_content."""
 DOCUMENT_MARK = "<|endoftext|>"
 """A line that holds only this separates the documents of a .txt file (the TinyStories convention)."""
 
@@ -39,12 +45,21 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages for a chat template; loss on the assistant's turns. `row` is the line in the file, counted from 1."""
+    """Messages for a chat template; loss on the assistant's turns. `row` is the line in the file, counted from 1.
+
+    context   places of assistant's turns that carry no loss: those of a prompt, and those with "weight": 0 or "train": false
+    """
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
     row: int = 0
     shape: str = "messages"
+    context: frozenset[int] = frozenset()
+
+    @property
+    def taught(self) -> list[int]:
+        """Places of the turns that carry loss."""
+        return [i for i, message in enumerate(self.messages) if message["role"] == "assistant" and i not in self.context]
 
 
 @dataclass(frozen=True)
@@ -242,8 +257,35 @@ def _no_shape(fields: Mapping[str, Any], row: int) -> str:
 
 
 def _messages_row(fields: Mapping[str, Any], row: int, shape: str) -> Row:
-    messages = [_message(item, row, f"messages[{i}]") for i, item in enumerate(_list(fields["messages"], row, "messages"))]
-    return Conversation(messages, _tools(fields, row), row, shape)
+    items = [(f"messages[{i}]", item) for i, item in enumerate(_list(fields["messages"], row, "messages"))]
+    return _conversation(items, fields, row, shape)
+
+
+def _conversation(items: Sequence[tuple[str, Any]], fields: Mapping[str, Any], row: int, shape: str, prompt: int = 0) -> Conversation:
+    """Messages with their places in the row; the first `prompt` of them are asked, not taught."""
+    messages = [_message(item, row, where) for where, item in items]
+    asked = {i for i, (where, item) in enumerate(items) if i < prompt or not _carries_loss(item, row, where)}
+    context = frozenset(i for i in asked if messages[i]["role"] == "assistant")
+    return Conversation(messages, _tools(fields, row), row, shape, context)
+
+
+def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Messages given in Python, checked and brought into the form that rows have. Raises DataError naming the field."""
+    try:
+        return [_message(dict(message), 0, f"messages[{i}]") for i, message in enumerate(messages)]
+    except DataError as error:
+        raise DataError(error.message.removeprefix("row 0: "), next=error.next) from None
+
+
+def _carries_loss(item: Any, row: int, where: str) -> bool:
+    """A turn's "weight" (0 or 1, as OpenAI's files have it) or "train" (true or false)."""
+    message = _object(item, row, where)
+    weight, train = message.get("weight"), message.get("train")
+    if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
+        raise DataError(f"row {row}: field {where}.weight is {weight!r}; a turn's weight is 0 or 1")
+    if train is not None and not isinstance(train, bool):
+        raise DataError(f"row {row}: field {where}.train is {_kind(train)}, expected true or false")
+    return weight != 0 and train is not False
 
 
 def _sharegpt_row(fields: Mapping[str, Any], row: int, shape: str) -> Row:
@@ -257,7 +299,9 @@ def _sharegpt_row(fields: Mapping[str, Any], row: int, shape: str) -> Row:
         if name not in SHAREGPT_ROLES:
             raise DataError(f"row {row}: field {where}.from is {name!r}; known: {', '.join(SHAREGPT_ROLES)}{nearest(name, SHAREGPT_ROLES)}")
         role = SHAREGPT_ROLES[name]
-        messages.append({"role": role, "content": _text(turn.get("value"), row, f"{where}.value", empty=role in ("system", "tool"))})
+        value = _text(turn.get("value"), row, f"{where}.value", empty=role in ("system", "tool"))
+        calls = _function_calls(value, row, f"{where}.value") if name == "function_call" else None
+        messages.append({"role": role, "content": None, "tool_calls": calls} if calls else {"role": role, "content": value})
     return Conversation(messages, _tools(fields, row), row, shape)
 
 
@@ -265,7 +309,7 @@ def _pair_row(first: str, second: str) -> Callable[[Mapping[str, Any], int, str]
     def build(fields: Mapping[str, Any], row: int, shape: str) -> Row:
         if isinstance(fields[first], list) and isinstance(fields[second], list):
             items = [(f"{name}[{i}]", item) for name in (first, second) for i, item in enumerate(fields[name])]
-            return Conversation([_message(item, row, where) for where, item in items], _tools(fields, row), row, shape)
+            return _conversation(items, fields, row, shape, prompt=len(fields[first]))
         return _turns(_system(fields, row), _text(fields[first], row, first), _text(fields[second], row, second), row, shape)
 
     return build
@@ -312,20 +356,62 @@ def _message(item: Any, row: int, where: str) -> Message:
     role = _text(message.get("role"), row, f"{where}.role")
     if role not in ROLES:
         raise DataError(f"row {row}: field {where}.role is {role!r}; known: {', '.join(ROLES)}{nearest(role, ROLES)}")
-    if message.get("weight", 1) != 1 or message.get("train", True) is not True:
-        raise DataError(f"row {row}: field {where} asks for its own weight; a turn's loss weight cannot be set in the data")
+    message = {name: value for name, value in message.items() if name not in ("weight", "train")}
     for name in message:
-        if name not in MESSAGE_FIELDS and nearest(name, MESSAGE_FIELDS):
+        if name not in (*MESSAGE_FIELDS, *REASONING_NAMES) and nearest(name, MESSAGE_FIELDS):
             raise DataError(f"row {row}: field {where}.{name} is not known{nearest(name, MESSAGE_FIELDS)}")
-    if "tool_calls" in message:
-        for i, call in enumerate(_list(message["tool_calls"], row, f"{where}.tool_calls", empty=True)):
-            _object(call, row, f"{where}.tool_calls[{i}]")
-    if "reasoning_content" in message:
-        _text(message["reasoning_content"], row, f"{where}.reasoning_content", empty=True)
-    may_be_empty = role in ("system", "tool") or bool(message.get("tool_calls"))
-    if "content" not in message and message.get("tool_calls"):
+    calls = [
+        _tool_call(call, row, f"{where}.tool_calls[{i}]")
+        for i, call in enumerate(_list(message.pop("tool_calls", []), row, f"{where}.tool_calls", empty=True))
+    ]
+    message = {**_one_reasoning(message, row, where), **({"tool_calls": calls} if calls else {})}
+    if "content" not in message and calls:
         return {**message, "content": None}  # templates test `content is none` for a turn that only calls tools
+    may_be_empty = role in ("system", "tool") or bool(calls)
     return {**message, "content": _content(message.get("content"), row, f"{where}.content", empty=may_be_empty)}
+
+
+def _one_reasoning(message: Message, row: int, where: str) -> Message:
+    """A turn's reasoning as reasoning_content, whichever of its names the row uses."""
+    given = [name for name in REASONING_NAMES if name in message]
+    texts = {name: _text(message.pop(name), row, f"{where}.{name}", empty=True) for name in given}
+    said = {text for text in texts.values() if text.strip()}
+    if len(said) > 1:
+        raise DataError(f"row {row}: fields {' and '.join(f'{where}.{name}' for name in given)} hold different reasoning", next="keep one of them")
+    return {**message, "reasoning_content": said.pop()} if said else message
+
+
+def _tool_call(value: Any, row: int, where: str) -> dict[str, Any]:
+    """{"id"?, "type", "function": {"name", "arguments": {…}}}.
+
+    The flat form {"name", "arguments"} and arguments written as JSON text are taken too.
+    """
+    call = _object(value, row, where)
+    inside = "function" in call
+    function = _object(call["function"], row, f"{where}.function") if inside else call
+    at = f"{where}.function" if inside else where
+    name = _text(function.get("name"), row, f"{at}.name")
+    known = {key: item for key, item in call.items() if key not in ("function", "name", "arguments") and item is not None}
+    return {"type": "function", **known, "function": {"name": name, "arguments": _arguments(function.get("arguments"), row, f"{at}.arguments")}}
+
+
+def _arguments(value: Any, row: int, where: str) -> dict[str, Any]:
+    """A call's arguments as an object. OpenAI's files hold them as JSON text; a template that spells them out would put that in quotes again."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value, parse_constant=_refuse_constant) if value.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"row {row}: field {where} is text that is not JSON ({value[:40]!r}): {error}") from None
+    return _object({} if value is None else value, row, where)
+
+
+def _function_calls(value: str, row: int, where: str) -> list[dict[str, Any]]:
+    """ShareGPT's function_call: one {"name", "arguments"} or a list of them, as JSON text."""
+    try:
+        calls = json.loads(value, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"row {row}: field {where} (function_call) is not JSON: {error}") from None
+    return [_tool_call(call, row, where) for call in (_list(calls, row, where) if isinstance(calls, list) else [calls])]
 
 
 def _content(value: Any, row: int, where: str, *, empty: bool) -> Any:
@@ -349,12 +435,18 @@ def _tools(fields: Mapping[str, Any], row: int) -> list[dict[str, Any]] | None:
             raise DataError(f"row {row}: field tools is a string that is not JSON") from None
     if not tools:
         return None
-    return [_object(tool, row, f"tools[{i}]") for i, tool in enumerate(_list(tools, row, "tools"))]
+    return [_tool(_object(tool, row, f"tools[{i}]")) for i, tool in enumerate(_list(tools, row, "tools"))]
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool's schema as OpenAI and transformers write it; ShareGPT files often leave out what is around the function."""
+    return {"type": "function", "function": tool} if "name" in tool and "function" not in tool else tool
 
 
 def _check_conversation(conversation: Conversation) -> None:
-    if not any(message["role"] == "assistant" for message in conversation.messages):
-        raise DataError(f"row {conversation.row}: field messages has no turn of the assistant, so nothing to learn")
+    if not conversation.taught:
+        lost = " that carries loss (weight, train)" if conversation.context else ""
+        raise DataError(f"row {conversation.row}: field messages has no turn of the assistant{lost}, so nothing to learn")
 
 
 def _list(value: Any, row: int, where: str, *, empty: bool = False) -> list[Any]:

@@ -17,6 +17,7 @@ import jinja2.ext
 import jinja2.nodes
 
 from unfreeze.core.errors import CheckpointError, DataError
+from unfreeze.data.releases import release_of
 from unfreeze.data.template_limits import LimitedEnvironment
 
 PLAIN_TEMPLATE = (
@@ -40,6 +41,12 @@ SPAN_OPEN, SPAN_CLOSE = "\U000f0002", "\U000f0003"
 
 _RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """What a template can raise on messages it was not written for."""
+
+
+class TemplateRefusal(DataError):
+    """The template cannot render these messages: by its own raise_exception (`in_its_words`), or because something in it failed on them."""
+
+    in_its_words = False
 
 
 class _Generation(jinja2.ext.Extension):
@@ -71,7 +78,7 @@ def _environment(*, marks: bool) -> jinja2.Environment:
     environment = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
     environment.generation_marks = (SPAN_OPEN, SPAN_CLOSE) if marks else ("", "")  # type: ignore[attr-defined]
     environment.filters["tojson"] = _tojson
-    environment.globals.update(raise_exception=_raise, strftime_now=lambda format: datetime.now().strftime(format), dict=_Dict())
+    environment.globals.update(raise_exception=_raise, dict=_Dict())
     return environment
 
 
@@ -84,14 +91,20 @@ def _raise(message: str) -> str:
 
 
 class ChatTemplate:
-    """A compiled chat template. `variables` are what templates may read beside the messages: bos_token, eos_token, …
+    """A compiled chat template.
+
+    variables  what templates may read beside the messages: bos_token, eos_token, …; thinking or enable_thinking where a user gives them
+    now        the time that `strftime_now` tells; None: the clock's. A run tells one time from its first start on, so that its data stay
+    release    what is known of the release this template belongs to
 
     Raises CheckpointError where the text is not a template.
     """
 
-    def __init__(self, source: str, variables: Mapping[str, Any], tool_source: str | None = None):
+    def __init__(self, source: str, variables: Mapping[str, Any], tool_source: str | None = None, *, now: datetime | None = None):
         self.source = source
         self.variables = dict(variables)
+        self.now = now
+        self.release = release_of(source)
         self.has_generation_marks = "endgeneration" in source
         try:
             self._plain = _environment(marks=False).from_string(source)
@@ -99,6 +112,9 @@ class ChatTemplate:
             self._for_tools = _environment(marks=False).from_string(tool_source) if tool_source else None
         except (jinja2.TemplateError, RecursionError, OverflowError, ValueError, UnicodeError) as error:
             raise CheckpointError(f"the chat template cannot be compiled: {error}") from None
+
+    def _strftime(self, form: str) -> str:
+        return (self.now or datetime.now()).strftime(form)
 
     def render(
         self,
@@ -109,7 +125,7 @@ class ChatTemplate:
     ) -> str:
         """The conversation as text. With `add_generation_prompt` it ends where the assistant begins to speak.
 
-        Raises DataError where the template refuses the messages (its own `raise_exception` included).
+        Raises TemplateRefusal where the template refuses the messages (its own `raise_exception` included).
         """
         template = self._for_tools if tools and self._for_tools is not None else self._plain
         return self._run(template, messages, add_generation_prompt, tools)
@@ -133,10 +149,15 @@ class ChatTemplate:
         template.environment.begin()  # type: ignore[attr-defined]
         try:
             return template.render(
-                **self.variables, messages=list(messages), tools=tools, documents=None, add_generation_prompt=add_generation_prompt
-            )
+                {
+                    "strftime_now": self._strftime, **self.variables,
+                    "messages": list(messages), "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt,
+                }
+            )  # fmt: skip
         except _RENDER_ERRORS as error:
-            raise DataError(f"the chat template refuses these messages: {error or type(error).__name__}") from None
+            refusal = TemplateRefusal(f"the chat template refuses these messages: {error or type(error).__name__}")
+            refusal.in_its_words = type(error) is jinja2.TemplateError
+            raise refusal from None
 
 
 def plain_template(variables: Mapping[str, Any], *, add_bos: bool) -> ChatTemplate:

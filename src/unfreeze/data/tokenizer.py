@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -122,8 +123,11 @@ def has_tokenizer(model_dir: str | Path) -> bool:
     return any((Path(model_dir) / name).is_file() for name in ("tokenizer.json", "tiktoken.model"))
 
 
-def load_tokenizer(model_dir: str | Path) -> Tokenizer:
-    """The tokenizer of a checkpoint folder. Raises CheckpointError if there is none, or if its files contradict each other."""
+def load_tokenizer(model_dir: str | Path, *, now: datetime | None = None, template_variables: Mapping[str, Any] | None = None) -> Tokenizer:
+    """The tokenizer of a checkpoint folder. `now` and `template_variables` are the chat template's (see ChatTemplate).
+
+    Raises CheckpointError if there is none, or if its files contradict each other.
+    """
     folder = Path(model_dir)
     if not has_tokenizer(folder):
         raise CheckpointError(_absent(folder), next="copy tokenizer.json (or tiktoken.model) and tokenizer_config.json into the folder")
@@ -149,7 +153,9 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer:
     explicit = settings.get("add_bos_token")
     add_bos = bos_id is not None and (explicit if isinstance(explicit, bool) else backend.adds_bos)
     eos_ids = frozenset(id for id in [eos_id, *config_eos, *generation_eos] if id is not None)
-    template = _template(folder, settings, {**variables, **_additional(settings)})
+    template = _template(folder, settings, {**variables, **_additional(settings), **(template_variables or {})})
+    if template is not None:
+        template.now = now
     return Tokenizer(backend, variables=variables, bos_id=bos_id, eos_id=eos_id, eos_ids=eos_ids, add_bos=add_bos, template=template)
 
 

@@ -20,7 +20,7 @@ from tyro.conf import Positional, arg
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError, nearest
 from unfreeze.recipes.config import Files, Frozen, ModelName, parse
-from unfreeze.recipes.training import refuse_absent
+from unfreeze.recipes.training import refuse_absent, template_time, template_values
 
 if TYPE_CHECKING:
     from unfreeze.data import Dataset, Example, Examples, Tokenizer
@@ -37,7 +37,7 @@ class Config(Frozen):
     data: Annotated[Files, Positional, arg(metavar="F")] = Field(min_length=1, description="data files: .jsonl or .txt")
     model: ModelName = Field(description="checkpoint folder, or Hugging Face id org/name: its tokenizer and chat template are used")
     samples: int = Field(default=3, ge=0, description="documents shown token by token, from the first file's beginning")
-    row: tuple[int, ...] = Field(default=(), description="show these rows (line numbers of the file) instead")
+    row: tuple[int, ...] = Field(default=(), description="show every example of these rows (line numbers of the file) instead")
     sequence_length: int = Field(default=2048, ge=2, description="longest document in tokens")
     tokens_per_step: int = Field(default=4096, ge=2, description="tokens that are packed together; bounds sequence_length")
     truncation: Literal["tail", "head", "error", "drop", "split"] = Field(
@@ -47,6 +47,10 @@ class Config(Frozen):
         default="first_fit", description="how documents share a step: one alone, or as many as fit, first or best"
     )
     supervise: Literal["assistant", "all"] = Field(default="assistant", description="loss on the assistant's turns, or on every token")
+    turns: Literal["auto", "whole", "each", "last"] = Field(default="auto", description="examples of a conversation, as sft's")
+    reasoning: Literal["auto", "inline", "drop"] = Field(default="auto", description="what becomes of reasoning_content, as sft's")
+    template_variables: tuple[str, ...] = Field(default=(), description="NAME=VALUE for the chat template, as sft's")
+    template_date: str = Field(default="", description="date the chat template writes, as sft's; default: now")
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
@@ -69,9 +73,13 @@ def show(config: Config) -> dict[str, Any]:
     from unfreeze.data import Batches, encode_files, load_tokenizer
 
     folder = model_folder(config.model)
-    tokenizer = load_tokenizer(folder)
+    now, variables = template_time(config.template_date), template_values(config.template_variables)
+    tokenizer = load_tokenizer(folder, now=now, template_variables=variables)
     length = min(config.sequence_length, config.tokens_per_step)
-    dataset = encode_files(config.data, tokenizer, length, truncation=config.truncation, supervise=config.supervise, on_bad_row="skip")
+    dataset = encode_files(
+        config.data, tokenizer, length, truncation=config.truncation, supervise=config.supervise, turns=config.turns, reasoning=config.reasoning,
+        on_bad_row="skip",
+    )  # fmt: skip
     batches = Batches(dataset.examples, config.tokens_per_step, seed=0, packing=config.packing)
     dataset.stats.packing, dataset.stats.efficiency = config.packing, batches.efficiency()
     return {
@@ -124,12 +132,12 @@ def chosen(dataset: Dataset, config: Config) -> list[Example]:
     examples = dataset.examples
     if not config.row:
         return examples[: config.samples]
-    place = {row: i for i, row in reversed(list(enumerate(examples.rows_N.tolist())))}
-    absent = next((row for row in config.row if row not in place), None)
+    rows = examples.rows_N.tolist()
+    absent = next((row for row in config.row if row not in rows), None)
     if absent is not None:
         why = next((f": {item.reason}" for item in dataset.stats.listed if item.row == absent), "")
         raise ConfigError(f"row {absent} is not among the documents{why}", next=f"rows {examples.rows_N[0]} to {examples.rows_N[-1]}")
-    return [examples[place[row]] for row in config.row]
+    return [examples[i] for row in config.row for i, other in enumerate(rows) if other == row]
 
 
 def sample(example: Example, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pydantic import Field
 from tyro.conf import Positional, arg
 
 from unfreeze.core.command import Common
-from unfreeze.core.errors import UserError
+from unfreeze.core.errors import DataError, UserError
 from unfreeze.core.units import format_bytes
 from unfreeze.recipes.config import Folder, Frozen, ModelName, parse
 
@@ -78,8 +78,10 @@ class Patient:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         from unfreeze.data import load_tokenizer
+        from unfreeze.recipes.training import template_time, template_values
 
-        return load_tokenizer(self.manifest.path)
+        now, variables = template_time(self.config.template_date), template_values(self.config.template_variables)
+        return load_tokenizer(self.manifest.path, now=now, template_variables=variables)
 
     @cached_property
     def dataset(self) -> Dataset:
@@ -88,7 +90,10 @@ class Patient:
         from unfreeze.recipes.training import sequence_length
 
         length = sequence_length(self.config, self.shape.max_positions)
-        return encode_files(self.config.data, self.tokenizer, length, truncation=self.config.truncation, on_bad_row="skip")
+        return encode_files(
+            self.config.data, self.tokenizer, length, truncation=self.config.truncation, on_bad_row="skip",
+            turns=self.config.turns, reasoning=self.config.reasoning,
+        )  # fmt: skip
 
     @cached_property
     def device(self) -> torch.device:
@@ -239,20 +244,31 @@ def check_vocabulary(patient: Patient) -> Iterator[Finding]:
 
 def check_template(patient: Patient) -> Iterator[Finding]:
     """FAILURES N4 and N6: what the template's mask teaches of a conversation of known words."""
-    from unfreeze.data.masks import chat_segments, check_mask, end_texts
+    from unfreeze.data import Conversation
+    from unfreeze.data.masks import renderer
 
     tokenizer = patient.tokenizer
     if tokenizer.template is None:
         yield Finding("template", "warn", "the checkpoint has no chat template: the plain one is used", "add the publisher's chat_template.jinja")
         return
-    check_mask(tokenizer)
     messages = [{"role": role, "content": text} for role, text in (("user", "Aq1"), ("assistant", "Zq1"), ("user", "Aq2"), ("assistant", "Zq2"))]
-    ends = end_texts(tokenizer)
-    taught = [segment.text for segment in chat_segments(tokenizer.chat, messages, None, ends) if segment.supervised]
-    if not all(any(text.endswith(end) for end in ends) for text in taught):
+    render = renderer(tokenizer, turns=patient.config.turns, reasoning=patient.config.reasoning)
+    rendered = render(Conversation(messages))
+    taught = [segment.text for sample in rendered.samples for segment in sample if segment.supervised]
+    release = f" (that of {tokenizer.template.release.name})" if tokenizer.template.release.name else ""
+    known = f"of two turns it{release} teaches {' and '.join(map(repr, taught))}"
+    if not all(any(text.endswith(end) for end in render.ends) for text in taught):
         yield Finding("template", "warn", f"what is taught does not close with an end token: {taught[0]!r}", "mend eos_token, or the template")
+    elif len(rendered.samples) > 1:
+        yield Finding("template", "ok", f"{known}, each as an example of its own: it rewrites earlier turns")
     else:
-        yield Finding("template", "ok", f"of two turns it teaches {' and '.join(map(repr, taught))}")
+        yield Finding("template", "ok", known)
+    said = [{"role": "user", "content": "Aq1"}, {"role": "assistant", "content": "Zq1", "reasoning_content": "Tq1"}]
+    try:
+        thought = next(segment.text for segment in render(Conversation(said)).samples[0] if segment.supervised)
+        yield Finding("template", "ok", f"reasoning_content is taught as {thought!r}")
+    except DataError as error:
+        yield Finding("template", "ok", "rows with reasoning_content are refused: this template has no form for it", error.next)
 
 
 def check_data(patient: Patient) -> Iterator[Finding]:

@@ -27,6 +27,7 @@ from unfreeze.recipes.training import (
     finish,
     live,
     num_steps,
+    open_tokenizer,
     refuse_absent,
     say_loaded,
     say_plan,
@@ -73,7 +74,6 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
 
     from unfreeze import models
     from unfreeze.adapters.receipt import COPY_BYTES
-    from unfreeze.data import load_tokenizer
     from unfreeze.generate.model import Model, end_ids
     from unfreeze.generate.open import dtype_of
     from unfreeze.objectives.cross_entropy import cross_entropy
@@ -92,7 +92,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
         start = open_start(config.model, common)
         trained.check(start)
         shape = models.shape(start.config)
-        tokenizer = load_tokenizer(start.path)
+        tokenizer = open_tokenizer(run, config, start.path)
         check_vocabulary(tokenizer, shape, start)
         dataset = encode(run, config, tokenizer, shape.max_positions, supervise="all")
         plan = plan_training(

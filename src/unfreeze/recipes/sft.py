@@ -27,6 +27,7 @@ from unfreeze.recipes.training import (
     finish,
     live,
     num_steps,
+    open_tokenizer,
     refuse_absent,
     say_loaded,
     say_plan,
@@ -51,6 +52,14 @@ class Config(TrainingConfig):
     learning_rate: float = Field(
         default=2e-4, gt=0, description="peak learning rate; for train = all the default is 2e-5 (a tenth, as TRL's SFT has it)"
     )
+    turns: Literal["auto", "whole", "each", "last"] = Field(
+        default="auto", description="examples of a conversation: one of the whole where the chat template leaves earlier turns "
+        "as they were, else one per turn of the assistant (auto); always one (whole); one per turn (each); only the last turn (last)"
+    )  # fmt: skip
+    reasoning: Literal["auto", "inline", "drop"] = Field(
+        default="auto", description="reasoning_content: taught as the release writes it, refused where it has no form (auto); as <think>…</think> in "
+        "the answer (inline); left out (drop)"
+    )  # fmt: skip
     lora: LoraConfig | None = Field(default_factory=lambda: LoraConfig(), description="the adapters")
 
     @model_validator(mode="before")
@@ -86,7 +95,6 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
     from unfreeze import models
     from unfreeze.adapters.receipt import COPY_BYTES
     from unfreeze.checkpoint import open_checkpoint
-    from unfreeze.data import load_tokenizer
     from unfreeze.generate.model import Model, end_ids
     from unfreeze.generate.open import dtype_of, open_model
     from unfreeze.objectives.cross_entropy import cross_entropy
@@ -104,9 +112,9 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
         manifest = open_checkpoint(config.model, progress=say(common))
         trained.check(manifest)
         shape = models.shape(manifest.config)
-        tokenizer = load_tokenizer(manifest.path)
+        tokenizer = open_tokenizer(run, config, manifest.path)
         check_vocabulary(tokenizer, shape, manifest)
-        dataset = encode(run, config, tokenizer, shape.max_positions, supervise="assistant")
+        dataset = encode(run, config, tokenizer, shape.max_positions, turns=config.turns, reasoning=config.reasoning)
         plan = plan_training(
             shape, manifest, config.lora, tokens=config.tokens_per_micro_batch, dtype=config.dtype, device=device,
             micro_batches=config.micro_batches, longest=sequence_length(config, shape.max_positions),

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +19,7 @@ from pydantic import Field, model_validator
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED, Event
+from unfreeze.core.json_object import read_object
 from unfreeze.recipes.config import Files, Folder, Frozen, ModelName, writing
 from unfreeze.recipes.device import allocator_line
 from unfreeze.recipes.resume import FIXED, allowed
@@ -46,6 +48,8 @@ CHANGES_NOTHING = {
     "out", "save_every", "keep_saves", "on_full_disk", "allow_changed", "validate_every", "prompts", "samples", "threads", "on_spike", "track",
 }  # fmt: skip
 """Fields that change nothing of what is trained; a run may go on with other values."""
+ADDED = {"turns", "reasoning", "template_variables", "template_date"}
+"""Fields that saves of earlier versions don't have. At its default such a field is left out of a run's record, so that those saves go on."""
 
 
 class TrainingConfig(Frozen):
@@ -81,6 +85,13 @@ class TrainingConfig(Frozen):
     truncation: Literal["tail", "head", "error", "drop", "split"] = Field(
         default="tail", description="documents over sequence_length: cut the tail or head, stop, drop the row, or split (texts). Counted and said"
     )
+    template_variables: tuple[str, ...] = Field(
+        default=(), description="NAME=VALUE for the chat template, such as enable_thinking=false; the value is JSON, or text where it is none"
+    )
+    template_date: str = Field(
+        default="", description="date and time the chat template writes where it asks for today's, as 2026-11-22 or 2026-11-22T18:30; default: the "
+        "run's first start, so that a run that goes on another day has the same data"
+    )  # fmt: skip
     on_bad_row: Literal["error", "skip"] = Field(default="error", description="a row that cannot be read: stop, naming it, or skip and count it")
     learning_rate: float = Field(default=2e-4, gt=0, description="peak learning rate")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(default="cosine", description="how the learning rate falls after warm-up")
@@ -131,6 +142,8 @@ class TrainingConfig(Frozen):
             raise ValueError(f"tokens_per_step {self.tokens_per_step} is less than 2 tokens for each of {self.micro_batches} micro_batches")
         if self.data_weights and len(self.data_weights) != len(self.data):
             raise ValueError(f"data_weights has {len(self.data_weights)} numbers for {len(self.data)} data files: one for each, in the same order")
+        template_values(self.template_variables)
+        template_time(self.template_date)
         if self.validation and self.validation_fraction:
             raise ValueError("validation and validation_fraction both say what is held out: give one of them")
         return self
@@ -151,9 +164,32 @@ class TrainingConfig(Frozen):
     def record(self) -> dict[str, Any]:
         """What a run is identified by when it resumes: every field that changes what is computed."""
         fields = self.model_dump(mode="json", exclude=CHANGES_NOTHING)
+        fields = {name: value for name, value in fields.items() if name not in ADDED or value != type(self).model_fields[name].default}
         files = [str(Path(file).resolve()) for file in self.data]
         held_out = str(Path(self.validation).resolve()) if self.validation else ""
         return {**fields, "model": portable(self.model), "data": files[0] if len(files) == 1 else files, "validation": held_out}
+
+
+def template_values(given: Sequence[str]) -> dict[str, Any]:
+    """("thinking=true", "effort=high") -> {"thinking": True, "effort": "high"}."""
+    values: dict[str, Any] = {}
+    for item in given:
+        name, equals, text = item.partition("=")
+        if not equals or not name.isidentifier():
+            raise ValueError(f"template_variables has {item!r}; it takes NAME=VALUE, such as enable_thinking=false")
+        try:
+            values[name] = json.loads(text)
+        except ValueError:
+            values[name] = text
+    return values
+
+
+def template_time(text: str) -> datetime | None:
+    """ISO text as a time; None for "", which is the clock's."""
+    try:
+        return datetime.fromisoformat(text) if text else None
+    except ValueError:
+        raise ValueError(f"template_date is {text!r}; it takes a date such as 2026-11-22 or 2026-11-22T18:30") from None
 
 
 def portable(model: str) -> str:
@@ -169,16 +205,25 @@ def typed(recipe: str, arguments: Sequence[str]) -> str:
     return shlex.join([*start, recipe, *arguments]) + (f" (on each of {nodes} nodes, as before)" if nodes > 1 else "")
 
 
-def encode(run: Run, config: TrainingConfig, tokenizer: Tokenizer, max_positions: int, *, supervise: Literal["assistant", "all"]) -> Dataset:
+def open_tokenizer(run: Run, config: TrainingConfig, folder: Path) -> Tokenizer:
+    """The checkpoint's tokenizer, its chat template at the run's own date."""
+    from unfreeze.data import load_tokenizer
+
+    date = read_object(run.path / RESOLVED, ConfigError).get("template_date", "")
+    return load_tokenizer(folder, now=template_time(date), template_variables=template_values(config.template_variables))
+
+
+def encode(run: Run, config: TrainingConfig, tokenizer: Tokenizer, max_positions: int, **options: Any) -> Dataset:
     """The data files as examples no longer than the model's positions and a micro-batch allow; their account as a "data" event.
+    `options` (supervise, turns, reasoning) are encode_files'.
 
     A bound below config.sequence_length is a warning where it cut, dropped or split a row, or where the length was asked for.
     """
     from unfreeze.data import encode_files, split_by_content
 
     length = sequence_length(config, max_positions)
-    read = partial(encode_files, tokenizer=tokenizer, sequence_length=length, truncation=config.truncation, supervise=supervise,
-                   on_bad_row=config.on_bad_row)  # fmt: skip
+    read = partial(encode_files, tokenizer=tokenizer, sequence_length=length, truncation=config.truncation,
+                   on_bad_row=config.on_bad_row, **options)  # fmt: skip
     dataset = read(config.data)
     stats = dataset.stats
     warnings: list[str] = []
@@ -198,7 +243,7 @@ def encode(run: Run, config: TrainingConfig, tokenizer: Tokenizer, max_positions
     for message in warnings if run.step == 0 else ():
         run.events.emit("warning", 0, message=message)
     asked = config.sequence_length != TrainingConfig.model_fields["sequence_length"].default
-    affected = stats.truncated or stats.dropped or stats.examples > stats.rows - stats.dropped - stats.bad
+    affected = stats.truncated or stats.dropped or stats.examples_dropped or (config.truncation == "split" and stats.split_rows)
     if run.step == 0 and length < config.sequence_length and (asked or affected):
         by = "the model's positions" if length == max_positions else "tokens_per_step / micro_batches (a document is never cut in two)"
         run.events.emit("warning", 0, message=f"sequence_length {config.sequence_length} is bounded to {length} by {by}")
@@ -291,9 +336,20 @@ def write_json(path: Path, value: Any) -> None:
     temporary.replace(path)
 
 
-def write_resolved(run: Run, config: TrainingConfig, recipe: str, **effective: Any) -> None:
-    """resolved_config.json: every field of the Config, and under "effective" what defaults, data and machine made of it."""
-    fields = {**config.model_dump(mode="json"), **config.record(), "out": str(config.run_dir)}
+def first_start(config: TrainingConfig) -> str:
+    """The date a run's chat template tells: as given, as its first start wrote it into the run folder, or now."""
+    path = config.run_dir / RESOLVED
+    before = read_object(path, ConfigError).get("template_date") if path.is_file() else None
+    return config.template_date or before or datetime.now().isoformat(timespec="seconds")
+
+
+def write_resolved(run: Run, config: TrainingConfig, recipe: str, date: str = "", **effective: Any) -> None:
+    """resolved_config.json: every field of the Config, and under "effective" what defaults, data and machine made of it.
+
+    `date`: of the chat template; left out, it stays as it was written before.
+    """
+    date = date or read_object(run.path / RESOLVED, ConfigError).get("template_date", "")
+    fields = {**config.model_dump(mode="json"), **config.record(), "out": str(config.run_dir), "template_date": date}
     write_json(run.path / RESOLVED, {"recipe": recipe, **fields, **({"effective": effective} if effective else {})})
 
 
@@ -309,6 +365,7 @@ def live(config: TrainingConfig, common: Common, recipe: str, command: str, grou
 
     record = config.record()
     changeable = allowed(config.allow_changed, record)
+    date = group.texts(first_start(config))[0]
     with LiveProgress(0, quiet=common.quiet) as progress, tracking(config.track, config.run_dir, config.model_dump(mode="json")) as sinks:
         with writing(config.run_dir, "out"):
             run = open_run(
@@ -322,7 +379,7 @@ def live(config: TrainingConfig, common: Common, recipe: str, command: str, grou
             try:
                 with writing(config.run_dir, "out"):
                     if not (run.finished and (run.path / RESOLVED).is_file()):
-                        write_resolved(run, config, recipe)
+                        write_resolved(run, config, recipe, date)
                 yield run
             except KeyboardInterrupt:
                 save = latest(run.path)

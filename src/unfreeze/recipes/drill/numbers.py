@@ -13,7 +13,7 @@ from torch import Tensor
 from unfreeze import models
 from unfreeze.core.batch import Batch
 from unfreeze.data import encode_file, load_tokenizer, pack
-from unfreeze.data.masks import chat_segments
+from unfreeze.data.turns import Renderer
 from unfreeze.evaluate.perplexity import heldout
 from unfreeze.generate.engine import Engine
 from unfreeze.generate.model import Model
@@ -132,7 +132,7 @@ def mask_lost(sandbox: Sandbox) -> Outcome:
     text = sandbox.tokenizer.decode(taught, skip_specials=False)
     expected = "".join(f"{m['content']}<|im_end|>" for m in messages if m["role"] == "assistant")
     line = f"{100 * dataset.stats.supervised_fraction:.1f} % supervised; what is taught reads {text!r}"
-    return measured(chat_segments, line, holds=text == expected)
+    return measured(Renderer, line, holds=text == expected)
 
 
 def unstable_template(sandbox: Sandbox) -> Outcome:
@@ -148,7 +148,7 @@ def mask_all_ones(sandbox: Sandbox) -> Outcome:
     marked = "{% generation %}{{ messages | length }}{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}{% endgeneration %}"
     folder = sandbox.copy("llama")
     (folder / "chat_template.jinja").write_text(marked, encoding="utf-8")
-    return refused(lambda: encode_file(sandbox.rows(), load_tokenizer(folder), 512), says="loss mask is wrong")
+    return refused(lambda: encode_file(sandbox.rows(), load_tokenizer(folder), 512), says="the loss mask of the chat template covers it")
 
 
 def tokenizer_larger_than_embedding(sandbox: Sandbox) -> Outcome:

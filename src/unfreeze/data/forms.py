@@ -1,0 +1,147 @@
+"""A row's messages in the form a chat template expects: reasoning under its own field name, tool calls with the release's ids, plain text.
+
+`prepare` does what holds for a release. `FORMS` are the spellings that templates differ in; the right one is found by trying (turns.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from unfreeze.core.errors import DataError
+from unfreeze.data.releases import Release
+from unfreeze.data.sources import REASONING_NAMES, Message
+
+Reasoning = Literal["auto", "inline", "drop"]
+"""auto: taught as the template or the release's marks write it, else refused; inline: `<think>…</think>` before the answer; drop: left out."""
+
+_INLINE = re.compile(r"\s*<think>(?P<reasoning>.*?)</think>(?P<content>.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a template is given, and what is worth saying about it (each note once, with the number of rows)."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
+    notes: tuple[str, ...] = ()
+
+
+def prepare(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    template: str,
+    release: Release,
+    reasoning: Reasoning = "auto",
+) -> Prepared:
+    """Messages as a row holds them -> as this template (its source text) reads them. Nothing of the row is changed.
+
+    Raises DataError for a tool's return that belongs to no call.
+    """
+    read = [name for name in REASONING_NAMES if re.search(rf"[.'\"]{name}\b", template)]
+    splits = reasoning != "inline" and (bool(read) or "</think>" in template or release.think is not None)
+    fields = read or ["reasoning_content"]
+    prepared = [_with_reasoning({**message, "content": _text(message.get("content"))}, fields, splits, reasoning) for message in messages]
+    notes = []
+    if release.call_id is not None and _rewrite_ids(prepared, release.call_id):
+        notes.append(f"tool-call ids rewritten to {release.name}'s form {release.id_form}, in the call and in its return")
+    return Prepared(prepared, None if tools is None else [dict(tool) for tool in tools], tuple(notes))
+
+
+def _text(content: Any) -> Any:
+    """Content given as a list of text parts, joined. A template that only takes strings would write the list as Python does."""
+    return "".join(part["text"] for part in content) if isinstance(content, list) else content
+
+
+def _with_reasoning(message: Message, fields: Sequence[str], splits: bool, mode: Reasoning) -> Message:
+    """The reasoning of an assistant's turn under the names in `fields`; of an inline `<think>` block too where the template takes it apart."""
+    if message["role"] != "assistant":
+        return message
+    content, thought = message["content"], message.pop("reasoning_content", None)
+    inline = _INLINE.fullmatch(content) if splits and isinstance(content, str) and not thought else None
+    if inline:
+        content, thought = inline["content"].lstrip("\n"), inline["reasoning"].strip("\n")
+    if mode == "inline" and thought:
+        return {**message, "content": f"<think>\n{thought}\n</think>\n\n{content or ''}"}
+    if mode == "drop" or not thought:
+        return {**message, "content": content}
+    return {**message, "content": content, **dict.fromkeys(fields, thought)}
+
+
+def reasoning_of(message: Mapping[str, Any]) -> str:
+    """The reasoning of a prepared turn; "" for none."""
+    return next((message[name] for name in REASONING_NAMES if message.get(name)), "")
+
+
+def _rewrite_ids(messages: list[Message], form: Callable[[str, int], str]) -> bool:
+    """Give every call the id the model itself would write, and its return the same one. Whether any id changed."""
+    changed, index = False, 0
+    names: dict[str, str] = {}  # a row's own id -> the new one
+    waiting: list[str] = []  # new ids of calls whose return has not come
+    for place, message in enumerate(messages):
+        if message.get("tool_calls"):
+            calls, waiting = [], []
+            for call in message["tool_calls"]:
+                new = form(call["function"]["name"], index)
+                index += 1
+                old = call.get("id")
+                names |= {old: new} if isinstance(old, str) else {}
+                waiting.append(new)
+                changed |= old != new
+                calls.append({**call, "id": new})
+            messages[place] = {**message, "tool_calls": calls}
+        elif message["role"] == "tool":
+            old = message.get("tool_call_id")
+            new = names.get(old, waiting[0] if waiting else None) if isinstance(old, str) else (waiting[0] if waiting else None)
+            if new is None:
+                raise DataError(f"messages[{place}] (tool) returns to no call: tool_call_id is {old!r}", next="give it the id of a call before it")
+            waiting = [id for id in waiting if id != new]
+            changed |= old != new
+            messages[place] = {**message, "tool_call_id": new}
+    return changed
+
+
+def _as_it_is(messages: Sequence[Message]) -> list[Message]:
+    return list(messages)
+
+
+def _arguments_as_text(messages: Sequence[Message]) -> list[Message]:
+    """Tool-call arguments as JSON text: DeepSeek's templates join them to a string."""
+
+    def call(given: Mapping[str, Any]) -> dict[str, Any]:
+        arguments = json.dumps(given["function"]["arguments"], ensure_ascii=False)
+        return {**given, "function": {**given["function"], "arguments": arguments}}
+
+    return [{**m, "tool_calls": [call(item) for item in m["tool_calls"]]} if m.get("tool_calls") else m for m in messages]
+
+
+def no_null_content(messages: Sequence[Message]) -> list[Message]:
+    """"" where a turn only calls tools: gpt-oss' template looks for text in it."""
+    return [{**message, "content": ""} if message.get("content") is None else message for message in messages]
+
+
+def _without_content(messages: Sequence[Message]) -> list[Message]:
+    """No content at all where a turn only calls tools."""
+    return [{k: v for k, v in message.items() if k != "content" or v is not None} for message in messages]
+
+
+def _content_as_parts(messages: Sequence[Message]) -> list[Message]:
+    """[{"type": "text", "text": …}]: templates of models that also see images may take nothing else."""
+    return [{**m, "content": [{"type": "text", "text": m["content"]}]} if isinstance(m.get("content"), str) else m for m in messages]
+
+
+Form = Callable[[Sequence[Message]], list[Message]]
+
+FORMS: tuple[Form, ...] = (
+    _as_it_is,
+    _arguments_as_text,
+    no_null_content,
+    lambda messages: _arguments_as_text(no_null_content(messages)),
+    _without_content,
+    _content_as_parts,
+)
+"""Tried in this order until one renders and teaches every word. Objects come before text: a template that spells arguments out as JSON would
+write a text a second time, in quotes."""

@@ -1,0 +1,211 @@
+"""What the user wrote is what is taught: after rendering, every word of a supervised turn must stand where loss is, and no other word may.
+
+Two looks, because either alone can be fooled:
+  words    the values themselves are searched in the turn's supervised text, in the spellings templates use (plain, JSON, Python, HTML).
+           A short value ("4") can stand there by chance.
+  marks    once per shape of conversation every text is rendered with an invisible mark inside. Where a mark comes out is where that text went,
+           however short it is, and whoever wrote it.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unfreeze.core.errors import DataError
+from unfreeze.data.forms import reasoning_of
+from unfreeze.data.sources import REASONING_NAMES
+
+QUOTE_OPEN, QUOTE_CLOSE = "\U000f0000", "\U000f0001"
+"""Private-use characters around special-token text that stands inside a message, so that it survives rendering as plain text."""
+EVERY_TURN = -1  # the turn of a segment that teaches a whole conversation
+FIRST_MARK = 0x0F1000  # marks are the private-use characters from here on, one per text of a conversation
+MARKS = 0x8000
+
+SHOWN = 80  # characters of a text in a message
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of rendered text that is tokenized on its own. `turn`: place of the message whose words it teaches; None: it carries no loss."""
+
+    text: str
+    turn: int | None = None
+
+    @property
+    def supervised(self) -> bool:
+        return self.turn is not None
+
+
+@dataclass(frozen=True)
+class Word:
+    """Something a row holds: the turn's place, the field, its value."""
+
+    turn: int
+    field: str
+    value: Any
+
+    @property
+    def where(self) -> str:
+        return f"messages[{self.turn}].{self.field}"
+
+
+def words_of(message: Mapping[str, Any], turn: int) -> Iterator[Word]:
+    """Everything an assistant's turn says: content, reasoning, the name and every argument of its tool calls. Empty ones are left out."""
+    if isinstance(message.get("content"), str) and message["content"].strip():
+        yield Word(turn, "content", message["content"])
+    if reasoning_of(message).strip():
+        yield Word(turn, "reasoning_content", reasoning_of(message))
+    for i, call in enumerate(message.get("tool_calls") or ()):
+        yield Word(turn, f"tool_calls[{i}].function.name", call["function"]["name"])
+        yield from _leaves(call["function"]["arguments"], turn, f"tool_calls[{i}].function.arguments")
+
+
+def _leaves(value: Any, turn: int, field: str) -> Iterator[Word]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, turn, f"{field}.{key}")
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            yield from _leaves(item, turn, f"{field}[{i}]")
+    elif not isinstance(value, str) or value.strip():
+        yield Word(turn, field, value)
+
+
+def spellings(word: Word) -> list[str]:
+    """How a template may write a value: as it is; in JSON (ASCII or not), Python or HTML where it is an argument of a call."""
+    value = word.value.strip() if isinstance(word.value, str) else word.value
+    if isinstance(value, str) and not word.field.startswith("tool_calls"):
+        return [value]
+    if isinstance(value, str):
+        as_json = [json.dumps(value, ensure_ascii=ascii)[1:-1] for ascii in (False, True)]
+        return [value, *as_json, repr(value)[1:-1], html.escape(value), html.escape(value, quote=False)]
+    return [json.dumps(value), str(value)]
+
+
+def missing(words: Sequence[Word], text: str) -> Word | None:
+    """The first word that doesn't stand in `text`."""
+    text = _unquoted(text)
+    return next((word for word in words if not any(spelling in text for spelling in map(_unquoted, spellings(word)))), None)
+
+
+def _unquoted(text: str) -> str:
+    return text.replace(QUOTE_OPEN, "").replace(QUOTE_CLOSE, "")
+
+
+def check_words(messages: Sequence[Mapping[str, Any]], taught: Sequence[int], samples: Sequence[Sequence[Segment]]) -> None:
+    """Raises DataError naming the turn and field whose words are not taught, what became of them, and what to do."""
+    segments = [segment for sample in samples for segment in sample]
+    for turn in taught:
+        own = "\n".join(segment.text for segment in segments if segment.turn in (turn, EVERY_TURN))
+        refuse_missing(list(words_of(messages[turn], turn)), own, "\n".join(segment.text for segment in segments), own=own)
+
+
+def refuse_missing(words: Sequence[Word], text: str, everything: str, *, own: str) -> None:
+    """Raises DataError for the first word that doesn't stand in `text`. `everything`: all that is rendered, to say what became of it; `own`: what
+    of it is taught."""
+    lost = missing(words, text)
+    if lost is not None:
+        raise _not_taught(lost, own, everything)
+
+
+def _not_taught(word: Word, own: str, everything: str) -> DataError:
+    spelled = spellings(word)[0]
+    own, everything = _unquoted(own), _unquoted(everything)
+    if any(spelling in everything for spelling in spellings(word)):
+        fate = "the chat template writes it where nothing is taught"
+    elif len(kept := _longest_beginning(spelled, own)) >= min(12, len(spelled) // 2 + 1) and len(kept) < len(spelled):
+        fate = f"the chat template changes it behind {kept[-40:]!r}"
+    else:
+        fate = "the chat template leaves it out"
+    said = f"{word.where} ({spelled[:SHOWN]!r}) is not taught: {fate}; of this turn it teaches {own[:SHOWN]!r}"
+    return DataError(said, next=_remedy(word))
+
+
+def _longest_beginning(text: str, within: str) -> str:
+    low, high = 0, len(text)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if text[:middle] in within else (low, middle - 1)
+    return text[:low]
+
+
+def _remedy(word: Word) -> str:
+    if word.field == "reasoning_content":
+        return "--reasoning inline writes it into the answer as <think>…</think>, --reasoning drop trains without it"
+    if word.field.startswith("tool_calls"):
+        return "this template has no form for it: remove the tool calls from the row, or use a release whose template takes them"
+    return "remove it from the row, or give the checkpoint a chat_template.jinja that writes it"
+
+
+class Marks:
+    """A conversation with an invisible mark inside each of its texts, and what each mark stands for."""
+
+    def __init__(self, messages: Sequence[Mapping[str, Any]]):
+        self.words: dict[str, Word] = {}
+        self.messages = [self._marked(message, turn) for turn, message in enumerate(messages)]
+
+    def _marked(self, message: Mapping[str, Any], turn: int) -> dict[str, Any]:
+        marked = dict(message)
+        if isinstance(message.get("content"), str):
+            marked["content"] = self._mark(message["content"], Word(turn, "content", message["content"]))
+        if thought := reasoning_of(message):  # the same mark under each of its names: a template reads one of them
+            marked |= dict.fromkeys(message.keys() & set(REASONING_NAMES), self._mark(thought, Word(turn, "reasoning_content", thought)))
+        if message.get("tool_calls"):
+            marked["tool_calls"] = [self._call(call, turn, i) for i, call in enumerate(message["tool_calls"])]
+        return marked
+
+    def _call(self, call: Mapping[str, Any], turn: int, index: int) -> dict[str, Any]:
+        function = call["function"]
+        arguments = self._inside(function["arguments"], turn, f"tool_calls[{index}].function.arguments")
+        return {**call, "function": {**function, "arguments": arguments}}
+
+    def _inside(self, value: Any, turn: int, field: str) -> Any:
+        if isinstance(value, Mapping):
+            return {key: self._inside(item, turn, f"{field}.{key}") for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._inside(item, turn, f"{field}[{i}]") for i, item in enumerate(value)]
+        return self._mark(value, Word(turn, field, value)) if isinstance(value, str) else value
+
+    def _mark(self, text: str, word: Word) -> str:
+        """The mark stands in the middle, where no template trims, and never inside a tag that a template may look for."""
+        place = len(text) - len(text.lstrip()) + (len(text.strip()) + 1) // 2
+        tag = text.rfind("<", 0, place)
+        if tag >= 0 and (close := text.find(">", tag)) >= place:
+            place = close + 1
+        if not text.strip() or len(self.words) >= MARKS:
+            return text
+        mark = chr(FIRST_MARK + len(self.words))
+        self.words[mark] = word
+        return text[:place] + mark + text[place:]
+
+
+def check_marks(marks: Marks, taught: Sequence[int], samples: Sequence[Sequence[Segment]], plain: Sequence[Sequence[Segment]]) -> list[str]:
+    """Raises DataError where a supervised turn's text came out unsupervised or not at all, or where another's came out supervised.
+
+    -> the roles of messages that the template leaves out altogether. Nothing is judged where the marks changed what the template does.
+    """
+    without = str.maketrans(dict.fromkeys(marks.words))
+    seen = [(segment.text.translate(without), segment.turn) for sample in samples for segment in sample]
+    if seen != [(segment.text, segment.turn) for sample in plain for segment in sample]:
+        return []
+    segments = [segment for sample in samples for segment in sample]
+    everything = "\n".join(segment.text for segment in segments)
+    left_out: dict[str, None] = {}
+    for mark, word in marks.words.items():
+        places = {segment.turn for segment in segments if mark in segment.text}
+        if word.turn in taught and not places & {word.turn, EVERY_TURN}:
+            own = "\n".join(segment.text for segment in segments if segment.turn in (word.turn, EVERY_TURN))
+            raise _not_taught(word, own.translate(without), everything.translate(without) if places else "")
+        if word.turn not in taught and places - {None, EVERY_TURN}:
+            role = marks.messages[word.turn]["role"]
+            raise DataError(
+                f"{word.where} ({str(word.value)[:SHOWN]!r}) is the {role}'s and would be taught: the loss mask of the chat template covers it",
+                next="put the template's {% generation %} marks around the assistant's words only, or leave them out (chat_template.jinja)",
+            )
+        if not places and word.field == "content":
+            left_out[marks.messages[word.turn]["role"]] = None
+    return list(left_out)
