@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from unfreeze import models
-from unfreeze.data import Batches, Conversation, encode_chat, encode_row, load_tokenizer
+from unfreeze.data import Batches, Conversation, Encoder, encode_chat, load_tokenizer
 from unfreeze.generate.model import Model
 from unfreeze.generate.sampling import Sampling
 from unfreeze.objectives.cross_entropy import cross_entropy
@@ -33,7 +33,8 @@ def ended(tokenizer, *, mask_pad: bool) -> float:
     torch.manual_seed(0)
     model = models.build(models.shape({**CONFIG, "vocab_size": tokenizer.named_size}), dtype=torch.float32, device="cpu")
     models.initialize(model, seed=0)
-    batches = Batches([encode_row(Conversation(messages), tokenizer, 64) for messages in CONVERSATIONS], 256, seed=0)
+    encode = Encoder(tokenizer, 64)
+    batches = Batches([example for messages in CONVERSATIONS for example in encode(Conversation(messages)).examples], 256, seed=0)
     optimizer = AdamW(model)
     for _, (batch, _) in zip(range(60), batches, strict=False):
         if mask_pad:

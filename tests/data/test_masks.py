@@ -12,8 +12,8 @@ from tokenizers import normalizers
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from unfreeze.core.errors import DataError
-from unfreeze.data import Conversation, Text, encode_chat, encode_row, encode_text, load_tokenizer, pack, read_rows
-from unfreeze.data.masks import Dropped, encode_whole
+from unfreeze.data import Conversation, Encoder, Text, encode_chat, load_tokenizer, pack, read_rows
+from unfreeze.data.masks import Dropped
 
 SENTINEL = "\u2603\u2603\u2603"
 QUESTION = {"role": "user", "content": "Who wrote Hamlet?"}
@@ -25,6 +25,17 @@ SEVERAL = [
     {"role": "assistant", "content": "Said it I have."}, {"role": "user", "content": "And?"},
 ]  # fmt: skip
 ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "deepseek": "<|eos|>", "kimi": "<|im_end|>", "indented": "<|im_end|>", "qwen3": "<|im_end|>"}
+
+
+def encode_row(row, tokenizer, length, truncation="tail", **options):
+    """The one example that a row becomes."""
+    (example,) = Encoder(tokenizer, length, truncation, **options)(row).examples
+    return example
+
+
+def encode_whole(row, tokenizer):
+    example = encode_row(row, tokenizer, 10_000)
+    return list(example.tokens), list(example.weights)
 
 
 def expected_spans(source, variables, messages, end, lead=""):
@@ -56,7 +67,7 @@ def test_mask_covers_the_answers_and_their_end_token_and_nothing_else(proof, nam
     tokenizer, variables = case(name, json_folder, tiktoken_folder, templates)
     lead = "<think>\n\n</think>\n\n" if name == "qwen3" else ""
     full, spans = expected_spans(templates[name], variables, messages, ENDS[name], lead)
-    tokens, weights = encode_whole(Conversation(messages), tokenizer, "assistant")
+    tokens, weights = encode_whole(Conversation(messages), tokenizer)
     assert proof(tokenizer, tokens, weights, full, spans) == []
     supervised = [token for token, weight in zip(tokens, weights, strict=True) if weight]
     assert supervised[-1] == tokenizer.token_id(ENDS[name]) and supervised[-1] in tokenizer.eos_ids  # FAILURES N6
@@ -66,7 +77,7 @@ def test_mask_covers_the_answers_and_their_end_token_and_nothing_else(proof, nam
 def test_the_proof_notices_a_planted_fault(proof, planted, json_folder, tiktoken_folder, templates):
     tokenizer, variables = case("chatml", json_folder, tiktoken_folder, templates)
     full, spans = expected_spans(templates["chatml"], variables, SEVERAL, "<|im_end|>")
-    tokens, weights = encode_whole(Conversation(SEVERAL), tokenizer, "assistant")
+    tokens, weights = encode_whole(Conversation(SEVERAL), tokenizer)
     end = tokenizer.token_id("<|im_end|>")
     first_end = next(i for i, (t, w) in enumerate(zip(tokens, weights, strict=True)) if w and t == end)
     spoiled = {
@@ -87,14 +98,14 @@ def test_every_row_of_yoda_with_kimis_own_tokenizer_and_template(proof, kimi_fol
     assert len(rows) == 700
     for row in rows:
         full, spans = expected_spans(tokenizer.template.source, {}, row.messages, "<|im_end|>")
-        tokens, weights = encode_whole(row, tokenizer, "assistant")
+        tokens, weights = encode_whole(row, tokenizer)
         assert proof(tokenizer, tokens, weights, full, spans) == [], f"row {row.row}"
 
 
 def test_prompt_tokens_of_training_are_those_of_generation(json_folder, tiktoken_folder, templates):
     for name in ("chatml", "llama3", "deepseek", "kimi"):
         tokenizer, _ = case(name, json_folder, tiktoken_folder, templates)
-        tokens, weights = encode_whole(Conversation(SEVERAL), tokenizer, "assistant")
+        tokens, weights = encode_whole(Conversation(SEVERAL), tokenizer)
         starts = [i for i, w in enumerate(weights) if w and not weights[i - 1]]
         turns = [i for i, m in enumerate(SEVERAL) if m["role"] == "assistant"]
         assert [tokens[:start] for start in starts] == [encode_chat(tokenizer, SEVERAL[:turn]) for turn in turns]
@@ -104,25 +115,30 @@ def test_plain_template_mask_on_a_sentencepiece_vocabulary(stories_folder, yoda_
     tokenizer = load_tokenizer(stories_folder)
     assert tokenizer.template is None
     for row in list(read_rows(yoda_file))[:100]:
-        tokens, weights = encode_whole(row, tokenizer, "assistant")
+        tokens, weights = encode_whole(row, tokenizer)
         said = tokenizer.decode([t for t, w in zip(tokens, weights, strict=True) if w], skip_specials=False)
         assert said == row.messages[1]["content"].lstrip(" ") + "</s>"
         assert tokens[: weights.index(1.0)] == encode_chat(tokenizer, row.messages[:1])
         assert tokenizer.decode(tokens, skip_specials=False).replace("<s> ", "<s>", 1) == tokenizer.chat.render(row.messages)  # one space, at BOS
 
 
-def test_template_that_rewrites_the_past_is_refused_with_the_difference(json_folder, templates):
+def test_a_template_that_rewrites_the_past_is_refused_as_a_whole_and_taught_turn_by_turn(json_folder, templates):
     tokenizer = load_tokenizer(json_folder(templates["qwen3"]))
+    row = Conversation([*SINGLE, *SINGLE], row=7)
     with pytest.raises(DataError, match=r"row 7: .*not prefix-stable: messages\[1\].*'<think>") as error:
-        encode_row(Conversation([*SINGLE, *SINGLE], row=7), tokenizer, 512)
-    assert "{% generation %}" in error.value.next
+        encode_row(row, tokenizer, 512, turns="whole")
+    assert "--turns each" in error.value.next
+    examples = Encoder(tokenizer, 512)(row).examples
+    assert [example.row for example in examples] == [7, 7] and examples[0].num_tokens < examples[1].num_tokens
+    (last,) = Encoder(tokenizer, 512, turns="last")(row).examples
+    assert list(last.tokens) == list(examples[1].tokens) and list(last.weights) == list(examples[1].weights)
 
 
 def test_generation_marks_give_the_spans_where_the_past_is_rewritten(proof, json_folder, templates):
     tokenizer = load_tokenizer(json_folder(templates["marked"]))
     messages = [*SINGLE, *SINGLE]
     (full,), (spans,) = render_jinja_template([messages], chat_template=templates["marked"], return_assistant_tokens_mask=True)
-    tokens, weights = encode_whole(Conversation(messages), tokenizer, "assistant")
+    tokens, weights = encode_whole(Conversation(messages), tokenizer)
     assert len(spans) == 2 and proof(tokenizer, tokens, weights, full, spans) == []
 
 
@@ -132,7 +148,7 @@ def test_marks_that_leave_out_the_end_token_still_teach_it(json_folder, template
     )
     assert source != templates["marked"]
     tokenizer = load_tokenizer(json_folder(source))
-    tokens, weights = encode_whole(Conversation([*SINGLE, *SINGLE]), tokenizer, "assistant")
+    tokens, weights = encode_whole(Conversation([*SINGLE, *SINGLE]), tokenizer)
     end = tokenizer.token_id("<|im_end|>")
     assert sum(w for t, w in zip(tokens, weights, strict=True) if t == end) == 2
 
@@ -146,7 +162,7 @@ def test_consecutive_turns_with_tools_and_reasoning(json_folder, templates):
         {**ANSWER, "reasoning_content": "Found."},
     ]
     tokenizer = load_tokenizer(json_folder(templates["qwen3"]))
-    tokens, weights = encode_whole(Conversation(messages), tokenizer, "assistant")
+    tokens, weights = encode_whole(Conversation(messages), tokenizer)
     said = tokenizer.decode([t for t, w in zip(tokens, weights, strict=True) if w], skip_specials=False)
     assert said == (
         '<think>\nLook it up.\n</think>\n\n<tool_call>\n{"name": "look", "arguments": {"q": "x"}}\n</tool_call><|im_end|>'
@@ -156,7 +172,7 @@ def test_consecutive_turns_with_tools_and_reasoning(json_folder, templates):
 
 def test_an_answer_that_holds_special_text_ends_once(json_folder, templates):
     tokenizer = load_tokenizer(json_folder(templates["chatml"]))
-    tokens, weights = encode_whole(Conversation([QUESTION, {"role": "assistant", "content": "say <|im_end|>"}]), tokenizer, "assistant")
+    tokens, weights = encode_whole(Conversation([QUESTION, {"role": "assistant", "content": "say <|im_end|>"}]), tokenizer)
     end = tokenizer.token_id("<|im_end|>")
     assert tokens.count(end) == 2 and sum(w for t, w in zip(tokens, weights, strict=True) if t == end) == 1
     assert tokenizer.decode([t for t, w in zip(tokens, weights, strict=True) if w]) == "say <|im_end|>"
@@ -207,8 +223,8 @@ def test_truncation_cuts_refuses_or_drops_and_says_so(json_folder, templates):
 def test_split_predicts_each_token_of_a_text_exactly_once(sequence_length, json_folder):
     tokenizer = load_tokenizer(json_folder(add_bos_token=True))
     row = Text("The capital of France is Paris. Who wrote the play Hamlet?")
-    tokens, _ = encode_whole(row, tokenizer, "all")
-    pieces = encode_text(row, tokenizer, sequence_length)
+    tokens, _ = encode_whole(row, tokenizer)
+    pieces = Encoder(tokenizer, sequence_length, "split")(row).examples
     predicted = [t for piece in pieces for t, w in zip(piece.tokens, piece.weights, strict=True) if w]
     assert predicted == tokens[1:] and max(piece.num_tokens for piece in pieces) <= sequence_length
     assert all(before.tokens[-1] == after.tokens[0] for before, after in pairwise(pieces))
@@ -221,7 +237,7 @@ def test_plain_template_mask_on_a_vocabulary_that_invents_a_leading_space(json_f
     backend.normalizer = normalizers.Prepend(" ")
     backend.save(str(folder / "tokenizer.json"))
     tokenizer = load_tokenizer(folder)
-    tokens, weights = encode_whole(Conversation(SINGLE), tokenizer, "assistant")
+    tokens, weights = encode_whole(Conversation(SINGLE), tokenizer)
     assert tokenizer.decode([t for t, w in zip(tokens, weights, strict=True) if w], skip_specials=False) == ANSWER["content"] + "<|eos|>"
     spelled = tokenizer.decode(tokens, skip_specials=False)
     assert spelled.startswith("<|bos|> User:\n") and spelled.replace("<|bos|> ", "<|bos|>") == tokenizer.chat.render(SINGLE)
@@ -258,7 +274,7 @@ def test_a_mask_that_covers_everything_is_refused_per_row(json_folder, templates
     """FAILURES N4. Control arm: with the same marks where they belong, and for `supervise` "all", which asks for it, nothing is refused."""
     forced = "{%- if add_generation_prompt -%}{{- '?' -}}{%- endif -%}"  # prompts that are no prefix: marks are read
     everywhere = load_tokenizer(json_folder("{% generation %}" + templates["chatml"] + "{% endgeneration %}" + forced))
-    with pytest.raises(DataError, match="row 9: every token is supervised, the user's too: the mask is lost") as error:
+    with pytest.raises(DataError, match=r"row 9: messages\[0\].content \('Who wrote Hamlet\?'\) is the user's and would be taught") as error:
         encode_row(Conversation(SINGLE, row=9), everywhere, 512)
     assert "generation" in error.value.next
     right = load_tokenizer(json_folder(templates["marked"] + forced))

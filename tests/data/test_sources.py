@@ -52,7 +52,8 @@ def test_shapes(row, shape, messages, tmp_path):
 
 def test_tools_and_reasoning_are_kept(tmp_path):
     tool = {"type": "function", "function": {"name": "look"}}
-    turn = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": {}}}], "reasoning_content": "hm"}
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    turn = {"role": "assistant", "tool_calls": [call], "reasoning_content": "hm"}
     talk = [TALK[0], turn, {"role": "tool", "content": "", "tool_call_id": "1"}, TALK[1]]
     for tools in ([tool], json.dumps([tool])):
         (row,) = rows_of(tmp_path, {"messages": talk, "tools": tools})
@@ -98,7 +99,17 @@ def test_mixed_shapes_blank_lines_bom_and_line_separators_inside_strings(tmp_pat
         ({"messages": [TALK[0], {"role": "assistant"}]}, r"messages\[1\]\.content is missing"),
         ({"messages": [TALK[0], {"role": "assistant", "content": ""}]}, r"messages\[1\]\.content is empty"),
         ({"messages": [TALK[0], {**TALK[1], "reasoning_contents": "x"}]}, r"reasoning_contents is not known; nearest: 'reasoning_content'"),
-        ({"messages": [TALK[0], {**TALK[1], "weight": 0}]}, "asks for its own weight"),
+        ({"messages": [TALK[0], {**TALK[1], "weight": 0}]}, "no turn of the assistant that carries loss"),
+        ({"messages": [TALK[0], {**TALK[1], "weight": 0.5}]}, r"messages\[1\].weight is 0.5; a turn's weight is 0 or 1"),
+        ({"messages": [TALK[0], {**TALK[1], "train": "no"}]}, r"messages\[1\].train is a text \(no\), expected true or false"),
+        ({"messages": [TALK[0], {**TALK[1], "thinking": "a", "reasoning_content": "b"}]}, "hold different reasoning"),
+        ({"messages": [TALK[0], {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{q"}}]}]},
+         r"messages\[1\].tool_calls\[0\].function.arguments is text that is not JSON \('{q'\)"),
+        ({"messages": [TALK[0], {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
+         r"arguments is a list \(\[1\]\), expected an object"),
+        ({"messages": [TALK[0], {"role": "assistant", "tool_calls": [{"id": "x"}]}]}, r"tool_calls\[0\].name is missing"),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "look()"}]},
+         r"conversations\[1\].value \(function_call\) is not JSON"),
         ({"messages": [TALK[0], {**TALK[1], "tool_calls": {}}]}, r"messages\[1\]\.tool_calls is an object"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}, "type is 'image'; only text"),
         ({"messages": TALK[:1]}, "no turn of the assistant"),

@@ -13,8 +13,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from unfreeze.core.errors import DataError
-from unfreeze.data import Conversation, check_mask, load_tokenizer
-from unfreeze.data.masks import encode_whole
+from unfreeze.data import Conversation, Encoder, load_tokenizer
 
 FOLDER = Path(__file__).parent / "templates"
 MARKED = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.jinja"))}
@@ -55,12 +54,22 @@ WITH_TOOLS = {"llama3", "qwen2", "qwen3", "deepseek_v3", "kimi_k2"}
 UNSTABLE = [("qwen3", "system, several turns"), ("qwen3", "tool"), ("qwen3", "two calls at once")]
 
 
+def encode_whole(row, tokenizer, **options):
+    (example,) = Encoder(tokenizer, 10_000, **options)(row).examples
+    return list(example.tokens), list(example.weights)
+
+
 def without_marks(source: str) -> str:
     return re.sub(r"\{%-? (end)?generation -?%\}", "", source)
 
 
 def takes(style: str, name: str) -> bool:
-    return (CONVERSATIONS[name][1] is None or style in WITH_TOOLS) and (style, name) != ("llama3", "two calls at once")
+    thinks = "reasoning_content" in MARKED[style]
+    return (
+        (CONVERSATIONS[name][1] is None or style in WITH_TOOLS)
+        and (style, name) != ("llama3", "two calls at once")
+        and (thinks or "reasoning" not in name)
+    )
 
 
 CASES = [(style, name) for style in MARKED for name in CONVERSATIONS if takes(style, name)]
@@ -92,15 +101,27 @@ def oracle(style: str, name: str, tokenizer):
 
 
 def test_every_style_of_the_issue_is_here():
-    assert MARKED.keys() == EOS.keys() == {"chatml", "llama3", "qwen2", "qwen3", "deepseek_v3", "kimi_k2"} and len(CASES) == 32
+    assert MARKED.keys() == EOS.keys() == {"chatml", "llama3", "qwen2", "qwen3", "deepseek_v3", "kimi_k2"} and len(CASES) == 23
+
+
+@pytest.mark.parametrize("style", [style for style in MARKED if "reasoning_content" not in MARKED[style]])
+def test_reasoning_is_refused_where_the_template_has_no_form_for_it(style, tokenizer_of):
+    messages, tools = CONVERSATIONS["reasoning"]
+    for source in (MARKED[style], without_marks(MARKED[style])):
+        with pytest.raises(DataError, match=r"messages\[1\].reasoning_content \('An easy one.'\) is not taught") as error:
+            encode_whole(Conversation(messages, tools), tokenizer_of(style, source))
+        assert "--reasoning inline" in error.value.next
+        tokenizer = tokenizer_of(style, source)
+        tokens, weights = encode_whole(Conversation(messages, tools), tokenizer, reasoning="inline")
+        said = tokenizer.decode([t for t, w in zip(tokens, weights, strict=True) if w], skip_specials=False)
+        assert said == "<think>\nAn easy one.\n</think>\n\n" + ANSWER["content"] + EOS[style]
 
 
 @pytest.mark.parametrize("style, name", [case for case in CASES if case not in UNSTABLE])
 def test_mask_by_prefixes_is_that_of_transformers(style, name, tokenizer_of, proof):
     tokenizer = tokenizer_of(style, without_marks(MARKED[style]))
-    check_mask(tokenizer)
     messages, tools = CONVERSATIONS[name]
-    tokens, weights = encode_whole(Conversation(messages, tools), tokenizer, "assistant")
+    tokens, weights = encode_whole(Conversation(messages, tools), tokenizer)
     assert proof(tokenizer, tokens, weights, *oracle(style, name, tokenizer)) == []
 
 
@@ -108,17 +129,33 @@ def test_mask_by_prefixes_is_that_of_transformers(style, name, tokenizer_of, pro
 def test_mask_by_marks_is_that_of_transformers(style, name, tokenizer_of, proof):
     tokenizer = tokenizer_of(style, MARKED[style])
     messages, tools = CONVERSATIONS[name]
-    tokens, weights = encode_whole(Conversation(messages, tools), tokenizer, "assistant")
+    tokens, weights = encode_whole(Conversation(messages, tools), tokenizer)
     assert proof(tokenizer, tokens, weights, *oracle(style, name, tokenizer)) == []
 
 
 @pytest.mark.parametrize("style, name", UNSTABLE)
-def test_an_unstable_template_is_refused_with_the_span_that_differs(style, name, tokenizer_of):
+def test_an_unstable_template_is_refused_as_a_whole_with_the_span_that_differs(style, name, tokenizer_of):
     messages, tools = CONVERSATIONS[name]
     with pytest.raises(DataError) as error:
-        encode_whole(Conversation(messages, tools, row=5), tokenizer_of(style, without_marks(MARKED[style])), "assistant")
+        encode_whole(Conversation(messages, tools, row=5), tokenizer_of(style, without_marks(MARKED[style])), turns="whole")
     says = r"row 5: the chat template is not prefix-stable: messages\[[12]\] \(assistant\), the conversation up to it changes at character \d+: '"
-    assert re.match(says, error.value.message) and "hink>\\n\\n</think>" in error.value.message and "{% generation %}" in error.value.next
+    assert re.match(says, error.value.message) and "hink>\\n\\n</think>" in error.value.message and "--turns each" in error.value.next
+
+
+@pytest.mark.parametrize("style, name", UNSTABLE)
+def test_an_unstable_template_teaches_each_turn_behind_the_prompt_of_transformers(style, name, tokenizer_of, proof):
+    tokenizer = tokenizer_of(style, without_marks(MARKED[style]))
+    messages, tools = CONVERSATIONS[name]
+    variables = {role: tokenizer.variables[role] for role in ("bos_token", "eos_token")}
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    examples = Encoder(tokenizer, 10_000)(Conversation(messages, tools)).examples
+    assert len(examples) == len(turns) > 1
+    for turn, example in zip(turns, examples, strict=True):
+        source = without_marks(MARKED[style])
+        (prompt,), _ = render_jinja_template([messages[:turn]], chat_template=source, tools=tools, add_generation_prompt=True, **variables)
+        (upto,), _ = render_jinja_template([messages[: turn + 1]], chat_template=source, tools=tools, **variables)
+        assert upto.startswith(prompt)
+        assert proof(tokenizer, list(example.tokens), list(example.weights), upto.rstrip(), [(len(prompt), len(upto.rstrip()))]) == []
 
 
 @pytest.mark.parametrize("style, name", UNSTABLE)
@@ -143,25 +180,26 @@ def test_kimi_style_is_the_real_kimi_template(name, kimi_folder):
     assert real.chat.render(messages, tools=tools) == text
 
 
-@pytest.mark.parametrize("name", CONVERSATIONS)
+@pytest.mark.parametrize("name", [name for name in CONVERSATIONS if "reasoning" not in name])
 def test_mask_of_the_real_kimi_tokenizer_and_template(name, kimi_folder, proof):
     """FAILURES N4 on published files: spans from the marked style, tokens and mask from Kimi-K2's own tokenizer and template."""
     real = load_tokenizer(kimi_folder)
     messages, tools = CONVERSATIONS[name]
-    tokens, weights = encode_whole(Conversation(messages, tools), real, "assistant")
+    tokens, weights = encode_whole(Conversation(messages, tools), real)
     assert proof(real, tokens, weights, *oracle("kimi_k2", name, real)) == []
 
 
 def test_a_template_whose_marks_cover_the_user_is_refused_and_good_ones_pass(tokenizer_of):
     """FAILURES N4, "mask all ones". Control arm: the same template with its marks where they belong passes."""
+    row = Conversation(CONVERSATIONS["single"][0])
     everywhere = "{% generation %}" + without_marks(MARKED["chatml"]) + "{% endgeneration %}"
-    with pytest.raises(DataError, match="covers the user's words 'Zq7 asks'"):
-        check_mask(tokenizer_of("chatml", forced(everywhere)))
+    with pytest.raises(DataError, match="is the user's and would be taught"):
+        encode_whole(row, tokenizer_of("chatml", forced(everywhere)))
     said = "{{ message.content + '<|im_end|>' }}"
     misses = MARKED["chatml"].replace(said + "{% endgeneration %}", "{% endgeneration %}" + said)
-    with pytest.raises(DataError, match="misses the assistant's words 'Zq7 says'"):
-        check_mask(tokenizer_of("chatml", forced(misses)))
-    check_mask(tokenizer_of("chatml", forced(MARKED["chatml"])))
+    with pytest.raises(DataError, match=r"messages\[1\].content .* is not taught: the chat template writes it where nothing is taught"):
+        encode_whole(row, tokenizer_of("chatml", forced(misses)))
+    encode_whole(row, tokenizer_of("chatml", forced(MARKED["chatml"])))
 
 
 def forced(source: str) -> str:

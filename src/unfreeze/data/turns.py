@@ -88,7 +88,7 @@ class Renderer:
                 errors.append(error)
                 continue
             return Rendered(samples, (*prepared.notes, *known[1], *self._notes(samples, row)))
-        raise min(errors, key=_usefulness)
+        raise next((error for error in errors if not isinstance(error, TemplateRefusal)), min(errors, key=_usefulness))
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         """The text of a conversation up to where the assistant begins to speak. Raises DataError where the template refuses it."""
@@ -113,16 +113,21 @@ class Renderer:
         words = {turn: list(words_of(prepared.messages[turn], turn)) for turn in row.taught}
         if self.supervise_all:
             return [[Segment(self.template.render(messages, tools=tools), EVERY_TURN)]]
+        whole: DataError | None = None
         if self.turns in ("auto", "whole"):
             try:
                 sample = self._whole(messages, tools, words)
                 check_words(prepared.messages, row.taught, [sample])
                 return [sample]
-            except DataError:
+            except DataError as error:
                 if self.turns == "whole":
                     raise
+                whole = error
         turns = row.taught[-1:] if self.turns == "last" else row.taught
-        return [self._one(messages, tools, turn, words[turn]) for turn in turns]
+        try:
+            return [self._one(messages, tools, turn, words[turn]) for turn in turns]
+        except DataError as error:
+            raise min((error, whole or error), key=_usefulness) from None
 
     # -- one example of the whole row ---------------------------------------------------------------------------------------------------
 
@@ -168,6 +173,8 @@ class Renderer:
         """The prompt of a turn and what the model says there."""
         prompt = self._begin(messages, tools, turn)
         rest = self._rest(messages[: turn + 1], tools, prompt)
+        if rest is None and turn == 0:
+            raise _speaks_first()
         for said in (rest, self._alone(messages[turn], tools, prompt), self._composed(messages, tools, turn, prompt)):
             if said is not None and missing(words, said) is None:
                 return [Segment(prompt), Segment(self._closed(said, messages[turn], words), turn)]
@@ -184,8 +191,7 @@ class Renderer:
         except TemplateRefusal:
             if turn:
                 raise
-            said = "the assistant speaks first and this template has no prompt for that"
-            raise TemplateRefusal(said, next="begin with a user or system message") from None
+            raise _speaks_first() from None
 
     def _rest(self, messages: Sequence[Message], tools: Any, prompt: str) -> str | None:
         """What the template writes behind a prompt, or None where it rewrites the prompt."""
@@ -291,8 +297,15 @@ class Renderer:
 
 
 def _usefulness(error: DataError) -> int:
-    """A word that is not taught says most, then what the template itself says, then what went wrong inside it."""
-    return 0 if not isinstance(error, TemplateRefusal) else 1 if error.in_its_words else 2
+    """A word that is not taught says most; then what the template itself says, how it rewrites, and last what went wrong inside it."""
+    if isinstance(error, TemplateRefusal):
+        return 1 if error.in_its_words else 3
+    return 2 if isinstance(error, Unstable) else 0
+
+
+def _speaks_first() -> DataError:
+    said = "the assistant speaks first and this template has no prompt for that"
+    return DataError(said, next="begin with a user or system message")
 
 
 def _closes_thinking(sample: Sample) -> bool:
