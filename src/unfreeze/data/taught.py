@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from markupsafe import escape
 
 from unfreeze.core.errors import DataError
 from unfreeze.data.forms import reasoning_of
@@ -24,6 +27,8 @@ QUOTE_OPEN, QUOTE_CLOSE = "\U000f0000", "\U000f0001"
 EVERY_TURN = -1  # the turn of a segment that teaches a whole conversation
 FIRST_MARK = 0x0F1000  # marks are the private-use characters from here on, one per text of a conversation
 MARKS = 0x8000
+
+_INVISIBLE = re.compile(f"[{QUOTE_OPEN}{QUOTE_CLOSE}{chr(FIRST_MARK)}-{chr(FIRST_MARK + MARKS)}]")
 
 SHOWN = 80  # characters of a text in a message
 
@@ -54,14 +59,14 @@ class Word:
 
 
 def words_of(message: Mapping[str, Any], turn: int) -> Iterator[Word]:
-    """Everything an assistant's turn says: content, reasoning, the name and every argument of its tool calls. Empty ones are left out."""
+    """Everything an assistant's turn says: the name and every argument of its tool calls, content, reasoning. Empty ones are left out."""
+    for i, call in enumerate(message.get("tool_calls") or ()):
+        yield Word(turn, f"tool_calls[{i}].function.name", call["function"]["name"])
+        yield from _leaves(call["function"]["arguments"], turn, f"tool_calls[{i}].function.arguments")
     if isinstance(message.get("content"), str) and message["content"].strip():
         yield Word(turn, "content", message["content"])
     if reasoning_of(message).strip():
         yield Word(turn, "reasoning_content", reasoning_of(message))
-    for i, call in enumerate(message.get("tool_calls") or ()):
-        yield Word(turn, f"tool_calls[{i}].function.name", call["function"]["name"])
-        yield from _leaves(call["function"]["arguments"], turn, f"tool_calls[{i}].function.arguments")
 
 
 def _leaves(value: Any, turn: int, field: str) -> Iterator[Word]:
@@ -82,7 +87,8 @@ def spellings(word: Word) -> list[str]:
         return [value]
     if isinstance(value, str):
         as_json = [json.dumps(value, ensure_ascii=ascii)[1:-1] for ascii in (False, True)]
-        return [value, *as_json, repr(value)[1:-1], html.escape(value), html.escape(value, quote=False)]
+        as_html = [str(escape(value)), html.escape(value), html.escape(value, quote=False)]  # jinja2's |e, Python's, and that without quotes
+        return [value, *as_json, repr(value)[1:-1], *as_html]
     return [json.dumps(value), str(value)]
 
 
@@ -93,7 +99,8 @@ def missing(words: Sequence[Word], text: str) -> Word | None:
 
 
 def _unquoted(text: str) -> str:
-    return text.replace(QUOTE_OPEN, "").replace(QUOTE_CLOSE, "")
+    """Without the quotes around special-token text, and without marks."""
+    return _INVISIBLE.sub("", text)
 
 
 def check_words(messages: Sequence[Mapping[str, Any]], taught: Sequence[int], samples: Sequence[Sequence[Segment]]) -> None:
@@ -160,8 +167,11 @@ class Marks:
 
     def _call(self, call: Mapping[str, Any], turn: int, index: int) -> dict[str, Any]:
         function = call["function"]
-        arguments = self._inside(function["arguments"], turn, f"tool_calls[{index}].function.arguments")
-        return {**call, "function": {**function, "arguments": arguments}}
+        where = f"tool_calls[{index}].function"
+        name = function["name"]
+        if name not in str(call.get("id")):  # Kimi's template writes the id, which holds the name
+            name = self._mark(name, Word(turn, f"{where}.name", name))
+        return {**call, "function": {**function, "name": name, "arguments": self._inside(function["arguments"], turn, f"{where}.arguments")}}
 
     def _inside(self, value: Any, turn: int, field: str) -> Any:
         if isinstance(value, Mapping):

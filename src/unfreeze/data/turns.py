@@ -72,14 +72,14 @@ class Renderer:
 
     def __call__(self, row: Conversation) -> Rendered:
         """Raises DataError where the template refuses the row, or where what the user wrote would not be what is taught."""
-        prepared = self._prepare(row.messages, row.tools)
+        prepared, taught = self._prepare(row.messages, row.tools), self._taught(row)
         shape = _shape(row)
         known = self._known.get(shape)
         errors: list[DataError] = []
         for form in [known[0], *FORMS] if known else FORMS:
             try:
                 samples = self._samples(prepared, form, row)
-                check_words(prepared.messages, row.taught, samples)
+                check_words(prepared.messages, taught, samples)
                 if known is None or form is not known[0]:
                     known = (form, self._look_closer(prepared, form, row, samples))
                     if len(self._known) < MAX_SHAPES:
@@ -88,7 +88,7 @@ class Renderer:
                 errors.append(error)
                 continue
             return Rendered(samples, (*prepared.notes, *known[1], *self._notes(samples, row)))
-        raise next((error for error in errors if not isinstance(error, TemplateRefusal)), min(errors, key=_usefulness))
+        raise next((error for error in errors if not isinstance(error, TemplateRefusal)), min(reversed(errors), key=_usefulness))
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         """The text of a conversation up to where the assistant begins to speak. Raises DataError where the template refuses it."""
@@ -101,6 +101,10 @@ class Renderer:
                 errors.append(error)
         raise min(errors, key=_usefulness)
 
+    def _taught(self, row: Conversation) -> list[int]:
+        """Places of the turns that carry loss."""
+        return row.taught[-1:] if self.turns == "last" else row.taught
+
     def _prepare(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> Prepared:
         return prepare(messages, tools, self.template.source, self.template.release, self.reasoning)
 
@@ -110,22 +114,22 @@ class Renderer:
     def _samples(self, prepared: Prepared, form: Form, row: Conversation) -> list[Sample]:
         """What the row becomes, in one form of its messages."""
         messages, tools = self._quote(form(prepared.messages)), self._quote(prepared.tools)
-        words = {turn: list(words_of(prepared.messages[turn], turn)) for turn in row.taught}
+        taught = self._taught(row)
+        words = {turn: list(words_of(prepared.messages[turn], turn)) for turn in taught}
         if self.supervise_all:
             return [[Segment(self.template.render(messages, tools=tools), EVERY_TURN)]]
         whole: DataError | None = None
         if self.turns in ("auto", "whole"):
             try:
                 sample = self._whole(messages, tools, words)
-                check_words(prepared.messages, row.taught, [sample])
+                check_words(prepared.messages, taught, [sample])
                 return [sample]
             except DataError as error:
                 if self.turns == "whole":
                     raise
                 whole = error
-        turns = row.taught[-1:] if self.turns == "last" else row.taught
         try:
-            return [self._one(messages, tools, turn, words[turn]) for turn in turns]
+            return [self._one(messages, tools, turn, words[turn]) for turn in taught]
         except DataError as error:
             raise min((error, whole or error), key=_usefulness) from None
 
@@ -259,29 +263,33 @@ class Renderer:
 
     def _look_closer(self, prepared: Prepared, form: Form, row: Conversation, samples: list[Sample]) -> list[str]:
         """The look by marks, once per shape of conversation. -> notes on what the template leaves out of the prompt."""
-        self._refuse_null(prepared, form)
+        self._refuse_artifacts(prepared, form)
         marks = Marks(prepared.messages)
         try:
             marked = self._samples(replace(prepared, messages=marks.messages), form, row)
         except DataError:  # a template that reacts to the marks: the words were found, and that has to do
             return []
-        roles = check_marks(marks, row.taught, marked, samples)
+        roles = check_marks(marks, self._taught(row), marked, samples)
         notes = [f"the {role}'s words are left out by this chat template" for role in roles]
         names = [name for tool in row.tools or () if isinstance(name := (tool.get("function") or {}).get("name"), str)]
         if names and names[0] not in samples[0][0].text:
             notes.append("tools are left out by this chat template")
         return notes
 
-    def _refuse_null(self, prepared: Prepared, form: Form) -> None:
-        """Raises DataError where the template writes None or null for a turn that only calls tools; another form will have no content there."""
-        given = form(prepared.messages)
-        if all(message.get("content", "") is not None for message in given):
+    def _refuse_artifacts(self, prepared: Prepared, form: Form) -> None:
+        """Raises DataError where the template writes what nobody said: None for a turn that only calls tools, a list as Python or JSON has it."""
+        given, plain = form(prepared.messages), no_null_content(prepared.messages)
+        if given == plain:
             return
         tools = self._quote(prepared.tools)
-        null, empty = (self.template.render(self._quote(messages), tools=tools) for messages in (given, no_null_content(given)))
-        written = next((text for text in ("None", "null", "none") if null.count(text) > empty.count(text)), None)
-        if written is not None:
-            raise DataError(f"the chat template writes {written!r} where a turn has no content")
+        written = self.template.render(self._quote(given), tools=tools)
+        try:
+            usual = self.template.render(self._quote(plain), tools=tools)
+        except TemplateRefusal:
+            usual = ""
+        for text in ("None", "null", "none", "'type': 'text'", '"type": "text"'):
+            if written.count(text) > usual.count(text):
+                raise DataError(f"the chat template writes {text} where a turn has no content, or has a list of it")
 
     def _notes(self, samples: list[Sample], row: Conversation) -> list[str]:
         notes = []
