@@ -110,6 +110,8 @@ LONG = 60  # lines; a shorter file is a part of its caller, tested through it
 TESTED_BY = {  # source file -> the test file that covers it, where that doesn't bear its name
     "core/batch.py": "core/test_core.py",
     "core/events.py": "core/test_core.py",
+    "data/forms.py": "data/test_taught.py",
+    "data/turns.py": "data/test_taught.py",
     "data/tokenizer_json.py": "data/test_tokenizer.py",
     "generate/open.py": "generate/test_model.py",
     "kernels/adamw/__init__.py": "kernels/adamw/test_adamw.py",

@@ -49,7 +49,8 @@ def test_a_right_template_teaches_everything_and_says_nothing():
 @pytest.mark.parametrize(
     "old, new, says",
     [
-        ("{{ '<think>' + m.reasoning_content + '</think>' }}", "", r"messages\[2\].reasoning_content \('Hm, look.'\) is not taught: .* leaves it out"),
+        ("{{ '<think>' + m.reasoning_content + '</think>' }}", "",
+         r"messages\[2\].reasoning_content \('Hm, look.'\) is not taught: .* leaves it out"),
         ("{{ m.content or '' }}", "{% if not m.tool_calls %}{{ m.content }}{% endif %}", r"messages\[2\].content \('Let me see.'\) is not taught"),
         ("{{ '<call>' + call.function.name }}", "<call>", r"messages\[2\].tool_calls\[0\].function.name \('look'\) is not taught"),
         ("{{ value | tojson }}", "{{ (value | tojson)[:6] }}", r"function.arguments.query .* is not taught"),

@@ -90,7 +90,7 @@ def attempt(reader: Reader, random: Random, folder: Path) -> str:
         reader.read(folder)
     except UserError as error:
         check_line(error)
-        return type(error).__name__
+        return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "unfreeze.core.errors")
     return "accepted"
 
 

@@ -48,6 +48,8 @@ SCHEMA = {
             "shapes": Field("{int}", "rows"),
             "notes": Field("{int}", "rows"),
             "listed": Field("[object]", "row and reason"),
+            "split_rows": Field("int", "rows", optional=True),
+            "examples_dropped": Field("int", "documents", optional=True),
             "tokens_cut": Field("int", "tokens", optional=True),
             "cuts": Field("[object]", "row and reason", optional=True),
             "duplicates": Field("int", "rows", optional=True),

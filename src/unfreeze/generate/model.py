@@ -14,8 +14,9 @@ from torch import Tensor
 
 from unfreeze.adapters.read import load_adapter
 from unfreeze.checkpoint.manifest import Manifest, open_checkpoint
-from unfreeze.core.errors import CheckpointError, UserError
+from unfreeze.core.errors import CheckpointError, ConfigError, UserError
 from unfreeze.data.masks import encode_chat, encode_prompt
+from unfreeze.data.templates import template_values
 from unfreeze.data.tokenizer import Tokenizer, check_vocab, has_tokenizer, load_tokenizer
 from unfreeze.generate.engine import Completion, Engine, Piece, batch_of, check_tokens
 from unfreeze.generate.open import Progress, device_of, dtype_of, locate, open_model
@@ -59,7 +60,11 @@ def load(
         if found.adapter is None:
             raise
         raise CheckpointError(f"{found.adapter} is an adapter of {found.base}: {error.message}", next=error.next) from error
-    tokenizer = load_tokenizer(manifest.path) if has_tokenizer(manifest.path) else None
+    try:
+        variables = template_values(found.template_variables)
+    except ValueError as error:
+        raise ConfigError(f"{source}: {error}", next="mend template_variables in the run's resolved_config.json") from None
+    tokenizer = load_tokenizer(manifest.path, template_variables=variables) if has_tokenizer(manifest.path) else None
     decoder = open_model(manifest, wanted, place_to, progress)
     if found.adapter is not None:
         load_adapter(decoder, found.adapter)

@@ -28,10 +28,14 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Source:
-    """What a name stands for: a base checkpoint (folder or Hugging Face id) and, if there is one, the folder of an adapter for it."""
+    """What a name stands for: a base checkpoint (folder or Hugging Face id) and, if there is one, the folder of an adapter for it.
+
+    template_variables   NAME=VALUE of the run: it is asked with the prompts it was trained with
+    """
 
     base: str
     adapter: Path | None = None
+    template_variables: tuple[str, ...] = ()
 
 
 def locate(source: str | Path) -> Source:
@@ -58,17 +62,19 @@ def locate(source: str | Path) -> Source:
 
 
 def _locate_run(folder: Path) -> Source:
+    resolved = read_json(folder / RESOLVED)
+    variables = tuple(map(str, resolved.get("template_variables") or ()))
     if (folder / "model" / "config.json").is_file():
-        return Source(str(folder / "model"))
+        return Source(str(folder / "model"), template_variables=variables)
     if not (folder / "adapter" / ADAPTER_CONFIG).is_file():
         raise CheckpointError(
             f"run {folder} has neither adapter/{ADAPTER_CONFIG} nor model/config.json: it has not saved anything yet",
             next="start the same training command again: it resumes the run",
         )
-    base = read_json(folder / RESOLVED).get("model")
+    base = resolved.get("model")
     if not isinstance(base, str) or not base:
         raise CheckpointError(f"{folder / RESOLVED} has no key 'model', so the base checkpoint of this run is unknown")
-    return Source(base, folder / "adapter")
+    return Source(base, folder / "adapter", variables)
 
 
 def open_model(

@@ -78,7 +78,7 @@ class Patient:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         from unfreeze.data import load_tokenizer
-        from unfreeze.recipes.training import template_time, template_values
+        from unfreeze.data.templates import template_time, template_values
 
         now, variables = template_time(self.config.template_date), template_values(self.config.template_variables)
         return load_tokenizer(self.manifest.path, now=now, template_variables=variables)

@@ -20,6 +20,7 @@ from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED, Event
 from unfreeze.core.json_object import read_object
+from unfreeze.data.templates import template_time, template_values
 from unfreeze.recipes.config import Files, Folder, Frozen, ModelName, writing
 from unfreeze.recipes.device import allocator_line
 from unfreeze.recipes.resume import FIXED, allowed
@@ -168,28 +169,6 @@ class TrainingConfig(Frozen):
         files = [str(Path(file).resolve()) for file in self.data]
         held_out = str(Path(self.validation).resolve()) if self.validation else ""
         return {**fields, "model": portable(self.model), "data": files[0] if len(files) == 1 else files, "validation": held_out}
-
-
-def template_values(given: Sequence[str]) -> dict[str, Any]:
-    """("thinking=true", "effort=high") -> {"thinking": True, "effort": "high"}."""
-    values: dict[str, Any] = {}
-    for item in given:
-        name, equals, text = item.partition("=")
-        if not equals or not name.isidentifier():
-            raise ValueError(f"template_variables has {item!r}; it takes NAME=VALUE, such as enable_thinking=false")
-        try:
-            values[name] = json.loads(text)
-        except ValueError:
-            values[name] = text
-    return values
-
-
-def template_time(text: str) -> datetime | None:
-    """ISO text as a time; None for "", which is the clock's."""
-    try:
-        return datetime.fromisoformat(text) if text else None
-    except ValueError:
-        raise ValueError(f"template_date is {text!r}; it takes a date such as 2026-11-22 or 2026-11-22T18:30") from None
 
 
 def portable(model: str) -> str:
