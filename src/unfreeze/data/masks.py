@@ -181,8 +181,8 @@ def quote_specials(value: Any, tokenizer: Tokenizer) -> Any:
     if isinstance(value, str):
         if QUOTE_OPEN in value or QUOTE_CLOSE in value:
             raise DataError("a message holds the private-use character U+F0000 or U+F0001, which is used to quote special tokens")
-        found = [text for text in tokenizer.special_texts if text and text in value]
-        return re.sub("|".join(map(re.escape, found)), rf"{QUOTE_OPEN}\g<0>{QUOTE_CLOSE}", value) if found else value
+        specials = tokenizer.special_pattern
+        return specials.sub(rf"{QUOTE_OPEN}\g<0>{QUOTE_CLOSE}", value) if specials else value
     if isinstance(value, Mapping):
         return {key: quote_specials(item, tokenizer) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -6,6 +6,7 @@ chat_template.jinja or chat_template.json. Nothing else in the folder is looked 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -75,6 +76,8 @@ class Tokenizer:
         self.template = template
         self.chat = template or plain_template(variables, add_bos=add_bos and bos_id is not None)
         self.special_texts = tuple(sorted((backend.token_text(id) for id in self.special_ids), key=len, reverse=True))
+        spelled = [re.escape(text) for text in self.special_texts if text]
+        self.special_pattern = re.compile("|".join(spelled)) if spelled else None  # longest first
         turn_end = self._turn_end()
         self.eos_ids = eos_ids if turn_end is None else eos_ids | {turn_end}
 

@@ -65,6 +65,8 @@ class Renderer:
         supervise_all: bool = False,
     ):
         self.template, self.ends, self._quote = template, list(ends), quote
+        longest_first = sorted(map(re.escape, ends), key=len, reverse=True)
+        self._end = re.compile(f"(?<!{QUOTE_OPEN})(?:{'|'.join(longest_first)})") if ends else None
         self.turns: Turns = turns
         self.reasoning: Reasoning = reasoning
         self.supervise_all = supervise_all
@@ -72,14 +74,13 @@ class Renderer:
 
     def __call__(self, row: Conversation) -> Rendered:
         """Raises DataError where the template refuses the row, or where what the user wrote would not be what is taught."""
-        prepared, taught = self._prepare(row.messages, row.tools), self._taught(row)
+        prepared = self._prepare(row.messages, row.tools)
         shape = _shape(row)
         known = self._known.get(shape)
         errors: list[DataError] = []
         for form in [known[0], *FORMS] if known else FORMS:
             try:
                 samples = self._samples(prepared, form, row)
-                check_words(prepared.messages, taught, samples)
                 if known is None or form is not known[0]:
                     known = (form, self._look_closer(prepared, form, row, samples))
                     if len(self._known) < MAX_SHAPES:
@@ -112,12 +113,14 @@ class Renderer:
         return self.template.render(messages, add_generation_prompt=True, tools=tools)
 
     def _samples(self, prepared: Prepared, form: Form, row: Conversation) -> list[Sample]:
-        """What the row becomes, in one form of its messages."""
+        """What the row becomes, in one form of its messages. Raises DataError where a word of it is not taught."""
         messages, tools = self._quote(form(prepared.messages)), self._quote(prepared.tools)
         taught = self._taught(row)
         words = {turn: list(words_of(prepared.messages[turn], turn)) for turn in taught}
         if self.supervise_all:
-            return [[Segment(self.template.render(messages, tools=tools), EVERY_TURN)]]
+            samples = [[Segment(self.template.render(messages, tools=tools), EVERY_TURN)]]
+            check_words(prepared.messages, taught, samples)
+            return samples
         whole: DataError | None = None
         if self.turns in ("auto", "whole"):
             try:
@@ -129,7 +132,9 @@ class Renderer:
                     raise
                 whole = error
         try:
-            return [self._one(messages, tools, turn, words[turn]) for turn in taught]
+            samples = [self._one(messages, tools, turn, words[turn]) for turn in taught]
+            check_words(prepared.messages, taught, samples)
+            return samples
         except DataError as error:
             raise min((error, whole or error), key=_usefulness) from None
 
@@ -251,10 +256,9 @@ class Renderer:
 
     def _closed(self, said: str, message: Message, words: list[Any]) -> str:
         """A turn up to its end token: the first one behind all its words. Where the template writes none, the release's is put there."""
-        places = sorted(found.end() for end in self.ends for found in re.finditer(rf"(?<!{QUOTE_OPEN}){re.escape(end)}", said))
-        for place in places:
-            if missing(words, said[:place]) is None:
-                return said[:place]
+        for found in self._end.finditer(said) if self._end else ():
+            if missing(words, said[: found.end()]) is None:
+                return said[: found.end()]
         release = self.template.release
         end = release.call_end if message.get("tool_calls") else release.turn_end
         return said.rstrip() + end if end in self.ends else said
