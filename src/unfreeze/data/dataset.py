@@ -87,7 +87,7 @@ class Stats:
             f"packing {self.packing} fills {100 * self.efficiency:.1f} % of a step" if self.efficiency is not None else "",
             f"{self.held_out} documents held out for validation" if self.held_out else "",
             "files read on demand" if self.reading == "on demand" else "",
-            *(f"{note} ({count} rows)" for note, count in self.notes.items()),
+            *(f"{note} ({count} row{'' if count == 1 else 's'})" for note, count in self.notes.items()),
         ]
         return "; ".join([line, *filter(None, more)])
 

@@ -270,9 +270,9 @@ def _conversation(items: Sequence[tuple[str, Any]], fields: Mapping[str, Any], r
 
 
 def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Messages given in Python, checked and brought into the form that rows have. Raises DataError naming the field."""
+    """Messages given in Python, checked and brought into the form that rows have; they may be empty. Raises DataError naming the field."""
     try:
-        return [_message(dict(message), 0, f"messages[{i}]") for i, message in enumerate(messages)]
+        return [_message(dict(message), 0, f"messages[{i}]", empty=True) for i, message in enumerate(messages)]
     except DataError as error:
         raise DataError(error.message.removeprefix("row 0: "), next=error.next) from None
 
@@ -350,8 +350,8 @@ def _system(fields: Mapping[str, Any], row: int) -> list[Message]:
     return [{"role": "system", "content": text}] if text.strip() else []
 
 
-def _message(item: Any, row: int, where: str) -> Message:
-    """A message with its null fields dropped (tables write them for every row) and the rest checked."""
+def _message(item: Any, row: int, where: str, *, empty: bool = False) -> Message:
+    """A message with its null fields dropped (tables write them for every row) and the rest checked. `empty`: its content may be."""
     message = {name: value for name, value in _object(item, row, where).items() if value is not None}
     role = _text(message.get("role"), row, f"{where}.role")
     if role not in ROLES:
@@ -367,7 +367,7 @@ def _message(item: Any, row: int, where: str) -> Message:
     message = {**_one_reasoning(message, row, where), **({"tool_calls": calls} if calls else {})}
     if "content" not in message and calls:
         return {**message, "content": None}  # templates test `content is none` for a turn that only calls tools
-    may_be_empty = role in ("system", "tool") or bool(calls)
+    may_be_empty = empty or role in ("system", "tool") or bool(calls)
     return {**message, "content": _content(message.get("content"), row, f"{where}.content", empty=may_be_empty)}
 
 

@@ -297,7 +297,7 @@ class Renderer:
 
     def _notes(self, samples: list[Sample], row: Conversation) -> list[str]:
         notes = []
-        if len(samples) > 1:
+        if len(samples) > 1 and self.turns == "auto":
             notes.append("one example per turn of the assistant, as the chat template rewrites earlier turns")
         said = [segment.text for sample in samples for segment in sample if segment.supervised]
         if not self.supervise_all and not all(text.endswith(tuple(self.ends)) for text in said):

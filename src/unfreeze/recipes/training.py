@@ -165,7 +165,7 @@ class TrainingConfig(Frozen):
     def record(self) -> dict[str, Any]:
         """What a run is identified by when it resumes: every field that changes what is computed."""
         fields = self.model_dump(mode="json", exclude=CHANGES_NOTHING)
-        fields = {name: value for name, value in fields.items() if name not in ADDED or value != type(self).model_fields[name].default}
+        fields = {name: value for name, value in fields.items() if name not in ADDED or getattr(self, name) != type(self).model_fields[name].default}
         files = [str(Path(file).resolve()) for file in self.data]
         held_out = str(Path(self.validation).resolve()) if self.validation else ""
         return {**fields, "model": portable(self.model), "data": files[0] if len(files) == 1 else files, "validation": held_out}
