@@ -12,6 +12,7 @@ import json
 import math
 import tomllib
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -138,7 +139,10 @@ def spots(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def altered(random: Random, value: Any, times: int = 1) -> Any:
-    """A copy of a JSON value in which `times` nodes are replaced, removed, renamed or given a sibling."""
+    """A copy of a JSON value in which `times` nodes are replaced, removed, renamed or given a sibling.
+
+    It depends on `random` alone: nothing of NASTY is handed out, since a later alteration may go into what an earlier one put in.
+    """
     value = json.loads(json.dumps(value))
     for _ in range(times):
         places = spots(value)
@@ -156,7 +160,7 @@ def altered(random: Random, value: Any, times: int = 1) -> Any:
         elif how == 2 and type(inside[key]) in (int, float):
             inside[key] = random.choice([inside[key] + 1, inside[key] - 1, inside[key] * 2, -inside[key], float(inside[key]), str(inside[key])])
         else:
-            inside[key] = random.choice(NASTY)
+            inside[key] = deepcopy(random.choice(NASTY))
     return value
 
 
