@@ -530,11 +530,28 @@ def plant_run(random: Random, folder: Path) -> None:
     elif name.endswith(".jsonl"):
         lines = files[name].splitlines()
         at = random.randrange(len(lines))
-        lines[at] = json_file(random, lines[at])
+        if random.randrange(4) == 0:
+            lines = throughout(random, lines, at)
+        else:
+            lines[at] = json_file(random, lines[at])
         files[name] = b"\n".join(lines) + b"\n"
     else:
         files[name] = json_file(random, files[name])
     spread(files, folder)
+
+
+def throughout(random: Random, lines: list[bytes], at: int) -> list[bytes]:
+    """One value wrong in every event of a kind, so that no event contradicts another."""
+    events = [json.loads(line) for line in lines]
+    *parents, key = random.choice(spots(events[at]))
+    value, kind = random.choice(NASTY), events[at]["kind"]
+    for event in events:
+        if event["kind"] == kind:
+            inside = event
+            for parent in parents:
+                inside = inside[parent]
+            inside[key] = deepcopy(value)
+    return [written(event) for event in events]
 
 
 def read_run_folder(folder: Path) -> None:
