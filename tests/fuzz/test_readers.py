@@ -19,11 +19,11 @@ from unfreeze import models
 from unfreeze.adapters import read
 from unfreeze.checkpoint import manifest
 from unfreeze.core import errors, events
-from unfreeze.data import sources, tokenizer
+from unfreeze.data import sources, templates, tokenizer
 from unfreeze.recipes import config
 from unfreeze.train import run
 
-READERS = ("rows", "checkpoint", "config", "tokenizer", "adapter", "run", "toml")
+READERS = ("rows", "checkpoint", "config", "tokenizer", "template", "adapter", "run", "toml")
 
 
 def one(fuzzers: Any, reader: str, random: Random) -> str:
@@ -96,6 +96,7 @@ ARMS = {  # guards, each taken away alone: (reader, where, name, what stands in 
     "fields of config.json": ("config", models, "check_fields", nothing),
     "nulls of config.json": ("config", models, "without_nulls", dict),
     "tokenizer settings": ("tokenizer", tokenizer, "read_object", lambda path, *_, **__: json.loads(path.read_text()) if path.is_file() else {}),
+    "errors of a template": ("template", templates, "_RENDER_ERRORS", ZeroDivisionError),
     "finite adapters": ("adapter", read, "_finite", lambda tensor: True),
     "adapter_config.json": ("adapter", read, "check_config", nothing),
     "events": ("run", events, "DataError", ZeroDivisionError),
