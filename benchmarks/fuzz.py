@@ -110,8 +110,8 @@ def main() -> int:
     cases = list(islice(endless, arguments.inputs))
     if arguments.only:
         reader, _, seed = arguments.only.partition(":")
-        cases = [(reader, int(seed))]
-    started, counts = time.perf_counter(), {name: Counter[str]() for name in readers}
+        arguments.seed, cases = [int(seed)], [(reader, int(seed))]
+    started, counts = time.perf_counter(), {name: Counter[str]() for name, _ in cases}
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         root = Path(os.path.realpath(folder))
         watch = Watch(root)
