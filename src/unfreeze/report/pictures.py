@@ -100,7 +100,8 @@ def curve(
     if level is not None and level / unit <= max(ys):
         axes.axhline(level / unit, color=SECOND, linewidth=1, linestyle=DASHES[1])
     if ringed := [i for i, x in enumerate(xs) if x in rings]:
-        axes.plot([xs[i] for i in ringed], [ys[i] for i in ringed], "o", color=BAD, markersize=7, fillstyle="none", markeredgewidth=1.5)
+        at = [xs[i] for i in ringed], [ys[i] for i in ringed]
+        axes.plot(*at, "o", color=BAD, markersize=7, markeredgewidth=1.5, fillstyle="none", clip_on=False)
     _scales(axes, size, xs, max(ys), label, log_x=log_x, from_zero=from_zero)
     return _svg(figure, name, alt)
 
