@@ -1,6 +1,7 @@
 """Broken inputs by the thousand, over every reader: accepted whole, or one UserError; never a traceback, a hang, or a file outside its folder.
 
     python benchmarks/fuzz.py --inputs 10000 --seed 0
+    python benchmarks/fuzz.py --inputs 20000 --seed 1000000 2000000
 
 Prints per reader: inputs, accepted, refused by class of error, tracebacks, hangs, files opened outside. The generators are those of the
 property tests (tests/fuzz/fuzzers.py). One finding again: --only READER:SEED. Exit code 1 if there was any.
@@ -22,6 +23,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from itertools import count, islice
 from pathlib import Path
 from random import Random
 from types import FrameType, ModuleType
@@ -93,8 +95,8 @@ def one(module: ModuleType, reader: str, seed: int, root: Path, watch: Watch) ->
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--inputs", type=int, default=10_000, help="over all readers together")
-    parser.add_argument("--seed", type=int, default=0, help="input i of a reader is made from the text READER:(seed + i)")
+    parser.add_argument("--inputs", type=int, default=10_000, help="over all readers and seeds together")
+    parser.add_argument("--seed", type=int, nargs="+", default=[0], help="input i of a reader is made from the text READER:(seed + i)")
     parser.add_argument("--reader", action="append", help="only this one (may be given again)")
     parser.add_argument("--only", metavar="READER:SEED", help="one input again")
     arguments = parser.parse_args()
@@ -104,12 +106,12 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY, resource.RLIM_INFINITY))
     signal.signal(signal.SIGALRM, on_alarm)
     readers = arguments.reader or list(module.READERS)
-    cases = [(name, arguments.seed + i) for i in range(arguments.inputs // len(readers)) for name in readers]
-    cases += [(name, arguments.seed + arguments.inputs // len(readers)) for name in readers[: arguments.inputs - len(cases)]]
+    endless = ((name, seed + i) for i in count() for seed in arguments.seed for name in readers)
+    cases = list(islice(endless, arguments.inputs))
     if arguments.only:
         reader, _, seed = arguments.only.partition(":")
-        cases = [(reader, int(seed))]
-    started, counts = time.perf_counter(), {name: Counter[str]() for name in readers}
+        arguments.seed, cases = [int(seed)], [(reader, int(seed))]
+    started, counts = time.perf_counter(), {name: Counter[str]() for name, _ in cases}
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         root = Path(os.path.realpath(folder))
         watch = Watch(root)
@@ -121,16 +123,17 @@ def main() -> int:
     return report(counts, len(cases), arguments.seed, time.perf_counter() - started)
 
 
-def report(counts: dict[str, Counter[str]], inputs: int, seed: int, seconds: float) -> int:
-    columns = sorted({outcome for count in counts.values() for outcome in count} - {"accepted", "traceback", "hang", "outside"})
+def report(counts: dict[str, Counter[str]], inputs: int, seeds: list[int], seconds: float) -> int:
+    columns = sorted({outcome for found in counts.values() for outcome in found} - {"accepted", "traceback", "hang", "outside"})
     columns = ["accepted", *columns, "traceback", "hang", "outside"]
     print("  ".join([f"{'reader':<12}", f"{'inputs':>8}", *(f"{name:>{max(8, len(name))}}" for name in columns)]))
     total: Counter[str] = sum(counts.values(), Counter())
-    for name, count in [*counts.items(), ("all", total)]:
-        print("  ".join([f"{name:<12}", f"{count.total():>8,}", *(f"{count[c]:>{max(8, len(c))},}" for c in columns)]))
-    found = total["traceback"] + total["hang"] + total["outside"]
-    print(f"{inputs:,} inputs, seeds {seed} to {seed + inputs // max(1, len(counts))} of each reader, {seconds:.0f} s: {found} findings")
-    return 1 if found else 0
+    for name, found in [*counts.items(), ("all", total)]:
+        print("  ".join([f"{name:<12}", f"{found.total():>8,}", *(f"{found[c]:>{max(8, len(c))},}" for c in columns)]))
+    findings = total["traceback"] + total["hang"] + total["outside"]
+    each = -(-inputs // (len(counts) * len(seeds)))
+    print(f"{inputs:,} inputs, of each reader {each:,} from seed {', '.join(map(str, seeds))}; {seconds:.0f} s: {findings} findings")
+    return 1 if findings else 0
 
 
 if __name__ == "__main__":

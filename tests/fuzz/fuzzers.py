@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tomllib
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,7 +30,7 @@ from unfreeze.adapters import LoraConfig, attach, load_adapter, save_adapter, si
 from unfreeze.checkpoint import open_checkpoint, save_checkpoint
 from unfreeze.checkpoint.manifest import TORCH_DTYPE
 from unfreeze.core.errors import UserError
-from unfreeze.data import BadRow, load_tokenizer, read_rows
+from unfreeze.data import BadRow, encode_files, load_tokenizer, read_rows
 from unfreeze.generate.open import locate, open_model
 from unfreeze.models.publish import published
 from unfreeze.recipes.config import parse
@@ -138,7 +140,10 @@ def spots(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def altered(random: Random, value: Any, times: int = 1) -> Any:
-    """A copy of a JSON value in which `times` nodes are replaced, removed, renamed or given a sibling."""
+    """A copy of a JSON value in which `times` nodes are replaced, removed, renamed or given a sibling.
+
+    It depends on `random` alone: nothing of NASTY is handed out, since a later alteration may go into what an earlier one put in.
+    """
     value = json.loads(json.dumps(value))
     for _ in range(times):
         places = spots(value)
@@ -156,7 +161,7 @@ def altered(random: Random, value: Any, times: int = 1) -> Any:
         elif how == 2 and type(inside[key]) in (int, float):
             inside[key] = random.choice([inside[key] + 1, inside[key] - 1, inside[key] * 2, -inside[key], float(inside[key]), str(inside[key])])
         else:
-            inside[key] = random.choice(NASTY)
+            inside[key] = deepcopy(random.choice(NASTY))
     return value
 
 
@@ -491,6 +496,85 @@ def read_tokenizer(folder: Path) -> None:
     tokenizer.encode(tokenizer.chat.render([{"role": "user", "content": "a"}], add_generation_prompt=True), specials=True, continues=True)
 
 
+HERE = Path(__file__).resolve()
+TEMPLATES = [HERE.parents[1] / "data" / "templates", HERE.parents[3] / "shared" / "data" / "templates"]
+"""Chat templates of this repository, and those of releases where a folder of them lies beside it: an input is made by its seed and their list."""
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1, {"b": "x"}]}'}}
+TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {
+    "type": "object", "required": ["a"], "properties": {"a": {"type": "array", "items": {"type": ["string", "null"]}, "enum": ["x", 1]}},
+}}}  # fmt: skip
+TALKS: list[list[dict[str, Any]]] = [
+    [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A", "reasoning_content": "hm"},
+     {"role": "user", "content": "Q2"}, {"role": "assistant", "content": "A2"}],
+    [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [CALL]},
+     {"role": "tool", "content": "R", "tool_call_id": "call_1", "name": "f"}, {"role": "assistant", "content": "A"}],
+    [{"role": "user", "content": [{"type": "text", "text": "Q"}]}, {"role": "assistant", "content": "<think>hm</think>A"}],
+]  # fmt: skip
+TURNS: list[Any] = [
+    None, "", " ", "\n", 3, 1.5, True, [], {}, ["a"], "user", "assistant", "tool", "developer", "a" * 100_000, "{" * 1000,
+    "</think>", "<think>", "<think>a</think></think>", "<|im_end|>", "<|im_start|>user\n", "{{ 1 }}", "{% raw %}",
+    "\U000f0000", "\U000f0002", "\u2028", "\x00", "\ufeff", RAW + "[" * 150 + "]" * 150, RAW + '{"a":' * 150 + "1" + "}" * 150,
+    [{"type": "text", "text": ""}], [{"type": "image", "image": "x"}], [{"type": "text"}], [{"text": "a"}, {"type": "text", "text": "b"}],
+    [{"name": "f"}], [{"function": "f"}], [{"function": {"name": "f"}}], [{"function": {"name": "f", "arguments": {}}}],
+    [{"function": {"name": "f", "arguments": "{"}}], [{"function": {"name": None, "arguments": [1]}}],
+    [{"function": {"name": "f", "arguments": {"a": RAW + "[" * 150 + "]" * 150}}}], {"a" * 20_000: "b" * 20_000}, [CALL] * 200, [TOOL] * 50,
+]  # fmt: skip
+
+
+def odd_turns(random: Random, row: dict[str, Any]) -> dict[str, Any]:
+    """A row of messages in which a value is odd, a turn stands twice, is missing or has another's place."""
+    row = deepcopy(row)
+    messages = row["messages"]
+    how = random.randrange(6)
+    at, other = random.randrange(len(messages)), random.randrange(len(messages))
+    if how == 0:
+        messages[at], messages[other] = messages[other], messages[at]
+    elif how == 1:
+        messages.insert(at, deepcopy(messages[other]))
+    elif how == 2:
+        del messages[at]
+    elif how == 3 and isinstance(messages[at], dict):
+        messages[at][random.choice(["content", "reasoning_content", "tool_calls", "name", "role"])] = deepcopy(random.choice(TURNS))
+    else:
+        *parents, key = random.choice(spots(row))
+        inside: Any = row
+        for parent in parents:
+            inside = inside[parent]
+        inside[key] = deepcopy(random.choice(TURNS))
+    return row
+
+
+def plant_template(random: Random, folder: Path) -> None:
+    """Rows of odd messages for a release's own template; the marks of its text are tokens, and one of them ends a turn."""
+    templates = [path for place in TEMPLATES for path in sorted(place.glob("*.jinja"))]
+    source = random.choice(templates).read_text(encoding="utf-8")
+    marks = sorted(set(re.findall(r"<[|\uff5c][^<>{}'\"]{1,30}[|\uff5c]>|<(?:start|end)_of_turn>|</?s>", source)))[:40]
+    ends = [mark for mark in marks if "end" in mark or "eot" in mark or mark == "</s>"] or ["<|end|>"]
+    files = dict(tokenizer_files())
+    backend = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
+    backend.add_special_tokens(marks)
+    settings = {"bos_token": "<s>", "eos_token": random.choice(ends), "tokenizer_class": "PreTrainedTokenizerFast"}
+    files |= {"tokenizer.json": backend.to_str().encode(), "tokenizer_config.json": json.dumps(settings).encode()}
+    files |= {"special_tokens_map.json": b"{}", "chat_template.jinja": source.encode()}
+    rows = []
+    for _ in range(random.randrange(1, 4)):
+        row: dict[str, Any] = {"messages": deepcopy(random.choice(TALKS)), **({"tools": [deepcopy(TOOL)]} if random.randrange(2) else {})}
+        for _ in range(random.randrange(3)):
+            row = odd_turns(random, row) if row["messages"] and isinstance(row["messages"], list) else row
+        rows.append(written(row))
+    spread({**files, "d.jsonl": b"\n".join(rows) + b"\n"}, folder)
+
+
+def read_template(folder: Path) -> None:
+    """What sft does with the rows, skipping bad ones and then strict: every row is used, dropped or named; strict refuses what is skipped."""
+    tokenizer, path = load_tokenizer(folder), folder / "d.jsonl"
+    stats = encode_files([path], tokenizer, 4096, on_bad_row="skip").stats
+    assert stats.rows == len(path.read_bytes().splitlines()), "rows vanished"
+    strict = encode_files([path], tokenizer, 4096)
+    assert not stats.bad and (strict.stats.rows, strict.stats.tokens) == (stats.rows, stats.tokens), "a bad row was accepted"
+    assert all(example.num_supervised for example in strict.examples), "an example without a supervised token"
+
+
 def plant_adapter(random: Random, folder: Path) -> None:
     family, layout = random.choice(list(CONFIGS)), random.choice(["per-expert", "peft"])
     files = dict(adapter(family, layout))
@@ -526,11 +610,28 @@ def plant_run(random: Random, folder: Path) -> None:
     elif name.endswith(".jsonl"):
         lines = files[name].splitlines()
         at = random.randrange(len(lines))
-        lines[at] = json_file(random, lines[at])
+        if random.randrange(4) == 0:
+            lines = throughout(random, lines, at)
+        else:
+            lines[at] = json_file(random, lines[at])
         files[name] = b"\n".join(lines) + b"\n"
     else:
         files[name] = json_file(random, files[name])
     spread(files, folder)
+
+
+def throughout(random: Random, lines: list[bytes], at: int) -> list[bytes]:
+    """One value wrong in every event of a kind, so that no event contradicts another."""
+    events = [json.loads(line) for line in lines]
+    *parents, key = random.choice(spots(events[at]))
+    value, kind = random.choice(NASTY), events[at]["kind"]
+    for event in events:
+        if event["kind"] == kind:
+            inside = event
+            for parent in parents:
+                inside = inside[parent]
+            inside[key] = deepcopy(value)
+    return [written(event) for event in events]
 
 
 def read_run_folder(folder: Path) -> None:
@@ -617,6 +718,7 @@ READERS = {
         Reader("checkpoint", plant_checkpoint, read_checkpoint),
         Reader("config", plant_config, read_checkpoint),
         Reader("tokenizer", plant_tokenizer, read_tokenizer),
+        Reader("template", plant_template, read_template),
         Reader("adapter", plant_adapter, read_adapter),
         Reader("run", plant_run, read_run_folder),
         Reader("toml", plant_toml, read_toml_config),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable, Iterable
+from copy import deepcopy
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -17,11 +19,11 @@ from unfreeze import models
 from unfreeze.adapters import read
 from unfreeze.checkpoint import manifest
 from unfreeze.core import errors, events
-from unfreeze.data import sources, tokenizer
+from unfreeze.data import sources, templates, tokenizer
 from unfreeze.recipes import config
 from unfreeze.train import run
 
-READERS = ("rows", "checkpoint", "config", "tokenizer", "adapter", "run", "toml")
+READERS = ("rows", "checkpoint", "config", "tokenizer", "template", "adapter", "run", "toml")
 
 
 def one(fuzzers: Any, reader: str, random: Random) -> str:
@@ -44,6 +46,27 @@ def test_both_outcomes_occur(fuzzers, reader):
     """A fuzzer whose inputs are all refused, or all accepted, would test nothing behind the first check."""
     outcomes = [one(fuzzers, reader, Random(f"{reader}:{seed}")) for seed in range(40)]
     assert 1 <= outcomes.count("accepted") < len(outcomes)
+
+
+@pytest.fixture
+def containers(fuzzers, monkeypatch) -> Callable[[Iterable[int]], dict[int, bytes]]:
+    """seeds -> the JSON text that each makes, in the order given; only lists and objects are put in, since only they can be changed."""
+    monkeypatch.setattr(fuzzers, "NASTY", [deepcopy(value) for value in fuzzers.NASTY if isinstance(value, list | dict)])
+    rows = fuzzers.ROWS
+    return lambda seeds: {seed: fuzzers.written(fuzzers.altered(Random(seed), rows[seed % len(rows)], 2)) for seed in seeds}
+
+
+def test_an_input_is_made_by_its_seed_alone(fuzzers, containers):
+    """Otherwise --only READER:SEED isn't the input that was found, and what is put into one input grows in all that follow."""
+    before = deepcopy(fuzzers.NASTY)
+    assert containers(range(2000)) == containers(reversed(range(2000)))
+    assert before == fuzzers.NASTY
+
+
+def test_control_a_value_handed_out_itself_ends_in_a_circle(fuzzers, containers, monkeypatch):
+    monkeypatch.setattr(fuzzers, "deepcopy", as_it_is)
+    with pytest.raises(ValueError, match="Circular reference detected"):
+        containers(range(20_000))
 
 
 def findings(fuzzers: Any, reader: str, inputs: int) -> list[Exception]:
@@ -73,6 +96,7 @@ ARMS = {  # guards, each taken away alone: (reader, where, name, what stands in 
     "fields of config.json": ("config", models, "check_fields", nothing),
     "nulls of config.json": ("config", models, "without_nulls", dict),
     "tokenizer settings": ("tokenizer", tokenizer, "read_object", lambda path, *_, **__: json.loads(path.read_text()) if path.is_file() else {}),
+    "errors of a template": ("template", templates, "_RENDER_ERRORS", ZeroDivisionError),
     "finite adapters": ("adapter", read, "_finite", lambda tensor: True),
     "adapter_config.json": ("adapter", read, "check_config", nothing),
     "events": ("run", events, "DataError", ZeroDivisionError),

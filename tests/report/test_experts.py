@@ -12,7 +12,7 @@ import pytest
 
 from unfreeze.core.events import EventLog
 from unfreeze.report.events import read_events, warnings
-from unfreeze.report.experts import ExpertWatch, experts_section, stretches
+from unfreeze.report.experts import ExpertWatch, experts_section
 from unfreeze.report.run import read_run
 
 
@@ -62,11 +62,6 @@ def test_no_false_alarm(tmp_path: Path, counts: list[list[int]]):
 
 def test_a_dense_run_and_other_events_say_nothing():
     assert ExpertWatch()({"kind": "train", "step": 1, "tokens": 10}) is None and ExpertWatch()({"kind": "save", "step": 1}) is None
-
-
-def test_stretches_cover_every_step_once():
-    assert [list(part) for part in stretches(5, 2)] == [[0, 1, 2], [3, 4]] and stretches(0, 4) == []
-    assert max(len(stretches(n, 160)) for n in range(1, 1000)) <= 160 and sum(map(len, stretches(997, 160))) == 997
 
 
 def pixels(page: str, alt: str) -> list[list[tuple[int, ...]]]:

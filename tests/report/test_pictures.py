@@ -11,6 +11,7 @@ import pytest
 from unfreeze.core.errors import DataError
 from unfreeze.report.pictures import DEAD_RGB, VARIABLES, curve, heat_map, smooth, smoothing_window, thin
 
+RED = [[False, False], [False, True]]
 POINTS = (list(range(1, 41)), [3.0 / step for step in range(1, 41)])
 
 
@@ -37,7 +38,8 @@ def test_same_data_same_bytes_and_ids_apart():
 
 
 def test_colours_are_variables_and_text_is_text():
-    svg = curve("a", POINTS, 'alt "quoted"', (300, 200), smoothed=True, dots=([20], [0.4])) + heat_map("h", {"1": [1, 2], "2": [3, 0]}, "alt", 350)
+    svg = curve("a", POINTS, 'alt "quoted"', (300, 200), smoothed=True, dots=([20], [0.4]), rings={2}, level=1.0)
+    svg += heat_map("h", {"1": [1, 2], "2": [3, 0]}, RED, "alt", 350)
     assert not any(placeholder in svg for placeholder in VARIABLES)
     assert re.findall(r"#[0-9a-f]{6}\b(?!;? *\))", re.sub(r"url\(#\w+\)|base64,[^\"]*", "", svg)) == []
     assert "<text" in svg and ">0</text>" in svg and "<style" not in svg and "<metadata" not in svg
@@ -61,10 +63,10 @@ def test_one_point_and_constant_series_can_be_drawn(log_x: bool):
 
 
 def test_heat_map_bitmap_is_the_load():
-    """Decoded with Pillow: alpha is load over three times the mean, a dead expert is red."""
+    """Decoded with Pillow: alpha is load over three times the mean, an expert that is to be red is red."""
     from PIL import Image
 
-    svg = heat_map("h", {"1": [4, 4, 4, 4], "2": [0, 1, 3, 12]}, "alt", 350)
+    svg = heat_map("h", {"1": [4, 4, 4, 4], "2": [0, 1, 3, 12]}, [[False] * 4, [True, False, False, False]], "alt", 350)
     data = re.search(r"base64,([^\"]+)", svg)
     assert data
     image = Image.open(io.BytesIO(base64.b64decode(data[1]))).convert("RGBA")
@@ -80,4 +82,4 @@ def test_heat_map_bitmap_is_the_load():
 
 def test_layers_with_different_numbers_of_experts_are_refused():
     with pytest.raises(DataError, match="1: 2, 2: 3"):
-        heat_map("h", {"1": [1, 2], "2": [1, 2, 3]}, "alt", 350)
+        heat_map("h", {"1": [1, 2], "2": [1, 2, 3]}, RED, "alt", 350)

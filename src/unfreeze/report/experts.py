@@ -10,15 +10,14 @@ from collections.abc import Sequence
 
 from unfreeze.core.balance import dead, load_entropy, max_violation
 from unfreeze.core.events import Event
-from unfreeze.report.events import by_layer, expert_load, number
+from unfreeze.report.balance import DUE, Balance, mean, missed
+from unfreeze.report.events import by_layer, number
 from unfreeze.report.page import figure, folded, section, table
 from unfreeze.report.pictures import FULL, heat, heat_map
 from unfreeze.report.run import Run
 from unfreeze.report.tables import ABSENT
 
 WIDTHS = (1100, 350)  # SVG units, wide and narrow
-COLUMNS = {1100: 160, 350: 50}  # stretches of steps across a picture of each width
-SPARSE = 10  # tokens per expert and stretch; below that an expert without a token is chance, not death
 
 EXPECTED = 1000
 """Tokens an expert would have got by an even share before it is judged. An expert with a hundredth of that share is still missed by chance
@@ -74,21 +73,25 @@ class ExpertWatch:
 
 
 def experts_section(run: Run) -> str:
-    """Load of each expert over the whole run, its evenness over time, the busiest layer's experts over time, and the numbers per layer."""
-    load = expert_load(run.events)
-    if not load:
+    """Load of each expert over the whole run, its evenness over time, one layer's experts over time, and the numbers per layer."""
+    balance = run.balance
+    if balance is None:
         return section("Expert load", "", "No expert load is in the events: the model is dense, or no step was made.")
-    ratios = {layer: (max_violation(counts) or 0.0) + 1 for layer, counts in load.items()}
-    worst = max(ratios, key=ratios.__getitem__)
-    num_dead, num_experts = sum(map(dead, load.values())), sum(map(len, load.values()))
-    words = f"Busiest expert against its layer's mean: {ratios[worst]:.2f} times at most, in layer {worst}. "
-    words += f"{num_dead:,} of {num_experts:,} experts got no token." if num_dead else f"All {num_experts:,} experts got tokens."
-    alt = f"Tokens per expert, {len(load)} layers down, {len(next(iter(load.values())))} experts across. {words}"
-    pictures = [heat_map(f"experts-{width}", load, alt, width) for width in WIDTHS]
-    whole = figure("Tokens per expert, whole run", words, *pictures, key=_scale("no token", f"{FULL:.0f} × the layer's mean", "never used"))
-    parts = [whole, _violation_over_time(run, list(load)), _load_over_time(run, worst)]
-    rows = "".join(f'<div class="row">{part}</div>' for part in parts if part)
+    parts = [_whole(balance)]
+    if len(balance.columns) > 1:
+        parts += [_violation_over_time(balance), _load_over_time(balance)]
+    rows = "".join(f'<div class="row">{part}</div>' for part in parts)
     return section("Expert load", rows + folded("Numbers per layer", _numbers(run)))
+
+
+def _whole(balance: Balance) -> str:
+    ratios, load = balance.ratios, balance.whole
+    worst = max(ratios, key=ratios.__getitem__)
+    words = f"Busiest expert against its layer's mean: {ratios[worst]:.2f} times at most, in layer {worst}. {balance.unused_words()}."
+    alt = f"Tokens per expert, {len(load)} layers down, {len(next(iter(load.values())))} experts across. {words}"
+    red = [missed(counts_E) for counts_E in load.values()]
+    pictures = [heat_map(f"experts-{width}", load, red, alt, width) for width in WIDTHS]
+    return figure("Tokens per expert, whole run", words, *pictures, key=_scale("no token", f"{FULL:.0f} × the layer's mean", "never used"))
 
 
 def _scale(low: str, high: str, red: str = "") -> str:
@@ -102,74 +105,57 @@ def steps_of(run: Run, layer: str) -> tuple[list[int], list[Sequence[int]]]:
     return [step for step, _ in found], [counts for _, counts in found]
 
 
-def stretches(count: int, most: int) -> list[range]:
-    """`count` steps cut into at most `most` stretches of equal length (the last may be shorter)."""
-    length = math.ceil(count / most) if count else 1
-    return [range(begin, min(begin + length, count)) for begin in range(0, count, length)]
-
-
-def _ticks(steps: Sequence[int], parts: Sequence[range], width: int) -> list[tuple[int, str]]:
+def _ticks(columns: Sequence[tuple[int, int]], width: int) -> list[tuple[int, str]]:
     """A step number under the first stretch and about every 90 units."""
-    every = max(1, math.ceil(len(parts) * 90 / width))
-    return [(i, f"{steps[parts[i][0]]:,}") for i in range(0, len(parts), every)]
+    every = max(1, math.ceil(len(columns) * 90 / width))
+    return [(i, f"{columns[i][0]:,}") for i in range(0, len(columns), every)]
 
 
-def _violation_over_time(run: Run, layers: Sequence[str]) -> str:
-    """Layers down, steps across: mean max violation of each stretch of steps. Empty for fewer than two steps."""
-    steps, _ = steps_of(run, layers[0])
-    if len(steps) < 2:
-        return ""
-    per_layer = {layer: [max_violation(counts) or 0.0 for counts in steps_of(run, layer)[1]] for layer in layers}
-    first = sum(values[0] for values in per_layer.values()) / len(layers)
-    last = sum(values[-1] for values in per_layer.values()) / len(layers)
-    words = f"Busiest expert over the mean, minus 1, in each step; mean of the layers {first:.2f} at step {steps[0]:,}, "
-    words += f"{last:.2f} at step {steps[-1]:,}."
-    pictures = []
-    for width in WIDTHS:
-        parts = stretches(len(steps), COLUMNS[width])
-        strength = [[_mean([values[i] for i in part]) / (FULL - 1) for part in parts] for values in per_layer.values()]
-        ticks = _ticks(steps, parts, width)
-        alt = f"Max violation, {len(layers)} layers down, steps across. {words}"
-        pictures.append(heat(f"violation-{width}", strength, None, alt, width, rows=list(layers), ticks=ticks, axes=("step", "layer")))
+def _violation_over_time(balance: Balance) -> str:
+    """Layers down, steps across: mean max violation of each stretch of steps."""
+    words = f"Busiest expert over the mean, minus 1, in each step; mean of the layers {balance.rise_words()}."
+    alt = f"Max violation, {len(balance.violation)} layers down, steps across. {words}"
+    strength = [[value / (FULL - 1) for value in values] for values in balance.violation.values()]
+    pictures = [
+        heat(f"violation-{width}", strength, None, alt, width, rows=list(balance.violation), ticks=_ticks(balance.columns, width),
+             axes=("step", "layer"))
+        for width in WIDTHS
+    ]  # fmt: skip
     return figure("Max violation per layer over time", words, *pictures, key=_scale("even", f"{FULL - 1:.0f} or more"))
 
 
-def _load_over_time(run: Run, layer: str) -> str:
-    """Experts of one layer down, steps across: tokens over the layer's mean in each stretch of steps. Empty for fewer than two steps."""
-    steps, counts = steps_of(run, layer)
-    if len(steps) < 2:
-        return ""
-    num_experts = len(counts[0])
-    pictures, alt = [], f"Tokens per expert of layer {layer}, {num_experts} experts down, steps across."
-    for width in WIDTHS:
-        parts = stretches(len(steps), COLUMNS[width])
-        sums = [[sum(counts[i][e] for i in part) for part in parts] for e in range(num_experts)]
-        means = [sum(row[column] for row in sums) / num_experts for column in range(len(parts))]
-        strength = [[count / max(mean, 1e-12) / FULL for count, mean in zip(row, means, strict=True)] for row in sums]
-        gone = [[count == 0 and mean >= SPARSE for count, mean in zip(row, means, strict=True)] for row in sums]
-        rows, ticks = [str(e) for e in range(num_experts)], _ticks(steps, parts, width)
-        pictures.append(heat(f"layer-{width}", strength, gone, alt, width, rows=rows, ticks=ticks, axes=("step", "expert")))
-    words = f"Layer {layer}, the one with the busiest expert. Red: no token in a stretch of steps where the mean is {SPARSE} or more."
-    key = _scale("no token", f"{FULL:.0f} × the mean", "none where many were due")
+def _load_over_time(balance: Balance) -> str:
+    """Experts of one layer down, steps across: tokens over the layer's mean in each stretch of steps."""
+    layer = balance.shown
+    cells = balance.cells[layer]
+    num_experts = len(cells[0])
+    means = [max(sum(counts_E) / num_experts, 1e-12) for counts_E in cells]
+    strength = [[counts_E[e] / mean / FULL for counts_E, mean in zip(cells, means, strict=True)] for e in range(num_experts)]
+    red = [list(row) for row in zip(*(missed(counts_E) for counts_E in cells), strict=True)]
+    alt = f"Tokens per expert of layer {layer}, {num_experts} experts down, steps across. {balance.gone_words()}."
+    pictures = [
+        heat(f"layer-{width}", strength, red, alt, width, rows=[str(e) for e in range(num_experts)], ticks=_ticks(balance.columns, width),
+             axes=("step", "expert"))
+        for width in WIDTHS
+    ]  # fmt: skip
+    why = "the one with most cells in red" if balance.gone[layer] else "the one with the busiest expert"
+    words = f"Layer {layer}, {why}: {balance.gone_words()}."
+    key = _scale("no token", f"{FULL:.0f} × the mean", f"no token where {DUE} or more were due")
     return figure(f"Tokens per expert of layer {layer} over time", words, *pictures, key=key)
 
 
 def _numbers(run: Run) -> str:
     """Per layer, of the whole run: tokens, max violation, entropy, dead experts; and of single steps the mean max violation and dead count."""
     rows = []
-    for layer, counts_E in expert_load(run.events).items():
+    for layer, counts_E in (run.balance.whole if run.balance else {}).items():
         per_step = steps_of(run, layer)[1]
         step_violation = [value for counts in per_step if (value := max_violation(counts)) is not None]
         rows.append(
             (layer, f"{sum(counts_E):,}", _cell(max_violation(counts_E)), _cell(load_entropy(counts_E), ".3f"), f"{dead(counts_E):,}",
-             _cell(_mean(step_violation) if step_violation else None), f"{_mean([dead(counts) for counts in per_step]):,.1f}")
+             _cell(mean(step_violation) if step_violation else None), f"{mean([dead(counts) for counts in per_step]):,.1f}")
         )  # fmt: skip
     head = ("layer", "tokens routed", "max violation", "entropy", "dead experts", "max violation of a step", "dead in a step")
     return table(head, rows, caption="Expert load per layer")
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _cell(value: float | None, form: str = ".2f") -> str:

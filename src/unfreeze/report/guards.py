@@ -1,25 +1,36 @@
-"""The guards of a run, how each was set, and what it said: computed from the run's own events and config."""
+"""The guards of a run, how each was set, what it said, and whether to look: computed from the run's own events and config.
+
+What a picture of the report shows too (peak memory, loss, gradient norm, supervised tokens, experts) is counted in one place, the functions
+without an underscore here and balance.py; the row, the picture and its caption all take it from there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+from unfreeze.core.events import Event
 from unfreeze.core.units import format_bytes
 from unfreeze.report.events import last, number, of_kind, series, warnings
 from unfreeze.report.run import Run
 from unfreeze.report.tables import standing_still
 
-GUARD_HEAD = ("guard", "set to", "said")
+GUARD_HEAD = ("guard", "state", "set to", "said")
+MOSTLY = 0.5  # share of the steps from which on clipping, and no longer the learning rate, sets the size of the updates
+GAP_FLOAT32 = 1e-4  # nats at any token; evaluate/gap.py has the reason
+GAP_BFLOAT16 = (0.008, 0.2)  # nats: mean, and at one token. The most that rounding alone made with tiny-k2 (docs/events.md)
+
+State = Literal["ok", "look", "fault"]
+"""ok: nothing to see. look: the run goes on, and its user should know. fault: its numbers can't be trusted, or it was refused."""
 
 
 class GuardRow(NamedTuple):
-    """What watched, how it was set, what it said; alarm: something that the user should look at."""
+    """What watched, how that went, how it was set, what it said: in the order of GUARD_HEAD."""
 
     guard: str
+    state: State
     setting: str
     said: str
-    alarm: bool = False
 
 
 def guard_rows(run: Run) -> list[GuardRow]:
@@ -35,6 +46,45 @@ def _all_said(said: list[tuple[int, str]], shown: int = 3) -> str:
     return "; ".join(f"step {step:,}: {words}" for step, words in said[:shown]) + more
 
 
+def peak_memory(run: Run) -> tuple[list[int], list[float]]:
+    """(steps, bytes at the highest point so far)."""
+    return series(run.events, "train", "peak_bytes")
+
+
+def clip_limit(run: Run) -> float | None:
+    """The gradient norm above which a step is clipped; None where nothing is."""
+    return number(run.config.get("clip")) or None
+
+
+def clipped(run: Run) -> list[int]:
+    """The steps whose gradient norm was above the limit."""
+    limit, (steps, norms) = clip_limit(run), series(run.events, "train", "grad_norm")
+    return [step for step, norm in zip(steps, norms, strict=True) if limit is not None and norm > limit]
+
+
+def spikes(run: Run) -> list[tuple[int, str]]:
+    """(step, words) of the spike guard (train/guards.py): it speaks in the `warning` of the step's train event."""
+    return [(event["step"], str(event["warning"])) for event in run.train if event.get("warning")]
+
+
+def broken(run: Run) -> list[tuple[int, str]]:
+    """(step, words) where the step ended in an error, or its loss or gradient norm is no finite number."""
+    return [(event["step"], words) for event in run.train if (words := _broken(event))]
+
+
+def _broken(event: Event) -> str:
+    if event.get("error"):
+        return str(event["error"])
+    names = [name.replace("grad_", "gradient ") for name in ("loss", "grad_norm") if name in event and number(event[name]) is None]
+    return f"{' and '.join(names)} not finite" if names else ""
+
+
+def unsupervised(run: Run) -> list[int]:
+    """The steps without a single supervised token."""
+    steps, counts = series(run.events, "train", "supervised_tokens")
+    return [step for step, count in zip(steps, counts, strict=True) if count == 0]
+
+
 def _plan(run: Run) -> GuardRow | None:
     total, usable = number(run.plan.get("total")), number(run.plan.get("usable"))
     if total is None or usable is None:
@@ -42,10 +92,11 @@ def _plan(run: Run) -> GuardRow | None:
     fits = bool(run.plan.get("fits", total <= usable))
     process = number((run.plan.get("hardware") or {}).get("process")) or 0
     beside = f" beside the process's {format_bytes(process)}" if process else ""
-    peaks = series(run.events, "train", "peak_bytes")[1]
+    peaks = peak_memory(run)[1]
     measured = f", peak of all {format_bytes(max(peaks))}" if peaks else ""
     words = f"planned {format_bytes(total)}{beside}{measured}" if fits else f"planned {format_bytes(total)}: refused"
-    return GuardRow("Memory plan", f"{format_bytes(usable)} usable", words, alarm=not fits)
+    state = "fault" if not fits else "look" if peaks and max(peaks) > usable + process else "ok"
+    return GuardRow("Memory plan", state, f"{format_bytes(usable)} usable", words)
 
 
 def _data(run: Run) -> GuardRow | None:
@@ -55,7 +106,8 @@ def _data(run: Run) -> GuardRow | None:
     setting = ", ".join(f"{field} {run.config[field]}" for field in ("on_bad_row", "truncation") if field in run.config)
     counts = {field: int(number(account.get(field)) or 0) for field in ("bad", "dropped", "truncated", "duplicates")}
     said = ", ".join(f"{count:,} {field}" for field, count in counts.items() if field in account)
-    return GuardRow("Data rows", setting or "always", f"{int(number(account.get('rows')) or 0):,} rows: {said}", alarm=bool(counts["bad"]))
+    words = f"{int(number(account.get('rows')) or 0):,} rows: {said}"
+    return GuardRow("Data rows", "look" if counts["bad"] else "ok", setting or "always", words)
 
 
 def _receipt(run: Run) -> GuardRow | None:
@@ -63,59 +115,80 @@ def _receipt(run: Run) -> GuardRow | None:
         return None
     still, asked = standing_still(run.groups), [name for name, group in run.groups.items() if group.get("trained")]
     said = f"asked for, and not moved: {', '.join(still)}" if still else f"all asked for moved: {', '.join(asked)}"
-    return GuardRow("Receipt of the first step", "always", said, alarm=bool(still))
+    return GuardRow("Receipt of the first step", "fault" if still else "ok", "always", said)
 
 
 def _finite(run: Run) -> GuardRow | None:
     if not run.train:
         return None
-    broken = [(event["step"], str(event["error"])) for event in run.train if event.get("error")]
-    said = _all_said(broken) if broken else f"finite in all {len(run.train):,} steps"
-    return GuardRow("Loss and gradients finite", "always", said, alarm=bool(broken))
+    found = broken(run)
+    said = _all_said(found) or f"finite in all {len(run.train):,} steps"
+    return GuardRow("Loss and gradients finite", "fault" if found else "ok", "always", said)
 
 
 def _spikes(run: Run) -> GuardRow | None:
-    """The spike guard of train/guards.py: it speaks in the `warning` of the step's train event."""
     if "on_spike" not in run.config:
         return None
-    said = [(event["step"], str(event["warning"])) for event in run.train if event.get("warning")]
-    words = _all_said(said) or f"none in {len(run.train):,} steps"
-    return GuardRow("Loss and gradient spikes", str(run.config["on_spike"]), words, alarm=bool(said))
+    found = spikes(run)
+    words = _all_said(found) or f"none in {len(run.train):,} steps"
+    return GuardRow("Loss and gradient spikes", "look" if found else "ok", str(run.config["on_spike"]), words)
 
 
 def _clipping(run: Run) -> GuardRow | None:
-    limit, norms = number(run.config.get("clip")), series(run.events, "train", "grad_norm")[1]
-    if limit is None or not norms:
+    norms = series(run.events, "train", "grad_norm")[1]
+    if number(run.config.get("clip")) is None or not norms:
         return None
-    if limit == 0:
-        return GuardRow("Gradient norm clipped", "off", f"largest {max(norms):.3g}")
-    clipped = sum(1 for norm in norms if norm > limit)
-    return GuardRow("Gradient norm clipped", f"at {limit:g}", f"in {clipped:,} of {len(norms):,} steps, largest {max(norms):.3g}")
+    limit, found = clip_limit(run), len(clipped(run))
+    if limit is None:
+        return GuardRow("Gradient norm clipped", "ok", "off", f"largest {max(norms):.3g}")
+    words = f"in {found:,} of {len(norms):,} steps, largest {max(norms):.3g}"
+    if found > MOSTLY * len(norms):
+        return GuardRow("Gradient norm clipped", "look", f"at {limit:g}", f"{words}: clipping sets the size of most updates")
+    return GuardRow("Gradient norm clipped", "ok", f"at {limit:g}", words)
 
 
 def _supervised(run: Run) -> GuardRow | None:
-    steps, counts = series(run.events, "train", "supervised_tokens")
+    counts = series(run.events, "train", "supervised_tokens")[1]
     if not counts:
         return None
-    empty = [step for step, count in zip(steps, counts, strict=True) if count == 0]
+    empty = unsupervised(run)
     said = f"none in {len(empty):,} of {len(counts):,} steps, first step {empty[0]:,}" if empty else f"{min(counts):,.0f} at least in every step"
-    return GuardRow("Supervised tokens", "always", said, alarm=bool(empty))
+    return GuardRow("Supervised tokens", "look" if empty else "ok", "always", said)
 
 
 def _experts(run: Run) -> GuardRow | None:
-    if not any(event.get("expert_load") for event in run.train):
+    balance = run.balance
+    if balance is None:
         return None
-    said = [(step, words.removeprefix("expert load: ")) for step, words in warnings(run.events) if words.startswith("expert load: ")]
-    return GuardRow("Expert load", "always", _all_said(said) or "no expert found dead or overloaded", alarm=bool(said))
+    prefix = "expert load: "
+    watched = [(step, words.removeprefix(prefix)) for step, words in warnings(run.events) if words.startswith(prefix)]
+    said = [_all_said(watched)] if watched else []
+    said += [balance.unused_words()] if balance.unused else []
+    said += [f"layer {balance.shown}: {balance.gone_words()}"] if balance.gone[balance.shown] else []
+    look = bool(said) or balance.has_risen
+    said = said or ["no expert found dead or overloaded"]
+    said += [f"max violation {balance.rise_words()}, mean of the layers"] if len(balance.columns) > 1 else []
+    return GuardRow("Expert load", "look" if look else "ok", "always", "; ".join(said))
 
 
 def _gap(run: Run) -> GuardRow | None:
-    steps, gaps = series(run.events, "gap", "logprob_gap_max")
+    """In float32 the two differ by the order of sums alone; in bfloat16 rounding hides what a limit could show, so there it is only looked at."""
+    gaps = series(run.events, "gap", "logprob_gap_max")[1]
     if not gaps:
         return None
+    means = series(run.events, "gap", "logprob_gap_mean")[1]
+    mean = f"mean {max(means):.1g}, " if means else ""
+    times = "once" if len(gaps) == 1 else f"{len(gaps):,} times"
+    words = f"{mean}at the worst token {max(gaps):.1g} nats; measured {times}"
     said = [(event["step"], str(event["warning"])) for event in of_kind(run.events, "gap") if event.get("warning")]
-    words = _all_said(said) or f"at most {max(gaps):.1g} nats, {len(steps):,} times measured"
-    return GuardRow("Sampler against trainer", "1e-4 nats in float32; shown in bfloat16", words, alarm=bool(said))
+    words += f"; {_all_said(said)}" if said else ""
+    if run.config.get("dtype") == "float32":
+        setting, state = f"{GAP_FLOAT32:g} nats at a token (float32)", "fault" if max(gaps) > GAP_FLOAT32 else "ok"
+    else:
+        on_average, at_one = GAP_BFLOAT16
+        setting = f"mean {on_average:g}, {at_one:g} nats at a token (bfloat16)"
+        state = "look" if max(gaps) > at_one or max(means, default=0.0) > on_average else "ok"
+    return GuardRow("Sampler against trainer", "fault" if said else state, setting, words)
 
 
 def _trackers(run: Run) -> GuardRow | None:
@@ -123,4 +196,4 @@ def _trackers(run: Run) -> GuardRow | None:
     if not names:
         return None
     said = [(step, words) for step, words in warnings(run.events) if words.startswith("track ")]
-    return GuardRow("Trackers", ", ".join(map(str, names)), _all_said(said) or "no failure", alarm=bool(said))
+    return GuardRow("Trackers", "look" if said else "ok", ", ".join(map(str, names)), _all_said(said) or "no failure")

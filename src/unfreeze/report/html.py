@@ -6,14 +6,14 @@ with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from unfreeze.core.units import format_bytes, format_count
 from unfreeze.report.events import data_lines, last, number, of_kind, sample_pairs, series, warnings
 from unfreeze.report.experts import experts_section
-from unfreeze.report.guards import GUARD_HEAD, guard_rows
+from unfreeze.report.guards import GUARD_HEAD, broken, clip_limit, clipped, guard_rows, peak_memory, spikes, unsupervised
 from unfreeze.report.page import document, figure, folded, section, table, text, write_page
 from unfreeze.report.pictures import curve, smoothing_window
 from unfreeze.report.run import Run, expert_balance, facts, flatten, read_run, result_words, started
@@ -66,8 +66,11 @@ def _loss(run: Run) -> str:
     if evals[1]:
         best = min(range(len(evals[1])), key=evals[1].__getitem__)
         words += f" Dots: validation, lowest {evals[1][best]:.3f} at step {evals[0][best]:,}, last {evals[1][-1]:.3f}."
+    ringed = {step for step, _ in spikes(run)} & set(steps)
+    words += f" Ringed: {_steps(len(ringed))} that the spike guard named." if ringed else ""
+    words += _left_out(run, steps)
     alt = f"Training loss per step: {words}"
-    pictures = [curve(f"loss-{size[0]}", (steps, losses), alt, size, smoothed=True, dots=evals) for size in (WIDE, NARROW)]
+    pictures = [curve(f"loss-{size[0]}", (steps, losses), alt, size, smoothed=True, dots=evals, rings=ringed) for size in (WIDE, NARROW)]
     over_tokens = _loss_over_tokens(run)
     row = "row aligned lead" if over_tokens else "row"
     return section("Loss", f'<div class="{row}">{figure("Training loss by step", words, *pictures)}{over_tokens}</div>')
@@ -85,8 +88,20 @@ def _loss_over_tokens(run: Run) -> str:
     if len(xs) < 3:
         return ""
     words = f"{format_count(xs[0])} to {format_count(xs[-1])} tokens seen, on a logarithmic axis."
+    empty = len(unsupervised(run))
+    words += f" Left out: {_steps(empty)} without a supervised token." if empty else ""
     alt = f"Training loss over supervised tokens, logarithmic: {ys[0]:.3f} after {xs[0]:,.0f}, {ys[-1]:.3f} after {xs[-1]:,.0f}."
     return figure("Training loss by supervised tokens", words, curve("loss-tokens", (xs, ys), alt, SIDE, smoothed=True, log_x=True))
+
+
+def _steps(count: int) -> str:
+    return f"{count:,} {'step' if count == 1 else 'steps'}"
+
+
+def _left_out(run: Run, drawn: Sequence[int]) -> str:
+    """What the guard of finite numbers named and a picture of the steps `drawn` therefore can't show."""
+    count = len({step for step, _ in broken(run)} - set(drawn))
+    return f" Left out: {_steps(count)} without a finite value." if count else ""
 
 
 def _machine(run: Run) -> str:
@@ -95,7 +110,7 @@ def _machine(run: Run) -> str:
         return ""
     wanted = [  # title, points, axis, smoothed: what is noisy by nature, how its numbers are written
         ("Tokens per second", rates(run), "count", True, "{:,.0f}".format),
-        ("Peak memory", series(run.events, "train", "peak_bytes"), "bytes", False, format_bytes),
+        ("Peak memory", peak_memory(run), "bytes", False, format_bytes),
         ("Learning rate", series(run.events, "train", "learning_rate"), "number", False, "{:.3g}".format),
         ("Gradient norm", series(run.events, "train", "grad_norm"), "number", True, "{:.3g}".format),
     ]
@@ -106,8 +121,13 @@ def _machine(run: Run) -> str:
             missing.append(title.lower())
             continue
         words = f"{write(min(ys))} to {write(max(ys))}, last {write(ys[-1])}." if len(ys) > 1 else f"{write(ys[0])} at step {steps[0]}."
+        rings, level = set[int](), None
+        if title == "Gradient norm":
+            rings, level = {step for step, _ in spikes(run)}, clip_limit(run)
+            words += f" Dashed: clipped above {level:g}, in {_steps(len(clipped(run)))}." if level is not None and level <= max(ys) else ""
+            words += _left_out(run, steps)
         alt = f"{title} per step: {words}"
-        picture = curve(f"small-{position}", points, alt, SMALL, smoothed=smoothed, from_zero=True, y_format=y_format)
+        picture = curve(f"small-{position}", points, alt, SMALL, smoothed=smoothed, from_zero=True, y_format=y_format, rings=rings, level=level)
         figures.append(figure(title, words, picture))
     note = f"Not in the events: {', '.join(missing)}." if missing else ""
     return section("Speed, memory and optimizer", f'<div class="row aligned">{"".join(figures)}</div>', note)
@@ -157,7 +177,8 @@ def _data(run: Run) -> str:
 
 def _guards(run: Run) -> str:
     rows = guard_rows(run)
-    body = table(GUARD_HEAD, [row[:3] for row in rows], caption="Guards of the run", bad=[row.guard for row in rows if row.alarm], kind="words stack")
+    marked = {state: [row.guard for row in rows if row.state == state] for state in ("look", "fault")}
+    body = table(GUARD_HEAD, rows, caption="Guards of the run", bad=marked["fault"], look=marked["look"], kind="words stack")
     return section("Guards", body, "What watched over this run, and what it said.")
 
 

@@ -52,15 +52,17 @@ def folded(summary: str, body: str) -> str:
     return f"<details><summary>{text(summary)}</summary><div>{body}</div></details>"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str, bad: Sequence[str] = (), kind: str = "") -> str:
-    """An HTML table; the first cell of each row is its heading. bad: first cells of rows to mark.
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str, bad: Sequence[str] = (), look: Sequence[str] = (), kind: str = ""
+) -> str:
+    """An HTML table; the first cell of each row is its heading. bad, look: first cells of rows to mark as a fault, or to be looked at.
 
     kind "words": cells hold sentences, not numbers; "stack": on a phone each row becomes a list of its cells.
     """
     heads = "".join(f'<th scope="col">{text(cell)}</th>' for cell in head)
     body = []
     for first, *cells in rows:
-        mark = ' class="bad"' if first in bad else ""
+        mark = ' class="bad"' if first in bad else ' class="look"' if first in look else ""
         names = [f' data-head="{text(name)}"' if "stack" in kind.split() else "" for name in head[1:]]
         data = "".join(f"<td{name}>{text(cell)}</td>" for name, cell in zip(names, cells, strict=True))
         body.append(f'<tr{mark}><th scope="row">{text(first)}</th>{data}</tr>')

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 Points = tuple[Sequence[float], Sequence[float]]
 
 # Placeholders: colours nobody would draw with, replaced by the variables of style.py after drawing.
-INK, MUTED, LINE, ACCENT, SECOND, PAPER = "#a10001", "#a10002", "#a10003", "#a10004", "#a10005", "#a10006"
-VARIABLES = {INK: "--ink", MUTED: "--muted", LINE: "--line", ACCENT: "--accent", SECOND: "--second", PAPER: "--paper"}
+INK, MUTED, LINE, ACCENT, SECOND, PAPER, BAD = (f"#a1000{i}" for i in range(1, 8))
+VARIABLES = {INK: "--ink", MUTED: "--muted", LINE: "--line", ACCENT: "--accent", SECOND: "--second", PAPER: "--paper", BAD: "--bad"}
 HUES = tuple(f"#a1001{i}" for i in range(6))  # one per run or layer in a picture of several lines
 VARIABLES |= {hue: f"--hue-{i}" for i, hue in enumerate(HUES)}
 DASHES = ((0, ()), (0, (5, 2)))  # after the last hue the hues come again, dashed
@@ -76,9 +76,12 @@ def curve(
     from_zero: bool = False,
     y_format: str = "number",
     dots: Points = ((), ()),
+    rings: Collection[float] = (),
+    level: float | None = None,
 ) -> str:
     """One line over steps (or over tokens with log_x) as SVG of `size` units. smoothed: faint raw line, strong mean. dots: validation.
 
+    rings: the x of points to be ringed. level: a dashed line across, left out where all points lie below it (it would flatten them).
     y_format: "number" | "count" | "bytes". `name` keeps the SVG's internal ids apart from other pictures' on the page.
     """
     figure, axes = _figure(size)
@@ -94,6 +97,11 @@ def curve(
         axes.plot(*thin(xs, ys), color=ACCENT, linewidth=1.5)
     if dots[0]:
         axes.plot(dots[0], [value / unit for value in dots[1]], "o-", color=SECOND, markersize=4, linewidth=1)
+    if level is not None and level / unit <= max(ys):
+        axes.axhline(level / unit, color=SECOND, linewidth=1, linestyle=DASHES[1])
+    if ringed := [i for i, x in enumerate(xs) if x in rings]:
+        at = [xs[i] for i in ringed], [ys[i] for i in ringed]
+        axes.plot(*at, "o", color=BAD, markersize=7, markeredgewidth=1.5, fillstyle="none", clip_on=False)
     _scales(axes, size, xs, max(ys), label, log_x=log_x, from_zero=from_zero)
     return _svg(figure, name, alt)
 
@@ -138,10 +146,10 @@ def _scales(axes: Axes, size: tuple[int, int], xs: Sequence[float], top: float, 
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value, label)))
 
 
-def heat_map(name: str, load: Mapping[str, Sequence[int]], alt: str, width: int) -> str:
+def heat_map(name: str, load: Mapping[str, Sequence[int]], red: Sequence[Sequence[bool]], alt: str, width: int) -> str:
     """Expert load, layers down and experts across, as SVG `width` units wide.
 
-    Strength of colour = tokens / mean of the layer, full at FULL times the mean; an expert without any token is red.
+    Strength of colour = tokens / mean of the layer, full at FULL times the mean; red: experts per layer that are drawn in red.
     Raises DataError where layers have different numbers of experts.
     """
     layers, num_experts = list(load), len(next(iter(load.values())))
@@ -149,10 +157,9 @@ def heat_map(name: str, load: Mapping[str, Sequence[int]], alt: str, width: int)
         raise DataError("layers have different numbers of experts: " + ", ".join(f"{layer}: {len(load[layer])}" for layer in layers))
     means = [max(sum(counts) / num_experts, 1e-12) for counts in load.values()]
     strength = [[count / mean / FULL for count in counts] for counts, mean in zip(load.values(), means, strict=True)]
-    dead = [[count == 0 for count in counts] for counts in load.values()]
     across = _round_up(num_experts * 34 / width)
     ticks = [(i, str(i)) for i in range(0, num_experts, across)]
-    return heat(name, strength, dead, alt, width, rows=layers, ticks=ticks, axes=("expert", "layer"))
+    return heat(name, strength, red, alt, width, rows=layers, ticks=ticks, axes=("expert", "layer"))
 
 
 def heat(

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from unfreeze.core.errors import DataError
 from unfreeze.core.events import RESOLVED, Event
 from unfreeze.core.json_object import read_object
 from unfreeze.core.units import format_bytes, format_count, format_seconds
+from unfreeze.report.balance import Balance, balance_of
 from unfreeze.report.events import expert_load, last, number, of_kind, read_events, series, tokens_per_second
 from unfreeze.report.tables import trained_parameters
 
@@ -64,6 +66,11 @@ class Run:
     def tokens_per_second(self) -> float | None:
         """Of all steps, all sessions of a resumed run together."""
         return tokens_per_second(self.events)
+
+    @cached_property
+    def balance(self) -> Balance | None:
+        """How evenly its experts were used; None for a dense model."""
+        return balance_of(self.events)
 
     def source(self, key: str) -> str:
         """The run's "model" or "data": from the start event, else from the config; empty where neither says."""

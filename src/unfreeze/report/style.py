@@ -1,6 +1,6 @@
 """The style sheet of report.html: system fonts, two papers (light and dark), one column on a phone. Colours are named here and only here.
 
---ink text, --muted labels, --line hairlines and grids, --accent the measured line, --second evaluations, --bad what went wrong,
+--ink text, --muted labels, --line hairlines and grids, --accent the measured line, --second evaluations and what to look at, --bad what went wrong,
 --hue-0 to --hue-5 the lines of a picture with several. Contrast on paper: ink ≥ 14 : 1, muted ≥ 5.5 : 1, all others ≥ 4.5 : 1 in both.
 """
 
@@ -58,7 +58,7 @@ table { border-collapse: collapse; font-size: 14px; line-height: 1.4; font-varia
 th, td { text-align: right; padding: 7px 0 7px 24px; border-bottom: 1px solid var(--line); white-space: nowrap; vertical-align: top; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
 thead th { font-weight: 500; color: var(--muted); } tbody th { font-weight: 500; }
-tr.bad th, tr.bad td, .bad { color: var(--bad); }
+tr.bad th, tr.bad td, .bad { color: var(--bad); } tr.look th, tr.look td { color: var(--second); }
 table.words td, table.words th { text-align: left; } table.words td { white-space: normal; overflow-wrap: anywhere; min-width: 12ch; }
 .sample { border-top: 1px solid var(--line); padding: 18px 0 20px; }
 .sample h3 { font-size: 16px; font-weight: 600; margin: 0 0 10px; overflow-wrap: anywhere; white-space: pre-wrap; }
