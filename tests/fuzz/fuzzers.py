@@ -513,11 +513,11 @@ TALKS: list[list[dict[str, Any]]] = [
 TURNS: list[Any] = [
     None, "", " ", "\n", 3, 1.5, True, [], {}, ["a"], "user", "assistant", "tool", "developer", "a" * 100_000, "{" * 1000,
     "</think>", "<think>", "<think>a</think></think>", "<|im_end|>", "<|im_start|>user\n", "{{ 1 }}", "{% raw %}",
-    "\U000f0000", "\U000f0002", "\u2028", "\x00", "\ufeff", RAW + "[" * 150 + "]" * 150, RAW + '{"a":' * 150 + "1" + "}" * 150,
+    "\U000f0000", "\U000f0002", "\u2028", "\x00", "\ufeff", RAW + "[" * 900 + "]" * 900, RAW + '{"a":' * 400 + "1" + "}" * 400,
     [{"type": "text", "text": ""}], [{"type": "image", "image": "x"}], [{"type": "text"}], [{"text": "a"}, {"type": "text", "text": "b"}],
     [{"name": "f"}], [{"function": "f"}], [{"function": {"name": "f"}}], [{"function": {"name": "f", "arguments": {}}}],
     [{"function": {"name": "f", "arguments": "{"}}], [{"function": {"name": None, "arguments": [1]}}],
-    [{"function": {"name": "f", "arguments": {"a": RAW + "[" * 150 + "]" * 150}}}], {"a" * 20_000: "b" * 20_000}, [CALL] * 200, [TOOL] * 50,
+    [{"function": {"name": "f", "arguments": {"a": RAW + "[" * 300 + "]" * 300}}}], {"a" * 20_000: "b" * 20_000}, [CALL] * 200, [TOOL] * 50,
 ]  # fmt: skip
 
 

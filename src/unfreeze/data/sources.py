@@ -40,6 +40,9 @@ DOCUMENT_MARK = "<|endoftext|>"
 MAX_ROW_BYTES = 64 * 2**20
 """A longer line (or document of a text file) is a bad row: it bounds what reading holds in memory. 64 MiB are some 16 million tokens."""
 
+MAX_DEPTH = 200
+"""Lists and objects within one another; a tool's schema has a dozen. Rendering and quoting a row takes two frames of the stack a level."""
+
 Message = dict[str, Any]
 
 
@@ -233,6 +236,8 @@ def _refuse_constant(name: str) -> Any:
 
 def row_from_dict(fields: Mapping[str, Any], row: int = 0) -> Row:
     """One JSON object as a Row: the first shape whose fields it has. Raises DataError naming the nearest shape if none fits."""
+    if deeper_than(fields, MAX_DEPTH):
+        raise DataError(f"row {row}: nested deeper than {MAX_DEPTH} levels", next="flatten the row")
     for shape, (needed, build) in SHAPES.items():
         if all(fields.get(name) is not None for name in needed):
             result = build(fields, row, shape)
@@ -240,6 +245,16 @@ def row_from_dict(fields: Mapping[str, Any], row: int = 0) -> Row:
                 _check_conversation(result)
             return result
     raise DataError(_no_shape(fields, row), next="rename the fields to one of: " + ", ".join(SHAPES))
+
+
+def deeper_than(value: object, most: int) -> bool:
+    """Whether lists and objects stand in one another more than `most` times; what walks a row goes a level at a time into the stack."""
+    level: list[object] = [value]
+    for _ in range(most + 1):
+        level = [item for node in level for item in (node.values() if isinstance(node, Mapping) else node if isinstance(node, list) else ())]
+        if not level:
+            return False
+    return True
 
 
 def _no_shape(fields: Mapping[str, Any], row: int) -> str:
@@ -398,19 +413,24 @@ def _tool_call(value: Any, row: int, where: str) -> dict[str, Any]:
 def _arguments(value: Any, row: int, where: str) -> dict[str, Any]:
     """A call's arguments as an object. OpenAI's files hold them as JSON text; a template that spells them out would put that in quotes again."""
     if isinstance(value, str):
-        try:
-            value = json.loads(value, parse_constant=_refuse_constant) if value.strip() else {}
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"row {row}: field {where} is text that is not JSON ({value[:40]!r}): {error}") from None
+        value = _json(value, row, where) if value.strip() else {}
     return _object({} if value is None else value, row, where)
+
+
+def _json(text: str, row: int, where: str) -> Any:
+    """JSON that a field holds as text."""
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"row {row}: field {where} is text that is not JSON ({text[:40]!r}): {error or type(error).__name__}") from None
+    if deeper_than(value, MAX_DEPTH):
+        raise DataError(f"row {row}: field {where} is nested deeper than {MAX_DEPTH} levels", next="flatten it")
+    return value
 
 
 def _function_calls(value: str, row: int, where: str) -> list[dict[str, Any]]:
     """ShareGPT's function_call: one {"name", "arguments"} or a list of them, as JSON text."""
-    try:
-        calls = json.loads(value, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"row {row}: field {where} (function_call) is not JSON: {error}") from None
+    calls = _json(value, row, f"{where} (function_call)")
     return [_tool_call(call, row, where) for call in (_list(calls, row, where) if isinstance(calls, list) else [calls])]
 
 
@@ -429,10 +449,7 @@ def _tools(fields: Mapping[str, Any], row: int) -> list[dict[str, Any]] | None:
     """`tools` as a list of JSON schemas, or as the same list written into a string."""
     tools = fields.get("tools")
     if isinstance(tools, str) and tools.strip():
-        try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError):
-            raise DataError(f"row {row}: field tools is a string that is not JSON") from None
+        tools = _json(tools, row, "tools")
     if not tools:
         return None
     return [_tool(_object(tool, row, f"tools[{i}]")) for i, tool in enumerate(_list(tools, row, "tools"))]
