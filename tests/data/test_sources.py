@@ -109,6 +109,7 @@ def test_mixed_shapes_blank_lines_bom_and_line_separators_inside_strings(tmp_pat
          r"arguments is a list \(\[1\]\), expected an object"),
         ({"messages": [TALK[0], {"role": "assistant", "tool_calls": [{"id": "x"}]}]}, r"tool_calls\[0\].name is missing"),
         ('{"messages": ' + "[" * 300 + "]" * 300 + "}", "row 2: nested deeper than 200 levels"),
+        ({"messages": TALK, "tools": [{"function": ["look"]}]}, r"field tools\[0\].function is a list \(\['look'\]\), expected an object"),
         ({"messages": TALK, "tools": "[" * 300 + "]" * 300}, "field tools is nested deeper than 200 levels"),
         ({"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "look()"}]},
          r"conversations\[1\].value \(function_call\) is text that is not JSON"),

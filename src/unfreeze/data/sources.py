@@ -452,12 +452,16 @@ def _tools(fields: Mapping[str, Any], row: int) -> list[dict[str, Any]] | None:
         tools = _json(tools, row, "tools")
     if not tools:
         return None
-    return [_tool(_object(tool, row, f"tools[{i}]")) for i, tool in enumerate(_list(tools, row, "tools"))]
+    return [_tool(tool, row, f"tools[{i}]") for i, tool in enumerate(_list(tools, row, "tools"))]
 
 
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+def _tool(value: Any, row: int, where: str) -> dict[str, Any]:
     """A tool's schema as OpenAI and transformers write it; ShareGPT files often leave out what is around the function."""
-    return {"type": "function", "function": tool} if "name" in tool and "function" not in tool else tool
+    tool = _object(value, row, where)
+    if tool.get("function") is not None:
+        _object(tool["function"], row, f"{where}.function")
+        return tool
+    return {"type": "function", "function": tool} if "name" in tool else tool
 
 
 def _check_conversation(conversation: Conversation) -> None:
