@@ -130,7 +130,8 @@ def make_receipt(
     output_change  max |Δ logit| over at most 256 tokens with only this group's training in effect against none of it, every token at the same
                    experts in both; None without a probe, or where weights were too large to copy
     rounding       what rounding alone may make of output_change: half a unit in the last place of the computation's dtype, of the largest logit
-    connected      False where even 4,096 times the adapter leaves the logits as they are (in bf16 a first step may be too small to show)
+    connected      False where even 4,096 times the adapter leaves the logits as they are (in bf16 a first step may be too small to show);
+                   None where that is not known: no probe, or weights trained in full whose first step does not show
     """
     groups: Groups = {name: _empty(count) for name, count in _base_parameters(model).items()}
     found: dict[str, Site] = {}
@@ -344,7 +345,9 @@ def _output_changes(model: Decoder, before: Snapshot, groups: list[str], probe: 
         rounding = nothing_TV.abs().max().item() * torch.finfo(model.model.embed_tokens.weight.dtype).eps / 2
         for group in (g for g in groups if g in adapted or g in copied):
             change = (logits(group) - nothing_TV).abs().max().item()
-            connected = change > 0 or (group in adapted and (logits(group, AMPLIFY) - nothing_TV).abs().max().item() > 0)
+            connected: bool | None = change > 0
+            if not connected:  # a weight trained in full can't be amplified, and in bf16 a first step may round away in it: nothing is known
+                connected = (logits(group, AMPLIFY) - nothing_TV).abs().max().item() > 0 if group in adapted else None
             result[group] = {"output_change": change, "rounding": rounding, "connected": connected}
     return result
 

@@ -112,7 +112,7 @@ def _data(run: Run) -> GuardRow | None:
 
 def _receipt(run: Run) -> GuardRow | None:
     if not run.groups:
-        return None
+        return GuardRow("Receipt", "look", "always", "none: no step so far had a gradient that moved a weight") if run.train else None
     still, asked = standing_still(run.groups), [name for name, group in run.groups.items() if group.get("trained")]
     out = left_out(run.exceptions)
     found = [*([f"asked for, and not moved: {', '.join(still)}"] if still else []), *out]
