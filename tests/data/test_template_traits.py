@@ -78,6 +78,13 @@ def test_what_a_template_writes_only_into_the_last_question():
     assert "Be brief. Who" in first and said == "Me.<|im_end|>" and "Be brief. And now?" in second and "Be brief. Who" not in second
 
 
+def test_the_last_words_are_not_mistaken_for_the_end_of_the_prompt():
+    """Control arm: found by its text, a question that is what the prompt ends in would make the user's turn the answer."""
+    for asked in ("?", "assistant", "Who is there?"):
+        with pytest.raises(DataError, match="the prompt before it changes"):
+            examples(template(prompt="?"), [{"role": "user", "content": asked}, ANSWER])
+
+
 def test_an_end_token_that_only_stands_before_the_next_turn():
     source = template(end="{% if not loop.last or m.role == 'user' %}<|im_end|>\n{% endif %}")
     assert [said for _, said in examples(source, [USER, ANSWER])] == ["Me.<|im_end|>"]

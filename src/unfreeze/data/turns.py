@@ -21,7 +21,7 @@ from unfreeze.core.errors import DataError
 from unfreeze.data.forms import FORMS, Form, Prepared, Reasoning, no_null_content, prepare, reasoning_of
 from unfreeze.data.releases import ThinkMarks
 from unfreeze.data.sources import REASONING_NAMES, Conversation, Message, read_messages
-from unfreeze.data.taught import EVERY_TURN, QUOTE_OPEN, Marks, Segment, check_marks, check_words, missing, refuse_missing, words_of
+from unfreeze.data.taught import EVERY_TURN, HERE, QUOTE_OPEN, Marks, Segment, check_marks, check_words, missing, refuse_missing, words_of
 from unfreeze.data.templates import ChatTemplate, TemplateRefusal
 
 Turns = Literal["auto", "whole", "each", "last"]
@@ -287,10 +287,24 @@ class Renderer:
             extra = prompt[at:]
             if block.is_end(extra):
                 return upto[at:].lstrip() if extra and not extra.strip() else upto[at:]
-            behind = _behind_but_for_space(prompt, upto) or _behind_last_words(prompt, context[-1], upto)
-            if behind:
+            if behind := _behind_but_for_space(prompt, upto):
                 return upto[behind:].lstrip()
+            if (said := self._behind_last_words(context, message, tools)) is not None:
+                return said
         return None
+
+    def _behind_last_words(self, context: Sequence[Message], message: Message, tools: Any) -> str | None:
+        """What the template writes of a turn, found by what stands between the last message and it, wherever the texts part before.
+
+        Some templates write what belongs to the last question (a system prompt, a hint) only while it is the last.
+        """
+        last = context[-1]
+        if not isinstance(last.get("content"), str):
+            return None
+        marked = [*context[:-1], {**last, "content": last["content"].rstrip() + HERE}]
+        prompt = self._prompt(marked, tools).partition(HERE)[2]
+        upto = self.template.render([*marked, _without_reasoning(message)], tools=tools).partition(HERE)[2]
+        return upto[len(prompt) :] if prompt and upto.startswith(prompt) else None
 
     def _closed(self, said: str, message: Message, words: list[Any], tools: Any) -> str:
         """A turn up to its end token: the first one behind all its words. Where the template writes none there, the one it writes before the
@@ -413,17 +427,6 @@ def _behind_but_for_space(prompt: str, upto: str) -> int:
                 return 0
             at += 1
     return at
-
-
-def _behind_last_words(prompt: str, last: Message, upto: str) -> int:
-    """Where a text goes on behind the end of a prompt, from the last message's words on; 0 where it does not hold that.
-
-    Some templates write what belongs to the last question (a system prompt, a hint) only while it is the last.
-    """
-    words = last.get("content")
-    begin = prompt.rfind(words.strip()) if isinstance(words, str) and words.strip() else -1
-    found = upto.rfind(prompt[begin:]) if begin >= 0 else -1
-    return found + len(prompt) - begin if found >= 0 else 0
 
 
 class _Block:
