@@ -8,26 +8,31 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from unfreeze.core.errors import DataError
-from unfreeze.data.releases import Release
+from unfreeze.data.releases import Release, ThinkMarks
 from unfreeze.data.sources import REASONING_NAMES, Message
 
 Reasoning = Literal["auto", "inline", "drop"]
 """auto: taught as the template or the release's marks write it, else refused; inline: `<think>…</think>` before the answer; drop: left out."""
 
+INLINE_MARKS = ThinkMarks("<think>\n", "\n</think>\n\n")
 _INLINE = re.compile(r"\s*<think>(?P<reasoning>.*?)</think>(?P<content>.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a template is given, and what is worth saying about it (each note once, with the number of rows)."""
+    """What a template is given, and what is worth saying about it (each note once, with the number of rows).
+
+    spelled   place of a turn -> the think marks that the row wrote into its content, or would with --reasoning inline
+    """
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None
     notes: tuple[str, ...] = ()
+    spelled: Mapping[int, ThinkMarks] = field(default_factory=dict)
 
 
 def prepare(
@@ -42,13 +47,25 @@ def prepare(
     Raises DataError for a tool's return that belongs to no call.
     """
     read = [name for name in REASONING_NAMES if re.search(rf"[.'\"]{name}\b", template)]
-    splits = reasoning != "inline" and (bool(read) or "</think>" in template or release.think is not None)
+    cuts = not read and release.think is None and "</think>" in template  # it has no place for reasoning, and takes it out of content
+    splits = cuts or (reasoning != "inline" and (bool(read) or release.think is not None or "</think>" in template))
+    joins = reasoning == "inline" and not cuts
     fields = read or ["reasoning_content"]
-    prepared = [_with_reasoning({**message, "content": _text(message.get("content"))}, fields, splits, reasoning) for message in messages]
+    prepared: list[Message] = []
+    spelled: dict[int, ThinkMarks] = {}
+    for place, message in enumerate(messages):
+        turn: Message = {**message, "content": _text(message.get("content"))}
+        if turn["role"] == "assistant":
+            if reasoning == "inline" and turn.get("reasoning_content"):
+                spelled[place] = INLINE_MARKS
+            elif splits and not turn.get("reasoning_content") and (taken := _taken_apart(turn)):
+                turn, spelled[place] = taken
+            turn = _with_reasoning(turn, fields, joins, reasoning)
+        prepared.append(turn)
     notes = []
     if release.call_id is not None and _rewrite_ids(prepared, release.call_id):
         notes.append(f"tool-call ids rewritten to {release.name}'s form {release.id_form}, in the call and in its return")
-    return Prepared(prepared, None if tools is None else [dict(tool) for tool in tools], tuple(notes))
+    return Prepared(prepared, None if tools is None else [dict(tool) for tool in tools], tuple(notes), spelled)
 
 
 def _text(content: Any) -> Any:
@@ -56,16 +73,24 @@ def _text(content: Any) -> Any:
     return "".join(part["text"] for part in content) if isinstance(content, list) else content
 
 
-def _with_reasoning(message: Message, fields: Sequence[str], splits: bool, mode: Reasoning) -> Message:
-    """The reasoning of an assistant's turn under the names in `fields`; of an inline `<think>` block too where the template takes it apart."""
-    if message["role"] != "assistant":
-        return message
+def _taken_apart(message: Message) -> tuple[Message, ThinkMarks] | None:
+    """A turn whose content begins with a `<think>` block, with the reasoning under its own name, and the marks as they were written."""
+    found = _INLINE.fullmatch(message["content"]) if isinstance(message["content"], str) else None
+    if not found or not found["reasoning"].strip():
+        return None
+    inside, behind = found["reasoning"], found["content"]
+    thought, content = inside.strip("\n"), behind.lstrip("\n")
+    before = inside[: len(inside) - len(inside.lstrip("\n"))]
+    after = inside[len(inside.rstrip("\n")) :]
+    marks = ThinkMarks(f"<think>{before}", f"{after}</think>{behind[: len(behind) - len(content)]}")
+    return {**message, "content": content, "reasoning_content": thought}, marks
+
+
+def _with_reasoning(message: Message, fields: Sequence[str], joins: bool, mode: Reasoning) -> Message:
+    """The reasoning of an assistant's turn under the names in `fields`, or in its content."""
     content, thought = message["content"], message.pop("reasoning_content", None)
-    inline = _INLINE.fullmatch(content) if splits and isinstance(content, str) and not thought else None
-    if inline:
-        content, thought = inline["content"].lstrip("\n"), inline["reasoning"].strip("\n")
-    if mode == "inline" and thought:
-        return {**message, "content": f"<think>\n{thought}\n</think>\n\n{content or ''}"}
+    if joins and thought:
+        return {**message, "content": INLINE_MARKS.opening + thought + INLINE_MARKS.closing + (content or "")}
     if mode == "drop" or not thought:
         return {**message, "content": content}
     return {**message, "content": content, **dict.fromkeys(fields, thought)}

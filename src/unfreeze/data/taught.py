@@ -27,6 +27,7 @@ QUOTE_OPEN, QUOTE_CLOSE = "\U000f0000", "\U000f0001"
 EVERY_TURN = -1  # the turn of a segment that teaches a whole conversation
 FIRST_MARK = 0x0F1000  # marks are the private-use characters from here on, one per text of a conversation
 MARKS = 0x8000
+HERE = chr(FIRST_MARK + MARKS)  # one more, which Marks does not use
 
 _INVISIBLE = re.compile(f"[{QUOTE_OPEN}{QUOTE_CLOSE}{chr(FIRST_MARK)}-{chr(FIRST_MARK + MARKS)}]")
 

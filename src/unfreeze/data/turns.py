@@ -14,13 +14,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from unfreeze.core.errors import DataError
 from unfreeze.data.forms import FORMS, Form, Prepared, Reasoning, no_null_content, prepare, reasoning_of
 from unfreeze.data.releases import ThinkMarks
 from unfreeze.data.sources import REASONING_NAMES, Conversation, Message, read_messages
-from unfreeze.data.taught import EVERY_TURN, QUOTE_OPEN, Marks, Segment, check_marks, check_words, missing, refuse_missing, words_of
+from unfreeze.data.taught import EVERY_TURN, HERE, QUOTE_OPEN, Marks, Segment, check_marks, check_words, missing, refuse_missing, words_of
 from unfreeze.data.templates import ChatTemplate, TemplateRefusal
 
 Turns = Literal["auto", "whole", "each", "last"]
@@ -28,11 +29,14 @@ Turns = Literal["auto", "whole", "each", "last"]
 
 MAX_SHAPES = 10_000  # of conversations, remembered; a further one is looked at again each time it comes
 
+MAX_TAG = 40  # characters of a tag such as <|START_OF_TURN_TOKEN|>
+
 Sample = list[Segment]
 
-_EMPTY_BLOCK = re.compile(r"\s*(?:<think>\s*)?</think>\s*")
 _USUAL_MARKS = ThinkMarks("<think>\n", "\n</think>\n\n")  # for a release that is not known, and opens a block in its prompt
 _ASKED: list[Message] = [{"role": "user", "content": "?"}]
+_TAG_AT_END = re.compile(r"(?:<[^<>\s]+>\s*)?\Z")
+_SAID, _WHY = "said-so", "for-this-reason"  # the words of a turn that is rendered to see what a template puts around them
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,7 @@ class Renderer:
                     raise
                 whole = error
         try:
-            samples = [self._one(messages, tools, turn, words[turn]) for turn in taught]
+            samples = [self._one(messages, tools, turn, words[turn], prepared.spelled.get(turn)) for turn in taught]
             check_words(prepared.messages, taught, samples)
             return samples
         except DataError as error:
@@ -152,7 +156,7 @@ class Renderer:
                 if spans and len(prompt) < spans[-1][1]:
                     raise Unstable(f"the chat template is not prefix-stable: messages[{turn}] (assistant) begins inside the turn before it")
                 said = full[len(prompt) : len(upto)]
-                closed = self._closed(said, messages[turn], words[turn])
+                closed = self._closed(said, messages[turn], words[turn], tools)
                 if turn == len(messages) - 1:
                     full = prompt + closed + said[len(closed) :]
                 end = len(prompt) + len(closed if full.startswith(closed, len(prompt)) else said)
@@ -172,25 +176,27 @@ class Renderer:
         spans = []
         for (start, end), turn in zip(marked, speakers, strict=True):
             following = next((text for text in self.ends if full.startswith(text, end)), "")
-            closed = len(self._closed(full[start:end], messages[turn], words.get(turn, []))) if not following else end + len(following) - start
+            closed = len(self._closed(full[start:end], messages[turn], words.get(turn, []), tools)) if not following else end + len(following) - start
             spans.append((start, min(start + closed, len(full)), turn))
         return full, [span for span in spans if span[2] in words]
 
     # -- one example of one turn --------------------------------------------------------------------------------------------------------
 
-    def _one(self, messages: Sequence[Message], tools: Any, turn: int, words: list[Any]) -> Sample:
-        """The prompt of a turn and what the model says there."""
+    def _one(self, messages: Sequence[Message], tools: Any, turn: int, words: list[Any], spelled: ThinkMarks | None) -> Sample:
+        """The prompt of a turn and what the model says there. `spelled`: the think marks that the row itself wrote into the turn's content."""
         prompt = self._begin(messages, tools, turn)
         rest = self._rest(messages[: turn + 1], tools, prompt)
         if rest is None and turn == 0:
             raise _speaks_first()
-        for said in (rest, self._alone(messages[turn], tools, prompt), self._composed(messages, tools, turn, prompt)):
+        ways = (lambda: rest, lambda: self._alone(messages[turn], tools, prompt), lambda: self._composed(messages, tools, turn, prompt, spelled))
+        for way in ways:
+            said = way()
             if said is not None and missing(words, said) is None:
-                return [Segment(prompt), Segment(self._closed(said, messages[turn], words), turn)]
+                return [Segment(prompt), Segment(self._closed(said, messages[turn], words, tools), turn)]
         if rest is None:
             upto = self.template.render(messages[: turn + 1], tools=tools)
             refuse_missing(words, upto, upto, own="")
-            _refuse_unstable(prompt, upto, None, turn)
+            _refuse_unstable(prompt, upto, None, turn, remedy="give the checkpoint a chat_template.jinja that writes a turn as its prompt begins it")
         return [Segment(prompt), Segment(rest or "", turn)]  # without some words; check_words names them
 
     def _begin(self, messages: Sequence[Message], tools: Any, turn: int) -> str:
@@ -214,54 +220,115 @@ class Renderer:
             rest = self._rest([*_ASKED, message], tools, asked)
         except TemplateRefusal:
             return None
-        opening = self._marks.opening
-        return rest if _overlap(asked, opening) == _overlap(prompt, opening) else None
+        block = _Block(self._marks or _USUAL_MARKS)
+        return rest if block.state(asked) == block.state(prompt) else None
 
-    @property
-    def _marks(self) -> ThinkMarks:
-        return self.template.release.think or _USUAL_MARKS
+    @cached_property
+    def _marks(self) -> ThinkMarks | None:
+        """Around reasoning: as the template writes them, else as its release's model does; None where neither is known."""
+        return self._written_marks() or self.template.release.think
 
-    def _composed(self, messages: Sequence[Message], tools: Any, turn: int, prompt: str) -> str | None:
+    def _written_marks(self) -> ThinkMarks | None:
+        """What this template puts before and behind the reasoning of an answer to a plain question. None where it writes no reasoning there.
+
+        between prompt and reasoning: the opening. Between reasoning and content: the closing, and what stands before content anyway.
+        """
+        answer = {"role": "assistant", "content": _SAID}
+        turns = (answer, answer | {"reasoning_content": _WHY})
+        both = [prepare([*_ASKED, turn], None, self.template.source, self.template.release) for turn in turns]
+        for form in (FORMS[0], FORMS[-1]):
+            try:
+                prompt = self._prompt(form(_ASKED), None)
+                plain, full = (self.template.render(form(prepared.messages)) for prepared in both)
+            except TemplateRefusal:
+                continue
+            if full.count(_WHY) != 1 or full.count(_SAID) != 1 or plain.count(_SAID) != 1 or full.index(_SAID) < full.index(_WHY):
+                continue
+            begin = min(_parting(prompt, full), _parting(plain, full))
+            opening, between = full[begin : full.index(_WHY)], full[full.index(_WHY) + len(_WHY) : full.index(_SAID)]
+            anyway = plain[begin : plain.index(_SAID)]
+            closing = between.removesuffix(anyway) if between != anyway else between
+            if not opening.strip() and anyway.strip().startswith(closing.strip()):  # both write a block, and part inside it
+                opening = "".join(_TAG_AT_END.findall(full[:begin]))
+            if opening.strip() and closing.strip():
+                return ThinkMarks(opening, closing)
+        return None
+
+    def _composed(self, messages: Sequence[Message], tools: Any, turn: int, prompt: str, spelled: ThinkMarks | None) -> str | None:
         """Reasoning between the release's marks, then content and tool calls as the template writes them. None where there is no such form."""
-        marks = self._marks
-        opened = _overlap(prompt, marks.opening)
+        known = self._marks or spelled
+        marks = known or _USUAL_MARKS
+        block = _Block(marks)
+        state = block.state(prompt)
         thought = reasoning_of(messages[turn])
-        if thought and self.template.release.think is None and opened < len(marks.opening.rstrip()):
+        if thought and known is None and state != "open":
             return None
-        body = self._body(messages[:turn], messages[turn], tools, marks)
+        body = self._body(messages[:turn], messages[turn], tools, block)
         if body is None:
             return None
-        in_block = opened >= len(marks.opening.rstrip())
-        if thought or in_block:
-            block = _EMPTY_BLOCK.match(body)
-            body = body[block.end() :] if block else body
         if not thought:
-            return marks.closing + body if in_block else body
+            return {"": body, "open": marks.closing + block.cut(body), "closed": block.cut(body)}[state]
         thought = thought.strip("\n") if marks.opening.endswith("\n") else thought
-        return marks.opening[opened:] + thought + marks.closing + body
+        opened = _overlap(prompt, marks.opening) if state != "open" else _overlap(prompt, marks.opening) or len(marks.opening)
+        return marks.opening[opened:] + thought + marks.closing + block.cut(body)
 
-    def _body(self, before: Sequence[Message], message: Message, tools: Any, marks: ThinkMarks) -> str | None:
-        """What the template writes of a turn without its reasoning, behind its own prompt or, where that is rewritten, behind a plain question."""
-        plain = {name: value for name, value in message.items() if name not in REASONING_NAMES}
+    def _body(self, before: Sequence[Message], message: Message, tools: Any, block: _Block) -> str | None:
+        """What the template writes of a turn without its reasoning, behind its own prompt or, where that is rewritten, behind a plain question.
+
+        A prompt may end in something that the template does not write of a turn that was said: white space, or a think block, opened or empty.
+        """
         for context in (before, _ASKED):
             try:
                 prompt = self._prompt(context, tools)
-                upto = self.template.render([*context, plain], tools=tools)
+                upto = self.template.render([*context, _without_reasoning(message)], tools=tools)
             except TemplateRefusal:
                 continue
-            stem = prompt[: len(prompt) - _overlap(prompt, marks.opening)]
-            if upto.startswith(stem):
-                return upto[len(prompt if upto.startswith(prompt) else stem) :]
+            at = len(prompt) if upto.startswith(prompt) else _parting(prompt, upto)
+            extra = prompt[at:]
+            if block.is_end(extra):
+                return upto[at:].lstrip() if extra and not extra.strip() else upto[at:]
+            if behind := _behind_but_for_space(prompt, upto):
+                return upto[behind:].lstrip()
+            if (said := self._behind_last_words(context, message, tools)) is not None:
+                return said
         return None
 
-    def _closed(self, said: str, message: Message, words: list[Any]) -> str:
-        """A turn up to its end token: the first one behind all its words. Where the template writes none, the release's is put there."""
+    def _behind_last_words(self, context: Sequence[Message], message: Message, tools: Any) -> str | None:
+        """What the template writes of a turn, found by what stands between the last message and it, wherever the texts part before.
+
+        Some templates write what belongs to the last question (a system prompt, a hint) only while it is the last.
+        """
+        last = context[-1]
+        if not isinstance(last.get("content"), str):
+            return None
+        marked = [*context[:-1], {**last, "content": last["content"].rstrip() + HERE}]
+        prompt = self._prompt(marked, tools).partition(HERE)[2]
+        upto = self.template.render([*marked, _without_reasoning(message)], tools=tools).partition(HERE)[2]
+        return upto[len(prompt) :] if prompt and upto.startswith(prompt) else None
+
+    def _closed(self, said: str, message: Message, words: list[Any], tools: Any) -> str:
+        """A turn up to its end token: the first one behind all its words. Where the template writes none there, the one it writes before the
+        next turn is put there, or the release's."""
         for found in self._end.finditer(said) if self._end else ():
             if missing(words, said[: found.end()]) is None:
                 return said[: found.end()]
         release = self.template.release
         end = release.call_end if message.get("tool_calls") else release.turn_end
-        return said.rstrip() + end if end in self.ends else said
+        return said.rstrip() + end if end in self.ends else said + self._end_before_next(message, tools)
+
+    def _end_before_next(self, message: Message, tools: Any) -> str:
+        """The end token that the template writes behind a turn only when another one follows; "" for none."""
+        message = _without_reasoning(message)
+        calls = message.get("tool_calls") or ()
+        returns = [{"role": "tool", "tool_call_id": call.get("id"), "name": call["function"]["name"], "content": "?"} for call in calls]
+        try:
+            upto = self.template.render([*_ASKED, message], tools=tools)
+            further = self.template.render([*_ASKED, message, *(returns or _ASKED)], tools=tools)
+        except TemplateRefusal:
+            return ""
+        behind = further[len(upto) :] if further.startswith(upto) else ""
+        found = self._end.search(behind) if self._end else None
+        return behind[: found.end()] if found and not behind[: found.start()].strip() else ""
 
     # -- what is said of a row ----------------------------------------------------------------------------------------------------------
 
@@ -295,6 +362,11 @@ class Renderer:
             if written.count(text) > usual.count(text):
                 raise DataError(f"the chat template writes {text} where a turn has no content, or has a list of it")
 
+    def _closes_thinking(self, sample: Sample) -> bool:
+        """Whether an example opens a think block behind a prompt that closed it."""
+        marks = self._marks or _USUAL_MARKS
+        return len(sample) == 2 and sample[1].text.startswith(marks.opening) and _Block(marks).state(sample[0].text) == "closed"
+
     def _notes(self, samples: list[Sample], row: Conversation) -> list[str]:
         notes = []
         if len(samples) > 1 and self.turns == "auto":
@@ -302,9 +374,11 @@ class Renderer:
         said = [segment.text for sample in samples for segment in sample if segment.supervised]
         if not self.supervise_all and not all(text.endswith(tuple(self.ends)) for text in said):
             notes.append("the answer does not close with an end token: the end is not learned")
-        if any(reasoning_of(row.messages[turn]) for turn in row.taught) and any(_closes_thinking(sample) for sample in samples):
-            switch = "enable_thinking" if "enable_thinking" in self.template.source else "thinking"
-            notes.append(f"reasoning is taught behind a prompt that ends in </think>; --template-variables {switch}=true asks for the other prompt")
+        if any(self._closes_thinking(sample) for sample in samples):
+            closing = (self._marks or _USUAL_MARKS).closing.strip()
+            switch = next((name for name in ("enable_thinking", "thinking") if re.search(rf"(?<![\"'.\w]){name}\b", self.template.source)), "")
+            other = f"; --template-variables {switch}=true asks for the other prompt" if switch else ""
+            notes.append(f"reasoning is taught behind a prompt that ends in {closing}{other}")
         return notes
 
 
@@ -320,13 +394,63 @@ def _speaks_first() -> DataError:
     return DataError(said, next="begin with a user or system message")
 
 
-def _closes_thinking(sample: Sample) -> bool:
-    return len(sample) == 2 and sample[0].text.rstrip().endswith("</think>") and "<think>" in sample[1].text
-
-
 def _overlap(text: str, opening: str) -> int:
     """Characters of `opening` that `text` already ends with."""
     return next((n for n in range(len(opening), 0, -1) if text.endswith(opening[:n])), 0)
+
+
+def _common(a: str, b: str) -> int:
+    """Length of the longest common beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _parting(a: str, b: str) -> int:
+    """Where two texts part, taken back to the beginning of a tag that they part within (`<think>`, `</think>`: before the `<`)."""
+    at = _common(a, b)
+    opened = max(a.rfind("<", 0, at), a.rfind("[", 0, at))
+    inside = opened >= 0 and at - opened < MAX_TAG and not re.search(r"[>\]\s]", a[opened:at])
+    return opened if inside else at
+
+
+def _without_reasoning(message: Message) -> Message:
+    return {name: value for name, value in message.items() if name not in REASONING_NAMES}
+
+
+def _behind_but_for_space(prompt: str, upto: str) -> int:
+    """Where a text goes on behind a prompt that it begins with but for white space (a template with line breaks in the wrong place); else 0."""
+    at = 0
+    for char in prompt:
+        if not char.isspace():
+            while at < len(upto) and upto[at].isspace():
+                at += 1
+            if not upto.startswith(char, at):
+                return 0
+            at += 1
+    return at
+
+
+class _Block:
+    """A think block at the end of a prompt, or at the beginning of what follows."""
+
+    def __init__(self, marks: ThinkMarks):
+        opening, closing = re.escape(marks.opening.strip()), re.escape(marks.closing.strip())
+        alone = "?" if marks.closing.strip().startswith("</") else ""  # </think> says by itself what it closes, <|end|> does not
+        self._at_end = re.compile(rf"(?:(?P<open>{opening}\s*){alone}(?P<close>{closing}\s*)|(?P<opened>{opening}\s*))?\Z")
+        self._at_start = re.compile(rf"\s*(?:{opening}\s*)?{closing}\s*")
+
+    def state(self, prompt: str) -> Literal["", "open", "closed"]:
+        """Whether a prompt ends within a think block ("open"), behind one ("closed"), or in neither."""
+        found = self._at_end.search(prompt)
+        return "closed" if found and found["close"] else "open" if found and found["opened"] else ""
+
+    def is_end(self, text: str) -> bool:
+        """Whether a text is nothing but white space and a think block, opened or empty."""
+        return self._at_end.fullmatch(text.strip()) is not None
+
+    def cut(self, body: str) -> str:
+        """What stands behind an empty block, or behind the end of one."""
+        block = self._at_start.match(body)
+        return body[block.end() :] if block else body
 
 
 def _shape(row: Conversation) -> tuple[Any, ...]:
@@ -340,16 +464,18 @@ def _shape(row: Conversation) -> tuple[Any, ...]:
     return (*map(of, row.messages), bool(row.tools), row.context)
 
 
-def _refuse_unstable(prompt: str, upto: str, full: str | None, turn: int) -> None:
+def _refuse_unstable(
+    prompt: str, upto: str, full: str | None, turn: int, *, remedy: str = "--turns each makes one example per turn of the assistant"
+) -> None:
     """Raises Unstable where a text does not begin with the one before it, showing where they part."""
     for shorter, longer, what in ((prompt, upto, "the prompt before it"), (upto, full, "the conversation up to it")):
         if longer is None or longer.startswith(shorter):
             continue
-        at = next((i for i, (a, b) in enumerate(zip(shorter, longer, strict=False)) if a != b), min(len(shorter), len(longer)))
+        at = _common(shorter, longer)
         raise Unstable(
             f"the chat template is not prefix-stable: messages[{turn}] (assistant), {what} changes at character {at}: "
             f"{shorter[at : at + 60]!r} became {longer[at : at + 60]!r}",
-            next="--turns each makes one example per turn of the assistant",
+            next=remedy,
         )
 
 

@@ -31,6 +31,7 @@ from unfreeze.recipes.training import (
     refuse_absent,
     say_loaded,
     say_plan,
+    say_warning,
     schedule_of,
     sequence_length,
     spike_guard,
@@ -151,11 +152,13 @@ def open_start(model: str, common: Common) -> Manifest:
 def start_model(start: Manifest, dtype: torch.dtype, device: torch.device, seed: int, run: Run, common: Common) -> Decoder:
     """The checkpoint's weights, or random ones where it has none."""
     from unfreeze import models
-    from unfreeze.generate.open import open_model
+    from unfreeze.generate.open import notes, open_model
 
     if start.tensors:
         with LoadProgress(quiet=common.quiet) as progress:
-            return open_model(start, dtype, device, progress, loaded=partial(say_loaded, run))
+            return open_model(start, dtype, device, progress, partial(say_loaded, run), partial(say_warning, run))
+    for note in notes(start.config):
+        say_warning(run, note)
     model = models.build(models.shape(start.config), dtype=dtype, device=device)
     models.initialize(model, seed)
     return model

@@ -31,6 +31,7 @@ from unfreeze.recipes.training import (
     refuse_absent,
     say_loaded,
     say_plan,
+    say_warning,
     schedule_of,
     sequence_length,
     spike_guard,
@@ -124,7 +125,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
         say_plan(run, plan, group)
 
         with LoadProgress(quiet=common.quiet) as progress:
-            model = open_model(manifest, dtype_of(config.dtype), device, progress, loaded=partial(say_loaded, run))
+            model = open_model(manifest, dtype_of(config.dtype), device, progress, partial(say_loaded, run), partial(say_warning, run))
         trained.attach(model)
 
         batches = batches_of(config, dataset.examples, start=run.cursor)

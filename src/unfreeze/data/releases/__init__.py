@@ -3,7 +3,7 @@
 One file per release. A release is recognised by its chat template: every text of `signature` stands in it, and the first that fits wins.
 """
 
-from unfreeze.data.releases import deepseek_r1, deepseek_v31, glm45, gpt_oss, kimi_k2, minimax_m2, mistral, qwen3
+from unfreeze.data.releases import apriel, cohere, deepseek_r1, deepseek_v31, gemma4, glm45, gpt_oss, kimi_k2, minimax_m2, mistral, qwen3
 from unfreeze.data.releases.release import Release, ThinkMarks
 
 RELEASES: tuple[Release, ...] = (
@@ -11,10 +11,15 @@ RELEASES: tuple[Release, ...] = (
     kimi_k2.INSTRUCT,
     deepseek_r1.RELEASE,
     deepseek_v31.RELEASE,
+    deepseek_r1.FIRST,
     gpt_oss.RELEASE,
     glm45.RELEASE,
     minimax_m2.RELEASE,
+    mistral.REASONING,
     mistral.RELEASE,
+    apriel.RELEASE,
+    cohere.RELEASE,
+    gemma4.RELEASE,
     qwen3.THINKING,
     qwen3.RELEASE,
 )
