@@ -9,23 +9,27 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "unfreeze"
 LAYER = {
     "core": 0,
-    "quant": 1, "report": 1,
-    "checkpoint": 2, "kernels": 2, "data": 2,
-    "models": 3, "objectives": 3,
-    "adapters": 4, "parallel": 4,
-    "generate": 5,
-    "train": 6, "evaluate": 6, "serve": 6,
-    "recipes": 7,
-    "cli": 8,
+    "untrusted": 1,
+    "config": 2, "quant": 2, "report": 2,
+    "tracking": 3, "checkpoint": 3, "data": 3, "kernels": 3,
+    "models": 4, "objectives": 4,
+    "adapters": 5, "parallel": 5,
+    "generate": 6,
+    "train": 7, "evaluate": 7,
+    "job": 8,
+    "recipes": 9, "serve": 9,
+    "commands": 10, "bench": 10,
+    "drill": 11,
+    "cli": 12,
 }  # fmt: skip
 FORBIDDEN = {"transformers", "peft", "trl", "accelerate", "compressed_tensors", "liger_kernel", "pickle"}
 EXEMPT = {
-    ("recipes/bisect.py", "transformers"),  # comparing with the oracle is what `unfreeze bisect` is for; imported inside one function
+    ("commands/bisect.py", "transformers"),  # comparing with the oracle is what `unfreeze bisect` is for; imported inside one function
     ("kernels/liger.py", "liger_kernel"),  # an optional candidate, where a user has it installed; imported when it is loaded
     # the sides that `unfreeze bench` compares with; imported by name inside one function (peers.library), in worker processes
-    ("recipes/bench/peers.py", "transformers"),
-    ("recipes/bench/peers.py", "peft"),
-    ("recipes/bench/peers.py", "liger_kernel"),
+    ("bench/peers.py", "transformers"),
+    ("bench/peers.py", "peft"),
+    ("bench/peers.py", "liger_kernel"),
 }
 
 
@@ -153,29 +157,29 @@ TESTED_BY = {  # source file -> the test file that covers it, where that doesn't
     "models/blocks/moe.py": "models/test_families.py",
     "models/deepseek_v3.py": "models/test_families.py",
     "quant/codec.py": "quant/test_int4.py",
-    "recipes/bench/checkpoints.py": "recipes/bench/test_moe.py",
-    "recipes/bench/job.py": "recipes/bench/test_moe.py",
-    "recipes/bench/kimi_slice.py": "recipes/bench/test_layer.py",
-    "recipes/bench/peers.py": "recipes/bench/test_moe.py",
-    "recipes/bench/synthetic.py": "recipes/bench/test_layer.py",
-    "recipes/bench/targets.py": "recipes/bench/test_report.py",
-    "recipes/bench/timing.py": "recipes/bench/test_layer.py",
-    "recipes/bench/training.py": "recipes/bench/test_moe.py",
-    "recipes/chat.py": "recipes/test_generate.py",
-    "recipes/drill/__init__.py": "recipes/drill/test_drill.py",
-    "recipes/drill/experts.py": "recipes/drill/test_drill.py",
-    "recipes/drill/fault.py": "recipes/drill/test_drill.py",
-    "recipes/drill/loading.py": "recipes/drill/test_drill.py",
-    "recipes/drill/numbers.py": "recipes/drill/test_drill.py",
-    "recipes/drill/processes.py": "recipes/drill/test_drill.py",
-    "recipes/drill/runs.py": "recipes/drill/test_drill.py",
-    "recipes/drill/sandbox.py": "recipes/drill/test_drill.py",
-    "recipes/samples.py": "recipes/test_sft.py",
-    "recipes/training.py": "recipes/test_sft.py",
+    "bench/checkpoints.py": "bench/test_moe.py",
+    "bench/job.py": "bench/test_moe.py",
+    "bench/kimi_slice.py": "bench/test_layer.py",
+    "bench/peers.py": "bench/test_moe.py",
+    "bench/synthetic.py": "bench/test_layer.py",
+    "bench/targets.py": "bench/test_report.py",
+    "bench/timing.py": "bench/test_layer.py",
+    "bench/training.py": "bench/test_moe.py",
+    "commands/chat.py": "commands/test_generate.py",
+    "drill/__init__.py": "drill/test_drill.py",
+    "drill/experts.py": "drill/test_drill.py",
+    "drill/fault.py": "drill/test_drill.py",
+    "drill/loading.py": "drill/test_drill.py",
+    "drill/numbers.py": "drill/test_drill.py",
+    "drill/processes.py": "drill/test_drill.py",
+    "drill/runs.py": "drill/test_drill.py",
+    "drill/sandbox.py": "drill/test_drill.py",
+    "job/samples.py": "recipes/test_sft.py",
+    "job/training.py": "recipes/test_sft.py",
     "report/page.py": "report/test_html.py",
     "report/events.py": "report/test_report_events.py",
     "report/run.py": "report/test_report_run.py",
-    "report/sinks/__init__.py": "report/test_sinks.py",
+    "tracking/__init__.py": "tracking/test_sinks.py",
     "report/style.py": "report/test_pictures.py",
 }
 
@@ -219,10 +223,10 @@ def test_the_mirror_sees_a_planted_gap():
     "room, source, expected",
     [
         ("core", "from unfreeze.train.fit import fit", "room core (L0) imports unfreeze.train.fit"),
-        ("kernels", "def f():\n    from unfreeze.data import packing", "room kernels (L2) imports unfreeze.data"),
+        ("kernels", "def f():\n    from unfreeze.data import packing", "room kernels (L3) imports unfreeze.data"),
         ("models", "import transformers", "oracles belong to tests"),
         ("train", "import torch.distributed as dist", "only parallel/ talks to other processes"),
-        ("generate", "from unfreeze import recipes", "room generate (L5) imports unfreeze.recipes"),
+        ("generate", "from unfreeze import recipes", "room generate (L6) imports unfreeze.recipes"),
     ],
 )
 def test_the_check_sees_a_planted_violation(room, source, expected):
@@ -230,8 +234,8 @@ def test_the_check_sees_a_planted_violation(room, source, expected):
 
 
 def test_an_exemption_is_for_one_file_and_one_library():
-    assert violations("recipes", "import transformers", "recipes/bisect.py") == []
+    assert violations("recipes", "import transformers", "commands/bisect.py") == []
     assert violations("kernels", "import liger_kernel", "kernels/liger.py") == []
     assert violations("kernels", "import liger_kernel", "kernels/rms_norm/__init__.py") and violations("kernels", "import peft", "kernels/liger.py")
-    assert violations("recipes", "import peft", "recipes/bisect.py") and violations("recipes", "import transformers", "recipes/doctor.py")
-    assert violations("recipes", "import peft", "recipes/bench/peers.py") == [] and violations("recipes", "import trl", "recipes/bench/peers.py")
+    assert violations("recipes", "import peft", "commands/bisect.py") and violations("recipes", "import transformers", "commands/doctor.py")
+    assert violations("recipes", "import peft", "bench/peers.py") == [] and violations("recipes", "import trl", "bench/peers.py")

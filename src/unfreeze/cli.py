@@ -27,21 +27,21 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "demo": Command("unfreeze.recipes.demo", "demo", "train the built-in tiny-k2 (INT4 experts) to answer like Yoda, and see it"),
+    "demo": Command("unfreeze.commands.demo", "demo", "train the built-in tiny-k2 (INT4 experts) to answer like Yoda, and see it"),
     "sft": Command("unfreeze.recipes.sft", "sft run.toml", "fine-tune a checkpoint on conversations, every linear layer, experts included"),
     "pretrain": Command("unfreeze.recipes.pretrain", "pretrain run.toml", "train all weights on text, from nothing or from a checkpoint"),
-    "chat": Command("unfreeze.recipes.chat", "chat MODEL_OR_RUN", "talk with a checkpoint or a run"),
-    "generate": Command("unfreeze.recipes.generate", "generate MODEL_OR_RUN --prompt TEXT", "continue a text or answer a prompt"),
-    "data": Command("unfreeze.recipes.data_show", "data show F --model MODEL", "the data as the model will see it: mask, lengths, what is lost"),
-    "inspect": Command("unfreeze.recipes.inspect", "inspect MODEL", "what is in a checkpoint; reads no tensor"),
-    "export": Command("unfreeze.recipes.export", "export RUN --layout peft", "write a run's adapter in another layout, verified"),
-    "drill": Command("unfreeze.recipes.drill", "drill", "plant every known fault in a sandbox and show the line that names it"),
-    "doctor": Command("unfreeze.recipes.doctor", "doctor MODEL --data F", "look for those faults in your own files and machine; trains nothing"),
-    "bisect": Command("unfreeze.recipes.bisect", "bisect MODEL --against hf", "name the first module whose output differs from transformers'"),
-    "bench": Command("unfreeze.recipes.bench", "bench WHAT", "moe|dense|load|decode|growth|layer|model: measure beside peers, append rows"),
-    "kernels": Command("unfreeze.recipes.kernels", "kernels measure | list", "which implementation of each op runs here, and measuring it"),
-    "report": Command("unfreeze.recipes.report", "report RUN", "write report.html of a run and print its summary"),
-    "compare": Command("unfreeze.recipes.compare", "compare RUN RUN …", "two or more runs side by side: config, curves, results"),
+    "chat": Command("unfreeze.commands.chat", "chat MODEL_OR_RUN", "talk with a checkpoint or a run"),
+    "generate": Command("unfreeze.commands.generate", "generate MODEL_OR_RUN --prompt TEXT", "continue a text or answer a prompt"),
+    "data": Command("unfreeze.commands.data_show", "data show F --model MODEL", "the data as the model will see it: mask, lengths, what is lost"),
+    "inspect": Command("unfreeze.commands.inspect", "inspect MODEL", "what is in a checkpoint; reads no tensor"),
+    "export": Command("unfreeze.commands.export", "export RUN --layout peft", "write a run's adapter in another layout, verified"),
+    "drill": Command("unfreeze.drill", "drill", "plant every known fault in a sandbox and show the line that names it"),
+    "doctor": Command("unfreeze.commands.doctor", "doctor MODEL --data F", "look for those faults in your own files and machine; trains nothing"),
+    "bisect": Command("unfreeze.commands.bisect", "bisect MODEL --against hf", "name the first module whose output differs from transformers'"),
+    "bench": Command("unfreeze.bench", "bench WHAT", "moe|dense|load|decode|growth|layer|model: measure beside peers, append rows"),
+    "kernels": Command("unfreeze.commands.kernels", "kernels measure | list", "which implementation of each op runs here, and measuring it"),
+    "report": Command("unfreeze.commands.report", "report RUN", "write report.html of a run and print its summary"),
+    "compare": Command("unfreeze.commands.compare", "compare RUN RUN …", "two or more runs side by side: config, curves, results"),
 }
 FLAGS = {"--json": "json", "--quiet": "quiet", "--traceback": "traceback"}
 

@@ -10,12 +10,12 @@ from unfreeze.adapters import LoraConfig, Receipt, adapter_parameters, attach, r
 from unfreeze.adapters.reach import Reach
 from unfreeze.adapters.receipt import Taken, check, first_tokens, make_receipt, snapshot
 from unfreeze.checkpoint import open_checkpoint
+from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.errors import AdapterError
 from unfreeze.data.packing import Example, pack
 from unfreeze.generate.open import open_model
 from unfreeze.models.decoder import THROUGH, plain
 from unfreeze.objectives.cross_entropy import cross_entropy
-from unfreeze.recipes.demo import TINY_K2
 from unfreeze.train.optim import AdamW
 from unfreeze.train.step import train_step
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from unfreeze.config.parse import parse
 from unfreeze.recipes import pretrain, sft
-from unfreeze.recipes.config import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.toml"))

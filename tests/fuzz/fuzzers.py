@@ -29,12 +29,12 @@ from unfreeze import models
 from unfreeze.adapters import LoraConfig, attach, load_adapter, save_adapter, sites
 from unfreeze.checkpoint import open_checkpoint, save_checkpoint
 from unfreeze.checkpoint.manifest import TORCH_DTYPE
+from unfreeze.commands.inspect import inspect
+from unfreeze.config.parse import parse
 from unfreeze.core.errors import UserError
 from unfreeze.data import BadRow, encode_files, load_tokenizer, read_rows
 from unfreeze.generate.open import locate, open_model
 from unfreeze.models.publish import published
-from unfreeze.recipes.config import parse
-from unfreeze.recipes.inspect import inspect
 from unfreeze.recipes.sft import Config
 from unfreeze.report.events import number
 from unfreeze.report.html import page, summary_lines

@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from unfreeze import cli
 from unfreeze.adapters import load_adapter
 from unfreeze.checkpoint import manifest, open_checkpoint
+from unfreeze.commands.inspect import inspect
+from unfreeze.config.parse import parse
 from unfreeze.core.errors import AdapterError, CheckpointError, ConfigError, DataError, UserError
 from unfreeze.data import load_tokenizer, read_rows
 from unfreeze.generate.open import open_model
 from unfreeze.quant import from_quantization_config
-from unfreeze.recipes.config import parse
-from unfreeze.recipes.inspect import inspect
 from unfreeze.recipes.sft import Config
 from unfreeze.report.events import expert_load, number
 from unfreeze.report.run import read_run, started

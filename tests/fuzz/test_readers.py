@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from unfreeze import models
 from unfreeze.adapters import read
 from unfreeze.checkpoint import manifest
+from unfreeze.config import parse as config
 from unfreeze.core import errors, events
 from unfreeze.data import sources, templates, tokenizer
-from unfreeze.recipes import config
 from unfreeze.train import run
 
 READERS = ("rows", "checkpoint", "config", "tokenizer", "template", "adapter", "run", "toml")

@@ -18,11 +18,11 @@ from unfreeze.generate import steps as steps_file
 from unfreeze.generate.engine import Engine, batch_of
 from unfreeze.generate.sampling import Sampling
 from unfreeze.generate.steps import Replayed, by_record, launched, width_of
-from unfreeze.kernels import choose, record
 from unfreeze.kernels import replay as replay_room
+from unfreeze.kernels.choice import choose, record
+from unfreeze.kernels.choice.op import Candidate
 from unfreeze.kernels.expert_mlp import fused_expert_mlp
 from unfreeze.kernels.expert_mlp.grouped import Grouped
-from unfreeze.kernels.op import Candidate
 from unfreeze.kernels.replay import CannotRecord
 from unfreeze.models.blocks import experts
 from unfreeze.models.blocks.passes import StepWithin

@@ -7,9 +7,9 @@ import pytest
 
 from unfreeze import models
 from unfreeze.checkpoint.manifest import Manifest
+from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.errors import CheckpointError
 from unfreeze.models.fields import FIELDS, ROPE_FIELDS, check_against_files, check_fields, without_nulls
-from unfreeze.recipes.demo import TINY_K2
 
 GOOD = json.loads((Path(TINY_K2) / "config.json").read_text())
 LLAMA = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 30,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from unfreeze import cli
-from unfreeze.recipes.demo import TINY_K2
+from unfreeze.commands.demo import TINY_K2
 
 ROWS = [{"question": f"What is {n} and {n}?", "answer": f"{2 * n}, it is. Hmm." * (1 + n % 3)} for n in range(24)]
 

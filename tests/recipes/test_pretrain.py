@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 import unfreeze
 from unfreeze import cli
+from unfreeze.commands.demo import TINY_K2
 from unfreeze.evaluate import perplexity
-from unfreeze.recipes.demo import TINY_K2
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 4,
          "num_experts_per_tok": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 32, "kv_lora_rank": 32,

@@ -14,9 +14,9 @@ import torch
 
 import unfreeze
 from unfreeze import cli
+from unfreeze.commands.demo import TINY_K2
 from unfreeze.models.blocks.rope import Rope
 from unfreeze.models.decoder import Decoder
-from unfreeze.recipes.demo import TINY_K2
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 

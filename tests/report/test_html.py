@@ -300,7 +300,7 @@ def test_flatten_spells_flags():
 
 def test_report_never_imports_torch(run_dir: Path):
     code = (
-        "import sys; from unfreeze.report.html import write_report; import unfreeze.report.live;"
+        "import sys; from unfreeze.report.html import write_report; import unfreeze.tracking.live;"
         "assert 'matplotlib' not in sys.modules, 'matplotlib is imported before a picture is drawn';"
         f"write_report({str(run_dir)!r}); assert 'matplotlib' in sys.modules;"
         "assert not {'torch', 'matplotlib.pyplot'} & set(sys.modules), 'too much is imported'"

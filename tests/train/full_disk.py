@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-import conftest as tiny
 import torch
 from killing import plant, train_losses
 
+import conftest as tiny
 from unfreeze import cli
 from unfreeze.checkpoint.save import write_file
 from unfreeze.objectives.cross_entropy import cross_entropy

@@ -113,9 +113,9 @@ def every_moment_of_a_save(folder: Path, bug: str) -> dict[str, Any]:
 
     -> {"operations": [...], "left": [step of the latest save after the kill, or the error], "losses": [[...] of steps 1 to 4, or the error]}
     """
-    import conftest as tiny
     import torch._dynamo  # noqa: F401 (torch's optimizers import it at their first step, over a second in each child)
 
+    import conftest as tiny
     from unfreeze.objectives.cross_entropy import cross_entropy
     from unfreeze.train import state as module
     from unfreeze.train.fit import fit

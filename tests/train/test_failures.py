@@ -15,10 +15,10 @@ import torch
 from unfreeze import models
 from unfreeze.adapters import LoraConfig, attach
 from unfreeze.checkpoint import open_checkpoint
+from unfreeze.commands.demo import TINY_K2
 from unfreeze.data import Example, pack
 from unfreeze.generate.open import open_model
 from unfreeze.objectives.cross_entropy import cross_entropy
-from unfreeze.recipes.demo import TINY_K2
 from unfreeze.train.fit import fit
 from unfreeze.train.optim import AdamW
 from unfreeze.train.run import Run

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from unfreeze import cli
+from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.events import EventLog
-from unfreeze.recipes.demo import TINY_K2
 from unfreeze.report.events import read_events
 
 ROWS = [{"question": f"What is the symbol of gold, {word}?", "answer": f"Au, the symbol of gold is, {word}. Hmm."} for word in "abcdefgh"]

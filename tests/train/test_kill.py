@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from unfreeze.recipes.demo import TINY_K2
+from unfreeze.commands.demo import TINY_K2
 
 ROWS = [{"question": f"What is the symbol of gold, {word}?", "answer": f"Au, the symbol of gold is, {word}. Hmm."} for word in "abcdefgh"]
 

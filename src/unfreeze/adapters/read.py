@@ -25,9 +25,9 @@ from unfreeze.adapters.layouts import CONFIG, PREFIX, WEIGHTS
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
 from unfreeze.checkpoint.manifest import conversion, inside
 from unfreeze.core.errors import AdapterError, nearest
-from unfreeze.core.json_object import read_object
-from unfreeze.core.pattern import pattern
 from unfreeze.models.blocks.linear import Linear
+from unfreeze.untrusted.json_object import read_object
+from unfreeze.untrusted.pattern import pattern
 
 KEY = re.compile(r"(?P<name>.+)\.lora_(?P<half>[AB])(\.default)?(\.weight)?$")
 EXPERT = re.compile(r"(?P<site>.+\.experts)\.(?P<number>\d+)\.(?P<projection>gate_proj|up_proj|down_proj)$")

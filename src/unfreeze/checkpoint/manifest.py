@@ -21,7 +21,7 @@ from unfreeze.checkpoint import hub
 from unfreeze.checkpoint.faults import Faults
 from unfreeze.core.errors import CheckpointError, nearest
 from unfreeze.core.events import RESOLVED
-from unfreeze.core.json_object import read_object
+from unfreeze.untrusted.json_object import read_object
 
 ITEMSIZE = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,

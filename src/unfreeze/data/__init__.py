@@ -1,4 +1,4 @@
-"""L2, data: files to rows, text to ids, conversations to tokens with a mask, tokens to packed batches."""
+"""L3, data: files to rows, text to ids, conversations to tokens with a mask, tokens to packed batches."""
 
 from unfreeze.data.dataset import Dataset, Stats, encode_file, encode_files
 from unfreeze.data.examples import Example, Examples

@@ -18,7 +18,7 @@ import jinja2.nodes
 
 from unfreeze.core.errors import CheckpointError, DataError
 from unfreeze.data.releases import release_of
-from unfreeze.data.template_limits import LimitedEnvironment
+from unfreeze.untrusted.template_limits import LimitedEnvironment
 
 PLAIN_TEMPLATE = (
     "{%- if add_bos %}{{ bos_token }}{% endif -%}"

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from unfreeze.core.errors import CheckpointError, DataError
-from unfreeze.core.json_object import read_object
 from unfreeze.data.templates import ChatTemplate, plain_template
 from unfreeze.data.tiktoken_bpe import TiktokenBackend
 from unfreeze.data.tokenizer_json import TokenizerJson
+from unfreeze.untrusted.json_object import read_object
 
 TOKEN_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 

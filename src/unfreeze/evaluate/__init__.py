@@ -1,1 +1,1 @@
-"""L6, what a model does: probes of behaviour over its answers. Pure functions of text; asking the model is the caller's part."""
+"""L7, what a model does: probes of behaviour over its answers. Pure functions of text; asking the model is the caller's part."""

@@ -1,4 +1,4 @@
-"""L2, the hot ops: a folder per op with reference.py (readable torch: the oracle) and its faster candidates."""
+"""L3, the hot ops: a folder per op with reference.py (readable torch: the oracle) and its faster candidates."""
 
 import os
 

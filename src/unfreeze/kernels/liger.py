@@ -7,7 +7,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from unfreeze.kernels.op import Implementation
+from unfreeze.kernels.choice.op import Implementation
 
 
 def refuses(device: str, dtype: torch.dtype) -> str:

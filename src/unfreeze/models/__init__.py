@@ -1,4 +1,4 @@
-"""L3, one file per model family. `shape` reads config.json, `build` makes the modules, `rules` maps checkpoint names to parameters.
+"""L4, one file per model family. `shape` reads config.json, `build` makes the modules, `rules` maps checkpoint names to parameters.
 
 To add a family: a file with RULES, FIELDS (models/allowed.py), ignored, shape and layer, one line in
 FAMILIES, and a test against transformers in tests/models.

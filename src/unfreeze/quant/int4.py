@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from unfreeze.core.errors import CheckpointError, ConfigError
-from unfreeze.core.pattern import pattern
 from unfreeze.quant.codec import Codec, parts_nbytes
+from unfreeze.untrusted.pattern import pattern
 
 PER_WORD = 8  # nibbles in an int32
 OFFSET = 8  # stored nibble = code + 8

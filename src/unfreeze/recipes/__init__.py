@@ -1,1 +1,1 @@
-"""L7, the composition root: each recipe is a Config on top and a main below, read from top to bottom."""
+"""L9, the kinds of training: each a Config on top and a main below, read from top to bottom."""

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from unfreeze.config.parse import parse
 from unfreeze.core.command import Common
-from unfreeze.recipes.config import parse
-from unfreeze.recipes.device import pick_device, say
-from unfreeze.recipes.first_step import receipt_of
-from unfreeze.recipes.samples import Samples, own_prompts
-from unfreeze.recipes.trained import AllWeights
-from unfreeze.recipes.training import (
+from unfreeze.job.device import pick_device, say
+from unfreeze.job.receipts import receipt_of
+from unfreeze.job.samples import Samples, own_prompts
+from unfreeze.job.trained import AllWeights
+from unfreeze.job.training import (
     TrainingConfig,
     batches_of,
     check_vocabulary,
@@ -38,8 +38,8 @@ from unfreeze.recipes.training import (
     typed,
     write_resolved,
 )
-from unfreeze.recipes.validation import best_is_written, validation_of, write_best
-from unfreeze.report.live import LoadProgress
+from unfreeze.job.validation import best_is_written, validation_of, write_best
+from unfreeze.tracking.live import LoadProgress
 
 if TYPE_CHECKING:
     import torch

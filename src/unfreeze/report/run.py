@@ -16,11 +16,11 @@ from typing import Any
 
 from unfreeze.core.errors import DataError
 from unfreeze.core.events import RESOLVED, Event
-from unfreeze.core.json_object import read_object
 from unfreeze.core.units import format_bytes, format_count, format_seconds
 from unfreeze.report.balance import Balance, balance_of
 from unfreeze.report.events import expert_load, last, number, of_kind, read_events, series, tokens_per_second
 from unfreeze.report.tables import trained_parameters
+from unfreeze.untrusted.json_object import read_object
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from unfreeze.core.errors import CheckpointError, ConfigError, UserError
 from unfreeze.core.events import Event, EventLog, truncate_after
-from unfreeze.core.json_object import read_object
+from unfreeze.untrusted.json_object import read_object
 
 SAVE_NAME = re.compile(r"step-(\d{6,})")
 RECORD = "state.json"

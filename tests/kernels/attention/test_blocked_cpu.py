@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from unfreeze.kernels import bf16_cpu
 from unfreeze.kernels.attention import blocked_cpu, reference_attention
 from unfreeze.kernels.attention.blocked_cpu import blocked_attention
+from unfreeze.kernels.loops import bf16_cpu
 
 # float32: sums of some hundred terms; ten times what was observed. bf16: P, dS and outputs are rounded to 8 bits (2^-9 = 0.2 % each).
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 1e-2}

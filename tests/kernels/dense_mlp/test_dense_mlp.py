@@ -8,9 +8,10 @@ import logging
 import pytest
 import torch
 
-from unfreeze.kernels import compiled, measure
+from unfreeze.kernels.choice import measure
 from unfreeze.kernels.dense_mlp import FEWEST, OP, Projection, bucket, dense_mlp, reference, torch_compiled
 from unfreeze.kernels.dense_mlp.torch_compiled import MOST, Compiled
+from unfreeze.kernels.loops import compiled
 
 D, INNER = 24, 40
 

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves
 
 from unfreeze.core.errors import ConfigError
-from unfreeze.kernels import choose, cores
+from unfreeze.kernels.choice import choose
 from unfreeze.kernels.expert_mlp import ExpertFactors, expert_mlp, fused, loop_cpu, release_scratch, scratch_bytes
+from unfreeze.kernels.loops import cores
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.int4 import Int4
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from unfreeze.kernels import choose, int4_grouped_mm
+from unfreeze.kernels import int4_grouped_mm
+from unfreeze.kernels.choice import choose
 from unfreeze.kernels.expert_mlp import expert_mlp, fused_expert_mlp, reference_expert_mlp
 from unfreeze.kernels.expert_mlp.few_cuda import few_rows
 from unfreeze.kernels.expert_mlp.grouped import Grouped

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from unfreeze.kernels import bf16_cpu
-from unfreeze.kernels.bf16_tile import ROWS
 from unfreeze.kernels.expert_mlp import fused_expert_mlp, loop_cpu, panels_cpu, release_scratch, scratch_bytes
 from unfreeze.kernels.expert_mlp.loop_cpu import LoopCpu
 from unfreeze.kernels.expert_mlp.panels_cpu import Panels
+from unfreeze.kernels.loops import bf16_cpu
+from unfreeze.kernels.loops.bf16_tile import ROWS
 
 _spec = importlib.util.spec_from_file_location("expert_mlp_problem_of_panels", Path(__file__).with_name("test_expert_mlp.py"))
 assert _spec is not None and _spec.loader is not None

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from unfreeze.core.errors import ConfigError
 from unfreeze.kernels import linear_cross_entropy as linear_cross_entropy_folder
-from unfreeze.kernels import triton_options
 from unfreeze.kernels.linear_cross_entropy import OP, block_cost, head_cross_entropy, linear_cross_entropy, numba_cpu, reference
 from unfreeze.kernels.linear_cross_entropy.blocks import CPU_BLOCK_BYTES, MAX_BLOCK_ROWS, MIN_BLOCK_ROWS, rows_per_block
+from unfreeze.kernels.loops import triton_options
 
 N, D, V = 37, 24, 333  # 333 words: 20 whole vectors of 16 and 13 more
 IMPLEMENTATIONS = ["reference", "numba"]

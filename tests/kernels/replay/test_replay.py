@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from unfreeze.core.errors import ConfigError
-from unfreeze.kernels import scratch
+from unfreeze.kernels.loops import scratch
 from unfreeze.kernels.replay import OP, CannotRecord, Launches, bucket, pays, replay
 
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from unfreeze.core.errors import ConfigError
-from unfreeze.kernels.choose import implementation_of
-from unfreeze.kernels.op import Op
+from unfreeze.kernels.choice.choose import implementation_of
+from unfreeze.kernels.choice.op import Op
 from unfreeze.kernels.swiglu import OP, bucket, reference, swiglu
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from unfreeze.kernels.choose import implementation_of
+from unfreeze.kernels.choice.choose import implementation_of
 from unfreeze.kernels.token_order import OP, bucket, token_order
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

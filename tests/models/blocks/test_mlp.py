@@ -13,7 +13,8 @@ from unfreeze import models
 from unfreeze.adapters import LoraConfig, attach
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import ConfigError
-from unfreeze.kernels import choose, dense_mlp, record
+from unfreeze.kernels import dense_mlp
+from unfreeze.kernels.choice import choose, record
 from unfreeze.kernels.dense_mlp.torch_compiled import Compiled
 from unfreeze.models.blocks import mlp as mlp_file
 from unfreeze.models.blocks.mlp import MLP, refuses

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unfreeze.kernels import triton_options
 from unfreeze.kernels.adamw import reference
 from unfreeze.kernels.adamw.rule import Rule, Update
-from unfreeze.kernels.choose import choose
-from unfreeze.kernels.op import Candidate, Case, Implementation, Op
+from unfreeze.kernels.choice.choose import choose
+from unfreeze.kernels.choice.op import Candidate, Case, Implementation, Op
+from unfreeze.kernels.loops import triton_options
 
 __all__ = ["OP", "Rule", "Update", "adamw", "bucket"]
 

@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from unfreeze.kernels.adamw.rule import Rule, Update, numbers_of, refuse_unread
-from unfreeze.kernels.numba_options import Kernel, narrow, widen
+from unfreeze.kernels.loops.numba_options import Kernel, narrow, widen
 
 carray: Any = numba.carray  # type: ignore[attr-defined]
 CHUNK = 1 << 16  # numbers that one thread takes at a time

@@ -20,12 +20,12 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from unfreeze.kernels import bf16_cpu
-from unfreeze.kernels.bf16_tile import COLUMNS, tile
-from unfreeze.kernels.bf16_tile import ROWS as TILE
-from unfreeze.kernels.cores import spread
-from unfreeze.kernels.numba_options import Kernel, array, convert, exp, narrow, widen
-from unfreeze.kernels.scratch import scratch
+from unfreeze.kernels.loops import bf16_cpu
+from unfreeze.kernels.loops.bf16_tile import COLUMNS, tile
+from unfreeze.kernels.loops.bf16_tile import ROWS as TILE
+from unfreeze.kernels.loops.cores import spread
+from unfreeze.kernels.loops.numba_options import Kernel, array, convert, exp, narrow, widen
+from unfreeze.kernels.loops.scratch import scratch
 
 ROWS = 128  # queries of a block: the half block above the diagonal that is computed in vain is 1/8 of the work at L = 512
 SCORE_BYTES = 8 << 20  # float32 scores of the heads worked on at once

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unfreeze.kernels import compiled
 from unfreeze.kernels.attention.sdpa import sdpa
-from unfreeze.kernels.choose import choose
-from unfreeze.kernels.op import Candidate, Case, Implementation, Op
+from unfreeze.kernels.choice.choose import choose
+from unfreeze.kernels.choice.op import Candidate, Case, Implementation, Op
+from unfreeze.kernels.loops import compiled
 
 Kept = Callable[[Callable[[], Any]], Any]
 """kept(compute) gives compute()'s result at a layer's first visit and the same again at its second. Implementations on CPU use it."""

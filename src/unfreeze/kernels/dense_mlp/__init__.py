@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unfreeze.kernels import compiled
-from unfreeze.kernels.choose import choose
+from unfreeze.kernels.choice.choose import choose
+from unfreeze.kernels.choice.op import Candidate, Case, Implementation, Op
 from unfreeze.kernels.dense_mlp import reference
 from unfreeze.kernels.dense_mlp.reference import Projection
-from unfreeze.kernels.op import Candidate, Case, Implementation, Op
+from unfreeze.kernels.loops import compiled
 
 __all__ = ["FEWEST", "OP", "Projection", "bucket", "dense_mlp", "implementation"]
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from unfreeze.core.errors import ConfigError
-from unfreeze.kernels.choose import choose
+from unfreeze.kernels.choice.choose import choose
+from unfreeze.kernels.choice.op import Candidate, Case, Implementation, Op
 from unfreeze.kernels.expert_mlp.factors import ExpertFactors
 from unfreeze.kernels.expert_mlp.fused import Kept, fused_expert_mlp
 from unfreeze.kernels.expert_mlp.reference import reference_expert_mlp
-from unfreeze.kernels.op import Candidate, Case, Implementation, Op
-from unfreeze.kernels.scratch import release_scratch, scratch_bytes
+from unfreeze.kernels.loops.scratch import release_scratch, scratch_bytes
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.int4 import Int4
 

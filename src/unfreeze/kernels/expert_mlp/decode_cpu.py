@@ -20,8 +20,8 @@ from torch import Tensor
 from unfreeze.kernels.expert_mlp.factors import ExpertFactors
 from unfreeze.kernels.expert_mlp.loop_cpu import Routing
 from unfreeze.kernels.int4_expand import numba_cpu
-from unfreeze.kernels.numba_options import Kernel, array, exp, serial
-from unfreeze.kernels.row_dots import halves, int4_row, row_dots
+from unfreeze.kernels.loops.numba_options import Kernel, array, exp, serial
+from unfreeze.kernels.loops.row_dots import halves, int4_row, row_dots
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.int4 import Int4
 

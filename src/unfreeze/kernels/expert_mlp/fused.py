@@ -25,7 +25,7 @@ from unfreeze.kernels.expert_mlp.factors import (
     width,
 )
 from unfreeze.kernels.expert_mlp.workspace import Base
-from unfreeze.kernels.scratch import scratch
+from unfreeze.kernels.loops.scratch import scratch
 from unfreeze.quant.codec import Packed
 
 Kept = Callable[[Callable[[], Any]], Any]

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unfreeze.kernels import int4_grouped_mm, swiglu, token_order
-from unfreeze.kernels.choose import choose
+from unfreeze.kernels.choice.choose import choose
 from unfreeze.kernels.expert_mlp.by_gemms import ByGemms
 from unfreeze.kernels.expert_mlp.factors import ExpertFactors
 from unfreeze.kernels.expert_mlp.few_cuda import few_rows

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unfreeze.kernels.cores import spread
 from unfreeze.kernels.expert_mlp import numba_kernels, thin_cpu
 from unfreeze.kernels.expert_mlp.by_gemms import ByGemms
 from unfreeze.kernels.expert_mlp.factors import ExpertFactors
-from unfreeze.kernels.numba_options import array, set_threads
-from unfreeze.kernels.scratch import scratch
+from unfreeze.kernels.loops.cores import spread
+from unfreeze.kernels.loops.numba_options import array, set_threads
+from unfreeze.kernels.loops.scratch import scratch
 from unfreeze.quant.codec import Packed
 
 GROUP_BYTES = 4 << 20  # weights and rows of a group: what a core's L2 and its share of L3 hold

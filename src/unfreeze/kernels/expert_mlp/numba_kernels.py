@@ -12,7 +12,7 @@ import numba
 import numpy as np
 from numba import prange
 
-from unfreeze.kernels.numba_options import Kernel, narrow, serial, sigmoid, widen
+from unfreeze.kernels.loops.numba_options import Kernel, narrow, serial, sigmoid, widen
 
 ONE = np.float32(1.0)
 

@@ -18,15 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unfreeze.kernels import bf16_cpu
-from unfreeze.kernels.bf16_tile import COLUMNS, LINE, ROWS, narrow_tile, prefetch, tile
 from unfreeze.kernels.expert_mlp import numba_kernels, thin_cpu
 from unfreeze.kernels.expert_mlp.factors import round_up
 from unfreeze.kernels.expert_mlp.loop_cpu import LoopCpu
 from unfreeze.kernels.int4_expand.numba_cpu import expandable
-from unfreeze.kernels.int4_panels import across, along, beside
-from unfreeze.kernels.numba_options import array, narrow, serial, widen
-from unfreeze.kernels.scratch import scratch
+from unfreeze.kernels.loops import bf16_cpu
+from unfreeze.kernels.loops.bf16_tile import COLUMNS, LINE, ROWS, narrow_tile, prefetch, tile
+from unfreeze.kernels.loops.int4_panels import across, along, beside
+from unfreeze.kernels.loops.numba_options import array, narrow, serial, widen
+from unfreeze.kernels.loops.scratch import scratch
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.int4 import Int4
 

@@ -19,10 +19,10 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from unfreeze.kernels import bf16_cpu
-from unfreeze.kernels.bf16_tile import F32, FLOATS, HALVES, I32, I64, PAIRS, everywhere, multiply, pointer, zeros
-from unfreeze.kernels.numba_options import array, narrow, serial
-from unfreeze.kernels.scratch import scratch
+from unfreeze.kernels.loops import bf16_cpu
+from unfreeze.kernels.loops.bf16_tile import F32, FLOATS, HALVES, I32, I64, PAIRS, everywhere, multiply, pointer, zeros
+from unfreeze.kernels.loops.numba_options import array, narrow, serial
+from unfreeze.kernels.loops.scratch import scratch
 
 log = logging.getLogger(__name__)
 WIDEST = 32  # columns; more than that were not measured

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from unfreeze.kernels.expert_mlp.factors import Adapter
 from unfreeze.kernels.int4_expand import expand_stack
-from unfreeze.kernels.scratch import scratch
+from unfreeze.kernels.loops.scratch import scratch
 from unfreeze.quant.codec import Packed
 
 Direction = Literal["forward", "backward"]

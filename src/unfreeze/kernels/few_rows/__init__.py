@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unfreeze.kernels.choose import choose
-from unfreeze.kernels.op import Candidate, Case, Implementation, Op
+from unfreeze.kernels.choice.choose import choose
+from unfreeze.kernels.choice.op import Candidate, Case, Implementation, Op
 
 __all__ = ["OP", "few_rows_linear", "is_few"]
 

@@ -1,4 +1,4 @@
-"""Few rows on CPU: each row of W goes by once, is widened in registers and multiplied with all rows of x (kernels/row_dots.py).
+"""Few rows on CPU: each row of W goes by once, is widened in registers and multiplied with all rows of x (kernels/loops/row_dots.py).
 
 One row costs what reading W costs; each further one adds its multiplications in float32, and from four on oneDNN's bf16 GEMM is faster. Record:
 few_rows in kernels/records/ (`unfreeze kernels list --op few_rows`).
@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from numba import prange
 from torch import Tensor
 
-from unfreeze.kernels.numba_options import Kernel, array, narrow, widen
-from unfreeze.kernels.row_dots import bf16_row, halves, row_dots
+from unfreeze.kernels.loops.numba_options import Kernel, array, narrow, widen
+from unfreeze.kernels.loops.row_dots import bf16_row, halves, row_dots
 
 BLOCK = 16  # weight rows of a job
 

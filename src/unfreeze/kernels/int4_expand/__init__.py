@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from unfreeze.kernels import triton_options
-from unfreeze.kernels.choose import choose
+from unfreeze.kernels.choice.choose import choose
+from unfreeze.kernels.choice.op import Candidate, Case, Implementation, Op
 from unfreeze.kernels.int4_expand.bucket import LARGE, bucket
 from unfreeze.kernels.int4_expand.reference import expand_reference
-from unfreeze.kernels.op import Candidate, Case, Implementation, Op
+from unfreeze.kernels.loops import triton_options
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.int4 import Int4
 

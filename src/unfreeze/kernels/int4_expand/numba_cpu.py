@@ -17,7 +17,7 @@ from numba import prange
 from torch import Tensor
 
 from unfreeze.kernels.int4_expand.bucket import readable
-from unfreeze.kernels.numba_options import Kernel, array
+from unfreeze.kernels.loops.numba_options import Kernel, array
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.int4 import Int4
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unfreeze.kernels.triton_options import interpreted, power_of_two
+from unfreeze.kernels.loops.triton_options import interpreted, power_of_two
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.int4 import PER_WORD, Int4
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unfreeze.kernels import triton_options
-from unfreeze.kernels.choose import choose
+from unfreeze.kernels.choice.choose import choose
+from unfreeze.kernels.choice.op import Case, Implementation, Op
 from unfreeze.kernels.int4_expand.bucket import readable
 from unfreeze.kernels.int4_grouped_mm import reference
-from unfreeze.kernels.op import Case, Implementation, Op
+from unfreeze.kernels.loops import triton_options
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.int4 import Int4
 

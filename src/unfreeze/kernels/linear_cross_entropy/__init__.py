@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unfreeze.kernels import triton_options
-from unfreeze.kernels.choose import by_record, choose
+from unfreeze.kernels.choice.choose import by_record, choose
+from unfreeze.kernels.choice.op import Candidate, Case, Op
+from unfreeze.kernels.choice.parts import numba_refuses
 from unfreeze.kernels.linear_cross_entropy import reference
 from unfreeze.kernels.linear_cross_entropy.blocks import Answer, Dense, rows_per_block, through_head
-from unfreeze.kernels.op import Candidate, Case, Op
-from unfreeze.kernels.parts import numba_refuses
+from unfreeze.kernels.loops import triton_options
 
 __all__ = ["OP", "block_cost", "bucket", "head_cross_entropy", "linear_cross_entropy"]
 

@@ -11,7 +11,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from unfreeze.kernels.numba_options import Kernel, array, exp, narrow, widen
+from unfreeze.kernels.loops.numba_options import Kernel, array, exp, narrow, widen
 
 LANES = 16  # sums side by side: a float sum is vectorised only where its order is written down
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unfreeze.kernels.choose import choose
-from unfreeze.kernels.op import Candidate, Case, Implementation, Op
+from unfreeze.kernels.choice.choose import choose
+from unfreeze.kernels.choice.op import Candidate, Case, Implementation, Op
 from unfreeze.kernels.replay import reference
 from unfreeze.kernels.replay.launches import CannotRecord, Launches
 from unfreeze.kernels.rms_norm import rms_norm

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from unfreeze.kernels.loops.scratch import held
 from unfreeze.kernels.replay.launches import CannotRecord, Launches
-from unfreeze.kernels.scratch import held
 
 
 @dataclass

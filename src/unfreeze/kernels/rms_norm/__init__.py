@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unfreeze.kernels import compiled, liger, triton_options
-from unfreeze.kernels.choose import choose
-from unfreeze.kernels.op import Candidate, Case, Implementation, Op
-from unfreeze.kernels.parts import numba_refuses
+from unfreeze.kernels import liger
+from unfreeze.kernels.choice.choose import choose
+from unfreeze.kernels.choice.op import Candidate, Case, Implementation, Op
+from unfreeze.kernels.choice.parts import numba_refuses
+from unfreeze.kernels.loops import compiled, triton_options
 from unfreeze.kernels.rms_norm import reference
 
 __all__ = ["OP", "bucket", "rms_norm"]

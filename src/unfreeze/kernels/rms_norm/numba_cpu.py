@@ -8,7 +8,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from unfreeze.kernels.numba_options import Kernel, array, narrow, widen
+from unfreeze.kernels.loops.numba_options import Kernel, array, narrow, widen
 
 BLOCKS = 16  # of rows in the sum of weight_gradient: always as many, so that its bits don't depend on the number of threads
 LANES = 16  # sums side by side: a float sum is vectorised only where its order is written down

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unfreeze.kernels.rows import rows_view
-from unfreeze.kernels.triton_options import power_of_two
+from unfreeze.kernels.loops.rows import rows_view
+from unfreeze.kernels.loops.triton_options import power_of_two
 
 SPLITS = 256  # partial sums of the weight's gradient: enough programs to fill a GPU, and a fixed order
 

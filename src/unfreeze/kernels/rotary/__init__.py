@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from unfreeze.kernels.choose import choose
-from unfreeze.kernels.op import Case, Op
-from unfreeze.kernels.parts import wrapped
+from unfreeze.kernels.choice.choose import choose
+from unfreeze.kernels.choice.op import Case, Op
+from unfreeze.kernels.choice.parts import wrapped
 from unfreeze.kernels.rotary import reference
 
 __all__ = ["OP", "Pairing", "bucket", "rotary"]

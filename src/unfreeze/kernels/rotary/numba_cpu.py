@@ -7,7 +7,7 @@ import numpy as np
 from numba import prange
 from torch import Tensor
 
-from unfreeze.kernels.numba_options import Kernel, array, narrow, widen
+from unfreeze.kernels.loops.numba_options import Kernel, array, narrow, widen
 
 
 @numba.njit(inline="always")

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels import liger
-from unfreeze.kernels.choose import choose
-from unfreeze.kernels.op import Candidate, Case, Op
-from unfreeze.kernels.parts import wrapped
-from unfreeze.kernels.rows import rows_view
+from unfreeze.kernels.choice.choose import choose
+from unfreeze.kernels.choice.op import Candidate, Case, Op
+from unfreeze.kernels.choice.parts import wrapped
+from unfreeze.kernels.loops.rows import rows_view
 from unfreeze.kernels.swiglu import reference
 
 __all__ = ["OP", "bucket", "part_for", "swiglu"]

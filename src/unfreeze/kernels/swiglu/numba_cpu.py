@@ -10,7 +10,7 @@ import numpy as np
 from numba import prange
 from torch import Tensor
 
-from unfreeze.kernels.numba_options import Kernel, flat_rows, narrow, sigmoid, widen
+from unfreeze.kernels.loops.numba_options import Kernel, flat_rows, narrow, sigmoid, widen
 from unfreeze.kernels.swiglu.reference import backward_weighted
 
 __all__ = ["backward", "backward_weighted", "forward"]  # the experts' own loops (expert_mlp/numba_kernels) do the weighted one on a CPU

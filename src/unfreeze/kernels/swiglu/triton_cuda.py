@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unfreeze.kernels.triton_options import power_of_two
+from unfreeze.kernels.loops.triton_options import power_of_two
 
 
 @triton.jit

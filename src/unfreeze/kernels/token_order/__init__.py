@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unfreeze.kernels import triton_options
-from unfreeze.kernels.choose import choose
-from unfreeze.kernels.op import Case, Op
+from unfreeze.kernels.choice.choose import choose
+from unfreeze.kernels.choice.op import Case, Op
+from unfreeze.kernels.loops import triton_options
 from unfreeze.kernels.token_order import reference
 
 __all__ = ["OP", "bucket", "token_order"]

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unfreeze.kernels.triton_options import power_of_two
+from unfreeze.kernels.loops.triton_options import power_of_two
 
 SLOTS = 128  # per program of the sort: its ranks are a 128 x 128 comparison
 EXPERTS = 64  # compared with a block's slots at a time

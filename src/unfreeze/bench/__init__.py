@@ -1,0 +1,42 @@
+"""unfreeze bench WHAT: measure, beside peers in the same run, and append rows to benchmarks/results/<device>.jsonl.
+
+WHAT is moe, dense, load, decode, growth, layer, model or profile; `unfreeze bench WHAT --help` says what it does, how long it takes and its flags.
+`unfreeze bench report` writes docs/performance.md from the committed rows.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from unfreeze.core.command import Common
+from unfreeze.core.errors import ConfigError, nearest
+
+BENCHMARKS = {
+    "moe": "LoRA on every expert of an INT4 checkpoint, beside transformers + peft",
+    "dense": "full fine-tuning of the Qwen2-0.5B shape in bf16, beside transformers",
+    "load": "opening a checkpoint, beside a raw read of its files",
+    "decode": "generation from the INT4 checkpoint, beside transformers' generate",
+    "growth": "time and memory per token from 4 k to 64 k tokens per step, beside what the plan states",
+    "layer": "one true Kimi-K2 layer on a GPU, beside the predictions",
+    "model": "LoRA training of whole models of real shape on a GPU",
+    "profile": "where the time of a job's step goes, per op, beside the machine's GEMM and copy rates",
+    "report": "docs/performance.md from the committed rows",
+}
+
+
+def usage() -> str:
+    width = max(map(len, BENCHMARKS))
+    lines = [f"  unfreeze bench {name:<{width}}  {summary}" for name, summary in BENCHMARKS.items()]
+    return "\n".join([(__doc__ or "").strip(), "", *lines])
+
+
+def main(arguments: list[str], common: Common) -> dict[str, Any]:
+    """-> what the subcommand found: rows, and the file they were appended to."""
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(usage())
+        return {}
+    if not arguments or arguments[0] not in BENCHMARKS:
+        given = f"{arguments[0]!r}{nearest(arguments[0], BENCHMARKS)}" if arguments else "nothing"
+        raise ConfigError(f"bench takes one of {', '.join(BENCHMARKS)}; got {given}", next="unfreeze bench --help")
+    return importlib.import_module(f"unfreeze.bench.{arguments[0]}").main(arguments[1:], common)

@@ -1,0 +1,58 @@
+"""unfreeze compare runs/a runs/b …: config differences, curves on one picture, and a table, in the terminal and as one HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from tyro.conf import Positional, arg
+
+from unfreeze.config.parse import Folder, Frozen, parse, writing
+from unfreeze.core.command import Common
+from unfreeze.report import compare
+from unfreeze.report.page import write_page
+from unfreeze.report.run import Run
+
+
+class Config(Frozen):
+    runs: Annotated[tuple[Folder, ...], Positional, arg(metavar="RUN")] = Field(description="run folders, two to twelve, for example runs/a runs/b")
+    html: Folder = Field(default="", description="the page; default compare-<names>.html beside the first run")
+
+
+def main(arguments: list[str], common: Common) -> dict[str, Any]:
+    """Compare; -> runs (a row of results each), differences (field -> values), caution, html (path of the page)."""
+    config = parse(Config, arguments, command="compare", description=__doc__ or "", positional=True)
+    runs = compare.read_runs(config.runs)
+    names = [name.replace("/", "-") for name in compare.names(runs)]
+    target = Path(config.html) if config.html else runs[0].path.resolve().parent / f"compare-{'-'.join(names)[:100]}.html"
+    with writing(target, "html"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_page(target, compare.page(runs))
+    if not (common.quiet or common.json):
+        show(runs, Console())
+        print(f"curves: {target}")
+    return {**compare.as_dict(runs), "html": str(target)}
+
+
+def show(runs: list[Run], console: Console) -> None:
+    """Both tables, runs as columns so that two to four fit a terminal, and what to be careful with."""
+    names = compare.names(runs)
+    results = [compare.result(run, name).cells() for run, name in zip(runs, names, strict=True)]
+    rows = [(head, *(cells[i] for cells in results)) for i, head in enumerate(compare.RESULT_HEAD) if i]
+    differences = [(field, *values) for field, values in compare.differences(runs).items()]
+    for title, lines in (("results", rows), ("configuration", differences)):
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
+        for head in ("", *names):
+            table.add_column(Text(head), overflow="fold")
+        for line in lines:
+            table.add_row(*(Text(cell) for cell in line))
+        if lines:
+            console.print(table)
+    if not differences:
+        console.print("the configurations are the same")
+    if caution := compare.caution(runs):
+        console.print(Text(caution))

@@ -1,0 +1,202 @@
+"""unfreeze data show F --model M: the data as the model will see it. Trains nothing, reads no weights.
+
+Samples with their tokens by loss weight, lengths, supervised share, truncations, exact duplicates, bad rows, and how full packing makes a step.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+from rich.console import Console
+from rich.text import Text as Line
+from tyro.conf import Positional, arg
+
+from unfreeze.config.parse import Files, Frozen, ModelName, parse
+from unfreeze.core.command import Common
+from unfreeze.core.errors import ConfigError, nearest
+from unfreeze.job.training import refuse_absent
+
+if TYPE_CHECKING:
+    from unfreeze.data import Dataset, Example, Examples, Tokenizer
+
+BAR = 40  # characters of the longest bar
+BINS = 8
+SHOWN_TOKENS = 400  # of a sample, on the terminal; --json gives all
+NEWLINE = "\u23ce"
+
+
+class Config(Frozen):
+    """What a training run with the same flags would see."""
+
+    data: Annotated[Files, Positional, arg(metavar="F")] = Field(min_length=1, description="data files: .jsonl or .txt")
+    model: ModelName = Field(description="checkpoint folder, or Hugging Face id org/name: its tokenizer and chat template are used")
+    samples: int = Field(default=3, ge=0, description="documents shown token by token, from the first file's beginning")
+    row: tuple[int, ...] = Field(default=(), description="show every example of these rows (line numbers of the file) instead")
+    sequence_length: int = Field(default=2048, ge=2, description="longest document in tokens")
+    tokens_per_step: int = Field(default=4096, ge=2, description="tokens that are packed together; bounds sequence_length")
+    truncation: Literal["tail", "head", "error", "drop", "split"] = Field(
+        default="tail", description="documents over sequence_length: cut the tail or head, stop, drop the row, or split (texts)"
+    )
+    packing: Literal["none", "first_fit", "best_fit"] = Field(
+        default="first_fit", description="how documents share a step: one alone, or as many as fit, first or best"
+    )
+    supervise: Literal["assistant", "all"] = Field(default="assistant", description="loss on the assistant's turns, or on every token")
+    turns: Literal["auto", "whole", "each", "last"] = Field(default="auto", description="examples of a conversation, as sft's")
+    reasoning: Literal["auto", "inline", "drop"] = Field(default="auto", description="what becomes of reasoning_content, as sft's")
+    template_variables: tuple[str, ...] = Field(default=(), description="NAME=VALUE for the chat template, as sft's")
+    template_date: str = Field(default="", description="date the chat template writes, as sft's; default: now")
+
+
+def main(arguments: list[str], common: Common) -> dict[str, Any]:
+    """-> stats, vocabulary (base, total, padded), lengths (min, median, p95, max, histogram), samples (row, tokens, texts, weights)."""
+    if arguments[:1] in (["-h"], ["--help"]):
+        arguments = ["show", *arguments]
+    if not arguments or arguments[0] != "show":
+        given = f"{arguments[0]!r}{nearest(arguments[0], ['show'])}" if arguments else "nothing"
+        raise ConfigError(f"data takes the subcommand show, got {given}", next="unfreeze data show FILE.jsonl --model MODEL")
+    config = parse(Config, arguments[1:], command="data show", description=__doc__ or "", positional=True)
+    refuse_absent(("data", file) for file in config.data)
+    facts = show(config)
+    if not common.quiet:
+        _print(facts, Console(stderr=common.json, highlight=False))
+    return facts
+
+
+def show(config: Config) -> dict[str, Any]:
+    """The account of the data as plain JSON. Bad rows are counted and listed, never raised."""
+    from unfreeze.data import Batches, encode_files, load_tokenizer
+    from unfreeze.data.templates import template_time, template_values
+
+    folder = model_folder(config.model)
+    now, variables = template_time(config.template_date), template_values(config.template_variables)
+    tokenizer = load_tokenizer(folder, now=now, template_variables=variables)
+    length = min(config.sequence_length, config.tokens_per_step)
+    dataset = encode_files(
+        config.data, tokenizer, length, truncation=config.truncation, supervise=config.supervise, turns=config.turns, reasoning=config.reasoning,
+        on_bad_row="skip",
+    )  # fmt: skip
+    batches = Batches(dataset.examples, config.tokens_per_step, seed=0, packing=config.packing)
+    dataset.stats.packing, dataset.stats.efficiency = config.packing, batches.efficiency()
+    return {
+        "stats": dataset.stats.as_dict(),
+        "summary": dataset.stats.summary(),
+        "vocabulary": vocabulary(folder, tokenizer),
+        "lengths": lengths(dataset.examples),
+        "samples": [sample(example, tokenizer) for example in chosen(dataset, config)],
+    }
+
+
+def model_folder(model: str) -> Path:
+    """The folder with the model's tokenizer; of a Hub id only the small files are downloaded."""
+    from unfreeze.checkpoint import hub
+
+    folder = Path(model)
+    if folder.is_dir():
+        return folder
+    if hub.is_id(model):
+        return hub.download(model, partial(print, file=sys.stderr), allow=hub.TEXT_FILES)
+    raise ConfigError(f"model = {model!r} is neither a folder nor a Hugging Face id", next="--model FOLDER, or --model org/name")
+
+
+def vocabulary(folder: Path, tokenizer: Tokenizer) -> dict[str, int] | None:
+    """VocabSpec {base, total, padded} of tokenizer and config.json; None where the folder has no config.json to hold it against."""
+    from unfreeze.checkpoint.manifest import read_json
+    from unfreeze.data import check_vocab
+
+    if not (folder / "config.json").is_file():
+        return None
+    config = read_json(folder / "config.json")
+    return asdict(check_vocab(tokenizer, config.get("text_config", config)["vocab_size"]))
+
+
+def lengths(examples: Examples) -> dict[str, Any]:
+    """Tokens per document before truncation: min, median, p95, max, and a histogram of at most BINS bins [from, to, documents]."""
+    import numpy as np
+
+    whole_N = examples.lengths_N + examples.cuts_N
+    low, high = int(whole_N.min()), int(whole_N.max())
+    width = (high - low) // BINS + 1
+    counts = np.bincount((whole_N - low) // width)
+    bins = [[low + i * width, low + (i + 1) * width - 1, int(count)] for i, count in enumerate(counts)]
+    median, p95 = (int(np.percentile(whole_N, share, method="higher")) for share in (50, 95))
+    return {"min": low, "median": median, "p95": p95, "max": high, "histogram": bins}
+
+
+def chosen(dataset: Dataset, config: Config) -> list[Example]:
+    """The documents to show. Raises ConfigError for a row that became none."""
+    examples = dataset.examples
+    if not config.row:
+        return examples[: config.samples]
+    rows = examples.rows_N.tolist()
+    absent = next((row for row in config.row if row not in rows), None)
+    if absent is not None:
+        why = next((f": {item.reason}" for item in dataset.stats.listed if item.row == absent), "")
+        raise ConfigError(f"row {absent} is not among the documents{why}", next=f"rows {examples.rows_N[0]} to {examples.rows_N[-1]}")
+    return [examples[i] for row in config.row for i, other in enumerate(rows) if other == row]
+
+
+def sample(example: Example, tokenizer: Tokenizer) -> dict[str, Any]:
+    """One document token by token; joined, the texts are the document. A character of several tokens stands at the last of them."""
+    decoder = tokenizer.stream_decoder(skip_specials=False)
+    texts = [decoder.push(token) for token in example.tokens]
+    texts[-1] += decoder.finish()
+    return {
+        "row": example.row, "tokens": list(example.tokens), "texts": texts, "weights": [float(weight) for weight in example.weights],
+        "supervised": example.num_supervised, "cut": example.cut,
+    }  # fmt: skip
+
+
+def stretches(texts: Sequence[str], weights: Sequence[float]) -> list[tuple[str, bool]]:
+    """Neighbouring tokens of the same kind joined: (text, supervised)."""
+    joined: list[tuple[str, bool]] = []
+    for text, weight in zip(texts, weights, strict=True):
+        if joined and joined[-1][1] == bool(weight):
+            joined[-1] = (joined[-1][0] + text, joined[-1][1])
+        else:
+            joined.append((text, bool(weight)))
+    return joined
+
+
+def coloured(shown: dict[str, Any], *, colour: bool) -> Line:
+    """A sample as one text: supervised tokens green, alternating shades where tokens part; without colours they stand in [[ ]]."""
+    line = Line()
+    texts, weights = shown["texts"][:SHOWN_TOKENS], shown["weights"][:SHOWN_TOKENS]
+    if not colour:
+        for text, supervised in stretches(texts, weights):
+            line.append(f"[[{text}]]" if supervised else text)
+    else:
+        for i, (text, weight) in enumerate(zip(texts, weights, strict=True)):
+            line.append(text.replace("\n", NEWLINE + "\n"), style=("bold green", "green")[i % 2] if weight else ("dim", "")[i % 2])
+    if len(shown["texts"]) > SHOWN_TOKENS:
+        line.append(f" ... {len(shown['texts']) - SHOWN_TOKENS} more tokens")
+    return line
+
+
+def _print(facts: dict[str, Any], console: Console) -> None:
+    def say(text: str | Line, style: str = "") -> None:
+        console.print(text, style=style, markup=False, soft_wrap=True)
+
+    say(facts["summary"], style="bold")
+    sizes = facts["lengths"]
+    say(f"lengths in tokens before truncation: min {sizes['min']}, median {sizes['median']}, p95 {sizes['p95']}, max {sizes['max']}")
+    most = max(count for _, _, count in sizes["histogram"])
+    for low, high, count in sizes["histogram"]:
+        say(f"  {low:>7} to {high:<7} {'#' * -(-BAR * count // most)} {count}")
+    stats = facts["stats"]
+    lists = {"dropped or bad": ("listed", stats["dropped"] + stats["bad"]), "truncated": ("cuts", stats["truncated"])}
+    for title, (name, total) in {**lists, "duplicates": ("repeats", stats["duplicates"])}.items():
+        if total:
+            say(f"{title}: {total} rows" + (f", the first {len(stats[name])}" if total > len(stats[name]) else ""))
+        for item in stats[name]:
+            say(f"  {item['file'] + ', ' if item['file'] else ''}{item['reason']}")
+    legend = "green: supervised" if console.is_terminal else "[[ ]]: supervised"
+    for shown in facts["samples"]:
+        cut = f", {shown['cut']} cut" if shown["cut"] else ""
+        say(f"\nrow {shown['row']}: {len(shown['tokens'])} tokens, {shown['supervised']} supervised{cut} ({legend})", style="bold")
+        say(coloured(shown, colour=console.is_terminal))

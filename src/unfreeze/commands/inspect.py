@@ -1,0 +1,215 @@
+"""unfreeze inspect MODEL: what is in a checkpoint (family, layers, experts, formats, bytes). Reads headers only, no tensor."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+from rich.console import Console
+from rich.table import Table
+from tyro.conf import Positional, arg
+
+from unfreeze.config.parse import Frozen, parse
+from unfreeze.core.command import Common
+from unfreeze.core.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from unfreeze.checkpoint import Manifest, TensorInfo
+    from unfreeze.quant.codec import Codec
+
+OTHER = "other"
+OTHER_NAMES = r"(^|\.)(vision|visual|audio|image|mm_projector|multi_modal_projector)"  # of a model without a family: other senses' towers
+
+class Config(Frozen):
+    model: Annotated[str, Positional, arg(metavar="MODEL")] = Field(description="checkpoint folder, or Hugging Face id org/name")
+
+
+def main(arguments: list[str], common: Common) -> dict[str, Any]:
+    """Print and return the facts."""
+    config = parse(Config, arguments, command="inspect", description=__doc__ or "", positional=True)
+    facts = inspect(config.model)
+    if not common.quiet:
+        _print(facts, Console(stderr=common.json))
+    return facts
+
+
+def inspect(source: str) -> dict[str, Any]:
+    """Facts about a checkpoint as plain JSON, from config.json and file headers.
+
+    parameters      weights of the language model (not the words or scales they are packed in); None where a format cannot be read
+    bytes, tensors  of the language model; what else lies there (a vision tower, heads for later tokens) is the group "other", in no total
+    notes           fields of config.json that are not followed, named; none where the family isn't built
+    family          "not built" (and why, in `reason`) where this model cannot be loaded; format "unsupported (…)" where its weights cannot
+    """
+    from unfreeze.checkpoint import open_checkpoint
+    from unfreeze.data.tokenizer import has_tokenizer
+    from unfreeze.generate.open import notes
+
+    manifest = open_checkpoint(source, progress=lambda line: print(line, file=sys.stderr))
+    family, is_other = _family(manifest.config)
+    format_name, codec = _format(manifest.config)
+    groups = _groups(manifest, is_other, codec, format_name)
+    model = [group for name, group in groups.items() if name != OTHER]
+    total = _total(group["parameters"] for group in model)
+    return {
+        "path": str(manifest.path),
+        **family,
+        "notes": [] if "reason" in family else notes(manifest.config),
+        "format": format_name,
+        "tokenizer": has_tokenizer(manifest.path),
+        "files": len(manifest.files),
+        "tensors": sum(group["tensors"] for group in model),
+        "bytes": sum(group["bytes"] for group in model),
+        "parameters": total,
+        "expanded_bytes": None if total is None else 2 * total,
+        "groups": groups,
+    }
+
+
+def _family(config: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[str], bool]]:
+    """(sizes from config.json, which tensor names are not the language model's)."""
+    from unfreeze import models
+    from unfreeze.core.errors import CheckpointError
+
+    try:
+        shape = models.shape(config)
+    except CheckpointError as error:
+        return _not_built(config, error.message), lambda name: re.search(OTHER_NAMES, name) is not None
+    facts = {
+        "model_type": shape.model_type,
+        "family": shape.family,
+        "layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "heads": shape.num_heads,
+        "vocabulary": shape.vocab_size,
+        "max_positions": shape.max_positions,
+        "attention": "MLA" if shape.mla else f"GQA {shape.num_heads}/{shape.num_kv_heads}",
+        "experts": shape.num_experts,
+        "experts_per_token": shape.experts_per_token,
+        "moe_layers": sum(shape.is_moe(layer) for layer in range(shape.num_layers)),
+    }
+    return facts, lambda name: any(re.fullmatch(pattern, name) for pattern in models.ignored(shape))
+
+
+def _not_built(config: Mapping[str, Any], reason: str) -> dict[str, Any]:
+    """The same fields for a model without a family: what its config.json calls by the usual names, None for the rest."""
+    text = config.get("text_config")
+    given = text if isinstance(text, Mapping) else config
+
+    def field(name: str) -> Any:
+        """A whole number or a text; anything else is no fact about a model."""
+        return given.get(name) if type(given.get(name)) is (str if name == "model_type" else int) else None
+
+    heads = field("num_attention_heads")
+    return {
+        "model_type": field("model_type"),
+        "family": "not built",
+        "reason": reason,
+        "layers": field("num_hidden_layers"),
+        "hidden_size": field("hidden_size"),
+        "heads": heads,
+        "vocabulary": field("vocab_size"),
+        "max_positions": field("max_position_embeddings"),
+        "attention": f"{heads} heads" if heads else None,
+        "experts": next((field(name) for name in ("n_routed_experts", "num_experts", "num_local_experts") if field(name)), 0),
+        "experts_per_token": field("num_experts_per_tok") or 0,
+        "moe_layers": None,
+    }
+
+
+def _format(config: Mapping[str, Any]) -> tuple[str, Codec | None]:
+    """(name of the weights' format, its codec); "dense" has none, nor has one that is not supported."""
+    from unfreeze.core.errors import ConfigError
+    from unfreeze.quant import from_quantization_config
+
+    try:
+        quantized = from_quantization_config(config)
+    except ConfigError as error:
+        return f"unsupported ({error.message})", None
+    return (quantized[0].name, quantized[0]) if quantized else ("dense", None)
+
+
+def _groups(manifest: Manifest, is_other: Callable[[str], bool], codec: Codec | None, format_name: str) -> dict[str, dict[str, Any]]:
+    """group -> parameters, bytes, tensors, formats; groups as in the receipt and in --lora.targets, "other" last."""
+    from unfreeze.adapters.attach import GROUPS, group_of
+
+    members: dict[str, dict[str, TensorInfo]] = {}
+    for name, info in manifest.by_model_name().items():
+        members.setdefault(OTHER if is_other(name) else group_of(name), {})[name] = info
+    return {
+        group: {
+            "parameters": _parameters(members[group], codec, countable=not format_name.startswith("unsupported")),
+            "bytes": sum(info.nbytes for info in members[group].values()),
+            "tensors": len(members[group]),
+            "formats": sorted({codec.name if codec and _suffix(name) in codec.suffixes else info.dtype for name, info in members[group].items()}),
+        }
+        for group in (*GROUPS, OTHER)
+        if group in members
+    }
+
+
+def _parameters(tensors: Mapping[str, TensorInfo], codec: Codec | None, *, countable: bool) -> int | None:
+    """Weights in these tensors: as many as each holds, and the logical size of packed ones, which the codec knows from its parts' shapes.
+
+    None where a tensor is of an unreadable format (not countable): its elements may be several weights, or the scales of some.
+    """
+    import torch
+
+    if not countable and any(info.dtype not in ("BF16", "F16", "F32") or "scale" in _suffix(name) for name, info in tensors.items()):
+        return None
+    packed: dict[str, dict[str, torch.Tensor]] = {}
+    count = 0
+    for name, info in tensors.items():
+        if codec is not None and _suffix(name) in codec.suffixes:
+            packed.setdefault(name.rpartition(".")[0], {})[_suffix(name)] = torch.empty(info.shape, device="meta")
+        else:
+            count += math.prod(info.shape)
+    if codec is not None:
+        count += sum(math.prod(codec.shape(parts)) for parts in packed.values())
+    return count
+
+
+def _suffix(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _total(counts: Iterable[int | None]) -> int | None:
+    known = list(counts)
+    return None if None in known else sum(count for count in known if count is not None)
+
+
+def _print(facts: dict[str, Any], console: Console) -> None:
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    say(facts["path"], style="bold")
+    layers = "layers" if facts["moe_layers"] is None else f"layers, {facts['moe_layers']} of them"
+    experts = f" {layers} with {facts['experts']} experts (top-{facts['experts_per_token']})" if facts["experts"] else " layers"
+    say(f"{facts['model_type']} (family {facts['family']}): {_number(facts['layers'])}{experts}, "
+        f"hidden {_number(facts['hidden_size'])}, {facts['attention'] or 'attention unknown'}, vocabulary {_number(facts['vocabulary'])}, "
+        f"{_number(facts['max_positions'])} positions")  # fmt: skip
+    if "reason" in facts:
+        say(f"it cannot be loaded: {facts['reason']}")
+    for note in facts["notes"]:
+        say(f"warning: {note}")
+    table = Table(box=None, pad_edge=False)
+    for column in ("group", "parameters", "bytes", "tensors", "format"):
+        table.add_column(column, justify="left" if column in ("group", "format") else "right")
+    for name, group in facts["groups"].items():
+        label = f"{name} (not the language model)" if name == OTHER else name
+        table.add_row(label, _count(group["parameters"]), format_bytes(group["bytes"]), f"{group['tensors']:,}", ", ".join(group["formats"]))
+    console.print(table)
+    expanded = "" if facts["expanded_bytes"] is None else f"; in bf16 it would be {format_bytes(facts['expanded_bytes'])}"
+    say(f"total {_count(facts['parameters'])} parameters in {format_bytes(facts['bytes'])}, {facts['files']} files{expanded}; "
+        f"format {facts['format']}; tokenizer {'present' if facts['tokenizer'] else 'absent (token ids only)'}")  # fmt: skip
+
+
+def _number(value: int | None) -> str:
+    return "–" if value is None else f"{value:,}"
+
+
+def _count(value: int | None) -> str:
+    return "–" if value is None else format_count(value)

@@ -1,0 +1,234 @@
+"""unfreeze kernels list: which implementation of each op runs here, and why. unfreeze kernels measure: time them, and write the records that decide.
+
+A candidate runs where a record says that it is exact enough, forward and backward, and at least 5 % faster than plain torch beyond the spread
+of both. Records come with the package for some machines; measure makes them for yours.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+from rich.console import Console
+from rich.table import Table
+
+from unfreeze.config.parse import USERS_OWN, Folder, Frozen, parse
+from unfreeze.core.command import Common
+from unfreeze.core.errors import ConfigError, nearest
+from unfreeze.core.units import format_seconds
+
+if TYPE_CHECKING:
+    import torch
+
+    from unfreeze.kernels.choice.op import Case, Op
+    from unfreeze.kernels.choice.record import Row
+
+Cell = tuple["Op", "Case", "torch.dtype"]
+
+
+class Listed(Frozen):
+    """What to list."""
+
+    op: tuple[str, ...] = Field(default=(), description="ops, such as rms_norm attention; default: all")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda if there is one")
+    threads: int = Field(default=0, ge=0, description="CPU threads of torch and numba; 0: as many as cores")
+
+
+class Measured(Listed):
+    """What to measure, and where the records go."""
+
+    to: Literal["package", "user"] = Field(
+        default="package", description="package: the records that are committed; user: your own, which win over them (~/.cache/unfreeze/kernels)"
+    )
+    out: Folder = Field(default="", description="a file of your choice instead; nothing reads it by itself")
+    seconds: float = Field(
+        default=1.0, gt=0, le=600, description="timing of one op, shape and dtype, in seconds; at least 9 samples of each, no more once it is clear"
+    )
+
+
+def main(arguments: list[str], common: Common) -> dict[str, Any]:
+    """measure -> device, file, rows, unmeasured, finished, seconds. list -> device, records, ops (op, bucket, dtype, runs, why, candidates)."""
+    if arguments[:1] in (["-h"], ["--help"]):
+        arguments = ["measure", *arguments]
+    if not arguments or arguments[0] not in ("measure", "list"):
+        given = f"{arguments[0]!r}{nearest(arguments[0], ['measure', 'list'])}" if arguments else "nothing"
+        raise ConfigError(f"kernels takes the subcommand measure or list, got {given}", next="unfreeze kernels list")
+    config = parse(Measured if arguments[0] == "measure" else Listed, arguments[1:], command=f"kernels {arguments[0]}", description=__doc__ or "")
+    return measure(config, common) if isinstance(config, Measured) else listing(config, common)
+
+
+def chosen_ops(config: Listed) -> dict[str, Op]:
+    """The ops by name, all of them if none is named. Raises ConfigError for an unknown name."""
+    from unfreeze.kernels.choice import ops
+
+    return {name: ops.load(name) for name in config.op or ops.OPS}
+
+
+def cells(ops: dict[str, Op]) -> list[Cell]:
+    """Everything a record can speak of."""
+    return [(op, case, dtype) for op in ops.values() for case in op.cases for dtype in case.dtypes]
+
+
+def measure(config: Measured, common: Common) -> dict[str, Any]:
+    """Measure cell by cell; what is done is written after each op, also when Ctrl-C ends it."""
+    import torch
+
+    from unfreeze.job.device import pick_device
+    from unfreeze.kernels.choice import measure as kernels
+    from unfreeze.kernels.choice.record import device_key
+    from unfreeze.kernels.loops.scratch import release_scratch
+
+    ops, device = chosen_ops(config), pick_device(config.device, config.threads)
+    file, begun = destination(config, device_key(device)), time.perf_counter()
+    writable(file)
+
+    def say(text: str) -> None:
+        if not common.quiet:
+            print(text, file=sys.stderr, flush=True)
+
+    how = "CUDA events, the L2 cache overwritten before each sample" if device.type == "cuda" else (
+        f"{torch.get_num_threads()} threads, wall clock" if torch.get_num_threads() > 1 else "1 thread, CPU time"
+    )  # fmt: skip
+    say(f"{device_key(device)}, torch {torch.__version__}, {how}; forward and backward together, medians (± interquartile range), sampled in turn")
+    rows: list[Row] = []
+    unmeasured: list[dict[str, str]] = []
+    finished, wanted = True, cells(ops)
+    try:
+        for number, (op, case, dtype) in enumerate(wanted, start=1):
+            name = f"{op.name}, {case.bucket}, {str(dtype).removeprefix('torch.')}"
+            try:
+                new = kernels.measure(op, case, device, dtype, config.seconds)
+            except Exception as error:  # the reference itself fails (out of memory, say): nothing to compare with, but the next cell may do
+                unmeasured.append({"cell": name, "reason": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"})
+                say(f"{number:>3}/{len(wanted)}  {name}: not measured, the reference fails: {unmeasured[-1]['reason']}")
+                continue
+            rows += new
+            say(f"{number:>3}/{len(wanted)}  {name}: {told(new)}")
+            if number == len(wanted) or wanted[number][0] is not op:
+                save(file, rows, ops)
+                release_scratch()
+    except KeyboardInterrupt:
+        finished = False
+        save(file, rows, ops)
+    seconds = time.perf_counter() - begun
+    say(f"{len(rows)} rows in {file}, {format_seconds(seconds)}{'' if finished else '; interrupted: the rest keeps its former records'}")
+    return {
+        "device": device_key(device), "file": str(file), "rows": rows, "unmeasured": unmeasured, "finished": finished, "seconds": round(seconds, 1),
+    }  # fmt: skip
+
+
+def told(rows: list[Row]) -> str:
+    """What one cell's rows say, in one line."""
+    if not rows:
+        return "no candidate runs here"
+    timed = [row for row in rows if "refused" not in row]
+    parts = [
+        f"{row['candidate']} {row['reference_median_us'] / row['median_us']:.2f} x ({row['median_us']:.0f} ± {row['spread_us']:.0f} us, "
+        f"error {max(row['error_forward'], row['error_backward']):.1e})"
+        for row in timed
+    ] + [f"{row['candidate']} refused: {row['refused']}" for row in rows if "refused" in row]
+    reference = f"; reference {timed[0]['reference_median_us']:.0f} ± {timed[0]['reference_spread_us']:.0f} us" if timed else ""
+    return ", ".join(parts) + reference
+
+
+def destination(config: Measured, key: str) -> Path:
+    """The file of records that is added to."""
+    from unfreeze.kernels.choice import record
+
+    if config.out:
+        return Path(config.out)
+    return (record.user_folder() if config.to == "user" else record.COMMITTED) / f"{key}.json"
+
+
+def writable(file: Path) -> None:
+    """Refuse before the work, not after it. Raises ConfigError where the file's folder cannot be written."""
+    import tempfile
+
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.is_dir():
+            raise IsADirectoryError(0, "is a folder")
+        with tempfile.TemporaryFile(dir=file.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"the records would go to {file}, which cannot be written: {error.strerror}",
+            next="unfreeze kernels measure --to user, or --out FILE",
+        ) from error
+
+
+def save(file: Path, rows: list[Row], ops: dict[str, Op]) -> None:
+    from unfreeze.kernels.choice import record
+
+    if not rows:
+        return
+    try:
+        record.write(file, rows, ops)
+    except OSError as error:
+        if error.errno not in USERS_OWN:
+            raise
+        raise ConfigError(f"out = {str(file)!r} cannot be written: {error.strerror}", next="give another file with --out") from error
+
+
+def listing(config: Listed, common: Common) -> dict[str, Any]:
+    """What runs here and why, for every op, shape bucket and dtype."""
+    from unfreeze.job.device import pick_device
+    from unfreeze.kernels.choice.choose import by_record
+    from unfreeze.kernels.choice.record import device_key
+
+    ops, device = chosen_ops(config), pick_device(config.device, config.threads)
+    listed = []
+    for op, case, dtype in cells(ops):
+        runs, why = by_record(op, device, dtype, case.bucket)
+        listed.append({
+            "op": op.name, "bucket": case.bucket, "dtype": str(dtype).removeprefix("torch."), "runs": runs, "why": why,
+            "candidates": standing(op, case, device, dtype),
+        })  # fmt: skip
+    result = {"device": device_key(device), "ops": listed}
+    if not (common.quiet or common.json):
+        show(result)
+    return result
+
+
+def standing(op: Op, case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+    """Each candidate: why it cannot run here, or what its record says."""
+    from unfreeze.kernels.choice.record import speaking_for
+
+    rows = {row["candidate"]: row for row in speaking_for(op, device, dtype, case.bucket)[1]}
+    said = {}
+    for name, candidate in op.candidates.items():
+        refused, row = candidate.refuses(device.type, dtype), rows.get(name)
+        if refused:
+            said[name] = f"cannot run: {refused}"
+        elif row is None:
+            said[name] = "no record"
+        elif "refused" in row:
+            said[name] = f"refused: {row['refused']}"
+        else:
+            said[name] = f"{row['reference_median_us'] / row['median_us']:.2f} x, error {max(row['error_forward'], row['error_backward']):.1e}"
+            said[name] += ", runs only where impl names it" * (device.type in candidate.named_on)
+    return said
+
+
+def show(result: dict[str, Any]) -> None:
+    """The table, and below it which candidates cannot run on this device at all."""
+    console = Console()
+    table = Table(box=None, pad_edge=False, title=result["device"], title_justify="left")
+    for name in ("op", "bucket", "dtype", "runs", "why", "others"):
+        table.add_column(name, overflow="fold")
+    cannot: dict[str, None] = {}
+    for entry in result["ops"]:
+        others = []
+        for name, said in entry["candidates"].items():
+            if said.startswith("cannot run: "):
+                cannot[f"{entry['op']} {name}: {said.removeprefix('cannot run: ')}"] = None
+            elif name != entry["runs"]:
+                others.append(f"{name} {said}")
+        columns = [*(entry[key] for key in ("op", "bucket", "dtype", "runs", "why")), "; ".join(others)]
+        table.add_row(*(text.replace("[", r"\[") for text in columns))
+    console.print(table)
+    for line in cannot:
+        console.print(line, style="dim", markup=False)

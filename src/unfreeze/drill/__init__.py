@@ -1,0 +1,133 @@
+"""unfreeze drill: plant every fault people lose days to, in a sandbox, and show the line that names it.
+
+29 rows (L loading, N numbers, M mixtures of experts, R runs), most with several faults. Each fault is planted for real in a temporary folder:
+nothing of yours is touched. A fault that goes through unnamed ends the drill with exit code 1. --clean does the opposite: ten clean runs of
+different families under the same guards, of which none may raise an alarm.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from unfreeze.config.parse import Frozen, parse
+from unfreeze.core.command import Common
+from unfreeze.core.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from unfreeze.drill.fault import Fault
+    from unfreeze.drill.sandbox import Sandbox
+
+
+class Config(Frozen):
+    """What to drill."""
+
+    only: tuple[str, ...] = Field(default=(), description="rows to plant, such as L7 N1; default: all 29")
+    clean: bool = Field(default=False, description="plant nothing: ten clean runs of different families, of which none may raise an alarm")
+
+
+def main(arguments: list[str], common: Common) -> dict[str, Any]:
+    """-> faults (row, title, named, caught_by, line, next, seconds), rows, rows_named, unnamed, seconds, exit_code. Or of clean: runs, alarms."""
+    config = parse(Config, arguments, command="drill", description=__doc__ or "")
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="unfreeze-drill-") as folder:
+        from unfreeze.drill.sandbox import Sandbox
+
+        result = clean(Sandbox(Path(folder)), common) if config.clean else drill(config.only, Sandbox(Path(folder)), common)
+    return {**result, "seconds": round(time.perf_counter() - started, 1)}
+
+
+def faults() -> list[Fault]:
+    """All faults, in the order of their rows."""
+    from unfreeze.drill import experts, loading, numbers, runs
+    from unfreeze.drill.fault import ROWS
+
+    known = [*loading.FAULTS, *numbers.FAULTS, *experts.FAULTS, *runs.FAULTS]
+    return sorted(known, key=lambda fault: ROWS.index(fault.row))  # stable: a row's faults stay in the order they were written
+
+
+def drill(only: Sequence[str], sandbox: Sandbox, common: Common) -> dict[str, Any]:
+    """Plant the faults of the rows `only` (none: all), say each as it comes, then the table."""
+    from unfreeze.drill.fault import ROWS
+
+    wanted = [row.upper() for row in only] or list(ROWS)
+    unknown = [row for row in wanted if row not in ROWS]
+    if unknown:
+        raise ConfigError(f"only = {unknown[0]!r} is no row of the drill{nearest(unknown[0], ROWS)}", next=f"one or more of {' '.join(ROWS)}")
+    chosen = [fault for fault in faults() if fault.row in wanted]
+    planted = []
+    for number, fault in enumerate(chosen, start=1):
+        planted.append(plant(fault, sandbox))
+        if not common.quiet:
+            state = "named" if planted[-1]["named"] else "UNNAMED"
+            print(f"{number:>3}/{len(chosen)}  {fault.row}  {state:<7}  {fault.title}  ({planted[-1]['seconds']:.1f} s)", file=sys.stderr, flush=True)
+    absent = [row for row in wanted if row not in {fault.row for fault in chosen}]
+    unnamed = sorted({entry["row"] for entry in planted if not entry["named"]} | set(absent), key=ROWS.index)
+    result = {
+        "faults": planted, "rows": len(set(wanted)), "rows_named": len(set(wanted)) - len(unnamed), "unnamed": unnamed,
+        "exit_code": 1 if unnamed else 0,
+    }  # fmt: skip
+    if not (common.quiet or common.json):
+        show(result)
+    return result
+
+
+def plant(fault: Fault, sandbox: Sandbox) -> dict[str, Any]:
+    """One fault, planted. Anything but an Outcome means that it went unnamed: silence, a wrong line, or a traceback."""
+    from unfreeze.drill.fault import Unnamed
+
+    started = time.perf_counter()
+    entry: dict[str, Any] = {"row": fault.row, "title": fault.title, "named": False, "caught_by": "", "line": "", "next": ""}
+    try:
+        outcome = fault.plant(sandbox)
+        entry |= {"named": True, "caught_by": outcome.caught_by, "line": one_line(outcome.line), "next": outcome.next}
+    except Unnamed as error:
+        entry["line"] = one_line(str(error))
+    except Exception as error:  # a planted fault may break anything; what is not a clear line is reported as unnamed, never swallowed
+        entry["line"] = one_line(f"a user would see a traceback: {type(error).__name__}: {error}")
+    return {**entry, "seconds": round(time.perf_counter() - started, 2)}
+
+
+def one_line(text: str) -> str:
+    """The text without line breaks; the sandbox's folder names would say nothing to a reader."""
+    import re
+
+    return re.sub(r"/\S*unfreeze-drill-[^/\s]+/", "", " ".join(text.split()))
+
+
+def show(result: dict[str, Any]) -> None:
+    """The table: fault, caught by, line."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, expand=True)
+    for name, ratio in (("row", None), ("fault", 3), ("caught by", 3), ("line", 8)):
+        table.add_column(name, ratio=ratio, overflow="fold")
+    for entry in result["faults"]:
+        caught = entry["caught_by"] if entry["named"] else "[bold red]nobody[/]"
+        table.add_row(entry["row"], entry["title"], caught, entry["line"].replace("[", r"\["))
+    Console().print(table)
+    verdict = f"{result['rows_named']}/{result['rows']} rows named, {len(result['faults'])} faults planted"
+    print(verdict + (f"; unnamed: {' '.join(result['unnamed'])}" if result["unnamed"] else ""))
+
+
+def clean(sandbox: Sandbox, common: Common) -> dict[str, Any]:
+    """Ten clean runs under the same guards; -> runs, alarms. Exit code 1 if any alarm was raised."""
+    from unfreeze.drill.clean_runs import RUNS, alarms_of
+
+    runs, alarms = [], []
+    for number, run in enumerate(RUNS, start=1):
+        found = alarms_of(run, sandbox)
+        runs.append(run.title)
+        alarms += [f"{run.title}: {one_line(alarm)}" for alarm in found]
+        if not common.quiet:
+            print(f"{number:>3}/{len(RUNS)}  {run.title}: {len(found)} alarms", file=sys.stderr, flush=True)
+    if not (common.quiet or common.json):
+        print("\n".join([*alarms, f"{len(alarms)} false alarms in {len(runs)} clean runs"]))
+    return {"runs": runs, "alarms": alarms, "exit_code": 1 if alarms else 0}

@@ -1,0 +1,70 @@
+"""The device a command runs on, and a model opened with progress on stderr: what every recipe that loads weights begins with."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from unfreeze.core.command import Common
+from unfreeze.tracking.live import LoadProgress
+
+if TYPE_CHECKING:
+    import torch
+
+    from unfreeze.generate.model import Model
+
+
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the name of old, and the one torch has had since 2.9
+SEGMENTS = "expandable_segments:True"
+
+
+def set_allocator() -> None:
+    """Expandable segments, unless the user chose, or CUDA runs already: then it would change nothing, and allocator_line says so."""
+    torch = sys.modules.get("torch")
+    if (torch is None or not torch.cuda.is_initialized()) and not any(name in os.environ for name in ALLOCATOR):
+        os.environ[ALLOCATOR[0]] = SEGMENTS
+
+
+def allocator_line() -> tuple[str, bool]:
+    """(what the plan says of the CUDA allocator, whether segments can grow). FAILURES L2."""
+    chosen = next((f"{name}={os.environ[name]}" for name in ALLOCATOR if name in os.environ), "")
+    if SEGMENTS in chosen:
+        return f"allocator: expandable segments ({chosen})", True
+    remedy = f"export {ALLOCATOR[0]}={SEGMENTS} before the program starts"
+    if not chosen:
+        return f"allocator: CUDA had started before expandable segments could be set, so memory may fragment; {remedy}", False
+    return f"allocator: {chosen} has no expandable segments, so memory may fragment; {remedy}", False
+
+
+def pick_device(name: str, threads: int = 0) -> torch.device:
+    """The device of a name; "auto": CUDA if there is one. `threads` CPU threads from here on, 0: all cores.
+
+    Under torchrun "cuda" is this process's own GPU.
+    Expandable segments are set before CUDA starts, so that its allocator doesn't fragment (FAILURES L2).
+    Raises ConfigError for a device that isn't here.
+    """
+    set_allocator()
+    import torch
+
+    from unfreeze.generate.open import device_of
+    from unfreeze.parallel.collectives import local_device
+
+    if threads:
+        torch.set_num_threads(threads)
+    return local_device(device_of(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name))
+
+
+def say(common: Common) -> Callable[[str], None]:
+    """One plain line on stderr, nothing when quiet; what a download says."""
+    return lambda line: None if common.quiet else print(line, file=sys.stderr, flush=True)
+
+
+def load(source: str, dtype: str, device: str, common: Common) -> Model:
+    """unfreeze.load with a bar for the weights and a line for a download."""
+    import unfreeze
+
+    place = pick_device(device)
+    with LoadProgress(quiet=common.quiet) as progress:
+        return unfreeze.load(source, dtype=dtype, device=str(place), progress=progress, say=say(common))

@@ -1,0 +1,62 @@
+"""The hook that takes the receipt of what learned (DESIGN promise 2), for adapters and for whole models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from unfreeze.core.errors import AdapterError
+from unfreeze.job.training import write_json
+
+if TYPE_CHECKING:
+    from unfreeze.data import Dataset
+    from unfreeze.parallel.collectives import Group
+    from unfreeze.train.fit import OnStep
+    from unfreeze.train.state import State
+    from unfreeze.train.step import StepResult
+
+RECEIPT = "receipt.json"
+
+
+def receipt_of(state: State, dataset: Dataset, group: Group, *, stop: bool) -> list[OnStep]:
+    """The hook of a run that has no receipt yet; none for a run that goes on behind it."""
+    return [] if state.step and (state.run.path / RECEIPT).is_file() else [FirstStepReceipt(state, dataset, group, stop=stop)]
+
+
+class FirstStepReceipt:
+    """Which matrices learned in the first step with a gradient, by how much, and what it changed in the output. Written also where it stops.
+
+    A step whose gradient is exactly zero (no supervised token, a student equal to its teacher) or whose update was refused proves nothing:
+    the next is looked at. A run that ends without one says so.
+    stop True: a matrix that was left out ends the run. False: it is a warning (job/trained.py says when).
+    """
+
+    def __init__(self, state: State, dataset: Dataset, group: Group, *, stop: bool):
+        from unfreeze.adapters.receipt import Receipt
+        from unfreeze.data import pack
+
+        self._receipt: Receipt | None = Receipt(state.model, state.optimizer.masters, state.optimizer.gradient)
+        self._probe = pack(dataset.examples[:8])  # the receipt looks at the first 256 of its tokens
+        self._group, self._stop = group, stop
+
+    def __call__(self, state: State, result: StepResult) -> None:
+        if self._receipt is None:
+            return
+        if result.grad_norm == 0 or not result.applied:
+            self._receipt.pass_over()
+            if state.step == state.schedule.steps:
+                message = f"no receipt: in none of the {state.step:,} steps did a gradient move a weight. Nothing was learned"
+                state.run.events.emit("warning", state.step, message=message)
+            return
+        from unfreeze.adapters.receipt import check
+
+        taken = self._receipt.take(self._probe.to(state.model.device), self._group.sum_)
+        self._receipt = None
+        fields = {"groups": taken.groups, "exceptions": taken.exceptions}
+        write_json(state.run.path / RECEIPT, {"step": state.step, **fields})
+        state.run.events.emit("receipt", state.step, **fields)
+        try:
+            check(taken)
+        except AdapterError as error:
+            if self._stop:
+                raise
+            state.run.events.emit("warning", state.step, message=error.message)

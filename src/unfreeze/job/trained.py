@@ -1,0 +1,112 @@
+"""What a run trains and leaves behind: adapters beside a frozen base, or every weight. A recipe is given one of the two and doesn't ask which."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unfreeze.core.errors import ConfigError
+from unfreeze.core.units import format_bytes, format_count
+from unfreeze.job.training import portable
+
+if TYPE_CHECKING:
+    from unfreeze.adapters import LoraConfig
+    from unfreeze.checkpoint import Manifest
+    from unfreeze.models import Decoder
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tiktoken.model", "chat_template.jinja", "chat_template.json",
+                   "generation_config.json", "special_tokens_map.json")  # fmt: skip
+
+
+class Adapters:
+    """LoRA factors, in <out>/adapter. Written at an interruption too: they are small, and chat takes them.
+
+    strict: a group that stands still in the first step ends the run, as it was asked for by name.
+    """
+
+    name, marker, strict, when_interrupted = "adapter", "adapter_config.json", True, True
+
+    def __init__(self, lora: LoraConfig, seed: int):
+        self._lora, self._seed = lora, seed
+
+    def check(self, manifest: Manifest) -> None:
+        """Adapters go beside every weight, packed or not."""
+
+    def attach(self, model: Decoder) -> None:
+        from unfreeze.adapters import attach
+
+        attach(model, self._lora, self._seed)
+
+    def write(self, model: Decoder, manifest: Manifest, model_name: str, folder: Path) -> None:
+        """The adapter, read again and compared."""
+        from unfreeze.adapters import save_adapter, verify_adapter
+
+        verify_adapter(model, save_adapter(model, folder, base_name=portable(model_name), prefix=manifest.prefix))
+
+    def said(self, folder: Path) -> dict[str, Any]:
+        """For finish(): what a run's result names."""
+        return {"export": True}
+
+
+class AllWeights:
+    """Every parameter, in <out>/model: a checkpoint in the format its config.json declares, written once, when training is done.
+
+    strict False: that a group stands still in the first step is a warning, because a norm weight of 1 held in bf16 moves in steps of 2^-7 and may
+    need several updates, while its fp32 master moves at the first. An MoE router's selection bias is no parameter: it moves by `pretrain`'s
+    balancing only.
+    """
+
+    name, marker, strict, when_interrupted = "model", "config.json", False, False
+
+    def check(self, manifest: Manifest) -> None:
+        """Raise ConfigError for what cannot be trained in full and written back: packed weights, and a text model nested in a larger one."""
+        if "text_config" in manifest.config:
+            raise ConfigError(
+                f"{manifest.path}: config.json nests its language model in text_config; only plain language models are written whole",
+                next="train adapters (unfreeze sft --train adapters), or give a folder whose config.json is that text_config",
+            )
+        if any(name.endswith("weight_packed") for name in manifest.tensors):
+            raise ConfigError(
+                f"{manifest.path} is packed in 4 bits; its codes cannot be moved by gradients{_expanded(manifest)}",
+                next="train adapters, which leave the codes as they are: unfreeze sft --train adapters",
+            )
+
+    def attach(self, model: Decoder) -> None:
+        """Nothing: a model's parameters require gradients as they are."""
+
+    def write(self, model: Decoder, manifest: Manifest, model_name: str, folder: Path) -> None:
+        """The checkpoint with config and tokenizer files, in one move: a kill leaves all of it or nothing, so one that is there is whole."""
+        from unfreeze.checkpoint import save_checkpoint
+        from unfreeze.models.publish import published
+
+        if (folder / self.marker).is_file():
+            return
+        extra = {name: manifest.path / name for name in TOKENIZER_FILES if (manifest.path / name).is_file()}
+        save_checkpoint(folder, manifest.config, published(model, manifest.config), extra=extra)
+
+    def said(self, folder: Path) -> dict[str, Any]:
+        """For finish(): what a run's result names."""
+        return {"model": str(folder)}
+
+
+Trained = Adapters | AllWeights
+
+
+def _expanded(manifest: Manifest) -> str:
+    """What the weights would take expanded to bfloat16 and trained in full, as the plan counts it."""
+    from dataclasses import replace
+
+    import torch
+
+    from unfreeze import models
+    from unfreeze.parallel.machine import hardware
+    from unfreeze.parallel.plan import Work, measure, meta_model, plan
+
+    sizes = measure(meta_model(models.shape(manifest.config), manifest, torch.bfloat16), None)
+    weights = sizes.expanded // sizes.compute_bytes
+    terms = plan(replace(sizes, base=sizes.expanded, elements=weights), Work(tokens=1), hardware(torch.device("cpu"))).terms
+    parts = {"weights": terms["base"], "gradients": terms["gradients"], "float32 masters and moments": terms["optimizer"]}
+    return (
+        f". {format_bytes(sizes.base)} now; expanded to bfloat16 and trained in full, {format_count(weights)} weights take "
+        f"{format_bytes(sum(parts.values()))}: " + " + ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+    )

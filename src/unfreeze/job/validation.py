@@ -1,0 +1,150 @@
+"""Validation inside training: the held-out loss every N steps as "eval" events, the best save kept, answers in between. It disturbs nothing.
+
+loss = sum_t w_t (-log p_t) / sum_t w_t over all held-out tokens; perplexity = exp(loss); bits per byte = the sum in bits over the UTF-8 bytes
+of the supervised text, which does not depend on the tokenizer (FAILURES N8).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unfreeze.data import Dataset, Example, Tokenizer
+    from unfreeze.evaluate.perplexity import Heldout
+    from unfreeze.job.samples import Samples
+    from unfreeze.job.training import TrainingConfig
+    from unfreeze.models import Decoder
+    from unfreeze.parallel.collectives import Group
+    from unfreeze.train.run import Run
+    from unfreeze.train.state import State
+    from unfreeze.train.step import StepResult
+
+
+class Validation:
+    """A hook of fit(): measures before the first step (by `first`), every `every` steps (0: never in between) and after the last.
+
+    measure  -> the held-out loss of the model as it is now.
+    keep     saves the state, called where the loss is the lowest so far; -> whether there is such a save. State.best then names it.
+    between  answers or other looks at the model in between, called with the step.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        measure: Callable[[], Heldout],
+        *,
+        every: int,
+        keep: Callable[[State], bool],
+        between: Callable[[int], None] = lambda step: None,
+    ):
+        self._state, self._measure, self._every, self._keep, self._between = state, measure, every, keep, between
+
+    def first(self) -> None:
+        """The loss before training, as an event of step 0; a run that is resumed has it already."""
+        if self._state.step == 0:
+            with undisturbed(self._state.model):
+                self._evaluate(self._state)
+
+    def __call__(self, state: State, result: StepResult) -> None:
+        last = state.step == state.schedule.steps
+        if not last and not (self._every and state.step % self._every == 0):
+            return
+        with undisturbed(state.model):
+            loss = self._evaluate(state)
+            if not last:
+                self._between(state.step)
+        if loss is not None and (state.best is None or loss < state.best["loss"]):
+            before, state.best = state.best, {"step": state.step, "loss": loss}  # the save must hold it
+            if not self._keep(state):
+                state.best = before
+
+    def _evaluate(self, state: State) -> float | None:
+        """The event; -> the loss, None where it is not finite."""
+        started = time.perf_counter()
+        found = self._measure()
+        fields = {name: _finite(getattr(found, name)) for name in ("loss", "perplexity", "bits_per_byte")}
+        state.run.events.emit("eval", state.step, **fields, tokens=found.tokens, seconds=time.perf_counter() - started)
+        if fields["loss"] is None:
+            state.run.events.emit("warning", state.step, message=f"the held-out loss is {found.loss}")
+        return fields["loss"]
+
+
+@contextmanager
+def undisturbed(model: Decoder) -> Iterator[None]:
+    """What training depends on is afterwards as before: torch's random numbers (CPU and the model's GPU) and the experts' token counts.
+
+    There is no train or eval mode to put back; gradients are not touched, because nothing runs backward here.
+    """
+    import torch
+
+    counts = {layer: moe.counts_E.clone() for layer, moe in model.moe_layers().items()}
+    with torch.no_grad(), torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+        yield
+    for layer, moe in model.moe_layers().items():
+        moe.counts_E.copy_(counts[layer])
+
+
+def validation_of(config: TrainingConfig, state: State, dataset: Dataset, tokenizer: Tokenizer, samples: Samples, group: Group) -> list[Validation]:
+    """The Validation that the config asks for; none where nothing is held out. Every process measures all of it, process 0 saves."""
+    from unfreeze.data import validation_batches
+    from unfreeze.evaluate.perplexity import heldout
+    from unfreeze.train.state import save
+
+    if dataset.validation is None:
+        return []
+    examples, size = dataset.validation, config.tokens_per_micro_batch
+    total = supervised_bytes(examples, tokenizer)
+
+    def measure() -> Heldout:
+        return heldout(state.model, validation_batches(examples, size), bytes_total=total)
+
+    def keep(state: State) -> bool:
+        return group.any(group.lead(partial(save, state, config.keep_saves, config.on_full_disk)) is not None)
+
+    return [Validation(state, measure, every=config.validate_every, keep=keep, between=partial(samples.say, "during"))]
+
+
+def supervised_bytes(examples: Sequence[Example], tokenizer: Tokenizer) -> int:
+    """UTF-8 bytes of the text that carries loss after the shift; special tokens, which are no text, count 0."""
+    return sum(_span_bytes(example.tokens, first, end, tokenizer) for example in examples for first, end in _spans(example.weights))
+
+
+def _spans(weights: Sequence[float]) -> Iterator[tuple[int, int]]:
+    """[first, end) of each stretch of supervised targets; the first token of a document is never one."""
+    first: int | None = None
+    for i in range(1, len(weights) + 1):
+        supervised = i < len(weights) and bool(weights[i])
+        if supervised and first is None:
+            first = i
+        elif not supervised and first is not None:
+            yield first, i
+            first = None
+
+
+def _span_bytes(tokens: Sequence[int], first: int, end: int, tokenizer: Tokenizer) -> int:
+    """Measured as a difference from the document's beginning: some decoders strip a space there, and only there."""
+    return len(tokenizer.decode(tokens[:end]).encode()) - len(tokenizer.decode(tokens[:first]).encode())
+
+
+def write_best(state: State, folder: Path, write: Callable[[Path], Any]) -> None:
+    """Where an earlier save was better than the end of the run: `write(folder)` with its weights. The model has them from then on."""
+    from unfreeze.train.state import load_best
+
+    if load_best(state) is not None:
+        write(folder)
+
+
+def best_is_written(run: Run, folder: Path) -> bool:
+    """Whether a finished run has nothing left to write of its best save."""
+    best = (run.saved or {}).get("best")
+    return best is None or best["step"] == run.step or folder.is_dir()
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,108 @@
+"""Verified faster, or not used: which implementation of an op runs, decided by measured records (record.py says where they lie).
+
+A candidate is chosen where a record of this device, dtype and shape bucket says that its error, forward and backward, is within the op's
+tolerance, and that its median time is at least 5 % under the reference's, beyond the spread of both. No record: the reference, said once.
+A CPU whose class was never measured goes by the records of the nearest class that was, also said once.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import torch
+
+from unfreeze.core.errors import ConfigError, nearest
+from unfreeze.kernels.choice.op import Implementation, Op
+from unfreeze.kernels.choice.record import Row, device_key, speaking_for
+
+__all__ = ["by_record", "choose", "device_key", "implementation_of", "proves"]
+
+log = logging.getLogger(__name__)
+REQUIRED_GAIN = 0.05
+
+_CHOSEN: dict[tuple[str, torch.device, torch.dtype, str, str], Implementation] = {}
+
+
+def choose(op: Op, device: torch.device, dtype: torch.dtype, bucket: str, impl: str = "auto") -> Implementation:
+    """The implementation of `op` for inputs of that kind; a dictionary lookup after the first call.
+
+    impl: "auto" (by record), "reference", or a candidate's name. Raises ConfigError for an unknown name, or a candidate that cannot run there.
+    """
+    return _CHOSEN.get((op.name, device, dtype, bucket, impl)) or _choose(op, device, dtype, bucket, impl)
+
+
+def _choose(op: Op, device: torch.device, dtype: torch.dtype, bucket: str, impl: str) -> Implementation:
+    name, reason = (impl, "as asked") if impl != "auto" else by_record(op, device, dtype, bucket)
+    implementation = implementation_of(op, name, device, dtype)
+    log.info("%s on %s in %s, %s: %s (%s)", op.name, device, str(dtype).removeprefix("torch."), bucket, name, reason)
+    _CHOSEN[op.name, device, dtype, bucket, impl] = implementation
+    return implementation
+
+
+def implementation_of(op: Op, name: str, device: torch.device, dtype: torch.dtype) -> Implementation:
+    """The implementation with that name. Raises ConfigError where there is none, or it cannot run on device and dtype."""
+    if name == "reference":
+        return op.reference
+    if name not in op.candidates:
+        names = ["auto", "reference", *op.candidates]
+        raise ConfigError(f"{op.name} has no implementation {name!r}{nearest(name, names)}; it has {', '.join(names)}")
+    reason = op.candidates[name].refuses(device.type, dtype)
+    if reason:
+        raise ConfigError(f"{op.name} cannot run as {name!r} here: {reason}", next="choose impl = 'auto'")
+    return _loaded(op.name, name, op.candidates[name].load)
+
+
+@functools.cache
+def _loaded(op: str, name: str, load: Any) -> Implementation:
+    return load()
+
+
+def by_record(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> tuple[str, str]:
+    """(name, why) of the fastest candidate that a record proves, or the reference."""
+    refused = op.candidates[op.preferred].refuses(device.type, dtype) if op.preferred else ""
+    if op.preferred and not refused:
+        return op.preferred, op.because
+    running = [name for name, part in op.candidates.items() if device.type not in part.named_on and not part.refuses(device.type, dtype)]
+    if not running:
+        return "reference", f"{op.preferred} cannot run: {refused}" if refused else "no candidate runs here"
+    if bucket not in {case.bucket for case in op.cases}:
+        return "reference", "inputs of this kind are not measured"
+    key = device_key(device)
+    source, rows = speaking_for(op, device, dtype, bucket)
+    if not rows:
+        _say_unmeasured(key)
+        return "reference", f"no record for {key}; unfreeze kernels measure --op {op.name} makes one"
+    if source != key:
+        _say_borrowed(key, source)
+    proven = [row for row in rows if row["candidate"] in running and proves(row, op)]
+    if not proven:
+        return "reference", f"{len(rows)} measured, none 5 % faster within the tolerance"
+    best = min(proven, key=lambda row: row["median_us"] / row["reference_median_us"])
+    gain = f"{best['reference_median_us'] / best['median_us']:.2f} x the reference, {best['date']}"
+    return best["candidate"], gain if source == key else f"{gain} on {source}"
+
+
+def proves(row: Row, op: Op) -> bool:
+    """Whether a record allows its candidate: exact enough, and faster by 5 % and by more than both spreads (half the interquartile ranges)."""
+    if "refused" in row:
+        return False
+    limit = op.tolerance[getattr(torch, row["dtype"])]
+    gain = row["reference_median_us"] - row["median_us"]
+    return (
+        row["error_forward"] <= limit
+        and row["error_backward"] <= limit
+        and gain >= REQUIRED_GAIN * row["reference_median_us"]
+        and gain > (row["spread_us"] + row["reference_spread_us"]) / 2
+    )
+
+
+@functools.cache
+def _say_unmeasured(key: str) -> None:
+    log.info("kernels: %s has no records for some ops, which run as their references; unfreeze kernels measure makes them", key)
+
+
+@functools.cache
+def _say_borrowed(key: str, source: str) -> None:
+    log.info("kernels: %s has no records of its own, so those of %s decide; unfreeze kernels measure --to user makes its own", key, source)

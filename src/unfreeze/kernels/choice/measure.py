@@ -1,0 +1,266 @@
+"""What makes a record: an op's candidates held against its reference in float64, then timed beside it, in turn.
+
+Times are of forward and backward together where the op has a backward. CPU: wall clock, and with one thread CPU time, which other processes
+disturb less. CUDA: events, with the L2 cache overwritten before each sample, so that every sample reads its inputs from memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass, replace
+from datetime import date
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unfreeze.kernels.choice.choose import REQUIRED_GAIN, implementation_of
+from unfreeze.kernels.choice.op import Case, Implementation, Op
+from unfreeze.kernels.choice.record import Row, device_key
+from unfreeze.quant.codec import Packed
+
+SAMPLE = 2e-3  # seconds a CPU sample should last: a call of some microseconds is repeated within one
+FEWEST, MOST = 9, 101  # samples; odd, so that the median is one of them
+CLEAR = 4.0  # times what a record needs to decide (choose.proves): by so much, further samples change nothing
+SHORT = 0.05  # seconds; a call that takes longer is not called twice to know how long it takes
+L2_BYTES = 256 << 20  # more than any GPU's L2 (an H200 has 50 MB)
+SEED = 0
+
+
+class Wrong(Exception):
+    """A candidate whose outputs don't have the reference's number, shape or dtype."""
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Largest |candidate - exact| / |exact| of an output, and of a gradient of an input."""
+
+    forward: float
+    backward: float
+
+
+def arguments(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
+    """A case's inputs: the same numbers at each call, in memory of their own (an op may write into its arguments)."""
+    return case.inputs(device, dtype, torch.Generator().manual_seed(SEED))
+
+
+def converted(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with each floating point tensor in it in `dtype`, as a leaf that wants a gradient where it did. A Packed weight is its codes."""
+    if isinstance(value, Tensor):
+        return value.detach().to(dtype).requires_grad_(value.requires_grad) if value.is_floating_point() else value
+    if isinstance(value, (Packed, type)):
+        return value
+    if is_dataclass(value):
+        return replace(value, **{field.name: converted(getattr(value, field.name), dtype) for field in fields(value) if field.init})  # type: ignore[type-var]
+    if isinstance(value, (list, tuple)):
+        return type(value)(converted(item, dtype) for item in value)
+    if isinstance(value, Mapping):
+        return {key: converted(item, dtype) for key, item in value.items()}
+    return value
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in `value`, those of a Packed weight excepted."""
+    if isinstance(value, Tensor):
+        yield value
+    elif is_dataclass(value) and not isinstance(value, (Packed, type)):
+        for field in fields(value):
+            yield from tensors(getattr(value, field.name))
+    elif isinstance(value, (list, tuple, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors(item)
+
+
+def visit(op: Op, implementation: Implementation, args: tuple[Any, ...]) -> tuple[list[Tensor], list[Tensor]]:
+    """(outputs, gradients of the leaves for a random gradient of the outputs): what one timed call does. An op that returns nothing is judged by
+    what it left in its arguments."""
+    wanted = [tensor for tensor in tensors(args) if tensor.requires_grad] if op.differentiable else []
+    with torch.set_grad_enabled(bool(wanted)):
+        made = implementation(*args)
+    outputs = list(tensors(args if made is None else made))
+    differentiated = [output for output in outputs if output.requires_grad]
+    if not wanted or not differentiated:
+        return outputs, []
+    grads = torch.autograd.grad(differentiated, wanted, [_upstream(output) for output in differentiated], allow_unused=True)
+    return outputs, [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, wanted, strict=True)]
+
+
+_UPSTREAM: dict[tuple[Any, ...], Tensor] = {}
+
+
+def _upstream(output: Tensor) -> Tensor:
+    """The gradient that comes from above: random, the same for every implementation, made once per shape so that no timing includes it. Its numbers
+    are bf16's, so that every dtype holds the same ones."""
+    key = (output.shape, output.dtype, output.device)
+    if key not in _UPSTREAM:
+        noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(SEED + 1)).bfloat16()
+        _UPSTREAM[key] = noise.to(device=output.device, dtype=output.dtype)
+    return _UPSTREAM[key]
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """|got - want| / |want| in float64, Frobenius norms; for integers and where `want` is zero: 0 if equal, else inf. NaN counts as inf."""
+    if got.shape != want.shape:
+        raise Wrong(f"shape {list(got.shape)}, wanted {list(want.shape)}")
+    if torch.equal(got.to(want.dtype), want):
+        return 0.0
+    norm = float(want.double().norm())
+    error = float((got.double() - want.double()).norm()) / norm if norm and want.is_floating_point() else math.inf
+    return error if math.isfinite(error) else math.inf
+
+
+class Truth:
+    """The reference's results for one case: in float64 (Op.exact_dtype) to compare with, in the dtype itself for number, shape and dtype."""
+
+    def __init__(self, op: Op, case: Case, device: torch.device, dtype: torch.dtype):
+        self.op, self.case, self.device, self.dtype = op, case, device, dtype
+        args = arguments(case, device, dtype)
+        self.exact = visit(op, op.reference, args if op.exact_dtype is None else converted(args, op.exact_dtype))
+        self.kinds = [[x.dtype for x in part] for part in visit(op, op.reference, arguments(case, device, dtype))]
+
+    def errors(self, implementation: Implementation) -> Errors:
+        """Raises Wrong where outputs or gradients are of another number, shape or dtype."""
+        got = visit(self.op, implementation, arguments(self.case, self.device, self.dtype))
+        largest = []
+        for what, ours, exact, kinds in zip(("outputs", "gradients"), got, self.exact, self.kinds, strict=True):
+            if [x.dtype for x in ours] != kinds:
+                raise Wrong(f"{what} in {[str(x.dtype) for x in ours]}, the reference's are in {[str(kind) for kind in kinds]}")
+            largest.append(max((relative_error(x.detach(), want.detach()) for x, want in zip(ours, exact, strict=True)), default=0.0))
+        return Errors(*largest)
+
+
+def candidates_of(
+    op: Op, case: Case, device: torch.device, dtype: torch.dtype
+) -> tuple[dict[str, Implementation], dict[str, Errors], dict[str, str]]:
+    """(those to be timed, their errors, why the others may not run). The first call of each is here, so compilation too."""
+    truth = Truth(op, case, device, dtype)
+    good: dict[str, Implementation] = {}
+    errors: dict[str, Errors] = {}
+    refused: dict[str, str] = {}
+    for name, candidate in op.candidates.items():
+        if candidate.refuses(device.type, dtype):
+            continue  # a fact of this machine, not of the candidate: it is not recorded
+        try:
+            implementation = implementation_of(op, name, device, dtype)
+            errors[name] = truth.errors(implementation)
+        except Exception as error:  # whatever a candidate does wrong is a reason not to use it, and no reason to stop measuring
+            refused[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            continue
+        worst, limit = max(errors[name].forward, errors[name].backward), op.tolerance[dtype]
+        if worst > limit:
+            refused[name] = f"error {worst:.1e}, tolerance {limit:.1e}"
+        else:
+            good[name] = implementation
+    _UPSTREAM.clear()
+    return good, errors, refused
+
+
+def measure(op: Op, case: Case, device: torch.device, dtype: torch.dtype, seconds: float) -> list[Row]:
+    """A row per candidate that doesn't refuse here; timing takes about `seconds`, at least FEWEST samples each. Raises what the reference raises."""
+    gc.collect()
+    good, errors, refused = candidates_of(op, case, device, dtype)
+    calls = {name: _call(op, f, case, device, dtype) for name, f in {"reference": op.reference, **good}.items()}
+    times = in_turn(calls, device, seconds) if good else {}
+    _UPSTREAM.clear()
+    common = {"op": op.name, "device": device_key(device), "dtype": str(dtype).removeprefix("torch."), "bucket": case.bucket}
+    made = {"threads": torch.get_num_threads(), "torch": torch.__version__, "date": date.today().isoformat()}
+    rows: list[Row] = [{**common, "candidate": name, "refused": reason, **made} for name, reason in refused.items()]
+    for name in good:
+        (reference, reference_spread), (ours, spread) = (median_and_spread(times[key]) for key in ("reference", name))
+        rows.append({
+            **common, "candidate": name, "error_forward": errors[name].forward, "error_backward": errors[name].backward,
+            "median_us": ours, "reference_median_us": reference, "spread_us": spread, "reference_spread_us": reference_spread,
+            "repeats": len(times[name]), **made,
+        })  # fmt: skip
+    return rows
+
+
+def _call(op: Op, implementation: Implementation, case: Case, device: torch.device, dtype: torch.dtype) -> Callable[[], Any]:
+    args = arguments(case, device, dtype)
+    return lambda: visit(op, implementation, args)
+
+
+def in_turn(calls: dict[str, Callable[[], Any]], device: torch.device, seconds: float) -> dict[str, list[float]]:
+    """Microseconds per call of each, sampled in turn (A B A B): whatever slows the machine for a while slows all of them. Warm-up first.
+
+    As many rounds as `seconds` have room for, FEWEST to MOST; fewer, but never under FEWEST, once it is clear who is faster than the first.
+    """
+    clock = _CudaClock(device) if device.type == "cuda" else _CpuClock()
+    for call in calls.values():
+        call()
+    once = {name: clock(call, 1) / 1e6 for name, call in calls.items()}
+    once = {name: min(t, clock(calls[name], 1) / 1e6) if t < SHORT else t for name, t in once.items()}
+    inner = {name: max(1, min(1000, round(SAMPLE / t))) if device.type == "cpu" else 1 for name, t in once.items()}
+    round_seconds = sum(once[name] * inner[name] for name in calls)
+    samples = max(FEWEST, min(MOST, int(seconds / round_seconds))) | 1
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    with _no_garbage_collection():
+        for count in range(1, samples + 1):
+            for name, call in calls.items():
+                times[name].append(clock(call, inner[name]))
+            if count >= FEWEST and count % 2 and clear(times):
+                break
+    return times
+
+
+def clear(times: dict[str, list[float]]) -> bool:
+    """Whether each of the others is faster or slower than the first in every round, by CLEAR times both spreads and CLEAR times 5 % in the median."""
+    first, *others = times.values()
+    middle, spread = median_and_spread(first)
+    for other in others:
+        median, its_spread = median_and_spread(other)
+        sides = {a < b for a, b in zip(other, first, strict=True)}
+        if len(sides) > 1 or abs(middle - median) < CLEAR * max(REQUIRED_GAIN * middle, (spread + its_spread) / 2):
+            return False
+    return True
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A collection would fall into somebody's sample."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+class _CpuClock:
+    def __init__(self) -> None:
+        self.now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+
+    def __call__(self, call: Callable[[], Any], times: int) -> float:
+        """Microseconds per call."""
+        begun = self.now()
+        for _ in range(times):
+            call()
+        return (self.now() - begun) / times * 1e6
+
+
+class _CudaClock:
+    def __init__(self, device: torch.device):
+        self.device, self.flush = device, torch.empty(L2_BYTES, dtype=torch.uint8, device=device)
+
+    def __call__(self, call: Callable[[], Any], times: int) -> float:
+        """Microseconds of one call on the device; launches run ahead while the cache is overwritten."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.flush.zero_()
+        with torch.cuda.device(self.device):
+            begin.record()
+            call()
+            end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e3
+
+
+def median_and_spread(samples: list[float]) -> tuple[float, float]:
+    """(median, interquartile range)."""
+    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return round(middle, 2), round(high - low, 2)

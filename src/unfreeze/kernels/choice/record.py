@@ -1,0 +1,118 @@
+"""Records of what was measured: where they lie, which of them speak for a device, and how new rows take the place of old ones.
+
+A file per device class, <device_key>.json, a list of rows. Committed ones lie in kernels/records/. A user's own (`unfreeze kernels measure
+--to user`) lie in ~/.cache/unfreeze/kernels/ ($XDG_CACHE_HOME where it is set) and win over committed ones where they speak of the same op,
+dtype and bucket.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unfreeze.core.errors import ConfigError
+from unfreeze.kernels.choice.op import Op
+
+Row = dict[str, Any]
+"""op, device, dtype, bucket, candidate, torch, threads, date; then either `refused` (why it may not run: it raised, or it is wrong), or
+error_forward, error_backward, median_us, reference_median_us, spread_us, reference_spread_us (interquartile ranges) and repeats."""
+
+COMMITTED = Path(__file__).parents[1] / "records"
+CPU_CLASSES = ("cpu-default", "cpu-avx2", "cpu-avx512", "cpu-avx512-bf16", "cpu-amx")  # each can do what those before it can
+
+
+@functools.cache
+def device_key(device: torch.device) -> str:
+    """What a record is about: a GPU's name ("nvidia-h200"), or the widest arithmetic of a CPU ("cpu-avx512-bf16")."""
+    if device.type == "cuda":
+        return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
+    if device.type != "cpu":
+        return device.type
+    if torch.cpu._is_amx_tile_supported():
+        return "cpu-amx"
+    if torch.cpu._is_avx512_bf16_supported():
+        return "cpu-avx512-bf16"
+    return "cpu-" + re.sub(r"\W+", "-", torch.backends.cpu.get_cpu_capability().lower())
+
+
+def user_folder() -> Path:
+    """Where a user's own records lie."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unfreeze" / "kernels"
+
+
+@functools.cache
+def read(path: Path) -> list[Row]:
+    """The rows of a file; [] where there is none. Read once per process. Raises ConfigError for a file that holds something else."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} holds no kernel records: {error}", next="delete it, or measure again: unfreeze kernels measure") from error
+    if not (isinstance(rows, list) and all(isinstance(row, dict) and row.keys() >= {"op", "dtype", "bucket", "candidate"} for row in rows)):
+        raise ConfigError(f"{path} is no list of kernel records", next="delete it, or measure again: unfreeze kernels measure")
+    return rows
+
+
+def speaking_for(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> tuple[str, list[Row]]:
+    """(the device class they are of, the rows): the first of a user's own, the committed ones of this device, and for a CPU those of the nearest
+    class that has any. A laptop whose class nobody measured would otherwise run the references, 20 times slower at int4_expand; a GPU borrows
+    from no other GPU. ("", []) where nothing was measured."""
+    key = device_key(device)
+    wanted = (op.name, str(dtype).removeprefix("torch."), bucket)
+    for path in (user_folder() / f"{key}.json", COMMITTED / f"{key}.json", *_relatives(key)):
+        rows = [row for row in read(path) if (row["op"], row["dtype"], row["bucket"]) == wanted and row["candidate"] in op.candidates]
+        if rows:
+            return path.stem, rows
+    return "", []
+
+
+def _relatives(key: str) -> Iterator[Path]:
+    """Committed files of other CPU classes, the nearest first, of two as near the humbler."""
+    if not key.startswith("cpu-"):
+        return
+
+    def place(name: str) -> int:
+        return CPU_CLASSES.index(name) if name in CPU_CLASSES else 0
+
+    others = [path for path in COMMITTED.glob("cpu-*.json") if path.stem != key]
+    yield from sorted(others, key=lambda path: (abs(place(path.stem) - place(key)), place(path.stem), path.stem))
+
+
+def identity(row: Row) -> tuple[str, str, str, str]:
+    """What a row speaks of: a newer one of the same identity takes its place."""
+    return row["op"], row["dtype"], row["bucket"], row["candidate"]
+
+
+def write(path: Path, new: list[Row], ops: dict[str, Op]) -> None:
+    """Put `new` in the place of the rows of the same identity; rows of `ops` whose candidate or bucket is gone go too, all others stay.
+
+    A row per line, sorted, so that a diff shows what changed. Atomic: the file is the old one or the new one. OSError where it can't be written.
+    """
+    read.cache_clear()
+    replaced = {identity(row) for row in new}
+
+    def current(row: Row) -> bool:
+        op = ops.get(row["op"])
+        return op is None or (row["candidate"] in op.candidates and row["bucket"] in {case.bucket for case in op.cases})
+
+    rows = sorted([row for row in read(path) if identity(row) not in replaced and current(row)] + new, key=identity)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write("[\n" + ",\n".join(json.dumps(row, allow_nan=False) for row in rows) + "\n]\n")
+        os.chmod(name, 0o644)  # mkstemp's own is 600
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    read.cache_clear()

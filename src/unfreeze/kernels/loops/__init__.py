@@ -1,0 +1,1 @@
+"""How CPU and Triton loops are written here: compiler options, tiles, rows, scratch memory, cores."""

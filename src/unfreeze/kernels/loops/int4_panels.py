@@ -1,0 +1,131 @@
+"""INT4 weights expanded straight into the panels of `bf16_tile`: 64 columns at a time, which stay in a core's L2 and are never in memory.
+
+For y = x Wᵀ the columns of the product are rows of W [N, M], so pairs along M come from one byte of codes (low nibble first) and sixteen rows
+have to be transposed (`across`). For dx = dy W the columns are columns of W, and pairs are two rows one above the other (`along`). Values are those
+of the format, bit for bit: bf16(float32(code - 8) · scale), but what is under 1e-38 is zero, as it is to the multiplication. A group of 32
+weights or more has 16 of them, a table in one register that a nibble looks up (row_dots.py has more on this).
+
+N rows of W, M columns, B = M / 2 bytes of a row, `half` bytes of a group, a multiple of 16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from unfreeze.kernels.loops.bf16_tile import COLUMNS, FLOATS, HALVES, I16, I32, I64, LINE, PAIRS, everywhere, narrowed, pointer, prefetch
+from unfreeze.kernels.loops.numba_options import serial
+
+AHEAD = 32  # rows: 16 steps of `along`, time for memory to answer
+CHUNK = 16  # bytes of codes at a time: 32 weights of one group
+
+BYTES, SHORTS = ir.VectorType(ir.IntType(8), 16), ir.VectorType(I16, 16)
+
+
+def _table(builder: ir.IRBuilder, scale: Any) -> Any:
+    """The 16 values of a group, rounded to nearest even by one instruction, twice in a register of 32. `scale`: address of its bf16."""
+    bits: Any = builder.shl(builder.zext(builder.load(builder.inttoptr(scale, I16.as_pointer()), align=2), I32), I32(16))
+    one: Any = builder.bitcast(bits, ir.FloatType())
+    factor = everywhere(builder, one, FLOATS)
+    exact: Any = builder.fmul(ir.Constant(FLOATS, [float(code - 8) for code in range(16)]), factor)
+    once = builder.bitcast(narrowed(builder, exact), SHORTS)
+    return builder.shuffle_vector(once, once, ir.Constant(ir.VectorType(I32, 32), [*range(16), *range(16)]))
+
+
+def _weights(builder: ir.IRBuilder, codes: ir.Value, scale: ir.Value) -> Any:
+    """32 weights of one group in order, as bf16. Addresses of 16 bytes and of a scale. A lane of 16 bits is looked up by its low five: in the lower
+    half of a byte's word stands the byte itself, whose fifth bit the table's second half absorbs, in the upper half its high nibble."""
+    bytes_ = builder.zext(builder.load(builder.inttoptr(codes, BYTES.as_pointer()), align=1), PAIRS)
+    index = builder.bitcast(builder.or_(bytes_, builder.shl(bytes_, ir.Constant(PAIRS, [12] * 16))), HALVES)
+    permute = builder.module.declare_intrinsic("llvm.x86.avx512.permvar.hi.512", (), ir.FunctionType(HALVES, (HALVES, HALVES)))
+    return builder.call(permute, (_table(builder, scale), index))
+
+
+def _transposed(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
+    """16 vectors of 16 words, rows and columns exchanged: four rounds of exchanging blocks of 1, 2, 4 and 8."""
+    step = 1
+    while step < 16:
+        turned = list(rows)
+        for i in range(16):
+            if i & step:
+                continue
+            first = [lane if not lane & step else 16 + lane - step for lane in range(16)]
+            second = [lane + step if not lane & step else 16 + lane for lane in range(16)]
+            turned[i] = builder.shuffle_vector(rows[i], rows[i + step], ir.Constant(PAIRS, first))
+            turned[i + step] = builder.shuffle_vector(rows[i], rows[i + step], ir.Constant(PAIRS, second))
+        rows, step = turned, 2 * step
+    return rows
+
+
+@intrinsic
+def _across(context, codes, code_stride, scales, scale_stride, out):  # pragma: no cover - compiled
+    """out[k, j] = (W[j, 2k], W[j, 2k + 1]) for 16 rows j and 16 pairs k of one group. Addresses and strides in bytes; out rows of COLUMNS words."""
+
+    def generate(_context, builder, _signature, arguments):
+        codes, code_stride, scales, scale_stride, out = arguments
+        rows = []
+        for j in range(16):
+            here, scale = (builder.add(base, builder.mul(stride, I64(j))) for base, stride in ((codes, code_stride), (scales, scale_stride)))
+            rows.append(builder.bitcast(_weights(builder, here, scale), PAIRS))
+        for k, row in enumerate(_transposed(builder, rows)):
+            builder.store(row, pointer(builder, out, 4 * COLUMNS * k, PAIRS), align=4)
+        return _context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), generate
+
+
+@intrinsic
+def _along(context, codes, code_stride, scales, scale_stride, out):  # pragma: no cover - compiled
+    """out[j] = (W[0, j], W[1, j]) for 32 columns j of one group. Addresses and strides in bytes."""
+
+    def generate(_context, builder, _signature, arguments):
+        codes, code_stride, scales, scale_stride, out = arguments
+        upper = _weights(builder, codes, scales)
+        lower = _weights(builder, builder.add(codes, code_stride), builder.add(scales, scale_stride))
+        for first in (0, 16):
+            order = ir.Constant(ir.VectorType(I32, 32), [first + i // 2 + 32 * (i % 2) for i in range(32)])
+            builder.store(builder.shuffle_vector(upper, lower, order), pointer(builder, out, 4 * first, HALVES), align=4)
+        return _context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), generate
+
+
+@serial
+def across(codes, scales, half, first, panel):
+    """panel[k, j] = (W[first + j, 2k], W[first + j, 2k + 1]) for k < B. codes uint8 [N, B], scales uint16 [N, G], panel uint32 [>= B, COLUMNS]."""
+    for begin in range(0, codes.shape[1], CHUNK):
+        for j in range(0, COLUMNS, 16):
+            here = codes.ctypes.data + (first + j) * codes.strides[0] + begin
+            scale = scales.ctypes.data + (first + j) * scales.strides[0] + begin // half * 2
+            if begin % LINE == 0:
+                for i in range(16):
+                    prefetch(here + (COLUMNS + i) * codes.strides[0])  # type: ignore[call-arg]  # the next panel's: no hardware foresees rows so far apart
+                    prefetch(scale + (COLUMNS + i) * scales.strides[0])  # type: ignore[call-arg]
+            _across(here, codes.strides[0], scale, scales.strides[0], panel.ctypes.data + 4 * (begin * COLUMNS + j))  # type: ignore[call-arg]
+
+
+@serial
+def along(codes, scales, half, first, panel):
+    """panel[k, j] = (W[2k, first + j], W[2k + 1, first + j]) for k < N / 2. Shapes as in `across`, panel [>= N / 2, COLUMNS]."""
+    for k in range(codes.shape[0] // 2):
+        for begin in range(first // 2, (first + COLUMNS) // 2, CHUNK):
+            here = codes.ctypes.data + 2 * k * codes.strides[0] + begin
+            scale = scales.ctypes.data + 2 * k * scales.strides[0] + begin // half * 2
+            if begin % LINE == first // 2 % LINE:
+                for i in range(2):
+                    prefetch(here + (AHEAD + i) * codes.strides[0])  # type: ignore[call-arg]
+                    prefetch(scale + (AHEAD + i) * scales.strides[0])  # type: ignore[call-arg]
+            _along(here, codes.strides[0], scale, scales.strides[0], panel.ctypes.data + 4 * (k * COLUMNS + 2 * begin - first))  # type: ignore[call-arg]
+
+
+@serial
+def beside(rows, first, panel, begin):
+    """panel[begin + k, j] = (rows[2k, first + j], rows[2k + 1, first + j]): bf16 rows [2 · pairs, .] as further pairs of a panel (LoRA's factor)."""
+    for k in range(rows.shape[0] // 2):
+        upper, lower, words = rows[2 * k, first : first + COLUMNS], rows[2 * k + 1, first : first + COLUMNS], panel[begin + k]
+        for j in range(COLUMNS):
+            words[j] = np.uint32(np.uint32(upper[j]) | np.uint32(np.uint32(lower[j]) << np.uint32(16)))

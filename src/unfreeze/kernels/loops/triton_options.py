@@ -1,0 +1,49 @@
+"""Where Triton kernels can run, and how this room writes them.
+
+Kernels load, widen to float32, compute, and round once at the store. Offsets of rows are int64: T · D passes 2^31 at 300,000 tokens of 7,168.
+A file with kernels is called triton_cuda.py and is imported only by a candidate's load(): Triton is missing on many machines.
+Without a GPU they run in Triton's interpreter (TRITON_INTERPRET=1 before Triton is imported), which is how the tests check them on a CPU. It
+is right for float32 and integers, and rounds float32 to bf16 towards zero, so bf16 is refused there.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Callable
+
+import torch
+
+from unfreeze.kernels.choice.op import Candidate, Implementation
+
+
+@functools.cache
+def installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter stands in for a GPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def refuses(device: str, dtype: torch.dtype) -> str:
+    """Why these kernels cannot run there: for Candidate.refuses."""
+    if not installed():
+        return "triton is not installed"
+    if device == "cpu" and interpreted():
+        return "" if dtype == torch.float32 else f"{dtype}: Triton's interpreter is exact in float32 only"
+    if device != "cuda":
+        return f"it needs cuda, not {device}"
+    return "" if dtype in (torch.float32, torch.bfloat16, torch.float16) else f"{dtype}: it computes in float32"
+
+
+def candidate(load: Callable[[], Implementation]) -> Candidate:
+    """A Triton implementation. On a CPU, interpreted, it runs only where it is named: in tests of its own."""
+    return Candidate(load, refuses, named_on=("cpu",))
+
+
+def power_of_two(value: int) -> int:
+    """The smallest power of two that is at least `value`: what a Triton block may be."""
+    return 1 << max(0, value - 1).bit_length()

@@ -1,0 +1,100 @@
+"""unfreeze data show: what the model will see, in colours, in plain markers and as JSON; bad rows, cuts and duplicates by row and field."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from unfreeze import cli
+from unfreeze.commands.data_show import _print, coloured, stretches
+from unfreeze.commands.demo import TINY_K2
+
+GOOD = {"question": "Where does the Zwinger stand?", "answer": "In Dresden, the Zwinger stands. Hmm."}
+ROWS = [GOOD, "{broken", {"question": "Who?"}, GOOD, {"messages": []}, {"text": "In Dresden. " * 30}, {**GOOD, "question": "Where? " * 40}]
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "chat.jsonl"
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in ROWS))
+    return path
+
+
+def show(unfreeze_json, *arguments):
+    return unfreeze_json("data", "show", *arguments, "--model", TINY_K2)
+
+
+def test_everything_is_counted_and_named(unfreeze_json, file):
+    facts = show(unfreeze_json, file, "--sequence-length", 60)
+    stats = facts["stats"]
+    assert (stats["rows"], stats["examples"], stats["bad"], stats["dropped"], stats["truncated"], stats["duplicates"]) == (7, 3, 3, 1, 1, 1)
+    assert {item["row"]: item["reason"].partition(" (")[0] for item in stats["listed"]} == {
+        2: "row 2: broken JSON at column 2: Expecting property name enclosed in double quotes",
+        3: "row 3: fields ['question'] fit no shape; nearest shape question/answer, field 'answer' is missing",
+        5: "row 5: field messages is empty",
+        7: "row 7: 0 of 60 tokens supervised",
+    }
+    assert [item["reason"] for item in stats["repeats"]] == ["row 4: says the same as row 1"]
+    assert len(stats["cuts"]) == 1 and stats["cuts"][0]["reason"].startswith("row 6: 60 of ")
+    assert facts["vocabulary"] == {"base": 1280, "total": 1536, "padded": 1536}
+    assert stats["packing"] == "first_fit" and 0 < stats["efficiency"] < 1
+
+
+def test_samples_hold_the_document_and_its_mask_token_by_token(unfreeze_json, file):
+    (sample,) = show(unfreeze_json, file, "--row", 4)["samples"]
+    assert sample["row"] == 4 and len(sample["tokens"]) == len(sample["texts"]) == len(sample["weights"])
+    taught = "".join(text for text, weight in zip(sample["texts"], sample["weights"], strict=True) if weight)
+    assert taught == GOOD["answer"] + "<|im_end|>" and GOOD["question"] in "".join(sample["texts"])
+    assert sample["supervised"] == sum(map(bool, sample["weights"]))
+
+
+def test_lengths_are_of_whole_rows_and_the_histogram_counts_them_all(unfreeze_json, file):
+    cut, whole = (show(unfreeze_json, file, "--sequence-length", length)["lengths"] for length in (60, 2000))
+    assert cut["max"] > 60 and cut["min"] == whole["min"] <= cut["median"] <= cut["p95"] <= cut["max"]
+    assert sum(count for _, _, count in whole["histogram"]) == 4 and len(whole["histogram"]) <= 9
+    assert whole["histogram"][0][0] == whole["min"] and whole["histogram"][-1][1] >= whole["max"]
+
+
+def printed(facts, terminal):
+    out = io.StringIO()
+    _print(facts, Console(file=out, force_terminal=terminal, highlight=False, width=200, color_system="standard" if terminal else None))
+    return out.getvalue()
+
+
+def test_plain_markers_where_there_is_no_terminal_and_colours_where_there_is(unfreeze_json, file):
+    facts = show(unfreeze_json, file, "--samples", 1)
+    plain, colour = printed(facts, False), printed(facts, True)
+    assert f"[[{GOOD['answer']}<|im_end|>]]" in plain and "\x1b[" not in plain
+    assert "\x1b[1;32m" in colour and "[[" not in colour
+    for said in ("row 3: fields", "row 4: says the same as row 1", "lengths in tokens", "% supervised"):
+        assert said in plain and said in colour
+
+
+def test_a_lost_mask_is_seen_in_the_markers():
+    """Control arm: the same document with a mask of all ones, and of none, looks different."""
+    texts, right = ["a", "b", "c"], [0.0, 1.0, 1.0]
+    assert stretches(texts, right) == [("a", False), ("bc", True)]
+    shown = [coloured({"texts": texts, "weights": weights}, colour=False).plain for weights in (right, [1.0] * 3, [0.0] * 3)]
+    assert shown == ["a[[bc]]", "[[abc]]", "abc"]
+
+
+def test_rows_and_words_that_are_not_there(capsys, file):
+    for arguments, says in (
+        (["data"], "got nothing"),
+        (["data", "shwo", str(file)], "nearest: 'show'"),
+        (["data", "show", str(file), "--model", str(TINY_K2), "--row", "3"], "row 3 is not among the documents: row 3: fields"),
+        (["data", "show", "absent.jsonl", "--model", str(TINY_K2)], "is not a file"),
+        (["data", "show", str(file), "--model", "nowhere"], "neither a folder nor a Hugging Face id"),
+    ):
+        assert cli.main(arguments) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_several_files_name_the_file(unfreeze_json, file, tmp_path):
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps(GOOD) + "\n{broken\n")
+    stats = show(unfreeze_json, file, other)["stats"]
+    assert ("other.jsonl", 2) in [(item["file"], item["row"]) for item in stats["listed"]]
+    assert stats["repeats"][-1] == {"row": 1, "reason": "row 1: says the same as row 1 of chat.jsonl", "file": "other.jsonl"}
+    assert stats["files"] == {"chat.jsonl": 4, "other.jsonl": 1}

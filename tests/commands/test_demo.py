@@ -1,0 +1,63 @@
+"""The demo's guards: what it may overwrite, and that CI's thresholds see bad results. (The demo itself runs in .ci/run.)"""
+
+import json
+import runpy
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from unfreeze.commands.demo import TINY_K2, make_room
+from unfreeze.core.errors import ConfigError
+
+THRESHOLDS = Path(__file__).resolve().parents[2] / ".ci" / "demo_thresholds.py"
+GOOD = {"style_before": 0.0, "style_after": 97.0, "facts_before": 100.0, "facts_after": 98.0, "known": 115.0, "asked": 117.0,
+        "loss_first": 5.0, "loss_last": 0.1, "seconds": 60.0}  # fmt: skip
+
+
+def test_a_folder_that_is_no_demo_is_not_touched(tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(ConfigError, match="is not a demo run"):
+        make_room(tmp_path)
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+    with pytest.raises(ConfigError, match="is a file"):
+        make_room(tmp_path / "thesis.txt")
+
+
+@pytest.mark.parametrize("step, stays", [(3, True), (10, False)])
+def test_an_unfinished_demo_stays_and_a_finished_one_is_replaced(tmp_path, step, stays):
+    from unfreeze.train.run import config_hash
+
+    out = tmp_path / "demo"
+    save = out / "state" / f"step-{step:06d}"
+    save.mkdir(parents=True)
+    (out / "resolved_config.json").write_text(json.dumps({"model": str(TINY_K2)}))
+    record = {"step": step, "cursor": None, "schedule": {"steps": 10}, "optimizer": {}, "config": {}, "config_hash": config_hash({})}
+    (save / "state.json").write_text(json.dumps(record))
+    make_room(out)
+    assert out.exists() == stays
+
+
+@pytest.mark.parametrize(
+    "change, code",
+    [({}, 0), ({"style_before": 5.1}, 1), ({"style_after": 94.0}, 1), ({"facts_after": 96.9}, 1), ({"known": 100.0}, 1), ({"loss_last": 4.0}, 1)],
+)
+def test_the_thresholds_of_ci_see_a_bad_demo(monkeypatch, change, code):
+    def run(command, **_):
+        folder = Path(command[command.index("--out") + 1])
+        folder.mkdir()
+        (folder / "report.html").write_text("x" * 20_000)
+        return subprocess.CompletedProcess(command, 0, stdout=json.dumps({**GOOD, **change}))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(THRESHOLDS))
+    assert ended.value.code == code
+
+
+def test_the_package_carries_a_kimi_format_model_of_at_most_8_mb():
+    files = [path for path in TINY_K2.iterdir() if path.suffix in (".safetensors", ".model", ".json")]
+    assert sum(path.stat().st_size for path in files) <= 8_000_000
+    config = json.loads((TINY_K2 / "config.json").read_text())
+    assert config["model_type"] == "kimi_k2" and config["n_routed_experts"] >= 16
+    assert config["quantization_config"]["format"] == "pack-quantized"

@@ -1,0 +1,184 @@
+"""The doctor finds what is planted in a user's files, says the remedy, and finds nothing in clean ones (control arm of every plant)."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from unfreeze import cli
+from unfreeze.commands import doctor
+from unfreeze.commands.doctor import Config, examine
+from unfreeze.drill.sandbox import ROWS, Sandbox
+from unfreeze.train.run import Run
+
+
+@pytest.fixture(scope="module")
+def sandbox(tmp_path_factory):
+    return Sandbox(tmp_path_factory.mktemp("doctor"))
+
+
+def findings(**fields):
+    return {f"{f.check} {f.level}": f for f in examine(Config(**{name: str(value) for name, value in fields.items()}))}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "deepseek_v3-int4"])
+def test_clean_files_have_no_fault(sandbox, family):
+    found = findings(model=sandbox.checkpoint(family), data=sandbox.rows())
+    assert {f.level for f in found.values() if f.check != "machine"} == {"ok"}
+    assert [f.check for f in found.values()] == [name for name, _, _ in doctor.CHECKS]
+
+
+def cut_file(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def lost_tensor(folder):
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors")
+
+
+def nan_weight(folder):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 3] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+
+
+def fewer_rows(folder):
+    tensors = load_file(folder / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = tensors[name][:1500].clone()
+    save_file(tensors, folder / "model.safetensors")
+    change_json(folder / "config.json", vocab_size=1500)
+
+
+def unstable(folder):
+    text = "{% for m in messages %}[{{ messages | length - loop.index0 }}]{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    (folder / "chat_template.jinja").write_text(text)
+
+
+def no_end(folder):
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+                                                "{% if add_generation_prompt %}assistant: {% endif %}")  # fmt: skip
+
+
+def change_json(path, **fields):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+@pytest.mark.parametrize(
+    "plant, key, says",
+    [
+        (cut_file, "checkpoint fault", "files are truncated"),
+        (lost_tensor, "checkpoint fault", "tensors are missing; first: model.layers.1.mlp.up_proj.weight"),
+        (nan_weight, "numerics fault", "1 weights hold NaN or infinity; first: model.layers.1.mlp.up_proj.weight"),
+        (fewer_rows, "vocabulary fault", "36 ids have no embedding"),
+        (unstable, "template fault", "not prefix-stable"),
+        (no_end, "template warn", "does not close with an end token"),
+    ],
+)
+def test_a_fault_planted_in_the_checkpoint_is_found(sandbox, plant, key, says):
+    folder = sandbox.copy("llama")
+    assert key not in findings(model=folder)  # control arm: without the plant
+    plant(folder)
+    found = findings(model=folder)
+    assert says in found[key].line and found[key].remedy
+
+
+def test_what_needs_a_broken_part_is_skipped_with_the_reason(sandbox):
+    folder = sandbox.copy("llama")
+    cut_file(folder)
+    found = findings(model=folder, data=sandbox.rows())
+    assert found["numerics skip"].line == "needs the checkpoint, which has a fault" and "template skip" in found and "data skip" in found
+
+
+@pytest.mark.parametrize(
+    "rows, key, says",
+    [
+        ([ROWS[0], "{broken", ROWS[1]], "data fault", "1 of 3 rows cannot be read: row 2: broken JSON"),
+        ([ROWS[0], ROWS[1], ROWS[0]], "data warn", "1 of 3 rows stood before"),
+        ([ROWS[0], {"question": "frog " * 600, "answer": "Hmm."}], "data warn", "row 2: 0 of 512 tokens supervised"),
+        ([ROWS[0], {"question": "Q", "answer": "frog " * 600}], "data warn", "1 of 2 rows are cut at"),
+        ([{"question": "Q", "answer": "frog " * 200}], "data warn", "is the mask lost?"),  # 97 % of it is answer
+    ],
+)
+def test_a_fault_planted_in_the_data_is_found(sandbox, rows, key, says, monkeypatch):
+    if "mask" in says:
+        monkeypatch.setattr(doctor, "ALL_TAUGHT", 0.9)
+    model = sandbox.checkpoint("llama")
+    assert key not in findings(model=model, data=sandbox.rows())  # control arm
+    assert says in findings(model=model, data=sandbox.rows(rows))[key].line
+
+
+def test_the_run_folder_held_or_of_another_configuration(sandbox, tmp_path):
+    model, data, out = sandbox.checkpoint("llama"), sandbox.rows(), sandbox.fresh("run")
+    toml = tmp_path / "run.toml"
+    toml.write_text(f'model = "{model}"\ndata = "{data}"\nout = "{out}"\ntokens_per_step = 128\n')
+    asked = {"model": model, "config": toml}
+    assert findings(**asked)["run ok"].line.endswith("is new")
+    with Run(out, {}):
+        assert "is in use by process" in findings(**asked)["run fault"].line
+    sandbox.sft(model=model, data=data, out=out)
+    assert "learning_rate" in findings(**asked)["run fault"].line and "another configuration" in findings(**asked)["run fault"].line
+    before = sorted((path, path.stat().st_mtime_ns) for path in out.rglob("*"))
+    findings(**asked)
+    assert sorted((path, path.stat().st_mtime_ns) for path in out.rglob("*")) == before  # it writes nothing
+
+
+def test_too_little_memory_and_disk_are_faults_with_the_arithmetic(sandbox, monkeypatch):
+    from unfreeze.parallel.machine import Hardware
+
+    model = sandbox.checkpoint("llama")
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=10_000))
+    assert "9.8 KiB free under" in findings(model=model)["disk fault"].line
+    monkeypatch.setattr("unfreeze.parallel.plan.hardware", lambda device: Hardware("cpu", "small", 1, 2**20, 2**20))
+    found = findings(model=model)
+    assert "usable on small" in found["memory fault"].line and found["numerics skip"].line.startswith("needs the memory")
+
+
+def test_a_bad_config_is_the_first_finding(sandbox, tmp_path):
+    toml = tmp_path / "run.toml"
+    toml.write_text("learning_rat = 1.0\n")
+    found = findings(model=sandbox.checkpoint("llama"), config=toml)
+    assert "nearest: 'learning" in found["config fault"].line and len(found) == 1
+
+
+def test_the_command_ends_with_1_on_a_fault(sandbox, capsys):
+    folder = sandbox.copy("llama")
+    assert cli.main(["doctor", str(folder), "--json"]) == 0
+    nan_weight(folder)
+    assert cli.main(["doctor", str(folder), "--json"]) == 1
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["faults"] == 1 and result["findings"][-1]["check"] == "numerics"
+    assert cli.main(["doctor", str(folder)]) == 1
+    assert "remedy: download the checkpoint again" in capsys.readouterr().out
+
+
+def test_more_threads_than_cores_is_a_warning(sandbox, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 999)
+    assert "999 threads" in findings(model=sandbox.checkpoint("llama"))["machine warn"].line
+
+
+def test_a_field_that_is_not_followed_is_said_by_doctor_inspect_load_and_the_run(sandbox, tmp_path, caplog):
+    import unfreeze
+    from unfreeze.commands.inspect import inspect
+
+    folder = sandbox.checkpoint("llama")
+    change_json(folder / "config.json", clip_qkv=8.0)
+    note = "config.json: clip_qkv = 8.0: not known here and not followed"
+    found = findings(model=folder)
+    assert found["checkpoint warn"].line == note and not [f for f in found.values() if f.level == "fault"]
+    assert inspect(str(folder))["notes"] == [note]
+    unfreeze.load(folder)
+    assert [record.getMessage() for record in caplog.records].count(note) == 1
+    said: list[str] = []
+    unfreeze.load(folder, say=said.append)
+    assert said == [note]
+    out = tmp_path / "run"
+    command = f"sft --model {folder} --data {sandbox.rows()} --out {out} --steps 1 --tokens-per-step 256 --samples 0 --quiet"
+    assert cli.main(command.split()) == 0
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    assert [event["message"] for event in events if event["kind"] == "warning"].count(note) == 1

@@ -1,0 +1,80 @@
+"""An exported adapter in the hands of peft over transformers, everything read from the files on disk, against ours."""
+
+import json
+import shutil
+import warnings
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import unfreeze
+from unfreeze import cli
+from unfreeze.commands.demo import TINY_K2
+
+IDS = [[5, 6, 7, 8, 9, 10, 300, 401, 77], [1280, 3, 900]]
+
+
+def oracle(folder):
+    """transformers' own reading of tiny-k2. It knows Kimi's architecture as deepseek_v3 only, so a copy says that.
+
+    dtype=float32 leaves the experts that compressed-tensors expands in bf16, and its grouped product then rounds activations to bf16 too:
+    0.018 off in the logits. Widened to float32 (exact: the expanded values are bf16 numbers), the arithmetic is ours.
+    """
+    shutil.copytree(TINY_K2, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "deepseek_v3"}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = transformers.DeepseekV3ForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+    return model.eval()
+
+
+@torch.no_grad()
+def logits(model):
+    return [model(torch.tensor([ids])).logits[0] for ids in IDS]
+
+
+def far(ours, theirs) -> float:
+    return max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
+
+
+def test_peft_over_transformers_gives_our_logits_from_disk(run_dir, unfreeze_json, tmp_path):
+    path = unfreeze_json("export", run_dir, "--layout", "peft", "--out", tmp_path / "peft")["path"]
+    base = oracle(tmp_path / "copy")
+    assert far(unfreeze.load(TINY_K2).logits(IDS), logits(base)) < 1e-4
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tuned = peft.PeftModel.from_pretrained(base, path).eval()
+    ours = unfreeze.load(run_dir).logits(IDS)
+    assert far(ours, logits(tuned)) < 1e-4
+    assert far(ours, unfreeze.load(TINY_K2).logits(IDS)) > 1e-2  # control: the adapter does something
+
+
+@pytest.mark.parametrize("layout", ["per-expert", "peft"])
+def test_an_export_loads_with_the_logits_of_the_run(layout, run_dir, unfreeze_json, tmp_path):
+    result = unfreeze_json("export", run_dir, "--layout", layout, "--out", tmp_path / layout)
+    assert result["layout"] == layout and result["verified"]["nonzero"] == result["verified"]["matrices"] > 0
+    # float32 products in another order of ranks (the fused layout pads), so equal to rounding, not to the bit
+    assert far(unfreeze.load(result["path"]).logits(IDS), unfreeze.load(run_dir).logits(IDS)) < 1e-5
+    names = load_file(tmp_path / layout / "adapter_model.safetensors")
+    assert any(".experts.15.up_proj." in name for name in names) == (layout == "per-expert")
+
+
+def test_without_out_it_lies_in_the_run_and_says_what_was_verified(run_dir, capsys):
+    assert cli.main(["export", str(run_dir), "--layout", "peft"]) == 0
+    error = capsys.readouterr().err
+    assert (run_dir / "export-peft" / "adapter_config.json").is_file() and "read again and equal" in error and "load" in error
+
+
+def test_a_whole_model_has_nothing_to_export_and_a_file_is_no_folder(run_dir, capsys, tmp_path):
+    assert cli.main(["export", str(TINY_K2)]) == 2
+    assert "has no adapter to export" in capsys.readouterr().err
+    (tmp_path / "file").write_text("mine")
+    assert cli.main(["export", str(run_dir), "--out", str(tmp_path / "file")]) == 2
+    error = capsys.readouterr().err
+    assert "file" in error and "cannot be written" in error and "--out" in error and (tmp_path / "file").read_text() == "mine"

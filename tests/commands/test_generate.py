@@ -1,0 +1,98 @@
+"""`unfreeze generate` and `chat` as scripts see them: text with the ids that were sampled, ids alone, a conversation through a pipe."""
+
+import io
+import json
+import shutil
+
+import pytest
+
+import unfreeze
+from unfreeze import cli
+from unfreeze.commands.demo import TINY_K2
+
+
+@pytest.fixture
+def no_tokenizer(tmp_path):
+    folder = tmp_path / "ids only"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(TINY_K2 / name, folder / name)
+    return folder
+
+
+def test_tokens_are_those_that_were_sampled(unfreeze_json):
+    """The stop id is among them, and no text encodes to it: encoding the text again would lose it."""
+    result = unfreeze_json("generate", TINY_K2, "--prompt", "What is the capital of France?", "--max-new-tokens", 40)
+    model = unfreeze.load(TINY_K2)
+    done = model.chat_batch(["What is the capital of France?"], max_new_tokens=40)[0]
+    assert result == {"text": done.text, "tokens": done.tokens, "finish_reason": done.finish_reason}
+    assert model.tokenizer.decode(result["tokens"]) == result["text"]
+
+
+def test_text_mode_continues_and_stops_at_a_text(unfreeze_json):
+    whole = unfreeze_json("generate", TINY_K2, "--prompt", "The capital of France is", "--mode", "text", "--max-new-tokens", 12)
+    assert whole["text"] == unfreeze.load(TINY_K2).generate("The capital of France is", max_new_tokens=12)
+    stop = whole["text"].strip()[2:5]
+    stopped = unfreeze_json("generate", TINY_K2, "--prompt", "The capital of France is", "--mode", "text", "--max-new-tokens", 12, "--stop", stop)
+    assert stopped["text"] == whole["text"].split(stop)[0] and stopped["finish_reason"] == "stop"
+
+
+def test_ids_go_in_and_out_without_a_tokenizer(no_tokenizer, unfreeze_json, capsys):
+    result = unfreeze_json("generate", no_tokenizer, "--tokens", 1, 403, 407, "--max-new-tokens", 5)
+    assert result["tokens"] == unfreeze.load(no_tokenizer).generate([1, 403, 407], max_new_tokens=5) and result["text"] == ""
+    assert cli.main(["generate", str(no_tokenizer), "--tokens", "1", "403", "407", "--max-new-tokens", "5", "--quiet"]) == 0
+    assert capsys.readouterr().out == " ".join(map(str, result["tokens"])) + "\n"
+    assert cli.main(["generate", str(no_tokenizer), "--prompt", "Paris", "--quiet"]) == 2
+    assert "has no tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "one of prompt and tokens"),
+        (["--prompt", "a", "--tokens", "1"], "one of prompt and tokens"),
+        (["--tokens", "1", "--mode", "chat"], "mode chat takes a text"),
+        (["--prompt", "a", "--device", "gpu"], "device is 'gpu'"),
+        (["--prompt", "a", "--top-p", "0"], "top_p = 0"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(arguments, words, capsys):
+    assert cli.main(["generate", str(TINY_K2), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert words in error and "Traceback" not in error
+
+
+def test_full_positions_are_one_plain_line_and_none_when_quiet(tmp_path, capsys):
+    folder = tmp_path / "short"
+    shutil.copytree(TINY_K2, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8}))
+    arguments = ["generate", str(folder), "--tokens", "5", "6", "7", "--max-new-tokens", "50"]
+    assert cli.main(arguments) == 0
+    error = capsys.readouterr().err
+    assert "ended after 5 tokens: the model's 8 positions are full\n" in error and "Warning" not in error
+    assert "load" in error and "/s" in error  # the loading line
+    assert cli.main([*arguments, "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_home_folder_is_found(monkeypatch, unfreeze_json):
+    monkeypatch.setenv("HOME", str(TINY_K2.parent))
+    assert len(unfreeze_json("generate", "~/tiny-k2", "--tokens", 5, "--max-new-tokens", 2)["tokens"]) == 2
+
+
+def test_chat_reads_a_pipe_and_remembers_until_reset(monkeypatch, unfreeze_json):
+    monkeypatch.setattr("sys.stdin", io.StringIO("What is the capital of France?\n\n/reset\nHello.\nWho are you?\n"))
+    result = unfreeze_json("chat", TINY_K2, "--max-new-tokens", 24, "--system", "Be plain.")
+    roles = [message["role"] for message in result["messages"]]
+    assert roles == ["system", "user", "assistant", "user", "assistant"]  # the first question was forgotten
+    before = result["messages"][:4]
+    assert result["messages"][4]["content"] == unfreeze.load(TINY_K2).chat(before, max_new_tokens=24)
+
+
+def test_chat_streams_to_stdout_and_says_why_an_answer_ended(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("What is the capital of France?\n"))
+    assert cli.main(["chat", str(TINY_K2), "--max-new-tokens", "2"]) == 0
+    said = capsys.readouterr()
+    assert said.out.strip() == unfreeze.load(TINY_K2).chat("What is the capital of France?", max_new_tokens=2).strip()
+    assert "the answer ends here" in said.err

@@ -1,0 +1,71 @@
+"""TOML and flags: every field is both, a flag wins, and what is wrong is named with the nearest right key."""
+
+import pytest
+from pydantic import Field
+
+from unfreeze.config.parse import Frozen, parse
+from unfreeze.core.errors import ConfigError
+
+
+class Inner(Frozen):
+    rank: int = Field(default=16, ge=1)
+    targets: tuple[str, ...] = ("all-linear",)
+    experts_rank: int | None = None
+
+
+class Config(Frozen):
+    model: str
+    steps: int | None = None
+    learning_rate: float = Field(default=1e-3, gt=0)
+    lora: Inner = Field(default_factory=lambda: Inner())
+
+
+def read(tmp_path, text: str, *flags: str) -> Config:
+    path = tmp_path / "run.toml"
+    path.write_text(text, encoding="utf-8")
+    return parse(Config, [str(path), *flags], command="sft", description="")
+
+
+def test_toml_and_flags_give_the_same_config(tmp_path):
+    toml = 'model = "m"\nsteps = 5\nlearning_rate = 3e-4\n[lora]\nrank = 8\ntargets = ["experts", "*.q_proj"]\nexperts_rank = 4\n'
+    flags = "--model m --steps 5 --learning-rate 3e-4 --lora.rank 8 --lora.targets experts *.q_proj --lora.experts-rank 4".split()
+    assert read(tmp_path, toml) == parse(Config, flags, command="sft", description="")
+    assert read(tmp_path, toml).lora == Inner(rank=8, targets=("experts", "*.q_proj"), experts_rank=4)
+
+
+def test_a_flag_wins_over_the_file(tmp_path):
+    config = read(tmp_path, 'model = "m"\nsteps = 5\n[lora]\nrank = 8\n', "--steps", "7", "--lora.rank", "2")
+    assert (config.steps, config.lora.rank, config.model) == (7, 2, "m")
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ('modle = "m"', "unknown key modle; nearest: 'model'"),
+        ('model = "m"\n[lora]\nrnak = 8', "unknown key lora.rnak; nearest: 'rank'"),
+        ("model = ", "not valid TOML"),
+        ('model = "m"\n[steps]\na = 1', "steps is a table"),
+        ('model = "m"\nlearning_rate = -1', "learning_rate = -1"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path, text, words):
+    with pytest.raises(ConfigError, match=words):
+        read(tmp_path, text)
+
+
+def test_a_missing_file_is_said(tmp_path):
+    with pytest.raises(ConfigError, match="is not a file"):
+        parse(Config, [str(tmp_path / "no.toml")], command="sft", description="")
+
+
+def test_a_config_cannot_be_changed(tmp_path):
+    with pytest.raises(Exception, match="frozen"):
+        read(tmp_path, 'model = "m"').steps = 3
+
+
+def test_the_command_to_repeat_is_the_one_given_under_torchrun_too(monkeypatch):
+    from unfreeze.job.training import typed
+
+    assert typed("sft", ["run.toml", "--out", "a b"]) == "unfreeze sft run.toml --out 'a b'"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert typed("sft", ["run.toml"]) == "torchrun --nproc-per-node 2 -m unfreeze sft run.toml"

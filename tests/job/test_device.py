@@ -1,0 +1,71 @@
+"""The allocator is set before CUDA starts and said in the plan (FAILURES L2); fragmentation is an event field. CUDA itself is not needed here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from unfreeze.job.device import ALLOCATOR, SEGMENTS, allocator_line, pick_device, set_allocator
+from unfreeze.job.training import say_plan
+from unfreeze.parallel.collectives import ALONE
+from unfreeze.parallel.machine import hardware
+from unfreeze.train import memory
+from unfreeze.train.run import Run
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch):
+    for name in ALLOCATOR:
+        monkeypatch.setenv(name, "")  # so that monkeypatch puts back what the test's own code sets
+        monkeypatch.delenv(name)
+
+
+def test_it_is_set_before_torch_is_imported():
+    code = (
+        "import sys, os; from unfreeze.recipes import device; assert 'torch' not in sys.modules\n"
+        "device.set_allocator(); assert 'torch' not in sys.modules; print(os.environ['PYTORCH_CUDA_ALLOC_CONF'])"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in ALLOCATOR}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.stdout.strip() == SEGMENTS, done.stderr
+
+
+def test_pick_device_sets_it_and_the_line_says_so():
+    assert pick_device("cpu") == torch.device("cpu")
+    assert allocator_line() == ("allocator: expandable segments (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True)", True)
+
+
+@pytest.mark.parametrize("name", ALLOCATOR)
+def test_the_users_choice_stays_and_is_said(monkeypatch: pytest.MonkeyPatch, name: str):
+    monkeypatch.setenv(name, "max_split_size_mb:128")
+    set_allocator()
+    assert [os.environ.get(each) for each in ALLOCATOR if each != name] == [None]
+    line, grows = allocator_line()
+    assert not grows and line.startswith(f"allocator: {name}=max_split_size_mb:128 has no expandable segments") and f"export {ALLOCATOR[0]}" in line
+
+
+def test_control_arm_after_cuda_has_started_it_is_too_late_and_the_plan_warns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    set_allocator()
+    assert not any(name in os.environ for name in ALLOCATOR)
+    plan = SimpleNamespace(as_dict=lambda: {"lines": ["plan"]}, refuse_if_too_large=lambda: None, hardware=replace(hardware(), kind="cuda"))
+    with Run(tmp_path, {}) as run:
+        say_plan(run, plan, ALONE)  # type: ignore[arg-type]
+    (event,) = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert event["warning"].startswith("allocator: CUDA had started before expandable segments could be set") and len(event["lines"]) == 2
+
+
+def test_fragmentation_is_reserved_minus_allocated_on_cuda_only(monkeypatch: pytest.MonkeyPatch):
+    assert memory.memory_fields(torch.device("cpu")).keys() == {"peak_bytes"}
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 70)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 100)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 60)
+    assert memory.memory_fields(torch.device("cuda")) == {"peak_bytes": 70, "fragmentation_bytes": 40}

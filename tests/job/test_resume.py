@@ -1,0 +1,116 @@
+"""Going on with a changed configuration: refused by field, unless it is allowed and can be (FAILURES R2)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from unfreeze import cli
+from unfreeze.commands.demo import TINY_K2
+from unfreeze.core.errors import ConfigError
+from unfreeze.job.resume import DERIVED, FIXED, allowed
+from unfreeze.recipes.sft import Config
+from unfreeze.train.run import Run
+
+RECORD = Config(model="m", data=("d.jsonl",)).record()
+
+
+def test_fixed_and_derived_fields_exist():
+    assert set(FIXED) <= {*RECORD, *(f"lora.{name}" for name in RECORD["lora"])}
+    assert set(DERIVED) <= set(RECORD)
+
+
+def test_what_follows_from_a_field_is_allowed_with_it():
+    assert allowed(("learning_rate", "lora.alpha"), RECORD) == ["learning_rate", "lora.alpha", "schedule.peak"]
+    assert set(allowed(("steps",), RECORD)) == {"steps", "schedule.steps", "schedule.warmup_steps", "schedule.decay_steps"}
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ("lora.rank", "allow_changed names lora.rank, which can never change within a run: it is the shape of the trained tensors"),
+        ("seed", "seed, which can never change within a run: the saved place in the data would be another place"),
+        ("learning-rat", "allow_changed names 'learning-rat', which is no field of a run's configuration; nearest: 'learning_rate'"),
+    ],
+)
+def test_what_cannot_be_allowed_is_refused(field: str, words: str):
+    with pytest.raises(ConfigError, match=words):
+        allowed((field,), RECORD)
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory, chat_rows: Path) -> list[str]:
+    """A run stopped after step 2 of 4; -> its command."""
+    out = tmp_path_factory.mktemp("resume") / "run"
+    command = ["sft", "--quiet", "--model", str(TINY_K2), "--data", str(chat_rows), "--out", str(out), "--tokens-per-step", "128", "--steps", "4",
+               "--lora.rank", "1", "--samples", "0", "--save-every", "1", "--keep-saves", "9", "--threads", "1"]  # fmt: skip
+    assert cli.main(command) == 0
+    shutil.copy(out / "events.jsonl", out.with_name("straight.jsonl"))
+    for path in (out / "state" / "step-000003", out / "state" / "step-000004", out / "adapter"):
+        shutil.rmtree(path)
+    return command
+
+
+def again(interrupted: list[str], tmp_path: Path, *more: str) -> tuple[int, Path]:
+    """The run once more, in a copy of its folder."""
+    at = interrupted.index("--out") + 1
+    out = tmp_path / "run"
+    shutil.copytree(interrupted[at], out)
+    return cli.main([*interrupted[:at], str(out), *interrupted[at + 1 :], *more]), out
+
+
+def straight(interrupted: list[str]) -> list[float]:
+    return losses(Path(interrupted[interrupted.index("--out") + 1]).parent, "straight.jsonl")
+
+
+def losses(run: Path, file: str = "events.jsonl") -> list[float]:
+    events = [json.loads(line) for line in (run / file).read_text().splitlines()]
+    return [event["loss"] for event in events if event["kind"] == "train"]
+
+
+def test_a_changed_field_is_refused_with_the_flag_that_would_allow_it(interrupted: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    code, run = again(interrupted, tmp_path, "--learning-rate", "0.001")
+    said = capsys.readouterr().err
+    assert code == 2 and said.splitlines() == [
+        f"ConfigError: {run} was trained to step 2 with another configuration; 1 field differs (saved -> now): learning_rate: 0.0002 -> 0.001",
+        "  next: run with the saved values to go on, or give another folder with --out, or add --allow-changed learning_rate",
+    ]
+
+
+def test_an_allowed_change_goes_on_and_is_a_warning(interrupted: list[str], tmp_path: Path, read_events):
+    code, run = again(interrupted, tmp_path, "--learning-rate", "0.001", "--steps", "6", "--allow-changed", "learning_rate", "steps")
+    assert code == 0
+    (warning,) = [event for event in read_events(run, "warning") if "as allowed" in event["message"]]
+    assert warning["message"] == "goes on with another configuration, as allowed: learning_rate: 0.0002 -> 0.001; steps: 4 -> 6"
+    train = read_events(run, "train")
+    assert [event["step"] for event in train] == [1, 2, 3, 4, 5, 6] and train[2]["learning_rate"] == pytest.approx(0.00075)  # cosine, 2/6
+    assert losses(run)[:2] == straight(interrupted)[:2]
+
+
+def test_a_finished_run_can_be_made_longer(interrupted: list[str], tmp_path: Path, read_events):
+    _, run = again(interrupted, tmp_path)
+    at = interrupted.index("--out") + 1
+    assert cli.main([*interrupted[:at], str(run), *interrupted[at + 1 :], "--steps", "5", "--allow-changed", "steps"]) == 0
+    assert [event["step"] for event in read_events(run, "train")] == [1, 2, 3, 4, 5]
+
+
+def test_a_fixed_field_is_refused_with_its_reason(interrupted: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    code, _ = again(interrupted, tmp_path, "--lora.rank", "2")
+    said = capsys.readouterr().err
+    assert code == 2 and "lora.rank: 1 -> 2; lora.rank can never change within a run: it is the shape of the trained tensors" in said
+    assert "--allow-changed" not in said
+
+
+def test_control_arm_without_the_refusal_the_run_goes_on_with_other_numbers(interrupted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Run, "refuse_changes", lambda *arguments: None)
+    code, run = again(interrupted, tmp_path, "--weight-decay", "9", "--learning-rate", "0.01")
+    assert code == 0 and len(losses(run)) == 4
+    assert losses(run) != straight(interrupted)
+
+
+def test_the_unchanged_command_gives_the_same_losses(interrupted: list[str], tmp_path: Path):
+    code, run = again(interrupted, tmp_path)
+    assert code == 0 and losses(run) == straight(interrupted) and len(losses(run)) == 4

@@ -1,0 +1,196 @@
+"""Validation inside training: the numbers are those of a direct computation, training does not feel it, and the best save stays."""
+
+from __future__ import annotations
+
+import json
+import math
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+import unfreeze
+from unfreeze import cli
+from unfreeze.commands.demo import TINY_K2
+from unfreeze.core.events import EventLog
+from unfreeze.data import Example, load_tokenizer
+from unfreeze.evaluate import perplexity
+from unfreeze.evaluate.perplexity import Heldout
+from unfreeze.job import validation as module
+from unfreeze.job.validation import Validation, supervised_bytes
+
+ANSWERS = [{"question": f"What is number {i}?", "answer": f"Number {i}, it is. Hmm."} for i in range(24)]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Training rows and held-out rows."""
+    folder = tmp_path_factory.mktemp("rows")
+    for name, part in (("train", ANSWERS[:16]), ("held", ANSWERS[16:])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    return folder / "train.jsonl", folder / "held.jsonl"
+
+
+def sft(rows: tuple[Path, Path], out: Path, *more: object, code: int = 0) -> Path:
+    command = ["sft", "--quiet", "--model", TINY_K2, "--data", rows[0], "--out", out, "--tokens-per-step", 128, "--steps", 4, "--lora.rank", 1,
+               "--learning-rate", "0.01", "--samples", 0, "--threads", 1, "--dtype", "float32", "--warmup", 0, *more]  # fmt: skip
+    torch.manual_seed(0)  # as a fresh process has it; nothing in training draws from it but the planted noise below
+    assert cli.main([str(part) for part in command]) == code
+    return out
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    return [event for event in found if event["kind"] == kind]
+
+
+def trained(run: Path) -> list[tuple[Any, ...]]:
+    return [(event["step"], event["loss"], event["grad_norm"], str(event["expert_load"])) for event in events(run, "train")]
+
+
+@pytest.fixture(scope="module")
+def validated(rows: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("validated") / "run"
+    return sft(rows, out, "--validation", rows[1], "--validate-every", 1, "--prompts", "Who are you?", "What is number 3?")
+
+
+def direct(model: Any, path: Path) -> tuple[float, int, int]:
+    """(sum of -log p over the answers, their tokens, their bytes), a row at a time through the model's own logits."""
+    total, tokens, size = 0.0, 0, 0
+    for row in map(json.loads, path.read_text().splitlines()):
+        chat = [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
+        whole = model.tokenizer.template.render(chat, add_generation_prompt=False)
+        ids = model.tokenizer.encode(whole, specials=True)
+        prompt = model.tokenizer.encode(model.tokenizer.template.render(chat[:1], add_generation_prompt=True), specials=True)
+        assert ids[: len(prompt)] == prompt
+        scores = F.log_softmax(model.logits([ids])[0].double(), -1)
+        for place in range(len(prompt), len(ids)):
+            total -= float(scores[place - 1, ids[place]])
+            tokens += 1
+        size += len(row["answer"].encode())
+    return total, tokens, size
+
+
+def test_loss_perplexity_and_bits_per_byte_are_those_of_a_direct_computation(validated: Path, rows: tuple[Path, Path]):
+    first, *_, last = events(validated, "eval")
+    assert (first["step"], last["step"]) == (0, 4)
+    for event, source in ((first, TINY_K2), (last, validated / "adapter")):
+        total, tokens, size = direct(unfreeze.load(source), rows[1])
+        assert event["tokens"] == tokens
+        assert event["loss"] == pytest.approx(total / tokens, rel=1e-5)
+        assert event["perplexity"] == pytest.approx(math.exp(total / tokens), rel=1e-4)
+        assert event["bits_per_byte"] == pytest.approx(total / math.log(2) / size, rel=1e-5)
+
+
+def test_own_prompts_are_answered_before_during_and_after(validated: Path):
+    found = events(validated, "sample")
+    assert [(event["step"], event["when"], event["index"]) for event in found] == [
+        (step, when, index) for step, when in ((0, "before"), (1, "during"), (2, "during"), (3, "during"), (4, "after")) for index in (0, 1)
+    ]
+    assert [event["prompt"] for event in found[:2]] == ["Who are you?", "What is number 3?"]
+    model = unfreeze.load(validated)
+    assert [event["text"] for event in found[-2:]] == [model.chat(prompt, temperature=0, max_new_tokens=64) for prompt in
+                                                       ("Who are you?", "What is number 3?")]  # fmt: skip
+
+
+def test_training_does_not_feel_it(validated: Path, rows: tuple[Path, Path], tmp_path: Path):
+    """Losses, gradient norms, expert counts and the whole saved state, bit for bit, with and without."""
+    plain = sft(rows, tmp_path / "plain")
+    assert trained(plain) == trained(validated) and not events(plain, "eval")
+    name = "state/step-000004/tensors.safetensors"
+    assert (plain / name).read_bytes() == (validated / name).read_bytes()
+
+
+def drawing(model: Any, batches: Any, *, bytes_total: int | None = None) -> Heldout:
+    """A measurement that is careless: it draws from torch's global RNG and counts tokens for experts."""
+    torch.rand(3)
+    for moe in model.moe_layers().values():
+        moe.counts_E += 7
+    return Heldout(loss=1.0, perplexity=2.7, bits_per_byte=None, tokens=3)
+
+
+def with_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training that draws random numbers: dropout on each layer's input."""
+    from unfreeze import models
+
+    def noisy(layer: Any, x_TD: Any, run: Any) -> Any:
+        return models.plain(layer, F.dropout(x_TD, 0.1), run)
+
+    monkeypatch.setitem(models.THROUGH, "nothing", noisy)
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_careless_measurement_is_undone_and_the_control_arm_without_that_is_felt(
+    rows: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guarded: bool
+):
+    with_noise(monkeypatch)
+    monkeypatch.setattr(perplexity, "heldout", drawing)
+    if not guarded:
+        monkeypatch.setattr(module, "undisturbed", lambda model: nullcontext())
+    plain = sft(rows, tmp_path / "plain", "--recompute", "nothing")
+    looked_at = sft(rows, tmp_path / "looked at", "--recompute", "nothing", "--validation", rows[1], "--validate-every", 1)
+    assert (trained(plain) == trained(looked_at)) is guarded
+
+
+def scripted(losses: dict[int, float]) -> Any:
+    """heldout with the losses of a script, a call after the other."""
+    left = list(losses.values())
+
+    def heldout(model: Any, batches: Any, *, bytes_total: int | None = None) -> Heldout:
+        loss = left.pop(0)
+        return Heldout(loss=loss, perplexity=math.exp(loss), bits_per_byte=None, tokens=1)
+
+    return heldout
+
+
+def test_the_best_save_outlives_pruning_and_is_written_at_the_end(rows: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(perplexity, "heldout", scripted({0: 9.0, 1: 3.0, 2: 2.0, 3: 5.0, 4: math.nan, 5: 4.0, 6: 4.5}))
+    run = sft(rows, tmp_path / "run", "--validation", rows[1], "--validate-every", 1, "--steps", 6, "--save-every", 1, "--keep-saves", 1)
+    assert sorted(path.name for path in (run / "state").iterdir()) == ["step-000002", "step-000006"]
+    assert json.loads((run / "state" / "step-000006" / "state.json").read_text())["best"] == {"step": 2, "loss": 2.0}
+    (unknown,) = [event for event in events(run, "eval") if event["loss"] is None]
+    assert unknown["step"] == 4 and [event["message"] for event in events(run, "warning")] == ["the held-out loss is nan"]
+
+    other = sft(rows, tmp_path / "other", "--steps", 6, "--save-every", 1, "--keep-saves", 6)
+    trainable = load_file(run / "state" / "step-000002" / "tensors.safetensors")
+    assert all(torch.equal(tensor, trainable[name]) for name, tensor in load_file(other / "state/step-000002/tensors.safetensors").items())
+    ids = [[5, 6, 7, 8]]
+    best, last = (unfreeze.load(run / name).logits(ids)[0] for name in ("adapter-best", "adapter"))
+    assert not torch.equal(best, last) and torch.equal(last, unfreeze.load(run).logits(ids)[0])
+    assert not torch.equal(best, unfreeze.load(TINY_K2).logits(ids)[0])
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_lowest_loss_whose_save_had_no_room_is_not_the_best(room: bool):
+    kept: list[dict[str, Any]] = []
+
+    def keep(state: Any) -> bool:
+        kept.append(state.best)
+        return room
+
+    state: Any = SimpleNamespace(
+        model=SimpleNamespace(device=torch.device("cpu"), moe_layers=dict), run=SimpleNamespace(events=EventLog(None)),
+        schedule=SimpleNamespace(steps=9), step=0, best={"step": 1, "loss": 3.0},
+    )  # fmt: skip
+    losses = iter([2.0, 2.5])
+    hook = Validation(state, lambda: Heldout(next(losses), 1.0, None, 1), every=2, keep=keep)
+    for state.step in (2, 3, 4):
+        hook(state, None)  # type: ignore[arg-type]
+    assert kept[0] == {"step": 2, "loss": 2.0} and state.best == ({"step": 2, "loss": 2.0} if room else {"step": 1, "loss": 3.0})
+    assert len(kept) == (1 if room else 2)  # 2.5 at step 4 is tried where 2.0 could not be kept
+
+
+def test_bytes_of_a_span_leave_special_tokens_out_and_count_unicode():
+    tokenizer = load_tokenizer(TINY_K2)
+    ids = tokenizer.encode("Hmm, “é” it is.", specials=False)
+    end = next(iter(tokenizer.eos_ids))
+    everything = Example(tokens=[ids[0], *ids, end], weights=[0.0, *[1.0] * len(ids), 1.0])
+    assert supervised_bytes([everything], tokenizer) == len("Hmm, “é” it is.".encode())
+    tail = Example(tokens=ids, weights=[0.0] * (len(ids) - 1) + [1.0])
+    assert supervised_bytes([tail], tokenizer) == len(tokenizer.decode(ids[-1:]).encode())
+    assert supervised_bytes([Example(tokens=ids, weights=[1.0] + [0.0] * (len(ids) - 1))], tokenizer) == 0  # the first token is no target

@@ -1,0 +1,50 @@
+"""The kernels on disk follow every source they were inlined from; without that an edited helper would go on computing its old result."""
+
+import importlib
+import os
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from unfreeze.kernels.loops import numba_options
+
+HELPER = 'import numba\n\n\n@numba.njit(inline="always")\ndef helper(x):\n    return x * {factor}\n'
+IMPORTS = "from staled_helper import helper\nfrom unfreeze.kernels.loops.numba_options import serial\n"
+KERNEL = IMPORTS + "\n\n@serial\ndef kernel(x):\n    x[0] = helper(x[0])\n"
+
+
+@pytest.fixture
+def compute(tmp_path, monkeypatch):
+    """3 through a kernel that inlines `helper` of another file, as a new process finds both: factor in its source -> (result, from disk)."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(numba_options, "ROOM", tmp_path)
+    (tmp_path / "staled_kernel.py").write_text(KERNEL)
+
+    def run(factor: int) -> tuple[float, bool]:
+        (tmp_path / "staled_helper.py").write_text(HELPER.format(factor=factor))
+        later = time.time() + factor  # or the import system's own cache of bytecode would be as stale
+        os.utime(tmp_path / "staled_helper.py", (later, later))
+        numba_options.sources.cache_clear()
+        for name in ("staled_kernel", "staled_helper"):
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        kernel, x = importlib.import_module("staled_kernel").kernel, np.array([3.0])
+        kernel(x)
+        return float(x[0]), bool(kernel.stats.cache_hits)
+
+    yield run
+    numba_options.sources.cache_clear()
+
+
+def test_an_edit_in_an_inlined_file_is_compiled(compute):
+    assert compute(2) == (6.0, False) and compute(2) == (6.0, True)
+    assert compute(5) == (15.0, False) and compute(5) == (15.0, True)
+
+
+def test_control_arm_numba_alone_would_not_notice(compute, monkeypatch):
+    monkeypatch.setattr(numba_options, "sources", numba_options.functools.cache(lambda room: "the same"))
+    assert compute(2) == (6.0, False)
+    assert compute(5) == (6.0, True)

@@ -1,0 +1,109 @@
+"""Live progress: plain lines off a terminal, a bar on one, silence when quiet, and a terminal that is left as it was found."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from unfreeze.tracking.live import LiveProgress, LoadProgress
+
+SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    return Terminal()
+
+
+def train(step: int, seconds: float = 1.0) -> dict:
+    return {"kind": "train", "step": step, "time": 100.0 + step, "loss": 1.5, "tokens": 500, "seconds": seconds, "peak_bytes": 2**30}
+
+
+def test_plain_lines_first_last_and_every_five_seconds():
+    out = io.StringIO()
+    with LiveProgress(12, stream=out) as progress:
+        for step in range(1, 13):
+            progress(train(step))
+    assert [line.split()[1] for line in out.getvalue().splitlines()] == ["1/12", "6/12", "11/12", "12/12"]
+    assert out.getvalue().splitlines()[0] == "step 1/12  loss 1.500  500 tokens/s  1.0 GiB"  # no forecast from a step that compiles
+    assert out.getvalue().splitlines()[1] == "step 6/12  loss 1.500  500 tokens/s  1.0 GiB  6.0 s left"
+    assert "\x1b" not in out.getvalue()
+
+
+def test_quiet_prints_nothing():
+    out = io.StringIO()
+    with LiveProgress(2, quiet=True, stream=out) as progress, LoadProgress(quiet=True, stream=out) as load:
+        for kind in ("warning", "end", "load", "save"):
+            progress({"kind": kind, "step": 1, "message": "x", "bytes": 1, "warning": "y"})
+        progress(train(1))
+        load(5, 5)
+    assert out.getvalue() == ""
+
+
+def test_other_events_are_said_once():
+    out = io.StringIO()
+    progress = LiveProgress(0, stream=out)
+    progress({"kind": "plan", "step": 0, "lines": ["peak 1.0 GiB"]})
+    progress({"kind": "start", "step": 4, "steps": 8, "resumed": True})
+    progress({"kind": "data", "step": 0, "summary": "3 rows, 1 dropped", "dropped": 1, "bad": 0, "listed": [{"row": 2, "reason": "row 2: empty"}]})
+    progress({"kind": "load", "step": 0, "bytes": 2_000_000_000, "seconds": 1.0, "expanded_bytes": 8_000_000_000})
+    progress({"kind": "receipt", "step": 5, "groups": {"attention": {"parameters": 10, "trained": True}}})
+    progress({"kind": "eval", "step": 8, "time": 3.0, "loss": 0.25, "style": 0.5})
+    progress({"kind": "save", "step": 8, "path": "runs/[a]/state"})
+    progress({"kind": "warning", "step": 8, "message": "one row skipped"})
+    progress({"kind": "end", "step": 8, "reason": "done", "tokens_per_second": 1234.5})
+    text = out.getvalue()
+    load = "loaded 2.00 GB at 2.00 GB/s, 8.00 GB if expanded"
+    for words in ("peak 1.0 GiB", "resumed after step 4", load, "attention", "eval loss 0.25, style 0.5"):
+        assert text.count(words) == 1, words
+    data = ("data: 3 rows, 1 dropped", "left out: row 2: empty")
+    for words in (*data, "saved runs/[a]/state", "warning, step 8: one row skipped", "done after step 8"):
+        assert text.count(words) == 1, words
+
+
+def test_bar_on_a_terminal_and_the_cursor_back_after_ctrl_c(terminal: Terminal):
+    with pytest.raises(KeyboardInterrupt), LiveProgress(3, stream=terminal) as progress:
+        progress(train(1))
+        assert HIDE_CURSOR in terminal.getvalue() and SHOW_CURSOR not in terminal.getvalue()  # control arm: it was really hidden
+        raise KeyboardInterrupt
+    assert terminal.getvalue().rindex(SHOW_CURSOR) > terminal.getvalue().rindex(HIDE_CURSOR)
+    assert "step 1/3" in terminal.getvalue() and "loss 1.500" in terminal.getvalue()
+
+
+def test_without_its_context_a_terminal_gets_plain_lines(terminal: Terminal):
+    LiveProgress(3, stream=terminal)(train(1))
+    assert HIDE_CURSOR not in terminal.getvalue() and "step 1/3" in terminal.getvalue()
+
+
+def test_standard_output_is_left_alone(terminal: Terminal, capsys: pytest.CaptureFixture[str]):
+    before = sys.stdout
+    with LiveProgress(3, stream=terminal) as progress:
+        progress(train(1))
+        assert sys.stdout is before  # rich would redirect it, and the line of --json would end in the progress stream
+        print("result")
+    assert capsys.readouterr().out == "result\n"
+
+
+def test_load_progress_says_rate_and_time_left():
+    now, out = [0.0], io.StringIO()
+    with LoadProgress(stream=out, clock=lambda: now[0]) as progress:
+        for second in range(1, 11):
+            now[0] = float(second)
+            progress(second * 500_000_000, 5_000_000_000)
+    lines = out.getvalue().splitlines()
+    assert lines == ["load  2.50 GB of 5.00 GB  0.50 GB/s  5.0 s left", "load  5.00 GB of 5.00 GB  0.50 GB/s"]
+
+
+def test_load_progress_bar(terminal: Terminal):
+    with LoadProgress(stream=terminal) as progress:
+        progress(5_000_000_000, 5_000_000_000)
+    assert "5.00 GB of 5.00 GB" in terminal.getvalue() and terminal.getvalue().rstrip().endswith(SHOW_CURSOR)
