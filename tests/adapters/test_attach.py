@@ -5,8 +5,9 @@ import torch
 from pydantic import ValidationError
 
 from unfreeze import models
-from unfreeze.adapters import LoraConfig, adapter_parameters, attach, detach, group_of, parameters_per_rank, sites
+from unfreeze.adapters import LoraConfig, adapter_parameters, attach, detach, sites
 from unfreeze.core.errors import AdapterError
+from unfreeze.models.targets import group_of, parameters_per_rank, per_rank
 
 
 def attached(tiny, case, *targets, **settings):
@@ -133,7 +134,7 @@ def test_group_of(name, group):
 def test_a_rank_for_experts_where_none_is_adapted_is_refused(tiny, name, targets, reason):
     config = LoraConfig(rank=2, experts_rank=8, targets=(targets,))
     model = tiny.model(name)
-    for refuse in (lambda: config.per_rank(model), lambda: attach(model, config, seed=0)):  # the plan asks first
+    for refuse in (lambda: per_rank(config, model), lambda: attach(model, config, seed=0)):  # the plan asks first
         with pytest.raises(AdapterError, match=rf"lora.experts_rank = 8, but no routed expert gets an adapter: {reason}") as error:
             refuse()
         assert "--lora.experts-rank" in error.value.next

@@ -8,7 +8,8 @@ from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
 from torch import nn
 
-from unfreeze.adapters.lora import ExpertLowRank, LowRank, scale_of
+from unfreeze.adapters.lora import ExpertLowRank, LowRank
+from unfreeze.config.lora import scale_of
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.quant.int4 import Int4

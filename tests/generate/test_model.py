@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import unfreeze
-from unfreeze.adapters.attach import LoraConfig, attach
+from unfreeze.adapters import LoraConfig, attach
 from unfreeze.adapters.layouts import save_adapter
 from unfreeze.core.errors import CheckpointError, ConfigError, UserError
 from unfreeze.quant.int4 import Int4

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from unfreeze.job.device import ALLOCATOR, SEGMENTS, allocator_line, pick_device, set_allocator
-from unfreeze.job.training import say_plan
+from unfreeze.job.job import emit_plan
 from unfreeze.parallel.collectives import ALONE
 from unfreeze.parallel.machine import hardware
 from unfreeze.train import memory
@@ -30,7 +30,7 @@ def clean(monkeypatch: pytest.MonkeyPatch):
 
 def test_it_is_set_before_torch_is_imported():
     code = (
-        "import sys, os; from unfreeze.recipes import device; assert 'torch' not in sys.modules\n"
+        "import sys, os; from unfreeze.job import device; assert 'torch' not in sys.modules\n"
         "device.set_allocator(); assert 'torch' not in sys.modules; print(os.environ['PYTORCH_CUDA_ALLOC_CONF'])"
     )
     environment = {name: value for name, value in os.environ.items() if name not in ALLOCATOR}
@@ -58,7 +58,7 @@ def test_control_arm_after_cuda_has_started_it_is_too_late_and_the_plan_warns(mo
     assert not any(name in os.environ for name in ALLOCATOR)
     plan = SimpleNamespace(as_dict=lambda: {"lines": ["plan"]}, refuse_if_too_large=lambda: None, hardware=replace(hardware(), kind="cuda"))
     with Run(tmp_path, {}) as run:
-        say_plan(run, plan, ALONE)  # type: ignore[arg-type]
+        emit_plan(run, plan, ALONE)  # type: ignore[arg-type]
     (event,) = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert event["warning"].startswith("allocator: CUDA had started before expandable segments could be set") and len(event["lines"]) == 2
 

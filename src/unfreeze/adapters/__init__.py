@@ -5,12 +5,13 @@ To add a layout: a branch in layouts.py (writing), one in read.py, its formula i
 
 from __future__ import annotations
 
-from unfreeze.adapters.attach import LoraConfig, Site, adapter_parameters, attach, detach, group_of, parameters_per_rank, sites
+from unfreeze.adapters.attach import Site, adapter_parameters, attach, detach, sites
 from unfreeze.adapters.layouts import save_adapter
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
 from unfreeze.adapters.read import load_adapter
 from unfreeze.adapters.receipt import Receipt
 from unfreeze.adapters.verify import Verified, verify_adapter
+from unfreeze.config.lora import LoraConfig
 
 __all__ = [
     "ExpertLowRank",
@@ -22,9 +23,7 @@ __all__ = [
     "adapter_parameters",
     "attach",
     "detach",
-    "group_of",
     "load_adapter",
-    "parameters_per_rank",
     "save_adapter",
     "sites",
     "verify_adapter",

@@ -22,11 +22,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from unfreeze.adapters.attach import Site, candidates, sites
+from unfreeze.adapters.attach import Site, sites
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
 from unfreeze.checkpoint.save import write_file, write_safetensors
 from unfreeze.core.errors import AdapterError
 from unfreeze.models.blocks.experts import Experts
+from unfreeze.models.targets import candidates
 
 Layout = Literal["per-expert", "peft"]
 PREFIX = "base_model.model."

@@ -10,20 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unfreeze.kernels.expert_mlp import ExpertFactors
-
-Scaling = Literal["alpha/r", "alpha/sqrt(r)"]
-
-
-def scale_of(rank: int, alpha: float, scaling: Scaling) -> float:
-    """alpha / r, or alpha / sqrt(r) (rank-stabilised: Kalajdzievski 2023, where the update keeps its size as r grows)."""
-    return alpha / rank if scaling == "alpha/r" else alpha / math.sqrt(rank)
 
 
 class LowRank(nn.Module):

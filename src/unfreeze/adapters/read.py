@@ -20,12 +20,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from unfreeze.adapters.attach import Candidate, Site, candidates, sites
+from unfreeze.adapters.attach import Site, sites
 from unfreeze.adapters.layouts import CONFIG, PREFIX, WEIGHTS
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
 from unfreeze.checkpoint.manifest import conversion, inside
 from unfreeze.core.errors import AdapterError, nearest
 from unfreeze.models.blocks.linear import Linear
+from unfreeze.models.targets import Candidate, candidates
 from unfreeze.untrusted.json_object import read_object
 from unfreeze.untrusted.pattern import pattern
 

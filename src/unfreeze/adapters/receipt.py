@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unfreeze.adapters.attach import GROUPS, group_of, sites
+from unfreeze.adapters.attach import sites
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
 from unfreeze.adapters.reach import Reach, Sum
 from unfreeze.core.batch import Batch
@@ -32,6 +32,7 @@ from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import PackedHolder
 from unfreeze.models.blocks.passes import Memo, PackedPass
 from unfreeze.models.decoder import Layer
+from unfreeze.models.targets import GROUPS, group_of
 
 PROBE_TOKENS = 256  # enough to reach most experts, small enough to cost less than a step
 COPY_BYTES = 2**30  # full copies of trained weights up to 1 GiB; beyond, a sample per parameter

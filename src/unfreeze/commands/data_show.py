@@ -20,7 +20,7 @@ from tyro.conf import Positional, arg
 from unfreeze.config.parse import Files, Frozen, ModelName, parse
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError, nearest
-from unfreeze.job.training import refuse_absent
+from unfreeze.job.folder import refuse_absent
 
 if TYPE_CHECKING:
     from unfreeze.data import Dataset, Example, Examples, Tokenizer
@@ -70,8 +70,8 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 
 def show(config: Config) -> dict[str, Any]:
     """The account of the data as plain JSON. Bad rows are counted and listed, never raised."""
+    from unfreeze.config.template import template_time, template_values
     from unfreeze.data import Batches, encode_files, load_tokenizer
-    from unfreeze.data.templates import template_time, template_values
 
     folder = model_folder(config.model)
     now, variables = template_time(config.template_date), template_values(config.template_variables)

@@ -22,9 +22,8 @@ from unfreeze.adapters import LoraConfig
 from unfreeze.config.parse import Frozen, parse
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
-from unfreeze.core.events import EventLog
+from unfreeze.core.events import RESOLVED, EventLog
 from unfreeze.evaluate.style import compare
-from unfreeze.job.training import RESOLVED
 from unfreeze.recipes import sft
 from unfreeze.report.html import write_report
 from unfreeze.train.run import latest, read_record

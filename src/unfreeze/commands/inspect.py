@@ -136,7 +136,7 @@ def _format(config: Mapping[str, Any]) -> tuple[str, Codec | None]:
 
 def _groups(manifest: Manifest, is_other: Callable[[str], bool], codec: Codec | None, format_name: str) -> dict[str, dict[str, Any]]:
     """group -> parameters, bytes, tensors, formats; groups as in the receipt and in --lora.targets, "other" last."""
-    from unfreeze.adapters.attach import GROUPS, group_of
+    from unfreeze.models.targets import GROUPS, group_of
 
     members: dict[str, dict[str, TensorInfo]] = {}
     for name, info in manifest.by_model_name().items():

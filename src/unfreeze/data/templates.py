@@ -163,25 +163,3 @@ class ChatTemplate:
 def plain_template(variables: Mapping[str, Any], *, add_bos: bool) -> ChatTemplate:
     """PLAIN_TEMPLATE with the tokenizer's own end (and begin) token."""
     return ChatTemplate(PLAIN_TEMPLATE, {**variables, "add_bos": add_bos})
-
-
-def template_values(given: Sequence[str]) -> dict[str, Any]:
-    """("thinking=true", "effort=high") -> {"thinking": True, "effort": "high"}."""
-    values: dict[str, Any] = {}
-    for item in given:
-        name, equals, text = item.partition("=")
-        if not equals or not name.isidentifier():
-            raise ValueError(f"template_variables has {item!r}; it takes NAME=VALUE, such as enable_thinking=false")
-        try:
-            values[name] = json.loads(text)
-        except ValueError:
-            values[name] = text
-    return values
-
-
-def template_time(text: str) -> datetime | None:
-    """ISO text as a time; None for "", which is the clock's."""
-    try:
-        return datetime.fromisoformat(text) if text else None
-    except ValueError:
-        raise ValueError(f"template_date is {text!r}; it takes a date such as 2026-11-22 or 2026-11-22T18:30") from None

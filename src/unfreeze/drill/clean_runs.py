@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from unfreeze.commands.doctor import Config as DoctorConfig
-from unfreeze.commands.doctor import examine
 from unfreeze.core.errors import UserError
 from unfreeze.drill.sandbox import ROWS, TINY_K2, Sandbox
+from unfreeze.job.checks import examine
+from unfreeze.recipes import sft
 from unfreeze.report.events import read_events
 
 ALARMS = ("warning", "warn", "guard", "skip", "spike", "nonfinite")
@@ -56,5 +56,6 @@ def alarms_of(run: CleanRun, sandbox: Sandbox) -> list[str]:
 
 def doctored(model: str, data: str) -> list[str]:
     """What the doctor warns of, the machine aside: it isn't the run's."""
-    findings = examine(DoctorConfig(model=model, data=data))
+    config = sft.Config(model=model, data=(data,))
+    findings = examine(config, sft.parts(config), has_data=True)
     return [f"doctor, {f.check}: {f.line}" for f in findings if f.level in ("warn", "fault") and f.check != "machine"]

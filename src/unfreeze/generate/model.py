@@ -14,9 +14,9 @@ from torch import Tensor
 
 from unfreeze.adapters.read import load_adapter
 from unfreeze.checkpoint.manifest import Manifest, open_checkpoint
+from unfreeze.config.template import template_values
 from unfreeze.core.errors import CheckpointError, ConfigError, UserError
 from unfreeze.data.masks import encode_chat, encode_prompt
-from unfreeze.data.templates import template_values
 from unfreeze.data.tokenizer import Tokenizer, check_vocab, has_tokenizer, load_tokenizer
 from unfreeze.generate.engine import Completion, Engine, Piece, batch_of, check_tokens
 from unfreeze.generate.open import Progress, device_of, dtype_of, locate, open_model

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from unfreeze.core.errors import AdapterError
-from unfreeze.job.training import write_json
+from unfreeze.job.folder import write_json
 
 if TYPE_CHECKING:
     from unfreeze.data import Dataset

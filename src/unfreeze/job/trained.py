@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unfreeze.config.training import portable
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.units import format_bytes, format_count
-from unfreeze.job.training import portable
 
 if TYPE_CHECKING:
     from unfreeze.adapters import LoraConfig
@@ -27,7 +27,8 @@ class Adapters:
     name, marker, strict, when_interrupted = "adapter", "adapter_config.json", True, True
 
     def __init__(self, lora: LoraConfig, seed: int):
-        self._lora, self._seed = lora, seed
+        self.lora = lora
+        self._seed = seed
 
     def check(self, manifest: Manifest) -> None:
         """Adapters go beside every weight, packed or not."""
@@ -35,7 +36,7 @@ class Adapters:
     def attach(self, model: Decoder) -> None:
         from unfreeze.adapters import attach
 
-        attach(model, self._lora, self._seed)
+        attach(model, self.lora, self._seed)
 
     def write(self, model: Decoder, manifest: Manifest, model_name: str, folder: Path) -> None:
         """The adapter, read again and compared."""
@@ -43,7 +44,7 @@ class Adapters:
 
         verify_adapter(model, save_adapter(model, folder, base_name=portable(model_name), prefix=manifest.prefix))
 
-    def said(self, folder: Path) -> dict[str, Any]:
+    def as_result(self, folder: Path) -> dict[str, Any]:
         """For finish(): what a run's result names."""
         return {"export": True}
 
@@ -57,6 +58,7 @@ class AllWeights:
     """
 
     name, marker, strict, when_interrupted = "model", "config.json", False, False
+    lora: LoraConfig | None = None
 
     def check(self, manifest: Manifest) -> None:
         """Raise ConfigError for what cannot be trained in full and written back: packed weights, and a text model nested in a larger one."""
@@ -84,7 +86,7 @@ class AllWeights:
         extra = {name: manifest.path / name for name in TOKENIZER_FILES if (manifest.path / name).is_file()}
         save_checkpoint(folder, manifest.config, published(model, manifest.config), extra=extra)
 
-    def said(self, folder: Path) -> dict[str, Any]:
+    def as_result(self, folder: Path) -> dict[str, Any]:
         """For finish(): what a run's result names."""
         return {"model": str(folder)}
 

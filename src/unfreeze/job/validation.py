@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from unfreeze.config.training import TrainingConfig
     from unfreeze.data import Dataset, Example, Tokenizer
     from unfreeze.evaluate.perplexity import Heldout
     from unfreeze.job.samples import Samples
-    from unfreeze.job.training import TrainingConfig
     from unfreeze.models import Decoder
     from unfreeze.parallel.collectives import Group
     from unfreeze.train.run import Run

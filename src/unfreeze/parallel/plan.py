@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from torch import nn
 from unfreeze import models
 from unfreeze.checkpoint.manifest import Manifest
 from unfreeze.checkpoint.stream import CHUNK, THREADS
+from unfreeze.config.lora import LoraConfig
 from unfreeze.core.errors import DoesNotFit
 from unfreeze.core.units import format_bytes, format_count, format_seconds
 from unfreeze.kernels.linear_cross_entropy import block_cost
@@ -32,6 +33,7 @@ from unfreeze.models.blocks.mlp import MLP
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.chunks import chunk_tokens
 from unfreeze.models.fields import check_against_files
+from unfreeze.models.targets import per_rank
 from unfreeze.parallel.machine import Hardware, hardware
 from unfreeze.quant.int4 import from_quantization_config
 
@@ -51,16 +53,6 @@ Recompute = Literal["layers", "selective", "elementwise", "nothing"]
 LESS: dict[Recompute, tuple[Recompute, ...]] = {
     "nothing": ("elementwise", "selective", "layers"), "elementwise": ("selective", "layers"), "selective": ("layers",), "layers": (),
 }  # fmt: skip
-
-
-class Adapter(Protocol):
-    """What the plan needs to know of a LoRA config (adapters.LoraConfig)."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def experts_rank(self) -> int | None: ...
-    def per_rank(self, model: nn.Module) -> tuple[int, int]: ...
 
 
 @dataclass(frozen=True)
@@ -363,7 +355,7 @@ def work_parameters(sizes: Sizes, work: Work) -> int:
 def plan_training(
     shape: models.Shape,
     manifest: Manifest,
-    lora: Adapter | None,
+    lora: LoraConfig | None,
     *,
     tokens: int,
     dtype: str,
@@ -418,11 +410,11 @@ def meta_model(shape: models.Shape, manifest: Manifest, dtype: torch.dtype) -> m
     return models.build(shape, dtype=dtype, device="meta", codec=codec, packed=packed)
 
 
-def measure(model: models.Decoder, lora: Adapter | None, kind: str = "cpu") -> Sizes:
+def measure(model: models.Decoder, lora: LoraConfig | None, kind: str = "cpu") -> Sizes:
     """Sizes of a model, which may be on meta and must not carry adapters yet, for a device of that kind ("cpu", "cuda")."""
     shape = model.shape
     compute = next(model.parameters()).dtype.itemsize
-    dense_per_rank, experts_per_rank = lora.per_rank(model) if lora else (0, 0)
+    dense_per_rank, experts_per_rank = per_rank(lora, model) if lora else (0, 0)
     experts = [m for m in model.modules() if isinstance(m, Experts)]
     packed = [m for m in model.modules() if isinstance(m, PackedHolder) and m.codec is not None]
     base = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])  # a tied head is listed once

@@ -6,40 +6,17 @@ checkpoint in <out>/model. Loss on the assistant's turns only (on all of a `text
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from unfreeze.adapters import LoraConfig
+from unfreeze.config.lora import LoraConfig
 from unfreeze.config.parse import parse
+from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
-from unfreeze.job.device import pick_device, say
-from unfreeze.job.receipts import receipt_of
-from unfreeze.job.samples import Samples, own_prompts
-from unfreeze.job.trained import Adapters, AllWeights, Trained
-from unfreeze.job.training import (
-    TrainingConfig,
-    batches_of,
-    check_vocabulary,
-    describer,
-    encode,
-    finish,
-    live,
-    num_steps,
-    open_tokenizer,
-    refuse_absent,
-    say_loaded,
-    say_plan,
-    say_warning,
-    schedule_of,
-    sequence_length,
-    spike_guard,
-    typed,
-    write_resolved,
-)
-from unfreeze.job.validation import best_is_written, validation_of, write_best
-from unfreeze.tracking.live import LoadProgress
+from unfreeze.job import job
+from unfreeze.job.folder import typed
+from unfreeze.job.trained import Adapters, AllWeights
 
 ALL_RATE = 2e-5
 
@@ -85,83 +62,18 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 
 
 def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
-    """The table of contents of a fine-tuning run; goes on where an unfinished run in the same folder stopped.
+    """A run in the config's folder; see job.run."""
+    return job.run(config, parts(config), common, command)
 
-    `command` is what the user typed, to be shown where the run must be given again.
-    """
-    refuse_absent(config.files)
-    trained = trained_of(config)
-    device = pick_device(config.device, config.threads)
 
-    from unfreeze import models
-    from unfreeze.adapters.receipt import COPY_BYTES
-    from unfreeze.checkpoint import open_checkpoint
-    from unfreeze.generate.model import Model, end_ids
-    from unfreeze.generate.open import dtype_of, open_model
+def parts(config: Config) -> job.Parts:
+    """Conversations, cross entropy, and adapters or every weight."""
     from unfreeze.objectives.cross_entropy import cross_entropy
-    from unfreeze.parallel.collectives import open_group
-    from unfreeze.parallel.plan import plan_training
-    from unfreeze.train.fit import fit
-    from unfreeze.train.memory import reset_peak_bytes
-    from unfreeze.train.optim import AdamW
-    from unfreeze.train.state import start_or_resume
 
-    with open_group(device) as group, live(config, common, "sft", command, group) as run:
-        target, best = run.path / trained.name, run.path / f"{trained.name}-best"
-        if group.any(run.finished and (target / trained.marker).is_file() and best_is_written(run, best)):
-            return group.lead(lambda: finish(config, common, command, already_finished=True, **trained.said(target))) or {}
-        manifest = open_checkpoint(config.model, progress=say(common))
-        trained.check(manifest)
-        shape = models.shape(manifest.config)
-        tokenizer = open_tokenizer(run, config, manifest.path)
-        check_vocabulary(tokenizer, shape, manifest)
-        dataset = encode(run, config, tokenizer, shape.max_positions, turns=config.turns, reasoning=config.reasoning)
-        plan = plan_training(
-            shape, manifest, config.lora, tokens=config.tokens_per_micro_batch, dtype=config.dtype, device=device,
-            micro_batches=config.micro_batches, longest=sequence_length(config, shape.max_positions),
-            recompute=config.recompute, keep_layers=config.keep_layers, optimizer_moments=config.optimizer_moments,
-            receipt_bytes=COPY_BYTES,
-        )  # fmt: skip
-        say_plan(run, plan, group)
-
-        with LoadProgress(quiet=common.quiet) as progress:
-            model = open_model(manifest, dtype_of(config.dtype), device, progress, partial(say_loaded, run), partial(say_warning, run))
-        trained.attach(model)
-
-        batches = batches_of(config, dataset.examples, start=run.cursor)
-        steps = num_steps(config, batches)
-        state = start_or_resume(
-            run, model, optimizer=AdamW(model, weight_decay=config.weight_decay, moments=config.optimizer_moments),
-            schedule=schedule_of(config, steps),
-        )  # fmt: skip
-        write_resolved(run, config, "sft", steps=steps, sequence_length=sequence_length(config, shape.max_positions), device=str(device))
-        speaker = Model(model, tokenizer, stop_ids=end_ids(manifest, tokenizer))
-        samples = Samples(run, speaker, tokenizer, config.data, dataset.examples, config.samples, own_prompts(config.prompts, tokenizer, chat=True))
-        validation = validation_of(config, state, dataset, tokenizer, samples, group)
-        if state.step == 0:
-            samples.say("before", 0)
-        for hook in validation:
-            hook.first()
-        reset_peak_bytes(device)
-        describe = describer(dataset, tokenizer)
-        fitted = fit(
-            state, batches, cross_entropy,
-            through=models.through(config.recompute, model.layers, config.keep_layers),
-            micro_batches=config.micro_batches, max_norm=config.clip, save_every=config.save_every, keep_saves=config.keep_saves,
-            on_full_disk=config.on_full_disk,
-            group=group, judge=spike_guard(config, state, cross_entropy, describe), describe=describe,
-            on_step=[*receipt_of(state, dataset, group, stop=trained.strict), *validation],
-        )  # fmt: skip
-        if fitted.reason == "done":
-            samples.say("after", state.step)
-        write = partial(trained.write, model, manifest, config.model)
-        if fitted.reason == "done" or trained.when_interrupted:
-            group.lead(lambda: write(target))
-        if fitted.reason == "done":
-            group.lead(lambda: write_best(state, best, write))
-        return group.lead(lambda: finish(config, common, command, best=state.best, **trained.said(target))) or {}
-
-
-def trained_of(config: Config) -> Trained:
-    """What `train` names."""
-    return AllWeights() if config.lora is None else Adapters(config.lora, config.seed)
+    return job.Parts(
+        recipe="sft",
+        trained=AllWeights() if config.lora is None else Adapters(config.lora, config.seed),
+        objective=cross_entropy,
+        start=job.open_weights,
+        encoding={"turns": config.turns, "reasoning": config.reasoning},
+    )

@@ -1,0 +1,111 @@
+"""A run's folder: opened and locked, its resolved config, its end in words; what Ctrl-C and a full disk leave is said there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unfreeze.config.parse import writing
+from unfreeze.config.training import TrainingConfig
+from unfreeze.core.command import Common
+from unfreeze.core.errors import ConfigError
+from unfreeze.core.events import RESOLVED
+from unfreeze.job.resume import FIXED, allowed
+from unfreeze.report.experts import ExpertWatch
+from unfreeze.tracking import tracking
+from unfreeze.tracking.live import LiveProgress
+from unfreeze.untrusted.json_object import read_object
+
+if TYPE_CHECKING:
+    from unfreeze.parallel.collectives import Group
+    from unfreeze.train.run import Run
+
+
+@contextmanager
+def live(config: TrainingConfig, common: Common, recipe: str, command: str, group: Group) -> Iterator[Run]:
+    """The opened, locked run folder with live progress on stderr, and its resolved config written; on processes beyond 0 a silent Follower.
+
+    A Ctrl-C that fit doesn't handle (before it, after it, or a second one) says what is saved and how to go on; a full disk does too.
+    """
+    from unfreeze.train.follower import Follower, open_run
+    from unfreeze.train.run import Run, latest
+    from unfreeze.train.state import FULL, DiskFull
+
+    record = config.record()
+    changeable = allowed(config.allow_changed, record)
+    date = group.texts(first_start(config))[0]
+    with LiveProgress(0, quiet=common.quiet) as progress, tracking(config.track, config.run_dir, config.model_dump(mode="json")) as sinks:
+        with writing(config.run_dir, "out"):
+            run = open_run(
+                group,
+                lead=lambda: Run(
+                    config.run_dir, record, listeners=(progress, ExpertWatch(), *sinks), allow_changed=changeable, fixed=FIXED
+                ),
+                follow=lambda: Follower(config.run_dir, record, allow_changed=changeable, fixed=FIXED),
+            )
+        with run:
+            try:
+                with writing(config.run_dir, "out"):
+                    if not (run.finished and (run.path / RESOLVED).is_file()):
+                        write_resolved(run, config, recipe, date)
+                yield run
+            except KeyboardInterrupt:
+                save = latest(run.path)
+                state = f"the run is saved as of {save.name}" if save else "nothing was trained yet"
+                raise KeyboardInterrupt(f"{state}; {again(command)}") from None
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                save = latest(run.path)
+                state = f"the run is saved as of {save.name}" if save else "nothing was saved yet"
+                at = f", at {error.filename}" if error.filename else ""
+                raise DiskFull(f"the disk of {run.path} is full{at}; {state}", next=f"free space, then {again(command)}") from error
+
+
+def first_start(config: TrainingConfig) -> str:
+    """The date a run's chat template tells: as given, as its first start wrote it into the run folder, or now."""
+    path = config.run_dir / RESOLVED
+    before = read_object(path, ConfigError).get("template_date") if path.is_file() else None
+    return config.template_date or before or datetime.now().isoformat(timespec="seconds")
+
+
+def write_resolved(run: Run, config: TrainingConfig, recipe: str, date: str = "", **effective: Any) -> None:
+    """resolved_config.json: every field of the Config, and under "effective" what defaults, data and machine made of it.
+
+    `date`: of the chat template; left out, it stays as it was written before.
+    """
+    date = date or read_object(run.path / RESOLVED, ConfigError).get("template_date", "")
+    fields = {**config.model_dump(mode="json"), **config.record(), "out": str(config.run_dir), "template_date": date}
+    write_json(run.path / RESOLVED, {"recipe": recipe, **fields, **({"effective": effective} if effective else {})})
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file in one move."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def again(command: str) -> str:
+    """How to go on."""
+    return "give the same command again" + (f": {command}" if command else "")
+
+
+def typed(recipe: str, arguments: Sequence[str]) -> str:
+    """The command as the user gave it, to be repeated; under torchrun with torchrun before it."""
+    processes, nodes = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE"))
+    start = ["unfreeze"] if processes == 1 else ["torchrun", "--nproc-per-node", str(processes // nodes), "-m", "unfreeze"]
+    return shlex.join([*start, recipe, *arguments]) + (f" (on each of {nodes} nodes, as before)" if nodes > 1 else "")
+
+
+def refuse_absent(files: Iterable[tuple[str, str]]) -> None:
+    """A data file (field, path) that isn't there is refused before the model is loaded."""
+    for field, path in files:
+        if not Path(path).is_file():
+            raise ConfigError(f"{field} = {path!r} is not a file", next=f"give --{field} an existing .jsonl or .txt file")
