@@ -105,8 +105,7 @@ def test_a_block_in_content_that_the_template_cuts_out_is_taught_as_it_was_writt
     for asked in (THOUGHT, inline):
         ((_, said),) = examples(CUTS, [USER, asked], reasoning="inline")
         assert said == "<think>\nHm, look.\n</think>\n\nMe.<|im_end|>" or asked is inline
-        for source in (CUTS, CUTS.replace(".split('</think>')[-1]", "")):
-            assert [said for _, said in examples(source, [USER, asked], reasoning="drop")] == ["Me.<|im_end|>"] or source is not CUTS
+        assert [said for _, said in examples(CUTS, [USER, asked], reasoning="drop")] == ["Me.<|im_end|>"]
 
 
 @pytest.mark.parametrize(
