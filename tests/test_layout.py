@@ -147,6 +147,7 @@ TESTED_BY = {  # source file -> the test file that covers it, where that doesn't
     "kernels/token_order/__init__.py": "kernels/token_order/test_token_order.py",
     "kernels/token_order/triton_cuda.py": "kernels/token_order/test_token_order.py",
     "kernels/few_rows/__init__.py": "kernels/few_rows/test_few_rows.py",
+    "models/llama.py": "models/test_families.py",
     "models/__init__.py": "models/test_families.py",
     "models/blocks/linear.py": "adapters/test_lora.py",
     "models/blocks/moe.py": "models/test_families.py",

@@ -43,6 +43,7 @@ CASES = {
         "DeepseekV3", {**MLA, "q_lora_rank": None, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 2, "n_shared_experts": 2}),
     "deepseek-v3-biases": ("DeepseekV3", {**MLA, "q_lora_rank": 40, "n_group": 1, "topk_group": 1, "attention_bias": True,
                                           "norm_topk_prob": False}),
+    "deepseek-v3-rotated-halves": ("DeepseekV3", {**MLA, "q_lora_rank": 40, "n_group": 1, "topk_group": 1, "rope_interleave": False}),
 }  # fmt: skip
 DOCUMENTS = [[5, 17, 3, 88, 41, 2, 9], [11, 7], [60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70, 71]]
 
@@ -170,6 +171,8 @@ def test_expert_counts_count_each_token_once_even_when_recomputed():
         assert int(moe.counts_E.sum()) == batch.num_tokens * 2
 
 
-def test_an_unknown_family_is_refused_with_the_nearest():
-    with pytest.raises(CheckpointError, match="nearest: 'llama'"):
-        models.shape({"model_type": "llama4"})
+@pytest.mark.parametrize("other", ["llama4", "deepseek_v32", "kimi_k3"])
+def test_an_unknown_family_is_refused_and_no_other_is_suggested(other):
+    with pytest.raises(CheckpointError, match=f"model_type '{other}' is not built; built: [a-z0-9_, ]*\n") as caught:
+        models.shape({"model_type": other})
+    assert "nearest" not in caught.value.message

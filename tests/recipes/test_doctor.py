@@ -160,3 +160,25 @@ def test_the_command_ends_with_1_on_a_fault(sandbox, capsys):
 def test_more_threads_than_cores_is_a_warning(sandbox, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 999)
     assert "999 threads" in findings(model=sandbox.checkpoint("llama"))["machine warn"].line
+
+
+def test_a_field_that_is_not_followed_is_said_by_doctor_inspect_load_and_the_run(sandbox, tmp_path, caplog):
+    import unfreeze
+    from unfreeze.recipes.inspect import inspect
+
+    folder = sandbox.checkpoint("llama")
+    change_json(folder / "config.json", clip_qkv=8.0)
+    note = "config.json: clip_qkv = 8.0: not known here and not followed"
+    found = findings(model=folder)
+    assert found["checkpoint warn"].line == note and not [f for f in found.values() if f.level == "fault"]
+    assert inspect(str(folder))["notes"] == [note]
+    unfreeze.load(folder)
+    assert [record.getMessage() for record in caplog.records].count(note) == 1
+    said: list[str] = []
+    unfreeze.load(folder, say=said.append)
+    assert said == [note]
+    out = tmp_path / "run"
+    command = f"sft --model {folder} --data {sandbox.rows()} --out {out} --steps 1 --tokens-per-step 256 --samples 0 --quiet"
+    assert cli.main(command.split()) == 0
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    assert [event["message"] for event in events if event["kind"] == "warning"].count(note) == 1

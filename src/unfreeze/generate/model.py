@@ -48,7 +48,9 @@ def load(
 
     dtype     "float32" or "bfloat16": of the computation and of dense weights; packed weights stay packed
     device    "cpu", "cuda", "cuda:1"
-    progress  called with (bytes done, bytes in all) while weights are read; `say` with one line about a download
+    progress  called with (bytes done, bytes in all) while weights are read
+    say       called with one line about a download, and one about fields of config.json that are not
+              followed (without it: a log warning)
 
     Raises UserError (its children CheckpointError, AdapterError, ConfigError): nothing there, damaged, or parts that don't fit each other.
     """
@@ -65,7 +67,7 @@ def load(
     except ValueError as error:
         raise ConfigError(f"{source}: {error}", next="mend template_variables in the run's resolved_config.json") from None
     tokenizer = load_tokenizer(manifest.path, template_variables=variables) if has_tokenizer(manifest.path) else None
-    decoder = open_model(manifest, wanted, place_to, progress)
+    decoder = open_model(manifest, wanted, place_to, progress, warn=say)
     if found.adapter is not None:
         load_adapter(decoder, found.adapter)
     decoder.eval().requires_grad_(False)

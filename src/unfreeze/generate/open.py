@@ -5,9 +5,11 @@ This is the one place where checkpoint, shape, codec, model and placement meet; 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,6 +23,7 @@ from unfreeze.parallel.plan import meta_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ADAPTER_CONFIG = "adapter_config.json"
+log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 """(bytes done, bytes in all), called while weights are read."""
@@ -83,13 +86,17 @@ def open_model(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
     loaded: Callable[[LoadStats], None] | None = None,
+    warn: Callable[[str], None] | None = None,
 ) -> models.Decoder:
     """The checkpoint as a Decoder on `device`: packed weights stay packed, the others are held in `dtype`, that of the computation.
 
-    `loaded` is told what was read. Peak host memory is the model itself and one tensor (parallel.place).
+    `loaded` is told what was read, `warn` (without it: the log) which fields of config.json are not followed.
+    Peak host memory is the model itself and one tensor (parallel.place).
     Raises CheckpointError where config.json, its quantization and the tensors don't fit each other.
     """
     shape = models.shape(manifest.config)
+    for note in notes(manifest.config):
+        (warn or log.warning)(note)
     model = meta_model(shape, manifest, dtype)
     stats = place(
         model, manifest, models.rules(shape),
@@ -98,6 +105,11 @@ def open_model(
     if loaded is not None:
         loaded(stats)
     return model
+
+
+def notes(config: Mapping[str, Any]) -> list[str]:
+    """What a model computed from this config.json passes over, a line for each table of it."""
+    return [line for line in (models.not_followed(config),) if line]
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -1,6 +1,7 @@
 """L3, one file per model family. `shape` reads config.json, `build` makes the modules, `rules` maps checkpoint names to parameters.
 
-To add a family: a file with RULES, ignored, shape and layer, one line in FAMILIES, and a test against transformers in tests/models.
+To add a family: a file with RULES, FIELDS (models/allowed.py), ignored, shape and layer, one line in
+FAMILIES, and a test against transformers in tests/models.
 Module and parameter names are the checkpoint's own; routed experts are stacked (see deepseek_v3.RULES).
 """
 
@@ -8,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from unfreeze.checkpoint.keymap import StackRule
-from unfreeze.core.errors import CheckpointError, nearest
+from unfreeze.core.errors import CheckpointError
 from unfreeze.models import deepseek_v3, llama, qwen2, qwen3, qwen3_moe
+from unfreeze.models.allowed import Fields, names, refuse_unbuilt, unknown
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.decoder import THROUGH, Body, Decoder, Embedding, Layer, elementwise, plain, recompute, selective, through
 from unfreeze.models.factory import Factory, nothing_packed
@@ -22,8 +24,8 @@ from unfreeze.models.shape import Shape
 from unfreeze.quant.codec import Codec
 
 __all__ = [
-    "FAMILIES", "THROUGH", "Decoder", "Layer", "Shape", "build", "elementwise", "ignored", "initialize", "plain", "recompute", "rules", "selective",
-    "shape", "through", "tied",
+    "FAMILIES", "THROUGH", "Decoder", "Layer", "Shape", "build", "elementwise", "ignored", "initialize", "not_followed", "plain", "recompute",
+    "rules", "selective", "shape", "through", "tied",
 ]  # fmt: skip
 
 FAMILIES: dict[str, ModuleType] = {
@@ -34,16 +36,72 @@ FAMILIES: dict[str, ModuleType] = {
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
 }
+WRAPPERS: dict[str, frozenset[str]] = {
+    "kimi_k25": names("""
+        text_config vision_config tie_word_embeddings ignore_index media_placeholder_token_id
+        use_unified_vision_chunk video_placeholder image_token_id video_token_id vision_start_token_id
+        vision_end_token_id projection_hidden_size projection_layer_norm_eps
+    """),
+}
+"""model_type around a text_config -> its fields without effect on the text model. The text model's tensors
+are then under manifest.PREFIX."""
 
 
 def _family(config: Mapping[str, Any]) -> ModuleType:
-    model_type = str(config.get("model_type"))
-    if model_type not in FAMILIES:
+    model_type = config.get("model_type")
+    return FAMILIES[model_type] if isinstance(model_type, str) and model_type in FAMILIES else _not_built(model_type)
+
+
+def _not_built(model_type: Any, beside: str = "") -> NoReturn:
+    """No nearest name is offered: 'deepseek_v32' and 'kimi_k3' are other models, and an edited model_type
+    would make them load."""
+    raise CheckpointError(
+        f"config.json: model_type {str(model_type)!r}{beside} is not built; built: {', '.join(FAMILIES)}",
+        next="see CONTRIBUTING.md, 'to add a model family'",
+    )
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a config.json: its text_config, or all of it.
+
+    Raises CheckpointError for a wrapper whose names are not known, and for one that contradicts its
+    text_config.
+    """
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        return config
+    outer, inner = str(config.get("model_type")), str(text.get("model_type"))
+    if outer not in WRAPPERS and inner not in FAMILIES:
+        return _not_built(outer, f" (its text part: {inner!r})")
+    if outer not in WRAPPERS:
         raise CheckpointError(
-            f"config.json: model_type {model_type!r} is not built; built: {', '.join(FAMILIES)}{nearest(model_type, FAMILIES)}",
-            next="see CONTRIBUTING.md, 'to add a model family'",
+            f"config.json: model_type {outer!r} around a text_config is not built. Its text part, {inner!r}, is; "
+            "which tensors are that part's, and which of the outer fields it obeys, is not known here. "
+            f"Known around a text_config: {', '.join(WRAPPERS)}",
+            next="give the text model's own release, if there is one; or see CONTRIBUTING.md, 'to add a model family'",
         )
-    return FAMILIES[model_type]
+    for name in ("tie_word_embeddings", "quantization_config"):
+        if config.get(name) is not None and text.get(name) is not None and config[name] != text[name]:
+            raise CheckpointError(
+                f"config.json: {name} and text_config.{name} differ", next="keep the one that is the publisher's"
+            )
+    refuse_unbuilt(without_nulls(_outer(config)), Fields({}))
+    return {**{name: config[name] for name in ("tie_word_embeddings",) if config.get(name) is not None}, **text}
+
+
+def not_followed(config: Mapping[str, Any]) -> str:
+    """One line that names every field of config.json that is neither read nor known to be without effect; ""
+    where there is none."""
+    text = _text(config)
+    fields = unknown(text, _family(text).FIELDS)
+    if text is not config:
+        fields += [f"{field} (outside text_config)" for field in unknown(_outer(config), Fields({}))]
+    return f"config.json: {', '.join(fields)}: not known here and not followed" if fields else ""
+
+
+def _outer(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields around a text_config that are not known to be without effect on it."""
+    return {name: value for name, value in config.items() if name not in WRAPPERS[str(config["model_type"])]}
 
 
 def shape(config: Mapping[str, Any]) -> Shape:
@@ -51,11 +109,12 @@ def shape(config: Mapping[str, Any]) -> Shape:
 
     Raises CheckpointError naming the field that is missing, of another type, out of range, or doesn't fit another (models/fields.py).
     """
-    text = config.get("text_config")
-    config = without_nulls(text if isinstance(text, Mapping) else config)
-    family = _family(config)
-    check_fields(config)
-    shape = family.shape(config)
+    text = _text(config)
+    given = without_nulls(text)
+    family = _family(given)
+    check_fields(given)
+    refuse_unbuilt(given, family.FIELDS)
+    shape = family.shape(family.FIELDS.completed(text, given))
     check_sizes(shape)
     return shape
 

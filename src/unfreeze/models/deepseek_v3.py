@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unfreeze.checkpoint.keymap import StackRule
-from unfreeze.core.errors import CheckpointError
+from unfreeze.models.allowed import Fields, names
 from unfreeze.models.blocks.mla import MLA
 from unfreeze.models.blocks.moe import MoE, SigmoidRouter
 from unfreeze.models.blocks.rope import rope_from_config, rope_parameters, yarn_mscale
@@ -27,22 +27,39 @@ RULES = (
     StackRule(_STACK + "gate_up_proj", _STACK + "gate_up_proj.weight"),
     StackRule(_STACK + "down_proj", _STACK + "down_proj.weight"),
 )
+FIELDS = Fields(
+    absent={
+        "rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": False, "max_position_embeddings": 4096, "attention_bias": False,
+        "q_lora_rank": 1536, "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4,
+        "norm_topk_prob": True, "routed_scaling_factor": 2.5, "rope_interleave": True, "num_nextn_predict_layers": 1,
+    },
+    read=names("kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim n_routed_experts moe_intermediate_size"),
+    null=names("q_lora_rank"),
+    only={
+        "scoring_func": lambda config: "sigmoid",
+        "topk_method": lambda config: "noaux_tc",
+        "moe_layer_freq": lambda config: 1,
+        # latent attention has a key and a value per head; other names of sizes that must not say something
+        # else
+        "num_key_value_heads": lambda config: config.get("num_attention_heads"),
+        "head_dim": lambda config: config.get("qk_rope_head_dim"),
+        "qk_head_dim": lambda config: (config.get("qk_nope_head_dim") or 0) + (config.get("qk_rope_head_dim") or 0),
+        "num_local_experts": lambda config: config.get("n_routed_experts", config["num_local_experts"]),
+        "num_mtp_layers": lambda config: config.get("num_nextn_predict_layers", config["num_mtp_layers"]),
+    },
+    never_null=names("norm_topk_prob rope_interleave"),
+)  # fmt: skip
 
 
 def ignored(shape: Shape) -> tuple[str, ...]:
     """Tensors of a checkpoint that are not part of this language model: prediction heads for later tokens, and Kimi-K2.5's vision side."""
-    extra = int(shape.config.get("num_nextn_predict_layers") or 0)
+    extra = int(shape.config.get("num_mtp_layers", shape.config["num_nextn_predict_layers"]))
     heads = tuple(rf"model\.layers\.{shape.num_layers + i}\..*" for i in range(extra))
     return (*heads, r"vision_tower\..*", r"mm_projector\..*", r".*rotary_emb\.inv_freq")
 
 
 def shape(config: Mapping[str, Any]) -> Shape:
-    """Sizes from config.json; scoring functions other than sigmoid/noaux_tc are refused by name."""
-    for field, built in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
-        if config.get(field, built) != built:
-            raise CheckpointError(f"config.json: {field} {config[field]!r} is not built for this family; built: {built!r}")
-    if int(config.get("moe_layer_freq", 1)) != 1:
-        raise CheckpointError(f"config.json: moe_layer_freq {config['moe_layer_freq']} is not built; built: 1")
+    """Sizes from config.json."""
     mla = MLAShape(
         q_lora_rank=config.get("q_lora_rank"),
         kv_lora_rank=int(require(config, "kv_lora_rank")),
@@ -51,11 +68,11 @@ def shape(config: Mapping[str, Any]) -> Shape:
         value=int(require(config, "v_head_dim")),
     )
     moe = MoEShape(
-        num_experts=int(require(config, "n_routed_experts")),
-        experts_per_token=int(require(config, "num_experts_per_tok")),
+        num_experts=int(config["num_local_experts"] if "num_local_experts" in config else require(config, "n_routed_experts")),
+        experts_per_token=int(config["num_experts_per_tok"]),
         intermediate_size=int(require(config, "moe_intermediate_size")),
-        num_shared_experts=int(config.get("n_shared_experts") or 0),
-        dense_layers=frozenset(range(int(config.get("first_k_dense_replace", 0)))),
+        num_shared_experts=int(config["n_shared_experts"]),
+        dense_layers=frozenset(range(int(config["first_k_dense_replace"]))),
     )
     rope = rope_from_config(config, mla.rope)
     return common(config, family="deepseek_v3", rope=rope, head_dim=mla.nope + mla.rope, mla=mla, moe=moe)
@@ -75,7 +92,7 @@ def layer(shape: Shape, index: int, make: Factory) -> Layer:
 
 
 def _attention(shape: Shape, index: int, name: str, make: Factory) -> MLA:
-    mla, heads, bias = shape.mla, shape.num_heads, bool(shape.config.get("attention_bias", False))
+    mla, heads, bias = shape.mla, shape.num_heads, bool(shape.config["attention_bias"])
     assert mla is not None
     hidden, head = shape.hidden_size, mla.nope + mla.rope
     if mla.q_lora_rank is None:
@@ -88,6 +105,7 @@ def _attention(shape: Shape, index: int, name: str, make: Factory) -> MLA:
         }
     return MLA(
         index, num_heads=heads, nope=mla.nope, rope=mla.rope, value=mla.value, scale=_scale(shape),
+        pairs="adjacent" if shape.config["rope_interleave"] else "halves",
         kv_a_proj_with_mqa=make.linear(f"{name}.kv_a_proj_with_mqa", hidden, mla.kv_lora_rank + mla.rope, bias=bias),
         kv_a_layernorm=make.norm(mla.kv_lora_rank, 1e-6),
         kv_b_proj=make.linear(f"{name}.kv_b_proj", mla.kv_lora_rank, heads * (mla.nope + mla.value)),
@@ -100,7 +118,7 @@ def _scale(shape: Shape) -> float:
     """1/sqrt(d), times YaRN's temperature squared where the config has mscale_all_dim."""
     parameters = rope_parameters(shape.config)
     mscale = parameters.get("mscale_all_dim")
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    kind = parameters["rope_type"]
     temperature = yarn_mscale(float(parameters["factor"]), float(mscale)) if mscale and kind != "default" else 1.0
     return shape.head_dim**-0.5 * temperature**2
 
@@ -110,8 +128,8 @@ def _moe(shape: Shape, index: int, name: str, make: Factory) -> MoE:
     assert moe is not None
     gate = SigmoidRouter(
         shape.hidden_size, moe.num_experts, moe.experts_per_token,
-        n_group=int(config.get("n_group") or 1), topk_group=int(config.get("topk_group") or 1),
-        normalize=bool(config.get("norm_topk_prob", True)), scale=float(config.get("routed_scaling_factor", 1.0)),
+        n_group=int(config["n_group"]), topk_group=int(config["topk_group"]),
+        normalize=bool(config["norm_topk_prob"]), scale=float(config["routed_scaling_factor"]),
         dtype=make.dtype, device=make.device,
     )  # fmt: skip
     shared = moe.num_shared_experts * moe.intermediate_size

@@ -64,29 +64,31 @@ class Of:
 
 Kind = Whole | Number | Of
 FLAG, TEXT, TABLE, LAYERS = Of(bool, "true or false"), Of(str, "a text"), Of(dict, "an object"), Of(list, "a list of layer numbers")
+_FACTOR = Number(0)
 FIELDS: dict[str, Kind] = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size", "q_lora_rank", "kv_lora_rank"), Whole(1, WIDTH)),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim"), Whole(1, COUNT)),
     **dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts", "num_experts_per_tok", "n_group", "topk_group"), Whole(1, COUNT)),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim"), Whole(1, COUNT)),
-    **dict.fromkeys(("n_shared_experts", "num_nextn_predict_layers"), Whole(0, 1000)),
+    **dict.fromkeys(("n_shared_experts", "num_nextn_predict_layers", "num_mtp_layers"), Whole(0, 1000)),
     "num_hidden_layers": Whole(1, 10_000),
     "first_k_dense_replace": Whole(0, 10_000),
     "decoder_sparse_step": Whole(1, 10_000),
     "moe_layer_freq": Whole(1, 10_000),
     "vocab_size": Whole(1, 2**24),
     "max_position_embeddings": Whole(1, 2**31),
+    "original_max_position_embeddings": _FACTOR,
     "rms_norm_eps": Number(0, closed=True),
     "initializer_range": Number(0, closed=True),
     "routed_scaling_factor": Number(0),
     "rope_theta": Number(1),
     **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_sliding_window"), FLAG),
+    **dict.fromkeys(("rope_interleave", "is_causal"), FLAG),
     **dict.fromkeys(("model_type", "hidden_act", "scoring_func", "topk_method"), TEXT),
     **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), TABLE),
     "mlp_only_layers": LAYERS,
 }
 """Fields that families read. One that is absent or null is the family's business: it has a default, or shape.require names it."""
-_FACTOR = Number(0)
 ROPE_FIELDS: dict[str, Kind] = {
     **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"), _FACTOR),
     **dict.fromkeys(("mscale", "mscale_all_dim"), Number(0, closed=True)),
@@ -133,7 +135,10 @@ def _check(table: Mapping[str, Any], fields: Mapping[str, Kind], where: str) -> 
 
 
 def shown(value: Any) -> str:
-    """A value for a message: whole numbers with thousands marks, anything else as Python writes it, cut at 60 characters."""
+    """A value for a message: true and false as in JSON, whole numbers with thousands marks, else Python's
+    form, 60 characters of it."""
+    if isinstance(value, bool):
+        return str(value).lower()
     if type(value) is int:
         return f"{value:,}" if abs(value) < 10**18 else f"{value:.3g}" if abs(value) < 10**300 else "a number of more than 300 digits"
     return repr(value)[:60]
@@ -149,9 +154,10 @@ def check_sizes(shape: Shape) -> None:
     ]
     if shape.moe:
         experts, chosen = shape.moe.num_experts, shape.moe.experts_per_token
-        n_group, topk_group = int(shape.config.get("n_group") or 1), int(shape.config.get("topk_group") or 1)
+        n_group, topk_group = int(shape.config.get("n_group", 1)), int(shape.config.get("topk_group", 1))
         wrong += [
             (experts % n_group, f"{experts:,} experts don't divide into n_group {n_group:,}"),
+            (experts == n_group > 1, f"n_group {n_group:,} is one expert per group; a group is chosen by the sum of its two best"),
             (topk_group > n_group, f"topk_group {topk_group:,} is more than n_group {n_group:,}"),
             (chosen > experts // n_group * topk_group, f"num_experts_per_tok {chosen:,} is more than the {experts // n_group * topk_group:,} experts"
                                                        " that a token can choose from"),

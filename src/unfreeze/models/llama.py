@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from unfreeze.models.allowed import Fields, names
 from unfreeze.models.blocks.attention import Attention
 from unfreeze.models.blocks.rope import rope_from_config
 from unfreeze.models.decoder import Layer
@@ -12,6 +13,12 @@ from unfreeze.models.factory import Factory
 from unfreeze.models.shape import Shape, common, require
 
 RULES = ()
+ABSENT = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": False}
+"""What Llama's, Qwen2's, Qwen3's and Qwen3-MoE's config classes have alike."""
+FIELDS = Fields(
+    absent={**ABSENT, "max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False},
+    read=names("num_key_value_heads head_dim"),
+)
 
 
 def ignored(shape: Shape) -> tuple[str, ...]:
@@ -41,9 +48,9 @@ def attention(shape: Shape, index: int, make: Factory, *, qkv_bias: bool, output
 
 def layer(shape: Shape, index: int, make: Factory) -> Layer:
     """Decoder layer `index`. Biases as the config says (attention_bias, mlp_bias)."""
-    bias = bool(shape.config.get("attention_bias", False))
+    bias = bool(shape.config["attention_bias"])
     mlp = make.mlp(
-        f"model.layers.{index}.mlp", shape.hidden_size, shape.intermediate_size, bias=bool(shape.config.get("mlp_bias", False))
+        f"model.layers.{index}.mlp", shape.hidden_size, shape.intermediate_size, bias=bool(shape.config["mlp_bias"])
     )
     return block(shape, attention(shape, index, make, qkv_bias=bias, output_bias=bias), mlp, make)
 

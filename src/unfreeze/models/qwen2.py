@@ -7,12 +7,21 @@ from dataclasses import replace
 from typing import Any
 
 from unfreeze.models import llama
+from unfreeze.models.allowed import Fields, names
 from unfreeze.models.decoder import Layer
 from unfreeze.models.factory import Factory
 from unfreeze.models.shape import Shape
 
 RULES = llama.RULES
 ignored = llama.ignored
+WINDOW = names("sliding_window max_window_layers")
+"""Without effect while use_sliding_window is false, which is the one value that is built."""
+FIELDS = Fields(
+    absent={**llama.ABSENT, "max_position_embeddings": 32768, "num_key_value_heads": 32},
+    read=names("head_dim"),
+    null=names("num_key_value_heads"),
+    silent=WINDOW,
+)
 
 
 def shape(config: Mapping[str, Any]) -> Shape:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from unfreeze.models import llama
+from unfreeze.models import llama, qwen2
+from unfreeze.models.allowed import Fields, names
 from unfreeze.models.blocks.attention import Attention
 from unfreeze.models.decoder import Layer
 from unfreeze.models.factory import Factory
@@ -14,16 +15,21 @@ from unfreeze.models.shape import Shape
 
 RULES = llama.RULES
 ignored = llama.ignored
+FIELDS = Fields(
+    absent={**llama.ABSENT, "max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128, "attention_bias": False},
+    null=names("num_key_value_heads"),
+    silent=qwen2.WINDOW,
+)
 
 
 def shape(config: Mapping[str, Any]) -> Shape:
-    """Sizes from config.json; the head width defaults to 128 as in the reference configuration."""
-    return replace(llama.shape({**config, "head_dim": config.get("head_dim") or 128}), family="qwen3")
+    """Sizes from config.json."""
+    return replace(llama.shape(config), family="qwen3")
 
 
 def attention(shape: Shape, index: int, make: Factory) -> Attention:
     """GQA with q_norm and k_norm."""
-    bias = bool(shape.config.get("attention_bias", False))
+    bias = bool(shape.config["attention_bias"])
     return llama.attention(shape, index, make, qkv_bias=bias, output_bias=bias, qk_norm=True)
 
 

@@ -83,17 +83,9 @@ def require(config: Mapping[str, Any], field: str) -> Any:
     return config[field]
 
 
-def refuse_unbuilt(config: Mapping[str, Any]) -> None:
-    """Variants that would silently compute something else are refused by name."""
-    if config.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(f"config.json: hidden_act {config['hidden_act']!r} is not built; built: 'silu'")
-    if config.get("use_sliding_window"):
-        raise CheckpointError("config.json: use_sliding_window = true is not built; attention here sees the whole document")
-
-
 def common(config: Mapping[str, Any], *, family: str, rope: Rope, head_dim: int, **parts: Any) -> Shape:
-    """The fields all families spell alike."""
-    refuse_unbuilt(config)
+    """The fields all families spell alike. `config` is complete: what was absent has the family's default
+    (models/allowed.py)."""
     heads = int(require(config, "num_attention_heads"))
     return Shape(
         model_type=str(config["model_type"]),
@@ -107,8 +99,8 @@ def common(config: Mapping[str, Any], *, family: str, rope: Rope, head_dim: int,
         vocab_size=int(require(config, "vocab_size")),
         max_positions=int(require(config, "max_position_embeddings")),
         rms_norm_eps=float(require(config, "rms_norm_eps")),
-        initializer_range=float(config.get("initializer_range", 0.02)),
-        tied=bool(config.get("tie_word_embeddings", False)),
+        initializer_range=float(config["initializer_range"]),
+        tied=bool(config["tie_word_embeddings"]),
         rope=rope,
         moe=parts.get("moe"),
         mla=parts.get("mla"),

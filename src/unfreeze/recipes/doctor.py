@@ -206,7 +206,7 @@ def check_checkpoint(patient: Patient) -> Iterator[Finding]:
     """FAILURES L7 and L8: every tensor of the model is covered exactly once by the files; no tensor is read for it."""
     from unfreeze import models
     from unfreeze.checkpoint import resolve
-    from unfreeze.generate.open import dtype_of
+    from unfreeze.generate.open import dtype_of, notes
     from unfreeze.parallel.place import check_coverage
     from unfreeze.parallel.plan import meta_model
 
@@ -222,6 +222,8 @@ def check_checkpoint(patient: Patient) -> Iterator[Finding]:
         "checkpoint", "ok", f"{shape.model_type}: {len(manifest.tensors):,} tensors, {format_bytes(manifest.nbytes)} in {len(manifest.files)} files "
         f"cover each of {len(params):,} parameters exactly once{beside}"
     )  # fmt: skip
+    for note in notes(manifest.config):
+        yield Finding("checkpoint", "warn", note, "ask the publisher what they change; a program that knows them may compute other numbers")
 
 
 def check_vocabulary(patient: Patient) -> Iterator[Finding]:
@@ -373,7 +375,7 @@ def check_numerics(patient: Patient) -> Iterator[Finding]:
     from unfreeze.generate.open import dtype_of, open_model
     from unfreeze.objectives.cross_entropy import cross_entropy
 
-    model = open_model(patient.manifest, dtype_of(patient.config.dtype), patient.device)
+    model = open_model(patient.manifest, dtype_of(patient.config.dtype), patient.device, warn=lambda note: None)  # check_checkpoint has said it
     worst = [name for name, tensor in model.named_parameters() if not bool(tensor.isfinite().all())]
     if worst:
         yield Finding("numerics", "fault", f"{len(worst)} weights hold NaN or infinity; first: {worst[0]}", "download the checkpoint again")

@@ -43,10 +43,12 @@ def inspect(source: str) -> dict[str, Any]:
 
     parameters      weights of the language model (not the words or scales they are packed in); None where a format cannot be read
     bytes, tensors  of the language model; what else lies there (a vision tower, heads for later tokens) is the group "other", in no total
+    notes           fields of config.json that are not followed, named; none where the family isn't built
     family          "not built" (and why, in `reason`) where this model cannot be loaded; format "unsupported (…)" where its weights cannot
     """
     from unfreeze.checkpoint import open_checkpoint
     from unfreeze.data.tokenizer import has_tokenizer
+    from unfreeze.generate.open import notes
 
     manifest = open_checkpoint(source, progress=lambda line: print(line, file=sys.stderr))
     family, is_other = _family(manifest.config)
@@ -57,6 +59,7 @@ def inspect(source: str) -> dict[str, Any]:
     return {
         "path": str(manifest.path),
         **family,
+        "notes": [] if "reason" in family else notes(manifest.config),
         "format": format_name,
         "tokenizer": has_tokenizer(manifest.path),
         "files": len(manifest.files),
@@ -190,6 +193,8 @@ def _print(facts: dict[str, Any], console: Console) -> None:
         f"{_number(facts['max_positions'])} positions")  # fmt: skip
     if "reason" in facts:
         say(f"it cannot be loaded: {facts['reason']}")
+    for note in facts["notes"]:
+        say(f"warning: {note}")
     table = Table(box=None, pad_edge=False)
     for column in ("group", "parameters", "bytes", "tensors", "format"):
         table.add_column(column, justify="left" if column in ("group", "format") else "right")

@@ -15,7 +15,7 @@ from pydantic import Field
 from unfreeze.core.command import Common
 from unfreeze.recipes.config import parse
 from unfreeze.recipes.device import pick_device, say
-from unfreeze.recipes.first_step import FirstStepReceipt
+from unfreeze.recipes.first_step import receipt_of
 from unfreeze.recipes.samples import Samples, own_prompts
 from unfreeze.recipes.trained import AllWeights
 from unfreeze.recipes.training import (
@@ -31,6 +31,7 @@ from unfreeze.recipes.training import (
     refuse_absent,
     say_loaded,
     say_plan,
+    say_warning,
     schedule_of,
     sequence_length,
     spike_guard,
@@ -127,7 +128,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
             micro_batches=config.micro_batches, max_norm=config.clip, save_every=config.save_every, keep_saves=config.keep_saves,
             on_full_disk=config.on_full_disk,
             group=group, judge=spike_guard(config, state, cross_entropy, describe), describe=describe,
-            on_step=[*([FirstStepReceipt(state, dataset, stop=trained.strict)] if state.step == 0 else []), *validation],
+            on_step=[*receipt_of(state, dataset, group, stop=trained.strict), *validation],
         )  # fmt: skip
         if fitted.reason == "done":
             samples.say("after", state.step)
@@ -151,11 +152,13 @@ def open_start(model: str, common: Common) -> Manifest:
 def start_model(start: Manifest, dtype: torch.dtype, device: torch.device, seed: int, run: Run, common: Common) -> Decoder:
     """The checkpoint's weights, or random ones where it has none."""
     from unfreeze import models
-    from unfreeze.generate.open import open_model
+    from unfreeze.generate.open import notes, open_model
 
     if start.tensors:
         with LoadProgress(quiet=common.quiet) as progress:
-            return open_model(start, dtype, device, progress, loaded=partial(say_loaded, run))
+            return open_model(start, dtype, device, progress, partial(say_loaded, run), partial(say_warning, run))
+    for note in notes(start.config):
+        say_warning(run, note)
     model = models.build(models.shape(start.config), dtype=dtype, device=device)
     models.initialize(model, seed)
     return model

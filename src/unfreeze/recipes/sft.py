@@ -15,7 +15,7 @@ from unfreeze.adapters import LoraConfig
 from unfreeze.core.command import Common
 from unfreeze.recipes.config import parse
 from unfreeze.recipes.device import pick_device, say
-from unfreeze.recipes.first_step import FirstStepReceipt
+from unfreeze.recipes.first_step import receipt_of
 from unfreeze.recipes.samples import Samples, own_prompts
 from unfreeze.recipes.trained import Adapters, AllWeights, Trained
 from unfreeze.recipes.training import (
@@ -31,6 +31,7 @@ from unfreeze.recipes.training import (
     refuse_absent,
     say_loaded,
     say_plan,
+    say_warning,
     schedule_of,
     sequence_length,
     spike_guard,
@@ -124,7 +125,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
         say_plan(run, plan, group)
 
         with LoadProgress(quiet=common.quiet) as progress:
-            model = open_model(manifest, dtype_of(config.dtype), device, progress, loaded=partial(say_loaded, run))
+            model = open_model(manifest, dtype_of(config.dtype), device, progress, partial(say_loaded, run), partial(say_warning, run))
         trained.attach(model)
 
         batches = batches_of(config, dataset.examples, start=run.cursor)
@@ -149,7 +150,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
             micro_batches=config.micro_batches, max_norm=config.clip, save_every=config.save_every, keep_saves=config.keep_saves,
             on_full_disk=config.on_full_disk,
             group=group, judge=spike_guard(config, state, cross_entropy, describe), describe=describe,
-            on_step=[*([FirstStepReceipt(state, dataset, stop=trained.strict)] if state.step == 0 else []), *validation],
+            on_step=[*receipt_of(state, dataset, group, stop=trained.strict), *validation],
         )  # fmt: skip
         if fitted.reason == "done":
             samples.say("after", state.step)

@@ -308,6 +308,12 @@ def say_loaded(run: Run, stats: LoadStats) -> None:
     run.events.emit("load", run.step, **asdict(stats))
 
 
+def say_warning(run: Run, message: str) -> None:
+    """A warning of a run's start; a resumed run doesn't repeat it."""
+    if run.step == 0:
+        run.events.emit("warning", 0, message=message)
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file in one move."""
     temporary = path.with_name(path.name + ".tmp")

@@ -15,7 +15,7 @@ CONFIG = {
     "model_type": "deepseek_v3", "vocab_size": 61, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 1,
-    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "initializer_range": 0.2, "routed_scaling_factor": 1.5,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "initializer_range": 0.2, "routed_scaling_factor": 1.5, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
 PROMPTS = [[5, 17, 3, 42, 9, 8], [11], [7, 7, 23]]
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from unfreeze.kernels.rotary import rotary
+from unfreeze.kernels.rotary import Pairing, rotary
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.passes import Pass
@@ -22,23 +22,25 @@ class MLA(nn.Module):
     """q = [q_nope | rotate(q_rope)], k = [kv_b(latent).nope | rotate(k_rope), shared by all heads], v = kv_b(latent).value.
 
     latent = norm(kv_a(x)[:c]), k_rope = kv_a(x)[c:]. The query goes through its own low-rank pair (q_a, q_b) or through q_proj where the
-    checkpoint has no q_lora_rank. The rotary pairs are adjacent elements. `scale` holds YaRN's temperature. Source: arXiv:2405.04434, 2.1.
+    checkpoint has no q_lora_rank. `pairs`: which elements rotate together, adjacent ones in the releases.
+    `scale` holds YaRN's temperature. Source: arXiv:2405.04434, 2.1.
     """
 
     def __init__(
         self, layer: int, *, num_heads: int, nope: int, rope: int, value: int, scale: float, kv_a_proj_with_mqa: Linear,
         kv_a_layernorm: RMSNorm, kv_b_proj: Linear, o_proj: Linear, q_proj: Linear | None = None, q_a_proj: Linear | None = None,
-        q_a_layernorm: RMSNorm | None = None, q_b_proj: Linear | None = None,
+        q_a_layernorm: RMSNorm | None = None, q_b_proj: Linear | None = None, pairs: Pairing = "adjacent",
     ):  # fmt: skip
         super().__init__()
+        self.pairs: Pairing = pairs
         self.layer, self.num_heads, self.nope, self.rope, self.value, self.scale = layer, num_heads, nope, rope, value, scale
         self.q_proj, self.q_a_proj, self.q_a_layernorm, self.q_b_proj = q_proj, q_a_proj, q_a_layernorm, q_b_proj
         self.kv_a_proj_with_mqa, self.kv_a_layernorm, self.kv_b_proj, self.o_proj = kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj, o_proj
 
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
-        q_THd = rotary(self._query(x_TD).unflatten(-1, (self.num_heads, -1)), run.cos_Tr, run.sin_Tr, "adjacent")  # its last r elements
+        q_THd = rotary(self._query(x_TD).unflatten(-1, (self.num_heads, -1)), run.cos_Tr, run.sin_Tr, self.pairs)  # its last r elements
         latent_Tc, k_rope_Tr = self.kv_a_proj_with_mqa(x_TD).split((self.kv_b_proj.in_features, self.rope), dim=-1)
-        k_rope_Tr = rotary(k_rope_Tr[:, None], run.cos_Tr, run.sin_Tr, "adjacent")[:, 0]
+        k_rope_Tr = rotary(k_rope_Tr[:, None], run.cos_Tr, run.sin_Tr, self.pairs)[:, 0]
         (latent,) = run.remember(self.layer, torch.cat((self.kv_a_layernorm(latent_Tc), k_rope_Tr), dim=-1))
         attend = self.expanded if run.latent == "expanded" else self.absorbed
         return self.o_proj(attend(q_THd, latent, run).flatten(1))

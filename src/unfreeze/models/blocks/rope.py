@@ -46,7 +46,7 @@ def rope_from_config(config: Mapping[str, Any], width: int) -> Rope:
     """
     parameters = rope_parameters(config)
     theta = float(parameters["rope_theta"])
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    kind = parameters["rope_type"]
     inverse = [theta ** (-2 * i / width) for i in range(width // 2)]
     if kind == "default":
         return Rope(tuple(inverse))
@@ -62,10 +62,27 @@ def rope_from_config(config: Mapping[str, Any], width: int) -> Rope:
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary parameters as one flat dict with `rope_theta`, from either spelling of config.json."""
-    new = config.get("rope_parameters")
-    merged = dict(new) if isinstance(new, Mapping) else dict(config.get("rope_scaling") or {})
-    merged.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    """The rotary parameters as one flat dict with `rope_theta`, from either spelling of config.json.
+
+    As transformers reads them: a field within the table stands above the same one outside, but
+    original_max_position_embeddings outside above the one within. Raises CheckpointError where both
+    spellings are there and differ.
+    """
+    old, new = (dict(config.get(name) or {}) for name in ("rope_scaling", "rope_parameters"))
+    theta = config.get("rope_theta", 10000.0)
+    for table in (old, new):
+        table["rope_type"] = table.get("rope_type") or table.pop("type", None) or "default"
+        table.pop("type", None)
+        table.setdefault("rope_theta", theta)
+    if config.get("rope_scaling") and config.get("rope_parameters") and old != new:
+        differs = sorted(key for key in {*old, *new} if old.get(key) != new.get(key))
+        raise CheckpointError(
+            f"config.json: rope_scaling and rope_parameters disagree: {', '.join(f'{key} {old.get(key)} and {new.get(key)}' for key in differs)}",
+            next="remove the one that is not the publisher's",
+        )
+    merged = old if config.get("rope_scaling") else new
+    if merged["rope_type"] in ("llama3", "yarn") and config.get("original_max_position_embeddings"):
+        merged["original_max_position_embeddings"] = config["original_max_position_embeddings"]
     return merged
 
 

@@ -1,0 +1,169 @@
+"""The allow-list of config.json: what each field does here, so that none is passed over in silence.
+
+A field is one of four things. *Read*: the family computes with it, and `absent` holds what it means when it
+isn't there. *Only*: it changes the numbers and is built at one value; any other is refused by name. *Without
+effect*: nothing in the model's arithmetic depends on it, at any value or at the one given. Anything else is
+named in a warning (`unknown`), because a program that knows it may compute something else.
+
+The defaults of absent fields are those of the config classes of transformers 5
+(tests/models/test_allowed.py compares them), which are also those of the configuration files published
+with DeepSeek-V3 and Kimi-K2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from unfreeze.core.errors import CheckpointError
+from unfreeze.models.fields import ROPE_FIELDS, shown
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Fields:
+    """One family's table.
+
+    absent   field -> its value where config.json lacks it (or holds null)
+    read     further fields that the family computes with; their absence is its own business (a size is asked
+             for by name)
+    null     of these, fields in which null is a value of its own and no absence (q_lora_rank null: no query
+             latent)
+    never_null  fields for which null could be read as false or as the default: refused
+    only     field -> the one value that is built, given the config
+    silent   fields without effect on this family's numbers, at any value
+    """
+
+    absent: Mapping[str, Any]
+    read: frozenset[str] = frozenset()
+    null: frozenset[str] = frozenset()
+    never_null: frozenset[str] = frozenset()
+    only: Mapping[str, Callable[[Config], Any]] = field(default_factory=dict)
+    silent: frozenset[str] = frozenset()
+
+    def completed(self, config: Config, given: Config) -> dict[str, Any]:
+        """`given` (config without its nulls) with what is absent filled in. Raises CheckpointError for a
+        null that could mean two things."""
+        for name in self.never_null & config.keys():
+            if config[name] is None:
+                raise CheckpointError(
+                    f"config.json: {name} is null, which programs read differently",
+                    next="write true or false",
+                )
+        absent = {
+            name: value for name, value in self.absent.items() if not (name in self.null and name in config)
+        }
+        return {**absent, **given}
+
+
+def names(words: str) -> frozenset[str]:
+    """Field names from a text with blanks between."""
+    return frozenset(words.split())
+
+
+READ = names("""
+    model_type hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size rope_theta
+    rope_scaling rope_parameters original_max_position_embeddings quantization_config
+""")
+"""What every family reads beside its `absent` table. quantization_config has an allow-list of its own
+(quant/int4.py)."""
+
+SILENT = names("""
+    _name_or_path name_or_path _commit_hash architectures auto_map transformers_version torch_dtype dtype
+    unsloth_fixed unsloth_version _attn_implementation attn_implementation _attn_implementation_autoset
+    _experts_implementation experts_implementation use_cache return_dict output_attentions
+    output_hidden_states output_scores torchscript use_bfloat16 tf_legacy_loss chunk_size_feed_forward
+    id2label label2id num_labels problem_type finetuning_task task_specific_params tokenizer_class prefix
+    is_decoder cross_attention_hidden_size bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id
+    decoder_start_token_id forced_bos_token_id forced_eos_token_id max_length min_length max_new_tokens
+    min_new_tokens do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k
+    top_p min_p typical_p epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty
+    length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
+    return_dict_in_generate exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+    remove_invalid_values renormalize_logits guidance_scale penalty_alpha max_time forced_decoder_ids ep_size
+    aux_loss_alpha seq_aux router_aux_loss_coef
+""")
+"""Names, sampling settings, and losses of pretraining: the forward pass and the loss of a fine-tuning run
+depend on none of them."""
+
+_NEUTRAL: dict[Any, str] = {
+    0: """attention_dropout hidden_dropout hidden_dropout_prob attention_probs_dropout_prob resid_pdrop embd_pdrop
+          attn_pdrop dropout router_jitter_noise shared_expert_intermediate_size attention_bias mlp_bias qkv_bias
+          output_router_logits add_cross_attention tie_encoder_decoder""",
+    1: "pretraining_tp logits_scaling logit_scale embedding_multiplier residual_multiplier mup_base_width use_qk_norm",
+}
+NEUTRAL = {name: value for value, words in _NEUTRAL.items() for name in words.split()}
+"""Fields without effect at this value (0 is false too, 1 true); at another they are named, where the family doesn't read them."""
+
+ONLY: dict[str, Callable[[Config], Any]] = {
+    "hidden_act": lambda config: "silu",
+    "is_causal": lambda config: True,
+    "is_encoder_decoder": lambda config: False,
+    "use_bidirectional_attention": lambda config: False,
+    "use_sliding_window": lambda config: False,
+    "layer_types": lambda config: ["full_attention"] * int(config.get("num_hidden_layers") or 0),
+    "partial_rotary_factor": lambda config: 1,
+    "per_layer_config": lambda config: {},
+    "compression_config": lambda config: {},
+}
+"""Built at one value in every family. per_layer_config: sizes of single layers; compression_config: an old
+name of quantization_config."""
+
+ROPE_SILENT = names("finetuned")
+ROPE_TABLES = ("rope_parameters", "rope_scaling")
+
+
+def refuse_unbuilt(config: Config, table: Fields) -> None:
+    """Raises CheckpointError for a field at another value than the one that is built, naming both. `config`
+    has no nulls."""
+    for name, built in {**ONLY, **table.only}.items():
+        if name in config and config[name] != built(config):
+            raise CheckpointError(
+                f"config.json: {name} {shown(config[name])} is not built for model_type "
+                f"{config.get('model_type')!r}; built: {_short(built(config))}",
+                next="it changes the numbers: take a release without it, or open an issue with the model's name",
+            )
+    for name in ROPE_TABLES:
+        inner = config.get(name) or {}
+        nested = [key for key, value in inner.items() if isinstance(value, Mapping)]
+        if nested:
+            raise CheckpointError(
+                f"config.json: {name} has a table per kind of layer ({', '.join(nested)}), which is not built; "
+                "built: one for all"
+            )
+        if inner.get("partial_rotary_factor", 1) != 1:
+            raise CheckpointError(
+                f"config.json: {name}.partial_rotary_factor {inner['partial_rotary_factor']!r} is not "
+                "built; built: 1"
+            )
+
+
+def unknown(config: Config, table: Fields) -> list[str]:
+    """`field = value` of each field that is neither read nor known to be without effect, and is not at its
+    neutral value."""
+    known = READ | table.read | table.absent.keys() | SILENT | table.silent | ONLY.keys() | table.only.keys()
+    found = [
+        f"{name} = {shown(value)}"
+        for name, value in config.items()
+        if name not in known and not _neutral(name, value)
+    ]
+    for name in ROPE_TABLES:
+        inner = config.get(name)
+        known_there = ROPE_FIELDS.keys() | ROPE_SILENT | {"partial_rotary_factor"}
+        if isinstance(inner, Mapping):
+            found += [
+                f"{name}.{key} = {shown(value)}"
+                for key, value in inner.items()
+                if key not in known_there and value is not None
+            ]
+    return found
+
+
+def _neutral(name: str, value: Any) -> bool:
+    return value is None or value in ([], {}) or (name in NEUTRAL and value == NEUTRAL[name])
+
+
+def _short(value: Any) -> str:
+    return "all 'full_attention', one per layer" if isinstance(value, list) else shown(value)

@@ -1,0 +1,191 @@
+"""Every field of config.json is read, refused, known to be without effect, or named; and what is absent is
+what transformers takes it for."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import transformers
+
+from unfreeze import models
+from unfreeze.core.errors import CheckpointError
+from unfreeze.models import allowed, deepseek_v3, llama
+from unfreeze.models.blocks.rope import rope_parameters
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
+MLA = {"q_lora_rank": None, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 16,
+       "num_experts_per_tok": 2, "moe_intermediate_size": 48}  # fmt: skip
+DEEPSEEK = LLAMA | MLA | {"model_type": "deepseek_v3"}
+QWEN3 = LLAMA | {"model_type": "qwen3", "num_key_value_heads": 2}
+MOE = QWEN3 | {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+}
+CLASSES = {
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+    "deepseek_v3": "DeepseekV3",
+    "kimi_k2": "DeepseekV3",
+}
+
+
+def refused(config: dict) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        models.shape(config)
+    return caught.value.message
+
+
+@pytest.mark.parametrize("model_type", models.FAMILIES)
+def test_what_is_absent_is_what_transformers_takes_it_for(model_type):
+    theirs = getattr(transformers, f"{CLASSES[model_type]}Config")()
+    table = models.FAMILIES[model_type].FIELDS
+    for name, value in table.absent.items():
+        assert getattr(theirs, name) == (list(value) if isinstance(value, tuple) else value), name
+    assert rope_parameters({})["rope_theta"] == theirs.rope_parameters["rope_theta"]
+
+
+@pytest.mark.parametrize("model_type", models.FAMILIES)
+def test_no_field_of_the_config_class_is_unknown(model_type):
+    """Written by transformers with every default spelled out: nothing to name, and nothing to refuse but
+    sizes."""
+    theirs = getattr(transformers, f"{CLASSES[model_type]}Config")().to_dict() | {"model_type": model_type}
+    assert models.not_followed(theirs) == ""
+    models.shape(theirs)
+
+
+@pytest.mark.parametrize("base", [LLAMA, QWEN3, MOE, DEEPSEEK], ids=lambda base: base["model_type"])
+@pytest.mark.parametrize("field, value, said", [
+    ("is_causal", False, "is_causal false is not built"), ("layer_types", ["full_attention", "sliding_attention", "full_attention"], "layer_types"),
+    ("layer_types", ["full_attention"], "one per layer"), ("partial_rotary_factor", 0.5, "partial_rotary_factor 0.5"),
+    ("use_sliding_window", True, "use_sliding_window true"), ("hidden_act", "gelu", "hidden_act 'gelu'"),
+    ("per_layer_config", {"0": {"rms_norm_eps": 1.0}}, "per_layer_config"), ("use_bidirectional_attention", True, "use_bidirectional_attention true"),
+    ("rope_parameters", {"rope_type": "default", "partial_rotary_factor": 0.5}, r"rope_parameters.partial_rotary_factor 0.5"),
+    ("rope_parameters", {"full_attention": {"rope_type": "default"}}, "a table per kind of layer"),
+])  # fmt: skip
+def test_what_changes_the_numbers_is_refused_by_name(base, field, value, said):
+    models.shape(base)
+    assert said in refused({**base, field: value})
+
+
+@pytest.mark.parametrize("field, value, said", [
+    ("scoring_func", "softmax", "scoring_func 'softmax'"), ("topk_method", "greedy", "topk_method 'greedy'"),
+    ("moe_layer_freq", 2, "moe_layer_freq 2"),
+    ("head_dim", 24, "head_dim 24 is not built for model_type 'deepseek_v3'; built: 8"), ("num_key_value_heads", 2, "num_key_value_heads 2"),
+    ("qk_head_dim", 8, "qk_head_dim 8"), ("num_local_experts", 8, "num_local_experts 8"), ("norm_topk_prob", None, "norm_topk_prob is null"),
+    ("rope_interleave", None, "rope_interleave is null"), ("n_group", 16, "n_group 16 is one expert per group"),
+])  # fmt: skip
+def test_deepseeks_own(field, value, said):
+    assert said in refused({**DEEPSEEK, field: value})
+
+
+def test_absent_and_null_are_told_apart_where_null_says_something():
+    without = {name: value for name, value in DEEPSEEK.items() if name != "q_lora_rank"}
+    assert models.shape(DEEPSEEK).mla.q_lora_rank is None and models.shape(without).mla.q_lora_rank == 1536
+    assert models.shape({**QWEN3, "num_key_value_heads": None}).num_kv_heads == 4
+    bare = {name: value for name, value in QWEN3.items() if name != "num_key_value_heads"}
+    assert (
+        "no multiple of num_key_value_heads 32" in refused(bare)
+        and models.shape({**bare, "num_attention_heads": 64}).num_kv_heads == 32
+    )
+    assert (
+        models.shape(QWEN3).head_dim == 128 and models.shape(MOE).head_dim == 16
+    )  # Qwen3's class has a width, Qwen3-MoE's takes hidden over heads
+
+
+def test_an_unknown_field_is_named_and_a_known_one_is_not():
+    said = models.not_followed({**LLAMA, "clip_qkv": 8.0, "attention_dropout": 0.1, "eos_token_id": 5, "temperature": 0.2, "logits_scaling": 1,
+                                "sliding_window": None, "rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 3}})  # fmt: skip
+    assert (
+        said
+        == "config.json: clip_qkv = 8.0, attention_dropout = 0.1, rope_scaling.beta = 3: not known here and not followed"
+    )
+    assert models.not_followed({**QWEN3, "sliding_window": 4096, "max_window_layers": 28}) == ""
+    assert "sliding_window = 4,096" in models.not_followed({**LLAMA, "sliding_window": 4096})
+
+
+def test_published_configs_have_nothing_to_name(pytestconfig):
+    folder = pytestconfig.rootpath.parent / "shared" / "data" / "configs"
+    if not folder.is_dir():
+        pytest.skip("the published configs are not here")
+    seen = 0
+    for file in sorted(folder.glob("*.json")):
+        config = json.loads(file.read_text(encoding="utf-8"))
+        try:
+            models.shape(config)
+        except CheckpointError:
+            continue
+        assert models.not_followed(config) == "", file.name
+        seen += 1
+    assert seen >= 15
+
+
+WRAPPED = {
+    "model_type": "kimi_k25",
+    "text_config": DEEPSEEK,
+    "vision_config": {"hidden_size": 8},
+    "media_placeholder_token_id": 3,
+}
+
+
+@pytest.mark.parametrize(
+    "outer", ["llava", "internvl_chat", "voxtral", "kimi_vl", "deepseek_v3", None, ["kimi_k25"]]
+)
+def test_an_outer_model_type_that_is_not_known_is_refused(outer):
+    said = refused({**WRAPPED, "model_type": outer})
+    assert (
+        f"model_type {str(outer)!r} around a text_config is not built. Its text part, 'deepseek_v3', is"
+        in said
+    )
+    assert "'qwen3_vl' (its text part: 'qwen3_vl_text') is not built" in refused(
+        {"model_type": "qwen3_vl", "text_config": {"model_type": "qwen3_vl_text"}}
+    )
+
+
+def test_the_outer_fields_are_judged_too():
+    models.shape(WRAPPED)
+    assert models.not_followed(WRAPPED) == ""
+    assert models.not_followed({**WRAPPED, "logits_scaling": 8.0}).startswith(
+        "config.json: logits_scaling = 8.0 (outside text_config): not known"
+    )
+    assert "is_causal false" in refused({**WRAPPED, "is_causal": False})
+    assert "tie_word_embeddings and text_config.tie_word_embeddings differ" in refused(
+        {**WRAPPED, "tie_word_embeddings": True, "text_config": {**DEEPSEEK, "tie_word_embeddings": False}})  # fmt: skip
+    assert models.shape({**WRAPPED, "tie_word_embeddings": True}).tied
+
+
+def test_two_spellings_of_the_rotary_table_that_disagree_are_refused():
+    old, new = (
+        {"type": "linear", "factor": 2.0},
+        {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
+    )
+    assert (
+        models.shape({**LLAMA, "rope_scaling": old, "rope_parameters": new}).rope
+        == models.shape({**LLAMA, "rope_scaling": old}).rope
+    )
+    assert "disagree: factor 2.0 and 4.0" in refused(
+        {**LLAMA, "rope_scaling": old, "rope_parameters": {**new, "factor": 4.0}}
+    )
+    assert "disagree: rope_theta 500 and 10000.0" in refused(
+        {**LLAMA, "rope_theta": 500, "rope_scaling": old, "rope_parameters": new}
+    )
+
+
+def test_control_an_emptied_list_lets_them_through(monkeypatch):
+    """The tables are what refuses and names: without them the same configs pass in silence."""
+    monkeypatch.setattr(allowed, "ONLY", {})
+    monkeypatch.setattr(llama, "FIELDS", replace(llama.FIELDS, silent=frozenset({"clip_qkv"})))
+    monkeypatch.setattr(deepseek_v3, "FIELDS", replace(deepseek_v3.FIELDS, only={}))
+    models.shape({**LLAMA, "is_causal": False})
+    models.shape({**DEEPSEEK, "scoring_func": "softmax"})
+    assert models.not_followed({**LLAMA, "clip_qkv": 8.0}) == ""
