@@ -25,6 +25,7 @@ from unfreeze.report.run import Run, read_run
 STEPS = 120  # two in each of 60 columns; fewer than the 128 points from which on matplotlib leaves out what no one would see
 CONFIG = {"clip": 1.0, "on_spike": "warn", "dtype": "bfloat16"}
 PLAN = {"kind": "plan", "step": 0, "total": 2**20, "usable": 2**30, "fits": True}
+RECEIPT = {"kind": "receipt", "step": 1, "groups": {"mlp": {"parameters": 8, "trained": 8, "moved": 0.1}}, "exceptions": []}
 
 
 def step_event(step: int) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def run_of(folder: Path, events: list[dict[str, Any]]) -> Run:
-    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in [PLAN, *events]))
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in [PLAN, RECEIPT, *events]))
     (folder / "resolved_config.json").write_text(json.dumps(CONFIG))
     return read_run(folder)
 

@@ -36,7 +36,7 @@ def test_a_clean_run_shows_every_guard_and_nothing_to_look_at(tmp_path: Path):
     assert {name: (row.setting, row.said) for name, row in rows.items()} == {
         "Memory plan": ("1.0 GiB usable", "planned 1.0 MiB"),
         "Data rows": ("on_bad_row error, truncation tail", "10 rows: 0 bad, 1 dropped, 2 truncated"),
-        "Receipt of the first step": ("always", "all asked for moved: attention"),
+        "Receipt of the first step": ("always", "every matrix that a gradient came to moved: attention"),
         "Loss and gradients finite": ("always", "finite in all 3 steps"),
         "Loss and gradient spikes": ("skip", "none in 3 steps"),
         "Gradient norm clipped": ("at 1", "in 1 of 3 steps, largest 3"),

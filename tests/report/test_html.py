@@ -21,10 +21,15 @@ from unfreeze.report.html import flatten, summary_lines, text, write_report
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" <img src=https://example.invalid/x.png>"
 GROUPS = {
-    "attention": {"parameters": 412_672, "trained": True, "grad_norm": 0.412, "moved": 0.0312, "output_change": 0.00211},
+    "attention": {"parameters": 412_672, "trained": True, "sites": 9, "sites_reached": 8, "sites_moved": 7,
+                  "grad_norm": 0.412, "moved": 0.0312, "output_change": 0.00211},
     "routed experts": {"parameters": 1_966_080, "trained": True, "grad_norm": 0.0871, "moved": 0.0298, "output_change": 0.00143},
     "router": {"parameters": 8_192, "trained": False, "grad_norm": None, "moved": 0.0, "output_change": 0.0},
 }
+EXCEPTIONS = [
+    {"group": "attention", "sites": "model.layers.1.self_attn.q_b_proj", "count": 1, "why": "no gradient"},
+    {"group": "routed experts", "sites": "model.layers.1.mlp.experts.0-7.down_proj", "count": 8, "why": "gradient below 1e-8, no movement"},
+]
 
 
 def train_event(step: int, experts: bool = True) -> dict[str, Any]:
@@ -55,7 +60,7 @@ def events(steps: int = 40) -> list[dict[str, Any]]:
         event("start", 0, steps=steps, model="tiny-k2", data="chat.jsonl", resumed=False),
         event("sample", 0, when="before", prompt=HOSTILE, text="Plain."),
         *(train_event(step) for step in range(1, steps + 1)),
-        event("receipt", 1, groups=GROUPS),
+        event("receipt", 1, groups=GROUPS, exceptions=EXCEPTIONS),
         event("eval", steps, loss=0.4321, style=0.987),
         event("warning", 3, message="row 17: 0 of 512 tokens supervised"),
         event("sample", steps, when="after", prompt=HOSTILE, text=f"Hmm. {HOSTILE}"),
@@ -186,7 +191,8 @@ def test_step_table_and_receipt_equal_the_events(run_dir: Path):
         assert values[3:] == [event[field] for field in fields[3:]]
     receipt = {row[0]: row[1:] for row in parsed.tables["Receipt per module group"][1:]}
     assert receipt.keys() == GROUPS.keys()
-    for group, (parameters, trained, *sizes) in receipt.items():
+    for group, (parameters, trained, matrices, *sizes) in receipt.items():
+        assert matrices == ("7 of 8" if group == "attention" else "–")
         assert int(parameters.replace(",", "")) == GROUPS[group]["parameters"] and trained == ("yes" if GROUPS[group]["trained"] else "no")
         expected = [GROUPS[group][field] for field in ("grad_norm", "moved", "output_change")]
         assert [None if cell == "–" else float(cell) for cell in sizes] == pytest.approx(expected)

@@ -6,16 +6,19 @@ import io
 
 from rich.console import Console
 
-from unfreeze.report.tables import align, plan_lines, receipt_rows, receipt_table, receipt_text, standing_still, trained_parameters
+from unfreeze.report.tables import align, left_out, plan_lines, receipt_rows, receipt_table, receipt_text, standing_still, trained_parameters
 
 GROUPS = {
-    "attention": {"parameters": 412_672, "trained": True, "grad_norm": 0.41234, "moved": 3.12e-7, "output_change": 0.00211},
+    "attention": {"parameters": 412_672, "trained": True, "grad_norm": 0.41234, "moved": 3.12e-7, "output_change": 0.00211,
+                  "sites": 16, "sites_reached": 15, "sites_moved": 14},
     "[router]": {"parameters": 8_192, "trained": False},
 }
 
 
 def test_receipt_rows():
-    assert receipt_rows(GROUPS) == [("attention", "412,672", "yes", "0.412", "3.12e-07", "0.00211"), ("[router]", "8,192", "no", "–", "–", "–")]
+    assert receipt_rows(GROUPS) == [
+        ("attention", "412,672", "yes", "14 of 15", "0.412", "3.12e-07", "0.00211"), ("[router]", "8,192", "no", "–", "–", "–", "–")
+    ]  # fmt: skip
     assert trained_parameters(GROUPS) == 412_672
     assert trained_parameters({"a": {"parameters": 10, "trained": 4}}) == 4
 
@@ -24,6 +27,19 @@ def test_standing_still_names_only_trained_groups_that_did_not_move():
     assert standing_still(GROUPS) == []
     # control arm: the fault planted
     assert standing_still(GROUPS | {"experts": {"parameters": 5, "trained": True, "moved": 0.0}, "head": {"trained": True}}) == ["experts", "head"]
+
+
+def test_a_group_that_no_gradient_was_due_to_does_not_stand_still():
+    assert standing_still({"experts": {"trained": 5, "moved": 0.0, "sites_reached": 0}}) == []
+
+
+def test_left_out_names_the_faults_first_ones_in_full():
+    entry = {"group": "experts", "sites": "model.layers.1.mlp.experts.0-31.down_proj", "count": 32, "why": "no gradient"}
+    one = {"group": "attention", "sites": "model.layers.1.self_attn.q_b_proj", "count": 1, "why": "not moved"}
+    assert left_out([entry, one, {**one, "why": "gradient below 1e-8, no movement"}]) == [
+        "no gradient: model.layers.1.mlp.experts.0-31.down_proj (32 matrices)", "not moved: model.layers.1.self_attn.q_b_proj"
+    ]  # fmt: skip
+    assert left_out([one] * 10)[-1] == "and 2 more entries: receipt.json" and left_out([]) == []
 
 
 def test_receipt_text_is_aligned_and_the_rich_table_has_the_same_cells():

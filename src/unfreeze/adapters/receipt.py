@@ -1,13 +1,12 @@
-"""The receipt: after the first optimizer step, proof that what was asked for learned (DESIGN promise 2, FAILURES L4 and L5).
+"""The receipt: proof, from the first optimizer step that has a gradient, that what was asked for learned (DESIGN promise 2, FAILURES L4, L5).
 
-    receipt = Receipt(model)            before the first step: notes where the weights stand
-    receipt.after_backward(model)       gradients complete (accumulated over micro-batches) and not yet zeroed; before or after the update
-    groups = receipt.after_update(model, batch)      after optimizer.step(); raises AdapterError where a trained group stood still
+    receipt = Receipt(model)                before the step: notes where the weights stand, and watches what gradients come to
+    taken = receipt.take(probe)             after the update, while the step's gradients are still there
+    check(taken)                            raises AdapterError where a trained matrix was left out
 
-Clipping multiplies every gradient by one number, so a caller that comes after it divides grad_norm by that, as sft does.
-Weight decay moves every weight, used or not: what reached an expert is read from gradients, and movement counts only where a gradient was.
-
-group -> {parameters, trained, sites, sites_moved, grad_norm, moved, output_change, rounding, connected} and, for experts, {experts, experts_reached}.
+A site is one matrix: of an expert its gate, up and down apart, in every layer. Its gradient is that of its adapter's A and B together, or
+its own where it trains itself. (A's alone is zero at the first step, because B is.) Weight decay moves every weight, used or not: movement
+counts only where a gradient was.
 
 T tokens, E experts, V vocabulary.
 """
@@ -15,7 +14,7 @@ T tokens, E experts, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,9 +24,11 @@ from torch import Tensor, nn
 
 from unfreeze.adapters.attach import GROUPS, group_of, sites
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
+from unfreeze.adapters.reach import Reach, Sum
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import AdapterError
 from unfreeze.models import Decoder
+from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import PackedHolder
 from unfreeze.models.blocks.passes import Memo, PackedPass
 from unfreeze.models.decoder import Layer
@@ -36,7 +37,11 @@ PROBE_TOKENS = 256  # enough to reach most experts, small enough to cost less th
 COPY_BYTES = 2**30  # full copies of trained weights up to 1 GiB; beyond, a sample per parameter
 SAMPLE = 65536  # elements of a sampled parameter
 AMPLIFY = 4096.0  # tells "not connected" from "too small to show in bf16": a connected adapter 4,096 times as strong must show
+TINY = 1e-8  # AdamW's epsilon: a gradient below it moves a weight by less than half the learning rate, which may round away
+NO_GRADIENT, NOT_MOVED, TOO_SMALL = "no gradient", "not moved", "gradient below 1e-8, no movement"
+NAMES_SAID = 4  # exceptions in a message; all of them are in receipt.json
 Groups = dict[str, dict[str, Any]]
+Gradient = Callable[[str], Tensor | None]
 
 
 @dataclass
@@ -48,138 +53,226 @@ class Snapshot:
 
 
 @torch.no_grad()
-def snapshot(model: nn.Module, copy_bytes: int = COPY_BYTES) -> Snapshot:
-    """Note where every trainable parameter stands. Zero ones cost nothing; the others a copy while `copy_bytes` last, then a sample."""
+def snapshot(weights: Mapping[str, Tensor], copy_bytes: int = COPY_BYTES) -> Snapshot:
+    """Note where each of the named weights stands. Zero ones cost nothing; the others a copy while `copy_bytes` last, then a sample."""
     result = Snapshot()
-    for name, parameter in _trained(model):
-        if not parameter.any():
+    for name, weight in weights.items():
+        if not weight.any():
             result.kept[name] = None
-        elif parameter.nbytes <= copy_bytes:
-            copy_bytes -= parameter.nbytes
-            result.kept[name] = parameter.detach().clone()
+        elif weight.nbytes <= copy_bytes:
+            copy_bytes -= weight.nbytes
+            result.kept[name] = weight.detach().clone()
             result.full.add(name)
         else:
-            result.kept[name] = _sample(parameter).clone()
+            result.kept[name] = _sample(weight).clone()
     return result
 
 
 @dataclass
-class Gradients:
-    """What one step's gradients say. norms: group -> L2 norm. reached_E: layer ("model.layers.3.mlp") -> which experts had a gradient.
-    where: name -> which elements had one, laid out as Snapshot.kept; absent for a parameter that was all zero, which decay cannot move.
-    """
+class Taken:
+    """groups: see make_receipt. exceptions: [{group, sites, count, why}], sites that were reached and have no gradient or did not move."""
 
-    norms: dict[str, float] = field(default_factory=dict)
-    reached_E: dict[str, Tensor] = field(default_factory=dict)
-    where: dict[str, Tensor] = field(default_factory=dict)
-
-
-@torch.no_grad()
-def read_gradients(model: nn.Module, before: Snapshot) -> Gradients:
-    """Norms, experts reached and touched elements from the gradients that lie there now (a missing gradient counts as 0)."""
-    squares: dict[str, Tensor] = {}
-    found = Gradients()
-    for name, parameter in _trained(model):
-        group, gradient = group_of(name), parameter.grad
-        square = parameter.new_zeros((), dtype=torch.float64) if gradient is None else gradient.float().norm().double() ** 2
-        squares[group] = squares[group] + square if group in squares else square
-        kept = before.kept[name]
-        if kept is not None:
-            here = None if gradient is None else (gradient if name in before.full else _sample(gradient))
-            found.where[name] = torch.zeros_like(kept, dtype=torch.bool) if here is None else here.ne(0)
-        if group == "experts":
-            layer = _site(name).split(".experts")[0]
-            reached_E = parameter.new_zeros(len(parameter), dtype=torch.bool) if gradient is None else gradient.flatten(1).ne(0).any(1)
-            found.reached_E[layer] = found.reached_E[layer] | reached_E if layer in found.reached_E else reached_E
-    found.norms = {group: math.sqrt(square.item()) for group, square in squares.items()}
-    return found
+    groups: Groups = field(default_factory=dict)
+    exceptions: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Receipt:
-    """The receipt of one step, taken by what looks at a finished step (an on_step of train.fit); `groups` holds the result afterwards."""
+    """Watches a model from here on, until `take`.
 
-    def __init__(self, model: Decoder):
-        self._before = snapshot(model)
-        self._gradients = Gradients()
-        self.groups: Groups = {}
+    weights: name -> what the optimizer updates, where that is not the parameter itself (fp32 masters of half precision weights: their
+    first movement may round away in the weight). gradient: name -> the last step's gradient; default: the parameter's `grad`.
+    """
 
-    def after_backward(self, model: Decoder) -> None:
-        """Read the gradients: once, when accumulation is complete and before they are zeroed."""
-        self._gradients = read_gradients(model, self._before)
+    def __init__(self, model: Decoder, weights: Mapping[str, Tensor] | None = None, gradient: Gradient | None = None):
+        parameters = dict(_trained(model))
+        self._model, self._weights = model, {**parameters, **(weights or {})}
+        self._gradient: Gradient = gradient or (lambda name: parameters[name].grad)
+        self._before, self._reach = snapshot(self._weights), Reach(model)
 
-    def after_update(self, model: Decoder, batch: Batch | None) -> Groups:
-        """Measure, forget the snapshot, check. Raises AdapterError (see `check`)."""
-        self.groups = make_receipt(model, self._before, self._gradients, batch)
+    def pass_over(self) -> None:
+        """The last step had no gradient, or no update: it proves nothing, so wait for the next."""
+        self._reach.forget()
+
+    def take(self, probe: Batch | None, sum_: Sum | None = None) -> Taken:
+        """Measure, then stop watching. sum_: of the processes that share the step's micro-batches."""
+        if sum_ is not None:
+            self._reach.over_processes(sum_, self._model.device)
+        taken = make_receipt(self._model, self._weights, self._gradient, self._before, self._reach, probe)
+        self._reach.close()
         self._before = Snapshot()
-        check(self.groups)
-        return self.groups
+        return taken
+
+
+@dataclass
+class Site:
+    """What is known of a site, or of one projection of all E experts of a layer: tensors [E], or [1]. `name` has a * for the expert."""
+
+    group: str
+    name: str
+    reached: Tensor
+    moved: Tensor
+    largest: Tensor  # of its gradient's elements, by absolute value; 0: none
 
 
 @torch.no_grad()
-def make_receipt(model: Decoder, before: Snapshot, gradients: Gradients, probe: Batch | None) -> Groups:
-    """The receipt as plain JSON values; it judges nothing (see `check`).
+def make_receipt(
+    model: Decoder, weights: Mapping[str, Tensor], gradient: Gradient, before: Snapshot, reach: Reach, probe: Batch | None
+) -> Taken:
+    """The receipt as plain JSON values; it judges nothing (see `check`). Per group:
 
     parameters     base weights of the group (logical count: a packed 4-bit weight is one)
     trained        parameters that train (adapter factors, or the weights themselves); 0: frozen
-    sites          adapters (or trained tensors) in the group, and how many of them moved
-    grad_norm      L2 norm of the gradient that `gradients` saw
+    sites          trained matrices; sites_reached: those whose output had a gradient; sites_moved: those of them that had a gradient and moved
+    grad_norm      L2 norm of the step's gradient, before clipping
     moved          L2 norm of the change of the trained parameters where they had a gradient: what weight decay alone moved is not counted
                    (extrapolated from a sample where no copy was affordable)
     experts_reached   experts, over all layers, that had a gradient (routed experts only; `experts`: how many there are)
     output_change  max |Δ logit| over at most 256 tokens with only this group's training in effect against none of it, every token at the same
                    experts in both; None without a probe, or where weights were too large to copy
     rounding       what rounding alone may make of output_change: half a unit in the last place of the computation's dtype, of the largest logit
-    connected      False where even 4,096 times the adapter leaves the logits as they are (in bf16 a first step may be too small to show)
+    connected      False where even 4,096 times the adapter leaves the logits as they are (in bf16 a first step may be too small to show);
+                   None where that is not known: no probe, or weights trained in full whose first step does not show
     """
     groups: Groups = {name: _empty(count) for name, count in _base_parameters(model).items()}
-    moved_sites: dict[str, dict[str, bool]] = {}  # group -> site -> moved
-    for name, parameter in _trained(model):
-        group, site = group_of(name), _site(name)
-        entry = groups.setdefault(group, _empty(0))
-        delta, share = _delta(parameter, before.kept[name], name in before.full)
-        if name in gradients.where:
-            delta = delta * gradients.where[name]
-        square = float(delta.double().square().sum()) / share
-        entry["trained"] += parameter.numel()
-        entry["moved"] = math.hypot(entry["moved"], math.sqrt(square))
-        moved_sites.setdefault(group, {})[site] = moved_sites.get(group, {}).get(site, False) or square > 0
-    for group, by_site in moved_sites.items():
-        groups[group].update(sites=len(by_site), sites_moved=sum(by_site.values()), grad_norm=gradients.norms.get(group, 0.0))
-    if gradients.reached_E:
-        masks = gradients.reached_E.values()
-        groups["experts"].update(experts=sum(m.numel() for m in masks), experts_reached=sum(int(m.sum()) for m in masks))
-    if probe is not None and moved_sites:
-        for group, change in _output_changes(model, before, sorted(moved_sites), first_tokens(probe)).items():
+    found: dict[str, Site] = {}
+    for name, weight in weights.items():
+        entry = groups.setdefault(group_of(name), _empty(0))
+        g, delta, share = gradient(name), *_delta(weight, before.kept[name], name in before.full)
+        entry["trained"] += weight.numel()
+        if g is not None:
+            entry["grad_norm"] = math.hypot(entry["grad_norm"], _norm(g))
+            if before.kept[name] is not None:  # decay cannot move a zero
+                delta = delta * (g if name in before.full else _sample(g)).ne(0)
+            entry["moved"] = math.hypot(entry["moved"], math.sqrt(float(delta.double().square().sum()) / share))
+        for site, owner, part in _parts(name, weight if g is None else g):
+            if site not in found:
+                none = torch.zeros(len(part), device=weight.device)
+                found[site] = Site(group_of(name), site, reach.of(owner, len(part), weight.device), none > 0, none)
+            if g is not None:
+                found[site].largest = torch.maximum(found[site].largest, part.flatten(1).abs().amax(1).float())
+        for site, _, part in _parts(name, delta) if g is not None else ():
+            found[site].moved = found[site].moved | part.flatten(1).ne(0).any(1)
+    for site in found.values():
+        _without_silent(site, model, before)
+        entry = groups[site.group]
+        for field_, mask in (("sites", torch.ones_like(site.reached)), ("sites_reached", site.reached), ("sites_moved", site.reached & site.moved)):
+            entry[field_] += int(mask.sum())
+    experts: dict[str, Tensor] = {}
+    for site in (site for site in found.values() if site.group == "experts"):
+        layer, had = site.name.split(".*.")[0], site.largest > 0
+        experts[layer] = experts[layer] | had if layer in experts else had
+    if experts:
+        groups["experts"].update(experts=sum(m.numel() for m in experts.values()), experts_reached=sum(int(m.sum()) for m in experts.values()))
+    trained_groups = sorted({site.group for site in found.values()})
+    if probe is not None and trained_groups:
+        for group, change in _output_changes(model, before, trained_groups, first_tokens(probe)).items():
             groups[group].update(change)
-    return {name: groups[name] for name in GROUPS if name in groups}
+    ordered = {name: groups[name] for name in GROUPS if name in groups}
+    return Taken(ordered, [exception for name in ordered for site in found.values() if site.group == name for exception in _exceptions(site)])
 
 
-def check(groups: Groups) -> None:
-    """Raise AdapterError for the first trained group without gradient, without movement, or without effect on the output."""
-    for name, entry in groups.items():
-        if not entry["trained"]:
-            continue
-        facts = f"{name}: {entry['trained']:,} trained parameters, gradient norm {entry['grad_norm']:.3g}, moved {entry['moved']:.3g}"
-        if not math.isfinite(entry["grad_norm"]):
-            raise AdapterError(f"{facts}: the gradient is not finite", next="look at the batch's rows, or try --learning-rate lower")
-        if entry["grad_norm"] == 0:
+def _parts(name: str, weight: Tensor) -> Iterator[tuple[str, str, Tensor]]:
+    """(site, module whose output it makes, its numbers [E, …] or [1, …]) of a trained parameter; of stacked experts gate and up apart."""
+    where = name.split(".adapter.")[0]
+    if group_of(name) != "experts":
+        yield where.removesuffix(".weight"), where.removesuffix(".weight").removesuffix(".bias"), weight[None]
+        return
+    experts, projection = f"{name.split('.experts.')[0]}.experts", name.split(".experts.")[1]
+    if "gate_up" in projection:
+        for part, half in zip(("gate_proj", "up_proj"), weight.chunk(2, dim=1), strict=True):
+            yield f"{experts}.*.{part}", experts, half
+    else:
+        yield f"{experts}.*.down_proj", experts, weight
+
+
+def _without_silent(site: Site, model: Decoder, before: Snapshot) -> None:
+    """An expert's gate and up get their gradient through its down_proj; where that was all zero (a pruned expert), none was due."""
+    missing = site.reached & (site.largest == 0)
+    if site.group != "experts" or site.name.endswith("down_proj") or not missing.any():
+        return
+    name = site.name.split(".*.")[0]
+    experts = model.get_submodule(name)
+    assert isinstance(experts, Experts)
+    down = experts.down_proj.value()
+    trained = f"{name}.down_proj.weight"
+    for e in missing.nonzero().flatten().tolist():
+        base = before.kept[trained] if trained in before.kept else (down[e] if isinstance(down, Tensor) else down[e].dequantize())
+        zero = base is None or not (base[e] if trained in before.kept else base).any()
+        B = f"{name}.adapter.down_B"
+        if zero and (B not in before.kept or before.kept[B] is None):
+            site.reached[e] = False
+
+
+def _exceptions(site: Site) -> Iterator[dict[str, Any]]:
+    """The site's entries in the list of exceptions, experts as ranges: "model.layers.1.mlp.experts.0-7,12.down_proj"."""
+    stood = site.reached & ~site.moved
+    kinds = {
+        NO_GRADIENT: stood & (site.largest == 0),
+        NOT_MOVED: stood & (site.largest >= TINY),
+        TOO_SMALL: stood & (site.largest > 0) & (site.largest < TINY),
+    }
+    for why, mask in kinds.items():
+        if mask.any():
+            name = site.name.replace("*", _ranges(mask.nonzero().flatten().tolist()))
+            yield {"group": site.group, "sites": name, "count": int(mask.sum()), "why": why}
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] -> "0-2,5"."""
+    pieces: list[list[int]] = []
+    for number in numbers:
+        if pieces and pieces[-1][1] == number - 1:
+            pieces[-1][1] = number
+        else:
+            pieces.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in pieces)
+
+
+def check(taken: Taken) -> None:
+    """Raise AdapterError for trained matrices without gradient though their output had one, without movement, or without effect."""
+    for name, entry in taken.groups.items():
+        if entry["trained"] and not math.isfinite(entry["grad_norm"]):
             raise AdapterError(
-                f"{facts}: no gradient arrived after the first step. Likely causes: no supervised token in the batch, or a forward pass "
-                "that does not use these weights",
-                next="look at the data line's supervised tokens; if there are some, name other groups in --lora.targets and report this one",
+                f"{_facts(name, entry)}: the gradient is not finite", next="look at the batch's rows, or try --learning-rate lower"
             )
-        if entry["moved"] == 0:
-            raise AdapterError(
-                f"{facts}: it was asked for and did not move in the first step (weight decay aside). Likely causes: learning rate 0 at step 1 "
-                "(warm-up), or its parameters are missing from the optimizer",
-                next="check --learning-rate and the warm-up",
-            )
+    for why, next_ in (
+        (NO_GRADIENT, "report it with the model's config.json; all names stand in receipt.json"),
+        (NOT_MOVED, "check --learning-rate and the warm-up; all names stand in receipt.json"),
+    ):
+        if line := _stood(taken, why):
+            raise AdapterError(line, next=next_)
+    for name, entry in taken.groups.items():
         if entry["connected"] is False:
             raise AdapterError(
-                f"{facts}, but the output is the same with and without it. Likely cause: the forward pass bypasses these adapters "
+                f"{_facts(name, entry)}, but the output is the same with and without it. Likely cause: the forward pass bypasses these adapters "
                 "(a packed or fused path that does not know them)",
                 next="report it with the model's config.json; --lora.targets without this group trains the rest",
             )
+
+
+CAUSES = {
+    NO_GRADIENT: "got no gradient, though their output had one. Likely cause: a forward or backward pass that leaves these weights out",
+    NOT_MOVED: "had a gradient and did not move (weight decay aside). Likely causes: learning rate 0 at this step (warm-up), or missing "
+    "from the optimizer",
+}
+
+
+def _stood(taken: Taken, why: str) -> str:
+    """One sentence on all sites of a kind: per group how many of how many, then the first names."""
+    found = [exception for exception in taken.exceptions if exception["why"] == why]
+    if not found:
+        return ""
+    counts: dict[str, int] = {}
+    for exception in found:
+        counts[exception["group"]] = counts.get(exception["group"], 0) + exception["count"]
+    groups = ", ".join(f"{name}: {count:,} of {taken.groups[name]['sites_reached']:,} matrices" for name, count in counts.items())
+    names = ", ".join(exception["sites"] for exception in found[:NAMES_SAID])
+    more = f" and {len(found) - NAMES_SAID} more entries" if len(found) > NAMES_SAID else ""
+    return f"{groups} {CAUSES[why]}. They are {names}{more}"
+
+
+def _facts(name: str, entry: Mapping[str, Any]) -> str:
+    return f"{name}: {entry['trained']:,} trained parameters, gradient norm {entry['grad_norm']:.3g}, moved {entry['moved']:.3g}"
 
 
 def first_tokens(batch: Batch, count: int = PROBE_TOKENS) -> Batch:
@@ -195,18 +288,13 @@ def first_tokens(batch: Batch, count: int = PROBE_TOKENS) -> Batch:
 
 def _empty(parameters: int) -> dict[str, Any]:
     return {
-        "parameters": parameters, "trained": 0, "sites": 0, "sites_moved": 0, "grad_norm": 0.0, "moved": 0.0, "output_change": None,
-        "rounding": None, "connected": None,
+        "parameters": parameters, "trained": 0, "sites": 0, "sites_reached": 0, "sites_moved": 0, "grad_norm": 0.0, "moved": 0.0,
+        "output_change": None, "rounding": None, "connected": None,
     }  # fmt: skip
 
 
 def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
-
-
-def _site(name: str) -> str:
-    """The module an adapter's parameter belongs to; a parameter without adapter is its own."""
-    return name.rsplit(".adapter.", 1)[0]
 
 
 def _base_parameters(model: nn.Module) -> dict[str, int]:
@@ -221,18 +309,22 @@ def _base_parameters(model: nn.Module) -> dict[str, int]:
     return counts
 
 
-def _sample(parameter: Tensor) -> Tensor:
-    """About SAMPLE elements, some from every row of the first dimension (so that every expert, or word, is looked at)."""
-    rows = parameter.detach().reshape(parameter.shape[0] if parameter.dim() > 1 else 1, -1)
-    return rows[:, :: max(1, parameter.numel() // SAMPLE)]
+def _sample(weight: Tensor) -> Tensor:
+    """About SAMPLE elements: every so many of each row, at least one, so that every matrix of a stack and every word is looked at."""
+    width = weight.shape[-1]
+    return weight.detach()[..., :: max(1, min(width, weight.numel() // SAMPLE))]
 
 
-def _delta(parameter: Tensor, kept: Tensor | None, full: bool) -> tuple[Tensor, float]:
-    """(change, share of the parameter's elements that the change covers)."""
+def _delta(weight: Tensor, kept: Tensor | None, full: bool) -> tuple[Tensor, float]:
+    """(change, share of the weight's elements that the change covers)."""
     if kept is None:
-        return parameter.detach(), 1.0
-    now = parameter.detach() if full else _sample(parameter)
-    return now - kept, kept.numel() / parameter.numel()
+        return weight.detach(), 1.0
+    now = weight.detach() if full else _sample(weight)
+    return now - kept, kept.numel() / weight.numel()
+
+
+def _norm(gradient: Tensor) -> float:
+    return float(gradient.detach().float().norm().double())
 
 
 def _output_changes(model: Decoder, before: Snapshot, groups: list[str], probe: Batch) -> Groups:
@@ -253,7 +345,9 @@ def _output_changes(model: Decoder, before: Snapshot, groups: list[str], probe: 
         rounding = nothing_TV.abs().max().item() * torch.finfo(model.model.embed_tokens.weight.dtype).eps / 2
         for group in (g for g in groups if g in adapted or g in copied):
             change = (logits(group) - nothing_TV).abs().max().item()
-            connected = change > 0 or (group in adapted and (logits(group, AMPLIFY) - nothing_TV).abs().max().item() > 0)
+            connected: bool | None = change > 0
+            if not connected:  # a weight trained in full can't be amplified, and in bf16 a first step may round away in it: nothing is known
+                connected = (logits(group, AMPLIFY) - nothing_TV).abs().max().item() > 0 if group in adapted else None
             result[group] = {"output_change": change, "rounding": rounding, "connected": connected}
     return result
 
@@ -306,7 +400,7 @@ def _exchange(parameters: list[tuple[str, nn.Parameter]], before: Snapshot) -> N
     for name, parameter in parameters:
         kept = before.kept[name]
         before.kept[name] = parameter.data
-        parameter.data = torch.zeros_like(parameter.data) if kept is None else kept
+        parameter.data = torch.zeros_like(parameter.data) if kept is None else kept.to(parameter.dtype)
 
 
 @contextmanager

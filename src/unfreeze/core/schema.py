@@ -137,7 +137,12 @@ SCHEMA = {
             "logprob_gap_tokens": Field("int", "tokens"),
         }
     ),
-    "receipt": Kind({"groups": Field("{object}", "see adapters/receipt.py")}),
+    "receipt": Kind(
+        {
+            "groups": Field("{object}", "see adapters/receipt.py"),
+            "exceptions": Field("[object]", "matrices that were reached and have no gradient, or did not move", optional=True),
+        }
+    ),
     "save": Kind({"path": Field("text", "folder inside the run folder")}),
     "warning": Kind({"message": Field("text", "sentence")}),
     "end": Kind(

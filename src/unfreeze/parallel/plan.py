@@ -311,7 +311,8 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware) -> Plan:
         half, weights = bytes_ < 4, sizes.elements * bytes_
         sums = half * sizes.elements * {1: 0, 2: 2}.get(work.micro_batches, 4)  # two arrive in half precision and make room for their sum
         stays = {"adapter": 0, "gradients": weights + sums, "optimizer": int(sizes.elements * (moments + 4 * half))}
-        stays |= {"copies for the receipt": min(weights, work.receipt_bytes)} if work.receipt_bytes else {}
+        copies = sizes.elements * max(bytes_, 4)  # of what the optimizer updates: fp32
+        stays |= {"copies for the receipt": min(copies, work.receipt_bytes)} if work.receipt_bytes else {}
     else:
         stays = {"adapter": trained * 4, "gradients": trained * GRADIENT_BYTES, "optimizer": int(trained * moments)}
     stream, at_once = work.tokens * sizes.hidden_size * bytes_, work.at_once(bytes_)

@@ -199,7 +199,7 @@ def answer(module: nn.Module, inputs: list[Tensor], output: Any, run: Any) -> tu
         return None
     if isinstance(module, (SigmoidRouter, SoftmaxRouter)):
         x_TD = inputs[0]
-        scores_TE = module.scores(x_TD)
+        scores_TE = module(x_TD)
         ids_TK = module.choose(scores_TE)
         return by_expert(scores_TE, module.weigh(scores_TE, ids_TK), ids_TK), by_expert(scores_TE, output[1], output[2])
     theirs = unbatched(output[0] if isinstance(output, tuple) else output)

@@ -1,4 +1,4 @@
-"""The hook after the first optimizer step: the receipt of what learned (DESIGN promise 2), for adapters and for whole models."""
+"""The hook that takes the receipt of what learned (DESIGN promise 2), for adapters and for whole models."""
 
 from __future__ import annotations
 
@@ -9,46 +9,54 @@ from unfreeze.recipes.training import write_json
 
 if TYPE_CHECKING:
     from unfreeze.data import Dataset
+    from unfreeze.parallel.collectives import Group
+    from unfreeze.train.fit import OnStep
     from unfreeze.train.state import State
     from unfreeze.train.step import StepResult
 
+RECEIPT = "receipt.json"
+
+
+def receipt_of(state: State, dataset: Dataset, group: Group, *, stop: bool) -> list[OnStep]:
+    """The hook of a run that has no receipt yet; none for a run that goes on behind it."""
+    return [] if state.step and (state.run.path / RECEIPT).is_file() else [FirstStepReceipt(state, dataset, group, stop=stop)]
+
 
 class FirstStepReceipt:
-    """Which groups learned in the first step, by how much, and what it changed in the output. Written also where it stops the run.
+    """Which matrices learned in the first step with a gradient, by how much, and what it changed in the output. Written also where it stops.
 
-    stop True: a group that stood still ends the run. False: it is a warning (recipes/trained.py says when).
+    A step whose gradient is exactly zero (no supervised token, a student equal to its teacher) or whose update was refused proves nothing:
+    the next is looked at. A run that ends without one says so.
+    stop True: a matrix that was left out ends the run. False: it is a warning (recipes/trained.py says when).
     """
 
-    def __init__(self, state: State, dataset: Dataset, *, stop: bool):
+    def __init__(self, state: State, dataset: Dataset, group: Group, *, stop: bool):
         from unfreeze.adapters.receipt import Receipt
         from unfreeze.data import pack
 
-        self._receipt = Receipt(state.model)
+        self._receipt: Receipt | None = Receipt(state.model, state.optimizer.masters, state.optimizer.gradient)
         self._probe = pack(dataset.examples[:8])  # the receipt looks at the first 256 of its tokens
-        self._stop = stop
+        self._group, self._stop = group, stop
 
     def __call__(self, state: State, result: StepResult) -> None:
-        if state.step != 1:
+        if self._receipt is None:
             return
-        lend_gradients(state)
-        self._receipt.after_backward(state.model)
-        failed: AdapterError | None = None
+        if result.grad_norm == 0 or not result.applied:
+            self._receipt.pass_over()
+            if state.step == state.schedule.steps:
+                message = f"no receipt: in none of the {state.step:,} steps did a gradient move a weight. Nothing was learned"
+                state.run.events.emit("warning", state.step, message=message)
+            return
+        from unfreeze.adapters.receipt import check
+
+        taken = self._receipt.take(self._probe.to(state.model.device), self._group.sum_)
+        self._receipt = None
+        fields = {"groups": taken.groups, "exceptions": taken.exceptions}
+        write_json(state.run.path / RECEIPT, {"step": state.step, **fields})
+        state.run.events.emit("receipt", state.step, **fields)
         try:
-            self._receipt.after_update(state.model, self._probe.to(state.model.device))
+            check(taken)
         except AdapterError as error:
-            failed = error
-        groups = self._receipt.groups
-        write_json(state.run.path / "receipt.json", {"groups": groups})
-        state.run.events.emit("receipt", state.step, groups=groups)
-        if failed is not None and self._stop:
-            raise failed
-        if failed is not None:
-            state.run.events.emit("warning", state.step, message=failed.message)
-
-
-def lend_gradients(state: State) -> None:
-    """The optimizer holds the gradients of half precision weights in fp32; the receipt looks for them at the weights. Gone at the next step."""
-    for name, parameter in state.optimizer.parameters.items():
-        gradient = state.optimizer.gradient(name)
-        if parameter.grad is None and gradient is not None:
-            parameter.grad = gradient.to(parameter.dtype)
+            if self._stop:
+                raise
+            state.run.events.emit("warning", state.step, message=error.message)

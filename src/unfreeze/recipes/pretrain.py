@@ -15,7 +15,7 @@ from pydantic import Field
 from unfreeze.core.command import Common
 from unfreeze.recipes.config import parse
 from unfreeze.recipes.device import pick_device, say
-from unfreeze.recipes.first_step import FirstStepReceipt
+from unfreeze.recipes.first_step import receipt_of
 from unfreeze.recipes.samples import Samples, own_prompts
 from unfreeze.recipes.trained import AllWeights
 from unfreeze.recipes.training import (
@@ -128,7 +128,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
             micro_batches=config.micro_batches, max_norm=config.clip, save_every=config.save_every, keep_saves=config.keep_saves,
             on_full_disk=config.on_full_disk,
             group=group, judge=spike_guard(config, state, cross_entropy, describe), describe=describe,
-            on_step=[*([FirstStepReceipt(state, dataset, stop=trained.strict)] if state.step == 0 else []), *validation],
+            on_step=[*receipt_of(state, dataset, group, stop=trained.strict), *validation],
         )  # fmt: skip
         if fitted.reason == "done":
             samples.say("after", state.step)

@@ -13,7 +13,7 @@ from unfreeze.core.events import Event
 from unfreeze.core.units import format_bytes
 from unfreeze.report.events import last, number, of_kind, series, warnings
 from unfreeze.report.run import Run
-from unfreeze.report.tables import standing_still
+from unfreeze.report.tables import left_out, standing_still
 
 GUARD_HEAD = ("guard", "state", "set to", "said")
 MOSTLY = 0.5  # share of the steps from which on clipping, and no longer the learning rate, sets the size of the updates
@@ -112,10 +112,12 @@ def _data(run: Run) -> GuardRow | None:
 
 def _receipt(run: Run) -> GuardRow | None:
     if not run.groups:
-        return None
+        return GuardRow("Receipt", "look", "always", "none: no step so far had a gradient that moved a weight") if run.train else None
     still, asked = standing_still(run.groups), [name for name, group in run.groups.items() if group.get("trained")]
-    said = f"asked for, and not moved: {', '.join(still)}" if still else f"all asked for moved: {', '.join(asked)}"
-    return GuardRow("Receipt of the first step", "fault" if still else "ok", "always", said)
+    out = left_out(run.exceptions)
+    found = [*([f"asked for, and not moved: {', '.join(still)}"] if still else []), *out]
+    said = "; ".join(found) or f"every matrix that a gradient came to moved: {', '.join(asked)}"
+    return GuardRow("Receipt of the first step", "fault" if found else "ok", "always", said)
 
 
 def _finite(run: Run) -> GuardRow | None:

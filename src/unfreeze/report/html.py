@@ -17,7 +17,7 @@ from unfreeze.report.guards import GUARD_HEAD, broken, clip_limit, clipped, guar
 from unfreeze.report.page import document, figure, folded, section, table, text, write_page
 from unfreeze.report.pictures import curve, smoothing_window
 from unfreeze.report.run import Run, expert_balance, facts, flatten, read_run, result_words, started
-from unfreeze.report.tables import ABSENT, RECEIPT_HEAD, plan_lines, receipt_rows, standing_still
+from unfreeze.report.tables import ABSENT, RECEIPT_HEAD, left_out, plan_lines, receipt_rows, standing_still
 
 WIDE, NARROW, SMALL, SIDE = (760, 320), (350, 250), (280, 190), (360, 304)  # SVG units of the pictures; text in them is 11 units high
 SHOWN_SAMPLES = 12  # the others are folded away
@@ -184,12 +184,16 @@ def _guards(run: Run) -> str:
 
 def _receipt(run: Run) -> str:
     if not run.groups:
-        return section("Receipt", "", "No receipt: it is written after the first optimizer step, and neither receipt.json nor the events hold one.")
+        return section("Receipt", "", "No receipt: it is written after the first step with a gradient; neither receipt.json nor the events hold one.")
     still = standing_still(run.groups)
-    note = "What was trained, and the proof: gradient norm, movement and change in output after the first optimizer step."
+    note = (
+        "What was trained, and the proof: matrices that moved of those that a gradient came to, gradient norm, movement and change in output "
+        "after the first step with a gradient."
+    )
     alarm = f'<p class="bad">Asked for, and not moved: {text(", ".join(still))}.</p>' if still else ""
     rows = table(RECEIPT_HEAD, receipt_rows(run.groups), caption="Receipt per module group", bad=still, kind="stack")
-    return section("Receipt", alarm + rows, note)
+    out = "".join(f'<p class="bad">{text(line)}</p>' for line in left_out(run.exceptions))
+    return section("Receipt", alarm + rows + out, note)
 
 
 def _samples(run: Run) -> str:
@@ -276,5 +280,6 @@ def summary_lines(run_dir: Path | str) -> list[str]:
         worst = max(balance, key=lambda row: row[2])
         lines.append(f"  {'Experts'.ljust(width)}  max/mean {worst[2]:.2f} (layer {worst[0]}), {sum(row[3] for row in balance):,} dead")
     lines += [f"  asked for, and not moved: {group}" for group in standing_still(run.groups)]
+    lines += [f"  {line}" for line in left_out(run.exceptions)]
     lines += [f"  warning, step {step}: {words}" for step, words in warnings(run.events)]
     return lines

@@ -22,7 +22,7 @@ from unfreeze.core.events import Event
 from unfreeze.core.units import format_bytes, format_seconds
 from unfreeze.report.events import data_lines, number
 from unfreeze.report.run import decimal_bytes, load_words
-from unfreeze.report.tables import plan_lines, receipt_table, receipt_text
+from unfreeze.report.tables import left_out, plan_lines, receipt_table, receipt_text
 
 WINDOW = 20  # steps over which tokens/s and time left are averaged: steady, yet it follows a change within seconds
 
@@ -120,6 +120,8 @@ class LiveProgress:
             self._display.console.print(receipt_table(groups))
         elif groups:
             self._display.line(receipt_text(groups))
+        for line in left_out(event.get("exceptions") or []):
+            self._display.line(f"  {line}")
 
     def _on_eval(self, event: Event) -> None:
         words = [f"{name} {value:.4g}" for name, value in event.items() if name not in ("step", "time") and number(value) is not None]

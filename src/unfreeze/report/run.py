@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +32,7 @@ class Run:
     config: dict[str, Any]
     plan: dict[str, Any]
     groups: dict[str, dict[str, Any]]
+    exceptions: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -90,9 +91,9 @@ def read_run(run_dir: Path | str) -> Run:
     path = Path(run_dir)
     events = read_events(path / "events.jsonl")
     plan_event, receipt_event = last(events, "plan"), last(events, "receipt")
-    receipt = _read_object(path / "receipt.json") or (receipt_event or {}).get("groups") or {}
-    groups = receipt.get("groups", receipt) if isinstance(receipt, dict) else None
-    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+    receipt = _read_object(path / "receipt.json") or receipt_event or {}
+    groups, exceptions = receipt.get("groups", {}), receipt.get("exceptions", [])
+    if not isinstance(groups, dict) or not isinstance(exceptions, list) or not all(isinstance(v, dict) for v in [*groups.values(), *exceptions]):
         raise DataError(f"{path}: the receipt is not a table group -> numbers", next=f"remove {path / 'receipt.json'}, or restore it")
     return Run(
         path=path,
@@ -100,6 +101,7 @@ def read_run(run_dir: Path | str) -> Run:
         config=_read_object(path / RESOLVED),
         plan=_read_object(path / "plan.json") or plan_event or {},
         groups=groups,
+        exceptions=exceptions,
     )
 
 

@@ -1,7 +1,8 @@
 """The receipt and the plan as tables: cells first, then as a rich table, as plain text, and (in html.py) as an HTML table.
 
 The receipt (DESIGN 1.2) says for each module group what was trained:
-groups = {group: {parameters, trained, grad_norm, moved, output_change}}.
+groups = {group: {parameters, trained, sites, sites_reached, sites_moved, grad_norm, moved, output_change}}.
+exceptions = [{group, sites, count, why}]: matrices that should have learned and did not.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 Groups = Mapping[str, Mapping[str, Any]]
 
-RECEIPT_HEAD = ("group", "parameters", "trained", "gradient norm", "moved", "output change")
+RECEIPT_HEAD = ("group", "parameters", "trained", "matrices moved", "gradient norm", "moved by", "output change")
 ABSENT = "–"
 
 
@@ -28,12 +29,19 @@ def receipt_rows(groups: Groups) -> list[tuple[str, ...]]:
             group,
             _count(values.get("parameters")),
             _trained(values.get("trained")),
+            _matrices(values),
             _small(values.get("grad_norm")),
             _small(values.get("moved")),
             _small(values.get("output_change")) + _within(values),
         )
         for group, values in groups.items()
     ]
+
+
+def _matrices(values: Mapping[str, Any]) -> str:
+    """Moved of reached: a matrix that no gradient was due to (an expert without tokens) is not counted."""
+    moved, reached = number(values.get("sites_moved")), number(values.get("sites_reached"))
+    return ABSENT if moved is None or reached is None or not values.get("trained") else f"{moved:,.0f} of {reached:,.0f}"
 
 
 def _within(values: Mapping[str, Any]) -> str:
@@ -43,8 +51,20 @@ def _within(values: Mapping[str, Any]) -> str:
 
 
 def standing_still(groups: Groups) -> list[str]:
-    """Groups that were to be trained and did not move: the fault that the receipt exists to show."""
-    return [group for group, values in groups.items() if values.get("trained") and number(values.get("moved")) in (None, 0.0)]
+    """Groups that were to be trained and did not move, although a gradient was due."""
+    due = {group: values for group, values in groups.items() if values.get("trained") and values.get("sites_reached") != 0}
+    return [group for group, values in due.items() if not number(values.get("moved"))]
+
+
+FAULTS = ("no gradient", "not moved")
+LISTED = 8
+
+
+def left_out(exceptions: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The exceptions that are faults, a line each: "no gradient: 32 matrices, model.layers.1.mlp.experts.0-31.down_proj"; the first LISTED."""
+    faults = [entry for entry in exceptions if entry.get("why") in FAULTS]
+    lines = [f"{entry['why']}: {entry.get('sites')}" + (f" ({entry['count']:,} matrices)" if entry.get("count", 1) != 1 else "") for entry in faults]
+    return [*lines[:LISTED], *([f"and {len(lines) - LISTED:,} more entries: receipt.json"] if len(lines) > LISTED else [])]
 
 
 def trained_parameters(groups: Groups) -> int:

@@ -8,6 +8,7 @@ A bf16 weight is updated through an fp32 master copy: an update below 1/256 of a
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +56,11 @@ class AdamW:
         self._gradients: dict[str, Tensor] = {}  # of half precision weights
         self._on_cpu = all(master.device.type == "cpu" for master in self._masters.values())
         self._used = 0.0
+
+    @property
+    def masters(self) -> Mapping[str, Tensor]:
+        """name -> what an update really moves: the parameter itself, or the fp32 master of a half precision one."""
+        return self._masters
 
     @property
     def learning_rate(self) -> float:

@@ -37,7 +37,8 @@ class SigmoidRouter(nn.Module):
         self.register_buffer("e_score_correction_bias", torch.zeros(num_experts, dtype=torch.float32, device=device))
         self.top_k, self.n_group, self.topk_group, self.normalize, self.scale = top_k, n_group, topk_group, normalize, scale
 
-    def scores(self, x_TD: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """The scores [T, E]."""
         return F.linear(x_TD.float(), self.weight.float()).sigmoid()
 
     def choose(self, scores_TE: Tensor) -> Tensor:
@@ -64,7 +65,8 @@ class SoftmaxRouter(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, dtype=dtype, device=device))
         self.top_k, self.normalize = top_k, normalize
 
-    def scores(self, x_TD: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """The scores [T, E]."""
         return F.linear(x_TD.float(), self.weight.float()).softmax(-1)
 
     def choose(self, scores_TE: Tensor) -> Tensor:
@@ -90,7 +92,7 @@ class MoE(nn.Module):
         self.register_buffer("counts_E", torch.zeros(experts.num_experts, dtype=torch.int64), persistent=False)
 
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
-        scores_TE = self.gate.scores(x_TD)
+        scores_TE = self.gate(x_TD)
         ids_TK = run.once(lambda: self._choose(scores_TE))  # never top-k again: rounding could choose differently
         y_TD = self.experts(x_TD, ids_TK, self.gate.weigh(scores_TE, ids_TK), run.kept)
         return y_TD if self.shared_experts is None else y_TD + self.shared_experts(x_TD, run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,12 +23,13 @@ from unfreeze.data import load_tokenizer
 from unfreeze.generate.open import open_model
 from unfreeze.models.blocks.moe import MoE
 from unfreeze.objectives.cross_entropy import cross_entropy
+from unfreeze.parallel.collectives import ALONE
 from unfreeze.parallel.place import check_coverage, place
 from unfreeze.parallel.plan import Plan, meta_model, plan_training
 from unfreeze.recipes.device import ALLOCATOR, allocator_line, pick_device, set_allocator
 from unfreeze.recipes.drill.fault import Fault, Outcome, measured, refused, said
 from unfreeze.recipes.drill.sandbox import TINY_K2, Sandbox
-from unfreeze.recipes.first_step import FirstStepReceipt
+from unfreeze.recipes.first_step import receipt_of
 from unfreeze.train.optim import AdamW
 from unfreeze.train.step import train_step
 
@@ -118,18 +120,40 @@ def without_adapter(experts: Any, adapter: Any) -> Callable[..., Tensor]:
     return forward
 
 
-def first_step(sandbox: Sandbox, model: models.Decoder) -> None:
+def dead_sites(pattern: str, says: str, experts: Callable[[int], slice] | None = None) -> Callable[[Sandbox], Outcome]:
+    """A plant that takes the gradients of the matching adapters away between backward and update; of stacks those of `experts`(E)."""
+
+    def plant(sandbox: Sandbox) -> Outcome:
+        model = sandbox.model("deepseek_v3-int4")
+        attach(model, LoraConfig(rank=2), seed=0)
+        optimizer = AdamW(model)
+        collect = optimizer.collect
+
+        def lossy() -> None:
+            collect()
+            for name, parameter in optimizer.parameters.items():
+                if re.search(pattern, name) and parameter.grad is not None:
+                    parameter.grad[slice(None) if experts is None else experts(len(parameter))] = 0
+
+        optimizer.collect = lossy  # type: ignore[method-assign]
+        return refused(lambda: first_step(sandbox, model, optimizer), says=says)
+
+    return plant
+
+
+def first_step(sandbox: Sandbox, model: models.Decoder, optimizer: AdamW | None = None) -> None:
     """One training step with the receipt that every run takes after it."""
     from types import SimpleNamespace
 
     from unfreeze.core.events import EventLog
 
-    optimizer, folder = AdamW(model), sandbox.fresh("receipt")
+    optimizer, folder = optimizer or AdamW(model), sandbox.fresh("receipt")
     folder.mkdir()
     examples = sandbox.examples([40, 20, 60])
-    state: Any = SimpleNamespace(model=model, optimizer=optimizer, step=0, run=SimpleNamespace(path=folder, events=EventLog(None)))
+    run = SimpleNamespace(path=folder, events=EventLog(None))
+    state: Any = SimpleNamespace(model=model, optimizer=optimizer, step=0, run=run, schedule=SimpleNamespace(steps=1))
     dataset: Any = SimpleNamespace(examples=examples)
-    receipt = FirstStepReceipt(state, dataset, stop=True)
+    (receipt,) = receipt_of(state, dataset, ALONE, stop=True)
     result = train_step(model, optimizer, [sandbox.batch([40, 20, 60])], cross_entropy, learning_rate=1e-3, max_norm=1.0, through=models.recompute)
     state.step = 1
     receipt(state, result)
@@ -284,6 +308,10 @@ FAULTS = [
     Fault("L3", "one device given twice the weights", unequal_devices),
     Fault("L4", "an adapter target that matches nothing", unknown_target),
     Fault("L4", "adapters on experts that the forward pass forgets", silent_adapter),
+    Fault("L4", "all routed experts without gradient", dead_sites(r"mlp\.experts", "got no gradient")),
+    Fault("L4", "the down_proj of every expert without gradient", dead_sites(r"mlp\.experts.*down", ".down_proj")),
+    Fault("L4", "half of the experts without gradient", dead_sites(r"mlp\.experts", ".experts.0-3.gate_proj", lambda E: slice(E // 2))),
+    Fault("L4", "one q_b_proj without gradient", dead_sites(r"layers\.1\..*q_b_proj", "They are model.layers.1.self_attn.q_b_proj")),
     Fault("L5", "a gate that does not train, or routes otherwise in training", gate_in_training),
     Fault("L6", "expanded weights piling up over the steps", expanded_weights_pile_up),
     Fault("L7", "a missing shard", missing_shard),

@@ -1,0 +1,99 @@
+"""Which matrices a gradient came to: seen at the outputs of their modules while backward runs.
+
+A weight's gradient is a sum over tokens of (gradient of its output) x (its input). Where the first factor is zero for every token, a zero
+gradient of the weight is right: an expert without tokens, or, in the last layer, an expert whose tokens are all unsupervised. Where it is
+not zero and the weight's gradient is, something left the weight out. Only the outputs can tell the two apart, so they are looked at.
+
+T tokens, K experts per token, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unfreeze.models import Decoder
+from unfreeze.models.blocks.experts import Experts
+from unfreeze.models.decoder import Layer
+
+Sum = Callable[[list[Tensor]], Any]
+"""Adds tensors up over all processes, in place (parallel.collectives.Group.sum_)."""
+
+
+class Reach:
+    """Watches the backward passes of a model from here until `close`; `of` answers.
+
+    A forward hook on every module that owns a trained parameter puts a hook on its output, so recomputed layers are seen too. Costs one
+    pass over each output's gradient; no gradient is changed, and nothing waits for the device.
+    """
+
+    def __init__(self, model: Decoder):
+        watched = {name: m for name, m in model.named_modules() if isinstance(m, Layer) or _trains(m)}
+        self._seen: dict[str, Tensor] = {}
+        self._sites = {name: module.num_experts if isinstance(module, Experts) else 1 for name, module in watched.items()}
+        self._handles = [m.register_forward_hook(partial(self._forward, name)) for name, m in watched.items()]
+
+    def _forward(self, name: str, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        if not (isinstance(output, Tensor) and output.requires_grad):
+            return
+        if isinstance(module, Experts):
+            output.register_hook(partial(self._experts, name, module.num_experts, *arguments[1:3]))
+        else:
+            output.register_hook(partial(self._whole, name))
+
+    def _whole(self, name: str, dy: Tensor) -> None:
+        self._add(name, torch.linalg.vector_norm(dy.detach(), ord=math.inf).gt(0).double().view(1))
+
+    @torch.no_grad()
+    def _experts(self, name: str, num_experts: int, ids_TK: Tensor, weights_TK: Tensor, dy_TD: Tensor) -> None:
+        """An expert's result enters y_t times its weight: it is reached by a token with dy_t and weight not zero."""
+        alive_T = torch.linalg.vector_norm(dy_TD, ord=math.inf, dim=-1).gt(0)
+        hits = (alive_T[:, None] & weights_TK.ne(0)).double().flatten()
+        self._add(name, hits.new_zeros(num_experts).scatter_add_(0, ids_TK.flatten(), hits))
+
+    def _add(self, name: str, hits: Tensor) -> None:
+        self._seen[name] = self._seen[name] + hits if name in self._seen else hits
+
+    def of(self, module: str, count: int, device: torch.device) -> Tensor:
+        """bool [count]: which of a module's sites (E experts, or 1) had a gradient at their output.
+
+        A module whose call was not seen (part of a larger op, or passed over) counts as reached where its layer's output was;
+        outside of the layers always: there is a loss, and it goes through embedding and head.
+        """
+        if module in self._seen:
+            return self._seen[module].gt(0)
+        layer = ".".join(module.split(".")[:3])  # model.layers.<index>
+        reached = bool(self._seen[layer].gt(0)) if layer in self._seen else not layer.startswith("model.layers.")
+        return torch.full((count,), reached, device=device)
+
+    def over_processes(self, sum_: Sum, device: torch.device) -> None:
+        """The same answers on every process: each saw its own share of the micro-batches."""
+        hits = [torch.zeros(1 + sites, dtype=torch.float64, device=device) for sites in self._sites.values()]
+        for name, hits_1S in zip(self._sites, hits, strict=True):
+            if name in self._seen:
+                hits_1S.copy_(torch.cat([self._seen[name].new_ones(1), self._seen[name]]))
+        sum_(hits)
+        self._seen = {name: hits_1S[1:] for name, hits_1S in zip(self._sites, hits, strict=True) if hits_1S[0]}
+
+    def forget(self) -> None:
+        """Begin anew: what was seen so far belongs to a step that taught nothing."""
+        self._seen.clear()
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def _trains(module: nn.Module) -> bool:
+    """Whether it owns a trained parameter: its own, its adapter's, or a stack's of the experts."""
+    inner = [module, getattr(module, "adapter", None)]
+    if isinstance(module, Experts):
+        inner += [module.gate_up_proj, module.down_proj]
+    return any(p.requires_grad for part in inner if isinstance(part, nn.Module) for p in part.parameters(recurse=False))

@@ -1,0 +1,88 @@
+"""What a gradient came to: seen at outputs, in every way through a layer; a zero that is right raises no alarm."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from unfreeze.adapters import LoraConfig, Receipt, attach
+from unfreeze.adapters.reach import Reach
+from unfreeze.models.decoder import THROUGH
+from unfreeze.objectives.cross_entropy import cross_entropy
+from unfreeze.train.optim import AdamW
+from unfreeze.train.step import train_step
+
+
+def adapted(tiny):
+    model = tiny.model("deepseek")
+    attach(model, LoraConfig(rank=4), seed=0)
+    return model
+
+
+def one_supervised(tiny):
+    """The documents with one supervised position in all."""
+    batch = tiny.batch(tiny.documents)
+    return replace(batch, weights_T=torch.zeros_like(batch.weights_T).index_fill(0, torch.tensor([5]), 1.0))
+
+
+def exceptions_of(model, batch, through="nothing"):
+    receipt = Receipt(model)
+    optimizer = AdamW(model)
+    train_step(model, optimizer, [batch], cross_entropy, learning_rate=1e-3, max_norm=0.0, through=THROUGH[through])
+    return receipt.take(None)
+
+
+@pytest.mark.parametrize("through", THROUGH)
+@pytest.mark.parametrize("full", [False, True])
+def test_an_expert_of_the_last_layer_with_unsupervised_tokens_only_is_no_exception(tiny, through, full):
+    """Its output's gradient is zero, so its own has to be. (The tiny model's last layer is its MoE.)"""
+    model = tiny.model("deepseek") if full else adapted(tiny)
+    taken = exceptions_of(model, one_supervised(tiny), through)
+    entry = taken.groups["experts"]
+    assert taken.exceptions == [] and 0 < entry["sites_reached"] == entry["sites_moved"] < entry["sites"] == 12
+
+
+def test_control_arm_tokens_counted_whether_supervised_or_not_raise_a_false_alarm(tiny, monkeypatch):
+    seen = Reach._experts
+    monkeypatch.setattr(Reach, "_experts", lambda self, name, E, ids, w, dy: seen(self, name, E, ids, w, torch.ones_like(dy)))
+    found = exceptions_of(adapted(tiny), one_supervised(tiny)).exceptions
+    assert {entry["why"] for entry in found} == {"no gradient"}
+
+
+@pytest.mark.parametrize("family", ["deepseek", "llama"])
+def test_attention_over_one_key_owes_no_gradient_to_queries_and_keys(tiny, family):
+    """With the first position supervised alone, the softmax is over one score: its gradient is zero, and so is q's and k's, rightly."""
+    model = tiny.model(family)
+    attach(model, LoraConfig(rank=4), seed=0)
+    batch = tiny.batch([[3, 4], [5, 6]])
+    taken = exceptions_of(model, replace(batch, weights_T=torch.tensor([1.0, 0.0, 1.0, 0.0])))
+    assert taken.exceptions == []
+    entry = taken.groups["attention"]
+    assert entry["sites_reached"] < entry["sites"] or family == "llama"  # its softmax's backward leaves a rounding, which counts as reached
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_pruned_expert_owes_no_gradient_to_its_gate_and_up(tiny, full):
+    model = tiny.model("deepseek") if full else adapted(tiny)
+    with torch.no_grad():
+        model.moe_layers()[1].experts.down_proj.weight[2].zero_()
+    taken = exceptions_of(model, tiny.batch(tiny.documents))
+    assert taken.exceptions == [] and taken.groups["experts"]["sites_reached"] == 10
+
+
+def test_what_each_process_saw_is_put_together(tiny):
+    """Two processes, each with one document: summed, the second knows what only the first saw."""
+    model, batches = adapted(tiny), [tiny.batch([document]) for document in tiny.documents[:2]]
+    seen = []
+    for batch in batches:
+        reach = Reach(model)
+        model.zero_grad()
+        cross_entropy(model.hidden(batch), model.lm_head, batch).sum.backward()
+        reach.close()
+        seen.append(reach)
+    name = "model.layers.1.mlp.experts"
+    apart = [reach.of(name, 4, model.device) for reach in seen]
+    sent = []
+    seen[0].over_processes(lambda tensors: sent.extend(t.clone() for t in tensors), model.device)
+    seen[1].over_processes(lambda tensors: [t.add_(other) for t, other in zip(tensors, sent, strict=True)], model.device)
+    assert torch.equal(seen[1].of(name, 4, model.device), apart[0] | apart[1])
