@@ -222,9 +222,12 @@ SILENT_OF_WEIGHTS = frozenset(
 
 
 def not_followed(config: Mapping[str, Any]) -> str:
-    """One line that names every field of a readable quantization_config that is neither read nor without effect; "" where there is none."""
+    """One line that names every field of a quantization_config that is neither read nor without effect; "" where there is none.
+
+    Raises ConfigError for one that cannot be read.
+    """
     found = _table(config)
-    if not found:
+    if found is None or from_quantization_config(config) is None:
         return ""
     fields = _unknown(found, SILENT | ONLY.keys() | {"kv_cache_scheme"}, "")
     for name, group in found["config_groups"].items():
