@@ -182,3 +182,19 @@ def test_a_field_that_is_not_followed_is_said_by_doctor_inspect_load_and_the_run
     assert cli.main(command.split()) == 0
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     assert [event["message"] for event in events if event["kind"] == "warning"].count(note) == 1
+
+
+def test_a_quantization_that_only_hf_quant_config_names_is_refused_by_inspect_doctor_and_load(sandbox):
+    import unfreeze
+    from unfreeze.core.errors import ConfigError
+    from unfreeze.recipes.inspect import inspect
+
+    folder = sandbox.copy("llama")
+    assert inspect(str(folder))["format"] == "dense"  # control arm
+    beside = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(beside))
+    said = 'quant_method "modelopt", quant_algo "FP8" (hf_quant_config.json)'
+    assert said in inspect(str(folder))["format"] and said in findings(model=folder)["checkpoint fault"].line
+    with pytest.raises(ConfigError) as caught:
+        unfreeze.load(folder)
+    assert said in caught.value.message

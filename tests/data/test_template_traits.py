@@ -66,6 +66,14 @@ def test_marks_that_begin_alike_are_not_cut_within_a_tag(prompt, turn):
     assert [said for _, said in examples(template(turn, prompt), TALK)] == ["</think>Me.<|im_end|>", "Hm, look.</think>You.<|im_end|>"]
 
 
+def test_an_answer_that_begins_with_the_closing_mark():
+    """Laguna, DeepSeek-V3.1: the prompt ends in </think>, a thought begins with <think> all the same."""
+    turn = "{{ '<think>\n' + m.reasoning_content + '\n' if m.reasoning_content }}</think>\n{{ m.content }}"
+    (_, plain), (prompt, thought) = examples(template(turn, "</think>"), TALK)
+    assert plain == "\nMe.<|im_end|>" and prompt.endswith("assistant\n</think>")
+    assert thought == "<think>\nHm, look.\n</think>\nYou.<|im_end|>"
+
+
 def test_white_space_in_another_place_than_the_prompt_has_it():
     spaced = template(prompt="\n", head="  <|im_start|>{{ m.role }}\n")
     assert examples(spaced, [USER, ANSWER]) == [("  <|im_start|>user\nWho is there?<|im_end|>\n<|im_start|>assistant\n\n", "Me.<|im_end|>")]
@@ -105,7 +113,7 @@ def test_a_block_in_content_that_the_template_cuts_out_is_taught_as_it_was_writt
     for asked in (THOUGHT, inline):
         ((_, said),) = examples(CUTS, [USER, asked], reasoning="inline")
         assert said == "<think>\nHm, look.\n</think>\n\nMe.<|im_end|>" or asked is inline
-    assert [said for _, said in examples(CUTS, [USER, THOUGHT], reasoning="drop")] == ["Me.<|im_end|>"]
+        assert [said for _, said in examples(CUTS, [USER, asked], reasoning="drop")] == ["Me.<|im_end|>"]
 
 
 @pytest.mark.parametrize(
@@ -130,3 +138,66 @@ def test_the_first_template_of_r1_leaves_the_opening_mark_to_the_model():
     asked = "{% for m in messages %}{% if m.role == 'user' %}<｜User｜>{{ m.content }}{% else %}" + said + "{% endif %}{% endfor %}"
     source = asked + "{% if add_generation_prompt %}<｜Assistant｜>{% endif %}"
     assert examples(source, [USER, THOUGHT]) == [("<｜User｜>Who is there?<｜Assistant｜>", "<think>\nHm, look.\n</think>\n\nMe.<|im_end|>")]
+
+
+def test_blocks_that_a_template_leaves_in_the_history_stay_there():
+    """The prompt of a later turn is that of apply_chat_template with the words as the row has them."""
+    inline = {**ANSWER, "content": "<think>Hm, look.</think> Me."}
+    source = template(prompt="<think>\n", before="{# <think> #}")
+    (_, first), (prompt, second) = examples(source, [USER, inline, TALK[2], ANSWER])
+    assert (first, second) == ("Hm, look.</think> Me.<|im_end|>", "\n</think>\n\nMe.<|im_end|>")
+    assert "assistant\n<think>Hm, look.</think> Me.<|im_end|>" in prompt
+
+
+def test_an_answer_behind_an_open_block_is_not_learned_as_a_thought():
+    """Nemotron-Nano-v2's template puts <think> before the last answer and closes nothing. Reasoning that is there closes it."""
+    source = template("{{ '<think>\n' if loop.last }}{{ m.content }}", "<think>\n")
+    (_, first), (_, second) = examples(source, [*TALK[:3], ANSWER])
+    assert first == second == "\n</think>\n\nMe.<|im_end|>"
+    inline = {**ANSWER, "content": "<think>\nHm, look.\n</think>\n\nMe."}
+    assert [said for _, said in examples(source, [USER, inline])] == ["Hm, look.\n</think>\n\nMe.<|im_end|>"]
+    with pytest.raises(DataError, match=r"messages\[1\] \(assistant\): the prompt opens a think block and the chat template does not go on"):
+        examples(source, [USER, ANSWER], turns="whole")
+
+
+def test_generation_marks_that_begin_inside_the_prompt_are_left_for_one_example_per_turn():
+    """What stands in the prompt is not taught: here the history drops reasoning, and the marks begin before the header."""
+    source = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<|im_start|>assistant\n"
+        "{{ '<think></think>' if loop.last }}{{ m.content }}<|im_end|>{% endgeneration %}"
+        "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    assert [said for _, said in examples(source, [*TALK[:3], ANSWER])] == ["<think></think>Me.<|im_end|>"] * 2
+
+
+def test_an_empty_block_in_content_is_no_reasoning():
+    source = template("{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% else %}<think></think>{% endif %}{{ m.content }}")
+    empty = {**ANSWER, "content": "<think>\n\n</think>\n\nMe."}
+    assert examples(source, [USER, empty]) == examples(source, [USER, ANSWER])
+
+
+CALLS = (
+    "{% macro spell(value) %}{{ value | tojson }}{% endmacro %}"
+    + template("{{ m.content }}{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}{{ spell(c.function.arguments) }}{% for k, v in "
+               "c.function.arguments.items() %}{{ spell(v) }}{% endfor %}{% endfor %}")
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [1_700_000_000_000, 4_791_234_567, None, "null", [None], 2.5e12])
+def test_large_numbers_and_nulls_in_arguments_are_no_fault(value):
+    """A time in milliseconds is not a width that a template asks for, and an argument's null is not that of missing content."""
+    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": {"at": value}}}
+    ((_, said),) = examples(CALLS, [USER, {"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert said.startswith('<call>look{"at": ') and said.endswith("<|im_end|>") and "None" not in said
+
+
+def test_a_number_that_a_template_multiplies_text_by_is_still_limited():
+    source = "{% macro wide(n) %}{{ 'x'.center(n) }}{% endmacro %}{{ wide(99999999999) }}" + template()
+    with pytest.raises(DataError, match="is more than 10,000,000"):
+        examples(source, [USER, ANSWER])
+
+
+def test_a_speakers_name_that_the_prompt_has_not():
+    source = template(head="<|im_start|>{{ m.name or m.role }}\n")
+    assert [said for _, said in examples(source, [USER, {**ANSWER, "name": "Bo"}])] == ["Me.<|im_end|>"]

@@ -7,13 +7,22 @@ import time
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor, pack_to_int32, unpack_from_int32
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unfreeze.core.errors import CheckpointError, ConfigError
-from unfreeze.quant import Int4, Packed, from_quantization_config, is_ignored
-from unfreeze.quant.int4 import MAX_SCALE, pack_int4, unpack_int4
+from unfreeze.quant import Int4, Packed, from_quantization_config, is_ignored, not_followed
+from unfreeze.quant.int4 import (
+    MAX_SCALE,
+    ONLY,
+    ONLY_OF_WEIGHTS,
+    SILENT,
+    SILENT_OF_GROUP,
+    SILENT_OF_WEIGHTS,
+    pack_int4,
+    unpack_int4,
+)
 
 # (group, in): groups that are and are not multiples of a word, rows whose last int32 is not full.
 SHAPES = [(32, 128), (128, 256), (8, 64), (16, 48), (4, 12), (3, 21), (1, 5), (64, 64)]
@@ -52,7 +61,7 @@ def test_nibbles_are_offset_binary_lowest_first() -> None:
     assert twos_complement == 0xFEDCBA98
 
 
-@pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("group", "columns"), SHAPES)
 def test_dequantize_equals_compressed_tensors_bit_for_bit(group: int, columns: int, scale_dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(group)
@@ -233,10 +242,53 @@ def test_kimis_quantization_config_is_read_at_the_top_or_under_text_config() -> 
         ({"quant_method": "awq"}, 'quant_method "awq"'),
         ({"quant_method": "gptq"}, 'quant_method "gptq"'),
         ({"quant_method": "fp8"}, 'quant_method "fp8"'),
+        ({"quant_method": None, "quant_algo": "NVFP4"}, 'quant_method "modelopt", quant_algo "NVFP4"'),
+        ({"transform_config": {"config_groups": {"v": {"type": "hadamard", "apply": []}}}}, "transform_config"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask", "ignore": []}}, "sparsity_config"),
+        ({"moe_sparsity_config": {"method": "reap"}}, "moe_sparsity_config"),
+        ({"quantization_status": "frozen"}, "quantization_status frozen (weights are quantized anew at run time)"),
+        ({"block_structure": [128, 128]}, "weights.block_structure [128, 128]"),
+        ({"zero_point": True}, "weights.zero_point True"),
     ],
 )
 def test_other_quantizations_are_refused_by_name(change: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        from_quantization_config({"quantization_config": kimi_config(**change)})
+        from_quantization_config({"quantization_config": changed(**change)})
     assert named in caught.value.message
     assert caught.value.next
+
+
+OF_WEIGHTS = ("block_structure", "zero_point", "observer_kwargs", "scale_dtype", "rounding")
+
+
+def changed(**change: object) -> dict[str, object]:
+    """Kimi's table with fields changed where they stand: in the table, or in its group's weights."""
+    config = kimi_config(**change)
+    config |= {name: value for name, value in change.items() if name not in kimi_config() and name not in OF_WEIGHTS and name != "actorder"}
+    weights = config["config_groups"]["group_0"]["weights"]
+    weights |= {name: value for name, value in change.items() if name in OF_WEIGHTS}
+    return config
+
+
+def test_fields_without_effect_are_taken_and_unknown_ones_named() -> None:
+    quiet = changed(
+        transform_config={}, sparsity_config={"format": "dense", "ignore": []}, kv_cache_scheme=None, quantization_status="compressed",
+        version="0.9", global_compression_ratio=None, block_structure=None, observer_kwargs={}, scale_dtype=None,
+    )  # fmt: skip
+    assert from_quantization_config({"quantization_config": quiet}) is not None
+    assert not_followed({"quantization_config": quiet}) == "" == not_followed({"model_type": "llama"})
+    loud = changed(kv_cache_scheme={"num_bits": 8}, smooth=0.5, rounding="up")
+    assert from_quantization_config({"quantization_config": loud}) is not None
+    assert not_followed({"text_config": {"quantization_config": loud}}) == (
+        "quantization_config: smooth = 0.5, config_groups.group_0.weights.rounding = 'up': not known here and not followed; "
+        "kv_cache_scheme is for a server's cache: training and generation here keep the cache unquantized"
+    )
+
+
+def test_every_field_that_compressed_tensors_writes_is_known() -> None:
+    written = QuantizationConfig(config_groups={"group_0": scheme(32)}, format="pack-quantized", quantization_status="compressed").model_dump()
+    assert from_quantization_config({"quantization_config": written}) is not None
+    assert not_followed({"quantization_config": written}) == ""
+    known = SILENT | ONLY.keys() | {"kv_cache_scheme"}
+    assert set(QuantizationConfig.model_fields) <= known and set(QuantizationScheme.model_fields) <= SILENT_OF_GROUP
+    assert set(QuantizationArgs.model_fields) <= SILENT_OF_WEIGHTS | ONLY_OF_WEIGHTS.keys()

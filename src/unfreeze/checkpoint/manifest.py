@@ -38,6 +38,7 @@ MAX_DIMS = 64  # of a tensor; PyTorch's own limit
 MAX_SIZE = 2**62  # elements or bytes: more is no file, and overflows what counts them
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 INDEX = "model.safetensors.index.json"
+MODELOPT = "hf_quant_config.json"  # NVIDIA's releases; the older ones say nothing of it in config.json
 PREFIX = "language_model."  # Kimi-K2.5 puts its text model under this
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -87,6 +88,9 @@ def open_checkpoint(source: str | Path, *, progress: Callable[[str], None] | Non
             raise CheckpointError(f"{folder} is a training run, not a checkpoint", next=f"unfreeze report {folder}    unfreeze chat {folder}")
         raise CheckpointError(f"{folder} has no config.json", next="give the folder that holds config.json and *.safetensors")
     config = read_json(config_file)
+    if (folder / MODELOPT).is_file() and not config.get("quantization_config"):
+        table = read_json(folder / MODELOPT).get("quantization")
+        config["quantization_config"] = {"quant_method": "modelopt", "source": MODELOPT, **(table if isinstance(table, dict) else {})}
     generation = folder / "generation_config.json"
     faults = Faults(folder)
     tensors, files = _tensors(folder, faults)

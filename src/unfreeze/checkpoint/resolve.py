@@ -17,6 +17,7 @@ from torch import Tensor
 from unfreeze.checkpoint.faults import Faults, foreign_format
 from unfreeze.checkpoint.keymap import Index, Source, StackRule, memory_suffixes, sources
 from unfreeze.checkpoint.manifest import TORCH_DTYPE, Manifest, TensorInfo
+from unfreeze.core.errors import CheckpointError
 from unfreeze.quant.codec import Codec
 from unfreeze.quant.int4 import from_quantization_config
 
@@ -64,8 +65,7 @@ def resolve(
     Raises one CheckpointError that counts all faults and shows the first.
     """
     disk = manifest.by_model_name()
-    found = from_quantization_config(manifest.config)
-    work = _Work(manifest, disk, found[0] if found else None, Faults(manifest.path, total=len(disk)))
+    work = _Work(manifest, disk, codec_of(manifest), Faults(manifest.path, total=len(disk)))
     tied = tied or {}
     stand_ins = {name: alias for alias, name in tied.items() if name not in disk and alias in disk}
     for param, (dtype, shape) in params.items():
@@ -77,6 +77,25 @@ def resolve(
     _check_left_over(work, [re.compile(pattern) for pattern in ignore])
     work.faults.raise_if_any(next=f"compare {manifest.path / 'config.json'} with the files beside it: unfreeze inspect {manifest.path}")
     return work.placements
+
+
+def codec_of(manifest: Manifest) -> Codec | None:
+    """The codec that config.json names, its scales in the dtype that the files hold them in; None for a checkpoint that isn't quantized.
+
+    Raises ConfigError for a format that cannot be read, CheckpointError where scales have several dtypes: a stack of experts has one.
+    """
+    found = from_quantization_config(manifest.config)
+    if found is None:
+        return None
+    first: dict[str, str] = {}
+    for name, info in manifest.tensors.items():
+        base, _, suffix = name.rpartition(".")
+        if suffix == "weight_scale" and info.dtype in _FLOATS and f"{base}.weight_packed" in manifest.tensors:
+            first.setdefault(info.dtype, name)
+    if len(first) > 1:
+        named = ", ".join(f"{name} is {dtype}" for dtype, name in first.items())
+        raise CheckpointError(f"the scales of packed weights have {len(first)} dtypes: {named}", next="convert them to the widest of these")
+    return found[0].scaled_in(TORCH_DTYPE[next(iter(first))]) if first else found[0]
 
 
 class _Work:

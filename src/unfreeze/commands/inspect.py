@@ -53,13 +53,14 @@ def inspect(source: str) -> dict[str, Any]:
     manifest = open_checkpoint(source, progress=lambda line: print(line, file=sys.stderr))
     family, is_other = _family(manifest.config)
     format_name, codec = _format(manifest.config)
+    readable = "reason" not in family and not format_name.startswith("unsupported")
     groups = _groups(manifest, is_other, codec, format_name)
     model = [group for name, group in groups.items() if name != OTHER]
     total = _total(group["parameters"] for group in model)
     return {
         "path": str(manifest.path),
         **family,
-        "notes": [] if "reason" in family else notes(manifest.config),
+        "notes": notes(manifest.config) if readable else [],
         "format": format_name,
         "tokenizer": has_tokenizer(manifest.path),
         "files": len(manifest.files),

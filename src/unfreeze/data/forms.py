@@ -27,12 +27,14 @@ class Prepared:
     """What a template is given, and what is worth saying about it (each note once, with the number of rows).
 
     spelled   place of a turn -> the think marks that the row wrote into its content, or would with --reasoning inline
+    written   the messages with those blocks left in their content, for a template that has no place for reasoning: what its history is made of
     """
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None
     notes: tuple[str, ...] = ()
     spelled: Mapping[int, ThinkMarks] = field(default_factory=dict)
+    written: list[Message] | None = None
 
 
 def prepare(
@@ -47,25 +49,32 @@ def prepare(
     Raises DataError for a tool's return that belongs to no call.
     """
     read = [name for name in REASONING_NAMES if re.search(rf"[.'\"]{name}\b", template)]
-    cuts = not read and release.think is None and "</think>" in template  # it has no place for reasoning, and takes it out of content
+    cuts = not read and release.think is None and "think>" in template  # no place for reasoning; it may take it out of content
     splits = cuts or (reasoning != "inline" and (bool(read) or release.think is not None or "</think>" in template))
     joins = reasoning == "inline" and not cuts
     fields = read or ["reasoning_content"]
     prepared: list[Message] = []
+    written: list[Message] = []
     spelled: dict[int, ThinkMarks] = {}
     for place, message in enumerate(messages):
         turn: Message = {**message, "content": _text(message.get("content"))}
         if turn["role"] == "assistant":
+            written.append(_with_reasoning(dict(turn), fields, reasoning == "inline", reasoning))
             if reasoning == "inline" and turn.get("reasoning_content"):
                 spelled[place] = INLINE_MARKS
             elif splits and not turn.get("reasoning_content") and (taken := _taken_apart(turn)):
                 turn, spelled[place] = taken
             turn = _with_reasoning(turn, fields, joins, reasoning)
+        else:
+            written.append(turn)
         prepared.append(turn)
     notes = []
+    left_in = cuts and spelled and reasoning != "drop"
     if release.call_id is not None and _rewrite_ids(prepared, release.call_id):
+        _rewrite_ids(written, release.call_id)
         notes.append(f"tool-call ids rewritten to {release.name}'s form {release.id_form}, in the call and in its return")
-    return Prepared(prepared, None if tools is None else [dict(tool) for tool in tools], tuple(notes), spelled)
+    schemas = None if tools is None else [dict(tool) for tool in tools]
+    return Prepared(prepared, schemas, tuple(notes), spelled, written if left_in else None)
 
 
 def _text(content: Any) -> Any:
@@ -76,7 +85,7 @@ def _text(content: Any) -> Any:
 def _taken_apart(message: Message) -> tuple[Message, ThinkMarks] | None:
     """A turn whose content begins with a `<think>` block, with the reasoning under its own name, and the marks as they were written."""
     found = _INLINE.fullmatch(message["content"]) if isinstance(message["content"], str) else None
-    if not found or not found["reasoning"].strip():
+    if not found:
         return None
     inside, behind = found["reasoning"], found["content"]
     thought, content = inside.strip("\n"), behind.lstrip("\n")

@@ -119,28 +119,31 @@ class Renderer:
     def _samples(self, prepared: Prepared, form: Form, row: Conversation) -> list[Sample]:
         """What the row becomes, in one form of its messages. Raises DataError where a word of it is not taught."""
         messages, tools = self._quote(form(prepared.messages)), self._quote(prepared.tools)
+        written = messages if prepared.written is None else self._quote(form(prepared.written))
         taught = self._taught(row)
         words = {turn: list(words_of(prepared.messages[turn], turn)) for turn in taught}
         if self.supervise_all:
             samples = [[Segment(self.template.render(messages, tools=tools), EVERY_TURN)]]
             check_words(prepared.messages, taught, samples)
             return samples
-        whole: DataError | None = None
+        ways: list[Callable[[], list[Sample]]] = []
         if self.turns in ("auto", "whole"):
+            ways.append(lambda: [self._whole(written, tools, words)])
+            if self.template.has_generation_marks:
+                ways.append(lambda: [self._marked(messages, tools, words, in_prompts=False)])
+        if self.turns != "whole":
+            ways.append(lambda: [self._one(written, messages[turn], tools, turn, words[turn], prepared.spelled.get(turn)) for turn in taught])
+        if self.turns in ("auto", "whole") and self.template.has_generation_marks:
+            ways.append(lambda: [self._marked(messages, tools, words, in_prompts=True)])
+        errors: list[DataError] = []
+        for way in ways:
             try:
-                sample = self._whole(messages, tools, words)
-                check_words(prepared.messages, taught, [sample])
-                return [sample]
+                samples = way()
+                check_words(prepared.messages, taught, samples)
+                return samples
             except DataError as error:
-                if self.turns == "whole":
-                    raise
-                whole = error
-        try:
-            samples = [self._one(messages, tools, turn, words[turn], prepared.spelled.get(turn)) for turn in taught]
-            check_words(prepared.messages, taught, samples)
-            return samples
-        except DataError as error:
-            raise min((error, whole or error), key=_usefulness) from None
+                errors.append(error)
+        raise min(reversed(errors), key=_usefulness)
 
     # -- one example of the whole row ---------------------------------------------------------------------------------------------------
 
@@ -148,51 +151,59 @@ class Renderer:
         """The rendered conversation, cut into what is given and what the assistant says. Raises Unstable."""
         full = self.template.render(messages, tools=tools)
         spans: list[tuple[int, int, int]] = []  # [start, end) in characters, turn
-        try:
-            for turn in words:
-                prompt = self._begin(messages, tools, turn)
-                upto = full if turn == len(messages) - 1 else self.template.render(messages[: turn + 1], tools=tools)
-                _refuse_unstable(prompt, upto, full, turn)
-                if spans and len(prompt) < spans[-1][1]:
-                    raise Unstable(f"the chat template is not prefix-stable: messages[{turn}] (assistant) begins inside the turn before it")
-                said = full[len(prompt) : len(upto)]
-                closed = self._closed(said, messages[turn], words[turn], tools)
-                if turn == len(messages) - 1:
-                    full = prompt + closed + said[len(closed) :]
-                end = len(prompt) + len(closed if full.startswith(closed, len(prompt)) else said)
-                spans.append((len(prompt), end, turn))
-        except DataError:
-            if not self.template.has_generation_marks:
-                raise
-            full, spans = self._marked(messages, tools, words)
+        for turn in words:
+            prompt = self._begin(messages, tools, turn)
+            upto = full if turn == len(messages) - 1 else self.template.render(messages[: turn + 1], tools=tools)
+            _refuse_unstable(prompt, upto, full, turn)
+            if spans and len(prompt) < spans[-1][1]:
+                raise Unstable(f"the chat template is not prefix-stable: messages[{turn}] (assistant) begins inside the turn before it")
+            said = full[len(prompt) : len(upto)]
+            if not self._fits(prompt, said):
+                raise Unstable(f"messages[{turn}] (assistant): the prompt opens a think block and the chat template does not go on from there")
+            closed = self._closed(said, messages[turn], words[turn], tools)
+            if turn == len(messages) - 1:
+                full = prompt + closed + said[len(closed) :]
+            end = len(prompt) + len(closed if full.startswith(closed, len(prompt)) else said)
+            spans.append((len(prompt), end, turn))
         return _cut(full, spans)
 
-    def _marked(self, messages: Sequence[Message], tools: Any, words: Mapping[int, Any]) -> tuple[str, list[tuple[int, int, int]]]:
-        """Spans from {% generation %}; an end token that stands right behind a block belongs to it, or the end would never be learned."""
+    def _marked(self, messages: Sequence[Message], tools: Any, words: Mapping[int, Any], *, in_prompts: bool) -> Sample:
+        """The conversation cut at {% generation %}. An end token that stands right behind a block belongs to it, or the end would never be
+        learned. `in_prompts` false: raises Unstable where a block begins inside its turn's prompt, which nobody has to say."""
         full, marked = self.template.render_spans(messages, tools)
         speakers = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
         if len(marked) != len(speakers):
-            raise DataError(f"the {{% generation %}} marks of the chat template made {len(marked)} spans for {len(speakers)} turns of the assistant")
+            raise Unstable(f"the {{% generation %}} marks of the chat template made {len(marked)} spans for {len(speakers)} turns of the assistant")
         spans = []
         for (start, end), turn in zip(marked, speakers, strict=True):
             following = next((text for text in self.ends if full.startswith(text, end)), "")
             closed = len(self._closed(full[start:end], messages[turn], words.get(turn, []), tools)) if not following else end + len(following) - start
             spans.append((start, min(start + closed, len(full)), turn))
-        return full, [span for span in spans if span[2] in words]
+        spans = [span for span in spans if span[2] in words]
+        if not in_prompts and any(_parting(self._begin(messages, tools, turn), full) > start for start, _, turn in spans):
+            raise Unstable("the {% generation %} marks of the chat template cover the end of its prompts")
+        return _cut(full, spans)
 
     # -- one example of one turn --------------------------------------------------------------------------------------------------------
 
-    def _one(self, messages: Sequence[Message], tools: Any, turn: int, words: list[Any], spelled: ThinkMarks | None) -> Sample:
-        """The prompt of a turn and what the model says there. `spelled`: the think marks that the row itself wrote into the turn's content."""
+    def _one(
+        self, messages: Sequence[Message], message: Message, tools: Any, turn: int, words: list[Any], spelled: ThinkMarks | None
+    ) -> Sample:
+        """The prompt of a turn and what the model says there. `message`: the turn, its reasoning under a name of its own; `spelled`: the think
+        marks that the row itself wrote into its content."""
         prompt = self._begin(messages, tools, turn)
         rest = self._rest(messages[: turn + 1], tools, prompt)
         if rest is None and turn == 0:
             raise _speaks_first()
-        ways = (lambda: rest, lambda: self._alone(messages[turn], tools, prompt), lambda: self._composed(messages, tools, turn, prompt, spelled))
+        ways = (
+            lambda: rest,
+            lambda: self._alone(message, tools, prompt),
+            lambda: self._composed(messages[:turn], message, tools, prompt, spelled),
+        )
         for way in ways:
             said = way()
-            if said is not None and missing(words, said) is None:
-                return [Segment(prompt), Segment(self._closed(said, messages[turn], words, tools), turn)]
+            if said is not None and missing(words, said) is None and self._fits(prompt, said):
+                return [Segment(prompt), Segment(self._closed(said, message, words, tools), turn)]
         if rest is None:
             upto = self.template.render(messages[: turn + 1], tools=tools)
             refuse_missing(words, upto, upto, own="")
@@ -223,6 +234,12 @@ class Renderer:
         block = _Block(self._marks or _USUAL_MARKS)
         return rest if block.state(asked) == block.state(prompt) else None
 
+    def _fits(self, prompt: str, said: str) -> bool:
+        """Not where the prompt opens a think block that nothing closes (an answer would be learned as a thought), or that is opened again."""
+        marks = self._marks or _USUAL_MARKS
+        opening, closing = marks.opening.strip(), marks.closing.strip()
+        return _Block(marks).state(prompt) != "open" or (closing in said and not said.lstrip().startswith(opening))
+
     @cached_property
     def _marks(self) -> ThinkMarks | None:
         """Around reasoning: as the template writes them, else as its release's model does; None where neither is known."""
@@ -247,30 +264,34 @@ class Renderer:
             begin = min(_parting(prompt, full), _parting(plain, full))
             opening, between = full[begin : full.index(_WHY)], full[full.index(_WHY) + len(_WHY) : full.index(_SAID)]
             anyway = plain[begin : plain.index(_SAID)]
-            closing = between.removesuffix(anyway) if between != anyway else between
+            closing = between.removesuffix(anyway)
+            closing = closing if closing.strip() else between  # the answer without reasoning begins with the closing mark
             if not opening.strip() and anyway.strip().startswith(closing.strip()):  # both write a block, and part inside it
                 opening = "".join(_TAG_AT_END.findall(full[:begin]))
             if opening.strip() and closing.strip():
                 return ThinkMarks(opening, closing)
         return None
 
-    def _composed(self, messages: Sequence[Message], tools: Any, turn: int, prompt: str, spelled: ThinkMarks | None) -> str | None:
+    def _composed(
+        self, before: Sequence[Message], message: Message, tools: Any, prompt: str, spelled: ThinkMarks | None
+    ) -> str | None:
         """Reasoning between the release's marks, then content and tool calls as the template writes them. None where there is no such form."""
         known = self._marks or spelled
         marks = known or _USUAL_MARKS
         block = _Block(marks)
         state = block.state(prompt)
-        thought = reasoning_of(messages[turn])
+        thought = reasoning_of(message)
         if thought and known is None and state != "open":
             return None
-        body = self._body(messages[:turn], messages[turn], tools, block)
+        body = self._body(before, message, tools, block)
         if body is None:
             return None
         if not thought:
             return {"": body, "open": marks.closing + block.cut(body), "closed": block.cut(body)}[state]
         thought = thought.strip("\n") if marks.opening.endswith("\n") else thought
         opened = _overlap(prompt, marks.opening) if state != "open" else _overlap(prompt, marks.opening) or len(marks.opening)
-        return marks.opening[opened:] + thought + marks.closing + block.cut(body)
+        space = marks.closing[len(marks.closing.rstrip()) :]
+        return marks.opening[opened:] + thought + marks.closing + block.cut(body).removeprefix(space)
 
     def _body(self, before: Sequence[Message], message: Message, tools: Any, block: _Block) -> str | None:
         """What the template writes of a turn without its reasoning, behind its own prompt or, where that is rewritten, behind a plain question.
@@ -354,13 +375,14 @@ class Renderer:
             return
         tools = self._quote(prepared.tools)
         written = self.template.render(self._quote(given), tools=tools)
-        try:
-            usual = self.template.render(self._quote(plain), tools=tools)
-        except TemplateRefusal:
-            usual = ""
-        for text in ("None", "null", "none", "'type': 'text'", '"type": "text"'):
-            if written.count(text) > usual.count(text):
-                raise DataError(f"the chat template writes {text} where a turn has no content, or has a list of it")
+        for texts, without in ((("None", "null", "none"), no_null_content(given)), (("'type': 'text'", '"type": "text"'), plain)):
+            try:  # the same form without what may have gone wrong: an argument may hold a null of its own
+                usual = self.template.render(self._quote(without), tools=tools)
+            except TemplateRefusal:
+                usual = ""
+            for text in texts:
+                if written.count(text) > usual.count(text):
+                    raise DataError(f"the chat template writes {text} where a turn has no content, or has a list of it")
 
     def _closes_thinking(self, sample: Sample) -> bool:
         """Whether an example opens a think block behind a prompt that closed it."""
@@ -413,7 +435,8 @@ def _parting(a: str, b: str) -> int:
 
 
 def _without_reasoning(message: Message) -> Message:
-    return {name: value for name, value in message.items() if name not in REASONING_NAMES}
+    """A turn without its reasoning, and without the speaker's name, which no prompt has (Kimi writes it into the header)."""
+    return {name: value for name, value in message.items() if name not in (*REASONING_NAMES, "name")}
 
 
 def _behind_but_for_space(prompt: str, upto: str) -> int:

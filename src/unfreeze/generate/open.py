@@ -20,6 +20,7 @@ from unfreeze.core.errors import CheckpointError, ConfigError, nearest
 from unfreeze.core.events import RESOLVED
 from unfreeze.parallel.place import place
 from unfreeze.parallel.plan import meta_model
+from unfreeze.quant import not_followed
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ADAPTER_CONFIG = "adapter_config.json"
@@ -109,7 +110,7 @@ def open_model(
 
 def notes(config: Mapping[str, Any]) -> list[str]:
     """What a model computed from this config.json passes over, a line for each table of it."""
-    return [line for line in (models.not_followed(config),) if line]
+    return [line for line in (models.not_followed(config), not_followed(config)) if line]
 
 
 def dtype_of(name: str) -> torch.dtype:

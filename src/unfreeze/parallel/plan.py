@@ -21,6 +21,7 @@ from torch import nn
 
 from unfreeze import models
 from unfreeze.checkpoint.manifest import Manifest
+from unfreeze.checkpoint.resolve import codec_of
 from unfreeze.checkpoint.stream import CHUNK, THREADS
 from unfreeze.config.lora import LoraConfig
 from unfreeze.core.errors import DoesNotFit
@@ -35,7 +36,6 @@ from unfreeze.models.chunks import chunk_tokens
 from unfreeze.models.fields import check_against_files
 from unfreeze.models.targets import per_rank
 from unfreeze.parallel.machine import Hardware, hardware
-from unfreeze.quant.int4 import from_quantization_config
 
 MOMENT_BYTES = {"float32": 8.0, "int8": 2.0 + 8.0 / 256}  # per trained parameter: train/moments.py
 GRADIENT_BYTES = 4  # adapters and their gradients are fp32
@@ -400,8 +400,7 @@ def meta_model(shape: models.Shape, manifest: Manifest, dtype: torch.dtype) -> m
     """The model without memory, packed where the checkpoint is packed."""
     if manifest.tensors:
         check_against_files(shape, manifest)
-    quantization = from_quantization_config(manifest.config)
-    codec = quantization[0] if quantization is not None else None
+    codec = codec_of(manifest)
     names = manifest.by_model_name()
 
     def packed(module: str) -> bool:

@@ -33,6 +33,10 @@ class Codec(Protocol):
         """suffix -> (dtype, shape) of the parts kept in memory for one [out, in] matrix. ConfigError where the format cannot hold it."""
         ...
 
+    def scaled_in(self, dtype: torch.dtype) -> Codec:
+        """The same format with its scales held in `dtype`, that of the files."""
+        ...
+
     def disk_extras(self, out_features: int, in_features: int) -> dict[str, Tensor]:
         """suffix -> tensor for what stands on disk beside `parts` (weight_shape); known from the shape, so not kept in memory."""
         ...

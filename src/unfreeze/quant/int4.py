@@ -1,6 +1,6 @@
 """INT4 "pack-quantized", symmetric, one scale per group of input columns: the format of Kimi-K2-Thinking's experts.
 
-    w[o, i] = (nibble[o, i] - 8) * scale[o, i // group]            one rounding, to the dtype of the scales (bf16)
+    w[o, i] = (nibble[o, i] - 8) * scale[o, i // group]            one rounding, to the dtype of the scales
 
 Eight nibbles lie in an int32, lowest bits first, along the input dim; a nibble is its code + 8 (offset binary, not two's complement).
 0.5625 byte per weight at group 32, against 2 in bf16.
@@ -12,8 +12,8 @@ Shapes: out, in = matrix; G = in / group scales per row. Bytes are read as littl
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -52,9 +52,14 @@ def unpack_int4(packed: Tensor, in_features: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Int4:
-    """The codec; `group_size` columns share one scale. See quant/codec.py for what each method promises."""
+    """The codec; `group_size` columns share one scale. See quant/codec.py for what each method promises.
+
+    `scale_dtype` is what the file holds its scales in (bf16 in Kimi's releases; other writers have fp16 or fp32). They are
+    kept so in memory: a scale rounded to another dtype moves every weight of its group. What is quantized here has bf16.
+    """
 
     group_size: int = 32
+    scale_dtype: torch.dtype = torch.bfloat16
     name: str = field(default="int4-pack-quantized", init=False, repr=False)
     suffixes: tuple[str, ...] = field(default=("weight_packed", "weight_scale", "weight_shape"), init=False, repr=False)
 
@@ -63,7 +68,7 @@ class Int4:
             raise ConfigError(f"group_size is {self.group_size}; it must be at least 1")
 
     def parts(self, out_features: int, in_features: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """weight_packed int32 [out, ceil(in/8)], weight_scale bf16 [out, in/group]. ConfigError if in is not a multiple of group_size."""
+        """weight_packed int32 [out, ceil(in/8)], weight_scale [out, in/group]. ConfigError if in is not a multiple of group_size."""
         if in_features % self.group_size:
             raise ConfigError(
                 f"{in_features} input columns do not divide into groups of {self.group_size} (quantization_config group_size)",
@@ -71,8 +76,11 @@ class Int4:
             )
         return {
             "weight_packed": (torch.int32, (out_features, -(-in_features // PER_WORD))),
-            "weight_scale": (torch.bfloat16, (out_features, in_features // self.group_size)),
+            "weight_scale": (self.scale_dtype, (out_features, in_features // self.group_size)),
         }
+
+    def scaled_in(self, dtype: torch.dtype) -> Int4:
+        return replace(self, scale_dtype=dtype)
 
     def disk_extras(self, out_features: int, in_features: int) -> dict[str, Tensor]:
         """weight_shape int32 [2] = [out, in]."""
@@ -84,7 +92,7 @@ class Int4:
         return (*leading, groups * self.group_size)
 
     def nbytes(self, out_features: int, in_features: int) -> int:
-        """out * (4 * ceil(in/8) + 2 * in/group)."""
+        """out * (4 * ceil(in/8) + scale_dtype's size * in/group)."""
         return parts_nbytes(self.parts(out_features, in_features))
 
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
@@ -167,17 +175,18 @@ def from_quantization_config(config: Mapping[str, Any]) -> tuple[Codec, list[str
 
     Reads `quantization_config` at the top or under `text_config`. Every variant that would be read wrongly is refused by its name with a
     ConfigError: asymmetric, activations quantized, actorder that permutes columns, num_bits other than 4, channel or block strategy,
-    other formats and methods (AWQ, GPTQ, FP8 …).
+    rotations of the activations (transform_config), sparsity, other formats and methods (AWQ, GPTQ, FP8 …). What it has beyond the fields
+    known here is named by `not_followed`.
     """
-    text = config.get("text_config")
-    found = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, Mapping) else None)
+    found = _table(config)
     if not found:
         return None
-    if not isinstance(found, Mapping):
-        raise _unsupported(f"quantization_config is {str(found)[:60]!r}, not an object")
-    method = found.get("quant_method", "compressed-tensors")
+    method = found.get("quant_method") or ("modelopt" if "quant_algo" in found else "compressed-tensors")
     if method != "compressed-tensors":
-        raise _unsupported(f'quant_method "{method}"')
+        algorithm = f', quant_algo "{found["quant_algo"]}"' if "quant_algo" in found else ""
+        source = f" ({found['source']})" if "source" in found else ""
+        raise _unsupported(f'quant_method "{method}"{algorithm}{source}')
+    _refuse_unbuilt(found, ONLY, "quantization_config")
     groups = found.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise _unsupported("quantization_config without config_groups")
@@ -193,6 +202,65 @@ def from_quantization_config(config: Mapping[str, Any]) -> tuple[Codec, list[str
     return codecs.pop(), list(ignore)
 
 
+ONLY: dict[str, tuple[Any, str]] = {
+    "transform_config": ({}, "activations are rotated at run time"),
+    "sparsity_config": ({}, "weights are stored sparse"),
+    "moe_sparsity_config": ({}, "experts are left out of the computation"),
+    "quantization_status": ("compressed", "weights are quantized anew at run time"),
+}
+"""field -> (the value that is built beside null, an empty table and one of format "dense", what another one means)."""
+ONLY_OF_WEIGHTS: dict[str, tuple[Any, str]] = {
+    "block_structure": ({}, "a scale for a block of rows and columns"),
+    "zero_point": (False, "zero points"),
+}
+SILENT = frozenset("version global_compression_ratio run_compressed quant_method format config_groups ignore".split())
+SILENT_OF_GROUP = frozenset("targets weights input_activations output_activations format".split())
+SILENT_OF_WEIGHTS = frozenset(
+    "num_bits type symmetric strategy group_size dynamic actorder observer observer_kwargs scale_dtype zp_dtype".split()
+)
+"""Read, or without effect on weights that are packed already: which modules are is seen in the files, scales are in the files' dtype."""
+
+
+def not_followed(config: Mapping[str, Any]) -> str:
+    """One line that names every field of a quantization_config that is neither read nor without effect; "" where there is none.
+
+    Raises ConfigError for one that cannot be read.
+    """
+    found = _table(config)
+    if found is None or from_quantization_config(config) is None:
+        return ""
+    fields = _unknown(found, SILENT | ONLY.keys() | {"kv_cache_scheme"}, "")
+    for name, group in found["config_groups"].items():
+        fields += _unknown(group, SILENT_OF_GROUP, f"config_groups.{name}.")
+        fields += _unknown(group["weights"], SILENT_OF_WEIGHTS | ONLY_OF_WEIGHTS.keys(), f"config_groups.{name}.weights.")
+    said = [f"{', '.join(fields)}: not known here and not followed"] if fields else []
+    if found.get("kv_cache_scheme"):
+        said.append("kv_cache_scheme is for a server's cache: training and generation here keep the cache unquantized")
+    return f"quantization_config: {'; '.join(said)}" if said else ""
+
+
+def _table(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The quantization_config at the top or under text_config, None where there is none."""
+    text = config.get("text_config")
+    found = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, Mapping) else None)
+    if found and not isinstance(found, Mapping):
+        raise _unsupported(f"quantization_config is {str(found)[:60]!r}, not an object")
+    return found or None
+
+
+def _refuse_unbuilt(table: Mapping[str, Any], only: Mapping[str, tuple[Any, str]], where: str) -> None:
+    for name, (built, meaning) in only.items():
+        value = table.get(name)
+        empty = isinstance(value, Mapping) and all(entry in (None, [], {}) for entry in value.values())
+        dense = isinstance(value, Mapping) and value.get("format") == "dense"
+        if not (empty or dense or value in (None, [], built)):
+            raise _unsupported(f"{where}.{name} {str(value)[:60]} ({meaning})")
+
+
+def _unknown(table: Mapping[str, Any], known: Set[str], where: str) -> list[str]:
+    return [f"{where}{name} = {value!r:.60}" for name, value in table.items() if name not in known and value not in (None, [], {})]
+
+
 def _codec_of_group(name: str, group: Any, format_of_all: Any) -> Int4:
     """The codec of one entry of config_groups, or a refusal that names what it cannot read."""
     where = f"quantization_config.config_groups.{name}"
@@ -204,6 +272,7 @@ def _codec_of_group(name: str, group: Any, format_of_all: Any) -> Int4:
         raise _unsupported(f'format "{form}"')
     if not isinstance(weights, Mapping) or not weights:
         raise _unsupported(f"{where} without weights")
+    _refuse_unbuilt(weights, ONLY_OF_WEIGHTS, f"{where}.weights")
     if group.get("input_activations") or group.get("output_activations"):
         raise _unsupported(f"{where}: quantized activations")
     if weights.get("type", "int") != "int" or weights.get("num_bits") != 4:
