@@ -186,8 +186,8 @@ def test_a_field_that_is_not_followed_is_said_by_doctor_inspect_load_and_the_run
 
 def test_a_quantization_that_only_hf_quant_config_names_is_refused_by_inspect_doctor_and_load(sandbox):
     import unfreeze
+    from unfreeze.commands.inspect import inspect
     from unfreeze.core.errors import ConfigError
-    from unfreeze.recipes.inspect import inspect
 
     folder = sandbox.copy("llama")
     assert inspect(str(folder))["format"] == "dense"  # control arm

@@ -18,7 +18,8 @@ FAMILIES = {
     "llama": {"model_type": "llama"},
     "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
     "deepseek_v3": {
-        "model_type": "deepseek_v3", "moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1,
+        "model_type": "deepseek_v3", "num_key_value_heads": 4, "head_dim": 8,
+        "moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1,
         "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "q_lora_rank": 32, "kv_lora_rank": 24, "qk_nope_head_dim": 16,
         "qk_rope_head_dim": 8, "v_head_dim": 12, "norm_topk_prob": True, "routed_scaling_factor": 2.0,
     },

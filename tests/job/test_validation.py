@@ -21,8 +21,8 @@ from unfreeze.core.events import EventLog
 from unfreeze.data import Example, load_tokenizer
 from unfreeze.evaluate import perplexity
 from unfreeze.evaluate.perplexity import Heldout
-from unfreeze.job import validation as module
 from unfreeze.job.validation import Validation, supervised_bytes
+from unfreeze.models import Decoder
 
 ANSWERS = [{"question": f"What is number {i}?", "answer": f"Number {i}, it is. Hmm."} for i in range(24)]
 
@@ -131,7 +131,7 @@ def test_a_careless_measurement_is_undone_and_the_control_arm_without_that_is_fe
     with_noise(monkeypatch)
     monkeypatch.setattr(perplexity, "heldout", drawing)
     if not guarded:
-        monkeypatch.setattr(module, "undisturbed", lambda model: nullcontext())
+        monkeypatch.setattr(Decoder, "looking", lambda model: nullcontext())
     plain = sft(rows, tmp_path / "plain", "--recompute", "nothing")
     looked_at = sft(rows, tmp_path / "looked at", "--recompute", "nothing", "--validation", rows[1], "--validate-every", 1)
     assert (trained(plain) == trained(looked_at)) is guarded
@@ -174,7 +174,7 @@ def test_a_lowest_loss_whose_save_had_no_room_is_not_the_best(room: bool):
         return room
 
     state: Any = SimpleNamespace(
-        model=SimpleNamespace(device=torch.device("cpu"), moe_layers=dict), run=SimpleNamespace(events=EventLog(None)),
+        model=SimpleNamespace(looking=nullcontext), run=SimpleNamespace(events=EventLog(None)),
         schedule=SimpleNamespace(steps=9), step=0, best={"step": 1, "loss": 3.0},
     )  # fmt: skip
     losses = iter([2.0, 2.5])

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from unfreeze.core.batch import Batch
+from unfreeze.models import Decoder
 
 VOCAB, WIDTH, EXPERTS = 32, 12, 4
 
@@ -62,6 +63,8 @@ class TinyModel(nn.Module):
     @property
     def device(self) -> torch.device:
         return self.lm_head.weight.device
+
+    looking = Decoder.looking
 
     def moe_layers(self) -> dict[int, Any]:
         return dict(enumerate(self.layers))

@@ -341,7 +341,7 @@ def _output_changes(model: Decoder, before: Snapshot, groups: list[str], probe: 
             return model.logits(model.hidden(probe, through))
 
     result: Groups = {}
-    with _counts_kept(model):
+    with model.looking():
         nothing_TV = logits("")
         rounding = nothing_TV.abs().max().item() * torch.finfo(model.model.embed_tokens.weight.dtype).eps / 2
         for group in (g for g in groups if g in adapted or g in copied):
@@ -402,12 +402,3 @@ def _exchange(parameters: list[tuple[str, nn.Parameter]], before: Snapshot) -> N
         kept = before.kept[name]
         before.kept[name] = parameter.data
         parameter.data = torch.zeros_like(parameter.data) if kept is None else kept.to(parameter.dtype)
-
-
-@contextmanager
-def _counts_kept(model: Decoder) -> Iterator[None]:
-    """A probe is no training: the experts' token counts are put back."""
-    counts = {index: moe.counts_E.clone() for index, moe in model.moe_layers().items()}
-    yield
-    for index, moe in model.moe_layers().items():
-        moe.counts_E.copy_(counts[index])

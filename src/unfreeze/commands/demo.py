@@ -18,7 +18,7 @@ from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
-from unfreeze.adapters import LoraConfig
+from unfreeze.config.lora import LoraConfig
 from unfreeze.config.parse import Frozen, parse
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError

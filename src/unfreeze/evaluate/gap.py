@@ -73,10 +73,8 @@ def score(
     The experts' counts are put back: scoring is no training step (FAILURES M2).
     """
     batch = _packed(prompts, answers).to(model.device)
-    counts = {layer: moe.counts_E.clone() for layer, moe in model.moe_layers().items()}
-    hidden_TD = model.hidden(batch)
-    for layer, moe in model.moe_layers().items():
-        moe.counts_E.copy_(counts[layer])
+    with model.looking():
+        hidden_TD = model.hidden(batch)
     rows_N = batch.weights_T.nonzero()[:, 0]
     values: list[float] = []
     for block_N in rows_N.split(SCORED_ROWS):

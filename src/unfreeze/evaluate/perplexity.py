@@ -37,15 +37,13 @@ def heldout(model: Decoder, batches: Iterable[Batch], *, bytes_total: int | None
     Routing is as in training and no random number is drawn; the experts' counts are put back, so an evaluation counts nowhere (FAILURES M2).
     Raises DataError if no token carries weight.
     """
-    counts = {layer: moe.counts_E.clone() for layer, moe in model.moe_layers().items()}
     total, weight, tokens = 0.0, 0.0, 0  # float64 on the host: a float32 running sum loses 1e-6 after some thousand batches
-    for host_batch in batches:
-        batch = host_batch.to(model.device)
-        loss = cross_entropy(model.hidden(batch), model.lm_head, batch)
-        total, weight = total + float(loss.sum), weight + float(loss.count)
-        tokens += int(host_batch.weights_T.gt(0).sum())
-    for layer, moe in model.moe_layers().items():
-        moe.counts_E.copy_(counts[layer])
+    with model.looking():
+        for host_batch in batches:
+            batch = host_batch.to(model.device)
+            loss = cross_entropy(model.hidden(batch), model.lm_head, batch)
+            total, weight = total + float(loss.sum), weight + float(loss.count)
+            tokens += int(host_batch.weights_T.gt(0).sum())
     if not tokens:
         raise DataError("0 tokens of the held-out batches are supervised, at least 1 needed", next="look at them: unfreeze data show FILE")
     loss_mean = total / weight

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from unfreeze.data import Dataset, Example, Tokenizer
     from unfreeze.evaluate.perplexity import Heldout
     from unfreeze.job.samples import Samples
-    from unfreeze.models import Decoder
     from unfreeze.parallel.collectives import Group
     from unfreeze.train.run import Run
     from unfreeze.train.state import State
@@ -48,14 +46,14 @@ class Validation:
     def first(self) -> None:
         """The loss before training, as an event of step 0; a run that is resumed has it already."""
         if self._state.step == 0:
-            with undisturbed(self._state.model):
+            with self._state.model.looking():
                 self._evaluate(self._state)
 
     def __call__(self, state: State, result: StepResult) -> None:
         last = state.step == state.schedule.steps
         if not last and not (self._every and state.step % self._every == 0):
             return
-        with undisturbed(state.model):
+        with state.model.looking():
             loss = self._evaluate(state)
             if not last:
                 self._between(state.step)
@@ -73,21 +71,6 @@ class Validation:
         if fields["loss"] is None:
             state.run.events.emit("warning", state.step, message=f"the held-out loss is {found.loss}")
         return fields["loss"]
-
-
-@contextmanager
-def undisturbed(model: Decoder) -> Iterator[None]:
-    """What training depends on is afterwards as before: torch's random numbers (CPU and the model's GPU) and the experts' token counts.
-
-    There is no train or eval mode to put back; gradients are not touched, because nothing runs backward here.
-    """
-    import torch
-
-    counts = {layer: moe.counts_E.clone() for layer, moe in model.moe_layers().items()}
-    with torch.no_grad(), torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
-        yield
-    for layer, moe in model.moe_layers().items():
-        moe.counts_E.copy_(counts[layer])
 
 
 def validation_of(config: TrainingConfig, state: State, dataset: Dataset, tokenizer: Tokenizer, samples: Samples, group: Group) -> list[Validation]:

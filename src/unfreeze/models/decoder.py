@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -178,6 +179,26 @@ class Decoder(nn.Module):
     def moe_layers(self) -> dict[int, MoE]:
         """Layer index -> its mixture of experts, for the layers that have one."""
         return {index: layer.mlp for index, layer in enumerate(self.layers) if isinstance(layer.mlp, MoE)}
+
+    @contextmanager
+    def looking(self, *, backward: bool = False) -> Iterator[None]:
+        """Run the model without training it: experts' token counts and torch's random numbers are afterwards as before.
+
+        backward: a backward pass may run inside; the parameters' gradients are put away and back. Without it none is recorded.
+        """
+        counts = {layer: moe.counts_E.clone() for layer, moe in self.moe_layers().items()}
+        gradients = {name: parameter.grad for name, parameter in self.named_parameters()} if backward else {}
+        devices = [self.device] if self.device.type == "cuda" else []
+        try:
+            with torch.random.fork_rng(devices), torch.set_grad_enabled(backward and torch.is_grad_enabled()):
+                for parameter in self.parameters() if backward else ():
+                    parameter.grad = None
+                yield
+        finally:
+            for layer, moe in self.moe_layers().items():
+                moe.counts_E.copy_(counts[layer])
+            for name, parameter in self.named_parameters() if backward else ():
+                parameter.grad = gradients[name]
 
     def hidden(self, batch: Batch, through: Through = plain) -> Tensor:
         """Hidden states after the final norm, [T, D]; document s attends to itself only. `through` is one of THROUGH."""

@@ -62,7 +62,7 @@ def locate(
     A module counts as the place where its input is finite and its output isn't (backward: gradient of its output, of its input). Weights,
     gradients, expert counts and random numbers are afterwards what they were. Costs about two steps.
     """
-    with _untouched(model):
+    with model.looking(backward=True):
         for number, host_batch in micro_batches:
             batch = host_batch.to(model.device)
             watch = _Watch(number, batch, host_batch)
@@ -190,21 +190,3 @@ def _cause(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> str
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-@contextmanager
-def _untouched(model: Decoder) -> Iterator[None]:
-    """Gradients, expert counts and the random state are put back."""
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    counts = {layer: moe.counts_E.clone() for layer, moe in model.moe_layers().items()}
-    devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        try:
-            for parameter in model.parameters():
-                parameter.grad = None
-            yield
-        finally:
-            for name, parameter in model.named_parameters():
-                parameter.grad = gradients[name]
-            for layer, moe in model.moe_layers().items():
-                moe.counts_E.copy_(counts[layer])

@@ -67,6 +67,20 @@ class StepResult:
     warning: str = ""
 
 
+@dataclass(frozen=True)
+class Gradients:
+    """What forward_backward found; the gradients themselves are the optimizer's, summed over all processes.
+
+    loss and metrics: sums over all micro-batches divided by the one global count. norm: of all gradients as one vector, before clipping.
+    """
+
+    micro_batches: Sequence[Batch]
+    loss: float
+    metrics: dict[str, float]
+    norm: float
+    expert_load: dict[int, list[int]]
+
+
 def train_step(
     model: Decoder,
     optimizer: AdamW,
@@ -79,10 +93,24 @@ def train_step(
     group: Group = ALONE,
     judge: Judge = accept,
 ) -> StepResult:
-    """w -= AdamW(grad of sum_m loss_m / max(sum_m count_m, 1)), gradients clipped to max_norm (0: not clipped).
+    """forward_backward, then optim_step: w -= AdamW(grad of sum_m loss_m / max(sum_m count_m, 1)), gradients clipped to max_norm."""
+    gradients = forward_backward(model, optimizer, micro_batches, objective, through=through, group=group)
+    return optim_step(optimizer, gradients, learning_rate=learning_rate, max_norm=max_norm, judge=judge)
+
+
+def forward_backward(
+    model: Decoder,
+    optimizer: AdamW,
+    micro_batches: Sequence[Batch],
+    objective: Objective,
+    *,
+    through: Callable[..., Tensor],
+    group: Group = ALONE,
+) -> Gradients:
+    """The gradient of sum_m loss_m / max(sum_m count_m, 1); what was there before is forgotten, and no weight moves.
 
     micro_batches on the host, all of the step on every process; through is one of models.THROUGH. The result is the same on every process.
-    Raises NonFinite before the update if the loss, a hidden state (a supervised one or not, FAILURES N1) or a gradient is not finite,
+    Raises NonFinite if the loss, a hidden state (a supervised one or not, docs/trust.md N1) or a gradient is not finite,
     ConfigError for more processes than micro-batches, DataError if the processes read different data, ValueError if the objective counts
     other tokens than the batches' weights.
     """
@@ -94,9 +122,11 @@ def train_step(
     count = sum(float(batch.weights_T.sum()) for batch in micro_batches)
     divisor = max(count, 1.0)
     optimizer.zero_grad()
-    clear_expert_load(model)  # an evaluation since the last step counts nowhere (FAILURES M2)
+    clear_expert_load(model)  # an evaluation since the last step counts nowhere (docs/trust.md M2)
     tokens_read = float(sum(int(batch.tokens_T.sum()) for batch in micro_batches))
     found: dict[str, float | Tensor] = {"loss": 0.0, "counted": 0.0, "not finite": 0.0, "tokens read": tokens_read}
+
+    # this process's share: each micro-batch's gradient already carries its share of the count
     for host_batch in group.share(micro_batches):
         batch = host_batch.to(model.device)
         hidden_TD = model.hidden(batch, through=through)
@@ -108,8 +138,10 @@ def train_step(
         new = {"loss": loss.sum.detach(), "counted": loss.count, "not finite": not_finite}
         for name, value in (new | {f"metric {name}": value for name, value in loss.metrics.items()}).items():
             found[name] = found.get(name, 0.0) + (value.double() if isinstance(value, Tensor) else value)
+
+    # all processes: gradients summed, then the one read
     optimizer.sum_gradients(group)
-    sums, norm, expert_load = _read(model, found, optimizer.grad_norm(), group)  # before the judge, which may run the model again
+    sums, norm, expert_load = _read(model, found, optimizer.grad_norm(), group)
     if sums["tokens read"] != group.size * tokens_read:
         raise DataError("the processes read different data at this step", next="give every process the same files and the same flags")
     if not math.isfinite(sums["loss"]):
@@ -119,17 +151,25 @@ def train_step(
     if abs(sums["counted"] - count) > 1e-5 * divisor:
         raise ValueError(f"the objective counted {sums['counted']} supervised tokens, the batches' weights say {count}")
     optimizer.refuse_non_finite(norm)
-    verdict = judge(micro_batches, sums["loss"] / divisor, norm)
-    update = optimizer.update(learning_rate, max_norm, norm) if verdict.apply else None
+    metrics = {name.removeprefix("metric "): value / divisor for name, value in sums.items() if name.startswith("metric ")}
+    return Gradients(micro_batches, sums["loss"] / divisor, metrics, norm, expert_load)
+
+
+def optim_step(
+    optimizer: AdamW, gradients: Gradients, *, learning_rate: float, max_norm: float, judge: Judge = accept
+) -> StepResult:
+    """Clip to max_norm (0: don't) and update, unless the judge refuses. Raises what the judge raises; then no weight has moved."""
+    verdict = judge(gradients.micro_batches, gradients.loss, gradients.norm)
+    update = optimizer.update(learning_rate, max_norm, gradients.norm) if verdict.apply else None
     return StepResult(
-        loss=sums["loss"] / divisor,
-        metrics={name.removeprefix("metric "): value / divisor for name, value in sums.items() if name.startswith("metric ")},
-        tokens=sum(batch.num_tokens for batch in micro_batches),
-        supervised_tokens=sum(int(batch.weights_T.gt(0).sum()) for batch in micro_batches),
+        loss=gradients.loss,
+        metrics=gradients.metrics,
+        tokens=sum(batch.num_tokens for batch in gradients.micro_batches),
+        supervised_tokens=sum(int(batch.weights_T.gt(0).sum()) for batch in gradients.micro_batches),
         learning_rate=optimizer.learning_rate if update else 0.0,
-        grad_norm=norm,
+        grad_norm=gradients.norm,
         clip_scale=update.clip_scale if update else 1.0,
-        expert_load=expert_load,
+        expert_load=gradients.expert_load,
         applied=verdict.apply,
         warning=verdict.warning,
     )
