@@ -66,6 +66,14 @@ def test_marks_that_begin_alike_are_not_cut_within_a_tag(prompt, turn):
     assert [said for _, said in examples(template(turn, prompt), TALK)] == ["</think>Me.<|im_end|>", "Hm, look.</think>You.<|im_end|>"]
 
 
+def test_an_answer_that_begins_with_the_closing_mark():
+    """Laguna, DeepSeek-V3.1: the prompt ends in </think>, a thought begins with <think> all the same."""
+    turn = "{{ '<think>\n' + m.reasoning_content + '\n' if m.reasoning_content }}</think>\n{{ m.content }}"
+    (_, plain), (prompt, thought) = examples(template(turn, "</think>"), TALK)
+    assert plain == "\nMe.<|im_end|>" and prompt.endswith("assistant\n</think>")
+    assert thought == "<think>\nHm, look.\n</think>\nYou.<|im_end|>"
+
+
 def test_white_space_in_another_place_than_the_prompt_has_it():
     spaced = template(prompt="\n", head="  <|im_start|>{{ m.role }}\n")
     assert examples(spaced, [USER, ANSWER]) == [("  <|im_start|>user\nWho is there?<|im_end|>\n<|im_start|>assistant\n\n", "Me.<|im_end|>")]
@@ -167,3 +175,29 @@ def test_an_empty_block_in_content_is_no_reasoning():
     source = template("{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% else %}<think></think>{% endif %}{{ m.content }}")
     empty = {**ANSWER, "content": "<think>\n\n</think>\n\nMe."}
     assert examples(source, [USER, empty]) == examples(source, [USER, ANSWER])
+
+
+CALLS = (
+    "{% macro spell(value) %}{{ value | tojson }}{% endmacro %}"
+    + template("{{ m.content }}{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}{{ spell(c.function.arguments) }}{% for k, v in "
+               "c.function.arguments.items() %}{{ spell(v) }}{% endfor %}{% endfor %}")
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [1_700_000_000_000, 4_791_234_567, None, "null", [None], 2.5e12])
+def test_large_numbers_and_nulls_in_arguments_are_no_fault(value):
+    """A time in milliseconds is not a width that a template asks for, and an argument's null is not that of missing content."""
+    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": {"at": value}}}
+    ((_, said),) = examples(CALLS, [USER, {"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert said.startswith('<call>look{"at": ') and said.endswith("<|im_end|>") and "None" not in said
+
+
+def test_a_number_that_a_template_multiplies_text_by_is_still_limited():
+    source = "{% macro wide(n) %}{{ 'x'.center(n) }}{% endmacro %}{{ wide(99999999999) }}" + template()
+    with pytest.raises(DataError, match="is more than 10,000,000"):
+        examples(source, [USER, ANSWER])
+
+
+def test_a_speakers_name_that_the_prompt_has_not():
+    source = template(head="<|im_start|>{{ m.name or m.role }}\n")
+    assert [said for _, said in examples(source, [USER, {**ANSWER, "name": "Bo"}])] == ["Me.<|im_end|>"]

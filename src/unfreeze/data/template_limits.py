@@ -12,6 +12,7 @@ from typing import Any
 
 import jinja2
 import jinja2.nodes
+import jinja2.runtime
 import jinja2.sandbox
 from jinja2.visitor import NodeTransformer
 
@@ -73,7 +74,8 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def call(self, context: Any, obj: Any, *args: Any, **named: Any) -> Any:  # type: ignore[override]
         self.charge(1)
-        self._measure(getattr(obj, "__self__", None), *args, *named.values())
+        if not isinstance(obj, jinja2.runtime.Macro):  # what a macro does with a number (a tool's argument, say) is billed where it does it
+            self._measure(getattr(obj, "__self__", None), *args, *named.values())
         return super().call(context, obj, *args, **named)
 
     def wrap_str_format(self, value: Any) -> Any:

@@ -173,7 +173,7 @@ class Renderer:
         full, marked = self.template.render_spans(messages, tools)
         speakers = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
         if len(marked) != len(speakers):
-            raise DataError(f"the {{% generation %}} marks of the chat template made {len(marked)} spans for {len(speakers)} turns of the assistant")
+            raise Unstable(f"the {{% generation %}} marks of the chat template made {len(marked)} spans for {len(speakers)} turns of the assistant")
         spans = []
         for (start, end), turn in zip(marked, speakers, strict=True):
             following = next((text for text in self.ends if full.startswith(text, end)), "")
@@ -264,7 +264,8 @@ class Renderer:
             begin = min(_parting(prompt, full), _parting(plain, full))
             opening, between = full[begin : full.index(_WHY)], full[full.index(_WHY) + len(_WHY) : full.index(_SAID)]
             anyway = plain[begin : plain.index(_SAID)]
-            closing = between.removesuffix(anyway) if between != anyway else between
+            closing = between.removesuffix(anyway)
+            closing = closing if closing.strip() else between  # the answer without reasoning begins with the closing mark
             if not opening.strip() and anyway.strip().startswith(closing.strip()):  # both write a block, and part inside it
                 opening = "".join(_TAG_AT_END.findall(full[:begin]))
             if opening.strip() and closing.strip():
@@ -289,7 +290,8 @@ class Renderer:
             return {"": body, "open": marks.closing + block.cut(body), "closed": block.cut(body)}[state]
         thought = thought.strip("\n") if marks.opening.endswith("\n") else thought
         opened = _overlap(prompt, marks.opening) if state != "open" else _overlap(prompt, marks.opening) or len(marks.opening)
-        return marks.opening[opened:] + thought + marks.closing + block.cut(body)
+        space = marks.closing[len(marks.closing.rstrip()) :]
+        return marks.opening[opened:] + thought + marks.closing + block.cut(body).removeprefix(space)
 
     def _body(self, before: Sequence[Message], message: Message, tools: Any, block: _Block) -> str | None:
         """What the template writes of a turn without its reasoning, behind its own prompt or, where that is rewritten, behind a plain question.
@@ -373,13 +375,14 @@ class Renderer:
             return
         tools = self._quote(prepared.tools)
         written = self.template.render(self._quote(given), tools=tools)
-        try:
-            usual = self.template.render(self._quote(plain), tools=tools)
-        except TemplateRefusal:
-            usual = ""
-        for text in ("None", "null", "none", "'type': 'text'", '"type": "text"'):
-            if written.count(text) > usual.count(text):
-                raise DataError(f"the chat template writes {text} where a turn has no content, or has a list of it")
+        for texts, without in ((("None", "null", "none"), no_null_content(given)), (("'type': 'text'", '"type": "text"'), plain)):
+            try:  # the same form without what may have gone wrong: an argument may hold a null of its own
+                usual = self.template.render(self._quote(without), tools=tools)
+            except TemplateRefusal:
+                usual = ""
+            for text in texts:
+                if written.count(text) > usual.count(text):
+                    raise DataError(f"the chat template writes {text} where a turn has no content, or has a list of it")
 
     def _closes_thinking(self, sample: Sample) -> bool:
         """Whether an example opens a think block behind a prompt that closed it."""
@@ -432,7 +435,8 @@ def _parting(a: str, b: str) -> int:
 
 
 def _without_reasoning(message: Message) -> Message:
-    return {name: value for name, value in message.items() if name not in REASONING_NAMES}
+    """A turn without its reasoning, and without the speaker's name, which no prompt has (Kimi writes it into the header)."""
+    return {name: value for name, value in message.items() if name not in (*REASONING_NAMES, "name")}
 
 
 def _behind_but_for_space(prompt: str, upto: str) -> int:
