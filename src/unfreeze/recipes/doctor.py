@@ -315,16 +315,19 @@ def check_memory(patient: Patient) -> Iterator[Finding]:
 
 
 def check_disk(patient: Patient) -> Iterator[Finding]:
-    """Room for the saves of the state and the adapter."""
+    """Room for the saves of the state, and for the adapter or the model."""
+    from unfreeze.recipes.sft import trained_of
+
     folder = patient.config.run_dir.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.is_dir())
     terms = patient.plan.terms
-    trained, result = (terms["adapter"], "adapter") if terms["adapter"] else (terms["base"], "model")
-    each = trained + terms["optimizer"]
-    needed = (patient.config.keep_saves + 1) * each + trained  # a new save is whole before an old one goes; the adapter, or the model, at the end
+    trained = trained_of(patient.config)
+    each = (terms["adapter"] or terms["base"]) + terms["optimizer"]
+    written = trained.written_bytes(patient.manifest, terms["adapter"])
+    needed = (patient.config.keep_saves + 1) * each + written  # a new save is whole before an old one goes; the result at the end
     free = shutil.disk_usage(existing).free
     saves = patient.config.keep_saves + 1
-    line = f"{format_bytes(free)} free under {existing}; the run writes at most {format_bytes(needed)} ({saves} saves, {result})"
+    line = f"{format_bytes(free)} free under {existing}; the run writes at most {format_bytes(needed)} ({saves} saves, {trained.name})"
     if free < needed:
         yield Finding("disk", "fault", line, "free space, give --out on another disk, or lower --keep-saves")
     else:

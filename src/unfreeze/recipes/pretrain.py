@@ -132,7 +132,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
         )  # fmt: skip
         if fitted.reason == "done":
             samples.say("after", state.step)
-            write = partial(trained.write, model, start, config.model)
+            write = partial(trained.write, state, start, config.model)
             group.lead(lambda: write(target))
             group.lead(lambda: write_best(state, best, write))
         return group.lead(lambda: finish(config, common, command, best=state.best, **trained.said(target))) or {}

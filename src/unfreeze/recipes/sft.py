@@ -154,7 +154,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
         )  # fmt: skip
         if fitted.reason == "done":
             samples.say("after", state.step)
-        write = partial(trained.write, model, manifest, config.model)
+        write = partial(trained.write, state, manifest, config.model)
         if fitted.reason == "done" or trained.when_interrupted:
             group.lead(lambda: write(target))
         if fitted.reason == "done":
