@@ -42,7 +42,8 @@ def jobs(dense: Path, config: Path) -> Iterator[tuple[str, list[str]]]:
         yield f"dense {dtype}", ["unfreeze", "sft", *on_dense, "--lora.rank", "4", *more]
         yield f"all {dtype}", ["unfreeze", "sft", *on_dense, "--train", "all", *more]
         yield f"pretrain {dtype}", ["unfreeze", "pretrain", "--model", str(config), "--data", rows, *more]
-        yield f"two processes {dtype}", ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29533", "-m", "unfreeze", "sft", *k2, *more]
+        torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29533"]
+        yield f"two processes {dtype}", [*torchrun, "-m", "unfreeze", "sft", *k2, *more]
 
 
 def make_models(folder: Path) -> tuple[Path, Path]:

@@ -86,7 +86,8 @@ def cell(source: str, case: str) -> str:
         for field, what in (("reasoning_content", "reasoning"), ("tool_calls", "tool calls"), ("content", "the answer")):
             if f".{field}" in error.message and "is not taught" in error.message:
                 return f"refused: no place for {what}"
-        return f"refused: {error.message.removeprefix('the chat template refuses these messages: ')[:60].rstrip('./')}"
+        said = error.message.removeprefix("the chat template refuses these messages: ").partition("; it does so from ")[0]
+        return f"refused: {said[:60].rstrip('./')}"
 
 
 def table(folder: Path) -> str:

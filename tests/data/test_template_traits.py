@@ -201,3 +201,12 @@ def test_a_number_that_a_template_multiplies_text_by_is_still_limited():
 def test_a_speakers_name_that_the_prompt_has_not():
     source = template(head="<|im_start|>{{ m.name or m.role }}\n")
     assert [said for _, said in examples(source, [USER, {**ANSWER, "name": "Bo"}])] == ["Me.<|im_end|>"]
+
+
+def test_a_templates_own_refusal_names_the_turn():
+    source = template("{{ m.content }}", before="{% for m in messages %}{{ raise_exception('No tools here') if m.role == 'tool' }}{% endfor %}")
+    with pytest.raises(DataError, match=r"No tools here; it does so from messages\[2\] \(tool\) on") as error:
+        examples(source, [USER, ANSWER, {"role": "tool", "content": "x"}, ANSWER])
+    assert "change that turn" in error.value.next
+    with pytest.raises(DataError, match=r"cannot assign attribute on non-namespace object; it does so from messages\[0\] \(user\) on"):
+        examples("{% set m = messages[0] %}{% set m.x = m.content.strip() %}" + template(), [USER, ANSWER])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import unfreeze
 from unfreeze import cli, models
@@ -133,3 +133,73 @@ def test_its_learning_rate_is_a_tenth_unless_one_is_given():
 
     assert rate() == 2e-4 and rate("--train", "all") == 2e-5
     assert rate("--train", "all", "--learning-rate", "2e-4") == rate("--learning_rate=2e-4", "--train=all") == 2e-4
+
+
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": None, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+    "num_nextn_predict_layers": 1, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16",
+}  # fmt: skip
+AHEAD = "model.layers.2."
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory) -> Path:
+    """A random DeepSeek-V3 in bf16 with float32 norms and a head for later tokens, its experts one by one."""
+    folder = tmp_path_factory.mktemp("models") / "deepseek"
+    config = DEEPSEEK | {"vocab_size": json.loads((TINY_K2 / "config.json").read_text())["vocab_size"]}
+    model = models.build(models.shape(config), dtype=torch.float32, device="cpu")
+    models.initialize(model, 0)
+    extra = {name: TINY_K2 / name for name in ("tiktoken.model", "tokenizer_config.json", "generation_config.json")}
+    save_checkpoint(folder, config, published(model, config), extra=extra)
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: tensor.float() if "layernorm" in name else tensor for name, tensor in tensors.items()}
+    generator = torch.Generator().manual_seed(3)
+    tensors |= {AHEAD + "eh_proj.weight": torch.randn(32, 64, generator=generator).bfloat16(),
+                AHEAD + "enorm.weight": torch.randn(32, generator=generator).half(),
+                AHEAD + "shared_head.norm.weight": torch.randn(32, generator=generator)}  # fmt: skip
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_each_tensor_keeps_its_dtype_and_what_is_not_trained_its_bytes(deepseek, chat_rows, tmp_path, unfreeze_json):
+    from transformers import AutoModelForCausalLM
+
+    run = tmp_path / "run"
+    unfreeze_json(*command(deepseek, chat_rows, run, "--steps", 2, "--dtype", "float32"))
+    before, after = load_file(deepseek / "model.safetensors"), load_file(run / "model" / "model.safetensors")
+    assert {name: tensor.dtype for name, tensor in after.items()} == {name: tensor.dtype for name, tensor in before.items()}
+    ahead = [name for name in before if name.startswith(AHEAD)]
+    assert len(ahead) == 3 and all(before[name].numpy(force=True).tobytes() == after[name].numpy(force=True).tobytes()
+                                   for name in ahead if before[name].dtype != torch.bfloat16)  # fmt: skip
+    assert all(torch.equal(before[name], after[name]) for name in ahead)
+    moved = [name for name in before if not torch.equal(before[name], after[name])]
+    assert len(moved) > 10 and not set(moved) & set(ahead)
+    ids = torch.randint(3, 500, (1, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32)(ids).logits[0]
+    torch.testing.assert_close(unfreeze.load(run).logits(ids.tolist())[0], theirs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_float32_checkpoint_stays_float32_to_the_bit_of_the_masters(deepseek, chat_rows, tmp_path, unfreeze_json, dtype):
+    full = tmp_path / "full"
+    shutil.copytree(deepseek, full)
+    generator = torch.Generator().manual_seed(4)
+    tensors = {name: tensor.float() + 1e-4 * torch.randn(tensor.shape, generator=generator)
+               for name, tensor in load_file(full / "model.safetensors").items()}  # fmt: skip
+    save_file(tensors, full / "model.safetensors", metadata={"format": "pt"})
+    run = tmp_path / "run"
+    unfreeze_json(*command(full, chat_rows, run, "--steps", 2, "--dtype", dtype))
+    written = load_file(run / "model" / "model.safetensors")
+    assert {tensor.dtype for tensor in written.values()} == {torch.float32}
+    saved = load_file(run / "state" / "step-000002" / "tensors.safetensors")
+    kind = "model." if dtype == "float32" else "optimizer.master."
+    masters = {name.removeprefix(kind): tensor for name, tensor in saved.items() if name.startswith(kind)}
+    plain = {name: tensor for name, tensor in masters.items() if ".experts." not in name or ".shared_experts." in name}
+    assert len(plain) > 10 and all(torch.equal(written[name], tensor) for name, tensor in plain.items())
+    stack = masters["model.layers.1.mlp.experts.gate_up_proj.weight"]
+    assert torch.equal(written["model.layers.1.mlp.experts.3.up_proj.weight"], stack[3, 16:])
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in plain.values())  # control: rounding would be seen

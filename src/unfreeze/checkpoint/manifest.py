@@ -15,6 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from unfreeze.checkpoint import hub
@@ -103,6 +104,17 @@ def open_checkpoint(source: str | Path, *, progress: Callable[[str], None] | Non
         files=tuple(files),
         generation_config=read_json(generation) if generation.is_file() else {},
     )
+
+
+def stored_tensor(info: TensorInfo) -> torch.Tensor:
+    """The bytes of one tensor as they lie in its file, mapped: they are read when they are used, and none is held. CPU."""
+    if not info.nbytes:
+        return torch.empty(info.shape, dtype=TORCH_DTYPE[info.dtype])
+    raw = np.memmap(info.file, dtype=np.uint8, mode="c", offset=info.offset, shape=(info.nbytes,))  # "c": the file is never written
+    raw = torch.from_numpy(raw)
+    if info.offset % ITEMSIZE[info.dtype]:
+        raw = raw.clone()
+    return raw.view(TORCH_DTYPE[info.dtype]).view(info.shape)
 
 
 def read_json(path: Path) -> dict[str, Any]:

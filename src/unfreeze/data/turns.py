@@ -93,7 +93,20 @@ class Renderer:
                 errors.append(error)
                 continue
             return Rendered(samples, (*prepared.notes, *known[1], *self._notes(samples, row)))
-        raise next((error for error in errors if not isinstance(error, TemplateRefusal)), min(reversed(errors), key=_usefulness))
+        error = next((error for error in errors if not isinstance(error, TemplateRefusal)), min(errors, key=_usefulness))
+        raise self._located(error, prepared) if isinstance(error, TemplateRefusal) else error
+
+    def _located(self, error: TemplateRefusal, prepared: Prepared) -> DataError:
+        """A template's refusal with the turn at which it comes: the conversation up to there, and no shorter one, is refused in these words."""
+        for count in range(1, len(prepared.messages) + 1):
+            try:
+                self.template.render(self._quote(prepared.messages[:count]), tools=self._quote(prepared.tools))
+            except TemplateRefusal as refusal:
+                if refusal.message == error.message:
+                    turn = f"messages[{count - 1}] ({prepared.messages[count - 1]['role']})"
+                    remedy = "change that turn, or give the checkpoint a chat_template.jinja that takes it"
+                    return DataError(f"{error.message}; it does so from {turn} on", next=remedy)
+        return error
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         """The text of a conversation up to where the assistant begins to speak. Raises DataError where the template refuses it."""

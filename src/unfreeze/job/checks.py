@@ -249,16 +249,16 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
 
 
 def check_disk(subject: Subject) -> Iterator[Finding]:
-    """Room for the saves of the state and the adapter."""
+    """Room for the saves of the state, and for the adapter or the model."""
     folder = subject.config.run_dir.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.is_dir())
-    terms = subject.plan.terms
-    trained, result = (terms["adapter"], "adapter") if terms["adapter"] else (terms["base"], "model")
-    each = trained + terms["optimizer"]
-    needed = (subject.config.keep_saves + 1) * each + trained  # a new save is whole before an old one goes; the adapter, or the model, at the end
+    terms, trained = subject.plan.terms, subject.parts.trained
+    each = (terms["adapter"] or terms["base"]) + terms["optimizer"]
+    written = trained.written_bytes(subject.manifest, terms["adapter"])
+    saves = subject.config.keep_saves + 1  # a new save is whole before an old one goes
+    needed = saves * each + written
     free = shutil.disk_usage(existing).free
-    saves = subject.config.keep_saves + 1
-    line = f"{format_bytes(free)} free under {existing}; the run writes at most {format_bytes(needed)} ({saves} saves, {result})"
+    line = f"{format_bytes(free)} free under {existing}; the run writes at most {format_bytes(needed)} ({saves} saves, {trained.name})"
     if free < needed:
         yield Finding("disk", "fault", line, "free space, give --out on another disk, or lower --keep-saves")
     else:

@@ -89,7 +89,7 @@ def run(config: TrainingConfig, parts: Parts, common: Common, command: str = "")
             return group.lead(lambda: end(already_finished=True)) or {}
         job = prepare(config, parts, common, device, group, folder)
         finished = job.fit()
-        write = partial(trained.write, job.model, job.start, config.model)
+        write = partial(trained.write, job.state, job.start, config.model)
         if finished or trained.when_interrupted:
             group.lead(lambda: write(target))
         if finished:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from unfreeze.adapters import LoraConfig
     from unfreeze.checkpoint import Manifest
     from unfreeze.models import Decoder
+    from unfreeze.train.state import State
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tiktoken.model", "chat_template.jinja", "chat_template.json",
                    "generation_config.json", "special_tokens_map.json")  # fmt: skip
@@ -21,7 +23,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tiktoken.model", 
 class Adapters:
     """LoRA factors, in <out>/adapter. Written at an interruption too: they are small, and chat takes them.
 
-    strict: a group that stands still in the first step ends the run, as it was asked for by name.
+    strict: a matrix that got no gradient in the first step, though one was due, ends the run.
     """
 
     name, marker, strict, when_interrupted = "adapter", "adapter_config.json", True, True
@@ -38,10 +40,15 @@ class Adapters:
 
         attach(model, self.lora, self._seed)
 
-    def write(self, model: Decoder, manifest: Manifest, model_name: str, folder: Path) -> None:
+    def written_bytes(self, manifest: Manifest, adapter: int) -> int:
+        """What `write` leaves on the disk; `adapter` is the plan's."""
+        return adapter
+
+    def write(self, state: State, manifest: Manifest, model_name: str, folder: Path) -> None:
         """The adapter, read again and compared."""
         from unfreeze.adapters import save_adapter, verify_adapter
 
+        model = state.model
         verify_adapter(model, save_adapter(model, folder, base_name=portable(model_name), prefix=manifest.prefix))
 
     def as_result(self, folder: Path) -> dict[str, Any]:
@@ -52,9 +59,11 @@ class Adapters:
 class AllWeights:
     """Every parameter, in <out>/model: a checkpoint in the format its config.json declares, written once, when training is done.
 
-    strict False: that a group stands still in the first step is a warning, because a norm weight of 1 held in bf16 moves in steps of 2^-7 and may
-    need several updates, while its fp32 master moves at the first. An MoE router's selection bias is no parameter: it moves by `pretrain`'s
-    balancing only.
+    Each tensor has the dtype that the checkpoint had it in, rounded once, from the float32 masters where there are such. What is no
+    part of the language model (heads for later tokens) is copied byte for byte, untrained.
+
+    strict False: a matrix that got no gradient in the first step is a warning. Nobody asked for it by name, and a run of days should not end for
+    one expert. An MoE router's selection bias is no parameter: it moves by `pretrain`'s balancing only.
     """
 
     name, marker, strict, when_interrupted = "model", "config.json", False, False
@@ -62,6 +71,8 @@ class AllWeights:
 
     def check(self, manifest: Manifest) -> None:
         """Raise ConfigError for what cannot be trained in full and written back: packed weights, and a text model nested in a larger one."""
+        from unfreeze.checkpoint.manifest import TORCH_DTYPE
+
         if "text_config" in manifest.config:
             raise ConfigError(
                 f"{manifest.path}: config.json nests its language model in text_config; only plain language models are written whole",
@@ -73,18 +84,35 @@ class AllWeights:
                 next="train adapters, which leave the codes as they are: unfreeze sft --train adapters",
             )
 
+        strange = [info for info in manifest.tensors.values() if info.dtype not in TORCH_DTYPE]
+        if strange:
+            raise ConfigError(
+                f"{manifest.path}: {strange[0].name} is {strange[0].dtype}, which cannot be written back",
+                next="train adapters (unfreeze sft --train adapters)",
+            )
+
     def attach(self, model: Decoder) -> None:
         """Nothing: a model's parameters require gradients as they are."""
 
-    def write(self, model: Decoder, manifest: Manifest, model_name: str, folder: Path) -> None:
+    def written_bytes(self, manifest: Manifest, adapter: int) -> int:
+        """What `write` leaves on the disk: as much as the checkpoint has. `adapter` is the plan's, 0."""
+        return manifest.nbytes
+
+    def write(self, state: State, manifest: Manifest, model_name: str, folder: Path) -> None:
         """The checkpoint with config and tokenizer files, in one move: a kill leaves all of it or nothing, so one that is there is whole."""
         from unfreeze.checkpoint import save_checkpoint
-        from unfreeze.models.publish import published
+        from unfreeze.checkpoint.manifest import stored_tensor
+        from unfreeze.models.publish import carried, published, stored_dtypes
 
+        model = state.model
         if (folder / self.marker).is_file():
             return
         extra = {name: manifest.path / name for name in TOKENIZER_FILES if (manifest.path / name).is_file()}
-        save_checkpoint(folder, manifest.config, published(model, manifest.config), extra=extra)
+        dtypes = stored_dtypes(model, manifest)
+        trained = published(model, manifest.config, dtypes=dtypes, values=state.optimizer.masters)
+        named = ((manifest.prefix + name, tensor) for name, tensor in trained)
+        beside = ((info.name, stored_tensor(info)) for info in carried(model, manifest))
+        save_checkpoint(folder, manifest.config, chain(named, beside), extra=extra)
 
     def as_result(self, folder: Path) -> dict[str, Any]:
         """For finish(): what a run's result names."""

@@ -151,8 +151,13 @@ def load_best(state: State) -> int | None:
     if path is None or state.best is None or state.best["step"] == state.step or not path.is_dir():
         return None
     with _opened(path / TENSORS) as saved:
-        _copy(path / TENSORS, saved, {name: tensor for name, tensor in state.tensors().items() if not name.startswith("optimizer.")})
+        _copy(path / TENSORS, saved, {name: tensor for name, tensor in state.tensors().items() if _is_weight(name)})
     return int(state.best["step"])
+
+
+def _is_weight(name: str) -> bool:
+    """A trained weight, or the float32 master it is rounded from."""
+    return not name.startswith("optimizer.") or name.startswith("optimizer.master.")
 
 
 def _load_tensors(path: Path, live: dict[str, Tensor]) -> None:
