@@ -50,7 +50,7 @@ IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 OTHER: dict[str, Any] = {
     "torch_dtype": "float32", "dtype": "float32", "model_type": "mistral", "hidden_act": "gelu", "scoring_func": "softmax",
     "topk_method": "greedy", "architectures": ["MistralForCausalLM"], "auto_map": {}, "type": "linear", "rope_type": "linear",
-    "problem_type": "regression", "eos_token_id": 4, "pruned_heads": {"0": [1]}, "sliding_window": 4, "n_group": 4, "id2label": {"0": "a"},
+    "problem_type": "regression", "eos_token_id": 4, "pruned_heads": {"0": [1]}, "sliding_window": 4, "n_group": 2, "id2label": {"0": "a"},
     "label2id": {"a": 0}, "mlp_only_layers": [1], "layer_types": ["sliding_attention", "full_attention", "full_attention"],
     "vision_config": {"hidden_size": 8}, "tokenizer_class": "LlamaTokenizer", "transformers_version": "4.40.0",
 }  # fmt: skip
@@ -161,8 +161,9 @@ class Bench:
         tensors = load_file(self.theirs / "model.safetensors")
         prefix = "language_model." if "text_config" in config else ""
         save_file({prefix + name: tensor for name, tensor in tensors.items()}, self.ours / "model.safetensors", metadata={"format": "pt"})
-        self.base = self._transformers(config)
-        assert isinstance(self.base, torch.Tensor), self.base
+        base = self._transformers(config)
+        assert isinstance(base, torch.Tensor), base
+        self.base = base
 
     def _text(self, config: dict[str, Any]) -> dict[str, Any]:
         text = copy.deepcopy(config.get("text_config", config))
@@ -262,7 +263,7 @@ def table(rows: list[tuple[str, str, Change, str, str]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", default="", help="files whose names contain this")
     parser.add_argument("--write", type=Path)
