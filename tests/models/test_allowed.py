@@ -22,7 +22,7 @@ LLAMA = {
 }
 MLA = {"q_lora_rank": None, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 16,
        "num_experts_per_tok": 2, "moe_intermediate_size": 48}  # fmt: skip
-DEEPSEEK = LLAMA | MLA | {"model_type": "deepseek_v3"}
+DEEPSEEK = LLAMA | MLA | {"model_type": "deepseek_v3", "num_key_value_heads": 4}
 QWEN3 = LLAMA | {"model_type": "qwen3", "num_key_value_heads": 2}
 MOE = QWEN3 | {
     "model_type": "qwen3_moe",
@@ -93,6 +93,9 @@ def test_absent_and_null_are_told_apart_where_null_says_something():
     without = {name: value for name, value in DEEPSEEK.items() if name != "q_lora_rank"}
     assert models.shape(DEEPSEEK).mla.q_lora_rank is None and models.shape(without).mla.q_lora_rank == 1536
     assert models.shape({**QWEN3, "num_key_value_heads": None}).num_kv_heads == 4
+    assert models.shape({**DEEPSEEK, "num_key_value_heads": None}).num_kv_heads == 4
+    headless = {name: value for name, value in DEEPSEEK.items() if name != "num_key_value_heads"}
+    assert "num_key_value_heads 128 is not built" in refused(headless)
     bare = {name: value for name, value in QWEN3.items() if name != "num_key_value_heads"}
     assert (
         "no multiple of num_key_value_heads 32" in refused(bare)

@@ -10,7 +10,8 @@ LLAMA = {
     "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
 }  # fmt: skip
 DEEPSEEK = LLAMA | {
-    "model_type": "deepseek_v3", "q_lora_rank": None, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+    "model_type": "deepseek_v3", "num_key_value_heads": 4,
+    "q_lora_rank": None, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
     "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1,
     "topk_group": 1,
 }  # fmt: skip

@@ -113,8 +113,9 @@ def shape(config: Mapping[str, Any]) -> Shape:
     given = without_nulls(text)
     family = _family(given)
     check_fields(given)
-    refuse_unbuilt(given, family.FIELDS)
-    shape = family.shape(family.FIELDS.completed(text, given))
+    completed = family.FIELDS.completed(text, given)
+    refuse_unbuilt(completed, family.FIELDS)
+    shape = family.shape(completed)
     check_sizes(shape)
     return shape
 

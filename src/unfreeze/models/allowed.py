@@ -73,7 +73,7 @@ READ = names("""
 SILENT = names("""
     _name_or_path name_or_path _commit_hash architectures auto_map transformers_version torch_dtype dtype
     unsloth_fixed unsloth_version _attn_implementation attn_implementation _attn_implementation_autoset
-    _experts_implementation experts_implementation use_cache return_dict output_attentions
+    _experts_implementation experts_implementation use_cache output_attentions
     output_hidden_states output_scores torchscript use_bfloat16 tf_legacy_loss chunk_size_feed_forward
     id2label label2id num_labels problem_type finetuning_task task_specific_params tokenizer_class prefix
     is_decoder cross_attention_hidden_size bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id
@@ -92,7 +92,8 @@ _NEUTRAL: dict[Any, str] = {
     0: """attention_dropout hidden_dropout hidden_dropout_prob attention_probs_dropout_prob resid_pdrop embd_pdrop
           attn_pdrop dropout router_jitter_noise shared_expert_intermediate_size attention_bias mlp_bias qkv_bias
           output_router_logits add_cross_attention tie_encoder_decoder""",
-    1: "pretraining_tp logits_scaling logit_scale embedding_multiplier residual_multiplier mup_base_width use_qk_norm",
+    1: """pretraining_tp logits_scaling logit_scale embedding_multiplier residual_multiplier mup_base_width
+          use_qk_norm return_dict""",
 }
 NEUTRAL = {name: value for value, words in _NEUTRAL.items() for name in words.split()}
 """Fields without effect at this value (0 is false too, 1 true); at another they are named, where the family doesn't read them."""

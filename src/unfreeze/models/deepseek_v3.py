@@ -32,9 +32,10 @@ FIELDS = Fields(
         "rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": False, "max_position_embeddings": 4096, "attention_bias": False,
         "q_lora_rank": 1536, "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4,
         "norm_topk_prob": True, "routed_scaling_factor": 2.5, "rope_interleave": True, "num_nextn_predict_layers": 1,
+        "num_key_value_heads": 128,
     },
     read=names("kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim n_routed_experts moe_intermediate_size"),
-    null=names("q_lora_rank"),
+    null=names("q_lora_rank num_key_value_heads"),
     only={
         "scoring_func": lambda config: "sigmoid",
         "topk_method": lambda config: "noaux_tc",

@@ -1,0 +1,288 @@
+"""What becomes of every field of config.json: one field at a time is changed, added or left out, and logits are compared with transformers'.
+
+    python benchmarks/configs.py FOLDER_OF_CONFIGS [--only NAME] [--write docs/configs.md]
+
+Each config of a built family keeps all its fields but the sizes, which are made tiny; weights are random, written under
+transformers' names. A change of one field is then
+
+    followed   our logits are transformers' (within 1e-4), and the change moved them
+    no effect  our logits are transformers', and the change did not move them
+    refused    one error before any weight is read
+    named      a line says that the field is not followed
+    SILENT     transformers' logits are others than ours, or it fails, and nothing was said. Exit code 1 if there is one
+
+--write puts the table into a page, between the lines that name this script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import logging
+import shutil
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import unfreeze
+from unfreeze import models
+from unfreeze.core.errors import UserError
+
+BEGIN, END = "<!-- made by benchmarks/configs.py -->\n", "<!-- end of benchmarks/configs.py -->\n"
+TOLERANCE = 1e-4
+TOKENS = [5, 17, 3, 88, 41, 2, 9, 60, 61, 62, 63, 11, 7, 30, 31, 32, 33, 34, 35, 36]
+CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "deepseek_v3": "DeepseekV3", "kimi_k2": "DeepseekV3"}
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 97, "moe_intermediate_size": 48,
+    "n_routed_experts": 8, "num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "q_lora_rank": 40, "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "head_dim": 16, "first_k_dense_replace": 1, "initializer_range": 0.2,
+}  # fmt: skip
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+OTHER: dict[str, Any] = {
+    "torch_dtype": "float32", "dtype": "float32", "model_type": "mistral", "hidden_act": "gelu", "scoring_func": "softmax",
+    "topk_method": "greedy", "architectures": ["MistralForCausalLM"], "auto_map": {}, "type": "linear", "rope_type": "linear",
+    "problem_type": "regression", "eos_token_id": 4, "pruned_heads": {"0": [1]}, "sliding_window": 4, "n_group": 2, "id2label": {"0": "a"},
+    "label2id": {"a": 0}, "mlp_only_layers": [1], "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "vision_config": {"hidden_size": 8}, "tokenizer_class": "LlamaTokenizer", "transformers_version": "4.40.0",
+}  # fmt: skip
+"""Another value of a field, where its type doesn't give one."""
+ADDED: dict[str, Any] = {
+    "is_causal": False, "layer_types": ["sliding_attention", "full_attention", "full_attention"], "partial_rotary_factor": 0.5,
+    "use_sliding_window": True, "rope_interleave": False, "head_dim": 24, "clip_qkv": 0.1, "logits_scaling": 8.0, "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.2, "attention_multiplier": 0.5, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 5.0, "qk_norm": True,
+    "no_rope_layers": [1, 0, 1], "attention_bias": True, "mlp_bias": True, "attention_dropout": 0.1, "per_layer_config": {"0": {"rms_norm_eps": 0.5}},
+    "original_max_position_embeddings": 8, "moe_layer_freq": 2, "scoring_func": "softmax", "use_bidirectional_attention": True,
+    "num_local_experts": 4, "sliding_window": 4, "norm_topk_prob": False, "routed_scaling_factor": 1.0, "num_mtp_layers": 2,
+    "rope_parameters": {"rope_type": "linear", "factor": 4.0}, "rope_scaling": {"rope_type": "linear", "factor": 4.0}, "qkv_bias": True,
+    "output_router_logits": True, "router_aux_loss_coef": 0.5, "attention_chunk_size": 4, "mscale": 2.0, "compression_config": {"format": "x"},
+    "shared_expert_intermediate_size": 32, "use_qk_norm": False, "layer_norm_eps": 0.1, "hidden_dropout": 0.1, "n_shared_experts": 2,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Change:
+    """`field` of a config at another value; "." goes into a table. value ABSENT: left out."""
+
+    field: str
+    value: Any
+
+    def of(self, config: dict[str, Any]) -> dict[str, Any]:
+        changed = copy.deepcopy(config)
+        *path, name = self.field.split(".")
+        table = changed
+        for key in path:
+            table = table[key]
+        if self.value is ABSENT:
+            table.pop(name)
+        else:
+            table[name] = copy.deepcopy(self.value)
+        return changed
+
+
+ABSENT = object()
+
+
+def tiny(config: dict[str, Any]) -> dict[str, Any]:
+    """All fields of a config but its sizes, which become small; quantization is left out, since weights here are random and dense."""
+    text = dict(config.get("text_config") or config)
+    text.pop("quantization_config", None)
+    small = {name: size for name, size in SIZES.items() if text.get(name) is not None}
+    heads, groups = text["num_attention_heads"], text.get("num_key_value_heads", text["num_attention_heads"])
+    small["num_key_value_heads"] = 4 if heads == groups else 2
+    if (text.get("n_group") or 1) > 1:
+        small |= {"n_group": 4, "topk_group": 2}
+    small |= {name: index + 1 for index, name in enumerate(IDS) if text.get(name) is not None}
+    text |= small
+    if "text_config" not in config:
+        return text
+    outer = {name: index + 1 for index, name in enumerate(IDS) if config.get(name) is not None}
+    return {name: value for name, value in config.items() if name != "quantization_config"} | outer | {"text_config": text}
+
+
+def changes(config: dict[str, Any]) -> Iterator[Change]:
+    """Each field at another value and left out, each of a rotary table's too, and the fields of ADDED that it lacks."""
+    prefix = "text_config." if "text_config" in config else ""
+    text = config.get("text_config", config)
+    for name, value in text.items():
+        yield from (Change(f"{prefix}{name}", changed) for changed in (_other(name, value), ABSENT))
+        if name in ("rope_scaling", "rope_parameters") and isinstance(value, dict):
+            for key, inner in value.items():
+                yield from (Change(f"{prefix}{name}.{key}", changed) for changed in (_other(key, inner), ABSENT))
+    yield from (Change(f"{prefix}{name}", value) for name, value in ADDED.items() if text.get(name) is None)
+    if prefix:
+        outer = {name: value for name, value in config.items() if name != "text_config"}
+        yield from (Change(name, _other(name, value)) for name, value in outer.items())
+        yield from (Change(name, value) for name, value in ADDED.items() if name not in outer)
+
+
+def _other(name: str, value: Any) -> Any:
+    """Another value of the same type."""
+    if name in OTHER and value != OTHER[name]:
+        return OTHER[name]
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + 1 if value < 3 else 2 * value
+    if isinstance(value, float):
+        return 2 * value if value else 0.1
+    if isinstance(value, str):
+        return f"{value}x"
+    return [] if isinstance(value, list) and value else {} if isinstance(value, dict) and value else 1
+
+
+class Bench:
+    """One tiny config as two checkpoints with the same weights: `ours` as published, `theirs` as transformers' class of the text model."""
+
+    def __init__(self, config: dict[str, Any], folder: Path):
+        self.config, self.ours, self.theirs = config, folder / "ours", folder / "theirs"
+        text = config.get("text_config", config)
+        family = CLASSES[text["model_type"]]
+        self.model_class = getattr(transformers, f"{family}ForCausalLM")
+        self.config_class = getattr(transformers, f"{family}Config")
+        torch.manual_seed(0)
+        model = self.model_class(self.config_class.from_dict(self._text(config))).float()
+        with torch.no_grad():
+            for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+                if "norm" in name:
+                    tensor.copy_(1 + 0.3 * torch.randn_like(tensor))
+                elif name.endswith(("bias", "e_score_correction_bias")):
+                    tensor.copy_(0.2 * torch.randn_like(tensor))
+        model.save_pretrained(self.theirs, save_original_format=True)
+        self.ours.mkdir()
+        tensors = load_file(self.theirs / "model.safetensors")
+        prefix = "language_model." if "text_config" in config else ""
+        save_file({prefix + name: tensor for name, tensor in tensors.items()}, self.ours / "model.safetensors", metadata={"format": "pt"})
+        base = self._transformers(config)
+        assert isinstance(base, torch.Tensor), base
+        self.base = base
+
+    def _text(self, config: dict[str, Any]) -> dict[str, Any]:
+        text = copy.deepcopy(config.get("text_config", config))
+        return text | {"model_type": "deepseek_v3"} if text.get("model_type") == "kimi_k2" else text
+
+    def _transformers(self, config: dict[str, Any]) -> torch.Tensor | str:
+        """Its logits, or why there are none: an error, or tensors that don't fit."""
+        try:
+            (self.theirs / "config.json").write_text(json.dumps(self._text(config)))
+            text = self.config_class.from_pretrained(self.theirs)
+            model, info = self.model_class.from_pretrained(
+                self.theirs, config=text, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, ignore_mismatched_sizes=True
+            )
+            missing = [name for name in info["missing_keys"] if name != "lm_head.weight" or not text.tie_word_embeddings]
+            if missing or info["mismatched_keys"]:
+                return f"{len(missing) + len(info['mismatched_keys'])} tensors don't fit"
+            with torch.no_grad():
+                return model.eval()(torch.tensor([TOKENS]))[0][0].float()
+        except Exception as error:
+            return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+    def _unfreeze(self, config: dict[str, Any]) -> tuple[torch.Tensor | str, list[str]]:
+        """(logits, or the refusal; what was said)."""
+        said: list[str] = []
+        (self.ours / "config.json").write_text(json.dumps(config))
+        try:
+            return unfreeze.load(self.ours, say=said.append).logits([TOKENS])[0], said
+        except UserError as error:
+            return error.message, said
+
+    def judge(self, change: Change) -> tuple[str, str]:
+        """(followed, no effect, refused, named or SILENT; the words that go with it)."""
+        config = change.of(self.config)
+        ours, said = self._unfreeze(config)
+        name = change.field.split(".")[-1]
+        if isinstance(ours, str):
+            return "refused", ours
+        if any(f"{name} = " in line for line in said):
+            return "named", said[0]
+        theirs = self._transformers(config)
+        if isinstance(theirs, str):
+            return "SILENT", f"transformers: {theirs}"
+        if theirs.shape != ours.shape or not float((theirs - ours).abs().max()) <= TOLERANCE:
+            return "SILENT", "logits differ"
+        return ("followed" if float((theirs - self.base).abs().max()) > TOLERANCE else "no effect"), ""
+
+
+def run(folder: Path, only: str = "") -> Iterator[tuple[str, str, Change, str, str]]:
+    """(file, model_type, change, verdict, words) over the configs of a folder; a change that another file made is not made again."""
+    seen: set[str] = set()
+    for file in sorted(folder.glob("*.json")):
+        config = json.loads(file.read_text(encoding="utf-8"))
+        try:
+            models.shape(config)
+        except UserError:
+            continue
+        if only not in file.name:
+            continue
+        config = tiny(config)
+        kind = config.get("model_type", "")
+        work = Path(tempfile.mkdtemp(prefix="configs-"))
+        try:
+            bench = Bench(config, work)
+            for change in changes(config):
+                *path, name = change.field.split(".")
+                table = config
+                for key in path:
+                    table = table[key]
+                key = json.dumps([kind, change.field, table.get(name), "absent" if change.value is ABSENT else change.value])
+                if key not in seen:
+                    seen.add(key)
+                    yield file.stem, kind, change, *bench.judge(change)
+        finally:
+            shutil.rmtree(work)
+
+
+ORDER = ("followed", "no effect", "refused", "named", "SILENT")
+
+
+def table(rows: list[tuple[str, str, Change, str, str]]) -> str:
+    """The counts per model_type, then every field with what became of its changes."""
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    fields: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for _, kind, change, verdict, _ in rows:
+        counts[kind][verdict] += 1
+        fields[change.field.removeprefix("text_config.")][verdict].add(kind + (" (absent)" if change.value is ABSENT else ""))
+    lines = [f"| model_type | changes | {' | '.join(ORDER)} |", "|---|" + "---|" * (len(ORDER) + 1)]
+    for kind, counter in counts.items():
+        lines.append(f"| {kind} | {counter.total()} | {' | '.join(str(counter[verdict]) for verdict in ORDER)} |")
+    total = sum(counts.values(), Counter())
+    lines.append(f"| all | {total.total()} | {' | '.join(str(total[verdict]) for verdict in ORDER)} |")
+    lines += ["", f"| field | {' | '.join(ORDER[:-1])} |", "|---|" + "---|" * (len(ORDER) - 1)]
+    for field, verdicts in sorted(fields.items()):
+        cells = [", ".join(sorted(verdicts[verdict])) for verdict in ORDER[:-1]]
+        lines.append(f"| `{field}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", default="", help="files whose names contain this")
+    parser.add_argument("--write", type=Path)
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    logging.disable(logging.WARNING)
+    rows = []
+    for row in run(options.folder, options.only):
+        rows.append(row)
+        file, _, change, verdict, words = row
+        value = "absent" if change.value is ABSENT else json.dumps(change.value)
+        print(f"{verdict:<9}  {file}  {change.field} -> {value}  {words}"[:200], flush=True)
+    made = table(rows)
+    print(made.split("\n\n")[0])
+    if options.write:
+        before, _, rest = options.write.read_text(encoding="utf-8").partition(BEGIN)
+        options.write.write_text(before + BEGIN + made + END + rest.partition(END)[2], encoding="utf-8")
+    return int(any(verdict == "SILENT" for *_, verdict, _ in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
