@@ -222,7 +222,7 @@ def bad_rows_vanish(patch):
 
 
 def read_as_four_bits(patch):
-    resolve, plan = (import_module(f"unfreeze.{name}") for name in ("checkpoint.resolve", "parallel.plan"))
+    resolve, int4 = (import_module(f"unfreeze.{name}") for name in ("checkpoint.resolve", "quant.int4"))
     real = resolve.from_quantization_config
 
     def careless(config):
@@ -231,7 +231,7 @@ def read_as_four_bits(patch):
         return real(config)
 
     patch.setattr(resolve, "from_quantization_config", careless)
-    patch.setattr(plan, "from_quantization_config", careless)
+    patch.setattr(int4, "from_quantization_config", careless)
 
 
 def mean_of_batch_means(patch):
