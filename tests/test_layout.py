@@ -19,7 +19,7 @@ LAYER = {
     "job": 8,
     "recipes": 9, "serve": 9,
     "commands": 10, "bench": 10, "drill": 10,
-    "cli": 11,
+    "cli": 11, "api": 11,
 }  # fmt: skip
 FORBIDDEN = {"transformers", "peft", "trl", "accelerate", "compressed_tensors", "liger_kernel", "pickle"}
 EXEMPT = {

@@ -1,8 +1,10 @@
 """unfreeze trains any open-weight language model, every weight of it, in the format it was published in.
 
     import unfreeze
+    run = unfreeze.sft(model="DIR_OR_ID", data="chat.jsonl", rank=16, epochs=2)
+    run.loss, run.receipt, run.chat("What is the capital of France?"), run.report()
     model = unfreeze.load("DIR_OR_ID_OR_RUN", dtype="float32")
-    model.generate("Once upon", max_new_tokens=50, temperature=0)
+    model.chat([{"role": "user", "content": "…"}]), model.generate("Once upon", max_new_tokens=50)
 
 The public nouns are imported on first use (PEP 562), so that `import unfreeze` and `unfreeze --help` do not import torch.
 """
@@ -14,12 +16,19 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from unfreeze.api import FinishedRun as FinishedRun
+    from unfreeze.api import prepare as prepare
+    from unfreeze.api import pretrain as pretrain
+    from unfreeze.api import sft as sft
     from unfreeze.generate.model import Model as Model
     from unfreeze.generate.model import load as load
 
-__all__ = ["Model", "__version__", "load"]
+__all__ = ["FinishedRun", "Model", "__version__", "load", "prepare", "pretrain", "sft"]
 
-_HOME = {"load": "unfreeze.generate.model", "Model": "unfreeze.generate.model"}
+_HOME = {
+    "load": "unfreeze.generate.model", "Model": "unfreeze.generate.model",
+    **dict.fromkeys(("FinishedRun", "prepare", "pretrain", "sft"), "unfreeze.api"),
+}  # fmt: skip
 
 try:
     __version__ = version("unfreeze")

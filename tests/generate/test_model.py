@@ -15,6 +15,8 @@ import unfreeze
 from unfreeze.adapters import LoraConfig, attach
 from unfreeze.adapters.layouts import save_adapter
 from unfreeze.core.errors import CheckpointError, ConfigError, UserError
+from unfreeze.drill.sandbox import TINY_K2
+from unfreeze.generate.open import notes
 from unfreeze.quant.int4 import Int4
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -269,3 +271,9 @@ def test_tiny_kimi_int4_has_its_expected_logits():
     model = unfreeze.load(KIMI, dtype="float32")
     actual = torch.stack(model.logits(expected["input_ids"].tolist()))
     assert (actual - expected["logits"]).abs().max() <= 1e-4
+
+
+def test_a_field_whose_name_no_terminal_shows_is_said_in_escapes():
+    config = {**json.loads((TINY_K2 / "config.json").read_text()), "a\ud800\nb": 1}
+    (line,) = notes(config)
+    assert r"a\ud800\nb" in line and line.isprintable()

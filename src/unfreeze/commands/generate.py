@@ -1,4 +1,7 @@
-"""unfreeze generate MODEL_OR_RUN --prompt TEXT: continue a text, or answer it as a chat turn. --tokens 1 403 407 takes token ids instead."""
+"""unfreeze generate MODEL_OR_RUN --prompt TEXT: continue a text as it is; --mode chat asks it as a question.
+
+--tokens 1 403 407 takes token ids instead of a text.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ class Config(Frozen):
     prompt: str = Field(default="", description="the text to continue, or the question")
     tokens: tuple[int, ...] = Field(default=(), description="the prompt as token ids, taken as they are; for checkpoints without a tokenizer")
     mode: Literal["auto", "text", "chat"] = Field(
-        default="auto", description="text: continue the prompt; chat: the prompt is a user's turn; auto: chat if the checkpoint has a chat template"
+        default="text",
+        description="text: continue the prompt as it is; chat: the prompt is a user's turn; auto: chat if the checkpoint has a template",
     )
     max_new_tokens: int = Field(default=200, ge=1, description="tokens to generate at most")
     temperature: float = Field(default=0.0, ge=0, description="0 is greedy")
@@ -44,7 +48,11 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     if config.tokens and config.mode == "chat":
         raise ConfigError("mode chat takes a text; tokens are continued as they are", next="--prompt TEXT --mode chat")
     model = load(config.model, config.dtype, config.device, common)
-    done = complete(model, config)
+    as_chat = config.mode == "chat" or (config.mode == "auto" and model.has_chat_template)
+    if model.has_chat_template and not config.tokens:
+        how = "asked as a chat turn (--mode text continues it as it is)" if as_chat else "continued as text (--mode chat asks it as a question)"
+        say(common)(f"the prompt is {how}")
+    done = complete(model, config, as_chat)
     if not common.json:
         print(done.text if model.tokenizer is not None else " ".join(map(str, done.tokens)))
     if done.finish_reason == "length" and len(done.tokens) < config.max_new_tokens:
@@ -52,11 +60,11 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     return {"text": done.text, "tokens": done.tokens, "finish_reason": done.finish_reason}
 
 
-def complete(model: Model, config: Config) -> Completion:
+def complete(model: Model, config: Config, as_chat: bool) -> Completion:
     """The continuation of a prompt or of ids, or the answer to a chat turn."""
     settings: Any = config.model_dump(include={"max_new_tokens", "temperature", "top_k", "top_p", "stop", "seed"})
     if config.tokens:
         return model.complete([config.tokens], **settings)[0]
-    if config.mode == "chat" or (config.mode == "auto" and model.has_chat_template):
+    if as_chat:
         return model.chat_batch([config.prompt], **settings)[0]
     return model.complete([config.prompt], **settings)[0]

@@ -63,6 +63,36 @@ def parse(config: type[C], arguments: list[str], *, command: str, description: s
         raise ConfigError(_explain(error), next=f"unfreeze {command} --help") from error
 
 
+def from_keywords(config: type[C], given: Mapping[str, Any], *, function: str, file: str | Path | None = None) -> C:
+    """unfreeze.sft("run.toml", rank=16) -> Config. A field of an inner table may stand without its table where its name is unambiguous.
+
+    Raises ConfigError that names the keyword and the nearest valid one.
+    """
+    table: dict[str, Any] = read_toml(Path(file).expanduser()) if file is not None else {}
+    tables = {name: model for name, info in config.model_fields.items() if (model := _model_in(info.annotation))}
+    inner = {name: table_name for table_name, model in tables.items() for name in model.model_fields}
+    for name, value in given.items():
+        plain = os.fspath(value) if isinstance(value, os.PathLike) else value
+        if isinstance(plain, (list, tuple)):
+            plain = [os.fspath(item) if isinstance(item, os.PathLike) else item for item in plain]
+        if name in inner and name not in config.model_fields:
+            table[inner[name]] = {**table.get(inner[name], {}), name: plain}
+        else:
+            table[name] = plain.model_dump() if isinstance(plain, BaseModel) else plain
+    unknown = next((name for name in table if name.replace("-", "_") not in config.model_fields), None)
+    if unknown is not None:
+        hint = nearest(unknown, [*config.model_fields, *inner])
+        raise ConfigError(f"unfreeze.{function} has no argument {unknown!r}{hint}", next=f"help(unfreeze.{function}), or: unfreeze {function} --help")
+    missing = [name for name, info in config.model_fields.items() if info.is_required() and name not in table]
+    if missing:
+        raise ConfigError(f"unfreeze.{function} needs {' and '.join(missing)}", next=f'unfreeze.{function}(model="…", data="chat.jsonl")')
+    values = _given(config, {name: value for name, value in table.items() if value is not None}, f"unfreeze.{function}")
+    try:
+        return config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(_explain(error), next=f"help(unfreeze.{function})") from error
+
+
 def _parse_flags(twin: type, arguments: list[str], command: str, description: str) -> Any:
     """tyro's parser; what it says of a wrong flag (a box of many lines) becomes one ConfigError. --help goes out as it is."""
     said = io.StringIO()

@@ -96,6 +96,11 @@ class Model:
             stop_ids = frozenset() if tokenizer is None else tokenizer.eos_ids
         self.engine = Engine(decoder, tokenizer=tokenizer, stop_ids=stop_ids)
 
+    def __repr__(self) -> str:
+        shape = self.decoder.shape
+        experts = f", {shape.experts_per_token} of {shape.num_experts} experts a token" if shape.num_experts else ""
+        return f"<unfreeze.Model {shape.model_type}: {shape.num_layers} layers, hidden size {shape.hidden_size}{experts}, on {self.decoder.device}>"
+
     @property
     def has_chat_template(self) -> bool:
         """Whether the checkpoint brings its own chat template; `chat` works without one, in plain words."""

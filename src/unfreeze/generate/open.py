@@ -109,8 +109,10 @@ def open_model(
 
 
 def notes(config: Mapping[str, Any]) -> list[str]:
-    """What a model computed from this config.json passes over, a line for each table of it."""
-    return [line for line in (models.not_followed(config), not_followed(config)) if line]
+    """What a model computed from this config.json passes over, a line for each table of it. What a name holds
+    that no terminal shows (a line break, half a surrogate) is escaped."""
+    lines = [line for line in (models.not_followed(config), not_followed(config)) if line]
+    return ["".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line) for line in lines]
 
 
 def dtype_of(name: str) -> torch.dtype:

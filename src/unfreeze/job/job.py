@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from unfreeze.models import Decoder, Shape
     from unfreeze.parallel.collectives import Group
     from unfreeze.parallel.plan import Plan
+    from unfreeze.train.fit import OnStep
     from unfreeze.train.guards import SpikeGuard
     from unfreeze.train.run import Run
     from unfreeze.train.state import AfterUpdate, State
@@ -61,6 +62,7 @@ class Parts:
     encoding      how rows become examples (data.encode_files: supervise, turns, reasoning)
     after_update  what changes the model after an update, such as the balancing bias
     chat          whether prompts of the user's own are asked as messages (else continued)
+    on_step       called with (state, result) after each step, behind receipt and validation
     """
 
     recipe: str
@@ -70,6 +72,7 @@ class Parts:
     encoding: Mapping[str, Any] = field(default_factory=dict)
     after_update: Callable[[Decoder], Sequence[AfterUpdate]] = lambda model: ()
     chat: bool = True
+    on_step: Sequence[OnStep] = ()
 
 
 def run(config: TrainingConfig, parts: Parts, common: Common, command: str = "") -> dict[str, Any]:
@@ -81,20 +84,29 @@ def run(config: TrainingConfig, parts: Parts, common: Common, command: str = "")
 
     refuse_absent(config.files)
     device = pick_device(config.device, config.threads)
-    trained = parts.trained
     with open_group(device) as group, live(config, common, parts.recipe, command, group) as folder:
-        target, best = folder.path / trained.name, folder.path / f"{trained.name}-best"
-        end = partial(finish, config, common, command, **trained.as_result(target))
-        if group.any(folder.finished and (target / trained.marker).is_file() and best_is_written(folder, best)):
+        end = partial(finish, config, common, command, **parts.trained.as_result(target_of(folder, parts)))
+        if group.any(is_written(folder, parts)):
             return group.lead(lambda: end(already_finished=True)) or {}
         job = prepare(config, parts, common, device, group, folder)
-        finished = job.fit()
-        write = partial(trained.write, job.state, job.start, config.model)
-        if finished or trained.when_interrupted:
-            group.lead(lambda: write(target))
-        if finished:
-            group.lead(lambda: write_best(job.state, best, write))
+        job.write(finished=job.fit())
         return group.lead(lambda: end(best=job.state.best)) or {}
+
+
+def target_of(folder: Run, parts: Parts) -> Path:
+    """Where what was trained is written."""
+    return folder.path / parts.trained.name
+
+
+def best_of(folder: Run, parts: Parts) -> Path:
+    """Where the best of the validated saves is written, if it is not the last."""
+    return folder.path / f"{parts.trained.name}-best"
+
+
+def is_written(folder: Run, parts: Parts) -> bool:
+    """Whether the run is finished and everything it leaves behind is there."""
+    written = (target_of(folder, parts) / parts.trained.marker).is_file()
+    return folder.finished and written and best_is_written(folder, best_of(folder, parts))
 
 
 @dataclass
@@ -132,11 +144,25 @@ class Job:
             micro_batches=config.micro_batches, max_norm=config.clip,
             save_every=config.save_every, keep_saves=config.keep_saves, on_full_disk=config.on_full_disk,
             group=self.group, judge=self.spike_guard(), describe=self.describe,
-            on_step=[*receipt_of(state, self.dataset, self.group, stop=self.parts.trained.strict), *self.validation],
+            on_step=self.hooks(),
         )  # fmt: skip
         if fitted.reason == "done":
             self.samples.say("after", state.step)
         return fitted.reason == "done"
+
+    def hooks(self) -> list[OnStep]:
+        """What looks at each finished step: the receipt, validation, then the recipe's own."""
+        receipt = receipt_of(self.state, self.dataset, self.group, stop=self.parts.trained.strict)
+        return [*receipt, *self.validation, *self.parts.on_step]
+
+    def write(self, *, finished: bool) -> None:
+        """What was trained, at the end or at an interruption; and the best save, where that was an earlier one."""
+        folder, trained = self.state.run, self.parts.trained
+        write = partial(trained.write, self.state, self.start, self.config.model)
+        if finished or trained.when_interrupted:
+            self.group.lead(lambda: write(target_of(folder, self.parts)))
+        if finished:
+            self.group.lead(lambda: write_best(self.state, best_of(folder, self.parts), write))
 
     def spike_guard(self) -> SpikeGuard:
         """The judge of the steps: its window is filled from the events of the steps before, so a resumed run judges as an unbroken one."""

@@ -18,8 +18,9 @@ RECEIPT = "receipt.json"
 
 
 def receipt_of(state: State, dataset: Dataset, group: Group, *, stop: bool) -> list[OnStep]:
-    """The hook of a run that has no receipt yet; none for a run that goes on behind it."""
-    return [] if state.step and (state.run.path / RECEIPT).is_file() else [FirstStepReceipt(state, dataset, group, stop=stop)]
+    """The hook of a run that has no receipt yet; none for a run that goes on behind it. Process 0, whose folder it is, says for all."""
+    missing = group.any(bool(group.lead(lambda: not (state.run.path / RECEIPT).is_file())))
+    return [FirstStepReceipt(state, dataset, group, stop=stop)] if state.step == 0 or missing else []
 
 
 class FirstStepReceipt:

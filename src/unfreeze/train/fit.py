@@ -79,15 +79,13 @@ def fit(
     Raises NonFinite at a NaN (weights and saves are those of before), DataError if the batches end, DiskFull if a save has no room.
     """
     run, model, steps = state.run, state.model, state.schedule.steps
-    run.events.emit(
-        "start", state.step, steps=steps, resumed=state.step > 0, model=str(run.config.get("model", "")), data=str(run.config.get("data", ""))
-    )  # fmt: skip
+    emit_start(state)
     group.check_replicas(state.tensors())
     losses, tokens, seconds = [], 0, 0.0
     with Interrupt() as interrupt:
         for step in range(state.step, steps):
             started = time.perf_counter()
-            batch_list, cursor = _take(batches, micro_batches, step, steps)
+            batch_list, cursor = take(batches, micro_batches, step, steps)
             try:
                 result = train_step(
                     model, state.optimizer, batch_list, objective,
@@ -99,17 +97,8 @@ def fit(
                     model, batch_list, objective, through=through, group=group, folder=run.path, step=step + 1, describe=describe
                 )  # fmt: skip
                 raise _explain(error, line, state) from error
-            for change in state.after_update if result.applied else ():
-                change(result.expert_load)
-            state.step, state.cursor = step + 1, cursor
-
-            # the host's clock on CUDA too: train_step's one read waited for the backward pass, and what the device still does then (the
-            # update) is waited for, and counted, in the next step. CUDA events would need a second wait to be read here.
-            duration = time.perf_counter() - started
+            duration = advance(state, result, cursor, started, on_step)
             losses, tokens, seconds = [*losses[:1], result.loss], tokens + result.tokens, seconds + duration
-            run.events.emit("train", state.step, **_train_fields(result, duration, memory_fields(model.device)))
-            for look in on_step:
-                look(state, result)
 
             stop = group.any(interrupt.requested)  # read once: a signal after this line is for the next step
             last = stop or state.step == steps
@@ -131,7 +120,30 @@ def fit(
     return fitted
 
 
-def _take(batches: Iterator[tuple[Batch, Cursor]], count: int, step: int, steps: int) -> tuple[list[Batch], Cursor]:
+def emit_start(state: State) -> None:
+    """The start event: how many steps, and whether the run goes on."""
+    config = state.run.config
+    words = {"model": str(config.get("model", "")), "data": str(config.get("data", ""))}
+    state.run.events.emit("start", state.step, steps=state.schedule.steps, resumed=state.step > 0, **words)
+
+
+def advance(state: State, result: StepResult, cursor: Cursor, started: float, on_step: Sequence[OnStep]) -> float:
+    """What follows an update: the step counts, its event is written, hooks look at it. -> its seconds since `started` (perf_counter).
+
+    The host's clock on CUDA too: train_step's one read waited for the backward pass, and what the device still does then (the update) is
+    waited for, and counted, in the next step. CUDA events would need a second wait to be read here.
+    """
+    for change in state.after_update if result.applied else ():
+        change(result.expert_load)
+    state.step, state.cursor = state.step + 1, cursor
+    seconds = time.perf_counter() - started
+    state.run.events.emit("train", state.step, **_train_fields(result, seconds, memory_fields(state.model.device)))
+    for look in on_step:
+        look(state, result)
+    return seconds
+
+
+def take(batches: Iterator[tuple[Batch, Cursor]], count: int, step: int, steps: int) -> tuple[list[Batch], Cursor]:
     """The next `count` batches and the cursor behind the last of them."""
     taken = [pair for _, pair in zip(range(count), batches, strict=False)]
     if len(taken) < count:

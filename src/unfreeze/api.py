@@ -1,0 +1,161 @@
+"""Python as a way in: the same runs as the command line's, with results to look at.
+
+    run = unfreeze.sft(model="…", data="chat.jsonl", rank=16, epochs=2)
+    run.loss, run.receipt, run.events
+    run.chat("What is the capital of France?"); run.report()
+
+    job = unfreeze.prepare("run.toml")                                  # one's own loop
+    for batch in job.batches:
+        job.forward_backward(batch)
+        job.optim_step()
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from unfreeze.config.parse import from_keywords
+from unfreeze.config.training import TrainingConfig
+from unfreeze.core.command import Common
+from unfreeze.core.events import Event
+from unfreeze.job import job
+from unfreeze.recipes import pretrain as pretraining
+from unfreeze.recipes import sft as fine_tuning
+from unfreeze.report.events import of_kind, read_events
+from unfreeze.report.html import page, summary_lines, write_report
+from unfreeze.report.run import read_run
+
+if TYPE_CHECKING:
+    from unfreeze.generate.model import Message, Model
+    from unfreeze.job.loop import Loop
+    from unfreeze.train.fit import OnStep
+    from unfreeze.train.step import Objective
+
+C = TypeVar("C", bound=TrainingConfig)
+
+
+class FinishedRun:
+    """What a run left behind, read from its folder: numbers, tables, answers, the report."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+
+    @cached_property
+    def events(self) -> list[Event]:
+        """Everything that was written while it ran, in order: dicts with "kind", "step", "time" (docs/events.md)."""
+        return read_events(self.path / "events.jsonl")
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each step, in nats per supervised token."""
+        return [event["loss"] for event in of_kind(self.events, "train") if event.get("loss") is not None]
+
+    @property
+    def loss(self) -> float | None:
+        """The last step's."""
+        return self.losses[-1] if self.losses else None
+
+    @property
+    def receipt(self) -> dict[str, dict[str, Any]]:
+        """group -> what learned in it (adapters/receipt.py: make_receipt); empty where none was taken."""
+        return read_run(self.path).groups
+
+    @property
+    def finished(self) -> bool:
+        """Whether it reached its last step."""
+        return read_run(self.path).state == "done"
+
+    @cached_property
+    def model(self) -> Model:
+        """The trained model, loaded once."""
+        from unfreeze.generate.model import load
+
+        return load(self.path)
+
+    def chat(self, messages: str | Sequence[Message], **options: Any) -> str:
+        """The trained model's answer; as Model.chat."""
+        return self.model.chat(messages, **options)
+
+    def generate(self, prompt: str, **options: Any) -> str:
+        """The trained model's continuation of a text; as Model.generate."""
+        return self.model.generate(prompt, **options)
+
+    def report(self) -> Report:
+        """Write report.html; shown inline where a notebook asks for it."""
+        write_report(self.path)
+        return Report(self.path / "report.html", page(read_run(self.path)))
+
+    def __repr__(self) -> str:
+        return "\n".join(summary_lines(self.path))
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(repr(self))}</pre>"
+
+
+class Report:
+    """A run's page: `path` on disk; in a notebook it shows itself, in a frame of its own."""
+
+    def __init__(self, path: Path, source: str):
+        self.path, self._source = path, source
+
+    def __repr__(self) -> str:
+        return str(self.path)
+
+    def _repr_html_(self) -> str:
+        framed = html.escape(self._source, quote=True)
+        return f'<iframe srcdoc="{framed}" sandbox="" style="width:100%;height:720px;border:0"></iframe>'
+
+
+def sft(
+    config: str | Path | None = None,
+    *,
+    objective: Objective | None = None,
+    on_step: Sequence[OnStep] = (),
+    quiet: bool = False,
+    **fields: Any,
+) -> FinishedRun:
+    """Fine-tune, as `unfreeze sft`. config: a TOML file; fields: any field of it, on top (rank=16 stands for lora.rank).
+
+    objective: (hidden_TD, lm_head, batch) -> Loss in place of cross entropy. on_step: called with (state, result) after each step.
+    A run that was interrupted goes on with the same call. Raises UserError: one line, and what to do next.
+    """
+    return _run(fine_tuning.Config, fine_tuning.parts, "sft", config, fields, objective, on_step, quiet)
+
+
+def pretrain(
+    config: str | Path | None = None,
+    *,
+    objective: Objective | None = None,
+    on_step: Sequence[OnStep] = (),
+    quiet: bool = False,
+    **fields: Any,
+) -> FinishedRun:
+    """Train every weight on text, as `unfreeze pretrain`; arguments as of sft."""
+    return _run(pretraining.Config, pretraining.parts, "pretrain", config, fields, objective, on_step, quiet)
+
+
+def prepare(config: str | Path | None = None, *, objective: Objective | None = None, quiet: bool = False, **fields: Any) -> Loop:
+    """A fine-tuning run whose loop is the caller's: job.batches, job.forward_backward, job.optim_step (job/loop.py)."""
+    from unfreeze.job.loop import Loop
+
+    made = from_keywords(fine_tuning.Config, fields, function="prepare", file=config)
+    return Loop(made, _with(fine_tuning.parts(made), objective, ()), Common(quiet=quiet))
+
+
+def _run(
+    kind: type[C], parts: Callable[[C], job.Parts], name: str, file: str | Path | None, fields: dict[str, Any],
+    objective: Objective | None, on_step: Sequence[OnStep], quiet: bool,
+) -> FinishedRun:  # fmt: skip
+    config = from_keywords(kind, fields, function=name, file=file)
+    result = job.run(config, _with(parts(config), objective, on_step), Common(quiet=quiet), "the same call")
+    return FinishedRun(result.get("run", config.run_dir))
+
+
+def _with(parts: job.Parts, objective: Objective | None, on_step: Sequence[OnStep]) -> job.Parts:
+    from dataclasses import replace
+
+    return replace(parts, objective=objective or parts.objective, on_step=tuple(on_step))
