@@ -179,6 +179,7 @@ TESTED_BY = {  # source file -> the test file that covers it, where that doesn't
     "job/data.py": "recipes/test_sft.py",
     "job/folder.py": "recipes/test_sft.py",
     "job/job.py": "recipes/test_sft.py",
+    "job/loop.py": "test_api.py",
     "job/samples.py": "recipes/test_sft.py",
     "report/page.py": "report/test_html.py",
     "report/events.py": "report/test_report_events.py",

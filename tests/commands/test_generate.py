@@ -22,7 +22,7 @@ def no_tokenizer(tmp_path):
 
 def test_tokens_are_those_that_were_sampled(unfreeze_json):
     """The stop id is among them, and no text encodes to it: encoding the text again would lose it."""
-    result = unfreeze_json("generate", TINY_K2, "--prompt", "What is the capital of France?", "--max-new-tokens", 40)
+    result = unfreeze_json("generate", TINY_K2, "--prompt", "What is the capital of France?", "--mode", "chat", "--max-new-tokens", 40)
     model = unfreeze.load(TINY_K2)
     done = model.chat_batch(["What is the capital of France?"], max_new_tokens=40)[0]
     assert result == {"text": done.text, "tokens": done.tokens, "finish_reason": done.finish_reason}
@@ -30,7 +30,7 @@ def test_tokens_are_those_that_were_sampled(unfreeze_json):
 
 
 def test_text_mode_continues_and_stops_at_a_text(unfreeze_json):
-    whole = unfreeze_json("generate", TINY_K2, "--prompt", "The capital of France is", "--mode", "text", "--max-new-tokens", 12)
+    whole = unfreeze_json("generate", TINY_K2, "--prompt", "The capital of France is", "--max-new-tokens", 12)
     assert whole["text"] == unfreeze.load(TINY_K2).generate("The capital of France is", max_new_tokens=12)
     stop = whole["text"].strip()[2:5]
     stopped = unfreeze_json("generate", TINY_K2, "--prompt", "The capital of France is", "--mode", "text", "--max-new-tokens", 12, "--stop", stop)

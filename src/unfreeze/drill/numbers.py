@@ -136,11 +136,11 @@ def mask_lost(sandbox: Sandbox) -> Outcome:
 
 
 def unstable_template(sandbox: Sandbox) -> Outcome:
-    """A template that numbers the turns from the end, so that what was said changes as the conversation grows."""
+    """A template that numbers the turns from the end, so that what was said changes as the conversation grows; one example of the whole."""
     template = "{% for m in messages %}[{{ messages | length - loop.index0 }}]{{ m.role }}: {{ m.content }}\n{% endfor %}"
     folder = sandbox.copy("llama")
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    return refused(lambda: encode_file(sandbox.rows(), load_tokenizer(folder), 512), says="not prefix-stable")
+    return refused(lambda: encode_file(sandbox.rows(), load_tokenizer(folder), 512, turns="whole"), says="not prefix-stable")
 
 
 def mask_all_ones(sandbox: Sandbox) -> Outcome:

@@ -1,0 +1,123 @@
+"""Python as a way in: the same runs as the command line's, results to look at, a loop of one's own that loses nothing."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import unfreeze
+from unfreeze import cli
+from unfreeze.core.errors import ConfigError
+from unfreeze.drill.sandbox import TINY_K2
+
+FIELDS = {"rank": 2, "steps": 4, "tokens_per_step": 256, "samples": 0, "dtype": "float32", "device": "cpu", "threads": 1,
+          "validation_fraction": 0.2}  # fmt: skip
+
+
+def losses(run):
+    return unfreeze.FinishedRun(run).losses
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, chat_rows):
+    out = tmp_path_factory.mktemp("api") / "whole"
+    return unfreeze.sft(model=TINY_K2, data=chat_rows, out=out, quiet=True, **FIELDS)
+
+
+def test_a_run_gives_numbers_tables_answers_and_a_page(whole):
+    assert whole.finished and len(whole.losses) == 4 and whole.loss == whole.losses[-1]
+    assert whole.receipt["experts"]["sites_moved"] > 0 and {"train", "receipt", "end"} <= {event["kind"] for event in whole.events}
+    assert isinstance(whole.chat("What is the capital of France?", max_new_tokens=4), str)
+    assert whole.generate("Paris is", max_new_tokens=4) == whole.model.generate("Paris is", max_new_tokens=4)
+    report = whole.report()
+    assert report.path.is_file() and "<iframe srcdoc=" in report._repr_html_() and "sandbox" in report._repr_html_()
+    assert "4 of 4" in repr(whole) and "<pre>" in whole._repr_html_()
+
+
+def test_the_command_line_makes_the_same_run(whole, tmp_path, chat_rows):
+    flags = [text for name, value in FIELDS.items() for text in (f"--{'lora.' * (name == 'rank')}{name.replace('_', '-')}", str(value))]
+    assert cli.main(["sft", "--model", str(TINY_K2), "--data", str(chat_rows), "--out", str(tmp_path / "cli"), "--quiet", *flags]) == 0
+    assert losses(tmp_path / "cli") == whole.losses
+
+
+def test_a_loop_of_ones_own_is_the_same_run_and_leaving_it_saves(whole, tmp_path, chat_rows):
+    def prepared():
+        return unfreeze.prepare(model=TINY_K2, data=chat_rows, out=tmp_path / "own", quiet=True, **FIELDS)
+
+    job = prepared()
+    for number, batch in enumerate(job.batches):
+        gradients = job.forward_backward(batch)
+        assert gradients.norm > 0 and job.state.step == number
+        job.optim_step()
+        if number == 1:
+            break
+    assert (tmp_path / "own" / "state" / "step-000002").is_dir() and (tmp_path / "own" / "adapter").is_dir()
+
+    with pytest.raises(RuntimeError, match="mine"):
+        for batch in prepared().batches:
+            prepared_job = batch  # the body fails before its step: nothing is counted
+            raise RuntimeError("mine")
+    assert prepared_job
+
+    job = prepared()
+    assert job.state.step == 2
+    for batch in job.batches:
+        job.forward_backward(batch)
+        job.optim_step()
+    assert losses(tmp_path / "own") == whole.losses  # to the bit: one loop, cut in two, driven from outside
+    held_out = [[event["loss"] for event in run.events if event["kind"] == "eval"] for run in (whole, unfreeze.FinishedRun(tmp_path / "own"))]
+    assert held_out[0] == held_out[1]
+    with pytest.raises(ConfigError, match="is finished"):
+        prepared()
+
+
+def test_an_objective_and_a_hook_are_functions(tmp_path, chat_rows):
+    from unfreeze.objectives.cross_entropy import cross_entropy
+
+    calls, steps = [], []
+
+    def objective(hidden_TD, lm_head, batch):
+        calls.append(batch.num_tokens)
+        return cross_entropy(hidden_TD, lm_head, batch)
+
+    hook = lambda state, result: steps.append((state.step, result.loss))  # noqa: E731
+    run = unfreeze.sft(model=TINY_K2, data=chat_rows, out=tmp_path / "run", quiet=True, objective=objective, on_step=[hook], **FIELDS)
+    assert len(calls) >= 4 and steps == list(enumerate(run.losses, start=1))
+
+
+def test_an_update_without_gradients_is_refused(tmp_path, chat_rows):
+    job = unfreeze.prepare(model=TINY_K2, data=chat_rows, out=tmp_path / "run", quiet=True, **FIELDS)
+    with job, pytest.raises(ConfigError, match="no gradients"):
+        job.optim_step()
+
+
+@pytest.mark.parametrize(
+    "fields, says",
+    [
+        ({"rnak": 4}, "unfreeze.sft has no argument 'rnak'; nearest: 'rank'"),
+        ({}, "needs model and data"),
+        ({"learning_rate": -1.0}, "learning_rate = -1"),
+        ({"rank": 0}, "lora.rank = 0"),
+        ({"lora": {"rang": 3}}, "unknown key lora.rang"),
+        ({"train": "all", "rank": 3}, "trains every weight and has no adapters"),
+    ],
+)
+def test_a_wrong_argument_is_one_clear_error(fields, says):
+    given = {"model": str(TINY_K2), "data": "chat.jsonl"} if fields else {}
+    with pytest.raises(ConfigError, match=says):
+        unfreeze.sft(**given, **fields)
+
+
+def test_a_toml_file_and_keywords_on_top(tmp_path, chat_rows):
+    file = tmp_path / "run.toml"
+    toml = {name: value for name, value in FIELDS.items() if name != "rank"} | {"model": str(TINY_K2), "data": str(chat_rows), "steps": 9}
+    file.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in toml.items()) + "[lora]\nrank = 8\n")
+    run = unfreeze.sft(file, steps=1, rank=2, out=tmp_path / "run", quiet=True)
+    recorded = json.loads((tmp_path / "run" / "resolved_config.json").read_text())
+    assert len(run.losses) == 1 and recorded["steps"] == 1 and recorded["lora"]["rank"] == 2
+
+
+def test_importing_unfreeze_and_naming_its_functions_brings_no_torch():
+    code = "import sys, unfreeze; unfreeze.sft, unfreeze.prepare; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
