@@ -11,9 +11,10 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from unfreeze.config.synonyms import command_hint
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError, UserError, nearest
 
@@ -26,42 +27,50 @@ class Command(NamedTuple):
     summary: str
 
 
-COMMANDS = {
-    "demo": Command("unfreeze.commands.demo", "demo", "train the built-in tiny-k2 (INT4 experts) to answer like Yoda, and see it"),
-    "sft": Command("unfreeze.recipes.sft", "sft run.toml", "fine-tune a checkpoint on conversations, every linear layer, experts included"),
-    "pretrain": Command("unfreeze.recipes.pretrain", "pretrain run.toml", "train all weights on text, from nothing or from a checkpoint"),
-    "chat": Command("unfreeze.commands.chat", "chat MODEL_OR_RUN", "talk with a checkpoint or a run"),
-    "generate": Command("unfreeze.commands.generate", "generate MODEL_OR_RUN --prompt TEXT", "continue a text or answer a prompt"),
-    "data": Command("unfreeze.commands.data_show", "data show F --model MODEL", "the data as the model will see it: mask, lengths, what is lost"),
-    "inspect": Command("unfreeze.commands.inspect", "inspect MODEL", "what is in a checkpoint; reads no tensor"),
-    "export": Command("unfreeze.commands.export", "export RUN --layout peft", "write a run's adapter in another layout, verified"),
-    "drill": Command("unfreeze.drill", "drill", "plant every known fault in a sandbox and show the line that names it"),
-    "doctor": Command("unfreeze.commands.doctor", "doctor MODEL --data F", "look for those faults in your own files and machine; trains nothing"),
-    "bisect": Command("unfreeze.commands.bisect", "bisect MODEL --against hf", "name the first module whose output differs from transformers'"),
-    "bench": Command("unfreeze.bench", "bench WHAT", "moe|dense|load|decode|growth|layer|model: measure beside peers, append rows"),
-    "kernels": Command("unfreeze.commands.kernels", "kernels measure | list", "which implementation of each op runs here, and measuring it"),
-    "report": Command("unfreeze.commands.report", "report RUN", "write report.html of a run and print its summary"),
-    "compare": Command("unfreeze.commands.compare", "compare RUN RUN …", "two or more runs side by side: config, curves, results"),
+TRAIN = {
+    "demo": Command("unfreeze.commands.demo", "demo", "teach the built-in model to talk like Yoda"),
+    "sft": Command("unfreeze.recipes.sft", "sft --model M --data F", "fine-tune on conversations"),
+    "pretrain": Command("unfreeze.recipes.pretrain", "pretrain run.toml", "train every weight on text"),
 }
+LOOK = {
+    "chat": Command("unfreeze.commands.chat", "chat MODEL_OR_RUN", "talk with a checkpoint or a run"),
+    "generate": Command("unfreeze.commands.generate", "generate MODEL_OR_RUN", "continue a text"),
+    "report": Command("unfreeze.commands.report", "report RUN", "the page of a run, and a summary"),
+    "compare": Command("unfreeze.commands.compare", "compare RUN RUN …", "several runs side by side"),
+    "data": Command("unfreeze.commands.data_show", "data show F --model M", "what of the data will be taught"),
+    "inspect": Command("unfreeze.commands.inspect", "inspect MODEL", "what is in a checkpoint"),
+    "doctor": Command("unfreeze.commands.doctor", "doctor MODEL --data F", "look for faults before training"),
+}
+SHIP = {
+    "export": Command("unfreeze.commands.export", "export RUN --layout L", "a run's adapter for other programs"),
+}
+DEV = {
+    "bench": Command("unfreeze.bench", "bench WHAT", "measure beside peers: moe dense load decode growth layer model"),
+    "kernels": Command("unfreeze.commands.kernels", "kernels measure | list", "which implementation of each op runs here"),
+    "bisect": Command("unfreeze.commands.bisect", "bisect MODEL --against hf", "the first module that differs from transformers"),
+    "drill": Command("unfreeze.drill", "drill", "plant every known fault and show the line that names it"),
+}
+HEADINGS = {"Train": TRAIN, "Look": LOOK, "Ship": SHIP}
+COMMANDS = {**TRAIN, **LOOK, **SHIP, **DEV}
 FLAGS = {"--json": "json", "--quiet": "quiet", "--traceback": "traceback"}
 
 
 def usage() -> str:
-    """The text of `unfreeze --help`."""
-    width = max(len(command.usage) for command in COMMANDS.values())
-    lines = [f"  unfreeze {command.usage:<{width}}  {command.summary}" for command in COMMANDS.values()]
-    return "\n".join(
-        [
-            "unfreeze trains open-weight language models, every weight of them, in the format they were published in.",
-            "",
-            *lines,
-            "",
-            "  unfreeze COMMAND --help               the flags of a command; each is also a TOML key",
-            "",
-            "every command takes: --json (result as one JSON object on the last line of stdout)  --quiet  --traceback",
-            "exit codes: 0 done, 1 a fault, 2 something you can mend, 130 interrupted before there was anything to save",
-        ]
-    )
+    """The text of `unfreeze --help`: at most 24 lines of 80 columns."""
+    lines = ["unfreeze trains open-weight language models, every weight of them, in the format", "they were published in."]
+    for heading, commands in HEADINGS.items():
+        lines += ["", heading, *_listed(commands, "unfreeze")]
+    return "\n".join([*lines, "", "unfreeze COMMAND --help: its flags    unfreeze dev: bench, kernels, bisect, drill"])
+
+
+def _listed(commands: Mapping[str, Command], prefix: str) -> list[str]:
+    return [f"  {prefix} {command.usage:<22} {command.summary}" for command in commands.values()]
+
+
+def dev_usage() -> str:
+    """The text of `unfreeze dev`."""
+    rows = [f"  unfreeze dev {command.usage:<26} {command.summary}" for command in DEV.values()]
+    return "\n".join(["For those who work on unfreeze itself:", "", *rows])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -83,13 +92,20 @@ def _dispatch(name: str, arguments: list[str], common: Common) -> int:
     if name in ("", "-h", "--help", "help"):
         print(usage(), flush=True)
         return 0 if name else 2
+    if name == "dev":
+        if not arguments or arguments[0] in ("-h", "--help"):
+            print(dev_usage(), flush=True)
+            return 0
+        if arguments[0] not in DEV:
+            raise ConfigError(f"there is no command 'dev {arguments[0]}'{nearest(arguments[0], DEV)}", next="unfreeze dev")
+        name, arguments = arguments[0], arguments[1:]
     if name in ("-V", "--version"):
         import unfreeze
 
         print(unfreeze.__version__)
         return 0
     if name not in COMMANDS:
-        raise ConfigError(f"there is no command {name!r}{nearest(name, COMMANDS)}", next="unfreeze --help")
+        raise ConfigError(f"there is no command {name!r}{command_hint(name, COMMANDS)}", next="unfreeze --help")
     result: dict[str, Any] = importlib.import_module(COMMANDS[name].module).main(arguments, common)
     if common.json:
         print(json.dumps(result), flush=True)

@@ -16,7 +16,9 @@ from typing import Annotated, Any, TypeVar, get_args
 import tyro
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from unfreeze.core.errors import ConfigError, nearest
+from unfreeze.config.help import text as help_text
+from unfreeze.config.synonyms import field_hint
+from unfreeze.core.errors import ConfigError
 
 
 class Frozen(BaseModel):
@@ -50,6 +52,9 @@ def parse(config: type[C], arguments: list[str], *, command: str, description: s
 
     `positional`: the first argument is a field of the Config (a model, a run), not a TOML file.
     """
+    if asked := {"-h", "--help", "--help-all"} & set(arguments):
+        print(help_text(config, command, description, everything="--help-all" in asked))
+        raise SystemExit(0)
     given: dict[str, Any] = {}
     if not positional and arguments and not arguments[0].startswith("-"):
         given = _given(config, read_toml(Path(arguments[0]).expanduser()), arguments[0])
@@ -81,7 +86,7 @@ def from_keywords(config: type[C], given: Mapping[str, Any], *, function: str, f
             table[name] = plain.model_dump() if isinstance(plain, BaseModel) else plain
     unknown = next((name for name in table if name.replace("-", "_") not in config.model_fields), None)
     if unknown is not None:
-        hint = nearest(unknown, [*config.model_fields, *inner])
+        hint = field_hint(unknown, [*config.model_fields, *inner])
         raise ConfigError(f"unfreeze.{function} has no argument {unknown!r}{hint}", next=f"help(unfreeze.{function}), or: unfreeze {function} --help")
     missing = [name for name, info in config.model_fields.items() if info.is_required() and name not in table]
     if missing:
@@ -106,7 +111,9 @@ def _parse_flags(twin: type, arguments: list[str], command: str, description: st
     end = next((i for i, word in enumerate(words) if word.startswith("──")), len(words))  # below it stand the flag's help and where to find more
     unknown = next((argument for argument in arguments if argument.startswith("--") and argument.partition("=")[0] not in _names(twin)), "")
     message = " ".join(word for word in words[:end] if word) or "the flags cannot be read"
-    raise ConfigError(message + (nearest(unknown, _names(twin)) if unknown else ""), next=f"unfreeze {command} --help")
+    if unknown:
+        message = f"there is no flag {unknown.partition('=')[0]}{field_hint(unknown.partition('=')[0], _names(twin), flag=True)}"
+    raise ConfigError(message, next=f"unfreeze {command} --help")
 
 
 def _names(twin: type, prefix: str = "--") -> list[str]:
@@ -184,7 +191,7 @@ def _given(config: type[BaseModel], table: Mapping[str, Any], where: str, prefix
     for key, value in table.items():
         name = names.get(key.replace("_", "-"))
         if name is None:
-            raise ConfigError(f"{where}: unknown key {prefix}{key}{nearest(key, config.model_fields)}", next="mend or remove the key")
+            raise ConfigError(f"{where}: unknown key {prefix}{key}{field_hint(key, config.model_fields)}", next="mend or remove the key")
         info = config.model_fields[name]
         inner = _model_in(info.annotation)
         if inner is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -18,8 +18,30 @@ ADDED = {"turns", "reasoning", "template_variables", "template_date"}
 """Fields that saves of earlier versions don't have. At its default such a field is left out of a run's record, so that those saves go on."""
 
 
+HELP = {
+    "What": (
+        "model", "data", "data_weights", "validation", "validation_fraction", "train", "turns", "reasoning", "template_variables", "template_date",
+    ),
+    "How long": ("epochs", "steps", "tokens_per_step", "sequence_length", "packing", "truncation"),
+    "Learning": ("learning_rate", "schedule", "warmup", "decay", "weight_decay", "clip", "balance_rate", "seed"),
+    "Adapters": ("lora.rank", "lora.alpha", "lora.targets", "lora.experts_rank", "lora.scaling"),
+    "Memory and machine": ("micro_batches", "dtype", "recompute", "keep_layers", "optimizer_moments", "device", "threads"),
+    "Output": ("out", "save_every", "keep_saves", "validate_every", "samples", "prompts", "track"),
+    "When things go wrong": ("on_bad_row", "on_spike", "on_full_disk", "allow_changed"),
+}  # fmt: skip
+"""Every field under a heading of --help-all."""
+FIRST = (
+    "model", "data", "train", "epochs", "tokens_per_step", "sequence_length", "learning_rate", "lora.rank", "micro_batches", "dtype", "out",
+    "save_every",
+)  # fmt: skip
+"""What --help shows."""
+
+
 class TrainingConfig(Frozen):
     """Fields of every training recipe; each is a flag and a TOML key."""
+
+    HELP: ClassVar[dict[str, tuple[str, ...]]] = HELP
+    FIRST: ClassVar[tuple[str, ...]] = FIRST
 
     model: ModelName = Field(description="checkpoint folder, or Hugging Face id org/name")
     data: Files = Field(

@@ -56,7 +56,10 @@ def printable(text: str) -> str:
     return printable(text) if len(text) > LONGEST else text
 
 
+NEAR = 0.7  # of difflib's ratio: q_porj is 0.83 of q_proj, init 0.55 of inspect, merge 0.5 of kernels
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """`"; nearest: 'x'"` where some known name is close to `name`, else an empty string. For the end of an error message."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=NEAR)
     return f"; nearest: {close[0]!r}" if close else ""

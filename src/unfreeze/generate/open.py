@@ -16,7 +16,7 @@ import torch
 from unfreeze import models
 from unfreeze.checkpoint.manifest import Manifest, read_json
 from unfreeze.checkpoint.stream import LoadStats
-from unfreeze.core.errors import CheckpointError, ConfigError, nearest
+from unfreeze.core.errors import CheckpointError, ConfigError, nearest, printable
 from unfreeze.core.events import RESOLVED
 from unfreeze.parallel.place import place
 from unfreeze.parallel.plan import meta_model
@@ -109,10 +109,8 @@ def open_model(
 
 
 def notes(config: Mapping[str, Any]) -> list[str]:
-    """What a model computed from this config.json passes over, a line for each table of it. What a name holds
-    that no terminal shows (a line break, half a surrogate) is escaped."""
-    lines = [line for line in (models.not_followed(config), not_followed(config)) if line]
-    return ["".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line) for line in lines]
+    """What a model computed from this config.json passes over, a line for each table of it."""
+    return [printable(line) for line in (models.not_followed(config), not_followed(config)) if line]
 
 
 def dtype_of(name: str) -> torch.dtype:

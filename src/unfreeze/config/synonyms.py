@@ -1,0 +1,99 @@
+"""The words of other tools, answered with ours: axolotl, LLaMA-Factory, TRL and the Hugging Face Trainer, Unsloth, torchtune."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from unfreeze.core.errors import nearest
+
+_FIELDS = """
+model | a folder or org/name | base_model model_name model_name_or_path model_id
+    pretrained_model_name_or_path
+data | one or more files | dataset datasets dataset_name dataset_path train_file train_data data_path
+validation_fraction | a share, 0 to 1 | val_set_size eval_split validation_split test_size
+validation | a file | eval_file validation_file eval_dataset
+out | the run's folder | output_dir output run_dir save_dir
+epochs | passes over the data | num_epochs num_train_epochs epoch n_epochs
+steps | optimizer steps | max_steps num_steps max_iters total_steps train_steps
+learning_rate | at its peak | lr max_lr base_lr peak_lr
+schedule | cosine, linear, constant or wsd | lr_scheduler lr_scheduler_type scheduler
+warmup | a share of the steps, 0.03 for 3 % | warmup_ratio warmup_steps lr_warmup
+weight_decay | per unit of learning rate | wd
+clip | the global norm; 0: none | max_grad_norm gradient_clipping grad_clip clip_grad_norm
+tokens_per_step | tokens of one optimizer step, all micro-batches together: about rows x their mean length |
+    batch_size per_device_train_batch_size per_device_batch_size train_batch_size device_batch_size
+    global_batch_size total_batch_size
+micro_batches | a count of parts: tokens_per_step is cut into so many, the gradient is the same |
+    micro_batch_size gradient_accumulation_steps grad_accum accumulation_steps
+sequence_length | tokens | max_seq_length max_seq_len sequence_len max_length cutoff_len seq_len block_size
+    context_length model_max_length
+packing | none, first_fit or best_fit | sample_packing pack
+lora.rank | columns of B | r lora_r lora_rank adapter_rank
+lora.alpha | the numerator of the scale alpha / rank | lora_alpha
+lora.targets | groups, names or globs | lora_target lora_target_modules target_modules
+lora.scaling | alpha/sqrt(r) | use_rslora rslora
+train | adapters or all | finetuning_type adapter full_finetuning
+dtype | bfloat16 or float32 | bf16 fp16 torch_dtype precision compute_dtype
+recompute | layers, selective, elementwise or nothing | gradient_checkpointing activation_checkpointing
+    use_gradient_checkpointing
+optimizer_moments | AdamW's moments: float32 or int8 | optim optimizer adam_8bit
+threads | CPU threads | num_threads num_workers
+save_every | steps | save_steps save_interval checkpoint_every
+keep_saves | how many | save_total_limit max_checkpoints
+validate_every | steps | eval_steps eval_every eval_interval val_every
+track | tensorboard, wandb or trackio | report_to logger log_with use_wandb
+seed | a whole number | random_seed data_seed
+turns | only the assistant's turns are ever taught | train_on_inputs completion_only_loss
+    assistant_only_loss
+"""
+_COMMANDS = """
+train finetune fine-tune tune lora qlora | unfreeze sft --model MODEL --data chat.jsonl
+dpo orpo kto simpo preference reward | preference training is not built; sft on the preferred answers is the
+    shortest way today
+grpo ppo rl rlhf gspo | reinforcement learning is not built; sft on answers you kept is the shortest way
+    today
+distill distillation | distillation is not built; sft on the teacher's answers is the shortest way today
+merge merge-lora fuse | unfreeze export RUN --layout peft, then merge_and_unload() of the peft library
+    (unpacked models)
+quantize gguf convert | not built; pretrain packs to INT4 at its end where config.json has a
+    quantization_config
+serve server api | not built; unfreeze chat RUN talks in the terminal, unfreeze export RUN writes adapters
+    that vLLM and SGLang read
+eval evaluate lm-eval perplexity | unfreeze sft … --validation FILE measures held-out loss; other
+    evaluations are not built
+push upload push-to-hub | not built; unfreeze export RUN, then: hf upload org/name FOLDER
+init new config wizard | examples/sft-tiny-k2.toml is a file to start from; unfreeze sft --help-all lists every
+    field
+download fetch pull | unfreeze inspect org/name downloads what it reads; training downloads the rest
+infer inference run talk | unfreeze chat MODEL_OR_RUN
+preprocess prepare tokenize | unfreeze data show FILE --model MODEL; training encodes by itself
+sweep search | not built; unfreeze compare RUN RUN … shows several runs side by side
+resume continue | give the same command again: a run goes on where it stopped
+"""
+
+
+def _rows(table: str) -> list[list[str]]:
+    """Lines of cells; an indented line goes on with the one before."""
+    joined = table.strip().replace("\n    ", " ")
+    return [[cell.strip() for cell in line.split("|")] for line in joined.splitlines()]
+
+
+FIELDS = {word: (field, unit) for field, unit, words in _rows(_FIELDS) for word in words.split()}
+"""A word elsewhere -> (our field, its unit or form)."""
+COMMANDS = {word: way for words, way in _rows(_COMMANDS) for word in words.split()}
+"""A command elsewhere -> the shortest way here today."""
+
+
+def field_hint(word: str, known: Iterable[str], *, flag: bool = False) -> str:
+    """The end of an error about an unknown field: what it is called here, with its unit; else the nearest known word; else nothing."""
+    plain = word.lstrip("-").replace("-", "_").lower()
+    if plain in FIELDS:
+        name, unit = FIELDS[plain]
+        return f"; it is called {'--' + name.replace('_', '-') if flag else name} here ({unit})"
+    return nearest(word, known)
+
+
+def command_hint(word: str, known: Iterable[str]) -> str:
+    """The end of an error about an unknown command."""
+    plain = word.lower().replace("_", "-")
+    return f"; {COMMANDS[plain]}" if plain in COMMANDS else nearest(word, known)
