@@ -57,7 +57,7 @@ FLAGS = {"--json": "json", "--quiet": "quiet", "--traceback": "traceback"}
 
 def usage() -> str:
     """The text of `unfreeze --help`: at most 24 lines of 80 columns."""
-    lines = ["unfreeze trains open-weight language models, every weight of them, in the format", "they were published in."]
+    lines = ["unfreeze trains open-weight language models, every weight of them,", "in the format they were published in."]
     for heading, commands in HEADINGS.items():
         lines += ["", heading, *_listed(commands, "unfreeze")]
     return "\n".join([*lines, "", "unfreeze COMMAND --help: its flags    unfreeze dev: bench, kernels, bisect, drill"])
