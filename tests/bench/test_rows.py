@@ -61,7 +61,7 @@ def test_rows_read_back_and_a_bad_line_is_named(stamp, tmp_path):
 
 
 def test_rows_go_to_the_checkout_or_where_they_are_asked_to(tmp_path, monkeypatch):
-    root = Path(__file__).resolve().parents[3]
+    root = Path(__file__).resolve().parents[2]
     assert checkout() == root and commit()
     assert where("x.jsonl") == Path("x.jsonl")
     assert where("") == root / "benchmarks" / "results" / f"{device_key(torch.device('cpu'))}.jsonl"

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from unfreeze import cli, drill
-from unfreeze.adapters import LoraConfig
 from unfreeze.checkpoint.faults import Faults
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
@@ -309,7 +308,7 @@ CONTROLS = {
     "L2 the CUDA allocator left to fragment": out(loading, "pick_device"),
     "L2 an allocator setting without expandable segments": out(loading, "allocator_line", lambda: ("", True)),
     "L3 one device given twice the weights": twice_the_weights,
-    "L4 an adapter target that matches nothing": out(LoraConfig, "resolve", lambda config, model: {}),
+    "L4 an adapter target that matches nothing": out(import_module("unfreeze.adapters.attach"), "chosen_by", lambda config, model: {}),
     **dict.fromkeys([name for name in FAULTS if name.startswith("L4") and "target" not in name], no_receipt),
     "L5 a gate that does not train, or routes otherwise in training": router_detached,
     "L6 expanded weights piling up over the steps": leak_each_step,
@@ -409,7 +408,7 @@ def test_the_command_shows_the_table_and_ends_with_0(capsys):
     said = capsys.readouterr()
     result = json.loads(said.out.splitlines()[-1])
     assert result["rows"] == result["rows_named"] == 2 and {entry["row"] for entry in result["faults"]} == {"L4", "R8"}
-    assert "unfreeze-drill-" not in said.out and "1/3  L4  named" in said.err
+    assert "unfreeze-drill-" not in said.out and "1/7  L4  named" in said.err
     assert cli.main(["drill", "--only", "r8", "--quiet"]) == 0
     assert cli.main(["drill", "--only", "R8"]) == 0
     assert "1/1 rows named, 1 faults planted" in capsys.readouterr().out

@@ -9,7 +9,7 @@ from pathlib import Path
 from unfreeze.drill import faults
 from unfreeze.drill.fault import ROWS
 
-TESTS = Path(__file__).resolve().parents[2]
+TESTS = Path(__file__).resolve().parents[1]
 PAGE = (TESTS.parent / "docs" / "trust.md").read_text(encoding="utf-8")
 LINE = re.compile(r"^\| ([LNMR]\d) \| (.+?) \| `([\w.]+):([\w.]+)` \| `(.+?)` \| `(.+?)` \|$", re.MULTILINE)
 

@@ -29,7 +29,8 @@ from unfreeze.models.blocks.passes import StepWithin
 
 SMALL = {"vocab_size": 89, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 320,
          "rms_norm_eps": 1e-5, "initializer_range": 0.25}  # fmt: skip
-MLA = {"model_type": "kimi_k2", "num_attention_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+MLA = {"model_type": "kimi_k2", "num_attention_heads": 4, "num_key_value_heads": 4,
+       "kv_lora_rank": 24, "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
        "v_head_dim": 16, "n_routed_experts": 8, "n_group": 1, "topk_group": 1,
        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
        "first_k_dense_replace": 1, "routed_scaling_factor": 2.0}  # fmt: skip

@@ -40,7 +40,7 @@ QUANTIZATION = {
     "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
 }  # fmt: skip
 COMMON = {"vocab_size": 512, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_size": 256, "intermediate_size": 640}
-MLA = {"q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+MLA = {"num_key_value_heads": 4, "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 CONFIGS = {
     "deepseek_v3": {**COMMON, **MLA, "model_type": "deepseek_v3", "num_hidden_layers": 4, "num_attention_heads": 4, "n_routed_experts": 16,
                     "num_experts_per_tok": 4, "moe_intermediate_size": 128, "n_shared_experts": 1, "first_k_dense_replace": 1},

@@ -97,7 +97,10 @@ class GivenRouter(nn.Module):
     def __init__(self, inner: Any, ids_TK: Tensor):
         super().__init__()
         self.inner, self.ids_TK = inner, ids_TK
-        self.scores, self.weigh = inner.scores, inner.weigh
+        self.weigh = inner.weigh
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.inner(x_TD)
 
     def choose(self, scores_TE: Tensor) -> Tensor:
         self.inner.choose(scores_TE)

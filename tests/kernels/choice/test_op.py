@@ -11,7 +11,7 @@ from unfreeze.core.errors import ConfigError
 from unfreeze.kernels.choice import choose, measure, ops
 from unfreeze.kernels.choice.op import Candidate, Case, Op
 
-ROOM = Path(ops.__file__).parent
+ROOM = Path(ops.__file__).parents[1]
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])]
 CASES = [pytest.param(name, i, id=f"{name}, {case.bucket}") for name in ops.OPS for i, case in enumerate(ops.load(name).cases)]
 

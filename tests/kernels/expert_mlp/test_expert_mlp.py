@@ -351,6 +351,7 @@ def test_an_error_in_a_cores_share_reaches_the_caller_when_all_have_stopped(monk
 
     def swiglu(self, gate_up, out):
         if threading.current_thread().name.endswith("_0"):
+            time.sleep(0.05)  # or this thread might take the other's share as well
             raise MemoryError("planted")
         time.sleep(0.2)
         finished.append(1)

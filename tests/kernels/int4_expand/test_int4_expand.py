@@ -114,7 +114,7 @@ def test_numba_leaves_torch_its_number_of_threads():
         "torch.set_num_threads(3)\n"
         "assert torch.get_num_threads() == 3\n"
         "import numba\n"
-        "from unfreeze.kernels import numba_options\n"
+        "from unfreeze.kernels.loops import numba_options\n"
         "if sys.argv[1] == 'ours': numba_options.set_threads(10**9)\n"
         "else: numba.set_num_threads(2)\n"
         "print(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS, numba.threading_layer())\n"
