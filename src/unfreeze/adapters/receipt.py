@@ -148,7 +148,8 @@ def make_receipt(
         for site, owner, part in _parts(name, weight if g is None else g):
             if site not in found:
                 none = torch.zeros(len(part), device=weight.device)
-                found[site] = Site(group_of(name), site, reach.of(owner, len(part), weight.device), none > 0, none)
+                reached = reach.of(owner, len(part), weight.device, bias=site.endswith(".bias"))
+                found[site] = Site(group_of(name), site, reached, none > 0, none)
             if g is not None:
                 found[site].largest = torch.maximum(found[site].largest, part.flatten(1).abs().amax(1).float())
         for site, _, part in _parts(name, delta) if g is not None else ():
@@ -187,21 +188,36 @@ def _parts(name: str, weight: Tensor) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _without_silent(site: Site, model: Decoder, before: Snapshot) -> None:
-    """An expert's gate and up get their gradient through its down_proj; where that was all zero (a pruned expert), none was due."""
+    """An expert's result is a product of what its three matrices make: each gets its gradient through the other two. Where one of those was all
+    zero (a pruned expert), none was due."""
     missing = site.reached & (site.largest == 0)
-    if site.group != "experts" or site.name.endswith("down_proj") or not missing.any():
+    if site.group != "experts" or not missing.any():
         return
-    name = site.name.split(".*.")[0]
+    name, own = site.name.split(".*.")
     experts = model.get_submodule(name)
     assert isinstance(experts, Experts)
-    down = experts.down_proj.value()
-    trained = f"{name}.down_proj.weight"
+    others = [part for part in ("gate_proj", "up_proj", "down_proj") if part != own]
     for e in missing.nonzero().flatten().tolist():
-        base = before.kept[trained] if trained in before.kept else (down[e] if isinstance(down, Tensor) else down[e].dequantize())
-        zero = base is None or not (base[e] if trained in before.kept else base).any()
-        B = f"{name}.adapter.down_B"
-        if zero and (B not in before.kept or before.kept[B] is None):
+        if any(_all_zero(experts, name, part, e, before) for part in others):
             site.reached[e] = False
+
+
+def _all_zero(experts: Experts, name: str, part: str, e: int, before: Snapshot) -> bool:
+    """Whether `part` of expert `e` was zero before the step: its weight, and the adapter's part beside it."""
+    stack = "down" if part == "down_proj" else "gate_up"
+    if before.kept.get(f"{name}.adapter.{stack}_B") is not None:
+        return False
+    trained, held = f"{name}.{stack}_proj.weight", getattr(experts, f"{stack}_proj").value()
+    if trained in before.kept:
+        kept = before.kept[trained]
+        if kept is None:
+            return True
+        weight = kept[e]
+    else:
+        weight = held[e] if isinstance(held, Tensor) else held[e].dequantize()
+    if stack == "gate_up":
+        weight = weight.chunk(2)[0 if part == "gate_proj" else 1]
+    return not bool(weight.any())
 
 
 def _exceptions(site: Site) -> Iterator[dict[str, Any]]:
