@@ -90,7 +90,8 @@ def test_an_expert_with_matrices_of_zeros_is_no_exception(tiny, full, zero):
 
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("family, name", [
-    ("llama", "model.layers.1.input_layernorm.weight"), ("llama", "model.layers.0.mlp.up_proj.weight"), ("deepseek", "model.layers.1.post_attention_layernorm.weight"),
+    ("llama", "model.layers.1.input_layernorm.weight"), ("llama", "model.layers.0.mlp.up_proj.weight"),
+    ("deepseek", "model.layers.1.post_attention_layernorm.weight"),
     ("deepseek", "model.layers.0.self_attn.kv_a_layernorm.weight"),
 ])  # fmt: skip
 def test_a_matrix_behind_zeros_owes_no_gradient(tiny, family, name, full):
