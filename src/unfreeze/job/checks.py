@@ -12,6 +12,7 @@ from unfreeze.config.training import TrainingConfig
 from unfreeze.core.errors import DataError, UserError
 from unfreeze.core.units import format_bytes
 from unfreeze.job.job import Parts, plan_of
+from unfreeze.report.run import writer
 
 if TYPE_CHECKING:
     import torch
@@ -267,23 +268,15 @@ def check_disk(subject: Subject) -> Iterator[Finding]:
 
 def check_run(subject: Subject) -> Iterator[Finding]:
     """FAILURES R2 and R8: what already lies in the run folder."""
-    import fcntl
-
     from unfreeze.train.run import changed_fields, latest, plain_json, read_record
 
     folder = subject.config.run_dir
     if not folder.is_dir():
         yield Finding("run", "ok", f"{folder} is new")
         return
-    lock = folder / "lock"
-    if lock.is_file():
-        with lock.open(encoding="utf-8") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                pid = file.read().strip() or "unknown"
-                yield Finding("run", "fault", f"{folder} is in use by process {pid}", "wait for it, or give another --out")
-                return
+    if pid := writer(folder):
+        yield Finding("run", "fault", f"{folder} is in use by process {pid}", "wait for it, or give another --out")
+        return
     save = latest(folder)
     if save is None:
         yield Finding("run", "ok", f"{folder} exists and holds no save: a run there begins at step 0")
