@@ -111,6 +111,7 @@ def test_a_stray_file_is_seen():
 TESTS = Path(__file__).parent
 LONG = 60  # lines; a shorter file is a part of its caller, tested through it
 TESTED_BY = {  # source file -> the test file that covers it, where that doesn't bear its name
+    "commands/report.py": "commands/test_report_command.py",
     "config/synonyms.py": "config/test_help.py",
     "config/training.py": "recipes/test_sft.py",
     "core/batch.py": "core/test_core.py",

@@ -1,4 +1,4 @@
-"""unfreeze report RUN: write report.html of a run folder and print its summary. --watch: keep it new while the run goes on."""
+"""unfreeze report RUN: write report.html of a run folder, print its summary. --watch: follow a run that goes on."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from unfreeze.report.run import read_run, writer
 
 
 class Config(Frozen):
-    run: Annotated[Folder, Positional, arg(metavar="RUN")] = Field(description="run folder, for example runs/yoda")
+    run: Annotated[Folder, Positional, arg(metavar="RUN")] = Field(
+        description="run folder, for example runs/yoda"
+    )
     watch: bool = Field(
-        default=False, description=f"write the page every {RELOAD} seconds until the run ends or Ctrl-C; the open page reloads itself"
+        default=False,
+        description=f"write it every {RELOAD} seconds until the run ends or Ctrl-C; the open page reloads itself",
     )
 
 
@@ -37,7 +40,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 
 
 def watch(folder: Path, *, quiet: bool = False, seconds: float = RELOAD) -> None:
-    """Rewrite the page whenever there are new events, until the run has ended, nobody writes to it any more, or Ctrl-C.
+    """Rewrite the page whenever there are new events, until the run has ended, nobody writes to it, or Ctrl-C.
 
     The last page, which doesn't reload itself, is the caller's to write.
     """
@@ -45,7 +48,9 @@ def watch(folder: Path, *, quiet: bool = False, seconds: float = RELOAD) -> None
     try:
         while True:
             size = events.stat().st_size if events.is_file() else -1
-            if size == known and not writer(folder):  # asked only of a silent run: for the moment of asking the lock is held here
+            if size == known and not writer(
+                folder
+            ):  # asked only of a silent run: for the moment of asking the lock is held here
                 say(f"no process writes to {folder} any more", quiet)
                 return
             if size != known:

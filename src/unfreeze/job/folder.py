@@ -86,14 +86,15 @@ def write_resolved(run: Run, config: TrainingConfig, recipe: str, date: str = ""
     `date`: of the chat template; left out, it stays as it was written before.
     """
     if effective:
-        effective |= {"given": given(config), "versions": versions(), "machine": f"{platform.system()} {platform.machine()}"}
+        machine = f"{platform.system()} {platform.machine()}"
+        effective |= {"given": given(config), "versions": versions(), "machine": machine}
     date = date or read_object(run.path / RESOLVED, ConfigError).get("template_date", "")
     fields = {**config.model_dump(mode="json"), **config.record(), "out": str(config.run_dir), "template_date": date}
     write_json(run.path / RESOLVED, {"recipe": recipe, **fields, **({"effective": effective} if effective else {})})
 
 
 def given(config: BaseModel, prefix: str = "") -> list[str]:
-    """The dotted names of the fields that are not at their default: with these flags the same run is made again."""
+    """The dotted names of the fields that are not at their default: with these flags the run is made again."""
     names = []
     for name, info in type(config).model_fields.items():
         value = getattr(config, name)

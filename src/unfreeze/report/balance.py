@@ -77,8 +77,9 @@ class Balance:
 
     @property
     def is_even(self) -> bool:
-        """No expert missed where DUE tokens were due, the busiest under EVEN times its layer's mean, and no rise by RISE over the run."""
-        return not self.unused and not any(self.gone.values()) and max(self.ratios.values()) < EVEN and not self.has_risen
+        """None missed where DUE tokens were due, the busiest under EVEN times its layer's mean, no rise by RISE."""
+        used = not self.unused and not any(self.gone.values())
+        return used and max(self.ratios.values()) < EVEN and not self.has_risen
 
     def _due(self, at: int) -> bool:
         begin, end = self.columns[at]

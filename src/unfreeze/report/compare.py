@@ -21,7 +21,10 @@ from unfreeze.report.tables import ABSENT
 
 WIDE, NARROW, SMALL = (1100, 380), (350, 260), (360, 220)
 OWN = ("out", "track")  # fields that name the run itself or who looks on
-UNCOMPARABLE = ("model", "data")  # where one of these differs, so may the tokenizer or the texts, and losses measure different things
+UNCOMPARABLE = (
+    "model",
+    "data",
+)  # where one of these differs, so may the tokenizer or the texts, and losses measure different things
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,11 @@ class Result:
 
     def cells(self) -> tuple[str, ...]:
         """In RESULT_HEAD's order."""
-        best = ABSENT if self.best_validation is None else f"{self.best_validation:.4f} (step {self.best_validation_step:,})"
+        best = (
+            ABSENT
+            if self.best_validation is None
+            else f"{self.best_validation:.4f} (step {self.best_validation_step:,})"
+        )
         return (
             self.name,
             self.state,
@@ -53,31 +60,53 @@ class Result:
         )
 
 
-RESULT_HEAD = ("run", "state", "steps", "final loss", "best validation", "tokens/s", "peak memory", "training time")
+RESULT_HEAD = (
+    "run",
+    "state",
+    "steps",
+    "final loss",
+    "best validation",
+    "tokens/s",
+    "peak memory",
+    "training time",
+)
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:
     """The runs, in the order given. Raises ConfigError for fewer than two, one given twice, or more than can be told apart in a picture."""
     paths = [Path(folder).resolve() for folder in folders]
     if not 2 <= len(paths) <= MOST_LINES:
-        raise ConfigError(f"{len(paths)} runs to compare; 2 to {MOST_LINES} can be told apart", next="unfreeze compare runs/a runs/b")
+        raise ConfigError(
+            f"{len(paths)} runs to compare; 2 to {MOST_LINES} can be told apart",
+            next="unfreeze compare runs/a runs/b",
+        )
     twice = next((path for path in paths if paths.count(path) > 1), None)
     if twice is not None:
-        raise ConfigError(f"{twice} is given twice; a run is equal to itself", next="unfreeze compare runs/a runs/b")
+        raise ConfigError(
+            f"{twice} is given twice; a run is equal to itself", next="unfreeze compare runs/a runs/b"
+        )
     return [read_run(folder) for folder in folders]
 
 
 def names(runs: Sequence[Run]) -> list[str]:
     """The folders' names, with as many parents as it takes to tell them apart: a/x and b/x for runs of one name."""
     parts = [run.path.resolve().parts for run in runs]
-    depth = next(depth for depth in range(1, max(map(len, parts)) + 1) if len({path[-depth:] for path in parts}) == len(parts))
+    depth = next(
+        depth
+        for depth in range(1, max(map(len, parts)) + 1)
+        if len({path[-depth:] for path in parts}) == len(parts)
+    )
     return ["/".join(path[-depth:]).replace("//", "/") for path in parts]
 
 
 def result(run: Run, name: str) -> Result:
     """A run's row of the table, computed from its events alone."""
     losses = series(run.events, "train", "loss")[1]
-    validation = [(loss, event["step"]) for event in of_kind(run.events, "eval") if (loss := number(event.get("loss"))) is not None]
+    validation = [
+        (loss, event["step"])
+        for event in of_kind(run.events, "eval")
+        if (loss := number(event.get("loss"))) is not None
+    ]
     best, at = min(validation, default=(None, None))
     peaks = series(run.events, "train", "peak_bytes")[1]
     return Result(
@@ -127,18 +156,22 @@ def page(runs: Sequence[Run]) -> str:
         runs=[(label, f"{result_words(run)}: {run.path}") for label, run in zip(labels, runs, strict=True)],
         caution=caution(runs),
         results=Table(
-            "Results of each run", RESULT_HEAD, [result(run, name).cells() for run, name in zip(runs, labels, strict=True)], "stack"
+            "Results of each run",
+            RESULT_HEAD,
+            [result(run, name).cells() for run, name in zip(runs, labels, strict=True)],
+            "stack",
         ),
         large=large,
         small=[figure for figure in small if figure],
         note=f"No resolved_config.json in: {', '.join(silent)}." if silent else none,
         fields=Table("Fields that differ", ("field", *labels), fields, "words stack") if fields else None,
     )
-    return document(f"{title} · compared", [body], "Written by unfreeze compare from each run's events.jsonl")
+    footer = "Written by unfreeze compare from each run's events.jsonl"
+    return document(f"{title} · compared", [body], footer)
 
 
 def _curves(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure | None]:
-    """Training loss large, then validation, learning rate, gradient norm; None where no run has the numbers."""
+    """Training loss large, then validation, learning rate, gradient norm; None where no run has numbers."""
     wanted = [  # title, kind and field of the events, name in the SVG, sizes, smoothed, from zero
         ("Training loss by step", "train", "loss", "loss", (WIDE, NARROW), True, False),
         ("Validation loss", "eval", "loss", "validation", (SMALL,), False, False),
@@ -153,8 +186,14 @@ def _curves(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure | None]:
         words += " Smoothed." if smoothed and max(len(xs) for xs, _ in points.values()) >= 40 else ""
         alt = f"{title}, one line per run. {words}"
         drawn = [
-            lines(f"{name}-{size[0]}", list(points.values()), alt, size, smoothed=smoothed, from_zero=from_zero) for size in sizes if ends
+            lines(
+                f"{name}-{size[0]}", list(points.values()), alt, size, smoothed=smoothed, from_zero=from_zero
+            )
+            for size in sizes
+            if ends
         ]
         large = len(sizes) == 2
-        figures.append(Figure(title, words, drawn, series=told(points), names=labels if large else ()) if ends else None)
+        figures.append(
+            Figure(title, words, drawn, series=told(points), names=labels if large else ()) if ends else None
+        )
     return figures

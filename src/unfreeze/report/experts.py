@@ -75,9 +75,9 @@ class ExpertWatch:
 
 
 def experts_section(run: Run) -> Markup:
-    """Load of each expert over the whole run, its evenness over time, one layer's experts over time, and the numbers per layer.
+    """Load of each expert over the whole run, its evenness over time, one layer's experts over time, numbers per layer.
 
-    Folded where every expert was used and none much more than the others (Balance.is_even): such pictures are all of one colour.
+    Folded where every expert was used and none much more than the others (Balance.is_even): all is of one colour then.
     """
     balance = run.balance
     if balance is None:

@@ -1,6 +1,7 @@
-"""report.html: a run as one page that stands by itself: verdict, answers, loss, evaluations, guards, and what lies behind them.
+"""report.html: a run as one page that stands by itself: verdict, answers, loss, evaluations, guards, and the rest.
 
-Numbers and words are made here, the HTML in templates/, a file per section. A piece that the run does not have is named as missing, with the reason.
+Numbers and words are made here, the HTML in templates/, a file per section. A piece that the run does not have is
+named as missing, with the reason.
 """
 
 from __future__ import annotations
@@ -14,36 +15,81 @@ from markupsafe import Markup
 from unfreeze.core.units import format_bytes, format_count
 from unfreeze.report.events import data_lines, last, number, of_kind, sample_pairs, series, warnings
 from unfreeze.report.experts import experts_section
-from unfreeze.report.guards import GUARD_HEAD, broken, clip_limit, clipped, guard_rows, peak_memory, spikes, unsupervised
+from unfreeze.report.guards import (
+    GUARD_HEAD,
+    broken,
+    clip_limit,
+    clipped,
+    guard_rows,
+    peak_memory,
+    spikes,
+    unsupervised,
+)
 from unfreeze.report.page import Figure, Table, document, render, write_page
 from unfreeze.report.pictures import Points, curve, smoothing_window
 from unfreeze.report.pictures import series as told
 from unfreeze.report.run import Run, expert_balance, facts, flatten, read_run, result_words, started
-from unfreeze.report.tables import ABSENT, RECEIPT_HEAD, left_out, plan_lines, receipt_rows, receipt_verdict, standing_still
-from unfreeze.report.verdict import EVALUATION_HEAD, UNITS, again, evaluation_rows, evaluations, machine_rows, verdict
+from unfreeze.report.tables import (
+    ABSENT,
+    RECEIPT_HEAD,
+    left_out,
+    plan_lines,
+    receipt_rows,
+    receipt_verdict,
+    standing_still,
+)
+from unfreeze.report.verdict import (
+    EVALUATION_HEAD,
+    UNITS,
+    again,
+    evaluation_rows,
+    evaluations,
+    machine_rows,
+    verdict,
+)
 
-WIDE, NARROW, SMALL = (1100, 320), (350, 250), (340, 210)  # SVG units of the pictures; text in them is 11 units high
+WIDE, NARROW, SMALL = (
+    (1100, 320),
+    (350, 250),
+    (340, 210),
+)  # SVG units of the pictures; text in them is 11 units high
 SHOWN_SAMPLES = 3  # the others are folded away
 SHOWN_STEPS = 200  # rows of the step table; a longer run shows every n-th step, as the table says
-STEEP = 20.0  # times the lowest loss: from there on an even axis shows a flat line, and the logarithmic one is shown first
+STEEP = 20.0  # highest over lowest loss from which on a linear axis shows a flat line; the logarithmic one is then first
 RELOAD = 4  # seconds between two looks at a run that goes on
 
 
 def write_report(run_dir: Path | str, *, watched: bool = False) -> Path:
     """Write report.html into the run folder and return its path. Reads only the folder's own files; never a model.
 
-    watched: somebody rewrites it while the run goes on; until the run has ended, the page reloads itself every RELOAD seconds.
+    watched: somebody rewrites it while the run goes on; until the run has ended, the page reloads itself every
+    RELOAD seconds.
     Raises DataError where the folder has no events.jsonl, or a damaged one.
     """
     run = read_run(run_dir)
-    return write_page(run.path / "report.html", page(run, reload=RELOAD if watched and run.state == "unfinished" else 0))
+    return write_page(
+        run.path / "report.html", page(run, reload=RELOAD if watched and run.state == "unfinished" else 0)
+    )
 
 
 def page(run: Run, *, reload: int = 0) -> str:
     """The whole page as one string; the same run folder gives the same string."""
-    sections = (_verdict, _answers, _loss, _evaluations, _guards, _data, experts_section, _machine, _receipt, _details)
+    sections = (
+        _verdict,
+        _answers,
+        _loss,
+        _evaluations,
+        _guards,
+        _data,
+        experts_section,
+        _machine,
+        _receipt,
+        _details,
+    )
     footer = f"Written by unfreeze from {run.name}/events.jsonl"
-    return document(f"{run.name} · unfreeze run", [section(run) for section in sections], footer, reload=reload)
+    return document(
+        f"{run.name} · unfreeze run", [section(run) for section in sections], footer, reload=reload
+    )
 
 
 def _verdict(run: Run) -> Markup:
@@ -56,7 +102,7 @@ def _answers(run: Run) -> Markup:
 
 
 def _loss(run: Run) -> Markup:
-    """Training and validation in one picture, on an even and on a logarithmic axis; above it the main numbers."""
+    """Training and validation in one picture, on a linear and on a logarithmic axis; above it the main numbers."""
     steps, losses = series(run.events, "train", "loss")
     if not losses:
         return render("loss.html", facts=facts(run), loss=None)
@@ -68,7 +114,8 @@ def _loss(run: Run) -> Markup:
     words += f" Faint: each step; strong: mean of {window} steps." if window > 1 else ""
     if evals[1]:
         best = min(range(len(evals[1])), key=evals[1].__getitem__)
-        words += f" Dots: validation, lowest {evals[1][best]:.3f} at step {evals[0][best]:,}, last {evals[1][-1]:.3f}."
+        words += f" Dots: validation, lowest {evals[1][best]:.3f} at step {evals[0][best]:,},"
+        words += f" last {evals[1][-1]:.3f}."
     ringed = {step for step, _ in spikes(run)} & set(steps)
     words += f" Ringed: {_steps(len(ringed))} that the spike guard named." if ringed else ""
     words += _left_out(run, steps)
@@ -78,18 +125,35 @@ def _loss(run: Run) -> Markup:
     def drawn(log: bool) -> list[str]:
         name = "loss-log" if log else "loss"
         return [
-            curve(f"{name}-{size[0]}", (steps, losses), alt, size, smoothed=True, log_y=log, dots=evals, rings=ringed) for size in (WIDE, NARROW)
+            curve(
+                f"{name}-{size[0]}",
+                (steps, losses),
+                alt,
+                size,
+                smoothed=True,
+                log_y=log,
+                dots=evals,
+                rings=ringed,
+            )
+            for size in (WIDE, NARROW)
         ]
 
     picture = Figure(
-        "Training loss by step", words, drawn(False), log=drawn(True) if low > 0 else (), log_first=low > 0 and high > STEEP * low,
+        "Training loss by step",
+        words,
+        drawn(False),
+        log=drawn(True) if low > 0 else (),
+        log_first=low > 0 and high > STEEP * low,
         series=told({"loss": (steps, losses), "validation": evals}),
-    )  # fmt: skip
+    )
     return render("loss.html", facts=facts(run), loss=picture)
 
 
 def _loss_over_tokens(run: Run) -> Figure | None:
-    """Loss over supervised tokens so far, on a log axis: equal distances are equal factors of data. None for fewer than three steps."""
+    """Loss over supervised tokens so far, on a log axis: equal distances are equal factors of data.
+
+    None for fewer than three steps.
+    """
     seen, xs, ys = 0.0, [], []
     for event in run.train:
         tokens, loss = number(event.get("supervised_tokens")), number(event.get("loss"))
@@ -102,16 +166,23 @@ def _loss_over_tokens(run: Run) -> Figure | None:
     words = f"{format_count(xs[0])} to {format_count(xs[-1])} tokens seen, on a logarithmic axis."
     empty = len(unsupervised(run))
     words += f" Left out: {_steps(empty)} without a supervised token." if empty else ""
-    alt = f"Training loss over supervised tokens, logarithmic: {ys[0]:.3f} after {xs[0]:,.0f}, {ys[-1]:.3f} after {xs[-1]:,.0f}."
+    ends = f"{ys[0]:.3f} after {xs[0]:,.0f}, {ys[-1]:.3f} after {xs[-1]:,.0f}."
+    alt = f"Training loss over supervised tokens, logarithmic: {ends}"
     svg = curve("loss-tokens", (xs, ys), alt, SMALL, smoothed=True, log_x=True)
-    return Figure("Training loss by supervised tokens", words, [svg], series=told({"loss": (xs, ys)}), x="supervised tokens")
+    return Figure(
+        "Training loss by supervised tokens",
+        words,
+        [svg],
+        series=told({"loss": (xs, ys)}),
+        x="supervised tokens",
+    )
 
 
 def _steps(count: int) -> str:
     return f"{count:,} {'step' if count == 1 else 'steps'}"
 
 
-def _left_out(run: Run, drawn: Sequence[int]) -> str:
+def _left_out(run: Run, drawn: Sequence[float]) -> str:
     """What the guard of finite numbers named and a picture of the steps `drawn` therefore can't show."""
     count = len({step for step, _ in broken(run)} - set(drawn))
     return f" Left out: {_steps(count)} without a finite value." if count else ""
@@ -121,7 +192,9 @@ def _machine(run: Run) -> Markup:
     """Throughput, memory, learning rate, gradient norm, and loss by tokens, as small pictures."""
     if not run.train:
         return Markup("")
-    wanted: list[tuple[str, Points, str, bool, Any]] = [  # title, points, axis, smoothed: noisy by nature, how its numbers are written
+    wanted: list[
+        tuple[str, Points, str, bool, Any]
+    ] = [  # title, points, axis, smoothed: noisy by nature, how its numbers are written
         ("Tokens per second", rates(run), "count", True, "{:,.0f}".format),
         ("Peak memory", peak_memory(run), "bytes", False, format_bytes),
         ("Learning rate", series(run.events, "train", "learning_rate"), "number", False, "{:.3g}".format),
@@ -133,15 +206,31 @@ def _machine(run: Run) -> Markup:
         if not ys:
             missing.append(title.lower())
             continue
-        words = f"{write(min(ys))} to {write(max(ys))}, last {write(ys[-1])}." if len(ys) > 1 else f"{write(ys[0])} at step {steps[0]}."
+        words = (
+            f"{write(min(ys))} to {write(max(ys))}, last {write(ys[-1])}."
+            if len(ys) > 1
+            else f"{write(ys[0])} at step {steps[0]}."
+        )
         rings, level = set[float](), None
         if title == "Gradient norm":
             rings, level = {step for step, _ in spikes(run)}, clip_limit(run)
-            words += f" Dashed: clipped above {level:g}, in {_steps(len(clipped(run)))}." if level is not None and level <= max(ys) else ""
+            words += (
+                f" Dashed: clipped above {level:g}, in {_steps(len(clipped(run)))}."
+                if level is not None and level <= max(ys)
+                else ""
+            )
             words += _left_out(run, steps)
         alt = f"{title} per step: {words}"
         svg = curve(
-            f"small-{position}", points, alt, SMALL, smoothed=smoothed, from_zero=True, y_format=y_format, rings=rings, level=level
+            f"small-{position}",
+            points,
+            alt,
+            SMALL,
+            smoothed=smoothed,
+            from_zero=True,
+            y_format=y_format,
+            rings=rings,
+            level=level,
         )
         figures.append(Figure(title, words, [svg], series=told({title.lower(): points}, y_format)))
     over_tokens = _loss_over_tokens(run)
@@ -176,11 +265,13 @@ DATA_ROWS = {  # field of the data event -> its name on the page
 
 
 def _data(run: Run) -> Markup:
-    """The account of the data file: every row of it is used, cut, dropped or bad. Counts of nothing are left out."""
+    """The account of the data file: every row of it is used, cut, dropped or bad. Counts of 0 are left out."""
     account = last(run.events, "data")
     if account is None:
         return Markup("")
-    counts = [(name, f"{value:,.0f}") for field, name in DATA_ROWS.items() if (value := number(account.get(field)))]
+    counts = [
+        (name, f"{value:,.0f}") for field, name in DATA_ROWS.items() if (value := number(account.get(field)))
+    ]
     share = number(account.get("supervised_fraction"))
     counts += [("supervised share", f"{share:.1%}")] if share is not None else []
     counts += [(f"rows as {shape}", f"{count:,}") for shape, count in (account.get("shapes") or {}).items()]
@@ -190,7 +281,8 @@ def _data(run: Run) -> Markup:
     whole = not lost and not number(account.get("truncated"))
     return render(
         "data.html",
-        words="Loss is taken on the supervised tokens only." + (" No row was cut, dropped or bad." if whole else ""),
+        words="Loss is taken on the supervised tokens only."
+        + (" No row was cut, dropped or bad." if whole else ""),
         counts=counts,
         notes=Table("Notes on the data", ("note", "rows"), notes, "words") if notes else None,
         listed=Table("Rows left out", ("row", "why"), listed, "words") if listed else None,
@@ -209,7 +301,11 @@ def _guards(run: Run) -> Markup:
         "guards.html",
         words=f"What watched over this run. {few}." if rows else "No guard has anything to tell yet.",
         states=[(row.guard, row.state) for row in rows],
-        marked=Table("Guards to look at", GUARD_HEAD, loud, "words stack", bad=named["fault"], look=named["look"]) if loud else None,
+        marked=Table(
+            "Guards to look at", GUARD_HEAD, loud, "words stack", bad=named["fault"], look=named["look"]
+        )
+        if loud
+        else None,
         warnings=Table("Warnings of the run", ("when", "what"), said, "words") if said else None,
         quiet=Table("Guards that are ok", GUARD_HEAD, quiet, "words stack") if quiet else None,
     )
@@ -223,8 +319,11 @@ def _receipt(run: Run) -> Markup:
         "receipt.html",
         verdict=receipt_verdict(run.groups, run.exceptions),
         faults=faults + left_out(run.exceptions),
-        note="After the first step with a gradient: matrices that moved of those that a gradient came to, gradient norm, movement, change in output.",
-        groups=Table("Receipt per module group", RECEIPT_HEAD, receipt_rows(run.groups), "stack", bad=still) if run.groups else None,
+        note="After the first step with a gradient: matrices that moved of those that a gradient came to, "
+        "gradient norm, movement, change in output.",
+        groups=Table("Receipt per module group", RECEIPT_HEAD, receipt_rows(run.groups), "stack", bad=still)
+        if run.groups
+        else None,
     )
 
 
@@ -233,7 +332,10 @@ def _evaluations(run: Run) -> Markup:
     found, evals = evaluations(run), of_kind(run.events, "eval")
     if not found:
         return Markup("")
-    head = ("step", *(f"{name}, {unit}" if (unit := UNITS.get(name, ("", ""))[1]) else name for name in found))
+    head = (
+        "step",
+        *(f"{name}, {unit}" if (unit := UNITS.get(name, ("", ""))[1]) else name for name in found),
+    )
     rows = [(f"{event['step']:,}", *(_cell(event, name, ".4g") for name in found)) for event in evals]
     return render(
         "evaluations.html",
@@ -255,7 +357,9 @@ def _details(run: Run) -> Markup:
         command=again(run),
         rows=[(name, value) for name, value in rows if value],
         plan="\n".join(plan),
-        config=Table("Resolved config", ("field", "value"), list(flatten(run.config).items()), "words") if run.config else None,
+        config=Table("Resolved config", ("field", "value"), list(flatten(run.config).items()), "words")
+        if run.config
+        else None,
         every=every,
         steps=_step_table(run, every) if run.train else None,
     )
@@ -276,7 +380,10 @@ def _step_table(run: Run, every: int) -> Table:
     shown = run.train[::every]
     if shown[-1] is not run.train[-1]:
         shown.append(run.train[-1])
-    rows = [(f"{event['step']:,}", *(_cell(event, name, form) for name, (_, form) in STEP_COLUMNS.items())) for event in shown]
+    rows = [
+        (f"{event['step']:,}", *(_cell(event, name, form) for name, (_, form) in STEP_COLUMNS.items()))
+        for event in shown
+    ]
     return Table("Numbers of each step", ("step", *(head for head, _ in STEP_COLUMNS.values())), rows)
 
 
@@ -286,7 +393,7 @@ def _cell(event: Mapping[str, Any], name: str, form: str) -> str:
 
 
 def summary_lines(run_dir: Path | str) -> list[str]:
-    """What `unfreeze report` prints beside the path of the page: result, main numbers, data, expert balance, idle groups, warnings."""
+    """What `unfreeze report` prints beside the path of the page: result, main numbers, data, experts, warnings."""
     run = read_run(run_dir)
     lines = [f"{run.name}: {result_words(run)}", f"  {verdict(run)}"]
     rows = facts(run)
@@ -294,11 +401,16 @@ def summary_lines(run_dir: Path | str) -> list[str]:
     lines += [f"  {name.ljust(width)}  {value}" for name, value in rows]
     if run.loaded:
         lines.append(f"  {'Loaded'.ljust(width)}  {run.loaded}")
-    lines += [f"  {('Data' if position == 0 else '').ljust(width)}  {line}" for position, line in enumerate(data_lines(run.events))]
+    lines += [
+        f"  {('Data' if position == 0 else '').ljust(width)}  {line}"
+        for position, line in enumerate(data_lines(run.events))
+    ]
     balance = expert_balance(run)
     if balance:
         worst = max(balance, key=lambda row: row[2])
-        lines.append(f"  {'Experts'.ljust(width)}  max/mean {worst[2]:.2f} (layer {worst[0]}), {sum(row[3] for row in balance):,} dead")
+        lines.append(
+            f"  {'Experts'.ljust(width)}  max/mean {worst[2]:.2f} (layer {worst[0]}), {sum(row[3] for row in balance):,} dead"
+        )
     lines += [f"  asked for, and not moved: {group}" for group in standing_still(run.groups)]
     lines += [f"  {line}" for line in left_out(run.exceptions)]
     lines += [f"  warning, step {step}: {words}" for step, words in warnings(run.events)]

@@ -1,8 +1,8 @@
-"""The frame that pages are made in: jinja2 templates with autoescape, the two pieces they share, and the document around them.
+"""The frame that pages are made in: jinja2 templates with autoescape, the two pieces they share, and the document.
 
-A page stands by itself: no request to anywhere, no font to load. A Content-Security-Policy in it forbids everything but its own styles, its own
-embedded bitmaps and one script, named by its hash; without script the page is whole. Every text from a run (prompts, answers, paths, config) is a
-value in a template, never a part of one: autoescape makes it text.
+A page stands by itself: no request to anywhere, no font to load. A Content-Security-Policy in it forbids everything but
+its own styles, its own embedded bitmaps and one script, named by its hash; without script the page is whole. Every text
+from a run (prompts, answers, paths, config) is a value in a template, never a part of one: autoescape makes it text.
 """
 
 from __future__ import annotations
@@ -25,17 +25,22 @@ TEMPLATES = Path(__file__).parent / "templates"
 SCRIPT = (TEMPLATES / "page.js").read_text(encoding="utf-8")
 HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 POLICY = (
-    f"default-src 'none'; script-src 'sha256-{HASH}'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+    f"default-src 'none'; script-src 'sha256-{HASH}'; style-src 'unsafe-inline'; img-src data:; "
+    "base-uri 'none'; form-action 'none'"
 )
 
 
 def _clean(value: object) -> object:
     """What a template prints: control characters, which HTML forbids, become U+FFFD."""
-    return value if hasattr(value, "__html__") else re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]", "\ufffd", str(value))
+    return (
+        value
+        if hasattr(value, "__html__")
+        else re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]", "\ufffd", str(value))
+    )
 
 
 def environment(*, autoescape: bool = True) -> jinja2.Environment:
-    """The templates beside this file. A name that a template uses and isn't given is an error, not an empty place."""
+    """The templates beside this file. A name that a template uses and isn't given is an error, not a gap."""
     made = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=autoescape,
@@ -57,9 +62,9 @@ ENVIRONMENT = environment()
 
 
 class Table(NamedTuple):
-    """Cells as text; the first of each row is its heading. bad, look: first cells of rows to mark as a fault, or to be looked at.
+    """Cells as text; the first of each row is its heading. bad, look: first cells of rows to mark so.
 
-    kind "words": cells hold sentences, not numbers; "stack": on a phone each row becomes its heading and a run of its cells.
+    kind "words": cells hold sentences, not numbers; "stack": on a phone a row becomes its heading and a run of cells.
     """
 
     caption: str
@@ -73,7 +78,8 @@ class Table(NamedTuple):
 class Figure(NamedTuple):
     """A picture with its caption above. pictures: SVGs; two are the wide and the narrow form of one.
 
-    log: the same with a logarithmic axis, shown by a switch, and first where log_first. x: what runs along the axis. series: pictures.series(), what the script tells under the pointer.
+    log: the same with a logarithmic axis, shown by a switch, and first where log_first (one such figure a page).
+    series: pictures.series(), what the script tells under the pointer; x: what runs along the axis.
     scale: (low, high, what is red) of a heat map's colours. names: what the lines of pictures.lines stand for.
     """
 
@@ -94,17 +100,19 @@ def render(template: str, **values: Any) -> Markup:
 
 
 def document(title: str, parts: Sequence[Markup], footer: str, *, reload: int = 0) -> str:
-    """The whole page as one string. title and footer are plain text. reload: seconds after which it shows itself anew; 0: never."""
-    return render(
-        "page.html", title=title, parts=parts, footer=footer, reload=reload,
-        policy=POLICY, css=Markup(CSS), script=Markup(SCRIPT),
-    )  # fmt: skip
+    """The whole page as one string. title and footer are plain text.
+
+    reload: seconds after which the page loads itself anew; 0: never.
+    """
+    frame = {"policy": POLICY, "css": Markup(CSS), "script": Markup(SCRIPT)}
+    return str(render("page.html", title=title, parts=parts, footer=footer, reload=reload, **frame))
 
 
 def write_page(path: Path, page: str) -> Path:
-    """Write a page in one move and return its path; a run and one who watches it may write at the same time."""
+    """Write a page in one move and return its path; a run and who watches it may write at the same time."""
     temporary = path.with_suffix(f".html.{os.getpid()}.tmp")
-    temporary.write_bytes(page.encode("utf-8", "replace"))  # "replace": generated text may hold half of a surrogate pair
+    temporary.write_bytes(
+        page.encode("utf-8", "replace")
+    )  # "replace": generated text may hold half of a surrogate pair
     temporary.replace(path)
     return path
-

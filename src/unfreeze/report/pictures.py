@@ -110,7 +110,7 @@ def curve(
 
 
 def series(named: Mapping[str, Points], y_format: str = "number") -> str:
-    """The points of a picture's lines as JSON for page.js: [{"name", "unit", "x", "y"}], y in the unit of the axis, six digits."""
+    """The points of a picture's lines as JSON for page.js: [{"name", "unit", "x", "y"}], y in the axis' unit, six digits."""
     top = max((max(ys) for _, ys in named.values() if ys), default=0.0)
     unit, label = _unit(top, y_format)
     told = []
@@ -164,7 +164,8 @@ def _scales(
         axes.set_yscale("log")
         low, high = axes.get_ylim()
         decades = math.log10(high / low)
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if decades > 3 else (1.0, 3.0) if decades > 1 else (1.0, 2.0, 5.0)))
+        subs = (1.0,) if decades > 3 else (1.0, 3.0) if decades > 1 else (1.0, 2.0, 5.0)
+        axes.yaxis.set_major_locator(LogLocator(subs=subs))
         axes.yaxis.set_minor_formatter(NullFormatter())
     else:
         axes.yaxis.set_major_locator(MaxNLocator(nbins=4 if size[1] < 220 else 6, steps=[1, 2, 2.5, 5, 10]))
@@ -301,7 +302,7 @@ def _svg(figure: Figure, name: str, alt: str, axes: Axes | None = None) -> str:
 
 
 def _place(figure: Figure, axes: Axes) -> str:
-    """left top right bottom (SVG units), x and y limits (units of the labels), 1 for a logarithmic x, y axis; 0 for an even one."""
+    """left top right bottom (SVG units), x and y limits (units of the labels), then 1 for a logarithmic axis x, y, or 0."""
     width, height = (inches / PX for inches in figure.get_size_inches())
     box = axes.get_position()
     sides = (box.x0 * width, (1 - box.y1) * height, box.x1 * width, (1 - box.y0) * height)

@@ -116,18 +116,19 @@ def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"lora": {"rank": 16}} -> {"lora.rank": 16}: the spelling of the command line's flags."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
-        flat |= leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
+        inner = isinstance(value, Mapping) and value
+        flat |= leaves(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
     return flat
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, str]:
     """leaves() with every value as text."""
-    texts = leaves(config).items()
-    return {key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for key, value in texts}
+    pairs = leaves(config).items()
+    return {key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for key, value in pairs}
 
 
 def writer(folder: Path) -> str:
-    """The id of the process that holds a run folder's lock, as it wrote it ("unknown" where it hasn't yet); empty where none does."""
+    """The id of the process that holds a run folder's lock ("unknown" where it hasn't written it yet), or ""."""
     lock = folder / "lock"
     if lock.is_file():
         with lock.open(encoding="utf-8") as file:

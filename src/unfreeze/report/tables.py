@@ -59,12 +59,14 @@ def standing_still(groups: Groups) -> list[str]:
 def receipt_verdict(groups: Groups, exceptions: Sequence[Mapping[str, Any]]) -> str:
     """The receipt in one sentence: whether all that was asked for has moved."""
     if not groups:
-        return "No receipt: it is written after the first step with a gradient; neither receipt.json nor the events hold one."
+        when = "it is written after the first step with a gradient"
+        return f"No receipt: {when}; neither receipt.json nor the events hold one."
     asked = [group for group, values in groups.items() if values.get("trained")]
     still = standing_still(groups)
     if still or left_out(exceptions):
         return f"{len(asked) - len(still)} of {len(asked)} module groups moved; not all that was asked for."
-    moved, reached = (sum(number(groups[group].get(field)) or 0 for group in asked) for field in ("sites_moved", "sites_reached"))
+    fields = ("sites_moved", "sites_reached")
+    moved, reached = (sum(number(groups[group].get(field)) or 0 for group in asked) for field in fields)
     matrices = f": {moved:,.0f} of the {reached:,.0f} matrices that a gradient came to" if reached else ""
     return f"All {len(asked)} module groups that were asked for moved{matrices}."
 

@@ -10,7 +10,7 @@ from unfreeze.core.units import format_seconds
 from unfreeze.report.events import last, number, of_kind, series
 from unfreeze.report.run import Run, flatten, leaves
 
-UNITS = {  # field of an eval event -> what it is, its unit. core/schema.py has the first five; the scores are those of the demo
+UNITS = {  # field of an eval event -> what it is, its unit: core/schema.py's five, and the scores of the demo
     "loss": ("held-out loss", "nats per token"),
     "perplexity": ("held-out perplexity", "exp of the loss"),
     "bits_per_byte": ("held-out bits per byte", "bits per byte of text"),
@@ -20,13 +20,20 @@ UNITS = {  # field of an eval event -> what it is, its unit. core/schema.py has 
     "facts": ("facts: answers with the right fact", "%"),
 }
 ABOUT = ("loss", "perplexity", "bits_per_byte", "tokens", "seconds")  # not scores
-NOUNS = {"question/answer": "answers", "prompt/completion": "answers", "instruction/output": "answers", "text": "texts"}
+NOUNS = {
+    "question/answer": "answers",
+    "prompt/completion": "answers",
+    "instruction/output": "answers",
+    "text": "texts",
+}
 
 
 def evaluations(run: Run) -> dict[str, tuple[list[int], list[float]]]:
     """Field -> (steps, values) of everything that evaluations measured, in the order in which it came."""
     evals = of_kind(run.events, "eval")
-    fields = dict.fromkeys(name for event in evals for name, value in event.items() if number(value) is not None)
+    fields = dict.fromkeys(
+        name for event in evals for name, value in event.items() if number(value) is not None
+    )
     return {name: series(evals, "eval", name) for name in fields if name not in ("step", "time")}
 
 
@@ -62,12 +69,14 @@ def _what(run: Run) -> str:
 
 
 def _measured(run: Run) -> tuple[str, bool]:
-    """(the change in words, whether it is one for the better): of the scores, else of the held-out loss, else of the loss of training."""
+    """(the change in words, whether it is for the better): of the scores, else of held-out loss, else of training loss."""
     found = evaluations(run)
     scores = {name: ys for name, (_, ys) in found.items() if name not in ABOUT}
     if scores:
         words = [f"{name} {change(ys)}{' %' if _unit_of(name) == '%' else ''}" for name, ys in scores.items()]
-        return ", ".join(words[:4]), any(ys[-1] > ys[0] for ys in scores.values()) or all(len(ys) == 1 for ys in scores.values())
+        return ", ".join(words[:4]), any(ys[-1] > ys[0] for ys in scores.values()) or all(
+            len(ys) == 1 for ys in scores.values()
+        )
     if "loss" in found:
         ys = found["loss"][1]
         return f"held-out loss {change(ys, 3)}", len(ys) == 1 or min(ys) < ys[0]
@@ -80,7 +89,7 @@ def _unit_of(name: str) -> str:
 
 
 def change(values: Sequence[float], digits: int = 0) -> str:
-    """'0 → 98' of first and last, with as many more digits as it takes to tell them apart (at most four); one value alone as it is."""
+    """'0 → 98' of first and last, with as many more digits (at most four) as it takes to tell them apart."""
     first, final = values[0], values[-1]
     if len(values) == 1:
         return f"{first:.{max(digits, 2)}f}"
@@ -105,20 +114,26 @@ def evaluation_rows(run: Run) -> list[tuple[str, ...]]:
 def again(run: Run) -> str:
     """The command that makes this run once more, in a folder beside it; empty without a resolved config.
 
-    Only the fields that differ from their defaults, where the run recorded which these are ("given"); else every field that is set.
+    Only the fields that differ from their defaults, where the run recorded which these are ("given"); else all that
+    are set.
     """
     recipe = run.config.get("recipe")
     if not isinstance(recipe, str):
         return ""
     effective = run.config.get("effective")
     given = effective.get("given") if isinstance(effective, dict) else None
-    fields = leaves({name: value for name, value in run.config.items() if name not in ("recipe", "effective", "out")})
+    fields = leaves(
+        {name: value for name, value in run.config.items() if name not in ("recipe", "effective", "out")}
+    )
     words = ["unfreeze", recipe]
     for name, value in fields.items():
         if (isinstance(given, list) and name not in given) or value in (None, "", [], {}):
             continue
         values = value if isinstance(value, list) else [value]
-        words += [f"--{name.replace('_', '-')}", *(item if isinstance(item, str) else f"{item}" for item in values)]
+        words += [
+            f"--{name.replace('_', '-')}",
+            *(item if isinstance(item, str) else f"{item}" for item in values),
+        ]
     return shlex.join([*words, "--out", f"{run.config.get('out') or f'runs/{run.name}'}-again"])
 
 
@@ -131,5 +146,12 @@ def machine_rows(run: Run) -> list[tuple[str, str]]:
         rows.append(("Machine", str(lines[0]).removeprefix("plan for ")))
     for name, title in (("device", "Device"), ("machine", "System"), ("versions", "Versions")):
         if value := effective.get(name):
-            rows.append((title, ", ".join(f"{key} {of}" for key, of in flatten(value).items()) if isinstance(value, dict) else str(value)))
+            rows.append(
+                (
+                    title,
+                    ", ".join(f"{key} {of}" for key, of in flatten(value).items())
+                    if isinstance(value, dict)
+                    else str(value),
+                )
+            )
     return rows
