@@ -37,10 +37,10 @@ SAID = [
     ([*train(3, 2, 1), END], LEARNT + "loss 3.000 → 1.000."),
     ([*train(1, 2, 3), END], TRAINED + "loss 1.000 → 3.000."),
     ([*train(1, 1, 1), END], TRAINED + "loss 1.000 → 1.000."),
-    (train(3, 2), "tiny-k2 on 1,219 answers of yoda.jsonl has not ended, after step 2 of 3 and 1 min 00 s: loss 3.000 → 2.000."),
+    (train(3, 2), "tiny-k2 on 1,219 answers of yoda.jsonl, unfinished after step 2 of 3 and 1 min 00 s: loss 3.000 → 2.000."),
     (
         [*train(3, 2), {**END, "step": 2, "reason": "interrupted"}],
-        "tiny-k2 on 1,219 answers of yoda.jsonl was interrupted, after step 2 of 3 and 1 min 00 s: loss 3.000 → 2.000.",
+        "tiny-k2 on 1,219 answers of yoda.jsonl, interrupted after step 2 of 3 and 1 min 00 s: loss 3.000 → 2.000.",
     ),
     ([], "tiny-k2 has made no training step."),
 ]  # fmt: skip

@@ -87,7 +87,7 @@ def experts_section(run: Run) -> Markup:
     if len(balance.columns) > 1:
         figures += [_violation_over_time(balance), _load_over_time(balance)]
     even = balance.is_even
-    words = f"Even: {figures[0].words}" if even else "Which experts the router chose, and how evenly."
+    words = f"Even. {figures[0].words}" if even else "Which experts the router chose, and how evenly."
     return render("experts.html", words=words, even=even, figures=figures, numbers=_numbers(run))
 
 

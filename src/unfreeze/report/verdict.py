@@ -50,8 +50,8 @@ def verdict(run: Run) -> str:
     if run.state == "done":
         return f"{model} {'learnt' if better else 'was trained on'} {what} in {time}{said}"
     of = f" of {run.steps_planned:,}" if run.steps_planned else ""
-    stood = "was interrupted" if run.state == "interrupted" else "has not ended"
-    return f"{model} on {what} {stood}, after step {run.steps_done:,}{of} and {time}{said}"
+    stood = "interrupted" if run.state == "interrupted" else "unfinished"
+    return f"{model} on {what}, {stood} after step {run.steps_done:,}{of} and {time}{said}"
 
 
 def _what(run: Run) -> str:
