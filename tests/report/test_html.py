@@ -291,7 +291,7 @@ def test_receipt_and_plan_files_come_before_their_events(run_dir: Path):
     (run_dir / "receipt.json").write_text(json.dumps({"groups": {"only": {"parameters": 7, "trained": True, "moved": 0.0}}}))
     (run_dir / "plan.json").write_text(json.dumps({"lines": ["peak 1.0 GiB <b>"]}))
     source, parsed = page(run_dir)
-    assert parsed.tables["Receipt per module group"][1][0] == "only" and "Asked for, and not moved: only." in parsed.texts
+    assert parsed.tables["Receipt per module group"][1][0] == "only" and "Did not move: only." in parsed.texts
     assert "peak 1.0 GiB <b>" in parsed.texts and 'class="bad"' in source
 
 

@@ -313,17 +313,18 @@ def _guards(run: Run) -> Markup:
 
 def _receipt(run: Run) -> Markup:
     """What the first step with a gradient moved: the verdict, then a row per module group."""
-    still = standing_still(run.groups)
-    faults = [f"Asked for, and not moved: {', '.join(still)}."] if still else []
+    if not run.groups:
+        when = "it is written after the first step with a gradient"
+        words = f"No receipt: {when}; neither receipt.json nor the events hold one."
+        return render("receipt.html", verdict=words, fault=False, groups=None)
+    still, words = standing_still(run.groups), receipt_verdict(run.groups, run.exceptions)
     return render(
         "receipt.html",
-        verdict=receipt_verdict(run.groups, run.exceptions),
-        faults=faults + left_out(run.exceptions),
+        verdict=f"{words[:1].upper()}{words[1:]}.",
+        fault=bool(still or left_out(run.exceptions)),
         note="After the first step with a gradient: matrices that moved of those that a gradient came to, "
         "gradient norm, movement, change in output.",
-        groups=Table("Receipt per module group", RECEIPT_HEAD, receipt_rows(run.groups), "stack", bad=still)
-        if run.groups
-        else None,
+        groups=Table("Receipt per module group", RECEIPT_HEAD, receipt_rows(run.groups), "stack", bad=still),
     )
 
 

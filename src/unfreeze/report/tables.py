@@ -56,21 +56,6 @@ def standing_still(groups: Groups) -> list[str]:
     return [group for group, values in due.items() if not number(values.get("moved"))]
 
 
-def receipt_verdict(groups: Groups, exceptions: Sequence[Mapping[str, Any]]) -> str:
-    """The receipt in one sentence: whether all that was asked for has moved."""
-    if not groups:
-        when = "it is written after the first step with a gradient"
-        return f"No receipt: {when}; neither receipt.json nor the events hold one."
-    asked = [group for group, values in groups.items() if values.get("trained")]
-    still = standing_still(groups)
-    if still or left_out(exceptions):
-        return f"{len(asked) - len(still)} of {len(asked)} module groups moved; not all that was asked for."
-    fields = ("sites_moved", "sites_reached")
-    moved, reached = (sum(number(groups[group].get(field)) or 0 for group in asked) for field in fields)
-    matrices = f": {moved:,.0f} of the {reached:,.0f} matrices that a gradient came to" if reached else ""
-    return f"All {len(asked)} module groups that were asked for moved{matrices}."
-
-
 FAULTS = ("no gradient", "not moved")
 LISTED = 8
 
@@ -89,6 +74,17 @@ def trained_parameters(groups: Groups) -> int:
         trained = values.get("trained")
         total += int(number(values.get("parameters") if trained is True else trained) or 0)
     return total
+
+
+def receipt_verdict(groups: Groups, exceptions: Sequence[Mapping[str, Any]]) -> str:
+    """One sentence: did everything that was to learn, learn."""
+    still, out = standing_still(groups), left_out(exceptions)
+    if still or out:
+        return "; ".join([*([f"did not move: {', '.join(still)}"] if still else []), *out])
+    count = sum(int(number(values.get("sites_moved")) or 0) for values in groups.values())
+    frozen = [group for group, values in groups.items() if not values.get("trained")]
+    moved = f"all {count:,} matrices that a gradient came to moved" if count else "every trained group moved"
+    return moved + (f"; frozen: {', '.join(frozen)}" if frozen else "")
 
 
 def receipt_table(groups: Groups) -> Table:
