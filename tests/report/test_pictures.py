@@ -7,6 +7,7 @@ import io
 import json
 import math
 import re
+from itertools import pairwise
 
 import pytest
 
@@ -91,7 +92,7 @@ def test_a_logarithmic_axis_has_equal_steps_for_equal_factors():
     svg = curve("a", (list(range(1, 6)), [10.0 ** (2 - step) for step in range(1, 6)]), "alt", (300, 200), log_y=True)
     (d,) = re.findall(r'<path d="([^"]*)"[^>]*style="fill: none; stroke: var\(--accent\)', svg)
     ys = [float(y) for y in re.findall(r"[ML] [-\d.]+ ([-\d.]+)", d)]
-    gaps = [after - before for before, after in zip(ys, ys[1:], strict=False)]
+    gaps = [after - before for before, after in pairwise(ys)]
     assert gaps == pytest.approx([gaps[0]] * 4, abs=0.03) and gaps[0] > 20
 
 
