@@ -1,6 +1,5 @@
-"""The notebooks of examples/, executed whole, and what they leave behind. They are committed without outputs."""
+"""The notebooks of examples/, executed whole, and what they leave behind; committed without outputs."""
 
-import json
 import zipfile
 from pathlib import Path
 
@@ -18,21 +17,27 @@ NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 
 
 def execute(notebook, folder):
-    """Run every cell not tagged "install" in a fresh kernel in `folder`, tiny-k2 as the model. -> cell id -> what it showed."""
+    """Run every cell in a fresh kernel in `folder`, with tiny-k2 as the model. -> cell id -> what it showed.
+
+    Cells tagged "install" are left out: the package is installed.
+    """
     notebook.cells = [cell for cell in notebook.cells if "install" not in cell.metadata.get("tags", [])]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("UNFREEZE_MODEL", str(TINY_K2))
         for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):
             patch.setenv(name, "1")
+        # the kernel of this environment, and nothing of a user's
         for name in ("JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
-            patch.setenv(name, str(folder / "jupyter"))  # the kernel of this environment, and nothing of a user's
+            patch.setenv(name, str(folder / "jupyter"))
         where = {"metadata": {"path": str(folder)}}
         NotebookClient(notebook, timeout=300, kernel_name="python3", resources=where).execute()
     return {cell.id: "".join(map(shown, cell.outputs)) for cell in notebook.cells if cell.cell_type == "code"}
 
 
 def shown(output):
-    return output.text if output.output_type == "stream" else output.data.get("text/html", output.data["text/plain"])
+    if output.output_type == "stream":
+        return output.text
+    return output.data.get("text/html", output.data["text/plain"])
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +89,7 @@ def test_the_gpu_notebook_leaves_an_adapter_that_peft_reads(free_gpu):
     assert "Verified(" in said["export"] and "adapter.zip" in said["zip"]
     with zipfile.ZipFile(folder / "adapter.zip") as file:
         file.extractall(folder / "taken")
-    config = PeftConfig.from_pretrained(folder / "taken")
-    assert config.r == json.loads((folder / "taken" / "adapter_config.json").read_text(encoding="utf-8"))["r"] == 32
+    assert PeftConfig.from_pretrained(folder / "taken").base_model_name_or_path == str(TINY_K2)
 
 
 @pytest.mark.parametrize("notebook", ["first_run", "free_gpu"])
@@ -96,8 +100,8 @@ def test_nothing_complains(notebook, request):
 
 
 def test_only_the_install_cell_is_left_out():
-    for path, left_out in ((EXAMPLES / "first_run.ipynb", []), (EXAMPLES / "qwen3_free_gpu.ipynb", ["install"])):
-        cells = nbformat.read(path, 4).cells
+    for name, left_out in (("first_run", []), ("qwen3_free_gpu", ["install"])):
+        cells = nbformat.read(EXAMPLES / f"{name}.ipynb", 4).cells
         assert [cell.id for cell in cells if "install" in cell.metadata.get("tags", [])] == left_out
         assert all(("%pip" in cell.source) == (cell.id == "install") for cell in cells)
 
