@@ -1,4 +1,5 @@
-"""The receipt: proof, from the first optimizer step that has a gradient, that what was asked for learned (DESIGN promise 2, FAILURES L4, L5).
+"""The receipt: proof, from the first optimizer step that has a gradient, that what was asked for learned
+(docs/trust.md L4, L5).
 
     receipt = Receipt(model)                before the step: notes where the weights stand, and watches what gradients come to
     taken = receipt.take(probe)             after the update, while the step's gradients are still there

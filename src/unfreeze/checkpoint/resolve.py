@@ -1,7 +1,8 @@
 """resolve: every tensor of a checkpoint gets its one place in the model, or there is one error and no model.
 
-It decides from names, dtypes and shapes alone, before any memory is taken. FAILURES L7 and L8: nothing missing, nothing left over,
-nothing twice, nothing of another shape or kind. There is no option to ignore mismatches.
+It decides from names, dtypes and shapes alone, before any memory is taken. docs/trust.md L7 and L8: nothing
+missing, nothing left over, nothing twice, nothing of another shape or kind. There is no option to ignore
+mismatches.
 """
 
 from __future__ import annotations

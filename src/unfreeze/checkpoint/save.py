@@ -1,7 +1,7 @@
 """save: a checkpoint folder that other programs read (safetensors with index, per-expert names), written so that a kill leaves no half.
 
 A file is written under a temporary name, flushed to the disk and renamed; a folder is written beside its place and renamed as a whole.
-An unfinished save is never under a name that anybody reads (FAILURES R1).
+An unfinished save is never under a name that anybody reads (docs/trust.md R1).
 """
 
 from __future__ import annotations

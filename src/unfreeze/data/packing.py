@@ -32,7 +32,8 @@ step, less than 1 % of the token budget stays unused (tests/data/test_packing.py
 def pack(examples: Sequence[Example]) -> Batch:
     """targets[t] = tokens[t + 1] and weights[t] = weights[t + 1] inside each document; its last position has weight 0 and target 0.
 
-    Documents keep their order. This is the only shift in the project (FAILURES N4). Raises DataError for no or empty documents.
+    Documents keep their order. This is the only shift in the project (docs/trust.md N4). Raises DataError for
+    no or empty documents.
     """
     if not examples or any(not example.num_tokens for example in examples):
         raise DataError(f"a batch needs documents of at least 1 token; got lengths {[example.num_tokens for example in examples]}")

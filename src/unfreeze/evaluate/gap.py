@@ -1,7 +1,7 @@
 """The trainer/sampler gap: do the model that samples (token by token, with a cache) and the model that trains (one packed pass) agree?
 
 Where they don't, reinforcement learning on sampled answers trains on probabilities the sampler never had, and a mixture of experts may
-route a token differently in the two (FAILURES M4, N9).
+route a token differently in the two (docs/trust.md M4, N9).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def score(
     """log p(answer token | prompt and the answer before it), in nats, of every answer token, as training computes it: one packed pass.
 
     num_ids: normalise over the first so many ids; None: over the whole head, as the loss does.
-    The experts' counts are put back: scoring is no training step (FAILURES M2).
+    The experts' counts are put back: scoring is no training step (docs/trust.md M2).
     """
     batch = _packed(prompts, answers).to(model.device)
     with model.looking():

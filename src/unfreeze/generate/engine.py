@@ -105,9 +105,10 @@ class _Row:
 class Engine:
     """Continues token prompts with a Decoder.
 
-    `tokenizer` gives text and says which ids have a name: rows of the head beyond (padding, FAILURES N5) are never sampled. None: ids only.
-    `stop_ids` end a sequence where they are sampled. `steps`: how a step is launched (generate/steps.py). The model's weights may change between
-    calls; nothing is kept from call to call.
+    `tokenizer` gives text and says which ids have a name: rows of the head beyond (padding, docs/trust.md N5)
+    are never sampled. None: ids only. `stop_ids` end a sequence where they are sampled. `steps`: how a step
+    is launched (generate/steps.py). The model's weights may change between calls; nothing is kept from call
+    to call.
     """
 
     def __init__(

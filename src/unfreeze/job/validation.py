@@ -1,7 +1,8 @@
-"""Validation inside training: the held-out loss every N steps as "eval" events, the best save kept, answers in between. It disturbs nothing.
+"""Validation inside training: the held-out loss every N steps as "eval" events, the best save kept, answers in
+between. Gradients, random numbers and expert counts are unchanged afterwards.
 
 loss = sum_t w_t (-log p_t) / sum_t w_t over all held-out tokens; perplexity = exp(loss); bits per byte = the sum in bits over the UTF-8 bytes
-of the supervised text, which does not depend on the tokenizer (FAILURES N8).
+of the supervised text, which does not depend on the tokenizer (docs/trust.md N8).
 """
 
 from __future__ import annotations

@@ -117,7 +117,8 @@ class _Recompute(torch.autograd.Function):
 
 
 def _chunks(layer: Layer, run: PackedPass) -> Sequence[tuple[slice, PackedPass]]:
-    """The run's chunks; all at once where a parameter trains in half precision: its gradient would be summed over the chunks in that."""
+    """The run's chunks; one chunk if a bf16 parameter trains, because autograd would sum its per-chunk gradients
+    in bf16."""
     whole = ((slice(None), run),)
     return whole if any(p.requires_grad and p.element_size() < 4 for p in layer.parameters()) else run.chunks or whole
 

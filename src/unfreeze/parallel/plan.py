@@ -247,7 +247,8 @@ class Plan:
         tokens = _largest(self.work.tokens, lambda n: replace_work(self, tokens=n).fits)
         if tokens < MIN_TOKENS or tokens == self.work.tokens:
             return []
-        step = self.work.tokens * parts + parts - 1  # at most this many were asked for: tokens is the whole part of step / micro-batches
+        # Upper bound of the requested step: tokens = step // micro_batches lost at most parts - 1.
+        step = self.work.tokens * parts + parts - 1
         summed = _largest(self.work.tokens, lambda n: replace_work(self, tokens=n, micro_batches=max(parts, 3)).fits)  # gradients: from the third on
         found = []
         for more in sorted({2, 3, step // (summed + 1) + 1}):

@@ -171,7 +171,8 @@ def _train_fields(result: StepResult, seconds: float, memory: dict[str, int]) ->
 
 
 def _expert_fields(load: dict[int, list[int]]) -> dict[str, Any]:
-    """Tokens per expert, and how evenly they fall: max violation, entropy and dead count of each layer (FAILURES M3)."""
+    """Tokens per expert, and how evenly they fall: max violation, entropy and dead count of each layer
+    (docs/trust.md M3)."""
     return {
         "expert_load": {str(layer): counts_E for layer, counts_E in load.items()},
         "expert_balance": {str(layer): balance(counts_E) for layer, counts_E in load.items()},

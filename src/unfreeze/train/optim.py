@@ -64,8 +64,8 @@ class AdamW:
 
     @property
     def learning_rate(self) -> float:
-        """What the last update used, not what was meant (FAILURES R4): on a CPU, where looking costs nothing, what it moved a number of known
-        gradient by; elsewhere what its kernel was given."""
+        """What the last update used, not what was meant (docs/trust.md R4): on a CPU, where looking costs
+        nothing, what it moved a number of known gradient by; elsewhere what its kernel was given."""
         return self._used
 
     def zero_grad(self) -> None:
@@ -92,7 +92,8 @@ class AdamW:
 
     def sum_gradients(self, group: Group) -> None:
         """Add the gradients of all processes up in fp32, in the order of the parameters. A parameter that no token of this process reached (an
-        expert) takes part with zeros, so every process makes the same calls (FAILURES M1); one that none reached stays without a gradient.
+        expert) takes part with zeros, so every process makes the same calls (docs/trust.md M1); one that none
+        reached stays without a gradient.
         """
         if group.size == 1:
             return

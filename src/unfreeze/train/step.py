@@ -2,8 +2,9 @@
 
 On CUDA the host runs ahead of the device and reads once, when all backward work is queued: loss, counts, norm and expert loads together.
 The count is added up on the host before the first backward, so each micro-batch's gradient already carries its share: accumulation
-over any cut of the same tokens gives the same gradient (FAILURES N3), and a micro-batch without supervised tokens adds 0 (N2).
-Processes share the micro-batches of a step out; every process knows all of them, so the count needs no exchange, and sums add up.
+over any cut of the same tokens gives the same gradient (docs/trust.md N3), and a micro-batch without
+supervised tokens adds 0 (N2). Processes share the micro-batches of a step out; every process knows all of
+them, so the count needs no exchange, and sums add up.
 """
 
 from __future__ import annotations

@@ -37,8 +37,16 @@ def _table(builder: ir.IRBuilder, scale: Any) -> Any:
 
 
 def _weights(builder: ir.IRBuilder, codes: ir.Value, scale: ir.Value) -> Any:
-    """32 weights of one group in order, as bf16. Addresses of 16 bytes and of a scale. A lane of 16 bits is looked up by its low five: in the lower
-    half of a byte's word stands the byte itself, whose fifth bit the table's second half absorbs, in the upper half its high nibble."""
+    """32 weights of one group in order, as bf16. codes: address of 16 bytes; scale: address of their bf16 scale.
+
+    Each byte holds two codes and fills one 32-bit lane, which is looked up as two 16-bit lanes:
+
+        bit   31..20   19..16 | 15..12   11..8   7..4   3..0
+              0        high   | low      0       high   low        lane = byte | byte << 12
+
+    The lookup (vpermw) takes the low five bits of each half. In the upper half bit 4 is 0. In the lower half it
+    is the lowest bit of `high`, which must not matter: so the table of 16 values stands twice in the register.
+    """
     bytes_ = builder.zext(builder.load(builder.inttoptr(codes, BYTES.as_pointer()), align=1), PAIRS)
     index = builder.bitcast(builder.or_(bytes_, builder.shl(bytes_, ir.Constant(PAIRS, [12] * 16))), HALVES)
     permute = builder.module.declare_intrinsic("llvm.x86.avx512.permvar.hi.512", (), ir.FunctionType(HALVES, (HALVES, HALVES)))

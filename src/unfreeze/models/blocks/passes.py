@@ -133,8 +133,7 @@ class PackedPass:
 
     @property
     def last(self) -> Callable[[Callable[[], Any]], Any] | None:
-        """For the last product of a layer, where nobody reads the second visit's result: no gradient asks for its value, so it is neither kept nor
-        computed again."""
+        """For down_proj: no gradient needs its output, so the recomputation returns zeros instead."""
         return self.memo.first if self.memo is not None and self.memo.unread else None
 
     def remember(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
