@@ -1,9 +1,12 @@
-"""INT4 weights expanded straight into the panels of `bf16_tile`: 64 columns at a time, which stay in a core's L2 and are never in memory.
+"""INT4 weights expanded straight into the panels of `bf16_tile`: 64 columns at a time, which stay in a core's L2.
 
-For y = x Wᵀ the columns of the product are rows of W [N, M], so pairs along M come from one byte of codes (low nibble first) and sixteen rows
-have to be transposed (`across`). For dx = dy W the columns are columns of W, and pairs are two rows one above the other (`along`). Values are those
-of the format, bit for bit: bf16(float32(code - 8) · scale), but what is under 1e-38 is zero, as it is to the multiplication. A group of 32
-weights or more has 16 of them, a table in one register that a nibble looks up (row_dots.py has more on this).
+A panel holds pairs of bf16. Two ways to fill it from W [N, M]:
+- `across`, for y = x Wᵀ: the product's columns are rows of W. A pair is one byte of codes (low nibble first), and
+  sixteen rows have to be transposed.
+- `along`, for dx = dy W: the product's columns are columns of W. A pair is two rows, one above the other.
+Values are the format's, bit for bit: bf16(float32(code - 8) · scale); but numbers under 1e-38 become 0, as they do in
+the multiplication. A group (32 weights or more) has 16 possible values: a table in one register, which a nibble looks
+up (more in row_dots.py).
 
 N rows of W, M columns, B = M / 2 bytes of a row, `half` bytes of a group, a multiple of 16.
 """
