@@ -1,5 +1,5 @@
-"""The house keeps its rooms: imports go downward only, rooms of a layer don't know each other, nothing is called
-utils (README.md, the house)."""
+"""The house keeps its rooms: imports go downward only, rooms of a layer don't know each other, nothing is
+called utils (README.md, the house)."""
 
 import ast
 import re

@@ -123,11 +123,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def inside(path: Path) -> Path:
-    """`path` itself, after checking where it leads if it is a link: a checkpoint that someone else packed must not make
-    us read other files of this machine.
+    """`path` itself, after checking where it leads if it is a link: a checkpoint that someone else packed
+    must not make us read other files of this machine.
 
-    Allowed: a target in the same folder, and the links of the Hub's cache (snapshots/<revision>/x -> blobs/<hash> of
-    the same repository). A link to the folder itself is not allowed. Raises CheckpointError.
+    Allowed: a target in the same folder, and the links of the Hub's cache (snapshots/<revision>/x ->
+    blobs/<hash> of the same repository). A link to the folder itself is not allowed. Raises CheckpointError.
     """
     if not path.is_symlink():
         return path

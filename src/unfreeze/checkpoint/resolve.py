@@ -32,8 +32,10 @@ Params = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 class Placement:
     """One tensor on disk and where it belongs: `params[param][index]`, which is elements start:stop of the flattened parameter.
 
-    expected  None: read the tensor into that place. Otherwise: read it, compare with this, keep nothing (weight_shape).
-    alias     True: `param` was filled from another tensor; read this one and compare (a tied head that is stored too).
+    expected  None: read the tensor into that place. Otherwise: read it, compare with this, keep nothing
+              (weight_shape).
+    alias     True: `param` was filled from another tensor; read this one and compare (a tied head that is
+              stored too).
     expanded_bytes  bytes of the expanded bf16 weight, counted once per packed weight: 0 for its other parts.
     """
 
@@ -132,7 +134,8 @@ class _Work:
         self.placements.append(Placement(info, param, source.index, start, stop, expanded))
 
     def _packed(self, param: str, source: Source, base: str, suffix: str) -> int:
-        """For the first part of a packed weight: check its extras and return its expanded bytes. Other parts return 0."""
+        """For the first part of a packed weight: check its extras and return its expanded bytes. Other parts
+        return 0."""
         assert self.codec is not None
         if suffix != self.codec.suffixes[0]:
             return 0

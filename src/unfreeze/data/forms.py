@@ -26,9 +26,10 @@ _INLINE = re.compile(r"\s*<think>(?P<reasoning>.*?)</think>(?P<content>.*)", re.
 class Prepared:
     """What a template is given, and notes about it (each note is shown once, with the number of rows).
 
-    spelled   index of a turn -> the think marks that the row wrote into its content, or would with --reasoning inline
-    written   the messages with those blocks left in their content: the history for a template without a place for
-              reasoning
+    spelled   index of a turn -> the think marks that the row wrote into its content, or would with
+              --reasoning inline
+    written   the messages with those blocks left in their content: the history for a template without a place
+              for reasoning
     """
 
     messages: list[Message]

@@ -25,8 +25,8 @@ Cursor = dict[str, Any]
 Packing = Literal["none", "first_fit", "best_fit"]
 
 MAX_OPEN_BATCHES = 64
-"""First fit looks back at this many unfinished batches, so the search is O(documents · 64). With documents of a tenth
-of a step, less than 1 % of the token budget then stays unused (tests/data/test_packing.py)."""
+"""First fit looks back at this many unfinished batches, so the search is O(documents · 64). With documents of
+a tenth of a step, less than 1 % of the token budget then stays unused (tests/data/test_packing.py)."""
 
 
 def pack(examples: Sequence[Example]) -> Batch:

@@ -1,7 +1,8 @@
 """Held-out loss: sums over tokens, divided once. The same number whatever the batch size (docs/trust.md N8).
 
-A mean of batch means weighs a token by how full its batch was; perplexity per token depends on the tokenizer. So: token sums, and bits per
-byte of the text beside them, which two models with different tokenizers can be compared by.
+A mean of batch means weighs a token by how full its batch was; so sums are taken over tokens. Perplexity per
+token depends on the tokenizer; so there are also bits per byte of text, which compare models with different
+tokenizers.
 """
 
 from __future__ import annotations

@@ -57,16 +57,17 @@ def recompute(layer: Layer, x_TD: Tensor, run: PackedPass) -> Tensor:
 
 
 def selective(layer: Layer, x_TD: Tensor, run: PackedPass) -> Tensor:
-    """As `recompute`, but the outputs of attention and experts are kept too: a few [T, ·] tensors that save most of the
-    arithmetic. Norms, projections and rotations are computed again. Same gradients, to the bit.
+    """As `recompute`, but the outputs of attention and experts are kept too: a few [T, ·] tensors that save
+    most of the arithmetic. Norms, projections and rotations are computed again. Same gradients, to the bit.
     Source: selective recomputation, arXiv:2205.05198.
     """
     return _again(layer, x_TD, run, dear=True)
 
 
 def elementwise(layer: Layer, x_TD: Tensor, run: PackedPass) -> Tensor:
-    """As `selective`, and outputs of linear layers are kept (of multi-head attention and dense MLPs). The second visit
-    has no GEMM, only norms, rotations and activations; fewer bytes than keeping all. Same gradients, to the bit.
+    """As `selective`, and outputs of linear layers are kept (of multi-head attention and dense MLPs). The
+    second visit has no GEMM, only norms, rotations and activations; fewer bytes than keeping all. Same
+    gradients, to the bit.
     """
     return _again(layer, x_TD, run, dear=True, products=True)
 
@@ -75,10 +76,11 @@ THROUGH: dict[str, Through] = {"layers": recompute, "selective": selective, "ele
 
 
 def through(name: str, layers: Sequence[Layer], keep_layers: int | None = None) -> Through:
-    """THROUGH[name]. With "selective" and "elementwise" only the last `keep_layers` layers keep anything (None: all),
-    the others use "layers".
+    """THROUGH[name]. With "selective" and "elementwise" only the last `keep_layers` layers keep anything
+    (None: all), the others use "layers".
 
-    The last ones, because backward reaches them first: what they keep is freed before an earlier layer is recomputed.
+    The last ones, because backward reaches them first: what they keep is freed before an earlier layer is
+    recomputed.
     """
     keeps = THROUGH[name]
     if name not in ("selective", "elementwise") or keep_layers is None:
@@ -119,8 +121,8 @@ class _Recompute(torch.autograd.Function):
 
 
 def _chunks(layer: Layer, run: PackedPass) -> Sequence[tuple[slice, PackedPass]]:
-    """The run's chunks; one chunk if a bf16 parameter trains, because autograd would sum its per-chunk gradients
-    in bf16."""
+    """The run's chunks; one chunk if a bf16 parameter trains, because autograd would sum its per-chunk
+    gradients in bf16."""
     whole = ((slice(None), run),)
     return whole if any(p.requires_grad and p.element_size() < 4 for p in layer.parameters()) else run.chunks or whole
 
@@ -135,8 +137,8 @@ def _chunk_by_chunk(layer: Layer, x_TD: Tensor, visits: Sequence[tuple[slice, Pa
             return y_CD
         y_TD[rows] = y_CD
         del y_CD
-        # Copy what is kept after the visit's other tensors are freed. It was allocated among them and would fragment
-        # the heap: the next chunk would not fit into the pieces, and the peak would be higher.
+        # Copy what is kept after the visit's other tensors are freed. It was allocated among them and would
+        # fragment the heap: the next chunk would not fit into the pieces, and the peak would be higher.
         memo.values = tree_map_only(Tensor, Tensor.clone, memo.values)
     assert y_TD is not None
     return y_TD
@@ -260,11 +262,12 @@ class Decoder(nn.Module):
         return hidden_SD
 
     def step_within(self, tokens_S: Tensor, positions_S: Tensor, cache: Cache, width: int) -> Tensor:
-        """`step` with every changing number on the device: positions_S int64 is each row's position, all below `width`.
+        """`step` with every changing number on the device: positions_S int64 is each row's position, all
+        below `width`.
         -> [S, D].
 
-        The launches don't depend on the values of the two tensors, so they can be recorded and replayed. The caller
-        advances cache.lengths.
+        The launches don't depend on the values of the two tensors, so they can be recorded and replayed. The
+        caller advances cache.lengths.
         """
         rows_S = torch.arange(len(tokens_S), device=self.device)
         tables = self.shape.rope.tables(positions_S)

@@ -91,7 +91,8 @@ class Processes:
         self.rank, self.size, self._device = dist.get_rank(), dist.get_world_size(), device
 
     def share(self, items: Sequence[Item]) -> list[Item]:
-        """items[rank], items[rank + size], …: a function of the position alone, so a resume on another number of processes goes on exactly."""
+        """items[rank], items[rank + size], …: it depends on the position only, so a run can resume exactly on
+        another number of processes."""
         return list(items[self.rank :: self.size])
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:

@@ -20,8 +20,8 @@ class Hardware:
 
     total, available   bytes; available: what a process could still take now
     limit              what bounds it
-    process            bytes this process holds in host memory already (interpreter, libraries); `available` does
-                       not include it. 0 where unknown
+    process            bytes this process holds in host memory already (interpreter, libraries); `available`
+                       does not include it. 0 where unknown
     """
 
     kind: str

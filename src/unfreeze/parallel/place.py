@@ -1,4 +1,5 @@
-"""place: a model on "meta" gets its weights. Either every parameter is in memory, filled once from the files, or the model is untouched.
+"""place: give a model on "meta" its weights. Afterwards every parameter is in memory, filled once from the
+files; after an error the model is untouched.
 
 Order: resolve names and shapes (no memory taken) → allocate → stream → check → only then hand the tensors to the modules.
 Packed weights go from file to memory as bytes (docs/trust.md L1); nothing is left uninitialised (L8).

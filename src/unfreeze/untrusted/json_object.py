@@ -29,8 +29,9 @@ def read_object(path: Path, error: type[UserError], *, next: str = DAMAGED) -> d
 def parse_object(raw: bytes, what: str, error: type[UserError], *, next: str = DAMAGED) -> dict[str, Any]:
     """bytes -> the object.
 
-    Refused: not UTF-8, not JSON, not an object, one key twice with different values, a number of more than 4,300
-    digits, nesting deeper than the interpreter's stack. NaN and Infinity pass: the reader of the field checks them.
+    Refused: not UTF-8, not JSON, not an object, one key twice with different values, a number of more than
+    4,300 digits, nesting deeper than the interpreter's stack. NaN and Infinity pass: the reader of the field
+    checks them.
     """
     try:
         value = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=one_value_per_key)

@@ -1,8 +1,8 @@
 """Makes records: an op's candidates are compared with its reference in float64, then timed in turn with it.
 
-A time covers forward and backward, if the op has a backward. CPU: wall clock; with one thread CPU time, which other
-processes disturb less. CUDA: events, and the L2 cache is overwritten before each sample, so that every sample reads
-its inputs from memory.
+A time covers forward and backward, if the op has a backward. CPU: wall clock; with one thread CPU time, which
+other processes disturb less. CUDA: events, and the L2 cache is overwritten before each sample, so that every
+sample reads its inputs from memory.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def visit(op: Op, implementation: Implementation, args: tuple[Any, ...]) -> tuple[list[Tensor], list[Tensor]]:
-    """One timed call: (outputs, gradients of the leaves for a random gradient of the outputs). The outputs of an op
-    that returns nothing are the arguments it wrote to."""
+    """One timed call: (outputs, gradients of the leaves for a random gradient of the outputs). The outputs of
+    an op that returns nothing are the arguments it wrote to."""
     wanted = [tensor for tensor in tensors(args) if tensor.requires_grad] if op.differentiable else []
     with torch.set_grad_enabled(bool(wanted)):
         made = implementation(*args)
@@ -95,8 +95,8 @@ _UPSTREAM: dict[tuple[Any, ...], Tensor] = {}
 
 
 def _upstream(output: Tensor) -> Tensor:
-    """The gradient of the outputs: random, the same for every implementation, made once per shape so that no timing
-    includes it. Its numbers are exact in bf16, so every dtype holds the same ones."""
+    """The gradient of the outputs: random, the same for every implementation, made once per shape so that no
+    timing includes it. Its numbers are exact in bf16, so every dtype holds the same ones."""
     key = (output.shape, output.dtype, output.device)
     if key not in _UPSTREAM:
         noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(SEED + 1)).bfloat16()

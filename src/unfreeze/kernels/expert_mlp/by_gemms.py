@@ -1,7 +1,9 @@
-"""A group of experts as GEMMs over expanded (or dense) matrices: what the parts for CUDA and for any CPU share.
+"""A group of experts as GEMMs over expanded (or dense) matrices: what the parts for CUDA and for any CPU
+share.
 
-This file has the order of the operations. A part brings the operations themselves: `rows` (a buffer), `nt`, `nn`,
-`tn` (a GEMM per expert), `gather`, `scatter_add`, `swiglu` and `swiglu_backward`. Names and shapes as in fused.py.
+This file has the order of the operations. A part brings the operations themselves: `rows` (a buffer), `nt`,
+`nn`, `tn` (a GEMM per expert), `gather`, `scatter_add`, `swiglu` and `swiglu_backward`. Names and shapes as
+in fused.py.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ class ByGemms:
         dh = self.nn(dy_rows, weights[:, :, :I], index, group, self.rows("dh", group, I, x.dtype))
 
         assert gate_up_n is not None
-        # through h = silu(gate) · up, now with the weight w: wh = w h, dgu = gradient of gate_up, score = <dh, h>
+        # h = silu(gate) · up, now with the weight w: wh = w h, dgu = gradient of gate_up, score = <dh, h>
         wh, dgu_rows = self.rows("wh", group, I, x.dtype), self.rows("dgu", group, 2 * I + Q, x.dtype)
         self.swiglu_backward(dh, gate_up_n[group.rows], group, wh, dgu_rows, score_n[group.rows])
         # dA2 = (dy B2)ᵀ (w h), dB2ᵀ = (w hA)ᵀ dy, dW2 = dyᵀ (w h)
@@ -102,8 +104,8 @@ class ByGemms:
 
 
 def _stack(base: Base, group: Any, adapter: Adapter | None, direction: Direction) -> tuple[Tensor, Any]:
-    """(matrices, where each of the group's experts is among them): the weight itself if no expanding is needed,
-    else a workspace."""
+    """(matrices, where each of the group's experts is among them): the weight itself if no expanding is
+    needed, else a workspace."""
     if base.direct(adapter):
         return base.weight, group.experts  # type: ignore[return-value]
     return base.stack(group.experts, group.positions, adapter, direction), range(len(group.experts))

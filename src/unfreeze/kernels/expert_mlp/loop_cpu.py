@@ -67,8 +67,9 @@ class Routing:
 def padded_rows(rows: int, dtype: torch.dtype) -> int:
     """How many rows a GEMM gets for `rows`, padding included. float32: no padding.
 
-    bf16: oneDNN compiles one kernel per row count and keeps 1,024 of them (0.7 ms and up to 0.5 MB each). So there
-    are few counts: powers of two up to 16, then multiples of 16 or more, at most 8 from a power of two to the next.
+    bf16: oneDNN compiles one kernel per row count and keeps 1,024 of them (0.7 ms and up to 0.5 MB each). So
+    there are few counts: powers of two up to 16, then multiples of 16 or more, at most 8 from a power of two
+    to the next.
     """
     if dtype != torch.bfloat16 or rows == 0:
         return rows

@@ -1,10 +1,11 @@
 """A group of INT4 experts on CPUs with AVX512-bf16: forward is one compiled loop, and so is backward.
 
-64 columns of a weight at a time are expanded into a panel, multiplied with all the expert's rows while the panel is
-in L2, and overwritten by the next 64. The operations, their order and their roundings are those of by_gemms.py,
-which has a torch.mm per product. Differences:
+64 columns of a weight at a time are expanded into a panel, multiplied with all the expert's rows while the
+panel is in L2, and overwritten by the next 64. The operations, their order and their roundings are those of
+by_gemms.py, which has a torch.mm per product. Differences:
 - no expanded matrix exists, and oneDNN has nothing to pack;
-- the last product of either direction is added to the float32 sums of its tokens without being rounded or stored;
+- the last product of either direction is added to the float32 sums of its tokens without being rounded or
+  stored;
 - threads do not wait for Python's lock.
 For bf16 with a frozen INT4 base in groups of 32 or a multiple, and widths in multiples of 64.
 
@@ -66,9 +67,10 @@ def _add(a, pairs, panel, sums, first, token, weight, out):
 
 @serial
 def _forward(x, token, weight, experts, begins, up, low, A1, B1, A2, B2, room, gate_up, xA, hA, y):
-    """y[token] += weight · expert(x[token]) for a group's rows. Writes gate_up, xA and hA, which backward reads.
+    """y[token] += weight · expert(x[token]) for a group's rows. Writes gate_up, xA and hA, which backward
+    reads.
 
-    x [T, D]                token [n] (-1: padding)   weight [n]           begins: rows of expert g are begins[g:g+2]
+    x [T, D]   token [n] (-1: padding)   weight [n]   begins: expert g has the rows begins[g] : begins[g + 1]
     up, low: Base.codes     A1 [., Q, D]  B1 [., Q, 2I]  A2 [., P, I]  B2 [., P, D]
     gate_up [n, 2I]         xA [n, Q]     hA [n, P]      y [T, D] float32     room: this thread's buffers
     """
@@ -102,7 +104,7 @@ def _forward(x, token, weight, experts, begins, up, low, A1, B1, A2, B2, room, g
 def _backward(x, dy, token, weight, ones, experts, begins, up, low, A1, B1, A2, B2, room, gate_up, xA, hA, score, dA1, dB1, dA2, dB2, dx):
     """Gradients of a group: score [n], those of the factors (float32), and dx[token] += … where dx has rows.
 
-    Arguments as in `_forward`; dy [T, D], score [n] the gradient of weight, dA1 … shaped as A1 …, ones [n] of 1.
+    Arguments as in `_forward`; dy [T, D], score [n] the gradient of weight, dA1 … shaped as A1 …, ones [n].
     """
     rows_x, rows_dy, rows_dh, rows_wh, rows_dgu, thin, panel, sums, dots, pairs_Q, pairs_P = room
     D, I, Q, P = x.shape[1], gate_up.shape[1] // 2, xA.shape[1], hA.shape[1]

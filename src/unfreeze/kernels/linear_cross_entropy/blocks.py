@@ -16,11 +16,11 @@ from torch.autograd.function import once_differentiable
 
 MAX_BLOCK_ROWS = 4096
 MIN_BLOCK_ROWS = 128  # below it the head's GEMM is bound by reading the weight, not by arithmetic
-# Bytes of a block's logits. Frozen head: blocks of 128 rows are as fast as larger ones and take the least memory.
-# Head that trains in bf16: few blocks. With one block its gradient needs no float32 sum of [V, D] (545 MB at
-# V = 151,936, D = 896: more than the logits of 1,024 rows); each further block would read and write that sum.
-# Blocks of 256 or 512 rows were slower and took more memory. 320 MiB = 1,104 rows of bf16 logits at V = 151,936;
-# layer gradients are not allocated yet at that point.
+# Bytes of a block's logits. Frozen head: blocks of 128 rows are as fast as larger ones and take the least
+# memory. Head that trains in bf16: few blocks. With one block its gradient needs no float32 sum of [V, D]
+# (545 MB at V = 151,936, D = 896: more than the logits of 1,024 rows); each further block would read and
+# write that sum. Blocks of 256 or 512 rows were slower and took more memory. 320 MiB = 1,104 rows of bf16
+# logits at V = 151,936; layer gradients are not allocated yet at that point.
 CPU_BLOCK_BYTES = {"frozen": 16 * 2**20, "trained": 320 * 2**20}
 DEVICE_BLOCK_BYTES = 5 * 2**28  # 1.25 GiB: 4,096 rows in bf16 at V = 163,840, where a GPU's GEMM is at its full rate
 WEIGHT_CHUNK_BYTES = 8 * 2**20  # of the head's gradient in half precision, on its way into the float32 sum: fits a cache
@@ -109,8 +109,8 @@ class _WeightGradient:
     """dW = sum over blocks of dzᵀ h.
 
     In half precision one block's product is the result. Several blocks: sum in float32, because bf16 drops
-    addends below 1/256 of the sum. A block is added in slices of the vocabulary; its whole product [V, D] would
-    be one more copy in memory.
+    addends below 1/256 of the sum. A block is added in slices of the vocabulary; its whole product [V, D]
+    would be one more copy in memory.
     """
 
     def __init__(self, weight_VD: Tensor, single: bool):

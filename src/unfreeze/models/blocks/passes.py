@@ -1,8 +1,8 @@
-"""The three ways through a decoder: packed (training, scoring), prefill (packed, and written to the cache) and step
-(one new token per sequence; also at a fixed width).
+"""The three ways through a decoder: packed (training, scoring), prefill (packed, and written to the cache)
+and step (one new token per sequence; also at a fixed width).
 
-A pass is given to every layer. It holds the rotary tables, what attention may look at, and the cache; layers don't ask
-which pass it is.
+A pass is given to every layer. It holds the rotary tables, what attention may look at, and the cache; layers
+don't ask which pass it is.
 
 T tokens, S sequences, N cached positions, H query heads, G key/value heads.
 """
@@ -27,7 +27,8 @@ LatentForm = Literal["expanded", "absorbed"]
 
 
 class Memo:
-    """What the first visit of a layer keeps for its recomputation in backward, in the order in which the layer asks.
+    """What the first visit of a layer keeps for its recomputation in backward, in the order in which the
+    layer asks.
 
     dear      also keep the outputs of attention and experts: they cost the most to compute per byte kept
     products  also keep the output of every linear layer
@@ -79,10 +80,11 @@ class Cache:
             raise UserError(f"the cache holds {self.capacity} positions and all are filled; create it with a larger capacity")
 
     def keep(self, rows: list[int]) -> list[int]:
-        """Keep only these rows: finished sequences leave the batch. -> for each row of the cache now, which one it was.
+        """Keep only these rows: finished sequences leave the batch. -> for each row of the cache now, which
+        one it was.
 
-        The last rows move into the freed places; nothing else is copied (of 16 rows, one of which ends: at most one).
-        The memory is given back with the whole cache.
+        The last rows move into the freed places; nothing else is copied (of 16 rows, one of which ends: at
+        most one). The memory is given back with the whole cache.
         """
         stays, moves = {row for row in rows if row < len(rows)}, sorted(row for row in rows if row >= len(rows))
         order = [row if row in stays else moves.pop() for row in range(len(rows))]
@@ -99,8 +101,10 @@ class Cache:
 class PackedPass:
     """Every document attends to itself only; nothing is remembered.
 
-    memo    None, or where the layer being visited puts (first visit) and finds (second visit) what it need not recompute
-    chunks  the same pass in parts of whole documents, (tokens, pass over them), for going through a layer in parts
+    memo    None, or where the layer being visited puts (first visit) and finds (second visit) what it need
+            not recompute
+    chunks  the same pass in parts of whole documents, (tokens, pass over them), for going through a layer in
+            parts
     """
 
     cos_Tr: Tensor
@@ -120,8 +124,8 @@ class PackedPass:
             self.memo = before
 
     def once(self, compute: Callable[[], Value]) -> Value:
-        """compute(), but not again when the layer is recomputed: for results that must not differ (chosen experts) and for
-        counters."""
+        """compute(), but not again when the layer is recomputed: for results that must not differ (chosen
+        experts) and for counters."""
         return compute() if self.memo is None else self.memo.once(compute)
 
     @property
@@ -186,7 +190,8 @@ class StepPass:
         return tuple(t[:, : self.longest] for t in self.cache.write(layer, self.rows_T, self.positions_T, new))
 
     def attend(self, q_SHd: Tensor, k_SNGd: Tensor, v_SNGv: Tensor, scale: float) -> Tensor:
-        """Query heads that share a key head become its queries: each key is read once for all of them, and not repeated."""
+        """Query heads that share a key head become its queries: each key is read once for all of them, and
+        not repeated."""
         groups = k_SNGd.shape[2]
         o_SGJv = F.scaled_dot_product_attention(
             q_SHd.unflatten(1, (groups, -1)),
@@ -200,7 +205,8 @@ class StepPass:
 
 @dataclass
 class StepWithin(StepPass):
-    """A step over the first `width` positions of the cache. Its launches depend on no other number of the host.
+    """A step over the first `width` positions of the cache. Its launches depend on no other number of the
+    host.
 
     A mask made on the device hides the positions beyond a row's own; the cache has finite numbers there.
     """
