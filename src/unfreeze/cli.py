@@ -52,7 +52,7 @@ DEV = {
 }
 HEADINGS = {"Train": TRAIN, "Look": LOOK, "Ship": SHIP}
 COMMANDS = {**TRAIN, **LOOK, **SHIP, **DEV}
-FLAGS = {"--json": "json", "--quiet": "quiet", "--traceback": "traceback"}
+FLAGS = {"--json": "json", "--quiet": "quiet", "--traceback": "traceback", "--plan": "plan"}
 
 
 def usage() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.errors import DataError, UserError
 from unfreeze.core.units import format_bytes
-from unfreeze.job.job import Parts, plan_of
+from unfreeze.job.job import Parts, disk_bytes, plan_of
 
 if TYPE_CHECKING:
     import torch
@@ -251,15 +250,9 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
 
 def check_disk(subject: Subject) -> Iterator[Finding]:
     """Room for the saves of the state, and for the adapter or the model."""
-    folder = subject.config.run_dir.absolute()
-    existing = next(path for path in (folder, *folder.parents) if path.is_dir())
-    terms, trained = subject.plan.terms, subject.parts.trained
-    each = (terms["adapter"] or terms["base"]) + terms["optimizer"]
-    written = trained.written_bytes(subject.manifest, terms["adapter"])
-    saves = subject.config.keep_saves + 1  # a new save is whole before an old one goes
-    needed = saves * each + written
-    free = shutil.disk_usage(existing).free
-    line = f"{format_bytes(free)} free under {existing}; the run writes at most {format_bytes(needed)} ({saves} saves, {trained.name})"
+    needed, free = disk_bytes(subject.config, subject.parts.trained, subject.manifest, subject.plan)
+    what = f"{subject.config.keep_saves + 1} saves, {subject.parts.trained.name}"
+    line = f"{format_bytes(free)} free for {subject.config.run_dir}; the run writes at most {format_bytes(needed)} ({what})"
     if free < needed:
         yield Finding("disk", "fault", line, "free space, give --out on another disk, or lower --keep-saves")
     else:

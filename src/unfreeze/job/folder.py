@@ -40,7 +40,8 @@ def live(config: TrainingConfig, common: Common, recipe: str, command: str, grou
     record = config.record()
     changeable = allowed(config.allow_changed, record)
     date = group.texts(first_start(config))[0]
-    with LiveProgress(0, quiet=common.quiet) as progress, tracking(config.track, config.run_dir, config.model_dump(mode="json")) as sinks:
+    progress = LiveProgress(0, quiet=common.quiet, whole_plan=common.plan)
+    with progress, tracking(config.track, config.run_dir, config.model_dump(mode="json")) as sinks:
         with writing(config.run_dir, "out"):
             run = open_run(
                 group,
