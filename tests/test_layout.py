@@ -170,6 +170,7 @@ TESTED_BY = {  # source file -> the test file that covers it, where that doesn't
     "kernels/token_order/triton_cuda.py": "kernels/token_order/test_token_order.py",
     "kernels/few_rows/__init__.py": "kernels/few_rows/test_few_rows.py",
     "models/llama.py": "models/test_families.py",
+    "models/recompute.py": "models/test_decoder.py",
     "models/targets.py": "adapters/test_attach.py",
     "models/__init__.py": "models/test_families.py",
     "models/blocks/linear.py": "adapters/test_lora.py",

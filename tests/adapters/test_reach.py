@@ -7,7 +7,7 @@ import torch
 
 from unfreeze.adapters import LoraConfig, Receipt, attach
 from unfreeze.adapters.reach import Reach
-from unfreeze.models.decoder import THROUGH
+from unfreeze.models.recompute import THROUGH
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.train.optim import AdamW
 from unfreeze.train.step import train_step

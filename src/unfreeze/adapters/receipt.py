@@ -32,8 +32,9 @@ from unfreeze.core.errors import AdapterError
 from unfreeze.models import Decoder
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import PackedHolder
-from unfreeze.models.blocks.passes import Memo, PackedPass
-from unfreeze.models.decoder import Layer
+from unfreeze.models.blocks.memo import Memo
+from unfreeze.models.blocks.passes import PackedPass
+from unfreeze.models.layer import Layer
 from unfreeze.models.targets import GROUPS, group_of
 
 PROBE_TOKENS = 256  # enough to reach most experts, small enough to cost less than a step
