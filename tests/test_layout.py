@@ -1,6 +1,8 @@
-"""The house keeps its rooms: imports go downward only, rooms of a layer don't know each other, nothing is called utils (docs: DESIGN, the house)."""
+"""The house keeps its rooms: imports go downward only, rooms of a layer don't know each other, nothing is
+called utils (README.md, the house)."""
 
 import ast
+import re
 import subprocess
 from pathlib import Path
 
@@ -78,6 +80,21 @@ def test_every_room_is_on_the_map():
     rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name not in ("assets", "__pycache__")}
     unknown = rooms - LAYER.keys()
     assert not unknown, f"rooms without a layer: {sorted(unknown)}; give each a layer in tests/test_layout.py and in README's room tree"
+
+
+def on_the_map(readme: str) -> dict[str, int]:
+    """room -> layer, as README's room tree has them."""
+    return {room: int(layer) for layer, room in re.findall(r"^ L(\d+) +(\w+)(?:/|\.py) ", readme, flags=re.M)}
+
+
+def test_the_readmes_room_tree_is_the_house():
+    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name not in ("assets", "__pycache__")}
+    readme = (PACKAGE.parents[1] / "README.md").read_text(encoding="utf-8")
+    assert on_the_map(readme) == {room: LAYER[room] for room in rooms | {"cli", "api"}}, "README's room tree and LAYER differ"
+
+
+def test_a_room_missing_from_the_tree_is_seen():
+    assert on_the_map(" L0  core/        nouns\n L11 cli.py       parse\n L2 without a slash") == {"core": 0, "cli": 11}
 
 
 def test_nothing_is_called_utils():

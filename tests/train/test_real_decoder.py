@@ -107,7 +107,8 @@ def test_the_blocked_loss_is_that_of_the_models_own_logits(tiny: SimpleNamespace
 @pytest.mark.parametrize("through", [models.plain, models.keep_inputs])
 @pytest.mark.parametrize("pieces", [2, 4])
 def test_one_packed_batch_equals_its_documents_accumulated(tiny: SimpleNamespace, through: Any, pieces: int):
-    """FAILURES N3: packed or one by one, 1 to 4 micro-batches, skewed lengths, recomputed or not: one gradient to 1e-6."""
+    """docs/trust.md N3: packed or one by one, 1 to 4 micro-batches, skewed lengths, recomputed or not: one
+    gradient to 1e-6."""
     lengths, supervised = [3, 30, 6, 17], [1, 29, 2, 4]
     documents = [tiny.make_batch([n], [k], seed=i) for i, (n, k) in enumerate(zip(lengths, supervised, strict=True))]
     size = len(documents) // pieces

@@ -136,7 +136,8 @@ def check_machine(subject: Subject) -> Iterator[Finding]:
 
 
 def check_checkpoint(subject: Subject) -> Iterator[Finding]:
-    """FAILURES L7 and L8: every tensor of the model is covered exactly once by the files; no tensor is read for it."""
+    """docs/trust.md L7 and L8: every tensor of the model is covered exactly once by the files; no tensor is
+    read for it."""
     from unfreeze import models
     from unfreeze.checkpoint import resolve
     from unfreeze.generate.open import dtype_of, notes
@@ -160,7 +161,7 @@ def check_checkpoint(subject: Subject) -> Iterator[Finding]:
 
 
 def check_vocabulary(subject: Subject) -> Iterator[Finding]:
-    """FAILURES N5 and N6."""
+    """docs/trust.md N5 and N6."""
     from unfreeze.job.data import check_vocabulary as refuse_mismatch
 
     tokenizer, rows = subject.tokenizer, subject.shape.vocab_size
@@ -178,7 +179,7 @@ def check_vocabulary(subject: Subject) -> Iterator[Finding]:
 
 
 def check_template(subject: Subject) -> Iterator[Finding]:
-    """FAILURES N4 and N6: what the template's mask teaches of a conversation of known words."""
+    """docs/trust.md N4 and N6: what the template's mask teaches of a conversation of known words."""
     from unfreeze.data import Conversation
     from unfreeze.data.masks import renderer
 
@@ -207,7 +208,7 @@ def check_template(subject: Subject) -> Iterator[Finding]:
 
 
 def check_data(subject: Subject) -> Iterator[Finding]:
-    """FAILURES R7, N2, N4, and duplicates."""
+    """docs/trust.md R7, N2, N4, and duplicates."""
     if not subject.has_data:
         yield Finding("data", "skip", "no data file given (--data F)")
         return
@@ -259,7 +260,7 @@ def check_disk(subject: Subject) -> Iterator[Finding]:
 
 
 def check_run(subject: Subject) -> Iterator[Finding]:
-    """FAILURES R2 and R8: what already lies in the run folder."""
+    """docs/trust.md R2 and R8: what already lies in the run folder."""
     import fcntl
 
     from unfreeze.train.run import changed_fields, latest, plain_json, read_record

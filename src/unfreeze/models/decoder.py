@@ -145,9 +145,12 @@ class Decoder(nn.Module):
         return hidden_SD
 
     def step_within(self, tokens_S: Tensor, positions_S: Tensor, cache: Cache, width: int) -> Tensor:
-        """`step` with every changing number on the device: positions_S int64 says where each row's token stands, all below `width`. -> [S, D].
+        """`step` with every changing number on the device: positions_S int64 is each row's position, all
+        below `width`.
+        -> [S, D].
 
-        The launches are the same whatever the two tensors hold, so they can be recorded and replayed. cache.lengths is the caller's to advance.
+        The launches don't depend on the values of the two tensors, so they can be recorded and replayed. The
+        caller advances cache.lengths.
         """
         rows_S = torch.arange(len(tokens_S), device=self.device)
         tables = self.shape.rope.tables(positions_S)

@@ -5,8 +5,8 @@
     selective    and what attention and the experts made: most of the arithmetic for a few [T, ·] tensors
     elementwise  and the outputs of linear layers: no GEMM is done twice
 
-A layer is gone through twice: at the first visit without autograd, where a Memo keeps what the policy names; in backward once more with
-autograd, where the Memo gives it back in the order in which the layer asks.
+A layer is visited twice. First without autograd: a Memo keeps what the policy names. Then in backward, with
+autograd: the Memo returns it in the order in which the layer asks.
 """
 
 from __future__ import annotations
@@ -40,15 +40,17 @@ def keep_inputs(layer: Layer, x_TD: Tensor, run: PackedPass) -> Tensor:
 
 
 def selective(layer: Layer, x_TD: Tensor, run: PackedPass) -> Tensor:
-    """As `keep_inputs`, but what attention and the experts made is kept: most of the arithmetic for a few [T, ·] tensors, and norms, projections
-    and rotations are computed again. Same gradients, to the bit. Source: selective recomputation, arXiv:2205.05198.
+    """As `keep_inputs`, but the outputs of attention and experts are kept too: a few [T, ·] tensors that save
+    most of the arithmetic. Norms, projections and rotations are computed again. Same gradients, to the bit.
+    Source: selective recomputation, arXiv:2205.05198.
     """
     return _again(layer, x_TD, run, dear=True)
 
 
 def elementwise(layer: Layer, x_TD: Tensor, run: PackedPass) -> Tensor:
-    """As `selective`, and outputs of linear layers are kept (of multi-head attention and dense MLPs): the second visit has no GEMM, only norms,
-    rotations and activations, for fewer bytes than keeping all. Same gradients, to the bit.
+    """As `selective`, and outputs of linear layers are kept (of multi-head attention and dense MLPs). The
+    second visit has no GEMM, only norms, rotations and activations; fewer bytes than keeping all. Same
+    gradients, to the bit.
     """
     return _again(layer, x_TD, run, dear=True, products=True)
 
@@ -57,9 +59,11 @@ THROUGH: dict[str, Through] = {"layers": keep_inputs, "selective": selective, "e
 
 
 def through(name: str, layers: Sequence[Layer], keep_layers: int | None = None) -> Through:
-    """THROUGH[name]; of "selective" and "elementwise" only the last `keep_layers` layers keep anything (None: all do), the others go by "layers".
+    """THROUGH[name]. With "selective" and "elementwise" only the last `keep_layers` layers keep anything
+    (None: all), the others use "layers".
 
-    The last ones, as backward comes to them first: what they keep is gone before the first recomputed layer needs its room.
+    The last ones, because backward reaches them first: what they keep is freed before an earlier layer is
+    recomputed.
     """
     keeps = THROUGH[name]
     if name not in ("selective", "elementwise") or keep_layers is None:
@@ -100,7 +104,8 @@ class _Recompute(torch.autograd.Function):
 
 
 def _chunks(layer: Layer, run: PackedPass) -> Sequence[tuple[slice, PackedPass]]:
-    """The run's chunks; all at once where a parameter trains in half precision: its gradient would be summed over the chunks in that."""
+    """The run's chunks; one chunk if a bf16 parameter trains, because autograd would sum its per-chunk
+    gradients in bf16."""
     whole = ((slice(None), run),)
     return whole if any(p.requires_grad and p.element_size() < 4 for p in layer.parameters()) else run.chunks or whole
 
@@ -115,8 +120,8 @@ def _chunk_by_chunk(layer: Layer, x_TD: Tensor, visits: Sequence[tuple[slice, Pa
             return y_CD
         y_TD[rows] = y_CD
         del y_CD
-        # Copied when all else of the visit is free again: what is kept was made among it, and would leave the heap in pieces that the next chunk
-        # doesn't fit in: a higher peak.
+        # Copy what is kept after the visit's other tensors are freed. It was allocated among them and would
+        # fragment the heap: the next chunk would not fit into the pieces, and the peak would be higher.
         memo.values = tree_map_only(Tensor, Tensor.clone, memo.values)
     assert y_TD is not None
     return y_TD

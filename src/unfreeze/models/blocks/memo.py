@@ -7,10 +7,12 @@ from typing import Any
 
 
 class Memo:
-    """What a layer's second visit takes from its first instead of computing it again, in the order in which the layer asks.
+    """What the first visit of a layer keeps for its recomputation in backward, in the order in which the
+    layer asks.
 
-    `dear`: also what attention and the experts made, which costs the most to compute per byte kept. `products`: and every linear layer's output.
-    `unread`: the second visit is for gradients only, nobody reads its result.
+    dear      also keep the outputs of attention and experts: they cost the most to compute per byte kept
+    products  also keep the output of every linear layer
+    unread    the second visit is for gradients only; its output is not used
     """
 
     def __init__(self, dear: bool = False, products: bool = False, unread: bool = False):
