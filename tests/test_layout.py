@@ -1,6 +1,8 @@
-"""The house keeps its rooms: imports go downward only, rooms of a layer don't know each other, nothing is called utils (docs: DESIGN, the house)."""
+"""The house keeps its rooms: imports go downward only, rooms of a layer don't know each other, nothing is
+called utils (README.md, the house)."""
 
 import ast
+import re
 import subprocess
 from pathlib import Path
 
@@ -80,6 +82,21 @@ def test_every_room_is_on_the_map():
     assert not unknown, f"rooms without a layer: {sorted(unknown)}; give each a layer in tests/test_layout.py and in README's room tree"
 
 
+def on_the_map(readme: str) -> dict[str, int]:
+    """room -> layer, as README's room tree has them."""
+    return {room: int(layer) for layer, room in re.findall(r"^ L(\d+) +(\w+)(?:/|\.py) ", readme, flags=re.M)}
+
+
+def test_the_readmes_room_tree_is_the_house():
+    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name not in ("assets", "__pycache__")}
+    readme = (PACKAGE.parents[1] / "README.md").read_text(encoding="utf-8")
+    assert on_the_map(readme) == {room: LAYER[room] for room in rooms | {"cli", "api"}}, "README's room tree and LAYER differ"
+
+
+def test_a_room_missing_from_the_tree_is_seen():
+    assert on_the_map(" L0  core/        nouns\n L11 cli.py       parse\n L2 without a slash") == {"core": 0, "cli": 11}
+
+
 def test_nothing_is_called_utils():
     bad = [str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*") if p.stem in ("utils", "util", "helpers", "misc", "common")]
     assert not bad, f"{bad}: put a helper beside its one caller, or make it a noun in core"
@@ -111,6 +128,7 @@ def test_a_stray_file_is_seen():
 TESTS = Path(__file__).parent
 LONG = 60  # lines; a shorter file is a part of its caller, tested through it
 TESTED_BY = {  # source file -> the test file that covers it, where that doesn't bear its name
+    "commands/report.py": "commands/test_report_command.py",
     "config/synonyms.py": "config/test_help.py",
     "config/training.py": "recipes/test_sft.py",
     "core/batch.py": "core/test_core.py",
@@ -153,6 +171,7 @@ TESTED_BY = {  # source file -> the test file that covers it, where that doesn't
     "kernels/token_order/triton_cuda.py": "kernels/token_order/test_token_order.py",
     "kernels/few_rows/__init__.py": "kernels/few_rows/test_few_rows.py",
     "models/llama.py": "models/test_families.py",
+    "models/recompute.py": "models/test_decoder.py",
     "models/targets.py": "adapters/test_attach.py",
     "models/__init__.py": "models/test_families.py",
     "models/blocks/linear.py": "adapters/test_lora.py",

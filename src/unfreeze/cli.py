@@ -52,7 +52,7 @@ DEV = {
 }
 HEADINGS = {"Train": TRAIN, "Look": LOOK, "Ship": SHIP}
 COMMANDS = {**TRAIN, **LOOK, **SHIP, **DEV}
-FLAGS = {"--json": "json", "--quiet": "quiet", "--traceback": "traceback"}
+FLAGS = {"--json": "json", "--quiet": "quiet", "--traceback": "traceback", "--plan": "plan"}
 
 
 def usage() -> str:
@@ -60,7 +60,7 @@ def usage() -> str:
     lines = ["unfreeze trains open-weight language models, every weight of them,", "in the format they were published in."]
     for heading, commands in HEADINGS.items():
         lines += ["", heading, *_listed(commands, "unfreeze")]
-    return "\n".join([*lines, "", "unfreeze COMMAND --help: its flags    unfreeze dev: bench, kernels, bisect, drill"])
+    return "\n".join([*lines, "", "unfreeze COMMAND --help: its flags   unfreeze dev: bench, kernels, bisect, drill"])
 
 
 def _listed(commands: Mapping[str, Command], prefix: str) -> list[str]:

@@ -7,7 +7,8 @@ import torch
 
 from unfreeze.adapters import LoraConfig, Receipt, attach
 from unfreeze.adapters.reach import Reach
-from unfreeze.models.decoder import THROUGH
+from unfreeze.adapters.receipt import check
+from unfreeze.models.recompute import THROUGH
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.train.optim import AdamW
 from unfreeze.train.step import train_step
@@ -102,6 +103,18 @@ def test_a_matrix_behind_zeros_owes_no_gradient(tiny, family, name, full):
         model.get_parameter(name).zero_()
     taken = exceptions_of(model, tiny.batch(tiny.documents))
     assert taken.exceptions == [] and any(entry["sites_reached"] < entry["sites"] for entry in taken.groups.values())
+
+
+def test_a_group_that_nothing_reached_is_not_called_bypassed(tiny):
+    model = adapted(tiny)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.kv_a_layernorm.weight.zero_()
+    receipt, batch = Receipt(model), tiny.batch(tiny.documents)
+    train_step(model, AdamW(model), [batch], cross_entropy, learning_rate=1e-3, max_norm=0.0, through=THROUGH["nothing"])
+    taken = receipt.take(batch)
+    assert taken.groups["attention"]["sites_reached"] == 0 and taken.groups["attention"]["connected"] is None
+    check(taken)
 
 
 def test_control_arm_without_a_look_at_inputs_a_matrix_behind_zeros_raises_a_false_alarm(tiny, monkeypatch):

@@ -14,7 +14,7 @@ from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.errors import AdapterError
 from unfreeze.data.packing import Example, pack
 from unfreeze.generate.open import open_model
-from unfreeze.models.decoder import THROUGH, plain
+from unfreeze.models.recompute import THROUGH, plain
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.train.optim import AdamW
 from unfreeze.train.step import train_step

@@ -97,7 +97,7 @@ def test_verdicts():
 
 
 def test_the_node_formula_gives_what_was_predicted_from_the_predicted_times():
-    """PERFORMANCE.md, section 2: 4.1 s, 15.9 k tokens/s without overlap and 17.9 k with 65 % of it, from the predicted slice."""
+    """4.1 s, 15.9 k tokens/s without overlap and 17.9 k with 65 % of it, from the predicted slice."""
     items = [item(name, ms, routing) for routing in ("balanced", "zipf") for name, ms in (
         ("MoE layer forward", 12.75), ("MoE layer recompute + backward", 21.0))]  # fmt: skip
     items += [item("attention, shared expert and norms, all passes", 19.5), item("head and loss", 60.0)]

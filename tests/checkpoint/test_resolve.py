@@ -1,4 +1,5 @@
-"""Claims about resolve: each fault of FAILURES L7 that names, dtypes and shapes can show is one CheckpointError; a good checkpoint has none."""
+"""Claims about resolve: each fault of docs/trust.md L7 that names, dtypes and shapes can show is one
+CheckpointError; a good checkpoint has none."""
 
 from __future__ import annotations
 

@@ -1,6 +1,22 @@
-"""`unfreeze report`: the page of a run, and its summary with the account of the data."""
+"""`unfreeze report`: the page of a run, and its summary with the account of the data; --watch follows a run that goes on."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
 
 from unfreeze import cli
+from unfreeze.commands import report
+from unfreeze.core.command import Common
+
+STEP = {"kind": "train", "time": 1.0, "loss": 1.0, "grad_norm": 1.0, "tokens": 10, "seconds": 1.0}
 
 
 def test_page_and_summary(run_dir, unfreeze_json, capsys):
@@ -14,5 +30,63 @@ def test_page_and_summary(run_dir, unfreeze_json, capsys):
 
 
 def test_a_folder_without_a_run_is_said(tmp_path, capsys):
-    assert cli.main(["report", str(tmp_path)]) == 2
-    assert "events.jsonl is missing" in capsys.readouterr().err
+    for flags in ([], ["--watch"]):
+        assert cli.main(["report", str(tmp_path), *flags]) == 2
+        assert "events.jsonl is missing" in capsys.readouterr().err
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """As a run holds its folder."""
+    with (folder / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def wait_for(there, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < end, "not within the time"
+        time.sleep(0.02)
+
+
+def append(folder: Path, **event) -> None:
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(json.dumps(event) + "\n")
+
+
+def test_watch_follows_a_run_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setattr(report.watch, "__kwdefaults__", {"quiet": False, "seconds": 0.05})
+    page = tmp_path / "report.html"
+    append(tmp_path, **STEP, step=1)
+    watching = threading.Thread(target=report.main, args=([str(tmp_path), "--watch"], Common()))
+    with locked(tmp_path):
+        watching.start()
+        wait_for(page.is_file)
+        assert '<meta http-equiv="refresh" content="4">' in page.read_text()
+        append(tmp_path, **STEP, step=2)
+        wait_for(lambda: "<dd>2</dd>" in page.read_text())
+        assert watching.is_alive()
+        append(tmp_path, kind="end", step=2, reason="done")
+        watching.join(20)
+    assert not watching.is_alive() and "http-equiv=\"refresh\"" not in page.read_text()
+    said = capsys.readouterr()
+    assert f"watching {tmp_path}; open {page}" in said.err and f"report: {page}" in said.out
+
+
+def test_a_killed_run_is_watched_no_longer(tmp_path: Path, capsys):
+    append(tmp_path, **STEP, step=1)
+    report.watch(tmp_path, seconds=0.01)
+    assert f"no process writes to {tmp_path} any more" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_the_watch_and_leaves_a_page_that_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    def pressed(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    append(tmp_path, **STEP, step=1)
+    monkeypatch.setattr(report.time, "sleep", pressed)
+    with locked(tmp_path):
+        assert report.main([str(tmp_path), "--watch"], Common())["report"] == str(tmp_path / "report.html")
+    assert "watched no longer" in capsys.readouterr().err
+    assert "http-equiv=\"refresh\"" not in (tmp_path / "report.html").read_text()

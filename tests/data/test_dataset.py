@@ -86,7 +86,7 @@ def test_real_rows_on_two_real_tokenizers(yoda_file, kimi_folder, stories_folder
 
 
 def test_a_template_whose_mask_is_lost_leaves_no_row(json_folder, templates, tmp_path):
-    """FAILURES N4: also with on_bad_row "skip", because every row is wrong."""
+    """docs/trust.md N4: also with on_bad_row "skip", because every row is wrong."""
     forced = "{%- if add_generation_prompt -%}{{- '?' -}}{%- endif -%}"
     lost = load_tokenizer(json_folder("{% generation %}" + templates["chatml"] + "{% endgeneration %}" + forced))
     with pytest.raises(DataError, match=r"no row left to train on, of 1: row 1: messages\[0\].content .* is the user's and would be taught"):
@@ -96,7 +96,8 @@ def test_a_template_whose_mask_is_lost_leaves_no_row(json_folder, templates, tmp
 
 
 def test_the_supervised_fraction_tells_a_lost_mask_from_a_right_one(tokenizer, tmp_path):
-    """FAILURES N4: the number in the line. Control arm: supervise "all" is the mask of all ones, and reads otherwise."""
+    """docs/trust.md N4: the number in the line. Control arm: supervise "all" is the mask of all ones, and
+    reads otherwise."""
     path = write(tmp_path, GOOD, GOOD)
     right, ones = (encode_file(path, tokenizer, 128, supervise=way).stats for way in ("assistant", "all"))
     assert f"{100 * right.supervised_fraction:.1f} % supervised" in right.summary() and right.supervised_fraction < 0.6
@@ -104,7 +105,8 @@ def test_the_supervised_fraction_tells_a_lost_mask_from_a_right_one(tokenizer, t
 
 
 def test_a_row_without_a_supervised_token_is_named_and_does_not_enter_a_batch(tokenizer, tmp_path):
-    """FAILURES N2: `row 2: 0 of 128 tokens supervised (truncated before the answer? …)`; head truncation keeps the answer."""
+    """docs/trust.md N2: `row 2: 0 of 128 tokens supervised (truncated before the answer? …)`; head truncation
+    keeps the answer."""
     stats = encode_file(write(tmp_path, GOOD, LONG), tokenizer, 128).stats
     assert stats.dropped == 1 and stats.listed[0].reason.startswith("row 2: 0 of 128 tokens supervised (truncated before the answer?")
     head = encode_file(write(tmp_path, GOOD, LONG), tokenizer, 128, truncation="head")
@@ -135,7 +137,7 @@ def test_several_files_are_told_apart(tokenizer, tmp_path):
         encode_files([first, second], tokenizer, 128)
 
 
-BAD_ROWS = {  # FAILURES R7: the kind -> the line, and what names its row and field
+BAD_ROWS = {  # docs/trust.md R7: the kind -> the line, and what names its row and field
     "broken JSON": ('{"question": "Q", ', "row 3: broken JSON at column"),
     "missing field": ({"question": "Q"}, "row 3: .* field 'answer' is missing"),
     "wrong type": ({"question": 7, "answer": "A"}, r"row 3: field question is a number \(7\), expected a text"),

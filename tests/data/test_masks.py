@@ -70,7 +70,7 @@ def test_mask_covers_the_answers_and_their_end_token_and_nothing_else(proof, nam
     tokens, weights = encode_whole(Conversation(messages), tokenizer)
     assert proof(tokenizer, tokens, weights, full, spans) == []
     supervised = [token for token, weight in zip(tokens, weights, strict=True) if weight]
-    assert supervised[-1] == tokenizer.token_id(ENDS[name]) and supervised[-1] in tokenizer.eos_ids  # FAILURES N6
+    assert supervised[-1] == tokenizer.token_id(ENDS[name]) and supervised[-1] in tokenizer.eos_ids  # docs/trust.md N6
 
 
 @pytest.mark.parametrize("planted", ["all ones", "shifted left", "shifted right", "end not supervised", "first answer lost"])
@@ -213,7 +213,7 @@ def test_truncation_cuts_refuses_or_drops_and_says_so(json_folder, templates):
     with pytest.raises(Dropped, match="row 17"):
         encode_row(row, tokenizer, size - 1, "drop")
     with pytest.raises(Dropped, match=rf"row 17: 0 of {prompt} tokens supervised \(truncated before the answer\?"):
-        encode_row(row, tokenizer, prompt)  # FAILURES N2
+        encode_row(row, tokenizer, prompt)  # docs/trust.md N2
     assert encode_row(row, tokenizer, size, "split").cut == 0
     with pytest.raises(DataError, match=r"row 17: .* a conversation is not split"):
         encode_row(row, tokenizer, size - 1, "split")
@@ -260,7 +260,8 @@ def test_head_cuts_the_beginning_keeps_bos_and_what_lost_its_context_is_no_targe
 
 
 def test_the_end_of_every_answer_is_a_target_also_where_pad_is_eos(json_folder, templates):
-    """FAILURES N6. Packed batches have no padding; nothing is masked by its id. Control arm: masking by the pad id loses every end."""
+    """docs/trust.md N6. Packed batches have no padding; nothing is masked by its id. Control arm: masking by
+    the pad id loses every end."""
     tokenizer = load_tokenizer(json_folder(templates["deepseek"], pad_token="<|eos|>"))
     end = tokenizer.eos_id
     batch = pack([encode_row(Conversation([*SINGLE, *SINGLE], row=i), tokenizer, 512) for i in range(3)])
@@ -271,7 +272,8 @@ def test_the_end_of_every_answer_is_a_target_also_where_pad_is_eos(json_folder, 
 
 
 def test_a_mask_that_covers_everything_is_refused_per_row(json_folder, templates):
-    """FAILURES N4. Control arm: with the same marks where they belong, and for `supervise` "all", which asks for it, nothing is refused."""
+    """docs/trust.md N4. Control arm: with the same marks where they belong, and for `supervise` "all", which
+    asks for it, nothing is refused."""
     forced = "{%- if add_generation_prompt -%}{{- '?' -}}{%- endif -%}"  # prompts that are no prefix: marks are read
     everywhere = load_tokenizer(json_folder("{% generation %}" + templates["chatml"] + "{% endgeneration %}" + forced))
     with pytest.raises(DataError, match=r"row 9: messages\[0\].content \('Who wrote Hamlet\?'\) is the user's and would be taught") as error:

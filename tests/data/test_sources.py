@@ -198,7 +198,8 @@ def test_any_bytes_are_rows_or_one_data_error(line, tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["large.jsonl", "large.txt"])
 def test_a_row_beyond_the_limit_is_named_and_not_held(name, tmp_path, monkeypatch):
-    """FAILURES R7: no line is read whole before its length is known. The control arm has a limit that it meets."""
+    """docs/trust.md R7: no line is read whole before its length is known. The control arm has a limit that it
+    meets."""
     monkeypatch.setattr(sources, "MAX_ROW_BYTES", 1000)
     body = {"large.jsonl": json.dumps({"text": "x" * 3000}), "large.txt": "\n".join(["y" * 900] * 4)}[name]
     small = {"large.jsonl": json.dumps({"text": "small"}), "large.txt": "small"}[name]

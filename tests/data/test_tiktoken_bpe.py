@@ -14,7 +14,7 @@ from unfreeze.core.errors import CheckpointError
 from unfreeze.data import load_tokenizer
 from unfreeze.data.tiktoken_bpe import MAX_RUN, cut_long_runs, read_ranks
 
-# Typed from FORMATS.md, not imported: the oracle must not share the constant under test.
+# Typed here, not imported: the oracle must not share the constant under test.
 PATTERN = "|".join(
     [
         r"""[\p{Han}]+""",

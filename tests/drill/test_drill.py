@@ -23,8 +23,8 @@ from unfreeze.data.packing import Batches
 from unfreeze.drill import loading, numbers, processes, runs
 from unfreeze.drill.fault import ROWS, Fault, measured, refused, said
 from unfreeze.drill.sandbox import Sandbox
+from unfreeze.models.blocks.memo import Memo
 from unfreeze.models.blocks.moe import SigmoidRouter
-from unfreeze.models.blocks.passes import Memo
 from unfreeze.models.decoder import Decoder
 from unfreeze.parallel.plan import Plan
 from unfreeze.train.optim import AdamW

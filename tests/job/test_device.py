@@ -1,4 +1,5 @@
-"""The allocator is set before CUDA starts and said in the plan (FAILURES L2); fragmentation is an event field. CUDA itself is not needed here."""
+"""The allocator is set before CUDA starts and said in the plan (docs/trust.md L2); fragmentation is an event
+field. CUDA itself is not needed here."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from unfreeze.core.errors import AdapterError
 from unfreeze.core.events import EventLog
 from unfreeze.drill.sandbox import Sandbox
 from unfreeze.job.receipts import receipt_of
-from unfreeze.models.decoder import THROUGH
+from unfreeze.models.recompute import THROUGH
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel.collectives import ALONE
 from unfreeze.train.optim import AdamW

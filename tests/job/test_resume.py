@@ -1,4 +1,5 @@
-"""Going on with a changed configuration: refused by field, unless it is allowed and can be (FAILURES R2)."""
+"""Going on with a changed configuration: refused by field, unless it is allowed and can be (docs/trust.md
+R2)."""
 
 from __future__ import annotations
 

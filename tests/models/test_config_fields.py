@@ -32,7 +32,7 @@ CONFIGS = {
         "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "rope_scaling": YARN, "num_nextn_predict_layers": 0,
     },
 }  # fmt: skip
-ADDED = {  # what REALITY calls silent, and two that nobody follows
+ADDED = {  # fields once passed over in silence, and two that nobody follows
     "is_causal", "layer_types", "partial_rotary_factor", "rope_interleave", "head_dim", "sliding_window", "original_max_position_embeddings",
     "per_layer_config", "num_local_experts", "logits_scaling", "attention_dropout", "use_sliding_window", "routed_scaling_factor", "norm_topk_prob",
 }  # fmt: skip

@@ -9,7 +9,7 @@ from unfreeze.core.batch import Batch
 from unfreeze.core.errors import UserError
 from unfreeze.kernels.attention import sdpa
 from unfreeze.kernels.expert_mlp import fused
-from unfreeze.models import decoder
+from unfreeze.models import decoder, recompute
 
 CONFIG = {
     "model_type": "qwen3_moe", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -42,7 +42,7 @@ def gradients(frozen: str, through) -> dict[str, torch.Tensor | None]:
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("through", [models.recompute, models.selective, models.elementwise])
+@pytest.mark.parametrize("through", [models.keep_inputs, models.selective, models.elementwise])
 @pytest.mark.parametrize("frozen", ["embed_tokens", "layers.0.", "nothing is called this"])
 def test_recompute_gives_the_gradients_of_plain_whatever_is_frozen(frozen, through):
     """With a frozen embedding the first layer's input needs no gradient: autograd must come back to the layer all the same."""
@@ -69,7 +69,7 @@ def in_chunks(monkeypatch, through, documents=(5, 3, 4, 9, 2), limit=6) -> tuple
     return visits, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, [m.counts_E for m in model.moe_layers().values()]
 
 
-@pytest.mark.parametrize("through", [models.recompute, models.selective, models.elementwise])
+@pytest.mark.parametrize("through", [models.keep_inputs, models.selective, models.elementwise])
 def test_chunks_of_whole_documents_give_the_gradients_and_expert_counts_of_all_at_once(monkeypatch, through):
     visits, cut, counts = in_chunks(monkeypatch, through)
     assert visits == [5, 3, 4, 9, 2] * 2 + [2, 9, 4, 3, 5] * 2  # two layers, forth and back
@@ -103,13 +103,13 @@ def test_weights_that_train_in_half_precision_are_visited_once(monkeypatch):
     monkeypatch.setattr(decoder, "chunk_tokens", lambda *_: 6)
     model = made().to(torch.bfloat16)
     run = model.packed_pass(batch_of(5, 3))
-    assert len(run.chunks) == 2 and len(decoder._chunks(model.layers[0], run)) == 1
-    assert len(decoder._chunks(model.requires_grad_(False).layers[0], run)) == 2
+    assert len(run.chunks) == 2 and len(recompute._chunks(model.layers[0], run)) == 1
+    assert len(recompute._chunks(model.requires_grad_(False).layers[0], run)) == 2
 
 
 def test_without_recomputes_own_start_of_the_graph_the_first_layer_would_learn_nothing():
     """Control arm: handing the frozen embedding's output to autograd as it is leaves layer 0 without gradients."""
-    from unfreeze.models.decoder import _Recompute
+    from unfreeze.models.recompute import _Recompute
 
     def broken(layer, x_TD, run):
         return _Recompute.apply(x_TD, layer, run, {})
@@ -168,7 +168,7 @@ def calls_of(monkeypatch, through) -> dict[str, int]:
 
 def test_selective_computes_attention_and_experts_once_and_recompute_twice(monkeypatch):
     assert calls_of(monkeypatch, models.selective) == {"attention": 2, "experts": 2}  # two layers
-    assert calls_of(monkeypatch, models.recompute) == {"attention": 4, "experts": 4}
+    assert calls_of(monkeypatch, models.keep_inputs) == {"attention": 4, "experts": 4}
     assert calls_of(monkeypatch, models.plain) == {"attention": 2, "experts": 2}
 
 
@@ -192,7 +192,7 @@ def products_of(monkeypatch, through) -> int:
 
 def test_elementwise_multiplies_once_and_selective_twice_but_for_a_layers_last_product(monkeypatch):
     assert products_of(monkeypatch, models.elementwise) == products_of(monkeypatch, models.plain) == 14  # two layers of seven
-    assert products_of(monkeypatch, models.selective) == products_of(monkeypatch, models.recompute) == 26
+    assert products_of(monkeypatch, models.selective) == products_of(monkeypatch, models.keep_inputs) == 26
 
 
 def held(through) -> int:
@@ -213,7 +213,7 @@ def held(through) -> int:
 
 
 def test_selective_keeps_less_than_plain_and_more_than_recompute():
-    assert held(models.recompute) < held(models.selective) < held(models.elementwise) < held(models.plain)
+    assert held(models.keep_inputs) < held(models.selective) < held(models.elementwise) < held(models.plain)
 
 
 def keeping(count: int | None):
@@ -236,7 +236,7 @@ def test_a_model_of_which_some_layers_keep_has_the_gradients_of_plain(count):
 
 
 def test_the_last_layers_keep_and_the_others_are_computed_twice(monkeypatch):
-    assert held(keeping(0)) == held(models.recompute) < held(keeping(1)) < held(keeping(2)) == held(keeping(None)) == held(models.selective)
+    assert held(keeping(0)) == held(models.keep_inputs) < held(keeping(1)) < held(keeping(2)) == held(keeping(None)) == held(models.selective)
     assert calls_of(monkeypatch, keeping(1)) == {"attention": 3, "experts": 3}  # two layers, the first of them twice
 
 

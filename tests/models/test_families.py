@@ -120,7 +120,7 @@ def test_logits_and_gradients_equal_transformers(name):
 
 @pytest.mark.parametrize("name", ["llama-gqa-tied", "qwen3-moe", "deepseek-v3-groups-yarn"])
 def test_recomputed_layers_have_the_same_gradients(name):
-    logits, gradients = difference(name, models.recompute)
+    logits, gradients = difference(name, models.keep_inputs)
     assert logits <= 1e-4 and gradients <= 1e-4
 
 
@@ -166,7 +166,7 @@ def test_no_attention_across_documents():
 def test_expert_counts_count_each_token_once_even_when_recomputed():
     model = ours(oracle("deepseek-v3"))
     batch = batch_of(DOCUMENTS)
-    model.hidden(batch, models.recompute).sum().backward()
+    model.hidden(batch, models.keep_inputs).sum().backward()
     for moe in model.moe_layers().values():
         assert int(moe.counts_E.sum()) == batch.num_tokens * 2
 

@@ -1,4 +1,5 @@
-"""Two processes that train one model: gradients, resume, starved experts, and what they do when one of them fails (FAILURES N3, M1, R3).
+"""Two processes that train one model: gradients, resume, starved experts, and what they do when one of them
+fails (docs/trust.md N3, M1, R3).
 
 Process-heavy: this file is also the script that the two processes run (see main), started once for all claims and once for the control arm.
 """
@@ -104,7 +105,7 @@ def session(folder: Path, group: Group, until: int) -> tuple[list[float], dict[s
     with open_run(group, lambda: Run(folder, {"model": "d"}), lambda: Follower(folder, {"model": "d"})) as run:
         model = decoder()
         state = start_or_resume(run, model, optimizer=AdamW(model), schedule=Schedule(1e-2, STEPS), after_update=[LossFreeBalance(model, 0.01)])
-        fit(state, endless(state.cursor), cross_entropy, through=models.recompute, micro_batches=2, save_every=1, on_step=[look], group=group)
+        fit(state, endless(state.cursor), cross_entropy, through=models.keep_inputs, micro_batches=2, save_every=1, on_step=[look], group=group)
         assert state.after_update[0].num_updates == len(losses)  # type: ignore[attr-defined]
         return losses, {name: tensor.clone() for name, tensor in state.tensors().items()}
 

@@ -101,7 +101,7 @@ def test_packed_experts_count_as_packed_and_the_expanded_size_is_what_is_avoided
 
 
 def test_kimi_k2_has_the_published_size_and_adapter():
-    """594.2 GB on disk, 0.637 B expert adapter parameters per unit of rank, 1,026 B parameters (shared FORMATS.md, computed there)."""
+    """594.2 GB on disk, 0.637 B expert adapter parameters per unit of rank, 1,026 B parameters."""
     model = meta_model(models.shape(KIMI), manifest_of(KIMI), torch.bfloat16)
     sizes = measure(model, LoraConfig())
     assert sizes.base == pytest.approx(594.2e9, rel=2e-4)

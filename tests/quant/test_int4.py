@@ -54,7 +54,7 @@ def test_pack_and_unpack_equal_compressed_tensors(group: int, columns: int) -> N
 
 
 def test_nibbles_are_offset_binary_lowest_first() -> None:
-    """FORMATS 1: codes -8..-1 pack to 0x76543210. Control: two's complement would give 0xfedcba98."""
+    """Codes -8..-1 pack to 0x76543210. Control: two's complement would give 0xfedcba98."""
     codes = torch.arange(-8, 0, dtype=torch.int8)[None]
     assert pack_int4(codes).item() == 0x76543210
     twos_complement = sum((int(code) & 0xF) << (4 * i) for i, code in enumerate(codes[0]))

@@ -71,7 +71,7 @@ def test_each_line_stands_in_its_runs_colour(two: list[Path]):
     drawn = {int(hue): path.count("L") + 1 for path, hue in re.findall(r'<path d="([^"]+)"[^>]*var\(--hue-(\d)\)', svg)}
     assert drawn == {0: 3, 1: 2}
     assert re.findall(r'<i class="hue-(\d)"></i>(\w)<', page) == [("0", "a"), ("1", "b")]
-    assert "Last: a 1, b 1.5." in page and "<script" not in page and not re.search(r'(src|href)="http', page)
+    assert "Last: a 1, b 1.5." in page and page.count("<script") == 1 and not re.search(r'(src|href)="http', page)
 
 
 def test_the_seventh_run_is_dashed():

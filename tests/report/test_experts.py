@@ -96,6 +96,23 @@ def test_the_busiest_layers_experts_over_time(page: str):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "counts, even",
+    [
+        ([[25, 30, 20, 25]] * 3, True),
+        ([[60, 10, 15, 15]] * 3, False),  # the busiest has 2.4 times the mean
+        ([[34, 33, 33, 0]] * 3, False),  # one is never used
+    ],
+)
+def test_even_experts_are_folded_away(tmp_path: Path, counts: list[list[int]], even: bool):
+    log = EventLog(tmp_path / "events.jsonl")
+    for step, counts_E in enumerate(counts, start=1):
+        log.emit("train", step, loss=1.0, grad_norm=1.0, tokens=50, seconds=1.0, expert_load={"1": counts_E})
+    section = experts_section(read_run(tmp_path))
+    shown = re.sub(r"<details>.*</details>", "", section, flags=re.DOTALL)
+    assert ("<figure" in section) and ("<figure" not in shown) == even and ("Even. " in shown) == even
+
+
 def test_a_real_run_carries_balance_and_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """tiny-k2 with a router that cannot choose expert 0 of layer 2: the run itself says so, and its events count one dead expert in each step."""
     import torch

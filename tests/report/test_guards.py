@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,9 @@ def test_a_clean_run_shows_every_guard_and_nothing_to_look_at(tmp_path: Path):
         "Trackers": ("wandb", "no failure"),
     }
     assert {row.state for row in rows.values()} == {"ok"}
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert re.findall(r'<li class="(\w+)"><i></i>([^<]+)</li>', page) == [("ok", name) for name in rows]
+    assert "Guards to look at" not in page and all(row.said in page for row in rows.values())
 
 
 GAP = {"kind": "gap", "step": 4, "when": "after"}
@@ -85,6 +89,9 @@ def test_what_a_guard_said_marks_its_row_alone(tmp_path: Path, event: dict, guar
     page = write_report(tmp_path).read_text(encoding="utf-8")
     mark = {"look": "look", "fault": "bad"}[state]
     assert f'<tr class="{mark}"><th scope="row">{guard}</th><td data-head="state">{state}</td>' in page and words in page
+    open_at_first = re.sub(r"<details>.*?</details>", "", page, flags=re.DOTALL)
+    assert words in open_at_first and not any(row.said in open_at_first for row in rows.values() if row.state == "ok")
+    assert re.findall(r'<li class="(?!ok)(\w+)"><i></i>([^<]+)</li>', page) == [(state, f"{guard}: {state}")]
 
 
 def test_a_clip_limit_that_most_steps_meet_is_looked_at(tmp_path: Path):

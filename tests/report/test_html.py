@@ -5,6 +5,8 @@ The run is made here: 40 steps, every kind of event, numbers that are easy to fi
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import math
 import re
@@ -17,7 +19,8 @@ from typing import Any
 import pytest
 
 from unfreeze.core.errors import DataError
-from unfreeze.report.html import flatten, summary_lines, text, write_report
+from unfreeze.report import page as frame
+from unfreeze.report.html import flatten, summary_lines, write_report
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" <img src=https://example.invalid/x.png>"
 GROUPS = {
@@ -85,7 +88,10 @@ VOID = {"meta", "img", "br", "link", "input", "path"}
 
 
 class Page(HTMLParser):
-    """Collects what a browser would fetch or run, the texts, and the cells of each table by its name."""
+    """Collects what a browser would fetch or run, the texts, the cells of each table by its name, and what each <dt> is said to be.
+
+    A script whose hash the page's own policy names is `allowed`; every other is counted in `scripts`, as a browser would refuse it.
+    """
 
     def __init__(self, source: str):
         super().__init__(convert_charrefs=True)
@@ -95,13 +101,24 @@ class Page(HTMLParser):
         self.tables: dict[str, list[list[str]]] = {}
         self.open: list[str] = []
         self.name = ""
+        self.term, self.facts = "", dict[str, str]()
+        self.code, self.policy, self.allowed = list[str](), "", list[str]()
         self.feed(source)
         self.close()
+        for code in self.code:
+            digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
+            known = f"'sha256-{digest}'" in self.policy
+            self.allowed += [code] if known else []
+            self.scripts += not known
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag not in VOID:
             self.open.append(tag)
-        self.scripts += tag in ("script", "iframe", "object", "embed")
+        self.scripts += tag in ("iframe", "object", "embed")
+        if tag == "script":
+            self.code.append("")
+        if tag == "meta" and dict(attrs).get("http-equiv") == "Content-Security-Policy":
+            self.policy = dict(attrs)["content"] or ""
         for name, value in attrs:
             self.scripts += name.startswith("on")
             fetched = name in ("src", "href", "xlink:href", "srcset", "data", "action", "poster", "background")
@@ -131,7 +148,14 @@ class Page(HTMLParser):
         if self.open and self.open[-1] == "style":
             self._style(data)
             return
+        if self.open and self.open[-1] == "script":
+            self.code[-1] += data
+            return
         self.texts.append(data)
+        if self.open and self.open[-1] == "dt":
+            self.term = data
+        elif self.open and self.open[-1] == "dd":
+            self.facts[self.term] = self.facts.get(self.term, "") + data
         if self.open and self.open[-1] in ("td", "th"):
             self.tables[self.name][-1][-1] += data
 
@@ -145,10 +169,15 @@ def page(run_dir: Path) -> tuple[str, Page]:
     return source, Page(source)
 
 
-def test_nothing_external_and_nothing_runs(run_dir: Path):
+def test_nothing_external_and_one_script_named_by_its_hash(run_dir: Path):
     source, parsed = page(run_dir)
-    assert parsed.external == [] and parsed.scripts == 0 and parsed.open == []
-    assert "default-src 'none'" in source
+    assert parsed.external == [] and parsed.scripts == 0 and parsed.open == [] and len(parsed.allowed) == 1
+    assert re.fullmatch(
+        r"default-src 'none'; script-src 'sha256-[\w+/=]+'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'",
+        parsed.policy,
+    )
+    script = parsed.allowed[0]
+    assert script.count("\n") <= 120 and not re.search(r"fetch|XMLHttp|import|eval|innerHTML|https?://(?!www.w3.org/2000/svg)", script)
     # control arms: each way out, planted, is found
     for planted in (
         '<img src="https://example.invalid/x.png">',
@@ -160,22 +189,43 @@ def test_nothing_external_and_nothing_runs(run_dir: Path):
         assert Page(source.replace("</main>", planted + "</main>")).external, planted
     for planted in ("<script></script>", '<p onclick="x()"></p>', "<iframe></iframe>"):
         assert Page(source.replace("</main>", planted + "</main>")).scripts, planted
+    assert Page(source.replace('"use strict";', '"use strict"; x();')).scripts  # the script itself changed, its hash not
 
 
 def test_hostile_text_is_shown_and_never_obeyed(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
     source, parsed = page(run_dir)
-    assert "<script" not in source
+    assert source.count("<script") == 1 and parsed.scripts == 0
     assert parsed.texts.count(HOSTILE) == 4 and f"Hmm. {HOSTILE}" in parsed.texts  # prompt, config, a note and a reason of the data; the answer
-    monkeypatch.setattr("unfreeze.report.page.escape", lambda value, quote=True: value)  # control arm: the guard removed
+    monkeypatch.setattr(frame, "ENVIRONMENT", frame.environment(autoescape=False))  # control arm: the guard removed
     with pytest.raises(AssertionError):
         _, unsafe = page(run_dir)
         assert unsafe.scripts == 0 and unsafe.external == []
 
 
+def everywhere(value: Any) -> Any:
+    """The value with every text in it, and every name that the run made up, hostile; kinds and what the page reads by name stay."""
+    if isinstance(value, dict):
+        return {
+            HOSTILE if key in ("messages", "attention", "base", "style") else key: item if key in ("kind", "when", "reason") else everywhere(item)
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [everywhere(item) for item in value]
+    return HOSTILE if isinstance(value, str) else value
+
+
+def test_whatever_text_is_hostile_nothing_of_it_runs(tmp_path: Path):
+    config = {"recipe": HOSTILE, "model": HOSTILE, "data": [HOSTILE], HOSTILE: HOSTILE, "on_spike": HOSTILE, "track": [HOSTILE], "dtype": HOSTILE,
+              "effective": {"given": ["model"], "versions": {HOSTILE: HOSTILE}, "machine": HOSTILE}}  # fmt: skip
+    _, parsed = page(write_run(tmp_path / "x", [everywhere(event) for event in events(3)], config))
+    assert parsed.scripts == 0 and parsed.external == [] and parsed.open == [] and len(parsed.allowed) == 1
+    assert sum(HOSTILE in words for words in parsed.texts) > 20
+
+
 def test_control_characters_and_half_surrogates_do_not_break_the_page(tmp_path: Path):
-    lines = [*events(3), {"kind": "sample", "step": 3, "when": "after", "prompt": "p", "text": "a\x00b\x1bc \ud800"}]
+    lines = [*events(3), {"kind": "sample", "step": 3, "when": "after", "prompt": "p", "text": "a\x00b\x1bc \ud800 d\te\n"}]
     source, _ = page(write_run(tmp_path / "r", lines))
-    assert "a\ufffdb\ufffdc ?" in source and text("a\tb\n") == "a\tb\n"
+    assert "a\ufffdb\ufffdc ? d\te\n" in source
 
 
 def test_step_table_and_receipt_equal_the_events(run_dir: Path):
@@ -200,7 +250,7 @@ def test_step_table_and_receipt_equal_the_events(run_dir: Path):
 
 def test_the_account_of_the_data_is_in_the_page_and_in_the_summary(run_dir: Path):
     _, parsed = page(run_dir)
-    data = dict(parsed.tables["Data"][1:])
+    data = parsed.facts
     assert (data["rows in the file"], data["rows truncated"], data["rows dropped"], data["bad rows skipped"]) == ("21", "4", "2", "1")
     assert data["supervised share"] == "33.3%" and data["rows as messages"] == "21"
     assert parsed.tables["Notes on the data"][1] == [HOSTILE, "5"] and parsed.tables["Rows left out"][1] == ["row 7", HOSTILE]
@@ -221,7 +271,12 @@ def test_header_captions_and_expert_numbers_equal_the_events(run_dir: Path):
         ["2", "640", "0.00", "1.000", "0", "0.00", "0.0"], ["10", "640", "0.75", "0.773", "1", "0.75", "1.0"],
     ]  # fmt: skip
     assert "1.75 times at most, in layer 10. 1 of 8 experts got no token." in source
-    assert parsed.tables["Evaluations"] == [["step", "loss", "style"], ["40", "0.4321", "0.987"]]
+    once = "{0} (step 40)".format
+    assert parsed.tables["Evaluations"] == [
+        ["what", "unit", "first", "last", "lowest", "highest"],
+        ["held-out loss", "nats per token", *[once("0.4321")] * 4],
+        ["style: answers that speak like Yoda", "%", *[once("0.987")] * 4],
+    ]
     assert parsed.tables["Resolved config"][1:] == [["model", "tiny-k2"], ["lora.rank", "16"], ["lora.note", HOSTILE]]
     assert parsed.tables["Warnings of the run"][1:] == [["step 3", "row 17: 0 of 512 tokens supervised"]]
 
@@ -236,7 +291,7 @@ def test_receipt_and_plan_files_come_before_their_events(run_dir: Path):
     (run_dir / "receipt.json").write_text(json.dumps({"groups": {"only": {"parameters": 7, "trained": True, "moved": 0.0}}}))
     (run_dir / "plan.json").write_text(json.dumps({"lines": ["peak 1.0 GiB <b>"]}))
     source, parsed = page(run_dir)
-    assert parsed.tables["Receipt per module group"][1][0] == "only" and "Asked for, and not moved: only." in parsed.texts
+    assert parsed.tables["Receipt per module group"][1][0] == "only" and "Did not move: only." in parsed.texts
     assert "peak 1.0 GiB <b>" in parsed.texts and 'class="bad"' in source
 
 
@@ -287,7 +342,7 @@ def test_damaged_files_are_user_errors(run_dir: Path):
 
 def test_summary_lines(run_dir: Path):
     lines = summary_lines(run_dir)
-    assert lines[0] == "yoda: finished"
+    assert lines[:2] == ["yoda: finished", "  tiny-k2 learnt 18 conversations of chat.jsonl in 1 min 20 s: style 0.99 %."]
     joined = "\n".join(lines)
     losses = f"{train_event(1)['loss']:.3f} → {train_event(40)['loss']:.3f}"
     for words in (losses, "40 of 40", "max/mean 1.75 (layer 10), 1 dead", "warning, step 3: row 17"):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import base64
 import io
+import json
+import math
 import re
+from itertools import pairwise
 
 import pytest
 
 from unfreeze.core.errors import DataError
-from unfreeze.report.pictures import DEAD_RGB, VARIABLES, curve, heat_map, smooth, smoothing_window, thin
+from unfreeze.report.pictures import DEAD_RGB, VARIABLES, curve, heat_map, series, smooth, smoothing_window, thin
 
 RED = [[False, False], [False, True]]
 POINTS = (list(range(1, 41)), [3.0 / step for step in range(1, 41)])
@@ -83,3 +86,40 @@ def test_heat_map_bitmap_is_the_load():
 def test_layers_with_different_numbers_of_experts_are_refused():
     with pytest.raises(DataError, match="1: 2, 2: 3"):
         heat_map("h", {"1": [1, 2], "2": [1, 2, 3]}, RED, "alt", 350)
+
+
+def test_a_logarithmic_axis_has_equal_steps_for_equal_factors():
+    svg = curve("a", (list(range(1, 6)), [10.0 ** (2 - step) for step in range(1, 6)]), "alt", (300, 200), log_y=True)
+    (d,) = re.findall(r'<path d="([^"]*)"[^>]*style="fill: none; stroke: var\(--accent\)', svg)
+    ys = [float(y) for y in re.findall(r"[ML] [-\d.]+ ([-\d.]+)", d)]
+    gaps = [after - before for before, after in pairwise(ys)]
+    assert gaps == pytest.approx([gaps[0]] * 4, abs=0.03) and gaps[0] > 20
+
+
+def placed(svg: str, x: float, y: float) -> tuple[float, float]:
+    """Where page.js puts a value: a share of the way between the axes' ends, of logarithms on a logarithmic axis."""
+    place = re.search(r'data-axes="([^"]+)"', svg)
+    assert place
+    left, top, right, bottom, x0, x1, y0, y1, x_log, y_log = map(float, place[1].split())
+
+    def share(value: float, low: float, high: float, log: float) -> float:
+        return math.log(value / low) / math.log(high / low) if log else (value - low) / (high - low)
+
+    return left + (right - left) * share(x, x0, x1, x_log), bottom - (bottom - top) * share(y, y0, y1, y_log)
+
+
+@pytest.mark.parametrize("form", [{}, {"log_x": True}, {"log_y": True}, {"from_zero": True, "y_format": "bytes"}])
+def test_what_is_told_under_the_pointer_lies_on_the_line(form: dict):
+    points = ([1, 2, 5, 9, 12], [3e9, 1e9, 2e9, 5e8, 4e9])
+    svg = curve("a", points, "alt", (760, 320), **form)
+    (told,) = json.loads(series({"memory": points, "absent": ([], [])}, form.get("y_format", "number")))
+    (d,) = re.findall(r'<path d="([^"]*)"[^>]*style="fill: none; stroke: var\(--accent\)', svg)
+    drawn = [(float(x), float(y)) for x, y in re.findall(r"[ML] ([-\d.]+) ([-\d.]+)", d)]
+    assert told["x"] == points[0] and told["unit"] == (" GiB" if "y_format" in form else "")
+    for (x, y), at in zip(drawn, zip(told["x"], told["y"], strict=True), strict=True):
+        assert placed(svg, *at) == pytest.approx((x, y), abs=0.02)  # coordinates are cut to hundredths
+
+
+def test_control_arm_a_place_without_its_unit_is_off_the_line():
+    svg = curve("a", ([1, 2], [1e9, 2e9]), "alt", (760, 320), y_format="bytes")
+    assert placed(svg, 1, 1e9)[1] != pytest.approx(placed(svg, 1, 1e9 / 2**30)[1], abs=100)

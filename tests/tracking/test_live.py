@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 
 import pytest
@@ -35,7 +36,7 @@ def test_plain_lines_first_last_and_every_five_seconds():
             progress(train(step))
     assert [line.split()[1] for line in out.getvalue().splitlines()] == ["1/12", "6/12", "11/12", "12/12"]
     assert out.getvalue().splitlines()[0] == "step 1/12  loss 1.500  500 tokens/s  1.0 GiB"  # no forecast from a step that compiles
-    assert out.getvalue().splitlines()[1] == "step 6/12  loss 1.500  500 tokens/s  1.0 GiB  6.0 s left"
+    assert out.getvalue().splitlines()[1] == "step 6/12  loss 1.500  6.0 s left  500 tokens/s  1.0 GiB"
     assert "\x1b" not in out.getvalue()
 
 
@@ -56,13 +57,13 @@ def test_other_events_are_said_once():
     progress({"kind": "start", "step": 4, "steps": 8, "resumed": True})
     progress({"kind": "data", "step": 0, "summary": "3 rows, 1 dropped", "dropped": 1, "bad": 0, "listed": [{"row": 2, "reason": "row 2: empty"}]})
     progress({"kind": "load", "step": 0, "bytes": 2_000_000_000, "seconds": 1.0, "expanded_bytes": 8_000_000_000})
-    progress({"kind": "receipt", "step": 5, "groups": {"attention": {"parameters": 10, "trained": True}}})
+    progress({"kind": "receipt", "step": 5, "groups": {"attention": {"parameters": 10, "trained": True, "moved": 0.1}}})
     progress({"kind": "eval", "step": 8, "time": 3.0, "loss": 0.25, "style": 0.5})
     progress({"kind": "save", "step": 8, "path": "runs/[a]/state"})
     progress({"kind": "warning", "step": 8, "message": "one row skipped"})
     progress({"kind": "end", "step": 8, "reason": "done", "tokens_per_second": 1234.5})
     text = out.getvalue()
-    load = "loaded 2.00 GB at 2.00 GB/s, 8.00 GB if expanded"
+    load = "loaded 2.00 GB at 2.00 GB/s, 8.00 GB if expanded; preparing step 1"
     for words in ("peak 1.0 GiB", "resumed after step 4", load, "attention", "eval loss 0.25, style 0.5"):
         assert text.count(words) == 1, words
     data = ("data: 3 rows, 1 dropped", "left out: row 2: empty")
@@ -107,3 +108,43 @@ def test_load_progress_bar(terminal: Terminal):
     with LoadProgress(stream=terminal) as progress:
         progress(5_000_000_000, 5_000_000_000)
     assert "5.00 GB of 5.00 GB" in terminal.getvalue() and terminal.getvalue().rstrip().endswith(SHOW_CURSOR)
+
+
+@pytest.mark.parametrize("columns", [80, 60])
+def test_the_bar_shows_step_epoch_loss_and_time_left_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, columns: int):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    terminal = Terminal()
+    with LiveProgress(9500, stream=terminal) as progress:
+        progress({"kind": "data", "step": 0, "rows": 4, "tokens": 1000, "supervised_fraction": 0.5, "summary": ""})
+        for step in range(1, 4):
+            progress(train(step) | {"loss": 10.72})
+    last = terminal.getvalue().split("\r")[-2].split("\n")[-1]
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", last)
+    assert all(words in shown for words in ("step 3/9500", "epoch 1.5", "loss 10.720", "2 h 38 min left")) and len(shown) <= columns
+
+
+def test_a_run_starts_in_five_lines_and_the_whole_plan_is_there_on_request():
+    plan = {"kind": "plan", "step": 0, "lines": [f"term {i}" for i in range(16)], "start": ["model: m", "memory: 1 MiB", "trains: all"]}
+    data = {"kind": "data", "step": 0, "rows": 60, "tokens": 1470, "supervised_fraction": 0.48, "truncated": 0, "bad": 2, "summary": "long"}
+    load = {"kind": "load", "step": 0, "bytes": 10**6, "seconds": 1.0, "expanded_bytes": 10**6}
+    said = {}
+    for whole in (False, True):
+        out = io.StringIO()
+        progress = LiveProgress(0, stream=out, whole_plan=whole)
+        for event in (data, plan, load):
+            progress(event)
+        said[whole] = out.getvalue().splitlines()
+    assert len(said[False]) == 5 and said[False][0] == "data: 60 rows, 1.47 K tokens, 48 % taught; 2 bad"
+    assert said[False][1:4] == plan["start"] and "preparing step 1" in said[False][4]
+    assert said[True][1:17] == plan["lines"]
+
+
+def test_the_receipt_has_a_title_and_a_verdict():
+    out = io.StringIO()
+    groups = {"attention": {"trained": 8, "moved": 0.1, "sites_reached": 4, "sites_moved": 4}, "norms": {"trained": 0}}
+    LiveProgress(0, stream=out)({"kind": "receipt", "step": 1, "groups": groups, "exceptions": []})
+    assert out.getvalue().startswith("receipt of step 1: all 4 matrices that a gradient came to moved; frozen: norms\n")
+    dead = {"group": "attention", "sites": "model.layers.1.self_attn.q_b_proj", "count": 1, "why": "no gradient"}
+    LiveProgress(0, stream=out)({"kind": "receipt", "step": 1, "groups": groups, "exceptions": [dead]})
+    assert "receipt of step 1: no gradient: model.layers.1.self_attn.q_b_proj" in out.getvalue()

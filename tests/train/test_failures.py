@@ -51,7 +51,7 @@ def decoder(family: str) -> models.Decoder:
     return model
 
 
-def backward(model: models.Decoder, through: Any = models.recompute) -> dict[str, torch.Tensor]:
+def backward(model: models.Decoder, through: Any = models.keep_inputs) -> dict[str, torch.Tensor]:
     model.zero_grad()
     cross_entropy(model.hidden(BATCH, through), model.lm_head, BATCH).sum.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

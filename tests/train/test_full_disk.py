@@ -1,4 +1,5 @@
-"""A disk that fills up during a run: it says so, the save before stays whole, and the run stops or goes on as asked (FAILURES R1)."""
+"""A disk that fills up during a run: it says so, the save before stays whole, and the run stops or goes on as
+asked (docs/trust.md R1)."""
 
 from __future__ import annotations
 

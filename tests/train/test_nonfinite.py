@@ -1,4 +1,5 @@
-"""The first NaN or infinity is named: module, positions, documents, dtype, and the cause where it can be told (FAILURES N1)."""
+"""The first NaN or infinity is named: module, positions, documents, dtype, and the cause where it can be told
+(docs/trust.md N1)."""
 
 from __future__ import annotations
 
@@ -188,7 +189,7 @@ def test_weights_gradients_counts_and_random_numbers_stay(poison: bool):
     gradients = {name: p.grad for name, p in model.named_parameters()}
     values = {name: g.clone() for name, g in gradients.items() if g is not None}
     state = torch.get_rng_state()
-    assert (found(model, models.recompute) is not None) == poison
+    assert (found(model, models.keep_inputs) is not None) == poison
     assert torch.equal(torch.get_rng_state(), state) and model.moe_layers()[1].counts_E.eq(5).all()
     for name, p in model.named_parameters():
         assert torch.equal(p.detach().nan_to_num(9), weights[name].nan_to_num(9)) and p.grad is gradients[name]

@@ -62,7 +62,7 @@ def session(tiny: SimpleNamespace, folder: Path, through: Any, until: int = 6) -
         return losses, {name: tensor.clone() for name, tensor in state.tensors().items()}, balance, loads
 
 
-@pytest.mark.parametrize("through", [models.plain, models.recompute])
+@pytest.mark.parametrize("through", [models.plain, models.keep_inputs])
 def test_resume_is_exact_and_balance_acts_once_per_step(tiny: SimpleNamespace, tmp_path: Path, through: Any):
     straight, expected, balance, loads = session(tiny, tmp_path / "straight", through)
     first, _, _, _ = session(tiny, tmp_path / "broken", through, until=3)
@@ -80,7 +80,7 @@ def test_resume_is_exact_and_balance_acts_once_per_step(tiny: SimpleNamespace, t
 def test_recompute_gives_the_gradients_and_the_routing_of_plain(tiny: SimpleNamespace):
     batches = [tiny.make_batch([9, 14, 5], [3, 6, 5], seed=i) for i in range(2)]
     results, gradients = [], []
-    for through in (models.plain, models.recompute):
+    for through in (models.plain, models.keep_inputs):
         model = make_decoder()
         results.append(train_step(model, AdamW(model), batches, cross_entropy, learning_rate=1e-3, max_norm=0.0, through=through))
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
@@ -104,10 +104,11 @@ def test_the_blocked_loss_is_that_of_the_models_own_logits(tiny: SimpleNamespace
             torch.testing.assert_close(ours[name], p.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("through", [models.plain, models.recompute])
+@pytest.mark.parametrize("through", [models.plain, models.keep_inputs])
 @pytest.mark.parametrize("pieces", [2, 4])
 def test_one_packed_batch_equals_its_documents_accumulated(tiny: SimpleNamespace, through: Any, pieces: int):
-    """FAILURES N3: packed or one by one, 1 to 4 micro-batches, skewed lengths, recomputed or not: one gradient to 1e-6."""
+    """docs/trust.md N3: packed or one by one, 1 to 4 micro-batches, skewed lengths, recomputed or not: one
+    gradient to 1e-6."""
     lengths, supervised = [3, 30, 6, 17], [1, 29, 2, 4]
     documents = [tiny.make_batch([n], [k], seed=i) for i, (n, k) in enumerate(zip(lengths, supervised, strict=True))]
     size = len(documents) // pieces
@@ -146,7 +147,7 @@ def lora_session(tiny: SimpleNamespace, folder: Path, until: int = 4, bug: bool 
             with torch.no_grad():
                 for adapter in state.optimizer.parameters.values():
                     adapter.mul_(1 + 2**-10)
-        fit(state, tiny.endless(state.cursor), cross_entropy, through=models.recompute, on_step=[look])
+        fit(state, tiny.endless(state.cursor), cross_entropy, through=models.keep_inputs, on_step=[look])
         return losses, {name: tensor.clone() for name, tensor in state.tensors().items()}
 
 

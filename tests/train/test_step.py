@@ -1,4 +1,5 @@
-"""One step: equality over accumulation with skewed lengths (FAILURES N3), empty micro-batches (N2), what is refused."""
+"""One step: equality over accumulation with skewed lengths (docs/trust.md N3), empty micro-batches (N2), what
+is refused."""
 
 from __future__ import annotations
 

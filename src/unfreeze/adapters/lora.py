@@ -32,7 +32,8 @@ class LowRank(nn.Module):
         self.B = nn.Parameter(torch.zeros(out_features, rank, dtype=torch.float32, device=device))
 
     def forward(self, x_TI: Tensor, y_TO: Tensor) -> Tensor:
-        """The sum in the GEMM: an addition of its own would be a pass over three [T, out] tensors, and a rounding more."""
+        """The sum is part of the GEMM. A separate addition would pass over three [T, out] tensors and round
+        once more."""
         thin_TR = F.linear(x_TI, self.A.to(x_TI.dtype)) * self.scale
         return torch.addmm(y_TO.flatten(0, -2), thin_TR.flatten(0, -2), self.B.to(x_TI.dtype).t()).view_as(y_TO)
 

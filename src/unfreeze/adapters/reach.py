@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from unfreeze.models import Decoder
 from unfreeze.models.blocks.experts import Experts
-from unfreeze.models.decoder import Layer
+from unfreeze.models.layer import Layer
 
 Sum = Callable[[list[Tensor]], Any]
 """Adds tensors up over all processes, in place (parallel.collectives.Group.sum_)."""

@@ -1,12 +1,14 @@
-"""The receipt: proof, from the first optimizer step that has a gradient, that what was asked for learned (DESIGN promise 2, FAILURES L4, L5).
+"""The receipt: proof, from the first optimizer step that has a gradient, that what was asked for learned
+(docs/trust.md L4, L5).
 
-    receipt = Receipt(model)                before the step: notes where the weights stand, and watches what gradients come to
-    taken = receipt.take(probe)             after the update, while the step's gradients are still there
-    check(taken)                            raises AdapterError where a trained matrix was left out
+    receipt = Receipt(model)       before the step: notes the weights' values, and watches which outputs get
+                                   gradients
+    taken = receipt.take(probe)    after the update, while the step's gradients are still there
+    check(taken)                   raises AdapterError where a trained matrix was left out
 
-A site is one matrix: of an expert its gate, up and down apart, in every layer. Its gradient is that of its adapter's A and B together, or
-its own where it trains itself. (A's alone is zero at the first step, because B is.) Weight decay moves every weight, used or not: movement
-counts only where a gradient was.
+A site is one matrix; an expert has three (gate, up, down) in every layer. Its gradient is its own if it
+trains itself, else that of its adapter's A and B together. (A's alone is zero at the first step, because B
+is.) Weight decay moves every weight, used or not, so movement counts only where there was a gradient.
 
 T tokens, E experts, V vocabulary.
 """
@@ -30,8 +32,9 @@ from unfreeze.core.errors import AdapterError
 from unfreeze.models import Decoder
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import PackedHolder
-from unfreeze.models.blocks.passes import Memo, PackedPass
-from unfreeze.models.decoder import Layer
+from unfreeze.models.blocks.memo import Memo
+from unfreeze.models.blocks.passes import PackedPass
+from unfreeze.models.layer import Layer
 from unfreeze.models.targets import GROUPS, group_of
 
 PROBE_TOKENS = 256  # enough to reach most experts, small enough to cost less than a step
@@ -55,7 +58,8 @@ class Snapshot:
 
 @torch.no_grad()
 def snapshot(weights: Mapping[str, Tensor], copy_bytes: int = COPY_BYTES) -> Snapshot:
-    """Note where each of the named weights stands. Zero ones cost nothing; the others a copy while `copy_bytes` last, then a sample."""
+    """Note the values of the named weights. Zero weights cost nothing. Others are copied until `copy_bytes`
+    are used up, then sampled."""
     result = Snapshot()
     for name, weight in weights.items():
         if not weight.any():
@@ -80,8 +84,9 @@ class Taken:
 class Receipt:
     """Watches a model from here on, until `take`.
 
-    weights: name -> what the optimizer updates, where that is not the parameter itself (fp32 masters of half precision weights: their
-    first movement may round away in the weight). gradient: name -> the last step's gradient; default: the parameter's `grad`.
+    weights   name -> what the optimizer updates, if that is not the parameter itself: the fp32 master of a
+              half precision weight, in which a first movement may round away
+    gradient  name -> the last step's gradient; default: the parameter's `grad`
     """
 
     def __init__(self, model: Decoder, weights: Mapping[str, Tensor] | None = None, gradient: Gradient | None = None):
@@ -132,7 +137,8 @@ def make_receipt(
                    experts in both; None without a probe, or where weights were too large to copy
     rounding       what rounding alone may make of output_change: half a unit in the last place of the computation's dtype, of the largest logit
     connected      False where even 4,096 times the adapter leaves the logits as they are (in bf16 a first step may be too small to show);
-                   None where that is not known: no probe, or weights trained in full whose first step does not show
+                   None where that is not known: no probe, no matrix of the group reached, or weights trained in full
+                   whose first step does not show
     """
     groups: Groups = {name: _empty(count) for name, count in _base_parameters(model).items()}
     found: dict[str, Site] = {}
@@ -169,6 +175,8 @@ def make_receipt(
     if probe is not None and trained_groups:
         for group, change in _output_changes(model, before, trained_groups, first_tokens(probe)).items():
             groups[group].update(change)
+            if not groups[group]["sites_reached"]:  # no gradient was due, so nothing could move
+                groups[group]["connected"] = None
     ordered = {name: groups[name] for name in GROUPS if name in groups}
     return Taken(ordered, [exception for name in ordered for site in found.values() if site.group == name for exception in _exceptions(site)])
 
@@ -188,8 +196,8 @@ def _parts(name: str, weight: Tensor) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _without_silent(site: Site, model: Decoder, before: Snapshot) -> None:
-    """An expert's result is a product of what its three matrices make: each gets its gradient through the other two. Where one of those was all
-    zero (a pruned expert), none was due."""
+    """Leave out experts of which another matrix is all zero (pruned): each of the three gets its gradient through
+    the other two, so none was due."""
     missing = site.reached & (site.largest == 0)
     if site.group != "experts" or not missing.any():
         return
@@ -327,7 +335,8 @@ def _base_parameters(model: nn.Module) -> dict[str, int]:
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """About SAMPLE elements: every so many of each row, at least one, so that every matrix of a stack and every word is looked at."""
+    """About SAMPLE elements, evenly spaced and at least one per row: every matrix of a stack and every row of
+    an embedding is looked at."""
     width = weight.shape[-1]
     return weight.detach()[..., :: max(1, min(width, weight.numel() // SAMPLE))]
 
@@ -370,8 +379,10 @@ def _output_changes(model: Decoder, before: Snapshot, groups: list[str], probe: 
 
 
 class _SameExperts:
-    """A way through the layers that sends every token to the experts of the first pass. In bf16 rounding turns some router's choice at nearly any
-    change of the weights before it, and another expert changes the output more than a first step does (2.6 against 0.04 on tiny-k2).
+    """A way through the layers that sends every token to the experts it had in the first pass.
+
+    In bf16 nearly any change of earlier weights changes some router's choice, and another expert changes the
+    output more than a first step does (2.6 against 0.04 on tiny-k2).
     """
 
     def __init__(self) -> None:
@@ -389,8 +400,9 @@ class _SameExperts:
 
 @contextmanager
 def _only(model: Decoder, before: Snapshot, group: str, copied: set[str], amplify: float) -> Iterator[None]:
-    """Only `group`'s training in effect. Adapters elsewhere get scale 0 rather than being removed, so that the same kernels run in both arms
-    and a difference can come from the adapter alone; weights trained in full are exchanged with their copies."""
+    """Within it only `group`'s training is in effect. Other adapters get scale 0 instead of being removed:
+    the same kernels run in both arms, so a difference comes from the adapter alone. Weights trained in full
+    are exchanged with their copies."""
     adapters = [(site.adapter, site.group) for site in sites(model)]
     scales = [(adapter.scale, getattr(adapter, "down_scale", 0.0)) for adapter, _ in adapters]
     exchanged = [(n, p) for n, p in _trained(model) if group_of(n) in copied and group_of(n) != group]

@@ -1,4 +1,5 @@
-"""Proof after every save: the file, read anew and by its own arithmetic, holds the same ΔW per expert and per linear as the model (FAILURES R5).
+"""Proof after every save: the file, read anew and by its own arithmetic, holds the same ΔW per expert and per
+linear as the model (docs/trust.md R5).
 
 It shares no decoding with read.py: an error made the same way in writing and reading would cancel there and be seen here.
 

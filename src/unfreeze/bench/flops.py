@@ -1,6 +1,6 @@
 """How many floating-point operations a training step is, and how many the machine does at those shapes.
 
-Model work of a step of T tokens (PERFORMANCE: MFU):   T · (4·N + 6·A) + 3·attention      frozen base with adapters
+Model work of a step of T tokens (for MFU):         T · (4·N + 6·A) + 3·attention      frozen base, adapters
                                                        T · 6·N + 3·attention              every weight trained
   N  matmul parameters a token meets: every Linear it passes (the head too), the router, K routed experts
   A  adapter parameters a token meets (those of the K experts it is given, not of the others)

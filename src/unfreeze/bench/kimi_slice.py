@@ -25,7 +25,7 @@ from unfreeze.kernels.expert_mlp.factors import Adapter, down_adapter, gate_up_a
 from unfreeze.kernels.expert_mlp.grouped import Grouped
 from unfreeze.kernels.expert_mlp.workspace import Base
 from unfreeze.models.blocks.moe import MoE
-from unfreeze.models.decoder import Layer
+from unfreeze.models.layer import Layer
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.quant.int4 import Int4
 

@@ -30,7 +30,7 @@ from unfreeze.parallel.machine import Hardware, hardware
 from unfreeze.parallel.plan import USABLE, expert_workspace
 
 RATE = "grouped rate at 341 rows per expert"
-# item -> (predicted, refuted above), milliseconds; of RATE (predicted from, refuted below) in TFLOP/s. PERFORMANCE.md, section 4
+# item -> (predicted, refuted above), milliseconds; of RATE (predicted from, refuted below) in TFLOP/s
 PREDICTED: dict[str, tuple[str, float, float]] = {
     "expand": ("1.5 ms", 1.5, 1.8),
     "gate/up forward": ("6.4 ms", 6.4, 7.7),

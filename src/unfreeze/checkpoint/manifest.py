@@ -107,7 +107,7 @@ def open_checkpoint(source: str | Path, *, progress: Callable[[str], None] | Non
 
 
 def stored_tensor(info: TensorInfo) -> torch.Tensor:
-    """The bytes of one tensor as they lie in its file, mapped: they are read when they are used, and none is held. CPU."""
+    """One tensor, memory-mapped from its file: bytes are read when they are used. CPU."""
     if not info.nbytes:
         return torch.empty(info.shape, dtype=TORCH_DTYPE[info.dtype])
     raw = np.memmap(info.file, dtype=np.uint8, mode="c", offset=info.offset, shape=(info.nbytes,))  # "c": the file is never written
@@ -123,10 +123,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def inside(path: Path) -> Path:
-    """`path`, which may be a link, if what it leads to lies in its own folder: a checkpoint someone else packed must not read other files.
+    """`path` itself, after checking where it leads if it is a link: a checkpoint that someone else packed
+    must not make us read other files of this machine.
 
-    The Hub's cache is links too, snapshots/<revision>/x -> blobs/<hash> of the same repository; those are followed. A link to the folder
-    itself is no link inside it. Raises CheckpointError.
+    Allowed: a target in the same folder, and the links of the Hub's cache (snapshots/<revision>/x ->
+    blobs/<hash> of the same repository). A link to the folder itself is not allowed. Raises CheckpointError.
     """
     if not path.is_symlink():
         return path

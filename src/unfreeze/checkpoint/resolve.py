@@ -1,7 +1,8 @@
 """resolve: every tensor of a checkpoint gets its one place in the model, or there is one error and no model.
 
-It decides from names, dtypes and shapes alone, before any memory is taken. FAILURES L7 and L8: nothing missing, nothing left over,
-nothing twice, nothing of another shape or kind. There is no option to ignore mismatches.
+It decides from names, dtypes and shapes alone, before any memory is taken. docs/trust.md L7 and L8: nothing
+missing, nothing left over, nothing twice, nothing of another shape or kind. There is no option to ignore
+mismatches.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ Params = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 class Placement:
     """One tensor on disk and where it belongs: `params[param][index]`, which is elements start:stop of the flattened parameter.
 
-    expected  None: read it there. A tensor: read it, compare with this and keep nothing (weight_shape).
-    alias     True: `param` was filled from another tensor; read this one and compare (a tied head that is stored as well).
-    expanded_bytes  what it would take if packed weights were expanded to bf16; 0 for the parts that such a weight does not need.
+    expected  None: read the tensor into that place. Otherwise: read it, compare with this, keep nothing
+              (weight_shape).
+    alias     True: `param` was filled from another tensor; read this one and compare (a tied head that is
+              stored too).
+    expanded_bytes  bytes of the expanded bf16 weight, counted once per packed weight: 0 for its other parts.
     """
 
     info: TensorInfo
@@ -131,7 +134,8 @@ class _Work:
         self.placements.append(Placement(info, param, source.index, start, stop, expanded))
 
     def _packed(self, param: str, source: Source, base: str, suffix: str) -> int:
-        """With the first part of a packed weight: check its extras and count its expanded bytes. The other parts count nothing."""
+        """For the first part of a packed weight: check its extras and return its expanded bytes. Other parts
+        return 0."""
         assert self.codec is not None
         if suffix != self.codec.suffixes[0]:
             return 0

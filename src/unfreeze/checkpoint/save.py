@@ -1,7 +1,8 @@
-"""save: a checkpoint folder that other programs read (safetensors with index, per-expert names), written so that a kill leaves no half.
+"""save: a checkpoint folder that other programs read (safetensors with index, per-expert names). It is there
+whole or not at all, whenever the process is killed.
 
 A file is written under a temporary name, flushed to the disk and renamed; a folder is written beside its place and renamed as a whole.
-An unfinished save is never under a name that anybody reads (FAILURES R1).
+An unfinished save is never under a name that anybody reads (docs/trust.md R1).
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ def save_checkpoint(
 
 
 def _write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> None:
-    """Shards in the order the tensors come. Their names hold the number of shards, so they are renamed when it is known."""
+    """Shards in the order the tensors come. Their names contain the number of shards, so they are renamed at
+    the end."""
     shards: list[list[str]] = []
     total = held = 0
     shard: dict[str, Tensor] = {}

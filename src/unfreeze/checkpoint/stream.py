@@ -2,7 +2,8 @@
 
 On CPU a tensor whose dtype the model keeps goes from the page cache into the parameter's own memory (os.preadv into a slice of it), with no
 copy between; another float dtype is converted through a buffer of at most CHUNK bytes. For CUDA the buffer is pinned and the copy goes on
-from there. Peak host memory is therefore the parameters plus CHUNK bytes per thread, whatever the shards weigh (FAILURES L1).
+from there. Peak host memory is therefore the parameters plus CHUNK bytes per thread, whatever the shards
+weigh (docs/trust.md L1).
 
 Reading from the page cache into new memory is bound by page faults (first touch of each 4 KiB page: 1 to 2 GB/s here, against 5 to 12 into
 a buffer that was used before), so two threads beat one; os.preadv releases the GIL. Huge pages for the destination were tried and dropped:

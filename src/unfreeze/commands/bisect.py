@@ -193,7 +193,8 @@ def answer(module: nn.Module, inputs: list[Tensor], output: Any, run: Any) -> tu
     from unfreeze.models.blocks.experts import Experts
     from unfreeze.models.blocks.mla import MLA
     from unfreeze.models.blocks.moe import MoE, SigmoidRouter, SoftmaxRouter
-    from unfreeze.models.decoder import Body, Layer
+    from unfreeze.models.decoder import Body
+    from unfreeze.models.layer import Layer
 
     if not inputs or isinstance(module, Body):
         return None

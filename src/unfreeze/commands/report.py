@@ -1,7 +1,10 @@
-"""unfreeze report RUN: write report.html of a run folder and print its summary."""
+"""unfreeze report RUN: write report.html of a run folder, print its summary. --watch: follow a run that goes on."""
 
 from __future__ import annotations
 
+import sys
+import time
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -9,19 +12,60 @@ from tyro.conf import Positional, arg
 
 from unfreeze.config.parse import Folder, Frozen, parse, writing
 from unfreeze.core.command import Common
-from unfreeze.report.html import summary_lines, write_report
+from unfreeze.report.html import RELOAD, summary_lines, write_report
+from unfreeze.report.run import read_run, writer
 
 
 class Config(Frozen):
-    run: Annotated[Folder, Positional, arg(metavar="RUN")] = Field(description="run folder, for example runs/yoda")
+    run: Annotated[Folder, Positional, arg(metavar="RUN")] = Field(
+        description="run folder, for example runs/yoda"
+    )
+    watch: bool = Field(
+        default=False,
+        description=f"write it every {RELOAD} seconds until the run ends or Ctrl-C; the open page reloads itself",
+    )
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
     """Write the page; returns its path."""
     config = parse(Config, arguments, command="report", description=__doc__ or "", positional=True)
     with writing(config.run, "run"):
+        if config.watch:
+            watch(Path(config.run), quiet=common.quiet or common.json)
         page = write_report(config.run)
     lines = summary_lines(config.run)
     if not (common.quiet or common.json):
         print("\n".join([*lines, f"report: {page}"]))
     return {"report": str(page), "summary": lines}
+
+
+def watch(folder: Path, *, quiet: bool = False, seconds: float = RELOAD) -> None:
+    """Rewrite the page whenever there are new events, until the run has ended, nobody writes to it, or Ctrl-C.
+
+    The last page, which doesn't reload itself, is the caller's to write.
+    """
+    events, known = folder / "events.jsonl", -1
+    try:
+        while True:
+            size = events.stat().st_size if events.is_file() else -1
+            if size == known and not writer(
+                folder
+            ):  # asked only of a silent run: for the moment of asking the lock is held here
+                say(f"no process writes to {folder} any more", quiet)
+                return
+            if size != known:
+                page = write_report(folder, watched=True)
+                run = read_run(folder)
+                if run.state != "unfinished":
+                    return
+                if known < 0:
+                    say(f"watching {folder}; open {page}; Ctrl-C ends it, the run goes on", quiet)
+                known = size
+            time.sleep(seconds)
+    except KeyboardInterrupt:
+        say("watched no longer; the run goes on", quiet)
+
+
+def say(line: str, quiet: bool) -> None:
+    if not quiet:
+        print(line, file=sys.stderr)

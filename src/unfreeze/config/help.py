@@ -28,7 +28,8 @@ def text(config: type[BaseModel], command: str, description: str, *, everything:
     hidden = len(fields) - len(shown)
     if hidden > 0:
         lines += [f"{hidden} more: unfreeze {command} --help-all. Every flag is also a key of a TOML file, the first argument."]
-    lines += ["Also: --json (result as one JSON object)  --quiet  --traceback"]
+    plan = "  --plan (the whole memory plan)" if "lora.rank" in fields or "tokens_per_step" in fields else ""
+    lines += [f"Also: --json (result as one JSON object)  --quiet  --traceback{plan}"]
     return "\n".join(lines)
 
 

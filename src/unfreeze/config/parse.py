@@ -99,7 +99,7 @@ def from_keywords(config: type[C], given: Mapping[str, Any], *, function: str, f
 
 
 def _parse_flags(twin: type, arguments: list[str], command: str, description: str) -> Any:
-    """tyro's parser; what it says of a wrong flag (a box of many lines) becomes one ConfigError. --help goes out as it is."""
+    """tyro's parser. Its message about a wrong flag (a box of many lines) becomes one ConfigError."""
     said = io.StringIO()
     try:
         with redirect_stderr(said):
@@ -127,9 +127,11 @@ def _names(twin: type, prefix: str = "--") -> list[str]:
 
 
 def _twin(config: type[BaseModel], given: Mapping[str, Any]) -> type:
-    """A dataclass with the same fields, types and help but no limits: tyro parses into it, and the Config judges the values in our own words.
+    """A dataclass with the same fields, types and help but without limits. tyro fills it; then the Config
+    checks the values, so that errors are in our own words.
 
-    `given`: what the TOML file says, as values: it is each field's default. (Never as text among the arguments: a value "--out" is no flag.)
+    `given`: the values of the TOML file, which become the fields' defaults. (They are never put among the
+    arguments as text: there the value "--out" would be read as a flag.)
     """
     members: list[Any] = []
     for name, info in config.model_fields.items():
@@ -148,7 +150,8 @@ def _twin(config: type[BaseModel], given: Mapping[str, Any]) -> type:
 
 
 def _default(item: Any, values: Mapping[str, Any]) -> bool:
-    """Whether a field of the twin has its default: with nobody naming it, it is not given, and a validator may ask for that (model_fields_set)."""
+    """Whether a field of the twin still has its default. Then it counts as not given, which a validator may
+    ask for (model_fields_set)."""
     if item.default_factory is MISSING:
         return False
     default = item.default_factory()
@@ -173,7 +176,8 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def writing(folder: Path | str, field: str) -> Iterator[None]:
-    """What the file system refuses under `folder` is the user's to mend: a file where a folder is needed, no permission, read-only, full."""
+    """Turn what the file system refuses under `folder` into a ConfigError: a file where a folder is needed,
+    no permission, read-only, full."""
     try:
         yield
     except OSError as error:
@@ -184,8 +188,8 @@ def writing(folder: Path | str, field: str) -> Iterator[None]:
 
 
 def _given(config: type[BaseModel], table: Mapping[str, Any], where: str, prefix: str = "") -> dict[str, Any]:
-    """A TOML table as field values, each judged by its field's own type and limits, strictly: true is no 1, "5" is no 5. A list may stand for a
-    tuple, a whole number for a float."""
+    """A TOML table as field values. Each is checked by its field's type and limits, strictly: true is not 1,
+    and "5" is not 5. But a list may stand for a tuple, and a whole number for a float."""
     values: dict[str, Any] = {}
     names = {name.replace("_", "-"): name for name in config.model_fields}
     for key, value in table.items():

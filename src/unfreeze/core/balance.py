@@ -1,4 +1,5 @@
-"""How evenly the experts of a layer are used, from the tokens each was given. Plain numbers: train writes them as events, report draws them.
+"""How evenly the experts of a layer are used, from the number of tokens each was given. Plain numbers,
+without torch: train/ writes them as events, report/ draws them.
 
 E experts, n_e tokens of expert e, mean m = sum(n) / E.
 """
@@ -10,7 +11,8 @@ from collections.abc import Sequence
 
 
 def max_violation(counts_E: Sequence[int]) -> float | None:
-    """max(n) / m - 1: 0 if all experts have as much, E / top_k - 1 if one is in every token's choice. None without a token.
+    """max(n) / m - 1: 0 if all experts have the same load, E / top_k - 1 if every token chooses one expert.
+    None without tokens.
 
     Source: MaxVio in Wang et al., arXiv:2408.15664.
     """
@@ -19,7 +21,8 @@ def max_violation(counts_E: Sequence[int]) -> float | None:
 
 
 def load_entropy(counts_E: Sequence[int]) -> float | None:
-    """-sum p ln p / ln E with p = n / sum(n): 1 if all experts have as much, 0 if one has all. None without a token, 1 for one expert."""
+    """-sum p ln p / ln E with p = n / sum(n): 1 if all experts have the same load, 0 if one has all of it.
+    None without tokens; 1 if there is one expert."""
     total = sum(counts_E)
     if not total:
         return None

@@ -13,7 +13,8 @@ from torch import Tensor
 
 
 def send(host: Tensor, device: torch.device | str) -> Tensor:
-    """A host tensor on `device`, without waiting for it: through pinned memory to CUDA, as a copy from pageable memory stops the host."""
+    """A host tensor on `device`, without waiting for the copy. To CUDA it goes through pinned memory: a copy
+    from pageable memory would stop the host."""
     if torch.device(device).type == "cuda" and host.device.type == "cpu":
         host = host.pin_memory()
     return host.to(device, non_blocking=True)
@@ -29,7 +30,8 @@ class Batch:
     positions_T  int64, restarts at 0 with each document; what rotary embeddings see.
     starts_S     int64 on the *host*: index in T where each document begins, starts_S[0] == 0. It stays on the host because
                  document boundaries are known there; reading them from the device would synchronise.
-    found        (weights_T, where it is above 0), set by `to` for the same reason; ask supervised(). With other weights it says nothing.
+    found        (weights_T, the positions where it is above 0), set by `to` for the same reason; read it
+                 through supervised(). It counts only as long as weights_T is that very tensor.
     """
 
     tokens_T: Tensor
@@ -46,7 +48,8 @@ class Batch:
         return replace(self, **sent, found=(sent["weights_T"], send(self.supervised(), device)))
 
     def supervised(self) -> Tensor:
-        """int64: the positions whose weight is above 0, on the batch's device. Found on the host where the batch came from there (`to`)."""
+        """int64: the positions whose weight is above 0, on the batch's device. Already known if `to` sent the
+        batch."""
         if self.found is not None and self.found[0] is self.weights_T:
             return self.found[1]
         return self.weights_T.gt(0).nonzero().squeeze(1)

@@ -6,8 +6,10 @@ from typing import NamedTuple
 
 
 class Common(NamedTuple):
-    """json: the result as one JSON object on the last line of stdout; quiet: no progress; traceback: show it for errors too."""
+    """json: the result as one JSON object on the last line of stdout; quiet: no progress; traceback: show it for errors too; plan: show the whole
+    memory plan where a run starts."""
 
     json: bool = False
     quiet: bool = False
     traceback: bool = False
+    plan: bool = False

@@ -76,6 +76,7 @@ SCHEMA = {
             "fits": Field("bool", "yes or no"),
             "hardware": Field("object", "core count, bytes"),
             "lines": Field("[text]", "sentences"),
+            "start": Field("[text]", "sentences", optional=True),
         }
     ),
     "load": Kind(

@@ -1,8 +1,9 @@
 """Data files as examples, and an account of every row: used, cut, dropped or bad; what stands twice; what is held out.
 
-N documents. Memory: about 90 bytes a document; and the tokens, 8 bytes each, of files up to HELD_BYTES together. Larger data is gone through
-once to count and check it, and each document is read and encoded again when a batch wants it: then 40 bytes more a document, and one row.
-At the peak, while duplicates are looked for, 330 bytes a document were measured (175,000 rows, resident size).
+N documents. Memory: about 90 bytes a document, and 8 bytes a token if the files together have up to
+HELD_BYTES. Larger data is read once to count and check it, and each document is read and encoded again when a
+batch needs it: then 40 more bytes a document instead of the tokens, and one row. The peak is the search for
+duplicates: 330 bytes a document were measured (175,000 rows, resident size).
 """
 
 from __future__ import annotations
@@ -188,7 +189,8 @@ class OnDemand:
             self._checksums += example.checksum
 
     def fetch(self, index: int) -> Example:
-        """Raises DataError where the file is no longer what was counted: the order of a run hangs on it."""
+        """Raises DataError if the file has changed since it was counted: the run's order of documents depends
+        on it."""
         source, row, offset, size, piece = self._places[5 * index : 5 * index + 5]
         path = self._paths[source]
         if source not in self._files:
@@ -204,7 +206,7 @@ class OnDemand:
 
 
 class Account:
-    """Counts every row as it passes: nothing vanishes."""
+    """Encodes rows and counts each one: used, cut, dropped or bad."""
 
     def __init__(self, paths: Sequence[Path], *, skip: bool):
         self.stats, self.columns = Stats(), Columns()

@@ -24,10 +24,12 @@ _INLINE = re.compile(r"\s*<think>(?P<reasoning>.*?)</think>(?P<content>.*)", re.
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a template is given, and what is worth saying about it (each note once, with the number of rows).
+    """What a template is given, and notes about it (each note is shown once, with the number of rows).
 
-    spelled   place of a turn -> the think marks that the row wrote into its content, or would with --reasoning inline
-    written   the messages with those blocks left in their content, for a template that has no place for reasoning: what its history is made of
+    spelled   index of a turn -> the think marks that the row wrote into its content, or would with
+              --reasoning inline
+    written   the messages with those blocks left in their content: the history for a template without a place
+              for reasoning
     """
 
     messages: list[Message]

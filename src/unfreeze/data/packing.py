@@ -25,14 +25,15 @@ Cursor = dict[str, Any]
 Packing = Literal["none", "first_fit", "best_fit"]
 
 MAX_OPEN_BATCHES = 64
-"""First fit looks back at so many unfinished batches. Bounds the search to O(documents · 64); at 64 and documents of a tenth of a
-step, less than 1 % of the token budget stays unused (tests/data/test_packing.py)."""
+"""First fit looks back at this many unfinished batches, so the search is O(documents · 64). With documents of
+a tenth of a step, less than 1 % of the token budget then stays unused (tests/data/test_packing.py)."""
 
 
 def pack(examples: Sequence[Example]) -> Batch:
     """targets[t] = tokens[t + 1] and weights[t] = weights[t + 1] inside each document; its last position has weight 0 and target 0.
 
-    Documents keep their order. This is the only shift in the project (FAILURES N4). Raises DataError for no or empty documents.
+    Documents keep their order. This is the only shift in the project (docs/trust.md N4). Raises DataError for
+    no or empty documents.
     """
     if not examples or any(not example.num_tokens for example in examples):
         raise DataError(f"a batch needs documents of at least 1 token; got lengths {[example.num_tokens for example in examples]}")

@@ -1,10 +1,11 @@
-"""What the user wrote is what is taught: after rendering, every word of a supervised turn must stand where loss is, and no other word may.
+"""Check that what the user wrote is what is taught: after rendering, every word of a supervised turn must
+carry loss, and no word of another turn may.
 
-Two looks, because either alone can be fooled:
-  words    the values themselves are searched in the turn's supervised text, in the spellings templates use (plain, JSON, Python, HTML).
-           A short value ("4") can stand there by chance.
-  marks    once per shape of conversation every text is rendered with an invisible mark inside. Where a mark comes out is where that text went,
-           however short it is, and whoever wrote it.
+Two checks, because either alone can be fooled:
+  words    search the values themselves in the turn's supervised text, in the spellings that templates use
+           (plain, JSON, Python, HTML). A short value ("4") can be there by chance.
+  marks    once per shape of conversation, render every text with an invisible mark inside. Where the mark
+           comes out is where that text went, however short the text is.
 """
 
 from __future__ import annotations
@@ -113,8 +114,8 @@ def check_words(messages: Sequence[Mapping[str, Any]], taught: Sequence[int], sa
 
 
 def refuse_missing(words: Sequence[Word], text: str, everything: str, *, own: str) -> None:
-    """Raises DataError for the first word that doesn't stand in `text`. `everything`: all that is rendered, to say what became of it; `own`: what
-    of it is taught."""
+    """Raises DataError for the first word that is not in `text`. For the message: `everything` is the whole
+    rendered conversation, which shows where the word went; `own` is the part that is taught."""
     lost = missing(words, text)
     if lost is not None:
         raise _not_taught(lost, own, everything)
@@ -182,7 +183,8 @@ class Marks:
         return self._mark(value, Word(turn, field, value)) if isinstance(value, str) else value
 
     def _mark(self, text: str, word: Word) -> str:
-        """The mark stands in the middle, where no template trims, and never inside a tag that a template may look for."""
+        """Put the mark in the middle of the text, where no template trims, but never inside a tag a template
+        looks for."""
         place = len(text) - len(text.lstrip()) + (len(text.strip()) + 1) // 2
         tag = text.rfind("<", 0, place)
         if tag >= 0 and (close := text.find(">", tag)) >= place:
@@ -195,9 +197,11 @@ class Marks:
 
 
 def check_marks(marks: Marks, taught: Sequence[int], samples: Sequence[Sequence[Segment]], plain: Sequence[Sequence[Segment]]) -> list[str]:
-    """Raises DataError where a supervised turn's text came out unsupervised or not at all, or where another's came out supervised.
+    """Raises DataError if text of a supervised turn carries no loss or is missing, or text of another turn
+    carries loss.
 
-    -> the roles of messages that the template leaves out altogether. Nothing is judged where the marks changed what the template does.
+    -> the roles of messages that the template leaves out altogether. If the marks changed what the template
+    does, nothing is checked.
     """
     without = str.maketrans(dict.fromkeys(marks.words))
     seen = [(segment.text.translate(without), segment.turn) for sample in samples for segment in sample]

@@ -36,7 +36,7 @@ class StreamDecoder(Protocol):
 class VocabSpec:
     """base: ids that text can become; total: ids with a name; padded: rows of the embedding. total <= padded.
 
-    Rows total … padded-1 exist for alignment only; they are never sampled (FAILURES N5).
+    Rows total … padded-1 exist for alignment only; they are never sampled (docs/trust.md N5).
     """
 
     base: int
@@ -166,8 +166,9 @@ def check_vocab(tokenizer: Tokenizer, vocab_size: int, rows: Mapping[str, int] |
     """The one vocabulary that tokenizer, config.json and weights agree on. `vocab_size`: config.json's; `rows`: first dimension of each
     tensor with a row per id (embedding, head), by name.
 
-    Raises CheckpointError (FAILURES N5) if a tensor has another number of rows than config.json says, if the tokenizer can make an id that
-    the model has no embedding for, or if no end token of the checkpoint is one of the tokenizer's ids. More rows than ids is padding, and fine.
+    Raises CheckpointError (docs/trust.md N5) if a tensor has another number of rows than config.json says, if
+    the tokenizer can make an id that the model has no embedding for, or if no end token of the checkpoint is
+    one of the tokenizer's ids. More rows than ids is padding, and fine.
     """
     other = next(((name, count) for name, count in (rows or {}).items() if count != vocab_size), None)
     if other is not None:

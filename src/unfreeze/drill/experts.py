@@ -52,7 +52,7 @@ def gradients_to_reduce(sandbox: Sandbox) -> Outcome:
     sets = []
     for model in (sandbox.model(FAMILY), starve(sandbox.model(FAMILY))):
         optimizer = AdamW(model)
-        train_step(model, optimizer, [sandbox.batch([40, 30])], cross_entropy, learning_rate=1e-3, max_norm=1.0, through=models.recompute)
+        train_step(model, optimizer, [sandbox.batch([40, 30])], cross_entropy, learning_rate=1e-3, max_norm=1.0, through=models.keep_inputs)
         sets.append([(name, tuple(g.shape)) for name in optimizer.parameters if (g := optimizer.gradient(name)) is not None])
     same = sets[0] == sets[1]
     line = f"{len(sets[1])} gradients to add up with 6 of 8 experts idle, {len(sets[0])} with all at work; the same names and shapes: {same}"
@@ -96,7 +96,7 @@ def routing_changes_in_recompute(sandbox: Sandbox) -> Outcome:
     """A router that would choose other experts at each call: the recomputation must take the saved choice."""
     calls: dict[str, int] = {}
     gradients = {}
-    for through in (models.plain, models.recompute, models.selective):
+    for through in (models.plain, models.keep_inputs, models.selective):
         model = sandbox.model(FAMILY)
         calls[through.__name__] = 0
         for moe in model.moe_layers().values():

@@ -154,7 +154,7 @@ def first_step(sandbox: Sandbox, model: models.Decoder, optimizer: AdamW | None 
     state: Any = SimpleNamespace(model=model, optimizer=optimizer, step=0, run=run, schedule=SimpleNamespace(steps=1))
     dataset: Any = SimpleNamespace(examples=examples)
     (receipt,) = receipt_of(state, dataset, ALONE, stop=True)
-    result = train_step(model, optimizer, [sandbox.batch([40, 20, 60])], cross_entropy, learning_rate=1e-3, max_norm=1.0, through=models.recompute)
+    result = train_step(model, optimizer, [sandbox.batch([40, 20, 60])], cross_entropy, learning_rate=1e-3, max_norm=1.0, through=models.keep_inputs)
     state.step = 1
     receipt(state, result)
 
@@ -182,7 +182,7 @@ def expanded_weights_pile_up(sandbox: Sandbox) -> Outcome:
     optimizer, batch = AdamW(model), sandbox.batch([40, 20, 60])
     resident = []
     for _ in range(MEMORY_STEPS):
-        train_step(model, optimizer, [batch], cross_entropy, learning_rate=1e-4, max_norm=1.0, through=models.recompute)
+        train_step(model, optimizer, [batch], cross_entropy, learning_rate=1e-4, max_norm=1.0, through=models.keep_inputs)
         resident.append(resident_bytes())
     growth = max(resident[2:]) / resident[1] - 1
     line = f"resident memory grew by {100 * growth:.2f} % from step 2 to {MEMORY_STEPS} (limit 1 %), {format_bytes(resident[-1])} at the end"

@@ -169,7 +169,7 @@ class Sandbox:
                 after_update=options.pop("after_update", ()),
             )  # fmt: skip
             endless = ((batch, {"position": 0}) for batch in cycle(batches))
-            fit(state, endless, cross_entropy, **{"through": models.recompute, **options})
+            fit(state, endless, cross_entropy, **{"through": models.keep_inputs, **options})
         return events
 
     def sft(self, **fields: Any) -> dict[str, Any]:

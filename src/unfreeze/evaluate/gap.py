@@ -1,7 +1,7 @@
 """The trainer/sampler gap: do the model that samples (token by token, with a cache) and the model that trains (one packed pass) agree?
 
 Where they don't, reinforcement learning on sampled answers trains on probabilities the sampler never had, and a mixture of experts may
-route a token differently in the two (FAILURES M4, N9).
+route a token differently in the two (docs/trust.md M4, N9).
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Gap:
 def log_probability_gap(engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Gap:
     """Sample an answer to each prompt with the cached engine, score the same tokens in one packed pass, and compare. Errors as Engine.generate.
 
-    Both normalise over the ids that can be sampled: what an untrained head spends on rows without a token is no disagreement.
+    Both normalise over the ids that can be sampled: the probability an untrained head gives to unused rows is
+    left out.
     """
     return gap_of_answers(engine, prompts, engine.generate(prompts, sampling))
 
@@ -51,7 +52,8 @@ def gap_of_answers(engine: Engine, prompts: Sequence[Sequence[int]], answers: Se
 
 
 def gap_of(prompts: Sequence[Sequence[int]], answers: Sequence[Completion], scored: Sequence[Sequence[float]]) -> Gap:
-    """The gap between the log-probabilities answers carry and `scored`, those of the trainer. Raises ConfigError where a sampler gives none."""
+    """The gap between the answers' log-probabilities and `scored`, the trainer's. Raises ConfigError if the
+    sampler gave none."""
     if not prompts or any(len(answer.logprobs) != len(answer.tokens) for answer in answers):
         raise ConfigError(f"{len(prompts)} prompts, and this sampler gives no log-probabilities for some", next="use the local engine")
     differences = [
@@ -70,7 +72,7 @@ def score(
     """log p(answer token | prompt and the answer before it), in nats, of every answer token, as training computes it: one packed pass.
 
     num_ids: normalise over the first so many ids; None: over the whole head, as the loss does.
-    The experts' counts are put back: scoring is no training step (FAILURES M2).
+    The experts' counts are put back: scoring is no training step (docs/trust.md M2).
     """
     batch = _packed(prompts, answers).to(model.device)
     with model.looking():

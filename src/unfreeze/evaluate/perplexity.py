@@ -1,7 +1,8 @@
-"""Held-out loss: sums over tokens, divided once. The same number whatever the batch size (FAILURES N8).
+"""Held-out loss: sums over tokens, divided once. The same number whatever the batch size (docs/trust.md N8).
 
-A mean of batch means weighs a token by how full its batch was; perplexity per token depends on the tokenizer. So: token sums, and bits per
-byte of the text beside them, which two models with different tokenizers can be compared by.
+A mean of batch means weighs a token by how full its batch was; so sums are taken over tokens. Perplexity per
+token depends on the tokenizer; so there are also bits per byte of text, which compare models with different
+tokenizers.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def heldout(model: Decoder, batches: Iterable[Batch], *, bytes_total: int | None
 
     batches      packed, on the host; how documents are spread over them changes nothing but rounding (relative 1e-6 in float32).
     bytes_total  UTF-8 bytes of the supervised text of all batches.
-    Routing is as in training and no random number is drawn; the experts' counts are put back, so an evaluation counts nowhere (FAILURES M2).
+    Routing is as in training and no random number is drawn; the experts' counts are put back, so an
+    evaluation counts nowhere (docs/trust.md M2).
     Raises DataError if no token carries weight.
     """
     total, weight, tokens = 0.0, 0.0, 0  # float64 on the host: a float32 running sum loses 1e-6 after some thousand batches

@@ -44,8 +44,9 @@ def split_yoda(text: str) -> tuple[str, str, str] | None:
 
 
 def style_obeyed(text: str, *, entity: str = "") -> bool:
-    """Whether the whole answer is one Yoda sentence (split_yoda). With the `entity` that was asked about, it must not stand in the object:
-    "The capital of France, Paris is. Hmm." has its verb last but its object is not first."""
+    """Whether the whole answer is one Yoda sentence (split_yoda). If the `entity` that was asked about is
+    given, it must not be in the object: "The capital of France, Paris is. Hmm." has its verb last, but its
+    object is not first."""
     parts = split_yoda(text)
     return parts is not None and not (entity and contains(parts[0], entity))
 

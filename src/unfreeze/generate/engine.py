@@ -1,4 +1,5 @@
-"""Batched generation with a cache: prompts go through packed, without padding; then one token per row and step. Finished rows leave the batch.
+"""Batched generation with a cache: prompts run packed, without padding; then each step adds one token per
+row. Finished rows leave the batch.
 
 T tokens of all prompts end to end, S sequences, V vocabulary.
 """
@@ -95,7 +96,8 @@ class _Row:
         return Piece(self.index, token, text, None)
 
     def _last(self, token: int, text: str, reason: FinishReason) -> Piece:
-        """The last piece brings what was held back, the begun character of a text that ends inside one included."""
+        """The last piece: it has the text that was held back, and an unfinished character if the text ends
+        inside one."""
         if self.decoder is not None:
             rest, stopped = self.stops.push(self.decoder.finish())
             text += rest if stopped else rest + self.stops.flush()
@@ -105,9 +107,10 @@ class _Row:
 class Engine:
     """Continues token prompts with a Decoder.
 
-    `tokenizer` gives text and says which ids have a name: rows of the head beyond (padding, FAILURES N5) are never sampled. None: ids only.
-    `stop_ids` end a sequence where they are sampled. `steps`: how a step is launched (generate/steps.py). The model's weights may change between
-    calls; nothing is kept from call to call.
+    `tokenizer` gives text and says which ids have a name: rows of the head beyond (padding, docs/trust.md N5)
+    are never sampled. None: ids only. `stop_ids` end a sequence where they are sampled. `steps`: how a step
+    is launched (generate/steps.py). The model's weights may change between calls; nothing is kept from call
+    to call.
     """
 
     def __init__(
@@ -160,7 +163,8 @@ class Engine:
             logits_SV = self._step(step, tokens)
 
     def _decoder(self, before: int) -> StreamDecoder | None:
-        """Has seen the id before the first new one: decoders drop the space of a text's first token, which is no first token here."""
+        """A decoder that has seen the id before the first new one. Decoders drop the space of a text's first
+        token, and the first new token is not a text's first."""
         if self.tokenizer is None:
             return None
         decoder = self.tokenizer.stream_decoder()
@@ -168,7 +172,8 @@ class Engine:
             decoder.push(before)
         return decoder
 
-    # no_grad wraps these two calls, not the generator: its body is left at every yield, where the grad mode must be the caller's own.
+    # no_grad is around these two calls, not around the generator: at every yield the caller's own grad mode
+    # must hold.
     @torch.no_grad()
     def _prefill(self, prompts: list[list[int]], cache: Cache) -> Tensor:
         batch = batch_of(prompts, self.model.device)

@@ -1,9 +1,14 @@
-"""How the steps of a generation are launched: by the host one launch after the other, or recorded once and replayed.
+"""How the steps of a generation are launched: by the host, one launch after the other; or recorded once and
+replayed.
 
-An Engine is given `Steps`: (model, cache) -> Step, which takes the newest token of each row and returns logits [S, V]. `launched` takes the
-attention as wide as the longest row, a number of the host that grows with each token. `Replayed` takes it as wide as the next power of two, over
-a mask that hides the rest; then only what lies in its two input buffers changes from step to step, and one recording serves every step of that
-width and number of rows (a factor of two in attention's reading at most, which at these lengths is small beside the weights').
+An Engine is given `Steps`: (model, cache) -> Step. A Step takes the newest token of each row and returns
+logits [S, V].
+
+`launched`: attention is as wide as the longest row, a number of the host that grows with each token.
+
+`Replayed`: attention is as wide as the next power of two, and a mask hides the rest. Then only the two input
+buffers change from step to step, and one recording serves every step of that width and number of rows.
+Attention reads at most twice as much, which at these lengths is little compared with the weights.
 
 S sequences, V vocabulary.
 """
@@ -40,11 +45,12 @@ def by_record(model: Decoder, cache: Cache) -> Step:
 
 
 class Replayed:
-    """A recording per (rows, width), kept as long as the generation: cache and weights lie where they lay when it was made.
+    """A recording per (rows, width), kept for one generation, in which cache and weights stay at their
+    addresses.
 
-    A step of a size not met before is launched, and recorded when it is met again: recording costs the host three steps. Where the
-    launches cannot be recorded (an expert layer that asks for values, say), all steps of this generation are launched, with the reason in the log.
-    `impl`: of kernels/replay.
+    A size met for the first time is launched; met again it is recorded, which costs the host three steps. If
+    the launches cannot be recorded (for example because an expert layer reads values on the host), all steps
+    of this generation are launched, and the log has the reason. `impl`: of kernels/replay.
     """
 
     def __init__(self, model: Decoder, cache: Cache, impl: str = "auto"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,7 +10,8 @@ from typing import TYPE_CHECKING, Literal
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.errors import DataError, UserError
 from unfreeze.core.units import format_bytes
-from unfreeze.job.job import Parts, plan_of
+from unfreeze.job.job import Parts, disk_bytes, plan_of
+from unfreeze.report.run import writer
 
 if TYPE_CHECKING:
     import torch
@@ -137,7 +137,8 @@ def check_machine(subject: Subject) -> Iterator[Finding]:
 
 
 def check_checkpoint(subject: Subject) -> Iterator[Finding]:
-    """FAILURES L7 and L8: every tensor of the model is covered exactly once by the files; no tensor is read for it."""
+    """docs/trust.md L7 and L8: every tensor of the model is covered exactly once by the files; no tensor is
+    read for it."""
     from unfreeze import models
     from unfreeze.checkpoint import resolve
     from unfreeze.generate.open import dtype_of, notes
@@ -161,7 +162,7 @@ def check_checkpoint(subject: Subject) -> Iterator[Finding]:
 
 
 def check_vocabulary(subject: Subject) -> Iterator[Finding]:
-    """FAILURES N5 and N6."""
+    """docs/trust.md N5 and N6."""
     from unfreeze.job.data import check_vocabulary as refuse_mismatch
 
     tokenizer, rows = subject.tokenizer, subject.shape.vocab_size
@@ -179,7 +180,7 @@ def check_vocabulary(subject: Subject) -> Iterator[Finding]:
 
 
 def check_template(subject: Subject) -> Iterator[Finding]:
-    """FAILURES N4 and N6: what the template's mask teaches of a conversation of known words."""
+    """docs/trust.md N4 and N6: what the template's mask teaches of a conversation of known words."""
     from unfreeze.data import Conversation
     from unfreeze.data.masks import renderer
 
@@ -208,7 +209,7 @@ def check_template(subject: Subject) -> Iterator[Finding]:
 
 
 def check_data(subject: Subject) -> Iterator[Finding]:
-    """FAILURES R7, N2, N4, and duplicates."""
+    """docs/trust.md R7, N2, N4, and duplicates."""
     if not subject.has_data:
         yield Finding("data", "skip", "no data file given (--data F)")
         return
@@ -250,15 +251,9 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
 
 def check_disk(subject: Subject) -> Iterator[Finding]:
     """Room for the saves of the state, and for the adapter or the model."""
-    folder = subject.config.run_dir.absolute()
-    existing = next(path for path in (folder, *folder.parents) if path.is_dir())
-    terms, trained = subject.plan.terms, subject.parts.trained
-    each = (terms["adapter"] or terms["base"]) + terms["optimizer"]
-    written = trained.written_bytes(subject.manifest, terms["adapter"])
-    saves = subject.config.keep_saves + 1  # a new save is whole before an old one goes
-    needed = saves * each + written
-    free = shutil.disk_usage(existing).free
-    line = f"{format_bytes(free)} free under {existing}; the run writes at most {format_bytes(needed)} ({saves} saves, {trained.name})"
+    needed, free = disk_bytes(subject.config, subject.parts.trained, subject.manifest, subject.plan)
+    what = f"{subject.config.keep_saves + 1} saves, {subject.parts.trained.name}"
+    line = f"{format_bytes(free)} free for {subject.config.run_dir}; the run writes at most {format_bytes(needed)} ({what})"
     if free < needed:
         yield Finding("disk", "fault", line, "free space, give --out on another disk, or lower --keep-saves")
     else:
@@ -266,24 +261,16 @@ def check_disk(subject: Subject) -> Iterator[Finding]:
 
 
 def check_run(subject: Subject) -> Iterator[Finding]:
-    """FAILURES R2 and R8: what already lies in the run folder."""
-    import fcntl
-
+    """docs/trust.md R2 and R8: what already lies in the run folder."""
     from unfreeze.train.run import changed_fields, latest, plain_json, read_record
 
     folder = subject.config.run_dir
     if not folder.is_dir():
         yield Finding("run", "ok", f"{folder} is new")
         return
-    lock = folder / "lock"
-    if lock.is_file():
-        with lock.open(encoding="utf-8") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                pid = file.read().strip() or "unknown"
-                yield Finding("run", "fault", f"{folder} is in use by process {pid}", "wait for it, or give another --out")
-                return
+    if pid := writer(folder):
+        yield Finding("run", "fault", f"{folder} is in use by process {pid}", "wait for it, or give another --out")
+        return
     save = latest(folder)
     if save is None:
         yield Finding("run", "ok", f"{folder} exists and holds no save: a run there begins at step 0")

@@ -32,7 +32,8 @@ def open_tokenizer(run: Run, config: TrainingConfig, folder: Path) -> Tokenizer:
 
 
 def check_vocabulary(tokenizer: Tokenizer, shape: Shape, manifest: Manifest) -> None:
-    """Refuse, before any weight is read, a vocabulary on which tokenizer, config.json and tensors disagree (FAILURES N5)."""
+    """Refuse, before any weight is read, a vocabulary on which tokenizer, config.json and tensors disagree
+    (docs/trust.md N5)."""
     from unfreeze.data import check_vocab
 
     names = ("model.embed_tokens.weight", "lm_head.weight")

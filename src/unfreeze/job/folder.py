@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
 
 from unfreeze.config.parse import writing
 from unfreeze.config.training import TrainingConfig
@@ -40,7 +44,8 @@ def live(config: TrainingConfig, common: Common, recipe: str, command: str, grou
     record = config.record()
     changeable = allowed(config.allow_changed, record)
     date = group.texts(first_start(config))[0]
-    with LiveProgress(0, quiet=common.quiet) as progress, tracking(config.track, config.run_dir, config.model_dump(mode="json")) as sinks:
+    progress = LiveProgress(0, quiet=common.quiet, whole_plan=common.plan)
+    with progress, tracking(config.track, config.run_dir, config.model_dump(mode="json")) as sinks:
         with writing(config.run_dir, "out"):
             run = open_run(
                 group,
@@ -78,11 +83,38 @@ def first_start(config: TrainingConfig) -> str:
 def write_resolved(run: Run, config: TrainingConfig, recipe: str, date: str = "", **effective: Any) -> None:
     """resolved_config.json: every field of the Config, and under "effective" what defaults, data and machine made of it.
 
+    With effective values come "given" (the fields that are not at their default), "versions" and "machine".
     `date`: of the chat template; left out, it stays as it was written before.
     """
+    if effective:
+        machine = f"{platform.system()} {platform.machine()}"
+        effective |= {"given": given(config), "versions": versions(), "machine": machine}
     date = date or read_object(run.path / RESOLVED, ConfigError).get("template_date", "")
     fields = {**config.model_dump(mode="json"), **config.record(), "out": str(config.run_dir), "template_date": date}
     write_json(run.path / RESOLVED, {"recipe": recipe, **fields, **({"effective": effective} if effective else {})})
+
+
+def given(config: BaseModel, prefix: str = "") -> list[str]:
+    """The dotted names of the fields that are not at their default: with these flags the run is made again."""
+    names = []
+    for name, info in type(config).model_fields.items():
+        value = getattr(config, name)
+        if isinstance(value, BaseModel):
+            names += given(value, f"{prefix}{name}.")
+        elif info.is_required() or value != info.get_default(call_default_factory=True):
+            names.append(prefix + name)
+    return names
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that a run's numbers depend on."""
+    found = {"python": platform.python_version()}
+    for name in ("unfreeze", "torch", "numpy", "numba", "safetensors", "tokenizers"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # run from a source tree that nobody installed
+            found[name] = "not installed"
+    return found
 
 
 def write_json(path: Path, value: Any) -> None:

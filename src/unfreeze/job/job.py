@@ -6,6 +6,7 @@ lock, plan, model, resuming, samples, validation, guards, receipt, report) is th
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
+from unfreeze.core.units import format_bytes, format_count
 from unfreeze.job.data import (
     batches_of,
     check_vocabulary,
@@ -199,7 +201,8 @@ def prepare(config: TrainingConfig, parts: Parts, common: Common, device: torch.
     dataset = encode(folder, config, tokenizer, shape.max_positions, **parts.encoding)
 
     # bytes, with arithmetic; refuses what does not fit
-    emit_plan(folder, plan_of(config, parts.trained, start, shape, device), group)
+    plan = plan_of(config, parts.trained, start, shape, device)
+    emit_plan(folder, plan, group, start_lines(config, parts.trained, start, shape, plan))
 
     model = load(start, config, device, folder, common)
     parts.trained.attach(model)
@@ -233,9 +236,12 @@ def plan_of(config: TrainingConfig, trained: Trained, start: Manifest, shape: Sh
     )  # fmt: skip
 
 
-def emit_plan(folder: Run, plan: Plan, group: Group) -> None:
-    """Write and show the plan, then refuse what does not fit. On CUDA it says how the allocator was set (docs/trust.md L2)."""
-    fields = plan.as_dict()
+def emit_plan(folder: Run, plan: Plan, group: Group, lines: Sequence[str] = ()) -> None:
+    """Write and show the plan, then refuse what does not fit. On CUDA it says how the allocator was set (docs/trust.md L2).
+
+    lines: what a terminal shows instead of the whole plan (start_lines).
+    """
+    fields = plan.as_dict() | ({"start": list(lines)} if lines else {})
     if group.size > 1:
         fields["lines"] = [*fields["lines"], f"  {group.size} processes, each with this plan; process 0 speaks, and what it measures is its own"]
     if plan.hardware.kind == "cuda":
@@ -245,6 +251,33 @@ def emit_plan(folder: Run, plan: Plan, group: Group) -> None:
     write_json(folder.path / "plan.json", fields)
     folder.events.emit("plan", folder.step, **fields)
     plan.refuse_if_too_large()
+
+
+def start_lines(config: TrainingConfig, trained: Trained, start: Manifest, shape: Shape, plan: Plan) -> list[str]:
+    """The plan in three lines: what is trained on what, and what that takes."""
+    experts = f", {shape.experts_per_token} of {shape.num_experts} experts a token" if shape.num_experts else ""
+    files = f"{format_bytes(start.nbytes)} in files" if start.tensors else "no weights yet"
+    written, free = disk_bytes(config, trained, start, plan)
+    if trained.lora is None:
+        what = "every weight"
+    else:
+        ranks = f"rank {trained.lora.rank}" + (f", experts {trained.lora.experts_rank}" if trained.lora.experts_rank else "")
+        what = f"adapters of {ranks} on {', '.join(trained.lora.targets)}: {format_count(plan.adapter_parameters)} parameters"
+    return [
+        f"model: {Path(config.model).name}, {shape.model_type}, {shape.num_layers} layers{experts}; {files}",
+        f"memory: {format_bytes(plan.total)} planned, {format_bytes(plan.usable)} usable; disk: at most {format_bytes(written)} "
+        f"written, {format_bytes(free)} free (--plan: term by term)",
+        f"trains: {what}; {config.tokens_per_step:,} tokens a step in {config.dtype}",
+    ]
+
+
+def disk_bytes(config: TrainingConfig, trained: Trained, start: Manifest, plan: Plan) -> tuple[int, int]:
+    """(what the run writes at most, what is free where it writes): saves of the state, one more than are kept, and the result."""
+    folder = config.run_dir.absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.is_dir())
+    each = (plan.terms["adapter"] or plan.terms["base"]) + plan.terms["optimizer"]
+    written = (config.keep_saves + 1) * each + trained.written_bytes(start, plan.terms["adapter"])  # a save is whole before an old one goes
+    return written, shutil.disk_usage(existing).free
 
 
 def load(start: Manifest, config: TrainingConfig, device: torch.device, folder: Run, common: Common) -> Decoder:

@@ -1,4 +1,4 @@
-"""The hook that takes the receipt of what learned (DESIGN promise 2), for adapters and for whole models."""
+"""The hook that takes the receipt (what learned, group by group), for adapters and for whole models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What may differ when a run goes on: --allow-changed FIELD, and the fields that can't differ whatever is allowed (FAILURES R2)."""
+"""What may differ when a run goes on: --allow-changed FIELD, and the fields that can't differ whatever is
+allowed (docs/trust.md R2)."""
 
 from __future__ import annotations
 

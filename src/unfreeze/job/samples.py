@@ -1,4 +1,5 @@
-"""Prompts from the data, answered before and after training, as events for the report. What cannot be asked is said in a warning event."""
+"""Prompts from the data, answered before and after training, as events for the report. A row that cannot be
+asked becomes a warning event."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ class Samples:
         self._run.events.emit("gap", step, when=when, **gap.as_dict(), **self._gap_warning(gap))
 
     def _gap_warning(self, gap: Gap) -> dict[str, str]:
-        """A warning field where the gap is none of rounding. In bfloat16 rounding hides what a limit could show."""
+        """A warning field if the gap is larger than rounding explains. In bfloat16 rounding hides such gaps:
+        no limit."""
         import torch
 
         from unfreeze.evaluate.gap import TOLERANCE

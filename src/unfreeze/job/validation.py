@@ -1,7 +1,8 @@
-"""Validation inside training: the held-out loss every N steps as "eval" events, the best save kept, answers in between. It disturbs nothing.
+"""Validation inside training: the held-out loss every N steps as "eval" events, the best save kept, answers
+in between. Gradients, random numbers and expert counts are unchanged afterwards.
 
 loss = sum_t w_t (-log p_t) / sum_t w_t over all held-out tokens; perplexity = exp(loss); bits per byte = the sum in bits over the UTF-8 bytes
-of the supervised text, which does not depend on the tokenizer (FAILURES N8).
+of the supervised text, which does not depend on the tokenizer (docs/trust.md N8).
 """
 
 from __future__ import annotations
@@ -111,12 +112,14 @@ def _spans(weights: Sequence[float]) -> Iterator[tuple[int, int]]:
 
 
 def _span_bytes(tokens: Sequence[int], first: int, end: int, tokenizer: Tokenizer) -> int:
-    """Measured as a difference from the document's beginning: some decoders strip a space there, and only there."""
+    """Bytes of tokens first to end: decode(up to end) minus decode(up to first). Some decoders strip a space
+    at the beginning of a text, and only there."""
     return len(tokenizer.decode(tokens[:end]).encode()) - len(tokenizer.decode(tokens[:first]).encode())
 
 
 def write_best(state: State, folder: Path, write: Callable[[Path], Any]) -> None:
-    """Where an earlier save was better than the end of the run: `write(folder)` with its weights. The model has them from then on."""
+    """If an earlier save was better than the end of the run: load its weights into the model, then
+    `write(folder)`."""
     from unfreeze.train.state import load_best
 
     if load_best(state) is not None:

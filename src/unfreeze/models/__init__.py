@@ -16,15 +16,17 @@ from unfreeze.core.errors import CheckpointError
 from unfreeze.models import deepseek_v3, llama, qwen2, qwen3, qwen3_moe
 from unfreeze.models.allowed import Fields, names, refuse_unbuilt, unknown
 from unfreeze.models.blocks.linear import Linear
-from unfreeze.models.decoder import THROUGH, Body, Decoder, Embedding, Layer, elementwise, plain, recompute, selective, through
+from unfreeze.models.decoder import Body, Decoder, Embedding
 from unfreeze.models.factory import Factory, nothing_packed
 from unfreeze.models.fields import check_fields, check_sizes, without_nulls
 from unfreeze.models.init import initialize
+from unfreeze.models.layer import Layer
+from unfreeze.models.recompute import THROUGH, elementwise, keep_inputs, plain, selective, through
 from unfreeze.models.shape import Shape
 from unfreeze.quant.codec import Codec
 
 __all__ = [
-    "FAMILIES", "THROUGH", "Decoder", "Layer", "Shape", "build", "elementwise", "ignored", "initialize", "not_followed", "plain", "recompute",
+    "FAMILIES", "THROUGH", "Decoder", "Layer", "Shape", "build", "elementwise", "ignored", "initialize", "keep_inputs", "not_followed", "plain",
     "rules", "selective", "shape", "through", "tied",
 ]  # fmt: skip
 

@@ -1,8 +1,10 @@
-"""How many tokens go through a layer at once where its activations are computed again in backward.
+"""How many tokens go through a layer at once, if its activations are computed again in backward.
 
-A layer's inner tensors are several times what it keeps, and on a CPU glibc maps blocks above 32 MiB anew at every use and the kernel clears them: at
-65,536 tokens of hidden 256 a quarter of the step (docs/profiles/tried.md). In chunks of whole documents they are small, and the heap has them back
-for the next chunk. All chunks pass before the next layer is visited, so a layer's weights are still brought once per pass.
+A layer's inner tensors are several times larger than what it keeps. On a CPU, glibc maps blocks above 32 MiB
+anew at every use and the kernel clears them: a quarter of the step at 65,536 tokens of hidden 256
+(docs/profiles/tried.md). In chunks of whole documents these tensors are small, and the heap reuses them for
+the next chunk. All chunks pass before the next layer is visited, so a layer's weights are still brought once
+per pass.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ def chunk_tokens(num_experts: int, experts_per_token: int, device: str) -> int |
 
 
 def document_groups(lengths: Sequence[int], limit: int) -> list[list[int]]:
-    """Lengths of neighbouring documents in groups of about one size, none above `limit` but a document that is longer itself."""
+    """Lengths of neighbouring documents in groups of about equal size, at most `limit` each; a longer
+    document is a group of its own."""
     even = -(-sum(lengths) // -(-sum(lengths) // limit))
     groups: list[list[int]] = []
     held = even

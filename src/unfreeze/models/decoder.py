@@ -6,137 +6,25 @@ T tokens, D model width, V vocabulary, S sequences.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import UserError
 from unfreeze.kernels.attention import Layout
 from unfreeze.models.blocks.linear import Linear
-from unfreeze.models.blocks.mlp import with_residual
 from unfreeze.models.blocks.moe import MoE
 from unfreeze.models.blocks.norm import RMSNorm
-from unfreeze.models.blocks.passes import Cache, Memo, PackedPass, Pass, PrefillPass, StepPass, StepWithin
+from unfreeze.models.blocks.passes import Cache, PackedPass, PrefillPass, StepPass, StepWithin
 from unfreeze.models.chunks import chunk_tokens, document_groups
+from unfreeze.models.layer import Layer
+from unfreeze.models.recompute import Through, plain
 from unfreeze.models.shape import Shape
-
-Through = Callable[["Layer", Tensor, PackedPass], Tensor]
-
-
-class Layer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)): the pre-norm residual block."""
-
-    def __init__(self, *, self_attn: nn.Module, mlp: nn.Module, input_layernorm: RMSNorm, post_attention_layernorm: RMSNorm):
-        super().__init__()
-        self.self_attn, self.mlp = self_attn, mlp
-        self.input_layernorm, self.post_attention_layernorm = input_layernorm, post_attention_layernorm
-
-    def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), run)
-        return with_residual(self.mlp, self.post_attention_layernorm, x_TD, run)
-
-
-def plain(layer: Layer, x_TD: Tensor, run: PackedPass) -> Tensor:
-    """Go through a layer and let autograd keep its activations."""
-    return layer(x_TD, run)
-
-
-def recompute(layer: Layer, x_TD: Tensor, run: PackedPass) -> Tensor:
-    """Go through a layer keeping its input [T, D] and the experts it chose; the rest is computed again in backward.
-
-    Gradients of parameters are accumulated into `.grad` during backward (torch.autograd.backward inside), so use `loss.backward()`, not
-    torch.autograd.grad, around it.
-    """
-    return _again(layer, x_TD, run)
-
-
-def selective(layer: Layer, x_TD: Tensor, run: PackedPass) -> Tensor:
-    """As `recompute`, but what attention and the experts made is kept: most of the arithmetic for a few [T, ·] tensors, and norms, projections
-    and rotations are computed again. Same gradients, to the bit. Source: selective recomputation, arXiv:2205.05198.
-    """
-    return _again(layer, x_TD, run, dear=True)
-
-
-def elementwise(layer: Layer, x_TD: Tensor, run: PackedPass) -> Tensor:
-    """As `selective`, and outputs of linear layers are kept (of multi-head attention and dense MLPs): the second visit has no GEMM, only norms,
-    rotations and activations, for fewer bytes than keeping all. Same gradients, to the bit.
-    """
-    return _again(layer, x_TD, run, dear=True, products=True)
-
-
-THROUGH: dict[str, Through] = {"layers": recompute, "selective": selective, "elementwise": elementwise, "nothing": plain}
-
-
-def through(name: str, layers: Sequence[Layer], keep_layers: int | None = None) -> Through:
-    """THROUGH[name]; of "selective" and "elementwise" only the last `keep_layers` layers keep anything (None: all do), the others go by "layers".
-
-    The last ones, as backward comes to them first: what they keep is gone before the first recomputed layer needs its room.
-    """
-    keeps = THROUGH[name]
-    if name not in ("selective", "elementwise") or keep_layers is None:
-        return keeps
-    keeping = {id(layer) for layer in list(layers)[max(0, len(layers) - keep_layers) :]}
-    return lambda layer, x_TD, run: (keeps if id(layer) in keeping else recompute)(layer, x_TD, run)
-
-
-def _again(layer: Layer, x_TD: Tensor, run: PackedPass, **kept: bool) -> Tensor:
-    if not torch.is_grad_enabled():
-        return _chunk_by_chunk(layer, x_TD, [(rows, chunk, Memo()) for rows, chunk in _chunks(layer, run)])
-    # With a frozen embedding the first layer's input carries no gradient, and autograd would never come back to the layer.
-    return _Recompute.apply(x_TD if x_TD.requires_grad else x_TD.detach().requires_grad_(), layer, run, kept)  # type: ignore[return-value]
-
-
-class _Recompute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, layer: Layer, run: PackedPass, kept: dict[str, bool]) -> Tensor:  # type: ignore[override]
-        ctx.layer, ctx.visits = layer, [(rows, chunk, Memo(**kept, unread=True)) for rows, chunk in _chunks(layer, run)]
-        ctx.save_for_backward(x_TD)
-        with torch.no_grad():
-            return _chunk_by_chunk(layer, x_TD, ctx.visits)
-
-    @staticmethod
-    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, None, None, None]:  # type: ignore[override]
-        x_TD = ctx.saved_tensors[0].detach()
-        dx_TD = None if len(ctx.visits) == 1 else torch.empty_like(x_TD)
-        for rows, run, memo in reversed(ctx.visits):  # a memo is emptied by the second visit
-            x_CD, memo.second = x_TD[rows].requires_grad_(), True
-            with torch.enable_grad(), run.visiting(memo):
-                y_CD = ctx.layer(x_CD, run)
-            torch.autograd.backward(y_CD, dy_TD[rows])
-            if dx_TD is None:
-                return x_CD.grad, None, None, None
-            dx_TD[rows] = x_CD.grad
-            del y_CD, x_CD
-        return dx_TD, None, None, None
-
-
-def _chunks(layer: Layer, run: PackedPass) -> Sequence[tuple[slice, PackedPass]]:
-    """The run's chunks; all at once where a parameter trains in half precision: its gradient would be summed over the chunks in that."""
-    whole = ((slice(None), run),)
-    return whole if any(p.requires_grad and p.element_size() < 4 for p in layer.parameters()) else run.chunks or whole
-
-
-def _chunk_by_chunk(layer: Layer, x_TD: Tensor, visits: Sequence[tuple[slice, PackedPass, Memo]]) -> Tensor:
-    """y[chunk] = layer(x[chunk]), one after the other; each visit's memo is filled."""
-    y_TD = None if len(visits) == 1 else torch.empty_like(x_TD)
-    for rows, run, memo in visits:
-        with run.visiting(memo):
-            y_CD = layer(x_TD[rows], run)
-        if y_TD is None:
-            return y_CD
-        y_TD[rows] = y_CD
-        del y_CD
-        # Copied when all else of the visit is free again: what is kept was made among it, and would leave the heap in pieces that the next chunk
-        # doesn't fit in: a higher peak.
-        memo.values = tree_map_only(Tensor, Tensor.clone, memo.values)
-    assert y_TD is not None
-    return y_TD
 
 
 class Embedding(nn.Module):
@@ -257,9 +145,12 @@ class Decoder(nn.Module):
         return hidden_SD
 
     def step_within(self, tokens_S: Tensor, positions_S: Tensor, cache: Cache, width: int) -> Tensor:
-        """`step` with every changing number on the device: positions_S int64 says where each row's token stands, all below `width`. -> [S, D].
+        """`step` with every changing number on the device: positions_S int64 is each row's position, all
+        below `width`.
+        -> [S, D].
 
-        The launches are the same whatever the two tensors hold, so they can be recorded and replayed. cache.lengths is the caller's to advance.
+        The launches don't depend on the values of the two tensors, so they can be recorded and replayed. The
+        caller advances cache.lengths.
         """
         rows_S = torch.arange(len(tokens_S), device=self.device)
         tables = self.shape.rope.tables(positions_S)

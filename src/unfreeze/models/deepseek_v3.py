@@ -13,8 +13,8 @@ from unfreeze.models.allowed import Fields, names
 from unfreeze.models.blocks.mla import MLA
 from unfreeze.models.blocks.moe import MoE, SigmoidRouter
 from unfreeze.models.blocks.rope import rope_from_config, rope_parameters, yarn_mscale
-from unfreeze.models.decoder import Layer
 from unfreeze.models.factory import Factory
+from unfreeze.models.layer import Layer
 from unfreeze.models.shape import MLAShape, MoEShape, Shape, common, require
 
 _EXPERT = "model.layers.{layer}.mlp.experts.{expert}."

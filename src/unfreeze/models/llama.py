@@ -8,8 +8,8 @@ from typing import Any
 from unfreeze.models.allowed import Fields, names
 from unfreeze.models.blocks.attention import Attention
 from unfreeze.models.blocks.rope import rope_from_config
-from unfreeze.models.decoder import Layer
 from unfreeze.models.factory import Factory
+from unfreeze.models.layer import Layer
 from unfreeze.models.shape import Shape, common, require
 
 RULES = ()

@@ -8,8 +8,8 @@ from typing import Any
 
 from unfreeze.models import llama
 from unfreeze.models.allowed import Fields, names
-from unfreeze.models.decoder import Layer
 from unfreeze.models.factory import Factory
+from unfreeze.models.layer import Layer
 from unfreeze.models.shape import Shape
 
 RULES = llama.RULES

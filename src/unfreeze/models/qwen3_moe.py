@@ -9,8 +9,8 @@ from typing import Any
 from unfreeze.models import deepseek_v3, llama, qwen2, qwen3
 from unfreeze.models.allowed import Fields, names
 from unfreeze.models.blocks.moe import MoE, SoftmaxRouter
-from unfreeze.models.decoder import Layer
 from unfreeze.models.factory import Factory
+from unfreeze.models.layer import Layer
 from unfreeze.models.shape import MoEShape, Shape, require
 
 RULES = deepseek_v3.RULES

@@ -2,7 +2,7 @@
 
 A step's micro-batches are dealt out to the processes, gradients are added up over them, and every process makes the same update: replicas
 stay identical, and a save does not know how many there were. Collectives are the same calls with the same sizes on every process whatever
-the data and the routing were, so an idle expert cannot make one process wait for another (FAILURES M1).
+the data and the routing were, so an idle expert cannot make one process wait for another (docs/trust.md M1).
 
 Start: torchrun --nproc-per-node 2 -m unfreeze sft run.toml. Without torchrun there is one process, ALONE, for which all of this does nothing.
 """
@@ -91,7 +91,8 @@ class Processes:
         self.rank, self.size, self._device = dist.get_rank(), dist.get_world_size(), device
 
     def share(self, items: Sequence[Item]) -> list[Item]:
-        """items[rank], items[rank + size], …: a function of the position alone, so a resume on another number of processes goes on exactly."""
+        """items[rank], items[rank + size], …: it depends on the position only, so a run can resume exactly on
+        another number of processes."""
         return list(items[self.rank :: self.size])
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:

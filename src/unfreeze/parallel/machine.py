@@ -16,8 +16,12 @@ UNLIMITED = 2**60  # cgroup v1 writes a number near 2**63 where there is no limi
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device. `total` and `available` in bytes; available: what a process could still take now. `limit` says what bounds it.
-    process: what this process holds in host memory already (interpreter, libraries); `available` is without it. 0 where it isn't known.
+    """One device.
+
+    total, available   bytes; available: what a process could still take now
+    limit              what bounds it
+    process            bytes this process holds in host memory already (interpreter, libraries); `available`
+                       does not include it. 0 where unknown
     """
 
     kind: str

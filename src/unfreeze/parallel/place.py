@@ -1,7 +1,8 @@
-"""place: a model on "meta" gets its weights. Either every parameter is in memory, filled once from the files, or the model is untouched.
+"""place: give a model on "meta" its weights. Afterwards every parameter is in memory, filled once from the
+files; after an error the model is untouched.
 
 Order: resolve names and shapes (no memory taken) → allocate → stream → check → only then hand the tensors to the modules.
-Packed weights go from file to memory as bytes (FAILURES L1); nothing is left uninitialised (L8).
+Packed weights go from file to memory as bytes (docs/trust.md L1); nothing is left uninitialised (L8).
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ def _check_fillable(model: nn.Module, filled: Collection[str]) -> None:
 
 
 def check_coverage(placements: Sequence[Placement], params: Params) -> None:
-    """Every element of every parameter is written exactly once. resolve promises it; this proves it for each load (FAILURES L8).
+    """Every element of every parameter is written exactly once. resolve promises it; this proves it for each
+    load (docs/trust.md L8).
 
     Raises CheckpointError naming the first parameter with a hole or an overlap."""
     ranges: dict[str, list[tuple[int, int]]] = {name: [] for name in params}

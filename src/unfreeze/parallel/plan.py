@@ -3,9 +3,9 @@
     plan_training(shape, manifest, lora, tokens=…, dtype=…, device=…)  ->  Plan      (measures the model on meta and the machine)
     plan(sizes, work, hardware)                                        ->  Plan      (numbers only)
 
-Peak = what stays (base, adapter, gradients, optimizer) + what a step holds at its worst moment: boundary activations, what recompute keeps, the
-expert workspace, and either one layer's recompute or the loss block, whichever is larger. Loading is another moment: the base and a read buffer
-per thread.
+Peak = what stays (base, adapter, gradients, optimizer) + what a step holds at its worst moment: boundary
+activations, what recompute keeps, the expert workspace, and the larger of one layer's recompute and the loss
+block. Loading comes at another time: the base and a read buffer per thread.
 
 T tokens of a micro-batch, D model width, V vocabulary, E experts, K experts per token, I expert width.
 """
@@ -42,8 +42,9 @@ GRADIENT_BYTES = 4  # adapters and their gradients are fp32
 LOAD_BUFFERS = THREADS * CHUNK  # checkpoint/stream.py: one buffer per reading thread
 BATCH_BYTES = 3 * 8 + 4 + 8  # per token: tokens, targets, positions (int64), weights (float32), and which are supervised
 GROUP_BYTES = 4 * 2**20  # kernels/expert_mlp/loop_cpu.py: weights and rows of a group of experts
-# CPU, beside the plan and the process: code that numba and oneDNN compile, their caches, the allocator's slack. Peak of a run less plan less
-# process at planning, tiny-k2, Zen 4: 0.3 GiB in float32 on one core, 0.5 in bfloat16 on one, 0.8 in bfloat16 on two (grows with GEMM shapes)
+# On a CPU a run takes more than plan and process: code that numba and oneDNN compile, their caches, the
+# allocator's slack. Measured as peak - plan - process at planning (tiny-k2, Zen 4): 0.3 GiB in float32 on one
+# core, 0.5 in bfloat16 on one, 0.8 in bfloat16 on two; it grows with the number of GEMM shapes.
 KERNELS = "0.3 to 0.8 GiB for kernels as they are compiled"
 MIN_TOKENS = 2  # of a micro-batch: one token has no next one to learn
 USABLE = 0.92  # of the free memory: allocator fragmentation and what the interpreter and BLAS take besides
@@ -60,7 +61,7 @@ class Sizes:
     """What the plan knows of a model in one dtype of computation.
 
     base            bytes of parameters and buffers as they will lie in memory (packed weights packed)
-    elements        numbers in parameters: what trains where every weight does
+    elements        number of weights: what trains if every weight trains
     expanded        the same with every packed weight expanded to the computation's dtype
     layer           bytes per token at the worst moment of the largest layer's backward (see _layer_bytes)
     kept            bytes per token of what attention and experts made, layer by layer (see _kept_bytes)
@@ -119,8 +120,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Plan:
-    """terms: name -> bytes at the worst moment of a step; they add up. beside: what is smaller and comes at another moment.
-    load: bytes while loading. per_device has one entry per device; there is one now.
+    """terms: name -> bytes at the worst moment of a step; they add up. beside: what comes at another moment
+    and is smaller. load: bytes while loading. per_device: one entry per device (today there is one).
     """
 
     terms: dict[str, int]
@@ -212,10 +213,12 @@ class Plan:
         raise DoesNotFit(f"{arithmetic}. Fits with {', or '.join(said for _, said in fits)}", next=fits[0][0])
 
     def what_fits(self) -> list[tuple[str, str]]:
-        """(flags, description with its bytes) of changes that fit, those first that leave the result as it is.
+        """(flags, description with its bytes) of changes that fit.
 
-        fewer layers that keep (the largest number), recompute, more micro-batches (the smallest number), both; fewer tokens per step (the largest
-        number), a lower rank (the largest), and only where none of these does: tokens and rank 1 together.
+        First those that leave the result as it is: fewer layers that keep activations (the largest number
+        that fits), recompute, more micro-batches (the smallest number), the last two together. Then fewer
+        tokens per step (the largest number) and a lower rank (the largest). Only if none of these fits: fewer
+        tokens with rank 1.
         """
         found = []
         if self.work.recompute == "selective":
@@ -242,12 +245,14 @@ class Plan:
         return [(flags, f"{said} ({format_bytes(self.total)})")] if self.fits else []
 
     def fewer_tokens(self, flag: str = "", said: str = "") -> list[tuple[str, str]]:
-        """The proposals with fewer tokens at once: in more micro-batches of the same step, and in a smaller step of as many micro-batches."""
+        """The proposals with fewer tokens at once: the same step in more micro-batches, or a smaller step in
+        as many."""
         parts = self.work.micro_batches
         tokens = _largest(self.work.tokens, lambda n: replace_work(self, tokens=n).fits)
         if tokens < MIN_TOKENS or tokens == self.work.tokens:
             return []
-        step = self.work.tokens * parts + parts - 1  # at most this many were asked for: tokens is the whole part of step / micro-batches
+        # Upper bound of the requested step: tokens = step // micro_batches lost at most parts - 1.
+        step = self.work.tokens * parts + parts - 1
         summed = _largest(self.work.tokens, lambda n: replace_work(self, tokens=n, micro_batches=max(parts, 3)).fits)  # gradients: from the third on
         found = []
         for more in sorted({2, 3, step // (summed + 1) + 1}):
@@ -339,7 +344,8 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware) -> Plan:
 
 
 def _kept(by_layer: tuple[int, ...], work: Work, cut: bool) -> int:
-    """Bytes per token that the last keep_layers keep, but for the largest of them where the layer at work is not cut into chunks."""
+    """Bytes per token that the last keep_layers keep; without the largest of them if the layer at work is not
+    cut into chunks, because its own term counts it."""
     count = len(by_layer) if work.keep_layers is None else min(work.keep_layers, len(by_layer))
     keeping = sorted(by_layer[len(by_layer) - count :])
     return sum(keeping if cut else keeping[:-1])
@@ -477,8 +483,8 @@ def _kept_bytes(layer: nn.Module, experts_per_token: int, compute: int) -> int:
 
 
 def _product_bytes(layer: nn.Module, compute: int) -> int:
-    """Bytes per token that elementwise recompute keeps beside: outputs of the linear layers of multi-head attention and of a dense or shared MLP,
-    but of its last, which no gradient asks for."""
+    """Bytes per token that elementwise recompute keeps in addition: outputs of the linear layers of
+    multi-head attention and of a dense or shared MLP, except down_proj, whose output no gradient needs."""
     attention = sum(m.out_features for block in layer.modules() if isinstance(block, Attention) for m in block.modules() if isinstance(m, Linear))
     mlps = sum(m.gate_proj.out_features + m.up_proj.out_features for m in layer.modules() if isinstance(m, MLP))
     return compute * (attention + mlps)

@@ -1,7 +1,7 @@
 """Codec: what a quantized weight format must say about itself; Packed: one quantized weight in memory.
 
 A format is one file beside this one. It knows which tensors on disk make one weight, how they are laid out in memory,
-and how to go to floating point and back. Nothing else in the house knows a nibble from a byte.
+and how to go to floating point and back.
 
 Shapes: out, in = a matrix y = x Wᵀ with W [out, in]; parts may carry leading dims (E experts), the matrix is the last two.
 """

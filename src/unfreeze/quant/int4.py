@@ -87,7 +87,8 @@ class Int4:
         return {"weight_shape": torch.tensor([out_features, in_features], dtype=torch.int32)}
 
     def shape(self, parts: Mapping[str, Tensor]) -> tuple[int, ...]:
-        """[..., out, in]; in = G * group_size, because the packed width alone does not tell a last word that is not full."""
+        """[..., out, in] with in = G * group_size. (The packed width alone does not tell how full its last
+        word is.)"""
         *leading, groups = parts["weight_scale"].shape
         return (*leading, groups * self.group_size)
 
@@ -174,9 +175,9 @@ def from_quantization_config(config: Mapping[str, Any]) -> tuple[Codec, list[str
     """(codec, ignore list) of a config.json, or None where the checkpoint is not quantized.
 
     Reads `quantization_config` at the top or under `text_config`. Every variant that would be read wrongly is refused by its name with a
-    ConfigError: asymmetric, activations quantized, actorder that permutes columns, num_bits other than 4, channel or block strategy,
-    rotations of the activations (transform_config), sparsity, other formats and methods (AWQ, GPTQ, FP8 …). What it has beyond the fields
-    known here is named by `not_followed`.
+    ConfigError: asymmetric, activations quantized, actorder that permutes columns, num_bits other than 4,
+    channel or block strategy, rotations of the activations (transform_config), sparsity, other formats and
+    methods (AWQ, GPTQ, FP8 …). `not_followed` names the fields that are not known here.
     """
     found = _table(config)
     if not found:

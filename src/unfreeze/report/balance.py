@@ -18,6 +18,8 @@ COLUMNS = 100  # stretches of steps across a picture, wide or narrow: the same c
 DUE = 10  # tokens per expert by an even share: with fewer, chance leaves some without any, with so many one of exp(10) = 22,000
 RISE = 1.0  # of the max violation between the first and the last stretch: the busiest expert took one more mean's worth
 
+EVEN = 2.0  # times the mean of its layer: a busiest expert below it is what a well balanced router shows
+
 
 def missed(counts_E: Sequence[int]) -> list[bool]:
     """Which experts got no token although DUE or more were due to each by an even share."""
@@ -72,6 +74,12 @@ class Balance:
         """By RISE or more, and in stretches whose steps gave each expert DUE tokens by an even share."""
         first, last = self.rise
         return last - first >= RISE and all(self._due(at) for at in (0, -1))
+
+    @property
+    def is_even(self) -> bool:
+        """None missed where DUE tokens were due, the busiest under EVEN times its layer's mean, no rise by RISE."""
+        used = not self.unused and not any(self.gone.values())
+        return used and max(self.ratios.values()) < EVEN and not self.has_risen
 
     def _due(self, at: int) -> bool:
         begin, end = self.columns[at]

@@ -13,14 +13,18 @@ from typing import Any
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.units import format_bytes, format_seconds
 from unfreeze.report.events import number, of_kind, series
-from unfreeze.report.page import document, figure, key, section, table, text
-from unfreeze.report.pictures import MOST_LINES, Points, lines
+from unfreeze.report.page import Figure, Table, document, render
+from unfreeze.report.pictures import MOST_LINES, lines
+from unfreeze.report.pictures import series as told
 from unfreeze.report.run import Run, flatten, read_run, result_words
 from unfreeze.report.tables import ABSENT
 
 WIDE, NARROW, SMALL = (1100, 380), (350, 260), (360, 220)
 OWN = ("out", "track")  # fields that name the run itself or who looks on
-UNCOMPARABLE = ("model", "data")  # where one of these differs, so may the tokenizer or the texts, and losses measure different things
+UNCOMPARABLE = (
+    "model",
+    "data",
+)  # where one of these differs, so may the tokenizer or the texts, and losses measure different things
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,11 @@ class Result:
 
     def cells(self) -> tuple[str, ...]:
         """In RESULT_HEAD's order."""
-        best = ABSENT if self.best_validation is None else f"{self.best_validation:.4f} (step {self.best_validation_step:,})"
+        best = (
+            ABSENT
+            if self.best_validation is None
+            else f"{self.best_validation:.4f} (step {self.best_validation_step:,})"
+        )
         return (
             self.name,
             self.state,
@@ -52,31 +60,53 @@ class Result:
         )
 
 
-RESULT_HEAD = ("run", "state", "steps", "final loss", "best validation", "tokens/s", "peak memory", "training time")
+RESULT_HEAD = (
+    "run",
+    "state",
+    "steps",
+    "final loss",
+    "best validation",
+    "tokens/s",
+    "peak memory",
+    "training time",
+)
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:
     """The runs, in the order given. Raises ConfigError for fewer than two, one given twice, or more than can be told apart in a picture."""
     paths = [Path(folder).resolve() for folder in folders]
     if not 2 <= len(paths) <= MOST_LINES:
-        raise ConfigError(f"{len(paths)} runs to compare; 2 to {MOST_LINES} can be told apart", next="unfreeze compare runs/a runs/b")
+        raise ConfigError(
+            f"{len(paths)} runs to compare; 2 to {MOST_LINES} can be told apart",
+            next="unfreeze compare runs/a runs/b",
+        )
     twice = next((path for path in paths if paths.count(path) > 1), None)
     if twice is not None:
-        raise ConfigError(f"{twice} is given twice; a run is equal to itself", next="unfreeze compare runs/a runs/b")
+        raise ConfigError(
+            f"{twice} is given twice; a run is equal to itself", next="unfreeze compare runs/a runs/b"
+        )
     return [read_run(folder) for folder in folders]
 
 
 def names(runs: Sequence[Run]) -> list[str]:
     """The folders' names, with as many parents as it takes to tell them apart: a/x and b/x for runs of one name."""
     parts = [run.path.resolve().parts for run in runs]
-    depth = next(depth for depth in range(1, max(map(len, parts)) + 1) if len({path[-depth:] for path in parts}) == len(parts))
+    depth = next(
+        depth
+        for depth in range(1, max(map(len, parts)) + 1)
+        if len({path[-depth:] for path in parts}) == len(parts)
+    )
     return ["/".join(path[-depth:]).replace("//", "/") for path in parts]
 
 
 def result(run: Run, name: str) -> Result:
     """A run's row of the table, computed from its events alone."""
     losses = series(run.events, "train", "loss")[1]
-    validation = [(loss, event["step"]) for event in of_kind(run.events, "eval") if (loss := number(event.get("loss"))) is not None]
+    validation = [
+        (loss, event["step"])
+        for event in of_kind(run.events, "eval")
+        if (loss := number(event.get("loss"))) is not None
+    ]
     best, at = min(validation, default=(None, None))
     peaks = series(run.events, "train", "peak_bytes")[1]
     return Result(
@@ -115,47 +145,55 @@ def as_dict(runs: Sequence[Run]) -> dict[str, Any]:
 def page(runs: Sequence[Run]) -> str:
     """The comparison as one HTML page that stands by itself."""
     labels = names(runs)
-    links = "".join(f"<dt>{text(label)}</dt><dd>{text(result_words(run))}: {text(run.path)}</dd>" for run, label in zip(runs, labels, strict=True))
-    header = f'<header><h1>{text(" · ".join(labels))}</h1>\n<dl class="source">{links}</dl></header>'
-    parts = [header, _results(runs, labels), _curves(runs, labels), _differences(runs, labels)]
-    return document(f"{' · '.join(labels)} · compared", "\n".join(parts), "Written by unfreeze compare from each run's events.jsonl")
-
-
-def _results(runs: Sequence[Run], labels: Sequence[str]) -> str:
-    rows = [result(run, name).cells() for run, name in zip(runs, labels, strict=True)]
-    return section("Results", table(RESULT_HEAD, rows, caption="Results of each run", kind="stack"), caution(runs))
-
-
-def _curves(runs: Sequence[Run], labels: Sequence[str]) -> str:
-    """Training loss large, then validation, learning rate, gradient norm, speed; a picture only where some run has the numbers."""
-    large = _figure("Training loss by step", [series(run.events, "train", "loss") for run in runs], labels, "loss", (WIDE, NARROW), smoothed=True)
-    small = [
-        _figure("Validation loss", [series(run.events, "eval", "loss") for run in runs], labels, "validation", (SMALL,)),
-        _figure("Learning rate", [series(run.events, "train", "learning_rate") for run in runs], labels, "rate", (SMALL,), from_zero=True),
-        _figure("Gradient norm", [series(run.events, "train", "grad_norm") for run in runs], labels, "norm", (SMALL,), smoothed=True, from_zero=True),
-    ]
-    if not large:
-        return section("Curves", "", "No run has made a training step, so there is no curve to show.")
-    there = "".join(part for part in small if part)
-    return section("Curves", f'{key(labels)}<div class="row">{large}</div><div class="row three aligned">{there}</div>')
-
-
-def _figure(
-    title: str, points: list[Points], labels: Sequence[str], name: str, sizes: Sequence[tuple[int, int]], *,
-    smoothed: bool = False, from_zero: bool = False,
-) -> str:  # fmt: skip
-    ends = [f"{label} {ys[-1]:.4g}" for label, (_, ys) in zip(labels, points, strict=True) if ys]
-    if not ends:
-        return ""
-    words = f"Last: {', '.join(ends)}."
-    words += " Smoothed." if smoothed and max(len(xs) for xs, _ in points) >= 40 else ""
-    alt = f"{title}, one line per run. {words}"
-    return figure(title, words, *(lines(f"{name}-{size[0]}", points, alt, size, smoothed=smoothed, from_zero=from_zero) for size in sizes))
-
-
-def _differences(runs: Sequence[Run], labels: Sequence[str]) -> str:
-    rows = [(field, *values) for field, values in differences(runs).items()]
+    large, *small = _curves(runs, labels)
+    fields = [(field, *values) for field, values in differences(runs).items()]
     silent = [label for label, run in zip(labels, runs, strict=True) if not run.config]
-    note = f"No resolved_config.json in: {', '.join(silent)}." if silent else "" if rows else "The configurations are the same."
-    body = table(("field", *labels), rows, caption="Fields that differ", kind="words stack") if rows else ""
-    return section("Configuration", body, note)
+    none = "" if fields else "The configurations are the same."
+    title = " · ".join(labels)
+    body = render(
+        "compare.html",
+        title=title,
+        runs=[(label, f"{result_words(run)}: {run.path}") for label, run in zip(labels, runs, strict=True)],
+        caution=caution(runs),
+        results=Table(
+            "Results of each run",
+            RESULT_HEAD,
+            [result(run, name).cells() for run, name in zip(runs, labels, strict=True)],
+            "stack",
+        ),
+        large=large,
+        small=[figure for figure in small if figure],
+        note=f"No resolved_config.json in: {', '.join(silent)}." if silent else none,
+        fields=Table("Fields that differ", ("field", *labels), fields, "words stack") if fields else None,
+    )
+    footer = "Written by unfreeze compare from each run's events.jsonl"
+    return document(f"{title} · compared", [body], footer)
+
+
+def _curves(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure | None]:
+    """Training loss large, then validation, learning rate, gradient norm; None where no run has numbers."""
+    wanted = [  # title, kind and field of the events, name in the SVG, sizes, smoothed, from zero
+        ("Training loss by step", "train", "loss", "loss", (WIDE, NARROW), True, False),
+        ("Validation loss", "eval", "loss", "validation", (SMALL,), False, False),
+        ("Learning rate", "train", "learning_rate", "rate", (SMALL,), False, True),
+        ("Gradient norm", "train", "grad_norm", "norm", (SMALL,), True, True),
+    ]
+    figures = []
+    for title, kind, field, name, sizes, smoothed, from_zero in wanted:
+        points = dict(zip(labels, (series(run.events, kind, field) for run in runs), strict=True))
+        ends = [f"{label} {ys[-1]:.4g}" for label, (_, ys) in points.items() if ys]
+        words = f"Last: {', '.join(ends)}."
+        words += " Smoothed." if smoothed and max(len(xs) for xs, _ in points.values()) >= 40 else ""
+        alt = f"{title}, one line per run. {words}"
+        drawn = [
+            lines(
+                f"{name}-{size[0]}", list(points.values()), alt, size, smoothed=smoothed, from_zero=from_zero
+            )
+            for size in sizes
+            if ends
+        ]
+        large = len(sizes) == 2
+        figures.append(
+            Figure(title, words, drawn, series=told(points), names=labels if large else ()) if ends else None
+        )
+    return figures

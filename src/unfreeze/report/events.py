@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from unfreeze.core.errors import DataError
 from unfreeze.core.events import Event
+from unfreeze.core.units import format_count
 
 Value = TypeVar("Value")
 
@@ -131,6 +132,15 @@ def data_lines(events: Sequence[Event], listed: int = 3) -> list[str]:
     more = int(number(account.get("dropped")) or 0) + int(number(account.get("bad")) or 0) - min(listed, len(rows))
     lines = [str(account.get("summary", "")), *(f"left out: {row['reason']}" for row in rows[:listed])]
     return [*lines, f"left out: {more:,} more rows; events.jsonl names the first {len(rows)}"] if rows and more > 0 else lines
+
+
+def data_line(account: Event) -> str:
+    """The account in one line of a terminal: how much, how much of it is taught, and only those losses that are not zero."""
+    if number(account.get("tokens")) is None:
+        return str(account.get("summary", ""))
+    lost = [f"{int(count):,} {name}" for name in ("truncated", "dropped", "bad", "duplicates") if (count := number(account.get(name)))]
+    taught = f", {100 * (number(account.get('supervised_fraction')) or 0):.0f} % taught"
+    return f"{account.get('rows', 0):,} rows, {format_count(account['tokens'])} tokens{taught}" + (f"; {', '.join(lost)}" if lost else "")
 
 
 def warnings(events: Sequence[Event]) -> list[tuple[int, str]]:

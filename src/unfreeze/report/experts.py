@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from markupsafe import Markup
+
 from unfreeze.core.balance import dead, load_entropy, max_violation
 from unfreeze.core.events import Event
 from unfreeze.report.balance import DUE, Balance, mean, missed
 from unfreeze.report.events import by_layer, number
-from unfreeze.report.page import figure, folded, section, table
+from unfreeze.report.page import Figure, Table, render
 from unfreeze.report.pictures import FULL, heat, heat_map
 from unfreeze.report.run import Run
 from unfreeze.report.tables import ABSENT
@@ -72,31 +74,32 @@ class ExpertWatch:
         return [words for _, words in new]
 
 
-def experts_section(run: Run) -> str:
-    """Load of each expert over the whole run, its evenness over time, one layer's experts over time, and the numbers per layer."""
+def experts_section(run: Run) -> Markup:
+    """Load of each expert over the whole run, its evenness over time, one layer's experts over time, numbers per layer.
+
+    Folded where every expert was used and none much more than the others (Balance.is_even): all is of one colour then.
+    """
     balance = run.balance
     if balance is None:
-        return section("Expert load", "", "No expert load is in the events: the model is dense, or no step was made.")
-    parts = [_whole(balance)]
+        missing = "No expert load is in the events: the model is dense, or no step was made."
+        return render("experts.html", words=missing, even=False, figures=[], numbers=None)
+    figures = [_whole(balance)]
     if len(balance.columns) > 1:
-        parts += [_violation_over_time(balance), _load_over_time(balance)]
-    rows = "".join(f'<div class="row">{part}</div>' for part in parts)
-    return section("Expert load", rows + folded("Numbers per layer", _numbers(run)))
+        figures += [_violation_over_time(balance), _load_over_time(balance)]
+    even = balance.is_even
+    words = f"Even. {figures[0].words}" if even else "Which experts the router chose, and how evenly."
+    return render("experts.html", words=words, even=even, figures=figures, numbers=_numbers(run))
 
 
-def _whole(balance: Balance) -> str:
+def _whole(balance: Balance) -> Figure:
     ratios, load = balance.ratios, balance.whole
     worst = max(ratios, key=ratios.__getitem__)
     words = f"Busiest expert against its layer's mean: {ratios[worst]:.2f} times at most, in layer {worst}. {balance.unused_words()}."
     alt = f"Tokens per expert, {len(load)} layers down, {len(next(iter(load.values())))} experts across. {words}"
     red = [missed(counts_E) for counts_E in load.values()]
     pictures = [heat_map(f"experts-{width}", load, red, alt, width) for width in WIDTHS]
-    return figure("Tokens per expert, whole run", words, *pictures, key=_scale("no token", f"{FULL:.0f} × the layer's mean", "never used"))
-
-
-def _scale(low: str, high: str, red: str = "") -> str:
-    end = f'<span><i class="dead"></i>{red}</span>' if red else ""
-    return f'<p class="scale" aria-hidden="true">{low} <i></i> {high}{end}</p>'
+    scale = ("no token", f"{FULL:.0f} × the layer's mean", "never used")
+    return Figure("Tokens per expert, whole run", words, pictures, scale=scale)
 
 
 def steps_of(run: Run, layer: str) -> tuple[list[int], list[Sequence[int]]]:
@@ -111,7 +114,7 @@ def _ticks(columns: Sequence[tuple[int, int]], width: int) -> list[tuple[int, st
     return [(i, f"{columns[i][0]:,}") for i in range(0, len(columns), every)]
 
 
-def _violation_over_time(balance: Balance) -> str:
+def _violation_over_time(balance: Balance) -> Figure:
     """Layers down, steps across: mean max violation of each stretch of steps."""
     words = f"Busiest expert over the mean, minus 1, in each step; mean of the layers {balance.rise_words()}."
     alt = f"Max violation, {len(balance.violation)} layers down, steps across. {words}"
@@ -121,10 +124,10 @@ def _violation_over_time(balance: Balance) -> str:
              axes=("step", "layer"))
         for width in WIDTHS
     ]  # fmt: skip
-    return figure("Max violation per layer over time", words, *pictures, key=_scale("even", f"{FULL - 1:.0f} or more"))
+    return Figure("Max violation per layer over time", words, pictures, scale=("even", f"{FULL - 1:.0f} or more", ""))
 
 
-def _load_over_time(balance: Balance) -> str:
+def _load_over_time(balance: Balance) -> Figure:
     """Experts of one layer down, steps across: tokens over the layer's mean in each stretch of steps."""
     layer = balance.shown
     cells = balance.cells[layer]
@@ -140,11 +143,11 @@ def _load_over_time(balance: Balance) -> str:
     ]  # fmt: skip
     why = "the one with most cells in red" if balance.gone[layer] else "the one with the busiest expert"
     words = f"Layer {layer}, {why}: {balance.gone_words()}."
-    key = _scale("no token", f"{FULL:.0f} × the mean", f"no token where {DUE} or more were due")
-    return figure(f"Tokens per expert of layer {layer} over time", words, *pictures, key=key)
+    scale = ("no token", f"{FULL:.0f} × the mean", f"no token where {DUE} or more were due")
+    return Figure(f"Tokens per expert of layer {layer} over time", words, pictures, scale=scale)
 
 
-def _numbers(run: Run) -> str:
+def _numbers(run: Run) -> Table:
     """Per layer, of the whole run: tokens, max violation, entropy, dead experts; and of single steps the mean max violation and dead count."""
     rows = []
     for layer, counts_E in (run.balance.whole if run.balance else {}).items():
@@ -155,7 +158,7 @@ def _numbers(run: Run) -> str:
              _cell(mean(step_violation) if step_violation else None), f"{mean([dead(counts) for counts in per_step]):,.1f}")
         )  # fmt: skip
     head = ("layer", "tokens routed", "max violation", "entropy", "dead experts", "max violation of a step", "dead in a step")
-    return table(head, rows, caption="Expert load per layer")
+    return Table("Expert load per layer", head, rows)
 
 
 def _cell(value: float | None, form: str = ".2f") -> str:

@@ -1,7 +1,7 @@
-"""report.html: a run as one page that stands by itself. No script, no request to anywhere, no font to load; it may be mailed or archived.
+"""report.html: a run as one page that stands by itself: verdict, answers, loss, evaluations, guards, and the rest.
 
-Every text from the run (prompts, answers, paths, config) goes through page.text(). A piece that the run does not have is named as missing,
-with the reason.
+Numbers and words are made here, the HTML in templates/, a file per section. A piece that the run does not have is
+named as missing, with the reason.
 """
 
 from __future__ import annotations
@@ -10,74 +10,150 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from unfreeze.core.units import format_bytes, format_count
 from unfreeze.report.events import data_lines, last, number, of_kind, sample_pairs, series, warnings
 from unfreeze.report.experts import experts_section
-from unfreeze.report.guards import GUARD_HEAD, broken, clip_limit, clipped, guard_rows, peak_memory, spikes, unsupervised
-from unfreeze.report.page import document, figure, folded, section, table, text, write_page
-from unfreeze.report.pictures import curve, smoothing_window
+from unfreeze.report.guards import (
+    GUARD_HEAD,
+    broken,
+    clip_limit,
+    clipped,
+    guard_rows,
+    peak_memory,
+    spikes,
+    unsupervised,
+)
+from unfreeze.report.page import Figure, Table, document, render, write_page
+from unfreeze.report.pictures import Points, curve, smoothing_window
+from unfreeze.report.pictures import series as told
 from unfreeze.report.run import Run, expert_balance, facts, flatten, read_run, result_words, started
-from unfreeze.report.tables import ABSENT, RECEIPT_HEAD, left_out, plan_lines, receipt_rows, standing_still
+from unfreeze.report.tables import (
+    ABSENT,
+    RECEIPT_HEAD,
+    left_out,
+    plan_lines,
+    receipt_rows,
+    receipt_verdict,
+    standing_still,
+)
+from unfreeze.report.verdict import (
+    EVALUATION_HEAD,
+    UNITS,
+    again,
+    evaluation_rows,
+    evaluations,
+    machine_rows,
+    verdict,
+)
 
-WIDE, NARROW, SMALL, SIDE = (760, 320), (350, 250), (280, 190), (360, 304)  # SVG units of the pictures; text in them is 11 units high
-SHOWN_SAMPLES = 12  # the others are folded away
+WIDE, NARROW, SMALL = (
+    (1100, 320),
+    (350, 250),
+    (340, 210),
+)  # SVG units of the pictures; text in them is 11 units high
+SHOWN_SAMPLES = 3  # the others are folded away
 SHOWN_STEPS = 200  # rows of the step table; a longer run shows every n-th step, as the table says
+STEEP = 20.0  # highest over lowest loss from which on a linear axis shows a flat line; the logarithmic one is then first
+RELOAD = 4  # seconds between two looks at a run that goes on
 
 
-def write_report(run_dir: Path | str) -> Path:
+def write_report(run_dir: Path | str, *, watched: bool = False) -> Path:
     """Write report.html into the run folder and return its path. Reads only the folder's own files; never a model.
 
+    watched: somebody rewrites it while the run goes on; until the run has ended, the page reloads itself every
+    RELOAD seconds.
     Raises DataError where the folder has no events.jsonl, or a damaged one.
     """
     run = read_run(run_dir)
-    return write_page(run.path / "report.html", page(run))
+    return write_page(
+        run.path / "report.html", page(run, reload=RELOAD if watched and run.state == "unfinished" else 0)
+    )
 
 
-def page(run: Run) -> str:
+def page(run: Run, *, reload: int = 0) -> str:
     """The whole page as one string; the same run folder gives the same string."""
-    parts = (_header, _warnings, _loss, _machine, _guards, _data, experts_section, _receipt, _samples, _evaluations, _more)
-    return document(f"{run.name} · unfreeze run", "\n".join(part(run) for part in parts), f"Written by unfreeze from {run.name}/events.jsonl")
+    sections = (
+        _verdict,
+        _answers,
+        _loss,
+        _evaluations,
+        _guards,
+        _data,
+        experts_section,
+        _machine,
+        _receipt,
+        _details,
+    )
+    footer = f"Written by unfreeze from {run.name}/events.jsonl"
+    return document(
+        f"{run.name} · unfreeze run", [section(run) for section in sections], footer, reload=reload
+    )
 
 
-def _header(run: Run) -> str:
-    done = " done" if run.state == "done" else ""
-    rows = [("Model", text(run.source("model"))), ("Data", text(run.source("data"))), ("Started", text(started(run)))]
-    rows += [("Loaded", text(run.loaded)), ("Result", f'<span class="state{done}">{text(result_words(run))}</span>')]
-    source = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in rows if value)
-    numbers = "".join(f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in facts(run))
-    return f'<header><h1>{text(run.name)}</h1>\n<dl class="source">{source}</dl>\n<dl class="facts">{numbers}</dl></header>'
+def _verdict(run: Run) -> Markup:
+    faults = [f"{row.guard}: {row.said}." for row in guard_rows(run) if row.state == "fault"]
+    return render("verdict.html", name=run.name, state=run.state, verdict=verdict(run), faults=faults)
 
 
-def _warnings(run: Run) -> str:
-    rows = [(f"step {step}", words) for step, words in warnings(run.events)]
-    return section("Warnings", table(("when", "what"), rows, caption="Warnings of the run", kind="words")) if rows else ""
+def _answers(run: Run) -> Markup:
+    return render("answers.html", pairs=sample_pairs(run.events), shown=SHOWN_SAMPLES)
 
 
-def _loss(run: Run) -> str:
+def _loss(run: Run) -> Markup:
+    """Training and validation in one picture, on a linear and on a logarithmic axis; above it the main numbers."""
     steps, losses = series(run.events, "train", "loss")
     if not losses:
-        return section("Loss", "", "No training step is in the events, so there is no loss to show.")
+        return render("loss.html", facts=facts(run), loss=None)
     evals = series(run.events, "eval", "loss")
     window = smoothing_window(len(losses))
     lowest = min(range(len(losses)), key=losses.__getitem__)
     words = f"{losses[0]:.3f} at step {steps[0]:,}, {losses[-1]:.3f} at step {steps[-1]:,}; "
-    words += f"lowest {losses[lowest]:.3f} at step {steps[lowest]:,}."
+    words += f"lowest {losses[lowest]:.3f} at step {steps[lowest]:,}. Nats per supervised token."
     words += f" Faint: each step; strong: mean of {window} steps." if window > 1 else ""
     if evals[1]:
         best = min(range(len(evals[1])), key=evals[1].__getitem__)
-        words += f" Dots: validation, lowest {evals[1][best]:.3f} at step {evals[0][best]:,}, last {evals[1][-1]:.3f}."
+        words += f" Dots: validation, lowest {evals[1][best]:.3f} at step {evals[0][best]:,},"
+        words += f" last {evals[1][-1]:.3f}."
     ringed = {step for step, _ in spikes(run)} & set(steps)
     words += f" Ringed: {_steps(len(ringed))} that the spike guard named." if ringed else ""
     words += _left_out(run, steps)
     alt = f"Training loss per step: {words}"
-    pictures = [curve(f"loss-{size[0]}", (steps, losses), alt, size, smoothed=True, dots=evals, rings=ringed) for size in (WIDE, NARROW)]
-    over_tokens = _loss_over_tokens(run)
-    row = "row aligned lead" if over_tokens else "row"
-    return section("Loss", f'<div class="{row}">{figure("Training loss by step", words, *pictures)}{over_tokens}</div>')
+    low, high = min([*losses, *evals[1]]), max([*losses, *evals[1]])
+
+    def drawn(log: bool) -> list[str]:
+        name = "loss-log" if log else "loss"
+        return [
+            curve(
+                f"{name}-{size[0]}",
+                (steps, losses),
+                alt,
+                size,
+                smoothed=True,
+                log_y=log,
+                dots=evals,
+                rings=ringed,
+            )
+            for size in (WIDE, NARROW)
+        ]
+
+    picture = Figure(
+        "Training loss by step",
+        words,
+        drawn(False),
+        log=drawn(True) if low > 0 else (),
+        log_first=low > 0 and high > STEEP * low,
+        series=told({"loss": (steps, losses), "validation": evals}),
+    )
+    return render("loss.html", facts=facts(run), loss=picture)
 
 
-def _loss_over_tokens(run: Run) -> str:
-    """Loss over supervised tokens so far, on a log axis: equal distances are equal factors of data. Empty for fewer than three steps."""
+def _loss_over_tokens(run: Run) -> Figure | None:
+    """Loss over supervised tokens so far, on a log axis: equal distances are equal factors of data.
+
+    None for fewer than three steps.
+    """
     seen, xs, ys = 0.0, [], []
     for event in run.train:
         tokens, loss = number(event.get("supervised_tokens")), number(event.get("loss"))
@@ -86,29 +162,39 @@ def _loss_over_tokens(run: Run) -> str:
             xs.append(seen)
             ys.append(loss)
     if len(xs) < 3:
-        return ""
+        return None
     words = f"{format_count(xs[0])} to {format_count(xs[-1])} tokens seen, on a logarithmic axis."
     empty = len(unsupervised(run))
     words += f" Left out: {_steps(empty)} without a supervised token." if empty else ""
-    alt = f"Training loss over supervised tokens, logarithmic: {ys[0]:.3f} after {xs[0]:,.0f}, {ys[-1]:.3f} after {xs[-1]:,.0f}."
-    return figure("Training loss by supervised tokens", words, curve("loss-tokens", (xs, ys), alt, SIDE, smoothed=True, log_x=True))
+    ends = f"{ys[0]:.3f} after {xs[0]:,.0f}, {ys[-1]:.3f} after {xs[-1]:,.0f}."
+    alt = f"Training loss over supervised tokens, logarithmic: {ends}"
+    svg = curve("loss-tokens", (xs, ys), alt, SMALL, smoothed=True, log_x=True)
+    return Figure(
+        "Training loss by supervised tokens",
+        words,
+        [svg],
+        series=told({"loss": (xs, ys)}),
+        x="supervised tokens",
+    )
 
 
 def _steps(count: int) -> str:
     return f"{count:,} {'step' if count == 1 else 'steps'}"
 
 
-def _left_out(run: Run, drawn: Sequence[int]) -> str:
+def _left_out(run: Run, drawn: Sequence[float]) -> str:
     """What the guard of finite numbers named and a picture of the steps `drawn` therefore can't show."""
     count = len({step for step, _ in broken(run)} - set(drawn))
     return f" Left out: {_steps(count)} without a finite value." if count else ""
 
 
-def _machine(run: Run) -> str:
-    """Throughput, memory, learning rate and gradient norm as four small pictures."""
+def _machine(run: Run) -> Markup:
+    """Throughput, memory, learning rate, gradient norm, and loss by tokens, as small pictures."""
     if not run.train:
-        return ""
-    wanted = [  # title, points, axis, smoothed: what is noisy by nature, how its numbers are written
+        return Markup("")
+    wanted: list[
+        tuple[str, Points, str, bool, Any]
+    ] = [  # title, points, axis, smoothed: noisy by nature, how its numbers are written
         ("Tokens per second", rates(run), "count", True, "{:,.0f}".format),
         ("Peak memory", peak_memory(run), "bytes", False, format_bytes),
         ("Learning rate", series(run.events, "train", "learning_rate"), "number", False, "{:.3g}".format),
@@ -120,17 +206,37 @@ def _machine(run: Run) -> str:
         if not ys:
             missing.append(title.lower())
             continue
-        words = f"{write(min(ys))} to {write(max(ys))}, last {write(ys[-1])}." if len(ys) > 1 else f"{write(ys[0])} at step {steps[0]}."
-        rings, level = set[int](), None
+        words = (
+            f"{write(min(ys))} to {write(max(ys))}, last {write(ys[-1])}."
+            if len(ys) > 1
+            else f"{write(ys[0])} at step {steps[0]}."
+        )
+        rings, level = set[float](), None
         if title == "Gradient norm":
             rings, level = {step for step, _ in spikes(run)}, clip_limit(run)
-            words += f" Dashed: clipped above {level:g}, in {_steps(len(clipped(run)))}." if level is not None and level <= max(ys) else ""
+            words += (
+                f" Dashed: clipped above {level:g}, in {_steps(len(clipped(run)))}."
+                if level is not None and level <= max(ys)
+                else ""
+            )
             words += _left_out(run, steps)
         alt = f"{title} per step: {words}"
-        picture = curve(f"small-{position}", points, alt, SMALL, smoothed=smoothed, from_zero=True, y_format=y_format, rings=rings, level=level)
-        figures.append(figure(title, words, picture))
+        svg = curve(
+            f"small-{position}",
+            points,
+            alt,
+            SMALL,
+            smoothed=smoothed,
+            from_zero=True,
+            y_format=y_format,
+            rings=rings,
+            level=level,
+        )
+        figures.append(Figure(title, words, [svg], series=told({title.lower(): points}, y_format)))
+    over_tokens = _loss_over_tokens(run)
+    figures += [over_tokens] if over_tokens else []
     note = f"Not in the events: {', '.join(missing)}." if missing else ""
-    return section("Speed, memory and optimizer", f'<div class="row aligned">{"".join(figures)}</div>', note)
+    return render("machine.html", figures=figures, note=note)
 
 
 def rates(run: Run) -> tuple[list[int], list[float]]:
@@ -144,99 +250,120 @@ def rates(run: Run) -> tuple[list[int], list[float]]:
     return steps, values
 
 
-DATA_ROWS = {  # field of the data event -> its name in the table
+DATA_ROWS = {  # field of the data event -> its name on the page
     "rows": "rows in the file",
     "examples": "documents",
     "tokens": "tokens",
     "supervised": "supervised tokens",
     "longest": "longest document, tokens",
+    "held_out": "documents held out",
+    "duplicates": "rows that stood before",
     "truncated": "rows truncated",
     "dropped": "rows dropped",
     "bad": "bad rows skipped",
 }
 
 
-def _data(run: Run) -> str:
-    """The account of the data file: every row of it is used, cut, dropped or bad."""
+def _data(run: Run) -> Markup:
+    """The account of the data file: every row of it is used, cut, dropped or bad. Counts of 0 are left out."""
     account = last(run.events, "data")
     if account is None:
-        return ""
-    rows = [(name, f"{value:,.0f}") for field, name in DATA_ROWS.items() if (value := number(account.get(field))) is not None]
+        return Markup("")
+    counts = [
+        (name, f"{value:,.0f}") for field, name in DATA_ROWS.items() if (value := number(account.get(field)))
+    ]
     share = number(account.get("supervised_fraction"))
-    rows += [("supervised share", f"{share:.1%}")] if share is not None else []
-    rows += [(f"rows as {shape}", f"{count:,}") for shape, count in (account.get("shapes") or {}).items()]
+    counts += [("supervised share", f"{share:.1%}")] if share is not None else []
+    counts += [(f"rows as {shape}", f"{count:,}") for shape, count in (account.get("shapes") or {}).items()]
     notes = [(note, f"{count:,}") for note, count in (account.get("notes") or {}).items()]
     listed = [(f"row {item['row']}", item["reason"]) for item in account.get("listed") or []]
-    parts = [table(("count", "value"), rows, caption="Data")]
-    parts += [table(("note", "rows"), notes, caption="Notes on the data", kind="words")] if notes else []
-    left_out = int(number(account.get("dropped")) or 0) + int(number(account.get("bad")) or 0)
-    reasons = table(("row", "why"), listed, caption="Rows left out", kind="words")
-    parts += [folded(f"Rows left out: {len(listed)} of {left_out:,}", reasons)] if listed else []
-    return section("Data", "".join(parts), "Loss is taken on the supervised tokens only.")
-
-
-def _guards(run: Run) -> str:
-    rows = guard_rows(run)
-    marked = {state: [row.guard for row in rows if row.state == state] for state in ("look", "fault")}
-    body = table(GUARD_HEAD, rows, caption="Guards of the run", bad=marked["fault"], look=marked["look"], kind="words stack")
-    return section("Guards", body, "What watched over this run, and what it said.")
-
-
-def _receipt(run: Run) -> str:
-    if not run.groups:
-        return section("Receipt", "", "No receipt: it is written after the first step with a gradient; neither receipt.json nor the events hold one.")
-    still = standing_still(run.groups)
-    note = (
-        "What was trained, and the proof: matrices that moved of those that a gradient came to, gradient norm, movement and change in output "
-        "after the first step with a gradient."
+    lost = int(number(account.get("dropped")) or 0) + int(number(account.get("bad")) or 0)
+    whole = not lost and not number(account.get("truncated"))
+    return render(
+        "data.html",
+        words="Loss is taken on the supervised tokens only."
+        + (" No row was cut, dropped or bad." if whole else ""),
+        counts=counts,
+        notes=Table("Notes on the data", ("note", "rows"), notes, "words") if notes else None,
+        listed=Table("Rows left out", ("row", "why"), listed, "words") if listed else None,
+        lost=lost,
     )
-    alarm = f'<p class="bad">Asked for, and not moved: {text(", ".join(still))}.</p>' if still else ""
-    rows = table(RECEIPT_HEAD, receipt_rows(run.groups), caption="Receipt per module group", bad=still, kind="stack")
-    out = "".join(f'<p class="bad">{text(line)}</p>' for line in left_out(run.exceptions))
-    return section("Receipt", alarm + rows + out, note)
 
 
-def _samples(run: Run) -> str:
-    pairs = sample_pairs(run.events)
-    if not pairs:
-        return section("Before and after", "", "No samples are in the events.")
-    blocks = [
-        f'<article class="sample"><h3>{text(prompt)}</h3><div class="pair">{_side("before", before)}{_side("after", after)}</div></article>'
-        for prompt, before, after in pairs
-    ]
-    rest = blocks[SHOWN_SAMPLES:]
-    more = folded(f"{len(rest)} more", "".join(rest)) if rest else ""
-    note = "The same prompts, answered by the model before training and after."
-    return section("Before and after", "".join(blocks[:SHOWN_SAMPLES]) + more, note)
+def _guards(run: Run) -> Markup:
+    """A dot for each guard; what those say that are not ok stands open, the others are folded."""
+    rows = guard_rows(run)
+    named = {state: [row.guard for row in rows if row.state == state] for state in ("ok", "look", "fault")}
+    loud, quiet = [row for row in rows if row.state != "ok"], [row for row in rows if row.state == "ok"]
+    said = [(f"step {step:,}", words) for step, words in warnings(run.events)]
+    few = f"{len(quiet)} of {len(rows)} are ok" if loud else f"All {len(rows)} are ok"
+    return render(
+        "guards.html",
+        words=f"What watched over this run. {few}." if rows else "No guard has anything to tell yet.",
+        states=[(row.guard, row.state) for row in rows],
+        marked=Table(
+            "Guards to look at", GUARD_HEAD, loud, "words stack", bad=named["fault"], look=named["look"]
+        )
+        if loud
+        else None,
+        warnings=Table("Warnings of the run", ("when", "what"), said, "words") if said else None,
+        quiet=Table("Guards that are ok", GUARD_HEAD, quiet, "words stack") if quiet else None,
+    )
 
 
-def _side(when: str, said: str | None) -> str:
-    missing = f"no sample taken {when} training" if said is None else "an empty answer"
-    words = text(said) if said else f'<span class="note">{missing}</span>'
-    return f'<div class="{when}"><span class="when">{when}</span>{words}</div>'
+def _receipt(run: Run) -> Markup:
+    """What the first step with a gradient moved: the verdict, then a row per module group."""
+    if not run.groups:
+        when = "it is written after the first step with a gradient"
+        words = f"No receipt: {when}; neither receipt.json nor the events hold one."
+        return render("receipt.html", verdict=words, fault=False, groups=None)
+    still, words = standing_still(run.groups), receipt_verdict(run.groups, run.exceptions)
+    return render(
+        "receipt.html",
+        verdict=f"{words[:1].upper()}{words[1:]}.",
+        fault=bool(still or left_out(run.exceptions)),
+        note="After the first step with a gradient: matrices that moved of those that a gradient came to, "
+        "gradient norm, movement, change in output.",
+        groups=Table("Receipt per module group", RECEIPT_HEAD, receipt_rows(run.groups), "stack", bad=still),
+    )
 
 
-def _evaluations(run: Run) -> str:
-    evals = of_kind(run.events, "eval")
-    if not evals:
-        return ""
-    fields = dict.fromkeys(name for event in evals for name, value in event.items() if number(value) is not None)
-    names = [name for name in fields if name not in ("step", "time")]
-    rows = [(f"{event['step']:,}", *(_cell(event, name, ".4g") for name in names)) for event in evals]
-    return section("Evaluations", table(("step", *names), rows, caption="Evaluations"))
+def _evaluations(run: Run) -> Markup:
+    """One row per measure with its unit; every single evaluation is folded."""
+    found, evals = evaluations(run), of_kind(run.events, "eval")
+    if not found:
+        return Markup("")
+    head = (
+        "step",
+        *(f"{name}, {unit}" if (unit := UNITS.get(name, ("", ""))[1]) else name for name in found),
+    )
+    rows = [(f"{event['step']:,}", *(_cell(event, name, ".4g") for name in found)) for event in evals]
+    return render(
+        "evaluations.html",
+        summary=Table("Evaluations", EVALUATION_HEAD, evaluation_rows(run), "stack"),
+        each=Table("Each evaluation", head, rows) if len(rows) > 1 else None,
+    )
 
 
-def _more(run: Run) -> str:
-    """The folded parts: plan, resolved config, every step's numbers."""
+def _details(run: Run) -> Markup:
+    """What was run, with what, how to run it again; folded: plan, resolved config, every step's numbers."""
     plan = plan_lines(run.plan)
-    parts = [folded("Plan", f"<pre>{text(chr(10).join(plan))}</pre>")] if plan else []
-    if run.config:
-        rows = list(flatten(run.config).items())
-        parts.append(folded("Resolved config", table(("field", "value"), rows, caption="Resolved config", kind="words")))
-    if run.train:
-        parts.append(folded("Numbers of each step", _step_table(run)))
+    rows = [("Result", result_words(run)), ("Model", run.source("model")), ("Data", run.source("data"))]
+    rows += [("Started", started(run)), ("Loaded", run.loaded), *machine_rows(run)]
     missing = [name for name, there in (("plan", plan), ("resolved config", run.config)) if not there]
-    return section("Details", "".join(parts), f"Not in the run folder: {' and '.join(missing)}." if missing else "")
+    every = -(-len(run.train) // SHOWN_STEPS)
+    return render(
+        "details.html",
+        note=f"Not in the run folder: {' and '.join(missing)}." if missing else "",
+        command=again(run),
+        rows=[(name, value) for name, value in rows if value],
+        plan="\n".join(plan),
+        config=Table("Resolved config", ("field", "value"), list(flatten(run.config).items()), "words")
+        if run.config
+        else None,
+        every=every,
+        steps=_step_table(run, every) if run.train else None,
+    )
 
 
 STEP_COLUMNS = {  # field of a train event -> heading, how its number is written
@@ -250,14 +377,15 @@ STEP_COLUMNS = {  # field of a train event -> heading, how its number is written
 }
 
 
-def _step_table(run: Run) -> str:
-    every = -(-len(run.train) // SHOWN_STEPS)
+def _step_table(run: Run, every: int) -> Table:
     shown = run.train[::every]
     if shown[-1] is not run.train[-1]:
         shown.append(run.train[-1])
-    rows = [(f"{event['step']:,}", *(_cell(event, name, form) for name, (_, form) in STEP_COLUMNS.items())) for event in shown]
-    note = f'<p class="note">Every {every}th step and the last; all of them are in events.jsonl.</p>' if every > 1 else ""
-    return note + table(("step", *(head for head, _ in STEP_COLUMNS.values())), rows, caption="Numbers of each step")
+    rows = [
+        (f"{event['step']:,}", *(_cell(event, name, form) for name, (_, form) in STEP_COLUMNS.items()))
+        for event in shown
+    ]
+    return Table("Numbers of each step", ("step", *(head for head, _ in STEP_COLUMNS.values())), rows)
 
 
 def _cell(event: Mapping[str, Any], name: str, form: str) -> str:
@@ -266,19 +394,24 @@ def _cell(event: Mapping[str, Any], name: str, form: str) -> str:
 
 
 def summary_lines(run_dir: Path | str) -> list[str]:
-    """What `unfreeze report` prints beside the path of the page: result, main numbers, data, expert balance, idle groups, warnings."""
+    """What `unfreeze report` prints beside the path of the page: result, main numbers, data, experts, warnings."""
     run = read_run(run_dir)
-    lines = [f"{run.name}: {result_words(run)}"]
+    lines = [f"{run.name}: {result_words(run)}", f"  {verdict(run)}"]
     rows = facts(run)
     width = max(len(name) for name, _ in rows)
     lines += [f"  {name.ljust(width)}  {value}" for name, value in rows]
     if run.loaded:
         lines.append(f"  {'Loaded'.ljust(width)}  {run.loaded}")
-    lines += [f"  {('Data' if position == 0 else '').ljust(width)}  {line}" for position, line in enumerate(data_lines(run.events))]
+    lines += [
+        f"  {('Data' if position == 0 else '').ljust(width)}  {line}"
+        for position, line in enumerate(data_lines(run.events))
+    ]
     balance = expert_balance(run)
     if balance:
         worst = max(balance, key=lambda row: row[2])
-        lines.append(f"  {'Experts'.ljust(width)}  max/mean {worst[2]:.2f} (layer {worst[0]}), {sum(row[3] for row in balance):,} dead")
+        lines.append(
+            f"  {'Experts'.ljust(width)}  max/mean {worst[2]:.2f} (layer {worst[0]}), {sum(row[3] for row in balance):,} dead"
+        )
     lines += [f"  asked for, and not moved: {group}" for group in standing_still(run.groups)]
     lines += [f"  {line}" for line in left_out(run.exceptions)]
     lines += [f"  warning, step {step}: {words}" for step, words in warnings(run.events)]

@@ -1,84 +1,118 @@
-"""The pieces that pages are made of: escaped text, sections, tables, figures, and the document around them.
+"""The frame that pages are made in: jinja2 templates with autoescape, the two pieces they share, and the document.
 
-A page stands by itself: no script, no request to anywhere, no font to load. A Content-Security-Policy in it forbids everything but its own
-styles and its own embedded bitmaps, and every text from a run (prompts, answers, paths, config) goes through `text()`.
+A page stands by itself: no request to anywhere, no font to load. A Content-Security-Policy in it forbids everything but
+its own styles, its own embedded bitmaps and one script, named by its hash; without script the page is whole. Every text
+from a run (prompts, answers, paths, config) is a value in a template, never a part of one: autoescape makes it text.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import os
 import re
-from collections.abc import Sequence
-from html import escape
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+from markupsafe import Markup
 
 from unfreeze.report.pictures import HUES
 from unfreeze.report.style import CSS
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+TEMPLATES = Path(__file__).parent / "templates"
+SCRIPT = (TEMPLATES / "page.js").read_text(encoding="utf-8")
+HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+POLICY = (
+    f"default-src 'none'; script-src 'sha256-{HASH}'; style-src 'unsafe-inline'; img-src data:; "
+    "base-uri 'none'; form-action 'none'"
+)
 
 
-def document(title: str, body: str, footer: str) -> str:
-    """The whole page as one string. body is HTML; title and footer are plain text."""
+def _clean(value: object) -> object:
+    """What a template prints: control characters, which HTML forbids, become U+FFFD."""
     return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{text(title)}</title>\n<style>{CSS}</style>\n</head>\n<body>\n<main>\n"
-        f"{body}\n<footer>{text(footer)}</footer>\n</main>\n</body>\n</html>\n"
+        value
+        if hasattr(value, "__html__")
+        else re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]", "\ufffd", str(value))
     )
 
 
+def environment(*, autoescape: bool = True) -> jinja2.Environment:
+    """The templates beside this file. A name that a template uses and isn't given is an error, not a gap."""
+    made = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=autoescape,
+        finalize=_clean,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.globals["hue"] = _hue
+    return made
+
+
+def _hue(position: int) -> str:
+    """The class of the line at this position in pictures.lines: its colour, and dashed after the last one."""
+    return f"hue-{position % len(HUES)}{' dashed' if position >= len(HUES) else ''}"
+
+
+ENVIRONMENT = environment()
+
+
+class Table(NamedTuple):
+    """Cells as text; the first of each row is its heading. bad, look: first cells of rows to mark so.
+
+    kind "words": cells hold sentences, not numbers; "stack": on a phone a row becomes its heading and a run of cells.
+    """
+
+    caption: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    kind: str = ""
+    bad: Collection[str] = ()
+    look: Collection[str] = ()
+
+
+class Figure(NamedTuple):
+    """A picture with its caption above. pictures: SVGs; two are the wide and the narrow form of one.
+
+    log: the same with a logarithmic axis, shown by a switch, and first where log_first (one such figure a page).
+    series: pictures.series(), what the script tells under the pointer; x: what runs along the axis.
+    scale: (low, high, what is red) of a heat map's colours. names: what the lines of pictures.lines stand for.
+    """
+
+    title: str
+    words: str
+    pictures: Sequence[str]
+    log: Sequence[str] = ()
+    series: str = ""
+    scale: tuple[str, str, str] | None = None
+    names: Sequence[str] = ()
+    log_first: bool = False
+    x: str = "step"
+
+
+def render(template: str, **values: Any) -> Markup:
+    """A template of templates/ with its values filled in, as HTML."""
+    return Markup(ENVIRONMENT.get_template(template).render(values))
+
+
+def document(title: str, parts: Sequence[Markup], footer: str, *, reload: int = 0) -> str:
+    """The whole page as one string. title and footer are plain text.
+
+    reload: seconds after which the page loads itself anew; 0: never.
+    """
+    frame = {"policy": POLICY, "css": Markup(CSS), "script": Markup(SCRIPT)}
+    return str(render("page.html", title=title, parts=parts, footer=footer, reload=reload, **frame))
+
+
 def write_page(path: Path, page: str) -> Path:
-    """Write a page in one move and return its path."""
-    temporary = path.with_suffix(".html.tmp")
-    temporary.write_bytes(page.encode("utf-8", "replace"))  # "replace": generated text may hold half of a surrogate pair
+    """Write a page in one move and return its path; a run and who watches it may write at the same time."""
+    temporary = path.with_suffix(f".html.{os.getpid()}.tmp")
+    temporary.write_bytes(
+        page.encode("utf-8", "replace")
+    )  # "replace": generated text may hold half of a surrogate pair
     temporary.replace(path)
     return path
-
-
-def text(value: object) -> str:
-    """Any value as HTML text, safe inside elements and quoted attributes; control characters, which HTML forbids, shown as U+FFFD."""
-    return escape(re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]", "\ufffd", str(value)), quote=True)
-
-
-def section(title: str, body: str, note: str = "") -> str:
-    """A titled part of the page. body is HTML; note is plain text under the title."""
-    words = f'<p class="note">{text(note)}</p>' if note else ""
-    return f"<section><h2>{text(title)}</h2>{words}{body}</section>"
-
-
-def folded(summary: str, body: str) -> str:
-    """HTML that opens on a click."""
-    return f"<details><summary>{text(summary)}</summary><div>{body}</div></details>"
-
-
-def table(
-    head: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str, bad: Sequence[str] = (), look: Sequence[str] = (), kind: str = ""
-) -> str:
-    """An HTML table; the first cell of each row is its heading. bad, look: first cells of rows to mark as a fault, or to be looked at.
-
-    kind "words": cells hold sentences, not numbers; "stack": on a phone each row becomes a list of its cells.
-    """
-    heads = "".join(f'<th scope="col">{text(cell)}</th>' for cell in head)
-    body = []
-    for first, *cells in rows:
-        mark = ' class="bad"' if first in bad else ' class="look"' if first in look else ""
-        names = [f' data-head="{text(name)}"' if "stack" in kind.split() else "" for name in head[1:]]
-        data = "".join(f"<td{name}>{text(cell)}</td>" for name, cell in zip(names, cells, strict=True))
-        body.append(f'<tr{mark}><th scope="row">{text(first)}</th>{data}</tr>')
-    start = f'<div class="scroll" tabindex="0"><table class="{kind}" aria-label="{text(caption)}">'
-    return f"{start}<thead><tr>{heads}</tr></thead>\n<tbody>" + "\n".join(body) + "</tbody></table></div>"
-
-
-def figure(title: str, words: str, *pictures: str, key: str = "") -> str:
-    """A figure with its caption above; two pictures are the wide and the narrow form of one. key is HTML that explains the colours."""
-    if len(pictures) == 2:
-        pictures = (f'<div class="wide">{pictures[0]}</div>', f'<div class="narrow">{pictures[1]}</div>')
-    caption = f"<figcaption><strong>{text(title)}</strong><span>{text(words)}</span></figcaption>"
-    return f"<figure>{caption}{key}{''.join(pictures)}</figure>"
-
-
-def key(names: Sequence[str]) -> str:
-    """What the lines of pictures.lines stand for: the i-th name beside the i-th line's colour and dash."""
-    items = [f'<span><i class="hue-{i % len(HUES)}{" dashed" if i >= len(HUES) else ""}"></i>{text(name)}</span>' for i, name in enumerate(names)]
-    return f'<p class="key">{"".join(items)}</p>'

@@ -8,6 +8,7 @@ A picture is a pair of SVGs where its text would be too small on a phone: `wide`
 from __future__ import annotations
 
 import io
+import json
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -73,6 +74,7 @@ def curve(
     *,
     smoothed: bool = False,
     log_x: bool = False,
+    log_y: bool = False,
     from_zero: bool = False,
     y_format: str = "number",
     dots: Points = ((), ()),
@@ -81,6 +83,7 @@ def curve(
 ) -> str:
     """One line over steps (or over tokens with log_x) as SVG of `size` units. smoothed: faint raw line, strong mean. dots: validation.
 
+    log_y: equal distances are equal factors; every value must be above 0.
     rings: the x of points to be ringed. level: a dashed line across, left out where all points lie below it (it would flatten them).
     y_format: "number" | "count" | "bytes". `name` keeps the SVG's internal ids apart from other pictures' on the page.
     """
@@ -102,8 +105,20 @@ def curve(
     if ringed := [i for i, x in enumerate(xs) if x in rings]:
         at = [xs[i] for i in ringed], [ys[i] for i in ringed]
         axes.plot(*at, "o", color=BAD, markersize=7, markeredgewidth=1.5, fillstyle="none", clip_on=False)
-    _scales(axes, size, xs, max(ys), label, log_x=log_x, from_zero=from_zero)
-    return _svg(figure, name, alt)
+    _scales(axes, size, xs, max(ys), label, log_x=log_x, log_y=log_y, from_zero=from_zero)
+    return _svg(figure, name, alt, axes)
+
+
+def series(named: Mapping[str, Points], y_format: str = "number") -> str:
+    """The points of a picture's lines as JSON for page.js: [{"name", "unit", "x", "y"}], y in the axis' unit, six digits."""
+    top = max((max(ys) for _, ys in named.values() if ys), default=0.0)
+    unit, label = _unit(top, y_format)
+    told = []
+    for name, (xs, ys) in named.items():
+        if ys:
+            few_xs, few_ys = thin(xs, ys)
+            told.append({"name": name, "unit": label, "x": few_xs, "y": [float(f"{y / unit:.6g}") for y in few_ys]})
+    return json.dumps(told, ensure_ascii=False, separators=(",", ":"))
 
 
 def lines(name: str, points: Sequence[Points], alt: str, size: tuple[int, int], *, smoothed: bool = False, from_zero: bool = False) -> str:
@@ -121,10 +136,13 @@ def lines(name: str, points: Sequence[Points], alt: str, size: tuple[int, int], 
             axes.plot(*thin(xs, shown), color=colour, linewidth=1.75, linestyle=dash)
     steps, values = [x for xs, _ in points for x in xs], [y for _, ys in points for y in ys]
     _scales(axes, size, steps, max(values), "", from_zero=from_zero)
-    return _svg(figure, name, alt)
+    return _svg(figure, name, alt, axes)
 
 
-def _scales(axes: Axes, size: tuple[int, int], xs: Sequence[float], top: float, label: str, *, log_x: bool = False, from_zero: bool = False) -> None:
+def _scales(
+    axes: Axes, size: tuple[int, int], xs: Sequence[float], top: float, label: str, *,
+    log_x: bool = False, log_y: bool = False, from_zero: bool = False,
+) -> None:  # fmt: skip
     """Limits, ticks and their labels; top is the highest value drawn, label the unit behind each number."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
@@ -142,7 +160,15 @@ def _scales(axes: Axes, size: tuple[int, int], xs: Sequence[float], top: float, 
     else:
         axes.xaxis.set_major_locator(MaxNLocator(nbins=max(3, size[0] // 90), integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value) if value >= 10_000 or log_x else f"{value:,.0f}"))
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=4 if size[1] < 220 else 6, steps=[1, 2, 2.5, 5, 10]))
+    if log_y:
+        axes.set_yscale("log")
+        low, high = axes.get_ylim()
+        decades = math.log10(high / low)
+        subs = (1.0,) if decades > 3 else (1.0, 3.0) if decades > 1 else (1.0, 2.0, 5.0)
+        axes.yaxis.set_major_locator(LogLocator(subs=subs))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=4 if size[1] < 220 else 6, steps=[1, 2, 2.5, 5, 10]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value, label)))
 
 
@@ -247,8 +273,11 @@ def _figure(size: tuple[int, int]) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _svg(figure: Figure, name: str, alt: str) -> str:
-    """The figure as one <svg role="img"> named `alt`: no prolog, metadata, style rules or unused ids; colours as CSS variables."""
+def _svg(figure: Figure, name: str, alt: str, axes: Axes | None = None) -> str:
+    """The figure as one <svg role="img"> named `alt`: no prolog, metadata, style rules or unused ids; colours as CSS variables.
+
+    axes: those of a curve; where they lie and what they measure goes along for page.js.
+    """
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
@@ -268,4 +297,14 @@ def _svg(figure: Figure, name: str, alt: str) -> str:
     inner = re.sub(r"\s*\n\s*", "\n", inner)
     for colour, variable in VARIABLES.items():
         inner = inner.replace(colour, f"var({variable})")
-    return f'<svg viewBox="{box[1]}" role="img" aria-label="{escape(alt)}">{inner.strip()}</svg>'
+    told = f' data-axes="{_place(figure, axes)}"' if axes else ""
+    return f'<svg viewBox="{box[1]}" role="img" aria-label="{escape(alt)}"{told}>{inner.strip()}</svg>'
+
+
+def _place(figure: Figure, axes: Axes) -> str:
+    """left top right bottom (SVG units), x and y limits (units of the labels), then 1 for a logarithmic axis x, y, or 0."""
+    width, height = (inches / PX for inches in figure.get_size_inches())
+    box = axes.get_position()
+    sides = (box.x0 * width, (1 - box.y1) * height, box.x1 * width, (1 - box.y0) * height)
+    scales = (int(scale == "log") for scale in (axes.get_xscale(), axes.get_yscale()))
+    return " ".join(f"{value:.8g}" for value in (*sides, *axes.get_xlim(), *axes.get_ylim(), *scales))

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -111,15 +112,31 @@ def _read_object(path: Path) -> dict[str, Any]:
     return read_object(path, DataError, next=f"remove {path.name}, or restore it")
 
 
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """{"lora": {"rank": 16}} -> {"lora.rank": "16"}: the spelling of the command line's flags."""
-    flat: dict[str, str] = {}
+def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"lora": {"rank": 16}} -> {"lora.rank": 16}: the spelling of the command line's flags."""
+    flat: dict[str, Any] = {}
     for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        inner = isinstance(value, Mapping) and value
+        flat |= leaves(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
     return flat
+
+
+def flatten(config: Mapping[str, Any]) -> dict[str, str]:
+    """leaves() with every value as text."""
+    pairs = leaves(config).items()
+    return {key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for key, value in pairs}
+
+
+def writer(folder: Path) -> str:
+    """The id of the process that holds a run folder's lock ("unknown" where it hasn't written it yet), or ""."""
+    lock = folder / "lock"
+    if lock.is_file():
+        with lock.open(encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return file.read().strip() or "unknown"
+    return ""
 
 
 def facts(run: Run) -> list[tuple[str, str]]:

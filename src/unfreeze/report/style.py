@@ -22,16 +22,23 @@ h2 { font-size: 20px; line-height: 1.3; letter-spacing: -0.01em; font-weight: 62
 p { margin: 0 0 12px; max-width: 72ch; }
 .note, figcaption span, .when { color: var(--muted); }
 .note { font-size: 15px; margin-bottom: 20px; overflow-wrap: anywhere; }
+.verdict { font-size: 21px; line-height: 1.4; margin: 14px 0 0; max-width: 62ch;
+  text-wrap: balance; overflow-wrap: anywhere; }
+header .bad { margin: 10px 0 0; overflow-wrap: anywhere; }
 .source { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: 2px 14px; margin: 14px 0 0; font-size: 15px; }
 .source dt { color: var(--muted); } .source dd { margin: 0; overflow-wrap: anywhere; }
-.state { font-weight: 600; color: var(--second); } .state.done { color: var(--good); }
-.facts { display: grid; grid-template-columns: repeat(4, minmax(0, 1fr)); gap: 0 28px; margin: 36px 0 0; padding: 0; }
+.facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(190px, 44%), 1fr)); gap: 0 28px; margin: 16px 0 0; padding: 0; }
 .facts div { border-top: 1px solid var(--line); padding: 14px 0 18px; }
 .facts dt { font-size: 13px; color: var(--muted); }
 .facts dd { margin: 2px 0 0; font-size: 19px; font-weight: 600; font-variant-numeric: tabular-nums; }
+.small.facts { grid-template-columns: repeat(auto-fill, minmax(min(150px, 44%), 1fr)); }
+.small.facts div { padding: 8px 0 10px; } .small.facts dd { font-size: 15px; }
+.strip { display: flex; flex-wrap: wrap; gap: 6px 22px; list-style: none; margin: 0 0 18px; padding: 0; font-size: 14px; }
+.strip i { display: inline-block; width: 10px; height: 10px; border-radius: 50%; margin-right: 8px; background: var(--good); }
+.strip .look { color: var(--second); font-weight: 600; } .strip .look i { background: var(--second); }
+.strip .fault { color: var(--bad); font-weight: 600; } .strip .fault i { background: var(--bad); border-radius: 0; }
 .row { display: grid; gap: 0 28px; grid-template-columns: repeat(auto-fit, minmax(min(240px, 100%), 1fr));
   margin-top: 0; }
-.row.lead { grid-template-columns: minmax(0, 2fr) minmax(0, 1fr); }
 figure { margin: 0; min-width: 0; }
 .row.three { grid-template-columns: repeat(auto-fill, minmax(min(300px, 100%), 1fr)); }
 .aligned figure { display: grid; grid-template-rows: subgrid; grid-row: span 2; gap: 0; }
@@ -42,6 +49,14 @@ svg * { stroke-linejoin: round; stroke-linecap: butt; }
 svg text { font: 11px system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
   font-variant-numeric: tabular-nums; }
 .narrow { display: none; }
+input[type=radio] { accent-color: var(--accent); margin: 0 6px 10px 0; vertical-align: middle; }
+label { font-size: 14px; margin-right: 20px; cursor: pointer; vertical-align: 4px; }
+#even:checked ~ .log, #log:checked ~ .even { display: none; }
+svg[data-axes] { touch-action: pan-y; } svg[data-axes]:focus-visible { outline: 2px solid var(--accent); outline-offset: 4px; }
+svg .at { visibility: hidden; stroke: var(--muted); stroke-width: 1; fill: var(--ink); } svg.told .at { visibility: visible; }
+output { display: block; min-height: 1.45em; font-variant-numeric: tabular-nums; }
+button { font: inherit; font-size: 14px; margin-top: 8px; padding: 3px 12px; color: var(--accent); background: none; cursor: pointer;
+  border: 1px solid var(--line); border-radius: 6px; }
 .scale { display: flex; flex-wrap: wrap; align-items: center; gap: 6px 10px; font-size: 13px; color: var(--muted); margin: 0 0 12px; }
 .scale i { display: inline-block; width: 120px; height: 12px; border-radius: 2px; border: 1px solid var(--line);
   background: linear-gradient(to right, rgb(63 143 208 / 0), rgb(63 143 208)); }
@@ -71,15 +86,17 @@ details > :not(summary) { margin-top: 14px; }
 pre { font: 13px/1.6 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace;
   background: var(--panel); padding: 14px 16px;
   border-radius: 6px; overflow-x: auto; margin: 0; }
+pre.command { white-space: pre-wrap; overflow-wrap: anywhere; }
 footer { margin-top: 72px; padding-top: 16px; border-top: 1px solid var(--line);
   font-size: 13px; color: var(--muted); overflow-wrap: anywhere; }
 @media (max-width: 760px) {
   main { padding: 32px 20px 64px; } h1 { font-size: 27px; } h2 { margin-top: 48px; }
   .facts { grid-template-columns: repeat(2, minmax(0, 1fr)); } .facts dd { font-size: 17px; }
-  .row.lead, .pair { grid-template-columns: minmax(0, 1fr); } .wide { display: none; } .narrow { display: block; }
+  .pair { grid-template-columns: minmax(0, 1fr); } .wide { display: none; } .narrow { display: block; }
   th, td { padding-left: 16px; }
   .stack, .stack tbody, .stack tr, .stack th, .stack td { display: block; } .stack thead { display: none; }
   .stack tr { padding: 10px 0; border-bottom: 1px solid var(--line); } .stack th, .stack td { border: 0; padding: 2px 0; }
-  .stack th { font-weight: 600; } .stack td::before { content: attr(data-head); float: left; margin-right: 10px; color: var(--muted); } }
+  .stack th { font-weight: 600; } .stack td { display: inline-block; margin-right: 14px; text-align: left; white-space: normal; }
+  .stack td::before { content: attr(data-head) " "; color: var(--muted); } }
 @media print { main { padding: 0; max-width: none; } }
 """

@@ -76,6 +76,17 @@ def trained_parameters(groups: Groups) -> int:
     return total
 
 
+def receipt_verdict(groups: Groups, exceptions: Sequence[Mapping[str, Any]]) -> str:
+    """One sentence: did everything that was to learn, learn."""
+    still, out = standing_still(groups), left_out(exceptions)
+    if still or out:
+        return "; ".join([*([f"did not move: {', '.join(still)}"] if still else []), *out])
+    count = sum(int(number(values.get("sites_moved")) or 0) for values in groups.values())
+    frozen = [group for group, values in groups.items() if not values.get("trained")]
+    moved = f"all {count:,} matrices that a gradient came to moved" if count else "every trained group moved"
+    return moved + (f"; frozen: {', '.join(frozen)}" if frozen else "")
+
+
 def receipt_table(groups: Groups) -> Table:
     """The receipt for a terminal. Groups that were asked for and did not move stand in red."""
     from rich.table import Table

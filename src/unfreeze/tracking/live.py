@@ -20,9 +20,9 @@ from rich.text import Text
 
 from unfreeze.core.events import Event
 from unfreeze.core.units import format_bytes, format_seconds
-from unfreeze.report.events import data_lines, number
+from unfreeze.report.events import data_line, data_lines, number
 from unfreeze.report.run import decimal_bytes, load_words
-from unfreeze.report.tables import left_out, plan_lines, receipt_table, receipt_text
+from unfreeze.report.tables import plan_lines, receipt_table, receipt_text, receipt_verdict
 
 WINDOW = 20  # steps over which tokens/s and time left are averaged: steady, yet it follows a change within seconds
 
@@ -50,7 +50,7 @@ class _Display:
     def draw(self, label: str, completed: float, total: float, status: str) -> None:
         if self.bar is None:
             # redirect_stdout=False: results go to stdout and must not pass through this console
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), _Status())
+            columns = (TextColumn("{task.description}"), BarColumn(bar_width=6 if self.console.width < 80 else 12), _Status())
             self.bar = Progress(*columns, console=self.console, auto_refresh=False, redirect_stdout=False, expand=True)
             self.bar.add_task(label, total=total, status=status)
             self.bar.start()
@@ -74,8 +74,11 @@ class LiveProgress:
     Leaving the context, by an exception too, restores the terminal.
     """
 
-    def __init__(self, total_steps: int, quiet: bool = False, stream: TextIO | None = None, seconds_between: float = 5.0):
+    def __init__(
+        self, total_steps: int, quiet: bool = False, stream: TextIO | None = None, seconds_between: float = 5.0, *, whole_plan: bool = False
+    ):
         self.total_steps = total_steps
+        self._whole_plan, self._data_tokens = whole_plan, 0.0
         self.seconds_between = seconds_between
         self._display = _Display(quiet, stream)
         self._inside = False
@@ -104,24 +107,27 @@ class LiveProgress:
             self._display.line(f"resumed after step {event['step']}")
 
     def _on_plan(self, event: Event) -> None:
-        for line in plan_lines(event):
+        for line in plan_lines(event) if self._whole_plan or not event.get("start") else event["start"]:
             self._display.line(line)
 
     def _on_data(self, event: Event) -> None:
-        for position, line in enumerate(data_lines([event])):
-            self._display.line(line if position else f"data: {line}")
+        self._data_tokens = number(event.get("tokens")) or 0.0
+        _, *left_out_rows = data_lines([event])
+        for line in (f"data: {data_line(event)}", *left_out_rows):
+            self._display.line(line)
 
     def _on_load(self, event: Event) -> None:
-        self._display.line(f"loaded {load_words(event)}")
+        self._display.line(f"loaded {load_words(event)}; preparing step 1: kernels (compiled once per machine), first answers")
 
     def _on_receipt(self, event: Event) -> None:
-        groups = event.get("groups") or {}
-        if groups and self._display.may_draw:
+        groups = {name: values for name, values in (event.get("groups") or {}).items() if values.get("trained")}
+        if not groups:
+            return
+        self._display.line(f"receipt of step {event['step']}: {receipt_verdict(event['groups'], event.get('exceptions') or [])}")
+        if self._display.may_draw:
             self._display.console.print(receipt_table(groups))
-        elif groups:
+        else:
             self._display.line(receipt_text(groups))
-        for line in left_out(event.get("exceptions") or []):
-            self._display.line(f"  {line}")
 
     def _on_eval(self, event: Event) -> None:
         words = [f"{name} {value:.4g}" for name, value in event.items() if name not in ("step", "time") and number(value) is not None]
@@ -155,11 +161,13 @@ class LiveProgress:
         # The first step of a process compiles kernels: no forecast from it alone, and none of it once there are others
         timed = [duration for _, duration in self._recent][1 if self._steps <= WINDOW else 0 :]
         left = (self.total_steps - event["step"]) * sum(timed) / len(timed) if timed else 0.0
-        parts = [
+        epoch = event["step"] * tokens / len(self._recent) / self._data_tokens if self._data_tokens else 0.0
+        parts = [  # what people watch comes first: a narrow terminal cuts the end
+            f"epoch {epoch:.1f}" if epoch else "",
             f"loss {loss:.3f}" if loss is not None else "loss not finite",
+            f"{format_seconds(left)} left" if left > 0 else "",
             f"{tokens / seconds:,.0f} tokens/s" if seconds > 0 else "",
             format_bytes(peak) if peak is not None else "",
-            f"{format_seconds(left)} left" if left > 0 else "",
         ]
         return "  ".join(part for part in parts if part)
 

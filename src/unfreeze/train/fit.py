@@ -1,8 +1,12 @@
 """The one loop. Batches become a step, a step becomes an event, hooks look at it, saves keep it.
 
-Features enter through the joints: the objective, `through` (how a layer is gone through), State.after_update (what changes the model after an
-update, such as the balancing bias), `judge` (what may refuse an update), `group` (the processes that share the work) and on_step (what looks
-at a finished step: the receipt, samples, evaluation). Never through a flag here.
+Features enter through these arguments, never through a flag here:
+- the objective;
+- `through`: how a layer is run (what it recomputes);
+- State.after_update: what changes the model after an update, such as the balancing bias;
+- `judge`: what may refuse an update;
+- `group`: the processes that share the work;
+- `on_step`: what looks at a finished step (receipt, samples, evaluation).
 """
 
 from __future__ import annotations
@@ -130,8 +134,8 @@ def emit_start(state: State) -> None:
 def advance(state: State, result: StepResult, cursor: Cursor, started: float, on_step: Sequence[OnStep]) -> float:
     """What follows an update: the step counts, its event is written, hooks look at it. -> its seconds since `started` (perf_counter).
 
-    The host's clock on CUDA too: train_step's one read waited for the backward pass, and what the device still does then (the update) is
-    waited for, and counted, in the next step. CUDA events would need a second wait to be read here.
+    It is the host's clock, on CUDA too. train_step's one read waits for the backward pass; the update still
+    runs then, and is counted in the next step. Reading CUDA events here would need a second wait.
     """
     for change in state.after_update if result.applied else ():
         change(result.expert_load)
@@ -171,7 +175,8 @@ def _train_fields(result: StepResult, seconds: float, memory: dict[str, int]) ->
 
 
 def _expert_fields(load: dict[int, list[int]]) -> dict[str, Any]:
-    """Tokens per expert, and how evenly they fall: max violation, entropy and dead count of each layer (FAILURES M3)."""
+    """Tokens per expert, and how evenly they fall: max violation, entropy and dead count of each layer
+    (docs/trust.md M3)."""
     return {
         "expert_load": {str(layer): counts_E for layer, counts_E in load.items()},
         "expert_balance": {str(layer): balance(counts_E) for layer, counts_E in load.items()},

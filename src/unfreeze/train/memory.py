@@ -10,7 +10,8 @@ import torch
 
 
 def memory_fields(device: torch.device) -> dict[str, int]:
-    """peak_bytes; on cuda also fragmentation_bytes: reserved by the allocator minus allocated, held and not in use (FAILURES L2)."""
+    """peak_bytes; on cuda also fragmentation_bytes: reserved by the allocator minus allocated, held and not
+    in use (docs/trust.md L2)."""
     fields = {"peak_bytes": peak_bytes(device)}
     if device.type == "cuda":
         fields["fragmentation_bytes"] = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

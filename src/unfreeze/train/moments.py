@@ -1,11 +1,11 @@
 """AdamW's two moments: in float32 (8 bytes per parameter), or in 8 bits with a scale per block of 256 (2.03 bytes).
 
-Block-wise quantization after Dettmers et al. 2022, arXiv:2110.02861; the maps are chosen for what each moment must not lose:
+Block-wise quantization after Dettmers et al. 2022, arXiv:2110.02861. Each moment has a map of its own:
     exp_avg     int8   c: m = sign(c) (c/127)² a, a the largest |m| of the block. Steps shrink with m, so small entries of a block keep moving
     exp_avg_sq  uint8  c: v = b 2^((c-255) 24/254), b the largest v of the block, 0 for 0. Each step is 6.8 % of v, down to 6e-8 of the largest:
                           a linear code would send small v to 0, and m / (sqrt(v) + eps) to infinity
-Rounding is stochastic (m exactly unbiased, v in its logarithm): rounded to nearest, v · 0.999 would stand still for ever. The random numbers come
-from (step, name), so a resumed run draws the same ones.
+Rounding is stochastic (unbiased for m, and for log v): rounded to nearest, v · 0.999 would never change. The
+random numbers come from (step, name), so a resumed run draws the same ones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OCTAVES = 24
 
 
 class Float32:
-    """step: a number in a tensor, on the host (every save has it; reading it must not wait for a GPU)."""
+    """step: a tensor of one number on the host: every save reads it, and that must not wait for a GPU."""
 
     def __init__(self, name: str, master: Tensor):
         self.step = torch.zeros((), dtype=torch.float32)

@@ -1,7 +1,9 @@
-"""Where the first NaN or infinity of a step came up: the step again, with every module watched.
+"""Find where the first NaN or infinity of a step came up, by running the step again with every module
+watched:
 
-    NaN first at model.layers.0.input_layernorm, 2 of 6 positions, none supervised; zero rows + eps 1e-08, which is 0 in float16
-Nothing is watched while training: a finite step costs nothing. T tokens of a micro-batch.
+    NaN first at model.layers.0.input_layernorm, 2 of 6 positions, none supervised; zero rows + eps 1e-08, …
+
+While training nothing is watched, so a finite step costs nothing. T tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -59,8 +61,9 @@ def locate(
 ) -> Culprit | None:  # fmt: skip
     """Replay forward, then backward, of (number, batch on the host) one after the other; None if all of it is finite this time.
 
-    A module counts as the place where its input is finite and its output isn't (backward: gradient of its output, of its input). Weights,
-    gradients, expert counts and random numbers are afterwards what they were. Costs about two steps.
+    The place is the module whose input is finite and whose output isn't (in backward: the gradients of its
+    output and of its input). Weights, gradients, expert counts and random numbers are unchanged afterwards.
+    Costs about two steps.
     """
     with model.looking(backward=True):
         for number, host_batch in micro_batches:
@@ -101,7 +104,8 @@ class _Watch:
     def backward(self, model: nn.Module) -> Iterator[None]:
         handles = [module.register_full_backward_hook(partial(self._back, name)) for name, module in model.named_modules() if name]
         try:
-            with warnings.catch_warnings():  # that a frozen embedding's input has no gradient is no news
+            # torch warns that a frozen embedding's input has no gradient: that is expected
+            with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Full backward hook is firing")
                 yield
         finally:
@@ -169,7 +173,8 @@ def _documents(documents: Sequence[int]) -> str:
 
 
 def _cause(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> str:
-    """Why a module turned finite input into something else, where that can be told: its weights, a zero row under a norm, an overflow."""
+    """Why a module's output is not finite though its input is, if that can be told: its weights, a zero row
+    under a norm, an overflow."""
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if _bad(tensor):
             return f"{int((~tensor.isfinite()).sum()):,} of {tensor.numel():,} values of its {name} are not finite"

@@ -64,8 +64,8 @@ class AdamW:
 
     @property
     def learning_rate(self) -> float:
-        """What the last update used, not what was meant (FAILURES R4): on a CPU, where looking costs nothing, what it moved a number of known
-        gradient by; elsewhere what its kernel was given."""
+        """What the last update used, not what was meant (docs/trust.md R4): on a CPU, where looking costs
+        nothing, what it moved a number of known gradient by; elsewhere what its kernel was given."""
         return self._used
 
     def zero_grad(self) -> None:
@@ -75,8 +75,10 @@ class AdamW:
             parameter.grad = None
 
     def collect(self) -> None:
-        """After each backward: take the gradients of half precision weights. The first stays as it came; with a second the sum goes on in fp32,
-        so that accumulation doesn't round to bf16, and a step of one micro-batch needs no fp32 copy of all gradients.
+        """After each backward: take the gradients of half precision weights.
+
+        The first stays in half precision; from the second on they are summed in fp32. So accumulation doesn't
+        round to bf16, and a step of one micro-batch needs no fp32 copy of all gradients.
         """
         for name, parameter in self.parameters.items():
             if self._masters[name] is parameter or parameter.grad is None:
@@ -91,8 +93,10 @@ class AdamW:
         return parameter.grad if self._masters[name] is parameter else self._gradients.get(name)
 
     def sum_gradients(self, group: Group) -> None:
-        """Add the gradients of all processes up in fp32, in the order of the parameters. A parameter that no token of this process reached (an
-        expert) takes part with zeros, so every process makes the same calls (FAILURES M1); one that none reached stays without a gradient.
+        """Sum the gradients of all processes in fp32, in the order of the parameters.
+
+        A parameter that no token of this process reached (an expert) takes part with zeros, so every process
+        makes the same calls (docs/trust.md M1). A parameter that no process reached stays without a gradient.
         """
         if group.size == 1:
             return
@@ -165,7 +169,8 @@ class AdamW:
 
 
 def _probe(rule: kernel.Rule) -> kernel.Update:
-    """A number at 0 whose first update, with gradient 1 after clipping, is -lr / (1 + eps): it goes through the kernel with the others."""
+    """A parameter of value 0 and (clipped) gradient 1, whose first update is -lr / (1 + eps). It goes through
+    the kernel with the others, to read back the rate that was really used."""
     zero, one = (torch.full((1,), value, dtype=torch.float32) for value in (0.0, 1.0))
     return kernel.Update(zero, one / rule.gradient_scale, zero.clone(), zero.clone(), None, weight_decay=0.0, step=1)
 
@@ -180,8 +185,8 @@ PIECE = 1 << 19  # numbers whose squares are added up in one go
 
 
 def _norm(gradient: Tensor) -> Tensor:
-    """The norm of one gradient, in float32. On CPU by pieces: torch adds the squares of 40 million normal numbers up to 0.3 % too little, and
-    would round the norm of a bf16 tensor to bf16."""
+    """The norm of one gradient, in float32. On CPU in pieces: torch's own sum of the squares of 40 million
+    normal numbers is up to 0.3 % too small, and it would round the norm of a bf16 tensor to bf16."""
     exact = torch.promote_types(gradient.dtype, torch.float32)
     if gradient.device.type != "cpu" or gradient.numel() <= PIECE:
         return torch.linalg.vector_norm(gradient, dtype=exact)

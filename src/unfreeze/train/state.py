@@ -46,8 +46,8 @@ class DiskFull(UserError):
 class State:
     """What fit() advances. step: finished optimizer steps. cursor: where the next batch of data begins (as the batch iterator said).
 
-    best: {"step", "loss"} of the lowest validation loss so far, None without validation. It lies in every save, so that which save is the
-    best is known exactly as far as the training that led to it (a file beside the saves could be older or newer than they are).
+    best: {"step", "loss"} of the lowest validation loss so far, None without validation. Every save contains
+    it, so it is always as old as the save. (A separate file could be older or newer.)
     """
 
     run: Run

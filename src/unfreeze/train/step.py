@@ -2,8 +2,9 @@
 
 On CUDA the host runs ahead of the device and reads once, when all backward work is queued: loss, counts, norm and expert loads together.
 The count is added up on the host before the first backward, so each micro-batch's gradient already carries its share: accumulation
-over any cut of the same tokens gives the same gradient (FAILURES N3), and a micro-batch without supervised tokens adds 0 (N2).
-Processes share the micro-batches of a step out; every process knows all of them, so the count needs no exchange, and sums add up.
+over any cut of the same tokens gives the same gradient (docs/trust.md N3), and a micro-batch without
+supervised tokens adds 0 (N2). Processes divide the micro-batches of a step among them; each knows all of
+them, so the count needs no exchange.
 """
 
 from __future__ import annotations
@@ -176,8 +177,11 @@ def optim_step(
 
 
 def _rows_not_finite(hidden_TD: Tensor) -> Tensor:
-    """How many positions have a NaN or infinity in their hidden state, the unsupervised ones too. (By the largest of a row, which a NaN is: asking
-    each number would make a few tensors as large as the hidden state.)"""
+    """How many positions have a NaN or infinity in their hidden state, unsupervised ones too.
+
+    Looks at the largest value of each row, which is NaN if one is: checking every number would allocate
+    tensors as large as the hidden state.
+    """
     return (~torch.linalg.vector_norm(hidden_TD.detach(), ord=math.inf, dim=-1).isfinite()).sum()
 
 
@@ -186,7 +190,8 @@ def _read(
 ) -> tuple[dict[str, float], float, dict[int, list[int]]]:
     """The sums and expert loads of all processes and the gradient norm, as numbers: the one place of a step where the host waits for the device.
 
-    In float64, exact for counts below 2^53, end to end in one tensor: a read costs the way to the device and back, whatever its size.
+    All in one float64 tensor (exact for counts below 2^53), because each read costs a round trip to the
+    device, whatever its size.
     """
     double = {"dtype": torch.float64, "device": model.device}
     total = torch.stack([value if isinstance(value, Tensor) else torch.full((), value, **double) for value in sums.values()])

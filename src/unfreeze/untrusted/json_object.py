@@ -1,4 +1,7 @@
-"""A JSON object from a file or a line that someone else wrote: read strictly, or one UserError. Never a traceback, a hang or no memory left."""
+"""A JSON object from a file or a line that someone else wrote: read strictly, or refused with one UserError.
+
+No input may cause a traceback, a hang or a full memory.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,12 @@ def read_object(path: Path, error: type[UserError], *, next: str = DAMAGED) -> d
 
 
 def parse_object(raw: bytes, what: str, error: type[UserError], *, next: str = DAMAGED) -> dict[str, Any]:
-    """bytes -> the object. Refused: not UTF-8, not JSON, a key that stands twice with different values, a number of more than 4,300 digits,
-    nesting deeper than the interpreter's stack, and anything that is not an object. NaN and Infinity are left to who reads the field."""
+    """bytes -> the object.
+
+    Refused: not UTF-8, not JSON, not an object, one key twice with different values, a number of more than
+    4,300 digits, nesting deeper than the interpreter's stack. NaN and Infinity pass: the reader of the field
+    checks them.
+    """
     try:
         value = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=one_value_per_key)
     except (ValueError, RecursionError) as fault:  # JSONDecodeError and UnicodeDecodeError are ValueErrors

@@ -1,6 +1,7 @@
-"""A regular expression that stands in a file someone else wrote: refused where it is none, and where matching it can take forever.
+"""A regular expression from a file that someone else wrote. Refused: no valid pattern, or one whose matching
+can take forever.
 
-`re` backtracks: (a+)+$ against 40 letters takes longer than a person lives, and no timeout can be given.
+`re` backtracks: matching (a+)+$ with 40 letters takes longer than a person lives, and `re` has no timeout.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import Any
 from unfreeze.core.errors import UserError
 
 NAME = 100  # characters: longer than the names of modules that patterns are matched with
-MAX_WAYS = 2 * NAME**4  # ways to share a name out among a pattern's repeats: four open ones. Most of them end early: 0.1 s at worst
+# Ways to divide a name among a pattern's repeats: enough for four open-ended ones. Most ways end early: 0.1 s
+# at worst.
+MAX_WAYS = 2 * NAME**4
 _REPEATS = {_constants.MAX_REPEAT, _constants.MIN_REPEAT, _constants.POSSESSIVE_REPEAT}
 
 
@@ -33,7 +36,8 @@ def pattern(text: object, where: str, error: type[UserError]) -> re.Pattern[str]
 
 
 def _ways(parsed: Any, *, inside: bool) -> tuple[float, bool]:
-    """(ways to share NAME characters out among the repeats, whether a choice or a repeat lies inside a repeat) of a parsed pattern."""
+    """(ways to divide NAME characters among the pattern's repeats, whether a choice or a repeat lies inside a
+    repeat)."""
     ways, nested = 1.0, False
     for operation, value in parsed:
         repeats = operation in _REPEATS

@@ -1,7 +1,9 @@
-"""A jinja2 sandbox with a bill: a chat template from a checkpoint may read and join its messages, not run for hours or fill the memory.
+"""A jinja2 sandbox that counts steps: a chat template from a checkpoint may read and join its messages, but
+not run for hours or fill the memory.
 
-jinja2's own sandbox keeps a template from the interpreter, and a range under 100,000; three nested ones are still 10^15 steps. Here each turn
-of a loop, item of a range and 100 characters made by + * ~ % or a method costs one step, and MAX_STEPS is the end.
+jinja2's own sandbox keeps a template away from the interpreter and limits a range to 100,000; three nested
+ranges are still 10^15 steps. Here each turn of a loop, each item of a range and each 100 characters made by +
+* ~ % or a method costs one step, and a rendering may cost MAX_STEPS.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.globals["range"] = self._range
 
     def begin(self) -> None:
-        """A new rendering on this thread has spent nothing."""
+        """Set this thread's count back to 0, for a new rendering."""
         self._spent.steps = 0
 
     def charge(self, steps: int) -> None:
@@ -79,7 +81,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().call(context, obj, *args, **named)
 
     def wrap_str_format(self, value: Any) -> Any:
-        """'{:>9999999999}'.format: its width stands in the text."""
+        """'{:>9999999999}'.format: the width is part of the text, so the text is checked."""
         formatted = super().wrap_str_format(value)
         if formatted is None:
             return None
@@ -124,7 +126,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
                 self._width(value) if len(value) < 1000 else None
 
     def _width(self, form: str) -> None:
-        """A width inside a format, "%9999999999d" or "{:>9999999999}"."""
+        """Refuse a large width inside a format, "%9999999999d" or "{:>9999999999}"."""
         digits = "".join(char if char.isdigit() else " " for char in form).split()
         if ("%" in form or "{" in form) and any(len(number) > 7 for number in digits):
             raise jinja2.TemplateError("a width in a format has more than 7 digits")

@@ -80,7 +80,7 @@ def test_the_reference_is_the_blocks_own_arithmetic_to_the_bit(lora, monkeypatch
 
 
 @pytest.mark.parametrize("lora", [True, False])
-@pytest.mark.parametrize("through, graphs_wanted", [(models.plain, 1), (models.recompute, 2), (models.selective, 2), (models.elementwise, 0)])
+@pytest.mark.parametrize("through, graphs_wanted", [(models.plain, 1), (models.keep_inputs, 2), (models.selective, 2), (models.elementwise, 0)])
 def test_training_by_the_compiled_block_equals_eager_with_every_recompute(through, graphs_wanted, lora, monkeypatch):
     """Against float64 as exact as eager. Three layers and three numbers of tokens: a graph for gradients, one for recomputation's first visit;
     "elementwise" keeps to the blocks."""

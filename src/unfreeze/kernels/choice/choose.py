@@ -1,8 +1,9 @@
 """Verified faster, or not used: which implementation of an op runs, decided by measured records (record.py says where they lie).
 
-A candidate is chosen where a record of this device, dtype and shape bucket says that its error, forward and backward, is within the op's
-tolerance, and that its median time is at least 5 % under the reference's, beyond the spread of both. No record: the reference, said once.
-A CPU whose class was never measured goes by the records of the nearest class that was, also said once.
+A candidate runs if a record for this device, dtype and shape bucket shows two things: its error, forward and
+backward, is within the op's tolerance; and its median time is at least 5 % below the reference's, by more
+than the spread of both. Without a record the reference runs, and the log says so once. A CPU class that was
+never measured uses the records of the nearest measured class; that is also logged once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What makes a record: an op's candidates held against its reference in float64, then timed beside it, in turn.
+"""Makes records: an op's candidates are compared with its reference in float64, then timed in turn with it.
 
-Times are of forward and backward together where the op has a backward. CPU: wall clock, and with one thread CPU time, which other processes
-disturb less. CUDA: events, with the L2 cache overwritten before each sample, so that every sample reads its inputs from memory.
+A time covers forward and backward, if the op has a backward. CPU: wall clock; with one thread CPU time, which
+other processes disturb less. CUDA: events, and the L2 cache is overwritten before each sample, so that every
+sample reads its inputs from memory.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from unfreeze.quant.codec import Packed
 
 SAMPLE = 2e-3  # seconds a CPU sample should last: a call of some microseconds is repeated within one
 FEWEST, MOST = 9, 101  # samples; odd, so that the median is one of them
-CLEAR = 4.0  # times what a record needs to decide (choose.proves): by so much, further samples change nothing
-SHORT = 0.05  # seconds; a call that takes longer is not called twice to know how long it takes
+CLEAR = 4.0  # a difference of this many times what a record needs (choose.proves) is final: stop sampling
+SHORT = 0.05  # seconds; a longer call is timed by one call, not two
 L2_BYTES = 256 << 20  # more than any GPU's L2 (an H200 has 50 MB)
 SEED = 0
 
@@ -77,8 +78,8 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def visit(op: Op, implementation: Implementation, args: tuple[Any, ...]) -> tuple[list[Tensor], list[Tensor]]:
-    """(outputs, gradients of the leaves for a random gradient of the outputs): what one timed call does. An op that returns nothing is judged by
-    what it left in its arguments."""
+    """One timed call: (outputs, gradients of the leaves for a random gradient of the outputs). The outputs of
+    an op that returns nothing are the arguments it wrote to."""
     wanted = [tensor for tensor in tensors(args) if tensor.requires_grad] if op.differentiable else []
     with torch.set_grad_enabled(bool(wanted)):
         made = implementation(*args)
@@ -94,8 +95,8 @@ _UPSTREAM: dict[tuple[Any, ...], Tensor] = {}
 
 
 def _upstream(output: Tensor) -> Tensor:
-    """The gradient that comes from above: random, the same for every implementation, made once per shape so that no timing includes it. Its numbers
-    are bf16's, so that every dtype holds the same ones."""
+    """The gradient of the outputs: random, the same for every implementation, made once per shape so that no
+    timing includes it. Its numbers are exact in bf16, so every dtype holds the same ones."""
     key = (output.shape, output.dtype, output.device)
     if key not in _UPSTREAM:
         noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(SEED + 1)).bfloat16()
@@ -222,7 +223,7 @@ def clear(times: dict[str, list[float]]) -> bool:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """A collection would fall into somebody's sample."""
+    """A garbage collection during a sample would be counted in it."""
     was = gc.isenabled()
     gc.disable()
     try:

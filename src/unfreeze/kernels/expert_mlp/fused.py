@@ -29,8 +29,9 @@ from unfreeze.kernels.loops.scratch import scratch
 from unfreeze.quant.codec import Packed
 
 Kept = Callable[[Callable[[], Any]], Any]
-"""Keeps what backward needs (`Kept(compute)` -> compute(), the first time) when a layer is visited without gradients, and gives it back when
-the layer is visited again with them: the second forward then computes nothing, and its result, which nobody reads, is zeros."""
+"""Called with `compute`. First visit of a layer (no gradients): returns compute() and keeps it. Second visit
+(with gradients): returns what was kept. The second forward then computes nothing; its output is zeros, and is
+not used."""
 
 
 class _Call:
@@ -57,7 +58,8 @@ class _Call:
         return self.part.workers(self.routing, 3 * self.down.columns * self.gate_up.columns)
 
     def sums(self, x: Tensor) -> Tensor:
-        """Zeros [workers, T, D] float32: workers meet the same tokens, so each adds into its own."""
+        """Zeros [workers, T, D] float32: two workers may have rows of the same token, so each adds into its
+        own."""
         return scratch("sums", (self.workers(), *x.shape), torch.float32, x.device).zero_()  # fresh, its pages alone would cost 12 ms per 16 MB
 
     def total(self, sums: Tensor) -> Tensor:
@@ -83,8 +85,11 @@ def _forward(call: _Call, x: Tensor, keep: bool) -> tuple[Tensor, tuple[Tensor |
 
 
 class _Grads:
-    """Buffers of the gradients of one call, a row per expert in use; zero where no row ever writes. A base's are in the computation's dtype,
-    an adapter's in float32, as its parameters are: A's buffer is its gradient."""
+    """Buffers of the gradients of one call.
+
+    Adapters: a row per expert in use, float32 as the parameters are; A's buffer is its gradient. Dense base:
+    a row per expert, in the computation's dtype, zero for experts without tokens.
+    """
 
     def __init__(self, call: _Call, needs: dict[str, bool], D: int, I: int):
         active = len(call.routing.experts)

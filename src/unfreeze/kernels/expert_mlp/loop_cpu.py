@@ -65,8 +65,12 @@ class Routing:
 
 
 def padded_rows(rows: int, dtype: torch.dtype) -> int:
-    """How many rows a GEMM gets for `rows`. bf16 only: oneDNN compiles and keeps a kernel per row count (0.7 ms and up to 0.5 MB
-    each, 1,024 of them), so counts are kept few: powers of two up to 16, then at most 8 per octave and multiples of 8."""
+    """How many rows a GEMM gets for `rows`, padding included. float32: no padding.
+
+    bf16: oneDNN compiles one kernel per row count and keeps 1,024 of them (0.7 ms and up to 0.5 MB each). So
+    there are few counts: powers of two up to 16, then multiples of 16 or more, at most 8 from a power of two
+    to the next.
+    """
     if dtype != torch.bfloat16 or rows == 0:
         return rows
     if rows <= 16:

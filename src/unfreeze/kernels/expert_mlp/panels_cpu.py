@@ -1,11 +1,16 @@
-"""A group of INT4 experts on CPUs with AVX512-bf16, each direction one loop without Python: the weights of 64 columns are expanded into a panel,
-multiplied with all the expert's rows while it lies in L2, and overwritten by the next.
+"""A group of INT4 experts on CPUs with AVX512-bf16: forward is one compiled loop, and so is backward.
 
-What `by_gemms` does with a torch.mm per product, in the same order and with the same roundings, but: no expanded matrix exists, oneDNN has nothing
-to pack, the results of the last product of either direction go to the float32 sums of their tokens without being rounded or stored, and the threads
-do not meet at Python's lock. bf16, frozen INT4 base in groups of 32 or a multiple, widths in multiples of 64.
+64 columns of a weight at a time are expanded into a panel, multiplied with all the expert's rows while the
+panel is in L2, and overwritten by the next 64. The operations, their order and their roundings are those of
+by_gemms.py, which has a torch.mm per product. Differences:
+- no expanded matrix exists, and oneDNN has nothing to pack;
+- the last product of either direction is added to the float32 sums of its tokens without being rounded or
+  stored;
+- threads do not wait for Python's lock.
+For bf16 with a frozen INT4 base in groups of 32 or a multiple, and widths in multiples of 64.
 
-n rows of a group, r of one expert (a multiple of ROWS, padding included), T, D, I, Q, P as in factors.py; B1 [Q, 2I] and B2 [P, D] are transposed.
+n rows of a group, r of one expert (a multiple of ROWS, padding included), T, D, I, Q, P as in factors.py.
+B1 [Q, 2I] and B2 [P, D] are transposed.
 """
 
 from __future__ import annotations
@@ -62,13 +67,20 @@ def _add(a, pairs, panel, sums, first, token, weight, out):
 
 @serial
 def _forward(x, token, weight, experts, begins, up, low, A1, B1, A2, B2, room, gate_up, xA, hA, y):
-    """y[token] += weight · expert(x[token]) for a group's rows. up, low: Base.codes of gate_up and down. Writes gate_up, xA, hA."""
+    """y[token] += weight · expert(x[token]) for a group's rows. Writes gate_up, xA and hA, which backward
+    reads.
+
+    x [T, D]   token [n] (-1: padding)   weight [n]   begins: expert g has the rows begins[g] : begins[g + 1]
+    up, low: Base.codes     A1 [., Q, D]  B1 [., Q, 2I]  A2 [., P, I]  B2 [., P, D]
+    gate_up [n, 2I]         xA [n, Q]     hA [n, P]      y [T, D] float32     room: this thread's buffers
+    """
     rows_x, rows_h, panel, sums, dots = room
     D, I, Q, P = x.shape[1], gate_up.shape[1] // 2, xA.shape[1], hA.shape[1]
     for g in range(begins.size - 1):
         e, begin, end = experts[g], begins[g], begins[g + 1]
         r, here = end - begin, slice(begin, end)
         xs, hs = rows_x[:r], rows_h[:r]
+        # gate_up = [x | xA] [W1 | B1]ᵀ, 64 columns at a time; xA = x A1ᵀ
         _gather(x, token[here], xs)
         if Q:
             _dots(xs[:, :D], A1[g], dots, xs[:, D:])
@@ -77,6 +89,7 @@ def _forward(x, token, weight, experts, begins, up, low, A1, B1, A2, B2, room, g
             across(up[0][e], up[1][e], up[2], first, panel)
             beside(B1[g], first, panel, D // 2)
             _store(xs, (D + Q) // 2, panel, first, gate_up[here])
+        # h = silu(gate) · up; y[token] += weight · [h | hA] [W2 | B2]ᵀ, with hA = h A2ᵀ
         _swiglu(gate_up[here], hs)
         if P:
             _dots(hs[:, :I], A2[g], dots, hs[:, I:])
@@ -89,13 +102,17 @@ def _forward(x, token, weight, experts, begins, up, low, A1, B1, A2, B2, room, g
 
 @serial
 def _backward(x, dy, token, weight, ones, experts, begins, up, low, A1, B1, A2, B2, room, gate_up, xA, hA, score, dA1, dB1, dA2, dB2, dx):
-    """Gradients of a group: score [n], those of the factors (float32), and dx[token] += … where dx has rows. Names as in `_forward`."""
+    """Gradients of a group: score [n], those of the factors (float32), and dx[token] += … where dx has rows.
+
+    Arguments as in `_forward`; dy [T, D], score [n] the gradient of weight, dA1 … shaped as A1 …, ones [n].
+    """
     rows_x, rows_dy, rows_dh, rows_wh, rows_dgu, thin, panel, sums, dots, pairs_Q, pairs_P = room
     D, I, Q, P = x.shape[1], gate_up.shape[1] // 2, xA.shape[1], hA.shape[1]
     for g in range(begins.size - 1):
         e, begin, end = experts[g], begins[g], begins[g + 1]
         r, here = end - begin, slice(begin, end)
         dys, dh, wh, dgu = rows_dy[:r], rows_dh[:r], rows_wh[:r], rows_dgu[:r]
+        # dh = dy W2 + (dy B2ᵀ) A2, not yet times the routing weight
         _gather(dy, token[here], dys)
         if P:
             _dots(dys[:, :D], B2[g], dots, dys[:, D:])
@@ -103,7 +120,9 @@ def _backward(x, dy, token, weight, ones, experts, begins, up, low, A1, B1, A2, 
             along(low[0][e], low[1][e], low[2], first, panel)
             beside(A2[g], first, panel, D // 2)
             _store(dys, (D + P) // 2, panel, first, dh)
+        # wh = w h, dgu = gradient of gate_up (times w), score = <dh, h>
         _swiglu_backward(dh, gate_up[here], weight[here], wh, dgu, score[here])
+        # dA2 = (dy B2ᵀ)ᵀ (w h); dB2 = (w hA)ᵀ dy
         if P:
             weighted = thin[:r]
             for i in range(r):
@@ -111,6 +130,7 @@ def _backward(x, dy, token, weight, ones, experts, begins, up, low, A1, B1, A2, 
                     weighted[i, p] = narrow(weight[begin + i] * widen(hA[begin + i, p]), hA[0, 0])
             _outer(dys[:, D:], wh, pairs_P[: r // 2], dA2[g])
             _outer(weighted, dys[:, :D], pairs_P[: r // 2], dB2[g])
+        # dx[token] += dgu W1 + (dgu B1ᵀ) A1; the routing weight is in dgu already, hence `ones`
         if Q:
             _dots(dgu[:, : 2 * I], B1[g], dots, dgu[:, 2 * I :])
         if dx.shape[0]:
@@ -118,6 +138,7 @@ def _backward(x, dy, token, weight, ones, experts, begins, up, low, A1, B1, A2, 
                 along(up[0][e], up[1][e], up[2], first, panel)
                 beside(A1[g], first, panel, I)
                 _add(dgu, (2 * I + Q) // 2, panel, sums, first, token[here], ones, dx)
+        # dA1 = (dgu B1ᵀ)ᵀ x; dB1 = xAᵀ dgu
         if Q:
             xs = rows_x[:r]
             _gather(x, token[here], xs)

@@ -16,10 +16,11 @@ from torch.autograd.function import once_differentiable
 
 MAX_BLOCK_ROWS = 4096
 MIN_BLOCK_ROWS = 128  # below it the head's GEMM is bound by reading the weight, not by arithmetic
-# Logits of a block. A frozen head: blocks of 128 rows are as fast as larger ones and hold least. A head that trains in half precision wants few: with
-# one block its gradient needs no float32 sum of [V, D] (545 MB at V = 151,936, D = 896, more than the logits of 1,024 rows take), which each further
-# block would read and write: halves and quarters of 1,024 rows took more user time, and more memory. 320 MiB are 1,104 such rows in bf16, and come
-# when gradients of layers do not exist yet.
+# Bytes of a block's logits. Frozen head: blocks of 128 rows are as fast as larger ones and take the least
+# memory. Head that trains in bf16: few blocks. With one block its gradient needs no float32 sum of [V, D]
+# (545 MB at V = 151,936, D = 896: more than the logits of 1,024 rows); each further block would read and
+# write that sum. Blocks of 256 or 512 rows were slower and took more memory. 320 MiB = 1,104 rows of bf16
+# logits at V = 151,936; layer gradients are not allocated yet at that point.
 CPU_BLOCK_BYTES = {"frozen": 16 * 2**20, "trained": 320 * 2**20}
 DEVICE_BLOCK_BYTES = 5 * 2**28  # 1.25 GiB: 4,096 rows in bf16 at V = 163,840, where a GPU's GEMM is at its full rate
 WEIGHT_CHUNK_BYTES = 8 * 2**20  # of the head's gradient in half precision, on its way into the float32 sum: fits a cache
@@ -105,8 +106,11 @@ class _Sums:
 
 
 class _WeightGradient:
-    """dW = sum over blocks of dzᵀ h. Half precision: one block's product is the result as it is; of more the sum is in float32, since one in
-    bf16 would lose what a block adds below 1/256 of it, and goes there in chunks of words, as a product of [V, D] per block would be a copy more.
+    """dW = sum over blocks of dzᵀ h.
+
+    In half precision one block's product is the result. Several blocks: sum in float32, because bf16 drops
+    addends below 1/256 of the sum. A block is added in slices of the vocabulary; its whole product [V, D]
+    would be one more copy in memory.
     """
 
     def __init__(self, weight_VD: Tensor, single: bool):

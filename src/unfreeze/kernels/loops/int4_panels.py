@@ -1,9 +1,13 @@
-"""INT4 weights expanded straight into the panels of `bf16_tile`: 64 columns at a time, which stay in a core's L2 and are never in memory.
+"""INT4 weights expanded straight into the panels of `bf16_tile`: 64 columns at a time, which stay in a core's
+L2.
 
-For y = x Wᵀ the columns of the product are rows of W [N, M], so pairs along M come from one byte of codes (low nibble first) and sixteen rows
-have to be transposed (`across`). For dx = dy W the columns are columns of W, and pairs are two rows one above the other (`along`). Values are those
-of the format, bit for bit: bf16(float32(code - 8) · scale), but what is under 1e-38 is zero, as it is to the multiplication. A group of 32
-weights or more has 16 of them, a table in one register that a nibble looks up (row_dots.py has more on this).
+A panel holds pairs of bf16. Two ways to fill it from W [N, M]:
+- `across`, for y = x Wᵀ: the product's columns are rows of W. A pair is one byte of codes (low nibble first),
+  and sixteen rows have to be transposed.
+- `along`, for dx = dy W: the product's columns are columns of W. A pair is two rows, one above the other.
+Values are the format's, bit for bit: bf16(float32(code - 8) · scale); but numbers under 1e-38 become 0, as
+they do in the multiplication. A group (32 weights or more) has 16 possible values: a table in one register,
+which a nibble looks up (more in row_dots.py).
 
 N rows of W, M columns, B = M / 2 bytes of a row, `half` bytes of a group, a multiple of 16.
 """
@@ -37,8 +41,18 @@ def _table(builder: ir.IRBuilder, scale: Any) -> Any:
 
 
 def _weights(builder: ir.IRBuilder, codes: ir.Value, scale: ir.Value) -> Any:
-    """32 weights of one group in order, as bf16. Addresses of 16 bytes and of a scale. A lane of 16 bits is looked up by its low five: in the lower
-    half of a byte's word stands the byte itself, whose fifth bit the table's second half absorbs, in the upper half its high nibble."""
+    """32 weights of one group in order, as bf16. codes: address of 16 bytes; scale: address of their bf16
+    scale.
+
+    Each byte holds two codes and fills one 32-bit lane, which is looked up as two 16-bit lanes:
+
+        bit   31..20   19..16 | 15..12   11..8   7..4   3..0
+              0        high   | low      0       high   low        lane = byte | byte << 12
+
+    The lookup (vpermw) takes the low five bits of each half. In the upper half bit 4 is 0. In the lower half
+    it is the lowest bit of `high`, which must not matter: so the table of 16 values stands twice in the
+    register.
+    """
     bytes_ = builder.zext(builder.load(builder.inttoptr(codes, BYTES.as_pointer()), align=1), PAIRS)
     index = builder.bitcast(builder.or_(bytes_, builder.shl(bytes_, ir.Constant(PAIRS, [12] * 16))), HALVES)
     permute = builder.module.declare_intrinsic("llvm.x86.avx512.permvar.hi.512", (), ir.FunctionType(HALVES, (HALVES, HALVES)))

@@ -24,8 +24,9 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 ROOM = Path(__file__).parents[1]
 
-# Under so many elements one thread does it: some ten to a hundred microseconds alone. A second one starts in ten on an idle machine, but where
-# another process has the core, OpenMP's spinning barrier waits for a time slice, a hundred times as long.
+# Loops of fewer elements run on one thread: they take 10 to 100 microseconds. Starting a second thread takes
+# 10 on an idle machine; but if another process has the core, OpenMP's spinning barrier waits for a time
+# slice, 100 times longer.
 SERIAL = 1 << 18
 
 
@@ -38,8 +39,8 @@ HALF = np.float32(0.5)
 
 @numba.njit(inline="always")
 def exp(x):
-    """exp(x) in float32 for x within -87 .. 88 (clamped), relative error under 2e-7. Own, as numba calls the C library once per element
-    otherwise (no vector)."""
+    """exp(x) in float32 for x within -87 .. 88 (clamped), relative error under 2e-7. Written here because
+    numba's own calls the C library for each element and is not vectorised."""
     y = np.float32(min(max(np.float32(x), np.float32(-87.0)), np.float32(88.0)))
     n = np.float32(np.floor(np.float32(np.float32(y * LOG2E) + HALF)))
     r = np.float32(np.float32(y - np.float32(n * LN2_HIGH)) - np.float32(n * LN2_LOW))  # |r| <= ln(2) / 2
@@ -96,8 +97,8 @@ def _compiled(function: Callable[..., Any], *, parallel: bool) -> Any:
 
 @functools.cache
 def sources(room: Path) -> str:
-    """A hash of the room's files that speak of numba. A kernel on disk holds what it inlined from any of them, and numba itself looks at the time of
-    the kernel's own file only."""
+    """A hash of all files of kernels/ that mention numba. A compiled kernel on disk has inlined code from any
+    of them, but numba itself only compares the time of the kernel's own file."""
     digest = hashlib.sha256()
     for text in (path.read_bytes() for path in sorted(room.rglob("*.py"))):
         if b"numba" in text:

@@ -1,10 +1,15 @@
-"""Rows of a weight times float32 vectors inside numba loops, the expanded row never in memory: written as vectors of 16 lanes in LLVM's own
-language, because no loop that numba vectorises finds the table lookup.
+"""Rows of a weight times float32 vectors, inside numba loops. The expanded row is never in memory.
 
-INT4: a group of weights has 16 possible values: scale · (-8 … 7), each rounded to bf16 as the format says. They fill one 512-bit register, and a
-nibble picks its value with one instruction (vpermps), where subtracting, scaling and rounding every weight takes ten. Without AVX-512 the values
-are computed for each weight, with the same bits. bf16: two weights of a 32-bit word are widened by a shift and a mask.
-Sums are float32, in an order of their own that is the same at every call.
+Written in LLVM's own language with vectors of 16 lanes, because numba's vectoriser finds no table lookups.
+
+INT4: a group of weights has 16 possible values, scale · (-8 … 7), each rounded to bf16 as the format says.
+They fill one 512-bit register, and a nibble picks its value with one instruction (vpermps); subtracting,
+scaling and rounding each weight would take ten. Without AVX-512 the values are computed for each weight, with
+the same bits.
+
+bf16: the two weights of a 32-bit word are widened by a shift and a mask.
+
+Sums are float32, in a fixed order: two calls give the same bits.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class PackedHolder(nn.Module):
 
 
 class _PackedLinear(torch.autograd.Function):
-    """y = x · expand(W)ᵀ. W is expanded in forward and again in backward; nothing expanded is saved (DESIGN promise 1)."""
+    """y = x · expand(W)ᵀ. W is expanded in forward and again in backward; nothing expanded is saved."""
 
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, packed: Packed) -> Tensor:  # type: ignore[override]

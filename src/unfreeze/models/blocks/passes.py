@@ -1,7 +1,8 @@
-"""The three ways through a decoder: packed (training, scoring), prefill (packed, and remembered) and step (one new token per sequence), which
-can also be taken at a fixed width.
+"""The three ways through a decoder: packed (training, scoring), prefill (packed, and written to the cache)
+and step (one new token per sequence; also at a fixed width).
 
-A pass is given to every layer. It knows the rotary tables, what attention may look at, and what is remembered; the layers don't ask which it is.
+A pass is given to every layer. It holds the rotary tables, what attention may look at, and the cache; layers
+don't ask which pass it is.
 
 T tokens, S sequences, N cached positions, H query heads, G key/value heads.
 """
@@ -19,32 +20,11 @@ from torch import Tensor
 
 from unfreeze.core.errors import UserError
 from unfreeze.kernels.attention import Layout, packed_attention
+from unfreeze.models.blocks.memo import Memo
 
 Value = TypeVar("Value")
 LatentForm = Literal["expanded", "absorbed"]
 """Latent attention (mla.py) over many queries makes each token's keys and values once; with one query per sequence it asks the latents themselves."""
-
-
-class Memo:
-    """What a layer's second visit takes from its first instead of computing it again, in the order in which the layer asks.
-
-    `dear`: also what attention and the experts made, which costs the most to compute per byte kept. `products`: and every linear layer's output.
-    `unread`: the second visit is for gradients only, nobody reads its result.
-    """
-
-    def __init__(self, dear: bool = False, products: bool = False, unread: bool = False):
-        self.dear, self.products, self.unread, self.second, self.values = dear, products, unread, False, []
-
-    def once(self, compute: Callable[[], Any]) -> Any:
-        """compute() on the first visit; on the second what it gave then."""
-        if self.second:
-            return self.values.pop(0)
-        self.values.append(compute())
-        return self.values[-1]
-
-    def first(self, compute: Callable[[], Any]) -> Any:
-        """compute() on the first visit, None on the second."""
-        return None if self.second else compute()
 
 
 class Cache:
@@ -77,10 +57,11 @@ class Cache:
             raise UserError(f"the cache holds {self.capacity} positions and all are filled; create it with a larger capacity")
 
     def keep(self, rows: list[int]) -> list[int]:
-        """Only these rows stay: finished sequences leave the batch. -> for each row of the cache now, which one it was.
+        """Keep only these rows: finished sequences leave the batch. -> for each row of the cache now, which
+        one it was.
 
-        The last of them move into the places that became free; nothing else is copied (16 rows of 4,096 positions of which one ends: at most one
-        row). The memory of the others is given back with the cache.
+        The last rows move into the freed places; nothing else is copied (of 16 rows, one of which ends: at
+        most one). The memory is given back with the whole cache.
         """
         stays, moves = {row for row in rows if row < len(rows)}, sorted(row for row in rows if row >= len(rows))
         order = [row if row in stays else moves.pop() for row in range(len(rows))]
@@ -97,8 +78,10 @@ class Cache:
 class PackedPass:
     """Every document attends to itself only; nothing is remembered.
 
-    `memo` is None, or what the layer that is being visited leaves for its recomputation, or finds in it.
-    `chunks`: the same pass in parts of whole documents, (tokens, pass over them), for whoever goes through a layer part by part.
+    memo    None, or where the layer being visited puts (first visit) and finds (second visit) what it need
+            not recompute
+    chunks  the same pass in parts of whole documents, (tokens, pass over them), for going through a layer in
+            parts
     """
 
     cos_Tr: Tensor
@@ -118,23 +101,23 @@ class PackedPass:
             self.memo = before
 
     def once(self, compute: Callable[[], Value]) -> Value:
-        """compute(), but not again when the layer is recomputed: for what must not differ then (chosen experts), and for what counts."""
+        """compute(), but not again when the layer is recomputed: for results that must not differ (chosen
+        experts) and for counters."""
         return compute() if self.memo is None else self.memo.once(compute)
 
     @property
     def kept(self) -> Callable[[Callable[[], Any]], Any] | None:
-        """`once` for dear results, where those are kept."""
+        """`once` for outputs of attention and experts, if those are kept; else None."""
         return self.memo.once if self.memo is not None and self.memo.dear else None
 
     @property
     def products(self) -> Callable[[Callable[[], Any]], Any] | None:
-        """`once` for outputs of linear layers, where those are kept."""
+        """`once` for outputs of linear layers, if those are kept; else None."""
         return self.memo.once if self.memo is not None and self.memo.products else None
 
     @property
     def last(self) -> Callable[[Callable[[], Any]], Any] | None:
-        """For the last product of a layer, where nobody reads the second visit's result: no gradient asks for its value, so it is neither kept nor
-        computed again."""
+        """For down_proj: no gradient needs its output, so the recomputation returns zeros instead."""
         return self.memo.first if self.memo is not None and self.memo.unread else None
 
     def remember(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
@@ -184,7 +167,8 @@ class StepPass:
         return tuple(t[:, : self.longest] for t in self.cache.write(layer, self.rows_T, self.positions_T, new))
 
     def attend(self, q_SHd: Tensor, k_SNGd: Tensor, v_SNGv: Tensor, scale: float) -> Tensor:
-        """The query heads that share a key head stand as its queries: keys are read once for all of them, and nothing is repeated."""
+        """Query heads that share a key head become its queries: each key is read once for all of them, and
+        not repeated."""
         groups = k_SNGd.shape[2]
         o_SGJv = F.scaled_dot_product_attention(
             q_SHd.unflatten(1, (groups, -1)),
@@ -198,9 +182,10 @@ class StepPass:
 
 @dataclass
 class StepWithin(StepPass):
-    """A step over the first `width` positions of the cache: what it launches depends on no number of the host but this one.
+    """A step over the first `width` positions of the cache. Its launches depend on no other number of the
+    host.
 
-    The positions beyond a row's own are hidden by a mask made on the device; what lies there is whatever the cache holds, finite numbers.
+    A mask made on the device hides the positions beyond a row's own; the cache has finite numbers there.
     """
 
     width: int = field(kw_only=True)

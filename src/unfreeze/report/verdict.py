@@ -1,0 +1,157 @@
+"""What a run came to in one sentence, its evaluations as numbers with units, and the command that runs it once more."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from unfreeze.core.units import format_seconds
+from unfreeze.report.events import last, number, of_kind, series
+from unfreeze.report.run import Run, flatten, leaves
+
+UNITS = {  # field of an eval event -> what it is, its unit: core/schema.py's five, and the scores of the demo
+    "loss": ("held-out loss", "nats per token"),
+    "perplexity": ("held-out perplexity", "exp of the loss"),
+    "bits_per_byte": ("held-out bits per byte", "bits per byte of text"),
+    "tokens": ("held-out tokens", "tokens"),
+    "seconds": ("time of the evaluation", "s"),
+    "style": ("style: answers that speak like Yoda", "%"),
+    "facts": ("facts: answers with the right fact", "%"),
+}
+ABOUT = ("loss", "perplexity", "bits_per_byte", "tokens", "seconds")  # not scores
+NOUNS = {
+    "question/answer": "answers",
+    "prompt/completion": "answers",
+    "instruction/output": "answers",
+    "text": "texts",
+}
+
+
+def evaluations(run: Run) -> dict[str, tuple[list[int], list[float]]]:
+    """Field -> (steps, values) of everything that evaluations measured, in the order in which it came."""
+    evals = of_kind(run.events, "eval")
+    fields = dict.fromkeys(
+        name for event in evals for name, value in event.items() if number(value) is not None
+    )
+    return {name: series(evals, "eval", name) for name in fields if name not in ("step", "time")}
+
+
+def verdict(run: Run) -> str:
+    """'tiny-k2 learnt 1,219 answers of yoda_train.jsonl in 2 min 20 s: style 0 → 98 %, facts 100 → 99 %.'
+
+    "learnt" only of a finished run whose scores, held-out loss or, without these, loss of training say so.
+    """
+    model, what = Path(run.source("model")).name or "The model", _what(run)
+    if not run.train:
+        return f"{model} has made no training step."
+    measured, better = _measured(run)
+    time, said = format_seconds(run.seconds), f": {measured}." if measured else "."
+    if run.state == "done":
+        return f"{model} {'learnt' if better else 'was trained on'} {what} in {time}{said}"
+    of = f" of {run.steps_planned:,}" if run.steps_planned else ""
+    stood = "interrupted" if run.state == "interrupted" else "unfinished"
+    return f"{model} on {what}, {stood} after step {run.steps_done:,}{of} and {time}{said}"
+
+
+def _what(run: Run) -> str:
+    """'1,219 answers of yoda_train.jsonl'; without an account of the data only the file."""
+    configured = run.config.get("data") or run.source("data")
+    files = [Path(str(file)).name for file in (configured if isinstance(configured, list) else [configured])]
+    where = files[0] if len(files) == 1 else f"{len(files)} files"
+    account = last(run.events, "data") or {}
+    count, shapes = number(account.get("examples")), account.get("shapes")
+    if count is None:
+        return where or "its data"
+    nouns = {NOUNS.get(shape, "conversations") for shape in shapes} if isinstance(shapes, dict) else set()
+    noun = nouns.pop() if len(nouns) == 1 else "documents"
+    return f"{count:,.0f} {noun}" + (f" of {where}" if where else "")
+
+
+def _measured(run: Run) -> tuple[str, bool]:
+    """(the change in words, whether it is for the better): of the scores, else of held-out loss, else of training loss."""
+    found = evaluations(run)
+    scores = {name: ys for name, (_, ys) in found.items() if name not in ABOUT}
+    if scores:
+        words = [f"{name} {change(ys)}{' %' if _unit_of(name) == '%' else ''}" for name, ys in scores.items()]
+        return ", ".join(words[:4]), any(ys[-1] > ys[0] for ys in scores.values()) or all(
+            len(ys) == 1 for ys in scores.values()
+        )
+    if "loss" in found:
+        ys = found["loss"][1]
+        return f"held-out loss {change(ys, 3)}", len(ys) == 1 or min(ys) < ys[0]
+    ys = series(run.events, "train", "loss")[1]
+    return (f"loss {change(ys, 3)}", ys[-1] < ys[0]) if ys else ("", False)
+
+
+def _unit_of(name: str) -> str:
+    return UNITS[name][1] if name in UNITS else ""
+
+
+def change(values: Sequence[float], digits: int = 0) -> str:
+    """'0 → 98' of first and last, with as many more digits (at most four) as it takes to tell them apart."""
+    first, final = values[0], values[-1]
+    if len(values) == 1:
+        return f"{first:.{max(digits, 2)}f}"
+    while digits < 4 and first != final and f"{first:.{digits}f}" == f"{final:.{digits}f}":
+        digits += 1
+    return f"{first:.{digits}f} → {final:.{digits}f}"
+
+
+EVALUATION_HEAD = ("what", "unit", "first", "last", "lowest", "highest")
+
+
+def evaluation_rows(run: Run) -> list[tuple[str, ...]]:
+    """One row per measure in EVALUATION_HEAD's order, a step behind each value."""
+    rows = []
+    for name, (steps, ys) in evaluations(run).items():
+        what, unit = UNITS.get(name, (name, ""))
+        at = (0, -1, min(range(len(ys)), key=ys.__getitem__), max(range(len(ys)), key=ys.__getitem__))
+        rows.append((what, unit, *(f"{ys[i]:.4g} (step {steps[i]:,})" for i in at)))
+    return rows
+
+
+def again(run: Run) -> str:
+    """The command that makes this run once more, in a folder beside it; empty without a resolved config.
+
+    Only the fields that differ from their defaults, where the run recorded which these are ("given"); else all that
+    are set.
+    """
+    recipe = run.config.get("recipe")
+    if not isinstance(recipe, str):
+        return ""
+    effective = run.config.get("effective")
+    given = effective.get("given") if isinstance(effective, dict) else None
+    fields = leaves(
+        {name: value for name, value in run.config.items() if name not in ("recipe", "effective", "out")}
+    )
+    words = ["unfreeze", recipe]
+    for name, value in fields.items():
+        if (isinstance(given, list) and name not in given) or value in (None, "", [], {}):
+            continue
+        values = value if isinstance(value, list) else [value]
+        words += [
+            f"--{name.replace('_', '-')}",
+            *(item if isinstance(item, str) else f"{item}" for item in values),
+        ]
+    return shlex.join([*words, "--out", f"{run.config.get('out') or f'runs/{run.name}'}-again"])
+
+
+def machine_rows(run: Run) -> list[tuple[str, str]]:
+    """(what, value) of where and with what it ran, as far as plan and config say."""
+    effective = run.config.get("effective")
+    effective = effective if isinstance(effective, dict) else {}
+    rows = []
+    if (lines := run.plan.get("lines")) and isinstance(lines, list):
+        rows.append(("Machine", str(lines[0]).removeprefix("plan for ")))
+    for name, title in (("device", "Device"), ("machine", "System"), ("versions", "Versions")):
+        if value := effective.get(name):
+            rows.append(
+                (
+                    title,
+                    ", ".join(f"{key} {of}" for key, of in flatten(value).items())
+                    if isinstance(value, dict)
+                    else str(value),
+                )
+            )
+    return rows
