@@ -30,7 +30,7 @@ def made(folder: Path, losses: list[float], config: dict, evals: list[tuple[int,
 @pytest.fixture
 def two(tmp_path: Path) -> list[Path]:
     a = made(tmp_path / "a", [3.0, 2.0, 1.0], {"seed": 0, "lora": {"rank": 8, "alpha": 16}}, evals=[(1, 2.5), (2, 1.75), (3, 1.9)])
-    b = made(tmp_path / "b", [3.0, 1.5], {"seed": 0, "lora": {"rank": 2, "alpha": 16}, "clip": 1.0})
+    b = made(tmp_path / "b", [3.0, 1.5], {"seed": 0, "lora": {"rank": 2, "alpha": 16}, "clip": 1.0, "effective": {"given": ["clip"]}})
     return [a, b]
 
 

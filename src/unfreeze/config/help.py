@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 WIDTH, INDENT = 80, 26
-KINDS = {int: "N", float: "X", str: "TEXT", bool: "true|false"}
+KINDS = {int: "N", float: "X", str: "TEXT", bool: ""}
 
 
 def text(config: type[BaseModel], command: str, description: str, *, everything: bool) -> str:

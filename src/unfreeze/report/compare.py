@@ -20,7 +20,7 @@ from unfreeze.report.run import Run, flatten, read_run, result_words
 from unfreeze.report.tables import ABSENT
 
 WIDE, NARROW, SMALL = (1100, 380), (350, 260), (360, 220)
-OWN = ("out", "track")  # fields that name the run itself or who looks on
+OWN = ("out", "track", "effective.given")  # fields that name the run itself, who looks on, or other fields
 UNCOMPARABLE = (
     "model",
     "data",
