@@ -127,7 +127,7 @@ PUBLISHED = [
     (LLAMA, {"use_memorry_efficient_attention": False}),
     (QWEN3, {"use_mrope": False}),
     (MOE, {"use_qk_norm": True, "qkv_bias": False, "shared_expert_intermediate_size": 0}),
-    (LLAMA, {"pretraining_tp": 2, "return_dict": False}),
+    (LLAMA, {"pretraining_tp": 2, "return_dict": True}),
     (DEEPSEEK, {"auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}}),
 ]
 

@@ -85,7 +85,7 @@ SILENT = names("""
     length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
     return_dict_in_generate exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
     remove_invalid_values renormalize_logits guidance_scale penalty_alpha max_time forced_decoder_ids ep_size
-    aux_loss_alpha seq_aux router_aux_loss_coef pretraining_tp return_dict is_composition
+    aux_loss_alpha seq_aux router_aux_loss_coef pretraining_tp is_composition
     keys_to_ignore_at_inference transformers.js_config is_llama_config is_qwen2_config _flash_attn_2_enabled
     use_memory_efficient_attention use_memorry_efficient_attention use_flash_attn use_flashattn
     gradient_checkpointing initializer_factor classifier_dropout neftune_noise_alpha max_sequence_length
@@ -101,7 +101,7 @@ _NEUTRAL: dict[Any, str] = {
           attn_pdrop dropout router_jitter_noise shared_expert_intermediate_size attention_bias mlp_bias qkv_bias
           output_router_logits add_cross_attention tie_encoder_decoder use_qk_norm qk_norm qk_layernorm
           qk_layer_norms use_mrope rope_interleaved log_scale""",
-    1: "logits_scaling logit_scale embedding_multiplier residual_multiplier mup_base_width",
+    1: "logits_scaling logit_scale embedding_multiplier residual_multiplier mup_base_width return_dict",
 }
 NEUTRAL = {name: value for value, words in _NEUTRAL.items() for name in words.split()}
 """Fields without effect at this value (0 is false too, 1 true); at another they are named, where the family doesn't read them."""
