@@ -98,6 +98,12 @@ def tiny(config: dict[str, Any]) -> dict[str, Any]:
     small = {name: size for name, size in SIZES.items() if text.get(name) is not None}
     heads, groups = text["num_attention_heads"], text.get("num_key_value_heads", text["num_attention_heads"])
     small["num_key_value_heads"] = 4 if heads == groups else 2
+    if text.get("kv_lora_rank") and text.get("head_dim"):
+        small["head_dim"] = SIZES["qk_rope_head_dim"]
+    if text.get("qk_head_dim"):
+        small["qk_head_dim"] = SIZES["qk_nope_head_dim"] + SIZES["qk_rope_head_dim"]
+    if text.get("layer_types"):
+        small["layer_types"] = text["layer_types"][: SIZES["num_hidden_layers"]]
     if (text.get("n_group") or 1) > 1:
         small |= {"n_group": 4, "topk_group": 2}
     small |= {name: index + 1 for index, name in enumerate(IDS) if text.get(name) is not None}

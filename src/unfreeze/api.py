@@ -71,10 +71,11 @@ class FinishedRun:
 
     @cached_property
     def model(self) -> Model:
-        """The trained model, loaded once."""
+        """The trained model, loaded once, in the dtype it was trained in, on CUDA if there is one."""
         from unfreeze.generate.model import load
+        from unfreeze.job.device import pick_device
 
-        return load(self.path)
+        return load(self.path, dtype=read_run(self.path).config.get("dtype", "float32"), device=str(pick_device("auto")))
 
     def chat(self, messages: str | Sequence[Message], **options: Any) -> str:
         """The trained model's answer; as Model.chat."""

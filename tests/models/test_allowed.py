@@ -117,6 +117,39 @@ def test_an_unknown_field_is_named_and_a_known_one_is_not():
     assert "sliding_window = 4,096" in models.not_followed({**LLAMA, "sliding_window": 4096})
 
 
+PUBLISHED = [
+    # Falcon3-7B, SmolLM2, salamandra-2b, LLaMA-7B as converted in 2023, OpenLLaMA, DeepSeek-R1-Distill-Qwen-7B,
+    # Qwen3-Coder, Llama-2 as first published
+    (LLAMA, {"activation": "swiglu"}),
+    (LLAMA, {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}}),
+    (LLAMA, {"num_layers": 3}),
+    (LLAMA, {"max_sequence_length": 2048}),
+    (LLAMA, {"use_memorry_efficient_attention": False}),
+    (QWEN3, {"use_mrope": False}),
+    (MOE, {"use_qk_norm": True, "qkv_bias": False, "shared_expert_intermediate_size": 0}),
+    (LLAMA, {"pretraining_tp": 2, "return_dict": False}),
+    (DEEPSEEK, {"auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}}),
+]
+
+
+@pytest.mark.parametrize("base, fields", PUBLISHED)
+def test_what_publishers_write_beside_the_sizes_is_not_named(base, fields):
+    assert models.not_followed({**base, **fields}) == ""
+
+
+@pytest.mark.parametrize("base, field, value", [
+    (LLAMA, "activation", "relu2"), (LLAMA, "rope_interleaved", True), (LLAMA, "num_layers", 4), (QWEN3, "use_mrope", True),
+    (LLAMA, "use_qk_norm", True), (DEEPSEEK, "qk_norm", True), (MOE, "use_qk_norm", False), (LLAMA, "log_scale", True),
+    (LLAMA, "auto_map", {"AutoModel": "modeling_llama_encoder.LlamaEncoderModel"}),
+])  # fmt: skip
+def test_the_same_fields_at_another_value_are_named(base, field, value):
+    assert f"{field} = " in models.not_followed({**base, field: value})
+
+
+def test_mlx_quantization_is_refused_by_name():
+    assert "quantization {'group_size': 64, 'bits': 4} is not built" in refused({**LLAMA, "quantization": {"group_size": 64, "bits": 4}})
+
+
 def test_published_configs_have_nothing_to_name(pytestconfig):
     folder = pytestconfig.rootpath.parent / "shared" / "data" / "configs"
     if not folder.is_dir():

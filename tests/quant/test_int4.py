@@ -292,3 +292,11 @@ def test_every_field_that_compressed_tensors_writes_is_known() -> None:
     known = SILENT | ONLY.keys() | {"kv_cache_scheme"}
     assert set(QuantizationConfig.model_fields) <= known and set(QuantizationScheme.model_fields) <= SILENT_OF_GROUP
     assert set(QuantizationArgs.model_fields) <= SILENT_OF_WEIGHTS | ONLY_OF_WEIGHTS.keys()
+
+
+@pytest.mark.parametrize("table", [{"load_in_8bit": True, "llm_int8_threshold": 6.0}, {"group_size": 64, "bits": 4}])
+def test_a_table_without_a_method_is_refused_with_the_fields_it_has(table):
+    """bitsandbytes before it wrote its name, and MLX."""
+    with pytest.raises(ConfigError, match=f"names no quant_method; it has {', '.join(table)}"):
+        from_quantization_config({"quantization_config": table})
+    assert from_quantization_config({"quantization_config": {}}) is None

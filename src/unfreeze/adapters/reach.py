@@ -1,8 +1,9 @@
 """Which matrices a gradient came to: seen at the outputs of their modules while backward runs.
 
 A weight's gradient is a sum over tokens of (gradient of its output) x (its input). Where the first factor is zero for every token, a zero
-gradient of the weight is right: an expert without tokens, or, in the last layer, an expert whose tokens are all unsupervised. Where it is
-not zero and the weight's gradient is, something left the weight out. Only the outputs can tell the two apart, so they are looked at.
+gradient of the weight is right: an expert without tokens, or, in the last layer, an expert whose tokens are all unsupervised. So it is where
+the second is (a weight behind a norm or a matrix of zeros; a bias asks for no input). Where a token has both and the weight's gradient is zero,
+something left the weight out. Only the outputs and inputs can tell the two apart, so they are looked at.
 
 T tokens, K experts per token, E experts.
 """
@@ -29,46 +30,52 @@ class Reach:
     """Watches the backward passes of a model from here until `close`; `of` answers.
 
     A forward hook on every module that owns a trained parameter puts a hook on its output, so recomputed layers are seen too. Costs one
-    pass over each output's gradient; no gradient is changed, and nothing waits for the device.
+    pass over each input and each output's gradient; no gradient is changed, and nothing waits for the device.
     """
 
     def __init__(self, model: Decoder):
         watched = {name: m for name, m in model.named_modules() if isinstance(m, Layer) or _trains(m)}
         self._seen: dict[str, Tensor] = {}
-        self._sites = {name: module.num_experts if isinstance(module, Experts) else 1 for name, module in watched.items()}
+        self._sites = {name: module.num_experts if isinstance(module, Experts) else 2 for name, module in watched.items()}
+        self._stacks = {name for name, module in watched.items() if isinstance(module, Experts)}
         self._handles = [m.register_forward_hook(partial(self._forward, name)) for name, m in watched.items()]
 
     def _forward(self, name: str, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         if not (isinstance(output, Tensor) and output.requires_grad):
             return
         if isinstance(module, Experts):
-            output.register_hook(partial(self._experts, name, module.num_experts, *arguments[1:3]))
+            output.register_hook(partial(self._experts, name, module.num_experts, _alive(arguments[0]), *arguments[1:3]))
         else:
-            output.register_hook(partial(self._whole, name))
-
-    def _whole(self, name: str, dy: Tensor) -> None:
-        self._add(name, torch.linalg.vector_norm(dy.detach(), ord=math.inf).gt(0).double().view(1))
+            fed_T = _alive(arguments[0]) if not isinstance(module, Layer) and arguments[0].is_floating_point() else None
+            output.register_hook(partial(self._whole, name, fed_T))
 
     @torch.no_grad()
-    def _experts(self, name: str, num_experts: int, ids_TK: Tensor, weights_TK: Tensor, dy_TD: Tensor) -> None:
-        """An expert's result enters y_t times its weight: it is reached by a token with dy_t and weight not zero."""
-        alive_T = torch.linalg.vector_norm(dy_TD, ord=math.inf, dim=-1).gt(0)
+    def _whole(self, name: str, fed_T: Tensor | None, dy: Tensor) -> None:
+        """Two numbers: whether a token has a gradient at the output, and whether one has that and an input that is not zero."""
+        alive_T = _alive(dy)
+        self._add(name, torch.stack([alive_T.any(), (alive_T if fed_T is None else alive_T & fed_T).any()]).double())
+
+    @torch.no_grad()
+    def _experts(self, name: str, num_experts: int, fed_T: Tensor, ids_TK: Tensor, weights_TK: Tensor, dy_TD: Tensor) -> None:
+        """An expert's result enters y_t times its weight: it is reached by a token with x_t, dy_t and weight not zero."""
+        alive_T = _alive(dy_TD) & fed_T
         hits = (alive_T[:, None] & weights_TK.ne(0)).double().flatten()
         self._add(name, hits.new_zeros(num_experts).scatter_add_(0, ids_TK.flatten(), hits))
 
     def _add(self, name: str, hits: Tensor) -> None:
         self._seen[name] = self._seen[name] + hits if name in self._seen else hits
 
-    def of(self, module: str, count: int, device: torch.device) -> Tensor:
-        """bool [count]: which of a module's sites (E experts, or 1) had a gradient at their output.
+    def of(self, module: str, count: int, device: torch.device, *, bias: bool = False) -> Tensor:
+        """bool [count]: which of a module's sites (E experts, or 1) had a gradient at their output, and (but for a bias) an input at the same token.
 
         A module whose call was not seen (part of a larger op, or passed over) counts as reached where its layer's output was;
         outside of the layers always: there is a loss, and it goes through embedding and head.
         """
         if module in self._seen:
-            return self._seen[module].gt(0)
+            seen = self._seen[module].gt(0)
+            return seen if module in self._stacks else seen[:1] if bias else seen[1:]
         layer = ".".join(module.split(".")[:3])  # model.layers.<index>
-        reached = bool(self._seen[layer].gt(0)) if layer in self._seen else not layer.startswith("model.layers.")
+        reached = bool(self._seen[layer][0].gt(0)) if layer in self._seen else not layer.startswith("model.layers.")
         return torch.full((count,), reached, device=device)
 
     def over_processes(self, sum_: Sum, device: torch.device) -> None:
@@ -89,6 +96,12 @@ class Reach:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+
+@torch.no_grad()
+def _alive(x: Tensor) -> Tensor:
+    """bool [T]: the tokens at which a tensor [T, …] is not zero."""
+    return torch.linalg.vector_norm(x.detach().flatten(1), ord=math.inf, dim=1).gt(0)
 
 
 def _trains(module: nn.Module) -> bool:

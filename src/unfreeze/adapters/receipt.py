@@ -137,7 +137,8 @@ def make_receipt(
                    experts in both; None without a probe, or where weights were too large to copy
     rounding       what rounding alone may make of output_change: half a unit in the last place of the computation's dtype, of the largest logit
     connected      False where even 4,096 times the adapter leaves the logits as they are (in bf16 a first step may be too small to show);
-                   None where that is not known: no probe, or weights trained in full whose first step does not show
+                   None where that is not known: no probe, no matrix of the group reached, or weights trained in full
+                   whose first step does not show
     """
     groups: Groups = {name: _empty(count) for name, count in _base_parameters(model).items()}
     found: dict[str, Site] = {}
@@ -153,7 +154,8 @@ def make_receipt(
         for site, owner, part in _parts(name, weight if g is None else g):
             if site not in found:
                 none = torch.zeros(len(part), device=weight.device)
-                found[site] = Site(group_of(name), site, reach.of(owner, len(part), weight.device), none > 0, none)
+                reached = reach.of(owner, len(part), weight.device, bias=site.endswith(".bias"))
+                found[site] = Site(group_of(name), site, reached, none > 0, none)
             if g is not None:
                 found[site].largest = torch.maximum(found[site].largest, part.flatten(1).abs().amax(1).float())
         for site, _, part in _parts(name, delta) if g is not None else ():
@@ -173,6 +175,8 @@ def make_receipt(
     if probe is not None and trained_groups:
         for group, change in _output_changes(model, before, trained_groups, first_tokens(probe)).items():
             groups[group].update(change)
+            if not groups[group]["sites_reached"]:  # no gradient was due, so nothing could move
+                groups[group]["connected"] = None
     ordered = {name: groups[name] for name in GROUPS if name in groups}
     return Taken(ordered, [exception for name in ordered for site in found.values() if site.group == name for exception in _exceptions(site)])
 
@@ -192,22 +196,36 @@ def _parts(name: str, weight: Tensor) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _without_silent(site: Site, model: Decoder, before: Snapshot) -> None:
-    """Leave out experts whose down_proj is all zero (pruned): gate and up get their gradient through it, so
-    none was due."""
+    """Leave out experts of which another matrix is all zero (pruned): each of the three gets its gradient through
+    the other two, so none was due."""
     missing = site.reached & (site.largest == 0)
-    if site.group != "experts" or site.name.endswith("down_proj") or not missing.any():
+    if site.group != "experts" or not missing.any():
         return
-    name = site.name.split(".*.")[0]
+    name, own = site.name.split(".*.")
     experts = model.get_submodule(name)
     assert isinstance(experts, Experts)
-    down = experts.down_proj.value()
-    trained = f"{name}.down_proj.weight"
+    others = [part for part in ("gate_proj", "up_proj", "down_proj") if part != own]
     for e in missing.nonzero().flatten().tolist():
-        base = before.kept[trained] if trained in before.kept else (down[e] if isinstance(down, Tensor) else down[e].dequantize())
-        zero = base is None or not (base[e] if trained in before.kept else base).any()
-        B = f"{name}.adapter.down_B"
-        if zero and (B not in before.kept or before.kept[B] is None):
+        if any(_all_zero(experts, name, part, e, before) for part in others):
             site.reached[e] = False
+
+
+def _all_zero(experts: Experts, name: str, part: str, e: int, before: Snapshot) -> bool:
+    """Whether `part` of expert `e` was zero before the step: its weight, and the adapter's part beside it."""
+    stack = "down" if part == "down_proj" else "gate_up"
+    if before.kept.get(f"{name}.adapter.{stack}_B") is not None:
+        return False
+    trained, held = f"{name}.{stack}_proj.weight", getattr(experts, f"{stack}_proj").value()
+    if trained in before.kept:
+        kept = before.kept[trained]
+        if kept is None:
+            return True
+        weight = kept[e]
+    else:
+        weight = held[e] if isinstance(held, Tensor) else held[e].dequantize()
+    if stack == "gate_up":
+        weight = weight.chunk(2)[0 if part == "gate_proj" else 1]
+    return not bool(weight.any())
 
 
 def _exceptions(site: Site) -> Iterator[dict[str, Any]]:

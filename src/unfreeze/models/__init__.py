@@ -40,7 +40,7 @@ FAMILIES: dict[str, ModuleType] = {
 }
 WRAPPERS: dict[str, frozenset[str]] = {
     "kimi_k25": names("""
-        text_config vision_config tie_word_embeddings ignore_index media_placeholder_token_id
+        auto_map text_config vision_config tie_word_embeddings ignore_index media_placeholder_token_id
         use_unified_vision_chunk video_placeholder image_token_id video_token_id vision_start_token_id
         vision_end_token_id projection_hidden_size projection_layer_norm_eps
     """),

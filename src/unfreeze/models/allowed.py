@@ -34,6 +34,7 @@ class Fields:
     never_null  fields for which null could be read as false or as the default: refused
     only     field -> the one value that is built, given the config
     silent   fields without effect on this family's numbers, at any value
+    neutral  field -> the value at which it says what this family does anyway; goes before NEUTRAL
     """
 
     absent: Mapping[str, Any]
@@ -42,6 +43,7 @@ class Fields:
     never_null: frozenset[str] = frozenset()
     only: Mapping[str, Callable[[Config], Any]] = field(default_factory=dict)
     silent: frozenset[str] = frozenset()
+    neutral: Mapping[str, Any] = field(default_factory=dict)
 
     def completed(self, config: Config, given: Config) -> dict[str, Any]:
         """`given` (config without its nulls) with what is absent filled in. Raises CheckpointError for a
@@ -71,7 +73,7 @@ READ = names("""
 (quant/int4.py)."""
 
 SILENT = names("""
-    _name_or_path name_or_path _commit_hash architectures auto_map transformers_version torch_dtype dtype
+    _name_or_path name_or_path _commit_hash architectures transformers_version torch_dtype dtype
     unsloth_fixed unsloth_version _attn_implementation attn_implementation _attn_implementation_autoset
     _experts_implementation experts_implementation use_cache output_attentions
     output_hidden_states output_scores torchscript use_bfloat16 tf_legacy_loss chunk_size_feed_forward
@@ -83,20 +85,29 @@ SILENT = names("""
     length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
     return_dict_in_generate exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
     remove_invalid_values renormalize_logits guidance_scale penalty_alpha max_time forced_decoder_ids ep_size
-    aux_loss_alpha seq_aux router_aux_loss_coef
+    aux_loss_alpha seq_aux router_aux_loss_coef pretraining_tp return_dict is_composition
+    keys_to_ignore_at_inference transformers.js_config is_llama_config is_qwen2_config _flash_attn_2_enabled
+    use_memory_efficient_attention use_memorry_efficient_attention use_flash_attn use_flashattn
+    gradient_checkpointing initializer_factor classifier_dropout neftune_noise_alpha max_sequence_length
+    max_seq_len max_seq_length seq_length n_positions n_ctx model_max_length tokenizer_model_max_length
 """)
-"""Names, sampling settings, and losses of pretraining: the forward pass and the loss of a fine-tuning run
-depend on none of them."""
+"""Names, sampling settings, lengths that were trained on, ways to compute the same (pretraining_tp: a product in
+slices), and settings of pretraining: the forward pass and the loss of a fine-tuning run depend on none of
+them. No auto_map: it names code of the publisher's own, which a family has to know."""
 
 _NEUTRAL: dict[Any, str] = {
+    "swiglu": "activation",
     0: """attention_dropout hidden_dropout hidden_dropout_prob attention_probs_dropout_prob resid_pdrop embd_pdrop
           attn_pdrop dropout router_jitter_noise shared_expert_intermediate_size attention_bias mlp_bias qkv_bias
-          output_router_logits add_cross_attention tie_encoder_decoder""",
-    1: """pretraining_tp logits_scaling logit_scale embedding_multiplier residual_multiplier mup_base_width
-          use_qk_norm return_dict""",
+          output_router_logits add_cross_attention tie_encoder_decoder use_qk_norm qk_norm qk_layernorm
+          qk_layer_norms use_mrope rope_interleaved log_scale""",
+    1: "logits_scaling logit_scale embedding_multiplier residual_multiplier mup_base_width",
 }
 NEUTRAL = {name: value for value, words in _NEUTRAL.items() for name in words.split()}
 """Fields without effect at this value (0 is false too, 1 true); at another they are named, where the family doesn't read them."""
+
+ALIASES = dict.fromkeys(("num_layers", "n_layers", "n_layer"), "num_hidden_layers")
+"""Second names that some publishers write beside the field itself; another value than the field's is named."""
 
 ONLY: dict[str, Callable[[Config], Any]] = {
     "hidden_act": lambda config: "silu",
@@ -108,9 +119,10 @@ ONLY: dict[str, Callable[[Config], Any]] = {
     "partial_rotary_factor": lambda config: 1,
     "per_layer_config": lambda config: {},
     "compression_config": lambda config: {},
+    "quantization": lambda config: {},
 }
 """Built at one value in every family. per_layer_config: sizes of single layers; compression_config: an old
-name of quantization_config."""
+name of quantization_config; quantization: MLX's."""
 
 ROPE_SILENT = names("finetuned")
 ROPE_TABLES = ("rope_parameters", "rope_scaling")
@@ -148,7 +160,7 @@ def unknown(config: Config, table: Fields) -> list[str]:
     found = [
         f"{name} = {shown(value)}"
         for name, value in config.items()
-        if name not in known and not _neutral(name, value)
+        if name not in known and not _neutral(name, value, config, table)
     ]
     for name in ROPE_TABLES:
         inner = config.get(name)
@@ -162,8 +174,11 @@ def unknown(config: Config, table: Fields) -> list[str]:
     return found
 
 
-def _neutral(name: str, value: Any) -> bool:
-    return value is None or value in ([], {}) or (name in NEUTRAL and value == NEUTRAL[name])
+def _neutral(name: str, value: Any, config: Config, table: Fields) -> bool:
+    neutral = {**NEUTRAL, **table.neutral}
+    if name in ALIASES:
+        return value is None or value == config.get(ALIASES[name])
+    return value is None or value in ([], {}) or (name in neutral and value == neutral[name])
 
 
 def _short(value: Any) -> str:

@@ -49,6 +49,7 @@ FIELDS = Fields(
         "num_mtp_layers": lambda config: config.get("num_nextn_predict_layers", config["num_mtp_layers"]),
     },
     never_null=names("norm_topk_prob rope_interleave"),
+    silent=names("auto_map"),  # the releases' own code, which computes what this file does
 )  # fmt: skip
 
 

@@ -15,10 +15,12 @@ from unfreeze.models.shape import Shape
 
 RULES = llama.RULES
 ignored = llama.ignored
+QK_NORM = {"use_qk_norm": True, "qk_norm": True}
 FIELDS = Fields(
     absent={**llama.ABSENT, "max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128, "attention_bias": False},
     null=names("num_key_value_heads"),
     silent=qwen2.WINDOW,
+    neutral=QK_NORM,
 )
 
 

@@ -23,6 +23,7 @@ FIELDS = Fields(
     read=names("head_dim num_experts moe_intermediate_size"),
     only={"num_local_experts": lambda config: config.get("num_experts", config["num_local_experts"])},
     silent=qwen2.WINDOW,
+    neutral=qwen3.QK_NORM,
 )  # fmt: skip
 
 

@@ -183,6 +183,8 @@ def from_quantization_config(config: Mapping[str, Any]) -> tuple[Codec, list[str
     if not found:
         return None
     method = found.get("quant_method") or ("modelopt" if "quant_algo" in found else "compressed-tensors")
+    if "quant_method" not in found and method == "compressed-tensors" and "config_groups" not in found:
+        raise _unsupported(f"quantization_config names no quant_method; it has {', '.join(map(str, found))}"[:300])
     if method != "compressed-tensors":
         algorithm = f', quant_algo "{found["quant_algo"]}"' if "quant_algo" in found else ""
         source = f" ({found['source']})" if "source" in found else ""

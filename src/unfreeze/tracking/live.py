@@ -43,7 +43,7 @@ class _Display:
     def __init__(self, quiet: bool, stream: TextIO | None):
         self.quiet = quiet
         self.stream = sys.stderr if stream is None else stream
-        self.console = Console(file=self.stream, highlight=False, soft_wrap=not self.stream.isatty())
+        self.console = Console(file=self.stream, highlight=False, soft_wrap=not self.stream.isatty(), force_jupyter=False)  # one stream, lines
         self.may_draw = not quiet and self.stream.isatty() and not self.console.is_dumb_terminal
         self.bar: Progress | None = None
 
