@@ -38,7 +38,7 @@ def test_results_are_those_of_the_events(two: list[Path]):
     first, second = (result(run, name) for run, name in zip(read_runs(two), "ab", strict=True))
     assert (first.steps, first.loss_last, first.best_validation, first.best_validation_step) == (3, 1.0, 1.75, 2)
     assert (first.tokens_per_second, first.peak_bytes, first.seconds, first.state) == (500.0, 3 * 2**20, 6.0, "done")
-    assert second.best_validation is None and second.cells()[4] == "–" and second.cells()[3] == "1.5000"
+    assert second.best_validation is None and second.cells()[1] == "finished" and second.cells()[4] == "–" and second.cells()[3] == "1.5000"
 
 
 def test_only_what_differs_is_a_difference(two: list[Path]):

@@ -55,6 +55,7 @@ def test_receipt_text_is_aligned_and_the_rich_table_has_the_same_cells():
 def test_plan_lines():
     assert plan_lines({"lines": ["a", "b"], "terms": {"x": 1}}) == ["a", "b"]
     assert plan_lines({"terms": {"base": 1024, "adapter": 512}}) == ["base     1.0 KiB", "adapter    512 B", "total    1.5 KiB"]
+    assert plan_lines({"lines": 5, "terms": {"base": 1024}})[0] == "base   1.0 KiB"  # a damaged plan.json
     assert plan_lines(None) == plan_lines({}) == plan_lines({"terms": {}}) == []
 
 

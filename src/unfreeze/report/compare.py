@@ -50,7 +50,7 @@ class Result:
         )
         return (
             self.name,
-            self.state,
+            "finished" if self.state == "done" else self.state,
             f"{self.steps:,}",
             ABSENT if self.loss_last is None else f"{self.loss_last:.4f}",
             best,

@@ -110,8 +110,8 @@ def plan_lines(plan: Mapping[str, Any] | None) -> list[str]:
     """The plan as lines: its own `lines` where it has them, else one line per entry of `terms` (name -> bytes) and their sum."""
     if not plan:
         return []
-    if plan.get("lines"):
-        return [str(line) for line in plan["lines"]]
+    if isinstance(lines := plan.get("lines"), list) and lines:
+        return [str(line) for line in lines]
     terms = {str(name): value for name, value in (plan.get("terms") or {}).items() if number(value) is not None}
     if not terms:
         return []
