@@ -121,3 +121,22 @@ def test_a_toml_file_and_keywords_on_top(tmp_path, chat_rows):
 def test_importing_unfreeze_and_naming_its_functions_brings_no_torch():
     code = "import sys, unfreeze; unfreeze.sft, unfreeze.prepare; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_finished_run_whose_data_changed_is_not_taken_for_done(tmp_path, chat_rows):
+    data = tmp_path / "chat.jsonl"
+    data.write_bytes(chat_rows.read_bytes())
+    given = {"model": TINY_K2, "data": data, "out": tmp_path / "run", "quiet": True, **FIELDS}
+    assert unfreeze.sft(**given).losses == unfreeze.sft(**given).losses  # control arm: the same data, nothing trained
+    data.write_text(data.read_text().replace("Paris", "Lyon"))
+    with pytest.raises(ConfigError, match=r"is finished, and .*chat.jsonl has changed since"):
+        unfreeze.sft(**given)
+
+
+def test_data_that_make_few_steps_are_said(tmp_path, chat_rows):
+    few = {**FIELDS, "validation_fraction": 0.0} | {"steps": None, "epochs": 0.5}
+    run = unfreeze.sft(model=TINY_K2, data=chat_rows, out=tmp_path / "few", quiet=True, **few)
+    (warning,) = [event["message"] for event in run.events if event["kind"] == "warning"]
+    assert f"are only {len(run.losses)} steps of 256 tokens, which teach little: --epochs" in warning
+    asked = unfreeze.sft(model=TINY_K2, data=chat_rows, out=tmp_path / "asked", quiet=True, **few | {"steps": 1})
+    assert not [event for event in asked.events if event["kind"] == "warning"]  # control arm: a number that was asked for

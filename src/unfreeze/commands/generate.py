@@ -44,7 +44,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     """Print the continuation (its ids where the checkpoint has no tokenizer). -> text, tokens (every sampled id), finish_reason."""
     config = parse(Config, arguments, command="generate", description=__doc__ or "", positional=True)
     if bool(config.prompt) == bool(config.tokens):
-        raise ConfigError("one of prompt and tokens is needed, not both", next='--prompt "Once upon a time", or --tokens 1 403 407')
+        raise ConfigError("prompt or tokens is needed, one of the two", next='--prompt "Once upon a time", or --tokens 1 403 407')
     if config.tokens and config.mode == "chat":
         raise ConfigError("mode chat takes a text; tokens are continued as they are", next="--prompt TEXT --mode chat")
     model = load(config.model, config.dtype, config.device, common)

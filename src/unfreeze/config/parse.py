@@ -86,7 +86,7 @@ def from_keywords(config: type[C], given: Mapping[str, Any], *, function: str, f
             table[name] = plain.model_dump() if isinstance(plain, BaseModel) else plain
     unknown = next((name for name in table if name.replace("-", "_") not in config.model_fields), None)
     if unknown is not None:
-        hint = field_hint(unknown, [*config.model_fields, *inner])
+        hint = field_hint(unknown, [*config.model_fields, *inner]).replace("lora.", "")  # a keyword has no dots
         raise ConfigError(f"unfreeze.{function} has no argument {unknown!r}{hint}", next=f"help(unfreeze.{function}), or: unfreeze {function} --help")
     missing = [name for name, info in config.model_fields.items() if info.is_required() and name not in table]
     if missing:
@@ -171,7 +171,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise ConfigError(f"{path} is not a file; the first argument is a TOML file, everything else is --flags", next="check the path") from None
     except (ValueError, RecursionError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors; so is a number of thousands of digits
-        raise ConfigError(f"{path} is not valid TOML: {error}", next="mend that line") from error
+        yaml = ". YAML is not read: write KEY = VALUE" if path.suffix in (".yaml", ".yml") else ""
+        raise ConfigError(f"{path} is not valid TOML: {error}{yaml}", next="mend that line") from error
 
 
 @contextmanager

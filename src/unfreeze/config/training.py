@@ -31,7 +31,7 @@ HELP = {
 }  # fmt: skip
 """Every field under a heading of --help-all."""
 FIRST = (
-    "model", "data", "train", "epochs", "tokens_per_step", "sequence_length", "learning_rate", "lora.rank", "micro_batches", "dtype", "out",
+    "model", "data", "train", "epochs", "steps", "tokens_per_step", "sequence_length", "learning_rate", "lora.rank", "micro_batches", "dtype", "out",
     "save_every",
 )  # fmt: skip
 """What --help shows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -29,6 +30,9 @@ from unfreeze.untrusted.json_object import read_object
 if TYPE_CHECKING:
     from unfreeze.parallel.collectives import Group
     from unfreeze.train.run import Run
+
+
+WHOLE = 2**28  # bytes of a data file up to which all of it is hashed: a second
 
 
 @contextmanager
@@ -83,15 +87,41 @@ def first_start(config: TrainingConfig) -> str:
 def write_resolved(run: Run, config: TrainingConfig, recipe: str, date: str = "", **effective: Any) -> None:
     """resolved_config.json: every field of the Config, and under "effective" what defaults, data and machine made of it.
 
-    With effective values come "given" (the fields that are not at their default), "versions" and "machine".
+    With effective values come "given" (the fields that are not at their default), "versions", "machine" and "contents".
     `date`: of the chat template; left out, it stays as it was written before.
     """
     if effective:
         machine = f"{platform.system()} {platform.machine()}"
-        effective |= {"given": given(config), "versions": versions(), "machine": machine}
+        effective |= {"given": given(config), "versions": versions(), "machine": machine, "contents": contents(config)}
     date = date or read_object(run.path / RESOLVED, ConfigError).get("template_date", "")
     fields = {**config.model_dump(mode="json"), **config.record(), "out": str(config.run_dir), "template_date": date}
     write_json(run.path / RESOLVED, {"recipe": recipe, **fields, **({"effective": effective} if effective else {})})
+
+
+def contents(config: TrainingConfig) -> list[str]:
+    """Size and SHA-256 of each data file, in the order of the config; of a file above 256 MiB only of its first and last MiB."""
+    found = []
+    for _, name in config.files:
+        with Path(name).open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            hashed = hashlib.sha256(file.read() if size <= WHOLE else file.read(2**20))
+            if size > WHOLE:
+                file.seek(-(2**20), os.SEEK_END)
+                hashed.update(file.read())
+        found.append(f"{size}:{hashed.hexdigest()}")
+    return found
+
+
+def refuse_other_data(config: TrainingConfig, folder: Run) -> None:
+    """A finished run whose data files hold other words now. An unfinished one is told by its cursor's fingerprint."""
+    before = (read_object(folder.path / RESOLVED, ConfigError).get("effective") or {}).get("contents")
+    changed = [name for (_, name), old, new in zip(config.files, before or [], contents(config), strict=False) if old != new]
+    if changed:
+        raise ConfigError(
+            f"{folder.path} is finished, and {', '.join(changed)} has changed since: nothing was trained on what it holds now",
+            next="give another folder with --out",
+        )
 
 
 def given(config: BaseModel, prefix: str = "") -> list[str]:

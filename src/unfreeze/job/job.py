@@ -6,6 +6,7 @@ lock, plan, model, resuming, samples, validation, guards, receipt, report) is th
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -28,7 +29,7 @@ from unfreeze.job.data import (
 )  # fmt: skip
 from unfreeze.job.device import allocator_line, pick_device, say
 from unfreeze.job.end import finish
-from unfreeze.job.folder import live, refuse_absent, write_json, write_resolved
+from unfreeze.job.folder import live, refuse_absent, refuse_other_data, write_json, write_resolved
 from unfreeze.job.receipts import receipt_of
 from unfreeze.job.samples import Samples, own_prompts
 from unfreeze.job.trained import Trained
@@ -51,6 +52,9 @@ if TYPE_CHECKING:
     from unfreeze.train.state import AfterUpdate, State
     from unfreeze.train.step import Objective
     from unfreeze.train.suspects import Describe
+
+
+FEW_STEPS = 20  # of a run whose number of steps follows from its data; the warm-up alone is about one
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,7 @@ def run(config: TrainingConfig, parts: Parts, common: Common, command: str = "")
     with open_group(device) as group, live(config, common, parts.recipe, command, group) as folder:
         end = partial(finish, config, common, command, **parts.trained.as_result(target_of(folder, parts)))
         if group.any(is_written(folder, parts)):
+            group.lead(lambda: refuse_other_data(config, folder))
             return group.lead(lambda: end(already_finished=True)) or {}
         job = prepare(config, parts, common, device, group, folder)
         job.write(finished=job.fit())
@@ -209,6 +214,10 @@ def prepare(config: TrainingConfig, parts: Parts, common: Common, device: torch.
 
     batches = batches_of(config, dataset.examples, start=folder.cursor)
     steps = num_steps(config, batches)
+    if folder.step == 0 and config.steps is None and steps < FEW_STEPS:
+        more = f"--epochs {math.ceil(config.epochs * FEW_STEPS / steps):,}, or --tokens-per-step {max(2, config.tokens_per_step // 8):,}"
+        message = f"{config.epochs:g} epochs of this data are only {steps} steps of {config.tokens_per_step:,} tokens, which teach little: {more}"
+        folder.events.emit("warning", 0, message=message)
     state = start_or_resume(
         folder, model, optimizer=AdamW(model, weight_decay=config.weight_decay, moments=config.optimizer_moments),
         schedule=schedule_of(config, steps), after_update=parts.after_update(model),
