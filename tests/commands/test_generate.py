@@ -49,8 +49,8 @@ def test_ids_go_in_and_out_without_a_tokenizer(no_tokenizer, unfreeze_json, caps
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "one of prompt and tokens"),
-        (["--prompt", "a", "--tokens", "1"], "one of prompt and tokens"),
+        ([], "prompt or tokens is needed"),
+        (["--prompt", "a", "--tokens", "1"], "prompt or tokens is needed"),
         (["--tokens", "1", "--mode", "chat"], "mode chat takes a text"),
         (["--prompt", "a", "--device", "gpu"], "device is 'gpu'"),
         (["--prompt", "a", "--top-p", "0"], "top_p = 0"),

@@ -78,7 +78,7 @@ def decoder(family: str = "deepseek_v3") -> models.Decoder:
 def gradients(family: str, batches: list[Batch], group: Group) -> tuple[dict[str, Tensor], dict[str, Any]]:
     model = decoder(family)
     optimizer = AdamW(model)
-    through = models.recompute if family == "deepseek_v3" else models.plain
+    through = models.keep_inputs if family == "deepseek_v3" else models.plain
     result = train_step(model, optimizer, batches, cross_entropy, learning_rate=1e-3, max_norm=0.0, through=through, group=group)
     found = {name: optimizer.gradient(name).clone() for name in optimizer.parameters if optimizer.gradient(name) is not None}  # type: ignore[union-attr]
     facts = {"loss": result.loss, "tokens": result.tokens, "supervised": result.supervised_tokens, "grad_norm": result.grad_norm}

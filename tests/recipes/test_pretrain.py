@@ -62,7 +62,7 @@ def test_from_nothing_to_a_quantized_checkpoint(start, text, tmp_path, unfreeze_
     assert json.loads((run / "plan.json").read_text())["adapter_parameters"] == 0
     assert [event["when"] for event in read_events(run, "sample")] == ["before", "before", "after", "after"]
     resolved = json.loads((run / "resolved_config.json").read_text())
-    assert resolved["effective"] == {"steps": 3, "sequence_length": 256, "device": resolved["effective"]["device"]}
+    assert (resolved["effective"]["steps"], resolved["effective"]["sequence_length"]) == (3, 256)
     assert resolved["save_every"] == 0 and resolved["model"] == str(start)
 
 
@@ -113,7 +113,7 @@ def test_it_says_what_to_do_next(start, text, tmp_path, capsys):
     assert cli.main(command(start, text, tmp_path / "run")) == 0
     error = capsys.readouterr().err
     assert "next: unfreeze chat" in error and "unfreeze generate" in error and "unfreeze export" not in error
-    assert "data: 40 rows (text 40)" in error and "plan for" in error
+    assert "data: 40 rows, " in error and "memory: " in error and "trains: every weight" in error
 
 
 def test_the_best_weights_are_published_beside_the_last(start, text, tmp_path, unfreeze_json, monkeypatch):
