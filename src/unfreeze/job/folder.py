@@ -102,6 +102,9 @@ def contents(config: TrainingConfig) -> list[str]:
     """Size and SHA-256 of each data file, in the order of the config; of a file above 256 MiB only of its first and last MiB."""
     found = []
     for _, name in config.files:
+        if not Path(name).is_file():  # moved away since it was read
+            found.append("absent")
+            continue
         with Path(name).open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(0)
