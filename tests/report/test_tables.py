@@ -61,3 +61,11 @@ def test_plan_lines():
 
 def test_align():
     assert align([("a", "1"), ("bbb", "22")]) == "a     1\nbbb  22"
+
+
+def test_the_table_shows_the_whole_names_of_the_groups_in_80_columns():
+    row = {"parameters": 1_179_648, "trained": 442_000, "sites": 144, "sites_reached": 144, "sites_moved": 144, "grad_norm": 2.53,
+           "moved": 0.0886, "output_change": 0.219}  # fmt: skip
+    out = io.StringIO()
+    Console(file=out, width=80).print(receipt_table({"shared_experts": row, "attention": row}))
+    assert "shared_experts" in out.getvalue() and "144 of 144" in out.getvalue() and "\u2026" not in out.getvalue()

@@ -271,12 +271,11 @@ def start_lines(config: TrainingConfig, trained: Trained, start: Manifest, shape
         what = "every weight"
     else:
         ranks = f"rank {trained.lora.rank}" + (f", experts {trained.lora.experts_rank}" if trained.lora.experts_rank else "")
-        what = f"adapters of {ranks} on {', '.join(trained.lora.targets)}: {format_count(plan.adapter_parameters)} parameters"
+        what = f"adapters of {ranks} on {', '.join(trained.lora.targets)}, {format_count(plan.adapter_parameters)} parameters"
     return [
         f"model: {Path(config.model).name}, {shape.model_type}, {shape.num_layers} layers{experts}; {files}",
-        f"memory: {format_bytes(plan.total)} planned, {format_bytes(plan.usable)} usable; disk: at most {format_bytes(written)} "
-        f"written, {format_bytes(free)} free (--plan: term by term)",
-        f"trains: {what}; {config.tokens_per_step:,} tokens a step in {config.dtype}",
+        f"memory: {format_bytes(plan.total)} planned, {format_bytes(plan.usable)} usable; disk: {format_bytes(written)} of {format_bytes(free)} free",
+        f"trains: {what}; {config.tokens_per_step:,} tokens a step",
     ]
 
 

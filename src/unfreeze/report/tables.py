@@ -94,7 +94,8 @@ def receipt_table(groups: Groups) -> Table:
 
     table = Table(box=None, pad_edge=False, header_style="dim")
     for position, head in enumerate(RECEIPT_HEAD):
-        table.add_column(head, justify="left" if position == 0 else "right", no_wrap=position > 0)
+        # heads of two words take two lines, so that the whole names of the groups fit 80 columns
+        table.add_column(head.replace(" ", "\n"), justify="left" if position == 0 else "right", no_wrap=True)
     still = standing_still(groups)
     for row in receipt_rows(groups):
         table.add_row(*(Text(cell) for cell in row), style="red" if row[0] in still else None)

@@ -117,7 +117,7 @@ class LiveProgress:
             self._display.line(line)
 
     def _on_load(self, event: Event) -> None:
-        self._display.line(f"loaded {load_words(event)}; preparing step 1: kernels (compiled once per machine), first answers")
+        self._display.line(f"loaded {load_words(event)}; preparing step 1 (compiles once)")
 
     def _on_receipt(self, event: Event) -> None:
         groups = {name: values for name, values in (event.get("groups") or {}).items() if values.get("trained")}
