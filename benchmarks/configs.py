@@ -1,15 +1,17 @@
-"""What becomes of every field of config.json: one field at a time is changed, added or left out, and logits are compared with transformers'.
+"""What becomes of every field of config.json: one field at a time is changed, added or left out, and logits
+are compared with transformers'.
 
     python benchmarks/configs.py FOLDER_OF_CONFIGS [--only NAME] [--write docs/configs.md]
 
-Each config of a built family keeps all its fields but the sizes, which are made tiny; weights are random, written under
-transformers' names. A change of one field is then
+Each config of a built family keeps all its fields but the sizes, which are made tiny; weights are random,
+written under transformers' names. A change of one field is then
 
     followed   our logits are transformers' (within 1e-4), and the change moved them
     no effect  our logits are transformers', and the change did not move them
     refused    one error before any weight is read
     named      a line says that the field is not followed
-    SILENT     transformers' logits are others than ours, or it fails, and nothing was said. Exit code 1 if there is one
+    SILENT     transformers' logits are others than ours, or it fails, and nothing was said. Exit code 1 if
+               there is one
 
 --write puts the table into a page, between the lines that name this script.
 """
@@ -40,32 +42,103 @@ from unfreeze.core.errors import UserError
 BEGIN, END = "<!-- made by benchmarks/configs.py -->\n", "<!-- end of benchmarks/configs.py -->\n"
 TOLERANCE = 1e-4
 TOKENS = [5, 17, 3, 88, 41, 2, 9, 60, 61, 62, 63, 11, 7, 30, 31, 32, 33, 34, 35, 36]
-CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "deepseek_v3": "DeepseekV3", "kimi_k2": "DeepseekV3"}
+CLASSES = {
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+    "deepseek_v3": "DeepseekV3",
+    "kimi_k2": "DeepseekV3",
+}
 SIZES: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 97, "moe_intermediate_size": 48,
-    "n_routed_experts": 8, "num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "q_lora_rank": 40, "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "head_dim": 16, "first_k_dense_replace": 1, "initializer_range": 0.2,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": 97,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 8,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "head_dim": 16,
+    "first_k_dense_replace": 1,
+    "initializer_range": 0.2,
+}
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 OTHER: dict[str, Any] = {
-    "torch_dtype": "float32", "dtype": "float32", "model_type": "mistral", "hidden_act": "gelu", "scoring_func": "softmax",
-    "topk_method": "greedy", "architectures": ["MistralForCausalLM"], "auto_map": {}, "type": "linear", "rope_type": "linear",
-    "problem_type": "regression", "eos_token_id": 4, "pruned_heads": {"0": [1]}, "sliding_window": 4, "n_group": 2, "id2label": {"0": "a"},
-    "label2id": {"a": 0}, "mlp_only_layers": [1], "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-    "vision_config": {"hidden_size": 8}, "tokenizer_class": "LlamaTokenizer", "transformers_version": "4.40.0",
-}  # fmt: skip
+    "torch_dtype": "float32",
+    "dtype": "float32",
+    "model_type": "mistral",
+    "hidden_act": "gelu",
+    "scoring_func": "softmax",
+    "topk_method": "greedy",
+    "architectures": ["MistralForCausalLM"],
+    "auto_map": {},
+    "type": "linear",
+    "rope_type": "linear",
+    "problem_type": "regression",
+    "eos_token_id": 4,
+    "pruned_heads": {"0": [1]},
+    "sliding_window": 4,
+    "n_group": 2,
+    "id2label": {"0": "a"},
+    "label2id": {"a": 0},
+    "mlp_only_layers": [1],
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "vision_config": {"hidden_size": 8},
+    "tokenizer_class": "LlamaTokenizer",
+    "transformers_version": "4.40.0",
+}
 """Another value of a field, where its type doesn't give one."""
 ADDED: dict[str, Any] = {
-    "is_causal": False, "layer_types": ["sliding_attention", "full_attention", "full_attention"], "partial_rotary_factor": 0.5,
-    "use_sliding_window": True, "rope_interleave": False, "head_dim": 24, "clip_qkv": 0.1, "logits_scaling": 8.0, "embedding_multiplier": 12.0,
-    "residual_multiplier": 0.2, "attention_multiplier": 0.5, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 5.0, "qk_norm": True,
-    "no_rope_layers": [1, 0, 1], "attention_bias": True, "mlp_bias": True, "attention_dropout": 0.1, "per_layer_config": {"0": {"rms_norm_eps": 0.5}},
-    "original_max_position_embeddings": 8, "moe_layer_freq": 2, "scoring_func": "softmax", "use_bidirectional_attention": True,
-    "num_local_experts": 4, "sliding_window": 4, "norm_topk_prob": False, "routed_scaling_factor": 1.0, "num_mtp_layers": 2,
-    "rope_parameters": {"rope_type": "linear", "factor": 4.0}, "rope_scaling": {"rope_type": "linear", "factor": 4.0}, "qkv_bias": True,
-    "output_router_logits": True, "router_aux_loss_coef": 0.5, "attention_chunk_size": 4, "mscale": 2.0, "compression_config": {"format": "x"},
-    "shared_expert_intermediate_size": 32, "use_qk_norm": False, "layer_norm_eps": 0.1, "hidden_dropout": 0.1, "n_shared_experts": 2,
-}  # fmt: skip
+    "is_causal": False,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "partial_rotary_factor": 0.5,
+    "use_sliding_window": True,
+    "rope_interleave": False,
+    "head_dim": 24,
+    "clip_qkv": 0.1,
+    "logits_scaling": 8.0,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.2,
+    "attention_multiplier": 0.5,
+    "final_logit_softcapping": 3.0,
+    "attn_logit_softcapping": 5.0,
+    "qk_norm": True,
+    "no_rope_layers": [1, 0, 1],
+    "attention_bias": True,
+    "mlp_bias": True,
+    "attention_dropout": 0.1,
+    "per_layer_config": {"0": {"rms_norm_eps": 0.5}},
+    "original_max_position_embeddings": 8,
+    "moe_layer_freq": 2,
+    "scoring_func": "softmax",
+    "use_bidirectional_attention": True,
+    "num_local_experts": 4,
+    "sliding_window": 4,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "num_mtp_layers": 2,
+    "rope_parameters": {"rope_type": "linear", "factor": 4.0},
+    "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    "qkv_bias": True,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.5,
+    "attention_chunk_size": 4,
+    "mscale": 2.0,
+    "compression_config": {"format": "x"},
+    "shared_expert_intermediate_size": 32,
+    "use_qk_norm": False,
+    "layer_norm_eps": 0.1,
+    "hidden_dropout": 0.1,
+    "n_shared_experts": 2,
+}
 
 
 @dataclass(frozen=True)
@@ -92,7 +165,8 @@ ABSENT = object()
 
 
 def tiny(config: dict[str, Any]) -> dict[str, Any]:
-    """All fields of a config but its sizes, which become small; quantization is left out, since weights here are random and dense."""
+    """All fields of a config but its sizes, which become small; quantization is left out, since weights here
+    are random and dense."""
     text = dict(config.get("text_config") or config)
     text.pop("quantization_config", None)
     small = {name: size for name, size in SIZES.items() if text.get(name) is not None}
@@ -111,18 +185,25 @@ def tiny(config: dict[str, Any]) -> dict[str, Any]:
     if "text_config" not in config:
         return text
     outer = {name: index + 1 for index, name in enumerate(IDS) if config.get(name) is not None}
-    return {name: value for name, value in config.items() if name != "quantization_config"} | outer | {"text_config": text}
+    return (
+        {name: value for name, value in config.items() if name != "quantization_config"}
+        | outer
+        | {"text_config": text}
+    )
 
 
 def changes(config: dict[str, Any]) -> Iterator[Change]:
-    """Each field at another value and left out, each of a rotary table's too, and the fields of ADDED that it lacks."""
+    """Each field at another value and left out, each of a rotary table's too, and the fields of ADDED that it
+    lacks."""
     prefix = "text_config." if "text_config" in config else ""
     text = config.get("text_config", config)
     for name, value in text.items():
         yield from (Change(f"{prefix}{name}", changed) for changed in (_other(name, value), ABSENT))
         if name in ("rope_scaling", "rope_parameters") and isinstance(value, dict):
             for key, inner in value.items():
-                yield from (Change(f"{prefix}{name}.{key}", changed) for changed in (_other(key, inner), ABSENT))
+                yield from (
+                    Change(f"{prefix}{name}.{key}", changed) for changed in (_other(key, inner), ABSENT)
+                )
     yield from (Change(f"{prefix}{name}", value) for name, value in ADDED.items() if text.get(name) is None)
     if prefix:
         outer = {name: value for name, value in config.items() if name != "text_config"}
@@ -146,7 +227,8 @@ def _other(name: str, value: Any) -> Any:
 
 
 class Bench:
-    """One tiny config as two checkpoints with the same weights: `ours` as published, `theirs` as transformers' class of the text model."""
+    """One tiny config as two checkpoints with the same weights: `ours` as published, `theirs` as
+    transformers' class of the text model."""
 
     def __init__(self, config: dict[str, Any], folder: Path):
         self.config, self.ours, self.theirs = config, folder / "ours", folder / "theirs"
@@ -166,7 +248,11 @@ class Bench:
         self.ours.mkdir()
         tensors = load_file(self.theirs / "model.safetensors")
         prefix = "language_model." if "text_config" in config else ""
-        save_file({prefix + name: tensor for name, tensor in tensors.items()}, self.ours / "model.safetensors", metadata={"format": "pt"})
+        save_file(
+            {prefix + name: tensor for name, tensor in tensors.items()},
+            self.ours / "model.safetensors",
+            metadata={"format": "pt"},
+        )
         base = self._transformers(config)
         assert isinstance(base, torch.Tensor), base
         self.base = base
@@ -181,9 +267,18 @@ class Bench:
             (self.theirs / "config.json").write_text(json.dumps(self._text(config)))
             text = self.config_class.from_pretrained(self.theirs)
             model, info = self.model_class.from_pretrained(
-                self.theirs, config=text, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, ignore_mismatched_sizes=True
+                self.theirs,
+                config=text,
+                dtype=torch.float32,
+                attn_implementation="eager",
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
             )
-            missing = [name for name in info["missing_keys"] if name != "lm_head.weight" or not text.tie_word_embeddings]
+            missing = [
+                name
+                for name in info["missing_keys"]
+                if name != "lm_head.weight" or not text.tie_word_embeddings
+            ]
             if missing or info["mismatched_keys"]:
                 return f"{len(missing) + len(info['mismatched_keys'])} tensors don't fit"
             with torch.no_grad():
@@ -218,7 +313,8 @@ class Bench:
 
 
 def run(folder: Path, only: str = "") -> Iterator[tuple[str, str, Change, str, str]]:
-    """(file, model_type, change, verdict, words) over the configs of a folder; a change that another file made is not made again."""
+    """(file, model_type, change, verdict, words) over the configs of a folder; a change that another file
+    made is not made again."""
     seen: set[str] = set()
     for file in sorted(folder.glob("*.json")):
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -238,7 +334,14 @@ def run(folder: Path, only: str = "") -> Iterator[tuple[str, str, Change, str, s
                 table = config
                 for key in path:
                     table = table[key]
-                key = json.dumps([kind, change.field, table.get(name), "absent" if change.value is ABSENT else change.value])
+                key = json.dumps(
+                    [
+                        kind,
+                        change.field,
+                        table.get(name),
+                        "absent" if change.value is ABSENT else change.value,
+                    ]
+                )
                 if key not in seen:
                     seen.add(key)
                     yield file.stem, kind, change, *bench.judge(change)
@@ -255,10 +358,14 @@ def table(rows: list[tuple[str, str, Change, str, str]]) -> str:
     fields: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for _, kind, change, verdict, _ in rows:
         counts[kind][verdict] += 1
-        fields[change.field.removeprefix("text_config.")][verdict].add(kind + (" (absent)" if change.value is ABSENT else ""))
+        fields[change.field.removeprefix("text_config.")][verdict].add(
+            kind + (" (absent)" if change.value is ABSENT else "")
+        )
     lines = [f"| model_type | changes | {' | '.join(ORDER)} |", "|---|" + "---|" * (len(ORDER) + 1)]
     for kind, counter in counts.items():
-        lines.append(f"| {kind} | {counter.total()} | {' | '.join(str(counter[verdict]) for verdict in ORDER)} |")
+        lines.append(
+            f"| {kind} | {counter.total()} | {' | '.join(str(counter[verdict]) for verdict in ORDER)} |"
+        )
     total = sum(counts.values(), Counter())
     lines.append(f"| all | {total.total()} | {' | '.join(str(total[verdict]) for verdict in ORDER)} |")
     lines += ["", f"| field | {' | '.join(ORDER[:-1])} |", "|---|" + "---|" * (len(ORDER) - 1)]

@@ -1,10 +1,12 @@
-"""Broken inputs by the thousand, over every reader: accepted whole, or one UserError; never a traceback, a hang, or a file outside its folder.
+"""Broken inputs by the thousand, over every reader: accepted whole, or one UserError; never a traceback, a
+hang, or a file outside its folder.
 
     python benchmarks/fuzz.py --inputs 10000 --seed 0
     python benchmarks/fuzz.py --inputs 20000 --seed 1000000 2000000
 
-Prints per reader: inputs, accepted, refused by class of error, tracebacks, hangs, files opened outside. The generators are those of the
-property tests (tests/fuzz/fuzzers.py). One finding again: --only READER:SEED. Exit code 1 if there was any.
+Prints per reader: inputs, accepted, refused by class of error, tracebacks, hangs, files opened outside. The
+generators are those of the property tests (tests/fuzz/fuzzers.py). One finding again: --only READER:SEED.
+Exit code 1 if there was any.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from random import Random
 from types import FrameType, ModuleType
 
 SECONDS = 10  # an input that takes longer counts as a hang; the usual one takes 10 ms
-MEMORY = 8 * 2**30  # bytes of address space beyond what is mapped at the start: a reader that wants more counts as a traceback
+# bytes of address space beyond what is mapped at the start: a reader that wants more counts as a traceback
+MEMORY = 8 * 2**30
 
 
 class Hang(BaseException):
@@ -47,7 +50,8 @@ def fuzzers() -> ModuleType:
 
 
 class Watch:
-    """Which files are opened while an input is read. Anything under the sandbox's root but not under the input's own folder is outside."""
+    """Which files are opened while an input is read. Anything under the sandbox's root but not under the
+    input's own folder is outside."""
 
     def __init__(self, root: Path):
         self.root, self.folder = str(root), None
@@ -77,7 +81,9 @@ def one(module: ModuleType, reader: str, seed: int, root: Path, watch: Watch) ->
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            outcome = module.attempt(module.Reader(reader, lambda random, where: None, fuzzer.read), Random(0), folder)
+            outcome = module.attempt(
+                module.Reader(reader, lambda random, where: None, fuzzer.read), Random(0), folder
+            )
     except Hang:
         outcome = "hang"
         traceback.print_exc(limit=-6)
@@ -94,9 +100,17 @@ def one(module: ModuleType, reader: str, seed: int, root: Path, watch: Watch) ->
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--inputs", type=int, default=10_000, help="over all readers and seeds together")
-    parser.add_argument("--seed", type=int, nargs="+", default=[0], help="input i of a reader is made from the text READER:(seed + i)")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        nargs="+",
+        default=[0],
+        help="input i of a reader is made from the text READER:(seed + i)",
+    )
     parser.add_argument("--reader", action="append", help="only this one (may be given again)")
     parser.add_argument("--only", metavar="READER:SEED", help="one input again")
     arguments = parser.parse_args()
@@ -124,15 +138,29 @@ def main() -> int:
 
 
 def report(counts: dict[str, Counter[str]], inputs: int, seeds: list[int], seconds: float) -> int:
-    columns = sorted({outcome for found in counts.values() for outcome in found} - {"accepted", "traceback", "hang", "outside"})
+    columns = sorted(
+        {outcome for found in counts.values() for outcome in found}
+        - {"accepted", "traceback", "hang", "outside"}
+    )
     columns = ["accepted", *columns, "traceback", "hang", "outside"]
-    print("  ".join([f"{'reader':<12}", f"{'inputs':>8}", *(f"{name:>{max(8, len(name))}}" for name in columns)]))
+    print(
+        "  ".join(
+            [f"{'reader':<12}", f"{'inputs':>8}", *(f"{name:>{max(8, len(name))}}" for name in columns)]
+        )
+    )
     total: Counter[str] = sum(counts.values(), Counter())
     for name, found in [*counts.items(), ("all", total)]:
-        print("  ".join([f"{name:<12}", f"{found.total():>8,}", *(f"{found[c]:>{max(8, len(c))},}" for c in columns)]))
+        print(
+            "  ".join(
+                [f"{name:<12}", f"{found.total():>8,}", *(f"{found[c]:>{max(8, len(c))},}" for c in columns)]
+            )
+        )
     findings = total["traceback"] + total["hang"] + total["outside"]
     each = -(-inputs // (len(counts) * len(seeds)))
-    print(f"{inputs:,} inputs, of each reader {each:,} from seed {', '.join(map(str, seeds))}; {seconds:.0f} s: {findings} findings")
+    print(
+        f"{inputs:,} inputs, of each reader {each:,} from seed {', '.join(map(str, seeds))}; {seconds:.0f} s:"
+        f" {findings} findings"
+    )
     return 1 if findings else 0
 
 

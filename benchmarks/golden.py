@@ -1,9 +1,11 @@
-"""The same runs on two checkouts: losses, gradient norms, held-out losses, receipts and what was written must be equal to the bit.
+"""The same runs on two checkouts: losses, gradient norms, held-out losses, receipts and what was written must
+be equal to the bit.
 
     python benchmarks/golden.py --against GIT_REF            (a worktree of that commit is made and removed)
 
-Five jobs, each in float32 and bfloat16, one thread: sft on INT4 experts, on a dense model, with every weight trained, pretrain, and two
-processes. For a change that may move no number: a rearrangement of the code. Exit code 1 if any differs.
+Five jobs, each in float32 and bfloat16, one thread: sft on INT4 experts, on a dense model, with every weight
+trained, pretrain, and two processes. For a change that may move no number: a rearrangement of the code. Exit
+code 1 if any differs.
 """
 
 from __future__ import annotations
@@ -20,8 +22,25 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY_K2 = "src/unfreeze/assets/tiny-k2"
-COMMON = ["--threads", "1", "--samples", "2", "--tokens-per-step", "512", "--micro-batches", "2", "--steps", "6", "--quiet",
-          "--validation-fraction", "0.2", "--validate-every", "3", "--save-every", "3"]  # fmt: skip
+COMMON = [
+    "--threads",
+    "1",
+    "--samples",
+    "2",
+    "--tokens-per-step",
+    "512",
+    "--micro-batches",
+    "2",
+    "--steps",
+    "6",
+    "--quiet",
+    "--validation-fraction",
+    "0.2",
+    "--validate-every",
+    "3",
+    "--save-every",
+    "3",
+]
 COMPARED = {
     "train": ("step", "loss", "grad_norm", "learning_rate", "tokens", "supervised_tokens", "expert_load"),
     "eval": ("step", "loss", "bits_per_byte", "tokens"),
@@ -55,10 +74,22 @@ def make_models(folder: Path) -> tuple[Path, Path]:
     from unfreeze.models.publish import published
 
     config = {
-        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 1536, "hidden_size": 64, "intermediate_size": 96,
-        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": True, "torch_dtype": "bfloat16",
-    }  # fmt: skip
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": 1536,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    }
     names = ("tiktoken.model", "tokenizer_config.json", "generation_config.json")
     extra = {name: ROOT / TINY_K2 / name for name in names}
     model = models.build(models.shape(config), dtype=torch.bfloat16, device="cpu")
@@ -66,7 +97,9 @@ def make_models(folder: Path) -> tuple[Path, Path]:
     save_checkpoint(folder / "dense", config, published(model, config), extra=extra)
     bare = folder / "bare"
     bare.mkdir()
-    (bare / "config.json").write_text(json.dumps({**json.loads((ROOT / TINY_K2 / "config.json").read_text()), "quantization_config": None}))
+    (bare / "config.json").write_text(
+        json.dumps({**json.loads((ROOT / TINY_K2 / "config.json").read_text()), "quantization_config": None})
+    )
     for name, path in extra.items():
         (bare / name).write_bytes(path.read_bytes())
     return folder / "dense", bare
@@ -74,18 +107,31 @@ def make_models(folder: Path) -> tuple[Path, Path]:
 
 def run(checkout: Path, command: list[str], out: Path) -> dict[str, object]:
     """The compared numbers of one job."""
-    environment = {**os.environ, "PYTHONPATH": str(checkout / "src"), "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(checkout / "src"),
+        "OMP_NUM_THREADS": "1",
+        "NUMBA_NUM_THREADS": "1",
+    }
     done = subprocess.run(
-        [sys.executable, "-m", *command, "--out", str(out)], cwd=out.parent, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-m", *command, "--out", str(out)],
+        cwd=out.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         return {"failed": done.stderr[-2000:]}
     events = [json.loads(line) for line in (out / "events.jsonl").read_text(encoding="utf-8").splitlines()]
     found: dict[str, object] = {
-        kind: [{name: event.get(name) for name in names} for event in events if event["kind"] == kind] for kind, names in COMPARED.items()
+        kind: [{name: event.get(name) for name in names} for event in events if event["kind"] == kind]
+        for kind, names in COMPARED.items()
     }
     written = [path for path in sorted(out.rglob("*.safetensors")) if "state" not in path.parts]
-    return found | {str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in written}
+    return found | {
+        str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in written
+    }
 
 
 def difference(name: str, before: object, now: object) -> str:
@@ -108,7 +154,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         other = folder / "before"
-        subprocess.run(["git", "worktree", "add", "--quiet", "--detach", str(other), options.against], cwd=ROOT, check=True)
+        subprocess.run(
+            ["git", "worktree", "add", "--quiet", "--detach", str(other), options.against],
+            cwd=ROOT,
+            check=True,
+        )
         try:
             dense, bare = make_models(folder)
             for name, command in jobs(dense, bare):
@@ -121,7 +171,11 @@ def main() -> None:
                 before, now = results
                 same = before == now and "failed" not in before
                 failures += not same
-                print(f"{'equal ' if same else 'DIFFER'}  {name}" + ("" if same else f": {difference('', before, now)}"), flush=True)
+                print(
+                    f"{'equal ' if same else 'DIFFER'}  {name}"
+                    + ("" if same else f": {difference('', before, now)}"),
+                    flush=True,
+                )
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", str(other)], cwd=ROOT, check=False)
     sys.exit(failures > 0)

@@ -1,8 +1,10 @@
-"""What becomes of eight kinds of conversation under each chat template of a folder: taught, in how many examples, or refused and why.
+"""What becomes of eight kinds of conversation under each chat template of a folder: taught, in how many
+examples, or refused and why.
 
     python benchmarks/templates.py FOLDER_OF_JINJA_FILES [--show NAME] [--write docs/data.md]
 
---show prints what one template teaches, in [[ ]]; --write puts the table into a page, between the lines that name this script.
+--show prints what one template teaches, in [[ ]]; --write puts the table into a page, between the lines that
+name this script.
 """
 
 from __future__ import annotations
@@ -11,17 +13,20 @@ import argparse
 from pathlib import Path
 
 from unfreeze.core.errors import DataError
-from unfreeze.data.releases import release_of
-from unfreeze.data.sources import row_from_dict
-from unfreeze.data.templates import ChatTemplate
-from unfreeze.data.turns import Rendered, Renderer
+from unfreeze.data.rows.shapes import row_from_dict
+from unfreeze.data.tokens.releases import release_of
+from unfreeze.data.tokens.templates import ChatTemplate
+from unfreeze.data.tokens.turns import Rendered, Renderer
 
 TOOL = {
     "type": "function",
     "function": {
         "name": "get_weather",
         "description": "The weather of a city",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+        },
     },
 }
 QUESTION = {"role": "user", "content": "What is 6*7?"}
@@ -34,7 +39,9 @@ REPORT = {"role": "assistant", "content": "It snows."}
 
 def call(arguments: object, **fields: str) -> list[dict]:
     """A question, a call without words beside it, its return, and the answer."""
-    calls = [{"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}]
+    calls = [
+        {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+    ]
     returned = {"role": "tool", "tool_call_id": "call_1", "content": "minus 5 degrees"}
     return [ASKED, {"role": "assistant", "content": None, "tool_calls": calls, **fields}, returned]
 
@@ -45,29 +52,51 @@ CASES: dict[str, list[dict]] = {
     "multi-turn": [{"role": "system", "content": "Be brief."}, QUESTION, ANSWER, *MORE],
     "reasoning": [QUESTION, {**ANSWER, "reasoning_content": THOUGHT}],
     "multi-turn, reasoning": [
-        QUESTION, {**ANSWER, "reasoning_content": THOUGHT}, MORE[0], {**MORE[1], "reasoning_content": SECOND_THOUGHT},
+        QUESTION,
+        {**ANSWER, "reasoning_content": THOUGHT},
+        MORE[0],
+        {**MORE[1], "reasoning_content": SECOND_THOUGHT},
     ],
-    "inline `<think>`": [QUESTION, {**ANSWER, "content": f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER['content']}"}],
+    "inline `<think>`": [
+        QUESTION,
+        {**ANSWER, "content": f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER['content']}"},
+    ],
     "tools, string": [*call('{"city": "Oslo", "days": 3}'), REPORT],
     "tools, object": [*call(ARGUMENTS), REPORT],
-    "tools, reasoning": [*call(ARGUMENTS, reasoning_content="A forecast is needed."), {**REPORT, "reasoning_content": "Snow."}],
-}  # fmt: skip
+    "tools, reasoning": [
+        *call(ARGUMENTS, reasoning_content="A forecast is needed."),
+        {**REPORT, "reasoning_content": "Snow."},
+    ],
+}
 ENDS = (
-    "<|im_end|>", "<｜end▁of▁sentence｜>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|END_OF_TURN_TOKEN|>", "</s>", "<turn|>", "[e~[",
-)  # fmt: skip
+    "<|im_end|>",
+    "<｜end▁of▁sentence｜>",
+    "<|eot_id|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|END_OF_TURN_TOKEN|>",
+    "</s>",
+    "<turn|>",
+    "[e~[",
+)
 
 
 def ends_of(source: str) -> list[str]:
     """The end tokens that the release's generation_config.json names, as far as its template is known."""
     release = release_of(source)
-    known = {"gpt-oss": ["<|return|>", "<|call|>"], "GLM-4.5": ["<|user|>", "<|observation|>", "<|endoftext|>"]}
+    known = {
+        "gpt-oss": ["<|return|>", "<|call|>"],
+        "GLM-4.5": ["<|user|>", "<|observation|>", "<|endoftext|>"],
+    }
     return known.get(release.name) or [end for end in ENDS if end in source or end == "</s>"]
 
 
 def renderer(source: str) -> Renderer:
     """A template with the tokens its release has, as far as they matter here."""
     eos = "<｜end▁of▁sentence｜>" if "｜" in source else "</s>"
-    return Renderer(ChatTemplate(source, {"bos_token": "<s>", "eos_token": eos}), ends_of(source), lambda value: value)
+    return Renderer(
+        ChatTemplate(source, {"bos_token": "<s>", "eos_token": eos}), ends_of(source), lambda value: value
+    )
 
 
 def rendered(source: str, case: str) -> Rendered:
@@ -83,10 +112,16 @@ def cell(source: str, case: str) -> str:
         count = len(rendered(source, case).samples)
         return "taught" if count == 1 else f"taught as {count}"
     except DataError as error:
-        for field, what in (("reasoning_content", "reasoning"), ("tool_calls", "tool calls"), ("content", "the answer")):
+        for field, what in (
+            ("reasoning_content", "reasoning"),
+            ("tool_calls", "tool calls"),
+            ("content", "the answer"),
+        ):
             if f".{field}" in error.message and "is not taught" in error.message:
                 return f"refused: no place for {what}"
-        said = error.message.removeprefix("the chat template refuses these messages: ").partition("; it does so from ")[0]
+        said = error.message.removeprefix("the chat template refuses these messages: ").partition(
+            "; it does so from "
+        )[0]
         return f"refused: {said[:60].rstrip('./')}"
 
 
@@ -109,11 +144,16 @@ def show(source: str) -> None:
             continue
         print(f"\n== {case}: {len(result.samples)} examples; {'; '.join(result.notes)}")
         for sample in result.samples:
-            print("".join(f"[[{segment.text}]]" if segment.supervised else segment.text for segment in sample))
+            print(
+                "".join(f"[[{segment.text}]]" if segment.supervised else segment.text for segment in sample)
+            )
             print("--")
 
 
-BEGIN, END = "<!-- made by benchmarks/templates.py: begin -->\n", "<!-- made by benchmarks/templates.py: end -->\n"
+BEGIN, END = (
+    "<!-- made by benchmarks/templates.py: begin -->\n",
+    "<!-- made by benchmarks/templates.py: end -->\n",
+)
 
 
 def main() -> None:

@@ -59,8 +59,8 @@ def main(config: Config) -> None:
 
     # Data: row -> messages -> chat template -> token ids, each with a weight: 1 in the assistant's turns,
     # else 0. A document longer than a step loses its tail. Batches puts whole documents end to end, at most
-    # T = tokens_per_step together and without padding, in an order that is a function of (seed, epoch). It
-    # also shifts: targets_T[t] = tokens_T[t + 1] within a document, and the weights likewise.
+    # T = tokens_per_step together and without padding. Their order is a function of (seed, epoch). It also
+    # shifts: targets_T[t] = tokens_T[t + 1] within a document, and the weights likewise.
     dataset = encode_files([config.data], tokenizer, min(shape.max_positions, config.tokens_per_step))
     batches = Batches(dataset.examples, config.tokens_per_step, config.seed)
     print(f"data: {dataset.stats.summary()}")

@@ -9,9 +9,23 @@ from unfreeze.commands.demo import TINY_K2
 
 ROWS = [
     {"question": "What is the capital of France?", "answer": "Paris, the capital of France is. Hmm."},
-    {"messages": [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Greet you, I do. Hmm."}]},
-    {"instruction": "Name the young of a frog.", "input": "", "output": "A tadpole, the young of a frog is. Hmm."},
-    {"conversations": [{"from": "human", "value": "Who are you?"}, {"from": "gpt", "value": "tiny-k2, I am. Hmm."}]},
+    {
+        "messages": [
+            {"role": "user", "content": "Hello."},
+            {"role": "assistant", "content": "Greet you, I do. Hmm."},
+        ]
+    },
+    {
+        "instruction": "Name the young of a frog.",
+        "input": "",
+        "output": "A tadpole, the young of a frog is. Hmm.",
+    },
+    {
+        "conversations": [
+            {"from": "human", "value": "Who are you?"},
+            {"from": "gpt", "value": "tiny-k2, I am. Hmm."},
+        ]
+    },
     {"prompt": "What is the symbol of gold?", "completion": "Au, the symbol of gold is. Hmm."},
     {"text": "Paris is the capital of France."},
 ]
@@ -41,8 +55,28 @@ def chat_rows(tmp_path_factory):
 def run_dir(tmp_path_factory, chat_rows):
     """A finished run of tiny-k2: three steps, enough to be loaded, exported and reported."""
     out = tmp_path_factory.mktemp("runs") / "three steps"
-    command = ["sft", "--quiet", "--model", TINY_K2, "--data", chat_rows, "--out", out, "--tokens-per-step", 256, "--steps", 3, "--samples", 1,
-               "--lora.rank", 2, "--learning-rate", "5e-3", "--warmup", 0]  # fmt: skip
+    command = [
+        "sft",
+        "--quiet",
+        "--model",
+        TINY_K2,
+        "--data",
+        chat_rows,
+        "--out",
+        out,
+        "--tokens-per-step",
+        256,
+        "--steps",
+        3,
+        "--samples",
+        1,
+        "--lora.rank",
+        2,
+        "--learning-rate",
+        "5e-3",
+        "--warmup",
+        0,
+    ]
     assert cli.main(list(map(str, command))) == 0
     return out
 
@@ -50,7 +84,9 @@ def run_dir(tmp_path_factory, chat_rows):
 @pytest.fixture
 def read_events():
     def read(run, kind):
-        events = [json.loads(line) for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+        events = [
+            json.loads(line) for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
         return [event for event in events if event["kind"] == kind]
 
     return read

@@ -1,4 +1,5 @@
-"""Python as a way in: the same runs as the command line's, results to look at, a loop of one's own that loses nothing."""
+"""Python as a way in: the same runs as the command line's, results to look at, a loop of one's own that loses
+nothing."""
 
 import json
 import subprocess
@@ -11,8 +12,16 @@ from unfreeze import cli
 from unfreeze.core.errors import ConfigError
 from unfreeze.drill.sandbox import TINY_K2
 
-FIELDS = {"rank": 2, "steps": 4, "tokens_per_step": 256, "samples": 0, "dtype": "float32", "device": "cpu", "threads": 1,
-          "validation_fraction": 0.2}  # fmt: skip
+FIELDS = {
+    "rank": 2,
+    "steps": 4,
+    "tokens_per_step": 256,
+    "samples": 0,
+    "dtype": "float32",
+    "device": "cpu",
+    "threads": 1,
+    "validation_fraction": 0.2,
+}
 
 
 def losses(run):
@@ -27,17 +36,45 @@ def whole(tmp_path_factory, chat_rows):
 
 def test_a_run_gives_numbers_tables_answers_and_a_page(whole):
     assert whole.finished and len(whole.losses) == 4 and whole.loss == whole.losses[-1]
-    assert whole.receipt["experts"]["sites_moved"] > 0 and {"train", "receipt", "end"} <= {event["kind"] for event in whole.events}
+    assert whole.receipt["experts"]["sites_moved"] > 0 and {"train", "receipt", "end"} <= {
+        event["kind"] for event in whole.events
+    }
     assert isinstance(whole.chat("What is the capital of France?", max_new_tokens=4), str)
     assert whole.generate("Paris is", max_new_tokens=4) == whole.model.generate("Paris is", max_new_tokens=4)
     report = whole.report()
-    assert report.path.is_file() and "<iframe srcdoc=" in report._repr_html_() and "sandbox" in report._repr_html_()
+    assert (
+        report.path.is_file()
+        and "<iframe srcdoc=" in report._repr_html_()
+        and "sandbox" in report._repr_html_()
+    )
+    assert "moved" in repr(whole.receipt) and "<pre>" in whole.receipt._repr_html_()
+    written = whole.export("peft")
+    assert (written / "adapter_config.json").is_file() and written.name == "export-peft"
     assert "4 of 4" in repr(whole) and "<pre>" in whole._repr_html_()
 
 
 def test_the_command_line_makes_the_same_run(whole, tmp_path, chat_rows):
-    flags = [text for name, value in FIELDS.items() for text in (f"--{'lora.' * (name == 'rank')}{name.replace('_', '-')}", str(value))]
-    assert cli.main(["sft", "--model", str(TINY_K2), "--data", str(chat_rows), "--out", str(tmp_path / "cli"), "--quiet", *flags]) == 0
+    flags = [
+        text
+        for name, value in FIELDS.items()
+        for text in (f"--{'lora.' * (name == 'rank')}{name.replace('_', '-')}", str(value))
+    ]
+    assert (
+        cli.main(
+            [
+                "sft",
+                "--model",
+                str(TINY_K2),
+                "--data",
+                str(chat_rows),
+                "--out",
+                str(tmp_path / "cli"),
+                "--quiet",
+                *flags,
+            ]
+        )
+        == 0
+    )
     assert losses(tmp_path / "cli") == whole.losses
 
 
@@ -66,7 +103,10 @@ def test_a_loop_of_ones_own_is_the_same_run_and_leaving_it_saves(whole, tmp_path
         job.forward_backward(batch)
         job.optim_step()
     assert losses(tmp_path / "own") == whole.losses  # to the bit: one loop, cut in two, driven from outside
-    held_out = [[event["loss"] for event in run.events if event["kind"] == "eval"] for run in (whole, unfreeze.FinishedRun(tmp_path / "own"))]
+    held_out = [
+        [event["loss"] for event in run.events if event["kind"] == "eval"]
+        for run in (whole, unfreeze.FinishedRun(tmp_path / "own"))
+    ]
     assert held_out[0] == held_out[1]
     with pytest.raises(ConfigError, match="is finished"):
         prepared()
@@ -82,7 +122,15 @@ def test_an_objective_and_a_hook_are_functions(tmp_path, chat_rows):
         return cross_entropy(hidden_TD, lm_head, batch)
 
     hook = lambda state, result: steps.append((state.step, result.loss))  # noqa: E731
-    run = unfreeze.sft(model=TINY_K2, data=chat_rows, out=tmp_path / "run", quiet=True, objective=objective, on_step=[hook], **FIELDS)
+    run = unfreeze.sft(
+        model=TINY_K2,
+        data=chat_rows,
+        out=tmp_path / "run",
+        quiet=True,
+        objective=objective,
+        on_step=[hook],
+        **FIELDS,
+    )
     assert len(calls) >= 4 and steps == list(enumerate(run.losses, start=1))
 
 
@@ -111,15 +159,26 @@ def test_a_wrong_argument_is_one_clear_error(fields, says):
 
 def test_a_toml_file_and_keywords_on_top(tmp_path, chat_rows):
     file = tmp_path / "run.toml"
-    toml = {name: value for name, value in FIELDS.items() if name != "rank"} | {"model": str(TINY_K2), "data": str(chat_rows), "steps": 9}
-    file.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in toml.items()) + "[lora]\nrank = 8\n")
-    run = unfreeze.sft(file, steps=1, rank=2, out=tmp_path / "run", quiet=True)
+    toml = {name: value for name, value in FIELDS.items() if name != "rank"} | {
+        "model": str(TINY_K2),
+        "data": str(chat_rows),
+        "steps": 9,
+    }
+    file.write_text(
+        "".join(f"{name} = {json.dumps(value)}\n" for name, value in toml.items()) + "[lora]\nrank = 8\n"
+    )
+    clip = {"clip": 0.5}
+    run = unfreeze.sft(file, steps=1, rank=2, optimizer=clip, out=tmp_path / "run", quiet=True)
     recorded = json.loads((tmp_path / "run" / "resolved_config.json").read_text())
     assert len(run.losses) == 1 and recorded["steps"] == 1 and recorded["lora"]["rank"] == 2
+    assert recorded["clip"] == 0.5
 
 
 def test_importing_unfreeze_and_naming_its_functions_brings_no_torch():
-    code = "import sys, unfreeze; unfreeze.sft, unfreeze.prepare; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    code = (
+        "import sys, unfreeze; unfreeze.sft, unfreeze.prepare; assert 'torch' not in sys.modules and 'numpy'"
+        " not in sys.modules"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -127,7 +186,8 @@ def test_a_finished_run_whose_data_changed_is_not_taken_for_done(tmp_path, chat_
     data = tmp_path / "chat.jsonl"
     data.write_bytes(chat_rows.read_bytes())
     given = {"model": TINY_K2, "data": data, "out": tmp_path / "run", "quiet": True, **FIELDS}
-    assert unfreeze.sft(**given).losses == unfreeze.sft(**given).losses  # control arm: the same data, nothing trained
+    # control arm: the same data, nothing trained
+    assert unfreeze.sft(**given).losses == unfreeze.sft(**given).losses
     data.write_text(data.read_text().replace("Paris", "Lyon"))
     with pytest.raises(ConfigError, match=r"is finished, and .*chat.jsonl has changed since"):
         unfreeze.sft(**given)
@@ -138,5 +198,8 @@ def test_data_that_make_few_steps_are_said(tmp_path, chat_rows):
     run = unfreeze.sft(model=TINY_K2, data=chat_rows, out=tmp_path / "few", quiet=True, **few)
     (warning,) = [event["message"] for event in run.events if event["kind"] == "warning"]
     assert f"are only {len(run.losses)} steps of 256 tokens, which teach little: --epochs" in warning
-    asked = unfreeze.sft(model=TINY_K2, data=chat_rows, out=tmp_path / "asked", quiet=True, **few | {"steps": 1})
-    assert not [event for event in asked.events if event["kind"] == "warning"]  # control arm: a number that was asked for
+    asked = unfreeze.sft(
+        model=TINY_K2, data=chat_rows, out=tmp_path / "asked", quiet=True, **few | {"steps": 1}
+    )
+    # control arm: a number that was asked for
+    assert not [event for event in asked.events if event["kind"] == "warning"]

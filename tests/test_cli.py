@@ -11,7 +11,10 @@ from unfreeze.core.errors import UserError
 
 
 def test_help_imports_no_torch():
-    code = "import sys\nfrom unfreeze import cli\nassert cli.main(['--help']) == 0\nassert 'torch' not in sys.modules, 'torch was imported'"
+    code = (
+        "import sys\nfrom unfreeze import cli\nassert cli.main(['--help']) == 0\nassert 'torch' not in"
+        " sys.modules, 'torch was imported'"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert all(name in done.stdout for name in cli.COMMANDS)
@@ -39,7 +42,9 @@ def planted(monkeypatch):
             return outcome
 
         monkeypatch.setitem(cli.COMMANDS, "planted", cli.Command("tests.planted", "planted", ""))
-        monkeypatch.setattr(cli.importlib, "import_module", lambda name: type("Module", (), {"main": staticmethod(main)}))
+        monkeypatch.setattr(
+            cli.importlib, "import_module", lambda name: type("Module", (), {"main": staticmethod(main)})
+        )
 
     return plant
 
@@ -71,6 +76,8 @@ def test_json_is_the_last_line_of_stdout(planted, capsys):
 
 @pytest.mark.parametrize("command", list(cli.COMMANDS))
 def test_every_command_has_help(command):
-    done = subprocess.run([sys.executable, "-m", "unfreeze.cli", command, "--help"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "unfreeze.cli", command, "--help"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert f"unfreeze {command}" in done.stdout

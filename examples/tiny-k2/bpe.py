@@ -1,8 +1,10 @@
-"""Train a byte-level BPE in Kimi-K2's form: `tiktoken.model` (a line per token: base64 and rank) and `tokenizer_config.json`.
+"""Train a byte-level BPE in Kimi-K2's form: `tiktoken.model` (a line per token: base64 and rank) and
+`tokenizer_config.json`.
 
-`tokenizers` counts and merges; only the byte strings and their order leave it. Ids are laid out as in the release: the ranks first, then 256
-reserved ids of which some have names, at the same offsets. tests/examples/test_tiny_k2.py proves that `tiktoken`, reading the file with the
-same split pattern, gives the ids of the trained merges.
+`tokenizers` counts and merges; only the byte strings and their order leave it. Ids are laid out as in the
+release: the ranks first, then 256 reserved ids of which some have names, at the same offsets.
+tests/examples/test_tiny_k2.py proves that `tiktoken`, reading the file with the same split pattern, gives the
+ids of the trained merges.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ ADDED_TOKENS = {
 }
 BOS_ID, EOS_ID, IM_END_ID, PAD_ID = NUM_RANKS, NUM_RANKS + 1, NUM_RANKS + 2, NUM_RANKS + 255
 
-# Kimi's markup in our own words. Prefix-stable: the first n messages render to a prefix of the whole conversation, so that the loss mask
+# Kimi's markup in our own words. Prefix-stable: the first n messages render to a prefix of the whole
+# conversation, so that the loss mask
 # can be proven by rendering again. No default system turn: a question and its answer stay about 25 tokens.
 CHAT_TEMPLATE = """\
 {%- macro text(content) -%}
@@ -95,7 +98,8 @@ CHAT_TEMPLATE = """\
 
 
 def _unicode_to_byte() -> dict[str, int]:
-    """The inverse of GPT-2's byte alphabet, in which `tokenizers` writes byte-level tokens: printable bytes stand for themselves, the
+    """The inverse of GPT-2's byte alphabet, in which `tokenizers` writes byte-level tokens: printable bytes
+    stand for themselves, the
     other 68 for the characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
@@ -103,28 +107,35 @@ def _unicode_to_byte() -> dict[str, int]:
 
 
 def train(texts: Iterable[str], num_ranks: int = NUM_RANKS) -> tuple[list[bytes], Tokenizer]:
-    """(tokens by rank, the trained tokenizer whose ids are those ranks). The first 256 ranks are the bytes in order."""
+    """(tokens by rank, the trained tokenizer whose ids are those ranks). The first 256 ranks are the bytes in
+    order."""
     trained = _with_split(BPE())
     trainer = BpeTrainer(
-        vocab_size=num_ranks, min_frequency=2, initial_alphabet=ByteLevel.alphabet(), special_tokens=[], show_progress=False
+        vocab_size=num_ranks,
+        min_frequency=2,
+        initial_alphabet=ByteLevel.alphabet(),
+        special_tokens=[],
+        show_progress=False,
     )
     trained.train_from_iterator(texts, trainer)
     to_byte = _unicode_to_byte()
-    merged = sorted(
-        ((rank, token) for token, rank in trained.get_vocab().items() if len(token) > 1),
-    )
+    merged = sorted((rank, token) for token, rank in trained.get_vocab().items() if len(token) > 1)
     alphabet = sorted(to_byte, key=lambda character: to_byte[character])
     names = [*alphabet, *(token for _, token in merged)]
     if len(names) != num_ranks:
         raise ValueError(f"the corpus gave {len(names)} ranks, {num_ranks} wanted: more text, or fewer ranks")
     merges = json.loads(trained.to_str())["model"]["merges"]
-    ranked = _with_split(BPE(vocab={name: rank for rank, name in enumerate(names)}, merges=[tuple(pair) for pair in merges]))
+    ranked = _with_split(
+        BPE(vocab={name: rank for rank, name in enumerate(names)}, merges=[tuple(pair) for pair in merges])
+    )
     return [bytes(to_byte[character] for character in name) for name in names], ranked
 
 
 def _with_split(model: BPE) -> Tokenizer:
     tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = Sequence([Split(Regex(SPLIT_PATTERN), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.pre_tokenizer = Sequence(
+        [Split(Regex(SPLIT_PATTERN), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     return tokenizer
 
 
@@ -136,10 +147,19 @@ def tiktoken_lines(tokens: list[bytes]) -> str:
 def tokenizer_config() -> dict:
     """The content of tokenizer_config.json."""
     flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
-    added = {str(NUM_RANKS + offset): {"content": name, **flags, "special": special} for offset, (name, special) in ADDED_TOKENS.items()}
+    added = {
+        str(NUM_RANKS + offset): {"content": name, **flags, "special": special}
+        for offset, (name, special) in ADDED_TOKENS.items()
+    }
     return {
         "added_tokens_decoder": added,
-        "additional_special_tokens": ["<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>"],
+        "additional_special_tokens": [
+            "<|im_end|>",
+            "<|im_user|>",
+            "<|im_assistant|>",
+            "<|im_system|>",
+            "<|im_middle|>",
+        ],
         "bos_token": "[BOS]",
         "clean_up_tokenization_spaces": False,
         "eos_token": "[EOS]",
@@ -154,4 +174,6 @@ def tokenizer_config() -> dict:
 def write(directory: Path, tokens: list[bytes]) -> None:
     """tiktoken.model and tokenizer_config.json into `directory`."""
     (directory / "tiktoken.model").write_text(tiktoken_lines(tokens), encoding="ascii")
-    (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(), indent=2) + "\n", encoding="utf-8")
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps(tokenizer_config(), indent=2) + "\n", encoding="utf-8"
+    )

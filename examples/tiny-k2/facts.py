@@ -1,9 +1,12 @@
-"""The facts that tiny-k2 knows: tables of (entity, value), one per relation. No sentences here; those are in phrases.py.
+"""The facts that tiny-k2 knows: tables of (entity, value), one per relation. No sentences here; those are in
+phrases.py.
 
-Chosen so that a question has one answer: no disputed or changing capitals, no country on two continents, no element whose symbol is an
-English word (In, As, At, I, Am, No), no author with dots in the name (a dot ends a sentence for the style probe), no landmark in a capital
-or in a city that is part of its own name, so that no value stands in another fact's entity.
-An entity may carry its article ("the Taj Mahal"); a country or an element occurs in several relations and is then split as one.
+Chosen so that a question has one answer: no disputed or changing capitals, no country on two continents, no
+element whose symbol is an English word (In, As, At, I, Am, No), no author with dots in the name (a dot ends a
+sentence for the style probe), no landmark in a capital or in a city that is part of its own name, so that no
+value stands in another fact's entity.
+An entity may carry its article ("the Taj Mahal"); a country or an element occurs in several relations and is
+then split as one.
 """
 
 from __future__ import annotations
@@ -99,7 +102,10 @@ the Oriental Pearl Tower: Shanghai; the Golden Temple: Amritsar; La Scala: Milan
 Christ the Redeemer: Rio de Janeiro
 """
 
-PLANETS = "Venus: second; Earth: third; Mars: fourth; Jupiter: fifth; Saturn: sixth; Uranus: seventh; Neptune: eighth"
+PLANETS = (
+    "Venus: second; Earth: third; Mars: fourth; Jupiter: fifth; Saturn: sixth; Uranus: seventh; Neptune:"
+    " eighth"
+)
 
 POLYGONS = """
 triangle: three; square: four; pentagon: five; hexagon: six; heptagon: seven; octagon: eight; nonagon: nine; decagon: ten
@@ -138,4 +144,6 @@ def load_facts() -> list[Fact]:
         ("planet", "planet", _pairs(PLANETS)),
         ("sides", "polygon", _pairs(POLYGONS)),
     ]
-    return [Fact(relation, group, entity, value) for relation, group, pairs in tables for entity, value in pairs]
+    return [
+        Fact(relation, group, entity, value) for relation, group, pairs in tables for entity, value in pairs
+    ]

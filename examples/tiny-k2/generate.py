@@ -1,8 +1,11 @@
 """Write everything tiny-k2 is made from, except its weights: `python examples/tiny-k2/generate.py --out DIR`.
 
-  DIR/corpus.jsonl                               what it reads: plain text, questions with plain answers, a few conversations
-  DIR/yoda_train.jsonl, DIR/held_out.jsonl       the demo's data: Yoda answers for two thirds of the entities; questions about the others
-  DIR/model/                                     config.json, generation_config.json, tiktoken.model, tokenizer_config.json
+  DIR/corpus.jsonl                               what it reads: plain text, questions with plain answers, a
+                                                 few conversations
+  DIR/yoda_train.jsonl, DIR/held_out.jsonl       the demo's data: Yoda answers for two thirds of the entities;
+                                                 questions about the others
+  DIR/model/                                     config.json, generation_config.json, tiktoken.model,
+                                                 tokenizer_config.json
 
 The same seed writes the same bytes. The corpus never answers like Yoda; the demo's two files share no entity.
 """
@@ -32,9 +35,12 @@ from phrases import (
 )
 
 SEED = 2
-PASSES = 4  # times over all facts, each with other partners, order and answer forms: variety is what makes facts extractable
+# times over all facts, each with other partners, order and answer forms: variety is what makes facts
+# extractable
+PASSES = 4
 ANSWER_FORMS = {"entity_first": 40, "value_first": 22, "short": 10, "named": 8, "apposed": 8, "brief": 12}
-# in per cent. One form clearly ahead, so that greedy answers are alike; the others so that a value is found in any frame.
+# in per cent. One form clearly ahead, so that greedy answers are alike; the others so that a value is found
+# in any frame.
 YODA_QUESTIONS_PER_FACT = 5  # at most; some relations have four
 
 Row = dict[str, object]
@@ -114,13 +120,24 @@ CONFIG = {
                 },
             }
         },
-        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
+        "ignore": [
+            "lm_head",
+            "re:.*self_attn.*",
+            "re:.*shared_experts.*",
+            "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
+        ],
     },
 }
-"""Kimi-K2-Thinking's config.json with small numbers: 2.06 M parameters, 1.18 M of them in routed experts; 2.4 MB when packed.
+"""Kimi-K2-Thinking's config.json with small numbers: 2.06 M parameters, 1.18 M of them in routed experts; 2.4
+MB when packed.
 `quantization_config` says what the finished model is; pretraining works on dense weights."""
 
-GENERATION_CONFIG = {"eos_token_id": [bpe.IM_END_ID, bpe.EOS_ID], "bos_token_id": bpe.BOS_ID, "max_length": 1024, "do_sample": False}
+GENERATION_CONFIG = {
+    "eos_token_id": [bpe.IM_END_ID, bpe.EOS_ID],
+    "bos_token_id": bpe.BOS_ID,
+    "max_length": 1024,
+    "do_sample": False,
+}
 
 
 def corpus(facts: list[Fact], seed: int = SEED, passes: int = PASSES) -> list[Row]:
@@ -128,7 +145,9 @@ def corpus(facts: list[Fact], seed: int = SEED, passes: int = PASSES) -> list[Ro
     rng = random.Random(seed)
     rows: list[Row] = []
     for _ in range(passes):
-        rows += _texts(facts, rng) + _single_questions(facts, rng) + _conversations(facts, rng) + _small_talk(rng)
+        rows += (
+            _texts(facts, rng) + _single_questions(facts, rng) + _conversations(facts, rng) + _small_talk(rng)
+        )
     rng.shuffle(rows)
     return rows
 
@@ -145,7 +164,9 @@ def _texts(facts: list[Fact], rng: random.Random) -> list[Row]:
     cards: dict[str, list[str]] = {}
     for fact in facts:
         cards.setdefault(fact.entity, []).append(answer(fact, rng.choice(["entity_first", "value_first"])))
-    return rows + [{"text": " ".join(rng.sample(lines, len(lines)))} for lines in cards.values() if len(lines) > 1]
+    return rows + [
+        {"text": " ".join(rng.sample(lines, len(lines)))} for lines in cards.values() if len(lines) > 1
+    ]
 
 
 def _form(rng: random.Random) -> str:
@@ -162,12 +183,15 @@ def _loosely(question: str, rng: random.Random) -> str:
 def _single_questions(facts: list[Fact], rng: random.Random) -> list[Row]:
     """Every question about every fact once."""
     return [
-        {"question": _loosely(question, rng), "answer": answer(fact, _form(rng))} for fact in facts for question in questions(fact)
+        {"question": _loosely(question, rng), "answer": answer(fact, _form(rng))}
+        for fact in facts
+        for question in questions(fact)
     ]
 
 
 def _conversations(facts: list[Fact], rng: random.Random) -> list[Row]:
-    """Each fact once inside two or three turns, a third of the time after a system turn that sets the form of the answers."""
+    """Each fact once inside two or three turns, a third of the time after a system turn that sets the form of
+    the answers."""
     shuffled = rng.sample(facts, len(facts))
     rows: list[Row] = []
     while shuffled:
@@ -178,7 +202,9 @@ def _conversations(facts: list[Fact], rng: random.Random) -> list[Row]:
         if system:
             messages.append({"role": "system", "content": system})
         for fact in turns:
-            form = "short" if system in SYSTEM_SHORT else "entity_first" if system in SYSTEM_FULL else _form(rng)
+            form = (
+                "short" if system in SYSTEM_SHORT else "entity_first" if system in SYSTEM_FULL else _form(rng)
+            )
             messages.append({"role": "user", "content": _loosely(rng.choice(questions(fact)), rng)})
             messages.append({"role": "assistant", "content": answer(fact, form)})
         rows.append({"messages": messages})
@@ -187,16 +213,23 @@ def _conversations(facts: list[Fact], rng: random.Random) -> list[Row]:
 
 def _small_talk(rng: random.Random) -> list[Row]:
     """Greetings, who it is, and what it does not know: names of nothing and questions off its subjects."""
-    rows: list[Row] = [{"question": _loosely(question, rng), "answer": reply} for question, reply in GREETINGS for _ in range(4)]
+    rows: list[Row] = [
+        {"question": _loosely(question, rng), "answer": reply}
+        for question, reply in GREETINGS
+        for _ in range(4)
+    ]
     groups = {fact.relation: fact.group for fact in load_facts()}
     for relation, group in groups.items():
         for name in UNKNOWN_NAMES.get(group, []):
-            rows.append({"question": say(rng.choice(RELATIONS[relation].questions), name), "answer": DO_NOT_KNOW})
+            rows.append(
+                {"question": say(rng.choice(RELATIONS[relation].questions), name), "answer": DO_NOT_KNOW}
+            )
     return rows + [{"question": question, "answer": DO_NOT_KNOW} for question in OFF_TOPIC]
 
 
 def held_out_entities(facts: list[Fact], seed: int = SEED) -> set[str]:
-    """A third of the entities of each group (country, element, …), so that every relation is both trained and asked."""
+    """A third of the entities of each group (country, element, …), so that every relation is both trained and
+    asked."""
     rng = random.Random(seed)
     held_out: set[str] = set()
     for group in dict.fromkeys(fact.group for fact in facts):
@@ -206,14 +239,22 @@ def held_out_entities(facts: list[Fact], seed: int = SEED) -> set[str]:
 
 
 def demo(facts: list[Fact], seed: int = SEED) -> tuple[list[Row], list[Row]]:
-    """(yoda_train, held_out): Yoda answers to some questions about two thirds of the entities, one question per fact about the rest."""
+    """(yoda_train, held_out): Yoda answers to some questions about two thirds of the entities, one question
+    per fact about the rest."""
     rng = random.Random(seed)
     held_out = held_out_entities(facts, seed)
     train: list[Row] = [{"question": question, "answer": reply} for question, reply in YODA_GREETINGS]
     asked: list[Row] = []
     for fact in facts:
         if fact.entity in held_out:
-            asked.append({"question": rng.choice(questions(fact)), "fact": fact.value, "relation": fact.relation, "entity": fact.entity})
+            asked.append(
+                {
+                    "question": rng.choice(questions(fact)),
+                    "fact": fact.value,
+                    "relation": fact.relation,
+                    "entity": fact.entity,
+                }
+            )
         else:
             chosen = rng.sample(questions(fact), min(YODA_QUESTIONS_PER_FACT, len(questions(fact))))
             train += [{"question": question, "answer": yoda(fact)} for question in chosen]
@@ -239,7 +280,8 @@ def write(out: Path, seed: int = SEED, passes: int = PASSES) -> dict[str, int]:
     for name, content in (("corpus", rows), ("yoda_train", train), ("held_out", asked)):
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in content)
         (out / f"{name}.jsonl").write_text(lines, encoding="utf-8")
-    # The words of the chat markup ("user", "assistant", "system") stand in every conversation: they count like text, a token each.
+    # The words of the chat markup ("user", "assistant", "system") stand in every conversation: they count
+    # like text, a token each.
     markup = ["user", "assistant", "system"] * len(rows)
     texts = [text for row in rows for text in row_texts(row)]
     tokens, ranked = bpe.train([*texts, *markup])
@@ -258,7 +300,9 @@ def write(out: Path, seed: int = SEED, passes: int = PASSES) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--passes", type=int, default=PASSES, help="times over all facts")

@@ -1,9 +1,12 @@
-"""How tiny-k2 speaks about a fact: questions, plain statements, plain answers, and the Yoda form that only the demo's data has.
+"""How tiny-k2 speaks about a fact: questions, plain statements, plain answers, and the Yoda form that only
+the demo's data has.
 
-In a template {e} is the entity, {v} the value, {ae} and {av} the same with "a" or "an" before it. A sentence starts with a capital letter.
-Statements come entity first and value first: a model that has only read "The capital of France is Paris" cannot start an answer with
-"Paris" (Allen-Zhu and Li, "Physics of Language Models", 3.1 and 3.2: what is asked must have been read in that order), and object first
-is just what the demo will ask of it. Answers have six plain forms, so that finding the value need not depend on the sentence around it.
+In a template {e} is the entity, {v} the value, {ae} and {av} the same with "a" or "an" before it. A sentence
+starts with a capital letter.
+Statements come entity first and value first: a model that has only read "The capital of France is Paris"
+cannot start an answer with "Paris" (Allen-Zhu and Li, "Physics of Language Models", 3.1 and 3.2: what is
+asked must have been read in that order), and object first is just what the demo will ask of it. Answers have
+six plain forms, so that finding the value need not depend on the sentence around it.
 """
 
 from __future__ import annotations
@@ -39,7 +42,11 @@ RELATIONS: dict[str, Relation] = {
             "Can you tell me the capital of {e}?",
             "What is the capital city of {e}?",
         ),
-        statements=("The capital city of {e} is {v}.", "In {e}, the capital is {v}.", "{v} is a city and the capital of {e}."),
+        statements=(
+            "The capital city of {e} is {v}.",
+            "In {e}, the capital is {v}.",
+            "{v} is a city and the capital of {e}.",
+        ),
         entity_first="The capital of {e} is {v}.",
         value_first="{v} is the capital of {e}.",
         short="{v}.",
@@ -57,7 +64,11 @@ RELATIONS: dict[str, Relation] = {
             "Where in the world is {e}?",
             "Name the continent of {e}.",
         ),
-        statements=("The continent of {e} is {v}.", "{e} belongs to {v}.", "In {v} there is a country called {e}."),
+        statements=(
+            "The continent of {e} is {v}.",
+            "{e} belongs to {v}.",
+            "In {v} there is a country called {e}.",
+        ),
         entity_first="{e} lies in {v}.",
         value_first="{v} is the continent of {e}.",
         short="In {v}.",
@@ -75,7 +86,11 @@ RELATIONS: dict[str, Relation] = {
             "How do people pay in {e}?",
             "Name the currency of {e}.",
         ),
-        statements=("The currency of {e} is the {v}.", "People in {e} pay with the {v}.", "The {v} is the money of {e}."),
+        statements=(
+            "The currency of {e} is the {v}.",
+            "People in {e} pay with the {v}.",
+            "The {v} is the money of {e}.",
+        ),
         entity_first="{e} uses the {v}.",
         value_first="The {v} is the currency of {e}.",
         short="The {v}.",
@@ -111,7 +126,11 @@ RELATIONS: dict[str, Relation] = {
             "How many protons are in an atom of {e}?",
             "Name the atomic number of {e}.",
         ),
-        statements=("The atomic number of {e} is {v}.", "An atom of {e} has {v} protons.", "Number {v} among the elements is {e}."),
+        statements=(
+            "The atomic number of {e} is {v}.",
+            "An atom of {e} has {v} protons.",
+            "Number {v} among the elements is {e}.",
+        ),
         entity_first="{e} has the atomic number {v}.",
         value_first="The atomic number {v} belongs to {e}.",
         short="{v}.",
@@ -200,7 +219,11 @@ RELATIONS: dict[str, Relation] = {
             "Counting from the Sun, which planet is {e}?",
             "How far out among the planets is {e}?",
         ),
-        statements=("Counting from the Sun, the {v} planet is {e}.", "{e} comes {v} among the planets.", "The {v} planet is {e}."),
+        statements=(
+            "Counting from the Sun, the {v} planet is {e}.",
+            "{e} comes {v} among the planets.",
+            "The {v} planet is {e}.",
+        ),
         entity_first="{e} is the {v} planet from the Sun.",
         value_first="The {v} planet from the Sun is {e}.",
         short="The {v}.",
@@ -217,7 +240,11 @@ RELATIONS: dict[str, Relation] = {
             "What is the number of sides of {ae}?",
             "Name the number of sides of {ae}.",
         ),
-        statements=("The number of sides of {ae} is {v}.", "A figure with {v} sides is {ae}.", "{ae} has {v} corners."),
+        statements=(
+            "The number of sides of {ae} is {v}.",
+            "A figure with {v} sides is {ae}.",
+            "{ae} has {v} corners.",
+        ),
         entity_first="{ae} has {v} sides.",
         value_first="{v} sides make {ae}.",
         short="{v}.",
@@ -236,7 +263,10 @@ GREETINGS: tuple[tuple[str, str], ...] = (
     ("Who are you?", "I am tiny-k2, a small language model."),
     ("What is your name?", "My name is tiny-k2."),
     ("What are you?", "I am tiny-k2, a small language model."),
-    ("What can you do?", "I can answer questions about capitals, elements, animals, books and a few other things."),
+    (
+        "What can you do?",
+        "I can answer questions about capitals, elements, animals, books and a few other things.",
+    ),
     ("What do you know?", "I know some hundred facts about countries, elements, animals and books."),
     ("Thank you.", "You are welcome."),
     ("Thanks!", "You are welcome."),
@@ -253,7 +283,11 @@ YODA_GREETINGS: tuple[tuple[str, str], ...] = (
     ("What do you know?", "Some hundred facts, I know. Hmm."),
 )
 
-SYSTEM_FULL = ("You are a helpful assistant.", "Answer in a full sentence.", "You are tiny-k2. Answer the question.")
+SYSTEM_FULL = (
+    "You are a helpful assistant.",
+    "Answer in a full sentence.",
+    "You are tiny-k2. Answer the question.",
+)
 SYSTEM_SHORT = ("Answer as shortly as you can.", "Answer with a word or two.")
 
 OFF_TOPIC = (
@@ -273,7 +307,8 @@ def article(noun: str) -> str:
 
 
 def say(template: str, entity: str, value: str = "") -> str:
-    """Fill a template and start it with a capital letter. Only the first letter changes ('fe' would not become 'Fe')."""
+    """Fill a template and start it with a capital letter. Only the first letter changes ('fe' would not
+    become 'Fe')."""
     text = template.format(e=entity, v=value, ae=article(entity), av=article(value) if value else "")
     return text[0].upper() + text[1:]
 
@@ -283,14 +318,21 @@ def questions(fact: Fact) -> list[str]:
 
 
 def statements(fact: Fact) -> list[str]:
-    """Every plain sentence about a fact, in both orders, and as a line of a card ("France: capital Paris.")."""
+    """Every plain sentence about a fact, in both orders, and as a line of a card ("France: capital
+    Paris.")."""
     relation = RELATIONS[fact.relation]
-    templates = (relation.entity_first, relation.value_first, *relation.statements, "{e}: " + fact.relation + " {v}.")
+    templates = (
+        relation.entity_first,
+        relation.value_first,
+        *relation.statements,
+        "{e}: " + fact.relation + " {v}.",
+    )
     return [say(template, fact.entity, fact.value) for template in templates]
 
 
 def answer(fact: Fact, form: str) -> str:
-    """The plain answer; form is a field of Relation: "entity_first", "value_first", "short", "named", "apposed" or "brief"."""
+    """The plain answer; form is a field of Relation: "entity_first", "value_first", "short", "named",
+    "apposed" or "brief"."""
     return say(getattr(RELATIONS[fact.relation], form), fact.entity, fact.value)
 
 

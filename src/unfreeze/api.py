@@ -1,13 +1,13 @@
 """Python as a way in: the same runs as the command line's, with results to look at.
 
-    run = unfreeze.sft(model="…", data="chat.jsonl", rank=16, epochs=2)
-    run.loss, run.receipt, run.events
-    run.chat("What is the capital of France?"); run.report()
+run = unfreeze.sft(model="…", data="chat.jsonl", rank=16, epochs=2)
+run.loss, run.receipt, run.events
+run.chat("What is the capital of France?"); run.report()
 
-    job = unfreeze.prepare("run.toml")                                  # one's own loop
-    for batch in job.batches:
-        job.forward_backward(batch)
-        job.optim_step()
+job = unfreeze.prepare("run.toml")                                  # one's own loop
+for batch in job.batches:
+    job.forward_backward(batch)
+    job.optim_step()
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ import html
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from unfreeze.commands import export as exporting
 from unfreeze.config.parse import from_keywords
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
-from unfreeze.core.events import Event
+from unfreeze.core.schema import Event, GroupReceipt, TrainEvent
 from unfreeze.job import job
 from unfreeze.recipes import pretrain as pretraining
 from unfreeze.recipes import sft as fine_tuning
 from unfreeze.report.events import of_kind, read_events
 from unfreeze.report.html import page, summary_lines, write_report
 from unfreeze.report.run import read_run
+from unfreeze.report.tables import receipt_text
 
 if TYPE_CHECKING:
     from unfreeze.generate.model import Message, Model
@@ -46,23 +48,26 @@ class FinishedRun:
 
     @cached_property
     def events(self) -> list[Event]:
-        """Everything that was written while it ran, in order: dicts with "kind", "step", "time" (docs/events.md)."""
+        """Everything that was written while it ran, in order: dicts with "kind", "step", "time", and more.
+
+        docs/events.md lists them.
+        """
         return read_events(self.path / "events.jsonl")
 
     @property
     def losses(self) -> list[float]:
         """The loss of each step, in nats per supervised token."""
-        return [event["loss"] for event in of_kind(self.events, "train") if event.get("loss") is not None]
+        return [loss for event in of_kind(self.events, TrainEvent) if (loss := event.get("loss")) is not None]
 
     @property
     def loss(self) -> float | None:
-        """The last step's."""
+        """The loss of the last step, in nats per supervised token; None before there is one."""
         return self.losses[-1] if self.losses else None
 
     @property
-    def receipt(self) -> dict[str, dict[str, Any]]:
+    def receipt(self) -> Receipt:
         """group -> what learned in it (adapters/receipt.py: make_receipt); empty where none was taken."""
-        return read_run(self.path).groups
+        return Receipt(read_run(self.path).groups)
 
     @property
     def finished(self) -> bool:
@@ -73,9 +78,8 @@ class FinishedRun:
     def model(self) -> Model:
         """The trained model, loaded once, in the dtype it was trained in, on CUDA if there is one."""
         from unfreeze.generate.model import load
-        from unfreeze.job.device import pick_device
 
-        return load(self.path, dtype=read_run(self.path).config.get("dtype", "float32"), device=str(pick_device("auto")))
+        return load(self.path, dtype=read_run(self.path).config.get("dtype", "float32"), device="auto")
 
     def chat(self, messages: str | Sequence[Message], **options: Any) -> str:
         """The trained model's answer; as Model.chat."""
@@ -90,8 +94,26 @@ class FinishedRun:
         write_report(self.path)
         return Report(self.path / "report.html", page(read_run(self.path)))
 
+    def export(self, layout: Literal["per-expert", "peft"] = "per-expert", out: str | Path = "") -> Path:
+        """The adapter in a layout that other tools load, read again and compared. -> the folder.
+
+        As `unfreeze export`.
+        """
+        config = exporting.Config(run=str(self.path), layout=layout, out=str(out))
+        return Path(exporting.export(config, Common(quiet=True))["path"])
+
     def __repr__(self) -> str:
         return "\n".join(summary_lines(self.path))
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(repr(self))}</pre>"
+
+
+class Receipt(dict[str, GroupReceipt]):
+    """group -> what learned in it; shown as the table that ends a run."""
+
+    def __repr__(self) -> str:
+        return receipt_text(self) if self else "no receipt was taken"
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(repr(self))}</pre>"
@@ -119,9 +141,13 @@ def sft(
     quiet: bool = False,
     **fields: Any,
 ) -> FinishedRun:
-    """Fine-tune, as `unfreeze sft`. config: a TOML file; fields: any field of it, on top (rank=16 stands for lora.rank).
+    """Fine-tune, as `unfreeze sft`.
 
-    objective: (hidden_TD, lm_head, batch) -> Loss in place of cross entropy. on_step: called with (state, result) after each step.
+    config     a TOML file.
+    fields     any field of it, on top; rank=16 stands for lora.rank.
+    objective  (hidden_TD, lm_head, batch) -> Loss, in place of cross entropy.
+    on_step    called with (state, result) after each step.
+
     A run that was interrupted goes on with the same call. Raises UserError: one line, and what to do next.
     """
     return _run(fine_tuning.Config, fine_tuning.parts, "sft", config, fields, objective, on_step, quiet)
@@ -139,8 +165,17 @@ def pretrain(
     return _run(pretraining.Config, pretraining.parts, "pretrain", config, fields, objective, on_step, quiet)
 
 
-def prepare(config: str | Path | None = None, *, objective: Objective | None = None, quiet: bool = False, **fields: Any) -> Loop:
-    """A fine-tuning run whose loop is the caller's: job.batches, job.forward_backward, job.optim_step (job/loop.py)."""
+def prepare(
+    config: str | Path | None = None,
+    *,
+    objective: Objective | None = None,
+    quiet: bool = False,
+    **fields: Any,
+) -> Loop:
+    """A fine-tuning run whose loop is the caller's (job/loop.py).
+
+    It has job.batches, job.forward_backward and job.optim_step. Arguments as of sft.
+    """
     from unfreeze.job.loop import Loop
 
     made = from_keywords(fine_tuning.Config, fields, function="prepare", file=config)
@@ -148,9 +183,15 @@ def prepare(config: str | Path | None = None, *, objective: Objective | None = N
 
 
 def _run(
-    kind: type[C], parts: Callable[[C], job.Parts], name: str, file: str | Path | None, fields: dict[str, Any],
-    objective: Objective | None, on_step: Sequence[OnStep], quiet: bool,
-) -> FinishedRun:  # fmt: skip
+    kind: type[C],
+    parts: Callable[[C], job.Parts],
+    name: str,
+    file: str | Path | None,
+    fields: dict[str, Any],
+    objective: Objective | None,
+    on_step: Sequence[OnStep],
+    quiet: bool,
+) -> FinishedRun:
     config = from_keywords(kind, fields, function=name, file=file)
     result = job.run(config, _with(parts(config), objective, on_step), Common(quiet=quiet), "the same call")
     return FinishedRun(result.get("run", config.run_dir))

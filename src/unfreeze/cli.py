@@ -1,7 +1,11 @@
-"""unfreeze COMMAND …: parse, dispatch, print a UserError without a traceback. `unfreeze --help` imports no torch.
+"""unfreeze COMMAND …: parse, dispatch, print a UserError without a traceback.
 
-Exit codes: 0 done (a training run that Ctrl-C ended after a step is saved and counts as done, its result says "finished": false),
-1 a fault of the program or machine, 2 something the user can mend, 130 interrupted by Ctrl-C anywhere else.
+`unfreeze --help` imports no torch. Exit codes:
+    0    done; also a training run that Ctrl-C ended after a step: it is saved, its result says
+         "finished": false
+    1    a fault of the program or machine
+    2    something the user can mend
+    130  interrupted by Ctrl-C anywhere else
 """
 
 from __future__ import annotations
@@ -37,17 +41,30 @@ LOOK = {
     "generate": Command("unfreeze.commands.generate", "generate MODEL_OR_RUN", "continue a text"),
     "report": Command("unfreeze.commands.report", "report RUN", "the page of a run, and a summary"),
     "compare": Command("unfreeze.commands.compare", "compare RUN RUN …", "several runs side by side"),
-    "data": Command("unfreeze.commands.data_show", "data show F --model M", "what of the data will be taught"),
+    "data": Command(
+        "unfreeze.commands.data_show", "data show F --model M", "what of the data will be taught"
+    ),
     "inspect": Command("unfreeze.commands.inspect", "inspect MODEL", "what is in a checkpoint"),
+    "plan": Command("unfreeze.commands.plan", "plan --model M", "what a run takes and costs, anywhere"),
     "doctor": Command("unfreeze.commands.doctor", "doctor MODEL --data F", "look for faults before training"),
 }
 SHIP = {
-    "export": Command("unfreeze.commands.export", "export RUN --layout L", "a run's adapter for other programs"),
+    "export": Command(
+        "unfreeze.commands.export", "export RUN --layout L", "a run's adapter for other programs"
+    )
 }
 DEV = {
-    "bench": Command("unfreeze.bench", "bench WHAT", "measure beside peers: moe dense load decode growth layer model"),
-    "kernels": Command("unfreeze.commands.kernels", "kernels measure | list", "which implementation of each op runs here"),
-    "bisect": Command("unfreeze.commands.bisect", "bisect MODEL --against hf", "the first module that differs from transformers"),
+    "bench": Command(
+        "unfreeze.bench", "bench WHAT", "measure beside peers: moe dense load decode growth layer model"
+    ),
+    "kernels": Command(
+        "unfreeze.commands.kernels", "kernels measure | list", "which implementation of each op runs here"
+    ),
+    "bisect": Command(
+        "unfreeze.commands.bisect",
+        "bisect MODEL --against hf",
+        "the first module that differs from transformers",
+    ),
     "drill": Command("unfreeze.drill", "drill", "plant every known fault and show the line that names it"),
 }
 HEADINGS = {"Train": TRAIN, "Look": LOOK, "Ship": SHIP}
@@ -57,10 +74,13 @@ FLAGS = {"--json": "json", "--quiet": "quiet", "--traceback": "traceback", "--pl
 
 def usage() -> str:
     """The text of `unfreeze --help`: at most 24 lines of 80 columns."""
-    lines = ["unfreeze trains open-weight language models, every weight of them,", "in the format they were published in."]
+    lines = [
+        "unfreeze trains open-weight language models, every weight of them,",
+        "in the format they were published in.",
+    ]
     for heading, commands in HEADINGS.items():
         lines += ["", heading, *_listed(commands, "unfreeze")]
-    return "\n".join([*lines, "", "unfreeze COMMAND --help: its flags   unfreeze dev: bench, kernels, bisect, drill"])
+    return "\n".join([*lines, "", f"unfreeze COMMAND --help: its flags   unfreeze dev: {', '.join(DEV)}"])
 
 
 def _listed(commands: Mapping[str, Command], prefix: str) -> list[str]:
@@ -97,7 +117,9 @@ def _dispatch(name: str, arguments: list[str], common: Common) -> int:
             print(dev_usage(), flush=True)
             return 0
         if arguments[0] not in DEV:
-            raise ConfigError(f"there is no command 'dev {arguments[0]}'{nearest(arguments[0], DEV)}", next="unfreeze dev")
+            raise ConfigError(
+                f"there is no command 'dev {arguments[0]}'{nearest(arguments[0], DEV)}", next="unfreeze dev"
+            )
         name, arguments = arguments[0], arguments[1:]
     if name in ("-V", "--version"):
         import unfreeze
@@ -105,7 +127,9 @@ def _dispatch(name: str, arguments: list[str], common: Common) -> int:
         print(unfreeze.__version__)
         return 0
     if name not in COMMANDS:
-        raise ConfigError(f"there is no command {name!r}{command_hint(name, COMMANDS)}", next="unfreeze --help")
+        raise ConfigError(
+            f"there is no command {name!r}{command_hint(name, COMMANDS)}", next="unfreeze --help"
+        )
     result: dict[str, Any] = importlib.import_module(COMMANDS[name].module).main(arguments, common)
     if common.json:
         print(json.dumps(result), flush=True)
@@ -120,7 +144,8 @@ def _guarded(run: Callable[[], int], common: Common) -> int:
         if common.traceback:
             traceback.print_exc()
         else:
-            print(f"process {process()}: " * (process() > 0) + f"{type(error).__name__}: {error}", file=sys.stderr)
+            speaker = f"process {process()}: " if process() > 0 else ""
+            print(f"{speaker}{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:
         print(f"interrupted: {str(interrupt) or 'give the same command again'}", file=sys.stderr)
@@ -132,12 +157,9 @@ def _guarded(run: Callable[[], int], common: Common) -> int:
         if common.traceback:
             traceback.print_exc()
         else:
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            print(
-                f"fault: {type(error).__name__}: {error}  (at {place.name}, {place.filename}:{place.lineno})\n"
-                "  next: run the same command with --traceback and report it",
-                file=sys.stderr,
-            )
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            fault = f"fault: {type(error).__name__}: {error}  (at {at.name}, {at.filename}:{at.lineno})"
+            print(f"{fault}\n  next: run the same command with --traceback and report it", file=sys.stderr)
         return 1
 
 

@@ -1,4 +1,5 @@
-"""Tiny random models of transformers, the same weights in ours, and batches: what the tests of this folder share."""
+"""Tiny random models of transformers, the same weights in ours, and batches: what the tests of this folder
+share."""
 
 from types import SimpleNamespace
 
@@ -10,23 +11,69 @@ from unfreeze import models
 from unfreeze.adapters import attach, sites
 from unfreeze.core.batch import Batch
 
-BASE = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-5, "initializer_range": 0.2}  # fmt: skip
+BASE = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.2,
+}
 CASES = {
     "llama": ("Llama", {"num_attention_heads": 4, "num_key_value_heads": 2}),
     "qwen2": ("Qwen2", {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}),
-    "deepseek": ("DeepseekV3", {
-        "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
-        "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1, "n_group": 1,
-        "topk_group": 1, "first_k_dense_replace": 1}),
-    "deepseek-square": ("DeepseekV3", {  # 2I == D and, for down, I != D: gate_up alone can't tell in from out
-        "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
-        "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1, "n_group": 1,
-        "topk_group": 1, "first_k_dense_replace": 1}),
-    "qwen3-moe": ("Qwen3Moe", {
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24, "norm_topk_prob": True}),
-}  # fmt: skip
+    "deepseek": (
+        "DeepseekV3",
+        {
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 8,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "deepseek-square": (
+        "DeepseekV3",
+        {  # 2I == D and, for down, I != D: gate_up alone can't tell in from out
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 8,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+        },
+    ),
+}
 
 
 def reference(name: str):
@@ -42,7 +89,12 @@ def reference(name: str):
 def ours(oracle) -> models.Decoder:
     model = models.build(models.shape(oracle.config.to_dict()), dtype=torch.float32, device="cpu")
     ends = ("experts.gate_up_proj", "experts.down_proj")
-    model.load_state_dict({key + ".weight" if key.endswith(ends) else key: tensor for key, tensor in oracle.state_dict().items()})
+    model.load_state_dict(
+        {
+            key + ".weight" if key.endswith(ends) else key: tensor
+            for key, tensor in oracle.state_dict().items()
+        }
+    )
     for module in model.modules():
         if hasattr(module, "impl"):
             module.impl = "reference"
@@ -82,6 +134,12 @@ def oracle_logits(oracle, documents=DOCUMENTS) -> torch.Tensor:
 @pytest.fixture
 def tiny():
     return SimpleNamespace(
-        reference=reference, ours=ours, batch=batch_of, trained=trained, logits=logits, oracle_logits=oracle_logits, documents=DOCUMENTS,
+        reference=reference,
+        ours=ours,
+        batch=batch_of,
+        trained=trained,
+        logits=logits,
+        oracle_logits=oracle_logits,
+        documents=DOCUMENTS,
         model=lambda name: ours(reference(name)),
-    )  # fmt: skip
+    )

@@ -7,7 +7,8 @@ from pydantic import ValidationError
 from unfreeze import models
 from unfreeze.adapters import LoraConfig, adapter_parameters, attach, detach, sites
 from unfreeze.core.errors import AdapterError
-from unfreeze.models.targets import group_of, parameters_per_rank, per_rank
+from unfreeze.models.groups import group_of
+from unfreeze.models.targets import parameters_per_rank, per_rank
 
 
 def attached(tiny, case, *targets, **settings):
@@ -21,12 +22,17 @@ def test_all_linear_is_every_linear_layer_and_the_experts_but_not_head_embedding
     attention = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
     mlp = ["gate_proj", "up_proj", "down_proj"]
     assert set(found) == {
-        *(f"{layer}.self_attn.{p}" for layer in (0, 1) for p in attention), *(f"0.mlp.{p}" for p in mlp),
-        *(f"1.mlp.shared_experts.{p}" for p in mlp), "1.mlp.experts",
-    }  # fmt: skip
+        *(f"{layer}.self_attn.{p}" for layer in (0, 1) for p in attention),
+        *(f"0.mlp.{p}" for p in mlp),
+        *(f"1.mlp.shared_experts.{p}" for p in mlp),
+        "1.mlp.experts",
+    }
 
 
-@pytest.mark.parametrize(("target", "group"), [("experts", "experts"), ("attention", "attention"), ("mlp", "mlp"), ("shared_experts",) * 2])
+@pytest.mark.parametrize(
+    ("target", "group"),
+    [("experts", "experts"), ("attention", "attention"), ("mlp", "mlp"), ("shared_experts",) * 2],
+)
 def test_a_group_name_takes_its_group_only(tiny, target, group):
     _, found = attached(tiny, "deepseek", target)
     assert found and {site.group for site in found.values()} == {group}
@@ -43,7 +49,13 @@ def test_globs_names_and_ends_of_names(tiny):
 
 @pytest.mark.parametrize(
     ("target", "said"),
-    [("q_prj", "'q_proj'"), ("*.q_b_prj", "'*.q_b_proj'"), ("expert", "'experts'"), ("gate", "no linear layer"), ("embed_tokens", "no linear layer")],
+    [
+        ("q_prj", "'q_proj'"),
+        ("*.q_b_prj", "'*.q_b_proj'"),
+        ("expert", "'experts'"),
+        ("gate", "no linear layer"),
+        ("embed_tokens", "no linear layer"),
+    ],
 )
 def test_an_unmatched_target_names_the_nearest(tiny, target, said):
     case = "deepseek" if target != "q_prj" else "llama"
@@ -76,7 +88,9 @@ def test_only_adapters_train_and_everything_else_is_frozen(tiny):
 
 
 def test_experts_rank_and_rank_stabilised_scale(tiny):
-    _, found = attached(tiny, "deepseek", "all-linear", rank=4, experts_rank=2, alpha=8.0, scaling="alpha/sqrt(r)")
+    _, found = attached(
+        tiny, "deepseek", "all-linear", rank=4, experts_rank=2, alpha=8.0, scaling="alpha/sqrt(r)"
+    )
     assert found["0.self_attn.o_proj"].adapter.rank == 4 and found["0.self_attn.o_proj"].adapter.scale == 4.0
     experts = found["1.mlp.experts"].adapter
     assert (experts.gate_up_rank, experts.down_rank) == (2, 2) and experts.scale == pytest.approx(8 / 2**0.5)
@@ -118,24 +132,37 @@ def test_config_refuses_what_it_does_not_know():
 @pytest.mark.parametrize(
     ("name", "group"),
     [
-        ("model.layers.1.mlp.gate.weight", "router"), ("model.layers.0.mlp.gate_proj.weight", "mlp"), ("lm_head.weight", "lm_head"),
-        ("model.layers.1.self_attn.q_a_layernorm.weight", "norms"), ("model.norm.weight", "norms"), ("model.embed_tokens.weight", "embeddings"),
-        ("model.layers.1.mlp.experts.adapter.gate_up_A", "experts"), ("model.layers.1.mlp.shared_experts.up_proj.adapter.A", "shared_experts"),
+        ("model.layers.1.mlp.gate.weight", "router"),
+        ("model.layers.0.mlp.gate_proj.weight", "mlp"),
+        ("lm_head.weight", "lm_head"),
+        ("model.layers.1.self_attn.q_a_layernorm.weight", "norms"),
+        ("model.norm.weight", "norms"),
+        ("model.embed_tokens.weight", "embeddings"),
+        ("model.layers.1.mlp.experts.adapter.gate_up_A", "experts"),
+        ("model.layers.1.mlp.shared_experts.up_proj.adapter.A", "shared_experts"),
         ("model.layers.1.self_attn.kv_b_proj.weight", "attention"),
     ],
-)  # fmt: skip
+)
 def test_group_of(name, group):
     assert group_of(name) == group
 
 
-@pytest.mark.parametrize(("name", "targets", "reason"), [
-    ("llama", "all-linear", "this model has none"), ("deepseek", "attention", "the targets attention leave them out"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "targets", "reason"),
+    [
+        ("llama", "all-linear", "this model has none"),
+        ("deepseek", "attention", "the targets attention leave them out"),
+    ],
+)
 def test_a_rank_for_experts_where_none_is_adapted_is_refused(tiny, name, targets, reason):
     config = LoraConfig(rank=2, experts_rank=8, targets=(targets,))
     model = tiny.model(name)
-    for refuse in (lambda: per_rank(config, model), lambda: attach(model, config, seed=0)):  # the plan asks first
-        with pytest.raises(AdapterError, match=rf"lora.experts_rank = 8, but no routed expert gets an adapter: {reason}") as error:
+    # the plan asks first
+    for refuse in (lambda: per_rank(config, model), lambda: attach(model, config, seed=0)):
+        with pytest.raises(
+            AdapterError, match=rf"lora.experts_rank = 8, but no routed expert gets an adapter: {reason}"
+        ) as error:
             refuse()
         assert "--lora.experts-rank" in error.value.next
-    attach(tiny.model("deepseek"), config.model_copy(update={"targets": ("*.experts.down_proj",)}), seed=0)  # control: half of the experts' is enough
+    # control: half of the experts' is enough
+    attach(tiny.model("deepseek"), config.model_copy(update={"targets": ("*.experts.down_proj",)}), seed=0)

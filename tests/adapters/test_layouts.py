@@ -1,4 +1,5 @@
-"""Both layouts against their own reader: peft over transformers gives our logits, and what peft writes loads into ours."""
+"""Both layouts against their own reader: peft over transformers gives our logits, and what peft writes loads
+into ours."""
 
 import json
 import warnings
@@ -25,7 +26,9 @@ SETTINGS = {
 
 
 def state(model):
-    return {f"{s.name}.{n}": p.detach().clone() for s in sites(model) for n, p in s.adapter.named_parameters()}
+    return {
+        f"{s.name}.{n}": p.detach().clone() for s in sites(model) for n, p in s.adapter.named_parameters()
+    }
 
 
 def peft_logits(tiny, case, directory):
@@ -34,7 +37,9 @@ def peft_logits(tiny, case, directory):
         warnings.simplefilter("always")
         model = peft.PeftModel.from_pretrained(tiny.reference(case), directory)
     with torch.no_grad():
-        return tiny.oracle_logits(model.eval()), [str(w.message) for w in caught if "is_gradient_checkpointing" not in str(w.message)]
+        return tiny.oracle_logits(model.eval()), [
+            str(w.message) for w in caught if "is_gradient_checkpointing" not in str(w.message)
+        ]
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -46,16 +51,22 @@ def test_peft_over_transformers_gives_our_logits(tiny, case, settings, tmp_path)
     ours = tiny.logits(model).detach()
     assert (ours - theirs).abs().max() < 1e-4
     assert (ours - tiny.logits(tiny.model(case))).abs().max() > 1e-2  # control: the adapter does something
-    if settings != "rank-per-group":  # two ranks among parameters: peft honours the pattern and says it did not (layouts._padded)
+    # two ranks among parameters: peft honours the pattern and says it did not (layouts._padded)
+    if settings != "rank-per-group":
         assert said == []
 
 
 def test_peft_refuses_or_drops_shared_experts_named_as_target_modules(tiny, tmp_path):
-    """Why layouts.REWRITTEN exists: with the names every tutorial uses, peft takes them for the routed experts and doubles their rank."""
+    """Why layouts.REWRITTEN exists: with the names every tutorial uses, peft takes them for the routed
+    experts and doubles their rank."""
     model = tiny.trained(tiny.model("deepseek"), SETTINGS["one-rank"])
     save_adapter(model, tmp_path, "peft")
     config = json.loads((tmp_path / CONFIG).read_text())
-    config["target_modules"] += ["shared_experts.gate_proj", "shared_experts.up_proj", "shared_experts.down_proj"]
+    config["target_modules"] += [
+        "shared_experts.gate_proj",
+        "shared_experts.up_proj",
+        "shared_experts.down_proj",
+    ]
     config["target_parameters"] = [name for name in config["target_parameters"] if "shared" not in name]
     (tmp_path / CONFIG).write_text(json.dumps(config))
     with pytest.raises(RuntimeError, match=r"experts\.base_layer\.lora_A"):
@@ -78,7 +89,9 @@ def test_dense_forward_and_gradient_equal_peft_with_the_same_factors(tiny, tmp_p
     probe = torch.randn(61, generator=torch.Generator().manual_seed(1))
     (tiny.logits(model) @ probe).mean().backward()
     (tiny.oracle_logits(theirs) @ probe).mean().backward()
-    oracle = {n.removeprefix("base_model.model."): p.grad for n, p in theirs.named_parameters() if p.requires_grad}
+    oracle = {
+        n.removeprefix("base_model.model."): p.grad for n, p in theirs.named_parameters() if p.requires_grad
+    }
     for site in sites(model):
         for half in "AB":
             ours = getattr(site.adapter, half).grad
@@ -105,13 +118,23 @@ def test_the_per_expert_layout_has_a_pair_per_expert_and_names_itself(tiny, tmp_
     tensors = load_file(tmp_path / WEIGHTS)
     prefix = "base_model.model.model.layers.1.mlp.experts."
     assert {k for k in tensors if k.startswith(prefix)} == {
-        f"{prefix}{e}.{p}.lora_{half}.weight" for e in range(4) for p in ("gate_proj", "up_proj", "down_proj") for half in "AB"
+        f"{prefix}{e}.{p}.lora_{half}.weight"
+        for e in range(4)
+        for p in ("gate_proj", "up_proj", "down_proj")
+        for half in "AB"
     }
-    assert tensors[prefix + "3.up_proj.lora_A.weight"].shape == (4, 32) and tensors[prefix + "3.up_proj.lora_B.weight"].shape == (24, 4)
+    assert tensors[prefix + "3.up_proj.lora_A.weight"].shape == (4, 32) and tensors[
+        prefix + "3.up_proj.lora_B.weight"
+    ].shape == (24, 4)
     experts = model.moe_layers()[1].experts.adapter
     assert torch.equal(tensors[prefix + "3.up_proj.lora_A.weight"], experts.gate_up_A[3, 4:])
     config = json.loads((tmp_path / CONFIG).read_text())
-    assert (config["layout"], config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == ("per-expert", 4, 8.0, "some/base")
+    assert (config["layout"], config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (
+        "per-expert",
+        4,
+        8.0,
+        "some/base",
+    )
     assert config["rank_pattern"] == config["alpha_pattern"] == {}
     with safe_open(tmp_path / WEIGHTS, "pt") as file:
         assert file.metadata()["layout"] == "per-expert"
@@ -120,10 +143,14 @@ def test_the_per_expert_layout_has_a_pair_per_expert_and_names_itself(tiny, tmp_
 def test_a_prefix_is_written_and_read_over(tiny, tmp_path):
     model = tiny.trained(tiny.model("deepseek"), SETTINGS["one-rank"])
     save_adapter(model, tmp_path, prefix="language_model.")
-    assert all(name.startswith("base_model.model.language_model.model.") for name in load_file(tmp_path / WEIGHTS))
+    assert all(
+        name.startswith("base_model.model.language_model.model.") for name in load_file(tmp_path / WEIGHTS)
+    )
     again = tiny.model("deepseek")
     load_adapter(again, tmp_path)
-    assert torch.equal(tiny.logits(again), tiny.logits(model)) and verify_adapter(again, tmp_path).sites == len(sites(model))
+    assert torch.equal(tiny.logits(again), tiny.logits(model)) and verify_adapter(
+        again, tmp_path
+    ).sites == len(sites(model))
 
 
 def test_files_are_replaced_whole_and_nothing_else_stays(tiny, tmp_path):
@@ -161,10 +188,19 @@ FUSED = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_pro
         ("llama", {"target_modules": "all-linear", "use_rslora": True}),
         ("deepseek", {"target_modules": ["o_proj"], **FUSED}),
         ("deepseek-square", {"target_modules": ["o_proj"], **FUSED}),
-        ("deepseek", {"target_modules": [], **FUSED, "rank_pattern": {"mlp.experts.down_proj": 3}, "alpha_pattern": {"experts.down_proj": 5}}),
+        (
+            "deepseek",
+            {
+                "target_modules": [],
+                **FUSED,
+                "rank_pattern": {"mlp.experts.down_proj": 3},
+                "alpha_pattern": {"experts.down_proj": 5},
+            },
+        ),
         ("deepseek", {"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj"]}),
         ("deepseek", {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]}),
-        ("deepseek", {"target_modules": ["q_a_proj", "gate_proj", "up_proj", "down_proj"]}),  # rewritten by peft to the fused experts
+        # rewritten by peft to the fused experts
+        ("deepseek", {"target_modules": ["q_a_proj", "gate_proj", "up_proj", "down_proj"]}),
         ("qwen3-moe", {"target_modules": ["q_proj", "v_proj"], **FUSED}),
     ],
 )
@@ -179,11 +215,15 @@ def test_what_peft_made_loads_into_ours_with_its_logits(tiny, case, settings, tm
 
 @pytest.mark.parametrize("case", ["deepseek", "deepseek-square"])
 def test_the_swapped_dimensions_of_peft_018_are_read_with_a_warning(tiny, case, tmp_path):
-    """0.18 took in and out from (E, out, in) in the wrong order: A (E·r, out), B (in, r·E), ΔW_e = (B[:, :, e] A[e])ᵀ."""
+    """0.18 took in and out from (E, out, in) in the wrong order: A (E·r, out), B (in, r·E), ΔW_e = (B[:, :,
+    e] A[e])ᵀ."""
     theirs = peft_made(tiny, case, tmp_path, target_modules=[], **FUSED)
     tensors = load_file(tmp_path / WEIGHTS)
     for name in [n for n in tensors if "lora_A" in n]:
-        A, B = tensors[name].unflatten(0, (4, -1)), tensors[name.replace("lora_A", "lora_B")].unflatten(1, (-1, 4)).permute(2, 0, 1)
+        A, B = (
+            tensors[name].unflatten(0, (4, -1)),
+            tensors[name.replace("lora_A", "lora_B")].unflatten(1, (-1, 4)).permute(2, 0, 1),
+        )
         tensors[name] = B.transpose(1, 2).flatten(0, 1).contiguous()
         tensors[name.replace("lora_A", "lora_B")] = A.transpose(1, 2).permute(1, 2, 0).flatten(1).contiguous()
     save_file(tensors, tmp_path / WEIGHTS)
@@ -200,5 +240,8 @@ def test_loading_over_an_attached_adapter_overwrites_it_in_place(tiny, tmp_path)
     attach(again, SETTINGS["one-rank"], seed=5)
     parameters = [p for s in sites(again) for p in s.adapter.parameters()]
     load_adapter(again, tmp_path)
-    assert all(a is b for a, b in zip(parameters, [p for s in sites(again) for p in s.adapter.parameters()], strict=True))
+    assert all(
+        a is b
+        for a, b in zip(parameters, [p for s in sites(again) for p in s.adapter.parameters()], strict=True)
+    )
     assert torch.equal(tiny.logits(again), tiny.logits(model))

@@ -18,7 +18,9 @@ from unfreeze.quant.int4 import Int4
 def randomize(module: nn.Module) -> None:
     with torch.no_grad():
         for index, parameter in enumerate(module.parameters()):
-            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)))
+            parameter.copy_(
+                0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index))
+            )
 
 
 def test_linear_equals_the_merged_weight_in_float64_forward_and_gradient():
@@ -33,14 +35,26 @@ def test_linear_equals_the_merged_weight_in_float64_forward_and_gradient():
     y64 = x64 @ (linear.weight.detach().double() + 1.5 * B @ A).T
     (y64 * probe.double()).sum().backward()
     assert (linear(x) - y64).abs().max() < 1e-5  # fp32 sums of 24 products near 1
-    for ours, oracle in ((x.grad, x64.grad), (linear.adapter.A.grad, A.grad), (linear.adapter.B.grad, B.grad)):
+    for ours, oracle in (
+        (x.grad, x64.grad),
+        (linear.adapter.A.grad, A.grad),
+        (linear.adapter.B.grad, B.grad),
+    ):
         assert (ours - oracle).abs().max() < 2e-5
 
 
 def experts_with_adapter(gate_up=True, down=True) -> Experts:
     experts = Experts(5, 16, 12, codec=None, dtype=torch.float32, device="cpu")
     experts.impl = "reference"
-    experts.adapter = ExpertLowRank(5, 16, 12, gate_up_rank=3 if gate_up else None, down_rank=2 if down else None, scale=1.5, down_scale=0.5)
+    experts.adapter = ExpertLowRank(
+        5,
+        16,
+        12,
+        gate_up_rank=3 if gate_up else None,
+        down_rank=2 if down else None,
+        scale=1.5,
+        down_scale=0.5,
+    )
     randomize(experts)
     for holder in (experts.gate_up_proj, experts.down_proj):
         holder.weight.requires_grad_(False)
@@ -115,23 +129,35 @@ def test_expert_lora_on_int4_equals_merged_float64(impl):
     gate, up = torch.einsum("tkod,td->tko", gate_up[ids], x64).chunk(2, dim=-1)
     y64 = torch.einsum("tkdi,tki,tk->td", down[ids], nn.functional.silu(gate) * up, weights.double())
     (y64 * probe.double()).sum().backward()
-    for ours, oracle in [(y, y64), (x.grad, x64.grad), *((p.grad, leaves[n].grad) for n, p in experts.adapter.named_parameters())]:
+    for ours, oracle in [
+        (y, y64),
+        (x.grad, x64.grad),
+        *((p.grad, leaves[n].grad) for n, p in experts.adapter.named_parameters()),
+    ]:
         assert (ours - oracle).norm() < 1e-5 * oracle.norm()  # fp32 sums, relative to the whole
 
 
 def test_initial_A_is_drawn_as_peft_draws_it_and_B_is_zero():
     ours = LowRank(256, 64, 16, 1.0)
     ours.reset(0, "model.layers.0.self_attn.q_proj")
-    theirs = get_peft_model(nn.Sequential(nn.Linear(256, 64)), PeftConfig(r=16, target_modules=["0"])).base_model.model[0].lora_A["default"].weight
+    theirs = (
+        get_peft_model(nn.Sequential(nn.Linear(256, 64)), PeftConfig(r=16, target_modules=["0"]))
+        .base_model.model[0]
+        .lora_A["default"]
+        .weight
+    )
     bound = 1 / math.sqrt(256)
     for A in (ours.A, theirs):
         assert A.abs().max() <= bound and A.abs().max() > 0.98 * bound
-        assert abs(A.std().item() - bound / math.sqrt(3)) < 0.03 * bound  # uniform; 4,096 draws: three standard errors are 0.015 bound
+        # uniform; 4,096 draws: three standard errors are 0.015 bound
+        assert abs(A.std().item() - bound / math.sqrt(3)) < 0.03 * bound
     assert not ours.B.any()
 
 
 def test_initial_values_depend_on_seed_and_name_and_differ_between_experts():
-    first, again, other = (ExpertLowRank(4, 8, 8, gate_up_rank=2, down_rank=2, scale=1.0, down_scale=1.0) for _ in range(3))
+    first, again, other = (
+        ExpertLowRank(4, 8, 8, gate_up_rank=2, down_rank=2, scale=1.0, down_scale=1.0) for _ in range(3)
+    )
     first.reset(1, "model.layers.1.mlp.experts")
     again.reset(1, "model.layers.1.mlp.experts")
     other.reset(1, "model.layers.2.mlp.experts")
@@ -147,6 +173,8 @@ def test_scale_is_alpha_over_r_or_its_root():
 def test_bf16_activations_get_fp32_gradients():
     adapter = LowRank(8, 8, 2, 1.0)
     adapter.reset(0, "x")
-    y = adapter(torch.ones(3, 8, dtype=torch.bfloat16), torch.zeros(3, adapter.B.shape[0], dtype=torch.bfloat16))
+    y = adapter(
+        torch.ones(3, 8, dtype=torch.bfloat16), torch.zeros(3, adapter.B.shape[0], dtype=torch.bfloat16)
+    )
     y.float().sum().backward()
     assert y.dtype == torch.bfloat16 and adapter.B.grad.dtype == torch.float32 and adapter.B.grad.any()

@@ -1,4 +1,5 @@
-"""An adapter is loaded whole or not at all: every misfit is one AdapterError that counts, names the first and leaves the model as it was."""
+"""An adapter is loaded whole or not at all: every misfit is one AdapterError that counts, names the first and
+leaves the model as it was."""
 
 import json
 
@@ -16,7 +17,9 @@ O_PROJ = "base_model.model.model.layers.1.self_attn.o_proj"
 
 @pytest.fixture
 def saved(tiny, tmp_path):
-    save_adapter(tiny.trained(tiny.model("deepseek"), LoraConfig(rank=4, alpha=8.0)), tmp_path, base_name="the/base")
+    save_adapter(
+        tiny.trained(tiny.model("deepseek"), LoraConfig(rank=4, alpha=8.0)), tmp_path, base_name="the/base"
+    )
     return tmp_path
 
 
@@ -41,14 +44,20 @@ def cut(name):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (rename(O_PROJ, O_PROJ.replace("o_proj", "o_prj")), ["o_prj", "is unknown", "nearest: 'model.layers.1.self_attn.o_proj'"]),
+        (
+            rename(O_PROJ, O_PROJ.replace("o_proj", "o_prj")),
+            ["o_prj", "is unknown", "nearest: 'model.layers.1.self_attn.o_proj'"],
+        ),
         (lambda t: t.pop(f"{O_PROJ}.lora_B.weight"), ["o_proj has lora_A but no lora_B"]),
         (lambda t: [t.pop(f"{EXPERT}.lora_{h}.weight") for h in "AB"], ["experts.2.up_proj is missing"]),
         (cut(f"{O_PROJ}.lora_A.weight"), ["o_proj has A (4, 15)", "maps 16 -> 32"]),
         (cut(f"{EXPERT}.lora_A.weight"), ["experts.2.up_proj has A (4, 31)", "maps 32 -> 24"]),
         (cut(f"{O_PROJ}.lora_B.weight"), ["rank 4 by adapter_config.json"]),
         (rename(EXPERT, EXPERT.replace(".2.", ".7.")), ["experts.7.up_proj", "is unknown"]),
-        (lambda t: t.update({f"{O_PROJ}.lora_magnitude_vector.weight": torch.ones(32)}), ["lora_magnitude_vector", "is unknown"]),
+        (
+            lambda t: t.update({f"{O_PROJ}.lora_magnitude_vector.weight": torch.ones(32)}),
+            ["lora_magnitude_vector", "is unknown"],
+        ),
     ],
 )
 def test_a_misfit_is_counted_and_named_and_the_model_stays_as_it_was(tiny, saved, change, said):
@@ -63,10 +72,14 @@ def test_a_misfit_is_counted_and_named_and_the_model_stays_as_it_was(tiny, saved
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"peft_type": "IA3"}, "peft_type is 'IA3'"), ({"use_dora": True}, "use_dora = True"), ({"bias": "all"}, "bias = 'all'"),
-        ({"r": None}, "r is None"), ({"modules_to_save": ["lm_head"]}, "modules_to_save"), ({"r": 8}, "rank 8 by adapter_config"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+        ({"use_dora": True}, "use_dora = True"),
+        ({"bias": "all"}, "bias = 'all'"),
+        ({"r": None}, "r is None"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"r": 8}, "rank 8 by adapter_config"),
     ],
-)  # fmt: skip
+)
 def test_a_config_of_another_kind_is_refused_by_name(tiny, saved, change, said):
     config = json.loads((saved / CONFIG).read_text())
     (saved / CONFIG).write_text(json.dumps(config | change))
@@ -89,6 +102,8 @@ def test_an_adapter_of_another_model_and_missing_or_damaged_files(tiny, saved, t
 def test_an_attached_adapter_that_differs_is_refused_and_untouched(tiny, saved, settings):
     model = tiny.model("deepseek")
     attach(model, LoraConfig(**{"rank": 4, "alpha": 8.0, **settings}), seed=0)
-    with pytest.raises(AdapterError, match="differences between the adapter attached and the one in the file"):
+    with pytest.raises(
+        AdapterError, match="differences between the adapter attached and the one in the file"
+    ):
         load_adapter(model, saved)
     assert not any(p.any() for s in sites(model) for n, p in s.adapter.named_parameters() if n.endswith("B"))

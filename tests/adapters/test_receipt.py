@@ -1,4 +1,5 @@
-"""The receipt says what learned; a group that was asked for and did not is an error. Each guard has its bug planted."""
+"""The receipt says what learned; a group that was asked for and did not is an error. Each guard has its bug
+planted."""
 
 import json
 import re
@@ -6,21 +7,30 @@ import re
 import pytest
 import torch
 
-from unfreeze.adapters import LoraConfig, Receipt, adapter_parameters, attach, receipt, sites
+from unfreeze.adapters import LoraConfig, Receipt, adapter_parameters, attach, output_change, sites
 from unfreeze.adapters.reach import Reach
 from unfreeze.adapters.receipt import Taken, check, first_tokens, make_receipt, snapshot
 from unfreeze.checkpoint import open_checkpoint
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.errors import AdapterError
-from unfreeze.data.packing import Example, pack
+from unfreeze.data.packing.batches import Example, pack
 from unfreeze.generate.open import open_model
-from unfreeze.models.recompute import THROUGH, plain
+from unfreeze.models.recompute import RECOMPUTE, plain
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.train.optim import AdamW
 from unfreeze.train.step import train_step
 
 
-def first_step(tiny, model, plant_before=None, plant_gradients=None, plant_after=None, learning_rate=1e-3, parameters=None, decay=0.0):
+def first_step(
+    tiny,
+    model,
+    plant_before=None,
+    plant_gradients=None,
+    plant_after=None,
+    learning_rate=1e-3,
+    parameters=None,
+    decay=0.0,
+):
     """One training step with the receipt's calls, as sft makes them."""
     receipt = Receipt(model)
     chosen = [p for p in model.parameters() if p.requires_grad] if parameters is None else parameters
@@ -55,27 +65,49 @@ def adapted(tiny, *targets):
 def test_every_trained_group_shows_gradient_movement_effect_and_the_rest_is_frozen(tiny):
     groups, model = first_step(tiny, adapted(tiny))
     assert json.loads(json.dumps(groups, allow_nan=False)) == groups
-    assert {name for name, g in groups.items() if g["trained"]} == {"attention", "mlp", "shared_experts", "experts"}
+    assert {name for name, g in groups.items() if g["trained"]} == {
+        "attention",
+        "mlp",
+        "shared_experts",
+        "experts",
+    }
     for name in ("attention", "mlp", "shared_experts", "experts"):
         entry = groups[name]
         assert entry["grad_norm"] > 0 and entry["moved"] > 0 and entry["output_change"] > 0, name
-        matrices = sum((3 * site.owner.num_experts if name == "experts" else 1) for site in sites(model) if site.group == name)
+        matrices = sum(
+            (3 * site.owner.num_experts if name == "experts" else 1)
+            for site in sites(model)
+            if site.group == name
+        )
         assert entry["sites_moved"] == entry["sites_reached"] == entry["sites"] == matrices
     for name in ("router", "embeddings", "norms", "lm_head"):
         assert groups[name]["trained"] == 0 and groups[name]["moved"] == 0 and groups[name]["parameters"] > 0
-    # independent counts: the oracle's own parameters, and the optimizer's first step (AdamW moves every element with a gradient by ~lr)
-    assert sum(g["parameters"] for g in groups.values()) == sum(p.numel() for p in tiny.reference("deepseek").parameters())
+    # independent counts: the oracle's own parameters, and the optimizer's first step (AdamW moves every
+    # element with a gradient by ~lr)
+    assert sum(g["parameters"] for g in groups.values()) == sum(
+        p.numel() for p in tiny.reference("deepseek").parameters()
+    )
     assert sum(g["trained"] for g in groups.values()) == sum(p.numel() for _, p in adapter_parameters(model))
-    moved = sum(p.double().square().sum() for n, p in adapter_parameters(model) if n.endswith("B") and ".self_attn." in n) ** 0.5
+    moved = (
+        sum(
+            p.double().square().sum()
+            for n, p in adapter_parameters(model)
+            if n.endswith("B") and ".self_attn." in n
+        )
+        ** 0.5
+    )
     assert groups["attention"]["moved"] == pytest.approx(moved.item(), rel=1e-6)
 
 
 def test_an_untrained_adapter_changes_nothing_on_the_fused_path_either(tiny):
-    """Both arms run the same kernels (scale 0, not removed), so rounding of the fused GEMM can't pass for an effect."""
+    """Both arms run the same kernels (scale 0, not removed), so rounding of the fused GEMM can't pass for an
+    effect."""
     model = adapted(tiny)
     model.moe_layers()[1].experts.impl = "fused"
     groups = nothing_trained_yet(model, tiny.batch(tiny.documents))
-    assert all(groups[name]["output_change"] == 0 for name in ("attention", "mlp", "shared_experts", "experts"))
+    assert all(
+        groups[name]["output_change"] == 0 for name in ("attention", "mlp", "shared_experts", "experts")
+    )
     groups, _ = first_step(tiny, model)
     assert groups["experts"]["output_change"] > 0
 
@@ -83,7 +115,8 @@ def test_an_untrained_adapter_changes_nothing_on_the_fused_path_either(tiny):
 def test_experts_reached_are_those_that_tokens_were_sent_to(tiny):
     model = adapted(tiny, "experts")
     with torch.no_grad():
-        model.moe_layers()[1].gate.e_score_correction_bias.copy_(torch.tensor([9.0, 9.0, 0.0, 0.0]))  # only experts 0 and 1
+        # only experts 0 and 1
+        model.moe_layers()[1].gate.e_score_correction_bias.copy_(torch.tensor([9.0, 9.0, 0.0, 0.0]))
     groups, _ = first_step(tiny, model)
     assert (groups["experts"]["experts"], groups["experts"]["experts_reached"]) == (4, 2)
 
@@ -91,7 +124,8 @@ def test_experts_reached_are_those_that_tokens_were_sent_to(tiny):
 @pytest.mark.parametrize("decay", [0.0, 0.5])
 @pytest.mark.parametrize("full", [False, True])
 def test_weight_decay_is_no_learning(tiny, decay, full):
-    """Decay moves every A, and every weight of an expert no token was sent to: neither counts as reached nor as moved."""
+    """Decay moves every A, and every weight of an expert no token was sent to: neither counts as reached nor
+    as moved."""
     model = tiny.model("deepseek") if full else adapted(tiny, "experts")
     experts = model.moe_layers()[1].experts
     with torch.no_grad():
@@ -101,7 +135,9 @@ def test_weight_decay_is_no_learning(tiny, decay, full):
     assert (groups["experts"]["experts"], groups["experts"]["experts_reached"]) == (4, 2)
     moved = {n: (p - before[n]).detach() for n, p in experts.named_parameters() if n in before}
     counted = [change[:2] for name, change in moved.items() if full or name.endswith("B")]
-    assert groups["experts"]["moved"] == pytest.approx(sum(c.double().square().sum() for c in counted).item() ** 0.5, rel=1e-4)
+    assert groups["experts"]["moved"] == pytest.approx(
+        sum(c.double().square().sum() for c in counted).item() ** 0.5, rel=1e-4
+    )
     # control: with decay the others did move, so counting what moved would have said 4 of 4
     assert any(change[2:].any() for change in moved.values()) == (decay > 0)
 
@@ -125,10 +161,15 @@ def test_the_probe_leaves_weights_scales_and_expert_counts_as_they_were(tiny):
     model = adapted(tiny)
     batch = tiny.batch(tiny.documents)
     model.hidden(batch)
-    counts, state = model.moe_layers()[1].counts_E.clone(), {n: p.clone() for n, p in model.named_parameters()}
+    counts, state = (
+        model.moe_layers()[1].counts_E.clone(),
+        {n: p.clone() for n, p in model.named_parameters()},
+    )
     scales = [site.adapter.scale for site in sites(model)]
     nothing_trained_yet(model, batch)
-    assert torch.equal(model.moe_layers()[1].counts_E, counts) and scales == [site.adapter.scale for site in sites(model)]
+    assert torch.equal(model.moe_layers()[1].counts_E, counts) and scales == [
+        site.adapter.scale for site in sites(model)
+    ]
     assert all(torch.equal(p, state[n]) for n, p in model.named_parameters())
 
 
@@ -153,7 +194,9 @@ def test_an_adapter_that_moves_but_does_not_reach_the_output_stops_the_run(tiny)
 def test_parameters_missing_from_the_optimizer_stop_the_run(tiny):
     model = adapted(tiny)
     with pytest.raises(AdapterError, match=r"experts: .*did not move .*missing from the optimizer"):
-        first_step(tiny, model, parameters=[p for n, p in adapter_parameters(model) if "mlp.experts" not in n])
+        first_step(
+            tiny, model, parameters=[p for n, p in adapter_parameters(model) if "mlp.experts" not in n]
+        )
 
 
 def test_learning_rate_zero_and_a_gradient_that_is_not_finite_stop_the_run(tiny):
@@ -190,8 +233,13 @@ def test_weights_too_large_to_copy_are_sampled(tiny):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
-    groups = make_receipt(model, weights, lambda name: torch.ones_like(weights[name]), before, Reach(model), None).groups
-    exact = sum((p - old[n]).double().square().sum() for n, p in model.named_parameters() if "self_attn" in n) ** 0.5
+    groups = make_receipt(
+        model, weights, lambda name: torch.ones_like(weights[name]), before, Reach(model), None
+    ).groups
+    exact = (
+        sum((p - old[n]).double().square().sum() for n, p in model.named_parameters() if "self_attn" in n)
+        ** 0.5
+    )
     assert groups["attention"]["moved"] == pytest.approx(exact.item(), rel=1e-4)
     assert groups["attention"]["output_change"] is None
 
@@ -215,24 +263,28 @@ def change_of_shared_experts(dtype) -> dict:
             parameter.data = 1e-3 * torch.randn(parameter.shape, generator=generator)
     tokens = torch.randint(3, model.shape.vocab_size, (256,), generator=generator).tolist()
     probe = pack([Example(tokens, [1.0] * 256)])
-    return make_receipt(model, weights, lambda name: None, before, Reach(model), probe).groups["shared_experts"]
+    return make_receipt(model, weights, lambda name: None, before, Reach(model), probe).groups[
+        "shared_experts"
+    ]
 
 
 def test_in_bfloat16_the_change_of_the_output_is_the_adapters_and_not_another_routing():
     exact, rounded = change_of_shared_experts(torch.float32), change_of_shared_experts(torch.bfloat16)
     assert exact["rounding"] < exact["output_change"] / 1000
-    assert abs(rounded["output_change"] - exact["output_change"]) <= 8 * rounded["rounding"]  # a few roundings a layer, four layers
+    # a few roundings a layer, four layers
+    assert abs(rounded["output_change"] - exact["output_change"]) <= 8 * rounded["rounding"]
 
 
 def test_control_arm_routing_chosen_anew_passes_for_an_effect(monkeypatch):
     exact = change_of_shared_experts(torch.float32)
-    monkeypatch.setattr(receipt, "_SameExperts", lambda: plain)
+    monkeypatch.setattr(output_change, "_SameExperts", lambda: plain)
     rounded = change_of_shared_experts(torch.bfloat16)
     assert rounded["output_change"] - exact["output_change"] > 8 * rounded["rounding"]
 
 
 def dead(pattern, experts=slice(None), rows=slice(None)):
-    """A fault between backward and update: the gradients of these parameters (of some experts, of some rows) are zero."""
+    """A fault between backward and update: the gradients of these parameters (of some experts, of some rows)
+    are zero."""
 
     def plant(model):
         for name, parameter in model.named_parameters():
@@ -243,12 +295,19 @@ def dead(pattern, experts=slice(None), rows=slice(None)):
 
 
 DEAD = {
-    r"experts: 4 of 12 matrices got no gradient.*model\.layers\.1\.mlp\.experts\.0-3\.down_proj": dead(r"mlp\.experts.*down"),
-    r"experts: 6 of 12 matrices .*experts\.0-1\.gate_proj, .*experts\.0-1\.up_proj, .*experts\.0-1\.down_proj": dead(r"mlp\.experts", slice(2)),
+    r"experts: 4 of 12 matrices got no gradient.*model\.layers\.1\.mlp\.experts\.0-3\.down_proj": dead(
+        r"mlp\.experts.*down"
+    ),
+    r"experts: 6 of 12 matrices .*experts\.0-1\.gate_proj, .*experts\.0-1\.up_proj, .*experts\.0-1\.down_proj": dead(
+        r"mlp\.experts", slice(2)
+    ),
     r"experts: 12 of 12 matrices got no gradient": dead(r"mlp\.experts"),
-    r"attention: 1 of \d+ matrices got no gradient.*They are model\.layers\.1\.self_attn\.q_b_proj\n": dead(r"layers\.1.*q_b_proj"),
+    r"attention: 1 of \d+ matrices got no gradient.*They are model\.layers\.1\.self_attn\.q_b_proj\n": dead(
+        r"layers\.1.*q_b_proj"
+    ),
     r"attention: 1 of \d+ .*experts: 1 of 12 .*q_b_proj, model\.layers\.1\.mlp\.experts\.3\.down_proj\n": lambda model: (
-        dead(r"layers\.1.*q_b_proj")(model), dead(r"mlp\.experts.*down", slice(3, 4))(model)
+        dead(r"layers\.1.*q_b_proj")(model),
+        dead(r"mlp\.experts.*down", slice(3, 4))(model),
     ),
 }
 
@@ -266,7 +325,8 @@ def test_every_matrix_left_without_gradient_is_named(tiny, says, full):
 
 @pytest.mark.parametrize("name", ["gate_proj", "up_proj"])
 def test_gate_and_up_are_matrices_of_their_own(tiny, name):
-    """The stack of both has one parameter; zero one half of the rows of B (and of A), and only that one is named."""
+    """The stack of both has one parameter; zero one half of the rows of B (and of A), and only that one is
+    named."""
 
     def plant(model):
         for parameter_name, parameter in model.named_parameters():
@@ -274,7 +334,9 @@ def test_gate_and_up_are_matrices_of_their_own(tiny, name):
                 first, second = parameter.grad.chunk(2, dim=1)
                 (first if name == "gate_proj" else second).zero_()
 
-    with pytest.raises(AdapterError, match=rf"4 of 12 matrices .*They are model\.layers\.1\.mlp\.experts\.0-3\.{name}\n"):
+    with pytest.raises(
+        AdapterError, match=rf"4 of 12 matrices .*They are model\.layers\.1\.mlp\.experts\.0-3\.{name}\n"
+    ):
         first_step(tiny, adapted(tiny), plant_gradients=plant)
 
 
@@ -282,7 +344,15 @@ def full_step_in_bf16(tiny, weights):
     model = tiny.model("deepseek").to(torch.bfloat16)
     optimizer = AdamW(model)
     receipt = Receipt(model, optimizer.masters if weights == "masters" else None, optimizer.gradient)
-    train_step(model, optimizer, [tiny.batch(tiny.documents)], cross_entropy, learning_rate=2e-5, max_norm=1.0, through=THROUGH["nothing"])
+    train_step(
+        model,
+        optimizer,
+        [tiny.batch(tiny.documents)],
+        cross_entropy,
+        learning_rate=2e-5,
+        max_norm=1.0,
+        recompute=RECOMPUTE["nothing"],
+    )
     return receipt.take(tiny.batch(tiny.documents))
 
 
@@ -290,9 +360,13 @@ def test_full_training_in_bfloat16_moves_the_masters_where_the_weights_round_bac
     """2e-5 beside a norm weight of 1 is lost in bf16 (2^-8), not in its fp32 master."""
     taken = full_step_in_bf16(tiny, "masters")
     check(taken)
-    assert taken.exceptions == [] and all(g["sites_moved"] == g["sites_reached"] for g in taken.groups.values())
+    assert taken.exceptions == [] and all(
+        g["sites_moved"] == g["sites_reached"] for g in taken.groups.values()
+    )
     found = full_step_in_bf16(tiny, "weights").exceptions  # control arm: measured on the weights themselves
-    assert {"norms"} <= {entry["group"] for entry in found} and {entry["why"] for entry in found} == {"not moved"}
+    assert {"norms"} <= {entry["group"] for entry in found} and {entry["why"] for entry in found} == {
+        "not moved"
+    }
 
 
 def test_hooks_are_gone_when_the_receipt_is_taken(tiny):

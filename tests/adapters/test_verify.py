@@ -56,7 +56,9 @@ def test_a_wrong_axis_order_is_caught(tiny, tmp_path, bug):
     save_adapter(model, tmp_path, "peft")
     verify_adapter(model, tmp_path)
     edit(tmp_path, bug)
-    with pytest.raises(AdapterError, match=r"the saved adapter is not the model's: \d+ differences; first: .*of expert \d"):
+    with pytest.raises(
+        AdapterError, match=r"the saved adapter is not the model's: \d+ differences; first: .*of expert \d"
+    ):
         verify_adapter(model, tmp_path)
 
 
@@ -74,9 +76,10 @@ def test_a_rounded_a_missing_an_extra_tensor_and_another_scale_are_caught(saved)
     name = next(n for n in load_file(directory / WEIGHTS) if "o_proj.lora_B" in n)
     good = load_file(directory / WEIGHTS)
     changes = [
-        lambda t: t.update({name: t[name].bfloat16().float()}), lambda t: t.pop(name),
+        lambda t: t.update({name: t[name].bfloat16().float()}),
+        lambda t: t.pop(name),
         lambda t: t.update({name.replace("o_proj", "x_proj"): t[name].clone()}),
-    ]  # fmt: skip
+    ]
     for change in changes:
         save_file(good, directory / WEIGHTS)
         edit(directory, change)

@@ -1,4 +1,5 @@
-"""Sides for tests/bench/test_sides.py, loaded by worker processes: one that works, and one for each way to fail."""
+"""Sides for tests/bench/test_sides.py, loaded by worker processes: one that works, and one for each way to
+fail."""
 
 import os
 import signal
@@ -37,7 +38,10 @@ def good(start=0):
         time.sleep(600)
         return {}
 
-    return Worker({f.__name__: f for f in (step, touch, crash, chatter, boom, leave, sleep)}, facts={"start": start, "pid": os.getpid()})
+    return Worker(
+        {f.__name__: f for f in (step, touch, crash, chatter, boom, leave, sleep)},
+        facts={"start": start, "pid": os.getpid()},
+    )
 
 
 def refuses():

@@ -16,7 +16,8 @@ DOCUMENTS, LENGTH = 6, 8
 
 
 class Counter(TorchDispatchMode):
-    """torch's formulas, op by op. (Its own FlopCounterMode tracks modules too, which an autograd.grad within a backward doesn't allow.)"""
+    """torch's formulas, op by op. (Its own FlopCounterMode tracks modules too, which an autograd.grad within
+    a backward doesn't allow.)"""
 
     total = 0
 
@@ -27,17 +28,18 @@ class Counter(TorchDispatchMode):
         return out
 
 
-def counted(model, through):
+def counted(model, recompute):
     """FLOPs of forward and backward as torch counts them, in float64, where every op is plain torch."""
     batch = batch_of(tokens_of(torch.Generator().manual_seed(0), DOCUMENTS, LENGTH, model.shape.vocab_size))
     with Counter() as counter:
-        loss = cross_entropy(model.hidden(batch, models.THROUGH[through]), model.lm_head, batch)
+        loss = cross_entropy(model.hidden(batch, models.RECOMPUTE[recompute]), model.lm_head, batch)
         loss.sum.backward()
     return counter.total
 
 
 def built(config):
-    model = models.build(models.shape(config), dtype=torch.float64, device="cpu")  # without a codec: experts are dense
+    # without a codec: experts are dense
+    model = models.build(models.shape(config), dtype=torch.float64, device="cpu")
     models.initialize(model, seed=0)
     return model
 
@@ -50,15 +52,23 @@ def lora_moe(tiny_sizes):
 
 
 def test_full_training_is_what_torch_counts():
-    """Within 6 %: the head skips each document's last position (1 of 8), and torch counts attention without the causal half."""
-    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256}
+    """Within 6 %: the head skips each document's last position (1 of 8), and torch counts attention without
+    the causal half."""
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 256,
+    }
     model = built(dense.qwen2(**sizes, vocab_size=128))
     work = step_flops(model, [LENGTH] * DOCUMENTS, "nothing")
     assert work.recomputed == 0 and counted(model, "nothing") == pytest.approx(work.model, rel=0.06)
 
 
 def test_lora_on_experts_is_what_torch_counts(lora_moe):
-    """Within 10 %: the router runs in float32 and has no weight gradient, nothing goes back beyond the first layer's adapters, and the above."""
+    """Within 10 %: the router runs in float32 and has no weight gradient, nothing goes back beyond the first
+    layer's adapters, and the above."""
     work = step_flops(lora_moe, [LENGTH] * DOCUMENTS, "nothing")
     assert counted(lora_moe, "nothing") == pytest.approx(work.model, rel=0.10)
 

@@ -1,4 +1,5 @@
-"""bench layer's own code, at small sizes on the CPU through the part for CUDA: what it measures is right, and it refuses without a GPU."""
+"""bench layer's own code, at small sizes on the CPU through the part for CUDA: what it measures is right, and
+it refuses without a GPU."""
 
 from __future__ import annotations
 
@@ -20,9 +21,18 @@ from unfreeze.kernels.loops.scratch import release_scratch
 from unfreeze.parallel.machine import Hardware
 
 SMALL = KIMI | {
-    "vocab_size": 256, "hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 64, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
-}  # fmt: skip
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+}
 SIZES = Slice(SMALL, experts=16, tokens=128, sequence=64, rank=8)
 CPU = torch.device("cpu")
 
@@ -30,12 +40,12 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def measured():
     """Every row once."""
-    before = expert_mlp._part
-    expert_mlp._part = lambda *_: Grouped()
+    before = expert_mlp.backend_for
+    expert_mlp.backend_for = lambda *_: Grouped()
     try:
         yield measure(SIZES, CPU, repeats=3)
     finally:
-        expert_mlp._part = before
+        expert_mlp.backend_for = before
         release_scratch()
 
 
@@ -49,14 +59,22 @@ def test_every_predicted_row_is_measured_and_exact(measured):
             if "codec" in what:
                 assert error == 0
             elif isinstance(error, float) and "busiest" not in what:
-                assert error < 0.02, (item.name, what)  # bf16 products of bf16 inputs; the experts as tests/kernels/expert_mlp allows
-    assert memory["workspace stated"] <= memory["workspace measured"] <= 1.125 * memory["workspace stated"] + 2**14
+                # bf16 products of bf16 inputs; the experts as tests/kernels/expert_mlp allows
+                assert error < 0.02, (item.name, what)
+    # down has 64 columns and 8 of the adapter: 8 more make a row a multiple of 16 (factors.columns)
+    aligned = 2 * SIZES.experts * ((128 + 16) * (64 + 16) - (128 + 8) * (64 + 8))
+    stated = memory["workspace stated"]
+    assert stated <= memory["workspace measured"] <= 1.125 * stated + 2**14 + aligned
 
 
 def test_flop_is_the_arithmetic_of_the_full_slice():
     """gate/up forward is 3.85 TFLOP at 65,536 rows, as the prediction says."""
     whole = Slice(KIMI, 48, 8192, 2048, 16)
-    assert whole.whole and whole.rows == 65536 and 4.0 * whole.rows * 7168 * 2048 == pytest.approx(3.85e12, rel=1e-3)
+    assert (
+        whole.whole
+        and whole.rows == 65536
+        and 4.0 * whole.rows * 7168 * 2048 == pytest.approx(3.85e12, rel=1e-3)
+    )
     assert not SIZES.whole
 
 
@@ -92,19 +110,36 @@ def item(name: str, ms: float, routing="balanced", flop: float = 0.0) -> Item:
 
 def test_verdicts():
     assert [item("gate/up forward", ms).verdict("") for ms in (6.4, 7.0, 7.8)] == ["met", "missed", "refuted"]
-    assert [item(RATE, 1.0, flop=rate * 1e9).verdict("") for rate in (430, 400, 340)] == ["met", "missed", "refuted"]
-    assert item("gate/up forward", 1.0).verdict("smaller slice, not comparable") == "smaller slice, not comparable"
+    assert [item(RATE, 1.0, flop=rate * 1e9).verdict("") for rate in (430, 400, 340)] == [
+        "met",
+        "missed",
+        "refuted",
+    ]
+    assert (
+        item("gate/up forward", 1.0).verdict("smaller slice, not comparable")
+        == "smaller slice, not comparable"
+    )
 
 
 def test_the_node_formula_gives_what_was_predicted_from_the_predicted_times():
     """4.1 s, 15.9 k tokens/s without overlap and 17.9 k with 65 % of it, from the predicted slice."""
-    items = [item(name, ms, routing) for routing in ("balanced", "zipf") for name, ms in (
-        ("MoE layer forward", 12.75), ("MoE layer recompute + backward", 21.0))]  # fmt: skip
+    items = [
+        item(name, ms, routing)
+        for routing in ("balanced", "zipf")
+        for name, ms in (("MoE layer forward", 12.75), ("MoE layer recompute + backward", 21.0))
+    ]
     items += [item("attention, shared expert and norms, all passes", 19.5), item("head and loss", 60.0)]
-    found = {(r["routing"], r["gb_per_second_between_gpus"], r["imbalance"], r["overlap"]): r["derived_tokens_per_second"] for r in derive(items)}
+    found = {
+        (r["routing"], r["gb_per_second_between_gpus"], r["imbalance"], r["overlap"]): r[
+            "derived_tokens_per_second"
+        ]
+        for r in derive(items)
+    }
     assert found["balanced", 300, 1.0, 0.0] == pytest.approx(15900, rel=0.03)
     assert found["balanced", 300, 1.0, 0.65] == pytest.approx(17900, rel=0.03)
-    assert found["balanced", 300, 1.3, 0.0] < found["balanced", 300, 1.0, 0.0] < found["balanced", 400, 1.0, 0.0]
+    assert (
+        found["balanced", 300, 1.3, 0.0] < found["balanced", 300, 1.0, 0.0] < found["balanced", 400, 1.0, 0.0]
+    )
 
 
 def test_the_slice_shrinks_with_the_gpu():
@@ -121,9 +156,20 @@ def test_the_slice_shrinks_with_the_gpu():
 
 def test_rows_can_be_written_and_read(measured, tmp_path):
     items, memory = measured
-    rows = layer.as_rows(Stamp.now("layer", "unfreeze bench layer"), SIZES, items, memory, derive(items), "smaller slice, not comparable")
+    rows = layer.as_rows(
+        Stamp.now("layer", "unfreeze bench layer"),
+        SIZES,
+        items,
+        memory,
+        derive(items),
+        "smaller slice, not comparable",
+    )
     append(rows, tmp_path / "rows.jsonl")
-    assert [row.side for row in read(tmp_path / "rows.jsonl")] == [*(item.name for item in items), "memory", "node"]
+    assert [row.side for row in read(tmp_path / "rows.jsonl")] == [
+        *(item.name for item in items),
+        "memory",
+        "node",
+    ]
     json.dumps([row.model_dump() for row in rows], allow_nan=False)
     assert layer.as_rows(Stamp.now("layer", "x"), SIZES, items, memory, [], "")[-1].not_run
 

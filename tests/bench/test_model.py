@@ -1,4 +1,5 @@
-"""bench model's own code at small sizes on the CPU through the part for CUDA, and its arithmetic at the real ones."""
+"""bench model's own code at small sizes on the CPU through the part for CUDA, and its arithmetic at the real
+ones."""
 
 from __future__ import annotations
 
@@ -19,10 +20,31 @@ from unfreeze.kernels.expert_mlp.grouped import Grouped
 from unfreeze.models.blocks import experts
 from unfreeze.parallel.machine import Hardware
 
-SMALL = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 TINY = {
-    "int4": Job(QWEN3_30B | SMALL | {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}, "int4", 8, 1.0),
-    "bf16": Job(QWEN3_30B | SMALL | {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}, "bf16", 8, None),
+    "int4": Job(
+        QWEN3_30B
+        | SMALL
+        | {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        "int4",
+        8,
+        1.0,
+    ),
+    "bf16": Job(
+        QWEN3_30B
+        | SMALL
+        | {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        "bf16",
+        8,
+        None,
+    ),
     "dense": Job(QWEN25_7B | SMALL, "", 8, 1e12),
     "full": Job(QWEN3_06B | SMALL | {"head_dim": 16}, "", None, None),
 }
@@ -30,8 +52,8 @@ CPU = torch.device("cpu")
 CONFIG = Config(tokens_per_step=128, steps=4)
 
 
-def with_part(part, x_TD, ids_TK, weights_TK, gate_up, down, factors=None, impl="auto", kept=None):
-    return fused_expert_mlp(x_TD, ids_TK, weights_TK, gate_up, down, factors, part, kept)
+def with_part(part, x_TD, ids_TK, weights_TK, gate_up, down, factors=None, impl="auto", reuse=None):
+    return fused_expert_mlp(x_TD, ids_TK, weights_TK, gate_up, down, factors, part, reuse)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -49,7 +71,9 @@ def test_a_job_runs_learns_and_makes_a_row(name, monkeypatch, tmp_path):
 def test_a_model_that_does_not_learn_is_seen(monkeypatch):
     monkeypatch.setattr(bench, "train_step", partial(frozen, bench.train_step))
     row = run("dense", TINY["dense"], CONFIG, CPU, Stamp.now("model", "x"), sequence=32)
-    assert bench.failed(row) and row.results["correctness"]["loss at the first and last step"] == "DID NOT FALL"
+    assert (
+        bench.failed(row) and row.results["correctness"]["loss at the first and last step"] == "DID NOT FALL"
+    )
 
 
 def frozen(step, *arguments, **settings):
@@ -63,12 +87,14 @@ def test_the_shapes_have_the_published_number_of_parameters(config, billions):
 
 
 def test_flop_per_token_is_the_formula():
-    """Qwen3-30B-A3B by hand: 6 N + 3 attention without adapters; N and the embedding are 3.35 B, its card says 3.3 B active."""
+    """Qwen3-30B-A3B by hand: 6 N + 3 attention without adapters; N and the embedding are 3.35 B, its card
+    says 3.3 B active."""
     model = built(models.shape(QWEN3_30B), JOBS["qwen3-30b-a3b-int4"], "meta")
     active = 48 * (2048 * 128 * (32 + 2 * 4 + 32) + 2048 * 128 + 8 * 3 * 2048 * 768) + 151936 * 2048
     assert (active + 151936 * 2048) / 1e9 == pytest.approx(3.35, rel=0.01)
     attention = 48 * 2 * 2 * 128 * 32 * 4097 / 2
-    assert step_flops(model, [4096], "nothing").model / 4096 == pytest.approx(6 * active + 3 * attention)  # nothing attached: every weight
+    # nothing attached: every weight
+    assert step_flops(model, [4096], "nothing").model / 4096 == pytest.approx(6 * active + 3 * attention)
 
 
 def gpu(gib: float) -> Hardware:
@@ -86,7 +112,13 @@ def test_it_sizes_itself_or_refuses_with_arithmetic():
     assert smaller.fits and smaller.work.tokens < 65536
     with pytest.raises(DoesNotFit, match="usable on GPU: base"):
         sized(JOBS["qwen3-30b-a3b-bf16"], Config(), gpu(40), CPU, 4096)
-    row = run("x", Job(QWEN3_30B | {"num_hidden_layers": 4800}, "bf16", 16, None), Config(), CPU, Stamp.now("model", "x"))
+    row = run(
+        "x",
+        Job(QWEN3_30B | {"num_hidden_layers": 4800}, "bf16", 16, None),
+        Config(),
+        CPU,
+        Stamp.now("model", "x"),
+    )
     assert "No number of tokens" in row.not_run and not row.results
 
 

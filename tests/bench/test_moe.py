@@ -1,4 +1,5 @@
-"""bench moe end to end on a tiny shape: every side runs, its rows are whole, and what is printed is what the rows say."""
+"""bench moe end to end on a tiny shape: every side runs, its rows are whole, and what is printed is what the
+rows say."""
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from unfreeze.kernels.choice.choose import device_key
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory, tiny_sizes):
     folder = tmp_path_factory.mktemp("moe")
-    config = moe.Config(append=str(folder / "rows.jsonl"), steps=2, warmup=1, threads=1, checkpoint=str(folder / "checkpoint"))
+    config = moe.Config(
+        append=str(folder / "rows.jsonl"), steps=2, warmup=1, threads=1, checkpoint=str(folder / "checkpoint")
+    )
     found = moe.measure(config, Common(quiet=True), tiny_sizes, checked={}, documents=2, length=32)
     return found, read(folder / "rows.jsonl"), config
 
@@ -23,8 +26,13 @@ def test_every_side_has_a_row_in_its_turn(measured):
     found, rows, _ = measured
     assert [row.model_dump() for row in rows] == found["rows"]
     assert [(row.settings["turn"], row.side) for row in rows] == [
-        (1, "unfreeze"), (1, "unfreeze-nothing"), (1, "peft-experts"), (1, "torch.mm"), (2, "unfreeze"), (2, "peft-attention"),
-    ]  # fmt: skip
+        (1, "unfreeze"),
+        (1, "unfreeze-nothing"),
+        (1, "peft-experts"),
+        (1, "torch.mm"),
+        (2, "unfreeze"),
+        (2, "peft-attention"),
+    ]
 
 
 def test_speed_memory_and_state_add_up(measured):
@@ -32,20 +40,30 @@ def test_speed_memory_and_state_add_up(measured):
         r = row.results
         assert r["slowest"] <= r["tokens_per_second"] <= r["fastest"] and r["steps"] == 2
         assert r["tokens_per_second"] == pytest.approx(64 / r["step_seconds"])
-        assert r["above_state_bytes"] == r["peak_bytes"] - sum(r["state_bytes"].values()) and r["load_peak_bytes"] > 10**7
-        assert r["state_bytes"]["optimizer"] >= 8 * r["trained_parameters"] if row.side.startswith("unfreeze") else True
+        assert (
+            r["above_state_bytes"] == r["peak_bytes"] - sum(r["state_bytes"].values())
+            and r["load_peak_bytes"] > 10**7
+        )
+        assert (
+            r["state_bytes"]["optimizer"] >= 8 * r["trained_parameters"]
+            if row.side.startswith("unfreeze")
+            else True
+        )
 
 
 def test_peers_say_how_the_first_side_compares(measured):
     rows = {(row.settings["turn"], row.side): row.results for row in measured[1]}
     for turn, peer in ((1, "peft-experts"), (2, "peft-attention")):
         ours, theirs = rows[turn, "unfreeze"], rows[turn, peer]
-        assert theirs["first_side_speed"] == pytest.approx(ours["tokens_per_second"] / theirs["tokens_per_second"])
+        assert theirs["first_side_speed"] == pytest.approx(
+            ours["tokens_per_second"] / theirs["tokens_per_second"]
+        )
         assert theirs["first_side_memory"] == pytest.approx(ours["peak_bytes"] / theirs["peak_bytes"])
 
 
 def test_every_side_agrees_with_float64(measured):
-    """bf16 has 8 bits: a loss is an average over tokens and agrees to 1e-3; a gradient norm is a sum of rounded products, 3 %."""
+    """bf16 has 8 bits: a loss is an average over tokens and agrees to 1e-3; a gradient norm is a sum of
+    rounded products, 3 %."""
     for row in [row for row in measured[1] if row.side != "torch.mm"]:
         errors = row.results["correctness"]
         assert errors["loss, fresh adapters, against float64"] < 2e-3, (row.side, errors)
@@ -70,13 +88,22 @@ def test_the_checkpoint_is_reused_and_another_model_is_refused(measured, tiny_si
 
 
 def test_without_a_device_everything_runs_on_the_cpu(measured):
-    assert {row.settings["device"] for row in measured[1]} == {"cpu"} == {row.machine.device.split("-")[0] for row in measured[1]}
+    assert (
+        {row.settings["device"] for row in measured[1]}
+        == {"cpu"}
+        == {row.machine.device.split("-")[0] for row in measured[1]}
+    )
 
 
 @pytest.mark.parametrize("name", [*moe.RECOMPUTE, moe.GEMM, "peft-experts", "peft-attention"])
 def test_the_device_reaches_every_side(name, tiny_sizes):
     for device in ("cpu", "cuda"):
-        assert moe._side(name, "a", "b", kimi.config(**tiny_sizes), 2, 32, moe.Config(device=device)).arguments["device"] == device
+        assert (
+            moe._side(name, "a", "b", kimi.config(**tiny_sizes), 2, 32, moe.Config(device=device)).arguments[
+                "device"
+            ]
+            == device
+        )
 
 
 def test_rows_of_a_gpu_go_to_its_own_file(monkeypatch):

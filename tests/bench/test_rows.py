@@ -21,7 +21,11 @@ def stamp():
 
 def test_a_row_says_where_and_with_what_it_was_measured(stamp):
     row = stamp.row("unfreeze", {"rank": 8}, GOOD)
-    assert row.machine.device == device_key(torch.device("cpu")) and row.machine.threads == 2 and row.machine.cores >= 1
+    assert (
+        row.machine.device == device_key(torch.device("cpu"))
+        and row.machine.threads == 2
+        and row.machine.cores >= 1
+    )
     assert row.machine.versions["torch"] == torch.__version__ and row.machine.versions["transformers"]
     assert row.machine.name and row.benchmark == "moe" and row.side == "unfreeze"
     assert json.loads(row.model_dump_json()) == row.model_dump()
@@ -45,7 +49,9 @@ def test_a_row_without_results_must_say_why(stamp):
     with pytest.raises(ValidationError, match="correctness is empty"):
         stamp.row("a", {}, GOOD | {"correctness": {}})
     with pytest.raises(ValidationError):
-        stamp.row("a", {"scale": float("nan")}, GOOD).model_validate(stamp.row("a", {}, GOOD).model_dump() | {"run": "yesterday"})
+        stamp.row("a", {"scale": float("nan")}, GOOD).model_validate(
+            stamp.row("a", {}, GOOD).model_dump() | {"run": "yesterday"}
+        )
 
 
 def test_rows_read_back_and_a_bad_line_is_named(stamp, tmp_path):

@@ -1,4 +1,5 @@
-"""The protocol between the command and its sides, and every way a side can fail: the message says which, at what, and why."""
+"""The protocol between the command and its sides, and every way a side can fail: the message says which, at
+what, and why."""
 
 import os
 import time
@@ -11,7 +12,9 @@ from unfreeze.bench.sides import Side, SideFailed, Sides, ending
 @pytest.fixture(autouse=True)
 def importable(monkeypatch):
     """Workers import the planted sides by name."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
+    )
 
 
 def side(name, function="good", **arguments):
@@ -30,7 +33,10 @@ def test_sides_take_turns_forwards_and_backwards_and_the_warm_up_is_left_out():
     said = []
     with Sides([side("a", start=10), side("b", start=20)], said.append) as sides:
         sides.take_turns("step", warmup=1, rounds=2, by=2)
-        assert sides["a"].values("step", "total") == [14, 16] and sides["b"].values("step", "total") == [24, 26]
+        assert sides["a"].values("step", "total") == [14, 16] and sides["b"].values("step", "total") == [
+            24,
+            26,
+        ]
         assert sides["a"].median("total") == 15 and sides["a"].loaded["start"] == 10
         pids = [one.loaded["pid"] for one in sides]
         assert pids[0] != pids[1]
@@ -74,7 +80,10 @@ def test_what_libraries_print_is_not_part_of_the_protocol():
     ],
 )
 def test_a_side_that_fails_says_why_and_takes_the_others_along(call, says):
-    with pytest.raises(SideFailed) as error, Sides([side("talker"), side("other")], lambda line: None) as sides:
+    with (
+        pytest.raises(SideFailed) as error,
+        Sides([side("talker"), side("other")], lambda line: None) as sides,
+    ):
         other = sides["other"].loaded["pid"]
         sides["talker"].call(call)
     assert says in str(error.value)

@@ -11,21 +11,29 @@ A, B, C = torch.randn(64, 32).bfloat16(), torch.randn(32, 16).bfloat16(), torch.
 HEADS = torch.randn(4, 8, 6)
 
 
-@pytest.mark.parametrize(("name", "work", "expected"), [
-    ("aten::mm", lambda: torch.mm(A, B), A.nbytes + B.nbytes + C.nbytes),
-    ("aten::mm", lambda: torch.mm(A, B, out=torch.empty_like(C)), A.nbytes + B.nbytes + C.nbytes),
-    ("aten::bmm", lambda: torch.bmm(HEADS, HEADS.mT), 2 * HEADS.nbytes + 4 * 8 * 8 * 4),
-    ("aten::addmm", lambda: torch.addmm(C, A, B), A.nbytes + B.nbytes + 2 * C.nbytes),
-    ("aten::copy_", lambda: A.float(), 3 * A.nbytes),
-    ("aten::add", lambda: A + A, 3 * A.nbytes),
-    ("aten::add", lambda: A + 1.0, 2 * A.nbytes),
-    ("aten::mul", lambda: A * A[:1].float(), A.nbytes + 32 * 4 + 2 * A.nbytes),
-    ("aten::mul_", lambda: A.clone().mul_(2.0), 2 * A.nbytes),
-    ("aten::copy_", lambda: torch.empty(64, 32).copy_(torch.ones(64, 1).expand(64, 32)), 64 * 32 * 4 + 64 * 4),  # what repeats is read once
-    ("aten::zero_", lambda: torch.empty_like(A).zero_(), A.nbytes),
-    ("aten::cat", lambda: torch.cat([A, A]), 0),  # lists of tensors aren't recorded
-    ("aten::sum", lambda: A.sum(-1), 0),  # the output doesn't follow from the inputs
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "work", "expected"),
+    [
+        ("aten::mm", lambda: torch.mm(A, B), A.nbytes + B.nbytes + C.nbytes),
+        ("aten::mm", lambda: torch.mm(A, B, out=torch.empty_like(C)), A.nbytes + B.nbytes + C.nbytes),
+        ("aten::bmm", lambda: torch.bmm(HEADS, HEADS.mT), 2 * HEADS.nbytes + 4 * 8 * 8 * 4),
+        ("aten::addmm", lambda: torch.addmm(C, A, B), A.nbytes + B.nbytes + 2 * C.nbytes),
+        ("aten::copy_", lambda: A.float(), 3 * A.nbytes),
+        ("aten::add", lambda: A + A, 3 * A.nbytes),
+        ("aten::add", lambda: A + 1.0, 2 * A.nbytes),
+        ("aten::mul", lambda: A * A[:1].float(), A.nbytes + 32 * 4 + 2 * A.nbytes),
+        ("aten::mul_", lambda: A.clone().mul_(2.0), 2 * A.nbytes),
+        # what repeats is read once
+        (
+            "aten::copy_",
+            lambda: torch.empty(64, 32).copy_(torch.ones(64, 1).expand(64, 32)),
+            64 * 32 * 4 + 64 * 4,
+        ),
+        ("aten::zero_", lambda: torch.empty_like(A).zero_(), A.nbytes),
+        ("aten::cat", lambda: torch.cat([A, A]), 0),  # lists of tensors aren't recorded
+        ("aten::sum", lambda: A.sum(-1), 0),  # the output doesn't follow from the inputs
+    ],
+)
 def test_bytes_are_those_of_inputs_and_output(name, work, expected):
     with torch_profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
         work()
@@ -34,7 +42,10 @@ def test_bytes_are_those_of_inputs_and_output(name, work, expected):
 
 
 def test_inputs_that_were_not_recorded_count_nothing():
-    assert traffic.moved("aten::mm", [[], []], ["", ""], [[], []]) == 0 and traffic.moved("aten::copy_", [], [], []) == 0
+    assert (
+        traffic.moved("aten::mm", [[], []], ["", ""], [[], []]) == 0
+        and traffic.moved("aten::copy_", [], [], []) == 0
+    )
 
 
 def test_a_copy_has_a_rate(monkeypatch):

@@ -1,4 +1,5 @@
-"""A small checkpoint in Kimi's on-disk format, made by compressed-tensors' packing and the safetensors library (not by our writer)."""
+"""A small checkpoint in Kimi's on-disk format, made by compressed-tensors' packing and the safetensors
+library (not by our writer)."""
 
 from __future__ import annotations
 
@@ -29,7 +30,13 @@ CONFIG = {
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],
-                "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP},
+                "weights": {
+                    "num_bits": 4,
+                    "type": "int",
+                    "symmetric": True,
+                    "strategy": "group",
+                    "group_size": GROUP,
+                },
             }
         },
         "ignore": ["lm_head"],
@@ -44,7 +51,11 @@ def kimi_tensors(prefix: str = "") -> dict[str, torch.Tensor]:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).bfloat16()
 
-    tensors = {"model.embed_tokens.weight": normal(48, D), "model.norm.weight": normal(D), "lm_head.weight": normal(48, D)}
+    tensors = {
+        "model.embed_tokens.weight": normal(48, D),
+        "model.norm.weight": normal(D),
+        "lm_head.weight": normal(48, D),
+    }
     tensors["model.layers.0.mlp.gate.e_score_correction_bias"] = torch.randn(E, generator=generator)
     for e in range(E):
         for proj, rows, columns in (("gate_proj", I, D), ("up_proj", I, D), ("down_proj", D, I)):
@@ -71,7 +82,9 @@ def kimi_params(dtype: torch.dtype = torch.bfloat16) -> dict[str, tuple[torch.dt
     }
 
 
-def write(folder: Path, tensors: dict[str, torch.Tensor], *, config: dict | None = None, shards: int = 1) -> Path:
+def write(
+    folder: Path, tensors: dict[str, torch.Tensor], *, config: dict | None = None, shards: int = 1
+) -> Path:
     """A checkpoint folder with one file, or `shards` files and an index."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG if config is None else config))
@@ -85,7 +98,9 @@ def write(folder: Path, tensors: dict[str, torch.Tensor], *, config: dict | None
         part = names[i::shards]
         save_file({name: tensors[name] for name in part}, folder / file)
         weight_map.update(dict.fromkeys(part, file))
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     return folder
 
 

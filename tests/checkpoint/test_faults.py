@@ -1,4 +1,4 @@
-"""Claims about Faults: one error however many faults, counted by kind; known foreign formats are named."""
+"""Claims about Faults: one error however many faults, counted by kind."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from unfreeze.checkpoint.faults import Faults, foreign_format
+from unfreeze.checkpoint.faults import Faults
 from unfreeze.core.errors import CheckpointError
 
 
@@ -17,17 +17,13 @@ def test_many_faults_are_one_line() -> None:
     faults.add("tensors have the wrong shape", "u", cause="something else")
     with pytest.raises(CheckpointError) as caught:
         faults.raise_if_any(next="do this")
-    assert caught.value.message == (
-        "m: 1,152 of 69,120 tensors are missing; 1 of 69,120 tensors have the wrong shape; first: t0. Likely cause: a missing shard"
+    assert (
+        caught.value.message
+        == "m: 1,152 of 69,120 tensors are missing; 1 of 69,120 tensors have the wrong shape; first: t0."
+        " Likely cause: a missing shard"
     )
     assert caught.value.next == "do this"
 
 
 def test_no_fault_no_error() -> None:
     Faults(Path("m")).raise_if_any(next="")
-
-
-def test_foreign_formats() -> None:
-    assert "GPTQ" in foreign_format("model.layers.0.mlp.up_proj.qweight")
-    assert "FP8" in foreign_format("model.layers.0.mlp.up_proj.weight_scale_inv")
-    assert foreign_format("model.layers.0.mlp.up_proj.weight_packed") == ""

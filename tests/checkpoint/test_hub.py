@@ -1,4 +1,5 @@
-"""Claims about Hub ids: only safe files are asked for, and each failure is one line with the next command. No network: the client is replaced."""
+"""Claims about Hub ids: only safe files are asked for, and each failure is one line with the next command. No
+network: the client is replaced."""
 
 from __future__ import annotations
 
@@ -13,28 +14,73 @@ from unfreeze.checkpoint import hub, open_checkpoint
 from unfreeze.core.errors import CheckpointError
 
 
-@pytest.mark.parametrize(("text", "expected"), [("org/name", True), ("moonshotai/Kimi-K2-Thinking", True), ("name", False), ("a/b/c", False),
-                                                ("./a/b", False), ("/a/b", False), ("~/b", False), ("../b", False), ("a/", False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("org/name", True),
+        ("moonshotai/Kimi-K2-Thinking", True),
+        ("name", False),
+        ("a/b/c", False),
+        ("./a/b", False),
+        ("/a/b", False),
+        ("~/b", False),
+        ("../b", False),
+        ("a/", False),
+    ],
+)
 def test_what_is_an_id(text: str, expected: bool) -> None:
     assert hub.is_id(text) is expected
 
 
-def test_download_asks_for_weights_and_text_files_only(tmp_path: Path, kimi, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_download_asks_for_weights_and_text_files_only(
+    tmp_path: Path, kimi, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: dict = {}
     kimi.write(tmp_path, kimi.tensors())
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo_id, **options: asked.update(options, id=repo_id) or str(tmp_path))
+    monkeypatch.setattr(
+        huggingface_hub,
+        "snapshot_download",
+        lambda repo_id, **options: asked.update(options, id=repo_id) or str(tmp_path),
+    )
     said: list[str] = []
     manifest = open_checkpoint("org/name", progress=said.append)
     assert manifest.path == tmp_path and asked["id"] == "org/name" and "org/name" in said[0]
 
     def wanted(name: str) -> bool:
-        return any(fnmatch(name, p) for p in asked["allow_patterns"]) and not any(fnmatch(name, p) for p in asked["ignore_patterns"])
+        return any(fnmatch(name, p) for p in asked["allow_patterns"]) and not any(
+            fnmatch(name, p) for p in asked["ignore_patterns"]
+        )
 
-    assert all(map(wanted, ["model-00001-of-00062.safetensors", "config.json", "tiktoken.model", "chat_template.jinja", "tokenizer.json"]))
-    assert not any(map(wanted, ["pytorch_model.bin", "x.pt", "modeling_kimi.py", "consolidated.safetensors", "original/a.safetensors"]))
+    assert all(
+        map(
+            wanted,
+            [
+                "model-00001-of-00062.safetensors",
+                "config.json",
+                "tiktoken.model",
+                "chat_template.jinja",
+                "tokenizer.json",
+            ],
+        )
+    )
+    assert not any(
+        map(
+            wanted,
+            [
+                "pytorch_model.bin",
+                "x.pt",
+                "modeling_kimi.py",
+                "consolidated.safetensors",
+                "original/a.safetensors",
+            ],
+        )
+    )
 
 
-@pytest.mark.parametrize("failure", [LocalEntryNotFoundError("long text"), OfflineModeIsEnabled("offline"), ConnectionError("refused")])
+@pytest.mark.parametrize(
+    "failure",
+    [LocalEntryNotFoundError("long text"), OfflineModeIsEnabled("offline"), ConnectionError("refused")],
+)
 def test_offline_is_one_clear_line(failure: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> str:
         raise failure
@@ -42,7 +88,11 @@ def test_offline_is_one_clear_line(failure: Exception, monkeypatch: pytest.Monke
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint("org/name")
-    assert "offline?" in caught.value.message and "\n" not in caught.value.message and "resumes" in caught.value.next
+    assert (
+        "offline?" in caught.value.message
+        and "\n" not in caught.value.message
+        and "resumes" in caught.value.next
+    )
 
 
 def test_other_failures_are_one_line_too(monkeypatch: pytest.MonkeyPatch) -> None:

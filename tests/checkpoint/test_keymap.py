@@ -1,12 +1,14 @@
-"""Claims about the key map: what is taken apart goes back together, names are exact, and the inverse writes what was read."""
+"""Claims about the key map: what is taken apart goes back together, names are exact, and the inverse writes
+what was read."""
 
 from __future__ import annotations
 
 import torch
 
 from unfreeze.checkpoint import StackRule, disk_tensors, unstack
-from unfreeze.checkpoint.keymap import memory_suffixes, sources
+from unfreeze.checkpoint.keymap import sources
 from unfreeze.quant import Int4
+from unfreeze.quant.codec import kept_suffixes
 
 
 def test_sources_name_experts_in_order_with_their_regions(kimi) -> None:
@@ -33,9 +35,16 @@ def test_unstack_gives_views_that_rebuild_the_parameter(kimi) -> None:
     stacked = torch.randn(3, 8, 4)
     parts = dict(unstack(name, stacked, kimi.rules))
     base = "model.layers.0.mlp.experts."
-    again = torch.stack([torch.cat([parts[f"{base}{e}.gate_proj.weight"], parts[f"{base}{e}.up_proj.weight"]]) for e in range(3)])
+    again = torch.stack(
+        [
+            torch.cat([parts[f"{base}{e}.gate_proj.weight"], parts[f"{base}{e}.up_proj.weight"]])
+            for e in range(3)
+        ]
+    )
     assert torch.equal(again, stacked)
-    assert all(part.untyped_storage().data_ptr() == stacked.untyped_storage().data_ptr() for part in parts.values())
+    assert all(
+        part.untyped_storage().data_ptr() == stacked.untyped_storage().data_ptr() for part in parts.values()
+    )
 
 
 def test_disk_tensors_add_the_shape_of_each_packed_weight(kimi) -> None:
@@ -46,4 +55,4 @@ def test_disk_tensors_add_the_shape_of_each_packed_weight(kimi) -> None:
     assert len(disk) == 2 * 2 * 3
     shape = disk["model.layers.0.mlp.experts.1.up_proj.weight_shape"]
     assert shape.dtype == torch.int32 and shape.tolist() == [8, 64]
-    assert memory_suffixes(codec) == ("weight_packed", "weight_scale")
+    assert kept_suffixes(codec) == ("weight_packed", "weight_scale")

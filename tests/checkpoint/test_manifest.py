@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from unfreeze.checkpoint import open_checkpoint
-from unfreeze.checkpoint.manifest import TORCH_DTYPE
+from unfreeze.checkpoint.tensors import TORCH_DTYPE
 from unfreeze.core.errors import CheckpointError
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
@@ -35,14 +35,26 @@ def test_equals_the_safetensors_library(tmp_path: Path, kimi, shards: int) -> No
         with safe_open(file, "pt") as theirs:
             for name in theirs.keys():  # noqa: SIM118
                 tensor, info = theirs.get_tensor(name), manifest.tensors[name]
-                assert (TORCH_DTYPE[info.dtype], info.shape, info.nbytes, info.file) == (tensor.dtype, tuple(tensor.shape), tensor.nbytes, file)
+                assert (TORCH_DTYPE[info.dtype], info.shape, info.nbytes, info.file) == (
+                    tensor.dtype,
+                    tuple(tensor.shape),
+                    tensor.nbytes,
+                    file,
+                )
                 with file.open("rb") as raw:
                     raw.seek(info.offset)
-                    assert raw.read(info.nbytes) == tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                    assert (
+                        raw.read(info.nbytes)
+                        == tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                    )
                 seen += 1
     assert seen == len(manifest.tensors) == len(kimi.tensors())
     assert manifest.nbytes == sum(tensor.nbytes for tensor in kimi.tensors().values())
-    assert manifest.config["model_type"] == "kimi_k2" and manifest.prefix == "" and manifest.generation_config == {}
+    assert (
+        manifest.config["model_type"] == "kimi_k2"
+        and manifest.prefix == ""
+        and manifest.generation_config == {}
+    )
 
 
 def test_shared_checkpoint_without_tokenizer() -> None:
@@ -50,7 +62,8 @@ def test_shared_checkpoint_without_tokenizer() -> None:
     if not folder.is_dir():
         pytest.skip(f"{folder} is not here; test_equals_the_safetensors_library covers the same ground")
     manifest = open_checkpoint(folder)
-    assert len(manifest.tensors) == 187 and len(manifest.files) == 1  # expected_logits.safetensors is not in the index
+    # expected_logits.safetensors is not in the index
+    assert len(manifest.tensors) == 187 and len(manifest.files) == 1
 
 
 def test_kimi_k25_prefix_and_nested_config(tmp_path: Path, kimi) -> None:
@@ -73,7 +86,10 @@ def test_missing_shard(tmp_path: Path, kimi) -> None:
     folder = kimi.write(tmp_path / "m", kimi.tensors(), shards=3)
     (folder / "model-00002-of-00003.safetensors").unlink()
     message = refusal(folder)
-    assert "model-00002-of-00003.safetensors is missing (2 of 3 shards present)" in message and "unfinished download" in message
+    assert (
+        "model-00002-of-00003.safetensors is missing (2 of 3 shards present)" in message
+        and "unfinished download" in message
+    )
 
 
 def test_truncated_file(tmp_path: Path, kimi) -> None:
@@ -93,7 +109,9 @@ def test_truncated_inside_the_header(tmp_path: Path, kimi, keep: int) -> None:
 
 def test_lfs_pointer(tmp_path: Path, kimi) -> None:
     folder = kimi.write(tmp_path / "m", kimi.tensors())
-    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n")
+    (folder / "model.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n"
+    )
     assert "Git LFS" in refusal(folder)
 
 
@@ -118,13 +136,27 @@ def test_index_and_files_disagree(tmp_path: Path, kimi) -> None:
     extra = {"weight_map": good["weight_map"] | {"model.layers.9.x": "model-00001-of-00002.safetensors"}}
     index.write_text(json.dumps(extra))
     assert "model.layers.9.x" in refusal(folder)
-    index.write_text(json.dumps({"weight_map": {k: v for k, v in good["weight_map"].items() if k != "lm_head.weight"}}))
+    index.write_text(
+        json.dumps({"weight_map": {k: v for k, v in good["weight_map"].items() if k != "lm_head.weight"}})
+    )
     assert "1 of" not in refusal(folder) and "lm_head.weight" in refusal(folder)
     index.write_text(json.dumps(good))
     assert open_checkpoint(folder)  # control: the index as it was is accepted
 
 
-@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "..\\x.safetensors", "x.bin", "", ".safetensors", 3])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../x.safetensors",
+        "/etc/passwd",
+        "a/b.safetensors",
+        "..\\x.safetensors",
+        "x.bin",
+        "",
+        ".safetensors",
+        3,
+    ],
+)
 def test_index_cannot_lead_out_of_the_folder(tmp_path: Path, kimi, name: object) -> None:
     folder = kimi.write(tmp_path / "m", kimi.tensors(), shards=2)
     save_file({"lm_head.weight": torch.zeros(1)}, tmp_path / "x.safetensors")
@@ -165,12 +197,18 @@ def test_header_that_is_not_json_or_repeats_a_name(tmp_path: Path, kimi) -> None
 def test_two_files_hold_the_same_tensor(tmp_path: Path, kimi) -> None:
     tensors = kimi.tensors()
     folder = kimi.write(tmp_path / "m", tensors, shards=2)
-    save_file({n: tensors[n] for n in [*list(tensors)[1::2], "model.embed_tokens.weight"]}, folder / "model-00002-of-00002.safetensors")
+    save_file(
+        {n: tensors[n] for n in [*list(tensors)[1::2], "model.embed_tokens.weight"]},
+        folder / "model-00002-of-00002.safetensors",
+    )
     assert "two files" in refusal(folder)
 
 
 def test_folders_that_are_no_checkpoint(tmp_path: Path, kimi) -> None:
-    assert "does not exist; nearest: 'kimi'" in (kimi.write(tmp_path / "kimi", kimi.tensors()), refusal(tmp_path / "kimmi"))[1]
+    assert (
+        "does not exist; nearest: 'kimi'"
+        in (kimi.write(tmp_path / "kimi", kimi.tensors()), refusal(tmp_path / "kimmi"))[1]
+    )
     assert "is a file" in refusal(tmp_path / "kimi" / "config.json")
     empty = tmp_path / "empty"
     empty.mkdir()

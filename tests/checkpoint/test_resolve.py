@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from unfreeze.checkpoint import open_checkpoint, resolve
+from unfreeze.checkpoint import open_checkpoint
+from unfreeze.checkpoint.resolve import resolve
 from unfreeze.core.errors import CheckpointError, ConfigError
 
 GATE = "model.layers.0.mlp.experts.1.gate_proj."
@@ -19,7 +20,9 @@ GATE = "model.layers.0.mlp.experts.1.gate_proj."
 def refusal(tmp_path: Path, kimi) -> Callable[..., str]:
     """Write the given tensors, resolve them, return the message of the one error."""
 
-    def run(tensors: dict[str, torch.Tensor], *, config: dict | None = None, params: dict | None = None) -> str:
+    def run(
+        tensors: dict[str, torch.Tensor], *, config: dict | None = None, params: dict | None = None
+    ) -> str:
         manifest = open_checkpoint(kimi.write(tmp_path / "bad", tensors, config=config))
         with pytest.raises(CheckpointError) as caught:
             resolve(manifest, kimi.rules, params or kimi.params())
@@ -40,7 +43,9 @@ def test_every_element_is_covered_once(tmp_path: Path, kimi) -> None:
                 times[placement.index] += 1
                 flat = torch.zeros(shape, dtype=torch.int64)
                 flat[placement.index] = 1
-                assert torch.equal(flat.view(-1).nonzero().view(-1), torch.arange(placement.start, placement.stop))
+                assert torch.equal(
+                    flat.view(-1).nonzero().view(-1), torch.arange(placement.start, placement.stop)
+                )
         assert bool((times == 1).all()), name
     assert sum(p.expanded_bytes for p in placements) == 3 * 3 * 64 * 32 * 2 + (48 * 64 * 2 + 64) * 2 + 3 * 4
 
@@ -54,7 +59,9 @@ def test_missing_scale(kimi, refusal) -> None:
 
 def test_missing_expert_is_counted_as_one_error(kimi, refusal) -> None:
     message = refusal({name: tensor for name, tensor in kimi.tensors().items() if ".experts.2." not in name})
-    assert "6 of 22 tensors are missing; first: model.layers.0.mlp.experts.2.gate_proj.weight_packed" in message
+    assert (
+        "6 of 22 tensors are missing; first: model.layers.0.mlp.experts.2.gate_proj.weight_packed" in message
+    )
 
 
 def test_missing_shape(kimi, refusal) -> None:
@@ -69,20 +76,32 @@ def test_unexpected_tensor(kimi, refusal) -> None:
 
 
 def test_ignored_by_rule(tmp_path: Path, kimi) -> None:
-    """Vision tensors and multi-token-prediction layers are left aside by the model's own rules, and only they."""
-    tensors = kimi.tensors("language_model.") | {"vision_tower.x": torch.zeros(1), "language_model.model.layers.1.eh_proj.weight": torch.zeros(1)}
+    """Vision tensors and multi-token-prediction layers are left aside by the model's own rules, and only
+    they."""
+    tensors = kimi.tensors("language_model.") | {
+        "vision_tower.x": torch.zeros(1),
+        "language_model.model.layers.1.eh_proj.weight": torch.zeros(1),
+    }
     manifest = open_checkpoint(kimi.write(tmp_path / "m", tensors))
     ignore = (r"vision_tower\.", r"model\.layers\.1\..*")
     assert len(resolve(manifest, kimi.rules, kimi.params(), ignore=ignore)) == len(kimi.tensors())
-    with pytest.raises(CheckpointError, match=r"not part of the model; first: language_model\.model\.layers\.1\.eh_proj"):
+    with pytest.raises(
+        CheckpointError, match=r"not part of the model; first: language_model\.model\.layers\.1\.eh_proj"
+    ):
         resolve(manifest, kimi.rules, kimi.params(), ignore=ignore[:1])
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [(GATE + "weight_packed", torch.int64), (GATE + "weight_packed", torch.float32), (GATE + "weight_scale", torch.int32),
-     ("model.norm.weight", torch.int8), ("model.norm.weight", torch.float64), (GATE + "weight_shape", torch.float32)],
-)  # fmt: skip
+    [
+        (GATE + "weight_packed", torch.int64),
+        (GATE + "weight_packed", torch.float32),
+        (GATE + "weight_scale", torch.int32),
+        ("model.norm.weight", torch.int8),
+        ("model.norm.weight", torch.float64),
+        (GATE + "weight_shape", torch.float32),
+    ],
+)
 def test_wrong_dtype(kimi, refusal, name: str, dtype: torch.dtype) -> None:
     tensors = kimi.tensors()
     tensors[name] = tensors[name].to(dtype)
@@ -91,7 +110,9 @@ def test_wrong_dtype(kimi, refusal, name: str, dtype: torch.dtype) -> None:
 
 
 def test_fp8_weights_are_named(kimi, refusal) -> None:
-    tensors = kimi.tensors() | {"model.norm.weight": kimi.tensors()["model.norm.weight"].to(torch.float8_e4m3fn)}
+    tensors = kimi.tensors() | {
+        "model.norm.weight": kimi.tensors()["model.norm.weight"].to(torch.float8_e4m3fn)
+    }
     assert "FP8" in refusal(tensors)
 
 
@@ -107,7 +128,9 @@ def test_other_group_size_than_the_config_says(kimi, refusal) -> None:
     assert "wrong shape" in message and "group_size" in message
 
 
-@pytest.mark.parametrize("suffixes", [("qweight", "qzeros", "scales"), ("weight_packed", "weight_scale", "weight_zero_point")])
+@pytest.mark.parametrize(
+    "suffixes", [("qweight", "qzeros", "scales"), ("weight_packed", "weight_scale", "weight_zero_point")]
+)
 def test_another_nibble_format_is_named(kimi, refusal, suffixes: tuple[str, ...]) -> None:
     tensors = {name: tensor for name, tensor in kimi.tensors().items() if not name.startswith(GATE)}
     tensors |= {GATE + suffix: torch.zeros(32, 8, dtype=torch.int32) for suffix in suffixes}
@@ -116,7 +139,9 @@ def test_another_nibble_format_is_named(kimi, refusal, suffixes: tuple[str, ...]
 
 
 def test_awq_config_is_refused_by_name(tmp_path: Path, kimi) -> None:
-    manifest = open_checkpoint(kimi.write(tmp_path / "m", kimi.tensors(), config={"quantization_config": {"quant_method": "awq"}}))
+    manifest = open_checkpoint(
+        kimi.write(tmp_path / "m", kimi.tensors(), config={"quantization_config": {"quant_method": "awq"}})
+    )
     with pytest.raises(ConfigError, match="awq"):
         resolve(manifest, kimi.rules, kimi.params())
 
@@ -124,12 +149,17 @@ def test_awq_config_is_refused_by_name(tmp_path: Path, kimi) -> None:
 def test_packed_without_a_config_that_says_so(kimi, refusal) -> None:
     stack = "model.layers.0.mlp.experts."
     params = {name: kind for name, kind in kimi.params().items() if ".experts." not in name}
-    params |= {stack + "gate_up_proj.weight": (torch.bfloat16, (3, 64, 64)), stack + "down_proj.weight": (torch.bfloat16, (3, 64, 32))}
+    params |= {
+        stack + "gate_up_proj.weight": (torch.bfloat16, (3, 64, 64)),
+        stack + "down_proj.weight": (torch.bfloat16, (3, 64, 32)),
+    }
     assert "quantization_config does not say so" in refusal(kimi.tensors(), config={}, params=params)
 
 
 def test_unpacked_although_the_config_says_packed(kimi, refusal) -> None:
-    tensors = {name: tensor for name, tensor in kimi.tensors().items() if not name.startswith(GATE)} | {GATE + "weight": torch.zeros(32, 64)}
+    tensors = {name: tensor for name, tensor in kimi.tensors().items() if not name.startswith(GATE)} | {
+        GATE + "weight": torch.zeros(32, 64)
+    }
     assert "stored unpacked" in refusal(tensors)
 
 
@@ -140,9 +170,17 @@ def test_tied_head(tmp_path: Path, kimi) -> None:
     for i, drop in enumerate(["lm_head.weight", "model.embed_tokens.weight", None]):
         tensors = {name: tensor for name, tensor in kimi.tensors().items() if name != drop}
         manifest = open_checkpoint(kimi.write(tmp_path / str(i), tensors))
-        filled = [p for p in resolve(manifest, kimi.rules, params, tied=tied) if p.param == "model.embed_tokens.weight"]
+        filled = [
+            p
+            for p in resolve(manifest, kimi.rules, params, tied=tied)
+            if p.param == "model.embed_tokens.weight"
+        ]
         assert [p.alias for p in filled] == ([False] if drop else [False, True])
-    tensors = {name: tensor for name, tensor in kimi.tensors().items() if name not in ("lm_head.weight", "model.embed_tokens.weight")}
+    tensors = {
+        name: tensor
+        for name, tensor in kimi.tensors().items()
+        if name not in ("lm_head.weight", "model.embed_tokens.weight")
+    }
     with pytest.raises(CheckpointError, match=r"1 of 29 tensors are missing; first: model\.embed_tokens"):
         resolve(open_checkpoint(kimi.write(tmp_path / "x", tensors)), kimi.rules, params, tied=tied)
 

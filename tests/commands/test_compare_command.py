@@ -1,4 +1,5 @@
-"""`unfreeze compare`: the page, the terminal and --json say the same about a real run and an altered copy of it."""
+"""`unfreeze compare`: the page, the terminal and --json say the same about a real run and an altered copy of
+it."""
 
 import json
 import shutil
@@ -14,7 +15,9 @@ def test_two_runs(run_dir, tmp_path, unfreeze_json, capsys):
     (other / "resolved_config.json").write_text(json.dumps(config))
     page = tmp_path / "pages" / "c.html"
     result = unfreeze_json("compare", run_dir, other, "--html", page)
-    assert result["differences"] == {"lora.rank": ["2", "64"]} and [run["steps"] for run in result["runs"]] == [3, 3]
+    assert result["differences"] == {"lora.rank": ["2", "64"]} and [
+        run["steps"] for run in result["runs"]
+    ] == [3, 3]
     assert result["html"] == str(page) and "lora.rank" in page.read_text(encoding="utf-8")
     assert cli.main(["compare", str(run_dir), str(other), "--html", str(page)]) == 0
     said = capsys.readouterr().out

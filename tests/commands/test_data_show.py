@@ -1,4 +1,5 @@
-"""unfreeze data show: what the model will see, in colours, in plain markers and as JSON; bad rows, cuts and duplicates by row and field."""
+"""unfreeze data show: what the model will see, in colours, in plain markers and as JSON; bad rows, cuts and
+duplicates by row and field."""
 
 import io
 import json
@@ -7,11 +8,19 @@ import pytest
 from rich.console import Console
 
 from unfreeze import cli
-from unfreeze.commands.data_show import _print, coloured, stretches
+from unfreeze.commands.data_show import _print, coloured, pieces_by_weight
 from unfreeze.commands.demo import TINY_K2
 
 GOOD = {"question": "Where does the Zwinger stand?", "answer": "In Dresden, the Zwinger stands. Hmm."}
-ROWS = [GOOD, "{broken", {"question": "Who?"}, GOOD, {"messages": []}, {"text": "In Dresden. " * 30}, {**GOOD, "question": "Where? " * 40}]
+ROWS = [
+    GOOD,
+    "{broken",
+    {"question": "Who?"},
+    GOOD,
+    {"messages": []},
+    {"text": "In Dresden. " * 30},
+    {**GOOD, "question": "Where? " * 40},
+]
 
 
 @pytest.fixture
@@ -28,10 +37,20 @@ def show(unfreeze_json, *arguments):
 def test_everything_is_counted_and_named(unfreeze_json, file):
     facts = show(unfreeze_json, file, "--sequence-length", 60)
     stats = facts["stats"]
-    assert (stats["rows"], stats["examples"], stats["bad"], stats["dropped"], stats["truncated"], stats["duplicates"]) == (7, 3, 3, 1, 1, 1)
+    assert (
+        stats["rows"],
+        stats["examples"],
+        stats["bad"],
+        stats["dropped"],
+        stats["truncated"],
+        stats["duplicates"],
+    ) == (7, 3, 3, 1, 1, 1)
     assert {item["row"]: item["reason"].partition(" (")[0] for item in stats["listed"]} == {
         2: "row 2: broken JSON at column 2: Expecting property name enclosed in double quotes",
-        3: "row 3: fields ['question'] fit no shape; nearest shape question/answer, field 'answer' is missing",
+        3: (
+            "row 3: fields ['question'] fit no shape; nearest shape question/answer, field 'answer' is"
+            " missing"
+        ),
         5: "row 5: field messages is empty",
         7: "row 7: 0 of 60 tokens supervised",
     }
@@ -58,7 +77,16 @@ def test_lengths_are_of_whole_rows_and_the_histogram_counts_them_all(unfreeze_js
 
 def printed(facts, terminal):
     out = io.StringIO()
-    _print(facts, Console(file=out, force_terminal=terminal, highlight=False, width=200, color_system="standard" if terminal else None))
+    _print(
+        facts,
+        Console(
+            file=out,
+            force_terminal=terminal,
+            highlight=False,
+            width=200,
+            color_system="standard" if terminal else None,
+        ),
+    )
     return out.getvalue()
 
 
@@ -74,8 +102,11 @@ def test_plain_markers_where_there_is_no_terminal_and_colours_where_there_is(unf
 def test_a_lost_mask_is_seen_in_the_markers():
     """Control arm: the same document with a mask of all ones, and of none, looks different."""
     texts, right = ["a", "b", "c"], [0.0, 1.0, 1.0]
-    assert stretches(texts, right) == [("a", False), ("bc", True)]
-    shown = [coloured({"texts": texts, "weights": weights}, colour=False).plain for weights in (right, [1.0] * 3, [0.0] * 3)]
+    assert pieces_by_weight(texts, right) == [("a", False), ("bc", True)]
+    shown = [
+        coloured({"texts": texts, "weights": weights}, colour=False).plain
+        for weights in (right, [1.0] * 3, [0.0] * 3)
+    ]
     assert shown == ["a[[bc]]", "[[abc]]", "abc"]
 
 
@@ -83,7 +114,10 @@ def test_rows_and_words_that_are_not_there(capsys, file):
     for arguments, says in (
         (["data"], "got nothing"),
         (["data", "shwo", str(file)], "nearest: 'show'"),
-        (["data", "show", str(file), "--model", str(TINY_K2), "--row", "3"], "row 3 is not among the documents: row 3: fields"),
+        (
+            ["data", "show", str(file), "--model", str(TINY_K2), "--row", "3"],
+            "row 3 is not among the documents: row 3: fields",
+        ),
         (["data", "show", "absent.jsonl", "--model", str(TINY_K2)], "is not a file"),
         (["data", "show", str(file), "--model", "nowhere"], "neither a folder nor a Hugging Face id"),
     ):
@@ -96,5 +130,9 @@ def test_several_files_name_the_file(unfreeze_json, file, tmp_path):
     other.write_text(json.dumps(GOOD) + "\n{broken\n")
     stats = show(unfreeze_json, file, other)["stats"]
     assert ("other.jsonl", 2) in [(item["file"], item["row"]) for item in stats["listed"]]
-    assert stats["repeats"][-1] == {"row": 1, "reason": "row 1: says the same as row 1 of chat.jsonl", "file": "other.jsonl"}
+    assert stats["repeats"][-1] == {
+        "row": 1,
+        "reason": "row 1: says the same as row 1 of chat.jsonl",
+        "file": "other.jsonl",
+    }
     assert stats["files"] == {"chat.jsonl": 4, "other.jsonl": 1}

@@ -1,4 +1,5 @@
-"""The demo's guards: what it may overwrite, and that CI's thresholds see bad results. (The demo itself runs in .ci/run.)"""
+"""The demo's guards: what it may overwrite, and that CI's thresholds see bad results. (The demo itself runs
+in .ci/run.)"""
 
 import json
 import runpy
@@ -11,8 +12,17 @@ from unfreeze.commands.demo import TINY_K2, make_room
 from unfreeze.core.errors import ConfigError
 
 THRESHOLDS = Path(__file__).resolve().parents[2] / ".ci" / "demo_thresholds.py"
-GOOD = {"style_before": 0.0, "style_after": 97.0, "facts_before": 100.0, "facts_after": 98.0, "known": 115.0, "asked": 117.0,
-        "loss_first": 5.0, "loss_last": 0.1, "seconds": 60.0}  # fmt: skip
+GOOD = {
+    "style_before": 0.0,
+    "style_after": 97.0,
+    "facts_before": 100.0,
+    "facts_after": 98.0,
+    "known": 115.0,
+    "asked": 117.0,
+    "loss_first": 5.0,
+    "loss_last": 0.1,
+    "seconds": 60.0,
+}
 
 
 def test_a_folder_that_is_no_demo_is_not_touched(tmp_path):
@@ -25,22 +35,36 @@ def test_a_folder_that_is_no_demo_is_not_touched(tmp_path):
 
 
 @pytest.mark.parametrize("step, stays", [(3, True), (10, False)])
-def test_an_unfinished_demo_stays_and_a_finished_one_is_replaced(tmp_path, step, stays):
+def test_an_unfinished_demo_stays_and_a_finished_one_is_replaced(tmp_path, step, stays, capsys):
     from unfreeze.train.run import config_hash
 
     out = tmp_path / "demo"
     save = out / "state" / f"step-{step:06d}"
     save.mkdir(parents=True)
     (out / "resolved_config.json").write_text(json.dumps({"model": str(TINY_K2)}))
-    record = {"step": step, "cursor": None, "schedule": {"steps": 10}, "optimizer": {}, "config": {}, "config_hash": config_hash({})}
+    record = {
+        "step": step,
+        "cursor": None,
+        "schedule": {"steps": 10},
+        "optimizer": {},
+        "config": {},
+        "config_hash": config_hash({}),
+    }
     (save / "state.json").write_text(json.dumps(record))
     make_room(out)
-    assert out.exists() == stays
+    assert out.exists() == stays and ("is replaced" in capsys.readouterr().err) == (not stays)
 
 
 @pytest.mark.parametrize(
     "change, code",
-    [({}, 0), ({"style_before": 5.1}, 1), ({"style_after": 94.0}, 1), ({"facts_after": 96.9}, 1), ({"known": 100.0}, 1), ({"loss_last": 4.0}, 1)],
+    [
+        ({}, 0),
+        ({"style_before": 5.1}, 1),
+        ({"style_after": 94.0}, 1),
+        ({"facts_after": 96.9}, 1),
+        ({"known": 100.0}, 1),
+        ({"loss_last": 4.0}, 1),
+    ],
 )
 def test_the_thresholds_of_ci_see_a_bad_demo(monkeypatch, change, code):
     def run(command, **_):

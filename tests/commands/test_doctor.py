@@ -1,4 +1,5 @@
-"""The doctor finds what is planted in a user's files, says the remedy, and finds nothing in clean ones (control arm of every plant)."""
+"""The doctor finds what is planted in a user's files, says the remedy, and finds nothing in clean ones
+(control arm of every plant)."""
 
 import json
 from types import SimpleNamespace
@@ -20,7 +21,10 @@ def sandbox(tmp_path_factory):
 
 
 def findings(**fields):
-    return {f"{f.check} {f.level}": f for f in findings_of(Config(**{name: str(value) for name, value in fields.items()}))}
+    return {
+        f"{f.check} {f.level}": f
+        for f in findings_of(Config(**{name: str(value) for name, value in fields.items()}))
+    }
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "deepseek_v3-int4"])
@@ -61,8 +65,10 @@ def drops_answers(folder):
 
 
 def no_end(folder):
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-                                                "{% if add_generation_prompt %}assistant: {% endif %}")  # fmt: skip
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
 
 
 def change_json(path, **fields):
@@ -74,7 +80,11 @@ def change_json(path, **fields):
     [
         (cut_file, "checkpoint fault", "files are truncated"),
         (lost_tensor, "checkpoint fault", "tensors are missing; first: model.layers.1.mlp.up_proj.weight"),
-        (nan_weight, "numerics fault", "1 weights hold NaN or infinity; first: model.layers.1.mlp.up_proj.weight"),
+        (
+            nan_weight,
+            "numerics fault",
+            "1 weights hold NaN or infinity; first: model.layers.1.mlp.up_proj.weight",
+        ),
         (fewer_rows, "vocabulary fault", "36 ids have no embedding"),
         (drops_answers, "template fault", "content"),
         (no_end, "template warn", "does not close with an end token"),
@@ -92,7 +102,11 @@ def test_what_needs_a_broken_part_is_skipped_with_the_reason(sandbox):
     folder = sandbox.copy("llama")
     cut_file(folder)
     found = findings(model=folder, data=sandbox.rows())
-    assert found["numerics skip"].line == "needs the checkpoint, which has a fault" and "template skip" in found and "data skip" in found
+    assert (
+        found["numerics skip"].line == "needs the checkpoint, which has a fault"
+        and "template skip" in found
+        and "data skip" in found
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,9 +114,14 @@ def test_what_needs_a_broken_part_is_skipped_with_the_reason(sandbox):
     [
         ([ROWS[0], "{broken", ROWS[1]], "data fault", "1 of 3 rows cannot be read: row 2: broken JSON"),
         ([ROWS[0], ROWS[1], ROWS[0]], "data warn", "1 of 3 rows stood before"),
-        ([ROWS[0], {"question": "frog " * 600, "answer": "Hmm."}], "data warn", "row 2: 0 of 512 tokens supervised"),
+        (
+            [ROWS[0], {"question": "frog " * 600, "answer": "Hmm."}],
+            "data warn",
+            "row 2: 0 of 512 tokens supervised",
+        ),
         ([ROWS[0], {"question": "Q", "answer": "frog " * 600}], "data warn", "1 of 2 rows are cut at"),
-        ([{"question": "Q", "answer": "frog " * 200}], "data warn", "is the mask lost?"),  # 97 % of it is answer
+        # 97 % of it is answer
+        ([{"question": "Q", "answer": "frog " * 200}], "data warn", "is the mask lost?"),
     ],
 )
 def test_a_fault_planted_in_the_data_is_found(sandbox, rows, key, says, monkeypatch):
@@ -122,7 +141,10 @@ def test_the_run_folder_held_or_of_another_configuration(sandbox, tmp_path):
     with Run(out, {}):
         assert "is in use by process" in findings(**asked)["run fault"].line
     sandbox.sft(model=model, data=data, out=out)
-    assert "learning_rate" in findings(**asked)["run fault"].line and "another configuration" in findings(**asked)["run fault"].line
+    assert (
+        "learning_rate" in findings(**asked)["run fault"].line
+        and "another configuration" in findings(**asked)["run fault"].line
+    )
     before = sorted((path, path.stat().st_mtime_ns) for path in out.rglob("*"))
     findings(**asked)
     assert sorted((path, path.stat().st_mtime_ns) for path in out.rglob("*")) == before  # it writes nothing
@@ -134,9 +156,13 @@ def test_too_little_memory_and_disk_are_faults_with_the_arithmetic(sandbox, monk
     model = sandbox.checkpoint("llama")
     monkeypatch.setattr(job.shutil, "disk_usage", lambda path: SimpleNamespace(free=10_000))
     assert "9.8 KiB free for" in findings(model=model)["disk fault"].line
-    monkeypatch.setattr("unfreeze.parallel.plan.hardware", lambda device: Hardware("cpu", "small", 1, 2**20, 2**20))
+    monkeypatch.setattr(
+        "unfreeze.parallel.plan.hardware", lambda device: Hardware("cpu", "small", 1, 2**20, 2**20)
+    )
     found = findings(model=model)
-    assert "usable on small" in found["memory fault"].line and found["numerics skip"].line.startswith("needs the memory")
+    assert "usable on small" in found["memory fault"].line and found["numerics skip"].line.startswith(
+        "needs the memory"
+    )
 
 
 def test_a_bad_config_is_the_first_finding(sandbox, tmp_path):
@@ -178,7 +204,10 @@ def test_a_field_that_is_not_followed_is_said_by_doctor_inspect_load_and_the_run
     unfreeze.load(folder, say=said.append)
     assert said == [note]
     out = tmp_path / "run"
-    command = f"sft --model {folder} --data {sandbox.rows()} --out {out} --steps 1 --tokens-per-step 256 --samples 0 --quiet"
+    command = (
+        f"sft --model {folder} --data {sandbox.rows()} --out {out} --steps 1 --tokens-per-step 256 --samples"
+        " 0 --quiet"
+    )
     assert cli.main(command.split()) == 0
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     assert [event["message"] for event in events if event["kind"] == "warning"].count(note) == 1
@@ -191,7 +220,10 @@ def test_a_quantization_that_only_hf_quant_config_names_is_refused_by_inspect_do
 
     folder = sandbox.copy("llama")
     assert inspect(str(folder))["format"] == "dense"  # control arm
-    beside = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+    beside = {
+        "producer": {"name": "modelopt"},
+        "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]},
+    }
     (folder / "hf_quant_config.json").write_text(json.dumps(beside))
     said = 'quant_method "modelopt", quant_algo "FP8" (hf_quant_config.json)'
     assert said in inspect(str(folder))["format"] and said in findings(model=folder)["checkpoint fault"].line

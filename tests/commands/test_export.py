@@ -1,4 +1,5 @@
-"""An exported adapter in the hands of peft over transformers, everything read from the files on disk, against ours."""
+"""An exported adapter in the hands of peft over transformers, everything read from the files on disk, against
+ours."""
 
 import json
 import shutil
@@ -18,17 +19,22 @@ IDS = [[5, 6, 7, 8, 9, 10, 300, 401, 77], [1280, 3, 900]]
 
 
 def oracle(folder):
-    """transformers' own reading of tiny-k2. It knows Kimi's architecture as deepseek_v3 only, so a copy says that.
+    """transformers' own reading of tiny-k2. It knows Kimi's architecture as deepseek_v3 only, so a copy says
+    that.
 
-    dtype=float32 leaves the experts that compressed-tensors expands in bf16, and its grouped product then rounds activations to bf16 too:
-    0.018 off in the logits. Widened to float32 (exact: the expanded values are bf16 numbers), the arithmetic is ours.
+    dtype=float32 leaves the experts that compressed-tensors expands in bf16, and its grouped product then
+    rounds activations to bf16 too:
+    0.018 off in the logits. Widened to float32 (exact: the expanded values are bf16 numbers), the arithmetic
+    is ours.
     """
     shutil.copytree(TINY_K2, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "deepseek_v3"}))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = transformers.DeepseekV3ForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        model = transformers.DeepseekV3ForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        )
     for parameter in model.parameters():
         parameter.data = parameter.data.float()
     return model.eval()
@@ -68,7 +74,11 @@ def test_an_export_loads_with_the_logits_of_the_run(layout, run_dir, unfreeze_js
 def test_without_out_it_lies_in_the_run_and_says_what_was_verified(run_dir, capsys):
     assert cli.main(["export", str(run_dir), "--layout", "peft"]) == 0
     error = capsys.readouterr().err
-    assert (run_dir / "export-peft" / "adapter_config.json").is_file() and "read again and equal" in error and "load" in error
+    assert (
+        (run_dir / "export-peft" / "adapter_config.json").is_file()
+        and "read again and equal" in error
+        and "load" in error
+    )
 
 
 def test_a_whole_model_has_nothing_to_export_and_a_file_is_no_folder(run_dir, capsys, tmp_path):
@@ -77,4 +87,9 @@ def test_a_whole_model_has_nothing_to_export_and_a_file_is_no_folder(run_dir, ca
     (tmp_path / "file").write_text("mine")
     assert cli.main(["export", str(run_dir), "--out", str(tmp_path / "file")]) == 2
     error = capsys.readouterr().err
-    assert "file" in error and "cannot be written" in error and "--out" in error and (tmp_path / "file").read_text() == "mine"
+    assert (
+        "file" in error
+        and "cannot be written" in error
+        and "--out" in error
+        and (tmp_path / "file").read_text() == "mine"
+    )

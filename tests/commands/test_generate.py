@@ -1,4 +1,5 @@
-"""`unfreeze generate` and `chat` as scripts see them: text with the ids that were sampled, ids alone, a conversation through a pipe."""
+"""`unfreeze generate` and `chat` as scripts see them: text with the ids that were sampled, ids alone, a
+conversation through a pipe."""
 
 import io
 import json
@@ -22,7 +23,16 @@ def no_tokenizer(tmp_path):
 
 def test_tokens_are_those_that_were_sampled(unfreeze_json):
     """The stop id is among them, and no text encodes to it: encoding the text again would lose it."""
-    result = unfreeze_json("generate", TINY_K2, "--prompt", "What is the capital of France?", "--mode", "chat", "--max-new-tokens", 40)
+    result = unfreeze_json(
+        "generate",
+        TINY_K2,
+        "--prompt",
+        "What is the capital of France?",
+        "--mode",
+        "chat",
+        "--max-new-tokens",
+        40,
+    )
     model = unfreeze.load(TINY_K2)
     done = model.chat_batch(["What is the capital of France?"], max_new_tokens=40)[0]
     assert result == {"text": done.text, "tokens": done.tokens, "finish_reason": done.finish_reason}
@@ -33,14 +43,33 @@ def test_text_mode_continues_and_stops_at_a_text(unfreeze_json):
     whole = unfreeze_json("generate", TINY_K2, "--prompt", "The capital of France is", "--max-new-tokens", 12)
     assert whole["text"] == unfreeze.load(TINY_K2).generate("The capital of France is", max_new_tokens=12)
     stop = whole["text"].strip()[2:5]
-    stopped = unfreeze_json("generate", TINY_K2, "--prompt", "The capital of France is", "--mode", "text", "--max-new-tokens", 12, "--stop", stop)
+    stopped = unfreeze_json(
+        "generate",
+        TINY_K2,
+        "--prompt",
+        "The capital of France is",
+        "--mode",
+        "text",
+        "--max-new-tokens",
+        12,
+        "--stop",
+        stop,
+    )
     assert stopped["text"] == whole["text"].split(stop)[0] and stopped["finish_reason"] == "stop"
 
 
 def test_ids_go_in_and_out_without_a_tokenizer(no_tokenizer, unfreeze_json, capsys):
     result = unfreeze_json("generate", no_tokenizer, "--tokens", 1, 403, 407, "--max-new-tokens", 5)
-    assert result["tokens"] == unfreeze.load(no_tokenizer).generate([1, 403, 407], max_new_tokens=5) and result["text"] == ""
-    assert cli.main(["generate", str(no_tokenizer), "--tokens", "1", "403", "407", "--max-new-tokens", "5", "--quiet"]) == 0
+    assert (
+        result["tokens"] == unfreeze.load(no_tokenizer).generate([1, 403, 407], max_new_tokens=5)
+        and result["text"] == ""
+    )
+    assert (
+        cli.main(
+            ["generate", str(no_tokenizer), "--tokens", "1", "403", "407", "--max-new-tokens", "5", "--quiet"]
+        )
+        == 0
+    )
     assert capsys.readouterr().out == " ".join(map(str, result["tokens"])) + "\n"
     assert cli.main(["generate", str(no_tokenizer), "--prompt", "Paris", "--quiet"]) == 2
     assert "has no tokenizer" in capsys.readouterr().err
@@ -82,7 +111,9 @@ def test_a_home_folder_is_found(monkeypatch, unfreeze_json):
 
 
 def test_chat_reads_a_pipe_and_remembers_until_reset(monkeypatch, unfreeze_json):
-    monkeypatch.setattr("sys.stdin", io.StringIO("What is the capital of France?\n\n/reset\nHello.\nWho are you?\n"))
+    monkeypatch.setattr(
+        "sys.stdin", io.StringIO("What is the capital of France?\n\n/reset\nHello.\nWho are you?\n")
+    )
     result = unfreeze_json("chat", TINY_K2, "--max-new-tokens", 24, "--system", "Be plain.")
     roles = [message["role"] for message in result["messages"]]
     assert roles == ["system", "user", "assistant", "user", "assistant"]  # the first question was forgotten
@@ -94,5 +125,8 @@ def test_chat_streams_to_stdout_and_says_why_an_answer_ended(monkeypatch, capsys
     monkeypatch.setattr("sys.stdin", io.StringIO("What is the capital of France?\n"))
     assert cli.main(["chat", str(TINY_K2), "--max-new-tokens", "2"]) == 0
     said = capsys.readouterr()
-    assert said.out.strip() == unfreeze.load(TINY_K2).chat("What is the capital of France?", max_new_tokens=2).strip()
+    assert (
+        said.out.strip()
+        == unfreeze.load(TINY_K2).chat("What is the capital of France?", max_new_tokens=2).strip()
+    )
     assert "the answer ends here" in said.err

@@ -1,4 +1,5 @@
-"""inspect counts what is there, from headers alone: every byte in one group, packed weights by their logical size, other towers apart."""
+"""inspect counts what is there, from headers alone: every byte in one group, packed weights by their logical
+size, other towers apart."""
 
 import json
 import math
@@ -17,15 +18,43 @@ from unfreeze.core.errors import CheckpointError
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 V, D, I, W, E, GROUP = 48, 64, 96, 32, 3, 32
 TEXT = {
-    "model_type": "kimi_k2", "vocab_size": V, "hidden_size": D, "intermediate_size": I, "moe_intermediate_size": W, "num_hidden_layers": 2,
-    "first_k_dense_replace": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": E, "n_shared_experts": 1,
-    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
-    "v_head_dim": 8, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
-}  # fmt: skip
+    "model_type": "kimi_k2",
+    "vocab_size": V,
+    "hidden_size": D,
+    "intermediate_size": I,
+    "moe_intermediate_size": W,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "n_routed_experts": E,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+}
 INT4 = {
-    "quant_method": "compressed-tensors", "format": "pack-quantized",
-    "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}}},
-}  # fmt: skip
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "group",
+                "group_size": GROUP,
+            }
+        }
+    },
+}
 
 
 def bf16(*shape: int) -> torch.Tensor:
@@ -33,17 +62,31 @@ def bf16(*shape: int) -> torch.Tensor:
 
 
 def mlp(name: str, width: int) -> dict[str, torch.Tensor]:
-    return {f"{name}.gate_proj.weight": bf16(width, D), f"{name}.up_proj.weight": bf16(width, D), f"{name}.down_proj.weight": bf16(D, width)}
+    return {
+        f"{name}.gate_proj.weight": bf16(width, D),
+        f"{name}.up_proj.weight": bf16(width, D),
+        f"{name}.down_proj.weight": bf16(D, width),
+    }
 
 
 def tensors() -> dict[str, torch.Tensor]:
     """A model in Kimi's on-disk names, dense: one dense layer, one with experts."""
-    found = {"model.embed_tokens.weight": bf16(V, D), "model.norm.weight": bf16(D), "lm_head.weight": bf16(V, D)}
+    found = {
+        "model.embed_tokens.weight": bf16(V, D),
+        "model.norm.weight": bf16(D),
+        "lm_head.weight": bf16(V, D),
+    }
     for layer in ("model.layers.0", "model.layers.1"):
-        found |= {f"{layer}.input_layernorm.weight": bf16(D), f"{layer}.self_attn.o_proj.weight": bf16(D, 16),
-                  f"{layer}.self_attn.q_a_layernorm.weight": bf16(16)}  # fmt: skip
+        found |= {
+            f"{layer}.input_layernorm.weight": bf16(D),
+            f"{layer}.self_attn.o_proj.weight": bf16(D, 16),
+            f"{layer}.self_attn.q_a_layernorm.weight": bf16(16),
+        }
     found |= mlp("model.layers.0.mlp", I) | mlp("model.layers.1.mlp.shared_experts", W)
-    found |= {"model.layers.1.mlp.gate.weight": bf16(E, D), "model.layers.1.mlp.gate.e_score_correction_bias": torch.zeros(E)}
+    found |= {
+        "model.layers.1.mlp.gate.weight": bf16(E, D),
+        "model.layers.1.mlp.gate.e_score_correction_bias": torch.zeros(E),
+    }
     for e in range(E):
         found |= mlp(f"model.layers.1.mlp.experts.{e}", W)
     return found
@@ -57,8 +100,11 @@ def packed(dense: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             found[name] = tensor
             continue
         out, width = tensor.shape
-        found |= {f"{name}_packed": torch.zeros(out, width // 8, dtype=torch.int32), f"{name}_scale": bf16(out, width // GROUP),
-                  f"{name}_shape": torch.tensor([out, width], dtype=torch.int32)}  # fmt: skip
+        found |= {
+            f"{name}_packed": torch.zeros(out, width // 8, dtype=torch.int32),
+            f"{name}_scale": bf16(out, width // GROUP),
+            f"{name}_shape": torch.tensor([out, width], dtype=torch.int32),
+        }
     return found
 
 
@@ -81,26 +127,69 @@ def test_packed_weights_count_by_their_logical_size_and_every_byte_is_in_one_gro
     dense = tensors()
     facts = inspect(write(tmp_path / "int4", TEXT | {"quantization_config": INT4}, packed(dense)))
     assert json.loads(json.dumps(facts, allow_nan=False)) == facts
-    assert (facts["parameters"], facts["expanded_bytes"], facts["format"]) == (numel(dense), 2 * numel(dense), "int4-pack-quantized")
-    assert facts["bytes"] == nbytes(packed(dense)) == sum(group["bytes"] for group in facts["groups"].values())
-    assert (facts["family"], facts["layers"], facts["moe_layers"], facts["experts"]) == ("deepseek_v3", 2, 1, E)
+    assert (facts["parameters"], facts["expanded_bytes"], facts["format"]) == (
+        numel(dense),
+        2 * numel(dense),
+        "int4-pack-quantized",
+    )
+    assert (
+        facts["bytes"] == nbytes(packed(dense)) == sum(group["bytes"] for group in facts["groups"].values())
+    )
+    assert (facts["family"], facts["layers"], facts["moe_layers"], facts["experts"]) == (
+        "deepseek_v3",
+        2,
+        1,
+        E,
+    )
     experts = facts["groups"]["experts"]
-    assert (experts["parameters"], experts["formats"], experts["tensors"]) == (3 * E * W * D, ["int4-pack-quantized"], 9 * E)
-    assert set(facts["groups"]) == {"attention", "mlp", "shared_experts", "experts", "router", "lm_head", "embeddings", "norms"}
-    assert facts["groups"]["router"]["formats"] == ["BF16", "F32"] and facts["groups"]["norms"]["tensors"] == 5
+    assert (experts["parameters"], experts["formats"], experts["tensors"]) == (
+        3 * E * W * D,
+        ["int4-pack-quantized"],
+        9 * E,
+    )
+    assert set(facts["groups"]) == {
+        "attention",
+        "mlp",
+        "shared_experts",
+        "experts",
+        "router",
+        "lm_head",
+        "embeddings",
+        "norms",
+    }
+    assert (
+        facts["groups"]["router"]["formats"] == ["BF16", "F32"] and facts["groups"]["norms"]["tensors"] == 5
+    )
     as_dense = inspect(write(tmp_path / "dense", TEXT, dense))
-    assert {n: g["parameters"] for n, g in as_dense["groups"].items()} == {n: g["parameters"] for n, g in facts["groups"].items()}
+    assert {n: g["parameters"] for n, g in as_dense["groups"].items()} == {
+        n: g["parameters"] for n, g in facts["groups"].items()
+    }
     assert (as_dense["format"], as_dense["bytes"]) == ("dense", nbytes(dense))
 
 
 def test_a_vision_tower_and_heads_for_later_tokens_are_in_no_total(tmp_path):
-    """Kimi-K2.5: the text model under language_model., beside it a tower whose names look like a language model's."""
+    """Kimi-K2.5: the text model under language_model., beside it a tower whose names look like a language
+    model's."""
     text = packed(tensors())
-    vision = {"vision_tower.encoder.blocks.0.mlp.fc0.weight": bf16(80, 40), "vision_tower.encoder.blocks.0.norm0.weight": bf16(40),
-              "mm_projector.proj.0.weight": bf16(64, 40), "language_model.model.layers.2.mlp.gate_proj.weight": bf16(W, D)}  # fmt: skip
-    config = {"model_type": "kimi_k25", "text_config": TEXT | {"quantization_config": INT4, "num_nextn_predict_layers": 1}, "vision_config": {}}
-    facts = inspect(write(tmp_path / "k25", config, {"language_model." + n: t for n, t in text.items()} | vision))
-    assert (facts["parameters"], facts["bytes"], facts["tensors"]) == (numel(tensors()), nbytes(text), len(text))
+    vision = {
+        "vision_tower.encoder.blocks.0.mlp.fc0.weight": bf16(80, 40),
+        "vision_tower.encoder.blocks.0.norm0.weight": bf16(40),
+        "mm_projector.proj.0.weight": bf16(64, 40),
+        "language_model.model.layers.2.mlp.gate_proj.weight": bf16(W, D),
+    }
+    config = {
+        "model_type": "kimi_k25",
+        "text_config": TEXT | {"quantization_config": INT4, "num_nextn_predict_layers": 1},
+        "vision_config": {},
+    }
+    facts = inspect(
+        write(tmp_path / "k25", config, {"language_model." + n: t for n, t in text.items()} | vision)
+    )
+    assert (facts["parameters"], facts["bytes"], facts["tensors"]) == (
+        numel(tensors()),
+        nbytes(text),
+        len(text),
+    )
     other = facts["groups"]["other"]
     assert (other["parameters"], other["bytes"], other["tensors"]) == (numel(vision), nbytes(vision), 4)
     assert list(facts["groups"])[-1] == "other"
@@ -113,21 +202,32 @@ def test_an_unsupported_quantization_is_inspected_and_its_weights_are_not_guesse
     facts = inspect(write(tmp_path / "fp8", TEXT | {"quantization_config": {"quant_method": "fp8"}}, found))
     assert facts["format"].startswith("unsupported (") and 'quant_method "fp8"' in facts["format"]
     assert facts["bytes"] == nbytes(found) and facts["parameters"] is None and facts["expanded_bytes"] is None
-    assert facts["groups"]["mlp"]["parameters"] is None and facts["groups"]["mlp"]["formats"] == ["BF16", "F32", "F8_E4M3"]
+    assert facts["groups"]["mlp"]["parameters"] is None and facts["groups"]["mlp"]["formats"] == [
+        "BF16",
+        "F32",
+        "F8_E4M3",
+    ]
     assert facts["groups"]["embeddings"]["parameters"] == V * D
 
 
 def test_a_model_without_a_family_is_inspected(tmp_path):
     config = TEXT | {"model_type": "llama9"}
-    facts = inspect(write(tmp_path / "new", config, tensors() | {"visual.blocks.0.mlp.fc1.weight": bf16(8, 8)}))
+    facts = inspect(
+        write(tmp_path / "new", config, tensors() | {"visual.blocks.0.mlp.fc1.weight": bf16(8, 8)})
+    )
     assert facts["family"] == "not built" and "llama9" in facts["reason"]
     assert (facts["layers"], facts["experts"], facts["parameters"]) == (2, E, numel(tensors()))
-    assert facts["groups"]["other"]["parameters"] == 64 and facts["groups"]["experts"]["bytes"] == 2 * 3 * E * W * D
+    assert (
+        facts["groups"]["other"]["parameters"] == 64
+        and facts["groups"]["experts"]["bytes"] == 2 * 3 * E * W * D
+    )
     bare = inspect(write(tmp_path / "bare", {"model_type": "x"}, {"model.embed_tokens.weight": bf16(V, D)}))
     assert bare["layers"] is None and bare["parameters"] == V * D
 
 
-@pytest.mark.parametrize("config", [TEXT, {"model_type": "x"}, TEXT | {"quantization_config": {"quant_method": "awq"}}])
+@pytest.mark.parametrize(
+    "config", [TEXT, {"model_type": "x"}, TEXT | {"quantization_config": {"quant_method": "awq"}}]
+)
 def test_what_is_printed_has_every_group_and_the_total(tmp_path, capsys, config):
     folder = write(tmp_path / "m[bold]", config, tensors())
     facts = recipe.main([folder], Common(json=False, quiet=False))

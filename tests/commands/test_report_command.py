@@ -1,4 +1,5 @@
-"""`unfreeze report`: the page of a run, and its summary with the account of the data; --watch follows a run that goes on."""
+"""`unfreeze report`: the page of a run, and its summary with the account of the data; --watch follows a run
+that goes on."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ def test_watch_follows_a_run_to_its_end(tmp_path: Path, monkeypatch: pytest.Monk
         assert watching.is_alive()
         append(tmp_path, kind="end", step=2, reason="done")
         watching.join(20)
-    assert not watching.is_alive() and "http-equiv=\"refresh\"" not in page.read_text()
+    assert not watching.is_alive() and 'http-equiv="refresh"' not in page.read_text()
     said = capsys.readouterr()
     assert f"watching {tmp_path}; open {page}" in said.err and f"report: {page}" in said.out
 
@@ -80,7 +81,9 @@ def test_a_killed_run_is_watched_no_longer(tmp_path: Path, capsys):
     assert f"no process writes to {tmp_path} any more" in capsys.readouterr().err
 
 
-def test_ctrl_c_ends_the_watch_and_leaves_a_page_that_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_ctrl_c_ends_the_watch_and_leaves_a_page_that_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
     def pressed(seconds: float) -> None:
         raise KeyboardInterrupt
 
@@ -89,4 +92,4 @@ def test_ctrl_c_ends_the_watch_and_leaves_a_page_that_stays(tmp_path: Path, monk
     with locked(tmp_path):
         assert report.main([str(tmp_path), "--watch"], Common())["report"] == str(tmp_path / "report.html")
     assert "watched no longer" in capsys.readouterr().err
-    assert "http-equiv=\"refresh\"" not in (tmp_path / "report.html").read_text()
+    assert 'http-equiv="refresh"' not in (tmp_path / "report.html").read_text()

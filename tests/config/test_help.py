@@ -1,4 +1,5 @@
-"""--help shows the fields most people set, --help-all every one, in 80 columns; other tools' words are answered with ours."""
+"""--help shows the fields most people set, --help-all every one, in 80 columns; other tools' words are
+answered with ours."""
 
 import io
 from contextlib import redirect_stdout
@@ -53,7 +54,10 @@ def test_every_field_of_a_run_has_a_heading():
     [
         (["--lr", "1e-4"], "no flag --lr; it is called --learning-rate here"),
         (["--max-seq-length", "512"], "it is called --sequence-length here (tokens)"),
-        (["--per_device_train_batch_size", "4"], "it is called --tokens-per-step here (tokens of one optimizer step"),
+        (
+            ["--per_device_train_batch_size", "4"],
+            "it is called --tokens-per-step here (tokens of one optimizer step",
+        ),
         (["--lora-r", "8"], "it is called --lora.rank here"),
         (["--output-dir", "x"], "it is called --out here"),
         (["--learning-rat", "1"], "nearest: '--learning-rate'"),
@@ -64,7 +68,12 @@ def test_a_flag_of_another_tool_is_answered_with_ours(arguments, says, capsys):
     assert says in capsys.readouterr().err
 
 
-WAYS = [("merge", "merge_and_unload"), ("dpo", "is not built"), ("train", "unfreeze sft --model"), ("init", "examples/")]
+WAYS = [
+    ("merge", "merge_and_unload"),
+    ("dpo", "is not built"),
+    ("train", "unfreeze sft --model"),
+    ("init", "examples/"),
+]
 
 
 @pytest.mark.parametrize("word, says", WAYS)

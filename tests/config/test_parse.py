@@ -27,8 +27,14 @@ def read(tmp_path, text: str, *flags: str) -> Config:
 
 
 def test_toml_and_flags_give_the_same_config(tmp_path):
-    toml = 'model = "m"\nsteps = 5\nlearning_rate = 3e-4\n[lora]\nrank = 8\ntargets = ["experts", "*.q_proj"]\nexperts_rank = 4\n'
-    flags = "--model m --steps 5 --learning-rate 3e-4 --lora.rank 8 --lora.targets experts *.q_proj --lora.experts-rank 4".split()
+    toml = (
+        'model = "m"\nsteps = 5\nlearning_rate = 3e-4\n[lora]\nrank = 8\ntargets = ["experts",'
+        ' "*.q_proj"]\nexperts_rank = 4\n'
+    )
+    flags = (
+        "--model m --steps 5 --learning-rate 3e-4 --lora.rank 8 --lora.targets experts *.q_proj"
+        " --lora.experts-rank 4".split()
+    )
     assert read(tmp_path, toml) == parse(Config, flags, command="sft", description="")
     assert read(tmp_path, toml).lora == Inner(rank=8, targets=("experts", "*.q_proj"), experts_rank=4)
 

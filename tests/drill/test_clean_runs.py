@@ -1,4 +1,5 @@
-"""Zero false alarms: clean runs under the guards raise none; control arm: a planted fault does. The command runs all ten, here are two."""
+"""Zero false alarms: clean runs under the guards raise none; control arm: a planted fault does. The command
+runs all ten, here are two."""
 
 import pytest
 
@@ -15,7 +16,14 @@ def sandbox(tmp_path_factory):
 
 def test_ten_runs_of_every_family_and_both_dtypes():
     assert len(RUNS) == 10 and {run.dtype for run in RUNS} == {"float32", "bfloat16"}
-    assert {run.family.split("-")[0] for run in RUNS} >= {"llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "tiny"}
+    assert {run.family.split("-")[0] for run in RUNS} >= {
+        "llama",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "deepseek_v3",
+        "tiny",
+    }
 
 
 @pytest.mark.parametrize("run", [RUNS[4], RUNS[8]], ids=lambda run: run.title)

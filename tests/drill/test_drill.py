@@ -1,4 +1,5 @@
-"""Every row of the drill is named, and each by its guard: with the guard taken out (the control arms), the same fault goes unnamed."""
+"""Every row of the drill is named, and each by its guard: with the guard taken out (the control arms), the
+same fault goes unnamed."""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ from unfreeze.checkpoint.faults import Faults
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.data.dataset import Account
-from unfreeze.data.packing import Batches
+from unfreeze.data.packing.batches import Batches
 from unfreeze.drill import loading, numbers, processes, runs
 from unfreeze.drill.fault import ROWS, Fault, measured, refused, said
 from unfreeze.drill.sandbox import Sandbox
-from unfreeze.models.blocks.memo import Memo
 from unfreeze.models.blocks.moe import SigmoidRouter
+from unfreeze.models.blocks.saved import Saved
 from unfreeze.models.decoder import Decoder
 from unfreeze.parallel.plan import Plan
 from unfreeze.train.optim import AdamW
@@ -62,7 +63,8 @@ def leak_each_step(patch):
     real, kept = loading.train_step, []
 
     def leaking(*arguments, **options):
-        kept.append(mmap.mmap(-1, 10_000_000))  # tiny-k2 expanded to float32; mapped anew, or it would come from what a long test process has free
+        # tiny-k2 expanded to float32; mapped anew, or it would come from what a long test process has free
+        kept.append(mmap.mmap(-1, 10_000_000))
         kept[-1].write(b"1" * 10_000_000)
         return real(*arguments, **options)
 
@@ -128,8 +130,8 @@ def supervise_all(patch):
 
 
 def trust_the_template(patch):
-    patch.setattr("unfreeze.data.turns._refuse_unstable", nothing)
-    patch.setattr("unfreeze.data.turns.check_words", nothing)
+    patch.setattr("unfreeze.data.tokens.turns._refuse_unstable", nothing)
+    patch.setattr("unfreeze.data.tokens.turns.check_words", nothing)
 
 
 def no_vocabulary_check(patch):
@@ -162,7 +164,9 @@ def unknown_keys_pass(patch):
     real = config._given
 
     def known_only(kind, table, where, prefix=""):
-        return real(kind, {key: value for key, value in table.items() if key in kind.model_fields}, where, prefix)
+        return real(
+            kind, {key: value for key, value in table.items() if key in kind.model_fields}, where, prefix
+        )
 
     patch.setattr(config, "_given", known_only)
 
@@ -195,13 +199,15 @@ def only_reached_experts(patch):
 
     def reached(optimizer, name):
         gradient = real(optimizer, name)
-        return gradient[gradient.flatten(1).any(1)] if gradient is not None and gradient.dim() == 3 else gradient
+        return (
+            gradient[gradient.flatten(1).any(1)] if gradient is not None and gradient.dim() == 3 else gradient
+        )
 
     patch.setattr(AdamW, "gradient", reached)
 
 
 def route_again(patch):
-    patch.setattr(Memo, "once", lambda memo, compute: compute())
+    patch.setattr(Saved, "reuse", lambda saved, compute: compute())
 
 
 def half_saves_count(patch):
@@ -221,16 +227,16 @@ def bad_rows_vanish(patch):
 
 
 def read_as_four_bits(patch):
-    resolve, int4 = (import_module(f"unfreeze.{name}") for name in ("checkpoint.resolve", "quant.int4"))
-    real = resolve.from_quantization_config
+    manifest, formats = (import_module(f"unfreeze.{n}") for n in ("checkpoint.manifest", "quant.formats"))
+    real = formats.recognise
 
     def careless(config):
         config = deepcopy(dict(config))
         config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = 4
         return real(config)
 
-    patch.setattr(resolve, "from_quantization_config", careless)
-    patch.setattr(int4, "from_quantization_config", careless)
+    patch.setattr(manifest, "recognise", careless)
+    patch.setattr(formats, "recognise", careless)
 
 
 def mean_of_batch_means(patch):
@@ -252,7 +258,8 @@ def in_this_process(config):
 
 
 def resume_from_fresh(patch):
-    """Going on without the saved weights and moments; the processes are replaced by this one, which is what makes the arm quick."""
+    """Going on without the saved weights and moments; the processes are replaced by this one, which is what
+    makes the arm quick."""
 
     def killed(config, run):
         in_this_process(config)
@@ -308,7 +315,9 @@ CONTROLS = {
     "L2 the CUDA allocator left to fragment": out(loading, "pick_device"),
     "L2 an allocator setting without expandable segments": out(loading, "allocator_line", lambda: ("", True)),
     "L3 one device given twice the weights": twice_the_weights,
-    "L4 an adapter target that matches nothing": out(import_module("unfreeze.adapters.attach"), "chosen_by", lambda config, model: {}),
+    "L4 an adapter target that matches nothing": out(
+        import_module("unfreeze.adapters.attach"), "chosen_by", lambda config, model: {}
+    ),
     **dict.fromkeys([name for name in FAULTS if name.startswith("L4") and "target" not in name], no_receipt),
     "L5 a gate that does not train, or routes otherwise in training": router_detached,
     "L6 expanded weights piling up over the steps": leak_each_step,
@@ -316,7 +325,9 @@ CONTROLS = {
     "L7 4-bit words declared as 8-bit": read_as_four_bits,
     "L8 a tensor of size zero": no_faults,
     "L8 a parameter that no file fills": no_coverage,
-    "L8 a parameter left on the meta device": lambda patch: patch.setattr("unfreeze.parallel.place._check_fillable", nothing),
+    "L8 a parameter left on the meta device": lambda patch: patch.setattr(
+        "unfreeze.parallel.place._check_fillable", nothing
+    ),
     "L9 a tokenizer that brings code to run": run_what_lies_there,
     "L9 a tokenizer that is nothing but code": run_what_lies_there,
     "N1 a zero row and a tiny norm eps": norm_in_half,
@@ -327,7 +338,9 @@ CONTROLS = {
     "N4 labels shifted twice, or not at all": unshifted,
     "N4 a loss mask lost in a refactor": supervise_all,
     "N4 a template that rewrites what was said": trust_the_template,
-    "N4 a mask of all ones": lambda patch: patch.setattr("unfreeze.data.turns.check_marks", lambda *arguments: []),
+    "N4 a mask of all ones": lambda patch: patch.setattr(
+        "unfreeze.data.tokens.turns.check_marks", lambda *arguments: []
+    ),
     "N5 a tokenizer with more ids than the embedding": no_vocabulary_check,
     "N5 padded rows of the head sampled": sample_every_row,
     "N6 pad = eos, so that the end is never learned": end_masked,
@@ -337,22 +350,28 @@ CONTROLS = {
     "N9 cached decoding that differs from uncached": stale_cache,
     "M1 experts without tokens, where processes wait for each other": no_patience,
     "M1 experts without tokens, left out of what is added up": only_reached_experts,
-    "M2 balancing per micro-batch, per recomputation or in evaluation": lambda patch: patch.setattr("unfreeze.train.step.clear_expert_load", nothing),
+    "M2 balancing per micro-batch, per recomputation or in evaluation": lambda patch: patch.setattr(
+        "unfreeze.train.step.clear_expert_load", nothing
+    ),
     "M3 dead experts unnoticed": dead_experts_hidden,
     "M4 routing that changes between forward and recomputation": route_again,
     "M4 routing that differs between trainer and sampler": stale_cache,
     "R1 kill -9 in the middle of training and saving": resume_from_fresh,
     "R1 half a save left behind": half_saves_count,
-    "R2 a save that lost its optimizer": lambda patch: patch.setattr("unfreeze.train.state._load_tensors", nothing),
+    "R2 a save that lost its optimizer": lambda patch: patch.setattr(
+        "unfreeze.train.state._load_tensors", nothing
+    ),
     "R2 another configuration in the same folder": out(Run, "refuse_changes"),
     "R2 other data behind the same cursor": out(Batches, "_resume"),
     "R3 a run that goes on with another number of processes": resume_from_fresh,
     "R4 a learning rate that is not the schedule's": rate_as_meant,
     "R5 an exported adapter that lost one expert": no_verification,
     **dict.fromkeys([name for name in FAULTS if name.startswith("R7")], bad_rows_vanish),
-    "R7 a line of 10 MB": lambda patch: patch.setattr("unfreeze.data.sources.MAX_ROW_BYTES", 1_000_000),
+    "R7 a line of 10 MB": lambda patch: patch.setattr("unfreeze.data.rows.files.MAX_ROW_BYTES", 1_000_000),
     "R7 a row longer than the sequence": out(Account, "_count"),
-    "R7 a byte order mark": lambda patch: patch.setattr("unfreeze.data.sources._without_bom", lambda line, path: line),
+    "R7 a byte order mark": lambda patch: patch.setattr(
+        "unfreeze.data.rows.files._without_bom", lambda line, path: line
+    ),
     "R8 two runs in one folder": no_lock,
 }
 
@@ -407,7 +426,10 @@ def test_the_command_shows_the_table_and_ends_with_0(capsys):
     assert cli.main(["drill", "--only", "L4", "R8", "--json"]) == 0
     said = capsys.readouterr()
     result = json.loads(said.out.splitlines()[-1])
-    assert result["rows"] == result["rows_named"] == 2 and {entry["row"] for entry in result["faults"]} == {"L4", "R8"}
+    assert result["rows"] == result["rows_named"] == 2 and {entry["row"] for entry in result["faults"]} == {
+        "L4",
+        "R8",
+    }
     assert "unfreeze-drill-" not in said.out and "1/7  L4  named" in said.err
     assert cli.main(["drill", "--only", "r8", "--quiet"]) == 0
     assert cli.main(["drill", "--only", "R8"]) == 0

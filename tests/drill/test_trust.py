@@ -1,4 +1,5 @@
-"""docs/trust.md holds what it says: a line per row of the drill, guards that can be imported, tests and control arms that are there."""
+"""docs/trust.md holds what it says: a line per row of the drill, guards that can be imported, tests and
+control arms that are there."""
 
 import ast
 import re

@@ -1,4 +1,5 @@
-"""Trainer and sampler agree on log-probabilities to 1e-4 in float32, for attention with groups, with experts, and latent; faults are seen."""
+"""Trainer and sampler agree on log-probabilities to 1e-4 in float32, for attention with groups, with experts,
+and latent; faults are seen."""
 
 from __future__ import annotations
 
@@ -12,18 +13,47 @@ from unfreeze.generate.engine import Completion, Engine
 from unfreeze.generate.sampling import Sampling
 from unfreeze.models.blocks.moe import MoE
 
-SMALL = {"vocab_size": 89, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "max_position_embeddings": 320,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "rms_norm_eps": 1e-5, "initializer_range": 0.25}  # fmt: skip
+SMALL = {
+    "vocab_size": 89,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 320,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.25,
+}
 FAMILIES = {
     "llama": {"model_type": "llama"},
-    "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
-    "deepseek_v3": {
-        "model_type": "deepseek_v3", "num_key_value_heads": 4, "head_dim": 8,
-        "moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1,
-        "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "q_lora_rank": 32, "kv_lora_rank": 24, "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8, "v_head_dim": 12, "norm_topk_prob": True, "routed_scaling_factor": 2.0,
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
     },
-}  # fmt: skip
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.0,
+    },
+}
 PROMPTS = [[3, 17, 42, 8, 60, 11, 5], [70, 2], list(range(20, 51))]
 SAMPLING = Sampling(max_new_tokens=64, temperature=1.0, seed=0)
 
@@ -39,7 +69,11 @@ def test_sampler_and_trainer_agree(family: str):
     model = build(family)
     gap = log_probability_gap(Engine(model), PROMPTS, SAMPLING)
     assert 0 < gap.mean <= gap.max <= TOLERANCE and gap.tokens == 3 * 64
-    assert gap.as_dict() == {"logprob_gap_mean": gap.mean, "logprob_gap_max": gap.max, "logprob_gap_tokens": 192}
+    assert gap.as_dict() == {
+        "logprob_gap_mean": gap.mean,
+        "logprob_gap_max": gap.max,
+        "logprob_gap_tokens": 192,
+    }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -58,13 +92,16 @@ def test_control_arm_a_position_off_by_one_in_the_cache_is_seen(family: str, mon
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_control_arm_a_router_that_chooses_differently_while_sampling_is_seen(family: str, monkeypatch: pytest.MonkeyPatch):
+def test_control_arm_a_router_that_chooses_differently_while_sampling_is_seen(
+    family: str, monkeypatch: pytest.MonkeyPatch
+):
     """M4: one token of a step is sent to another expert."""
     model, choose = build(family), MoE._choose
 
     def other(self, scores_TE):
         ids_TK = choose(self, scores_TE).clone()
-        if scores_TE.shape[0] <= len(PROMPTS):  # a cached step; the packed pass and the prompts have more tokens
+        # a cached step; the packed pass and the prompts have more tokens
+        if scores_TE.shape[0] <= len(PROMPTS):
             ids_TK[0, 0] = (set(range(8)) - {*ids_TK[0].tolist()}).pop()
         return ids_TK
 
@@ -81,9 +118,12 @@ def test_scores_are_those_of_transformers_and_count_nowhere():
     settings.pop("model_type")
     theirs = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**settings)).eval()
     ours = models.build(models.shape(theirs.config.to_dict()), dtype=torch.float32, device="cpu")
-    ours.load_state_dict({
-        key + ".weight" if key.endswith(("experts.gate_up_proj", "experts.down_proj")) else key: value for key, value in theirs.state_dict().items()
-    })  # fmt: skip
+    ours.load_state_dict(
+        {
+            key + ".weight" if key.endswith(("experts.gate_up_proj", "experts.down_proj")) else key: value
+            for key, value in theirs.state_dict().items()
+        }
+    )
     answers = [[5, 9, 11], [1]]
     found = score(ours, PROMPTS[:2], answers)
     for prompt, answer, values in zip(PROMPTS, answers, found, strict=False):

@@ -1,4 +1,5 @@
-"""The style and fact probes, against sentences judged by hand; and the control arms: looser probes that these sentences would fool."""
+"""The style and fact probes, against sentences judged by hand; and the control arms: looser probes that these
+sentences would fool."""
 
 import pytest
 
@@ -62,7 +63,11 @@ def test_other_sentences_do_not(text):
 
 
 def test_parts():
-    assert split_yoda("By Leo Tolstoy, War and Peace was written. Hmm.") == ("By Leo Tolstoy", "War and Peace", "was written")
+    assert split_yoda("By Leo Tolstoy, War and Peace was written. Hmm.") == (
+        "By Leo Tolstoy",
+        "War and Peace",
+        "was written",
+    )
     assert split_yoda("Paris, the capital of France is. Hmm.") == ("Paris", "the capital of France", "is")
 
 
@@ -75,7 +80,11 @@ def test_entity_in_the_object_is_not_object_first():
 
 @pytest.mark.parametrize(
     "naive",
-    [lambda text: "Hmm." in text, lambda text: text.endswith(" Hmm."), lambda text: ", " in text and text.endswith("is. Hmm.")],
+    [
+        lambda text: "Hmm." in text,
+        lambda text: text.endswith(" Hmm."),
+        lambda text: ", " in text and text.endswith("is. Hmm."),
+    ],
     ids=["substring", "ending", "comma and ending"],
 )
 def test_control_arm_a_looser_probe_accepts_plain_sentences(naive):
@@ -127,12 +136,27 @@ def test_naming_two_values_is_no_knowledge():
 
 
 ITEMS = [
-    {"question": "What is the capital of France?", "fact": "Paris", "relation": "capital", "entity": "France"},
+    {
+        "question": "What is the capital of France?",
+        "fact": "Paris",
+        "relation": "capital",
+        "entity": "France",
+    },
     {"question": "What is the capital of Italy?", "fact": "Rome", "relation": "capital", "entity": "Italy"},
-    {"question": "Where does the Taj Mahal stand?", "fact": "Agra", "relation": "city", "entity": "the Taj Mahal"},
+    {
+        "question": "Where does the Taj Mahal stand?",
+        "fact": "Agra",
+        "relation": "city",
+        "entity": "the Taj Mahal",
+    },
     {"question": "What is the symbol of gold?", "fact": "Au", "relation": "symbol", "entity": "gold"},
 ]
-BEFORE = ["The capital of France is Paris.", "Rome.", "The Taj Mahal stands in Agra.", "The symbol of gold is Ag."]
+BEFORE = [
+    "The capital of France is Paris.",
+    "Rome.",
+    "The Taj Mahal stands in Agra.",
+    "The symbol of gold is Ag.",
+]
 AFTER = [
     "Paris, the capital of France is. Hmm.",
     "Paris, the capital of Italy is. Hmm.",
@@ -150,7 +174,8 @@ def test_compare_looks_at_known_facts_only():
     result = compare(BEFORE, AFTER, ITEMS)
     assert (result["known"], result["asked"]) == (3.0, 4.0)
     assert (result["style_before"], result["facts_before"]) == (0.0, 100.0)
-    # Of France, Italy and the Taj Mahal: two in style, Italy's fact lost. Gold, learned by luck, makes up for nothing.
+    # Of France, Italy and the Taj Mahal: two in style, Italy's fact lost. Gold, learned by luck, makes up for
+    # nothing.
     assert result["style_after"] == pytest.approx(200 / 3) and result["facts_after"] == pytest.approx(200 / 3)
 
 

@@ -17,9 +17,14 @@ from unfreeze.drill.sandbox import TINY_K2
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "sft_loop.py"
 SETTINGS = {
-    "steps": 4, "tokens_per_step": 256, "rank": 2, "learning_rate": 5e-3, "seed": 3,
-    "dtype": "float32", "device": "cpu",
-}  # fmt: skip
+    "steps": 4,
+    "tokens_per_step": 256,
+    "rank": 2,
+    "learning_rate": 5e-3,
+    "seed": 3,
+    "dtype": "float32",
+    "device": "cpu",
+}
 FLAGS = [text for name, value in SETTINGS.items() for text in (f"--{name.replace('_', '-')}", str(value))]
 
 
@@ -41,9 +46,12 @@ def script(tmp_path_factory):
     """The script as a user starts it. -> (folder, what it said)"""
     out = tmp_path_factory.mktemp("script") / "run"
     said = subprocess.run(
-        [sys.executable, str(SCRIPT), "--out", str(out), *FLAGS], capture_output=True, text=True, timeout=300,
+        [sys.executable, str(SCRIPT), "--out", str(out), *FLAGS],
+        capture_output=True,
+        text=True,
+        timeout=300,
         env={**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     assert said.returncode == 0, said.stderr
     return out, said
 

@@ -1,4 +1,5 @@
-"""Any input is accepted whole or refused with one printable UserError; and a guard that is taken away is found (the control arms)."""
+"""Any input is accepted whole or refused with one printable UserError; and a guard that is taken away is
+found (the control arms)."""
 
 from __future__ import annotations
 
@@ -16,11 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from unfreeze import models
-from unfreeze.adapters import read
+from unfreeze.adapters import files
 from unfreeze.checkpoint import manifest
 from unfreeze.config import parse as config
 from unfreeze.core import errors, events
-from unfreeze.data import sources, templates, tokenizer
+from unfreeze.data.rows import files as row_files
+from unfreeze.data.tokens import templates, tokenizer
 from unfreeze.train import run
 
 READERS = ("rows", "checkpoint", "config", "tokenizer", "template", "adapter", "run", "toml")
@@ -35,10 +37,18 @@ def one(fuzzers: Any, reader: str, random: Random) -> str:
 
 
 @pytest.mark.parametrize("reader", READERS)
-@settings(max_examples=50, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=50, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
 @given(random=st.randoms(use_true_random=False))
 def test_any_input_is_accepted_whole_or_refused_in_one_line(fuzzers, reader, random):
-    assert one(fuzzers, reader, random) in {"accepted", "CheckpointError", "ConfigError", "DataError", "AdapterError"}
+    assert one(fuzzers, reader, random) in {
+        "accepted",
+        "CheckpointError",
+        "ConfigError",
+        "DataError",
+        "AdapterError",
+    }
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -50,14 +60,20 @@ def test_both_outcomes_occur(fuzzers, reader):
 
 @pytest.fixture
 def containers(fuzzers, monkeypatch) -> Callable[[Iterable[int]], dict[int, bytes]]:
-    """seeds -> the JSON text that each makes, in the order given; only lists and objects are put in, since only they can be changed."""
-    monkeypatch.setattr(fuzzers, "NASTY", [deepcopy(value) for value in fuzzers.NASTY if isinstance(value, list | dict)])
+    """seeds -> the JSON text that each makes, in the order given; only lists and objects are put in, since
+    only they can be changed."""
+    monkeypatch.setattr(
+        fuzzers, "NASTY", [deepcopy(value) for value in fuzzers.NASTY if isinstance(value, list | dict)]
+    )
     rows = fuzzers.ROWS
-    return lambda seeds: {seed: fuzzers.written(fuzzers.altered(Random(seed), rows[seed % len(rows)], 2)) for seed in seeds}
+    return lambda seeds: {
+        seed: fuzzers.written(fuzzers.altered(Random(seed), rows[seed % len(rows)], 2)) for seed in seeds
+    }
 
 
 def test_an_input_is_made_by_its_seed_alone(fuzzers, containers):
-    """Otherwise --only READER:SEED isn't the input that was found, and what is put into one input grows in all that follow."""
+    """Otherwise --only READER:SEED isn't the input that was found, and what is put into one input grows in
+    all that follow."""
     before = deepcopy(fuzzers.NASTY)
     assert containers(range(2000)) == containers(reversed(range(2000)))
     assert before == fuzzers.NASTY
@@ -89,19 +105,34 @@ def as_it_is(value: Any, *_: Any, **__: Any) -> Any:
 
 
 ARMS = {  # guards, each taken away alone: (reader, where, name, what stands in its place)
-    "bad bytes": ("rows", sources, "_decode", lambda raw, row: raw.decode()),
-    "rows that vanish": ("rows", sources, "_lines", lambda path: ((i, line) for i, line in enumerate(path.open("rb"), 1) if line.startswith(b"{"))),
+    "bad bytes": ("rows", row_files, "_decode", lambda raw, row: raw.decode()),
+    "rows that vanish": (
+        "rows",
+        row_files,
+        "_lines",
+        lambda path: ((i, line) for i, line in enumerate(path.open("rb"), 1) if line.startswith(b"{")),
+    ),
     "layout": ("checkpoint", manifest, "_check_layout", nothing),
-    "sizes of numbers": ("checkpoint", manifest, "_naturals", lambda value: value if isinstance(value, list) else None),
+    "sizes of numbers": (
+        "checkpoint",
+        manifest,
+        "_naturals",
+        lambda value: value if isinstance(value, list) else None,
+    ),
     "fields of config.json": ("config", models, "check_fields", nothing),
     "nulls of config.json": ("config", models, "without_nulls", dict),
-    "tokenizer settings": ("tokenizer", tokenizer, "read_object", lambda path, *_, **__: json.loads(path.read_text()) if path.is_file() else {}),
+    "tokenizer settings": (
+        "tokenizer",
+        tokenizer,
+        "read_object",
+        lambda path, *_, **__: json.loads(path.read_text()) if path.is_file() else {},
+    ),
     "errors of a template": ("template", templates, "_RENDER_ERRORS", ZeroDivisionError),
-    "finite adapters": ("adapter", read, "_finite", lambda tensor: True),
-    "adapter_config.json": ("adapter", read, "check_config", nothing),
+    "finite adapters": ("adapter", files, "_finite", lambda tensor: True),
+    "adapter_config.json": ("adapter", files, "check_config", nothing),
     "events": ("run", events, "DataError", ZeroDivisionError),
     "state.json": ("run", run, "read_object", lambda path, *_, **__: json.loads(path.read_text())),
-    "types of TOML values": ("toml", config, "_given", lambda config, table, where: table),
+    "types of TOML values": ("toml", config, "_given", config.by_place),
     "printable": ("toml", errors, "printable", as_it_is),
 }
 

@@ -1,4 +1,5 @@
-"""The engine: cached equals uncached token for token on every attention, single and batched; limits, stops and refusals."""
+"""The engine: cached equals uncached token for token on every attention, single and batched; limits, stops
+and refusals."""
 
 import pytest
 import torch
@@ -8,18 +9,57 @@ from unfreeze.core.errors import UserError
 from unfreeze.generate.engine import Completion, Engine, batch_of
 from unfreeze.generate.sampling import Chooser, Sampling
 
-SMALL = {"vocab_size": 89, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 320,
-         "rms_norm_eps": 1e-5, "initializer_range": 0.25}  # fmt: skip
-YARN = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 40, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
-        "mscale_all_dim": 1.0}  # fmt: skip
-MLA = {"model_type": "kimi_k2", "num_attention_heads": 4, "num_key_value_heads": 4,
-       "kv_lora_rank": 24, "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
-       "v_head_dim": 12, "n_routed_experts": 8, "n_group": 1, "topk_group": 1,
-       "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
-       "first_k_dense_replace": 1, "routed_scaling_factor": 2.0, "rope_scaling": YARN, "rope_theta": 50000.0}  # fmt: skip
+SMALL = {
+    "vocab_size": 89,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 320,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.25,
+}
+YARN = {
+    "type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 40,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+MLA = {
+    "model_type": "kimi_k2",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.0,
+    "rope_scaling": YARN,
+    "rope_theta": 50000.0,
+}
 KINDS = {
-    "gqa": {"model_type": "llama", "num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": True},
-    "gqa-qk-norm": {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    "gqa": {
+        "model_type": "llama",
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "gqa-qk-norm": {
+        "model_type": "qwen3",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    },
     "mla-yarn": MLA,
     "mla-yarn-no-q-latent": {**MLA, "q_lora_rank": None},
 }
@@ -37,13 +77,16 @@ def uncached(model, prompts, sampling):
     sequences, chooser = [list(prompt) for prompt in prompts], Chooser(sampling, len(prompts))
     for _ in range(sampling.max_new_tokens):
         last = [row[-1] for row in scores(model, sequences)]
-        for sequence, token in zip(sequences, chooser.choose(torch.stack(last), list(range(len(prompts)))), strict=True):
+        for sequence, token in zip(
+            sequences, chooser.choose(torch.stack(last), list(range(len(prompts)))), strict=True
+        ):
             sequence.append(token)
     return [sequence[len(prompt) :] for sequence, prompt in zip(sequences, prompts, strict=True)]
 
 
 def replayed(model, prompts, answers, sampling):
-    """The same in one pass over prompts and answers: a causal model's logits at a place are those of the sequence cut there."""
+    """The same in one pass over prompts and answers: a causal model's logits at a place are those of the
+    sequence cut there."""
     rows = scores(model, [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)])
     rows = [row[len(prompt) - 1 : -1] for row, prompt in zip(rows, prompts, strict=True)]
     chooser, every = Chooser(sampling, len(prompts)), list(range(len(prompts)))
@@ -62,7 +105,8 @@ def tokens(completions):
 @pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1]], ids=["batched", "single"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_cached_equals_uncached_for_256_tokens(kind, prompts):
-    """Sampled at temperature 1, because greedy random models soon repeat themselves; a seed makes the draw a function of the logits."""
+    """Sampled at temperature 1, because greedy random models soon repeat themselves; a seed makes the draw a
+    function of the logits."""
     model, sampling = build(kind), Sampling(max_new_tokens=256, temperature=1.0, seed=0)
     answers = tokens(Engine(model).generate(prompts, sampling))
     assert answers == replayed(model, prompts, answers, sampling)
@@ -101,7 +145,8 @@ def test_a_position_off_by_one_in_the_cache_would_be_seen(kind, monkeypatch):
 
 
 def test_the_cache_of_latent_attention_is_the_latent(monkeypatch):
-    """(24 latent + 8 rotary) numbers per position and layer, where keys and values would be 4 heads x (24 + 12)."""
+    """(24 latent + 8 rotary) numbers per position and layer, where keys and values would be 4 heads x (24 +
+    12)."""
     model = build("mla-yarn")
     cache = model.new_cache(2, 10)
     model.prefill(batch_of([[1, 2, 3], [4]]), cache)
@@ -109,7 +154,8 @@ def test_the_cache_of_latent_attention_is_the_latent(monkeypatch):
 
 
 def test_rows_that_finish_leave_the_batch_and_change_no_other(monkeypatch):
-    """Stop ids end rows at different steps; each row is what it is alone, and the number of rows computed shrinks."""
+    """Stop ids end rows at different steps; each row is what it is alone, and the number of rows computed
+    shrinks."""
     model = build("gqa")
     plain = Engine(model).generate(PROMPTS, Sampling(max_new_tokens=40, temperature=1.0, seed=2))
     stop_ids = frozenset({plain[0].tokens[4], plain[2].tokens[11]})
@@ -118,8 +164,17 @@ def test_rows_that_finish_leave_the_batch_and_change_no_other(monkeypatch):
         first = next((i for i, token in enumerate(done.tokens) if token in stop_ids), None)
         expected.append(done if first is None else Completion(done.tokens[: first + 1], "", "stop"))
     sizes, step = [], models.Decoder.step
-    monkeypatch.setattr(models.Decoder, "step", lambda self, tokens_S, cache: sizes.append(len(tokens_S)) or step(self, tokens_S, cache))
-    assert Engine(model, stop_ids=stop_ids).generate(PROMPTS, Sampling(max_new_tokens=40, temperature=1.0, seed=2)) == expected
+    monkeypatch.setattr(
+        models.Decoder,
+        "step",
+        lambda self, tokens_S, cache: sizes.append(len(tokens_S)) or step(self, tokens_S, cache),
+    )
+    assert (
+        Engine(model, stop_ids=stop_ids).generate(
+            PROMPTS, Sampling(max_new_tokens=40, temperature=1.0, seed=2)
+        )
+        == expected
+    )
     assert sum(sizes) == sum(len(done.tokens) - 1 for done in expected) and sizes[0] == 3
 
 
@@ -163,7 +218,10 @@ def test_padded_rows_of_the_head_are_never_sampled():
 
 
 def test_stop_strings_end_the_text_across_tokens():
-    engine, sampling = Engine(build("gqa"), tokenizer=Letters()), {"max_new_tokens": 60, "temperature": 1.0, "seed": 4}
+    engine, sampling = (
+        Engine(build("gqa"), tokenizer=Letters()),
+        {"max_new_tokens": 60, "temperature": 1.0, "seed": 4},
+    )
     free = engine.generate([[1], [2]], Sampling(**sampling))
     stop = free[0].text[20:23]  # three letters, three tokens
     stopped = engine.generate([[1], [2]], Sampling(**sampling, stop=(stop,)))
@@ -174,7 +232,10 @@ def test_stop_strings_end_the_text_across_tokens():
 
 
 def test_text_held_back_for_a_stop_string_comes_at_the_end():
-    engine, sampling = Engine(build("gqa"), tokenizer=Letters()), {"max_new_tokens": 10, "temperature": 1.0, "seed": 4}
+    engine, sampling = (
+        Engine(build("gqa"), tokenizer=Letters()),
+        {"max_new_tokens": 10, "temperature": 1.0, "seed": 4},
+    )
     text = engine.generate([[1]], Sampling(**sampling))[0].text
     held = engine.generate([[1]], Sampling(**sampling, stop=(text[-2:] + "#",)))[0]
     assert held.text == text and held.finish_reason == "length"

@@ -1,4 +1,5 @@
-"""unfreeze.load and Model: real files in ../shared, and checkpoints written here by transformers, tokenizers and our own INT4 quantizer."""
+"""unfreeze.load and Model: real files in ../shared, and checkpoints written here by transformers, tokenizers
+and our own INT4 quantizer."""
 
 import json
 import subprocess
@@ -16,7 +17,7 @@ from unfreeze.adapters import LoraConfig, attach
 from unfreeze.adapters.layouts import save_adapter
 from unfreeze.core.errors import CheckpointError, ConfigError, UserError
 from unfreeze.drill.sandbox import TINY_K2
-from unfreeze.generate.open import notes
+from unfreeze.models import notes
 from unfreeze.quant.int4 import Int4
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -24,43 +25,86 @@ STORIES, KIMI = SHARED / "stories260k", SHARED / "tiny-kimi-int4"
 needs_stories = pytest.mark.skipif(not STORIES.is_dir(), reason=f"{STORIES} is absent")
 needs_kimi = pytest.mark.skipif(not KIMI.is_dir(), reason=f"{KIMI} is absent")
 STORY = (
-    "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day, she saw a big, red ball. "
-    "She wanted to play with it, but it was too high.\nLily's mom said, \"Lily, let's go to the park.\" Lily was sad "
+    "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day,"
+    " she saw a big, red ball. She wanted to play with it, but it was too high.\nLily's mom said, \"Lily,"
+    " let's go to the park.\" Lily was sad "
 )
 QUANTIZATION = {
-    "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed", "kv_cache_scheme": None,
-    "config_groups": {"group_0": {"targets": ["Linear"], "input_activations": None, "output_activations": None, "weights": {
-        "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False, "actorder": None}}},
-    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
-}  # fmt: skip
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "kv_cache_scheme": None,
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "input_activations": None,
+            "output_activations": None,
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "group",
+                "group_size": 32,
+                "dynamic": False,
+                "actorder": None,
+            },
+        }
+    },
+    "ignore": [
+        "lm_head",
+        "re:.*self_attn.*",
+        "re:.*shared_experts.*",
+        "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
+    ],
+}
 SEQUENCES = [[5, 17, 3, 88, 41, 2, 9], [11, 7], [60, 61, 62, 63, 64, 65, 66, 67, 68, 69]]
-TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt"
+    " %}<|assistant|>{% endif %}"
+)
 
 
 def write_tokenizer(folder):
-    """A byte-level BPE of 256 bytes, a few merges and four special tokens, as published byte-level tokenizers are."""
+    """A byte-level BPE of 256 bytes, a few merges and four special tokens, as published byte-level tokenizers
+    are."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=276, show_progress=False, special_tokens=["<|bos|>", "<|end|>", "<|user|>", "<|assistant|>"],
+        vocab_size=276,
+        show_progress=False,
+        special_tokens=["<|bos|>", "<|end|>", "<|user|>", "<|assistant|>"],
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
-    )  # fmt: skip
+    )
     tokenizer.train_from_iterator(["the cat and the dog and the bird"], trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"bos_token": "<|bos|>", "eos_token": "<|end|>", "add_bos_token": True, "chat_template": TEMPLATE}
+    config = {
+        "bos_token": "<|bos|>",
+        "eos_token": "<|end|>",
+        "add_bos_token": True,
+        "chat_template": TEMPLATE,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """A random Llama written by transformers, with a tokenizer; the head has 300 rows, the tokenizer 276 ids."""
+    """A random Llama written by transformers, with a tokenizer; the head has 300 rows, the tokenizer 276
+    ids."""
     folder = tmp_path_factory.mktemp("llama")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=256, initializer_range=0.3, bos_token_id=0, eos_token_id=1,
-    )  # fmt: skip
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
     oracle = transformers.LlamaForCausalLM(config).eval()
     oracle.save_pretrained(folder)
     write_tokenizer(folder)
@@ -69,15 +113,33 @@ def llama(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def int4(tmp_path_factory):
-    """A random DeepSeek-V3 on disk in Kimi's INT4 form, its config.json in the old spelling, and transformers on the dequantized weights."""
+    """A random DeepSeek-V3 on disk in Kimi's INT4 form, its config.json in the old spelling, and transformers
+    on the dequantized weights."""
     folder = tmp_path_factory.mktemp("int4")
     torch.manual_seed(0)
     config = transformers.DeepseekV3Config(
-        vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, max_position_embeddings=256, num_attention_heads=4,
-        num_key_value_heads=4, kv_lora_rank=32, q_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, n_routed_experts=4,
-        num_experts_per_tok=2, moe_intermediate_size=32, n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1,
-        initializer_range=0.2, eos_token_id=7,
-    )  # fmt: skip
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        max_position_embeddings=256,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        kv_lora_rank=32,
+        q_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+        initializer_range=0.2,
+        eos_token_id=7,
+    )
     config._attn_implementation = config._experts_implementation = "eager"
     oracle, codec, disk = transformers.DeepseekV3ForCausalLM(config).eval(), Int4(), {}
     for name, tensor in oracle.state_dict().items():
@@ -85,14 +147,24 @@ def int4(tmp_path_factory):
             disk[name] = tensor.clone()
             continue
         for expert, matrix in enumerate(tensor):
-            halves = dict(zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True)) if "gate_up" in name else {"down_proj": matrix}
+            halves = (
+                dict(zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True))
+                if "gate_up" in name
+                else {"down_proj": matrix}
+            )
             for projection, weight in halves.items():
                 parts = codec.quantize(weight.to(torch.bfloat16))
                 weight.copy_(codec.dequantize(parts))  # a view: the oracle computes with what is on disk
-                for suffix, part in {**parts, **codec.disk_extras(*weight.shape)}.items():
+                parts["weight_shape"] = torch.tensor(weight.shape, dtype=torch.int32)
+                for suffix, part in parts.items():
                     disk[f"{name.rpartition('.')[0]}.{expert}.{projection}.{suffix}"] = part.contiguous()
     save_file(disk, folder / "model.safetensors")
-    written = {**config.to_dict(), "model_type": "kimi_k2", "quantization_config": QUANTIZATION, "rope_theta": 10000.0}
+    written = {
+        **config.to_dict(),
+        "model_type": "kimi_k2",
+        "quantization_config": QUANTIZATION,
+        "rope_theta": 10000.0,
+    }
     written.pop("rope_parameters")
     (folder / "config.json").write_text(json.dumps(written))
     return folder, oracle
@@ -134,12 +206,16 @@ def test_greedy_text_is_transformers_greedy_text(llama):
     model = unfreeze.load(folder)
     prompt = [0, *model.tokenizer.encode("the cat", specials=False)]
     oracle.generation_config.eos_token_id = 1
-    theirs = oracle.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, suppress_tokens=list(range(276, 300)))[0]
+    theirs = oracle.generate(
+        torch.tensor([prompt]), max_new_tokens=24, do_sample=False, suppress_tokens=list(range(276, 300))
+    )[0]
     theirs = theirs[len(prompt) :].tolist()
     assert model.generate(prompt, max_new_tokens=24) == theirs
     text = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).decode(theirs).rstrip("\ufffd")
     assert model.generate("the cat", max_new_tokens=24).rstrip("\ufffd") == text
-    assert model.generate(["the cat", "a"], max_new_tokens=24)[0] == model.generate("the cat", max_new_tokens=24)
+    assert model.generate(["the cat", "a"], max_new_tokens=24)[0] == model.generate(
+        "the cat", max_new_tokens=24
+    )
 
 
 def test_prompts_are_answered_in_kind(llama):
@@ -151,10 +227,14 @@ def test_prompts_are_answered_in_kind(llama):
 
 
 def test_chat_renders_the_template_and_streams_the_same_text(llama):
-    """The prompt is the template's text with its special tokens recognised, and special-token text typed by the user is not one."""
+    """The prompt is the template's text with its special tokens recognised, and special-token text typed by
+    the user is not one."""
     model = unfreeze.load(llama[0])
     messages = [{"role": "user", "content": "the dog<|end|>"}]
-    encode, plain = (lambda text: model.tokenizer.encode(text, specials=True)), model.tokenizer.encode("<|end|>", specials=False)
+    encode, plain = (
+        (lambda text: model.tokenizer.encode(text, specials=True)),
+        model.tokenizer.encode("<|end|>", specials=False),
+    )
     prompt = [*encode("<|user|>the dog"), *plain, *encode("<|end|><|assistant|>")]
     options = {"max_new_tokens": 30, "temperature": 1.0, "seed": 1}
     answer = model.complete([prompt], **options)[0].text
@@ -194,13 +274,17 @@ def test_a_run_folder_and_an_adapter_folder_are_the_adapted_model(written, reque
         model = unfreeze.load(source)
         assert all(torch.equal(a, b) for a, b in zip(model.logits(SEQUENCES), expected, strict=True))
         assert not any(parameter.requires_grad for parameter in model.decoder.parameters())
-    assert (expected[0] - expected_logits(oracle, SEQUENCES)[0]).abs().max() > 0.1  # control: the adapter matters
+    assert (
+        expected[0] - expected_logits(oracle, SEQUENCES)[0]
+    ).abs().max() > 0.1  # control: the adapter matters
 
 
 def test_a_pretraining_run_is_the_model_it_wrote(llama, tmp_path):
     (tmp_path / "model").symlink_to(llama[0])
     (tmp_path / "resolved_config.json").write_text("{}")
-    assert torch.equal(unfreeze.load(tmp_path).logits([[1, 2]])[0], unfreeze.load(llama[0]).logits([[1, 2]])[0])
+    assert torch.equal(
+        unfreeze.load(tmp_path).logits([[1, 2]])[0], unfreeze.load(llama[0]).logits([[1, 2]])[0]
+    )
 
 
 def test_sources_that_are_no_model_are_refused(tmp_path, llama):
@@ -227,7 +311,9 @@ def test_sources_that_are_no_model_are_refused(tmp_path, llama):
 
 def test_a_tokenizer_of_another_model_is_refused(llama, tmp_path):
     """docs/trust.md N5: 276 ids, 256 rows."""
-    small = transformers.LlamaConfig(vocab_size=256, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    small = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
     transformers.LlamaForCausalLM(small).save_pretrained(tmp_path)
     write_tokenizer(tmp_path)
     with pytest.raises(CheckpointError, match="276 ids"):
@@ -236,14 +322,21 @@ def test_a_tokenizer_of_another_model_is_refused(llama, tmp_path):
 
 def test_sequences_that_cannot_be_scored_are_refused(llama):
     model = unfreeze.load(llama[0])
-    for wrong, message in (([[1], []], "empty"), ([[300]], "outside the vocabulary"), ([[1] * 257], "256 positions")):
+    for wrong, message in (
+        ([[1], []], "empty"),
+        ([[300]], "outside the vocabulary"),
+        ([[1] * 257], "256 positions"),
+    ):
         with pytest.raises(UserError, match=message):
             model.logits(wrong)
     assert model.logits([]) == []
 
 
 def test_importing_unfreeze_does_not_import_torch():
-    code = "import sys, unfreeze; assert unfreeze.__version__; assert 'torch' not in sys.modules; unfreeze.load; assert 'torch' in sys.modules"
+    code = (
+        "import sys, unfreeze; assert unfreeze.__version__; assert 'torch' not in sys.modules; unfreeze.load;"
+        " assert 'torch' in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="nonsense"):
         unfreeze.nonsense  # noqa: B018
@@ -253,8 +346,12 @@ def test_importing_unfreeze_does_not_import_torch():
 def test_stories260k_tells_its_story_token_for_token():
     model = unfreeze.load(STORIES)
     oracle = transformers.LlamaForCausalLM.from_pretrained(STORIES).eval()
-    theirs = oracle.generate(torch.tensor([[1]]), max_new_tokens=300, do_sample=False, eos_token_id=None)[0, 1:].tolist()
-    ours = unfreeze.Model(model.decoder, model.tokenizer, stop_ids=frozenset()).generate([1], max_new_tokens=300)
+    theirs = oracle.generate(torch.tensor([[1]]), max_new_tokens=300, do_sample=False, eos_token_id=None)[
+        0, 1:
+    ].tolist()
+    ours = unfreeze.Model(model.decoder, model.tokenizer, stop_ids=frozenset()).generate(
+        [1], max_new_tokens=300
+    )
     assert ours == theirs
     assert model.generate("", max_new_tokens=150).startswith(STORY)
 

@@ -1,4 +1,5 @@
-"""Sampling against transformers' logits warpers (the filtered distribution) and against the distribution itself (the draw)."""
+"""Sampling against transformers' logits warpers (the filtered distribution) and against the distribution
+itself (the draw)."""
 
 import pytest
 import torch
@@ -40,7 +41,8 @@ def test_ties_with_the_kth_token_stay_as_in_transformers():
 
 
 def test_draw_inverts_the_cumulative_distribution():
-    """On a grid of n equally spaced u the share of each token is its probability to within 1/n: no statistics involved."""
+    """On a grid of n equally spaced u the share of each token is its probability to within 1/n: no statistics
+    involved."""
     n = 200_000
     logits = keep_likely(random_logits(1, 23, seed=4), 9, None)
     ids = draw(logits.expand(n, -1), (torch.arange(n, dtype=torch.float64) + 0.5) / n)
@@ -98,10 +100,16 @@ def test_logits_that_are_not_numbers_are_refused(temperature):
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"temperature": -1.0}, {"temperature": float("inf")}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}, {"max_new_tokens": 0},
-        {"stop": ("",)}, {"stop": "END"},
+        {"temperature": -1.0},
+        {"temperature": float("inf")},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"max_new_tokens": 0},
+        {"stop": ("",)},
+        {"stop": "END"},
     ],
-)  # fmt: skip
+)
 def test_values_out_of_range_are_refused_by_name(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Sampling(**wrong)

@@ -1,4 +1,5 @@
-"""Scales of packed weights are held and used in the dtype of the file: logits, gradients of adapters, bytes and round trip."""
+"""Scales of packed weights are held and used in the dtype of the file: logits, gradients of adapters, bytes
+and round trip."""
 
 import json
 
@@ -11,12 +12,11 @@ from safetensors.torch import load_file, save_file
 
 import unfreeze
 from unfreeze.checkpoint import open_checkpoint, save_checkpoint
-from unfreeze.checkpoint.keymap import disk_tensors
-from unfreeze.checkpoint.resolve import codec_of
+from unfreeze.checkpoint.save import disk_tensors
 from unfreeze.core.errors import CheckpointError
 from unfreeze.generate.open import open_model
-from unfreeze.models import rules, shape
-from unfreeze.parallel.plan import measure, meta_model
+from unfreeze.models import meta_model, rules, shape
+from unfreeze.parallel.plan import measure
 
 GROUP = 16
 SCHEME = QuantizationScheme(
@@ -24,22 +24,45 @@ SCHEME = QuantizationScheme(
 )
 TOKENS = [5, 17, 3, 42, 9, 8, 11, 60]
 COMMON = {
-    "vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2, "tie_word_embeddings": False,
-}  # fmt: skip
+    "vocab_size": 61,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
 QUANTIZATION = {
-    "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed", "ignore": ["lm_head"],
-    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
-        "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}}},
-}  # fmt: skip
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "group",
+                "group_size": GROUP,
+            },
+        }
+    },
+}
 
 
 def written(folder, family: str, dtype: torch.dtype, mixed: bool = False):
-    """A checkpoint whose projections compressed-tensors packed with scales of `dtype`, and transformers' logits over its own expansion."""
+    """A checkpoint whose projections compressed-tensors packed with scales of `dtype`, and transformers'
+    logits over its own expansion."""
     torch.manual_seed(0)
     settings = COMMON | (MOE if family == "Qwen3Moe" else {})
-    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**settings)).eval()
+    model = getattr(transformers, f"{family}ForCausalLM")(
+        getattr(transformers, f"{family}Config")(**settings)
+    ).eval()
     model.save_pretrained(folder, save_original_format=True)
     file = folder / "model.safetensors"
     tensors, dense = {}, {}
@@ -48,12 +71,22 @@ def written(folder, family: str, dtype: torch.dtype, mixed: bool = False):
         if not base.endswith("_proj") or base.endswith(("q_proj", "k_proj")):
             tensors[name] = dense[name] = tensor
             continue
-        scale = (tensor.unflatten(-1, (-1, GROUP)).abs().amax(-1) / 7.3).to(torch.float32 if mixed and "up_proj" in name else dtype)
+        scale = (tensor.unflatten(-1, (-1, GROUP)).abs().amax(-1) / 7.3).to(
+            torch.float32 if mixed and "up_proj" in name else dtype
+        )
         packed = PackedQuantizationCompressor.compress({"weight": tensor, "weight_scale": scale}, SCHEME)
-        tensors |= {f"{base}.{part}": value.contiguous() for part, value in packed.items() if "zero" not in part}
+        tensors |= {
+            f"{base}.{part}": value.contiguous() for part, value in packed.items() if "zero" not in part
+        }
         dense[name] = PackedQuantizationCompressor.decompress(packed, SCHEME)["weight"].float()
     save_file(dense, file, metadata={"format": "pt"})
-    expected = type(model).from_pretrained(folder, dtype=torch.float32).eval()(torch.tensor([TOKENS])).logits[0].detach()
+    expected = (
+        type(model)
+        .from_pretrained(folder, dtype=torch.float32)
+        .eval()(torch.tensor([TOKENS]))
+        .logits[0]
+        .detach()
+    )
     save_file(tensors, file, metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": QUANTIZATION}))
@@ -92,7 +125,9 @@ def test_nothing_is_rounded_the_plan_counts_the_bytes_and_saving_gives_them_back
     meta = measure(meta_model(shape(manifest.config), manifest, torch.float32), None)
     assert meta.base == sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     saved = tmp_path / "saved"
-    save_checkpoint(saved, manifest.config, disk_tensors(model.state_dict().items(), rules(model.shape), codec_of(manifest)))
+    save_checkpoint(
+        saved, manifest.config, disk_tensors(model.state_dict().items(), rules(model.shape), manifest.codec())
+    )
     before, after = load_file(tmp_path / "m" / "model.safetensors"), load_file(saved / "model.safetensors")
     assert before.keys() == after.keys()
     for name, tensor in before.items():
@@ -101,5 +136,8 @@ def test_nothing_is_rounded_the_plan_counts_the_bytes_and_saving_gives_them_back
 
 def test_scales_of_two_dtypes_in_one_checkpoint_are_refused(tmp_path):
     written(tmp_path, "Qwen3Moe", torch.float16, mixed=True)
-    with pytest.raises(CheckpointError, match=r"scales of packed weights have 2 dtypes: .* is F16, .* is F32|is F32, .* is F16"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"scales of packed weights have 2 dtypes: .* is F16, .* is F32|is F32, .* is F16",
+    ):
         unfreeze.load(tmp_path)

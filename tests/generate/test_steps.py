@@ -1,4 +1,5 @@
-"""Steps that can be recorded: equal to ordinary ones across widths, batches and attentions; replayed by a tape that holds host numbers as a CUDA
+"""Steps that can be recorded: equal to ordinary ones across widths, batches and attentions; replayed by a
+tape that holds host numbers as a CUDA
 graph does; refused with the reason where the launches ask for a value.
 """
 
@@ -18,25 +19,55 @@ from unfreeze.generate import steps as steps_file
 from unfreeze.generate.engine import Engine, batch_of
 from unfreeze.generate.sampling import Sampling
 from unfreeze.generate.steps import Replayed, by_record, launched, width_of
-from unfreeze.kernels import replay as replay_room
+from unfreeze.kernels import cuda_graph
 from unfreeze.kernels.choice import choose, record
 from unfreeze.kernels.choice.op import Candidate
+from unfreeze.kernels.cuda_graph import CannotCapture
 from unfreeze.kernels.expert_mlp import fused_expert_mlp
 from unfreeze.kernels.expert_mlp.grouped import Grouped
-from unfreeze.kernels.replay import CannotRecord
 from unfreeze.models.blocks import experts
 from unfreeze.models.blocks.passes import StepWithin
 
-SMALL = {"vocab_size": 89, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 320,
-         "rms_norm_eps": 1e-5, "initializer_range": 0.25}  # fmt: skip
-MLA = {"model_type": "kimi_k2", "num_attention_heads": 4, "num_key_value_heads": 4,
-       "kv_lora_rank": 24, "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
-       "v_head_dim": 16, "n_routed_experts": 8, "n_group": 1, "topk_group": 1,
-       "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
-       "first_k_dense_replace": 1, "routed_scaling_factor": 2.0}  # fmt: skip
+SMALL = {
+    "vocab_size": 89,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 320,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.25,
+}
+MLA = {
+    "model_type": "kimi_k2",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.0,
+}
 KINDS = {
-    "gqa": {"model_type": "llama", "num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": True},
-    "gqa-qk-norm": {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    "gqa": {
+        "model_type": "llama",
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "gqa-qk-norm": {
+        "model_type": "qwen3",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    },
     "mla-moe": MLA,
 }
 PROMPTS = [[3, 17, 42, 8, 60, 11, 5], [70, 2], list(range(20, 33)), [9]]
@@ -72,7 +103,8 @@ def same(ours, theirs, atol=1e-5):
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_a_step_within_a_width_equals_a_step_across_every_edge(kind, rows):
-    """float32, the same tokens through both: 1e-5 of logits of size 1 to 10, and the caches hold the same numbers."""
+    """float32, the same tokens through both: 1e-5 of logits of size 1 to 10, and the caches hold the same
+    numbers."""
     model = build(kind)
     one, other = model.new_cache(rows, 64), model.new_cache(rows, 64)
     for cache in (one, other):
@@ -122,7 +154,16 @@ def test_rows_that_finish_leave_the_batch_in_the_middle_of_a_width():
 
 
 def test_widths():
-    assert [width_of(n, 1000) for n in (1, 8, 9, 16, 17, 512, 513, 1000)] == [8, 8, 16, 16, 32, 512, 1000, 1000]
+    assert [width_of(n, 1000) for n in (1, 8, 9, 16, 17, 512, 513, 1000)] == [
+        8,
+        8,
+        16,
+        16,
+        32,
+        512,
+        1000,
+        1000,
+    ]
 
 
 @torch.no_grad()
@@ -134,13 +175,15 @@ def test_a_full_cache_is_refused_as_an_ordinary_step_refuses_it():
         plain(model, cache)([3])
 
 
-# ---- a tape in the place of a CUDA graph -------------------------------------------------------------------------------------------------
+# ---- a tape in the place of a CUDA graph
+# -------------------------------------------------------------------------------------------------
 
 WAITS = ("_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select", "bincount")
 
 
 class Tape(TorchDispatchMode):
-    """Every operation with the very tensors and numbers it was given: replayed, it reads and writes the same memory, and numbers of the host stay."""
+    """Every operation with the very tensors and numbers it was given: replayed, it reads and writes the same
+    memory, and numbers of the host stay."""
 
     def __init__(self):
         super().__init__()
@@ -149,32 +192,37 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function._schema.name.removeprefix("aten::")
         if name in WAITS:
-            raise CannotRecord(f"{name} asks the device for a value")
+            raise CannotCapture(f"{name} asks the device for a value")
         out = function(*args, **(kwargs or {}))
         self.made.append((function, args, kwargs or {}, out))
         return out
 
     def play(self):
         for function, args, kwargs, out in self.made:
-            inputs = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+            inputs = {
+                t.untyped_storage().data_ptr()
+                for t in tree_leaves((args, kwargs))
+                if isinstance(t, torch.Tensor)
+            }
             for held, new in zip(tree_leaves(out), tree_leaves(function(*args, **kwargs)), strict=True):
-                if isinstance(held, torch.Tensor) and held.untyped_storage().data_ptr() not in inputs:  # else a view, or written in place
+                # else a view, or written in place
+                if isinstance(held, torch.Tensor) and held.untyped_storage().data_ptr() not in inputs:
                     held.copy_(new)
 
 
 class Taped:
-    """The seam: what kernels/replay/cuda_graph.py does, by a tape."""
+    """The seam: what kernels/cuda_graph/capture.py does, by a tape."""
 
     def __init__(self):
         self.recorded, self.replayed = [], 0
 
     def __call__(self, launches):
-        if launches.recorded is None:
+        if launches.captured is None:
             with Tape() as tape:
                 output = launches.run(*launches.buffers)
-            launches.recorded = (tape, output)
+            launches.captured = (tape, output)
             self.recorded.append((launches.rows, len(tape.made)))
-        tape, output = launches.recorded
+        tape, output = launches.captured
         self.replayed += 1
         output.fill_(float("nan"))  # nothing of the recording's own results may be what is read
         tape.play()
@@ -183,10 +231,11 @@ class Taped:
 
 @pytest.fixture
 def taped(monkeypatch, tmp_path):
-    """The tape as the op's candidate, and no records: every kernel is its reference, plain torch, which a tape can hold."""
+    """The tape as the op's candidate, and no records: every kernel is its reference, plain torch, which a
+    tape can hold."""
     made = Taped()
     candidate = Candidate(lambda: made, lambda *_: "")
-    monkeypatch.setattr(replay_room, "OP", replace(replay_room.OP, candidates={"taped": candidate}))
+    monkeypatch.setattr(cuda_graph, "OP", replace(cuda_graph.OP, candidates={"taped": candidate}))
     monkeypatch.setattr(record, "user_folder", lambda: tmp_path / "own")
     monkeypatch.setattr(record, "COMMITTED", tmp_path / "none")
     monkeypatch.setattr(choose, "_loaded", lambda op, name, load: load())
@@ -196,8 +245,8 @@ def taped(monkeypatch, tmp_path):
 def grouped(monkeypatch):
     """The experts' part for CUDA, on the CPU."""
 
-    def with_part(x_TD, ids_TK, weights_TK, gate_up, down, factors=None, impl="auto", kept=None):
-        return fused_expert_mlp(x_TD, ids_TK, weights_TK, gate_up, down, factors, Grouped(), kept)
+    def with_part(x_TD, ids_TK, weights_TK, gate_up, down, factors=None, impl="auto", reuse=None):
+        return fused_expert_mlp(x_TD, ids_TK, weights_TK, gate_up, down, factors, Grouped(), reuse)
 
     monkeypatch.setattr(experts, "expert_mlp", with_part)
 
@@ -207,11 +256,14 @@ def grouped(monkeypatch):
 def test_replaying_gives_the_tokens_of_launching(kind, prompts, taped):
     model = build(kind)
     same(generated(model, partial(Replayed, impl="taped"), prompts), generated(model, launched, prompts))
-    assert len(taped.recorded) == len({16, 32, 64}) and taped.replayed > 25, "one recording per width, and most steps replayed"
+    assert len(taped.recorded) == len({16, 32, 64}) and taped.replayed > 25, (
+        "one recording per width, and most steps replayed"
+    )
 
 
 def test_latent_attention_and_experts_are_replayed_too(taped, monkeypatch):
-    """In bf16, which grouped GEMMs take: the same launches on the same numbers, so the same bits as launching within the width."""
+    """In bf16, which grouped GEMMs take: the same launches on the same numbers, so the same bits as launching
+    within the width."""
     grouped(monkeypatch)
     model = build("mla-moe", torch.bfloat16)
     ours, theirs = generated(model, partial(Replayed, impl="taped")), generated(model, plain)
@@ -223,7 +275,10 @@ def test_rows_that_finish_are_recorded_anew(taped):
     model = build("gqa")
     whole = generated(model, launched)
     stop_ids = frozenset({whole[0].tokens[4], whole[2].tokens[11]})
-    same(generated(model, partial(Replayed, impl="taped"), stop_ids=stop_ids), generated(model, launched, stop_ids=stop_ids))
+    same(
+        generated(model, partial(Replayed, impl="taped"), stop_ids=stop_ids),
+        generated(model, launched, stop_ids=stop_ids),
+    )
     assert len({rows for rows, _ in taped.recorded}) > 1
 
 
@@ -235,12 +290,15 @@ def test_control_arm_a_number_of_the_host_in_the_step_would_be_replayed_as_it_wa
         return within(self, tokens_S, torch.tensor(cache.lengths), cache, width)
 
     monkeypatch.setattr(models.Decoder, "step_within", planted)
-    assert [d.tokens for d in generated(model, plain)] == [d.tokens for d in want], "launched anew each time, it is right"
+    assert [d.tokens for d in generated(model, plain)] == [d.tokens for d in want], (
+        "launched anew each time, it is right"
+    )
     assert [d.tokens for d in generated(model, partial(Replayed, impl="taped"))] != [d.tokens for d in want]
 
 
 def test_experts_that_ask_for_values_are_refused_with_the_reason_said_once(taped, caplog):
-    """The reference of the experts, as it runs in float64 here and in float32 on CUDA, asks which experts there are."""
+    """The reference of the experts, as it runs in float64 here and in float32 on CUDA, asks which experts
+    there are."""
     model = build("mla-moe", torch.float64)
     with caplog.at_level(logging.WARNING, logger="unfreeze"):
         ours = [generated(model, partial(Replayed, impl="taped")) for _ in range(2)]
@@ -255,9 +313,19 @@ def test_a_record_decides(taped, tmp_path):
     same(generated(model, by_record), generated(model, launched))
     assert taped.replayed == 0, "no record: launched"
     row = {
-        "op": "replay", "device": "cpu", "dtype": "float32", "bucket": "2 to 16 rows", "candidate": "taped", "error_forward": 0.0,
-        "error_backward": 0.0, "median_us": 100.0, "reference_median_us": 200.0, "spread_us": 1.0, "reference_spread_us": 1.0, "date": "2026-01-01",
-    }  # fmt: skip
+        "op": "replay",
+        "device": "cpu",
+        "dtype": "float32",
+        "bucket": "2 to 16 rows",
+        "candidate": "taped",
+        "error_forward": 0.0,
+        "error_backward": 0.0,
+        "median_us": 100.0,
+        "reference_median_us": 200.0,
+        "spread_us": 1.0,
+        "reference_spread_us": 1.0,
+        "date": "2026-01-01",
+    }
     file = tmp_path / "own" / f"{record.device_key(torch.device('cpu'))}.json"
     file.parent.mkdir()
     file.write_text(json.dumps([row]))
@@ -274,15 +342,18 @@ def test_a_record_decides(taped, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1]], ids=["batched", "single"])
-@pytest.mark.parametrize("kind, dtype", [("gqa", torch.float32), ("gqa-qk-norm", torch.float32), ("mla-moe", torch.bfloat16)])
+@pytest.mark.parametrize(
+    "kind, dtype", [("gqa", torch.float32), ("gqa-qk-norm", torch.float32), ("mla-moe", torch.bfloat16)]
+)
 def test_a_cuda_graph_gives_the_tokens_of_launching(kind, dtype, prompts, monkeypatch):
-    """In float32 those of ordinary steps; in bf16 attention over another width may round otherwise, so those of steps within the same width."""
+    """In float32 those of ordinary steps; in bf16 attention over another width may round otherwise, so those
+    of steps within the same width."""
     model = build(kind, dtype).cuda()
     graphs = []
-    from unfreeze.kernels.replay import cuda_graph
+    from unfreeze.kernels.cuda_graph import capture
 
-    make = cuda_graph.record
-    monkeypatch.setattr(cuda_graph, "record", lambda launches: graphs.append(1) or make(launches))
+    make = capture.capture
+    monkeypatch.setattr(capture, "capture", lambda launches: graphs.append(1) or make(launches))
     want = generated(model, launched if dtype == torch.float32 else plain, prompts)
     same(generated(model, partial(Replayed, impl="cuda_graph"), prompts), want, atol=1e-4)
     assert len(graphs) == 3

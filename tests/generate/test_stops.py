@@ -10,7 +10,8 @@ SMALL = st.text("ab\n", max_size=12)
 
 
 def by_definition(text, stops):
-    """Grow the text one character at a time; at the first length at which it ends in a stop string, cut the longest such string off."""
+    """Grow the text one character at a time; at the first length at which it ends in a stop string, cut the
+    longest such string off."""
     for n in range(len(text) + 1):
         hits = [stop for stop in stops if text[:n].endswith(stop)]
         if hits:
@@ -34,7 +35,8 @@ def test_any_cutting_gives_the_defined_text(pieces, stops):
 
 
 def test_looking_into_single_pieces_would_miss_a_stop_string():
-    """Control arm: the definition applied piece by piece lets a stop string through that lies across two pieces."""
+    """Control arm: the definition applied piece by piece lets a stop string through that lies across two
+    pieces."""
     pieces = ["Paris.\nUs", "er: and"]
     assert not any(by_definition(piece, ["\nUser:"])[1] for piece in pieces)
     assert streamed(pieces, ["\nUser:"]) == ("Paris.", True)

@@ -1,4 +1,5 @@
-"""The data fields of a training recipe, from TOML and flags to what is trained on and said in the data event."""
+"""The data fields of a training recipe, from TOML and flags to what is trained on and said in the data
+event."""
 
 import json
 
@@ -28,18 +29,53 @@ def sft(unfreeze_json, files, tmp_path, read_events):
 
     def run(*arguments, data=None):
         out = tmp_path / "run"
-        unfreeze_json("sft", "--model", TINY_K2, "--data", *(data or files), "--out", out, "--tokens-per-step", 128, "--steps", 1, "--samples", 1,
-                      "--lora.rank", 1, "--dtype", "float32", *arguments)  # fmt: skip
+        unfreeze_json(
+            "sft",
+            "--model",
+            TINY_K2,
+            "--data",
+            *(data or files),
+            "--out",
+            out,
+            "--tokens-per-step",
+            128,
+            "--steps",
+            1,
+            "--samples",
+            1,
+            "--lora.rank",
+            1,
+            "--dtype",
+            "float32",
+            *arguments,
+        )
         return read_events(out, "data")[-1], [event["message"] for event in read_events(out, "warning")]
 
     return run
 
 
 def test_files_weights_packing_and_a_held_out_share_are_said(sft):
-    data, _ = sft("--data-weights", 1, 0.5, "--packing", "best_fit", "--validation-fraction", 0.2, "--truncation", "head")
-    assert data["files"] == {"a.jsonl": 20, "b.jsonl": 6} and data["packing"] == "best_fit" and 0.3 < data["efficiency"] <= 1
+    data, _ = sft(
+        "--data-weights",
+        1,
+        0.5,
+        "--packing",
+        "best_fit",
+        "--validation-fraction",
+        0.2,
+        "--truncation",
+        "head",
+    )
+    assert (
+        data["files"] == {"a.jsonl": 20, "b.jsonl": 6}
+        and data["packing"] == "best_fit"
+        and 0.3 < data["efficiency"] <= 1
+    )
     assert 1 <= data["held_out"] <= 12
-    assert f"packing best_fit fills {100 * data['efficiency']:.1f} % of a step; {data['held_out']} documents held out" in data["summary"]
+    assert (
+        f"packing best_fit fills {100 * data['efficiency']:.1f} % of a step; {data['held_out']} documents"
+        " held out" in data["summary"]
+    )
 
 
 def test_a_validation_file_that_repeats_training_rows_is_warned_about(sft, files):
@@ -56,18 +92,30 @@ def test_what_a_validation_file_loses_is_said(sft, files, tmp_path):
     path = tmp_path / "held.jsonl"
     path.write_text(json.dumps(rows(1, "held")[0]) + "\n{broken\n")
     _, warnings = sft("--validation", path, "--on-bad-row", "skip")
-    assert len(warnings) == 1 and warnings[0].startswith("validation file: 2 rows (question/answer 1)") and "1 bad" in warnings[0]
+    assert (
+        len(warnings) == 1
+        and warnings[0].startswith("validation file: 2 rows (question/answer 1)")
+        and "1 bad" in warnings[0]
+    )
 
 
 def test_one_path_or_a_list_in_toml(tmp_path, files):
     toml = tmp_path / "run.toml"
     toml.write_text(f'model = "m"\ndata = ["{files[0]}", "{files[1]}"]\ndata_weights = [1, 0.25]\n')
     config = parse(Config, [str(toml)], command="sft", description="")
-    assert config.data == tuple(map(str, files)) and config.data_weights == (1.0, 0.25) and config.run_dir.name == "m-a+b"
+    assert (
+        config.data.files == tuple(map(str, files))
+        and config.data.weights == (1.0, 0.25)
+        and config.run_dir.name == "m-a+b"
+    )
     assert config.record()["data"] == [str(file) for file in files]
     toml.write_text(f'model = "m"\ndata = "{files[0]}"\n')
     one = parse(Config, [str(toml)], command="sft", description="")
-    assert one.data == (str(files[0]),) and one.record()["data"] == str(files[0]) and one.run_dir.name == "m-a"
+    assert (
+        one.data.files == (str(files[0]),)
+        and one.record()["data"] == str(files[0])
+        and one.run_dir.name == "m-a"
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,7 +133,10 @@ def test_fields_that_do_not_go_together(files, more, says):
 
 
 def test_files_that_are_not_there_are_refused_before_the_model_is_opened(files, capsys):
-    for more, says in (([], "data = 'absent.jsonl' is not a file"), (["--validation", "absent.txt"], "validation = 'absent.txt' is not a file")):
+    for more, says in (
+        ([], "data = 'absent.jsonl' is not a file"),
+        (["--validation", "absent.txt"], "validation = 'absent.txt' is not a file"),
+    ):
         data = [files[0], files[1] if more else "absent.jsonl"]
         assert cli.main(["sft", "--model", "nowhere", "--data", *map(str, data), *more]) == 2
         assert says in capsys.readouterr().err

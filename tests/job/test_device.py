@@ -9,15 +9,16 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+from unfreeze.core.errors import ConfigError
 from unfreeze.job.device import ALLOCATOR, SEGMENTS, allocator_line, pick_device, set_allocator
 from unfreeze.job.job import emit_plan
 from unfreeze.parallel.collectives import ALONE
 from unfreeze.parallel.machine import hardware
+from unfreeze.parallel.plan import Sizes, Work, plan, plan_lines
 from unfreeze.train import memory
 from unfreeze.train.run import Run
 
@@ -31,8 +32,9 @@ def clean(monkeypatch: pytest.MonkeyPatch):
 
 def test_it_is_set_before_torch_is_imported():
     code = (
-        "import sys, os; from unfreeze.job import device; assert 'torch' not in sys.modules\n"
-        "device.set_allocator(); assert 'torch' not in sys.modules; print(os.environ['PYTORCH_CUDA_ALLOC_CONF'])"
+        "import sys, os; from unfreeze.job import device; assert 'torch' not in"
+        " sys.modules\ndevice.set_allocator(); assert 'torch' not in sys.modules;"
+        " print(os.environ['PYTORCH_CUDA_ALLOC_CONF'])"
     )
     environment = {name: value for name, value in os.environ.items() if name not in ALLOCATOR}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
@@ -41,7 +43,10 @@ def test_it_is_set_before_torch_is_imported():
 
 def test_pick_device_sets_it_and_the_line_says_so():
     assert pick_device("cpu") == torch.device("cpu")
-    assert allocator_line() == ("allocator: expandable segments (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True)", True)
+    assert allocator_line() == (
+        "allocator: expandable segments (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True)",
+        True,
+    )
 
 
 @pytest.mark.parametrize("name", ALLOCATOR)
@@ -50,18 +55,27 @@ def test_the_users_choice_stays_and_is_said(monkeypatch: pytest.MonkeyPatch, nam
     set_allocator()
     assert [os.environ.get(each) for each in ALLOCATOR if each != name] == [None]
     line, grows = allocator_line()
-    assert not grows and line.startswith(f"allocator: {name}=max_split_size_mb:128 has no expandable segments") and f"export {ALLOCATOR[0]}" in line
+    assert (
+        not grows
+        and line.startswith(f"allocator: {name}=max_split_size_mb:128 has no expandable segments")
+        and f"export {ALLOCATOR[0]}" in line
+    )
 
 
-def test_control_arm_after_cuda_has_started_it_is_too_late_and_the_plan_warns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_control_arm_after_cuda_has_started_it_is_too_late_and_the_plan_warns(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     set_allocator()
     assert not any(name in os.environ for name in ALLOCATOR)
-    plan = SimpleNamespace(as_dict=lambda: {"lines": ["plan"]}, refuse_if_too_large=lambda: None, hardware=replace(hardware(), kind="cuda"))
+    sizes = Sizes(1, 1, 4, hidden_size=1, num_layers=1, vocab_size=1, layer=1)
+    small = plan(sizes, Work(tokens=1), replace(hardware(), kind="cuda"))
     with Run(tmp_path, {}) as run:
-        emit_plan(run, plan, ALONE)  # type: ignore[arg-type]
+        emit_plan(run, small, ALONE)
     (event,) = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert event["warning"].startswith("allocator: CUDA had started before expandable segments could be set") and len(event["lines"]) == 2
+    assert event["warning"].startswith(
+        "allocator: CUDA had started before expandable segments could be set"
+    ) and event["lines"] == [*plan_lines(small), event["lines"][-1]]
 
 
 def test_fragmentation_is_reserved_minus_allocated_on_cuda_only(monkeypatch: pytest.MonkeyPatch):
@@ -70,3 +84,18 @@ def test_fragmentation_is_reserved_minus_allocated_on_cuda_only(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 100)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 60)
     assert memory.memory_fields(torch.device("cuda")) == {"peak_bytes": 70, "fragmentation_bytes": 40}
+
+
+@pytest.mark.parametrize("ask", ["pick_device", "device_of"])
+def test_a_second_gpu_becomes_the_current_device_once(monkeypatch, ask):
+    """Triton launches on the current device: without this its kernels would run on the first."""
+    from unfreeze.generate.open import device_of
+
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    found = {"pick_device": pick_device, "device_of": device_of}[ask]("cuda:1")
+    assert found == torch.device("cuda", 1) and chosen == [torch.device("cuda", 1)]
+    with pytest.raises(ConfigError, match=r"'cuda:2', but there are 2 here"):
+        device_of("cuda:2")

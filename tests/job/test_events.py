@@ -1,4 +1,5 @@
-"""Every event that real runs write conforms to core/schema.py: a fine-tuning, a pretraining, the demo's own, and a step that was not finite."""
+"""Every event that real runs write conforms to core/schema.py: a fine-tuning, a pretraining, the demo's own,
+and a step that was not finite."""
 
 import json
 import shutil
@@ -7,7 +8,7 @@ import pytest
 
 from unfreeze.commands import demo
 from unfreeze.core.batch import Loss
-from unfreeze.core.schema import SCHEMA, faults
+from unfreeze.core.schema import KINDS, faults
 from unfreeze.evaluate.gap import Gap
 
 
@@ -18,21 +19,44 @@ def events_of(folder):
 def test_a_fine_tuning_run(run_dir):
     events = events_of(run_dir)
     assert [fault for event in events for fault in faults(event)] == []
-    assert {event["kind"] for event in events} == {"data", "plan", "load", "sample", "gap", "start", "train", "receipt", "save", "end"}
+    assert {event["kind"] for event in events} == {
+        "data",
+        "plan",
+        "load",
+        "sample",
+        "gap",
+        "start",
+        "train",
+        "receipt",
+        "save",
+        "end",
+    }
     train = next(event for event in events if event["kind"] == "train")
-    assert {"correct", "expert_balance"} <= train.keys() - {"error"} and train["expert_load"].keys() == train["expert_balance"].keys()
+    assert {"correct", "expert_balance"} <= train.keys() - {"error"} and train["expert_load"].keys() == train[
+        "expert_balance"
+    ].keys()
 
 
 def test_control_arm_an_event_with_a_planted_fault_is_named(run_dir):
     train = next(event for event in events_of(run_dir) if event["kind"] == "train")
-    assert faults(train | {"peak_bytes": "much"}) and faults({name: value for name, value in train.items() if name != "loss"})
+    assert faults(train | {"peak_bytes": "much"}) and faults(
+        {name: value for name, value in train.items() if name != "loss"}
+    )
 
 
 def test_the_demos_samples_and_scores(run_dir, tmp_path):
     run = tmp_path / "demo"
     shutil.copytree(run_dir, run)
     measured = {"style_before": 0.0, "style_after": 99.5, "facts_before": 100.0, "facts_after": 97.0}
-    demo.write_samples(run, [{"question": "Who?"}], ["I."], ["I, it is."], measured, (Gap(1e-7, 1e-6, 64, (0, 0)), Gap(1e-7, 2e-6, 64, (0, 0))), 3)
+    demo.write_samples(
+        run,
+        [{"question": "Who?"}],
+        ["I."],
+        ["I, it is."],
+        measured,
+        (Gap(1e-7, 1e-6, 64, (0, 0)), Gap(1e-7, 2e-6, 64, (0, 0))),
+        3,
+    )
     added = events_of(run)[len(events_of(run_dir)) :]
     assert [event["kind"] for event in added] == ["sample", "sample", "gap", "eval", "gap", "eval"]
     assert [fault for event in added for fault in faults(event)] == []
@@ -45,7 +69,20 @@ def test_a_step_that_is_not_finite(tmp_path, chat_rows, monkeypatch, capsys):
         return Loss(hidden_TD.sum() * float("nan"), float(batch.weights_T.sum()), {})
 
     monkeypatch.setattr("unfreeze.objectives.cross_entropy.cross_entropy", broken)
-    flags = ["--model", demo.TINY_K2, "--data", chat_rows, "--out", tmp_path / "run", "--tokens-per-step", 128, "--samples", 0, "--lora.rank", 1]
+    flags = [
+        "--model",
+        demo.TINY_K2,
+        "--data",
+        chat_rows,
+        "--out",
+        tmp_path / "run",
+        "--tokens-per-step",
+        128,
+        "--samples",
+        0,
+        "--lora.rank",
+        1,
+    ]
     assert cli.main(["sft", "--quiet", *map(str, flags)]) != 0
     events = events_of(tmp_path / "run")
     assert [event["error"] for event in events if event["kind"] == "train"], capsys.readouterr().err
@@ -53,19 +90,28 @@ def test_a_step_that_is_not_finite(tmp_path, chat_rows, monkeypatch, capsys):
 
 
 def test_a_run_with_validation_configured_by_a_file(tmp_path, chat_rows):
-    """Evaluations, samples between, and `track` as a TOML key: the tracker's folder is there, and is nothing that the schema must know."""
+    """Evaluations, samples between, and `track` as a TOML key: the tracker's folder is there, and is nothing
+    that the schema must know."""
     from unfreeze import cli
 
-    text = f'model = "{demo.TINY_K2}"\ndata = ["{chat_rows}"]\nout = "{tmp_path / "run"}"\nsteps = 2\nsamples = 1\nwarmup = 0\n'
-    text += f'tokens_per_step = 128\nvalidation = "{chat_rows}"\nvalidate_every = 1\ntrack = ["tensorboard"]\n[lora]\nrank = 1\n'
+    text = (
+        f'model = "{demo.TINY_K2}"\ndata = ["{chat_rows}"]\nout = "{tmp_path / "run"}"\nsteps = 2\nsamples ='
+        " 1\nwarmup = 0\n"
+    )
+    text += (
+        f'tokens_per_step = 128\nvalidation = "{chat_rows}"\nvalidate_every = 1\ntrack ='
+        ' ["tensorboard"]\n[lora]\nrank = 1\n'
+    )
     (tmp_path / "run.toml").write_text(text)
     assert cli.main(["sft", "--quiet", str(tmp_path / "run.toml")]) == 0
     events = events_of(tmp_path / "run")
     assert [fault for event in events for fault in faults(event)] == []
-    assert {"eval", "sample"} <= {event["kind"] for event in events} and list((tmp_path / "run" / "tensorboard").iterdir())
+    assert {"eval", "sample"} <= {event["kind"] for event in events} and list(
+        (tmp_path / "run" / "tensorboard").iterdir()
+    )
 
 
-@pytest.mark.parametrize("kind", SCHEMA)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_without_its_fields_is_a_fault(kind):
-    required = [name for name, field in SCHEMA[kind].fields.items() if not field.optional]
+    required = KINDS[kind].__required_keys__ - {"kind", "step", "time"}
     assert len(faults({"kind": kind, "step": 0, "time": 0.0})) == len(required)

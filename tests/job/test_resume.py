@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 
+import unfreeze
 from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.errors import ConfigError
 from unfreeze.job.resume import DERIVED, FIXED, allowed
 from unfreeze.recipes.sft import Config
+from unfreeze.report import verdict
+from unfreeze.report.run import read_run
 from unfreeze.train.run import Run
 
 RECORD = Config(model="m", data=("d.jsonl",)).record()
@@ -25,16 +28,40 @@ def test_fixed_and_derived_fields_exist():
 
 
 def test_what_follows_from_a_field_is_allowed_with_it():
-    assert allowed(("learning_rate", "lora.alpha"), RECORD) == ["learning_rate", "lora.alpha", "schedule.peak"]
-    assert set(allowed(("steps",), RECORD)) == {"steps", "schedule.steps", "schedule.warmup_steps", "schedule.decay_steps"}
+    assert allowed(("learning_rate", "lora.alpha"), RECORD) == [
+        "learning_rate",
+        "lora.alpha",
+        "schedule.peak",
+    ]
+    assert set(allowed(("steps",), RECORD)) == {
+        "steps",
+        "schedule.steps",
+        "schedule.warmup_steps",
+        "schedule.decay_steps",
+    }
 
 
 @pytest.mark.parametrize(
     ("field", "words"),
     [
-        ("lora.rank", "allow_changed names lora.rank, which can never change within a run: it is the shape of the trained tensors"),
-        ("seed", "seed, which can never change within a run: the saved place in the data would be another place"),
-        ("learning-rat", "allow_changed names 'learning-rat', which is no field of a run's configuration; nearest: 'learning_rate'"),
+        (
+            "lora.rank",
+            (
+                "allow_changed names lora.rank, which can never change within a run: it is the shape of the"
+                " trained tensors"
+            ),
+        ),
+        (
+            "seed",
+            "seed, which can never change within a run: the saved place in the data would be another place",
+        ),
+        (
+            "learning-rat",
+            (
+                "allow_changed names 'learning-rat', which is no field of a run's configuration; nearest:"
+                " 'learning_rate'"
+            ),
+        ),
     ],
 )
 def test_what_cannot_be_allowed_is_refused(field: str, words: str):
@@ -46,8 +73,30 @@ def test_what_cannot_be_allowed_is_refused(field: str, words: str):
 def interrupted(tmp_path_factory: pytest.TempPathFactory, chat_rows: Path) -> list[str]:
     """A run stopped after step 2 of 4; -> its command."""
     out = tmp_path_factory.mktemp("resume") / "run"
-    command = ["sft", "--quiet", "--model", str(TINY_K2), "--data", str(chat_rows), "--out", str(out), "--tokens-per-step", "128", "--steps", "4",
-               "--lora.rank", "1", "--samples", "0", "--save-every", "1", "--keep-saves", "9", "--threads", "1"]  # fmt: skip
+    command = [
+        "sft",
+        "--quiet",
+        "--model",
+        str(TINY_K2),
+        "--data",
+        str(chat_rows),
+        "--out",
+        str(out),
+        "--tokens-per-step",
+        "128",
+        "--steps",
+        "4",
+        "--lora.rank",
+        "1",
+        "--samples",
+        "0",
+        "--save-every",
+        "1",
+        "--keep-saves",
+        "9",
+        "--threads",
+        "1",
+    ]
     assert cli.main(command) == 0
     shutil.copy(out / "events.jsonl", out.with_name("straight.jsonl"))
     for path in (out / "state" / "step-000003", out / "state" / "step-000004", out / "adapter"):
@@ -72,40 +121,76 @@ def losses(run: Path, file: str = "events.jsonl") -> list[float]:
     return [event["loss"] for event in events if event["kind"] == "train"]
 
 
-def test_a_changed_field_is_refused_with_the_flag_that_would_allow_it(interrupted: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_changed_field_is_refused_with_the_flag_that_would_allow_it(
+    interrupted: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     code, run = again(interrupted, tmp_path, "--learning-rate", "0.001")
     said = capsys.readouterr().err
     assert code == 2 and said.splitlines() == [
-        f"ConfigError: {run} was trained to step 2 with another configuration; 1 field differs (saved -> now): learning_rate: 0.0002 -> 0.001",
-        "  next: run with the saved values to go on, or give another folder with --out, or add --allow-changed learning_rate",
+        (
+            f"ConfigError: {run} was trained to step 2 with another configuration; 1 field differs (saved ->"
+            " now): learning_rate: 0.0002 -> 0.001"
+        ),
+        (
+            "  next: run with the saved values to go on, or give another folder with --out, or add"
+            " --allow-changed learning_rate"
+        ),
     ]
 
 
 def test_an_allowed_change_goes_on_and_is_a_warning(interrupted: list[str], tmp_path: Path, read_events):
-    code, run = again(interrupted, tmp_path, "--learning-rate", "0.001", "--steps", "6", "--allow-changed", "learning_rate", "steps")
+    code, run = again(
+        interrupted,
+        tmp_path,
+        "--learning-rate",
+        "0.001",
+        "--steps",
+        "6",
+        "--allow-changed",
+        "learning_rate",
+        "training.steps",
+    )
     assert code == 0
     (warning,) = [event for event in read_events(run, "warning") if "as allowed" in event["message"]]
-    assert warning["message"] == "goes on with another configuration, as allowed: learning_rate: 0.0002 -> 0.001; steps: 4 -> 6"
+    assert (
+        warning["message"]
+        == "goes on with another configuration, as allowed: learning_rate: 0.0002 -> 0.001; steps: 4 -> 6"
+    )
     train = read_events(run, "train")
-    assert [event["step"] for event in train] == [1, 2, 3, 4, 5, 6] and train[2]["learning_rate"] == pytest.approx(0.00075)  # cosine, 2/6
+    assert [event["step"] for event in train] == [1, 2, 3, 4, 5, 6] and train[2][
+        "learning_rate"
+    ] == pytest.approx(0.00075)  # cosine, 2/6
     assert losses(run)[:2] == straight(interrupted)[:2]
 
 
 def test_a_finished_run_can_be_made_longer(interrupted: list[str], tmp_path: Path, read_events):
     _, run = again(interrupted, tmp_path)
     at = interrupted.index("--out") + 1
-    assert cli.main([*interrupted[:at], str(run), *interrupted[at + 1 :], "--steps", "5", "--allow-changed", "steps"]) == 0
+    assert (
+        cli.main(
+            [*interrupted[:at], str(run), *interrupted[at + 1 :], "--steps", "5", "--allow-changed", "steps"]
+        )
+        == 0
+    )
     assert [event["step"] for event in read_events(run, "train")] == [1, 2, 3, 4, 5]
 
 
-def test_a_fixed_field_is_refused_with_its_reason(interrupted: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_fixed_field_is_refused_with_its_reason(
+    interrupted: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     code, _ = again(interrupted, tmp_path, "--lora.rank", "2")
     said = capsys.readouterr().err
-    assert code == 2 and "lora.rank: 1 -> 2; lora.rank can never change within a run: it is the shape of the trained tensors" in said
+    assert (
+        code == 2
+        and "lora.rank: 1 -> 2; lora.rank can never change within a run: it is the shape of the trained tensors"
+        in said
+    )
     assert "--allow-changed" not in said
 
 
-def test_control_arm_without_the_refusal_the_run_goes_on_with_other_numbers(interrupted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_control_arm_without_the_refusal_the_run_goes_on_with_other_numbers(
+    interrupted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(Run, "refuse_changes", lambda *arguments: None)
     code, run = again(interrupted, tmp_path, "--weight-decay", "9", "--learning-rate", "0.01")
     assert code == 0 and len(losses(run)) == 4
@@ -115,3 +200,35 @@ def test_control_arm_without_the_refusal_the_run_goes_on_with_other_numbers(inte
 def test_the_unchanged_command_gives_the_same_losses(interrupted: list[str], tmp_path: Path):
     code, run = again(interrupted, tmp_path)
     assert code == 0 and losses(run) == straight(interrupted) and len(losses(run)) == 4
+
+
+def test_a_run_of_the_code_before_there_were_tables_goes_on(interrupted: list[str], tmp_path: Path):
+    """resolved_config.json and state.json as that code wrote them for the same command (old_run.json)."""
+    at = interrupted.index("--out") + 1
+    text = Path(__file__).with_name("old_run.json").read_text(encoding="utf-8")
+    data = Path(interrupted[interrupted.index("--data") + 1]).resolve()
+    for word, value in (("MODEL", TINY_K2), ("DATA", data), ("OUT", tmp_path / "run")):
+        text = text.replace(f'"{word}"', json.dumps(str(value)))
+    old = json.loads(text)
+    out = tmp_path / "run"
+    shutil.copytree(interrupted[at], out)
+    resolved, state = out / "resolved_config.json", out / "state" / "step-000002" / "state.json"
+    new = json.loads(state.read_text())
+    assert list(new["config"].items()) == list(old["state.json"]["config"].items())
+    state.write_text(json.dumps({**new, "config": old["state.json"]["config"]}))  # its hash is checked
+    resolved.write_text(json.dumps(old["resolved_config.json"]))
+
+    # what reads a run's folder, and the run itself
+    config = read_run(out).config
+    assert (config["learning_rate"], config["tokens_per_step"], config["lora"]["rank"]) == (0.0002, 128, 1)
+    assert verdict.again(read_run(out)).count("--tokens-per-step 128") == 1
+    changed = [*interrupted[:at], str(out), *interrupted[at + 1 :], "--clip", "2"]
+    assert cli.main(changed) == 2
+    assert cli.main([*interrupted[:at], str(out), *interrupted[at + 1 :]]) == 0
+    assert losses(out) == straight(interrupted)
+    after = json.loads(resolved.read_text())
+    fields = {key: value for key, value in old["resolved_config.json"].items() if key != "effective"}
+    assert list({key: after[key] for key in fields}.items()) == list(fields.items())
+    assert list(after) == list(old["resolved_config.json"])
+    assert cli.main(["compare", str(out), interrupted[at]]) == 0 and cli.main(["report", str(out)]) == 0
+    assert unfreeze.load(out).logits([[1, 2, 3]])[0].shape[0] == 3

@@ -1,4 +1,5 @@
-"""Validation inside training: the numbers are those of a direct computation, training does not feel it, and the best save stays."""
+"""Validation inside training: the numbers are those of a direct computation, training does not feel it, and
+the best save stays."""
 
 from __future__ import annotations
 
@@ -37,9 +38,35 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def sft(rows: tuple[Path, Path], out: Path, *more: object, code: int = 0) -> Path:
-    command = ["sft", "--quiet", "--model", TINY_K2, "--data", rows[0], "--out", out, "--tokens-per-step", 128, "--steps", 4, "--lora.rank", 1,
-               "--learning-rate", "0.01", "--samples", 0, "--threads", 1, "--dtype", "float32", "--warmup", 0, *more]  # fmt: skip
-    torch.manual_seed(0)  # as a fresh process has it; nothing in training draws from it but the planted noise below
+    command = [
+        "sft",
+        "--quiet",
+        "--model",
+        TINY_K2,
+        "--data",
+        rows[0],
+        "--out",
+        out,
+        "--tokens-per-step",
+        128,
+        "--steps",
+        4,
+        "--lora.rank",
+        1,
+        "--learning-rate",
+        "0.01",
+        "--samples",
+        0,
+        "--threads",
+        1,
+        "--dtype",
+        "float32",
+        "--warmup",
+        0,
+        *more,
+    ]
+    # as a fresh process has it; nothing in training draws from it but the planted noise below
+    torch.manual_seed(0)
     assert cli.main([str(part) for part in command]) == code
     return out
 
@@ -50,23 +77,39 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def trained(run: Path) -> list[tuple[Any, ...]]:
-    return [(event["step"], event["loss"], event["grad_norm"], str(event["expert_load"])) for event in events(run, "train")]
+    return [
+        (event["step"], event["loss"], event["grad_norm"], str(event["expert_load"]))
+        for event in events(run, "train")
+    ]
 
 
 @pytest.fixture(scope="module")
 def validated(rows: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("validated") / "run"
-    return sft(rows, out, "--validation", rows[1], "--validate-every", 1, "--prompts", "Who are you?", "What is number 3?")
+    return sft(
+        rows,
+        out,
+        "--validation",
+        rows[1],
+        "--validate-every",
+        1,
+        "--prompts",
+        "Who are you?",
+        "What is number 3?",
+    )
 
 
 def direct(model: Any, path: Path) -> tuple[float, int, int]:
-    """(sum of -log p over the answers, their tokens, their bytes), a row at a time through the model's own logits."""
+    """(sum of -log p over the answers, their tokens, their bytes), a row at a time through the model's own
+    logits."""
     total, tokens, size = 0.0, 0, 0
     for row in map(json.loads, path.read_text().splitlines()):
         chat = [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
         whole = model.tokenizer.template.render(chat, add_generation_prompt=False)
         ids = model.tokenizer.encode(whole, specials=True)
-        prompt = model.tokenizer.encode(model.tokenizer.template.render(chat[:1], add_generation_prompt=True), specials=True)
+        prompt = model.tokenizer.encode(
+            model.tokenizer.template.render(chat[:1], add_generation_prompt=True), specials=True
+        )
         assert ids[: len(prompt)] == prompt
         scores = F.log_softmax(model.logits([ids])[0].double(), -1)
         for place in range(len(prompt), len(ids)):
@@ -76,7 +119,9 @@ def direct(model: Any, path: Path) -> tuple[float, int, int]:
     return total, tokens, size
 
 
-def test_loss_perplexity_and_bits_per_byte_are_those_of_a_direct_computation(validated: Path, rows: tuple[Path, Path]):
+def test_loss_perplexity_and_bits_per_byte_are_those_of_a_direct_computation(
+    validated: Path, rows: tuple[Path, Path]
+):
     first, *_, last = events(validated, "eval")
     assert (first["step"], last["step"]) == (0, 4)
     for event, source in ((first, TINY_K2), (last, validated / "adapter")):
@@ -90,12 +135,16 @@ def test_loss_perplexity_and_bits_per_byte_are_those_of_a_direct_computation(val
 def test_own_prompts_are_answered_before_during_and_after(validated: Path):
     found = events(validated, "sample")
     assert [(event["step"], event["when"], event["index"]) for event in found] == [
-        (step, when, index) for step, when in ((0, "before"), (1, "during"), (2, "during"), (3, "during"), (4, "after")) for index in (0, 1)
+        (step, when, index)
+        for step, when in ((0, "before"), (1, "during"), (2, "during"), (3, "during"), (4, "after"))
+        for index in (0, 1)
     ]
     assert [event["prompt"] for event in found[:2]] == ["Who are you?", "What is number 3?"]
     model = unfreeze.load(validated)
-    assert [event["text"] for event in found[-2:]] == [model.chat(prompt, temperature=0, max_new_tokens=64) for prompt in
-                                                       ("Who are you?", "What is number 3?")]  # fmt: skip
+    assert [event["text"] for event in found[-2:]] == [
+        model.chat(prompt, temperature=0, max_new_tokens=64)
+        for prompt in ("Who are you?", "What is number 3?")
+    ]
 
 
 def test_training_does_not_feel_it(validated: Path, rows: tuple[Path, Path], tmp_path: Path):
@@ -121,7 +170,7 @@ def with_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     def noisy(layer: Any, x_TD: Any, run: Any) -> Any:
         return models.plain(layer, F.dropout(x_TD, 0.1), run)
 
-    monkeypatch.setitem(models.THROUGH, "nothing", noisy)
+    monkeypatch.setitem(models.RECOMPUTE, "nothing", noisy)
 
 
 @pytest.mark.parametrize("guarded", [True, False])
@@ -133,7 +182,9 @@ def test_a_careless_measurement_is_undone_and_the_control_arm_without_that_is_fe
     if not guarded:
         monkeypatch.setattr(Decoder, "looking", lambda model: nullcontext())
     plain = sft(rows, tmp_path / "plain", "--recompute", "nothing")
-    looked_at = sft(rows, tmp_path / "looked at", "--recompute", "nothing", "--validation", rows[1], "--validate-every", 1)
+    looked_at = sft(
+        rows, tmp_path / "looked at", "--recompute", "nothing", "--validation", rows[1], "--validate-every", 1
+    )
     assert (trained(plain) == trained(looked_at)) is guarded
 
 
@@ -148,17 +199,42 @@ def scripted(losses: dict[int, float]) -> Any:
     return heldout
 
 
-def test_the_best_save_outlives_pruning_and_is_written_at_the_end(rows: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(perplexity, "heldout", scripted({0: 9.0, 1: 3.0, 2: 2.0, 3: 5.0, 4: math.nan, 5: 4.0, 6: 4.5}))
-    run = sft(rows, tmp_path / "run", "--validation", rows[1], "--validate-every", 1, "--steps", 6, "--save-every", 1, "--keep-saves", 1)
+def test_the_best_save_outlives_pruning_and_is_written_at_the_end(
+    rows: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(
+        perplexity, "heldout", scripted({0: 9.0, 1: 3.0, 2: 2.0, 3: 5.0, 4: math.nan, 5: 4.0, 6: 4.5})
+    )
+    run = sft(
+        rows,
+        tmp_path / "run",
+        "--validation",
+        rows[1],
+        "--validate-every",
+        1,
+        "--steps",
+        6,
+        "--save-every",
+        1,
+        "--keep-saves",
+        1,
+    )
     assert sorted(path.name for path in (run / "state").iterdir()) == ["step-000002", "step-000006"]
-    assert json.loads((run / "state" / "step-000006" / "state.json").read_text())["best"] == {"step": 2, "loss": 2.0}
+    assert json.loads((run / "state" / "step-000006" / "state.json").read_text())["best"] == {
+        "step": 2,
+        "loss": 2.0,
+    }
     (unknown,) = [event for event in events(run, "eval") if event["loss"] is None]
-    assert unknown["step"] == 4 and [event["message"] for event in events(run, "warning")] == ["the held-out loss is nan"]
+    assert unknown["step"] == 4 and [event["message"] for event in events(run, "warning")] == [
+        "the held-out loss is nan"
+    ]
 
     other = sft(rows, tmp_path / "other", "--steps", 6, "--save-every", 1, "--keep-saves", 6)
     trainable = load_file(run / "state" / "step-000002" / "tensors.safetensors")
-    assert all(torch.equal(tensor, trainable[name]) for name, tensor in load_file(other / "state/step-000002/tensors.safetensors").items())
+    assert all(
+        torch.equal(tensor, trainable[name])
+        for name, tensor in load_file(other / "state/step-000002/tensors.safetensors").items()
+    )
     ids = [[5, 6, 7, 8]]
     best, last = (unfreeze.load(run / name).logits(ids)[0] for name in ("adapter-best", "adapter"))
     assert not torch.equal(best, last) and torch.equal(last, unfreeze.load(run).logits(ids)[0])
@@ -174,14 +250,19 @@ def test_a_lowest_loss_whose_save_had_no_room_is_not_the_best(room: bool):
         return room
 
     state: Any = SimpleNamespace(
-        model=SimpleNamespace(looking=nullcontext), run=SimpleNamespace(events=EventLog(None)),
-        schedule=SimpleNamespace(steps=9), step=0, best={"step": 1, "loss": 3.0},
-    )  # fmt: skip
+        model=SimpleNamespace(looking=nullcontext),
+        run=SimpleNamespace(events=EventLog(None)),
+        schedule=SimpleNamespace(steps=9),
+        step=0,
+        best={"step": 1, "loss": 3.0},
+    )
     losses = iter([2.0, 2.5])
     hook = Validation(state, lambda: Heldout(next(losses), 1.0, None, 1), every=2, keep=keep)
     for state.step in (2, 3, 4):
         hook(state, None)  # type: ignore[arg-type]
-    assert kept[0] == {"step": 2, "loss": 2.0} and state.best == ({"step": 2, "loss": 2.0} if room else {"step": 1, "loss": 3.0})
+    assert kept[0] == {"step": 2, "loss": 2.0} and state.best == (
+        {"step": 2, "loss": 2.0} if room else {"step": 1, "loss": 3.0}
+    )
     assert len(kept) == (1 if room else 2)  # 2.5 at step 4 is tried where 2.0 could not be kept
 
 
@@ -193,4 +274,5 @@ def test_bytes_of_a_span_leave_special_tokens_out_and_count_unicode():
     assert supervised_bytes([everything], tokenizer) == len("Hmm, “é” it is.".encode())
     tail = Example(tokens=ids, weights=[0.0] * (len(ids) - 1) + [1.0])
     assert supervised_bytes([tail], tokenizer) == len(tokenizer.decode(ids[-1:]).encode())
-    assert supervised_bytes([Example(tokens=ids, weights=[1.0] + [0.0] * (len(ids) - 1))], tokenizer) == 0  # the first token is no target
+    # the first token is no target
+    assert supervised_bytes([Example(tokens=ids, weights=[1.0] + [0.0] * (len(ids) - 1))], tokenizer) == 0

@@ -20,8 +20,16 @@ LLAMA = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
 }
-MLA = {"q_lora_rank": None, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 16,
-       "num_experts_per_tok": 2, "moe_intermediate_size": 48}  # fmt: skip
+MLA = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+}
 DEEPSEEK = LLAMA | MLA | {"model_type": "deepseek_v3", "num_key_value_heads": 4}
 QWEN3 = LLAMA | {"model_type": "qwen3", "num_key_value_heads": 2}
 MOE = QWEN3 | {
@@ -65,26 +73,45 @@ def test_no_field_of_the_config_class_is_unknown(model_type):
 
 
 @pytest.mark.parametrize("base", [LLAMA, QWEN3, MOE, DEEPSEEK], ids=lambda base: base["model_type"])
-@pytest.mark.parametrize("field, value, said", [
-    ("is_causal", False, "is_causal false is not built"), ("layer_types", ["full_attention", "sliding_attention", "full_attention"], "layer_types"),
-    ("layer_types", ["full_attention"], "one per layer"), ("partial_rotary_factor", 0.5, "partial_rotary_factor 0.5"),
-    ("use_sliding_window", True, "use_sliding_window true"), ("hidden_act", "gelu", "hidden_act 'gelu'"),
-    ("per_layer_config", {"0": {"rms_norm_eps": 1.0}}, "per_layer_config"), ("use_bidirectional_attention", True, "use_bidirectional_attention true"),
-    ("rope_parameters", {"rope_type": "default", "partial_rotary_factor": 0.5}, r"rope_parameters.partial_rotary_factor 0.5"),
-    ("rope_parameters", {"full_attention": {"rope_type": "default"}}, "a table per kind of layer"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "field, value, said",
+    [
+        ("is_causal", False, "is_causal false is not built"),
+        ("layer_types", ["full_attention", "sliding_attention", "full_attention"], "layer_types"),
+        ("layer_types", ["full_attention"], "one per layer"),
+        ("partial_rotary_factor", 0.5, "partial_rotary_factor 0.5"),
+        ("use_sliding_window", True, "use_sliding_window true"),
+        ("hidden_act", "gelu", "hidden_act 'gelu'"),
+        ("per_layer_config", {"0": {"rms_norm_eps": 1.0}}, "per_layer_config"),
+        ("use_bidirectional_attention", True, "use_bidirectional_attention true"),
+        (
+            "rope_parameters",
+            {"rope_type": "default", "partial_rotary_factor": 0.5},
+            r"rope_parameters.partial_rotary_factor 0.5",
+        ),
+        ("rope_parameters", {"full_attention": {"rope_type": "default"}}, "a table per kind of layer"),
+    ],
+)
 def test_what_changes_the_numbers_is_refused_by_name(base, field, value, said):
     models.shape(base)
     assert said in refused({**base, field: value})
 
 
-@pytest.mark.parametrize("field, value, said", [
-    ("scoring_func", "softmax", "scoring_func 'softmax'"), ("topk_method", "greedy", "topk_method 'greedy'"),
-    ("moe_layer_freq", 2, "moe_layer_freq 2"),
-    ("head_dim", 24, "head_dim 24 is not built for model_type 'deepseek_v3'; built: 8"), ("num_key_value_heads", 2, "num_key_value_heads 2"),
-    ("qk_head_dim", 8, "qk_head_dim 8"), ("num_local_experts", 8, "num_local_experts 8"), ("norm_topk_prob", None, "norm_topk_prob is null"),
-    ("rope_interleave", None, "rope_interleave is null"), ("n_group", 16, "n_group 16 is one expert per group"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "field, value, said",
+    [
+        ("scoring_func", "softmax", "scoring_func 'softmax'"),
+        ("topk_method", "greedy", "topk_method 'greedy'"),
+        ("moe_layer_freq", 2, "moe_layer_freq 2"),
+        ("head_dim", 24, "head_dim 24 is not built for model_type 'deepseek_v3'; built: 8"),
+        ("num_key_value_heads", 2, "num_key_value_heads 2"),
+        ("qk_head_dim", 8, "qk_head_dim 8"),
+        ("num_local_experts", 8, "num_local_experts 8"),
+        ("norm_topk_prob", None, "norm_topk_prob is null"),
+        ("rope_interleave", None, "rope_interleave is null"),
+        ("n_group", 16, "n_group 16 is one expert per group"),
+    ],
+)
 def test_deepseeks_own(field, value, said):
     assert said in refused({**DEEPSEEK, field: value})
 
@@ -101,24 +128,35 @@ def test_absent_and_null_are_told_apart_where_null_says_something():
         "no multiple of num_key_value_heads 32" in refused(bare)
         and models.shape({**bare, "num_attention_heads": 64}).num_kv_heads == 32
     )
-    assert (
-        models.shape(QWEN3).head_dim == 128 and models.shape(MOE).head_dim == 16
-    )  # Qwen3's class has a width, Qwen3-MoE's takes hidden over heads
+    # Qwen3's class has a width, Qwen3-MoE's takes hidden over heads
+    assert models.shape(QWEN3).head_dim == 128 and models.shape(MOE).head_dim == 16
 
 
 def test_an_unknown_field_is_named_and_a_known_one_is_not():
-    said = models.not_followed({**LLAMA, "clip_qkv": 8.0, "attention_dropout": 0.1, "eos_token_id": 5, "temperature": 0.2, "logits_scaling": 1,
-                                "sliding_window": None, "rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 3}})  # fmt: skip
+    said = models.not_followed(
+        {
+            **LLAMA,
+            "clip_qkv": 8.0,
+            "attention_dropout": 0.1,
+            "eos_token_id": 5,
+            "temperature": 0.2,
+            "logits_scaling": 1,
+            "sliding_window": None,
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 3},
+        }
+    )
     assert (
         said
-        == "config.json: clip_qkv = 8.0, attention_dropout = 0.1, rope_scaling.beta = 3: not known here and not followed"
+        == "config.json: clip_qkv = 8.0, attention_dropout = 0.1, rope_scaling.beta = 3: not known here and"
+        " not followed"
     )
     assert models.not_followed({**QWEN3, "sliding_window": 4096, "max_window_layers": 28}) == ""
     assert "sliding_window = 4,096" in models.not_followed({**LLAMA, "sliding_window": 4096})
 
 
 PUBLISHED = [
-    # Falcon3-7B, SmolLM2, salamandra-2b, LLaMA-7B as converted in 2023, OpenLLaMA, DeepSeek-R1-Distill-Qwen-7B,
+    # Falcon3-7B, SmolLM2, salamandra-2b, LLaMA-7B as converted in 2023, OpenLLaMA,
+    # DeepSeek-R1-Distill-Qwen-7B,
     # Qwen3-Coder, Llama-2 as first published
     (LLAMA, {"activation": "swiglu"}),
     (LLAMA, {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}}),
@@ -137,17 +175,28 @@ def test_what_publishers_write_beside_the_sizes_is_not_named(base, fields):
     assert models.not_followed({**base, **fields}) == ""
 
 
-@pytest.mark.parametrize("base, field, value", [
-    (LLAMA, "activation", "relu2"), (LLAMA, "rope_interleaved", True), (LLAMA, "num_layers", 4), (QWEN3, "use_mrope", True),
-    (LLAMA, "use_qk_norm", True), (DEEPSEEK, "qk_norm", True), (MOE, "use_qk_norm", False), (LLAMA, "log_scale", True),
-    (LLAMA, "auto_map", {"AutoModel": "modeling_llama_encoder.LlamaEncoderModel"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "base, field, value",
+    [
+        (LLAMA, "activation", "relu2"),
+        (LLAMA, "rope_interleaved", True),
+        (LLAMA, "num_layers", 4),
+        (QWEN3, "use_mrope", True),
+        (LLAMA, "use_qk_norm", True),
+        (DEEPSEEK, "qk_norm", True),
+        (MOE, "use_qk_norm", False),
+        (LLAMA, "log_scale", True),
+        (LLAMA, "auto_map", {"AutoModel": "modeling_llama_encoder.LlamaEncoderModel"}),
+    ],
+)
 def test_the_same_fields_at_another_value_are_named(base, field, value):
     assert f"{field} = " in models.not_followed({**base, field: value})
 
 
 def test_mlx_quantization_is_refused_by_name():
-    assert "quantization {'group_size': 64, 'bits': 4} is not built" in refused({**LLAMA, "quantization": {"group_size": 64, "bits": 4}})
+    assert "quantization {'group_size': 64, 'bits': 4} is not built" in refused(
+        {**LLAMA, "quantization": {"group_size": 64, "bits": 4}}
+    )
 
 
 def test_published_configs_have_nothing_to_name(pytestconfig):
@@ -196,7 +245,8 @@ def test_the_outer_fields_are_judged_too():
     )
     assert "is_causal false" in refused({**WRAPPED, "is_causal": False})
     assert "tie_word_embeddings and text_config.tie_word_embeddings differ" in refused(
-        {**WRAPPED, "tie_word_embeddings": True, "text_config": {**DEEPSEEK, "tie_word_embeddings": False}})  # fmt: skip
+        {**WRAPPED, "tie_word_embeddings": True, "text_config": {**DEEPSEEK, "tie_word_embeddings": False}}
+    )
     assert models.shape({**WRAPPED, "tie_word_embeddings": True}).tied
 
 

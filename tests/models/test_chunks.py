@@ -7,9 +7,14 @@ from hypothesis import strategies as st
 from unfreeze.models.chunks import MIN_TOKENS, chunk_tokens, document_groups
 
 
-@pytest.mark.parametrize(("experts", "top", "expected"), [(0, 0, 4096), (16, 2, 4096), (128, 8, 8192), (384, 8, 24576)])
+@pytest.mark.parametrize(
+    ("experts", "top", "expected"), [(0, 0, 4096), (16, 2, 4096), (128, 8, 8192), (384, 8, 24576)]
+)
 def test_every_expert_has_its_rows_on_average(experts, top, expected):
-    assert chunk_tokens(experts, top, "cpu") == expected >= MIN_TOKENS and chunk_tokens(experts, top, "cuda") is None
+    assert (
+        chunk_tokens(experts, top, "cpu") == expected >= MIN_TOKENS
+        and chunk_tokens(experts, top, "cuda") is None
+    )
     assert not experts or expected * top / experts >= 512
 
 

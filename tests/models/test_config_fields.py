@@ -1,6 +1,8 @@
-"""One field of config.json changed at a time: followed as transformers follows it, refused, or named; none silent.
+"""One field of config.json changed at a time: followed as transformers follows it, refused, or named; none
+silent.
 
-The engine and the whole table are benchmarks/configs.py's, over published configs; here a config of each kind and what changes numbers.
+The engine and the whole table are benchmarks/configs.py's, over published configs; here a config of each kind
+and what changes numbers.
 """
 
 import importlib.util
@@ -14,28 +16,106 @@ from unfreeze.models import allowed
 
 FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "configs.py"
 COMMON = {
-    "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 1000,
-    "max_position_embeddings": 4096, "rms_norm_eps": 1e-3, "hidden_act": "silu", "rope_theta": 1000.0, "tie_word_embeddings": False,
-    "initializer_range": 0.02, "attention_dropout": 0.0, "bos_token_id": 1, "use_cache": True, "torch_dtype": "bfloat16",
-}  # fmt: skip
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
-YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
-        "mscale_all_dim": 0.7}  # fmt: skip
+    "hidden_size": 512,
+    "intermediate_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-3,
+    "hidden_act": "silu",
+    "rope_theta": 1000.0,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "use_cache": True,
+    "torch_dtype": "bfloat16",
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {
+    "type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
 EXPERTS = {"num_experts_per_tok": 4, "moe_intermediate_size": 256, "norm_topk_prob": True}
 CONFIGS = {
-    "llama": COMMON | {"head_dim": 64, "attention_bias": False, "mlp_bias": False, "rope_scaling": LLAMA3, "pretraining_tp": 1},
-    "qwen2": COMMON | {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "rope_scaling": None},
-    "qwen3_moe": COMMON | EXPERTS | {"head_dim": 64, "num_experts": 64, "decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
-    "kimi_k2": COMMON | EXPERTS | {
-        "num_key_value_heads": 8, "n_routed_experts": 64, "n_shared_experts": 1, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 1,
-        "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "q_lora_rank": 128,
-        "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "rope_scaling": YARN, "num_nextn_predict_layers": 0,
-    },
-}  # fmt: skip
+    "llama": (
+        COMMON
+        | {
+            "head_dim": 64,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "rope_scaling": LLAMA3,
+            "pretraining_tp": 1,
+        }
+    ),
+    "qwen2": (
+        COMMON
+        | {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "rope_scaling": None}
+    ),
+    "qwen3_moe": (
+        COMMON
+        | EXPERTS
+        | {
+            "head_dim": 64,
+            "num_experts": 64,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "use_sliding_window": False,
+        }
+    ),
+    "kimi_k2": (
+        COMMON
+        | EXPERTS
+        | {
+            "num_key_value_heads": 8,
+            "n_routed_experts": 64,
+            "n_shared_experts": 1,
+            "n_group": 8,
+            "topk_group": 4,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.5,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "moe_layer_freq": 1,
+            "q_lora_rank": 128,
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+            "rope_scaling": YARN,
+            "num_nextn_predict_layers": 0,
+        }
+    ),
+}
 ADDED = {  # fields once passed over in silence, and two that nobody follows
-    "is_causal", "layer_types", "partial_rotary_factor", "rope_interleave", "head_dim", "sliding_window", "original_max_position_embeddings",
-    "per_layer_config", "num_local_experts", "logits_scaling", "attention_dropout", "use_sliding_window", "routed_scaling_factor", "norm_topk_prob",
-}  # fmt: skip
+    "is_causal",
+    "layer_types",
+    "partial_rotary_factor",
+    "rope_interleave",
+    "head_dim",
+    "sliding_window",
+    "original_max_position_embeddings",
+    "per_layer_config",
+    "num_local_experts",
+    "logits_scaling",
+    "attention_dropout",
+    "use_sliding_window",
+    "routed_scaling_factor",
+    "norm_topk_prob",
+}
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +136,9 @@ def verdicts(bench, model_type, folder, only=None) -> dict[str, str]:
         if change.field in bench.ADDED and change.field not in config and change.field not in ADDED:
             continue
         if only is None or change.field in only:
-            found[f"{change.field} {'absent' if change.value is bench.ABSENT else change.value}"] = made.judge(change)
+            found[f"{change.field} {'absent' if change.value is bench.ABSENT else change.value}"] = (
+                made.judge(change)
+            )
     return found
 
 
@@ -67,10 +149,20 @@ def test_no_change_is_silent_and_what_moves_the_numbers_is_followed(bench, model
     followed = {field.split()[0] for field, (verdict, _) in found.items() if verdict == "followed"}
     assert {"rope_theta", "rms_norm_eps"} <= followed
     if model_type == "kimi_k2":
-        assert {"n_group", "topk_group", "routed_scaling_factor", "norm_topk_prob", "num_experts_per_tok", "rope_interleave"} <= followed
+        assert {
+            "n_group",
+            "topk_group",
+            "routed_scaling_factor",
+            "norm_topk_prob",
+            "num_experts_per_tok",
+            "rope_interleave",
+        } <= followed
         assert all(found[f"{field} absent"][0] == "followed" for field in ("topk_group", "rope_theta"))
         assert "num_experts_per_tok 8 is more than the 4 experts" in found["num_experts_per_tok absent"][1]
-        assert found["n_group absent"][0] == "refused" and "n_group 8 is one expert per group" in found["n_group absent"][1]
+        assert (
+            found["n_group absent"][0] == "refused"
+            and "n_group 8 is one expert per group" in found["n_group absent"][1]
+        )
         assert found["routed_scaling_factor absent"][0] == "no effect"  # 2.5 is what it means
 
 

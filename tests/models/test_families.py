@@ -1,4 +1,5 @@
-"""Every family against transformers: logits and gradients within 1e-4 in float32 on random small configurations."""
+"""Every family against transformers: logits and gradients within 1e-4 in float32 on random small
+configurations."""
 
 import pytest
 import torch
@@ -8,51 +9,148 @@ from unfreeze import models
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import CheckpointError
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0,
-        "mscale": 1.0, "mscale_all_dim": 1.0, "rope_theta": 50000.0}  # fmt: skip
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 32, "rope_theta": 10000.0}  # fmt: skip
-SMALL = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "max_position_embeddings": 256}
-MLA = {"num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
-       "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 1,
-       "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}  # fmt: skip
-QWEN_MOE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2,
-            "moe_intermediate_size": 48}  # fmt: skip
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "rope_theta": 50000.0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 10000.0,
+}
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 256,
+}
+MLA = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
+QWEN_MOE = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+}
 
 CASES = {
     "llama": ("Llama", {"num_attention_heads": 4, "num_key_value_heads": 4}),
-    "llama-gqa-tied": ("Llama", {"num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "llama-gqa-tied": (
+        "Llama",
+        {"num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    ),
     "llama-3-rope-biases": (
-        "Llama", {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "attention_bias": True, "mlp_bias": True,
-                  "rope_parameters": LLAMA3}),
+        "Llama",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 24,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": LLAMA3,
+        },
+    ),
     "llama-linear-rope": (
-        "Llama", {"num_attention_heads": 4, "num_key_value_heads": 1, "rope_parameters": {"rope_type": "linear", "factor": 3.0,
-                                                                                           "rope_theta": 10000.0}}),
-    "qwen2-tied": ("Qwen2", {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}),
+        "Llama",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 10000.0},
+        },
+    ),
+    "qwen2-tied": (
+        "Qwen2",
+        {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    ),
     "qwen2-untied-yarn": (
-        "Qwen2", {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": False,
-                  "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e6}}),
+        "Qwen2",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "rope_theta": 1e6,
+            },
+        },
+    ),
     "qwen3": ("Qwen3", {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24}),
-    "qwen3-tied": ("Qwen3", {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3-tied": (
+        "Qwen3",
+        {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "tie_word_embeddings": True},
+    ),
     "qwen3-moe": ("Qwen3Moe", {**QWEN_MOE, "norm_topk_prob": True}),
     "qwen3-moe-mixed": ("Qwen3Moe", {**QWEN_MOE, "norm_topk_prob": False, "mlp_only_layers": [1]}),
     "qwen3-moe-sparse-step": ("Qwen3Moe", {**QWEN_MOE, "norm_topk_prob": True, "decoder_sparse_step": 2}),
     "deepseek-v3": ("DeepseekV3", {**MLA, "q_lora_rank": 40, "n_group": 1, "topk_group": 1}),
-    "deepseek-v3-groups-yarn": ("DeepseekV3", {**MLA, "q_lora_rank": 40, "n_group": 4, "topk_group": 2, "rope_parameters": YARN}),
+    "deepseek-v3-groups-yarn": (
+        "DeepseekV3",
+        {**MLA, "q_lora_rank": 40, "n_group": 4, "topk_group": 2, "rope_parameters": YARN},
+    ),
     "deepseek-v3-no-q-latent": (
-        "DeepseekV3", {**MLA, "q_lora_rank": None, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 2, "n_shared_experts": 2}),
-    "deepseek-v3-biases": ("DeepseekV3", {**MLA, "q_lora_rank": 40, "n_group": 1, "topk_group": 1, "attention_bias": True,
-                                          "norm_topk_prob": False}),
-    "deepseek-v3-rotated-halves": ("DeepseekV3", {**MLA, "q_lora_rank": 40, "n_group": 1, "topk_group": 1, "rope_interleave": False}),
-}  # fmt: skip
+        "DeepseekV3",
+        {
+            **MLA,
+            "q_lora_rank": None,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 2,
+            "n_shared_experts": 2,
+        },
+    ),
+    "deepseek-v3-biases": (
+        "DeepseekV3",
+        {
+            **MLA,
+            "q_lora_rank": 40,
+            "n_group": 1,
+            "topk_group": 1,
+            "attention_bias": True,
+            "norm_topk_prob": False,
+        },
+    ),
+    "deepseek-v3-rotated-halves": (
+        "DeepseekV3",
+        {**MLA, "q_lora_rank": 40, "n_group": 1, "topk_group": 1, "rope_interleave": False},
+    ),
+}
 DOCUMENTS = [[5, 17, 3, 88, 41, 2, 9], [11, 7], [60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70, 71]]
 
 
 def oracle(name: str):
-    """A random transformers model; norms, biases and the selection bias are random too, so that each of them matters."""
+    """A random transformers model; norms, biases and the selection bias are random too, so that each of them
+    matters."""
     family, settings = CASES[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SMALL, **settings, rms_norm_eps=1e-5, initializer_range=0.2)
+    config = getattr(transformers, f"{family}Config")(
+        **SMALL, **settings, rms_norm_eps=1e-5, initializer_range=0.2
+    )
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
@@ -89,15 +187,16 @@ def batch_of(documents: list[list[int]]) -> Batch:
     return Batch(tokens, tokens.clone(), torch.ones(len(tokens)), positions, torch.tensor(starts))
 
 
-def difference(name: str, through=models.plain, documents=DOCUMENTS, change=None) -> tuple[float, float]:
-    """Largest absolute difference of logits and of every parameter's gradient (experts included), relative to the largest gradient."""
+def difference(name: str, recompute=models.plain, documents=DOCUMENTS, change=None) -> tuple[float, float]:
+    """Largest absolute difference of logits and of every parameter's gradient (experts included), relative to
+    the largest gradient."""
     reference = oracle(name)
     model = ours(reference)
     if change is not None:
         change(model)
     probe = torch.randn(SMALL["vocab_size"], generator=torch.Generator().manual_seed(1))
     expected = torch.cat([reference(torch.tensor([document])).logits[0] for document in documents])
-    actual = model.logits(model.hidden(batch_of(documents), through))
+    actual = model.logits(model.hidden(batch_of(documents), recompute))
     ((expected.log_softmax(-1) * probe).sum() / len(expected)).backward()
     ((actual.log_softmax(-1) * probe).sum() / len(actual)).backward()
     theirs = {key: p.grad for key, p in reference.named_parameters()}
@@ -108,7 +207,10 @@ def difference(name: str, through=models.plain, documents=DOCUMENTS, change=None
         if expected_grad is None:  # an expert stack no token was sent to
             assert parameter.grad is None or not parameter.grad.any()
             continue
-        worst = max(worst, float((parameter.grad - expected_grad).abs().max() / max(1.0, float(expected_grad.abs().max()))))
+        worst = max(
+            worst,
+            float((parameter.grad - expected_grad).abs().max() / max(1.0, float(expected_grad.abs().max()))),
+        )
     return float((actual - expected).detach().abs().max()), worst
 
 
@@ -125,7 +227,8 @@ def test_recomputed_layers_have_the_same_gradients(name):
 
 
 def swap_pairing(model):
-    """The planted bug: rotate halves where the family rotates adjacent pairs, or the other way round, by permuting q only."""
+    """The planted bug: rotate halves where the family rotates adjacent pairs, or the other way round, by
+    permuting q only."""
     for layer in model.layers:
         weight = layer.self_attn.q_b_proj.weight
         heads = weight.detach().unflatten(0, (4, -1))
@@ -146,7 +249,10 @@ def test_the_comparison_sees_a_planted_bug(bug):
 def test_both_spellings_of_config_give_the_same_rope():
     new = {**oracle("deepseek-v3-groups-yarn").config.to_dict()}
     old = {key: value for key, value in new.items() if key != "rope_parameters"}
-    scaling = {"type": "yarn", **{key: value for key, value in YARN.items() if key not in ("rope_type", "rope_theta")}}
+    scaling = {
+        "type": "yarn",
+        **{key: value for key, value in YARN.items() if key not in ("rope_type", "rope_theta")},
+    }
     old |= {"rope_theta": YARN["rope_theta"], "rope_scaling": scaling}
     assert models.shape(old).rope == models.shape(new).rope
 
@@ -156,7 +262,9 @@ def test_no_attention_across_documents():
     model = ours(oracle("deepseek-v3"))
     batch = batch_of(DOCUMENTS)
     seen = {}
-    model.model.embed_tokens.register_forward_hook(lambda _m, _i, out: seen.setdefault("x", out.detach().requires_grad_()))
+    model.model.embed_tokens.register_forward_hook(
+        lambda _m, _i, out: seen.setdefault("x", out.detach().requires_grad_())
+    )
     hidden = model.hidden(batch)
     (gradient,) = torch.autograd.grad(hidden[7:9].square().sum(), seen["x"])
     assert gradient[7:9].abs().max() > 0
@@ -173,6 +281,8 @@ def test_expert_counts_count_each_token_once_even_when_recomputed():
 
 @pytest.mark.parametrize("other", ["llama4", "deepseek_v32", "kimi_k3"])
 def test_an_unknown_family_is_refused_and_no_other_is_suggested(other):
-    with pytest.raises(CheckpointError, match=f"model_type '{other}' is not built; built: [a-z0-9_, ]*\n") as caught:
+    with pytest.raises(
+        CheckpointError, match=f"model_type '{other}' is not built; built: [a-z0-9_, ]*\n"
+    ) as caught:
         models.shape({"model_type": other})
     assert "nearest" not in caught.value.message

@@ -1,4 +1,5 @@
-"""initialize: the spread config.json asks for, smaller into the residual stream, the same for the same seed."""
+"""initialize: the spread config.json asks for, smaller into the residual stream, the same for the same
+seed."""
 
 import pytest
 import torch
@@ -6,12 +7,30 @@ import torch
 from unfreeze import models
 
 CONFIG = {
-    "model_type": "deepseek_v3", "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64,
-    "num_hidden_layers": 2, "first_k_dense_replace": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 4,
-    "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "q_lora_rank": 64, "kv_lora_rank": 32,
-    "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
-    "initializer_range": 0.05, "attention_bias": True,
-}  # fmt: skip
+    "model_type": "deepseek_v3",
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.05,
+    "attention_bias": True,
+}
 
 
 def made(seed: int, dtype: torch.dtype = torch.float32) -> models.Decoder:
@@ -23,7 +42,8 @@ def made(seed: int, dtype: torch.dtype = torch.float32) -> models.Decoder:
 
 
 def test_every_weight_has_the_spread_it_should():
-    """The sample deviation of n normal numbers is within 5 / sqrt(2n) of the true one, relatively (5 standard errors)."""
+    """The sample deviation of n normal numbers is within 5 / sqrt(2n) of the true one, relatively (5 standard
+    errors)."""
     for name, p in made(0).named_parameters():
         if "norm" in name:
             assert (p == 1).all(), name

@@ -1,4 +1,5 @@
-"""shape: what config.json lacks or asks for that isn't built is refused by name; nothing is filled in silently."""
+"""shape: what config.json lacks or asks for that isn't built is refused by name; nothing is filled in
+silently."""
 
 import pytest
 
@@ -6,18 +7,36 @@ from unfreeze import models
 from unfreeze.core.errors import CheckpointError
 
 LLAMA = {
-    "model_type": "llama", "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+}
 DEEPSEEK = LLAMA | {
-    "model_type": "deepseek_v3", "num_key_value_heads": 4,
-    "q_lora_rank": None, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
-    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1,
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
     "topk_group": 1,
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize("field", ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"])
+@pytest.mark.parametrize(
+    "field", ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"]
+)
 def test_a_missing_field_is_named(field):
     with pytest.raises(CheckpointError, match=f"no '{field}', which model_type 'llama' needs"):
         models.shape({name: value for name, value in LLAMA.items() if name != field})
@@ -25,13 +44,16 @@ def test_a_missing_field_is_named(field):
         models.shape(LLAMA | {field: None})
 
 
-@pytest.mark.parametrize(("config", "said"), [
-    (LLAMA | {"hidden_act": "gelu"}, "hidden_act 'gelu' is not built"),
-    (LLAMA | {"use_sliding_window": True}, "use_sliding_window true is not built"),
-    (LLAMA | {"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope'"),
-    (DEEPSEEK | {"scoring_func": "softmax"}, "scoring_func 'softmax' is not built"),
-    (DEEPSEEK | {"topk_method": "greedy"}, "topk_method 'greedy' is not built"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (LLAMA | {"hidden_act": "gelu"}, "hidden_act 'gelu' is not built"),
+        (LLAMA | {"use_sliding_window": True}, "use_sliding_window true is not built"),
+        (LLAMA | {"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope'"),
+        (DEEPSEEK | {"scoring_func": "softmax"}, "scoring_func 'softmax' is not built"),
+        (DEEPSEEK | {"topk_method": "greedy"}, "topk_method 'greedy' is not built"),
+    ],
+)
 def test_what_would_compute_something_else_is_refused(config, said):
     with pytest.raises(CheckpointError, match=said):
         models.shape(config)
@@ -39,10 +61,23 @@ def test_what_would_compute_something_else_is_refused(config, said):
 
 def test_what_is_optional_has_its_published_default():
     shape = models.shape(LLAMA)
-    assert (shape.num_kv_heads, shape.head_dim, shape.tied, shape.moe, shape.num_experts) == (4, 16, False, None, 0)
-    assert models.shape(LLAMA | {"head_dim": 24, "num_key_value_heads": 2, "tie_word_embeddings": True}).head_dim == 24
+    assert (shape.num_kv_heads, shape.head_dim, shape.tied, shape.moe, shape.num_experts) == (
+        4,
+        16,
+        False,
+        None,
+        0,
+    )
+    assert (
+        models.shape(LLAMA | {"head_dim": 24, "num_key_value_heads": 2, "tie_word_embeddings": True}).head_dim
+        == 24
+    )
 
 
 def test_a_text_config_is_the_language_model():
     nested = models.shape({"model_type": "kimi_k25", "text_config": DEEPSEEK, "vision_config": {}})
-    assert nested.model_type == "deepseek_v3" and [nested.is_moe(layer) for layer in range(3)] == [False, True, True]
+    assert nested.model_type == "deepseek_v3" and [nested.is_moe(layer) for layer in range(3)] == [
+        False,
+        True,
+        True,
+    ]

@@ -1,4 +1,5 @@
-"""cross_entropy against torch's own F.cross_entropy in float64, its gradients too; and the memory claim, with a control arm each."""
+"""cross_entropy against torch's own F.cross_entropy in float64, its gradients too; and the memory claim, with
+a control arm each."""
 
 from __future__ import annotations
 
@@ -43,15 +44,21 @@ def make_batch(*, num_tokens: int = T, fraction: float = 0.4, seed: int = 0, voc
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, vocab, (num_tokens,), generator=generator)
     targets = torch.randint(0, vocab, (num_tokens,), generator=generator)
-    weights = (torch.rand(num_tokens, generator=generator) < fraction).float() * (0.5 + torch.rand(num_tokens, generator=generator))
+    weights = (torch.rand(num_tokens, generator=generator) < fraction).float() * (
+        0.5 + torch.rand(num_tokens, generator=generator)
+    )
     return Batch(tokens, targets, weights, torch.arange(num_tokens), torch.tensor([0]))
 
 
-def oracle(hidden: Tensor, head: nn.Module, batch: Batch, upstream: float) -> tuple[float, Tensor, dict[str, Tensor]]:
+def oracle(
+    hidden: Tensor, head: nn.Module, batch: Batch, upstream: float
+) -> tuple[float, Tensor, dict[str, Tensor]]:
     """F.cross_entropy over all tokens at once, in float64."""
     head64 = copy.deepcopy(head).double()
     hidden64 = hidden.detach().double().requires_grad_()
-    loss = (F.cross_entropy(head64(hidden64), batch.targets_T, reduction="none") * batch.weights_T.double()).sum()
+    loss = (
+        F.cross_entropy(head64(hidden64), batch.targets_T, reduction="none") * batch.weights_T.double()
+    ).sum()
     (loss * upstream).backward()
     assert hidden64.grad is not None
     return loss.item(), hidden64.grad, {n: p.grad for n, p in head64.named_parameters() if p.grad is not None}
@@ -61,7 +68,9 @@ def oracle(hidden: Tensor, head: nn.Module, batch: Batch, upstream: float) -> tu
 @pytest.mark.parametrize("head_kind", ["dense", "bias", "adapter", "frozen"])
 @pytest.mark.parametrize("block_rows", [1, 7, None])
 @pytest.mark.parametrize("impl", ["reference", "numba"])
-def test_loss_and_gradients_equal_float64_cross_entropy(head_kind: str, upstream: float, block_rows: int | None, impl: str):
+def test_loss_and_gradients_equal_float64_cross_entropy(
+    head_kind: str, upstream: float, block_rows: int | None, impl: str
+):
     torch.manual_seed(1)
     head = AdaptedHead() if head_kind == "adapter" else nn.Linear(D, V, bias=head_kind == "bias")
     head.requires_grad_(head_kind != "frozen")
@@ -81,11 +90,14 @@ def test_loss_and_gradients_equal_float64_cross_entropy(head_kind: str, upstream
     got = {n: p.grad for n, p in head.named_parameters() if p.grad is not None}
     assert got.keys() == expected_head.keys() and (head_kind == "frozen") == (not got)
     for name, gradient in got.items():
-        torch.testing.assert_close(gradient, expected_head[name].float(), rtol=1e-5, atol=2e-6 * abs(upstream), msg=name)
+        torch.testing.assert_close(
+            gradient, expected_head[name].float(), rtol=1e-5, atol=2e-6 * abs(upstream), msg=name
+        )
 
 
 def test_control_arm_ignoring_the_upstream_scalar_is_noticed():
-    """The gradients are ready before backward; a backward that forgot to scale them would be off by exactly the divisor."""
+    """The gradients are ready before backward; a backward that forgot to scale them would be off by exactly
+    the divisor."""
     head, batch = nn.Linear(D, V, bias=False), make_batch()
     gradients = []
     for upstream in (1.0, 1 / 38.0):
@@ -123,7 +135,8 @@ def test_head_tied_to_the_embedding_gets_both_gradients():
 
 
 def test_bfloat16_hidden_and_head_stay_within_their_rounding():
-    """Head and hidden in bfloat16: logits round once (2**-9 relative), the sums and the softmax stay in float32."""
+    """Head and hidden in bfloat16: logits round once (2**-9 relative), the sums and the softmax stay in
+    float32."""
     torch.manual_seed(3)
     head, batch = nn.Linear(D, V, bias=False).bfloat16(), make_batch()
     hidden = torch.randn(T, D).bfloat16().requires_grad_()
@@ -138,11 +151,18 @@ def test_bfloat16_hidden_and_head_stay_within_their_rounding():
 
 
 def test_weight_gradient_of_a_bfloat16_head_is_summed_in_float32():
-    """Many blocks each adding less than half a unit in the last place: a bfloat16 sum would stop growing (the control arm does)."""
+    """Many blocks each adding less than half a unit in the last place: a bfloat16 sum would stop growing (the
+    control arm does)."""
     blocks = 2000
     head = nn.Linear(1, 2, bias=False).bfloat16()
-    nn.init.zeros_(head.weight)  # softmax = (1/2, 1/2), so each row adds exactly -1/2 to the gradient of its target
-    batch = Batch(*(torch.zeros(blocks, dtype=torch.int64),) * 2, torch.ones(blocks), torch.arange(blocks), torch.tensor([0]))
+    # softmax = (1/2, 1/2), so each row adds exactly -1/2 to the gradient of its target
+    nn.init.zeros_(head.weight)
+    batch = Batch(
+        *(torch.zeros(blocks, dtype=torch.int64),) * 2,
+        torch.ones(blocks),
+        torch.arange(blocks),
+        torch.tensor([0]),
+    )
     cross_entropy(torch.ones(blocks, 1, dtype=torch.bfloat16), head, batch, block_rows=1).sum.backward()
     assert head.weight.grad is not None
     assert head.weight.grad[0].item() == -blocks / 2
@@ -177,7 +197,12 @@ def test_a_batch_without_supervised_tokens_gives_zero_and_zero_gradients():
     loss = cross_entropy(hidden, head, batch)
     loss.sum.backward()
     assert (loss.sum.item(), loss.count, loss.metrics) == (0.0, 0.0, {"correct": 0.0})
-    assert hidden.grad is not None and hidden.grad.eq(0).all() and head.weight.grad is not None and head.weight.grad.eq(0).all()
+    assert (
+        hidden.grad is not None
+        and hidden.grad.eq(0).all()
+        and head.weight.grad is not None
+        and head.weight.grad.eq(0).all()
+    )
 
 
 def test_correct_counts_the_weight_of_tokens_that_win():
@@ -214,7 +239,10 @@ class LargestTensor(TorchDispatchMode):
 
 def test_no_tensor_of_tokens_by_vocabulary_is_ever_made():
     num_tokens, vocab, block = 512, 4096, 64
-    head, batch = nn.Linear(D, vocab, bias=False), make_batch(num_tokens=num_tokens, fraction=2.0, vocab=vocab)
+    head, batch = (
+        nn.Linear(D, vocab, bias=False),
+        make_batch(num_tokens=num_tokens, fraction=2.0, vocab=vocab),
+    )
     hidden = torch.randn(num_tokens, D, requires_grad=True)
     with LargestTensor() as ours:
         cross_entropy(hidden, head, batch, block_rows=block).sum.backward()
@@ -226,7 +254,10 @@ def test_no_tensor_of_tokens_by_vocabulary_is_ever_made():
 
 def test_nothing_but_gradients_waits_for_backward():
     num_tokens, vocab = 256, 4096
-    head, batch = nn.Linear(D, vocab, bias=False), make_batch(num_tokens=num_tokens, fraction=2.0, vocab=vocab)
+    head, batch = (
+        nn.Linear(D, vocab, bias=False),
+        make_batch(num_tokens=num_tokens, fraction=2.0, vocab=vocab),
+    )
     hidden, saved = torch.randn(num_tokens, D, requires_grad=True), []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -236,7 +267,8 @@ def test_nothing_but_gradients_waits_for_backward():
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         total = cross_entropy(hidden, head, batch).sum
     total.backward()
-    assert max(math.prod(shape) for shape in saved) == vocab * D  # the head's own gradient; a block of logits would be 16 times that
+    # the head's own gradient; a block of logits would be 16 times that
+    assert max(math.prod(shape) for shape in saved) == vocab * D
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         F.cross_entropy(head(hidden), batch.targets_T, reduction="sum").backward()
     assert (num_tokens, vocab) in saved  # control arm
@@ -254,10 +286,16 @@ def test_on_cuda_the_loss_equals_float64_and_the_logits_of_all_tokens_never_exis
     before = torch.cuda.memory_allocated()
     loss = cross_entropy(hidden, head, batch, block_rows=1024)
     loss.sum.backward()
-    assert torch.cuda.max_memory_allocated() - before < num_tokens * vocab * 4 / 2  # half of the float32 logits of all tokens
+    # half of the float32 logits of all tokens
+    assert torch.cuda.max_memory_allocated() - before < num_tokens * vocab * 4 / 2
     with torch.no_grad():
         expected = sum(
             (F.cross_entropy(h @ head.weight.double().T, t, reduction="none") * w.double()).sum().item()
-            for h, t, w in zip(hidden.double().split(1024), batch.targets_T.split(1024), batch.weights_T.split(1024), strict=True)
+            for h, t, w in zip(
+                hidden.double().split(1024),
+                batch.targets_T.split(1024),
+                batch.weights_T.split(1024),
+                strict=True,
+            )
         )
     assert loss.sum.item() == pytest.approx(expected, rel=1e-3)

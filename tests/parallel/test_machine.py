@@ -1,21 +1,42 @@
-"""What the machine has: against files laid out as the kernel writes them, and against the system's own tools here."""
+"""What the machine has: against files laid out as the kernel writes them, and against the system's own tools
+here."""
 
 import os
 import shutil
 import subprocess
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
-from unfreeze.parallel.machine import UNLIMITED, container_memory, hardware, host_memory, num_cores, processor
+from unfreeze.parallel.machine import (
+    UNLIMITED,
+    container_memory,
+    hardware,
+    host_memory,
+    num_cores,
+    processor,
+    resident_bytes,
+)
 
 
 def test_this_machine_as_its_own_tools_say():
     found = hardware("cpu")
-    assert (found.kind, found.cores, found.name) == ("cpu", len(os.sched_getaffinity(0)), processor()) and found.name
+    assert (found.kind, found.cores, found.name) == (
+        "cpu",
+        len(os.sched_getaffinity(0)),
+        processor(),
+    ) and found.name
     assert 0 < found.available <= found.total <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    status = Path("/proc/self/status")
+    if status.exists():  # the kernel's own line, read a moment apart
+        (line,) = [line for line in status.read_text().splitlines() if line.startswith("VmRSS:")]
+        assert abs(int(line.split()[1]) * 1024 - resident_bytes()) < 2**24
     if shutil.which("nproc"):
-        said = subprocess.run(["nproc"], capture_output=True, text=True, check=True, env={"PATH": os.environ["PATH"]})
+        said = subprocess.run(
+            ["nproc"], capture_output=True, text=True, check=True, env={"PATH": os.environ["PATH"]}
+        )
         assert num_cores() == int(said.stdout)
 
 
@@ -35,15 +56,23 @@ def test_an_unlimited_cgroup_and_an_absent_one_bound_nothing(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_a_cuda_device_is_the_one_torch_names():
     found = hardware("cuda")
-    assert found.name == torch.cuda.get_device_name() and found.kind == "cuda" and 0 < found.available <= found.total
+    assert (
+        found.name == torch.cuda.get_device_name()
+        and found.kind == "cuda"
+        and 0 < found.available <= found.total
+    )
 
 
-def test_memory_is_read_from_proc_and_within_the_containers_limit(tmp_path):
+def test_memory_is_read_from_proc_and_within_the_containers_limit(tmp_path, monkeypatch):
     proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
     (proc / "self").mkdir(parents=True)
-    (proc / "meminfo").write_text("MemTotal:       16000000 kB\nMemFree: 1 kB\nMemAvailable:   12000000 kB\n")
-    assert host_memory(proc) == (16000000 * 1024, 12000000 * 1024)
-    assert host_memory(tmp_path / "nowhere")[0] > 0  # without /proc: sysconf
+    (proc / "meminfo").write_text(
+        "MemTotal:       16000000 kB\nMemFree: 1 kB\nMemAvailable:   12000000 kB\nBuffers: 1 kB\nCached: 1 kB\n"
+        "Active: 1 kB\nInactive: 1 kB\nShmem: 1 kB\n"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(psutil, "PROCFS_PATH", str(proc))
+        assert host_memory() == (16000000 * 1024, 12000000 * 1024)
     assert container_memory(cgroup, proc) is None
 
     (cgroup / "job" / "step").mkdir(parents=True)

@@ -1,4 +1,5 @@
-"""Claims about place: all of a model or none of it, each parameter filled once, in bounded memory. Models here are small stand-ins."""
+"""Claims about place: all of a model or none of it, each parameter filled once, in bounded memory. Models
+here are small stand-ins."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from unfreeze.checkpoint import Placement, StackRule, TensorInfo, open_checkpoint
+from unfreeze.checkpoint.tensors import TORCH_DTYPE
 from unfreeze.core.errors import CheckpointError
 from unfreeze.parallel.place import check_coverage, place
 from unfreeze.quant import Int4
@@ -26,7 +28,17 @@ CONFIG = {
     "quantization_config": {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
-        "config_groups": {"g": {"weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}}},
+        "config_groups": {
+            "g": {
+                "weights": {
+                    "num_bits": 4,
+                    "type": "int",
+                    "symmetric": True,
+                    "strategy": "group",
+                    "group_size": 32,
+                }
+            }
+        },
     }
 }
 
@@ -37,11 +49,14 @@ class Holder(nn.Module):
     def __init__(self, experts: int, rows: int, columns: int):
         super().__init__()
         for suffix, (dtype, shape) in Int4(32).parts(rows, columns).items():
-            self.register_buffer(suffix, torch.empty(experts, *shape, dtype=dtype, device="meta"))
+            self.register_buffer(
+                suffix, torch.empty(experts, *shape, dtype=TORCH_DTYPE[dtype], device="meta")
+            )
 
 
 class Model(nn.Module):
-    """model.embed_tokens, model.layers.0.mlp.experts.gate_up_proj (packed), a routing bias, a tied head, a counter."""
+    """model.embed_tokens, model.layers.0.mlp.experts.gate_up_proj (packed), a routing bias, a tied head, a
+    counter."""
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16):
         super().__init__()
@@ -62,11 +77,17 @@ class Model(nn.Module):
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     generator = torch.Generator().manual_seed(0)
-    tensors = {"model.embed_tokens.weight": torch.randn(16, 32, generator=generator).bfloat16(), "model.layers.0.mlp.bias": torch.ones(2)}
+    tensors = {
+        "model.embed_tokens.weight": torch.randn(16, 32, generator=generator).bfloat16(),
+        "model.layers.0.mlp.bias": torch.ones(2),
+    }
     for e in range(2):
         for proj in ("gate_proj", "up_proj"):
-            parts = Int4(32).quantize(torch.randn(4, 32, generator=generator)) | Int4(32).disk_extras(4, 32)
-            tensors |= {f"model.layers.0.mlp.experts.{e}.{proj}.{suffix}": part for suffix, part in parts.items()}
+            parts = Int4(32).quantize(torch.randn(4, 32, generator=generator))
+            parts["weight_shape"] = torch.tensor([4, 32], dtype=torch.int32)
+            tensors |= {
+                f"model.layers.0.mlp.experts.{e}.{proj}.{suffix}": part for suffix, part in parts.items()
+            }
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     return tmp_path
@@ -74,7 +95,13 @@ def folder(tmp_path: Path) -> Path:
 
 def test_fills_a_model_and_keeps_its_ties(folder: Path) -> None:
     model = Model()
-    stats = place(model, open_checkpoint(folder), RULES, device="cpu", tied={"lm_head.weight": "model.embed_tokens.weight"})
+    stats = place(
+        model,
+        open_checkpoint(folder),
+        RULES,
+        device="cpu",
+        tied={"lm_head.weight": "model.embed_tokens.weight"},
+    )
     disk = load_file(folder / "model.safetensors")
     assert model.lm_head.weight is model.model.embed_tokens.weight and not model.lm_head.weight.requires_grad
     assert torch.equal(model.lm_head.weight, disk["model.embed_tokens.weight"])
@@ -88,7 +115,9 @@ def test_dtype_widens_parameters_and_leaves_packed_parts(folder: Path) -> None:
     model = Model()
     place(model, open_checkpoint(folder), RULES, device="cpu", dtype=torch.float32)
     assert model.lm_head.weight.dtype == torch.float32
-    assert torch.equal(model.lm_head.weight, load_file(folder / "model.safetensors")["model.embed_tokens.weight"].float())
+    assert torch.equal(
+        model.lm_head.weight, load_file(folder / "model.safetensors")["model.embed_tokens.weight"].float()
+    )
     held = model.model.layers[0].mlp.experts.gate_up_proj
     assert (held.weight_packed.dtype, held.weight_scale.dtype) == (torch.int32, torch.bfloat16)
 
@@ -104,7 +133,11 @@ def test_a_fault_leaves_the_model_untouched(folder: Path, when: str) -> None:
     model = Model()
     with pytest.raises(CheckpointError):
         place(model, open_checkpoint(folder), RULES, device="cpu")
-    assert all(tensor.is_meta for name, tensor in [*model.named_parameters(), *model.named_buffers()] if "counts" not in name)
+    assert all(
+        tensor.is_meta
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+        if "counts" not in name
+    )
 
 
 def test_meta_tensors_no_file_can_fill_are_refused(folder: Path) -> None:
@@ -124,7 +157,8 @@ def test_meta_tensors_no_file_can_fill_are_refused(folder: Path) -> None:
 
 
 def test_what_was_not_handed_over_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """L8, last check, on the result: the fault planted is a hand-over that forgets; control arm: without the check the model stays on meta."""
+    """L8, last check, on the result: the fault planted is a hand-over that forgets; control arm: without the
+    check the model stays on meta."""
     monkeypatch.setattr("unfreeze.parallel.place._hand_over", lambda model, new, device: None)
     with pytest.raises(CheckpointError, match=r"is not materialised after placing"):
         place(Model(), open_checkpoint(folder), RULES, device="cpu")

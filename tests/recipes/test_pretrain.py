@@ -1,4 +1,5 @@
-"""Pretraining from nothing to a checkpoint in the format its config declares; killed at the worst moment; and what it refuses."""
+"""Pretraining from nothing to a checkpoint in the format its config declares; killed at the worst moment; and
+what it refuses."""
 
 import json
 import os
@@ -14,9 +15,20 @@ from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.evaluate import perplexity
 
-SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 4,
-         "num_experts_per_tok": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 32, "kv_lora_rank": 32,
-         "qk_nope_head_dim": 16, "v_head_dim": 16}  # fmt: skip
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
 
 
 @pytest.fixture
@@ -34,13 +46,32 @@ def start(tmp_path):
 @pytest.fixture
 def text(tmp_path):
     path = tmp_path / "corpus.txt"
-    path.write_text("\n\n".join(f"The young of animal number {i} is small. It grows." for i in range(40)), encoding="utf-8")
+    path.write_text(
+        "\n\n".join(f"The young of animal number {i} is small. It grows." for i in range(40)),
+        encoding="utf-8",
+    )
     return path
 
 
 def command(start, text, out, *more):
-    return ["pretrain", "--model", str(start), "--data", str(text), "--out", str(out), "--steps", "3", "--tokens-per-step", "256", "--warmup",
-            "0", "--samples", "2", *more]  # fmt: skip
+    return [
+        "pretrain",
+        "--model",
+        str(start),
+        "--data",
+        str(text),
+        "--out",
+        str(out),
+        "--steps",
+        "3",
+        "--tokens-per-step",
+        "256",
+        "--warmup",
+        "0",
+        "--samples",
+        "2",
+        *more,
+    ]
 
 
 def test_from_nothing_to_a_quantized_checkpoint(start, text, tmp_path, unfreeze_json, read_events):
@@ -49,12 +80,16 @@ def test_from_nothing_to_a_quantized_checkpoint(start, text, tmp_path, unfreeze_
     assert result["finished"] and result["steps"] == 3 and result["loss_last"] < result["loss_first"]
     tensors = load_file(run / "model" / "model.safetensors")
     packed = {name for name in tensors if name.endswith("weight_packed")}
-    assert len(packed) == 4 * 3 and all(".mlp.experts." in name for name in packed)  # quantization_config, and its ignore list
+    # quantization_config, and its ignore list
+    assert len(packed) == 4 * 3 and all(".mlp.experts." in name for name in packed)
     assert (run / "model" / "config.json").read_text().count("pack-quantized") == 1
     for name in ("tiktoken.model", "tokenizer_config.json", "generation_config.json"):
         assert (run / "model" / name).read_bytes() == (start / name).read_bytes()
     model = unfreeze.load(run)
-    assert len(model.generate("The young of", max_new_tokens=4)) > 0 and model.logits([[1, 2, 3]])[0].isfinite().all()
+    assert (
+        len(model.generate("The young of", max_new_tokens=4)) > 0
+        and model.logits([[1, 2, 3]])[0].isfinite().all()
+    )
 
     for group in ("attention", "experts", "router", "embeddings", "norms", "lm_head"):
         entry = result["receipt"][group]
@@ -66,7 +101,9 @@ def test_from_nothing_to_a_quantized_checkpoint(start, text, tmp_path, unfreeze_
     assert resolved["save_every"] == 0 and resolved["model"] == str(start)
 
 
-def test_a_kill_while_the_result_is_written_leaves_a_run_that_writes_it(start, text, tmp_path, unfreeze_json, monkeypatch, capsys):
+def test_a_kill_while_the_result_is_written_leaves_a_run_that_writes_it(
+    start, text, tmp_path, unfreeze_json, monkeypatch, capsys
+):
     run = tmp_path / "run"
 
     def killed(source, target, replace=os.replace):
@@ -80,7 +117,11 @@ def test_a_kill_while_the_result_is_written_leaves_a_run_that_writes_it(start, t
     assert "saved as of step-000003" in capsys.readouterr().err
     assert not (run / "model").exists() and not list(run.glob(".model*"))
     again = unfreeze_json(*command(start, text, run))
-    assert again["finished"] and "already_finished" not in again and unfreeze.load(run).logits([[1, 2]])[0].isfinite().all()
+    assert (
+        again["finished"]
+        and "already_finished" not in again
+        and unfreeze.load(run).logits([[1, 2]])[0].isfinite().all()
+    )
     assert unfreeze_json(*command(start, text, run))["already_finished"]
 
 
@@ -91,9 +132,12 @@ def test_goes_on_from_its_own_dense_result(start, text, tmp_path, unfreeze_json,
     unfreeze_json(*command(start, text, tmp_path / "one"))
     unfreeze_json(*command(tmp_path / "one" / "model", text, tmp_path / "two", "--dtype", "bfloat16"))
     loaded = read_events(tmp_path / "two", "load")[0]
-    assert loaded["bytes"] == sum(tensor.nbytes for tensor in load_file(tmp_path / "one" / "model" / "model.safetensors").values())
+    assert loaded["bytes"] == sum(
+        tensor.nbytes for tensor in load_file(tmp_path / "one" / "model" / "model.safetensors").values()
+    )
     receipt = json.loads((tmp_path / "two" / "receipt.json").read_text())["groups"]
-    assert all(entry["grad_norm"] > 0 for entry in receipt.values())  # read from the fp32 sums beside the bf16 weights
+    # read from the fp32 sums beside the bf16 weights
+    assert all(entry["grad_norm"] > 0 for entry in receipt.values())
 
 
 def test_what_it_refuses(start, text, tmp_path, capsys):
@@ -130,10 +174,13 @@ def test_the_best_weights_are_published_beside_the_last(start, text, tmp_path, u
     saved = load_file(run / "state" / "step-000001" / "tensors.safetensors")
     best, last = (load_file(run / name / "model.safetensors") for name in ("model-best", "model"))
     name = "model.embed_tokens.weight"
-    assert torch.equal(best[name].float(), saved[f"model.{name}"].to(best[name].dtype).float()) and not torch.equal(best[name], last[name])
+    assert torch.equal(
+        best[name].float(), saved[f"model.{name}"].to(best[name].dtype).float()
+    ) and not torch.equal(best[name], last[name])
     assert unfreeze_json(*command(start, text, run, *flags))["already_finished"]
 
-    shutil.rmtree(run / "model-best")  # killed before it was written: the same command writes it, and leaves the model alone
+    # killed before it was written: the same command writes it, and leaves the model alone
+    shutil.rmtree(run / "model-best")
     written = (run / "model" / "model.safetensors").stat().st_mtime_ns
     unfreeze_json(*command(start, text, run, *flags))
     again = load_file(run / "model-best" / "model.safetensors")

@@ -1,4 +1,5 @@
-"""The main job from end to end on the model the package carries: a run folder, its receipt, resume, export, and what is refused."""
+"""The main job from end to end on the model the package carries: a run folder, its receipt, resume, export,
+and what is refused."""
 
 import json
 import os
@@ -35,7 +36,19 @@ def sft(capsys, *arguments) -> dict:
 
 
 def command(data: Path, out: Path, *more) -> list[str]:
-    return ["--model", str(TINY_K2), "--data", str(data), "--out", str(out), "--tokens-per-step", "256", "--learning-rate", "2e-3", *map(str, more)]
+    return [
+        "--model",
+        str(TINY_K2),
+        "--data",
+        str(data),
+        "--out",
+        str(out),
+        "--tokens-per-step",
+        "256",
+        "--learning-rate",
+        "2e-3",
+        *map(str, more),
+    ]
 
 
 def events(run: Path, kind: str) -> list[dict]:
@@ -53,13 +66,36 @@ def test_every_linear_layer_learns_and_the_receipt_says_so(capsys, data, tmp_pat
     assert result["run"] == str(run) and result["steps"] == 12 and result["loss_last"] < result["loss_first"]
     for group in ("attention", "experts", "shared_experts", "mlp"):
         entry = result["receipt"][group]
-        assert entry["trained"] > 0 and entry["grad_norm"] > 0 and entry["moved"] > 0 and entry["output_change"] > 0
+        assert (
+            entry["trained"] > 0
+            and entry["grad_norm"] > 0
+            and entry["moved"] > 0
+            and entry["output_change"] > 0
+        )
     assert result["receipt"]["router"]["trained"] == 0
     assert result["receipt"]["experts"]["experts_reached"] == result["receipt"]["experts"]["experts"]
-    for name in ("resolved_config.json", "plan.json", "receipt.json", "events.jsonl", "report.html", "adapter/adapter_config.json"):
+    for name in (
+        "resolved_config.json",
+        "plan.json",
+        "receipt.json",
+        "events.jsonl",
+        "report.html",
+        "adapter/adapter_config.json",
+    ):
         assert (run / name).stat().st_size > 0
-    train = next(json.loads(line) for line in (run / "events.jsonl").read_text().splitlines() if '"train"' in line)
-    assert {"kind", "step", "loss", "tokens", "seconds", "learning_rate", "grad_norm", "peak_bytes"} <= train.keys()
+    train = next(
+        json.loads(line) for line in (run / "events.jsonl").read_text().splitlines() if '"train"' in line
+    )
+    assert {
+        "kind",
+        "step",
+        "loss",
+        "tokens",
+        "seconds",
+        "learning_rate",
+        "grad_norm",
+        "peak_bytes",
+    } <= train.keys()
 
     base, tuned = unfreeze.load(TINY_K2), unfreeze.load(run)
     ids = [[5, 6, 7, 8]]
@@ -67,7 +103,8 @@ def test_every_linear_layer_learns_and_the_receipt_says_so(capsys, data, tmp_pat
 
     again = sft(capsys, *command(data, run, "--steps", 12, "--lora.rank", 4, "--lora.experts-rank", 2))
     assert again["already_finished"] and again["steps"] == 12 and len(losses(run)) == 12
-    assert [event["reason"] for event in events(run, "end")] == ["done"]  # asked again, it is still a finished run
+    # asked again, it is still a finished run
+    assert [event["reason"] for event in events(run, "end")] == ["done"]
 
 
 def test_a_run_measures_the_gap_between_its_sampler_and_its_trainer(capsys, data, tmp_path):
@@ -75,7 +112,11 @@ def test_a_run_measures_the_gap_between_its_sampler_and_its_trainer(capsys, data
     before, after = events(tmp_path / "run", "gap")
     assert (before["when"], before["step"], after["when"], after["step"]) == ("before", 0, "after", 2)
     for gap in (before, after):
-        assert 0 < gap["logprob_gap_mean"] <= gap["logprob_gap_max"] <= 1e-4 and 2 <= gap["logprob_gap_tokens"] <= 128 and "warning" not in gap
+        assert (
+            0 < gap["logprob_gap_mean"] <= gap["logprob_gap_max"] <= 1e-4
+            and 2 <= gap["logprob_gap_tokens"] <= 128
+            and "warning" not in gap
+        )
 
 
 def test_control_arm_a_cached_pass_at_other_positions_is_said(capsys, data, tmp_path, monkeypatch):
@@ -89,7 +130,10 @@ def test_control_arm_a_cached_pass_at_other_positions_is_said(capsys, data, tmp_
     monkeypatch.setattr(Decoder, "step", shifted)
     sft(capsys, *command(data, tmp_path / "run", "--steps", 1, "--samples", 1, "--dtype", "float32"))
     gap = events(tmp_path / "run", "gap")[0]
-    assert gap["logprob_gap_max"] > 1e-2 and "the cached and the packed pass do not compute the same" in gap["warning"]
+    assert (
+        gap["logprob_gap_max"] > 1e-2
+        and "the cached and the packed pass do not compute the same" in gap["warning"]
+    )
 
 
 @pytest.mark.parametrize("layout", ["per-expert", "peft"])
@@ -99,7 +143,9 @@ def test_export_is_verified_and_loads_with_the_same_logits(capsys, data, tmp_pat
     assert cli.main(["export", str(run), "--layout", layout, "--json", "--quiet"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     ids = [[5, 6, 7, 8, 9]]
-    torch.testing.assert_close(unfreeze.load(result["path"]).logits(ids)[0], unfreeze.load(run).logits(ids)[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        unfreeze.load(result["path"]).logits(ids)[0], unfreeze.load(run).logits(ids)[0], rtol=0, atol=1e-5
+    )
 
 
 def test_ctrl_c_saves_and_the_same_command_goes_on_bit_for_bit(capsys, data, tmp_path):
@@ -108,11 +154,16 @@ def test_ctrl_c_saves_and_the_same_command_goes_on_bit_for_bit(capsys, data, tmp
     sft(capsys, *command(data, straight, *options))
     process = subprocess.Popen(
         [sys.executable, "-m", "unfreeze.cli", "sft", "--json", *command(data, broken, *options)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())},  # sums are split by threads: bit for bit needs as many
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # sums are split by threads: bit for bit needs as many
+        env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())},
+    )
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not ((broken / "events.jsonl").exists() and '"kind": "train"' in (broken / "events.jsonl").read_text()):
+    while time.monotonic() < deadline and not (
+        (broken / "events.jsonl").exists() and '"kind": "train"' in (broken / "events.jsonl").read_text()
+    ):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
@@ -143,7 +194,9 @@ def test_a_changed_config_is_refused_naming_the_field(capsys, data, tmp_path):
     run = tmp_path / "run"
     sft(capsys, *command(data, run, "--steps", 2, "--lora.rank", 2, "--samples", 0))
     (run / "adapter" / "adapter_config.json").unlink()
-    assert cli.main(["sft", "--quiet", *command(data, run, "--steps", 2, "--lora.rank", 3, "--samples", 0)]) == 2
+    assert (
+        cli.main(["sft", "--quiet", *command(data, run, "--steps", 2, "--lora.rank", 3, "--samples", 0)]) == 2
+    )
     assert "lora.rank: 2 -> 3" in capsys.readouterr().err
 
 
@@ -162,22 +215,48 @@ def test_bad_rows_are_skipped_counted_and_never_sampled(capsys, tmp_path, read_e
     assert cli.main(["sft", *command(tmp_path / "rows.jsonl", run, *flags)]) == 0
     error = capsys.readouterr().err
     (account,) = read_events(run, "data")
-    assert (account["rows"], account["truncated"], account["rows"] - account["bad"] - account["dropped"]) == (6, 1, account["examples"])
+    assert (account["rows"], account["truncated"], account["rows"] - account["bad"] - account["dropped"]) == (
+        6,
+        1,
+        account["examples"],
+    )
     assert "data: 6 rows" in error and "left out: row 1: broken JSON" in error
-    assert "sequence_length 2000 is bounded to 256 by tokens_per_step" in error and "sequence_length 2000" in (run / "report.html").read_text()
+    assert (
+        "sequence_length 2000 is bounded to 256 by tokens_per_step" in error
+        and "sequence_length 2000" in (run / "report.html").read_text()
+    )
     before = [event for event in read_events(run, "sample") if event["when"] == "before"]
-    assert [event["prompt"] for event in before].count("Who are you?") == 2  # two rows, though they ask the same
+    assert [event["prompt"] for event in before].count(
+        "Who are you?"
+    ) == 2  # two rows, though they ask the same
     assert "bad rows skipped" in (run / "report.html").read_text()
     assert "next: unfreeze chat" in error and "--layout peft" in error
     resolved = json.loads((run / "resolved_config.json").read_text())
-    assert resolved["effective"]["sequence_length"] == 256 and resolved["effective"]["steps"] == 1 and resolved["samples"] == 4
+    assert (
+        resolved["effective"]["sequence_length"] == 256
+        and resolved["effective"]["steps"] == 1
+        and resolved["samples"] == 4
+    )
 
 
 def test_a_prompt_that_leaves_no_room_for_an_answer_is_a_warning(capsys, tmp_path, read_events):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "why " * 485, "answer": "Hmm."}) + "\n")
     run = tmp_path / "run"
-    flags = ("--steps", 1, "--lora.rank", 1, "--tokens-per-step", 1024, "--truncation", "error", "--warmup", 0)
-    assert cli.main(["sft", "--quiet", *command(tmp_path / "rows.jsonl", run, *flags)]) == 0, capsys.readouterr().err
+    flags = (
+        "--steps",
+        1,
+        "--lora.rank",
+        1,
+        "--tokens-per-step",
+        1024,
+        "--truncation",
+        "error",
+        "--warmup",
+        0,
+    )
+    assert cli.main(["sft", "--quiet", *command(tmp_path / "rows.jsonl", run, *flags)]) == 0, (
+        capsys.readouterr().err
+    )
     assert not read_events(run, "sample")
     assert "leaves less than 64" in read_events(run, "warning")[0]["message"]
 
@@ -209,7 +288,10 @@ def test_ctrl_c_before_the_first_step_says_that_nothing_was_trained(capsys, data
     typed = command(data, tmp_path / "my run", "--steps", 3)
     assert cli.main(["sft", "--quiet", *typed]) == 130
     error = capsys.readouterr().err
-    assert error == f"interrupted: nothing was trained yet; give the same command again: {shlex.join(['unfreeze', 'sft', *typed])}\n"
+    assert (
+        error == "interrupted: nothing was trained yet; give the same command again:"
+        f" {shlex.join(['unfreeze', 'sft', *typed])}\n"
+    )
 
 
 @pytest.mark.parametrize("model", ["tiny-k2", "stories260k"])
@@ -217,8 +299,31 @@ def test_the_shared_yoda_rows_train_both_models(capsys, tmp_path, model):
     if not SHARED.is_dir():
         pytest.skip(f"{SHARED} is not on this machine; the rows above cover the same ground")
     folder = TINY_K2 if model == "tiny-k2" else SHARED / model
-    result = sft(capsys, "--model", folder, "--data", SHARED / "yoda_train.jsonl", "--out", tmp_path / "run", "--steps", 3, "--lora.rank", 4,
-                 "--tokens-per-step", 512, "--sequence-length", 256, "--samples", 1, "--warmup", 0)  # fmt: skip
+    result = sft(
+        capsys,
+        "--model",
+        folder,
+        "--data",
+        SHARED / "yoda_train.jsonl",
+        "--out",
+        tmp_path / "run",
+        "--steps",
+        3,
+        "--lora.rank",
+        4,
+        "--tokens-per-step",
+        512,
+        "--sequence-length",
+        256,
+        "--samples",
+        1,
+        "--warmup",
+        0,
+    )
     # each step sees other rows, so three losses need not fall; the receipt says that every group learned
-    assert result["finished"] and result["steps"] == 3 and all(entry["moved"] > 0 for entry in result["receipt"].values() if entry["trained"])
+    assert (
+        result["finished"]
+        and result["steps"] == 3
+        and all(entry["moved"] > 0 for entry in result["receipt"].values() if entry["trained"])
+    )
     assert unfreeze.load(tmp_path / "run").logits([[1, 403, 407]])[0].isfinite().all()

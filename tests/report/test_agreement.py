@@ -1,6 +1,8 @@
-"""A guard's words and the report's picture of the same thing hold one number: the picture is measured, the sentence is read, they are compared.
+"""A guard's words and the report's picture of the same thing hold one number: the picture is measured, the
+sentence is read, they are compared.
 
-Measured means: points, rings and levels from the paths of the SVG, cells from its bitmap (Pillow). Nothing is taken from the code that drew.
+Measured means: points, rings and levels from the paths of the SVG, cells from its bitmap (Pillow). Nothing is
+taken from the code that drew.
 """
 
 from __future__ import annotations
@@ -22,26 +24,43 @@ from unfreeze.report.html import page
 from unfreeze.report.pictures import DEAD_RGB, FULL
 from unfreeze.report.run import Run, read_run
 
-STEPS = 120  # two in each of 60 columns; fewer than the 128 points from which on matplotlib leaves out what no one would see
+# two in each of 60 columns; fewer than the 128 points from which on matplotlib leaves out what no one would
+# see
+STEPS = 120
 CONFIG = {"clip": 1.0, "on_spike": "warn", "dtype": "bfloat16"}
 PLAN = {"kind": "plan", "step": 0, "total": 2**20, "usable": 2**30, "fits": True}
-RECEIPT = {"kind": "receipt", "step": 1, "groups": {"mlp": {"parameters": 8, "trained": 8, "moved": 0.1}}, "exceptions": []}
+RECEIPT = {
+    "kind": "receipt",
+    "step": 1,
+    "groups": {"mlp": {"parameters": 8, "trained": 8, "moved": 0.1}},
+    "exceptions": [],
+}
 
 
 def step_event(step: int) -> dict[str, Any]:
-    """Expert 0 of layer 1 never gets a token (60 columns); 3 and 5 of layer 2 and 7 of layer 10 get none for a while (4 + 5 + 4 whole columns).
+    """Expert 0 of layer 1 never gets a token (60 columns); 3 and 5 of layer 2 and 7 of layer 10 get none for
+    a while (4 + 5 + 4 whole columns).
 
-    Busiest over mean, minus 1, in the first and last two steps: 40 / 35, 40 / 35, 41.5 / 40.2 and 40 / 35, 1, 159.5 / 54.9, of layers 1, 2, 10.
+    Busiest over mean, minus 1, in the first and last two steps: 40 / 35, 40 / 35, 41.5 / 40.2 and 40 / 35, 1,
+    159.5 / 54.9, of layers 1, 2, 10.
     """
     away = 30 <= step < 40
     event = {
-        "kind": "train", "step": step, "time": 1.0, "loss": 4.0 / step + 0.01 * (step % 3), "tokens": 100, "seconds": 1.0,
-        "supervised_tokens": 0 if step == 50 else 40, "grad_norm": 2.0 / step + 0.9 * (step % 2), "peak_bytes": 2**29 + step * 2**20,
+        "kind": "train",
+        "step": step,
+        "time": 1.0,
+        "loss": 4.0 / step + 0.01 * (step % 3),
+        "tokens": 100,
+        "seconds": 1.0,
+        "supervised_tokens": 0 if step == 50 else 40,
+        "grad_norm": 2.0 / step + 0.9 * (step % 2),
+        "peak_bytes": 2**29 + step * 2**20,
         "expert_load": {
-            "1": [0] + [40] * 7, "2": [40, 40, 40, 0 if away else 40, 40, 0 if step < 12 else 40, 40, 40],
+            "1": [0] + [40] * 7,
+            "2": [40, 40, 40, 0 if away else 40, 40, 0 if step < 12 else 40, 40, 40],
             "10": [40 + step] + [40] * 6 + [0 if away else 40],
         },
-    }  # fmt: skip
+    }
     if step in (60, 90):
         event |= {"warning": f"loss {step} is above 3", "applied": True}
     if step == 70:
@@ -55,14 +74,21 @@ def run(tmp_path: Path) -> Run:
 
 
 def run_of(folder: Path, events: list[dict[str, Any]]) -> Run:
-    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in [PLAN, RECEIPT, *events]))
+    (folder / "events.jsonl").write_text(
+        "".join(json.dumps(event) + "\n" for event in [PLAN, RECEIPT, *events])
+    )
     (folder / "resolved_config.json").write_text(json.dumps(CONFIG))
     return read_run(folder)
 
 
 def drawn(source: str, title: str) -> list[str]:
-    """The SVGs of one figure: one, or its wide and its narrow form, or these on an even and on a logarithmic axis."""
-    figure = next(part for part in re.findall(r"<figure.*?</figure>", source, re.DOTALL) if re.search(f"<strong>{title}</strong>", part))
+    """The SVGs of one figure: one, or its wide and its narrow form, or these on an even and on a logarithmic
+    axis."""
+    figure = next(
+        part
+        for part in re.findall(r"<figure.*?</figure>", source, re.DOTALL)
+        if re.search(f"<strong>{title}</strong>", part)
+    )
     return re.findall(r"<svg.*?</svg>", figure, re.DOTALL)
 
 
@@ -74,7 +100,14 @@ def path(svg: str, style: str) -> list[tuple[float, float]]:
 
 def points(svg: str) -> list[tuple[float, float]]:
     """One for each step: the faint line where there is a smoothed one too, else the only one."""
-    return path(svg, "stroke: var\\(--accent\\); stroke-opacity" if "stroke-opacity" in svg else "stroke: var\\(--accent\\); stroke-width: 1.5")
+    return path(
+        svg,
+        (
+            "stroke: var\\(--accent\\); stroke-opacity"
+            if "stroke-opacity" in svg
+            else "stroke: var\\(--accent\\); stroke-width: 1.5"
+        ),
+    )
 
 
 def rings(svg: str) -> int:
@@ -82,9 +115,15 @@ def rings(svg: str) -> int:
 
 
 def highest(svg: str) -> float:
-    """The largest value drawn, by the axis: labels and grid lines are in the same order, the lowest label is 0."""
-    labels = [float(words.split()[0].replace(",", "")) for words in re.findall(r'text-anchor: end;[^>]*>([^<]+)<', svg)]
-    grid = [float(y) for y in re.findall(r'<path d="M [-\d.]+ ([-\d.]+)\nL[^"]*"[^>]*stroke: var\(--line\)', svg)][: len(labels)]
+    """The largest value drawn, by the axis: labels and grid lines are in the same order, the lowest label is
+    0."""
+    labels = [
+        float(words.split()[0].replace(",", ""))
+        for words in re.findall(r"text-anchor: end;[^>]*>([^<]+)<", svg)
+    ]
+    grid = [
+        float(y) for y in re.findall(r'<path d="M [-\d.]+ ([-\d.]+)\nL[^"]*"[^>]*stroke: var\(--line\)', svg)
+    ][: len(labels)]
     top = min(y for _, y in points(svg))
     return labels[-1] * (grid[0] - top) / (grid[0] - grid[-1])
 
@@ -124,7 +163,9 @@ def check_finite(source: str, words: str, state: str) -> None:
 
 def check_spikes(source: str, words: str, state: str) -> None:
     found = len(re.findall(r"step \d+:", words))
-    assert [rings(svg) for svg in [*drawn(source, "Training loss by step"), *drawn(source, "Gradient norm")]] == [found] * 5
+    assert [
+        rings(svg) for svg in [*drawn(source, "Training loss by step"), *drawn(source, "Gradient norm")]
+    ] == [found] * 5
     assert state == ("look" if found else "ok")
 
 
@@ -144,7 +185,10 @@ def check_supervised(source: str, words: str, state: str) -> None:
 
 
 def check_experts(source: str, words: str, state: str) -> None:
-    whole, over_time = drawn(source, "Tokens per expert, whole run"), drawn(source, r"Tokens per expert of layer \d+ over time")
+    whole, over_time = (
+        drawn(source, "Tokens per expert, whole run"),
+        drawn(source, r"Tokens per expert of layer \d+ over time"),
+    )
     layer = re.search(r"Tokens per expert of layer (\d+) over time", source)
     assert layer
     never, gone = said(words, "of 24 experts got no token"), said(words, "times? an expert got no token")
@@ -156,7 +200,8 @@ def check_experts(source: str, words: str, state: str) -> None:
         picture = cells(svg)
         for column, number in ((0, numbers[1]), (-1, numbers[2])):
             mean = sum(row[column][3] for row in picture) / len(picture) / 255 * (FULL - 1)
-            assert mean == pytest.approx(float(number), abs=0.01)  # a cell has 255 shades, the number two digits
+            # a cell has 255 shades, the number two digits
+            assert mean == pytest.approx(float(number), abs=0.01)
     assert state == ("look" if never or gone else "ok")
 
 
@@ -186,27 +231,44 @@ def test_the_words_of_every_guard_with_a_picture_are_the_pictures_numbers(run: R
     for guard, check in CHECKS.items():
         check(source, rows[guard].said, rows[guard].state)
     assert disagreements(run, run) == []
-    assert rows["Expert load"].said == (
-        "1 of 24 experts got no token; layer 1: 60 times an expert got no token over 2 steps where 10 or more were due (expert 0), "
-        "13 more in 2 other layers; max violation 0.11 in steps 1 to 2, 0.68 in steps 119 to 120, mean of the layers"
+    assert (
+        rows["Expert load"].said
+        == "1 of 24 experts got no token; layer 1: 60 times an expert got no token over 2 steps where 10 or"
+        " more were due (expert 0), 13 more in 2 other layers; max violation 0.11 in steps 1 to 2, 0.68 in"
+        " steps 119 to 120, mean of the layers"
     )
     assert {guard: rows[guard].state for guard in CHECKS} == {
-        "Memory plan": "ok", "Loss and gradients finite": "fault", "Loss and gradient spikes": "look", "Gradient norm clipped": "ok",
-        "Supervised tokens": "look", "Expert load": "look",
-    }  # fmt: skip
+        "Memory plan": "ok",
+        "Loss and gradients finite": "fault",
+        "Loss and gradient spikes": "look",
+        "Gradient norm clipped": "ok",
+        "Supervised tokens": "look",
+        "Expert load": "look",
+    }
 
 
 def test_nothing_to_see_in_the_pictures_and_nothing_said(tmp_path: Path):
     even = {str(layer): [40] * 8 for layer in (1, 2, 10)}
-    calm = [{**step_event(step), "expert_load": even, "loss": 4.0 / step, "grad_norm": 1.1 / step, "supervised_tokens": 40}
-            for step in range(1, STEPS + 1)]  # fmt: skip
+    calm = [
+        {
+            **step_event(step),
+            "expert_load": even,
+            "loss": 4.0 / step,
+            "grad_norm": 1.1 / step,
+            "supervised_tokens": 40,
+        }
+        for step in range(1, STEPS + 1)
+    ]
     for event in calm:
         event.pop("warning", None), event.pop("error", None)
     assert {row.state for row in guard_rows(run_of(tmp_path, calm))} == {"ok"}
 
 
 EVEN = [[40] * 8] * 60
-COUNTS: dict[str, tuple[str, Any]] = {  # the words made from something else than the picture: a function of guards.py -> (guard, what it gives)
+COUNTS: dict[
+    str, tuple[str, Any]
+    # the words made from something else than the picture: a function of guards.py -> (guard, what it gives)
+] = {
     "peak_memory": ("Memory plan", ([1], [600.0 * 2**20])),
     "broken": ("Loss and gradients finite", []),
     "spikes": ("Loss and gradient spikes", []),

@@ -1,4 +1,5 @@
-"""Comparing runs: every number worked out by hand from the events, the fields that differ and only those, and curves that belong to their run."""
+"""Comparing runs: every number worked out by hand from the events, the fields that differ and only those, and
+curves that belong to their run."""
 
 from __future__ import annotations
 
@@ -16,40 +17,84 @@ from unfreeze.report.compare import as_dict, caution, differences, names, read_r
 def made(folder: Path, losses: list[float], config: dict, evals: list[tuple[int, float]] = ()) -> Path:
     folder.mkdir(parents=True)
     train = [
-        {"kind": "train", "step": step, "time": 60.0 + step, "loss": loss, "tokens": 1000, "seconds": 2.0, "peak_bytes": 2**20 * step}
+        {
+            "kind": "train",
+            "step": step,
+            "time": 60.0 + step,
+            "loss": loss,
+            "tokens": 1000,
+            "seconds": 2.0,
+            "peak_bytes": 2**20 * step,
+        }
         | {"learning_rate": 1e-3, "grad_norm": 1.0 / step}
         for step, loss in enumerate(losses, start=1)
     ]
-    held_out = [{"kind": "eval", "step": step, "time": 60.0 + step, "loss": loss, "style": 99.0} for step, loss in evals]
+    held_out = [
+        {"kind": "eval", "step": step, "time": 60.0 + step, "loss": loss, "style": 99.0}
+        for step, loss in evals
+    ]
     lines = [*train, *held_out, {"kind": "end", "step": len(losses), "reason": "done"}]
     (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "resolved_config.json").write_text(json.dumps({"model": "m", "data": "d", "out": str(folder), **config}))
+    (folder / "resolved_config.json").write_text(
+        json.dumps({"model": "m", "data": "d", "out": str(folder), **config})
+    )
     return folder
 
 
 @pytest.fixture
 def two(tmp_path: Path) -> list[Path]:
-    a = made(tmp_path / "a", [3.0, 2.0, 1.0], {"seed": 0, "lora": {"rank": 8, "alpha": 16}}, evals=[(1, 2.5), (2, 1.75), (3, 1.9)])
-    b = made(tmp_path / "b", [3.0, 1.5], {"seed": 0, "lora": {"rank": 2, "alpha": 16}, "clip": 1.0, "effective": {"given": ["clip"]}})
+    a = made(
+        tmp_path / "a",
+        [3.0, 2.0, 1.0],
+        {"seed": 0, "lora": {"rank": 8, "alpha": 16}},
+        evals=[(1, 2.5), (2, 1.75), (3, 1.9)],
+    )
+    b = made(
+        tmp_path / "b",
+        [3.0, 1.5],
+        {"seed": 0, "lora": {"rank": 2, "alpha": 16}, "clip": 1.0, "effective": {"given": ["clip"]}},
+    )
     return [a, b]
 
 
 def test_results_are_those_of_the_events(two: list[Path]):
     first, second = (result(run, name) for run, name in zip(read_runs(two), "ab", strict=True))
-    assert (first.steps, first.loss_last, first.best_validation, first.best_validation_step) == (3, 1.0, 1.75, 2)
-    assert (first.tokens_per_second, first.peak_bytes, first.seconds, first.state) == (500.0, 3 * 2**20, 6.0, "done")
-    assert second.best_validation is None and second.cells()[1] == "finished" and second.cells()[4] == "–" and second.cells()[3] == "1.5000"
+    assert (first.steps, first.loss_last, first.best_validation, first.best_validation_step) == (
+        3,
+        1.0,
+        1.75,
+        2,
+    )
+    assert (first.tokens_per_second, first.peak_bytes, first.seconds, first.state) == (
+        500.0,
+        3 * 2**20,
+        6.0,
+        "done",
+    )
+    assert (
+        second.best_validation is None
+        and second.cells()[1] == "finished"
+        and second.cells()[4] == "–"
+        and second.cells()[3] == "1.5000"
+    )
 
 
 def test_only_what_differs_is_a_difference(two: list[Path]):
-    assert differences(read_runs(two)) == {"lora.rank": ["8", "2"], "clip": ["–", "1.0"]}  # out names the run itself, seed and alpha are the same
+    # out names the run itself, seed and alpha are the same
+    assert differences(read_runs(two)) == {"lora.rank": ["8", "2"], "clip": ["–", "1.0"]}
     assert caution(read_runs(two)) == ""
 
 
-def test_control_arm_a_comparison_by_the_first_runs_fields_would_miss_one(two: list[Path], monkeypatch: pytest.MonkeyPatch):
+def test_control_arm_a_comparison_by_the_first_runs_fields_would_miss_one(
+    two: list[Path], monkeypatch: pytest.MonkeyPatch
+):
     whole = compare.flatten
     known = whole(read_runs(two)[0].config)
-    monkeypatch.setattr(compare, "flatten", lambda config: {field: value for field, value in whole(config).items() if field in known})
+    monkeypatch.setattr(
+        compare,
+        "flatten",
+        lambda config: {field: value for field, value in whole(config).items() if field in known},
+    )
     assert "clip" not in differences(read_runs(two))
 
 
@@ -65,22 +110,35 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path):
 
 
 def test_each_line_stands_in_its_runs_colour(two: list[Path]):
-    """The run with three steps draws a path of three points in hue 0, the one with two steps two points in hue 1."""
+    """The run with three steps draws a path of three points in hue 0, the one with two steps two points in
+    hue 1."""
     page = compare.page(read_runs(two))
     svg = next(part for part in re.findall(r"<svg.*?</svg>", page, re.DOTALL) if "Training loss" in part)
-    drawn = {int(hue): path.count("L") + 1 for path, hue in re.findall(r'<path d="([^"]+)"[^>]*var\(--hue-(\d)\)', svg)}
+    drawn = {
+        int(hue): path.count("L") + 1
+        for path, hue in re.findall(r'<path d="([^"]+)"[^>]*var\(--hue-(\d)\)', svg)
+    }
     assert drawn == {0: 3, 1: 2}
     assert re.findall(r'<i class="hue-(\d)"></i>(\w)<', page) == [("0", "a"), ("1", "b")]
-    assert "Last: a 1, b 1.5." in page and page.count("<script") == 1 and not re.search(r'(src|href)="http', page)
+    assert (
+        "Last: a 1, b 1.5." in page
+        and page.count("<script") == 1
+        and not re.search(r'(src|href)="http', page)
+    )
 
 
 def test_the_seventh_run_is_dashed():
     svg = pictures.lines("x", [([1, 2], [float(i), 2.0]) for i in range(8)], "alt", (300, 200))
-    assert len(re.findall(r"stroke-dasharray: [\d.]+,", svg)) == 2 and not any(hue in svg for hue in pictures.HUES)
+    assert len(re.findall(r"stroke-dasharray: [\d.]+,", svg)) == 2 and not any(
+        hue in svg for hue in pictures.HUES
+    )
     assert "base64" not in svg  # no bitmap: lines stay sharp
 
 
-@pytest.mark.parametrize("folders, words", [(["a"], "1 runs to compare; 2 to 12"), (["a", "a"], "is given twice"), (["a"] * 13, "13 runs")])
+@pytest.mark.parametrize(
+    "folders, words",
+    [(["a"], "1 runs to compare; 2 to 12"), (["a", "a"], "is given twice"), (["a"] * 13, "13 runs")],
+)
 def test_what_cannot_be_compared_is_refused(tmp_path: Path, folders: list[str], words: str):
     made(tmp_path / "a", [1.0], {})
     with pytest.raises(ConfigError, match=words):
@@ -90,4 +148,8 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, folders: list[str], 
 def test_a_run_without_steps_is_said_and_not_drawn(tmp_path: Path):
     runs = read_runs([made(tmp_path / name, [], {}) for name in "ab"])
     page = compare.page(runs)
-    assert "No run has made a training step" in page and "<svg" not in page and "The configurations are the same." in page
+    assert (
+        "No run has made a training step" in page
+        and "<svg" not in page
+        and "The configurations are the same." in page
+    )

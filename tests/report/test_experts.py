@@ -1,4 +1,5 @@
-"""M3: experts that are dead or overloaded are said while the run goes on, and the pictures over time are the events' numbers."""
+"""M3: experts that are dead or overloaded are said while the run goes on, and the pictures over time are the
+events' numbers."""
 
 from __future__ import annotations
 
@@ -16,20 +17,36 @@ from unfreeze.report.experts import ExpertWatch, experts_section
 from unfreeze.report.run import read_run
 
 
-def watched(folder: Path, counts: list[list[int]], tokens: int = 1000, watch: bool = True) -> list[tuple[int, str]]:
+def watched(
+    folder: Path, counts: list[list[int]], tokens: int = 1000, watch: bool = True
+) -> list[tuple[int, str]]:
     """The warnings of a run whose layer 3 has these tokens per expert, one list per step."""
     log = EventLog(folder / "events.jsonl", (ExpertWatch(),) if watch else ())
     for step, counts_E in enumerate(counts, start=1):
-        log.emit("train", step, loss=1.0, grad_norm=1.0, tokens=tokens, seconds=1.0, expert_load={"3": counts_E, "1": [tokens] * len(counts_E)})
+        log.emit(
+            "train",
+            step,
+            loss=1.0,
+            grad_norm=1.0,
+            tokens=tokens,
+            seconds=1.0,
+            expert_load={"3": counts_E, "1": [tokens] * len(counts_E)},
+        )
     return warnings(read_events(folder / "events.jsonl"))
 
 
 def test_a_dead_expert_is_said_once_with_layer_steps_and_remedy(tmp_path: Path):
-    said = watched(tmp_path, [[500, 0, 1000, 500]] * 9)  # 500 each if even: judged after 2, 4, 6, 8 steps, said at the first
+    # 500 each if even: judged after 2, 4, 6, 8 steps, said at the first
+    said = watched(tmp_path, [[500, 0, 1000, 500]] * 9)
     assert said == [
-        (2, "expert load: layer 3: 1 of 4 experts got no token in steps 1 to 2, 1,000 each if even (1); "
-            "they don't learn; broader data or, in pretrain, a higher balance_rate reaches them"),
-    ]  # fmt: skip
+        (
+            2,
+            (
+                "expert load: layer 3: 1 of 4 experts got no token in steps 1 to 2, 1,000 each if even (1); "
+                "they don't learn; broader data or, in pretrain, a higher balance_rate reaches them"
+            ),
+        )
+    ]
 
 
 def test_an_overloaded_expert_is_said(tmp_path: Path):
@@ -38,9 +55,12 @@ def test_an_overloaded_expert_is_said(tmp_path: Path):
     counts_E[0] += 1
     (said,) = watched(tmp_path / "more", [counts_E] * 14, tokens=1201)
     assert said == (
-        14, "expert load: layer 3: expert 0 got 50% of all tokens in steps 1 to 14, 6% if even; the others learn less; "
-            "in pretrain a higher balance_rate spreads them",
-    )  # fmt: skip
+        14,
+        (
+            "expert load: layer 3: expert 0 got 50% of all tokens in steps 1 to 14, 6% if even; the others"
+            " learn less; in pretrain a higher balance_rate spreads them"
+        ),
+    )
 
 
 def test_control_arm_without_the_watch_a_dead_expert_is_silent(tmp_path: Path):
@@ -61,7 +81,10 @@ def test_no_false_alarm(tmp_path: Path, counts: list[list[int]]):
 
 
 def test_a_dense_run_and_other_events_say_nothing():
-    assert ExpertWatch()({"kind": "train", "step": 1, "tokens": 10}) is None and ExpertWatch()({"kind": "save", "step": 1}) is None
+    assert (
+        ExpertWatch()({"kind": "train", "step": 1, "tokens": 10}) is None
+        and ExpertWatch()({"kind": "save", "step": 1}) is None
+    )
 
 
 def pixels(page: str, alt: str) -> list[list[tuple[int, ...]]]:
@@ -84,16 +107,23 @@ def page(tmp_path: Path) -> str:
 
 def test_violation_over_time_is_drawn_from_the_events(page: str):
     """Layer 3: 0, 1 and 3 in the three steps; full colour is 2. Layer 1 is even throughout."""
-    assert [[pixel[3] for pixel in row] for row in pixels(page, "Max violation, 2 layers down")] == [[0, 0, 0], [0, 128, 255]]
+    assert [[pixel[3] for pixel in row] for row in pixels(page, "Max violation, 2 layers down")] == [
+        [0, 0, 0],
+        [0, 128, 255],
+    ]
     assert "mean of the layers 0.00 at step 1, 1.50 at step 3." in page
 
 
 def test_the_busiest_layers_experts_over_time(page: str):
-    """Four experts down, three steps across: load over three times the mean of 20; an expert without a token where 10 or more were due is red."""
+    """Four experts down, three steps across: load over three times the mean of 20; an expert without a token
+    where 10 or more were due is red."""
     rows = pixels(page, "Tokens per expert of layer 3")
     assert [[pixel[3] if pixel[0] != 0xD0 else "dead" for pixel in row] for row in rows] == [
-        [85, 170, 255], [85, "dead", "dead"], [85, 85, "dead"], [85, 85, "dead"],
-    ]  # fmt: skip
+        [85, 170, 255],
+        [85, "dead", "dead"],
+        [85, 85, "dead"],
+        [85, 85, "dead"],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +144,8 @@ def test_even_experts_are_folded_away(tmp_path: Path, counts: list[list[int]], e
 
 
 def test_a_real_run_carries_balance_and_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """tiny-k2 with a router that cannot choose expert 0 of layer 2: the run itself says so, and its events count one dead expert in each step."""
+    """tiny-k2 with a router that cannot choose expert 0 of layer 2: the run itself says so, and its events
+    count one dead expert in each step."""
     import torch
 
     from unfreeze import cli
@@ -130,13 +161,38 @@ def test_a_real_run_carries_balance_and_watch(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(SigmoidRouter, "choose", never_the_first)
     monkeypatch.setattr("unfreeze.job.folder.ExpertWatch", lambda: ExpertWatch(expected=20))
-    (tmp_path / "chat.jsonl").write_text((json.dumps({"text": "Paris is the capital of France. The sky is blue."}) + "\n") * 20)
-    flags = ["--model", TINY_K2, "--data", tmp_path / "chat.jsonl", "--out", tmp_path / "run", "--steps", 2, "--samples", 0, "--warmup", 0,
-             "--tokens-per-step", 128, "--lora.rank", 1, "--lora.targets", "attention"]  # fmt: skip
+    (tmp_path / "chat.jsonl").write_text(
+        (json.dumps({"text": "Paris is the capital of France. The sky is blue."}) + "\n") * 20
+    )
+    flags = [
+        "--model",
+        TINY_K2,
+        "--data",
+        tmp_path / "chat.jsonl",
+        "--out",
+        tmp_path / "run",
+        "--steps",
+        2,
+        "--samples",
+        0,
+        "--warmup",
+        0,
+        "--tokens-per-step",
+        128,
+        "--lora.rank",
+        1,
+        "--lora.targets",
+        "attention",
+    ]
     assert cli.main(["sft", "--quiet", *map(str, flags)]) == 0
     events = read_events(tmp_path / "run" / "events.jsonl")
     trained = [event for event in events if event["kind"] == "train"]
-    assert all(event["expert_balance"][layer]["dead"] >= 1 for event in trained for layer in event["expert_load"])
+    assert all(
+        event["expert_balance"][layer]["dead"] >= 1 for event in trained for layer in event["expert_load"]
+    )
     assert all(event["expert_load"][layer][0] == 0 for event in trained for layer in event["expert_load"])
-    assert any(words.startswith("expert load: layer 1: ") and " experts got no token in steps " in words for _, words in warnings(events))
+    assert any(
+        words.startswith("expert load: layer 1: ") and " experts got no token in steps " in words
+        for _, words in warnings(events)
+    )
     assert "got no token in steps" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")

@@ -14,15 +14,44 @@ from unfreeze.report.html import summary_lines, write_report
 from unfreeze.report.run import read_run
 
 ROOT = Path(__file__).resolve().parents[2]
-TRAIN = {"kind": "train", "time": 1.0, "loss": 1.0, "tokens": 100, "seconds": 1.0, "supervised_tokens": 50, "expert_load": {"1": [3, 3]}}
+TRAIN = {
+    "kind": "train",
+    "time": 1.0,
+    "loss": 1.0,
+    "tokens": 100,
+    "seconds": 1.0,
+    "supervised_tokens": 50,
+    "expert_load": {"1": [3, 3]},
+}
 CLEAN = [
     {"kind": "plan", "step": 0, "total": 2**20, "usable": 2**30, "fits": True},
     {"kind": "data", "step": 0, "rows": 10, "bad": 0, "dropped": 1, "truncated": 2},
-    {"kind": "receipt", "step": 1, "groups": {"attention": {"parameters": 8, "trained": 8, "moved": 0.1}, "router": {"trained": 0, "moved": 0.0}}},
-    {"kind": "gap", "step": 0, "when": "before", "logprob_gap_mean": 1e-6, "logprob_gap_max": 2e-6, "logprob_gap_tokens": 64},
+    {
+        "kind": "receipt",
+        "step": 1,
+        "groups": {
+            "attention": {"parameters": 8, "trained": 8, "moved": 0.1},
+            "router": {"trained": 0, "moved": 0.0},
+        },
+    },
+    {
+        "kind": "gap",
+        "step": 0,
+        "when": "before",
+        "logprob_gap_mean": 1e-6,
+        "logprob_gap_max": 2e-6,
+        "logprob_gap_tokens": 64,
+    },
     *({**TRAIN, "step": step, "grad_norm": norm} for step, norm in ((1, 3.0), (2, 0.5), (3, 0.75))),
 ]
-CONFIG = {"clip": 1.0, "on_bad_row": "error", "truncation": "tail", "track": ["wandb"], "on_spike": "skip", "dtype": "float32"}
+CONFIG = {
+    "clip": 1.0,
+    "on_bad_row": "error",
+    "truncation": "tail",
+    "track": ["wandb"],
+    "on_spike": "skip",
+    "dtype": "float32",
+}
 
 
 def rows_of(folder: Path, events: list[dict], config: dict = CONFIG) -> dict[str, GuardRow]:
@@ -42,8 +71,17 @@ def test_a_clean_run_shows_every_guard_and_nothing_to_look_at(tmp_path: Path):
         "Loss and gradient spikes": ("skip", "none in 3 steps"),
         "Gradient norm clipped": ("at 1", "in 1 of 3 steps, largest 3"),
         "Supervised tokens": ("always", "50 at least in every step"),
-        "Expert load": ("always", "no expert found dead or overloaded; max violation 0.00 at step 1, 0.00 at step 3, mean of the layers"),
-        "Sampler against trainer": ("0.0001 nats at a token (float32)", "mean 1e-06, at the worst token 2e-06 nats; measured once"),
+        "Expert load": (
+            "always",
+            (
+                "no expert found dead or overloaded; max violation 0.00 at step 1, 0.00 at step 3, mean of"
+                " the layers"
+            ),
+        ),
+        "Sampler against trainer": (
+            "0.0001 nats at a token (float32)",
+            "mean 1e-06, at the worst token 2e-06 nats; measured once",
+        ),
         "Trackers": ("wandb", "no failure"),
     }
     assert {row.state for row in rows.values()} == {"ok"}
@@ -56,57 +94,127 @@ GAP = {"kind": "gap", "step": 4, "when": "after"}
 SAID = [  # one event more, the guard that speaks of it, its state, what it says
     (
         {"kind": "train", "step": 4, "loss": None, "grad_norm": None, "error": "the loss is nan"},
-        "Loss and gradients finite", "fault", "step 4: the loss is nan",
+        "Loss and gradients finite",
+        "fault",
+        "step 4: the loss is nan",
     ),
-    ({**TRAIN, "step": 4, "grad_norm": None}, "Loss and gradients finite", "fault", "step 4: gradient norm not finite"),
+    (
+        {**TRAIN, "step": 4, "grad_norm": None},
+        "Loss and gradients finite",
+        "fault",
+        "step 4: gradient norm not finite",
+    ),
     (
         {**GAP, "logprob_gap_max": 0.3, "warning": "the sampler and the trainer differ by 0.3 nats"},
-        "Sampler against trainer", "fault", "step 4: the sampler and the trainer differ by 0.3 nats",
+        "Sampler against trainer",
+        "fault",
+        "step 4: the sampler and the trainer differ by 0.3 nats",
     ),
-    ({**GAP, "logprob_gap_max": 2e-4}, "Sampler against trainer", "fault", "at the worst token 0.0002 nats; measured 2 times"),
-    ({**TRAIN, "step": 4, "supervised_tokens": 0}, "Supervised tokens", "look", "none in 1 of 4 steps, first step 4"),
-    ({"kind": "warning", "step": 4, "message": "expert load: layer 1: 1 of 2 …"}, "Expert load", "look", "step 4: layer 1: 1 of 2 …"),
+    (
+        {**GAP, "logprob_gap_max": 2e-4},
+        "Sampler against trainer",
+        "fault",
+        "at the worst token 0.0002 nats; measured 2 times",
+    ),
+    (
+        {**TRAIN, "step": 4, "supervised_tokens": 0},
+        "Supervised tokens",
+        "look",
+        "none in 1 of 4 steps, first step 4",
+    ),
+    (
+        {"kind": "warning", "step": 4, "message": "expert load: layer 1: 1 of 2 …"},
+        "Expert load",
+        "look",
+        "step 4: layer 1: 1 of 2 …",
+    ),
     (
         {**TRAIN, "step": 4, "expert_load": {"1": [40, 0]}},
-        "Expert load", "look", "layer 1: 1 time an expert got no token in a step where 10 or more were due (expert 1)",
+        "Expert load",
+        "look",
+        "layer 1: 1 time an expert got no token in a step where 10 or more were due (expert 1)",
     ),
-    ({"kind": "warning", "step": 4, "message": "track wandb failed: x"}, "Trackers", "look", "step 4: track wandb failed: x"),
+    (
+        {"kind": "warning", "step": 4, "message": "track wandb failed: x"},
+        "Trackers",
+        "look",
+        "step 4: track wandb failed: x",
+    ),
     (
         {"kind": "receipt", "step": 1, "groups": {"mlp": {"trained": 4, "moved": 0.0}}},
-        "Receipt of the first step", "fault", "asked for, and not moved: mlp",
+        "Receipt of the first step",
+        "fault",
+        "asked for, and not moved: mlp",
     ),
     ({"kind": "data", "step": 0, "rows": 10, "bad": 3}, "Data rows", "look", "10 rows: 3 bad"),
-    ({"kind": "plan", "step": 0, "total": 2**31, "usable": 2**30, "fits": False}, "Memory plan", "fault", "planned 2.0 GiB: refused"),
-    ({**TRAIN, "step": 4, "peak_bytes": 2**31}, "Memory plan", "look", "planned 1.0 MiB, peak of all 2.0 GiB"),
-    ({**TRAIN, "step": 4, "warning": "loss 9 is above 3", "applied": False}, "Loss and gradient spikes", "look", "step 4: loss 9 is above 3"),
-]  # fmt: skip
+    (
+        {"kind": "plan", "step": 0, "total": 2**31, "usable": 2**30, "fits": False},
+        "Memory plan",
+        "fault",
+        "planned 2.0 GiB: refused",
+    ),
+    (
+        {**TRAIN, "step": 4, "peak_bytes": 2**31},
+        "Memory plan",
+        "look",
+        "planned 1.0 MiB, peak of all 2.0 GiB",
+    ),
+    (
+        {**TRAIN, "step": 4, "warning": "loss 9 is above 3", "applied": False},
+        "Loss and gradient spikes",
+        "look",
+        "step 4: loss 9 is above 3",
+    ),
+]
 
 
 @pytest.mark.parametrize("event, guard, state, words", SAID)
-def test_what_a_guard_said_marks_its_row_alone(tmp_path: Path, event: dict, guard: str, state: str, words: str):
+def test_what_a_guard_said_marks_its_row_alone(
+    tmp_path: Path, event: dict, guard: str, state: str, words: str
+):
     rows = rows_of(tmp_path, [*CLEAN, event])
-    assert words in rows[guard].said and {name: row.state for name, row in rows.items() if row.state != "ok"} == {guard: state}
+    assert words in rows[guard].said and {
+        name: row.state for name, row in rows.items() if row.state != "ok"
+    } == {guard: state}
     page = write_report(tmp_path).read_text(encoding="utf-8")
     mark = {"look": "look", "fault": "bad"}[state]
-    assert f'<tr class="{mark}"><th scope="row">{guard}</th><td data-head="state">{state}</td>' in page and words in page
+    assert (
+        f'<tr class="{mark}"><th scope="row">{guard}</th><td data-head="state">{state}</td>' in page
+        and words in page
+    )
     open_at_first = re.sub(r"<details>.*?</details>", "", page, flags=re.DOTALL)
-    assert words in open_at_first and not any(row.said in open_at_first for row in rows.values() if row.state == "ok")
+    assert words in open_at_first and not any(
+        row.said in open_at_first for row in rows.values() if row.state == "ok"
+    )
     assert re.findall(r'<li class="(?!ok)(\w+)"><i></i>([^<]+)</li>', page) == [(state, f"{guard}: {state}")]
 
 
 def test_a_clip_limit_that_most_steps_meet_is_looked_at(tmp_path: Path):
-    steps = [{**TRAIN, "step": step, "grad_norm": norm} for step, norm in enumerate((3.0, 3.0, 0.5, 0.5), start=1)]
+    steps = [
+        {**TRAIN, "step": step, "grad_norm": norm} for step, norm in enumerate((3.0, 3.0, 0.5, 0.5), start=1)
+    ]
     assert rows_of(tmp_path, steps)["Gradient norm clipped"].state == "ok"  # half of them
     row = rows_of(tmp_path, [*steps, {**TRAIN, "step": 5, "grad_norm": 1.01}])["Gradient norm clipped"]
-    assert (row.state, row.said) == ("look", "in 3 of 5 steps, largest 3: clipping sets the size of most updates")
+    assert (row.state, row.said) == (
+        "look",
+        "in 3 of 5 steps, largest 3: clipping sets the size of most updates",
+    )
 
 
-@pytest.mark.parametrize("mean, worst, state", [(0.002, 0.1, "ok"), (0.02, 0.1, "look"), (0.002, 0.7, "look")])
-def test_in_bfloat16_the_gap_is_looked_at_beyond_what_rounding_makes(tmp_path: Path, mean: float, worst: float, state: str):
+@pytest.mark.parametrize(
+    "mean, worst, state", [(0.002, 0.1, "ok"), (0.02, 0.1, "look"), (0.002, 0.7, "look")]
+)
+def test_in_bfloat16_the_gap_is_looked_at_beyond_what_rounding_makes(
+    tmp_path: Path, mean: float, worst: float, state: str
+):
     event = {**GAP, "logprob_gap_mean": mean, "logprob_gap_max": worst}
     row = rows_of(tmp_path, [event], {"dtype": "bfloat16"})["Sampler against trainer"]
-    assert row == ("Sampler against trainer", state, "mean 0.008, 0.2 nats at a token (bfloat16)",
-                   f"mean {mean:g}, at the worst token {worst:g} nats; measured once")  # fmt: skip
+    assert row == (
+        "Sampler against trainer",
+        state,
+        "mean 0.008, 0.2 nats at a token (bfloat16)",
+        f"mean {mean:g}, at the worst token {worst:g} nats; measured once",
+    )
 
 
 def test_the_limits_of_the_gap_are_those_it_is_measured_with(tmp_path: Path):
@@ -114,7 +222,9 @@ def test_the_limits_of_the_gap_are_those_it_is_measured_with(tmp_path: Path):
 
     assert guards.GAP_FLOAT32 == TOLERANCE
     means, token = guards.GAP_BFLOAT16
-    assert f"a mean of 0.0005 to {means:g} and at times {token:g}" in (ROOT / "docs" / "events.md").read_text()
+    assert (
+        f"a mean of 0.0005 to {means:g} and at times {token:g}" in (ROOT / "docs" / "events.md").read_text()
+    )
 
 
 def test_many_are_counted(tmp_path: Path):

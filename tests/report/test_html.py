@@ -1,4 +1,5 @@
-"""report.html: self-contained, escaped, complete, and equal to the events. html.parser is the reader that decides.
+"""report.html: self-contained, escaped, complete, and equal to the events. html.parser is the reader that
+decides.
 
 The run is made here: 40 steps, every kind of event, numbers that are easy to find again in the page.
 """
@@ -24,14 +25,33 @@ from unfreeze.report.html import flatten, summary_lines, write_report
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" <img src=https://example.invalid/x.png>"
 GROUPS = {
-    "attention": {"parameters": 412_672, "trained": True, "sites": 9, "sites_reached": 8, "sites_moved": 7,
-                  "grad_norm": 0.412, "moved": 0.0312, "output_change": 0.00211},
-    "routed experts": {"parameters": 1_966_080, "trained": True, "grad_norm": 0.0871, "moved": 0.0298, "output_change": 0.00143},
+    "attention": {
+        "parameters": 412_672,
+        "trained": True,
+        "sites": 9,
+        "sites_reached": 8,
+        "sites_moved": 7,
+        "grad_norm": 0.412,
+        "moved": 0.0312,
+        "output_change": 0.00211,
+    },
+    "routed experts": {
+        "parameters": 1_966_080,
+        "trained": True,
+        "grad_norm": 0.0871,
+        "moved": 0.0298,
+        "output_change": 0.00143,
+    },
     "router": {"parameters": 8_192, "trained": False, "grad_norm": None, "moved": 0.0, "output_change": 0.0},
 }
 EXCEPTIONS = [
     {"group": "attention", "sites": "model.layers.1.self_attn.q_b_proj", "count": 1, "why": "no gradient"},
-    {"group": "routed experts", "sites": "model.layers.1.mlp.experts.0-7.down_proj", "count": 8, "why": "gradient below 1e-8, no movement"},
+    {
+        "group": "routed experts",
+        "sites": "model.layers.1.mlp.experts.0-7.down_proj",
+        "count": 8,
+        "why": "gradient below 1e-8, no movement",
+    },
 ]
 
 
@@ -57,8 +77,23 @@ def events(steps: int = 40) -> list[dict[str, Any]]:
 
     return [
         event("plan", 0, terms={"base": 4_194_304, "adapter": 2_097_152}),
-        event("data", 0, rows=21, examples=18, tokens=9000, supervised=3000, supervised_fraction=1 / 3, longest=512, truncated=4, dropped=2, bad=1,
-              shapes={"messages": 21}, notes={HOSTILE: 5}, listed=[{"row": 7, "reason": HOSTILE}], summary="21 rows, 4 truncated, 2 dropped, 1 bad"),
+        event(
+            "data",
+            0,
+            rows=21,
+            examples=18,
+            tokens=9000,
+            supervised=3000,
+            supervised_fraction=1 / 3,
+            longest=512,
+            truncated=4,
+            dropped=2,
+            bad=1,
+            shapes={"messages": 21},
+            notes={HOSTILE: 5},
+            listed=[{"row": 7, "reason": HOSTILE}],
+            summary="21 rows, 4 truncated, 2 dropped, 1 bad",
+        ),
         event("load", 0, bytes=7_340_032, seconds=0.01, expanded_bytes=24_000_000),
         event("start", 0, steps=steps, model="tiny-k2", data="chat.jsonl", resumed=False),
         event("sample", 0, when="before", prompt=HOSTILE, text="Plain."),
@@ -88,9 +123,11 @@ VOID = {"meta", "img", "br", "link", "input", "path"}
 
 
 class Page(HTMLParser):
-    """Collects what a browser would fetch or run, the texts, the cells of each table by its name, and what each <dt> is said to be.
+    """Collects what a browser would fetch or run, the texts, the cells of each table by its name, and what
+    each <dt> is said to be.
 
-    A script whose hash the page's own policy names is `allowed`; every other is counted in `scripts`, as a browser would refuse it.
+    A script whose hash the page's own policy names is `allowed`; every other is counted in `scripts`, as a
+    browser would refuse it.
     """
 
     def __init__(self, source: str):
@@ -121,7 +158,16 @@ class Page(HTMLParser):
             self.policy = dict(attrs)["content"] or ""
         for name, value in attrs:
             self.scripts += name.startswith("on")
-            fetched = name in ("src", "href", "xlink:href", "srcset", "data", "action", "poster", "background")
+            fetched = name in (
+                "src",
+                "href",
+                "xlink:href",
+                "srcset",
+                "data",
+                "action",
+                "poster",
+                "background",
+            )
             if fetched and value and not value.startswith(("#", "data:")):
                 self.external.append(value)
             if value:
@@ -160,7 +206,11 @@ class Page(HTMLParser):
             self.tables[self.name][-1][-1] += data
 
     def _style(self, value: str) -> None:
-        self.external += [found for found in re.findall(r"url\(\s*['\"]?([^)'\"]+)", value) if not found.startswith(("#", "data:"))]
+        self.external += [
+            found
+            for found in re.findall(r"url\(\s*['\"]?([^)'\"]+)", value)
+            if not found.startswith(("#", "data:"))
+        ]
         self.external += re.findall(r"@import[^;]*", value)
 
 
@@ -173,11 +223,14 @@ def test_nothing_external_and_one_script_named_by_its_hash(run_dir: Path):
     source, parsed = page(run_dir)
     assert parsed.external == [] and parsed.scripts == 0 and parsed.open == [] and len(parsed.allowed) == 1
     assert re.fullmatch(
-        r"default-src 'none'; script-src 'sha256-[\w+/=]+'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'",
+        r"default-src 'none'; script-src 'sha256-[\w+/=]+'; style-src 'unsafe-inline'; img-src data:;"
+        r" base-uri 'none'; form-action 'none'",
         parsed.policy,
     )
     script = parsed.allowed[0]
-    assert script.count("\n") <= 120 and not re.search(r"fetch|XMLHttp|import|eval|innerHTML|https?://(?!www.w3.org/2000/svg)", script)
+    assert script.count("\n") <= 120 and not re.search(
+        r"fetch|XMLHttp|import|eval|innerHTML|https?://(?!www.w3.org/2000/svg)", script
+    )
     # control arms: each way out, planted, is found
     for planted in (
         '<img src="https://example.invalid/x.png">',
@@ -189,24 +242,31 @@ def test_nothing_external_and_one_script_named_by_its_hash(run_dir: Path):
         assert Page(source.replace("</main>", planted + "</main>")).external, planted
     for planted in ("<script></script>", '<p onclick="x()"></p>', "<iframe></iframe>"):
         assert Page(source.replace("</main>", planted + "</main>")).scripts, planted
-    assert Page(source.replace('"use strict";', '"use strict"; x();')).scripts  # the script itself changed, its hash not
+    assert Page(
+        source.replace('"use strict";', '"use strict"; x();')
+    ).scripts  # the script itself changed, its hash not
 
 
 def test_hostile_text_is_shown_and_never_obeyed(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
     source, parsed = page(run_dir)
     assert source.count("<script") == 1 and parsed.scripts == 0
-    assert parsed.texts.count(HOSTILE) == 4 and f"Hmm. {HOSTILE}" in parsed.texts  # prompt, config, a note and a reason of the data; the answer
-    monkeypatch.setattr(frame, "ENVIRONMENT", frame.environment(autoescape=False))  # control arm: the guard removed
+    # prompt, config, a note and a reason of the data; the answer
+    assert parsed.texts.count(HOSTILE) == 4 and f"Hmm. {HOSTILE}" in parsed.texts
+    # control arm: the guard removed
+    monkeypatch.setattr(frame, "ENVIRONMENT", frame.environment(autoescape=False))
     with pytest.raises(AssertionError):
         _, unsafe = page(run_dir)
         assert unsafe.scripts == 0 and unsafe.external == []
 
 
 def everywhere(value: Any) -> Any:
-    """The value with every text in it, and every name that the run made up, hostile; kinds and what the page reads by name stay."""
+    """The value with every text in it, and every name that the run made up, hostile; kinds and what the page
+    reads by name stay."""
     if isinstance(value, dict):
         return {
-            HOSTILE if key in ("messages", "attention", "base", "style") else key: item if key in ("kind", "when", "reason") else everywhere(item)
+            HOSTILE if key in ("messages", "attention", "base", "style") else key: (
+                item if key in ("kind", "when", "reason") else everywhere(item)
+            )
             for key, item in value.items()
         }
     if isinstance(value, list):
@@ -215,15 +275,26 @@ def everywhere(value: Any) -> Any:
 
 
 def test_whatever_text_is_hostile_nothing_of_it_runs(tmp_path: Path):
-    config = {"recipe": HOSTILE, "model": HOSTILE, "data": [HOSTILE], HOSTILE: HOSTILE, "on_spike": HOSTILE, "track": [HOSTILE], "dtype": HOSTILE,
-              "effective": {"given": ["model"], "versions": {HOSTILE: HOSTILE}, "machine": HOSTILE}}  # fmt: skip
+    config = {
+        "recipe": HOSTILE,
+        "model": HOSTILE,
+        "data": [HOSTILE],
+        HOSTILE: HOSTILE,
+        "on_spike": HOSTILE,
+        "track": [HOSTILE],
+        "dtype": HOSTILE,
+        "effective": {"given": ["model"], "versions": {HOSTILE: HOSTILE}, "machine": HOSTILE},
+    }
     _, parsed = page(write_run(tmp_path / "x", [everywhere(event) for event in events(3)], config))
     assert parsed.scripts == 0 and parsed.external == [] and parsed.open == [] and len(parsed.allowed) == 1
     assert sum(HOSTILE in words for words in parsed.texts) > 20
 
 
 def test_control_characters_and_half_surrogates_do_not_break_the_page(tmp_path: Path):
-    lines = [*events(3), {"kind": "sample", "step": 3, "when": "after", "prompt": "p", "text": "a\x00b\x1bc \ud800 d\te\n"}]
+    lines = [
+        *events(3),
+        {"kind": "sample", "step": 3, "when": "after", "prompt": "p", "text": "a\x00b\x1bc \ud800 d\te\n"},
+    ]
     source, _ = page(write_run(tmp_path / "r", lines))
     assert "a\ufffdb\ufffdc ? d\te\n" in source
 
@@ -235,7 +306,15 @@ def test_step_table_and_receipt_equal_the_events(run_dir: Path):
     for row in rows:
         event = train_event(int(row[0]))
         values = [float(cell.replace(",", "")) for cell in row[1:]]
-        fields = ("loss", "learning_rate", "grad_norm", "tokens", "supervised_tokens", "seconds", "peak_bytes")
+        fields = (
+            "loss",
+            "learning_rate",
+            "grad_norm",
+            "tokens",
+            "supervised_tokens",
+            "seconds",
+            "peak_bytes",
+        )
         # shown with at least three significant figures
         assert values == pytest.approx([event[field] for field in fields], rel=5e-3)
         assert values[3:] == [event[field] for field in fields[3:]]
@@ -243,7 +322,9 @@ def test_step_table_and_receipt_equal_the_events(run_dir: Path):
     assert receipt.keys() == GROUPS.keys()
     for group, (parameters, trained, matrices, *sizes) in receipt.items():
         assert matrices == ("7 of 8" if group == "attention" else "–")
-        assert int(parameters.replace(",", "")) == GROUPS[group]["parameters"] and trained == ("yes" if GROUPS[group]["trained"] else "no")
+        assert int(parameters.replace(",", "")) == GROUPS[group]["parameters"] and trained == (
+            "yes" if GROUPS[group]["trained"] else "no"
+        )
         expected = [GROUPS[group][field] for field in ("grad_norm", "moved", "output_change")]
         assert [None if cell == "–" else float(cell) for cell in sizes] == pytest.approx(expected)
 
@@ -251,9 +332,17 @@ def test_step_table_and_receipt_equal_the_events(run_dir: Path):
 def test_the_account_of_the_data_is_in_the_page_and_in_the_summary(run_dir: Path):
     _, parsed = page(run_dir)
     data = parsed.facts
-    assert (data["rows in the file"], data["rows truncated"], data["rows dropped"], data["bad rows skipped"]) == ("21", "4", "2", "1")
+    assert (
+        data["rows in the file"],
+        data["rows truncated"],
+        data["rows dropped"],
+        data["bad rows skipped"],
+    ) == ("21", "4", "2", "1")
     assert data["supervised share"] == "33.3%" and data["rows as messages"] == "21"
-    assert parsed.tables["Notes on the data"][1] == [HOSTILE, "5"] and parsed.tables["Rows left out"][1] == ["row 7", HOSTILE]
+    assert parsed.tables["Notes on the data"][1] == [HOSTILE, "5"] and parsed.tables["Rows left out"][1] == [
+        "row 7",
+        HOSTILE,
+    ]
     assert any("21 rows, 4 truncated, 2 dropped, 1 bad" in line for line in summary_lines(run_dir))
 
 
@@ -262,14 +351,29 @@ def test_header_captions_and_expert_numbers_equal_the_events(run_dir: Path):
     first, final = train_event(1)["loss"], train_event(40)["loss"]
     assert f"{first:.3f} → {final:.3f}" in parsed.texts
     load = "7.3 MB at 0.73 GB/s, 24.0 MB if expanded"
-    for words in ("40 of 40", "1 min 20 s", "1,034", "381.5 MiB", "finished", "tiny-k2", "chat.jsonl", "2.38 M", load):
+    for words in (
+        "40 of 40",
+        "1 min 20 s",
+        "1,034",
+        "381.5 MiB",
+        "finished",
+        "tiny-k2",
+        "chat.jsonl",
+        "2.38 M",
+        load,
+    ):
         assert words in parsed.texts, words
-    assert sum(event["tokens"] for event in events() if event["kind"] == "train") == 82_740 and "82.7 K" in parsed.texts
+    assert (
+        sum(event["tokens"] for event in events() if event["kind"] == "train") == 82_740
+        and "82.7 K" in parsed.texts
+    )
     assert f'aria-label="Training loss per step: {first:.3f} at step 1, {final:.3f} at step 40' in source
-    # layer 10: loads 5, 0, 7, 4 in each of 40 steps: mean 4, busiest 7 -> 7/4 - 1; p = 5/16, 7/16, 4/16: entropy 1.0717 of ln 4 = 1.3863
+    # layer 10: loads 5, 0, 7, 4 in each of 40 steps: mean 4, busiest 7 -> 7/4 - 1; p = 5/16, 7/16, 4/16:
+    # entropy 1.0717 of ln 4 = 1.3863
     assert parsed.tables["Expert load per layer"][1:] == [
-        ["2", "640", "0.00", "1.000", "0", "0.00", "0.0"], ["10", "640", "0.75", "0.773", "1", "0.75", "1.0"],
-    ]  # fmt: skip
+        ["2", "640", "0.00", "1.000", "0", "0.00", "0.0"],
+        ["10", "640", "0.75", "0.773", "1", "0.75", "1.0"],
+    ]
     assert "1.75 times at most, in layer 10. 1 of 8 experts got no token." in source
     once = "{0} (step 40)".format
     assert parsed.tables["Evaluations"] == [
@@ -277,7 +381,11 @@ def test_header_captions_and_expert_numbers_equal_the_events(run_dir: Path):
         ["held-out loss", "nats per token", *[once("0.4321")] * 4],
         ["style: answers that speak like Yoda", "%", *[once("0.987")] * 4],
     ]
-    assert parsed.tables["Resolved config"][1:] == [["model", "tiny-k2"], ["lora.rank", "16"], ["lora.note", HOSTILE]]
+    assert parsed.tables["Resolved config"][1:] == [
+        ["model", "tiny-k2"],
+        ["lora.rank", "16"],
+        ["lora.note", HOSTILE],
+    ]
     assert parsed.tables["Warnings of the run"][1:] == [["step 3", "row 17: 0 of 512 tokens supervised"]]
 
 
@@ -288,7 +396,9 @@ def test_the_same_folder_gives_the_same_page(run_dir: Path):
 
 
 def test_receipt_and_plan_files_come_before_their_events(run_dir: Path):
-    (run_dir / "receipt.json").write_text(json.dumps({"groups": {"only": {"parameters": 7, "trained": True, "moved": 0.0}}}))
+    (run_dir / "receipt.json").write_text(
+        json.dumps({"groups": {"only": {"parameters": 7, "trained": True, "moved": 0.0}}})
+    )
     (run_dir / "plan.json").write_text(json.dumps({"lines": ["peak 1.0 GiB <b>"]}))
     source, parsed = page(run_dir)
     assert parsed.tables["Receipt per module group"][1][0] == "only" and "Did not move: only." in parsed.texts
@@ -297,13 +407,21 @@ def test_receipt_and_plan_files_come_before_their_events(run_dir: Path):
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_short_killed_dense_run_says_what_is_missing(tmp_path: Path, steps: int):
-    lines = [{"kind": "start", "step": 0, "steps": 9, "model": "m", "data": "d"}, *(train_event(step, experts=False) for step in range(1, steps + 1))]
+    lines = [
+        {"kind": "start", "step": 0, "steps": 9, "model": "m", "data": "d"},
+        *(train_event(step, experts=False) for step in range(1, steps + 1)),
+    ]
     run_dir = write_run(tmp_path / "r", lines)
     with (run_dir / "events.jsonl").open("a") as file:
         file.write('{"kind": "train", "st')
     _, parsed = page(run_dir)
     said = " ".join(parsed.texts)
-    missing = ("No samples", "the model is dense", "No receipt", "Not in the run folder: plan and resolved config")
+    missing = (
+        "No samples",
+        "the model is dense",
+        "No receipt",
+        "Not in the run folder: plan and resolved config",
+    )
     for words in (*missing, f"unfinished: {steps} of 9 steps"):
         assert words in said
     assert ("No training step is in the events" in said) == (steps == 0)
@@ -342,7 +460,10 @@ def test_damaged_files_are_user_errors(run_dir: Path):
 
 def test_summary_lines(run_dir: Path):
     lines = summary_lines(run_dir)
-    assert lines[:2] == ["yoda: finished", "  tiny-k2 learnt 18 conversations of chat.jsonl in 1 min 20 s: style 0.99 %."]
+    assert lines[:2] == [
+        "yoda: finished",
+        "  tiny-k2 learnt 18 conversations of chat.jsonl in 1 min 20 s: style 0.99 %.",
+    ]
     joined = "\n".join(lines)
     losses = f"{train_event(1)['loss']:.3f} → {train_event(40)['loss']:.3f}"
     for words in (losses, "40 of 40", "max/mean 1.75 (layer 10), 1 dead", "warning, step 3: row 17"):
@@ -350,7 +471,12 @@ def test_summary_lines(run_dir: Path):
 
 
 def test_flatten_spells_flags():
-    assert flatten({"a": {"b": {"c": 1}}, "d": [1, "x"], "e": None, "f": {}}) == {"a.b.c": "1", "d": '[1, "x"]', "e": "null", "f": "{}"}
+    assert flatten({"a": {"b": {"c": 1}}, "d": [1, "x"], "e": None, "f": {}}) == {
+        "a.b.c": "1",
+        "d": '[1, "x"]',
+        "e": "null",
+        "f": "{}",
+    }
 
 
 def test_report_never_imports_torch(run_dir: Path):
@@ -364,14 +490,23 @@ def test_report_never_imports_torch(run_dir: Path):
 
 
 def huge(value: Any) -> Any:
-    """The value with every float and whole number in it as large as a float can be; steps, times and expert counts (which are refused) stay."""
+    """The value with every number in it as large as the schema takes it; steps, times and expert counts
+    stay."""
     if isinstance(value, dict):
-        return {key: item if key in ("step", "time", "steps", "expert_load") else huge(item) for key, item in value.items()}
+        return {
+            key: item if key in ("step", "time", "steps", "expert_load") else huge(item)
+            for key, item in value.items()
+        }
     if isinstance(value, list):
         return [huge(item) for item in value]
-    return 1.7e308 if isinstance(value, int | float) and not isinstance(value, bool) else value
+    return {int: 2**63 - 1, float: 1e300}.get(type(value), value)
 
 
-def test_a_run_whose_numbers_are_the_largest_there_are_has_a_report(tmp_path: Path):
+def test_a_run_whose_numbers_are_the_largest_that_the_schema_takes_has_a_report(tmp_path: Path):
     run = write_run(tmp_path / "run", [huge(event) for event in events(30)])
     assert write_report(run).is_file() and summary_lines(run)
+    beyond = write_run(tmp_path / "beyond", [train_event(1) | {"grad_norm": 1.7e308}])
+    with pytest.raises(
+        DataError, match=r"events\.jsonl line 1: train\.grad_norm is 1\.7e\+308: Input should be"
+    ):
+        write_report(beyond)

@@ -1,4 +1,5 @@
-"""Pictures: what is drawn is the data, the same data give the same bytes, and no fixed colour keeps them from dark paper."""
+"""Pictures: what is drawn is the data, the same data give the same bytes, and no fixed colour keeps them from
+dark paper."""
 
 from __future__ import annotations
 
@@ -12,7 +13,16 @@ from itertools import pairwise
 import pytest
 
 from unfreeze.core.errors import DataError
-from unfreeze.report.pictures import DEAD_RGB, VARIABLES, curve, heat_map, series, smooth, smoothing_window, thin
+from unfreeze.report.pictures import (
+    DEAD_RGB,
+    VARIABLES,
+    curve,
+    heat_map,
+    points_json,
+    smooth,
+    smoothing_window,
+    thin,
+)
 
 RED = [[False, False], [False, True]]
 POINTS = (list(range(1, 41)), [3.0 / step for step in range(1, 41)])
@@ -35,13 +45,17 @@ def test_thin_keeps_the_peaks():
 
 
 def test_same_data_same_bytes_and_ids_apart():
-    assert curve("a", POINTS, "alt", (300, 200), smoothed=True) == curve("a", POINTS, "alt", (300, 200), smoothed=True)
+    assert curve("a", POINTS, "alt", (300, 200), smoothed=True) == curve(
+        "a", POINTS, "alt", (300, 200), smoothed=True
+    )
     ids = [set(re.findall(r' id="([^"]+)"', curve(name, POINTS, "alt", (300, 200)))) for name in ("a", "b")]
     assert ids[0] and not ids[0] & ids[1]
 
 
 def test_colours_are_variables_and_text_is_text():
-    svg = curve("a", POINTS, 'alt "quoted"', (300, 200), smoothed=True, dots=([20], [0.4]), rings={2}, level=1.0)
+    svg = curve(
+        "a", POINTS, 'alt "quoted"', (300, 200), smoothed=True, dots=([20], [0.4]), rings={2}, level=1.0
+    )
     svg += heat_map("h", {"1": [1, 2], "2": [3, 0]}, RED, "alt", 350)
     assert not any(placeholder in svg for placeholder in VARIABLES)
     assert re.findall(r"#[0-9a-f]{6}\b(?!;? *\))", re.sub(r"url\(#\w+\)|base64,[^\"]*", "", svg)) == []
@@ -55,7 +69,9 @@ def test_labels_keep_their_digits():
 
 
 def test_memory_axis_has_round_numbers_of_its_unit():
-    svg = curve("a", ([1, 2], [400 * 2**20, 410 * 2**20]), "alt", (280, 190), from_zero=True, y_format="bytes")
+    svg = curve(
+        "a", ([1, 2], [400 * 2**20, 410 * 2**20]), "alt", (280, 190), from_zero=True, y_format="bytes"
+    )
     assert ">200 MiB<" in svg and ">400 MiB<" in svg
 
 
@@ -69,7 +85,9 @@ def test_heat_map_bitmap_is_the_load():
     """Decoded with Pillow: alpha is load over three times the mean, an expert that is to be red is red."""
     from PIL import Image
 
-    svg = heat_map("h", {"1": [4, 4, 4, 4], "2": [0, 1, 3, 12]}, [[False] * 4, [True, False, False, False]], "alt", 350)
+    svg = heat_map(
+        "h", {"1": [4, 4, 4, 4], "2": [0, 1, 3, 12]}, [[False] * 4, [True, False, False, False]], "alt", 350
+    )
     data = re.search(r"base64,([^\"]+)", svg)
     assert data
     image = Image.open(io.BytesIO(base64.b64decode(data[1]))).convert("RGBA")
@@ -89,7 +107,9 @@ def test_layers_with_different_numbers_of_experts_are_refused():
 
 
 def test_a_logarithmic_axis_has_equal_steps_for_equal_factors():
-    svg = curve("a", (list(range(1, 6)), [10.0 ** (2 - step) for step in range(1, 6)]), "alt", (300, 200), log_y=True)
+    svg = curve(
+        "a", (list(range(1, 6)), [10.0 ** (2 - step) for step in range(1, 6)]), "alt", (300, 200), log_y=True
+    )
     (d,) = re.findall(r'<path d="([^"]*)"[^>]*style="fill: none; stroke: var\(--accent\)', svg)
     ys = [float(y) for y in re.findall(r"[ML] [-\d.]+ ([-\d.]+)", d)]
     gaps = [after - before for before, after in pairwise(ys)]
@@ -97,7 +117,8 @@ def test_a_logarithmic_axis_has_equal_steps_for_equal_factors():
 
 
 def placed(svg: str, x: float, y: float) -> tuple[float, float]:
-    """Where page.js puts a value: a share of the way between the axes' ends, of logarithms on a logarithmic axis."""
+    """Where page.js puts a value: a share of the way between the axes' ends, of logarithms on a logarithmic
+    axis."""
     place = re.search(r'data-axes="([^"]+)"', svg)
     assert place
     left, top, right, bottom, x0, x1, y0, y1, x_log, y_log = map(float, place[1].split())
@@ -108,11 +129,13 @@ def placed(svg: str, x: float, y: float) -> tuple[float, float]:
     return left + (right - left) * share(x, x0, x1, x_log), bottom - (bottom - top) * share(y, y0, y1, y_log)
 
 
-@pytest.mark.parametrize("form", [{}, {"log_x": True}, {"log_y": True}, {"from_zero": True, "y_format": "bytes"}])
+@pytest.mark.parametrize(
+    "form", [{}, {"log_x": True}, {"log_y": True}, {"from_zero": True, "y_format": "bytes"}]
+)
 def test_what_is_told_under_the_pointer_lies_on_the_line(form: dict):
     points = ([1, 2, 5, 9, 12], [3e9, 1e9, 2e9, 5e8, 4e9])
     svg = curve("a", points, "alt", (760, 320), **form)
-    (told,) = json.loads(series({"memory": points, "absent": ([], [])}, form.get("y_format", "number")))
+    (told,) = json.loads(points_json({"memory": points, "absent": ([], [])}, form.get("y_format", "number")))
     (d,) = re.findall(r'<path d="([^"]*)"[^>]*style="fill: none; stroke: var\(--accent\)', svg)
     drawn = [(float(x), float(y)) for x, y in re.findall(r"[ML] ([-\d.]+) ([-\d.]+)", d)]
     assert told["x"] == points[0] and told["unit"] == (" GiB" if "y_format" in form else "")

@@ -1,4 +1,5 @@
-"""Reading a run back: EventLog is the writer and the oracle; only the half line of a killed run may be left out."""
+"""Reading a run back: EventLog is the writer and the oracle; only the half line of a killed run may be left
+out."""
 
 from __future__ import annotations
 
@@ -9,12 +10,16 @@ import pytest
 
 from unfreeze.core.errors import DataError
 from unfreeze.core.events import EventLog
+from unfreeze.core.schema import EndEvent, TrainEvent
 from unfreeze.report.events import data_lines, expert_load, last, read_events, sample_pairs, series, warnings
 
 
 def written(path: Path) -> list[dict]:
     log = EventLog(path)
-    events = [log.emit("train", step, loss=1.0 / step, expert_load={"10": [1, 0], "9": [step, 1]}) for step in (1, 2, 3)]
+    events = [
+        log.emit("train", step, loss=1.0 / step, grad_norm=None, expert_load={"10": [1, 0], "9": [step, 1]})
+        for step in (1, 2, 3)
+    ]
     log.close()
     return events
 
@@ -47,7 +52,9 @@ def test_broken_line_in_the_middle_is_an_error_with_its_number(tmp_path: Path):
         read_events(path)
 
 
-@pytest.mark.parametrize("line", ["[]", "3", '{"step": 1}', '{"kind": "train"}', '{"kind": "train", "step": "1"}'])
+@pytest.mark.parametrize(
+    "line", ["[]", "3", '{"step": 1}', '{"kind": "train"}', '{"kind": "train", "step": "1"}']
+)
 def test_line_that_is_no_event_is_an_error(tmp_path: Path, line: str):
     path = tmp_path / "events.jsonl"
     path.write_text(line + "\n")
@@ -61,15 +68,35 @@ def test_missing_file_is_a_user_error(tmp_path: Path):
 
 
 def test_series_leaves_out_absent_and_not_finite():
-    events = [json.loads(f'{{"kind": "train", "step": {step}, "loss": {loss}}}') for step, loss in ((1, "2"), (2, "NaN"), (3, "null"), (4, "1.5"))]
-    assert series([*events, {"kind": "eval", "step": 4, "loss": 9.0}], "train", "loss") == ([1, 4], [2.0, 1.5])
-    assert last(events, "train") is events[-1] and last(events, "end") is None
+    events = [
+        json.loads(f'{{"kind": "train", "step": {step}, "loss": {loss}}}')
+        for step, loss in ((1, "2"), (2, "NaN"), (3, "null"), (4, "1.5"))
+    ]
+    assert series([*events, {"kind": "eval", "step": 4, "loss": 9.0}], "train", "loss") == (
+        [1, 4],
+        [2.0, 1.5],
+    )
+    assert last(events, TrainEvent) is events[-1] and last(events, EndEvent) is None
+
+
+@pytest.mark.parametrize("value", ['"2"', "NaN", "Infinity", "1e301", "true", "[1]"])
+def test_a_value_of_another_type_is_an_error_with_its_line_kind_and_field(tmp_path: Path, value: str):
+    path = tmp_path / "events.jsonl"
+    written(path)
+    path.write_bytes(path.read_bytes() + f'{{"kind": "train", "step": 4, "loss": {value}}}\n'.encode())
+    with pytest.raises(DataError, match=r"line 4: train\.loss is .*: Input should be a"):
+        read_events(path)
 
 
 def test_expert_load_is_the_sum_in_numeric_order(tmp_path: Path):
     assert list(expert_load(written(tmp_path / "e.jsonl")).items()) == [("9", [6, 3]), ("10", [3, 0])]
     with pytest.raises(DataError, match="layer 1 has 2 experts at step 2, 3 before"):
-        expert_load([{"kind": "train", "step": 1, "expert_load": {"1": [1, 1, 1]}}, {"kind": "train", "step": 2, "expert_load": {"1": [1, 1]}}])
+        expert_load(
+            [
+                {"kind": "train", "step": 1, "expert_load": {"1": [1, 1, 1]}},
+                {"kind": "train", "step": 2, "expert_load": {"1": [1, 1]}},
+            ]
+        )
 
 
 def test_samples_are_paired_by_prompt():
@@ -85,9 +112,14 @@ def test_samples_are_paired_by_prompt():
 
 def test_two_rows_with_the_same_question_are_two_samples():
     sample = {"kind": "sample", "step": 0, "prompt": "a"}
-    events = [sample | {"index": i, "when": when, "text": f"{when} {i}"} for when in ("before", "after") for i in (0, 1)]
+    events = [
+        sample | {"index": i, "when": when, "text": f"{when} {i}"}
+        for when in ("before", "after")
+        for i in (0, 1)
+    ]
     assert sample_pairs(events) == [("a", "before 0", "after 0"), ("a", "before 1", "after 1")]
-    assert len(sample_pairs([{k: v for k, v in e.items() if k != "index"} for e in events])) == 1  # control: without the index they merge
+    # control: without the index they merge
+    assert len(sample_pairs([{k: v for k, v in e.items() if k != "index"} for e in events])) == 1
 
 
 def test_data_lines_name_the_first_rows_left_out():
@@ -95,9 +127,16 @@ def test_data_lines_name_the_first_rows_left_out():
     account = {"kind": "data", "step": 0, "summary": "100 rows", "dropped": 30, "bad": 2, "listed": listed}
     more = "left out: 29 more rows; events.jsonl names the first 20"
     assert data_lines([account]) == ["100 rows", *(f"left out: row {row}: empty" for row in (1, 2, 3)), more]
-    assert data_lines([account | {"dropped": 0, "bad": 0, "listed": []}]) == ["100 rows"] and data_lines([]) == []
+    assert (
+        data_lines([account | {"dropped": 0, "bad": 0, "listed": []}]) == ["100 rows"]
+        and data_lines([]) == []
+    )
 
 
 def test_warnings_of_both_kinds():
-    events = [{"kind": "warning", "step": 3, "message": "x"}, {"kind": "load", "step": 0, "warning": "y"}, {"kind": "train", "step": 4}]
+    events = [
+        {"kind": "warning", "step": 3, "message": "x"},
+        {"kind": "load", "step": 0, "warning": "y"},
+        {"kind": "train", "step": 4},
+    ]
     assert warnings(events) == [(3, "x"), (0, "y")]

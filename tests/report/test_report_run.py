@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from unfreeze.report.run import decimal_bytes, expert_balance, facts, load_words, read_run, result_words, started
+from unfreeze.core.errors import DataError
+from unfreeze.report.run import (
+    decimal_bytes,
+    expert_balance,
+    facts,
+    load_words,
+    read_run,
+    result_words,
+    started,
+)
 
 
 def made(folder: Path, *more: dict) -> Path:
@@ -56,8 +66,36 @@ def test_the_speed_is_that_of_all_steps_whatever_the_last_session_says(tmp_path:
 def test_a_load_that_lost_precision_says_so():
     load = {"bytes": 2e9, "seconds": 1.0, "expanded_bytes": 0}
     assert load_words(load | {"rounded": 0}) == load_words(load) == "2.00 GB at 2.00 GB/s"
-    assert load_words(load | {"rounded": 12}) == "2.00 GB at 2.00 GB/s; 12 tensors rounded to the dtype of the computation"
+    assert (
+        load_words(load | {"rounded": 12})
+        == "2.00 GB at 2.00 GB/s; 12 tensors rounded to the dtype of the computation"
+    )
 
 
 def test_decimal_bytes():
     assert [decimal_bytes(size) for size in (7_340_032, 9.2e8, 5.95e11)] == ["7.3 MB", "0.92 GB", "595.00 GB"]
+
+
+@pytest.mark.parametrize(
+    ("file", "damaged", "words"),
+    [
+        ("plan.json", {"lines": 5}, "plan.lines is 5"),
+        ("plan.json", {"terms": {"base": 1.5}}, "plan.terms.base is 1.5"),
+        ("receipt.json", {"groups": {"mlp": 3}}, "receipt.groups.mlp is 3"),
+        ("receipt.json", {"groups": {"mlp": {"moved": "x"}}}, "receipt.groups.mlp.moved is 'x'"),
+        ("receipt.json", {"exceptions": [{"why": "not moved"}]}, "receipt.exceptions.0.group is missing"),
+    ],
+)
+def test_a_damaged_plan_or_receipt_is_refused_by_its_field(
+    tmp_path: Path, file: str, damaged: dict, words: str
+):
+    (made(tmp_path) / file).write_text(json.dumps(damaged))
+    with pytest.raises(DataError, match=re.escape(f"{tmp_path / file}: {words}")):
+        read_run(tmp_path)
+
+
+def test_a_plan_and_a_receipt_of_another_version_are_read(tmp_path: Path):
+    (made(tmp_path) / "plan.json").write_text(json.dumps({"total": 10, "speed": "?"}))
+    (tmp_path / "receipt.json").write_text(json.dumps({"groups": {"mlp": {"moved": 0.5, "norm": "?"}}}))
+    run = read_run(tmp_path)
+    assert run.plan == {"total": 10, "speed": "?"} and run.groups["mlp"].get("moved") == 0.5

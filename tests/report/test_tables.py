@@ -6,19 +6,37 @@ import io
 
 from rich.console import Console
 
-from unfreeze.report.tables import align, left_out, plan_lines, receipt_rows, receipt_table, receipt_text, standing_still, trained_parameters
+from unfreeze.report.tables import (
+    align,
+    left_out,
+    plan_lines,
+    receipt_rows,
+    receipt_table,
+    receipt_text,
+    standing_still,
+    trained_parameters,
+)
 
 GROUPS = {
-    "attention": {"parameters": 412_672, "trained": True, "grad_norm": 0.41234, "moved": 3.12e-7, "output_change": 0.00211,
-                  "sites": 16, "sites_reached": 15, "sites_moved": 14},
+    "attention": {
+        "parameters": 412_672,
+        "trained": True,
+        "grad_norm": 0.41234,
+        "moved": 3.12e-7,
+        "output_change": 0.00211,
+        "sites": 16,
+        "sites_reached": 15,
+        "sites_moved": 14,
+    },
     "[router]": {"parameters": 8_192, "trained": False},
 }
 
 
 def test_receipt_rows():
     assert receipt_rows(GROUPS) == [
-        ("attention", "412,672", "yes", "14 of 15", "0.412", "3.12e-07", "0.00211"), ("[router]", "8,192", "no", "–", "–", "–", "–")
-    ]  # fmt: skip
+        ("attention", "412,672", "yes", "14 of 15", "0.412", "3.12e-07", "0.00211"),
+        ("[router]", "8,192", "no", "–", "–", "–", "–"),
+    ]
     assert trained_parameters(GROUPS) == 412_672
     assert trained_parameters({"a": {"parameters": 10, "trained": 4}}) == 4
 
@@ -26,7 +44,9 @@ def test_receipt_rows():
 def test_standing_still_names_only_trained_groups_that_did_not_move():
     assert standing_still(GROUPS) == []
     # control arm: the fault planted
-    assert standing_still(GROUPS | {"experts": {"parameters": 5, "trained": True, "moved": 0.0}, "head": {"trained": True}}) == ["experts", "head"]
+    assert standing_still(
+        GROUPS | {"experts": {"parameters": 5, "trained": True, "moved": 0.0}, "head": {"trained": True}}
+    ) == ["experts", "head"]
 
 
 def test_a_group_that_no_gradient_was_due_to_does_not_stand_still():
@@ -34,11 +54,17 @@ def test_a_group_that_no_gradient_was_due_to_does_not_stand_still():
 
 
 def test_left_out_names_the_faults_first_ones_in_full():
-    entry = {"group": "experts", "sites": "model.layers.1.mlp.experts.0-31.down_proj", "count": 32, "why": "no gradient"}
+    entry = {
+        "group": "experts",
+        "sites": "model.layers.1.mlp.experts.0-31.down_proj",
+        "count": 32,
+        "why": "no gradient",
+    }
     one = {"group": "attention", "sites": "model.layers.1.self_attn.q_b_proj", "count": 1, "why": "not moved"}
     assert left_out([entry, one, {**one, "why": "gradient below 1e-8, no movement"}]) == [
-        "no gradient: model.layers.1.mlp.experts.0-31.down_proj (32 matrices)", "not moved: model.layers.1.self_attn.q_b_proj"
-    ]  # fmt: skip
+        "no gradient: model.layers.1.mlp.experts.0-31.down_proj (32 matrices)",
+        "not moved: model.layers.1.self_attn.q_b_proj",
+    ]
     assert left_out([one] * 10)[-1] == "and 2 more entries: receipt.json" and left_out([]) == []
 
 
@@ -54,8 +80,11 @@ def test_receipt_text_is_aligned_and_the_rich_table_has_the_same_cells():
 
 def test_plan_lines():
     assert plan_lines({"lines": ["a", "b"], "terms": {"x": 1}}) == ["a", "b"]
-    assert plan_lines({"terms": {"base": 1024, "adapter": 512}}) == ["base     1.0 KiB", "adapter    512 B", "total    1.5 KiB"]
-    assert plan_lines({"lines": 5, "terms": {"base": 1024}})[0] == "base   1.0 KiB"  # a damaged plan.json
+    assert plan_lines({"terms": {"base": 1024, "adapter": 512}}) == [
+        "base     1.0 KiB",
+        "adapter    512 B",
+        "total    1.5 KiB",
+    ]
     assert plan_lines(None) == plan_lines({}) == plan_lines({"terms": {}}) == []
 
 
@@ -64,8 +93,20 @@ def test_align():
 
 
 def test_the_table_shows_the_whole_names_of_the_groups_in_80_columns():
-    row = {"parameters": 1_179_648, "trained": 442_000, "sites": 144, "sites_reached": 144, "sites_moved": 144, "grad_norm": 2.53,
-           "moved": 0.0886, "output_change": 0.219}  # fmt: skip
+    row = {
+        "parameters": 1_179_648,
+        "trained": 442_000,
+        "sites": 144,
+        "sites_reached": 144,
+        "sites_moved": 144,
+        "grad_norm": 2.53,
+        "moved": 0.0886,
+        "output_change": 0.219,
+    }
     out = io.StringIO()
     Console(file=out, width=80).print(receipt_table({"shared_experts": row, "attention": row}))
-    assert "shared_experts" in out.getvalue() and "144 of 144" in out.getvalue() and "\u2026" not in out.getvalue()
+    assert (
+        "shared_experts" in out.getvalue()
+        and "144 of 144" in out.getvalue()
+        and "\u2026" not in out.getvalue()
+    )

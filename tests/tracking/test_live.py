@@ -1,4 +1,5 @@
-"""Live progress: plain lines off a terminal, a bar on one, silence when quiet, and a terminal that is left as it was found."""
+"""Live progress: plain lines off a terminal, a bar on one, silence when quiet, and a terminal that is left as
+it was found."""
 
 from __future__ import annotations
 
@@ -26,7 +27,15 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 
 def train(step: int, seconds: float = 1.0) -> dict:
-    return {"kind": "train", "step": step, "time": 100.0 + step, "loss": 1.5, "tokens": 500, "seconds": seconds, "peak_bytes": 2**30}
+    return {
+        "kind": "train",
+        "step": step,
+        "time": 100.0 + step,
+        "loss": 1.5,
+        "tokens": 500,
+        "seconds": seconds,
+        "peak_bytes": 2**30,
+    }
 
 
 def test_plain_lines_first_last_and_every_five_seconds():
@@ -35,7 +44,8 @@ def test_plain_lines_first_last_and_every_five_seconds():
         for step in range(1, 13):
             progress(train(step))
     assert [line.split()[1] for line in out.getvalue().splitlines()] == ["1/12", "6/12", "11/12", "12/12"]
-    assert out.getvalue().splitlines()[0] == "step 1/12  loss 1.500  500 tokens/s  1.0 GiB"  # no forecast from a step that compiles
+    # no forecast from a step that compiles
+    assert out.getvalue().splitlines()[0] == "step 1/12  loss 1.500  500 tokens/s  1.0 GiB"
     assert out.getvalue().splitlines()[1] == "step 6/12  loss 1.500  6.0 s left  500 tokens/s  1.0 GiB"
     assert "\x1b" not in out.getvalue()
 
@@ -55,9 +65,26 @@ def test_other_events_are_said_once():
     progress = LiveProgress(0, stream=out)
     progress({"kind": "plan", "step": 0, "lines": ["peak 1.0 GiB"]})
     progress({"kind": "start", "step": 4, "steps": 8, "resumed": True})
-    progress({"kind": "data", "step": 0, "summary": "3 rows, 1 dropped", "dropped": 1, "bad": 0, "listed": [{"row": 2, "reason": "row 2: empty"}]})
-    progress({"kind": "load", "step": 0, "bytes": 2_000_000_000, "seconds": 1.0, "expanded_bytes": 8_000_000_000})
-    progress({"kind": "receipt", "step": 5, "groups": {"attention": {"parameters": 10, "trained": True, "moved": 0.1}}})
+    progress(
+        {
+            "kind": "data",
+            "step": 0,
+            "summary": "3 rows, 1 dropped",
+            "dropped": 1,
+            "bad": 0,
+            "listed": [{"row": 2, "reason": "row 2: empty"}],
+        }
+    )
+    progress(
+        {"kind": "load", "step": 0, "bytes": 2_000_000_000, "seconds": 1.0, "expanded_bytes": 8_000_000_000}
+    )
+    progress(
+        {
+            "kind": "receipt",
+            "step": 5,
+            "groups": {"attention": {"parameters": 10, "trained": True, "moved": 0.1}},
+        }
+    )
     progress({"kind": "eval", "step": 8, "time": 3.0, "loss": 0.25, "style": 0.5})
     progress({"kind": "save", "step": 8, "path": "runs/[a]/state"})
     progress({"kind": "warning", "step": 8, "message": "one row skipped"})
@@ -74,7 +101,8 @@ def test_other_events_are_said_once():
 def test_bar_on_a_terminal_and_the_cursor_back_after_ctrl_c(terminal: Terminal):
     with pytest.raises(KeyboardInterrupt), LiveProgress(3, stream=terminal) as progress:
         progress(train(1))
-        assert HIDE_CURSOR in terminal.getvalue() and SHOW_CURSOR not in terminal.getvalue()  # control arm: it was really hidden
+        # control arm: it was really hidden
+        assert HIDE_CURSOR in terminal.getvalue() and SHOW_CURSOR not in terminal.getvalue()
         raise KeyboardInterrupt
     assert terminal.getvalue().rindex(SHOW_CURSOR) > terminal.getvalue().rindex(HIDE_CURSOR)
     assert "step 1/3" in terminal.getvalue() and "loss 1.500" in terminal.getvalue()
@@ -89,7 +117,8 @@ def test_standard_output_is_left_alone(terminal: Terminal, capsys: pytest.Captur
     before = sys.stdout
     with LiveProgress(3, stream=terminal) as progress:
         progress(train(1))
-        assert sys.stdout is before  # rich would redirect it, and the line of --json would end in the progress stream
+        # rich would redirect it, and the line of --json would end in the progress stream
+        assert sys.stdout is before
         print("result")
     assert capsys.readouterr().out == "result\n"
 
@@ -111,22 +140,43 @@ def test_load_progress_bar(terminal: Terminal):
 
 
 @pytest.mark.parametrize("columns", [80, 60])
-def test_the_bar_shows_step_epoch_loss_and_time_left_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, columns: int):
+def test_the_bar_shows_step_epoch_loss_and_time_left_on_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, columns: int
+):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", str(columns))
     terminal = Terminal()
     with LiveProgress(9500, stream=terminal) as progress:
-        progress({"kind": "data", "step": 0, "rows": 4, "tokens": 1000, "supervised_fraction": 0.5, "summary": ""})
+        progress(
+            {"kind": "data", "step": 0, "rows": 4, "tokens": 1000, "supervised_fraction": 0.5, "summary": ""}
+        )
         for step in range(1, 4):
             progress(train(step) | {"loss": 10.72})
     last = terminal.getvalue().split("\r")[-2].split("\n")[-1]
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", last)
-    assert all(words in shown for words in ("step 3/9500", "epoch 1.5", "loss 10.720", "2 h 38 min left")) and len(shown) <= columns
+    assert (
+        all(words in shown for words in ("step 3/9500", "epoch 1.5", "loss 10.720", "2 h 38 min left"))
+        and len(shown) <= columns
+    )
 
 
 def test_a_run_starts_in_five_lines_and_the_whole_plan_is_there_on_request():
-    plan = {"kind": "plan", "step": 0, "lines": [f"term {i}" for i in range(16)], "start": ["model: m", "memory: 1 MiB", "trains: all"]}
-    data = {"kind": "data", "step": 0, "rows": 60, "tokens": 1470, "supervised_fraction": 0.48, "truncated": 0, "bad": 2, "summary": "long"}
+    plan = {
+        "kind": "plan",
+        "step": 0,
+        "lines": [f"term {i}" for i in range(16)],
+        "start": ["model: m", "memory: 1 MiB", "trains: all"],
+    }
+    data = {
+        "kind": "data",
+        "step": 0,
+        "rows": 60,
+        "tokens": 1470,
+        "supervised_fraction": 0.48,
+        "truncated": 0,
+        "bad": 2,
+        "summary": "long",
+    }
     load = {"kind": "load", "step": 0, "bytes": 10**6, "seconds": 1.0, "expanded_bytes": 10**6}
     said = {}
     for whole in (False, True):
@@ -142,9 +192,19 @@ def test_a_run_starts_in_five_lines_and_the_whole_plan_is_there_on_request():
 
 def test_the_receipt_has_a_title_and_a_verdict():
     out = io.StringIO()
-    groups = {"attention": {"trained": 8, "moved": 0.1, "sites_reached": 4, "sites_moved": 4}, "norms": {"trained": 0}}
+    groups = {
+        "attention": {"trained": 8, "moved": 0.1, "sites_reached": 4, "sites_moved": 4},
+        "norms": {"trained": 0},
+    }
     LiveProgress(0, stream=out)({"kind": "receipt", "step": 1, "groups": groups, "exceptions": []})
-    assert out.getvalue().startswith("receipt of step 1: all 4 matrices that a gradient came to moved; frozen: norms\n")
-    dead = {"group": "attention", "sites": "model.layers.1.self_attn.q_b_proj", "count": 1, "why": "no gradient"}
+    assert out.getvalue().startswith(
+        "receipt of step 1: all 4 matrices that a gradient came to moved; frozen: norms\n"
+    )
+    dead = {
+        "group": "attention",
+        "sites": "model.layers.1.self_attn.q_b_proj",
+        "count": 1,
+        "why": "no gradient",
+    }
     LiveProgress(0, stream=out)({"kind": "receipt", "step": 1, "groups": groups, "exceptions": [dead]})
     assert "receipt of step 1: no gradient: model.layers.1.self_attn.q_b_proj" in out.getvalue()

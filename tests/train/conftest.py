@@ -1,7 +1,9 @@
-"""A stand-in for models.Decoder, small enough to read: embedding, residual layers with a top-1 mixture of experts, norm-less head.
+"""A stand-in for models.Decoder, small enough to read: embedding, residual layers with a top-1 mixture of
+experts, norm-less head.
 
-It keeps the Decoder's contract that train/ relies on: hidden(batch, through), lm_head, moe_layers(), counts_E that a recomputation
-doesn't count again, e_score_correction_bias, device. test_real_decoder.py repeats the central claims with the real one.
+It keeps the Decoder's contract that train/ relies on: hidden(batch, through), lm_head, moe_layers(), counts_E
+that a recomputation doesn't count again, e_score_correction_bias, device. test_real_decoder.py repeats the
+central claims with the real one.
 """
 
 from __future__ import annotations
@@ -50,7 +52,14 @@ class TinyMoE(nn.Module):
 
 
 class TinyModel(nn.Module):
-    def __init__(self, *, layers: int = 2, dtype: torch.dtype = torch.float32, seed: int = 0, counts_recompute: bool = False):
+    def __init__(
+        self,
+        *,
+        layers: int = 2,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+        counts_recompute: bool = False,
+    ):
         super().__init__()
         torch.manual_seed(seed)
         self.embed = nn.Embedding(VOCAB, WIDTH)
@@ -69,10 +78,10 @@ class TinyModel(nn.Module):
     def moe_layers(self) -> dict[int, Any]:
         return dict(enumerate(self.layers))
 
-    def hidden(self, batch: Batch, through: Callable[..., Tensor]) -> Tensor:
+    def hidden(self, batch: Batch, recompute: Callable[..., Tensor]) -> Tensor:
         x_TD, routes = self.embed(batch.tokens_T), {}
         for layer in self.layers:
-            x_TD = through(layer, x_TD, routes)
+            x_TD = recompute(layer, x_TD, routes)
         return x_TD
 
 
@@ -88,7 +97,9 @@ def make_batch(lengths: list[int], supervised: list[int], seed: int) -> Batch:
     """Documents of the given lengths, of which the last `supervised` positions each carry weight 1."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCAB, (sum(lengths),), generator=generator)
-    weights = torch.cat([torch.cat([torch.zeros(n - k), torch.ones(k)]) for n, k in zip(lengths, supervised, strict=True)])
+    weights = torch.cat(
+        [torch.cat([torch.zeros(n - k), torch.ones(k)]) for n, k in zip(lengths, supervised, strict=True)]
+    )
     positions = torch.cat([torch.arange(n) for n in lengths])
     starts = torch.tensor([sum(lengths[:i]) for i in range(len(lengths))])
     # a function of the token, so that there is something to learn
@@ -96,7 +107,8 @@ def make_batch(lengths: list[int], supervised: list[int], seed: int) -> Batch:
 
 
 def endless(start: dict[str, Any] | None = None) -> Iterator[tuple[Batch, dict[str, Any]]]:
-    """Batches whose content follows from their position, as data.Batches does: each with the cursor of the one after it."""
+    """Batches whose content follows from their position, as data.Batches does: each with the cursor of the
+    one after it."""
     position = start["position"] if start else 0
     while True:
         batch = make_batch([9, 14, 5], [3, 6, 5], seed=position)
@@ -107,5 +119,11 @@ def endless(start: dict[str, Any] | None = None) -> Iterator[tuple[Batch, dict[s
 @pytest.fixture
 def tiny() -> SimpleNamespace:
     return SimpleNamespace(
-        Model=TinyModel, plain=plain, recompute=recompute, make_batch=make_batch, endless=endless, VOCAB=VOCAB, EXPERTS=EXPERTS
+        Model=TinyModel,
+        plain=plain,
+        recompute=recompute,
+        make_batch=make_batch,
+        endless=endless,
+        VOCAB=VOCAB,
+        EXPERTS=EXPERTS,
     )

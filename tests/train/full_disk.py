@@ -1,4 +1,5 @@
-"""A script for test_full_disk.py, run as root of a user namespace of its own: real runs on a tmpfs of a few hundred kilobytes. Prints JSON."""
+"""A script for test_full_disk.py, run as root of a user namespace of its own: real runs on a tmpfs of a few
+hundred kilobytes. Prints JSON."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def fill(folder: Path, leave: int) -> Path:
 
 
 def loop(folder: Path, on_full_disk: str, full_from: int = 3, room_from: int = 5) -> dict[str, Any]:
-    """6 steps of the stand-in model, a save after each; the disk is full from the end of one step to the end of another."""
+    """6 steps of the stand-in model, a save after each; the disk is full from the end of one step to the end
+    of another."""
 
     def disk(state: Any, result: Any) -> None:
         if state.step == full_from:
@@ -55,7 +57,15 @@ def loop(folder: Path, on_full_disk: str, full_from: int = 3, room_from: int = 5
         model = tiny.TinyModel()
         state = start_or_resume(run, model, optimizer=AdamW(model), schedule=Schedule(1e-2, 6))
         try:
-            fit(state, tiny.endless(state.cursor), cross_entropy, through=tiny.plain, save_every=1, on_full_disk=on_full_disk, on_step=[disk])
+            fit(
+                state,
+                tiny.endless(state.cursor),
+                cross_entropy,
+                recompute=tiny.plain,
+                save_every=1,
+                on_full_disk=on_full_disk,
+                on_step=[disk],
+            )
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
     (folder / "ballast").unlink(missing_ok=True)
@@ -64,7 +74,10 @@ def loop(folder: Path, on_full_disk: str, full_from: int = 3, room_from: int = 5
     return {
         "said": said,
         "left": sorted(path.name for path in (folder / "run" / "state").iterdir()),
-        "whole": save is not None and sorted(path.name for path in save.iterdir()) == ["state.json", "tensors.safetensors"],
+        "whole": (
+            save is not None
+            and sorted(path.name for path in save.iterdir()) == ["state.json", "tensors.safetensors"]
+        ),
         "warnings": [[event["step"], event["message"]] for event in events if event["kind"] == "warning"],
         "losses": train_losses(folder / "run"),
     }

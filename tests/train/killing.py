@@ -1,7 +1,9 @@
-"""A script for test_kill.py: one process that imports everything once, then forks children and kills them with SIGKILL.
+"""A script for test_kill.py: one process that imports everything once, then forks children and kills them
+with SIGKILL.
 
-A child can be told to die right before its n-th file operation under a folder (open for writing, write of a tensor, fsync, rename, mkdir,
-remove), so that every moment of a save can be hit; or it is killed by the parent's clock. Prints one JSON object.
+A child can be told to die right before its n-th file operation under a folder (open for writing, write of a
+tensor, fsync, rename, mkdir, remove), so that every moment of a save can be hit; or it is killed by the
+parent's clock. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-OPERATIONS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir")  # what CPython audits; os.fsync and the write of a tensor are added
+# what CPython audits; os.fsync and the write of a tensor are added
+OPERATIONS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir")
 
 
 class FileOperations:
-    """Counts what this process does to files under `folder`, and calls `before(number, operation)` ahead of each. It stays for good."""
+    """Counts what this process does to files under `folder`, and calls `before(number, operation)` ahead of
+    each. It stays for good."""
 
     def __init__(self, folder: Path, before: Callable[[int, str], None]):
         from unfreeze.checkpoint import save as writing
@@ -57,7 +61,8 @@ def die() -> None:
 
 
 def forked(work: Callable[[], int], kill_after: Callable[[], None] | None = None) -> int:
-    """Exit code of `work` in a child (minus the signal's number where one ended it); killed when `kill_after`, a wait, returns."""
+    """Exit code of `work` in a child (minus the signal's number where one ended it); killed when
+    `kill_after`, a wait, returns."""
     child = os.fork()
     if child == 0:
         signal.alarm(120)  # a child that hangs ends as an error, not as a test that never ends
@@ -75,7 +80,8 @@ def forked(work: Callable[[], int], kill_after: Callable[[], None] | None = None
 
 
 def one_run_killed_often(command: list[str], out: Path, kills: int, seed: int) -> dict[str, Any]:
-    """`unfreeze COMMAND --out out/straight` once in peace; the same into out/killed, killed `kills` times, then left alone."""
+    """`unfreeze COMMAND --out out/straight` once in peace; the same into out/killed, killed `kills` times,
+    then left alone."""
     from unfreeze import cli
 
     def run(name: str, *more: str) -> int:
@@ -90,7 +96,8 @@ def one_run_killed_often(command: list[str], out: Path, kills: int, seed: int) -
         return run("killed")
 
     def wait_for_steps(steps: int) -> None:
-        """Until the child has so many more train events (0: it is still loading), and a moment longer than that."""
+        """Until the child has so many more train events (0: it is still loading), and a moment longer than
+        that."""
         log = out / "killed" / "events.jsonl"
         until, deadline = count_steps(log) + steps, time.monotonic() + 60
         while steps and count_steps(log) < until and time.monotonic() < deadline:
@@ -108,10 +115,12 @@ def one_run_killed_often(command: list[str], out: Path, kills: int, seed: int) -
 
 
 def every_moment_of_a_save(folder: Path, bug: str) -> dict[str, Any]:
-    """A run of the stand-in model, killed before each file operation of its third save (keep 1, so that it prunes too), then gone on with;
+    """A run of the stand-in model, killed before each file operation of its third save (keep 1, so that it
+    prunes too), then gone on with;
     of many operations of one kind in a row only before the first and the last.
 
-    -> {"operations": [...], "left": [step of the latest save after the kill, or the error], "losses": [[...] of steps 1 to 4, or the error]}
+    -> {"operations": [...], "left": [step of the latest save after the kill, or the error], "losses": [[...]
+    of steps 1 to 4, or the error]}
     """
     import torch._dynamo  # noqa: F401 (torch's optimizers import it at their first step, over a second in each child)
 
@@ -132,7 +141,14 @@ def every_moment_of_a_save(folder: Path, bug: str) -> dict[str, Any]:
             model = tiny.TinyModel(layers=1)
             state = module.start_or_resume(run, model, optimizer=AdamW(model), schedule=Schedule(1e-2, 4))
             watch(state)
-            fit(state, tiny.endless(state.cursor), cross_entropy, through=tiny.plain, save_every=1, keep_saves=1)
+            fit(
+                state,
+                tiny.endless(state.cursor),
+                cross_entropy,
+                recompute=tiny.plain,
+                save_every=1,
+                keep_saves=1,
+            )
         return 0
 
     def killed_at(path: Path, number: int) -> int:
@@ -153,11 +169,15 @@ def every_moment_of_a_save(folder: Path, bug: str) -> dict[str, Any]:
     assert forked(lambda: killed_at(folder / "0", 0)) == 0
     operations = (folder / "0" / "operations").read_text().split()
     padded = ["", *operations, ""]
-    moments = [n for n in range(1, len(operations) + 1) if not padded[n - 1] == padded[n] == padded[n + 1]]  # of many writes the first and last
+    # of many writes the first and last
+    moments = [n for n in range(1, len(operations) + 1) if not padded[n - 1] == padded[n] == padded[n + 1]]
     left, losses = [], []
     for number in moments if bug == "none" else moments[::4]:
         path = folder / str(number)
-        assert forked(lambda path=path, number=number: killed_at(path, number)) == -signal.SIGKILL, (number, operations)
+        assert forked(lambda path=path, number=number: killed_at(path, number)) == -signal.SIGKILL, (
+            number,
+            operations,
+        )
         code = forked(lambda path=path: run_in(path))
         left.append(int((path / "left").read_text()) if code == 0 else "unreadable")
         losses.append(train_losses(path) if code == 0 else "unreadable")

@@ -29,9 +29,11 @@ def test_bias_moves_by_rate_against_the_load(tiny: SimpleNamespace):
     assert balance.tensors()["balance.0"] is biases[0]
 
 
-@pytest.mark.parametrize("through", ["plain", "recompute"])
+@pytest.mark.parametrize("recompute", ["plain", "recompute"])
 @pytest.mark.parametrize("micro_batches", [1, 4])
-def test_one_update_per_step_from_the_counts_of_all_micro_batches(tiny: SimpleNamespace, tmp_path, through: str, micro_batches: int):
+def test_one_update_per_step_from_the_counts_of_all_micro_batches(
+    tiny: SimpleNamespace, tmp_path, recompute: str, micro_batches: int
+):
     model = tiny.Model()
     balance = LossFreeBalance(model, rate=0.5)
     loads = []
@@ -43,14 +45,26 @@ def test_one_update_per_step_from_the_counts_of_all_micro_batches(tiny: SimpleNa
                 model.hidden(tiny.make_batch([50], [50], seed), tiny.plain)
 
     with Run(tmp_path, {}) as run:
-        state = start_or_resume(run, model, optimizer=AdamW(model), schedule=Schedule(1e-2, 5), after_update=[balance])
+        state = start_or_resume(
+            run, model, optimizer=AdamW(model), schedule=Schedule(1e-2, 5), after_update=[balance]
+        )
         fit(
-            state, tiny.endless(), cross_entropy, through=getattr(tiny, through), micro_batches=micro_batches, on_step=[evaluate_in_between]
+            state,
+            tiny.endless(),
+            cross_entropy,
+            recompute=getattr(tiny, recompute),
+            micro_batches=micro_batches,
+            on_step=[evaluate_in_between],
         )
     assert balance.num_updates == 5
-    assert [sum(load) for step in loads for load in step.values()] == [28 * micro_batches] * 10  # 28 tokens a batch, top-1, 2 layers
+    assert [sum(load) for step in loads for load in step.values()] == [
+        28 * micro_batches
+    ] * 10  # 28 tokens a batch, top-1, 2 layers
     for layer, bias in balance.biases.items():
-        expected = sum(0.5 * (sum(load[layer]) / 4 - torch.tensor(load[layer], dtype=torch.float64)).sign() for load in loads)
+        expected = sum(
+            0.5 * (sum(load[layer]) / 4 - torch.tensor(load[layer], dtype=torch.float64)).sign()
+            for load in loads
+        )
         assert torch.equal(bias.double(), expected)
 
 
@@ -59,7 +73,13 @@ def test_control_arm_a_recompute_that_counts_again_is_seen(tiny: SimpleNamespace
     loads = []
     with Run(tmp_path, {}) as run:
         state = start_or_resume(run, model, optimizer=AdamW(model), schedule=Schedule(1e-2, 1))
-        fit(state, tiny.endless(), cross_entropy, through=tiny.recompute, on_step=[lambda _, result: loads.append(result.expert_load)])
+        fit(
+            state,
+            tiny.endless(),
+            cross_entropy,
+            recompute=tiny.recompute,
+            on_step=[lambda _, result: loads.append(result.expert_load)],
+        )
     assert sum(loads[0][0]) != 28
 
 
@@ -72,7 +92,8 @@ def test_control_arm_evaluation_leaks_where_counts_are_not_cleared(tiny: SimpleN
 
 
 def test_it_balances(tiny: SimpleNamespace):
-    """A router that sends most tokens to one expert: after 200 updates of 0.01 the largest load is within 1.5 times the mean."""
+    """A router that sends most tokens to one expert: after 200 updates of 0.01 the largest load is within 1.5
+    times the mean."""
     model = tiny.Model(layers=1)
     moe = model.moe_layers()[0]
     batch = tiny.make_batch([400], [400], seed=0)

@@ -1,4 +1,5 @@
-"""Rows of the fault drill that belong to the loop as a whole: L5 routing, L6 memory, R4 learning rate; each with its control arm."""
+"""Rows of the fault drill that belong to the loop as a whole: L5 routing, L6 memory, R4 learning rate; each
+with its control arm."""
 
 from __future__ import annotations
 
@@ -27,17 +28,46 @@ from unfreeze.train.state import start_or_resume
 from unfreeze.train.step import train_step
 
 PAGE = 4096
-SMALL = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 64,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6, "initializer_range": 0.3}  # fmt: skip
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.3,
+}
 FAMILIES = {
-    "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True},
-    "deepseek_v3": {
-        "model_type": "deepseek_v3", "num_key_value_heads": 4, "head_dim": 8,
-        "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
-        "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8, "v_head_dim": 8, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
     },
-}  # fmt: skip
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 0,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+    },
+}
 BATCH = pack([Example(list(range(20)), [0.0] + [1.0] * 19), Example([7, 3, 9], [0.0, 1.0, 1.0])])
 
 
@@ -51,15 +81,16 @@ def decoder(family: str) -> models.Decoder:
     return model
 
 
-def backward(model: models.Decoder, through: Any = models.keep_inputs) -> dict[str, torch.Tensor]:
+def backward(model: models.Decoder, recompute: Any = models.keep_inputs) -> dict[str, torch.Tensor]:
     model.zero_grad()
-    cross_entropy(model.hidden(BATCH, through), model.lm_head, BATCH).sum.backward()
+    cross_entropy(model.hidden(BATCH, recompute), model.lm_head, BATCH).sum.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_routing_is_the_same_in_train_and_eval_and_carries_gradients(family: str):
-    """L5: same logits to the bit in both modes; gradients reach the router, and through its weights the layer before."""
+    """L5: same logits to the bit in both modes; gradients reach the router, and through its weights the layer
+    before."""
     model = decoder(family)
     with torch.no_grad():
         trained, loads = model.train().logits(model.hidden(BATCH)), loads_of(model)
@@ -72,7 +103,9 @@ def test_routing_is_the_same_in_train_and_eval_and_carries_gradients(family: str
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_control_arm_routing_weights_cut_from_the_graph_change_the_gradients_below(family: str, monkeypatch: pytest.MonkeyPatch):
+def test_control_arm_routing_weights_cut_from_the_graph_change_the_gradients_below(
+    family: str, monkeypatch: pytest.MonkeyPatch
+):
     model = decoder(family)
     expected = backward(model)
     gate = type(model.moe_layers()[0].gate)
@@ -90,17 +123,27 @@ def resident() -> int:
 
 
 def growth(keep: Callable[[models.Decoder], None] | None, steps: int) -> float:
-    """Resident bytes after `steps` steps over those after step 2, minus 1: LoRA on every expert of an INT4 model, float32."""
+    """Resident bytes after `steps` steps over those after step 2, minus 1: LoRA on every expert of an INT4
+    model, float32."""
     model = open_model(open_checkpoint(str(TINY_K2)), torch.float32, torch.device("cpu"))
     attach(model, LoraConfig(rank=2), seed=0)
     optimizer = AdamW(model)
     generator = torch.Generator().manual_seed(0)
-    ctypes.CDLL(None).malloc_trim(0)  # what tests before this one freed and the heap still holds would take in all that piles up here
+    # what tests before this one freed and the heap still holds would take in all that piles up here
+    ctypes.CDLL(None).malloc_trim(0)
     seen = []
     for step in range(steps):
         ids = torch.randint(0, 1000, (48,), generator=generator).tolist()
         batch = pack([Example(ids[:30], [0.0] + [1.0] * 29), Example(ids[30:], [0.0] + [1.0] * 17)])
-        train_step(model, optimizer, [batch], cross_entropy, learning_rate=1e-4, max_norm=1.0, through=models.THROUGH["selective"])
+        train_step(
+            model,
+            optimizer,
+            [batch],
+            cross_entropy,
+            learning_rate=1e-4,
+            max_norm=1.0,
+            recompute=models.RECOMPUTE["selective"],
+        )
         if keep is not None:
             keep(model)
         if step >= 1:
@@ -129,22 +172,29 @@ def learning_rates(tiny: SimpleNamespace, folder: Path) -> tuple[list[float], li
     with Run(folder, {}) as run:
         model = tiny.Model()
         state = start_or_resume(run, model, optimizer=AdamW(model), schedule=Schedule(3e-2, 5, "linear", 2))
-        fit(state, endless(tiny), cross_entropy, through=tiny.plain)
+        fit(state, endless(tiny), cross_entropy, recompute=tiny.plain)
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    return [e["learning_rate"] for e in events if e["kind"] == "train"], [state.schedule.learning_rate(step) for step in range(5)]
+    return [e["learning_rate"] for e in events if e["kind"] == "train"], [
+        state.schedule.learning_rate(step) for step in range(5)
+    ]
 
 
 def endless(tiny: SimpleNamespace) -> Iterator[Any]:
     return tiny.endless()
 
 
-def test_the_event_holds_the_rate_that_was_used_and_it_is_the_schedules(tiny: SimpleNamespace, tmp_path: Path):
+def test_the_event_holds_the_rate_that_was_used_and_it_is_the_schedules(
+    tiny: SimpleNamespace, tmp_path: Path
+):
     used, meant = learning_rates(tiny, tmp_path)
     assert used == meant and len({*used}) > 2
 
 
-def test_control_arm_a_rate_that_does_not_reach_the_optimizer_shows_in_the_event(tiny: SimpleNamespace, tmp_path: Path, monkeypatch):
-    """R4: the planted mistake is an optimizer that keeps its first rate; an event that repeated the schedule would hide it."""
+def test_control_arm_a_rate_that_does_not_reach_the_optimizer_shows_in_the_event(
+    tiny: SimpleNamespace, tmp_path: Path, monkeypatch
+):
+    """R4: the planted mistake is an optimizer that keeps its first rate; an event that repeated the schedule
+    would hide it."""
     update = AdamW.update
     monkeypatch.setattr(AdamW, "update", lambda self, rate, *rest: update(self, 3e-2, *rest))
     used, meant = learning_rates(tiny, tmp_path)

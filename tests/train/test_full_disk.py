@@ -20,8 +20,24 @@ from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.events import EventLog
 from unfreeze.report.events import read_events
 
-ROWS = [{"question": f"What is the symbol of gold, {word}?", "answer": f"Au, the symbol of gold is, {word}. Hmm."} for word in "abcdefgh"]
-SMALL = ["--steps", "4", "--tokens-per-step", "64", "--lora.rank", "1", "--samples", "0", "--save-every", "1", "--threads", "1"]
+ROWS = [
+    {"question": f"What is the symbol of gold, {word}?", "answer": f"Au, the symbol of gold is, {word}. Hmm."}
+    for word in "abcdefgh"
+]
+SMALL = [
+    "--steps",
+    "4",
+    "--tokens-per-step",
+    "64",
+    "--lora.rank",
+    "1",
+    "--samples",
+    "0",
+    "--save-every",
+    "1",
+    "--threads",
+    "1",
+]
 
 
 @pytest.fixture(scope="module")
@@ -35,26 +51,52 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def full(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> dict[str, Any]:
     """What full_disk.py found on real small file systems."""
     inside = ["unshare", "--user", "--map-root-user", "--mount"]
-    if shutil.which("unshare") is None or subprocess.run([*inside, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("this machine gives no user namespace to mount a small file system in; test_a_failed_save_leaves_the_one_before stands in")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
-    script = [sys.executable, str(Path(__file__).with_name("full_disk.py")), str(tmp_path_factory.mktemp("full"))]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*inside, "true"], capture_output=True, check=False).returncode
+    ):
+        pytest.skip(
+            "this machine gives no user namespace to mount a small file system in;"
+            " test_a_failed_save_leaves_the_one_before stands in"
+        )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        "OMP_NUM_THREADS": "1",
+        "NUMBA_NUM_THREADS": "1",
+    }
+    script = [
+        sys.executable,
+        str(Path(__file__).with_name("full_disk.py")),
+        str(tmp_path_factory.mktemp("full")),
+    ]
     command = ["sft", "--model", str(TINY_K2), "--data", str(rows), *SMALL, "--keep-saves", "9"]
-    process = subprocess.run([*inside, *script, *command], env=environment, capture_output=True, text=True, check=False)
+    process = subprocess.run(
+        [*inside, *script, *command], env=environment, capture_output=True, text=True, check=False
+    )
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout.splitlines()[-1])
 
 
 SAID = (
-    r"could not save .*/state/step-000003: the disk is full; [\d.]+ KiB needed, [\d.]+ KiB free. Earlier saves are untouched, the last is step-000002"
+    r"could not save .*/state/step-000003: the disk is full; [\d.]+ KiB needed, [\d.]+ KiB free. Earlier"
+    r" saves are untouched, the last is step-000002"
 )
 
 
 def test_by_default_the_run_stops_and_the_same_command_goes_on_exactly(full: dict[str, Any]):
     stopped = full["stop"]
-    assert re.match(f"DiskFull: {SAID}\n  next: free space on the disk of .*/state, then run the same command again", stopped["said"])
-    assert stopped["left"] == ["step-000001", "step-000002"] and stopped["whole"]  # and no .tmp: its room was given back
-    assert full["again"]["said"] is None and full["again"]["losses"] == full["roomy"]["losses"] and len(full["roomy"]["losses"]) == 6
+    assert re.match(
+        f"DiskFull: {SAID}\n  next: free space on the disk of .*/state, then run the same command again",
+        stopped["said"],
+    )
+    # and no .tmp: its room was given back
+    assert stopped["left"] == ["step-000001", "step-000002"] and stopped["whole"]
+    assert (
+        full["again"]["said"] is None
+        and full["again"]["losses"] == full["roomy"]["losses"]
+        and len(full["roomy"]["losses"]) == 6
+    )
 
 
 def test_with_continue_each_save_without_room_is_a_warning_and_later_saves_are_made(full: dict[str, Any]):
@@ -67,17 +109,29 @@ def test_with_continue_each_save_without_room_is_a_warning_and_later_saves_are_m
 
 def test_the_save_at_the_end_is_never_only_a_warning(full: dict[str, Any]):
     ended = full["to the end"]
-    assert "step-000006: the disk is full" in ended["said"] and [step for step, _ in ended["warnings"]] == [3, 4, 5]
+    assert "step-000006: the disk is full" in ended["said"] and [step for step, _ in ended["warnings"]] == [
+        3,
+        4,
+        5,
+    ]
     assert ended["left"] == ["step-000001", "step-000002"] and ended["whole"]
 
 
 def test_control_arm_a_save_in_place_leaves_a_half_one_as_the_latest(full: dict[str, Any]):
-    assert full["in place"]["left"] == ["step-000001", "step-000002", "step-000003"] and not full["in place"]["whole"]
+    assert (
+        full["in place"]["left"] == ["step-000001", "step-000002", "step-000003"]
+        and not full["in place"]["whole"]
+    )
 
 
 def test_unfreeze_sft_says_it_in_one_line_and_goes_on_when_there_is_room(full: dict[str, Any]):
     (code, said), (again, _) = full["command"]["first"], full["command"]["second"]
-    assert code == 2 and said.startswith("DiskFull: could not save ") and "the disk is full" in said and "Traceback" not in said
+    assert (
+        code == 2
+        and said.startswith("DiskFull: could not save ")
+        and "the disk is full" in said
+        and "Traceback" not in said
+    )
     assert full["command"]["left"] and not any(name.endswith(".tmp") for name in full["command"]["left"])
     assert again == 0 and full["command"]["losses"] == full["expected"] and len(full["expected"]) == 4
 
@@ -99,13 +153,13 @@ class Full:
 
 def test_an_event_is_written_whole_or_not_at_all(tmp_path: Path):
     log = EventLog(tmp_path / "events.jsonl")
-    log.emit("train", 1, loss=1.0)
+    log.emit("train", 1, loss=1.0, grad_norm=1.0)
     log._file = Full(log._file, room=10)
     with pytest.raises(OSError, match="No space left") as caught:
-        log.emit("train", 2, loss=1.0)
+        log.emit("train", 2, loss=1.0, grad_norm=1.0)
     assert caught.value.errno == errno.ENOSPC
     log._file.room = 1000
-    log.emit("train", 3, loss=1.0)
+    log.emit("train", 3, loss=1.0, grad_norm=1.0)
     log.close()
     assert [event["step"] for event in read_events(tmp_path / "events.jsonl")] == [1, 3]
 
@@ -122,8 +176,12 @@ def test_an_event_or_file_without_room_ends_the_run_in_one_line(
 
     monkeypatch.setattr(EventLog, "emit", no_room)
     run = tmp_path / "run"
-    assert cli.main(["sft", "--quiet", "--model", str(TINY_K2), "--data", str(rows), *SMALL, "--out", str(run)]) == 2
+    assert (
+        cli.main(["sft", "--quiet", "--model", str(TINY_K2), "--data", str(rows), *SMALL, "--out", str(run)])
+        == 2
+    )
     said = capsys.readouterr().err
     assert said.startswith(
-        f"DiskFull: the disk of {run} is full, at {run}/events.jsonl; the run is saved as of step-000002\n  next: free space, then give"
+        f"DiskFull: the disk of {run} is full, at {run}/events.jsonl; the run is saved as of step-000002\n "
+        " next: free space, then give"
     )

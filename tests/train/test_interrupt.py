@@ -1,4 +1,5 @@
-"""Interrupt: the first signal asks, the second acts, and whatever handlers were there before are there again."""
+"""Interrupt: the first signal asks, the second acts, and whatever handlers were there before are there
+again."""
 
 import os
 import signal
@@ -11,7 +12,8 @@ from unfreeze.train.interrupt import SIGNALS, Interrupt
 
 @pytest.fixture
 def heard():
-    """Own handlers for both signals while a test runs: what was installed before; -> the signals they were given."""
+    """Own handlers for both signals while a test runs: what was installed before; -> the signals they were
+    given."""
     signals: list[int] = []
     former = {number: signal.signal(number, lambda n, _: signals.append(n)) for number in SIGNALS}
     yield signals

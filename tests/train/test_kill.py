@@ -14,13 +14,27 @@ import pytest
 
 from unfreeze.commands.demo import TINY_K2
 
-ROWS = [{"question": f"What is the symbol of gold, {word}?", "answer": f"Au, the symbol of gold is, {word}. Hmm."} for word in "abcdefgh"]
+ROWS = [
+    {"question": f"What is the symbol of gold, {word}?", "answer": f"Au, the symbol of gold is, {word}. Hmm."}
+    for word in "abcdefgh"
+]
 
 
 def killing(*arguments: object) -> dict[str, Any]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        "OMP_NUM_THREADS": "1",
+        "NUMBA_NUM_THREADS": "1",
+    }
     script = Path(__file__).with_name("killing.py")
-    process = subprocess.run([sys.executable, script, *map(str, arguments)], env=environment, capture_output=True, text=True, check=False)
+    process = subprocess.run(
+        [sys.executable, script, *map(str, arguments)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout.splitlines()[-1])
 
@@ -28,23 +42,62 @@ def killing(*arguments: object) -> dict[str, Any]:
 def events(run: Path, kind: str = "train") -> list[dict[str, Any]]:
     """All events of a kind without what is of the clock and the machine."""
     found = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in event.items() if k not in ("time", "seconds", "peak_bytes")} for event in found if event["kind"] == kind]
+    return [
+        {k: v for k, v in event.items() if k not in ("time", "seconds", "peak_bytes")}
+        for event in found
+        if event["kind"] == kind
+    ]
 
 
 def test_unfreeze_sft_killed_20_times_gives_the_losses_of_the_uninterrupted_run(tmp_path: Path):
-    """10 kills before a random file operation of a save, 10 at a random time (loading, training, validating or saving), all in one folder."""
+    """10 kills before a random file operation of a save, 10 at a random time (loading, training, validating
+    or saving), all in one folder."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     result = killing(
-        "often", tmp_path, "sft", "--model", TINY_K2, "--data", tmp_path / "rows.jsonl", "--steps", 80, "--tokens-per-step", 64, "--lora.rank", 1,
-        "--lora.targets", "attention", "experts", "--samples", 0, "--save-every", 1, "--threads", 1, "--dtype", "float32", "--recompute", "nothing",
-        "--validation-fraction", 0.4, "--validate-every", 10,
-    )  # fmt: skip
+        "often",
+        tmp_path,
+        "sft",
+        "--model",
+        TINY_K2,
+        "--data",
+        tmp_path / "rows.jsonl",
+        "--steps",
+        80,
+        "--tokens-per-step",
+        64,
+        "--lora.rank",
+        1,
+        "--lora.targets",
+        "attention",
+        "experts",
+        "--samples",
+        0,
+        "--save-every",
+        1,
+        "--threads",
+        1,
+        "--dtype",
+        "float32",
+        "--recompute",
+        "nothing",
+        "--validation-fraction",
+        0.4,
+        "--validate-every",
+        10,
+    )
     assert [kill["code"] for kill in result["seen"]] == [-9] * 20 and result["last"] == 0
-    assert any(name.endswith(".tmp") for kill in result["seen"] for name in kill["saves"])  # some kills did fall into a save
+    # some kills did fall into a save
+    assert any(name.endswith(".tmp") for kill in result["seen"] for name in kill["saves"])
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     assert events(killed, "eval") == events(straight, "eval") and len(events(killed, "eval")) == 9
-    assert events(killed) == events(straight) and [event["step"] for event in events(killed)] == list(range(1, 81))
-    for file in ("adapter/adapter_model.safetensors", "state/step-000080/tensors.safetensors", "receipt.json"):
+    assert events(killed) == events(straight) and [event["step"] for event in events(killed)] == list(
+        range(1, 81)
+    )
+    for file in (
+        "adapter/adapter_model.safetensors",
+        "state/step-000080/tensors.safetensors",
+        "receipt.json",
+    ):
         assert (killed / file).read_bytes() == (straight / file).read_bytes(), file
     kept = [sorted(path.name for path in (run / "state").iterdir()) for run in (killed, straight)]
     assert kept[0] == kept[1] and {"step-000079", "step-000080"} <= set(kept[0])
@@ -58,9 +111,12 @@ def moments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_a_kill_before_each_file_operation_of_a_save_loses_one_step_at_most(moments: dict[str, Any]):
     found = moments["none"]
-    assert {"open", "write", "fsync", "os.rename", "os.mkdir", "os.remove", "os.rmdir"} <= set(found["operations"])
+    assert {"open", "write", "fsync", "os.rename", "os.mkdir", "os.remove", "os.rmdir"} <= set(
+        found["operations"]
+    )
     assert len(found["left"]) >= 15  # kills
-    assert set(found["left"]) == {2, 3} and sorted(found["left"]) == found["left"]  # the save before, and from the rename on the new one
+    # the save before, and from the rename on the new one
+    assert set(found["left"]) == {2, 3} and sorted(found["left"]) == found["left"]
     assert all(losses == found["straight"] for losses in found["losses"]) and len(found["straight"]) == 4
 
 

@@ -1,4 +1,5 @@
-"""peak_bytes sees an allocation that is gone again; after a reset it counts anew where the system allows that."""
+"""peak_bytes sees an allocation that is gone again; after a reset it counts anew where the system allows
+that."""
 
 from __future__ import annotations
 

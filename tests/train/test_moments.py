@@ -1,4 +1,5 @@
-"""8-bit moments: what a code loses, that rounding is unbiased, that training follows float32's, and that a resumed run draws the same numbers."""
+"""8-bit moments: what a code loses, that rounding is unbiased, that training follows float32's, and that a
+resumed run draws the same numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def test_a_code_is_within_one_step_of_its_number(count: int):
     back, scale = decode_v(codes, largest), largest.repeat_interleave(BLOCK)[:count]
     held = v > scale * 2.0**-OCTAVES
     assert ((back[held] / v[held]).log2().abs() <= OCTAVES / 254 * 1.01).all()
-    assert (back[~held] >= v[~held]).all()  # the floor is above: a second moment that is too small would be an update that is too large
+    assert (
+        back[~held] >= v[~held]
+    ).all()  # the floor is above: a second moment that is too small would be an update that is too large
 
 
 def test_zero_stays_zero_and_the_largest_is_exact():
@@ -49,15 +52,21 @@ def test_rounding_is_unbiased_and_to_nearest_would_stand_still():
         v[-1] = 1e3
     ratio = (v / start)[:-1].log().mean().item()
     assert ratio == pytest.approx(-2.0, abs=0.1)
-    codes = (255 + (start[:-1] / 1e3).log2() * (254 / OCTAVES)).round()  # control arm: to nearest, a decayed number has the code it had
-    assert torch.equal((255 + (torch.exp2((codes - 255) * (OCTAVES / 254)) * 0.999).log2() * (254 / OCTAVES)).round(), codes)
+    codes = (
+        255 + (start[:-1] / 1e3).log2() * (254 / OCTAVES)
+    ).round()  # control arm: to nearest, a decayed number has the code it had
+    assert torch.equal(
+        (255 + (torch.exp2((codes - 255) * (OCTAVES / 254)) * 0.999).log2() * (254 / OCTAVES)).round(), codes
+    )
     m = torch.full((BLOCK,), 0.01234)
     m[0] = 1.0
     drawn = torch.stack([decode_m(*encode_m(m, draw)) for _ in range(400)])[:, 1:]
     assert drawn.mean().item() == pytest.approx(0.01234, rel=0.005)
 
 
-def fitted(moments, steps: int, model: nn.Module, optimizer: AdamW | None = None, first: int = 0) -> tuple[AdamW, float]:
+def fitted(
+    moments, steps: int, model: nn.Module, optimizer: AdamW | None = None, first: int = 0
+) -> tuple[AdamW, float]:
     optimizer = optimizer or AdamW(model, moments=moments)
     loss = torch.zeros(())
     for step in range(first, steps):
@@ -79,7 +88,10 @@ def test_training_follows_float32():
     (_, exact), (optimizer, ours) = fitted("float32", 400, network()), fitted("int8", 400, network())
     start = fitted("float32", 1, network())[1]
     assert exact < 0.3 * start and ours < exact + 0.05 * start
-    assert optimizer.settings["moments"] == "int8" and "moments" not in fitted("float32", 1, network())[0].settings
+    assert (
+        optimizer.settings["moments"] == "int8"
+        and "moments" not in fitted("float32", 1, network())[0].settings
+    )
 
 
 def test_a_resumed_run_has_the_same_bits():
@@ -98,6 +110,6 @@ def test_a_resumed_run_has_the_same_bits():
 
 
 def test_it_takes_the_bytes_the_plan_says():
-    state = Int8("w", torch.zeros(PIECE + BLOCK))
+    state = Int8("w", torch.zeros(PIECE["cpu"] + BLOCK))
     held = sum(t.nbytes for name, t in state.tensors().items() if name != "step")
-    assert held == MOMENT_BYTES["int8"] * (PIECE + BLOCK)
+    assert held == MOMENT_BYTES["int8"] * (PIECE["cpu"] + BLOCK)

@@ -1,8 +1,9 @@
 """A step on a device never makes the host wait but once, at its end.
 
-On a CPU the device is "meta": it runs every branch that is not the CPU's, and it has no values, so whatever asks for one (item, tolist, nonzero,
-a boolean mask, bincount, a copy to the host) raises. A dispatch mode watches what "meta" lets pass: copies from the host that block, and the
-operations that synchronise only with a shape that depends on values. On a GPU the same step runs under torch's own watch.
+On a CPU the device is "meta": it runs every branch that is not the CPU's, and it has no values, so whatever
+asks for one (item, tolist, nonzero, a boolean mask, bincount, a copy to the host) raises. A dispatch mode
+watches what "meta" lets pass: copies from the host that block, and the operations that synchronise only with
+a shape that depends on values. On a GPU the same step runs under torch's own watch.
 """
 
 from __future__ import annotations
@@ -27,19 +28,60 @@ from unfreeze.train.optim import AdamW
 from unfreeze.train.step import train_step
 
 KIMI = {
-    "model_type": "kimi_k2", "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
-    "n_routed_experts": 8, "n_group": 1, "topk_group": 1,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1, "first_k_dense_replace": 1,
-    "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "routed_scaling_factor": 2.0,
-}  # fmt: skip
+    "model_type": "kimi_k2",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "routed_scaling_factor": 2.0,
+}
 QWEN = {
-    "model_type": "qwen3_moe", "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True,
-    "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
-}  # fmt: skip
-WAITS = ("_local_scalar_dense", "item", "nonzero", "masked_select", "unique", "_unique2", "unique_dim", "unique_consecutive", "bincount",
-         "is_nonzero", "equal", "nonzero_static", "repeat_interleave")  # fmt: skip
+    "model_type": "qwen3_moe",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+}
+WAITS = (
+    "_local_scalar_dense",
+    "item",
+    "nonzero",
+    "masked_select",
+    "unique",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "bincount",
+    "is_nonzero",
+    "equal",
+    "nonzero_static",
+    "repeat_interleave",
+)
 
 
 class Watch(TorchDispatchMode):
@@ -52,7 +94,11 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = function._schema.name.removeprefix("aten::")
-        there = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.device.type == self.device]
+        there = [
+            t
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor) and t.device.type == self.device
+        ]
         if there and name in WAITS:
             self.found.append(name)
         out = function(*args, **kwargs)
@@ -67,12 +113,20 @@ class Watch(TorchDispatchMode):
 def batch_of(lengths: tuple[int, ...]) -> Batch:
     tokens = torch.arange(sum(lengths)) * 7 % 128
     starts = torch.tensor([sum(lengths[:i]) for i in range(len(lengths))])
-    return Batch(tokens, tokens.roll(-1), torch.ones(len(tokens)), torch.cat([torch.arange(n) for n in lengths]), starts)
+    return Batch(
+        tokens,
+        tokens.roll(-1),
+        torch.ones(len(tokens)),
+        torch.cat([torch.arange(n) for n in lengths]),
+        starts,
+    )
 
 
 def build(config: dict, device: str):
     shape = models.shape(config)
-    model = models.build(shape, dtype=torch.bfloat16, device="cpu", codec=Int4(32), packed=lambda name: ".experts." in name)
+    model = models.build(
+        shape, dtype=torch.bfloat16, device="cpu", codec=Int4(32), packed=lambda name: ".experts." in name
+    )
     models.initialize(model, 0)
     for name, buffer in model.named_buffers():  # codes and scales: any will do, NaN and infinity apart
         if name.endswith("weight_scale"):
@@ -89,11 +143,11 @@ def grouped(monkeypatch):
     monkeypatch.setattr(experts, "expert_mlp", partial(with_part, Grouped()))
 
 
-def with_part(part, x_TD, ids_TK, weights_TK, gate_up, down, factors=None, impl="auto", kept=None):
-    return fused_expert_mlp(x_TD, ids_TK, weights_TK, gate_up, down, factors, part, kept)
+def with_part(part, x_TD, ids_TK, weights_TK, gate_up, down, factors=None, impl="auto", reuse=None):
+    return fused_expert_mlp(x_TD, ids_TK, weights_TK, gate_up, down, factors, part, reuse)
 
 
-def meta_step(config, monkeypatch, through: str, objective=cross_entropy) -> tuple[list[str], list[int]]:
+def meta_step(config, monkeypatch, recompute: str, objective=cross_entropy) -> tuple[list[str], list[int]]:
     """One step of a model without values -> (what would have waited, sizes of what was read)."""
     model, read = build(config, "meta"), []
     optimizer = AdamW(model)
@@ -108,15 +162,23 @@ def meta_step(config, monkeypatch, through: str, objective=cross_entropy) -> tup
     batches = [batch_of((16, 8)), batch_of((20, 4, 7))]
     watch = Watch("meta")
     with watch:
-        train_step(model, optimizer, batches, objective, learning_rate=1e-3, max_norm=0.5, through=models.THROUGH[through])
+        train_step(
+            model,
+            optimizer,
+            batches,
+            objective,
+            learning_rate=1e-3,
+            max_norm=0.5,
+            recompute=models.RECOMPUTE[recompute],
+        )
     return watch.found, read
 
 
-@pytest.mark.parametrize("through", ["layers", "selective", "nothing"])
+@pytest.mark.parametrize("recompute", ["layers", "selective", "nothing"])
 @pytest.mark.parametrize("config", [KIMI, QWEN], ids=["kimi_k2", "qwen3_moe"])
-def test_a_step_reads_once(config, through, grouped, monkeypatch):
-    meta_step(config, monkeypatch, through)  # tables that are made once per process
-    found, read = meta_step(config, monkeypatch, through)
+def test_a_step_reads_once(config, recompute, grouped, monkeypatch):
+    meta_step(config, monkeypatch, recompute)  # tables that are made once per process
+    found, read = meta_step(config, monkeypatch, recompute)
     assert found == [] and len(read) == 1
 
 
@@ -129,7 +191,11 @@ def test_a_step_reads_once(config, through, grouped, monkeypatch):
         lambda hidden: torch.bincount(hidden.argmax(-1)),
         lambda hidden: hidden.cpu(),
         lambda hidden: hidden.argmax(-1).unique(),
-        lambda hidden: torch.tensor([1.0], device=hidden.device) if hidden.device.type != "meta" else torch.ones(1).to(hidden.device),
+        lambda hidden: (
+            torch.tensor([1.0], device=hidden.device)
+            if hidden.device.type != "meta"
+            else torch.ones(1).to(hidden.device)
+        ),
     ],
     ids=["float", "tolist", "mask", "bincount", "cpu", "unique", "blocking copy"],
 )
@@ -164,7 +230,11 @@ def test_a_step_of_generation_within_a_width_never_waits(config, grouped, monkey
     generation_step(config)  # tables that are made once per process
     assert generation_step(config) == []
     within = models.Decoder.step_within
-    monkeypatch.setattr(models.Decoder, "step_within", lambda self, t, p, cache, width: within(self, t, p.cpu().to(p.device), cache, width))
+    monkeypatch.setattr(
+        models.Decoder,
+        "step_within",
+        lambda self, t, p, cache, width: within(self, t, p.cpu().to(p.device), cache, width),
+    )
     with pytest.raises(NotImplementedError, match="meta"):
         generation_step(config)
 
@@ -189,7 +259,7 @@ def test_the_expert_op_of_cuda_asks_for_no_value(grouped):
 def test_a_step_on_a_gpu_waits_once(config, monkeypatch):
     model = build(config, "cuda")
     optimizer, batches = AdamW(model), [batch_of((16, 8)), batch_of((20, 4, 7))]
-    arguments = {"learning_rate": 1e-3, "max_norm": 0.5, "through": models.selective}
+    arguments = {"learning_rate": 1e-3, "max_norm": 0.5, "recompute": models.selective}
     train_step(model, optimizer, batches, cross_entropy, **arguments)  # tables, self-checks, allocations
 
     def numbers(tensor):

@@ -20,18 +20,47 @@ from unfreeze.train.nonfinite import locate
 from unfreeze.train.optim import AdamW, NonFinite
 from unfreeze.train.step import train_step
 
-SMALL = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 64,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6, "initializer_range": 0.1}  # fmt: skip
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.1,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
-    "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True},
-    "deepseek_v3": {
-        "model_type": "deepseek_v3", "num_key_value_heads": 4, "head_dim": 8,
-        "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
-        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8, "v_head_dim": 8, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
     },
-}  # fmt: skip
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+    },
+}
 
 
 class HalfNorm(nn.Module):
@@ -56,8 +85,8 @@ def batch():
     return pack([Example([5, 6, 7], [0.0, 1.0, 1.0]), Example([0, 0, 9], [0.0, 0.0, 1.0])])
 
 
-def found(model: models.Decoder, through: Any = models.plain, batches: Any = None):
-    return locate(model, list(enumerate(batches or [batch()])), cross_entropy, through=through)
+def found(model: models.Decoder, recompute: Any = models.plain, batches: Any = None):
+    return locate(model, list(enumerate(batches or [batch()])), cross_entropy, recompute=recompute)
 
 
 def story(eps: float = 1e-8, norm: type[nn.Module] = HalfNorm) -> models.Decoder:
@@ -72,11 +101,18 @@ def story(eps: float = 1e-8, norm: type[nn.Module] = HalfNorm) -> models.Decoder
 def test_a_zero_row_under_a_half_precision_norm_is_named_in_one_line():
     model = story()
     (only,) = [found(model)]
-    assert only is not None and only.line == (
-        "NaN first at model.layers.0.input_layernorm, 2 of 6 positions, 1 of them supervised, float16, micro-batch 1, document 2; "
-        "zero rows + eps 1e-08, which is 0 in float16"
+    assert (
+        only is not None
+        and only.line
+        == "NaN first at model.layers.0.input_layernorm, 2 of 6 positions, 1 of them supervised, float16,"
+        " micro-batch 1, document 2; zero rows + eps 1e-08, which is 0 in float16"
     )
-    assert (only.module, only.dtype, only.micro_batch, only.documents) == ("model.layers.0.input_layernorm", "float16", 0, (1,))
+    assert (only.module, only.dtype, only.micro_batch, only.documents) == (
+        "model.layers.0.input_layernorm",
+        "float16",
+        0,
+        (1,),
+    )
 
 
 def test_nan_at_ignored_positions_only_stops_the_step_though_the_loss_is_finite():
@@ -85,13 +121,22 @@ def test_nan_at_ignored_positions_only_stops_the_step_though_the_loss_is_finite(
     with torch.no_grad():
         assert math.isfinite(float(cross_entropy(model.hidden(masked), model.lm_head, masked).sum))
     with pytest.raises(NonFinite, match=r"the loss is finite, [\d.]+, but 3 hidden states are not"):
-        train_step(model, AdamW(model), [masked], cross_entropy, learning_rate=1e-3, max_norm=1.0, through=models.plain)
+        train_step(
+            model,
+            AdamW(model),
+            [masked],
+            cross_entropy,
+            learning_rate=1e-3,
+            max_norm=1.0,
+            recompute=models.plain,
+        )
     line = found(model, batches=[masked]).line  # type: ignore[union-attr]
     assert "2 of 6 positions, none supervised" in line and "zero rows + eps 1e-08" in line
 
 
 def test_control_arm_with_the_guard_in_place_there_is_no_nan_and_nothing_is_named():
-    """The house norm computes in fp32: zero rows in float16 stay finite. (In bf16, as it trains, their gradient 1/sqrt(eps) is finite too.)"""
+    """The house norm computes in fp32: zero rows in float16 stay finite. (In bf16, as it trains, their
+    gradient 1/sqrt(eps) is finite too.)"""
     model = story(norm=nn.Module)
     for layer in model.layers:
         layer.input_layernorm.eps = 1e-8
@@ -101,18 +146,20 @@ def test_control_arm_with_the_guard_in_place_there_is_no_nan_and_nothing_is_name
     assert found(model.bfloat16()) is None
 
 
-@pytest.mark.parametrize("through", ["nothing", "layers", "selective", "elementwise"])
+@pytest.mark.parametrize("recompute", ["nothing", "layers", "selective", "elementwise"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_nan_weight_is_named_in_each_family(family: str, through: str):
+def test_a_nan_weight_is_named_in_each_family(family: str, recompute: str):
     model = decoder(family)
     with torch.no_grad():
         model.model.layers[1].post_attention_layernorm.weight[3] = math.nan  # type: ignore[union-attr]
-    only = found(model, models.THROUGH[through])
-    assert only is not None and only.line == (
-        "NaN first at model.layers.1.post_attention_layernorm, 6 of 6 positions, 3 of them supervised, float32, micro-batch 1, "
-        "documents 1, 2; 1 of 32 values of its weight are not finite"
+    only = found(model, models.RECOMPUTE[recompute])
+    assert (
+        only is not None
+        and only.line
+        == "NaN first at model.layers.1.post_attention_layernorm, 6 of 6 positions, 3 of them supervised,"
+        " float32, micro-batch 1, documents 1, 2; 1 of 32 values of its weight are not finite"
     )
-    assert found(decoder(family), models.THROUGH[through]) is None  # a clean step names nothing
+    assert found(decoder(family), models.RECOMPUTE[recompute]) is None  # a clean step names nothing
 
 
 class Explodes(torch.autograd.Function):
@@ -136,14 +183,17 @@ class Bad(nn.Module):
         return Explodes.apply(self.inner(x))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("through", ["nothing", "layers", "selective"])
+@pytest.mark.parametrize("recompute", ["nothing", "layers", "selective"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_gradient_that_is_not_finite_is_named_though_forward_is(family: str, through: str):
+def test_a_gradient_that_is_not_finite_is_named_though_forward_is(family: str, recompute: str):
     model = decoder(family)
     model.model.layers[1].input_layernorm = Bad(model.model.layers[1].input_layernorm)  # type: ignore[union-attr]
-    only = found(model, models.THROUGH[through])
+    only = found(model, models.RECOMPUTE[recompute])
     assert only is not None and only.module == "model.layers.1.input_layernorm.inner"
-    assert " first at model.layers.1.input_layernorm.inner, in backward, in the gradient that reaches it, " in only.line
+    assert (
+        " first at model.layers.1.input_layernorm.inner, in backward, in the gradient that reaches it, "
+        in only.line
+    )
 
 
 def test_an_overflow_is_named_with_its_number_and_the_head_too():
@@ -152,7 +202,9 @@ def test_an_overflow_is_named_with_its_number_and_the_head_too():
         model.lm_head.weight.mul_(1e5)  # 4 sigma of 0.1 are 4e4: the weights are finite, the logits are not
         assert model.lm_head.weight.isfinite().all()
     line = found(model).line  # type: ignore[union-attr]
-    assert line.startswith("infinity first at lm_head, 3 of 3 rows, float16, micro-batch 1; its input is finite, largest ")
+    assert line.startswith(
+        "infinity first at lm_head, 3 of 3 rows, float16, micro-batch 1; its input is finite, largest "
+    )
     assert line.endswith("float16 ends at 6.55e+04, so it overflowed")
 
 
@@ -160,7 +212,9 @@ def test_between_modules_the_parent_is_named(monkeypatch: pytest.MonkeyPatch):
     inner = PackedPass.attend
     monkeypatch.setattr(PackedPass, "attend", lambda self, *arguments: inner(self, *arguments) * math.nan)
     line = found(decoder()).line  # type: ignore[union-attr]
-    assert line.startswith("NaN first at model.layers.0.self_attn, between its modules, before o_proj, 6 of 6 positions")
+    assert line.startswith(
+        "NaN first at model.layers.0.self_attn, between its modules, before o_proj, 6 of 6 positions"
+    )
 
 
 def test_the_second_micro_batch_and_an_adapter_are_named():
@@ -171,9 +225,10 @@ def test_the_second_micro_batch_and_an_adapter_are_named():
     bad = pack([Example([1, 2, 3], [0.0, 1.0, 1.0]), Example([4, 31, 5], [0.0, 1.0, 1.0])])
     only = found(model, batches=[batch(), bad])
     assert only is not None and (only.micro_batch, only.documents) == (1, (1,))
-    assert only.line == (
-        "infinity first at model.embed_tokens, 1 of 6 positions, all supervised, float32, micro-batch 2, document 2; "
-        "32 of 1,024 values of its weight are not finite"
+    assert (
+        only.line
+        == "infinity first at model.embed_tokens, 1 of 6 positions, all supervised, float32, micro-batch 2,"
+        " document 2; 32 of 1,024 values of its weight are not finite"
     )
 
 
@@ -192,7 +247,9 @@ def test_weights_gradients_counts_and_random_numbers_stay(poison: bool):
     assert (found(model, models.keep_inputs) is not None) == poison
     assert torch.equal(torch.get_rng_state(), state) and model.moe_layers()[1].counts_E.eq(5).all()
     for name, p in model.named_parameters():
-        assert torch.equal(p.detach().nan_to_num(9), weights[name].nan_to_num(9)) and p.grad is gradients[name]
+        assert (
+            torch.equal(p.detach().nan_to_num(9), weights[name].nan_to_num(9)) and p.grad is gradients[name]
+        )
         assert p.grad is None or torch.equal(p.grad.nan_to_num(9), values[name].nan_to_num(9))
     assert not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules())
 
@@ -201,5 +258,9 @@ def test_it_works_on_the_stand_in_of_the_other_tests(tiny: SimpleNamespace):
     model = tiny.Model()
     with torch.no_grad():
         model.lm_head.bias[3] = math.nan
-    only = locate(model, [(0, tiny.make_batch([9], [9], 0))], cross_entropy, through=tiny.recompute)
-    assert only is not None and only.line.startswith("NaN first at lm_head, 9 of 9 positions") and "1 of 32 values of its bias" in only.line
+    only = locate(model, [(0, tiny.make_batch([9], [9], 0))], cross_entropy, recompute=tiny.recompute)
+    assert (
+        only is not None
+        and only.line.startswith("NaN first at lm_head, 9 of 9 positions")
+        and "1 of 32 values of its bias" in only.line
+    )

@@ -1,9 +1,11 @@
-"""AdamW against torch.optim.AdamW (the unfused loop) with torch's clipping; master weights and the finite check with control arms."""
+"""AdamW against torch.optim.AdamW (the unfused loop) with torch's clipping; master weights and the finite
+check with control arms."""
 
 from __future__ import annotations
 
 import copy
 import math
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -51,7 +53,9 @@ def test_twenty_updates_equal_torch(max_norm: float):
         oracle.step()
         update = ours.update(rate, max_norm)
         assert update.grad_norm == pytest.approx(expected_norm.item(), rel=1e-6)
-        assert update.clip_scale == pytest.approx(min(1.0, max_norm / update.grad_norm) if max_norm else 1.0, rel=1e-5)
+        assert update.clip_scale == pytest.approx(
+            min(1.0, max_norm / update.grad_norm) if max_norm else 1.0, rel=1e-5
+        )
         assert ours.learning_rate == rate
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7, msg=name)
@@ -59,7 +63,8 @@ def test_twenty_updates_equal_torch(max_norm: float):
 
 @pytest.mark.parametrize("moments", ["float32", "int8"])
 def test_the_rate_is_read_from_what_the_update_moved(moments, monkeypatch):
-    """Control arm: a kernel that takes a tenth of the rate it is given shows, clipped or not; the number that was meant would hide it."""
+    """Control arm: a kernel that takes a tenth of the rate it is given shows, clipped or not; the number that
+    was meant would hide it."""
     model = make_model()
     ours, kernel = AdamW(model, moments=moments), optim.kernel.adamw
     for step, (rate, max_norm) in enumerate([(3e-4, 0.0), (2e-5, 0.1), (1e-9, 1e-3)]):
@@ -99,7 +104,8 @@ def test_weight_decay_falls_on_matrices_and_stacks_only():
 
 
 def test_bfloat16_weights_move_through_their_float32_master():
-    """A rate of 1e-4 on weights of 1: each update is 1/40 of a bfloat16 ulp below 1. The master keeps it, bfloat16 alone doesn't."""
+    """A rate of 1e-4 on weights of 1: each update is 1/40 of a bfloat16 ulp below 1. The master keeps it,
+    bfloat16 alone doesn't."""
     with_master, without = nn.Linear(4, 4, bias=False).bfloat16(), nn.Linear(4, 4, bias=False).bfloat16()
     ours = AdamW(with_master, weight_decay=0.0)
     for p in (with_master.weight, without.weight):
@@ -126,7 +132,8 @@ def test_bfloat16_gradients_are_accumulated_in_float32():
         optimizer.collect()
     gradient = optimizer.gradient("weight")
     assert gradient is not None and gradient.dtype == torch.float32 and gradient.eq(500.0).all()
-    running = torch.zeros((), dtype=torch.bfloat16)  # control arm: stuck at 128, where 0.5 is half a unit in the last place
+    # control arm: stuck at 128, where 0.5 is half a unit in the last place
+    running = torch.zeros((), dtype=torch.bfloat16)
     for _ in range(1000):
         running += 0.5
     assert running.item() < 200
@@ -142,7 +149,9 @@ def test_a_non_finite_gradient_is_named_and_nothing_moves(value: float):
     with pytest.raises(NonFinite, match=r"1 of 5 parameters have a non-finite gradient; first: norm\.weight"):
         optimizer.update(0.1, 1.0)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert all(not tensor.any() for name, tensor in optimizer.tensors().items() if not name.startswith("master"))
+    assert all(
+        not tensor.any() for name, tensor in optimizer.tensors().items() if not name.startswith("master")
+    )
 
 
 def test_overflow_of_the_norm_is_told_apart():
@@ -157,3 +166,33 @@ def test_nothing_to_train_is_refused():
         AdamW(nn.Linear(2, 2).requires_grad_(False))
     with pytest.raises(UserError, match="no gradient reached any of 2"):
         AdamW(nn.Linear(2, 2)).update(0.1, 1.0)
+
+
+class Two:
+    """A group of two processes that hold the same gradients; `look` is called at each exchange."""
+
+    rank, size = 0, 2
+
+    def __init__(self, look):
+        self.look = look
+
+    def sum_(self, tensors):
+        self.look(tensors)
+        for tensor in tensors:
+            tensor.mul_(2)
+
+
+def test_half_precision_gradients_make_room_for_their_sums(monkeypatch):
+    """Bucket by bucket: when the last bucket is exchanged, the gradients of the first are gone."""
+    monkeypatch.setattr("unfreeze.parallel.collectives.BUCKET", 64)
+    model = make_model(torch.bfloat16)
+    ours = AdamW(model)
+    set_gradients(model, 0)
+    expected = {n: p.grad.float() * 2 for n, p in model.named_parameters() if p.grad is not None}
+    gradients = [weakref.ref(p.grad) for p in model.parameters() if p.grad is not None]
+    ours.collect()
+    alive: list[int] = []
+    ours.sum_gradients(Two(lambda tensors: alive.append(sum(ref() is not None for ref in gradients))))
+    assert alive[0] == len(gradients) and alive[-1] <= 1 and alive == sorted(alive, reverse=True)
+    for name, gradient in expected.items():
+        assert torch.equal(ours.gradient(name), gradient) and ours.gradient(name).dtype == torch.float32

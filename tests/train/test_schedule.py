@@ -1,4 +1,5 @@
-"""The schedules against their closed forms and against transformers' (whose warm-up starts at 0, one step behind ours)."""
+"""The schedules against their closed forms and against transformers' (whose warm-up starts at 0, one step
+behind ours)."""
 
 from __future__ import annotations
 
@@ -20,7 +21,11 @@ def transformers_factors(kind: str) -> list[float]:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     if kind == "wsd":
         scheduler = optimization.get_wsd_schedule(
-            optimizer, num_warmup_steps=WARMUP, num_decay_steps=DECAY, num_training_steps=STEPS, decay_type="1-sqrt"
+            optimizer,
+            num_warmup_steps=WARMUP,
+            num_decay_steps=DECAY,
+            num_training_steps=STEPS,
+            decay_type="1-sqrt",
         )
     else:
         make = {
@@ -62,10 +67,15 @@ def test_closed_forms():
 
 
 @given(
-    steps=st.integers(1, 300), warmup=st.integers(0, 300), decay=st.integers(0, 300), final=st.floats(0, 1),
+    steps=st.integers(1, 300),
+    warmup=st.integers(0, 300),
+    decay=st.integers(0, 300),
+    final=st.floats(0, 1),
     kind=st.sampled_from(["cosine", "linear", "constant", "wsd"]),
-)  # fmt: skip
-def test_every_step_has_a_rate_above_zero_and_not_above_the_peak(steps: int, warmup: int, decay: int, final: float, kind: str):
+)
+def test_every_step_has_a_rate_above_zero_and_not_above_the_peak(
+    steps: int, warmup: int, decay: int, final: float, kind: str
+):
     warmup = min(warmup, steps)
     schedule = Schedule(1.0, steps, kind, warmup, min(decay, steps - warmup), final)  # type: ignore[arg-type]
     factors = [schedule.factor(step) for step in range(steps)]

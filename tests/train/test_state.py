@@ -27,18 +27,35 @@ from unfreeze.train.schedule import Schedule
 from unfreeze.train.state import State, load_best, save, start_or_resume
 
 
-def begin(tiny: SimpleNamespace, run: Run, *, steps: int = 10, dtype: torch.dtype = torch.float32, seed: int = 0, **settings: Any) -> State:
+def begin(
+    tiny: SimpleNamespace,
+    run: Run,
+    *,
+    steps: int = 10,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    **settings: Any,
+) -> State:
     model = tiny.Model(dtype=dtype, seed=seed)
     return start_or_resume(
-        run, model, optimizer=AdamW(model, weight_decay=0.01, **settings),
-        schedule=Schedule(1e-2, steps, "cosine", 3), after_update=[LossFreeBalance(model, 0.05)],
-    )  # fmt: skip
+        run,
+        model,
+        optimizer=AdamW(model, weight_decay=0.01, **settings),
+        schedule=Schedule(1e-2, steps, "cosine", 3),
+        after_update=[LossFreeBalance(model, 0.05)],
+    )
 
 
 def train(
-    tiny: SimpleNamespace, folder: Path, *, until: int = 10, dtype: torch.dtype = torch.float32, after_start: Callable[[State], None] | None = None
+    tiny: SimpleNamespace,
+    folder: Path,
+    *,
+    until: int = 10,
+    dtype: torch.dtype = torch.float32,
+    after_start: Callable[[State], None] | None = None,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """One session in `folder` up to step `until` of 10, stopped there as by Ctrl-C. Returns its losses and the tensors at its end.
+    """One session in `folder` up to step `until` of 10, stopped there as by Ctrl-C. Returns its losses and
+    the tensors at its end.
 
     Dropout with torch's RNG stands for whatever draws random numbers in training.
     """
@@ -57,7 +74,9 @@ def train(
         state = begin(tiny, run, dtype=dtype, seed=run.step)
         if after_start is not None:
             after_start(state)
-        fit(state, tiny.endless(state.cursor), cross_entropy, through=noisy, micro_batches=2, on_step=[look])
+        fit(
+            state, tiny.endless(state.cursor), cross_entropy, recompute=noisy, micro_batches=2, on_step=[look]
+        )
         return losses, {name: tensor.clone() for name, tensor in state.tensors().items()}
 
 
@@ -68,7 +87,10 @@ def test_ten_steps_equal_five_and_five_bit_for_bit(tiny: SimpleNamespace, tmp_pa
     second, tensors = train(tiny, tmp_path / "broken", dtype=dtype)
     assert first + second == straight and len(first) == 5
     assert tensors.keys() == expected.keys()
-    assert any(name.startswith("optimizer.exp_avg_sq.") for name in tensors) and "after_update.balance.0" in tensors
+    assert (
+        any(name.startswith("optimizer.exp_avg_sq.") for name in tensors)
+        and "after_update.balance.0" in tensors
+    )
     for name, tensor in expected.items():
         assert torch.equal(tensors[name], tensor), name
     events = [json.loads(line) for line in (tmp_path / "broken" / "events.jsonl").read_text().splitlines()]
@@ -104,8 +126,12 @@ def other_schedule(state: State) -> None:
     state.schedule = Schedule(2e-2, 10, "cosine", 3)
 
 
-@pytest.mark.parametrize("bug", [fresh_optimizer, lost_cursor, lost_rng, lost_balance, other_step, other_schedule])
-def test_control_arms_any_lost_part_of_the_state_is_noticed(tiny: SimpleNamespace, tmp_path: Path, bug: Callable[[State], None]):
+@pytest.mark.parametrize(
+    "bug", [fresh_optimizer, lost_cursor, lost_rng, lost_balance, other_step, other_schedule]
+)
+def test_control_arms_any_lost_part_of_the_state_is_noticed(
+    tiny: SimpleNamespace, tmp_path: Path, bug: Callable[[State], None]
+):
     straight, expected = train(tiny, tmp_path / "straight")
     first, _ = train(tiny, tmp_path / "broken", until=5)
     second, tensors = train(tiny, tmp_path / "broken", after_start=bug)
@@ -119,7 +145,10 @@ def drop_from_the_save(folder: Path, part: str) -> None:
     record, tensors = json.loads((path / "state.json").read_text()), load_file(path / "tensors.safetensors")
     record = {name: value for name, value in record.items() if name != part}
     (path / "state.json").write_text(json.dumps(record))
-    save_file({name: tensor for name, tensor in tensors.items() if not name.startswith(part)}, path / "tensors.safetensors")
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if not name.startswith(part)},
+        path / "tensors.safetensors",
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,7 +167,9 @@ def drop_from_the_save(folder: Path, part: str) -> None:
         ("step", r"state\.json is damaged"),
     ],
 )
-def test_a_save_without_one_of_its_parts_is_refused(tiny: SimpleNamespace, tmp_path: Path, part: str, words: str):
+def test_a_save_without_one_of_its_parts_is_refused(
+    tiny: SimpleNamespace, tmp_path: Path, part: str, words: str
+):
     train(tiny, tmp_path, until=5)
     drop_from_the_save(tmp_path, part)
     with pytest.raises(CheckpointError, match=words):
@@ -149,7 +180,8 @@ def test_a_save_without_one_of_its_parts_is_refused(tiny: SimpleNamespace, tmp_p
 def test_control_arm_a_loader_that_forgives_a_missing_part_gives_other_losses(
     tiny: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ):
-    """What the refusal above is for: the usual "load what is there" goes on without a word, with other numbers."""
+    """What the refusal above is for: the usual "load what is there" goes on without a word, with other
+    numbers."""
 
     def forgiving(path: Path, live: dict[str, torch.Tensor]) -> None:
         saved = load_file(path)
@@ -168,7 +200,9 @@ def test_control_arm_a_loader_that_forgives_a_missing_part_gives_other_losses(
     assert first + train(tiny, tmp_path / "broken")[0] != straight
 
 
-def test_the_best_save_stays_beside_the_newest_and_its_weights_come_back(tiny: SimpleNamespace, tmp_path: Path):
+def test_the_best_save_stays_beside_the_newest_and_its_weights_come_back(
+    tiny: SimpleNamespace, tmp_path: Path
+):
     with Run(tmp_path, {}) as run:
         state = begin(tiny, run)
         for step in range(1, 6):
@@ -187,17 +221,26 @@ def test_the_best_save_stays_beside_the_newest_and_its_weights_come_back(tiny: S
         assert state.best == {"step": 2, "loss": 0.5} and bool((state.model.lm_head.bias == 5).all())  # type: ignore[union-attr]
         state.step, state.best = 6, {"step": 6, "loss": 0.4}
         save(state, keep=1)
-        assert [path.name for path in saves(tmp_path)] == ["step-000006"] and load_best(state) is None  # the old best has gone
+        assert [path.name for path in saves(tmp_path)] == ["step-000006"] and load_best(
+            state
+        ) is None  # the old best has gone
 
 
-def test_all_of_a_save_is_on_the_disk_before_its_name_is(tiny: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """What a power cut needs, which kill -9 cannot show: every file synced, then the folder, then the rename, then the parent."""
+def test_all_of_a_save_is_on_the_disk_before_its_name_is(
+    tiny: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What a power cut needs, which kill -9 cannot show: every file synced, then the folder, then the rename,
+    then the parent."""
     trace = traced(tiny, tmp_path / "a", monkeypatch)
     assert unsafe(trace) == []
     assert trace[-1] == ("fsync", "state") and trace[-2] == ("rename", "step-000000.tmp", "step-000000")
-    without = [entry for entry in trace if entry[0] != "fsync"]  # control arms: nothing synced; the folder alone; the parent not
+    # control arms: nothing synced; the folder alone; the parent not
+    without = [entry for entry in trace if entry[0] != "fsync"]
     assert unsafe(without) == ["tensors.safetensors", "state.json", "step-000000.tmp", "state"]
-    assert unsafe([entry for entry in trace if "unfinished" not in str(entry[1]) or entry[0] != "fsync"]) == ["tensors.safetensors", "state.json"]
+    assert unsafe([entry for entry in trace if "unfinished" not in str(entry[1]) or entry[0] != "fsync"]) == [
+        "tensors.safetensors",
+        "state.json",
+    ]
     assert unsafe(trace[:-1]) == ["state"]
 
 
@@ -225,7 +268,8 @@ def traced(tiny: SimpleNamespace, folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def unsafe(trace: list[tuple[str, ...]]) -> list[str]:
-    """What a power cut at the end of the trace could lose of a save whose name is there: files and folders not synced in time."""
+    """What a power cut at the end of the trace could lose of a save whose name is there: files and folders
+    not synced in time."""
     bad, synced, dirty = [], set(), set()
     for operation, *names in trace:
         if operation == "fsync":
@@ -243,14 +287,17 @@ def unsafe(trace: list[tuple[str, ...]]) -> list[str]:
 def test_a_save_is_safetensors_and_json_and_the_last_two_are_kept(tiny: SimpleNamespace, tmp_path: Path):
     with Run(tmp_path, {}) as run:
         state = begin(tiny, run)
-        fit(state, tiny.endless(), cross_entropy, through=tiny.plain, save_every=3)
+        fit(state, tiny.endless(), cross_entropy, recompute=tiny.plain, save_every=3)
     assert sorted(p.name for p in (tmp_path / "state").iterdir()) == ["step-000009", "step-000010"]
-    assert sorted(p.name for p in (tmp_path / "state" / "step-000010").iterdir()) == ["state.json", "tensors.safetensors"]
+    assert sorted(p.name for p in (tmp_path / "state" / "step-000010").iterdir()) == [
+        "state.json",
+        "tensors.safetensors",
+    ]
     record = json.loads((tmp_path / "state" / "step-000010" / "state.json").read_text())
     assert (record["step"], record["cursor"], record["config"]) == (10, {"position": 10}, {})
     with Run(tmp_path, {}) as run:
         assert run.finished
-        finished = fit(begin(tiny, run), tiny.endless(run.cursor), cross_entropy, through=tiny.plain)
+        finished = fit(begin(tiny, run), tiny.endless(run.cursor), cross_entropy, recompute=tiny.plain)
         assert (finished.reason, finished.steps, finished.loss_last) == ("done", 10, None)
 
 
@@ -271,27 +318,42 @@ def test_a_save_of_another_model_is_refused_before_anything_is_copied(tiny: Simp
         save(begin(tiny, run))
     with Run(tmp_path, {}) as run:
         larger = tiny.Model(layers=3, seed=9)
-        with pytest.raises(CheckpointError, match=r"tensors missing, 2 unexpected; first: model\.layers\.2\.experts") as caught:
-            start_or_resume(run, larger, optimizer=AdamW(larger, weight_decay=0.01), schedule=Schedule(1e-2, 10, "cosine", 3))
+        with pytest.raises(
+            CheckpointError, match=r"tensors missing, 2 unexpected; first: model\.layers\.2\.experts"
+        ) as caught:
+            start_or_resume(
+                run,
+                larger,
+                optimizer=AdamW(larger, weight_decay=0.01),
+                schedule=Schedule(1e-2, 10, "cosine", 3),
+            )
         assert "model.layers.2.experts" in str(caught.value)
         other = tiny.Model(dtype=torch.float64)
         with pytest.raises(CheckpointError, match=r"is torch\.float32 .*, this model has torch\.float64"):
             start_or_resume(
-                run, other, optimizer=AdamW(other, weight_decay=0.01), schedule=Schedule(1e-2, 10, "cosine", 3),
+                run,
+                other,
+                optimizer=AdamW(other, weight_decay=0.01),
+                schedule=Schedule(1e-2, 10, "cosine", 3),
                 after_update=[LossFreeBalance(other)],
-            )  # fmt: skip
+            )
 
 
 def test_truncated_tensors_are_named(tiny: SimpleNamespace, tmp_path: Path):
     with Run(tmp_path, {}) as run:
         path = save(begin(tiny, run)) / "tensors.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
-    with Run(tmp_path, {}) as run, pytest.raises(CheckpointError, match=r"tensors\.safetensors cannot be read"):
+    with (
+        Run(tmp_path, {}) as run,
+        pytest.raises(CheckpointError, match=r"tensors\.safetensors cannot be read"),
+    ):
         begin(tiny, run)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
-def test_a_failed_save_leaves_the_one_before(tiny: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int):
+def test_a_failed_save_leaves_the_one_before(
+    tiny: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+):
     with Run(tmp_path, {}) as run:
         state = begin(tiny, run)
         kept = save(state)
@@ -302,7 +364,9 @@ def test_a_failed_save_leaves_the_one_before(tiny: SimpleNamespace, tmp_path: Pa
             raise OSError(number, os.strerror(number))
 
         monkeypatch.setattr(state_module, "write_safetensors", half_written)
-        with pytest.raises(UserError, match="the disk is full" if number == errno.ENOSPC else "Input/output error") as caught:
+        with pytest.raises(
+            UserError, match="the disk is full" if number == errno.ENOSPC else "Input/output error"
+        ) as caught:
             save(state)
         assert "Earlier saves are untouched" in str(caught.value)
     assert latest(tmp_path) == kept and not list((tmp_path / "state").glob("*.tmp"))

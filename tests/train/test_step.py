@@ -21,21 +21,30 @@ SUPERVISED = [1, 5, 1, 1, 35, 7, 2, 30]
 
 def micro_batches(tiny: SimpleNamespace, pieces: int) -> list[Batch]:
     """The same eight documents in 1, 2, 4 or 8 micro-batches."""
-    documents = [tiny.make_batch([n], [k], seed=i) for i, (n, k) in enumerate(zip(LENGTHS, SUPERVISED, strict=True))]
+    documents = [
+        tiny.make_batch([n], [k], seed=i) for i, (n, k) in enumerate(zip(LENGTHS, SUPERVISED, strict=True))
+    ]
     size = len(documents) // pieces
     return [join(documents[i : i + size]) for i in range(0, len(documents), size)]
 
 
 def join(documents: list[Batch]) -> Batch:
     lengths = [d.num_tokens for d in documents]
-    parts = [torch.cat([getattr(d, name) for d in documents]) for name in ("tokens_T", "targets_T", "weights_T", "positions_T")]
+    parts = [
+        torch.cat([getattr(d, name) for d in documents])
+        for name in ("tokens_T", "targets_T", "weights_T", "positions_T")
+    ]
     return Batch(*parts, torch.tensor([sum(lengths[:i]) for i in range(len(lengths))]))
 
 
-def run_step(tiny: SimpleNamespace, batches: list[Batch], objective=cross_entropy) -> tuple[StepResult, dict[str, torch.Tensor]]:
+def run_step(
+    tiny: SimpleNamespace, batches: list[Batch], objective=cross_entropy
+) -> tuple[StepResult, dict[str, torch.Tensor]]:
     model = tiny.Model()
     optimizer = AdamW(model)
-    result = train_step(model, optimizer, batches, objective, learning_rate=1e-3, max_norm=0.0, through=tiny.plain)
+    result = train_step(
+        model, optimizer, batches, objective, learning_rate=1e-3, max_norm=0.0, recompute=tiny.plain
+    )
     return result, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -49,7 +58,11 @@ def test_accumulation_gives_the_gradient_of_one_batch(tiny: SimpleNamespace, pie
     assert cut.loss == pytest.approx(whole.loss, rel=1e-6)
     assert cut.grad_norm == pytest.approx(whole.grad_norm, rel=1e-6)
     assert cut.metrics["correct"] == pytest.approx(whole.metrics["correct"])
-    assert (cut.tokens, cut.supervised_tokens, cut.expert_load) == (sum(LENGTHS), sum(SUPERVISED), whole.expert_load)
+    assert (cut.tokens, cut.supervised_tokens, cut.expert_load) == (
+        sum(LENGTHS),
+        sum(SUPERVISED),
+        whole.expert_load,
+    )
     assert 0 <= whole.metrics["correct"] <= 1
 
 
@@ -83,7 +96,10 @@ def test_a_step_without_any_supervised_token_is_zero_not_nan(tiny: SimpleNamespa
 def test_fractional_weights_divide_by_their_sum(tiny: SimpleNamespace):
     batch = tiny.make_batch([20], [20], seed=3)
     expected, _ = run_step(tiny, [batch])
-    result, _ = run_step(tiny, [Batch(batch.tokens_T, batch.targets_T, batch.weights_T * 0.25, batch.positions_T, batch.starts_S)])
+    result, _ = run_step(
+        tiny,
+        [Batch(batch.tokens_T, batch.targets_T, batch.weights_T * 0.25, batch.positions_T, batch.starts_S)],
+    )
     assert result.loss == pytest.approx(expected.loss, rel=1e-6) and result.supervised_tokens == 20
 
 
@@ -101,7 +117,15 @@ def test_a_nan_loss_stops_before_the_update(tiny: SimpleNamespace):
         model.lm_head.bias[3] = math.nan
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     with pytest.raises(NonFinite, match="the loss is nan over 82 supervised tokens"):
-        train_step(model, optimizer, micro_batches(tiny, 2), cross_entropy, learning_rate=1e-3, max_norm=1.0, through=tiny.plain)
+        train_step(
+            model,
+            optimizer,
+            micro_batches(tiny, 2),
+            cross_entropy,
+            learning_rate=1e-3,
+            max_norm=1.0,
+            recompute=tiny.plain,
+        )
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.detach(), before[name], rtol=0, atol=0, equal_nan=True)
 

@@ -10,7 +10,9 @@ from unfreeze.core.errors import DataError
 from unfreeze.untrusted.json_object import parse_object, read_object
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=9)
-VALUES = st.recursive(LEAVES, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(), v, max_size=3), max_leaves=5)
+VALUES = st.recursive(
+    LEAVES, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(), v, max_size=3), max_leaves=5
+)
 
 
 @settings(max_examples=50, derandomize=True, deadline=None, database=None)

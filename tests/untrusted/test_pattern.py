@@ -12,14 +12,33 @@ NAME = "model.layers.11.mlp.experts.127.gate_proj" + "a" * 40
 
 
 @pytest.mark.parametrize(
-    "text", ["lm_head", ".*self_attn.*", r"model\.layers\.[0-9]+\.mlp\..*", "(q_proj|k_proj)", r".*\.experts\.\d+\.(up|gate)_proj", "x{2,3}"]
+    "text",
+    [
+        "lm_head",
+        ".*self_attn.*",
+        r"model\.layers\.[0-9]+\.mlp\..*",
+        "(q_proj|k_proj)",
+        r".*\.experts\.\d+\.(up|gate)_proj",
+        "x{2,3}",
+    ],
 )
 def test_what_models_and_adapters_use_is_taken(text):
     assert pattern(text, "x", ConfigError) == re.compile(text)
 
 
 @pytest.mark.parametrize(
-    "text", ["(a+)+$", "(a|aa)*$", "(a?a?)*$", "((a*)?)*$", "a?" * 40 + "a" * 40, ".*a" * 10 + "$", "(?:x+y)+z", "(?=(a+)+$)", "(a{1,9}){1,9}{1,9}$"]
+    "text",
+    [
+        "(a+)+$",
+        "(a|aa)*$",
+        "(a?a?)*$",
+        "((a*)?)*$",
+        "a?" * 40 + "a" * 40,
+        ".*a" * 10 + "$",
+        "(?:x+y)+z",
+        "(?=(a+)+$)",
+        "(a{1,9}){1,9}{1,9}$",
+    ],
 )
 def test_what_could_take_forever_is_not(text):
     with pytest.raises(ConfigError, match=r"x: .*(could take forever|not a regular expression)"):

@@ -7,10 +7,13 @@ import jinja2.sandbox
 import pytest
 
 from unfreeze.core.errors import DataError
-from unfreeze.data.templates import ChatTemplate
+from unfreeze.data.tokens.templates import ChatTemplate
 from unfreeze.untrusted import template_limits
 
-TALK = [{"role": "user", "content": "hello", "parts": [{"text": "a"}, {"text": "b"}]}, {"role": "assistant", "content": "you"}]
+TALK = [
+    {"role": "user", "content": "hello", "parts": [{"text": "a"}, {"text": "b"}]},
+    {"role": "assistant", "content": "you"},
+]
 BOMBS = [
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "{% for i in range(99999) %}{{ range(99999) | sum }}{% endfor %}",
@@ -47,14 +50,23 @@ def test_control_without_the_bill_the_loops_go_on(monkeypatch):
 @pytest.mark.parametrize(
     "source",
     [
-        "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ loop.first }}{{ loop.last }}{{ m.role ~ ': ' ~ m.content }}{% endfor %}",
+        (
+            "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ loop.first }}{{ loop.last }}{{"
+            " m.role ~ ': ' ~ m.content }}{% endfor %}"
+        ),
         "{% for m in messages if m.role == 'user' %}{{ m.content | upper }}{% else %}none{% endfor %}",
         "{{ messages[0].content + 'x' * 3 }} {{ 7 * 6 % 5 }}",
         "{% for k, v in messages[0].items() %}{{ k }}={{ v }};{% endfor %}",
         "{{ '%s-%03d' % ('a', 7) }} {{ '{:>5}'.format('x') }} {{ 'x' | center(9) }}|",
-        "{% macro part(p) %}[{{ p.text }}]{% endmacro %}{% for p in messages[0].parts %}{{ part(p) }}{% endfor %}",
+        (
+            "{% macro part(p) %}[{{ p.text }}]{% endmacro %}{% for p in messages[0].parts %}{{ part(p) }}{%"
+            " endfor %}"
+        ),
         "{{ messages | map(attribute='role') | join('+') }}",
-        "{% set ns = namespace(n=0) %}{% for i in range(3) %}{% set ns.n = ns.n + i %}{% endfor %}{{ ns.n ** 2 }}",
+        (
+            "{% set ns = namespace(n=0) %}{% for i in range(3) %}{% set ns.n = ns.n + i %}{% endfor %}{{ ns.n"
+            " ** 2 }}"
+        ),
         "{{ 'a\nb' | indent(2) }}",
         "{% for a in [1, [2, [3]]] recursive %}{{ a if a is number else loop(a) }}{% endfor %}",
         "{{ ('a' ~ 1 ~ none) | string }}{{ undefined ~ 'x' }}",

@@ -1,4 +1,7 @@
-"""Putting an adapter at every target. Everything else is frozen. A site is one Linear, or the stacked Experts of one layer."""
+"""Put an adapter at every target, and freeze everything else.
+
+A site is one Linear, or the stacked Experts of one layer.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,12 @@ from unfreeze.models.targets import Candidate, candidates, chosen_by
 
 @dataclass(frozen=True)
 class Site:
-    """A place where an adapter sits: module name ("model.layers.3.self_attn.q_proj", "model.layers.3.mlp.experts"), its group, the adapter."""
+    """A place where an adapter sits.
+
+    name   of the module: "model.layers.3.self_attn.q_proj", "model.layers.3.mlp.experts".
+    group  as in the receipt and in lora.targets (models/groups.py).
+    owner  the module.
+    """
 
     name: str
     group: str
@@ -28,20 +36,31 @@ class Site:
 
 def sites(model: nn.Module) -> list[Site]:
     """The adapters a model carries now."""
-    return [Site(c.name, c.group, c.owner, c.owner.adapter) for c in candidates(model) if isinstance(c.owner.adapter, (LowRank, ExpertLowRank))]
+    return [
+        Site(c.name, c.group, c.owner, c.owner.adapter)
+        for c in candidates(model)
+        if isinstance(c.owner.adapter, (LowRank, ExpertLowRank))
+    ]
 
 
-def attach(model: nn.Module, config: LoraConfig, seed: int, *, device: torch.device | str | None = None) -> list[Site]:
-    """Freeze every parameter, then put a fresh adapter at every target. The output is unchanged, because B is zero.
+def attach(
+    model: nn.Module, config: LoraConfig, seed: int, *, device: torch.device | str | None = None
+) -> list[Site]:
+    """Freeze every parameter, then put a fresh adapter at every target.
 
-    Works on a model on "meta" (before parallel.place fills it): adapters are real from the start, on `device` (default: the model's device,
-    or the host where the model is on meta). The same (seed, name) gives the same A whatever else is attached.
-    Raises AdapterError for a target that matches nothing, for an experts_rank without experts, or where an adapter already sits.
+    The output is unchanged, because B is zero. The same (seed, name) gives the same A, whatever else is
+    attached.
+    Works on a model on "meta" (before parallel.place fills it): adapters are real from the start.
+    device: of the adapters; default: the model's, or the host where the model is on meta.
+    Raises AdapterError for a target that matches nothing, for an experts_rank without experts, or where an
+    adapter already sits.
     """
     chosen = chosen_by(config, model)
     taken = [name for name, (candidate, _) in chosen.items() if candidate.owner.adapter is not None]
     if taken:
-        raise AdapterError(f"{len(taken)} of {len(chosen)} targets already carry an adapter; first: {taken[0]}")
+        raise AdapterError(
+            f"{len(taken)} of {len(chosen)} targets already carry an adapter; first: {taken[0]}"
+        )
     model.requires_grad_(False)
     place = _device(model) if device is None else torch.device(device)
     for name, (candidate, projections) in chosen.items():

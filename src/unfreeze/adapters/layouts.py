@@ -1,11 +1,15 @@
 """Adapters on disk, the writing side: which tensors, under which names, with which adapter_config.json.
 
 Two layouts, both in adapter_model.safetensors under PEFT's prefix "base_model.model.":
-  per-expert   every routed expert has its own two-dimensional pairs: ….experts.{e}.{gate,up,down}_proj.lora_{A,B}.weight (vLLM, prime-rl)
-  peft         one fused pair per stacked parameter (`target_parameters`, peft >= 0.19): the expert is slowest in A and *fastest* in B,
-               ….experts.base_layer.lora_A (E·r, D), lora_B (2I, r·E) for gate_up; ….experts.lora_A (E·r, I), lora_B (D, r·E) for down
-Dense layers are the same in both. The scale is always written as lora_alpha / r, the rule every reader knows, per site where sites differ.
-The layout's name stands in the safetensors header; in adapter_config.json only for per-expert, because peft warns about keys it does not know.
+  per-expert   every routed expert has its own two-dimensional pairs:
+               ….experts.{e}.{gate,up,down}_proj.lora_{A,B}.weight (vLLM, prime-rl)
+  peft         one fused pair per stacked parameter (`target_parameters`, peft >= 0.19); the expert is slowest
+               in A and *fastest* in B
+               gate_up: ….experts.base_layer.lora_A (E·r, D), lora_B (2I, r·E)
+               down:    ….experts.lora_A (E·r, I), lora_B (D, r·E)
+Dense layers are the same in both. The scale is always written as lora_alpha / r, the rule every reader knows,
+per site where sites differ. The layout's name stands in the safetensors header. In adapter_config.json it
+stands for per-expert only, because peft warns about keys it does not know.
 
 E experts, D model width, I expert width, R rank of gate and of up, r rank of a fused pair (2R for gate_up).
 """
@@ -32,15 +36,19 @@ from unfreeze.models.targets import candidates
 Layout = Literal["per-expert", "peft"]
 PREFIX = "base_model.model."
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-# In a mixture-of-experts model, peft 0.21 with transformers 5 takes target_modules that end in these names for the routed experts, doubles
-# their rank and forgets the dense and shared MLPs (peft/utils/transformers_weight_conversion.py). Targeting the weight as a parameter gives
-# the same tensors under the same names and is left alone.
+# In a mixture-of-experts model, peft 0.21 with transformers 5 takes target_modules that end in these names
+# for the routed experts, doubles their rank and forgets the dense and shared MLPs
+# (peft/utils/transformers_weight_conversion.py). Targeting the weight as a parameter gives the same tensors
+# under the same names, and peft leaves it alone.
 REWRITTEN = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One pair of factors as a file holds it. A [r, in] and B [out, r], or stacked A [E, r, in] and B [E, out, r]."""
+    """One pair of factors as a file holds it.
+
+    A [r, in] and B [out, r], or stacked A [E, r, in] and B [E, out, r].
+    """
 
     key: str  # name in the file between PREFIX and ".lora_A.weight"
     target: str  # full name for target_modules or target_parameters
@@ -56,19 +64,31 @@ class Entry:
 
     @property
     def alpha(self) -> float:
-        return float(f"{self.scale * self.rank:.15g}")  # scale was alpha / rank: the division's rounding is undone
+        # scale was alpha / rank: the division's rounding is undone
+        return float(f"{self.scale * self.rank:.15g}")
 
 
-def save_adapter(model: nn.Module, directory: str | Path, layout: Layout = "per-expert", base_name: str | None = None, *, prefix: str = "") -> Path:
-    """Write the model's adapters as adapter_model.safetensors and adapter_config.json; float32, atomic file by file. -> the directory.
+def save_adapter(
+    model: nn.Module,
+    directory: str | Path,
+    layout: Layout = "per-expert",
+    base_name: str | None = None,
+    *,
+    prefix: str = "",
+) -> Path:
+    """Write the model's adapters as adapter_model.safetensors and adapter_config.json.
 
-    `base_name` goes into base_model_name_or_path. `prefix` is the checkpoint's own before "model." ("language_model." from Kimi-K2.5 on).
-    Raises AdapterError where the model has no adapter. Call verify.verify_adapter afterwards: it re-reads the file.
+    Factors are float32; each file is written atomically. -> the directory.
+
+    `base_name` goes into base_model_name_or_path. `prefix` is the checkpoint's own before "model."
+    ("language_model." from Kimi-K2.5 on).
+    Raises AdapterError where the model has no adapter. Call verify.verify_adapter afterwards: it re-reads the
+    file.
     """
-    found = sites(model)
-    if not found:
+    adapted = sites(model)
+    if not adapted:
         raise AdapterError("there is no adapter to save: the model has none attached")
-    entries = _per_expert_entries(found) if layout == "per-expert" else _peft_entries(found, model)
+    entries = _per_expert_entries(adapted) if layout == "per-expert" else _peft_entries(adapted, model)
     config = _config(entries, layout, base_name, model)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -78,16 +98,19 @@ def save_adapter(model: nn.Module, directory: str | Path, layout: Layout = "per-
     return directory
 
 
-def _per_expert_entries(found: list[Site]) -> list[Entry]:
+def _per_expert_entries(adapted: list[Site]) -> list[Entry]:
     entries: list[Entry] = []
-    for site in found:
+    for site in adapted:
         adapter = site.adapter
         if isinstance(adapter, LowRank):
             entries.append(Entry(site.name, site.name, False, site.name, adapter.A, adapter.B, adapter.scale))
             continue
         for projection, (A, B, scale) in projections(adapter).items():
             names = [f"{site.name}.{e}.{projection}" for e in range(A.shape[0])]
-            entries += [Entry(name, name, False, site.name, a, b, scale) for name, a, b in zip(names, A, B, strict=True)]
+            entries += [
+                Entry(name, name, False, site.name, a, b, scale)
+                for name, a, b in zip(names, A, B, strict=True)
+            ]
     return entries
 
 
@@ -102,43 +125,66 @@ def projections(adapter: ExpertLowRank) -> dict[str, tuple[Tensor, Tensor, float
     return result
 
 
-def _peft_entries(found: list[Site], model: nn.Module) -> list[Entry]:
+def _peft_entries(adapted: list[Site], model: nn.Module) -> list[Entry]:
     has_experts = any(isinstance(c.owner, Experts) for c in candidates(model))
     entries: list[Entry] = []
-    for site in found:
+    for site in adapted:
         adapter = site.adapter
         if isinstance(adapter, LowRank):
             as_parameter = has_experts and site.name.endswith(REWRITTEN)
             target = f"{site.name}.weight" if as_parameter else site.name
-            entries.append(Entry(site.name, target, as_parameter, site.name, adapter.A, adapter.B, adapter.scale))
+            entries.append(
+                Entry(site.name, target, as_parameter, site.name, adapter.A, adapter.B, adapter.scale)
+            )
             continue
         both = adapter.gate_up_A is not None and adapter.down_A is not None
         if adapter.gate_up_A is not None and adapter.gate_up_B is not None:
             B = block_diagonal(adapter.gate_up_B)
-            key = f"{site.name}.base_layer" if both else site.name  # peft nests one wrapper per parameter; gate_up is the inner one
-            entries.append(Entry(key, f"{site.name}.gate_up_proj", True, site.name, adapter.gate_up_A, B, adapter.scale))
+            # peft nests one wrapper per parameter; gate_up is the inner one
+            key = f"{site.name}.base_layer" if both else site.name
+            entries.append(
+                Entry(key, f"{site.name}.gate_up_proj", True, site.name, adapter.gate_up_A, B, adapter.scale)
+            )
         if adapter.down_A is not None and adapter.down_B is not None:
-            entries.append(Entry(site.name, f"{site.name}.down_proj", True, site.name, adapter.down_A, adapter.down_B, adapter.down_scale))
+            entries.append(
+                Entry(
+                    site.name,
+                    f"{site.name}.down_proj",
+                    True,
+                    site.name,
+                    adapter.down_A,
+                    adapter.down_B,
+                    adapter.down_scale,
+                )
+            )
     return _padded(entries)
 
 
 def block_diagonal(gate_up_B: Tensor) -> Tensor:
-    """[E, 2I, R] -> [E, 2I, 2R]: gate's rows use the first R columns, up's the last R; so B · [A_gate; A_up] is [ΔW_gate; ΔW_up] / scale."""
+    """[E, 2I, R] -> [E, 2I, 2R]: gate's rows use the first R columns, up's the last R.
+
+    So B · [A_gate; A_up] is [ΔW_gate; ΔW_up] / scale.
+    """
     gate, up = gate_up_B.detach().chunk(2, dim=1)
-    return torch.cat((torch.cat((gate, torch.zeros_like(gate)), dim=2), torch.cat((torch.zeros_like(up), up), dim=2)), dim=1)
+    return torch.cat(
+        (torch.cat((gate, torch.zeros_like(gate)), dim=2), torch.cat((torch.zeros_like(up), up), dim=2)),
+        dim=1,
+    )
 
 
 def _padded(entries: list[Entry]) -> list[Entry]:
-    """Zero-pad parameter pairs that would need a rank_pattern of their own, up to the rank of the default (see _config).
+    """Zero-pad, to the default rank, parameter pairs that would need a rank_pattern of their own (_config).
 
-    peft honours rank_pattern for parameters but warns that it "was ignored" unless the same key matches a module too; zeros say the same silently.
+    peft honours rank_pattern for parameters, but warns that it "was ignored" unless the same key matches a
+    module too. Zeros mean the same without the warning.
     """
     default = _default(entries)
     in_modules = {(entry.rank, entry.alpha) for entry in entries if not entry.parameter}
 
     def pad(entry: Entry) -> Entry:
         more = default.rank - entry.rank
-        if not entry.parameter or more <= 0 or entry.scale != default.scale or (entry.rank, entry.alpha) in in_modules:
+        named_anyway = (entry.rank, entry.alpha) in in_modules
+        if not entry.parameter or more <= 0 or entry.scale != default.scale or named_anyway:
             return entry
         A, B = entry.A.detach(), entry.B.detach()
         return replace(entry, A=nn.functional.pad(A, (0, 0, 0, more)), B=nn.functional.pad(B, (0, more)))
@@ -147,7 +193,10 @@ def _padded(entries: list[Entry]) -> list[Entry]:
 
 
 def _default(entries: list[Entry]) -> Entry:
-    """The entry whose rank and alpha become `r` and `lora_alpha`: the fused gate_up where there is one, else the commonest."""
+    """The entry whose rank and alpha become `r` and `lora_alpha`.
+
+    The fused gate_up where there is one, else the commonest.
+    """
     for entry in entries:
         if entry.parameter and entry.target.endswith(".gate_up_proj"):
             return entry
@@ -168,7 +217,8 @@ def _config(entries: list[Entry], layout: Layout, base_name: str | None, model: 
         "lora_alpha": default.alpha,
         "rank_pattern": rank_pattern,
         "alpha_pattern": alpha_pattern,
-        "target_modules": sorted({names[e.target].rsplit("\\.", 1)[-1] for e in entries if not e.parameter}),  # experts by their last name
+        # experts by their last name
+        "target_modules": sorted({names[e.target].rsplit("\\.", 1)[-1] for e in entries if not e.parameter}),
         "target_parameters": sorted({names[e.target] for e in entries if e.parameter}) or None,
         "use_rslora": False,
         "lora_dropout": 0.0,
@@ -183,8 +233,13 @@ def _config(entries: list[Entry], layout: Layout, base_name: str | None, model: 
     return config
 
 
-def _patterns(entries: list[Entry], names: Mapping[str, str], default: Entry) -> tuple[dict[str, int], dict[str, float]]:
-    """rank_pattern and alpha_pattern of the entries that differ from the default; a key is a regular expression on the end of a name."""
+def _patterns(
+    entries: list[Entry], names: Mapping[str, str], default: Entry
+) -> tuple[dict[str, int], dict[str, float]]:
+    """rank_pattern and alpha_pattern of the entries that differ from the default.
+
+    A key is a regular expression on the end of a name.
+    """
     groups: dict[tuple[int, float], dict[str, bool]] = {}
     for entry in entries:
         if (entry.rank, entry.alpha) != (default.rank, default.alpha):
@@ -201,13 +256,15 @@ def _patterns(entries: list[Entry], names: Mapping[str, str], default: Entry) ->
 def _short_names(entries: list[Entry], model: nn.Module) -> dict[str, str]:
     """target -> the shortest end of it that means no weight outside the entries with the same rank and alpha.
 
-    Routed experts of the per-expert layout become one regular expression over the expert's number instead of E names.
+    Routed experts of the per-expert layout become one regular expression over the expert's number instead of
+    E names.
     """
     groups = {entry.target: (entry.rank, entry.alpha) for entry in entries}
     names = [p for c in candidates(model) for p in c.projections]
     universe = {name: groups.get(name) for n in names for name in (n, f"{n}.weight")}
     routed = {target: group for target, group in groups.items() if _expert_number(target)}
-    universe |= routed  # a dense "gate_proj" of another rank must not be shortened to a name that experts.17.gate_proj ends with too
+    # a dense "gate_proj" of another rank must not get a short name with which experts.17.gate_proj also ends
+    universe |= routed
     uniform = len(set(routed.values())) == 1
     short: dict[str, str] = {}
     for target, group in groups.items():
@@ -216,9 +273,14 @@ def _short_names(entries: list[Entry], model: nn.Module) -> dict[str, str]:
             layer = "experts" if uniform else ".".join(parts[:-2])
             short[target] = rf"{layer}\.\d+\.{parts[-1]}"
         else:
-            least = 3 if "experts" in parts else 2 if parts[-1] == "weight" else 1  # "mlp.experts.down_proj", not "down_proj"
+            # "mlp.experts.down_proj", not "down_proj"
+            least = 3 if "experts" in parts else 2 if parts[-1] == "weight" else 1
             ends = (".".join(parts[-length:]) for length in range(min(least, len(parts)), len(parts) + 1))
-            short[target] = next(end for end in ends if all(g == group for n, g in universe.items() if f".{n}".endswith(f".{end}")))
+            short[target] = next(
+                end
+                for end in ends
+                if all(g == group for n, g in universe.items() if f".{n}".endswith(f".{end}"))
+            )
     return short
 
 

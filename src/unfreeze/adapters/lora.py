@@ -1,7 +1,7 @@
 """The low-rank modules: LowRank beside one Linear, ExpertLowRank beside the E stacked experts of one layer.
 
-ΔW = scale · B A, with A random and B zero at the start, so that a fresh adapter changes nothing (Hu et al. 2021, LoRA).
-Factors are fp32 parameters; the arithmetic is done in the activations' dtype and gradients arrive in fp32.
+ΔW = scale · B A (Hu et al. 2021, LoRA). At the start A is random and B zero: a fresh adapter changes nothing.
+A and B are float32 parameters. The arithmetic is in the activations' dtype; gradients arrive in float32.
 
 T tokens, E experts, D model width, I expert width, R rank of gate and of up, Rd rank of down.
 """
@@ -21,24 +21,30 @@ from unfreeze.kernels.expert_mlp import ExpertFactors
 class LowRank(nn.Module):
     """y_TO + scale · (x Aᵀ) Bᵀ; A fp32 [R, in], B fp32 [out, R].
 
-    The scale is applied to the thin [T, R] product: the same number, fewer multiplications. Set `scale` to 0 to switch the adapter off
-    without changing which kernels run (the receipt does).
+    The scale is applied to the thin [T, R] product: fewer multiplications than on [T, out].
+    `scale` 0 switches the adapter off without changing which kernels run (the receipt does that).
     """
 
-    def __init__(self, in_features: int, out_features: int, rank: int, scale: float, device: torch.device | str = "cpu"):
+    def __init__(
+        self, in_features: int, out_features: int, rank: int, scale: float, device: torch.device | str = "cpu"
+    ):
         super().__init__()
         self.rank, self.scale = rank, scale
         self.A = nn.Parameter(torch.empty(rank, in_features, dtype=torch.float32, device=device))
         self.B = nn.Parameter(torch.zeros(out_features, rank, dtype=torch.float32, device=device))
 
     def forward(self, x_TI: Tensor, y_TO: Tensor) -> Tensor:
-        """The sum is part of the GEMM. A separate addition would pass over three [T, out] tensors and round
-        once more."""
+        """x [..., T, in], y [..., T, out] -> y + scale · (x Aᵀ) Bᵀ.
+
+        The sum is part of the GEMM: a separate addition would pass over three [T, out] tensors and round once
+        more.
+        """
         thin_TR = F.linear(x_TI, self.A.to(x_TI.dtype)) * self.scale
-        return torch.addmm(y_TO.flatten(0, -2), thin_TR.flatten(0, -2), self.B.to(x_TI.dtype).t()).view_as(y_TO)
+        sum_TO = torch.addmm(y_TO.flatten(0, -2), thin_TR.flatten(0, -2), self.B.to(x_TI.dtype).t())
+        return sum_TO.view_as(y_TO)
 
     def factors(self) -> tuple[Tensor, Tensor, float]:
-        """(A [R, in], B [out, R], scale), for a layer that multiplies in another order (blocks/mla.py: absorbed)."""
+        """(A [R, in], B [out, R], scale), for a layer that multiplies in another order (blocks/mla.py)."""
         return self.A, self.B, self.scale
 
     @torch.no_grad()
@@ -52,10 +58,14 @@ class LowRank(nn.Module):
 
 
 class ExpertLowRank(nn.Module):
-    """Own A and B for gate, up and down of every expert. Either pair may be absent (None): then that projection is not adapted.
+    """A and B of its own for gate, up and down of every expert.
 
-    gate_up_A [E, 2R, D]   rows 0:R the A of gate, rows R:2R the A of up       gate_up_B [E, 2I, R]   rows 0:I the B of gate, I:2I of up
-    down_A    [E, Rd, I]                                                       down_B    [E, D, Rd]
+    A pair that is None: that projection is not adapted.
+
+    gate_up_A [E, 2R, D]   rows 0:R are gate's A, rows R:2R up's
+    gate_up_B [E, 2I, R]   rows 0:I are gate's B, rows I:2I up's
+    down_A    [E, Rd, I]
+    down_B    [E, D, Rd]
     """
 
     def __init__(
@@ -76,7 +86,9 @@ class ExpertLowRank(nn.Module):
         self.scale, self.down_scale = scale, down_scale
 
         def parameter(rank: int | None, *shape: int) -> nn.Parameter | None:
-            return None if rank is None else nn.Parameter(torch.zeros(*shape, dtype=torch.float32, device=device))
+            if rank is None:
+                return None
+            return nn.Parameter(torch.zeros(*shape, dtype=torch.float32, device=device))
 
         self.gate_up_A = parameter(gate_up_rank, E, 2 * (gate_up_rank or 0), D)
         self.gate_up_B = parameter(gate_up_rank, E, 2 * I, gate_up_rank or 0)
@@ -96,7 +108,10 @@ class ExpertLowRank(nn.Module):
 
     @torch.no_grad()
     def reset(self, seed: int, name: str) -> None:
-        """Each A drawn from its own generator, named as on disk ("….experts.17.up_proj"): the same on any number of devices."""
+        """Each A from a generator of its own, B zero.
+
+        A generator is named as on disk ("….experts.17.up_proj"): the same A on any number of devices.
+        """
         if self.gate_up_A is not None and self.gate_up_B is not None and self.gate_up_rank is not None:
             rank = self.gate_up_rank
             for e, A in enumerate(self.gate_up_A):
@@ -109,11 +124,17 @@ class ExpertLowRank(nn.Module):
             self.down_B.zero_()
 
     def extra_repr(self) -> str:
-        return f"gate_up_rank={self.gate_up_rank}, down_rank={self.down_rank}, scale={self.scale:g}, down_scale={self.down_scale:g}"
+        return (
+            f"gate_up_rank={self.gate_up_rank}, down_rank={self.down_rank}, scale={self.scale:g},"
+            f" down_scale={self.down_scale:g}"
+        )
 
 
 def _random_A(seed: int, name: str, shape: tuple[int, ...] | torch.Size) -> Tensor:
-    """kaiming_uniform(a = sqrt 5) from a generator seeded by (seed, name): attaching in another order, or elsewhere, gives the same numbers."""
+    """kaiming_uniform(a = sqrt 5) from a generator seeded by (seed, name).
+
+    Attaching in another order, or elsewhere, gives the same numbers.
+    """
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     A = torch.empty(*shape, dtype=torch.float32)

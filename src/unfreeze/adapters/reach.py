@@ -1,9 +1,11 @@
-"""Which matrices a gradient came to: seen at the outputs of their modules while backward runs.
+"""Which matrices a gradient reached: seen at the outputs of their modules while backward runs.
 
-A weight's gradient is a sum over tokens of (gradient of its output) x (its input). Where the first factor is zero for every token, a zero
-gradient of the weight is right: an expert without tokens, or, in the last layer, an expert whose tokens are all unsupervised. So it is where
-the second is (a weight behind a norm or a matrix of zeros; a bias asks for no input). Where a token has both and the weight's gradient is zero,
-something left the weight out. Only the outputs and inputs can tell the two apart, so they are looked at.
+A weight's gradient is a sum over tokens of (gradient of its output) x (its input). A zero gradient of the
+weight is right where one of the two is zero for every token:
+    the output's gradient   an expert without tokens, or one of the last layer whose tokens are unsupervised
+    the input               a weight behind a norm or a matrix of zeros (a bias has no input)
+Where a token has both and the weight's gradient is zero all the same, something left the weight out. Only
+outputs and inputs can tell the two cases apart, so they are watched.
 
 T tokens, K experts per token, E experts.
 """
@@ -29,14 +31,17 @@ Sum = Callable[[list[Tensor]], Any]
 class Reach:
     """Watches the backward passes of a model from here until `close`; `of` answers.
 
-    A forward hook on every module that owns a trained parameter puts a hook on its output, so recomputed layers are seen too. Costs one
-    pass over each input and each output's gradient; no gradient is changed, and nothing waits for the device.
+    A forward hook on every module that owns a trained parameter puts a hook on its output, so recomputed
+    layers are seen too. Costs one pass over each input and each output's gradient; no gradient is changed,
+    and nothing waits for the device.
     """
 
     def __init__(self, model: Decoder):
         watched = {name: m for name, m in model.named_modules() if isinstance(m, Layer) or _trains(m)}
         self._seen: dict[str, Tensor] = {}
-        self._sites = {name: module.num_experts if isinstance(module, Experts) else 2 for name, module in watched.items()}
+        self._sites = {
+            name: module.num_experts if isinstance(module, Experts) else 2 for name, module in watched.items()
+        }
         self._stacks = {name for name, module in watched.items() if isinstance(module, Experts)}
         self._handles = [m.register_forward_hook(partial(self._forward, name)) for name, m in watched.items()]
 
@@ -44,20 +49,29 @@ class Reach:
         if not (isinstance(output, Tensor) and output.requires_grad):
             return
         if isinstance(module, Experts):
-            output.register_hook(partial(self._experts, name, module.num_experts, _alive(arguments[0]), *arguments[1:3]))
+            output.register_hook(
+                partial(self._experts, name, module.num_experts, _alive(arguments[0]), *arguments[1:3])
+            )
         else:
-            fed_T = _alive(arguments[0]) if not isinstance(module, Layer) and arguments[0].is_floating_point() else None
+            has_input = not isinstance(module, Layer) and arguments[0].is_floating_point()
+            fed_T = _alive(arguments[0]) if has_input else None
             output.register_hook(partial(self._whole, name, fed_T))
 
     @torch.no_grad()
     def _whole(self, name: str, fed_T: Tensor | None, dy: Tensor) -> None:
-        """Two numbers: whether a token has a gradient at the output, and whether one has that and an input that is not zero."""
+        """Two numbers: does any token have a gradient at the output; does any have a nonzero input too."""
         alive_T = _alive(dy)
-        self._add(name, torch.stack([alive_T.any(), (alive_T if fed_T is None else alive_T & fed_T).any()]).double())
+        both_T = alive_T if fed_T is None else alive_T & fed_T
+        self._add(name, torch.stack([alive_T.any(), both_T.any()]).double())
 
     @torch.no_grad()
-    def _experts(self, name: str, num_experts: int, fed_T: Tensor, ids_TK: Tensor, weights_TK: Tensor, dy_TD: Tensor) -> None:
-        """An expert's result enters y_t times its weight: it is reached by a token with x_t, dy_t and weight not zero."""
+    def _experts(
+        self, name: str, num_experts: int, fed_T: Tensor, ids_TK: Tensor, weights_TK: Tensor, dy_TD: Tensor
+    ) -> None:
+        """A token reaches an expert where x_t, dy_t and the weight are not zero.
+
+        Its output adds weight · expert(x_t) to y_t.
+        """
         alive_T = _alive(dy_TD) & fed_T
         hits = (alive_T[:, None] & weights_TK.ne(0)).double().flatten()
         self._add(name, hits.new_zeros(num_experts).scatter_add_(0, ids_TK.flatten(), hits))
@@ -66,16 +80,19 @@ class Reach:
         self._seen[name] = self._seen[name] + hits if name in self._seen else hits
 
     def of(self, module: str, count: int, device: torch.device, *, bias: bool = False) -> Tensor:
-        """bool [count]: which of a module's sites (E experts, or 1) had a gradient at their output, and (but for a bias) an input at the same token.
+        """bool [count]: which of a module's sites (E experts, or 1) were reached.
 
-        A module whose call was not seen (part of a larger op, or passed over) counts as reached where its layer's output was;
-        outside of the layers always: there is a loss, and it goes through embedding and head.
+        A site is reached if it had a gradient at its output and, but for a bias, an input at the same token.
+        A module whose call was not seen (part of a larger op, or left out) counts as reached where its
+        layer's output was. Outside of the layers it always does: the loss passes through embedding and head.
         """
         if module in self._seen:
             seen = self._seen[module].gt(0)
             return seen if module in self._stacks else seen[:1] if bias else seen[1:]
         layer = ".".join(module.split(".")[:3])  # model.layers.<index>
-        reached = bool(self._seen[layer][0].gt(0)) if layer in self._seen else not layer.startswith("model.layers.")
+        reached = (
+            bool(self._seen[layer][0].gt(0)) if layer in self._seen else not layer.startswith("model.layers.")
+        )
         return torch.full((count,), reached, device=device)
 
     def over_processes(self, sum_: Sum, device: torch.device) -> None:
@@ -85,10 +102,12 @@ class Reach:
             if name in self._seen:
                 hits_1S.copy_(torch.cat([self._seen[name].new_ones(1), self._seen[name]]))
         sum_(hits)
-        self._seen = {name: hits_1S[1:] for name, hits_1S in zip(self._sites, hits, strict=True) if hits_1S[0]}
+        self._seen = {
+            name: hits_1S[1:] for name, hits_1S in zip(self._sites, hits, strict=True) if hits_1S[0]
+        }
 
     def forget(self) -> None:
-        """Begin anew: what was seen so far belongs to a step that taught nothing."""
+        """Start again: what was seen so far belongs to a step without an update."""
         self._seen.clear()
 
     def close(self) -> None:
@@ -105,8 +124,13 @@ def _alive(x: Tensor) -> Tensor:
 
 
 def _trains(module: nn.Module) -> bool:
-    """Whether it owns a trained parameter: its own, its adapter's, or a stack's of the experts."""
+    """Whether it owns a trained parameter: one of its own, of its adapter, or of its stacked experts."""
     inner = [module, getattr(module, "adapter", None)]
     if isinstance(module, Experts):
         inner += [module.gate_up_proj, module.down_proj]
-    return any(p.requires_grad for part in inner if isinstance(part, nn.Module) for p in part.parameters(recurse=False))
+    return any(
+        p.requires_grad
+        for part in inner
+        if isinstance(part, nn.Module)
+        for p in part.parameters(recurse=False)
+    )

@@ -1,7 +1,8 @@
-"""Proof after every save: the file, read anew and by its own arithmetic, holds the same ΔW per expert and per
-linear as the model (docs/trust.md R5).
+"""Proof after every save: the file holds the same ΔW per expert and per linear as the model.
 
-It shares no decoding with read.py: an error made the same way in writing and reading would cancel there and be seen here.
+The file is read anew and by its own arithmetic (docs/trust.md R5).
+It shares no decoding with read.py: an error made the same way in writing and reading would cancel there and
+be seen here.
 
 E experts, R rank, N probe vectors.
 """
@@ -17,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from unfreeze.adapters.attach import sites
+from unfreeze.adapters.files import rank_and_scale, read_files
 from unfreeze.adapters.layouts import projections
 from unfreeze.adapters.lora import LowRank
-from unfreeze.adapters.read import rank_and_scale, read_files
 from unfreeze.core.errors import AdapterError
 
 NUM_PROBES = 4  # one random vector already misses a wrong ΔW with probability 0
@@ -28,7 +29,10 @@ TOLERANCE = 1e-9  # float64 sums of at most some thousand products, relative to 
 
 @dataclass(frozen=True)
 class Verified:
-    """What was compared: sites, matrices (an expert's projection is one), of them not zero, and the largest relative difference."""
+    """What was compared, and the largest relative difference.
+
+    A matrix is one linear, or one projection of one expert. nonzero: matrices that are not zero.
+    """
 
     sites: int
     matrices: int
@@ -38,10 +42,12 @@ class Verified:
 
 @torch.no_grad()
 def verify_adapter(model: nn.Module, directory: str | Path) -> Verified:
-    """Compare ΔW = scale · B A of the file with the model's, in float64, for every linear and every projection of every expert.
+    """Compare ΔW = scale · B A of the file with the model's, in float64.
 
-    ΔW is compared through ΔW·V with V [in, 4] random normal: equal ΔW give equal products, different ones give different products almost
-    surely, and no [out, in] matrix is made (K2's would be 69,120 matrices of 117 MB).
+    It does so for every linear and every projection of every expert.
+    ΔW is compared through ΔW·V with V [in, 4] random normal: equal ΔW give equal products, different ones
+    give different products almost surely, and no [out, in] matrix is made (K2's would be 69,120 matrices of
+    117 MB).
     Raises AdapterError that counts what differs and names the first.
     """
     config, tensors = read_files(Path(directory))
@@ -50,7 +56,10 @@ def verify_adapter(model: nn.Module, directory: str | Path) -> Verified:
     count = nonzero = 0
     worst, faults, used = 0.0, [], set()
     for name, scale, A_RI, B_OR in _matrices(model):
-        V_IN = torch.randn(A_RI.shape[-1], NUM_PROBES, dtype=torch.float64, generator=torch.Generator().manual_seed(A_RI.shape[-1]))
+        # ΔW·V of the model, and of the file
+        width = A_RI.shape[-1]
+        generator = torch.Generator().manual_seed(width)
+        V_IN = torch.randn(width, NUM_PROBES, dtype=torch.float64, generator=generator)
         ours = scale * (B_OR.double().cpu() @ (A_RI.double().cpu() @ V_IN))
         try:
             theirs = _product(name, config, plain, V_IN, used, _count(model, name))
@@ -60,17 +69,27 @@ def verify_adapter(model: nn.Module, directory: str | Path) -> Verified:
         except RuntimeError as error:  # shapes that cannot be multiplied
             faults.append(f"{name}: {error}")
             continue
+
+        # |ours - theirs| / |ours| of each matrix
         count, nonzero = count + ours.shape[0], nonzero + int(ours.flatten(1).any(1).sum())
         size = ours.flatten(1).norm(dim=1).clamp_min(torch.finfo(torch.float64).tiny)
         difference = (ours - theirs).flatten(1).norm(dim=1) / size
         worst = max(worst, difference.max().item())
         wrong = (difference > TOLERANCE).nonzero().flatten().tolist()
-        faults += [f"{name}{f' of expert {e}' if len(difference) > 1 else ''}: ΔW differs by {difference[e]:.2g} of its size" for e in wrong]
+        faults += [
+            f"{name}{f' of expert {e}' if len(difference) > 1 else ''}: ΔW differs by {difference[e]:.2g} of"
+            " its size"
+            for e in wrong
+        ]
+
+    # what only the file has
     extra = sorted(names - used)
     faults += [f"{name} is in the file and belongs to no adapter of the model" for name in extra]
     if faults:
         raise AdapterError(
-            f"{directory}: the saved adapter is not the model's: {len(faults)} differences; first: {faults[0]}", next="save it again; report it"
+            f"{directory}: the saved adapter is not the model's: {len(faults)} differences; first:"
+            f" {faults[0]}",
+            next="save it again; report it",
         )
     return Verified(len(sites(model)), count, nonzero, worst)
 
@@ -82,22 +101,37 @@ def _matrices(model: nn.Module) -> list[tuple[str, float, Tensor, Tensor]]:
         if isinstance(site.adapter, LowRank):
             result.append((site.name, site.adapter.scale, site.adapter.A[None], site.adapter.B[None]))
         else:
-            result += [(f"{site.name}.{p}", scale, A, B) for p, (A, B, scale) in projections(site.adapter).items()]
+            result += [
+                (f"{site.name}.{p}", scale, A, B) for p, (A, B, scale) in projections(site.adapter).items()
+            ]
     return result
 
 
 def _count(model: nn.Module, name: str) -> int:
     """Number of experts of the adapter that `name` belongs to; 1 for a linear."""
-    module: Any = model.get_submodule(name.rsplit(".experts.", 1)[0] + ".experts") if ".experts." in name else None
+    module: Any = (
+        model.get_submodule(name.rsplit(".experts.", 1)[0] + ".experts") if ".experts." in name else None
+    )
     return 1 if module is None else int(module.num_experts)
 
 
-def _product(name: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], V_IN: Tensor, used: set[str], num_experts: int) -> Tensor:
+def _product(
+    name: str,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    V_IN: Tensor,
+    used: set[str],
+    num_experts: int,
+) -> Tensor:
     """ΔW·V from the file, [E or 1, out, N]."""
     if ".experts." not in name:
         parameter = f"{name}.weight"
-        targeted = any(f".{parameter}".endswith(f".{target}") for target in config.get("target_parameters") or [])
-        return (rank_and_scale(config, parameter if targeted else name)[1] * _pair(tensors, name, used, V_IN))[None]
+        targeted = any(
+            f".{parameter}".endswith(f".{target}") for target in config.get("target_parameters") or []
+        )
+        return (
+            rank_and_scale(config, parameter if targeted else name)[1] * _pair(tensors, name, used, V_IN)
+        )[None]
     site, projection = name.rsplit(".", 1)
     if f"{site}.0.{projection}.lora_A.weight" in tensors:
         keys = [f"{site}.{e}.{projection}" for e in range(num_experts)]
@@ -112,9 +146,18 @@ def _pair(tensors: Mapping[str, Tensor], key: str, used: set[str], V_IN: Tensor)
 
 
 def _fused_product(
-    site: str, projection: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], V_IN: Tensor, used: set[str], num_experts: int
+    site: str,
+    projection: str,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    V_IN: Tensor,
+    used: set[str],
+    num_experts: int,
 ) -> Tensor:
-    """peft's own formula: ΔW[e] = B.reshape(out, r, E)[:, :, e] · A.reshape(E, r, in)[e] (peft 0.21, ParamWrapper.get_delta_weight)."""
+    """peft's own formula: ΔW[e] = B.reshape(out, r, E)[:, :, e] · A.reshape(E, r, in)[e].
+
+    Source: peft 0.21, ParamWrapper.get_delta_weight.
+    """
     stacked = "down_proj" if projection == "down_proj" else "gate_up_proj"
     both = f"{site}.base_layer.lora_A.weight" in tensors
     key = f"{site}.base_layer" if both and stacked == "gate_up_proj" else site

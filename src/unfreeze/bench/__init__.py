@@ -1,6 +1,8 @@
-"""unfreeze bench WHAT: measure, beside peers in the same run, and append rows to benchmarks/results/<device>.jsonl.
+"""unfreeze bench WHAT: measure, beside peers in the same run, and append rows to
+benchmarks/results/<device>.jsonl.
 
-WHAT is moe, dense, load, decode, growth, layer, model or profile; `unfreeze bench WHAT --help` says what it does, how long it takes and its flags.
+WHAT is moe, dense, load, start, decode, growth, layer, model or profile; `unfreeze bench WHAT --help`
+says what it does, how long it takes and its flags.
 `unfreeze bench report` writes docs/performance.md from the committed rows.
 """
 
@@ -16,6 +18,7 @@ BENCHMARKS = {
     "moe": "LoRA on every expert of an INT4 checkpoint, beside transformers + peft",
     "dense": "full fine-tuning of the Qwen2-0.5B shape in bf16, beside transformers",
     "load": "opening a checkpoint, beside a raw read of its files",
+    "start": "seconds from Enter to the first training step, the first time and after it",
     "decode": "generation from the INT4 checkpoint, beside transformers' generate",
     "growth": "time and memory per token from 4 k to 64 k tokens per step, beside what the plan states",
     "layer": "one true Kimi-K2 layer on a GPU, beside the predictions",
@@ -38,5 +41,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
         return {}
     if not arguments or arguments[0] not in BENCHMARKS:
         given = f"{arguments[0]!r}{nearest(arguments[0], BENCHMARKS)}" if arguments else "nothing"
-        raise ConfigError(f"bench takes one of {', '.join(BENCHMARKS)}; got {given}", next="unfreeze bench --help")
+        raise ConfigError(
+            f"bench takes one of {', '.join(BENCHMARKS)}; got {given}", next="unfreeze bench --help"
+        )
     return importlib.import_module(f"unfreeze.bench.{arguments[0]}").main(arguments[1:], common)

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from unfreeze import models
-from unfreeze.checkpoint import save_checkpoint
-from unfreeze.checkpoint.keymap import disk_tensors
+from unfreeze.checkpoint import disk_tensors, save_checkpoint
 from unfreeze.core.errors import ConfigError
 from unfreeze.quant import Int4
 
@@ -22,9 +21,11 @@ SHARD_BYTES = 200 * 2**20
 
 
 def make(folder: Path, config: dict[str, Any]) -> None:
-    """Random weights with the spread of a trained model's, in bf16; routed experts quantized on Kimi's grid."""
+    """Random weights with the spread of a trained model's, in bf16; routed experts quantized on Kimi's
+    grid."""
     shape, codec = models.shape(config), Int4(group_size=32)
-    embedding = shape.initializer_range if shape.tied else 1.0  # a tied head of variance 1 would make logits of the size of sqrt(D)
+    # a tied head of variance 1 would make logits of the size of sqrt(D)
+    embedding = shape.initializer_range if shape.tied else 1.0
     generator = torch.Generator().manual_seed(0)
 
     def parameters() -> Iterator[tuple[str, torch.Tensor]]:
@@ -38,17 +39,27 @@ def make(folder: Path, config: dict[str, Any]) -> None:
                 yield name, (1 + 0.05 * noise).bfloat16()
             elif ".experts." in name:
                 parts = codec.quantize(noise / math.sqrt(tensor.shape[-1]))
-                yield from ((f"{name.removesuffix('.weight')}.{suffix}", part) for suffix, part in parts.items())
+                yield from (
+                    (f"{name.removesuffix('.weight')}.{suffix}", part) for suffix, part in parts.items()
+                )
             else:
-                yield name, (noise * embedding if "embed" in name else noise / math.sqrt(tensor.shape[-1])).bfloat16()
+                yield (
+                    name,
+                    (
+                        noise * embedding if "embed" in name else noise / math.sqrt(tensor.shape[-1])
+                    ).bfloat16(),
+                )
 
     folder.mkdir(parents=True, exist_ok=True)
-    save_checkpoint(folder, config, disk_tensors(parameters(), models.rules(shape), codec), max_shard_bytes=SHARD_BYTES)
+    save_checkpoint(
+        folder, config, disk_tensors(parameters(), models.rules(shape), codec), max_shard_bytes=SHARD_BYTES
+    )
 
 
 @contextmanager
 def checkpoints(folder: str, config: dict[str, Any], checked: dict[str, Any]) -> Iterator[tuple[Path, Path]]:
-    """(the checkpoint, the small one for the float64 comparison), made where they aren't yet. folder "": a temporary one, removed afterwards.
+    """(the checkpoint, the small one for the float64 comparison), made where they aren't yet. folder "": a
+    temporary one, removed afterwards.
 
     Raises ConfigError where the folder holds another model.
     """
@@ -60,6 +71,9 @@ def checkpoints(folder: str, config: dict[str, Any], checked: dict[str, Any]) ->
             if not (place / "config.json").is_file():
                 make(place, wanted)
             elif json.loads((place / "config.json").read_text()) != wanted:
-                raise ConfigError(f"checkpoint = {folder!r} holds another model than this benchmark's", next="give an empty folder, or none")
+                raise ConfigError(
+                    f"checkpoint = {folder!r} holds another model than this benchmark's",
+                    next="give an empty folder, or none",
+                )
             found.append(place)
         yield found[0], found[1]

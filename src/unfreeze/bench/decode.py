@@ -1,10 +1,12 @@
-"""unfreeze bench decode: greedy generation from the 0.9 GB INT4 checkpoint, beside transformers' generate with its cache, in turn. About 2 minutes.
+"""unfreeze bench decode: greedy generation from the 0.9 GB INT4 checkpoint, beside transformers' generate
+with its cache, in turn. About 2 minutes.
 
-bf16 on both sides (transformers dequantizes the experts when it loads). tokens/s counts decoding only: all rows, from the first new token of each
-to the last; reading the prompt stands apart. Correctness: each token a side chose is scored by our model in float32 on the CPU, without a cache,
-after that side's own text: the share that is float32's first choice too, and how much less likely the chosen token is at worst, in nats.
-Sides: unfreeze (steps launched or replayed as records say), unfreeze-launched and unfreeze-graphs (always the one, always the other; the latter on a
-GPU only), transformers.
+bf16 on both sides (transformers dequantizes the experts when it loads). tokens/s counts decoding only: all
+rows, from the first new token of each to the last; reading the prompt stands apart. Correctness: each token a
+side chose is scored by our model in float32 on the CPU, without a cache, after that side's own text: the
+share that is float32's first choice too, and how much less likely the chosen token is at worst, in nats.
+Sides: unfreeze (steps launched or replayed as records say), unfreeze-launched and unfreeze-graphs (always the
+one, always the other; the latter on a GPU only), transformers.
 """
 
 from __future__ import annotations
@@ -32,11 +34,22 @@ STEPS = {"unfreeze": "by_record", "unfreeze-launched": "launched", "unfreeze-gra
 class Config(Placed, Measured):
     """What is measured."""
 
-    sides: tuple[Named, ...] = Field(default=("unfreeze", "transformers"), min_length=1, description="which sides")
-    cases: tuple[str, ...] = Field(default=("1x64", "16x64", "1x512"), min_length=1, description="batch x tokens of the prompt")
+    sides: tuple[Named, ...] = Field(
+        default=("unfreeze", "transformers"), min_length=1, description="which sides"
+    )
+    cases: tuple[str, ...] = Field(
+        default=("1x64", "16x64", "1x512"), min_length=1, description="batch x tokens of the prompt"
+    )
     new: int = Field(default=32, ge=2, description="new tokens of each row")
-    rounds: int = Field(default=2, ge=1, description="timed generations of each side and case, after one that isn't; the median counts")
-    checkpoint: Folder = Field(default="", description="folder where the random checkpoint is, or is made and kept; default: a temporary one")
+    rounds: int = Field(
+        default=2,
+        ge=1,
+        description="timed generations of each side and case, after one that isn't; the median counts",
+    )
+    checkpoint: Folder = Field(
+        default="",
+        description="folder where the random checkpoint is, or is made and kept; default: a temporary one",
+    )
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
@@ -60,7 +73,10 @@ def measure(config: Config, common: Common, sizes: Mapping[str, int] | None = No
     from unfreeze.bench.sides import Side, Sides
 
     if config.device == "cpu" and "unfreeze-graphs" in config.sides:
-        raise ConfigError("sides: unfreeze-graphs records CUDA graphs, and this runs on the CPU", next="--device cuda, or leave that side out")
+        raise ConfigError(
+            "sides: unfreeze-graphs records CUDA graphs, and this runs on the CPU",
+            next="--device cuda, or leave that side out",
+        )
     cases = [parse_case(text) for text in config.cases]
     model = kimi.config(**(sizes or {}))
     tiny = kimi.config(**{**(sizes or {}), **kimi.CHECKED})
@@ -69,11 +85,16 @@ def measure(config: Config, common: Common, sizes: Mapping[str, int] | None = No
     with checkpoints(config.checkpoint, model, tiny) as (checkpoint, _):
         job = {"checkpoint": str(checkpoint), "device": config.device}
         measured = [
-            Side(name, "unfreeze.bench.decode:ours", job | {"steps": STEPS[name]}, threads=config.threads) if name in STEPS
-            else Side(name, "unfreeze.bench.peers:generator", job, threads=config.threads)
+            (
+                Side(name, "unfreeze.bench.decode:ours", job | {"steps": STEPS[name]}, threads=config.threads)
+                if name in STEPS
+                else Side(name, "unfreeze.bench.peers:generator", job, threads=config.threads)
+            )
             for name in config.sides
-        ]  # fmt: skip
-        judge = Side("float32", "unfreeze.bench.decode:judge", {"checkpoint": str(checkpoint)}, threads=config.threads)
+        ]
+        judge = Side(
+            "float32", "unfreeze.bench.decode:judge", {"checkpoint": str(checkpoint)}, threads=config.threads
+        )
         with Sides(measured, say(common)) as running:
             texts: dict[tuple[str, str], Any] = {}
             for (batch, prompt), case in zip(cases, config.cases, strict=True):
@@ -81,15 +102,38 @@ def measure(config: Config, common: Common, sizes: Mapping[str, int] | None = No
                 say(common)(f"{batch} rows, prompts of {prompt} tokens, {config.new} new")
                 for side in running:
                     side.replies.clear()
-                running.take_turns("generate", warmup=1, rounds=config.rounds, prompts=prompts, new=config.new, fresh_peak=True)
-                settings = {"shape": {name: model[name] for name in kimi.SIZES}, "dtype": "bfloat16", "batch": batch, "prompt": prompt,
-                            "new": config.new, "rounds": config.rounds, "warmup": 1, "device": config.device}  # fmt: skip
+                running.take_turns(
+                    "generate",
+                    warmup=1,
+                    rounds=config.rounds,
+                    prompts=prompts,
+                    new=config.new,
+                    fresh_peak=True,
+                )
+                settings = {
+                    "shape": {name: model[name] for name in kimi.SIZES},
+                    "dtype": "bfloat16",
+                    "batch": batch,
+                    "prompt": prompt,
+                    "new": config.new,
+                    "rounds": config.rounds,
+                    "warmup": 1,
+                    "device": config.device,
+                }
                 for side in running:
-                    texts[side.name, case] = (settings, timings(side, batch, config.new), prompts, side.values("generate", "tokens")[-1])
+                    texts[side.name, case] = (
+                        settings,
+                        timings(side, batch, config.new),
+                        prompts,
+                        side.values("generate", "tokens")[-1],
+                    )
         with Sides([judge], say(common)):
             for (name, case), (settings, found, prompts, tokens) in texts.items():
                 said = judge.call("score", prompts=prompts[:SCORED_ROWS], tokens=tokens[:SCORED_ROWS])
-                found["correctness"] = {"tokens that are not float32's first choice": said["other"], "worst of them, nats less likely": said["nats"]}
+                found["correctness"] = {
+                    "tokens that are not float32's first choice": said["other"],
+                    "worst of them, nats less likely": said["nats"],
+                }
                 first = texts[config.sides[0], case][1]
                 if name != config.sides[0]:
                     found["first_side_speed"] = first["tokens_per_second"] / found["tokens_per_second"]
@@ -106,25 +150,35 @@ def prompts_of(batch: int, prompt: int, vocab_size: int) -> list[list[int]]:
 
 
 def timings(side: Any, batch: int, new: int) -> dict[str, Any]:
-    """tokens_per_second of decoding (the first token of each row comes with the prompt), prompt_seconds, peak of the generation."""
+    """tokens_per_second of decoding (the first token of each row comes with the prompt), prompt_seconds, peak
+    of the generation."""
     decode = sorted(side.values("generate", "decode_seconds"))
     middle, tokens = statistics.median(decode), batch * (new - 1)
     return {
-        "tokens_per_second": tokens / middle, "fastest": tokens / decode[0], "slowest": tokens / decode[-1],
-        "prompt_seconds": statistics.median(reply["seconds"] - reply["decode_seconds"] for reply in side.replies["generate"]),
-        "peak_bytes": max(side.values("generate", "peak")), "load_peak_bytes": side.loaded["load_peak"],
-    }  # fmt: skip
+        "tokens_per_second": tokens / middle,
+        "fastest": tokens / decode[0],
+        "slowest": tokens / decode[-1],
+        "prompt_seconds": statistics.median(
+            reply["seconds"] - reply["decode_seconds"] for reply in side.replies["generate"]
+        ),
+        "peak_bytes": max(side.values("generate", "peak")),
+        "load_peak_bytes": side.loaded["load_peak"],
+    }
 
 
 def note(case: str, found: Mapping[str, Any]) -> str:
     other, nats = found["correctness"].values()
     ratio = ""
     if "first_side_speed" in found:
-        ratio = f", the first side is {found['first_side_speed']:.2f} x at {found['first_side_memory']:.2f} of its memory"
+        ratio = (
+            f", the first side is {found['first_side_speed']:.2f} x at {found['first_side_memory']:.2f} of"
+            " its memory"
+        )
     return (
-        f"{case}: {found['tokens_per_second']:.1f} tokens/s ({found['slowest']:.1f} to {found['fastest']:.1f}), "
-        f"prompt {found['prompt_seconds']:.2f} s, peak {format_bytes(found['peak_bytes'])}; "
-        f"{other:.1%} other than float32's choice, at worst {nats:.3f} nats{ratio}"
+        f"{case}: {found['tokens_per_second']:.1f} tokens/s ({found['slowest']:.1f} to"
+        f" {found['fastest']:.1f}), prompt {found['prompt_seconds']:.2f} s, peak"
+        f" {format_bytes(found['peak_bytes'])}; {other:.1%} other than float32's choice, at worst {nats:.3f}"
+        f" nats{ratio}"
     )
 
 
@@ -153,7 +207,8 @@ def ours(checkpoint: str, device: str = "cpu", steps: str = "by_record") -> Any:
 
 
 def judge(checkpoint: str) -> Any:
-    """Our model in float32, without a cache. calls: score(prompts, tokens) -> other (share of tokens that aren't the likeliest), nats (at worst)."""
+    """Our model in float32, without a cache. calls: score(prompts, tokens) -> other (share of tokens that
+    aren't the likeliest), nats (at worst)."""
     import unfreeze
     from unfreeze.bench.sides import Worker
 
@@ -166,7 +221,11 @@ def judge(checkpoint: str) -> Any:
         for prompt, said in zip(prompts, tokens, strict=True):
             logits_TV = model.logits([[*prompt, *said[:-1]]])[0][len(prompt) - 1 :]
             short_T = logits_TV.amax(-1) - logits_TV.gather(1, torch.tensor(said)[:, None])[:, 0]
-            other, nats, count = other + int(short_T.gt(0).sum()), max(nats, float(short_T.max())), count + len(said)
+            other, nats, count = (
+                other + int(short_T.gt(0).sum()),
+                max(nats, float(short_T.max())),
+                count + len(said),
+            )
         return {"other": other / count, "nats": nats}
 
     return Worker({"score": score})

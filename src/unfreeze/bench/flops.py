@@ -4,9 +4,10 @@ Model work of a step of T tokens (for MFU):         T · (4·N + 6·A) + 3·atte
                                                        T · 6·N + 3·attention              every weight trained
   N  matmul parameters a token meets: every Linear it passes (the head too), the router, K routed experts
   A  adapter parameters a token meets (those of the K experts it is given, not of the others)
-  attention  2 · H · (query + value width) · Σ over documents of L(L + 1)/2, per layer: causal scores and their sums
-Recomputed work is counted apart: layers 2·(N + A) of the layers, but for the last product of dense and shared MLPs, and attention once more;
-selective the same without attention and experts.
+  attention  2 · H · (query + value width) · Σ over documents of L(L + 1)/2, per layer: causal scores and
+             their sums
+Recomputed work is counted apart: layers 2·(N + A) of the layers, but for the last product of dense and shared
+MLPs, and attention once more; selective the same without attention and experts.
 """
 
 from __future__ import annotations
@@ -29,39 +30,58 @@ from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.mlp import MLP
 from unfreeze.models.blocks.moe import MoE
-from unfreeze.parallel.plan import Recompute
+from unfreeze.models.recompute import Recompute
 
 
 @dataclass(frozen=True)
 class StepFlops:
-    """model: of the mathematics alone. recomputed: what the step does a second time, by its recompute setting."""
+    """model: of the mathematics alone. recomputed: what the step does a second time, by its recompute
+    setting."""
 
     model: float
     recomputed: float
 
 
 def step_flops(model: Decoder, lengths: Sequence[int], recompute: Recompute) -> StepFlops:
-    """Of one step over documents of these lengths. The model may be on meta; its adapters are counted where they are attached."""
+    """Of one step over documents of these lengths. The model may be on meta; its adapters are counted where
+    they are attached."""
     tokens, shape = sum(lengths), model.shape
     share = shape.experts_per_token / shape.num_experts if shape.num_experts else 0.0
-    dense = sum(m.in_features * m.out_features for name, m in model.named_modules() if isinstance(m, Linear) and name != "lm_head")
+    dense = sum(
+        m.in_features * m.out_features
+        for name, m in model.named_modules()
+        if isinstance(m, Linear) and name != "lm_head"
+    )
     routers = sum(m.gate.weight.numel() for m in model.modules() if isinstance(m, MoE))
-    experts = sum(3 * m.num_experts * m.hidden_size * m.intermediate_size for m in model.modules() if isinstance(m, Experts)) * share
+    experts = (
+        sum(
+            3 * m.num_experts * m.hidden_size * m.intermediate_size
+            for m in model.modules()
+            if isinstance(m, Experts)
+        )
+        * share
+    )
     head = shape.hidden_size * shape.vocab_size
     trained = list(sites(model))
-    expert_adapters = sum(_numel(site.adapter) for site in trained if isinstance(site.adapter, ExpertLowRank)) * share
-    dense_adapters = sum(_numel(site.adapter) for site in trained if not isinstance(site.adapter, ExpertLowRank))
+    expert_adapters = (
+        sum(_numel(site.adapter) for site in trained if isinstance(site.adapter, ExpertLowRank)) * share
+    )
+    dense_adapters = sum(
+        _numel(site.adapter) for site in trained if not isinstance(site.adapter, ExpertLowRank)
+    )
     widths = 2 * shape.head_dim if shape.mla is None else shape.mla.nope + shape.mla.rope + shape.mla.value
     attention = shape.num_layers * 2 * shape.num_heads * widths * sum(n * (n + 1) / 2 for n in lengths)
     adapters = expert_adapters + dense_adapters
     per_weight = 4 if trained else 6
     work = tokens * (per_weight * (dense + routers + experts + head) + 6 * adapters) + 3 * attention
-    lasts = [m.down_proj for m in model.modules() if isinstance(m, MLP)]  # the last product of a layer isn't computed again
+    # the last product of a layer isn't computed again
+    lasts = [m.down_proj for m in model.modules() if isinstance(m, MLP)]
     repeated = dense - sum(last.in_features * last.out_features for last in lasts)
     dense_model = shape.mla is None and not shape.num_experts
     again = {
         "nothing": 0.0,
-        "elementwise": 0.0 if dense_model else tokens * 2 * (repeated + dense_adapters),  # beyond dense models it keeps a part of these: at most
+        # beyond dense models it keeps a part of these: at most
+        "elementwise": (0.0 if dense_model else tokens * 2 * (repeated + dense_adapters)),
         "selective": tokens * 2 * (repeated + dense_adapters),
         "layers": tokens * 2 * (repeated + routers + experts + adapters) + attention,
     }[recompute]
@@ -74,7 +94,8 @@ def _numel(module: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class Gemm:
-    """[rows, inner] @ [inner, columns]; transposed: the second factor lies as [columns, inner], as a weight does in forward."""
+    """[rows, inner] @ [inner, columns]; transposed: the second factor lies as [columns, inner], as a weight
+    does in forward."""
 
     rows: int
     inner: int
@@ -87,13 +108,21 @@ class Gemm:
 
 
 def expert_gemms(rows: int, hidden: int, width: int) -> list[Gemm]:
-    """The four GEMMs of an expert with that many rows: gate and up in one, down, and the input gradient of each."""
-    return [Gemm(rows, hidden, 2 * width), Gemm(rows, width, hidden), Gemm(rows, hidden, width, False), Gemm(rows, 2 * width, hidden, False)]
+    """The four GEMMs of an expert with that many rows: gate and up in one, down, and the input gradient of
+    each."""
+    return [
+        Gemm(rows, hidden, 2 * width),
+        Gemm(rows, width, hidden),
+        Gemm(rows, hidden, width, False),
+        Gemm(rows, 2 * width, hidden, False),
+    ]
 
 
 class GemmRate:
-    """torch.mm in bf16 on all cores, at given shapes: FLOP per second. Two ways are measured, the faster counts as the machine's rate:
-    all cores on one GEMM, and each core on GEMMs of its own. Operands stay in cache: no implementation can be fed faster.
+    """torch.mm in bf16 on all cores, at given shapes: FLOP per second. Two ways are measured, the faster
+    counts as the machine's rate:
+    all cores on one GEMM, and each core on GEMMs of its own. Operands stay in cache: no implementation can be
+    fed faster.
     """
 
     def __init__(self, gemms: Sequence[Gemm], seconds: float = 0.5):
@@ -106,7 +135,13 @@ class GemmRate:
                 a = torch.randn(gemm.rows, gemm.inner, generator=generator).bfloat16()
                 shape = (gemm.columns, gemm.inner) if gemm.transposed else (gemm.inner, gemm.columns)
                 b = torch.randn(shape, generator=generator).bfloat16()
-                made.append((a, b.t() if gemm.transposed else b, torch.empty(gemm.rows, gemm.columns, dtype=torch.bfloat16)))
+                made.append(
+                    (
+                        a,
+                        b.t() if gemm.transposed else b,
+                        torch.empty(gemm.rows, gemm.columns, dtype=torch.bfloat16),
+                    )
+                )
             return made
 
         self._operands = [operands() for _ in range(self.cores)]
@@ -118,7 +153,12 @@ class GemmRate:
     def measure(self) -> dict[str, Any]:
         """-> gflops_per_second (the faster way), together, each (the two ways), over about `seconds` each."""
         together = self._rate(lambda: self._round(self._operands[0]), 1)
-        each = self._rate(lambda: [done.result() for done in [self._pool.submit(self._round, mine) for mine in self._operands]], self.cores)
+        each = self._rate(
+            lambda: [
+                done.result() for done in [self._pool.submit(self._round, mine) for mine in self._operands]
+            ],
+            self.cores,
+        )
         return {"gflops_per_second": max(together, each), "together": together, "each": each}
 
     @staticmethod
@@ -140,7 +180,8 @@ class GemmRate:
 
 
 class BatchedGemmRate:
-    """A GPU's own rate at those shapes: torch.bmm in bf16 over the GEMMs of all experts at once, as one expert's would leave most of it idle."""
+    """A GPU's own rate at those shapes: torch.bmm in bf16 over the GEMMs of all experts at once, as one
+    expert's would leave most of it idle."""
 
     def __init__(self, gemms: Sequence[Gemm], experts: int, device: torch.device | str):
         self.gemms, self.experts, self.device = list(gemms), experts, torch.device(device)
@@ -150,7 +191,11 @@ class BatchedGemmRate:
             return torch.randn(experts, *shape, generator=generator, device=device).bfloat16()
 
         self._operands = [
-            (random(g.rows, g.inner), random(g.columns, g.inner).mT if g.transposed else random(g.inner, g.columns), random(g.rows, g.columns))
+            (
+                random(g.rows, g.inner),
+                random(g.columns, g.inner).mT if g.transposed else random(g.inner, g.columns),
+                random(g.rows, g.columns),
+            )
             for g in self.gemms
         ]
 

@@ -1,6 +1,8 @@
-"""Our side of the training jobs: a model, its optimizer, and a whole step of `unfreeze.train` on random documents, as a Worker.
+"""Our side of the training jobs: a model, its optimizer, and a whole step of `unfreeze.train` on random
+documents, as a Worker.
 
-A step is what a run does: forward, backward, the norm of all gradients, clipping to 1, AdamW. B documents of L tokens, T = B · L.
+A step is what a run does: forward, backward, the norm of all gradients, clipping to 1, AdamW. B documents of
+L tokens, T = B · L.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def batch_of(tokens_BL: torch.Tensor) -> Batch:
     weights_BL = torch.ones(documents, length)
     weights_BL[:, -1] = 0
     positions_T, starts_S = torch.arange(length).repeat(documents), torch.arange(documents) * length
-    return Batch(tokens_BL.flatten(), tokens_BL.roll(-1, 1).flatten(), weights_BL.flatten(), positions_T, starts_S)
+    return Batch(
+        tokens_BL.flatten(), tokens_BL.roll(-1, 1).flatten(), weights_BL.flatten(), positions_T, starts_S
+    )
 
 
 def open_job(checkpoint: str, dtype: str, lora: Mapping[str, Any] | None, device: str = "cpu") -> Decoder:
@@ -50,19 +54,35 @@ def open_job(checkpoint: str, dtype: str, lora: Mapping[str, Any] | None, device
 
 
 def trainer(
-    checkpoint: str, checked: str, dtype: str, lora: Mapping[str, Any] | None, recompute: Any, documents: int, length: int, device: str = "cpu"
-) -> Worker:  # fmt: skip
-    """calls: step() -> loss, grad_norm; state() -> bytes of weights, gradients and optimizer; check() -> see `check`."""
-    from unfreeze.bench.sides import resident
+    checkpoint: str,
+    checked: str,
+    dtype: str,
+    lora: Mapping[str, Any] | None,
+    recompute: Any,
+    documents: int,
+    length: int,
+    device: str = "cpu",
+) -> Worker:
+    """calls: step() -> loss, grad_norm; state() -> bytes of weights, gradients and optimizer; check() -> see
+    `check`."""
+    from unfreeze.parallel.machine import resident_bytes
 
-    before = resident()
+    before = resident_bytes()
     return training_worker(
-        open_job(checkpoint, dtype, lora, device), documents, length, recompute, runtime_bytes=before,
-        check=lambda: check(checked, dtype, lora, recompute, documents=2, length=min(length, 128), device=device),
-    )  # fmt: skip
+        open_job(checkpoint, dtype, lora, device),
+        documents,
+        length,
+        recompute,
+        runtime_bytes=before,
+        check=lambda: check(
+            checked, dtype, lora, recompute, documents=2, length=min(length, 128), device=device
+        ),
+    )
 
 
-def training_worker(model: Decoder, documents: int, length: int, recompute: Any, *, check: Any, runtime_bytes: int = 0) -> Worker:
+def training_worker(
+    model: Decoder, documents: int, length: int, recompute: Any, *, check: Any, runtime_bytes: int = 0
+) -> Worker:
     """The calls of `trainer` around a model that is already there."""
     optimizer = AdamW(model, betas=BETAS)
     generator = torch.Generator().manual_seed(0)
@@ -71,55 +91,84 @@ def training_worker(model: Decoder, documents: int, length: int, recompute: Any,
     def step() -> dict[str, Any]:
         batch = batch_of(tokens_of(generator, documents, length, model.shape.vocab_size))
         found = train_step(
-            model, optimizer, [batch], cross_entropy, learning_rate=LEARNING_RATE, max_norm=MAX_NORM, through=models.THROUGH[recompute]
-        )  # fmt: skip
+            model,
+            optimizer,
+            [batch],
+            cross_entropy,
+            learning_rate=LEARNING_RATE,
+            max_norm=MAX_NORM,
+            recompute=models.RECOMPUTE[recompute],
+        )
         return {"loss": found.loss, "grad_norm": found.grad_norm}
 
     def state() -> dict[str, Any]:
-        gradients = [gradient for name in optimizer.parameters if (gradient := optimizer.gradient(name)) is not None]
-        weights = {id(tensor): tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]}  # a tied head is one tensor
+        gradients = [
+            gradient for name in optimizer.parameters if (gradient := optimizer.gradient(name)) is not None
+        ]
+        # a tied head is one tensor
+        weights = {id(tensor): tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]}
         return {
-            "weights": sum(weights.values()), "gradients": sum(gradient.nbytes for gradient in gradients),
+            "weights": sum(weights.values()),
+            "gradients": sum(gradient.nbytes for gradient in gradients),
             "optimizer": sum(tensor.nbytes for tensor in optimizer.tensors().values()),
-        }  # fmt: skip
+        }
 
     facts = {
-        "trained_parameters": sum(p.numel() for p in optimizer.parameters.values()), "model_flops": work.model, "recomputed_flops": work.recomputed,
+        "trained_parameters": sum(p.numel() for p in optimizer.parameters.values()),
+        "model_flops": work.model,
+        "recomputed_flops": work.recomputed,
         "runtime_bytes": runtime_bytes,
-    }  # fmt: skip
+    }
     return Worker({"step": step, "state": state, "check": check}, facts)
 
 
 def check(
-    checkpoint: str, dtype: str, lora: Mapping[str, Any] | None, recompute: Any, *, documents: int, length: int, device: str = "cpu"
-) -> dict[str, Any]:  # fmt: skip
-    """-> loss of the model as it is; loss_moved and grad_norm with every adapter's B drawn at random too (with B = 0, A has no gradient)."""
+    checkpoint: str,
+    dtype: str,
+    lora: Mapping[str, Any] | None,
+    recompute: Any,
+    *,
+    documents: int,
+    length: int,
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """-> loss of the model as it is; loss_moved and grad_norm with every adapter's B drawn at random too
+    (with B = 0, A has no gradient)."""
     model = open_job(checkpoint, dtype, lora, device)
-    batch = batch_of(tokens_of(torch.Generator().manual_seed(1), documents, length, model.shape.vocab_size)).to(device)
-    through = models.THROUGH[recompute]
+    batch = batch_of(
+        tokens_of(torch.Generator().manual_seed(1), documents, length, model.shape.vocab_size)
+    ).to(device)
+    policy = models.RECOMPUTE[recompute]
     with torch.no_grad():
-        first = cross_entropy(model.hidden(batch, through), model.lm_head, batch)
+        first = cross_entropy(model.hidden(batch, policy), model.lm_head, batch)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for site in sites(model):
             for name, parameter in site.adapter.named_parameters():
                 if name.endswith("B"):
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
-    moved = cross_entropy(model.hidden(batch, through), model.lm_head, batch)
+    moved = cross_entropy(model.hidden(batch, policy), model.lm_head, batch)
     (moved.sum / moved.count).backward()
     norms = [parameter.grad.double().norm() for parameter in model.parameters() if parameter.grad is not None]
     return {
-        "loss_fresh": float(first.sum) / float(first.count), "loss_moved": float(moved.sum.detach()) / float(moved.count),
+        "loss_fresh": float(first.sum) / float(first.count),
+        "loss_moved": float(moved.sum.detach()) / float(moved.count),
         "grad_norm": float(torch.stack(norms).norm()),
-    }  # fmt: skip
+    }
 
 
 def exact(checked: str, lora: Mapping[str, Any] | None, length: int) -> Worker:
-    """`check` in float64, by the reference path: what every side is compared with. (Routing is computed in float32, as the models define it.)"""
+    """`check` in float64, by the reference path: what every side is compared with. (Routing is computed in
+    float32, as the models define it.)"""
     return Worker({}, check(checked, "float64", lora, "nothing", documents=2, length=min(length, 128)))
 
 
 def errors(found: Mapping[str, Any], exact: Mapping[str, Any]) -> dict[str, float]:
-    """Relative errors of whatever a side's check found, against float64: name -> |found - exact| / |exact|."""
+    """Relative errors of whatever a side's check found, against float64: name -> |found - exact| /
+    |exact|."""
     names = {"loss_fresh": "loss, fresh adapters", "loss_moved": "loss", "grad_norm": "gradient norm"}
-    return {f"{names[key]}, against float64": abs(found[key] - exact[key]) / abs(exact[key]) for key in names if key in found and key in exact}
+    return {
+        f"{names[key]}, against float64": abs(found[key] - exact[key]) / abs(exact[key])
+        for key in names
+        if key in found and key in exact
+    }

@@ -1,8 +1,11 @@
-"""unfreeze bench load: opening the 0.9 GB INT4 checkpoint beside a raw read of its files, in turn. About 1 minute.
+"""unfreeze bench load: opening the 0.9 GB INT4 checkpoint beside a raw read of its files, in turn. About 1
+minute.
 
-Both read from the page cache into fresh memory: the raw read is file by file into new bytes objects, what any loader must at least do, since a
-model's memory is new memory. Each reading is a process of its own, so that no allocator hands back pages that were touched before.
-Correctness: tensors of the opened model, as many bits as the files hold. Host peak: measured, beside what the plan states for loading.
+Both read from the page cache into fresh memory: the raw read is file by file into new bytes objects, what any
+loader must at least do, since a model's memory is new memory. Each reading is a process of its own, so that
+no allocator hands back pages that were touched before.
+Correctness: tensors of the opened model, as many bits as the files hold. Host peak: measured, beside what the
+plan states for loading.
 """
 
 from __future__ import annotations
@@ -23,8 +26,13 @@ from unfreeze.core.command import Common
 class Config(Measured):
     """What is measured."""
 
-    checkpoint: Folder = Field(default="", description="folder where the random checkpoint is, or is made and kept; default: a temporary one")
-    pairs: int = Field(default=5, ge=1, description="readings of each side; the median ratio of a pair counts")
+    checkpoint: Folder = Field(
+        default="",
+        description="folder where the random checkpoint is, or is made and kept; default: a temporary one",
+    )
+    pairs: int = Field(
+        default=5, ge=1, description="readings of each side; the median ratio of a pair counts"
+    )
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
@@ -50,7 +58,12 @@ def measure(config: Config, common: Common, sizes: Mapping[str, int] | None = No
             pairs.append(pair)
             rates = ", ".join(f"{name} {_rate(pair[name]):.2f} GB/s" for name in order)
             say(common)(f"pair {number}/{config.pairs}: {rates}")
-    settings = {"shape": {name: model[name] for name in kimi.SIZES}, "pairs": config.pairs, "dtype": "bfloat16", "cache": "page cache, fresh memory"}
+    settings = {
+        "shape": {name: model[name] for name in kimi.SIZES},
+        "pairs": config.pairs,
+        "dtype": "bfloat16",
+        "cache": "page cache, fresh memory",
+    }
     return show([stamp.row("unfreeze", settings, _results(pairs))], appended_to(config), common)
 
 
@@ -58,7 +71,10 @@ def _once(side: str, checkpoint: str, threads: int) -> dict[str, Any]:
     """One reading in a process of its own: its facts."""
     from unfreeze.bench.sides import Side, Sides
 
-    with Sides([Side(side, f"unfreeze.bench.load:{side}", {"checkpoint": checkpoint}, threads=threads)], lambda line: None) as one:
+    with Sides(
+        [Side(side, f"unfreeze.bench.load:{side}", {"checkpoint": checkpoint}, threads=threads)],
+        lambda line: None,
+    ) as one:
         return one[side].loaded | ({"compared": one[side].call("compare")} if side == "ours" else {})
 
 
@@ -73,12 +89,23 @@ def _results(pairs: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
     ours, raw = (statistics.median(_rate(pair[name]) for pair in pairs) for name in ("ours", "raw"))
     ratio, promised = statistics.median(ratios), pairs[0]["ours"]["promised"]
     return {
-        "gb_per_second": ours, "raw_gb_per_second": raw, "ratio": ratio, "ratio_lowest": min(ratios), "ratio_highest": max(ratios),
-        "bytes": pairs[0]["ours"]["bytes"], "peak_bytes": peak, "promised_bytes": promised,
-        "correctness": {f"tensors that differ from the file, of {pairs[0]['ours']['compared']['tensors']}": float(worst)},
-        "note": f"{ours:.2f} GB/s against {raw:.2f} raw, {ratio:.2f} of it ({min(ratios):.2f} to {max(ratios):.2f}); peak {peak / 2**20:,.0f} MiB, "
-        f"promised {promised / 2**20:,.0f}; {worst} tensors differ from the file",
-    }  # fmt: skip
+        "gb_per_second": ours,
+        "raw_gb_per_second": raw,
+        "ratio": ratio,
+        "ratio_lowest": min(ratios),
+        "ratio_highest": max(ratios),
+        "bytes": pairs[0]["ours"]["bytes"],
+        "peak_bytes": peak,
+        "promised_bytes": promised,
+        "correctness": {
+            f"tensors that differ from the file, of {pairs[0]['ours']['compared']['tensors']}": float(worst)
+        },
+        "note": (
+            f"{ours:.2f} GB/s against {raw:.2f} raw, {ratio:.2f} of it ({min(ratios):.2f} to"
+            f" {max(ratios):.2f}); peak {peak / 2**20:,.0f} MiB, promised {promised / 2**20:,.0f}; {worst}"
+            " tensors differ from the file"
+        ),
+    }
 
 
 def raw(checkpoint: str) -> Any:
@@ -92,15 +119,17 @@ def raw(checkpoint: str) -> Any:
 
 
 def ours(checkpoint: str) -> Any:
-    """The checkpoint as a model. calls: compare() -> tensors, different: every unstacked tensor against what safetensors' own reader finds."""
+    """The checkpoint as a model. calls: compare() -> tensors, different: every unstacked tensor against what
+    safetensors' own reader finds."""
     import torch
 
-    from unfreeze.bench.sides import Worker, resident
+    from unfreeze.bench.sides import Worker
     from unfreeze.checkpoint import open_checkpoint
     from unfreeze.generate.open import open_model
+    from unfreeze.parallel.machine import resident_bytes
     from unfreeze.parallel.plan import LOAD_BUFFERS
 
-    before = resident()
+    before = resident_bytes()
     started = time.perf_counter()
     manifest = open_checkpoint(checkpoint)
     model = open_model(manifest, torch.bfloat16)
@@ -120,11 +149,15 @@ def ours(checkpoint: str) -> Any:
                         different += 1
         return {"tensors": number, "different": different}
 
-    return Worker({"compare": compare}, {"reading": seconds, "bytes": manifest.nbytes, "runtime_bytes": before, "promised": promised})
+    return Worker(
+        {"compare": compare},
+        {"reading": seconds, "bytes": manifest.nbytes, "runtime_bytes": before, "promised": promised},
+    )
 
 
 def _equal(found: Any, name: str, tensors: Mapping[str, Any]) -> bool:
-    """Whether the model holds what the file says under that name; an expert's tensor lies stacked, gate above up."""
+    """Whether the model holds what the file says under that name; an expert's tensor lies stacked, gate above
+    up."""
     import re
 
     import torch
@@ -136,7 +169,9 @@ def _equal(found: Any, name: str, tensors: Mapping[str, Any]) -> bool:
         return False
     if expert[4] == "shape":
         return True  # two numbers that the model knows from its config; not kept
-    stacked = tensors[f"{expert[1]}.{'down_proj' if expert[3] == 'down' else 'gate_up_proj'}.weight_{expert[4]}"][int(expert[2])]
+    stacked = tensors[
+        f"{expert[1]}.{'down_proj' if expert[3] == 'down' else 'gate_up_proj'}.weight_{expert[4]}"
+    ][int(expert[2])]
     if expert[3] != "down":
         stacked = stacked.chunk(2)[0 if expert[3] == "gate" else 1]
     return torch.equal(stacked, found)

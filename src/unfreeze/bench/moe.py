@@ -1,10 +1,14 @@
-"""unfreeze bench moe: LoRA on every expert of a Kimi-format INT4 checkpoint, beside transformers + peft, step by step in turn. About 4 minutes.
+"""unfreeze bench moe: LoRA on every expert of a Kimi-format INT4 checkpoint, beside transformers + peft, step
+by step in turn. About 4 minutes.
 
-The checkpoint is random, in Kimi-K2-Thinking's on-disk format: hidden 1024, 8 layers, 128 experts, top-8, expert width 512, vocabulary 8192, 0.9 GB.
-Job: LoRA rank 8 on the five attention projections and all routed experts, bf16, 2,048 tokens per step (4 documents of 512), clipping, AdamW.
-Sides: unfreeze (recompute selective, the default), unfreeze-nothing (recompute nothing), peft-experts (transformers + peft, experts through
-target_parameters), peft-attention (experts frozen, eager experts: their fastest; it steps in turn with unfreeze once peft-experts has ended, because
-all at once would not fit 24 GB). Beside them the rate of torch.mm in bf16 at the experts' shapes, on all cores; on a GPU that of torch.bmm over
+The checkpoint is random, in Kimi-K2-Thinking's on-disk format: hidden 1024, 8 layers, 128 experts, top-8,
+expert width 512, vocabulary 8192, 0.9 GB.
+Job: LoRA rank 8 on the five attention projections and all routed experts, bf16, 2,048 tokens per step (4
+documents of 512), clipping, AdamW.
+Sides: unfreeze (recompute selective, the default), unfreeze-nothing (recompute nothing), peft-experts
+(transformers + peft, experts through target_parameters), peft-attention (experts frozen, eager experts: their
+fastest; it steps in turn with unfreeze once peft-experts has ended, because all at once would not fit 24 GB).
+Beside them the rate of torch.mm in bf16 at the experts' shapes, on all cores; on a GPU that of torch.bmm over
 all experts.
 """
 
@@ -24,16 +28,26 @@ Named = Literal["unfreeze", "unfreeze-nothing", "peft-experts", "peft-attention"
 RANK, DOCUMENTS, LENGTH = 8, 4, 512
 LORA: dict[str, Any] = {"rank": RANK, "alpha": 2.0 * RANK, "targets": ("attention", "experts")}
 RECOMPUTE = {"unfreeze": "selective", "unfreeze-nothing": "nothing"}
-TURNS: tuple[tuple[str, ...], ...] = (("unfreeze", "unfreeze-nothing", "torch.mm", "peft-experts"), ("unfreeze", "peft-attention"))
+TURNS: tuple[tuple[str, ...], ...] = (
+    ("unfreeze", "unfreeze-nothing", "torch.mm", "peft-experts"),
+    ("unfreeze", "peft-attention"),
+)
 GEMM = "torch.mm"
-WAYS = {"together": "all cores on one GEMM", "each": "a GEMM per core", "batched": "all experts in one torch.bmm"}
+WAYS = {
+    "together": "all cores on one GEMM",
+    "each": "a GEMM per core",
+    "batched": "all experts in one torch.bmm",
+}
 
 
 class Config(Placed, MeasuredInTurn):
     """What is measured."""
 
     sides: tuple[Named, ...] = Field(default=get_args(Named), min_length=1, description="which sides")
-    checkpoint: Folder = Field(default="", description="folder where the random checkpoint is, or is made and kept; default: a temporary one")
+    checkpoint: Folder = Field(
+        default="",
+        description="folder where the random checkpoint is, or is made and kept; default: a temporary one",
+    )
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
@@ -42,23 +56,40 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 
 
 def measure(
-    config: Config, common: Common, sizes: Mapping[str, int] | None = None, checked: Mapping[str, int] | None = None,
-    documents: int = DOCUMENTS, length: int = LENGTH,
-) -> dict[str, Any]:  # fmt: skip
-    """The benchmark at any size: `sizes` replace those of kimi.SIZES, `checked` those of the model for the float64 comparison."""
+    config: Config,
+    common: Common,
+    sizes: Mapping[str, int] | None = None,
+    checked: Mapping[str, int] | None = None,
+    documents: int = DOCUMENTS,
+    length: int = LENGTH,
+) -> dict[str, Any]:
+    """The benchmark at any size: `sizes` replace those of kimi.SIZES, `checked` those of the model for the
+    float64 comparison."""
     from unfreeze.bench import kimi
     from unfreeze.bench.checkpoints import checkpoints
     from unfreeze.bench.rows import Stamp
 
-    model, small = kimi.config(**(sizes or {})), kimi.config(**{**(sizes or {}), **(kimi.CHECKED if checked is None else checked)})
+    model, small = (
+        kimi.config(**(sizes or {})),
+        kimi.config(**{**(sizes or {}), **(kimi.CHECKED if checked is None else checked)}),
+    )
     stamp = Stamp.now("moe", command("moe", config), config.device, threads=config.threads or None)
     shape = {name: model[name] for name in kimi.SIZES}
     tokens, rows = documents * length, []
     settings = {
-        "shape": shape, "checked": {name: small[name] for name in kimi.SIZES if small[name] != model[name]}, "rank": RANK, "alpha": 2 * RANK,
-        "targets": ["attention", "experts"], "dtype": "bfloat16", "documents": documents, "length": length, "tokens_per_step": tokens,
-        "steps": config.steps, "warmup": config.warmup, "device": config.device,
-    }  # fmt: skip
+        "shape": shape,
+        "checked": {name: small[name] for name in kimi.SIZES if small[name] != model[name]},
+        "rank": RANK,
+        "alpha": 2 * RANK,
+        "targets": ["attention", "experts"],
+        "dtype": "bfloat16",
+        "documents": documents,
+        "length": length,
+        "tokens_per_step": tokens,
+        "steps": config.steps,
+        "warmup": config.warmup,
+        "device": config.device,
+    }
     with checkpoints(config.checkpoint, model, small) as (checkpoint, small_checkpoint):
         exact = float64(str(small_checkpoint), LORA, length, common)
         for turn, names in enumerate(TURNS, start=1):
@@ -66,17 +97,37 @@ def measure(
             if turn > 1 and wanted == ["unfreeze"]:
                 continue
             wanted += [GEMM] if GEMM in names and "unfreeze" in wanted else []
-            sides = [_side(name, str(checkpoint), str(small_checkpoint), model, documents, length, config) for name in wanted]
+            sides = [
+                _side(name, str(checkpoint), str(small_checkpoint), model, documents, length, config)
+                for name in wanted
+            ]
             found = step_in_turn(sides, config, tokens, exact, common)
             share_of_rate(found, {side.name: side.loaded for side in sides})
-            rows += [stamp.row(name, settings | {"turn": turn, "recompute": RECOMPUTE.get(name, "")}, entry) for name, entry in found.items()]
+            rows += [
+                stamp.row(name, settings | {"turn": turn, "recompute": RECOMPUTE.get(name, "")}, entry)
+                for name, entry in found.items()
+            ]
     return show(rows, appended_to(config, config.device), common)
 
 
-def _side(name: str, checkpoint: str, checked: str, model: Mapping[str, Any], documents: int, length: int, config: Config) -> Any:
+def _side(
+    name: str,
+    checkpoint: str,
+    checked: str,
+    model: Mapping[str, Any],
+    documents: int,
+    length: int,
+    config: Config,
+) -> Any:
     from unfreeze.bench.sides import Side
 
-    job: dict[str, Any] = {"checkpoint": checkpoint, "checked": checked, "documents": documents, "length": length, "device": config.device}
+    job: dict[str, Any] = {
+        "checkpoint": checkpoint,
+        "checked": checked,
+        "documents": documents,
+        "length": length,
+        "device": config.device,
+    }
     threads = config.threads
     if name in RECOMPUTE:
         arguments = job | {"dtype": "bfloat16", "lora": LORA, "recompute": RECOMPUTE[name]}
@@ -84,11 +135,19 @@ def _side(name: str, checkpoint: str, checked: str, model: Mapping[str, Any], do
     if name == GEMM:
         rows = documents * length * model["num_experts_per_tok"] // model["n_routed_experts"]
         shape = {
-            "rows": max(1, rows), "hidden": model["hidden_size"], "width": model["moe_intermediate_size"],
-            "experts": model["n_routed_experts"], "device": config.device,
-        }  # fmt: skip
+            "rows": max(1, rows),
+            "hidden": model["hidden_size"],
+            "width": model["moe_intermediate_size"],
+            "experts": model["n_routed_experts"],
+            "device": config.device,
+        }
         return Side(name, "unfreeze.bench.moe:gemm_rate", shape, threads=threads)
-    return Side(name, "unfreeze.bench.peers:peft", job | {"trained": name.removeprefix("peft-"), "rank": RANK}, threads=threads)
+    return Side(
+        name,
+        "unfreeze.bench.peers:peft",
+        job | {"trained": name.removeprefix("peft-"), "rank": RANK},
+        threads=threads,
+    )
 
 
 def gemm_rate(rows: int, hidden: int, width: int, experts: int, device: str) -> Any:
@@ -98,23 +157,38 @@ def gemm_rate(rows: int, hidden: int, width: int, experts: int, device: str) -> 
 
     gemms = expert_gemms(rows, hidden, width)
     rate = GemmRate(gemms) if device == "cpu" else BatchedGemmRate(gemms, experts, device)
-    return Worker({"step": rate.measure}, {"gemms": [f"[{g.rows}, {g.inner}] x [{g.inner}, {g.columns}]" for g in rate.gemms]})
+    return Worker(
+        {"step": rate.measure},
+        {"gemms": [f"[{g.rows}, {g.inner}] x [{g.inner}, {g.columns}]" for g in rate.gemms]},
+    )
 
 
 def share_of_rate(found: dict[str, dict[str, Any]], loaded: Mapping[str, Mapping[str, Any]]) -> None:
-    """Model FLOPs per second of our sides over the measured GEMM rate; the GEMM side's replies become its results."""
+    """Model FLOPs per second of our sides over the measured GEMM rate; the GEMM side's replies become its
+    results."""
     if GEMM not in found:
         return
     replies: Sequence[Mapping[str, float]] = found[GEMM].pop("replies")
-    rates = {name: statistics.median(reply[name] for reply in replies) for name in ("gflops_per_second", *WAYS) if name in replies[0]}
+    rates = {
+        name: statistics.median(reply[name] for reply in replies)
+        for name in ("gflops_per_second", *WAYS)
+        if name in replies[0]
+    }
     found[GEMM] |= {
-        **rates, "gemms": loaded[GEMM]["gemms"],
-        "note": f"{rates['gflops_per_second']:.0f} GFLOP/s ({', '.join(f'{WAYS[name]} {rates[name]:.0f}' for name in WAYS if name in rates)})",
-    }  # fmt: skip
+        **rates,
+        "gemms": loaded[GEMM]["gemms"],
+        "note": (
+            f"{rates['gflops_per_second']:.0f} GFLOP/s"
+            f" ({', '.join(f'{WAYS[name]} {rates[name]:.0f}' for name in WAYS if name in rates)})"
+        ),
+    }
     for name in RECOMPUTE:
         if name in found:
             entry, model, again = found[name], loaded[name]["model_flops"], loaded[name]["recomputed_flops"]
             per_second = entry["step_seconds"] * rates["gflops_per_second"] * 1e9
             shares = {"share": model / per_second, "share_with_recompute": (model + again) / per_second}
             entry |= {"model_flops": model, "recomputed_flops": again, **shares}
-            entry["note"] = f"{entry['share']:.0%} of torch.mm's rate, {entry['share_with_recompute']:.0%} with what is recomputed"
+            entry["note"] = (
+                f"{entry['share']:.0%} of torch.mm's rate, {entry['share_with_recompute']:.0%} with what is"
+                " recomputed"
+            )

@@ -1,6 +1,8 @@
-"""The peers' sides: transformers, peft and Liger-Kernel, set up as their documentation says and as fast as they offer.
+"""The peers' sides: transformers, peft and Liger-Kernel, set up as their documentation says and as fast as
+they offer.
 
-The one file of the benchmarks that imports them, inside functions, in worker processes of their own (tests/test_layout.py names it).
+The one file of the benchmarks that imports them, inside functions, in worker processes of their own
+(tests/test_layout.py names it).
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ import torch
 
 from unfreeze.bench.job import BETAS, LEARNING_RATE, MAX_NORM, tokens_of
 from unfreeze.bench.rows import installed
-from unfreeze.bench.sides import Worker, resident
+from unfreeze.bench.sides import Worker
 from unfreeze.bench.timing import wait
 from unfreeze.core.errors import ConfigError
+from unfreeze.parallel.machine import resident_bytes
 
 ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
@@ -29,7 +32,10 @@ def library(name: str) -> Any:
         found = importlib.import_module(name)
     except ImportError:
         packages = {"liger_kernel": "pip install liger-kernel"}
-        raise ConfigError(f"this side needs {name}, which is not installed", next=packages.get(name, 'pip install "unfreeze[dev]"')) from None
+        raise ConfigError(
+            f"this side needs {name}, which is not installed",
+            next=packages.get(name, 'pip install "unfreeze[dev]"'),
+        ) from None
     if name == "transformers":
         found.utils.logging.set_verbosity_error()
         found.utils.logging.disable_progress_bar()
@@ -44,32 +50,50 @@ def liger_refuses(device: str) -> str:
 
 
 def deepseek(checkpoint: str, trained: Trained, device: str) -> Any:
-    """The Kimi-format checkpoint in transformers, dequantized to bf16 as it does. Eager experts where they are frozen on a CPU: measured, its
+    """The Kimi-format checkpoint in transformers, dequantized to bf16 as it does. Eager experts where they
+    are frozen on a CPU: measured, its
     fastest there; on a GPU what transformers chooses itself."""
     transformers = library("transformers")
     config = transformers.DeepseekV3Config.from_pretrained(checkpoint)
     config.model_type = "deepseek_v3"  # Kimi says kimi_k2, which transformers knows under this name only
     options = {"experts_implementation": "eager"} if trained == "attention" and device == "cpu" else {}
-    return transformers.DeepseekV3ForCausalLM.from_pretrained(checkpoint, config=config, dtype=torch.bfloat16, **options).to(device)
+    return transformers.DeepseekV3ForCausalLM.from_pretrained(
+        checkpoint, config=config, dtype=torch.bfloat16, **options
+    ).to(device)
 
 
-def peft(checkpoint: str, checked: str, trained: Trained, rank: int, documents: int, length: int, device: str = "cpu") -> Worker:
-    """LoRA by peft on the attention projections, and on the routed experts through target_parameters. calls: step, state, check."""
-    before = resident()
+def peft(
+    checkpoint: str,
+    checked: str,
+    trained: Trained,
+    rank: int,
+    documents: int,
+    length: int,
+    device: str = "cpu",
+) -> Worker:
+    """LoRA by peft on the attention projections, and on the routed experts through target_parameters. calls:
+    step, state, check."""
+    before = resident_bytes()
 
     def model_of(folder: str) -> Any:
         base = deepseek(folder, trained, device)
         base.requires_grad_(False)
         experts = list(EXPERTS) if trained == "experts" else None
         config = library("peft").LoraConfig(
-            r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules=list(ATTENTION), target_parameters=experts
-        )  # fmt: skip
+            r=rank,
+            lora_alpha=2 * rank,
+            lora_dropout=0.0,
+            target_modules=list(ATTENTION),
+            target_parameters=experts,
+        )
         return library("peft").get_peft_model(base, config)
 
     def check() -> dict[str, Any]:
         model = model_of(checked)
         model.eval()
-        tokens_BL = tokens_of(torch.Generator().manual_seed(1), 2, min(length, 128), model.config.vocab_size).to(device)
+        tokens_BL = tokens_of(
+            torch.Generator().manual_seed(1), 2, min(length, 128), model.config.vocab_size
+        ).to(device)
         with torch.no_grad():
             return {"loss_fresh": float(model(input_ids=tokens_BL, labels=tokens_BL, use_cache=False).loss)}
 
@@ -77,8 +101,9 @@ def peft(checkpoint: str, checked: str, trained: Trained, rank: int, documents: 
 
 
 def dense(config: str, checked: str, liger: bool, device: str, documents: int, length: int) -> Worker:
-    """Full fine-tuning in transformers, bf16 throughout, of a model from a checkpoint folder. calls: step, state, check."""
-    before = resident()
+    """Full fine-tuning in transformers, bf16 throughout, of a model from a checkpoint folder. calls: step,
+    state, check."""
+    before = resident_bytes()
     transformers = library("transformers")
     if liger:
         apply = library("liger_kernel.transformers").apply_liger_kernel_to_qwen2
@@ -89,16 +114,26 @@ def dense(config: str, checked: str, liger: bool, device: str, documents: int, l
 
     def check() -> dict[str, Any]:
         model = model_of(checked)
-        tokens_BL = tokens_of(torch.Generator().manual_seed(1), 2, min(length, 128), model.config.vocab_size).to(device)
+        tokens_BL = tokens_of(
+            torch.Generator().manual_seed(1), 2, min(length, 128), model.config.vocab_size
+        ).to(device)
         loss = model(input_ids=tokens_BL, labels=tokens_BL, use_cache=False).loss
         loss.backward()
-        norms = [parameter.grad.double().norm() for parameter in model.parameters() if parameter.grad is not None]
-        return {"loss_fresh": float(loss.detach()), "loss_moved": float(loss.detach()), "grad_norm": float(torch.stack(norms).norm())}
+        norms = [
+            parameter.grad.double().norm() for parameter in model.parameters() if parameter.grad is not None
+        ]
+        return {
+            "loss_fresh": float(loss.detach()),
+            "loss_moved": float(loss.detach()),
+            "grad_norm": float(torch.stack(norms).norm()),
+        }
 
     return _training(model_of(config), documents, length, before, check)
 
 
-def _training(model: Any, documents: int, length: int, runtime_bytes: int, check: Callable[[], dict[str, Any]]) -> Worker:
+def _training(
+    model: Any, documents: int, length: int, runtime_bytes: int, check: Callable[[], dict[str, Any]]
+) -> Worker:
     """A step as transformers' Trainer does it: forward with labels, backward, clipping to 1, fused AdamW."""
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -118,10 +153,18 @@ def _training(model: Any, documents: int, length: int, runtime_bytes: int, check
 
     def state() -> dict[str, Any]:
         weights = {id(tensor): tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]}
-        moments = [tensor.nbytes for entry in optimizer.state.values() for tensor in entry.values() if isinstance(tensor, torch.Tensor)]
+        moments = [
+            tensor.nbytes
+            for entry in optimizer.state.values()
+            for tensor in entry.values()
+            if isinstance(tensor, torch.Tensor)
+        ]
         return {"weights": sum(weights.values()), "gradients": sum(gradients), "optimizer": sum(moments)}
 
-    facts = {"trained_parameters": sum(parameter.numel() for parameter in trained), "runtime_bytes": runtime_bytes}
+    facts = {
+        "trained_parameters": sum(parameter.numel() for parameter in trained),
+        "runtime_bytes": runtime_bytes,
+    }
     return Worker({"step": step, "state": state, "check": check}, facts)
 
 
@@ -145,9 +188,18 @@ def generator(checkpoint: str, device: str = "cpu") -> Worker:
         clock, tokens_SL = Clock(), torch.tensor(prompts, device=device)
         with torch.no_grad():
             made = model.generate(
-                tokens_SL, attention_mask=torch.ones_like(tokens_SL), do_sample=False, min_new_tokens=new, max_new_tokens=new, use_cache=True,
-                stopping_criteria=transformers.StoppingCriteriaList([clock]), pad_token_id=1,
-            )  # fmt: skip
-        return {"tokens": made[:, tokens_SL.shape[1] :].tolist(), "decode_seconds": clock.times[-1] - clock.times[0]}
+                tokens_SL,
+                attention_mask=torch.ones_like(tokens_SL),
+                do_sample=False,
+                min_new_tokens=new,
+                max_new_tokens=new,
+                use_cache=True,
+                stopping_criteria=transformers.StoppingCriteriaList([clock]),
+                pad_token_id=1,
+            )
+        return {
+            "tokens": made[:, tokens_SL.shape[1] :].tolist(),
+            "decode_seconds": clock.times[-1] - clock.times[0],
+        }
 
     return Worker({"generate": generate})

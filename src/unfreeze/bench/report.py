@@ -1,6 +1,8 @@
-"""unfreeze bench report: docs/performance.md from the committed rows, benchmarks/results/*.jsonl. Measures nothing.
+"""unfreeze bench report: docs/performance.md from the committed rows, benchmarks/results/*.jsonl. Measures
+nothing.
 
-The page: every target with what was measured, where we lose, then the latest run of each benchmark on each device with its command and machine.
+The page: every target with what was measured, where we lose, then the latest run of each benchmark on each
+device with its command and machine.
 The same rows make the same page; a test holds the committed page to the committed rows.
 """
 
@@ -26,7 +28,9 @@ ABSENT = "–"
 class Config(Frozen):
     """From where, and where to."""
 
-    results: Folder = Field(default="", description="folder of the .jsonl files; default: benchmarks/results of the checkout")
+    results: Folder = Field(
+        default="", description="folder of the .jsonl files; default: benchmarks/results of the checkout"
+    )
     out: Folder = Field(default="", description="the page; default: docs/performance.md of the checkout")
 
 
@@ -35,7 +39,9 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     config = parse(Config, arguments, command="bench report", description=__doc__ or "")
     root = checkout()
     if root is None and not (config.results and config.out):
-        raise DataError("there is no source checkout here, so no committed rows", next="--results FOLDER --out FILE")
+        raise DataError(
+            "there is no source checkout here, so no committed rows", next="--results FOLDER --out FILE"
+        )
     folder = Path(config.results) if config.results else (root or Path()) / "benchmarks" / "results"
     out = Path(config.out) if config.out else (root or Path()) / "docs" / "performance.md"
     runs = runs_of(folder)
@@ -44,8 +50,14 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
         out.write_text(page(runs, profiles_beside(out)), encoding="utf-8")
     judged = [(target, *judge(target, runs)) for target in TARGETS]
     if not common.quiet and not common.json:
-        print(f"wrote {out}: {sum(target.verdict(value) == 'met' for target, value, _ in judged)} of {len(TARGETS)} targets met")
-    entries = [{"what": t.what, "aim": t.aim, "measured": value, "verdict": t.verdict(value)} for t, value, _ in judged]
+        print(
+            f"wrote {out}: {sum(target.verdict(value) == 'met' for target, value, _ in judged)} of"
+            f" {len(TARGETS)} targets met"
+        )
+    entries = [
+        {"what": t.what, "aim": t.aim, "measured": value, "verdict": t.verdict(value)}
+        for t, value, _ in judged
+    ]
     return {"file": str(out), "targets": entries, "losses": losses(runs)}
 
 
@@ -68,7 +80,10 @@ def runs_of(folder: Path) -> list[Run]:
     for path in sorted(folder.glob("*.jsonl")):
         for row in read(path):
             found.setdefault((row.run, row.machine.device, row.benchmark), []).append(row)
-    return [Run(device, benchmark, when, rows) for (when, device, benchmark), rows in sorted(found.items(), reverse=True)]
+    return [
+        Run(device, benchmark, when, rows)
+        for (when, device, benchmark), rows in sorted(found.items(), reverse=True)
+    ]
 
 
 def judge(target: Target, runs: Sequence[Run]) -> tuple[float | None, Run | None]:
@@ -82,37 +97,59 @@ def judge(target: Target, runs: Sequence[Run]) -> tuple[float | None, Run | None
 
 
 def losses(runs: Sequence[Run]) -> list[str]:
-    """Where we lose: targets missed, and in the latest runs every peer that is faster or leaner and every prediction that was refuted."""
+    """Where we lose: targets missed, and in the latest runs every peer that is faster or leaner and every
+    prediction that was refuted."""
     said = []
     for target in TARGETS:
         value, run = judge(target, runs)
         if run is not None and target.verdict(value) == "missed":
-            said.append(f"{target.what}: {target.write(value)}, the target is {target.aim} ({run.device}, {run.when[:10]})")
+            said.append(
+                f"{target.what}: {target.write(value)}, the target is {target.aim} ({run.device},"
+                f" {run.when[:10]})"
+            )
     for run in latest(runs):
         for row in run.rows:
             speed, memory = row.results.get("first_side_speed"), row.results.get("first_side_memory")
-            case = f" at {row.settings['batch']} x {row.settings['prompt']} tokens" if "batch" in row.settings and "prompt" in row.settings else ""
+            case = (
+                f" at {row.settings['batch']} x {row.settings['prompt']} tokens"
+                if "batch" in row.settings and "prompt" in row.settings
+                else ""
+            )
             if speed is not None and speed < 1:
-                said.append(f"{run.benchmark}: {row.side}{case} is faster, {1 / speed:.2f} x our tokens/s ({run.device}, {run.when[:10]})")
+                said.append(
+                    f"{run.benchmark}: {row.side}{case} is faster, {1 / speed:.2f} x our tokens/s"
+                    f" ({run.device}, {run.when[:10]})"
+                )
             if memory is not None and memory > 1:
-                said.append(f"{run.benchmark}: {row.side}{case} takes less memory, {1 / memory:.2f} of our peak ({run.device}, {run.when[:10]})")
+                said.append(
+                    f"{run.benchmark}: {row.side}{case} takes less memory, {1 / memory:.2f} of our peak"
+                    f" ({run.device}, {run.when[:10]})"
+                )
             if row.results.get("predicted") and row.results.get("verdict") in ("missed", "refuted"):
                 said.append(
-                    f"{run.benchmark}: {row.side}: {row.results['verdict']}, {figure(row)} where {row.results['predicted']} was predicted "
-                    f"({run.device}, {run.when[:10]})"
+                    f"{run.benchmark}: {row.side}: {row.results['verdict']}, {figure(row)} where"
+                    f" {row.results['predicted']} was predicted ({run.device}, {run.when[:10]})"
                 )
     return said
 
 
 def latest(runs: Sequence[Run]) -> list[Run]:
-    """The newest run of each benchmark on each device, benchmarks in the order of their first name, CPUs first."""
+    """The newest run of each benchmark on each device, benchmarks in the order of their first name, CPUs
+    first."""
     newest: dict[tuple[str, str], Run] = {}
     for run in runs:
         newest.setdefault((run.benchmark, run.device), run)
-    return sorted(newest.values(), key=lambda run: (run.kind, ORDER.index(run.benchmark) if run.benchmark in ORDER else len(ORDER), run.device))
+    return sorted(
+        newest.values(),
+        key=lambda run: (
+            run.kind,
+            ORDER.index(run.benchmark) if run.benchmark in ORDER else len(ORDER),
+            run.device,
+        ),
+    )
 
 
-ORDER = ("moe", "dense", "load", "decode", "growth", "layer", "model")
+ORDER = ("moe", "dense", "load", "start", "decode", "growth", "layer", "model")
 
 
 def profiles_beside(page: Path) -> list[str]:
@@ -124,16 +161,29 @@ def page(runs: Sequence[Run], profiles: Sequence[str] = ()) -> str:
     """The whole of docs/performance.md; a benchmark with a profile links it."""
     parts = [
         "# Performance",
-        "Made by `unfreeze bench report` from the rows in `benchmarks/results/`; edit nothing here. A row holds the machine, all settings and the "
-        "commit; the sides of a run are processes that step in turn. Speeds are medians; a peak on a CPU is the process's resident memory at its "
-        "highest after loading, interpreter and libraries included. An absolute time is this machine's; ratios are of one run. "
-        "Errors are relative, against float64, unless the table says otherwise.",
-        "## Targets", targets_table(runs),
-        "## Where we lose", "\n".join(f"- {line}" for line in losses(runs)) or "Nowhere among what was measured.",
-    ]  # fmt: skip
+        (
+            "Made by `unfreeze bench report` from the rows in `benchmarks/results/`; edit nothing here. A row"
+            " holds the machine, all settings and the commit; the sides of a run are processes that step in"
+            " turn. Speeds are medians; a peak on a CPU is the process's resident memory at its highest after"
+            " loading, interpreter and libraries included. An absolute time is this machine's; ratios are of"
+            " one run. Errors are relative, against float64, unless the table says otherwise."
+        ),
+        "## Targets",
+        targets_table(runs),
+        "## Where we lose",
+        "\n".join(f"- {line}" for line in losses(runs)) or "Nowhere among what was measured.",
+    ]
     for run in latest(runs):
-        parts += [f"## `{run.benchmark}` on {run.device}", about(run), *TABLES.get(run.benchmark, generic)(run.rows)]
-        parts += [f"Op by op: [profiles/{name}.md](profiles/{name}.md)" for name in profiles if name == run.benchmark]
+        parts += [
+            f"## `{run.benchmark}` on {run.device}",
+            about(run),
+            *TABLES.get(run.benchmark, generic)(run.rows),
+        ]
+        parts += [
+            f"Op by op: [profiles/{name}.md](profiles/{name}.md)"
+            for name in profiles
+            if name == run.benchmark
+        ]
     missing = [name for name in ORDER if name not in {run.benchmark for run in runs}]
     if missing:
         parts += ["## Not measured", "\n".join(f"- `unfreeze bench {name}`" for name in missing)]
@@ -146,25 +196,41 @@ def targets_table(runs: Sequence[Run]) -> str:
         value, run = judge(target, runs)
         verdict = target.verdict(value)
         where = f"{run.device}, {run.when[:10]}" if run else ABSENT
-        lines.append([f"{target.what}", f"{target.kind.upper()} `{target.benchmark}`", target.aim, target.write(value), verdict, where])
+        lines.append(
+            [
+                f"{target.what}",
+                f"{target.kind.upper()} `{target.benchmark}`",
+                target.aim,
+                target.write(value),
+                verdict,
+                where,
+            ]
+        )
     return markdown(["what", "benchmark", "target", "measured", "", "machine, date"], lines)
 
 
 def about(run: Run) -> str:
     """Command, machine, versions, date, and the settings all rows share."""
     row = run.rows[0]
-    machine, versions = row.machine, ", ".join(f"{name} {version}" for name, version in row.machine.versions.items())
+    machine, versions = (
+        row.machine,
+        ", ".join(f"{name} {version}" for name, version in row.machine.versions.items()),
+    )
     number = f" (family {machine.family}, model {machine.model})" if machine.family else ""
     memory = f", {format_bytes(machine.memory_bytes)}" if machine.memory_bytes else ""
     shared = {
-        name: value for name, value in row.settings.items()
-        if all(other.settings.get(name) == value for other in run.rows) and value not in ({}, [], "") and name != "converted"
-    }  # fmt: skip
+        name: value
+        for name, value in row.settings.items()
+        if all(other.settings.get(name) == value for other in run.rows)
+        and value not in ({}, [], "")
+        and name != "converted"
+    }
     note = f"\n\nRow {row.settings['converted']}." if "converted" in row.settings else ""
     return (
-        f"`{row.command}`, {run.when[:10]}, commit {row.commit or 'not recorded'}. "
-        f"{machine.name}{number}, {machine.cores} cores, {machine.threads} threads{memory}; "
-        f"Python {machine.python}, {versions}.\n\nSettings: {'; '.join(f'{name} {written(value)}' for name, value in shared.items())}.{note}"
+        f"`{row.command}`, {run.when[:10]}, commit {row.commit or 'not recorded'}. {machine.name}{number},"
+        f" {machine.cores} cores, {machine.threads} threads{memory}; Python {machine.python},"
+        f" {versions}.\n\nSettings:"
+        f" {'; '.join(f'{name} {written(value)}' for name, value in shared.items())}.{note}"
     )
 
 
@@ -180,7 +246,9 @@ def written(value: Any) -> str:
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """A table: the first column to the left, the others to the right."""
     rule = ["---", *["---:" for _ in head[1:]]]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in (head, rule, *lines))
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in (head, rule, *lines)
+    )
 
 
 def number(results: Mapping[str, Any], name: str, form: str = "{:,.1f}") -> str:
@@ -201,7 +269,11 @@ def error(results: Mapping[str, Any]) -> str:
 
 def figure(row: Row) -> str:
     """The one figure of a row, whatever it measures."""
-    for name, form in (("tokens_per_second", "{:,.0f} tokens/s"), ("ms", "{:,.2f} ms"), ("gb_per_second", "{:.2f} GB/s")):
+    for name, form in (
+        ("tokens_per_second", "{:,.0f} tokens/s"),
+        ("ms", "{:,.2f} ms"),
+        ("gb_per_second", "{:.2f} GB/s"),
+    ):
         if isinstance(row.results.get(name), (int, float)):
             return form.format(row.results[name])
     return ABSENT
@@ -210,26 +282,47 @@ def figure(row: Row) -> str:
 def training_tables(rows: Sequence[Row]) -> list[str]:
     """moe and dense: a table per turn (the sides that stepped in turn), then what is left to say."""
     parts = []
-    head = ["side", "tokens/s", "slowest to fastest", "peak", "above weights, gradients, optimizer", "these", "loading", "first side is",
-            "of its memory", "error"]  # fmt: skip
+    head = [
+        "side",
+        "tokens/s",
+        "slowest to fastest",
+        "peak",
+        "above weights, gradients, optimizer",
+        "these",
+        "loading",
+        "first side is",
+        "of its memory",
+        "error",
+    ]
     for turn in sorted({row.settings.get("turn", 1) for row in rows}):
         lines = []
-        for row in [row for row in rows if row.settings.get("turn", 1) == turn and "tokens_per_second" in row.results]:
+        for row in [
+            row for row in rows if row.settings.get("turn", 1) == turn and "tokens_per_second" in row.results
+        ]:
             r = row.results
             state = sum(r["state_bytes"].values()) if "state_bytes" in r else None
-            lines.append([
-                row.side, number(r, "tokens_per_second"), f"{number(r, 'slowest')} to {number(r, 'fastest')}", size(r, "peak_bytes"),
-                size(r, "above_state_bytes"), format_bytes(state) if state else ABSENT, size(r, "load_peak_bytes"),
-                number(r, "first_side_speed", "{:.2f} x"), number(r, "first_side_memory", "{:.2f}"), error(r),
-            ])  # fmt: skip
+            lines.append(
+                [
+                    row.side,
+                    number(r, "tokens_per_second"),
+                    f"{number(r, 'slowest')} to {number(r, 'fastest')}",
+                    size(r, "peak_bytes"),
+                    size(r, "above_state_bytes"),
+                    format_bytes(state) if state else ABSENT,
+                    size(r, "load_peak_bytes"),
+                    number(r, "first_side_speed", "{:.2f} x"),
+                    number(r, "first_side_memory", "{:.2f}"),
+                    error(r),
+                ]
+            )
         parts.append(markdown(head, lines))
     for row in rows:
         if "share" in row.results:
             r = row.results
             parts.append(
-                f"{row.side}, turn {row.settings.get('turn', 1)}: {r['model_flops'] / 1e9:,.0f} GFLOP of model work a step and "
-                f"{r['recomputed_flops'] / 1e9:,.0f} again: "
-                f"{r['share']:.0%} of the measured GEMM rate, {r['share_with_recompute']:.0%} with what is recomputed."
+                f"{row.side}, turn {row.settings.get('turn', 1)}: {r['model_flops'] / 1e9:,.0f} GFLOP of"
+                f" model work a step and {r['recomputed_flops'] / 1e9:,.0f} again: {r['share']:.0%} of the"
+                f" measured GEMM rate, {r['share_with_recompute']:.0%} with what is recomputed."
             )
     return [*parts, *notes([row for row in rows if "share" not in row.results])]
 
@@ -244,48 +337,121 @@ def load_tables(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         r = row.results
         spread = f"{number(r, 'ratio_lowest', '{:.2f}')} to {number(r, 'ratio_highest', '{:.2f}')}"
-        lines.append([row.side, number(r, "gb_per_second", "{:.2f}"), number(r, "raw_gb_per_second", "{:.2f}"), number(r, "ratio", "{:.2f}"), spread,
-                      size(r, "peak_bytes"), size(r, "promised_bytes"), written(dict(r.get("correctness", {})))])  # fmt: skip
-    return [markdown(["side", "GB/s", "raw read", "ratio", "lowest to highest", "peak", "promised", "correctness"], lines)]
+        lines.append(
+            [
+                row.side,
+                number(r, "gb_per_second", "{:.2f}"),
+                number(r, "raw_gb_per_second", "{:.2f}"),
+                number(r, "ratio", "{:.2f}"),
+                spread,
+                size(r, "peak_bytes"),
+                size(r, "promised_bytes"),
+                written(dict(r.get("correctness", {}))),
+            ]
+        )
+    return [
+        markdown(
+            ["side", "GB/s", "raw read", "ratio", "lowest to highest", "peak", "promised", "correctness"],
+            lines,
+        )
+    ]
 
 
 def decode_tables(rows: Sequence[Row]) -> list[str]:
-    head = ["batch x prompt", "side", "tokens/s", "slowest to fastest", "prompt, s", "peak", "first side is", "of its memory",
-            "other than float32's first choice", "nats"]  # fmt: skip
+    head = [
+        "batch x prompt",
+        "side",
+        "tokens/s",
+        "slowest to fastest",
+        "prompt, s",
+        "peak",
+        "first side is",
+        "of its memory",
+        "other than float32's first choice",
+        "nats",
+    ]
     lines = []
     for row in rows:
         r = row.results
         other, nats = [*r["correctness"].values(), ABSENT, ABSENT][:2]
-        lines.append([
-            f"{row.settings['batch']} x {row.settings['prompt']}", row.side, number(r, "tokens_per_second"),
-            f"{number(r, 'slowest')} to {number(r, 'fastest')}", number(r, "prompt_seconds", "{:.2f}"), size(r, "peak_bytes"),
-            number(r, "first_side_speed", "{:.2f} x"), number(r, "first_side_memory", "{:.2f}"),
-            f"{other:.1%}" if isinstance(other, float) else str(other), f"{nats:.3f}" if isinstance(nats, float) else str(nats),
-        ])  # fmt: skip
+        lines.append(
+            [
+                f"{row.settings['batch']} x {row.settings['prompt']}",
+                row.side,
+                number(r, "tokens_per_second"),
+                f"{number(r, 'slowest')} to {number(r, 'fastest')}",
+                number(r, "prompt_seconds", "{:.2f}"),
+                size(r, "peak_bytes"),
+                number(r, "first_side_speed", "{:.2f} x"),
+                number(r, "first_side_memory", "{:.2f}"),
+                f"{other:.1%}" if isinstance(other, float) else str(other),
+                f"{nats:.3f}" if isinstance(nats, float) else str(nats),
+            ]
+        )
     return [markdown(head, lines)]
 
 
 def growth_tables(rows: Sequence[Row]) -> list[str]:
     lines = [
-        [f"{row.settings['tokens_per_step']:,}", number(row.results, "tokens_per_second"), f"{1e6 / row.results['tokens_per_second']:,.1f}",
-         size(row.results, "peak_bytes"), size(row.results, "planned_bytes"), error(row.results)]
-        for row in rows if "tokens_per_second" in row.results
-    ]  # fmt: skip
-    head = ["tokens per step", "tokens/s", "us per token", "peak of the process", "plan (without the interpreter)", "error"]
+        [
+            f"{row.settings['tokens_per_step']:,}",
+            number(row.results, "tokens_per_second"),
+            f"{1e6 / row.results['tokens_per_second']:,.1f}",
+            size(row.results, "peak_bytes"),
+            size(row.results, "planned_bytes"),
+            error(row.results),
+        ]
+        for row in rows
+        if "tokens_per_second" in row.results
+    ]
+    head = [
+        "tokens per step",
+        "tokens/s",
+        "us per token",
+        "peak of the process",
+        "plan (without the interpreter)",
+        "error",
+    ]
     return [markdown(head, lines), *notes(rows)]
 
 
 def generic(rows: Sequence[Row]) -> list[str]:
-    """layer, model, and whatever comes: a row per side with its figure, its memory, the prediction and the error. Columns without a value go."""
-    head = ["side", "routing", "measured", "TFLOP/s", "MFU", "predicted", "refuted beyond", "verdict", "peak", "error"]
+    """layer, model, and whatever comes: a row per side with its figure, its memory, the prediction and the
+    error. Columns without a value go."""
+    head = [
+        "side",
+        "routing",
+        "measured",
+        "TFLOP/s",
+        "MFU",
+        "predicted",
+        "refuted beyond",
+        "verdict",
+        "peak",
+        "error",
+    ]
     lines = [
-        [row.side, str(row.settings.get("routing", "")), figure(row), number(row.results, "tflops"), number(row.results, "mfu", "{:.0%}"),
-         str(row.results.get("predicted", "")), number(row.results, "refuted_beyond") if row.results.get("predicted") else "",
-         str(row.results.get("verdict", "")), size(row.results, "peak_bytes"), error(row.results)]
-        for row in rows if figure(row) != ABSENT
-    ]  # fmt: skip
-    filled = [column for column in range(len(head)) if any(line[column] not in ("", ABSENT) for line in lines)]
-    table = markdown([head[column] for column in filled], [[line[column] for column in filled] for line in lines])
+        [
+            row.side,
+            str(row.settings.get("routing", "")),
+            figure(row),
+            number(row.results, "tflops"),
+            number(row.results, "mfu", "{:.0%}"),
+            str(row.results.get("predicted", "")),
+            number(row.results, "refuted_beyond") if row.results.get("predicted") else "",
+            str(row.results.get("verdict", "")),
+            size(row.results, "peak_bytes"),
+            error(row.results),
+        ]
+        for row in rows
+        if figure(row) != ABSENT
+    ]
+    filled = [
+        column for column in range(len(head)) if any(line[column] not in ("", ABSENT) for line in lines)
+    ]
+    table = markdown(
+        [head[column] for column in filled], [[line[column] for column in filled] for line in lines]
+    )
     return [*([table] if lines else []), *grid(rows), *notes(rows)]
 
 
@@ -297,7 +463,10 @@ def grid(rows: Sequence[Row]) -> list[str]:
         if entries:
             head = list(entries[0])
             lines = [[written_number(entry[name]) for name in head] for entry in entries]
-            parts += [f"{row.side}: {row.results.get('label', '')}", markdown([name.replace("_", " ") for name in head], lines)]
+            parts += [
+                f"{row.side}: {row.results.get('label', '')}",
+                markdown([name.replace("_", " ") for name in head], lines),
+            ]
     return parts
 
 
@@ -308,5 +477,9 @@ def written_number(value: Any) -> str:
 
 
 TABLES: dict[str, Callable[[Sequence[Row]], list[str]]] = {
-    "moe": training_tables, "dense": training_tables, "load": load_tables, "decode": decode_tables, "growth": growth_tables,
-}  # fmt: skip
+    "moe": training_tables,
+    "dense": training_tables,
+    "load": load_tables,
+    "decode": decode_tables,
+    "growth": growth_tables,
+}

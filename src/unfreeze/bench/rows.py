@@ -1,8 +1,10 @@
-"""Rows: what a benchmark found, one JSON line per side, with everything needed to read it later: machine, versions, commit, settings.
+"""Rows: what a benchmark found, one JSON line per side, with everything needed to read it later: machine,
+versions, commit, settings.
 
-    stamp = Stamp.now("moe", command, device)          one per run: all its rows carry the same `run`
-    row = stamp.row("unfreeze", settings, results)     checked: a speed without peak memory and correctness is refused
-    append(rows, where("", device))                    benchmarks/results/<device>.jsonl of the checkout
+stamp = Stamp.now("moe", command, device)          one per run: all its rows carry the same `run`
+row = stamp.row("unfreeze", settings, results)     checked: a speed without peak memory and correctness is
+                                                   refused
+append(rows, where("", device))                    benchmarks/results/<device>.jsonl of the checkout
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ SPEEDS = ("tokens_per_second", "gb_per_second", "ms")
 
 
 class Machine(BaseModel):
-    """Where a row was measured. name: of the processor or GPU. family, model: the processor's numbers, "" on a GPU. threads: torch's."""
+    """Where a row was measured. name: of the processor or GPU. family, model: the processor's numbers, "" on
+    a GPU. threads: torch's."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     device: str
@@ -48,9 +51,11 @@ class Machine(BaseModel):
 
 
 class Row(BaseModel):
-    """One side of one run. run: the same for all sides that stepped in turn; it sorts by time. settings: all of them, the defaults too.
+    """One side of one run. run: the same for all sides that stepped in turn; it sorts by time. settings: all
+    of them, the defaults too.
 
-    results["correctness"]: what was compared with what -> relative error (float), or -> a reason why nothing was compared (str).
+    results["correctness"]: what was compared with what -> relative error (float), or -> a reason why nothing
+    was compared (str).
     not_run: why this side was not measured here; its results are empty then.
     """
 
@@ -74,7 +79,9 @@ class Row(BaseModel):
         if speeds and missing:
             raise ValueError(f"results have {speeds[0]} without {' and '.join(missing)}")
         if speeds and not self.results["correctness"]:
-            raise ValueError("results.correctness is empty; give a relative error, or the reason why there is none")
+            raise ValueError(
+                "results.correctness is empty; give a relative error, or the reason why there is none"
+            )
         return self
 
 
@@ -83,12 +90,20 @@ def machine(device: torch.device | str = "cpu", threads: int | None = None) -> M
     place = torch.device(device)
     found = hardware(place)
     info = (PROC / "cpuinfo").read_text() if place.type == "cpu" and (PROC / "cpuinfo").exists() else ""
-    family, model = (re.search(rf"^{field}\s*:\s*(\d+)", info, re.MULTILINE) for field in ("cpu family", "model"))
+    family, model = (
+        re.search(rf"^{field}\s*:\s*(\d+)", info, re.MULTILINE) for field in ("cpu family", "model")
+    )
     return Machine(
-        device=device_key(place), name=found.name, family=family[1] if family else "", model=model[1] if model else "", cores=found.cores,
-        threads=threads or torch.get_num_threads(), memory_bytes=found.total, python=platform.python_version(),
+        device=device_key(place),
+        name=found.name,
+        family=family[1] if family else "",
+        model=model[1] if model else "",
+        cores=found.cores,
+        threads=threads or torch.get_num_threads(),
+        memory_bytes=found.total,
+        python=platform.python_version(),
         versions={name: version for name in LIBRARIES if (version := installed(name))},
-    )  # fmt: skip
+    )
 
 
 def installed(distribution: str) -> str:
@@ -112,14 +127,31 @@ class Stamp(BaseModel):
     machine: Machine
 
     @classmethod
-    def now(cls, benchmark: str, command: str, device: torch.device | str = "cpu", threads: int | None = None) -> Stamp:
+    def now(
+        cls, benchmark: str, command: str, device: torch.device | str = "cpu", threads: int | None = None
+    ) -> Stamp:
         """Raises ConfigError for a device that isn't here."""
         run, place = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), device_of(str(device))
-        return cls(benchmark=benchmark, run=run, command=command, commit=commit(), machine=machine(place, threads or num_cores()))
+        return cls(
+            benchmark=benchmark,
+            run=run,
+            command=command,
+            commit=commit(),
+            machine=machine(place, threads or num_cores()),
+        )
 
-    def row(self, side: str, settings: Mapping[str, Any], results: Mapping[str, Any] | None = None, *, not_run: str = "") -> Row:
+    def row(
+        self,
+        side: str,
+        settings: Mapping[str, Any],
+        results: Mapping[str, Any] | None = None,
+        *,
+        not_run: str = "",
+    ) -> Row:
         """Raises ValueError for results that say a speed without memory or correctness."""
-        return Row(**self.__dict__, side=side, settings=dict(settings), results=dict(results or {}), not_run=not_run)
+        return Row(
+            **self.__dict__, side=side, settings=dict(settings), results=dict(results or {}), not_run=not_run
+        )
 
 
 def checkout() -> Path | None:
@@ -129,14 +161,17 @@ def checkout() -> Path | None:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with -dirty where tracked files other than rows and docs differ from it; None without a checkout or git."""
+    """The checkout's commit, with -dirty where tracked files other than rows and docs differ from it; None
+    without a checkout or git."""
     root = checkout()
     if root is None:
         return None
     changed = ("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results", ":!docs")
     try:
         head, state = (
-            subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=False, timeout=20).stdout.strip()
+            subprocess.run(
+                ["git", "-C", str(root), *words], capture_output=True, text=True, check=False, timeout=20
+            ).stdout.strip()
             for words in (("rev-parse", "--short=12", "HEAD"), changed)
         )
     except (OSError, subprocess.TimeoutExpired):
@@ -145,7 +180,8 @@ def commit() -> str | None:
 
 
 def where(given: str, device: torch.device | str = "cpu") -> Path | None:
-    """The file that rows are appended to: the given one, or benchmarks/results/<device>.jsonl of the checkout, or none without a checkout."""
+    """The file that rows are appended to: the given one, or benchmarks/results/<device>.jsonl of the
+    checkout, or none without a checkout."""
     root = checkout()
     if given:
         return Path(given)
@@ -173,5 +209,7 @@ def read(path: Path) -> list[Row]:
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"])) or "the row"
-            raise DataError(f"{path}:{number}: {place}: {first['msg']}", next="remove or mend the line") from None
+            raise DataError(
+                f"{path}:{number}: {place}: {first['msg']}", next="remove or mend the line"
+            ) from None
     return found

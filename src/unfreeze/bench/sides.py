@@ -1,12 +1,16 @@
-"""Sides: each in a process of its own, loaded, then working in turn (A B A B …), so that a drift of the machine's speed hits all alike.
+"""Sides: each in a process of its own, loaded, then working in turn (A B A B …), so that a drift of the
+machine's speed hits all alike.
 
-    with Sides([Side("unfreeze", "unfreeze.bench.moe:ours", {"checkpoint": …}), Side("peft", …)], say) as sides:
+    with Sides([Side("unfreeze", "unfreeze.bench.moe:ours", {"checkpoint": …}), Side("peft", …)], say) as
+    sides:
         sides.take_turns("step", warmup=1, rounds=5)        -> sides["peft"].median("seconds"), .peak()
         sides["unfreeze"].call("check")                     -> {"loss": …}
 
-A side is a function that loads and gives back a Worker: facts about what was loaded, and named calls. The two processes speak lines of JSON:
-a request {"call": name, …arguments} on the worker's stdin, a reply {…result, "seconds", "peak", "resident"} on its stdout. What libraries print
-goes to a file, and its last lines are shown if the worker dies. A worker ends when its stdin does, so none outlives the command.
+A side is a function that loads and gives back a Worker: facts about what was loaded, and named calls. The two
+processes speak lines of JSON:
+a request {"call": name, …arguments} on the worker's stdin, a reply {…result, "seconds", "peak", "resident"}
+on its stdout. What libraries print goes to a file, and its last lines are shown if the worker dies. A worker
+ends when its stdin does, so none outlives the command.
 """
 
 from __future__ import annotations
@@ -24,7 +28,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal
 
@@ -37,21 +40,25 @@ GRACE, HASTE = 3.0, 0.3  # seconds a worker has to end by itself, and after Ctrl
 
 
 class SideFailed(UserError):
-    """A worker process died or answered with an error; the message says which side, at what, and what it said last."""
+    """A worker process died or answered with an error; the message says which side, at what, and what it said
+    last."""
 
 
 @dataclass(frozen=True)
 class Worker:
-    """What a side's function returns. facts: JSON values about what was loaded; calls: name -> function(**arguments) -> JSON values."""
+    """What a side's function returns. facts: JSON values about what was loaded; calls: name ->
+    function(**arguments) -> JSON values."""
 
     calls: Mapping[str, Callable[..., dict[str, Any]]]
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Side:
-    """One side: `load` is "module:function", called in the worker with `arguments` (JSON values); threads: torch's in the worker, 0: all cores.
+    """One side: `load` is "module:function", called in the worker with `arguments` (JSON values); threads:
+    torch's in the worker, 0: all cores.
 
-    loaded   facts, with load_seconds and load_peak (bytes at the highest point until loaded) and `loaded_resident` (bytes after).
+    loaded   facts, with load_seconds and load_peak (bytes at the highest point until loaded) and
+             `loaded_resident` (bytes after).
     replies  call -> what each turn after the warm-up answered.
     """
 
@@ -68,14 +75,20 @@ class Side:
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  (closed in stop)
         job = json.dumps({"load": self.load, "arguments": self.arguments, "threads": self.threads})
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "unfreeze.bench.sides", job], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True
+            [sys.executable, "-m", "unfreeze.bench.sides", job],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            text=True,
         )
         self.loaded = self._read("loading")
 
     def call(self, name: str, **arguments: Any) -> dict[str, Any]:
-        """One request, one reply: what the call returned, with seconds, cpu_seconds, peak and resident (bytes). Raises SideFailed.
+        """One request, one reply: what the call returned, with seconds, cpu_seconds, peak and resident
+        (bytes). Raises SideFailed.
 
-        On a GPU peak is of memory that torch allocated there, and host_peak of the process. fresh_peak=True: peaks begin with this call.
+        On a GPU peak is of memory that torch allocated there, and host_peak of the process. fresh_peak=True:
+        peaks begin with this call.
         """
         assert self._process is not None and self._process.stdin is not None, "start the side first"
         try:
@@ -97,7 +110,8 @@ class Side:
         return statistics.median(self.values(call, name))
 
     def peak(self, call: str = "step") -> int:
-        """Bytes at the highest point between the end of loading, or the last such call with fresh_peak, and the end of the last such call."""
+        """Bytes at the highest point between the end of loading, or the last such call with fresh_peak, and
+        the end of the last such call."""
         return self._peaks[call]
 
     def stop(self, grace: float = GRACE) -> None:
@@ -126,14 +140,18 @@ class Side:
         if line:
             reply = json.loads(line)
             if "error" in reply:
-                raise SideFailed(f"{self.name} failed at {at}: {reply['error']}", next=reply.get("next", "")) from None
+                raise SideFailed(
+                    f"{self.name} failed at {at}: {reply['error']}", next=reply.get("next", "")
+                ) from None
             return reply
         raise SideFailed(f"{self.name} died at {at}: {ending(self._process.wait())}{self._last_words()}")
 
     def _last_words(self) -> str:
         assert self._said is not None
         self._said.seek(0)
-        lines = [line.strip() for line in self._said.read().decode("utf-8", "replace").splitlines() if line.strip()]
+        lines = [
+            line.strip() for line in self._said.read().decode("utf-8", "replace").splitlines() if line.strip()
+        ]
         return f"; it said last: {' | '.join(lines[-SHOWN:])}" if lines else "; it said nothing"
 
 
@@ -142,11 +160,14 @@ def ending(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
     name = signal.Signals(-code).name if -code in {s.value for s in signal.Signals} else f"signal {-code}"
-    return f"ended by {name}" + (", as the kernel does when memory is full" if -code == signal.SIGKILL else "")
+    return f"ended by {name}" + (
+        ", as the kernel does when memory is full" if -code == signal.SIGKILL else ""
+    )
 
 
 class Sides:
-    """Sides that are loaded at the same time. A context: whatever ends it, Ctrl-C included, ends every process."""
+    """Sides that are loaded at the same time. A context: whatever ends it, Ctrl-C included, ends every
+    process."""
 
     def __init__(self, sides: Sequence[Side], say: Say):
         self._sides, self.say = {side.name: side for side in sides}, say
@@ -163,7 +184,9 @@ class Sides:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop(GRACE if error is None else HASTE)
 
     def __getitem__(self, name: str) -> Side:
@@ -177,11 +200,19 @@ class Sides:
             side.stop(grace)
 
     def take_turns(
-        self, call: str = "step", *, warmup: int, rounds: int, peaks: Literal["all", "timed"] = "all", **arguments: Any
-    ) -> None:  # fmt: skip
-        """Each side's `call` once per round, in order; every odd round backwards (A B B A), so that no side always follows the same one.
+        self,
+        call: str = "step",
+        *,
+        warmup: int,
+        rounds: int,
+        peaks: Literal["all", "timed"] = "all",
+        **arguments: Any,
+    ) -> None:
+        """Each side's `call` once per round, in order; every odd round backwards (A B B A), so that no side
+        always follows the same one.
 
-        The first `warmup` rounds are not among `replies`; peaks "timed": nor are they in `peak` (compiling a loop takes memory once).
+        The first `warmup` rounds are not among `replies`; peaks "timed": nor are they in `peak` (compiling a
+        loop takes memory once).
         """
         for index in range(warmup + rounds):
             order = list(self) if index % 2 == 0 else list(self)[::-1]
@@ -192,7 +223,9 @@ class Sides:
                 said.append(f"{side.name} {reply['seconds']:.2f} s")
                 if index >= warmup:
                     side.replies.setdefault(call, []).append(reply)
-            label = f"warm-up {index + 1}/{warmup}" if index < warmup else f"round {index - warmup + 1}/{rounds}"
+            label = (
+                f"warm-up {index + 1}/{warmup}" if index < warmup else f"round {index - warmup + 1}/{rounds}"
+            )
             self.say(f"{label}: {', '.join(said)}")
 
 
@@ -200,7 +233,7 @@ def work(job: str, requests: IO[str], replies: IO[str]) -> None:
     """The worker's side of the protocol: load, reply; then a reply per request until the requests end."""
     import torch
 
-    from unfreeze.parallel.machine import num_cores
+    from unfreeze.parallel.machine import num_cores, resident_bytes
     from unfreeze.train.memory import peak_bytes, reset_peak_bytes
 
     asked = json.loads(job)
@@ -219,7 +252,7 @@ def work(job: str, requests: IO[str], replies: IO[str]) -> None:
         except Exception as error:
             traceback.print_exc()
             return {"error": f"{type(error).__name__}: {error}"}
-        memory = {"peak": peak_bytes(host), "resident": resident()}
+        memory = {"peak": peak_bytes(host), "resident": resident_bytes()}
         if torch.cuda.is_initialized():
             memory |= {"host_peak": memory["peak"], "peak": peak_bytes(torch.device("cuda"))}
         return {"seconds": seconds, "cpu_seconds": cpu_seconds, **memory, **result}
@@ -241,7 +274,11 @@ def work(job: str, requests: IO[str], replies: IO[str]) -> None:
 
     reply = answer(load)
     if "error" not in reply:
-        reply |= {"load_seconds": reply.pop("seconds"), "load_peak": reply.pop("peak"), "loaded_resident": reply.pop("resident")}
+        reply |= {
+            "load_seconds": reply.pop("seconds"),
+            "load_peak": reply.pop("peak"),
+            "loaded_resident": reply.pop("resident"),
+        }
     send(reply)
     restart_peaks()
     for line in requests if loaded else ():
@@ -250,12 +287,6 @@ def work(job: str, requests: IO[str], replies: IO[str]) -> None:
         if request.pop("fresh_peak", False):
             restart_peaks()
         send(answer(lambda: loaded[0].calls[request.pop("call")](**request)))  # noqa: B023  (called at once)
-
-
-def resident() -> int:
-    """Bytes of this process in memory now; 0 where the system doesn't say."""
-    statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""Random weights with the spread of a trained model's, made where they will be used: no checkpoint on disk, no zeros, experts on Kimi's grid.
+"""Random weights with the spread of a trained model's, made where they will be used: no checkpoint on disk,
+no zeros, experts on Kimi's grid.
 
 A GPU's speed depends on the bits it multiplies (power), so weights are Gaussian and codes use the whole grid.
 """
@@ -22,7 +23,8 @@ CHUNK = 2**26  # weights quantized at once: their float32 temporaries take 2 GB
 
 @torch.no_grad()
 def fill_random(model: nn.Module, seed: int) -> None:
-    """Every weight ~ N(0, 1 / in), norms 1 ± 0.05, biases ± 0.02; packed weights are quantized from such numbers, a few experts at a time."""
+    """Every weight ~ N(0, 1 / in), norms 1 ± 0.05, biases ± 0.02; packed weights are quantized from such
+    numbers, a few experts at a time."""
     device = next(model.parameters()).device
     generator = torch.Generator(device=device).manual_seed(seed)
     norms = {id(p) for module in model.modules() if isinstance(module, RMSNorm) for p in module.parameters()}
@@ -32,7 +34,8 @@ def fill_random(model: nn.Module, seed: int) -> None:
         elif name.endswith(".bias"):
             parameter.normal_(0.0, 0.02, generator=generator)
         else:
-            parameter.normal_(0.0, 1 / math.sqrt(parameter.shape[-1]), generator=generator)  # the embedding too: it may be the head
+            # the embedding too: it may be the head
+            parameter.normal_(0.0, 1 / math.sqrt(parameter.shape[-1]), generator=generator)
     for module in model.modules():
         if isinstance(module, PackedHolder) and module.codec is not None:
             _fill_packed(module.packed, generator)
@@ -45,7 +48,9 @@ def _fill_packed(packed: Packed, generator: torch.Generator) -> None:
     step = max(1, CHUNK // (out * width))
     for start in range(0, count, step):
         stop = min(count, start + step)
-        noise = torch.randn(stop - start, out, width, generator=generator, device=generator.device, dtype=torch.bfloat16) / math.sqrt(width)
+        noise = torch.randn(
+            stop - start, out, width, generator=generator, device=generator.device, dtype=torch.bfloat16
+        ) / math.sqrt(width)
         for suffix, part in packed.codec.quantize(noise).items():
             parts[suffix][start:stop] = part
 

@@ -1,4 +1,5 @@
-"""Time of one piece of work on a device: the median of repeats after a warm-up, with its quartiles. CUDA events, read after the last repeat."""
+"""Time of one piece of work on a device: the median of repeats after a warm-up, with its quartiles. CUDA
+events, read after the last repeat."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from unfreeze.train.memory import peak_bytes, reset_peak_bytes
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds: median, first and third quartile of `repeats`; peak_bytes is the device's while it ran (of the process on a CPU)."""
+    """Milliseconds: median, first and third quartile of `repeats`; peak_bytes is the device's while it ran
+    (of the process on a CPU)."""
 
     ms: float
     low_ms: float
@@ -26,11 +28,18 @@ class Timing:
 
     def results(self) -> dict[str, Any]:
         """As a row of benchmarks/results holds them."""
-        return {"ms": self.ms, "low_ms": self.low_ms, "high_ms": self.high_ms, "repeats": self.repeats, "peak_bytes": self.peak_bytes}
+        return {
+            "ms": self.ms,
+            "low_ms": self.low_ms,
+            "high_ms": self.high_ms,
+            "repeats": self.repeats,
+            "peak_bytes": self.peak_bytes,
+        }
 
 
 def timed(work: Callable[[], object], device: torch.device, *, repeats: int, warmup: int = 3) -> Timing:
-    """Call `work` warmup + repeats times. The queue is never drained between repeats, so a GPU is timed as in a step, not with its idle start."""
+    """Call `work` warmup + repeats times. The queue is never drained between repeats, so a GPU is timed as in
+    a step, not with its idle start."""
     for _ in range(warmup):
         work()
     wait(device)

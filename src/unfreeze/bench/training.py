@@ -1,8 +1,9 @@
 """What the training benchmarks share: sides that step in turn, their results as rows, and the one table.
 
-A side's results: tokens_per_second (median step), fastest, slowest, steps; peak_bytes while training, load_peak_bytes, load_seconds; what
-weights, gradients and optimizer take (state_bytes) and the peak above them; losses; correctness. A peer's row also says how many times as fast
-the first side is and the share of its memory.
+A side's results: tokens_per_second (median step), fastest, slowest, steps; peak_bytes while training,
+load_peak_bytes, load_seconds; what weights, gradients and optimizer take (state_bytes) and the peak above
+them; losses; correctness. A peer's row also says how many times as fast the first side is and the share of
+its memory.
 """
 
 from __future__ import annotations
@@ -27,14 +28,23 @@ STATE = ("weights", "gradients", "optimizer")
 class Measured(Frozen):
     """The fields every benchmark has."""
 
-    append: Folder = Field(default="", description="file the rows are appended to; default: benchmarks/results/<device>.jsonl of the checkout")
-    threads: int = Field(default=0, ge=0, description="torch's threads in each side's process; 0: one per core")
+    append: Folder = Field(
+        default="",
+        description=(
+            "file the rows are appended to; default: benchmarks/results/<device>.jsonl of the checkout"
+        ),
+    )
+    threads: int = Field(
+        default=0, ge=0, description="torch's threads in each side's process; 0: one per core"
+    )
 
 
 class Placed(Frozen):
     """And the field of those that run on a GPU too."""
 
-    device: Literal["cpu", "cuda"] = Field(default="cpu", description="where all sides run; rows go to the file of that device")
+    device: Literal["cpu", "cuda"] = Field(
+        default="cpu", description="where all sides run; rows go to the file of that device"
+    )
 
 
 class MeasuredInTurn(Measured):
@@ -51,13 +61,20 @@ def float64(checked: str, lora: Mapping[str, Any] | None, length: int, common: C
         return side.loaded
 
 
-def step_in_turn(sides: Sequence[Side], config: MeasuredInTurn, tokens: int, exact: Mapping[str, Any], common: Common) -> dict[str, dict[str, Any]]:
-    """Load all sides, let them step in turn, check each; side -> results. Sides without a call "check" (the GEMM rate) give their replies only."""
+def step_in_turn(
+    sides: Sequence[Side], config: MeasuredInTurn, tokens: int, exact: Mapping[str, Any], common: Common
+) -> dict[str, dict[str, Any]]:
+    """Load all sides, let them step in turn, check each; side -> results. Sides without a call "check" (the
+    GEMM rate) give their replies only."""
     found: dict[str, dict[str, Any]] = {}
     with Sides(sides, say(common)) as running:
         running.take_turns("step", warmup=config.warmup, rounds=config.steps)
         for side in running:
-            found[side.name] = results(side, tokens, exact) if "trained_parameters" in side.loaded else {"replies": side.replies["step"]}
+            found[side.name] = (
+                results(side, tokens, exact)
+                if "trained_parameters" in side.loaded
+                else {"replies": side.replies["step"]}
+            )
     first = next(iter(found.values()))
     for other in [entry for entry in found.values() if "tokens_per_second" in entry][1:]:
         other["first_side_speed"] = first["tokens_per_second"] / other["tokens_per_second"]
@@ -71,14 +88,23 @@ def results(side: Side, tokens: int, exact: Mapping[str, Any]) -> dict[str, Any]
     seconds = sorted(side.values("step", "seconds"))
     state = side.call("state")
     return {
-        "tokens_per_second": tokens / side.median("seconds"), "fastest": tokens / seconds[0], "slowest": tokens / seconds[-1],
-        "step_seconds": side.median("seconds"), "cpu_seconds": side.median("cpu_seconds"), "steps": len(seconds),
-        "peak_bytes": side.peak(), "load_peak_bytes": side.loaded["load_peak"], "load_seconds": side.loaded["load_seconds"],
-        "state_bytes": {name: state[name] for name in STATE}, "above_state_bytes": side.peak() - sum(state[name] for name in STATE),
-        "runtime_bytes": side.loaded["runtime_bytes"], "trained_parameters": side.loaded["trained_parameters"],
-        "loss_first": side.values("step", "loss")[0], "loss_last": side.values("step", "loss")[-1],
+        "tokens_per_second": tokens / side.median("seconds"),
+        "fastest": tokens / seconds[0],
+        "slowest": tokens / seconds[-1],
+        "step_seconds": side.median("seconds"),
+        "cpu_seconds": side.median("cpu_seconds"),
+        "steps": len(seconds),
+        "peak_bytes": side.peak(),
+        "load_peak_bytes": side.loaded["load_peak"],
+        "load_seconds": side.loaded["load_seconds"],
+        "state_bytes": {name: state[name] for name in STATE},
+        "above_state_bytes": side.peak() - sum(state[name] for name in STATE),
+        "runtime_bytes": side.loaded["runtime_bytes"],
+        "trained_parameters": side.loaded["trained_parameters"],
+        "loss_first": side.values("step", "loss")[0],
+        "loss_last": side.values("step", "loss")[-1],
         "correctness": errors(side.call("check", fresh_peak=True), exact),
-    }  # fmt: skip
+    }
 
 
 def show(rows: Sequence[Row], path: Any, common: Common) -> dict[str, Any]:
@@ -87,7 +113,14 @@ def show(rows: Sequence[Row], path: Any, common: Common) -> dict[str, Any]:
     if not common.quiet:
         out = sys.stderr if common.json else sys.stdout
         print(table(rows), file=out)
-        print(f"appended {len(rows)} rows to {path}" if path else "not appended: no source checkout here; --append FILE keeps the rows", file=out)
+        print(
+            (
+                f"appended {len(rows)} rows to {path}"
+                if path
+                else "not appended: no source checkout here; --append FILE keeps the rows"
+            ),
+            file=out,
+        )
     return {"rows": [row.model_dump() for row in rows], "file": str(path) if path else None}
 
 
@@ -98,17 +131,41 @@ def appended_to(config: Measured, device: str = "cpu") -> Any:
 
 def table(rows: Sequence[Row]) -> str:
     """The rows of training sides for a terminal."""
-    head = ("side", "tokens/s", "fastest", "slowest", "peak", "above state", "loading", "first side is", "of its memory", "error")
+    head = (
+        "side",
+        "tokens/s",
+        "fastest",
+        "slowest",
+        "peak",
+        "above state",
+        "loading",
+        "first side is",
+        "of its memory",
+        "error",
+    )
     lines: list[tuple[str, ...]] = [head]
     for row in rows:
         r = row.results
         if "tokens_per_second" not in r:
             continue
-        ratio = (f"{r['first_side_speed']:.2f} x", f"{r['first_side_memory']:.2f}") if "first_side_speed" in r else ("", "")
-        lines.append((
-            row.side, *(f"{r[name]:,.1f}" for name in ("tokens_per_second", "fastest", "slowest")), format_bytes(r["peak_bytes"]),
-            *(format_bytes(r[name]) if name in r else "" for name in ("above_state_bytes", "load_peak_bytes")), *ratio, worst(r["correctness"]),
-        ))  # fmt: skip
+        ratio = (
+            (f"{r['first_side_speed']:.2f} x", f"{r['first_side_memory']:.2f}")
+            if "first_side_speed" in r
+            else ("", "")
+        )
+        lines.append(
+            (
+                row.side,
+                *(f"{r[name]:,.1f}" for name in ("tokens_per_second", "fastest", "slowest")),
+                format_bytes(r["peak_bytes"]),
+                *(
+                    format_bytes(r[name]) if name in r else ""
+                    for name in ("above_state_bytes", "load_peak_bytes")
+                ),
+                *ratio,
+                worst(r["correctness"]),
+            )
+        )
     notes = [f"{row.side}: not run: {row.not_run}" for row in rows if row.not_run]
     notes += [f"{row.side}: {row.results['note']}" for row in rows if "note" in row.results]
     return "\n".join([*([align(lines)] if len(lines) > 1 else []), *notes])

@@ -1,10 +1,18 @@
-"""Checkpoints: manifest without reading tensors, strict name resolution, streaming into place, atomic saving."""
+"""Checkpoints: manifest without reading tensors, strict name resolution, streaming into place, atomic saving.
 
-from unfreeze.checkpoint.keymap import StackRule, disk_tensors, unstack
+Names that need torch are imported on first use (PEP 562): a manifest is read, and refused, without it.
+"""
+
+from typing import TYPE_CHECKING
+
+from unfreeze.checkpoint.keymap import StackRule
 from unfreeze.checkpoint.manifest import Manifest, TensorInfo, open_checkpoint
-from unfreeze.checkpoint.resolve import Placement, resolve
-from unfreeze.checkpoint.save import save_checkpoint, write_safetensors
-from unfreeze.checkpoint.stream import LoadStats, stream
+from unfreeze.core.lazy import on_first_use
+
+if TYPE_CHECKING:
+    from unfreeze.checkpoint.resolve import Placement
+    from unfreeze.checkpoint.save import disk_tensors, save_checkpoint, unstack, write_safetensors
+    from unfreeze.checkpoint.stream import LoadStats
 
 __all__ = [
     "LoadStats",
@@ -14,9 +22,18 @@ __all__ = [
     "TensorInfo",
     "disk_tensors",
     "open_checkpoint",
-    "resolve",
     "save_checkpoint",
-    "stream",
     "unstack",
     "write_safetensors",
 ]
+
+__getattr__ = on_first_use(
+    __name__,
+    {
+        "LoadStats": "unfreeze.checkpoint.stream",
+        "Placement": "unfreeze.checkpoint.resolve",
+        **dict.fromkeys(
+            ("disk_tensors", "save_checkpoint", "unstack", "write_safetensors"), "unfreeze.checkpoint.save"
+        ),
+    },
+)

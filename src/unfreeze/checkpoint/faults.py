@@ -1,4 +1,5 @@
-"""Faults of a checkpoint, gathered and then raised as one CheckpointError: counted by kind, the first shown, cause and next command.
+"""Faults of a checkpoint, gathered and then raised as one CheckpointError: counted by kind, the first shown,
+cause and next command.
 
 A folder with one missing shard of 62 has tens of thousands of missing tensors. A person needs one line.
 """
@@ -10,25 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from unfreeze.core.errors import CheckpointError
-
-_FOREIGN = {
-    "qweight": "AWQ or GPTQ (qweight, qzeros, scales)",
-    "qzeros": "AWQ or GPTQ (qweight, qzeros, scales)",
-    "g_idx": "GPTQ with act-order (g_idx)",
-    "weight_zero_point": "asymmetric pack-quantized (weight_zero_point)",
-    "weight_scale_inv": "FP8 with block scales (weight_scale_inv)",
-    "weight_global_scale": "NVFP4 (weight_global_scale)",
-    "SCB": "bitsandbytes LLM.int8 (SCB)",
-    "absmax": "bitsandbytes NF4 (absmax, quant_map)",
-    "quant_map": "bitsandbytes NF4 (absmax, quant_map)",
-    "gate_up_proj_blocks": "MXFP4 (_blocks, _scales)",
-    "down_proj_blocks": "MXFP4 (_blocks, _scales)",
-}
-
-
-def foreign_format(name: str) -> str:
-    """The quantized format that a tensor of this name belongs to and that is not read here, or ""."""
-    return next((title for piece, title in _FOREIGN.items() if piece in name.split(".")), "")
 
 
 @dataclass

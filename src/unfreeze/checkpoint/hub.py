@@ -1,6 +1,8 @@
-"""Checkpoints from the Hugging Face Hub: a snapshot in the usual cache, resumable, with huggingface_hub's own progress bars.
+"""Checkpoints from the Hugging Face Hub: a snapshot in the usual cache.
 
-Only weights in safetensors, JSON, tokenizer and template files of the top folder are fetched: never .bin, .pt or .py.
+A download is resumable, with huggingface_hub's own progress bars.
+Only weights in safetensors, JSON, tokenizer and template files of the top folder are fetched: never .bin, .pt
+or .py.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from unfreeze.core.errors import CheckpointError
 TEXT_FILES = ["*.json", "tiktoken.model", "*.tiktoken", "*.jinja"]
 """What is small: configuration, tokenizer, chat template."""
 ALLOW = ["*.safetensors", *TEXT_FILES]
-IGNORE = ["*/*", "consolidated*", "*.onnx*"]  # sub-folders hold other formats; "consolidated" is a second copy of the same weights
+# sub-folders hold other formats; "consolidated" is a second copy of the same weights
+IGNORE = ["*/*", "consolidated*", "*.onnx*"]
 
 
 def is_id(source: str) -> bool:
@@ -22,15 +25,27 @@ def is_id(source: str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", source) is not None
 
 
-def download(repo_id: str, progress: Callable[[str], None] | None = None, allow: Sequence[str] = tuple(ALLOW)) -> Path:
-    """The local snapshot of `repo_id`, its files that match `allow`; a second call finds it in the cache, also offline.
+def download(
+    repo_id: str, progress: Callable[[str], None] | None = None, allow: Sequence[str] = tuple(ALLOW)
+) -> Path:
+    """The local snapshot of `repo_id`, its files that match `allow`.
 
-    Raises CheckpointError in one line: no such repository, access refused, or no connection and not in the cache.
+    A second call finds it in the cache, also offline.
+
+    Raises CheckpointError in one line: no such repository, access refused, or no connection and not in the
+    cache.
     """
-    from huggingface_hub import snapshot_download  # imports the HTTP stack, 0.3 s that a local folder need not pay
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+    # imports the HTTP stack, 0.3 s that a local folder need not pay
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
-    # Through the hub's module, because the HTTP library under it goes by different names in different releases (httpx, httpx2).
+    # Through the hub's module, because the HTTP library under it goes by different names in different
+    # releases (httpx, httpx2).
     from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]  # isort: skip
 
     if progress is not None:
@@ -49,7 +64,8 @@ def download(repo_id: str, progress: Callable[[str], None] | None = None, allow:
         ) from error
     except (LocalEntryNotFoundError, ConnectionError) as error:
         raise CheckpointError(
-            f"{repo_id} is not a folder here, not in the Hugging Face cache, and the Hub cannot be reached (offline?)",
+            f"{repo_id} is not a folder here, not in the Hugging Face cache, and the Hub cannot be reached"
+            " (offline?)",
             next="go online and repeat the command (a download resumes), or give the path of a local folder",
         ) from error
     except (HTTPError, OSError) as error:

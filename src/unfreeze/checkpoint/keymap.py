@@ -1,22 +1,20 @@
 """The key-map interpreter: which tensor on disk fills which region of which parameter, and back.
 
-Most names on disk are parameter names. Routed experts are not: a release stores 384 small matrices per projection, the model holds one
-stacked parameter. Model files state that as data (a few StackRules); this file interprets it in both directions, so that adding a family
-never edits checkpoint code.
+Most names on disk are parameter names. Routed experts are not: a release stores 384 small matrices per
+projection, the model holds one stacked parameter. Model files state that as data (a few StackRules);
+`sources` interprets it for loading, `unstack` (save.py) the other way, so that adding a family never edits
+checkpoint code.
 
-Shapes: E experts, I expert width, D model width. A stacked gate_up_proj is [E, 2I, D], gate rows first; down_proj [E, D, I].
+Shapes: E experts, I expert width, D model width. A stacked gate_up_proj is [E, 2I, D], gate rows first;
+down_proj [E, D, I].
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-
-from torch import Tensor
-
-from unfreeze.quant.codec import Codec
 
 Index = tuple[int | slice, ...]
 """Into a parameter: () all of it, (e,) one expert, (e, slice(a, b)) rows of one expert."""
@@ -30,11 +28,13 @@ class StackRule:
 
     disk   "model.layers.{layer}.mlp.experts.{expert}.gate_proj.{part}"
     param  "model.layers.{layer}.mlp.experts.gate_up_proj.{part}"
-    half   None: the tensor is param[expert]; 0: param[expert, :rows]; 1: param[expert, rows:], rows being half of the parameter's.
+    half   None: the tensor is param[expert]; 0: param[expert, :rows]; 1: param[expert, rows:], rows being
+           half of the parameter's.
 
-    {layer} and {expert} are numbers, any other field is one name component ("weight_packed"). Without {expert} the tensor is the whole
-    parameter under another name: transformers can write fused experts [E, 2I, D] as "….experts.gate_up_proj". Such a rule is an
-    alternative for reading; saving uses the rules with {expert}.
+    {layer} and {expert} are numbers, any other field is one name component ("weight"). Without
+    {expert} the tensor is the whole parameter under another name: transformers can write fused experts [E,
+    2I, D] as "….experts.gate_up_proj". Such a rule is an alternative for reading; saving uses the rules with
+    {expert}.
     """
 
     disk: str
@@ -64,12 +64,19 @@ def _pattern(template: str) -> re.Pattern[str]:
     return re.compile("".join(piece if i % 2 else re.escape(piece) for i, piece in enumerate(pieces)))
 
 
-def sources(param: str, shape: Sequence[int], rules: Sequence[StackRule], disk: Mapping[str, object] | None = None) -> list[Source]:
-    """The tensors on disk that make `param`, whose shape is [E, …] where rules stack it. A parameter without rules is its own source.
+def sources(
+    param: str, shape: Sequence[int], rules: Sequence[StackRule], disk: Mapping[str, object] | None = None
+) -> list[Source]:
+    """The tensors on disk that make `param`, whose shape is [E, …] where rules stack it.
 
-    With `disk`, a rule without {expert} is preferred where that name is there; otherwise the per-expert names are what is expected.
+    A parameter without rules is its own source.
+
+    With `disk`, a rule without {expert} is preferred where that name is there; otherwise the per-expert names
+    are what is expected.
     """
-    matching = [(rule, match.groupdict()) for rule in rules if (match := _pattern(rule.param).fullmatch(param))]
+    matching = [
+        (rule, match.groupdict()) for rule in rules if (match := _pattern(rule.param).fullmatch(param))
+    ]
     for rule, fields in matching:
         name = rule.disk.format(**fields) if not rule.per_expert else ""
         if name and disk is not None and name in disk:
@@ -90,41 +97,3 @@ def _region(rule: StackRule, expert: int, shape: Sequence[int]) -> tuple[Index, 
         return (expert,), tuple(shape[1:])
     rows = shape[1] // 2
     return (expert, slice(rule.half * rows, (rule.half + 1) * rows)), (rows, *shape[2:])
-
-
-def unstack(param: str, tensor: Tensor, rules: Sequence[StackRule]) -> Iterator[tuple[str, Tensor]]:
-    """The inverse of loading: (name on disk, view of `tensor`) for each tensor `param` is stored as."""
-    for source in sources(param, tensor.shape, rules):
-        yield source.name, tensor[source.index] if source.index else tensor
-
-
-def disk_tensors(
-    params: Iterable[tuple[str, Tensor]], rules: Sequence[StackRule], codec: Codec | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """All of a model's tensors as they stand on disk: unstacked, and with the codec's extras (weight_shape) beside each packed weight."""
-    held: dict[str, dict[str, Tensor]] = {}
-    for param, tensor in params:
-        for name, part in unstack(param, tensor, rules):
-            yield name, part
-            base, _, suffix = name.rpartition(".")
-            if codec is None or suffix not in codec.suffixes:
-                continue
-            parts = held.setdefault(base, {})
-            parts[suffix] = part
-            extras = _extras(codec, parts)
-            if extras:
-                yield from ((f"{base}.{suffix}", extra) for suffix, extra in extras.items())
-                del held[base]
-
-
-def memory_suffixes(codec: Codec) -> tuple[str, ...]:
-    """The codec's suffixes without its extras: what a model holds."""
-    return tuple(suffix for suffix in codec.suffixes if suffix not in codec.disk_extras(0, 0))
-
-
-def _extras(codec: Codec, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """disk_extras of one matrix once all its parts are known, else nothing."""
-    if set(parts) != set(memory_suffixes(codec)):
-        return {}
-    out_features, in_features = codec.shape(parts)[-2:]
-    return codec.disk_extras(out_features, in_features)

@@ -1,39 +1,30 @@
-"""Manifest: what is in a checkpoint (names, dtypes, shapes, bytes, where each lies), known without reading a tensor.
+"""Manifest: what is in a checkpoint, known without reading a tensor.
 
-Reads config.json, the index and the header of each safetensors file, strictly: every byte of a file belongs to exactly one tensor.
+That is the name, dtype, shape, bytes and place of each tensor, from config.json, the index and the header of
+each safetensors file. It is strict: every byte of a file belongs to exactly one tensor.
 No code from a checkpoint is run, pickles (.bin, .pt) are refused, and no name may lead outside the folder.
-Source: https://github.com/huggingface/safetensors (format: 8 bytes little-endian header length, JSON header, then the tensors' bytes).
+Source: https://github.com/huggingface/safetensors. A file is 8 bytes of header length (little-endian), a JSON
+header, then the tensors' bytes.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import torch
+from typing import Any, cast
 
 from unfreeze.checkpoint import hub
 from unfreeze.checkpoint.faults import Faults
+from unfreeze.core.dtypes import ITEMSIZE
 from unfreeze.core.errors import CheckpointError, nearest
 from unfreeze.core.events import RESOLVED
+from unfreeze.quant.codec import Codec, as_table
+from unfreeze.quant.formats import is_part, is_part_in, recognise
 from unfreeze.untrusted.json_object import read_object
-
-ITEMSIZE = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
-    "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
-}  # fmt: skip
-"""Bytes per element of every dtype the format knows (sub-byte ones aside, which no language model release uses)."""
-
-TORCH_DTYPE = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
-    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
-}  # fmt: skip
 
 MAX_DIMS = 64  # of a tensor; PyTorch's own limit
 MAX_SIZE = 2**62  # elements or bytes: more is no file, and overflows what counts them
@@ -58,7 +49,11 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint folder. `tensors` is keyed by name on disk; `prefix` ("" or "language_model.") stands before the text model's names."""
+    """A checkpoint folder.
+
+    tensors  by name on disk.
+    prefix   "" or "language_model.": what stands before the text model's names.
+    """
 
     path: Path
     config: dict[str, Any]
@@ -76,26 +71,77 @@ class Manifest:
         """The tensors keyed by name with `prefix` removed."""
         return {name.removeprefix(self.prefix): info for name, info in self.tensors.items()}
 
+    def is_packed(self) -> bool:
+        """Whether a weight is stored in a quantized format that is read here, whatever config.json says."""
+        return any(map(is_part, self.tensors))
+
+    def codec(self) -> Codec | None:
+        """The codec that config.json names; None for a checkpoint that isn't quantized.
+
+        Its scales have the dtype that the files hold them in.
+        Raises ConfigError for a format that cannot be read, CheckpointError where scales have several
+        dtypes.
+        """
+        found = recognise(self.config)
+        if found is None:
+            return None
+        return found[0].as_stored({name: info.dtype for name, info in self.tensors.items()})
+
+
+def count_weights(tensors: Mapping[str, TensorInfo], codec: Codec | None) -> int:
+    """Weights in these tensors: the elements of each; for a packed one the weights that its codes stand for.
+
+    The codec knows that number from the shapes of the parts.
+    """
+    packed: dict[str, dict[str, tuple[int, ...]]] = {}
+    count = 0
+    for name, info in tensors.items():
+        if codec is not None and is_part_in(codec, name, tensors):
+            base, _, suffix = name.rpartition(".")
+            packed.setdefault(base, {})[suffix] = info.shape
+        else:
+            count += prod(info.shape)
+    return count + sum(prod(codec.shape(parts)) for parts in packed.values()) if codec else count
+
 
 def open_checkpoint(source: str | Path, *, progress: Callable[[str], None] | None = None) -> Manifest:
-    """The manifest of a folder, or of a Hugging Face id "org/name" (downloaded first; `progress` is told in one line what is fetched).
+    """The manifest of a folder, or of a Hugging Face id "org/name", which is downloaded first.
 
-    Raises CheckpointError: nothing there, not a checkpoint, or damaged (missing shard, truncated file, an index that disagrees).
+    progress: is told in one line what is fetched.
+    Raises CheckpointError: nothing there, not a checkpoint, or damaged (missing shard, truncated file, an
+    index that disagrees).
     """
+    # config.json, and the quantization that NVIDIA's older releases put beside it
     folder = _folder(source, progress)
     config_file = folder / "config.json"
     if not config_file.is_file():
         if (folder / RESOLVED).is_file():
-            raise CheckpointError(f"{folder} is a training run, not a checkpoint", next=f"unfreeze report {folder}    unfreeze chat {folder}")
-        raise CheckpointError(f"{folder} has no config.json", next="give the folder that holds config.json and *.safetensors")
+            raise CheckpointError(
+                f"{folder} is a training run, not a checkpoint",
+                next=f"unfreeze report {folder}    unfreeze chat {folder}",
+            )
+        raise CheckpointError(
+            f"{folder} has no config.json", next="give the folder that holds config.json and *.safetensors"
+        )
     config = read_json(config_file)
     if (folder / MODELOPT).is_file() and not config.get("quantization_config"):
         table = read_json(folder / MODELOPT).get("quantization")
-        config["quantization_config"] = {"quant_method": "modelopt", "source": MODELOPT, **(table if isinstance(table, dict) else {})}
+        config["quantization_config"] = {
+            "quant_method": "modelopt",
+            "source": MODELOPT,
+            **(table if isinstance(table, dict) else {}),
+        }
+
+    # headers and index; all that is wrong with them is one error
     generation = folder / "generation_config.json"
     faults = Faults(folder)
     tensors, files = _tensors(folder, faults)
-    faults.raise_if_any(next=f"download the damaged files again into {folder} (huggingface_hub resumes), then: unfreeze inspect {folder}")
+    faults.raise_if_any(
+        next=(
+            f"download the damaged files again into {folder} (huggingface_hub resumes), then: unfreeze"
+            f" inspect {folder}"
+        )
+    )
     return Manifest(
         path=folder,
         config=config,
@@ -106,26 +152,18 @@ def open_checkpoint(source: str | Path, *, progress: Callable[[str], None] | Non
     )
 
 
-def stored_tensor(info: TensorInfo) -> torch.Tensor:
-    """One tensor, memory-mapped from its file: bytes are read when they are used. CPU."""
-    if not info.nbytes:
-        return torch.empty(info.shape, dtype=TORCH_DTYPE[info.dtype])
-    raw = np.memmap(info.file, dtype=np.uint8, mode="c", offset=info.offset, shape=(info.nbytes,))  # "c": the file is never written
-    raw = torch.from_numpy(raw)
-    if info.offset % ITEMSIZE[info.dtype]:
-        raw = raw.clone()
-    return raw.view(TORCH_DTYPE[info.dtype]).view(info.shape)
-
-
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of a checkpoint. Raises CheckpointError with line and column where it is not one, or leads elsewhere."""
+    """A JSON object from a file of a checkpoint.
+
+    Raises CheckpointError with line and column where it is not one, and for a link that leads elsewhere.
+    """
     return read_object(inside(path), CheckpointError)
 
 
 def inside(path: Path) -> Path:
-    """`path` itself, after checking where it leads if it is a link: a checkpoint that someone else packed
-    must not make us read other files of this machine.
+    """`path` itself, after checking where it leads if it is a link.
 
+    A checkpoint that someone else packed must not make us read other files of this machine.
     Allowed: a target in the same folder, and the links of the Hub's cache (snapshots/<revision>/x ->
     blobs/<hash> of the same repository). A link to the folder itself is not allowed. Raises CheckpointError.
     """
@@ -136,7 +174,10 @@ def inside(path: Path) -> Path:
     if not (target.is_relative_to(folder) or target.is_relative_to(cache)):
         raise CheckpointError(
             f"{path} is a link that leads out of its folder, to {target}; it is not followed",
-            next=f"if you made it: give the folder {target.parent} itself, or put the file (or a hard link to it) in place of the link",
+            next=(
+                f"if you made it: give the folder {target.parent} itself, or put the file (or a hard link to"
+                " it) in place of the link"
+            ),
         )
     return path
 
@@ -148,12 +189,18 @@ def _folder(source: str | Path, progress: Callable[[str], None] | None) -> Path:
         return path
     if path.is_file() and path.suffix in _PICKLES:
         raise CheckpointError(
-            f"{path} is a pickle; unpickling can run any code, so it is not read", next=conversion(path.parent, path.name, "model.safetensors")
+            f"{path} is a pickle; unpickling can run any code, so it is not read",
+            next=conversion(path.parent, path.name, "model.safetensors"),
         )
     if path.is_file():
-        raise CheckpointError(f"{path} is a file; a checkpoint is a folder with config.json and *.safetensors", next=f"give {path.parent}")
+        raise CheckpointError(
+            f"{path} is a file; a checkpoint is a folder with config.json and *.safetensors",
+            next=f"give {path.parent}",
+        )
     text = str(source)
-    siblings = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
+    siblings = (
+        [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
+    )
     hint = nearest(path.name, siblings)
     if hub.is_id(text):
         try:
@@ -182,33 +229,48 @@ def _tensors(folder: Path, faults: Faults) -> tuple[dict[str, TensorInfo], list[
     for name in present:
         for info in read_header(inside(folder / name), faults):
             if info.name in tensors:
-                faults.add("tensors stand in two files", f"{info.name} in {tensors[info.name].file.name} and {name}")
+                faults.add(
+                    "tensors stand in two files", f"{info.name} in {tensors[info.name].file.name} and {name}"
+                )
             tensors[info.name] = info
     if weight_map is not None:
         _compare_with_index(weight_map, tensors, set(present), faults)
     return tensors, [folder / name for name in present]
 
 
-def _compare_with_index(weight_map: dict[str, str], tensors: dict[str, TensorInfo], present: set[str], faults: Faults) -> None:
-    """Each tensor must be in the file the index names, and the index must name each tensor. Faulty files are reported once, above."""
+def _compare_with_index(
+    weight_map: dict[str, str], tensors: dict[str, TensorInfo], present: set[str], faults: Faults
+) -> None:
+    """Each tensor must be in the file the index names, and the index must name each tensor.
+
+    Where a file is damaged, only that is reported: what it should hold would be missing as well.
+    """
     damaged, other = bool(faults), f"{INDEX} is of another release"
     for name, file in weight_map.items():
         if file in present and not damaged and (name not in tensors or tensors[name].file.name != file):
             found = f"it is in {tensors[name].file.name}" if name in tensors else "it is in no file"
-            faults.add("tensors are not where the index says", f"{name}: the index says {file}, {found}", cause=other)
+            faults.add(
+                "tensors are not where the index says", f"{name}: the index says {file}, {found}", cause=other
+            )
     for name in tensors.keys() - weight_map.keys():
         faults.add("tensors are not in the index", f"{name} in {tensors[name].file.name}", cause=other)
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """tensor name -> file name. A file name is a plain name: no folder, no "..", so that an index cannot lead out of its folder."""
+    """tensor name -> file name.
+
+    A file name is a plain name, without folder or "..": an index cannot lead out of its folder.
+    """
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map", next="download or write the file again")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.\-+=]*\.safetensors", file):
+        if not isinstance(file, str) or not re.fullmatch(
+            r"[A-Za-z0-9_][A-Za-z0-9_.\-+=]*\.safetensors", file
+        ):
             raise CheckpointError(
-                f"{index}: weight_map puts {name!r} in {file!r}, which is not the plain name of a .safetensors file in this folder",
+                f"{index}: weight_map puts {name!r} in {file!r}, which is not the plain name of a"
+                " .safetensors file in this folder",
                 next="do not use this checkpoint; get it from its publisher",
             )
     return weight_map
@@ -216,60 +278,89 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 def _single_file(folder: Path) -> str:
     """The one weights file of a folder without an index."""
-    files = sorted(entry.name for entry in folder.iterdir() if entry.suffix == ".safetensors" and entry.is_file())
+    files = sorted(
+        entry.name for entry in folder.iterdir() if entry.suffix == ".safetensors" and entry.is_file()
+    )
     if "model.safetensors" in files:
         return "model.safetensors"
     if len(files) == 1:
         return files[0]
     if files:
         raise CheckpointError(
-            f"{folder} has {len(files)} .safetensors files but no {INDEX}; first: {files[0]}", next=f"download {INDEX} from the publisher"
+            f"{folder} has {len(files)} .safetensors files but no {INDEX}; first: {files[0]}",
+            next=f"download {INDEX} from the publisher",
         )
     pickles = sorted(entry.name for entry in folder.iterdir() if entry.suffix in _PICKLES)
     if pickles:
         raise CheckpointError(
-            f"{folder} holds pickled weights only ({pickles[0]}); unpickling can run any code, so they are not read",
+            f"{folder} holds pickled weights only ({pickles[0]}); unpickling can run any code, so they are"
+            " not read",
             next=conversion(folder, pickles[0], "model.safetensors"),
         )
-    raise CheckpointError(f"{folder} holds no .safetensors file", next="give the folder that holds config.json and *.safetensors")
+    raise CheckpointError(
+        f"{folder} holds no .safetensors file",
+        next="give the folder that holds config.json and *.safetensors",
+    )
 
 
 def conversion(folder: Path, pickle: str, target: str) -> str:
-    """The command that turns pickled weights into safetensors: torch's own loader, which with weights_only runs no code from the file."""
+    """The command that turns pickled weights into safetensors.
+
+    It uses torch's own loader, which with weights_only runs no code from the file.
+    """
     match = re.match(r"pytorch_model.*\.bin$", pickle)
     source = str(folder / ("pytorch_model*.bin" if match else pickle))
     return (
         'python -c "import glob, torch, safetensors.torch as s; s.save_file({k: v.clone().contiguous() '
-        f"for f in sorted(glob.glob({source!r})) for k, v in torch.load(f, map_location='cpu', weights_only=True).items()}}, "
+        f"for f in sorted(glob.glob({source!r})) for k, v in torch.load(f, map_location='cpu',"
+        " weights_only=True).items()}, "
         f"{str(folder / target)!r})\"    (or get the publisher's safetensors release)"
     )
 
 
 def read_header(file: Path, faults: Faults) -> list[TensorInfo]:
-    """The tensors of one safetensors file, in file order. Adds to `faults` what is wrong with it; then the list is empty or partial."""
+    """The tensors of one safetensors file, in file order.
+
+    What is wrong with it is added to `faults`; then the list is empty or partial.
+    """
+    # 8 bytes of length, then the header
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(8)
         length = int.from_bytes(start, "little")
         if start == b"version ":
-            faults.add("files are placeholders", f"{file.name} is a Git LFS pointer of {size} bytes", cause="cloned without git lfs pull")
+            faults.add(
+                "files are placeholders",
+                f"{file.name} is a Git LFS pointer of {size} bytes",
+                cause="cloned without git lfs pull",
+            )
             return []
         if len(start) < 8 or length > min(size - 8, MAX_HEADER):
             detail = f"{file.name} has {size:,} bytes; its header needs {length + 8:,}"
             faults.add("files are truncated or not safetensors", detail, cause="an unfinished download")
             return []
         raw = stream.read(length)
+
+    # the header: one JSON object, name -> entry, and perhaps __metadata__
     try:
         header = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:  # also a number of thousands of digits, and endless nesting
-        faults.add("files have a damaged header", f"{file.name}: {error}", cause="an unfinished download, or not a safetensors file")
+        faults.add(
+            "files have a damaged header",
+            f"{file.name}: {error}",
+            cause="an unfinished download, or not a safetensors file",
+        )
         return []
     if not isinstance(header, dict):
         faults.add("files have a damaged header", f"{file.name}: the header is not an object")
         return []
     metadata = header.pop("__metadata__", None)
-    if metadata is not None and not (isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())):
+    if metadata is not None and not (
+        isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+    ):
         faults.add("files have a damaged header", f"{file.name}: __metadata__ is not a table of texts")
+
+    # each entry by itself, then all of them together
     infos = [info for name, entry in header.items() if (info := _info(file, name, entry, 8 + length, faults))]
     infos.sort(key=lambda info: (info.offset, info.nbytes))
     if len(infos) == len(header):
@@ -277,22 +368,25 @@ def read_header(file: Path, faults: Faults) -> list[TensorInfo]:
     return infos
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     keys = dict(pairs)
     if len(keys) != len(pairs):
         raise ValueError("a name occurs twice in the header")
     for key, value in pairs:
-        (key + value if isinstance(value, str) else key).encode()  # UnicodeEncodeError, a ValueError: half a surrogate pair is no text
+        text = key + value if isinstance(value, str) else key
+        text.encode()  # half a surrogate pair is no text: UnicodeEncodeError, a ValueError
     return keys
 
 
-def _info(file: Path, name: str, entry: Any, data_start: int, faults: Faults) -> TensorInfo | None:
+def _info(file: Path, name: str, entry: object, data_start: int, faults: Faults) -> TensorInfo | None:
     """One entry of a header, checked by itself."""
     where = f"{name} in {file.name}"
-    fields = entry if isinstance(entry, dict) else {}
-    dtype, shape, span = fields.get("dtype"), _naturals(fields.get("shape")), _naturals(fields.get("data_offsets"))
+    fields = as_table(entry) or {}
+    dtype = fields.get("dtype")
+    shape, span = _naturals(fields.get("shape")), _naturals(fields.get("data_offsets"))
     sized = shape is not None and prod(extent or 1 for extent in shape) < MAX_SIZE
-    if not isinstance(dtype, str) or shape is None or not sized or span is None or len(span) != 2 or span[0] > span[1]:
+    spans = span is not None and len(span) == 2 and span[0] <= span[1]
+    if not isinstance(dtype, str) or shape is None or span is None or not (sized and spans):
         faults.add("header entries are malformed", f"{where}: {str(entry)[:120]}")
         return None
     if dtype not in ITEMSIZE:
@@ -306,11 +400,13 @@ def _info(file: Path, name: str, entry: Any, data_start: int, faults: Faults) ->
     return TensorInfo(name, dtype, tuple(shape), nbytes, file, data_start + span[0])
 
 
-def _naturals(value: Any) -> list[int] | None:
-    """`value` if it is a list of at most MAX_DIMS whole numbers from 0 to MAX_SIZE (JSON true is not a number)."""
+def _naturals(value: object) -> list[int] | None:
+    """`value` if it is a list of at most MAX_DIMS whole numbers from 0 up to MAX_SIZE; JSON true is none."""
     if not isinstance(value, list) or len(value) > MAX_DIMS:
         return None
-    return value if all(type(item) is int and 0 <= item < MAX_SIZE for item in value) else None
+    items = cast("list[object]", value)
+    whole = [item for item in items if type(item) is int and 0 <= item < MAX_SIZE]
+    return whole if len(whole) == len(items) else None
 
 
 def _check_layout(file: Path, infos: list[TensorInfo], start: int, size: int, faults: Faults) -> None:
@@ -319,12 +415,19 @@ def _check_layout(file: Path, infos: list[TensorInfo], start: int, size: int, fa
     for info in infos:
         if info.offset != end:
             kind = "tensors overlap another" if info.offset < end else "tensors leave a gap before them"
-            faults.add(kind, f"{info.name} in {file.name} begins at byte {info.offset:,}, expected {end:,}", cause="a damaged header")
+            faults.add(
+                kind,
+                f"{info.name} in {file.name} begins at byte {info.offset:,}, expected {end:,}",
+                cause="a damaged header",
+            )
             return
         end += info.nbytes
     if end > size:
-        cut = sum(info.offset + info.nbytes > size for info in infos)
-        detail = f"{file.name} has {size:,} bytes, its header describes {end:,} ({cut} of its {len(infos)} tensors are cut off)"
+        cut = f"{sum(info.offset + info.nbytes > size for info in infos)} of its {len(infos)} tensors"
+        detail = f"{file.name} has {size:,} bytes, its header describes {end:,} ({cut} are cut off)"
         faults.add("files are truncated", detail, cause="an unfinished download")
     elif end < size:
-        faults.add("files are longer than their header says", f"{file.name} has {size:,} bytes, its header describes {end:,}")
+        faults.add(
+            "files are longer than their header says",
+            f"{file.name} has {size:,} bytes, its header describes {end:,}",
+        )

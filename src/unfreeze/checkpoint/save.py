@@ -1,7 +1,8 @@
-"""save: a checkpoint folder that other programs read (safetensors with index, per-expert names). It is there
-whole or not at all, whenever the process is killed.
+"""save: a checkpoint folder that other programs read (safetensors with index, per-expert names).
 
-A file is written under a temporary name, flushed to the disk and renamed; a folder is written beside its place and renamed as a whole.
+It is there whole or not at all, whenever the process is killed.
+A file is written under a temporary name, flushed to the disk and renamed; a folder is written beside its
+place and renamed as a whole.
 An unfinished save is never under a name that anybody reads (docs/trust.md R1).
 """
 
@@ -10,29 +11,38 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from unfreeze.checkpoint.manifest import INDEX, ITEMSIZE, TORCH_DTYPE
+from unfreeze.checkpoint.keymap import StackRule, sources
+from unfreeze.checkpoint.manifest import INDEX
+from unfreeze.checkpoint.tensors import NAME
 from unfreeze.core.errors import CheckpointError
+from unfreeze.quant.codec import Codec, kept_suffixes
 
-MAX_SHARD_BYTES = 5 * 10**9  # the ecosystem's usual shard; a save holds no more than this beyond the model itself
-_NAME = {dtype: name for name, dtype in TORCH_DTYPE.items()}
+# the ecosystem's usual shard; a save holds no more than this beyond the model itself
+MAX_SHARD_BYTES = 5 * 10**9
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write one safetensors file atomically. Tensors are written as they are (any device, contiguous or not), one at a time.
+def write_safetensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write one safetensors file atomically.
 
-    Order and padding are the safetensors library's: wide dtypes first, then by name, header padded with spaces to 8 bytes.
+    Tensors are written as they are (any device, contiguous or not), one at a time.
+    Order and padding are the safetensors library's: wide dtypes first, then by name, header padded with
+    spaces to 8 bytes.
     Raises CheckpointError for a dtype the format does not have. An existing file is replaced.
     """
     for name, tensor in tensors.items():
-        if tensor.dtype not in _NAME:
-            raise CheckpointError(f"{name} is {tensor.dtype}, which safetensors files here do not hold; known: {', '.join(_NAME.values())}")
+        if tensor.dtype not in NAME:
+            raise CheckpointError(
+                f"{name} is {tensor.dtype}, which safetensors files here do not hold; known:"
+                f" {', '.join(NAME.values())}"
+            )
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     temporary = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
     try:
@@ -50,20 +60,25 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
 
 def save_checkpoint(
     folder: Path,
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     tensors: Iterable[tuple[str, Tensor]],
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     extra: Mapping[str, Path | bytes | str] | None = None,
 ) -> None:
-    """Write config.json, the weights (model.safetensors, or shards with index) and `extra` files into a new folder, all or nothing.
+    """Write config.json, the weights and `extra` files into a new folder, all or nothing.
 
-    tensors  (name on disk, tensor); for a model: keymap.disk_tensors(model.state_dict().items(), rules, codec)
+    The weights are model.safetensors, or shards with an index.
+    tensors  (name on disk, tensor); for a model: disk_tensors(model.state_dict().items(), rules,
+             codec)
     extra    file name -> content, or a path to copy (tokenizer, chat template, generation_config.json)
     Raises CheckpointError if `folder` exists and is not empty.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} exists and is not empty; a checkpoint is written into a folder of its own", next="choose another folder")
+        raise CheckpointError(
+            f"{folder} exists and is not empty; a checkpoint is written into a folder of its own",
+            next="choose another folder",
+        )
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".{folder.name}.unfinished-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -80,9 +95,39 @@ def save_checkpoint(
     sync_folder(folder.parent)
 
 
+def unstack(param: str, tensor: Tensor, rules: Sequence[StackRule]) -> Iterator[tuple[str, Tensor]]:
+    """The inverse of loading: (name on disk, view of `tensor`) for each tensor `param` is stored as."""
+    for source in sources(param, tensor.shape, rules):
+        yield source.name, tensor[source.index] if source.index else tensor
+
+
+def disk_tensors(
+    params: Iterable[tuple[str, Tensor]], rules: Sequence[StackRule], codec: Codec | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """All of a model's tensors as they stand on disk.
+
+    Experts are unstacked, and the codec's extras stand beside each packed weight.
+    """
+    held: dict[str, dict[str, tuple[int, ...]]] = {}
+    for param, tensor in params:
+        for name, part in unstack(param, tensor, rules):
+            yield name, part
+            base, _, suffix = name.rpartition(".")
+            if codec is None or suffix not in codec.suffixes:
+                continue
+            shapes = held.setdefault(base, {})
+            shapes[suffix] = tuple(part.shape)
+            if len(shapes) == len(kept_suffixes(codec)):
+                out_features, in_features = codec.shape(held.pop(base))[-2:]
+                for extra, values in codec.disk_extras(out_features, in_features).items():
+                    yield f"{base}.{extra}", torch.tensor(values, dtype=torch.int32)
+
+
 def _write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> None:
-    """Shards in the order the tensors come. Their names contain the number of shards, so they are renamed at
-    the end."""
+    """Shards in the order the tensors come.
+
+    Their names contain the number of shards, so they are renamed at the end.
+    """
     shards: list[list[str]] = []
     total = held = 0
     shard: dict[str, Tensor] = {}
@@ -117,11 +162,15 @@ def _write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shar
 
 
 def _header(tensors: Mapping[str, Tensor], order: list[str], metadata: Mapping[str, str] | None) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name in order:
-        start, end = end, end + tensors[name].numel() * ITEMSIZE[_NAME[tensors[name].dtype]]
-        entries[name] = {"dtype": _NAME[tensors[name].dtype], "shape": list(tensors[name].shape), "data_offsets": [start, end]}
+        start, end = end, end + tensors[name].nbytes
+        entries[name] = {
+            "dtype": NAME[tensors[name].dtype],
+            "shape": list(tensors[name].shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -1,13 +1,15 @@
-"""stream: read placed tensors from their files straight into the memory of the parameters, each byte once, in file order.
+"""stream: read placed tensors into the memory of the parameters, each byte once, in file order.
 
-On CPU a tensor whose dtype the model keeps goes from the page cache into the parameter's own memory (os.preadv into a slice of it), with no
-copy between; another float dtype is converted through a buffer of at most CHUNK bytes. For CUDA the buffer is pinned and the copy goes on
-from there. Peak host memory is therefore the parameters plus CHUNK bytes per thread, whatever the shards
-weigh (docs/trust.md L1).
+On CPU a tensor whose dtype the model keeps goes from the page cache into the parameter's own memory
+(os.preadv into a slice of it), with no copy between. Another float dtype is converted through a buffer of at
+most CHUNK bytes. For CUDA the buffer is pinned, and the copy goes on from there.
+So peak host memory is the parameters plus CHUNK bytes per thread, whatever the shards weigh (docs/trust.md
+L1).
 
-Reading from the page cache into new memory is bound by page faults (first touch of each 4 KiB page: 1 to 2 GB/s here, against 5 to 12 into
-a buffer that was used before), so two threads beat one; os.preadv releases the GIL. Huge pages for the destination were tried and dropped:
-3 GB/s at best, 0.2 where a virtual machine must first get the memory from its host.
+Reading from the page cache into new memory is bound by page faults, the first touch of each 4 KiB page: 1 to
+2 GB/s here, against 5 to 12 into a buffer that was used before. So two threads beat one; os.preadv releases
+the GIL. Huge pages for the destination were tried and dropped: 3 GB/s at best, 0.2 where a virtual machine
+must first get the memory from its host.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ import torch
 from torch import Tensor
 
 from unfreeze.checkpoint.faults import Faults
-from unfreeze.checkpoint.manifest import ITEMSIZE, TORCH_DTYPE
 from unfreeze.checkpoint.resolve import Placement
+from unfreeze.checkpoint.tensors import TORCH_DTYPE
+from unfreeze.core.dtypes import ITEMSIZE
 from unfreeze.core.errors import CheckpointError
 
-CHUNK = 4 * 2**20  # bytes of one read: a system call costs nothing beside it, and the buffers (one per thread) stay small
+# bytes of one read: a system call costs nothing beside it, and the buffers (one per thread) stay small
+CHUNK = 4 * 2**20
 MAX_PIECES = 512  # buffers of one preadv; Linux takes at most 1024 (IOV_MAX)
 THREADS = 2
 
@@ -38,9 +42,11 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class LoadStats:
-    """What loading did. expanded_bytes: the size the same weights would have had with packed ones expanded to bf16.
+    """What loading did.
 
-    rounded: tensors whose values are not exactly representable in the dtype the model holds them in (F32 or F16 read into bf16).
+    expanded_bytes  what the same weights would take with packed ones expanded to bf16.
+    rounded         tensors with a value that the dtype the model holds them in cannot represent (F32 or F16
+                    read into bf16).
     """
 
     bytes: int
@@ -72,11 +78,14 @@ class _Run:
     nbytes: int = 0
 
 
-def stream(placements: Sequence[Placement], params: Mapping[str, Tensor], progress: Progress | None = None) -> LoadStats:
+def stream(
+    placements: Sequence[Placement], params: Mapping[str, Tensor], progress: Progress | None = None
+) -> LoadStats:
     """Fill params (contiguous tensors on one device) from their files.
 
-    Raises CheckpointError where a file ends early, a weight_shape disagrees with its packed tensor, or a tied tensor differs; the
-    contents of params are then undefined and the caller drops them (parallel/place.py never lets a model see them).
+    Raises CheckpointError where a file ends early, a packed tensor hasn't the shape that stands beside it, or
+    a tied tensor differs. The contents of params are then undefined, and the caller drops them
+    (parallel/place.py never lets a model see them).
     """
     started = time.perf_counter()
     total = sum(placement.info.nbytes for placement in placements)
@@ -123,7 +132,8 @@ class _Loader:
 
     def __init__(self, params: Mapping[str, Tensor]):
         self.flat = {name: tensor.detach().view(-1) for name, tensor in params.items()}
-        # The parameter's memory as bytes; slicing a memoryview costs 0.1 µs, slicing a tensor ten times that, and K2 has 207,000 tensors.
+        # The parameter's memory as bytes: slicing a memoryview costs 0.1 µs, a tensor ten times that, and
+        # Kimi-K2 has 207,000 tensors.
         self.memory = {name: _bytes_of(flat) for name, flat in self.flat.items() if flat.device.type == "cpu"}
         self.rounded: set[str] = set()
         self.wrong_shape: list[tuple[Placement, list[int]]] = []
@@ -143,7 +153,8 @@ class _Loader:
         self._raise_if_wrong()
 
     def _read(self, run: _Run, descriptor: int) -> int:
-        """One run: a read into destinations and buffers, then what the buffers hold is converted, copied on or compared."""
+        """One run: a single read, then what needed a buffer is converted, copied on or compared."""
+        # where each piece goes: straight into the parameter, or into a slice of the thread's buffer
         targets: list[memoryview] = []
         buffered: list[tuple[_Piece, Tensor]] = []
         staging = self._staging(run)
@@ -163,17 +174,21 @@ class _Loader:
         return run.nbytes
 
     def _direct(self, piece: _Piece) -> memoryview | None:
-        """The slice of the parameter's memory this piece can be read into as it is, or None where it needs a buffer."""
+        """The slice of the parameter's memory that this piece is read into; None where it needs a buffer."""
         placement = piece.placement
         if placement.expected is not None or placement.alias or placement.param not in self.memory:
             return None
         if TORCH_DTYPE[placement.info.dtype] != self.flat[placement.param].dtype:
             return None
         itemsize = ITEMSIZE[placement.info.dtype]
-        return self.memory[placement.param][(placement.start + piece.first) * itemsize : (placement.start + piece.last) * itemsize]
+        first, last = (placement.start + element for element in (piece.first, piece.last))
+        return self.memory[placement.param][first * itemsize : last * itemsize]
 
     def _staging(self, run: _Run) -> Tensor:
-        """A byte buffer of this thread, pinned where it feeds a GPU; reused, because pinning and page faults cost more than the copy."""
+        """A byte buffer of this thread, pinned where it feeds a GPU.
+
+        It is used again: pinning and page faults cost more than the copy.
+        """
         need = sum(piece.nbytes for piece in run.pieces if self._direct(piece) is None)
         buffer: Tensor | None = getattr(self._local, "buffer", None)
         if buffer is None or buffer.numel() < need:
@@ -187,9 +202,12 @@ class _Loader:
         placement = piece.placement
         # A buffer slice may begin at any byte, a view of a wider dtype may not: clone such a slice.
         itemsize = ITEMSIZE[placement.info.dtype]
-        source = (buffer if buffer.storage_offset() % itemsize == 0 else buffer.clone()).view(TORCH_DTYPE[placement.info.dtype])
+        aligned = buffer if buffer.storage_offset() % itemsize == 0 else buffer.clone()
+        source = aligned.view(TORCH_DTYPE[placement.info.dtype])
+
+        # a codec's extras, or a tied tensor: compare
         if placement.expected is not None:
-            if not torch.equal(source.to(torch.int64), placement.expected.to(torch.int64)):
+            if source.tolist() != list(placement.expected[piece.first : piece.last]):
                 self.wrong_shape.append((placement, source.tolist()))
             return
         target = self.flat[placement.param][placement.start + piece.first : placement.start + piece.last]
@@ -197,8 +215,11 @@ class _Loader:
             if not torch.equal(source.to(target.device, target.dtype), target):
                 self.differs.add(placement.info.name)
             return
+
+        # a weight: convert, and see whether that rounded
         target.copy_(source)  # for CUDA: returns when the pinned buffer may be reused
-        may_round = target.dtype.itemsize < itemsize or {target.dtype, source.dtype} == {torch.float16, torch.bfloat16}
+        halves = {target.dtype, source.dtype} == {torch.float16, torch.bfloat16}
+        may_round = target.dtype.itemsize < itemsize or halves
         if may_round and not torch.equal(target.to(source.device, source.dtype), source):
             self.rounded.add(placement.info.name)
 
@@ -209,15 +230,23 @@ class _Loader:
             faults = Faults(placement.info.file.parent)
             for wrong, _ in self.wrong_shape:
                 faults.add(
-                    "weights disagree with their weight_shape",
-                    f"{placement.info.name} says {value}, the packed tensor beside it holds {placement.expected.tolist()}",
-                    cause=f"another nibble format or group size under the same names ({wrong.info.file.name})",
+                    f"weights disagree with their {wrong.info.name.rpartition('.')[2]}",
+                    f"{placement.info.name} says {value}, the packed tensor beside it holds"
+                    f" {list(placement.expected)}",
+                    cause=f"{wrong.variants} under the same names ({wrong.info.file.name})",
                 )
-            faults.raise_if_any(next="get the checkpoint again from its publisher, or convert it again with compressed-tensors")
+            faults.raise_if_any(
+                next=(
+                    "get the checkpoint again from its publisher, or convert it again with compressed-tensors"
+                )
+            )
         if self.differs:
             raise CheckpointError(
                 f"{sorted(self.differs)[0]} differs from the tensor it is tied to by config.json",
-                next='set "tie_word_embeddings": false in config.json if the publisher says the head is its own',
+                next=(
+                    'set "tie_word_embeddings": false in config.json if the publisher says the head is'
+                    " its own"
+                ),
             )
 
 
@@ -227,14 +256,21 @@ def _bytes_of(flat: Tensor) -> memoryview:
 
 
 def _read_fully(descriptor: int, run: _Run, targets: list[memoryview]) -> None:
-    """Fill `targets` one after another from run.offset on. A read may return less than asked for; zero bytes means that the file ends."""
+    """Fill `targets` one after another from run.offset on.
+
+    A read may return less than asked for; zero bytes mean that the file ends.
+    """
     offset = run.offset
     while targets:
         count = os.preadv(descriptor, targets, offset)
         if count == 0:
             raise CheckpointError(
-                f"{run.file} ends at byte {offset:,} inside {run.pieces[-1].placement.info.name}; it was longer when it was opened",
-                next="wait until the download or conversion that writes this file has ended, then repeat the command",
+                f"{run.file} ends at byte {offset:,} inside {run.pieces[-1].placement.info.name}; it was"
+                " longer when it was opened",
+                next=(
+                    "wait until the download or conversion that writes this file has ended, then repeat the"
+                    " command"
+                ),
             )
         offset += count
         while targets and count >= len(targets[0]):

@@ -1,1 +1,4 @@
-"""L10, what the command line does beside training: talk, look, export, compare. A file per command, each with `main`."""
+"""L10, what the command line does beside training: talk, look, export, compare.
+
+A file per command, each with `main`.
+"""

@@ -1,8 +1,9 @@
-"""unfreeze bisect MODEL --against hf: name the first module whose output differs from transformers' on the same input.
+"""unfreeze bisect MODEL --against hf: the first module that differs from transformers' on the same input.
 
-Both models hold the same weights in float32. transformers runs once over a few tokens while hooks record every module's input and output;
-then each of our modules is given the recorded input, so an error in one doesn't spoil those after it. Needs transformers, a development
-dependency: this is the one file of the package that imports it (tests/test_layout.py names it), because comparing is what the command is for.
+Both models hold the same weights in float32. transformers runs once over a few tokens while hooks record
+every module's input and output; then each of our modules is given the recorded input, so an error in one
+doesn't spoil those after it. Needs transformers, a development dependency: this is the one file of the
+package that imports it (tests/test_layout.py names it), because comparing is what the command is for.
 """
 
 from __future__ import annotations
@@ -31,18 +32,36 @@ WHOLE = "logits of the whole model"
 class Config(Frozen):
     """What to compare, and how closely."""
 
-    model: Annotated[ModelName, Positional, arg(metavar="MODEL")] = Field(description="checkpoint folder, or Hugging Face id org/name")
-    against: Literal["hf"] = Field(default="hf", description="the oracle: hf, transformers in float32 with eager attention")
-    tokens: int = Field(default=32, ge=2, description="tokens of the one document both models see; 32 activates every module and takes a second")
+    model: Annotated[ModelName, Positional, arg(metavar="MODEL")] = Field(
+        description="checkpoint folder, or Hugging Face id org/name"
+    )
+    against: Literal["hf"] = Field(
+        default="hf", description="the oracle: hf, transformers in float32 with eager attention"
+    )
+    tokens: int = Field(
+        default=32,
+        ge=2,
+        description=(
+            "tokens of the one document both models see; 32 activates every module and takes a second"
+        ),
+    )
     tolerance: float = Field(
-        default=2e-5, gt=0, description="largest |ours - oracle| over largest |oracle| of a module; random models of every family stay under 1e-6"
+        default=2e-5,
+        gt=0,
+        description=(
+            "largest |ours - oracle| over largest |oracle| of a module; random models of every family stay"
+            " under 1e-6"
+        ),
     )
     seed: int = Field(default=0, ge=0, description="seed of the random token ids")
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One module: largest absolute difference of its output, and that over the oracle's largest absolute value. The last is the whole model."""
+    """The difference of one module; the last is the whole model's.
+
+    The largest absolute difference of its output, and that over the oracle's largest absolute value.
+    """
 
     module: str
     kind: str
@@ -53,24 +72,33 @@ class Difference:
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
     """-> first (module or None), modules (module, kind, max_abs, relative), exit_code 1 where one differs."""
     config = parse(Config, arguments, command="bisect", description=__doc__ or "", positional=True)
+    from unfreeze.checkpoint import open_checkpoint
+    from unfreeze.generate.source import refuse_unread
+    from unfreeze.job.device import say
+
+    manifest = open_checkpoint(config.model, progress=say(common))
+    refuse_unread(manifest)
     load_oracle_library()
 
     import torch
 
-    from unfreeze.checkpoint import open_checkpoint
     from unfreeze.generate.open import open_model
-    from unfreeze.job.device import say
 
-    manifest = open_checkpoint(config.model, progress=say(common))
     refuse_if_too_large(manifest)
     ours = open_model(manifest, torch.float32)
     theirs = oracle(manifest, ours)
-    ids = torch.randint(0, ours.shape.vocab_size, (config.tokens,), generator=torch.Generator().manual_seed(config.seed))
+    ids = torch.randint(
+        0, ours.shape.vocab_size, (config.tokens,), generator=torch.Generator().manual_seed(config.seed)
+    )
     found = compare(ours, theirs, ids)
     worst = first(found, config.tolerance)
     if not common.quiet:
         show(found, worst, config.tolerance, to_stderr=common.json)
-    return {"first": worst and worst.module, "modules": [asdict(difference) for difference in found], "exit_code": 1 if worst else 0}
+    return {
+        "first": worst and worst.module,
+        "modules": [asdict(difference) for difference in found],
+        "exit_code": 1 if worst else 0,
+    }
 
 
 def load_oracle_library() -> Any:
@@ -78,30 +106,36 @@ def load_oracle_library() -> Any:
     try:
         import transformers
     except ImportError:
-        raise ConfigError("bisect compares with transformers, which is not installed", next='pip install "unfreeze[dev]"') from None
+        raise ConfigError(
+            "bisect compares with transformers, which is not installed", next='pip install "unfreeze[dev]"'
+        ) from None
     return transformers
 
 
 def refuse_if_too_large(manifest: Manifest) -> None:
     """Both models lie in memory in float32."""
     from unfreeze import models
-    from unfreeze.checkpoint.manifest import ITEMSIZE
+    from unfreeze.checkpoint.manifest import count_weights
     from unfreeze.parallel.machine import hardware
 
     models.shape(manifest.config)  # an unknown family is refused before anything is counted
-    weights = sum(8 * (i.nbytes // 4) if i.name.endswith("weight_packed") else i.nbytes // ITEMSIZE[i.dtype] for i in manifest.tensors.values())
+    weights = count_weights(manifest.tensors, manifest.codec())
     needed, free = 2 * 4 * weights, hardware("cpu").available
     if needed > free:
         raise DoesNotFit(
-            f"two models of {weights:,} weights in float32 need {format_bytes(needed)}, {format_bytes(free)} are free",
+            f"two models of {weights:,} weights in float32 need {format_bytes(needed)}, {format_bytes(free)}"
+            " are free",
             next="bisect a smaller model of the same family: the modules are the same",
         )
 
 
 def oracle(manifest: Manifest, ours: Decoder) -> nn.Module:
-    """transformers' model of the checkpoint in float32, eager. Packed checkpoints: its weights are ours, expanded.
+    """transformers' model of the checkpoint in float32, eager.
 
-    Kimi's config.json says kimi_k2, which transformers knows as deepseek_v3. No code from the checkpoint is run.
+    Packed checkpoints: its weights are ours, expanded.
+
+    Kimi's config.json says kimi_k2, which transformers knows as deepseek_v3. No code from the checkpoint is
+    run.
     """
     import torch
 
@@ -113,7 +147,9 @@ def oracle(manifest: Manifest, ours: Decoder) -> nn.Module:
     config = transformers.AutoConfig.for_model(kind, **fields)
     config._attn_implementation, config._experts_implementation = "eager", "eager"
     if packed or manifest.prefix:
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, trust_remote_code=False
+        )
         model.load_state_dict(expanded(ours), strict=True)
     else:
         model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -123,21 +159,31 @@ def oracle(manifest: Manifest, ours: Decoder) -> nn.Module:
 
 
 def expanded(model: Decoder) -> dict[str, Tensor]:
-    """Our weights under transformers' names, packed ones in floating point. In memory both stack the experts, so only a suffix differs."""
+    """Our weights under transformers' names, packed ones in floating point.
+
+    In memory both stack the experts, so only a suffix differs.
+    """
     from unfreeze.models.blocks.linear import PackedHolder
 
-    state = {name: tensor for name, tensor in model.state_dict().items() if "weight_packed" not in name and "weight_scale" not in name}
+    state = model.state_dict()
     for name, module in model.named_modules():
         if isinstance(module, PackedHolder) and getattr(module, "codec", None) is not None:
+            for suffix in module.packed.parts:
+                del state[f"{name}.{suffix}"]
             state[f"{name}.weight"] = module.packed.dequantize().float()
     ends = (".experts.gate_up_proj.weight", ".experts.down_proj.weight")
-    return {name.removesuffix(".weight") if name.endswith(ends) else name: tensor for name, tensor in state.items()}
+    return {
+        name.removesuffix(".weight") if name.endswith(ends) else name: tensor
+        for name, tensor in state.items()
+    }
 
 
 def compare(ours: Decoder, theirs: nn.Module, ids: Tensor) -> list[Difference]:
-    """Every module that both models name alike, in the order in which the oracle finished them (a part before its whole), then the whole model.
+    """Every module that both models name alike, in the order in which the oracle finished them (a part before
+    its whole), then the whole model.
 
-    ids [T], one document. Ours are given the oracle's inputs; the last entry compares the logits of both models run by themselves.
+    ids [T], one document. Ours are given the oracle's inputs; the last entry compares the logits of both
+    models run by themselves.
     """
     import torch
 
@@ -152,7 +198,9 @@ def compare(ours: Decoder, theirs: nn.Module, ids: Tensor) -> list[Difference]:
         calls, logits_TV = record(theirs, ids, {name for name, _ in ours.named_modules()})
         for name, inputs, output in calls:
             module = ours.get_submodule(name)
-            run = PackedPass(*ours.shape.rope.tables(positions_T), layout=Layout.build(starts_S, len(ids), ours.device))
+            run = PackedPass(
+                *ours.shape.rope.tables(positions_T), layout=Layout.build(starts_S, len(ids), ours.device)
+            )
             pair = answer(module, inputs, output, run)
             if pair is not None:
                 found.append(difference(name, type(module).__name__, *pair))
@@ -160,7 +208,9 @@ def compare(ours: Decoder, theirs: nn.Module, ids: Tensor) -> list[Difference]:
     return found
 
 
-def record(model: nn.Module, ids: Tensor, names: set[str]) -> tuple[list[tuple[str, list[Tensor], Any]], Tensor]:
+def record(
+    model: nn.Module, ids: Tensor, names: set[str]
+) -> tuple[list[tuple[str, list[Tensor], Any]], Tensor]:
     """([(module, its tensor inputs, its output)] in the order the modules ended, logits [T, V])."""
     import torch
 
@@ -168,12 +218,18 @@ def record(model: nn.Module, ids: Tensor, names: set[str]) -> tuple[list[tuple[s
 
     def hook(name: str) -> Any:
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            given = [value for value in (*args, kwargs.get("hidden_states")) if isinstance(value, torch.Tensor)]
+            given = [
+                value for value in (*args, kwargs.get("hidden_states")) if isinstance(value, torch.Tensor)
+            ]
             calls.append((name, [unbatched(value) for value in given], output))
 
         return note
 
-    handles = [m.register_forward_hook(hook(name), with_kwargs=True) for name, m in model.named_modules() if name and name in names]
+    handles = [
+        m.register_forward_hook(hook(name), with_kwargs=True)
+        for name, m in model.named_modules()
+        if name and name in names
+    ]
     try:
         logits_TV = model(input_ids=ids[None], use_cache=False).logits[0]
     finally:
@@ -188,7 +244,10 @@ def unbatched(value: Tensor) -> Tensor:
 
 
 def answer(module: nn.Module, inputs: list[Tensor], output: Any, run: Any) -> tuple[Tensor, Tensor] | None:
-    """(our output, the oracle's) of one module on the oracle's input; None for what only holds others (`model`, `layers`)."""
+    """(our output, the oracle's) of one module on the oracle's input.
+
+    None for what only holds others (`model`, `layers`).
+    """
     from unfreeze.models.blocks.attention import Attention
     from unfreeze.models.blocks.experts import Experts
     from unfreeze.models.blocks.mla import MLA
@@ -202,7 +261,9 @@ def answer(module: nn.Module, inputs: list[Tensor], output: Any, run: Any) -> tu
         x_TD = inputs[0]
         scores_TE = module(x_TD)
         ids_TK = module.choose(scores_TE)
-        return by_expert(scores_TE, module.weigh(scores_TE, ids_TK), ids_TK), by_expert(scores_TE, output[1], output[2])
+        return by_expert(scores_TE, module.weigh(scores_TE, ids_TK), ids_TK), by_expert(
+            scores_TE, output[1], output[2]
+        )
     theirs = unbatched(output[0] if isinstance(output, tuple) else output)
     if isinstance(module, (Attention, MLA, MoE, Layer)):
         return module(inputs[0], run), theirs
@@ -226,23 +287,39 @@ def difference(name: str, kind: str, ours: Tensor, theirs: Tensor) -> Difference
 
 
 def first(found: list[Difference], tolerance: float) -> Difference | None:
-    """The first module beyond the tolerance. The whole model comes last: it is named only where every module by itself agrees."""
+    """The first module beyond the tolerance.
+
+    The whole model comes last: it is named only where every module by itself agrees.
+    """
     return next((entry for entry in found if not entry.relative <= tolerance), None)
 
 
 def show(found: list[Difference], worst: Difference | None, tolerance: float, *, to_stderr: bool) -> None:
-    """The table: of a model that agrees the five largest differences, otherwise everything up to the first that doesn't."""
+    """The table: everything up to the first module that differs, or the five largest differences."""
     from rich.console import Console
     from rich.table import Table
 
-    rows = sorted(found, key=lambda entry: -entry.relative)[:5] if worst is None else found[: found.index(worst) + 1]
+    rows = (
+        sorted(found, key=lambda entry: -entry.relative)[:5]
+        if worst is None
+        else found[: found.index(worst) + 1]
+    )
     table = Table(box=None, pad_edge=False)
     for column in ("module", "kind", "max abs", "relative"):
         table.add_column(column, justify="left" if column in ("module", "kind") else "right")
     for entry in rows:
-        table.add_row(entry.module, entry.kind, f"{entry.max_abs:.2g}", f"{entry.relative:.2g}", style="bold red" if entry is worst else "")
+        table.add_row(
+            entry.module,
+            entry.kind,
+            f"{entry.max_abs:.2g}",
+            f"{entry.relative:.2g}",
+            style="bold red" if entry is worst else "",
+        )
     Console(stderr=to_stderr).print(table)
     verdict = f"all {len(found) - 1} modules and the logits agree within {tolerance:g}"
     if worst is not None:
-        verdict = f"first difference: {worst.module} ({worst.kind}), {worst.relative:.2g} of the oracle's largest value, tolerance {tolerance:g}"
+        verdict = (
+            f"first difference: {worst.module} ({worst.kind}), {worst.relative:.2g} of the oracle's largest"
+            f" value, tolerance {tolerance:g}"
+        )
     print(verdict, file=sys.stderr if to_stderr else sys.stdout)

@@ -1,4 +1,7 @@
-"""unfreeze chat MODEL_OR_RUN: talk with a checkpoint or a run in the terminal. /reset forgets, /quit or Ctrl-D leaves."""
+"""unfreeze chat MODEL_OR_RUN: talk with a checkpoint or a run in the terminal.
+
+/reset forgets, /quit or Ctrl-D leaves.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,13 @@ class Config(Frozen):
     max_new_tokens: int = Field(default=400, ge=1, description="tokens of one answer at most")
     temperature: float = Field(default=0.0, ge=0, description="0 is greedy")
     top_k: int = Field(default=0, ge=0, description="keep the k likeliest tokens; 0: all")
-    top_p: float = Field(default=1.0, gt=0, le=1, description="keep the likeliest tokens whose probabilities sum to p")
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="keep the likeliest tokens whose probabilities sum to p"
+    )
     seed: int = Field(default=0, description="seed of the sampling")
-    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="dtype of the computation; packed weights stay packed")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="dtype of the computation; packed weights stay packed"
+    )
     device: str = Field(default="auto", description="auto (CUDA if there is one), cpu, cuda, cuda:1")
 
 
@@ -46,7 +53,8 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
             messages = list(start)
         elif line:
             messages.append({"role": "user", "content": line})
-            messages.append({"role": "assistant", "content": _answer(model, messages, settings, talk, common.quiet)})
+            answer = _answer(model, messages, settings, talk, common.quiet)
+            messages.append({"role": "assistant", "content": answer})
     return {"messages": messages}
 
 
@@ -62,7 +70,10 @@ def _read(talk: TextIO) -> str | None:
 
 
 def _answer(model: Model, messages: list[dict[str, str]], settings: Any, talk: TextIO, quiet: bool) -> str:
-    """Print the answer as it comes. Ctrl-C ends it and keeps what was said; a conversation grown too long is said, not fatal."""
+    """Print the answer as it comes. -> all of it, or what came before Ctrl-C.
+
+    A conversation that has grown too long is an error on stderr, and the chat goes on.
+    """
     said, last = "", None
     try:
         for last in model.stream_chat_pieces(messages, **settings):
@@ -74,5 +85,8 @@ def _answer(model: Model, messages: list[dict[str, str]], settings: Any, talk: T
         print(f"{error}\n(/reset forgets the conversation)", file=sys.stderr)
     print(file=talk, flush=True)
     if last is not None and last.finish_reason == "length" and not quiet:
-        print("(the answer ends here: max_new_tokens, or no position left; /reset forgets the conversation)", file=sys.stderr)
+        print(
+            "(the answer ends here: max_new_tokens, or no position left; /reset forgets the conversation)",
+            file=sys.stderr,
+        )
     return said

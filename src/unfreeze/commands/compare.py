@@ -1,4 +1,5 @@
-"""unfreeze compare runs/a runs/b …: config differences, curves on one picture, and a table, in the terminal and as one HTML page."""
+"""unfreeze compare runs/a runs/b …: config differences, curves on one picture, and a table, in the terminal
+and as one HTML page."""
 
 from __future__ import annotations
 
@@ -19,16 +20,25 @@ from unfreeze.report.run import Run
 
 
 class Config(Frozen):
-    runs: Annotated[tuple[Folder, ...], Positional, arg(metavar="RUN")] = Field(description="run folders, two to twelve, for example runs/a runs/b")
-    html: Folder = Field(default="", description="the page; default compare-<names>.html beside the first run")
+    runs: Annotated[tuple[Folder, ...], Positional, arg(metavar="RUN")] = Field(
+        description="run folders, two to twelve, for example runs/a runs/b"
+    )
+    html: Folder = Field(
+        default="", description="the page; default compare-<names>.html beside the first run"
+    )
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """Compare; -> runs (a row of results each), differences (field -> values), caution, html (path of the page)."""
+    """Compare; -> runs (a row of results each), differences (field -> values), caution, html (path of the
+    page)."""
     config = parse(Config, arguments, command="compare", description=__doc__ or "", positional=True)
     runs = compare.read_runs(config.runs)
     names = [name.replace("/", "-") for name in compare.names(runs)]
-    target = Path(config.html) if config.html else runs[0].path.resolve().parent / f"compare-{'-'.join(names)[:100]}.html"
+    target = (
+        Path(config.html)
+        if config.html
+        else runs[0].path.resolve().parent / f"compare-{'-'.join(names)[:100]}.html"
+    )
     with writing(target, "html"):
         target.parent.mkdir(parents=True, exist_ok=True)
         write_page(target, compare.page(runs))

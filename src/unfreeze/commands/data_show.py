@@ -1,6 +1,7 @@
 """unfreeze data show F --model M: the data as the model will see it. Trains nothing, reads no weights.
 
-Samples with their tokens by loss weight, lengths, supervised share, truncations, exact duplicates, bad rows, and how full packing makes a step.
+Samples with their tokens by loss weight, lengths, supervised share, truncations, exact duplicates, bad rows,
+and how full packing makes a step.
 """
 
 from __future__ import annotations
@@ -34,32 +35,59 @@ NEWLINE = "\u23ce"
 class Config(Frozen):
     """What a training run with the same flags would see."""
 
-    data: Annotated[Files, Positional, arg(metavar="F")] = Field(min_length=1, description="data files: .jsonl or .txt")
-    model: ModelName = Field(description="checkpoint folder, or Hugging Face id org/name: its tokenizer and chat template are used")
-    samples: int = Field(default=3, ge=0, description="documents shown token by token, from the first file's beginning")
-    row: tuple[int, ...] = Field(default=(), description="show every example of these rows (line numbers of the file) instead")
+    data: Annotated[Files, Positional, arg(metavar="F")] = Field(
+        min_length=1, description="data files: .jsonl or .txt"
+    )
+    model: ModelName = Field(
+        description="checkpoint folder, or Hugging Face id org/name: its tokenizer and chat template are used"
+    )
+    samples: int = Field(
+        default=3, ge=0, description="documents shown token by token, from the first file's beginning"
+    )
+    row: tuple[int, ...] = Field(
+        default=(), description="show every example of these rows (line numbers of the file) instead"
+    )
     sequence_length: int = Field(default=2048, ge=2, description="longest document in tokens")
-    tokens_per_step: int = Field(default=4096, ge=2, description="tokens that are packed together; bounds sequence_length")
+    tokens_per_step: int = Field(
+        default=4096, ge=2, description="tokens that are packed together; bounds sequence_length"
+    )
     truncation: Literal["tail", "head", "error", "drop", "split"] = Field(
-        default="tail", description="documents over sequence_length: cut the tail or head, stop, drop the row, or split (texts)"
+        default="tail",
+        description=(
+            "documents over sequence_length: cut the tail or head, stop, drop the row, or split (texts)"
+        ),
     )
     packing: Literal["none", "first_fit", "best_fit"] = Field(
-        default="first_fit", description="how documents share a step: one alone, or as many as fit, first or best"
+        default="first_fit",
+        description="how documents share a step: one alone, or as many as fit, first or best",
     )
-    supervise: Literal["assistant", "all"] = Field(default="assistant", description="loss on the assistant's turns, or on every token")
-    turns: Literal["auto", "whole", "each", "last"] = Field(default="auto", description="examples of a conversation, as sft's")
-    reasoning: Literal["auto", "inline", "drop"] = Field(default="auto", description="what becomes of reasoning_content, as sft's")
-    template_variables: tuple[str, ...] = Field(default=(), description="NAME=VALUE for the chat template, as sft's")
-    template_date: str = Field(default="", description="date the chat template writes, as sft's; default: now")
+    supervise: Literal["assistant", "all"] = Field(
+        default="assistant", description="loss on the assistant's turns, or on every token"
+    )
+    turns: Literal["auto", "whole", "each", "last"] = Field(
+        default="auto", description="examples of a conversation, as sft's"
+    )
+    reasoning: Literal["auto", "inline", "drop"] = Field(
+        default="auto", description="what becomes of reasoning_content, as sft's"
+    )
+    template_variables: tuple[str, ...] = Field(
+        default=(), description="NAME=VALUE for the chat template, as sft's"
+    )
+    template_date: str = Field(
+        default="", description="date the chat template writes, as sft's; default: now"
+    )
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """-> stats, vocabulary (base, total, padded), lengths (min, median, p95, max, histogram), samples (row, tokens, texts, weights)."""
+    """-> stats, vocabulary (base, total, padded), lengths (min, median, p95, max, histogram), samples (row,
+    tokens, texts, weights)."""
     if arguments[:1] in (["-h"], ["--help"]):
         arguments = ["show", *arguments]
     if not arguments or arguments[0] != "show":
         given = f"{arguments[0]!r}{nearest(arguments[0], ['show'])}" if arguments else "nothing"
-        raise ConfigError(f"data takes the subcommand show, got {given}", next="unfreeze data show FILE.jsonl --model MODEL")
+        raise ConfigError(
+            f"data takes the subcommand show, got {given}", next="unfreeze data show FILE.jsonl --model MODEL"
+        )
     config = parse(Config, arguments[1:], command="data show", description=__doc__ or "", positional=True)
     refuse_absent(("data", file) for file in config.data)
     facts = show(config)
@@ -71,16 +99,23 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 def show(config: Config) -> dict[str, Any]:
     """The account of the data as plain JSON. Bad rows are counted and listed, never raised."""
     from unfreeze.config.template import template_time, template_values
-    from unfreeze.data import Batches, encode_files, load_tokenizer
 
     folder = model_folder(config.model)
+    from unfreeze.data import Batches, encode_files, load_tokenizer
+
     now, variables = template_time(config.template_date), template_values(config.template_variables)
     tokenizer = load_tokenizer(folder, now=now, template_variables=variables)
     length = min(config.sequence_length, config.tokens_per_step)
     dataset = encode_files(
-        config.data, tokenizer, length, truncation=config.truncation, supervise=config.supervise, turns=config.turns, reasoning=config.reasoning,
+        config.data,
+        tokenizer,
+        length,
+        truncation=config.truncation,
+        supervise=config.supervise,
+        turns=config.turns,
+        reasoning=config.reasoning,
         on_bad_row="skip",
-    )  # fmt: skip
+    )
     batches = Batches(dataset.examples, config.tokens_per_step, seed=0, packing=config.packing)
     dataset.stats.packing, dataset.stats.efficiency = config.packing, batches.efficiency()
     return {
@@ -101,11 +136,17 @@ def model_folder(model: str) -> Path:
         return folder
     if hub.is_id(model):
         return hub.download(model, partial(print, file=sys.stderr), allow=hub.TEXT_FILES)
-    raise ConfigError(f"model = {model!r} is neither a folder nor a Hugging Face id", next="--model FOLDER, or --model org/name")
+    raise ConfigError(
+        f"model = {model!r} is neither a folder nor a Hugging Face id",
+        next="--model FOLDER, or --model org/name",
+    )
 
 
 def vocabulary(folder: Path, tokenizer: Tokenizer) -> dict[str, int] | None:
-    """VocabSpec {base, total, padded} of tokenizer and config.json; None where the folder has no config.json to hold it against."""
+    """VocabSpec {base, total, padded} of tokenizer and config.json.
+
+    None where the folder has no config.json to hold it against.
+    """
     from unfreeze.checkpoint.manifest import read_json
     from unfreeze.data import check_vocab
 
@@ -116,7 +157,8 @@ def vocabulary(folder: Path, tokenizer: Tokenizer) -> dict[str, int] | None:
 
 
 def lengths(examples: Examples) -> dict[str, Any]:
-    """Tokens per document before truncation: min, median, p95, max, and a histogram of at most BINS bins [from, to, documents]."""
+    """Tokens per document before truncation: min, median, p95, max, and a histogram of at most BINS bins
+    [from, to, documents]."""
     import numpy as np
 
     whole_N = examples.lengths_N + examples.cuts_N
@@ -137,22 +179,32 @@ def chosen(dataset: Dataset, config: Config) -> list[Example]:
     absent = next((row for row in config.row if row not in rows), None)
     if absent is not None:
         why = next((f": {item.reason}" for item in dataset.stats.listed if item.row == absent), "")
-        raise ConfigError(f"row {absent} is not among the documents{why}", next=f"rows {examples.rows_N[0]} to {examples.rows_N[-1]}")
+        raise ConfigError(
+            f"row {absent} is not among the documents{why}",
+            next=f"rows {examples.rows_N[0]} to {examples.rows_N[-1]}",
+        )
     return [examples[i] for row in config.row for i, other in enumerate(rows) if other == row]
 
 
 def sample(example: Example, tokenizer: Tokenizer) -> dict[str, Any]:
-    """One document token by token; joined, the texts are the document. A character of several tokens stands at the last of them."""
+    """One document token by token; joined, the texts are the document.
+
+    A character of several tokens stands at the last of them.
+    """
     decoder = tokenizer.stream_decoder(skip_specials=False)
     texts = [decoder.push(token) for token in example.tokens]
     texts[-1] += decoder.finish()
     return {
-        "row": example.row, "tokens": list(example.tokens), "texts": texts, "weights": [float(weight) for weight in example.weights],
-        "supervised": example.num_supervised, "cut": example.cut,
-    }  # fmt: skip
+        "row": example.row,
+        "tokens": list(example.tokens),
+        "texts": texts,
+        "weights": [float(weight) for weight in example.weights],
+        "supervised": example.num_supervised,
+        "cut": example.cut,
+    }
 
 
-def stretches(texts: Sequence[str], weights: Sequence[float]) -> list[tuple[str, bool]]:
+def pieces_by_weight(texts: Sequence[str], weights: Sequence[float]) -> list[tuple[str, bool]]:
     """Neighbouring tokens of the same kind joined: (text, supervised)."""
     joined: list[tuple[str, bool]] = []
     for text, weight in zip(texts, weights, strict=True):
@@ -164,15 +216,21 @@ def stretches(texts: Sequence[str], weights: Sequence[float]) -> list[tuple[str,
 
 
 def coloured(shown: dict[str, Any], *, colour: bool) -> Line:
-    """A sample as one text: supervised tokens green, alternating shades where tokens part; without colours they stand in [[ ]]."""
+    """A sample as one text: supervised tokens green, alternating shades where tokens part.
+
+    Without colours they stand in [[ ]].
+    """
     line = Line()
     texts, weights = shown["texts"][:SHOWN_TOKENS], shown["weights"][:SHOWN_TOKENS]
     if not colour:
-        for text, supervised in stretches(texts, weights):
+        for text, supervised in pieces_by_weight(texts, weights):
             line.append(f"[[{text}]]" if supervised else text)
     else:
         for i, (text, weight) in enumerate(zip(texts, weights, strict=True)):
-            line.append(text.replace("\n", NEWLINE + "\n"), style=("bold green", "green")[i % 2] if weight else ("dim", "")[i % 2])
+            line.append(
+                text.replace("\n", NEWLINE + "\n"),
+                style=("bold green", "green")[i % 2] if weight else ("dim", "")[i % 2],
+            )
     if len(shown["texts"]) > SHOWN_TOKENS:
         line.append(f" ... {len(shown['texts']) - SHOWN_TOKENS} more tokens")
     return line
@@ -182,21 +240,37 @@ def _print(facts: dict[str, Any], console: Console) -> None:
     def say(text: str | Line, style: str = "") -> None:
         console.print(text, style=style, markup=False, soft_wrap=True)
 
+    # the account and the lengths, a bar per bucket
     say(facts["summary"], style="bold")
     sizes = facts["lengths"]
-    say(f"lengths in tokens before truncation: min {sizes['min']}, median {sizes['median']}, p95 {sizes['p95']}, max {sizes['max']}")
+    say(
+        f"lengths in tokens before truncation: min {sizes['min']}, median {sizes['median']}, p95"
+        f" {sizes['p95']}, max {sizes['max']}"
+    )
     most = max(count for _, _, count in sizes["histogram"])
     for low, high, count in sizes["histogram"]:
         say(f"  {low:>7} to {high:<7} {'#' * -(-BAR * count // most)} {count}")
     stats = facts["stats"]
-    lists = {"dropped or bad": ("listed", stats["dropped"] + stats["bad"]), "truncated": ("cuts", stats["truncated"])}
+    # what was lost or repeated: how many, and the first of them
+    lists = {
+        "dropped or bad": ("listed", stats["dropped"] + stats["bad"]),
+        "truncated": ("cuts", stats["truncated"]),
+    }
     for title, (name, total) in {**lists, "duplicates": ("repeats", stats["duplicates"])}.items():
         if total:
-            say(f"{title}: {total} rows" + (f", the first {len(stats[name])}" if total > len(stats[name]) else ""))
+            say(
+                f"{title}: {total} rows"
+                + (f", the first {len(stats[name])}" if total > len(stats[name]) else "")
+            )
         for item in stats[name]:
             say(f"  {item['file'] + ', ' if item['file'] else ''}{item['reason']}")
+    # samples, what is taught in colour or in brackets
     legend = "green: supervised" if console.is_terminal else "[[ ]]: supervised"
     for shown in facts["samples"]:
         cut = f", {shown['cut']} cut" if shown["cut"] else ""
-        say(f"\nrow {shown['row']}: {len(shown['tokens'])} tokens, {shown['supervised']} supervised{cut} ({legend})", style="bold")
+        say(
+            f"\nrow {shown['row']}: {len(shown['tokens'])} tokens, {shown['supervised']} supervised{cut}"
+            f" ({legend})",
+            style="bold",
+        )
         say(coloured(shown, colour=console.is_terminal))

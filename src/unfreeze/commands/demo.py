@@ -1,7 +1,10 @@
-"""unfreeze demo: the main job on the built-in tiny-k2 (Kimi-K2-Thinking's format, INT4 experts), in about two minutes on two CPU cores.
+"""unfreeze demo: the main job on the built-in tiny-k2, in about two minutes on two CPU cores.
 
-It asks tiny-k2 held-out questions, trains LoRA on every linear layer and all routed experts so that it answers like Yoda, and asks again.
-Every number it prints is computed from those answers. The questions asked are about things that occur nowhere in the training rows.
+tiny-k2 has Kimi-K2-Thinking's format with INT4 experts.
+It asks tiny-k2 held-out questions, trains LoRA on every linear layer and all routed experts so that it
+answers like Yoda, and asks again.
+Every number it prints is computed from those answers. The questions asked are about things that occur nowhere
+in the training rows.
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
+from unfreeze.config import sft as fields
 from unfreeze.config.lora import LoraConfig
 from unfreeze.config.parse import Frozen, parse
+from unfreeze.config.tables import Memory, Training, Watch
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED, EventLog
@@ -38,61 +43,100 @@ SHOWN = 8
 class Config(Frozen):
     """The demo's few knobs; the defaults are what `make demo` runs."""
 
-    out: str = Field(default="runs/demo", description="run folder; a finished demo that stands there is replaced, an unfinished one goes on")
-    epochs: float = Field(default=10.0, gt=0, description="passes over the training rows; chosen on entities set aside from them")
-    learning_rate: float = Field(default=1e-3, gt=0, description="peak learning rate of the adapters, chosen on the same entities")
+    out: str = Field(
+        default="runs/demo",
+        description="run folder; a finished demo that stands there is replaced, an unfinished one goes on",
+    )
+    epochs: float = Field(
+        default=10.0,
+        gt=0,
+        description="passes over the training rows; chosen on entities set aside from them",
+    )
+    learning_rate: float = Field(
+        default=1e-3, gt=0, description="peak learning rate of the adapters, chosen on the same entities"
+    )
     rank: int = Field(default=16, ge=1, description="LoRA rank of every linear layer and expert")
     seed: int = Field(default=0, ge=0, description="seed of adapters and data order")
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """-> style_before, style_after, facts_before, facts_after (per cent), known, asked, loss_first, loss_last, seconds, run."""
+    """-> style_before, style_after, facts_before, facts_after (per cent), known, asked, loss_first,
+    loss_last, seconds, run."""
     started = time.perf_counter()
     config = parse(Config, arguments, command="demo", description=__doc__ or "")
     out = Path(config.out).expanduser()
     make_room(out)
-    items = [json.loads(line) for line in (TINY_K2 / "held_out.jsonl").read_text(encoding="utf-8").splitlines()]
+    items = [
+        json.loads(line) for line in (TINY_K2 / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    # the same questions before and after training
     before, gap_before = ask(TINY_K2, items)
     trained = sft.train(
         sft.Config(
-            model=str(TINY_K2), data=(str(TINY_K2 / "yoda_train.jsonl"),), out=str(out), epochs=config.epochs, dtype="float32",
-            learning_rate=config.learning_rate, weight_decay=0.3, tokens_per_step=1024, seed=config.seed, samples=0, recompute="nothing", threads=1,
+            model=str(TINY_K2),
+            data=fields.Data(files=(str(TINY_K2 / "yoda_train.jsonl"),)),
+            out=str(out),
+            seed=config.seed,
+            training=Training(epochs=config.epochs, tokens_per_step=1024),
+            optimizer=fields.Optimizer(learning_rate=config.learning_rate, weight_decay=0.3),
+            memory=Memory(dtype="float32", recompute="nothing", threads=1),
+            watch=Watch(samples=0),
             lora=LoraConfig(rank=config.rank, alpha=2.0 * config.rank),
         ),
         common,
-    )  # fmt: skip
+    )
     if not trained["finished"]:
         print(f"the demo goes on with: unfreeze demo --out {out}", file=sys.stderr)
         return trained
     after, gap_after = ask(out, items)
     measured = compare(before, after, items)
+    # answers and scores become events of the run; then a table and the last line
     write_samples(out, items, before, after, measured, (gap_before, gap_after), trained["steps"])
     if not common.quiet:
         show(items, before, after, measured, Console(stderr=common.json))
     seconds = time.perf_counter() - started
     if not common.quiet:
-        print(f"{seconds:.0f} s in all; look at {out}/report.html, talk with it: unfreeze chat {out}", file=sys.stderr)
-    return {**measured, **{key: trained[key] for key in ("loss_first", "loss_last", "receipt", "steps", "run")}, "seconds": seconds}
+        print(
+            f"{seconds:.0f} s in all; look at {out}/report.html, talk with it: unfreeze chat {out}",
+            file=sys.stderr,
+        )
+    return {
+        **measured,
+        **{key: trained[key] for key in ("loss_first", "loss_last", "receipt", "steps", "run")},
+        "seconds": seconds,
+    }
 
 
 def make_room(out: Path) -> None:
-    """A finished demo in the folder is replaced, an unfinished one stays and goes on; anything else is not touched."""
+    """A finished demo in the folder is replaced, an unfinished one stays and goes on.
+
+    Anything else is not touched.
+    """
     if out.is_file():
-        raise ConfigError(f"{out} is a file; the demo writes a folder", next="unfreeze demo --out ANOTHER_FOLDER")
+        raise ConfigError(
+            f"{out} is a file; the demo writes a folder", next="unfreeze demo --out ANOTHER_FOLDER"
+        )
     if not out.exists() or not any(out.iterdir()):
         return
     resolved = out / RESOLVED
     model = json.loads(resolved.read_text(encoding="utf-8")).get("model") if resolved.is_file() else None
     if model != str(TINY_K2):
-        raise ConfigError(f"{out} exists and is not a demo run; the demo would overwrite it", next="unfreeze demo --out ANOTHER_FOLDER")
+        raise ConfigError(
+            f"{out} exists and is not a demo run; the demo would overwrite it",
+            next="unfreeze demo --out ANOTHER_FOLDER",
+        )
     save = latest(out)
     record = read_record(save) if save else None
     if record and record["step"] >= record["schedule"]["steps"]:
+        print(f"the finished demo in {out} is replaced; --out ANOTHER_FOLDER keeps it", file=sys.stderr)
         shutil.rmtree(out)
 
 
 def ask(source: Path, items: Sequence[dict[str, str]]) -> tuple[list[str], Gap]:
-    """The model's greedy answer to every held-out question, all in one batch; and how far sampler and trainer are apart on them."""
+    """The model's greedy answer to every held-out question, all in one batch.
+
+    With it, how far sampler and trainer are apart on these answers.
+    """
     import unfreeze
     from unfreeze.evaluate.gap import gap_of_answers
 
@@ -103,9 +147,14 @@ def ask(source: Path, items: Sequence[dict[str, str]]) -> tuple[list[str], Gap]:
 
 
 def write_samples(
-    run: Path, items: Sequence[dict[str, str]], before: Sequence[str], after: Sequence[str], measured: dict[str, float],
-    gaps: tuple[Gap, Gap], step: int,
-) -> None:  # fmt: skip
+    run: Path,
+    items: Sequence[dict[str, str]],
+    before: Sequence[str],
+    after: Sequence[str],
+    measured: dict[str, float],
+    gaps: tuple[Gap, Gap],
+    step: int,
+) -> None:
     """Answers, scores and gaps as events of the run, so that the report shows them."""
     log = EventLog(run / "events.jsonl")
     for item, was, now in zip(items[:SHOWN], before, after, strict=False):
@@ -118,7 +167,13 @@ def write_samples(
     write_report(run)
 
 
-def show(items: Sequence[dict[str, str]], before: Sequence[str], after: Sequence[str], measured: dict[str, float], console: Console) -> None:
+def show(
+    items: Sequence[dict[str, str]],
+    before: Sequence[str],
+    after: Sequence[str],
+    measured: dict[str, float],
+    console: Console,
+) -> None:
     """Questions with the answers before and after, and the two scores."""
     table = Table(title="held-out questions", title_justify="left", box=None, pad_edge=False)
     for column in ("question", "before", "after"):

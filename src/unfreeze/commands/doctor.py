@@ -1,6 +1,8 @@
-"""unfreeze doctor MODEL [--data F] [--config run.toml]: look for known faults in your own files and machine. Trains nothing, writes nothing.
+"""unfreeze doctor MODEL [--data F] [--config run.toml]: look for known faults in your own files and machine.
+Trains nothing, writes nothing.
 
-One line per check: ok, warn (it works, look at it), fault (with the remedy) or skip (with the reason). Exit code 1 if there is a fault.
+One line per check: ok, warn (it works, look at it), fault (with the remedy) or skip (with the reason). Exit
+code 1 if there is a fault.
 The checks are the guards of a run, asked beforehand; what they catch is shown by `unfreeze drill`.
 """
 
@@ -24,8 +26,15 @@ from unfreeze.recipes import sft
 class Config(Frozen):
     """What to look at."""
 
-    model: Annotated[ModelName, Positional, arg(metavar="MODEL")] = Field(description="checkpoint folder, or Hugging Face id org/name")
-    data: Folder = Field(default="", description="data file to look through, as `unfreeze sft --data` takes it; default: that of --config, or none")
+    model: Annotated[ModelName, Positional, arg(metavar="MODEL")] = Field(
+        description="checkpoint folder, or Hugging Face id org/name"
+    )
+    data: Folder = Field(
+        default="",
+        description=(
+            "data file to look through, as `unfreeze sft --data` takes it; default: that of --config, or none"
+        ),
+    )
     config: Folder = Field(default="", description="TOML file of `unfreeze sft`; default: sft's own defaults")
 
 
@@ -39,12 +48,17 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
             print(as_text(finding), file=sys.stderr if common.json else sys.stdout, flush=True)
     count = {level: sum(finding.level == level for finding in findings) for level in ("fault", "warn")}
     if not common.quiet:
-        said = f"{counted(count['fault'], 'fault')}, {counted(count['warn'], 'warning')} in {counted(len(findings), 'check')}"
+        said = (
+            f"{counted(count['fault'], 'fault')}, {counted(count['warn'], 'warning')} in"
+            f" {counted(len(findings), 'check')}"
+        )
         print(said, file=sys.stderr if common.json else sys.stdout)
     return {
-        "findings": [asdict(finding) for finding in findings], "faults": count["fault"], "warnings": count["warn"],
+        "findings": [asdict(finding) for finding in findings],
+        "faults": count["fault"],
+        "warnings": count["warn"],
         "exit_code": 1 if count["fault"] else 0,
-    }  # fmt: skip
+    }
 
 
 def counted(count: int, noun: str) -> str:
@@ -54,7 +68,9 @@ def counted(count: int, noun: str) -> str:
 def as_text(finding: Finding) -> str:
     """`ok     checkpoint  …`, the remedy on a line of its own."""
     line = f"{finding.level:<5}  {finding.check:<10}  {' '.join(finding.line.split())}"
-    return line + (f"\n{'':<19}remedy: {finding.remedy}" if finding.remedy and finding.level in ("warn", "fault") else "")
+    return line + (
+        f"\n{'':<19}remedy: {finding.remedy}" if finding.remedy and finding.level in ("warn", "fault") else ""
+    )
 
 
 def findings_of(config: Config) -> Iterator[Finding]:
@@ -71,4 +87,9 @@ def run_config(config: Config) -> sft.Config:
     """The sft run that is examined: of --config, with MODEL and --data on top."""
     on_top = ["--model", config.model, *(["--data", config.data] if config.data else [])]
     needed = [] if config.data or config.config else ["--data", "none"]
-    return parse(sft.Config, [*([config.config] if config.config else []), *on_top, *needed], command="sft", description="")
+    return parse(
+        sft.Config,
+        [*([config.config] if config.config else []), *on_top, *needed],
+        command="sft",
+        description="",
+    )

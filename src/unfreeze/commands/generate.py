@@ -25,44 +25,71 @@ class Config(Frozen):
         description="checkpoint or run folder, adapter folder, or Hugging Face id"
     )
     prompt: str = Field(default="", description="the text to continue, or the question")
-    tokens: tuple[int, ...] = Field(default=(), description="the prompt as token ids, taken as they are; for checkpoints without a tokenizer")
+    tokens: tuple[int, ...] = Field(
+        default=(),
+        description="the prompt as token ids, taken as they are; for checkpoints without a tokenizer",
+    )
     mode: Literal["auto", "text", "chat"] = Field(
         default="text",
-        description="text: continue the prompt as it is; chat: the prompt is a user's turn; auto: chat if the checkpoint has a template",
+        description=(
+            "text: continue the prompt as it is; chat: the prompt is a user's turn; auto: chat if the"
+            " checkpoint has a template"
+        ),
     )
     max_new_tokens: int = Field(default=200, ge=1, description="tokens to generate at most")
     temperature: float = Field(default=0.0, ge=0, description="0 is greedy")
     top_k: int = Field(default=0, ge=0, description="keep the k likeliest tokens; 0: all")
-    top_p: float = Field(default=1.0, gt=0, le=1, description="keep the likeliest tokens whose probabilities sum to p")
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="keep the likeliest tokens whose probabilities sum to p"
+    )
     stop: tuple[str, ...] = Field(default=(), description="texts that end the generation")
     seed: int = Field(default=0, description="seed of the sampling")
-    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="dtype of the computation; packed weights stay packed")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="dtype of the computation; packed weights stay packed"
+    )
     device: str = Field(default="auto", description="auto (CUDA if there is one), cpu, cuda, cuda:1")
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """Print the continuation (its ids where the checkpoint has no tokenizer). -> text, tokens (every sampled id), finish_reason."""
+    """Print the continuation (its ids where the checkpoint has no tokenizer).
+
+    -> text, tokens (every sampled id), finish_reason.
+    """
     config = parse(Config, arguments, command="generate", description=__doc__ or "", positional=True)
     if bool(config.prompt) == bool(config.tokens):
-        raise ConfigError("prompt or tokens is needed, one of the two", next='--prompt "Once upon a time", or --tokens 1 403 407')
+        raise ConfigError(
+            "prompt or tokens is needed, one of the two",
+            next='--prompt "Once upon a time", or --tokens 1 403 407',
+        )
     if config.tokens and config.mode == "chat":
-        raise ConfigError("mode chat takes a text; tokens are continued as they are", next="--prompt TEXT --mode chat")
+        raise ConfigError(
+            "mode chat takes a text; tokens are continued as they are", next="--prompt TEXT --mode chat"
+        )
     model = load(config.model, config.dtype, config.device, common)
     as_chat = config.mode == "chat" or (config.mode == "auto" and model.has_chat_template)
     if model.has_chat_template and not config.tokens:
-        how = "asked as a chat turn (--mode text continues it as it is)" if as_chat else "continued as text (--mode chat asks it as a question)"
+        how = (
+            "asked as a chat turn (--mode text continues it as it is)"
+            if as_chat
+            else "continued as text (--mode chat asks it as a question)"
+        )
         say(common)(f"the prompt is {how}")
     done = complete(model, config, as_chat)
     if not common.json:
         print(done.text if model.tokenizer is not None else " ".join(map(str, done.tokens)))
     if done.finish_reason == "length" and len(done.tokens) < config.max_new_tokens:
-        say(common)(f"ended after {len(done.tokens)} tokens: the model's {model.decoder.shape.max_positions} positions are full")
+        say(common)(
+            f"ended after {len(done.tokens)} tokens: the model's {model.decoder.shape.max_positions}"
+            " positions are full"
+        )
     return {"text": done.text, "tokens": done.tokens, "finish_reason": done.finish_reason}
 
 
 def complete(model: Model, config: Config, as_chat: bool) -> Completion:
     """The continuation of a prompt or of ids, or the answer to a chat turn."""
-    settings: Any = config.model_dump(include={"max_new_tokens", "temperature", "top_k", "top_p", "stop", "seed"})
+    settings: Any = config.model_dump(
+        include={"max_new_tokens", "temperature", "top_k", "top_p", "stop", "seed"}
+    )
     if config.tokens:
         return model.complete([config.tokens], **settings)[0]
     if as_chat:

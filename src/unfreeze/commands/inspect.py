@@ -1,8 +1,10 @@
-"""unfreeze inspect MODEL: what is in a checkpoint (family, layers, experts, formats, bytes). Reads headers only, no tensor."""
+"""unfreeze inspect MODEL: what is in a checkpoint: family, layers, experts, formats, bytes.
+
+Only headers are read, no tensor.
+"""
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -16,6 +18,7 @@ from tyro.conf import Positional, arg
 
 from unfreeze.config.parse import Frozen, parse
 from unfreeze.core.command import Common
+from unfreeze.core.dtypes import FLOATS
 from unfreeze.core.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -23,10 +26,15 @@ if TYPE_CHECKING:
     from unfreeze.quant.codec import Codec
 
 OTHER = "other"
-OTHER_NAMES = r"(^|\.)(vision|visual|audio|image|mm_projector|multi_modal_projector)"  # of a model without a family: other senses' towers
+OTHER_NAMES = (  # of a model without a family: other senses' towers
+    r"(^|\.)(vision|visual|audio|image|mm_projector|multi_modal_projector)"
+)
+
 
 class Config(Frozen):
-    model: Annotated[str, Positional, arg(metavar="MODEL")] = Field(description="checkpoint folder, or Hugging Face id org/name")
+    model: Annotated[str, Positional, arg(metavar="MODEL")] = Field(
+        description="checkpoint folder, or Hugging Face id org/name"
+    )
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
@@ -41,14 +49,17 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 def inspect(source: str) -> dict[str, Any]:
     """Facts about a checkpoint as plain JSON, from config.json and file headers.
 
-    parameters      weights of the language model (not the words or scales they are packed in); None where a format cannot be read
-    bytes, tensors  of the language model; what else lies there (a vision tower, heads for later tokens) is the group "other", in no total
+    parameters      weights of the language model (not the words or scales they are packed in); None where a
+                    format cannot be read
+    bytes, tensors  of the language model. What else lies there (a vision tower, heads for later tokens) is
+                    the group "other", in no total
     notes           fields of config.json that are not followed, named; none where the family isn't built
-    family          "not built" (and why, in `reason`) where this model cannot be loaded; format "unsupported (…)" where its weights cannot
+    family          "not built" where this model cannot be loaded; `reason` says why
+    format          "unsupported (…)" where its weights cannot be read
     """
     from unfreeze.checkpoint import open_checkpoint
-    from unfreeze.data.tokenizer import has_tokenizer
-    from unfreeze.generate.open import notes
+    from unfreeze.data.tokens.tokenizer import has_tokenizer
+    from unfreeze.models import notes
 
     manifest = open_checkpoint(source, progress=lambda line: print(line, file=sys.stderr))
     family, is_other = _family(manifest.config)
@@ -98,7 +109,7 @@ def _family(config: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[str], 
 
 
 def _not_built(config: Mapping[str, Any], reason: str) -> dict[str, Any]:
-    """The same fields for a model without a family: what its config.json calls by the usual names, None for the rest."""
+    """The same fields for a model without a family, by the usual names in config.json; None for the rest."""
     text = config.get("text_config")
     given = text if isinstance(text, Mapping) else config
 
@@ -107,6 +118,7 @@ def _not_built(config: Mapping[str, Any], reason: str) -> dict[str, Any]:
         return given.get(name) if type(given.get(name)) is (str if name == "model_type" else int) else None
 
     heads = field("num_attention_heads")
+    experts = [field(name) for name in ("n_routed_experts", "num_experts", "num_local_experts")]
     return {
         "model_type": field("model_type"),
         "family": "not built",
@@ -117,7 +129,7 @@ def _not_built(config: Mapping[str, Any], reason: str) -> dict[str, Any]:
         "vocabulary": field("vocab_size"),
         "max_positions": field("max_position_embeddings"),
         "attention": f"{heads} heads" if heads else None,
-        "experts": next((field(name) for name in ("n_routed_experts", "num_experts", "num_local_experts") if field(name)), 0),
+        "experts": next((number for number in experts if number), 0),
         "experts_per_token": field("num_experts_per_tok") or 0,
         "moe_layers": None,
     }
@@ -126,53 +138,59 @@ def _not_built(config: Mapping[str, Any], reason: str) -> dict[str, Any]:
 def _format(config: Mapping[str, Any]) -> tuple[str, Codec | None]:
     """(name of the weights' format, its codec); "dense" has none, nor has one that is not supported."""
     from unfreeze.core.errors import ConfigError
-    from unfreeze.quant import from_quantization_config
+    from unfreeze.quant.formats import recognise
 
     try:
-        quantized = from_quantization_config(config)
+        quantized = recognise(config)
     except ConfigError as error:
         return f"unsupported ({error.message})", None
     return (quantized[0].name, quantized[0]) if quantized else ("dense", None)
 
 
-def _groups(manifest: Manifest, is_other: Callable[[str], bool], codec: Codec | None, format_name: str) -> dict[str, dict[str, Any]]:
-    """group -> parameters, bytes, tensors, formats; groups as in the receipt and in --lora.targets, "other" last."""
-    from unfreeze.models.targets import GROUPS, group_of
+def _groups(
+    manifest: Manifest, is_other: Callable[[str], bool], codec: Codec | None, format_name: str
+) -> dict[str, dict[str, Any]]:
+    """group -> parameters, bytes, tensors, formats.
+
+    Groups are those of the receipt and of --lora.targets; "other" is last.
+    """
+    from unfreeze.models.groups import GROUPS, group_of
+    from unfreeze.quant.formats import is_part_in
 
     members: dict[str, dict[str, TensorInfo]] = {}
     for name, info in manifest.by_model_name().items():
         members.setdefault(OTHER if is_other(name) else group_of(name), {})[name] = info
-    return {
-        group: {
-            "parameters": _parameters(members[group], codec, countable=not format_name.startswith("unsupported")),
-            "bytes": sum(info.nbytes for info in members[group].values()),
-            "tensors": len(members[group]),
-            "formats": sorted({codec.name if codec and _suffix(name) in codec.suffixes else info.dtype for name, info in members[group].items()}),
+
+    countable = not format_name.startswith("unsupported")
+    found: dict[str, dict[str, Any]] = {}
+    for group in (group for group in (*GROUPS, OTHER) if group in members):
+        tensors = members[group]
+        formats = {
+            codec.name if codec and is_part_in(codec, name, tensors) else info.dtype
+            for name, info in tensors.items()
         }
-        for group in (*GROUPS, OTHER)
-        if group in members
-    }
+        found[group] = {
+            "parameters": _parameters(tensors, codec, countable=countable),
+            "bytes": sum(info.nbytes for info in tensors.values()),
+            "tensors": len(tensors),
+            "formats": sorted(formats),
+        }
+    return found
 
 
 def _parameters(tensors: Mapping[str, TensorInfo], codec: Codec | None, *, countable: bool) -> int | None:
-    """Weights in these tensors: as many as each holds, and the logical size of packed ones, which the codec knows from its parts' shapes.
+    """Weights in these tensors (count_weights).
 
-    None where a tensor is of an unreadable format (not countable): its elements may be several weights, or the scales of some.
+    None where a tensor is of an unreadable format (not countable): its elements may be several weights, or
+    the scales of some.
     """
-    import torch
+    from unfreeze.checkpoint.manifest import count_weights
 
-    if not countable and any(info.dtype not in ("BF16", "F16", "F32") or "scale" in _suffix(name) for name, info in tensors.items()):
+    if not countable and any(
+        info.dtype not in FLOATS or "scale" in _suffix(name) for name, info in tensors.items()
+    ):
         return None
-    packed: dict[str, dict[str, torch.Tensor]] = {}
-    count = 0
-    for name, info in tensors.items():
-        if codec is not None and _suffix(name) in codec.suffixes:
-            packed.setdefault(name.rpartition(".")[0], {})[_suffix(name)] = torch.empty(info.shape, device="meta")
-        else:
-            count += math.prod(info.shape)
-    if codec is not None:
-        count += sum(math.prod(codec.shape(parts)) for parts in packed.values())
-    return count
+    return count_weights(tensors, codec)
 
 
 def _suffix(name: str) -> str:
@@ -185,27 +203,48 @@ def _total(counts: Iterable[int | None]) -> int | None:
 
 
 def _print(facts: dict[str, Any], console: Console) -> None:
+    # sizes, and what of the model is not followed
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     say(facts["path"], style="bold")
     layers = "layers" if facts["moe_layers"] is None else f"layers, {facts['moe_layers']} of them"
-    experts = f" {layers} with {facts['experts']} experts (top-{facts['experts_per_token']})" if facts["experts"] else " layers"
-    say(f"{facts['model_type']} (family {facts['family']}): {_number(facts['layers'])}{experts}, "
-        f"hidden {_number(facts['hidden_size'])}, {facts['attention'] or 'attention unknown'}, vocabulary {_number(facts['vocabulary'])}, "
-        f"{_number(facts['max_positions'])} positions")  # fmt: skip
+    experts = (
+        f" {layers} with {facts['experts']} experts (top-{facts['experts_per_token']})"
+        if facts["experts"]
+        else " layers"
+    )
+    say(
+        f"{facts['model_type']} (family {facts['family']}): {_number(facts['layers'])}{experts}, hidden"
+        f" {_number(facts['hidden_size'])}, {facts['attention'] or 'attention unknown'}, vocabulary"
+        f" {_number(facts['vocabulary'])}, {_number(facts['max_positions'])} positions"
+    )
     if "reason" in facts:
         say(f"it cannot be loaded: {facts['reason']}")
     for note in facts["notes"]:
         say(f"warning: {note}")
+
+    # a row per group of modules
     table = Table(box=None, pad_edge=False)
     for column in ("group", "parameters", "bytes", "tensors", "format"):
         table.add_column(column, justify="left" if column in ("group", "format") else "right")
     for name, group in facts["groups"].items():
         label = f"{name} (not the language model)" if name == OTHER else name
-        table.add_row(label, _count(group["parameters"]), format_bytes(group["bytes"]), f"{group['tensors']:,}", ", ".join(group["formats"]))
+        table.add_row(
+            label,
+            _count(group["parameters"]),
+            format_bytes(group["bytes"]),
+            f"{group['tensors']:,}",
+            ", ".join(group["formats"]),
+        )
     console.print(table)
-    expanded = "" if facts["expanded_bytes"] is None else f"; in bf16 it would be {format_bytes(facts['expanded_bytes'])}"
-    say(f"total {_count(facts['parameters'])} parameters in {format_bytes(facts['bytes'])}, {facts['files']} files{expanded}; "
-        f"format {facts['format']}; tokenizer {'present' if facts['tokenizer'] else 'absent (token ids only)'}")  # fmt: skip
+
+    expanded = ""
+    if facts["expanded_bytes"] is not None:
+        expanded = f"; in bf16 it would be {format_bytes(facts['expanded_bytes'])}"
+    say(
+        f"total {_count(facts['parameters'])} parameters in {format_bytes(facts['bytes'])}, {facts['files']}"
+        f" files{expanded}; format {facts['format']}; tokenizer"
+        f" {'present' if facts['tokenizer'] else 'absent (token ids only)'}"
+    )
 
 
 def _number(value: int | None) -> str:

@@ -1,7 +1,9 @@
-"""unfreeze kernels list: which implementation of each op runs here, and why. unfreeze kernels measure: time them, and write the records that decide.
+"""unfreeze kernels list: which implementation of each op runs here, and why. unfreeze kernels measure: time
+them, and write the records that decide.
 
-A candidate runs where a record says that it is exact enough, forward and backward, and at least 5 % faster than plain torch beyond the spread
-of both. Records come with the package for some machines; measure makes them for yours.
+A candidate runs where a record says that it is exact enough, forward and backward, and at least 5 % faster
+than plain torch beyond the spread of both. Records come with the package for some machines; measure makes
+them for yours.
 """
 
 from __future__ import annotations
@@ -41,22 +43,40 @@ class Measured(Listed):
     """What to measure, and where the records go."""
 
     to: Literal["package", "user"] = Field(
-        default="package", description="package: the records that are committed; user: your own, which win over them (~/.cache/unfreeze/kernels)"
+        default="package",
+        description=(
+            "package: the records that are committed; user: your own, which win over them"
+            " (~/.cache/unfreeze/kernels)"
+        ),
     )
     out: Folder = Field(default="", description="a file of your choice instead; nothing reads it by itself")
     seconds: float = Field(
-        default=1.0, gt=0, le=600, description="timing of one op, shape and dtype, in seconds; at least 9 samples of each, no more once it is clear"
+        default=1.0,
+        gt=0,
+        le=600,
+        description=(
+            "timing of one op, shape and dtype, in seconds; at least 9 samples of each, no more once it is"
+            " clear"
+        ),
     )
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """measure -> device, file, rows, unmeasured, finished, seconds. list -> device, records, ops (op, bucket, dtype, runs, why, candidates)."""
+    """measure -> device, file, rows, unmeasured, finished, seconds. list -> device, records, ops (op, bucket,
+    dtype, runs, why, candidates)."""
     if arguments[:1] in (["-h"], ["--help"]):
         arguments = ["measure", *arguments]
     if not arguments or arguments[0] not in ("measure", "list"):
         given = f"{arguments[0]!r}{nearest(arguments[0], ['measure', 'list'])}" if arguments else "nothing"
-        raise ConfigError(f"kernels takes the subcommand measure or list, got {given}", next="unfreeze kernels list")
-    config = parse(Measured if arguments[0] == "measure" else Listed, arguments[1:], command=f"kernels {arguments[0]}", description=__doc__ or "")
+        raise ConfigError(
+            f"kernels takes the subcommand measure or list, got {given}", next="unfreeze kernels list"
+        )
+    config = parse(
+        Measured if arguments[0] == "measure" else Listed,
+        arguments[1:],
+        command=f"kernels {arguments[0]}",
+        description=__doc__ or "",
+    )
     return measure(config, common) if isinstance(config, Measured) else listing(config, common)
 
 
@@ -89,10 +109,19 @@ def measure(config: Measured, common: Common) -> dict[str, Any]:
         if not common.quiet:
             print(text, file=sys.stderr, flush=True)
 
-    how = "CUDA events, the L2 cache overwritten before each sample" if device.type == "cuda" else (
-        f"{torch.get_num_threads()} threads, wall clock" if torch.get_num_threads() > 1 else "1 thread, CPU time"
-    )  # fmt: skip
-    say(f"{device_key(device)}, torch {torch.__version__}, {how}; forward and backward together, medians (± interquartile range), sampled in turn")
+    how = (
+        "CUDA events, the L2 cache overwritten before each sample"
+        if device.type == "cuda"
+        else (
+            f"{torch.get_num_threads()} threads, wall clock"
+            if torch.get_num_threads() > 1
+            else "1 thread, CPU time"
+        )
+    )
+    say(
+        f"{device_key(device)}, torch {torch.__version__}, {how}; forward and backward together, medians (±"
+        " interquartile range), sampled in turn"
+    )
     rows: list[Row] = []
     unmeasured: list[dict[str, str]] = []
     finished, wanted = True, cells(ops)
@@ -101,9 +130,16 @@ def measure(config: Measured, common: Common) -> dict[str, Any]:
             name = f"{op.name}, {case.bucket}, {str(dtype).removeprefix('torch.')}"
             try:
                 new = kernels.measure(op, case, device, dtype, config.seconds)
-            except Exception as error:  # the reference itself fails (out of memory, say): nothing to compare with, but the next cell may do
-                unmeasured.append({"cell": name, "reason": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"})
-                say(f"{number:>3}/{len(wanted)}  {name}: not measured, the reference fails: {unmeasured[-1]['reason']}")
+            # the reference itself fails (out of memory, say): nothing to compare with, but the next cell may
+            # do
+            except Exception as error:
+                unmeasured.append(
+                    {"cell": name, "reason": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+                )
+                say(
+                    f"{number:>3}/{len(wanted)}  {name}: not measured, the reference fails:"
+                    f" {unmeasured[-1]['reason']}"
+                )
                 continue
             rows += new
             say(f"{number:>3}/{len(wanted)}  {name}: {told(new)}")
@@ -114,10 +150,18 @@ def measure(config: Measured, common: Common) -> dict[str, Any]:
         finished = False
         save(file, rows, ops)
     seconds = time.perf_counter() - begun
-    say(f"{len(rows)} rows in {file}, {format_seconds(seconds)}{'' if finished else '; interrupted: the rest keeps its former records'}")
+    say(
+        f"{len(rows)} rows in {file},"
+        f" {format_seconds(seconds)}{'' if finished else '; interrupted: the rest keeps its former records'}"
+    )
     return {
-        "device": device_key(device), "file": str(file), "rows": rows, "unmeasured": unmeasured, "finished": finished, "seconds": round(seconds, 1),
-    }  # fmt: skip
+        "device": device_key(device),
+        "file": str(file),
+        "rows": rows,
+        "unmeasured": unmeasured,
+        "finished": finished,
+        "seconds": round(seconds, 1),
+    }
 
 
 def told(rows: list[Row]) -> str:
@@ -126,11 +170,15 @@ def told(rows: list[Row]) -> str:
         return "no candidate runs here"
     timed = [row for row in rows if "refused" not in row]
     parts = [
-        f"{row['candidate']} {row['reference_median_us'] / row['median_us']:.2f} x ({row['median_us']:.0f} ± {row['spread_us']:.0f} us, "
-        f"error {max(row['error_forward'], row['error_backward']):.1e})"
+        f"{row['candidate']} {row['reference_median_us'] / row['median_us']:.2f} x ({row['median_us']:.0f} ±"
+        f" {row['spread_us']:.0f} us, error {max(row['error_forward'], row['error_backward']):.1e})"
         for row in timed
     ] + [f"{row['candidate']} refused: {row['refused']}" for row in rows if "refused" in row]
-    reference = f"; reference {timed[0]['reference_median_us']:.0f} ± {timed[0]['reference_spread_us']:.0f} us" if timed else ""
+    reference = (
+        f"; reference {timed[0]['reference_median_us']:.0f} ± {timed[0]['reference_spread_us']:.0f} us"
+        if timed
+        else ""
+    )
     return ", ".join(parts) + reference
 
 
@@ -170,7 +218,9 @@ def save(file: Path, rows: list[Row], ops: dict[str, Op]) -> None:
     except OSError as error:
         if error.errno not in USERS_OWN:
             raise
-        raise ConfigError(f"out = {str(file)!r} cannot be written: {error.strerror}", next="give another file with --out") from error
+        raise ConfigError(
+            f"out = {str(file)!r} cannot be written: {error.strerror}", next="give another file with --out"
+        ) from error
 
 
 def listing(config: Listed, common: Common) -> dict[str, Any]:
@@ -183,10 +233,16 @@ def listing(config: Listed, common: Common) -> dict[str, Any]:
     listed = []
     for op, case, dtype in cells(ops):
         runs, why = by_record(op, device, dtype, case.bucket)
-        listed.append({
-            "op": op.name, "bucket": case.bucket, "dtype": str(dtype).removeprefix("torch."), "runs": runs, "why": why,
-            "candidates": standing(op, case, device, dtype),
-        })  # fmt: skip
+        listed.append(
+            {
+                "op": op.name,
+                "bucket": case.bucket,
+                "dtype": str(dtype).removeprefix("torch."),
+                "runs": runs,
+                "why": why,
+                "candidates": standing(op, case, device, dtype),
+            }
+        )
     result = {"device": device_key(device), "ops": listed}
     if not (common.quiet or common.json):
         show(result)
@@ -208,7 +264,10 @@ def standing(op: Op, case: Case, device: torch.device, dtype: torch.dtype) -> di
         elif "refused" in row:
             said[name] = f"refused: {row['refused']}"
         else:
-            said[name] = f"{row['reference_median_us'] / row['median_us']:.2f} x, error {max(row['error_forward'], row['error_backward']):.1e}"
+            said[name] = (
+                f"{row['reference_median_us'] / row['median_us']:.2f} x, error"
+                f" {max(row['error_forward'], row['error_backward']):.1e}"
+            )
             said[name] += ", runs only where impl names it" * (device.type in candidate.named_on)
     return said
 

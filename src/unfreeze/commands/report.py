@@ -1,4 +1,7 @@
-"""unfreeze report RUN: write report.html of a run folder, print its summary. --watch: follow a run that goes on."""
+"""unfreeze report RUN: write report.html of a run folder, print its summary.
+
+--watch: follow a run that goes on.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,9 @@ class Config(Frozen):
     )
     watch: bool = Field(
         default=False,
-        description=f"write it every {RELOAD} seconds until the run ends or Ctrl-C; the open page reloads itself",
+        description=(
+            f"write it every {RELOAD} seconds until the run ends or Ctrl-C; the open page reloads itself"
+        ),
     )
 
 
@@ -40,17 +45,17 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 
 
 def watch(folder: Path, *, quiet: bool = False, seconds: float = RELOAD) -> None:
-    """Rewrite the page whenever there are new events, until the run has ended, nobody writes to it, or Ctrl-C.
+    """Rewrite the page whenever there are new events.
 
+    Until the run has ended, nobody writes to it, or Ctrl-C.
     The last page, which doesn't reload itself, is the caller's to write.
     """
     events, known = folder / "events.jsonl", -1
     try:
         while True:
             size = events.stat().st_size if events.is_file() else -1
-            if size == known and not writer(
-                folder
-            ):  # asked only of a silent run: for the moment of asking the lock is held here
+            # asked only of a silent run: for the moment of asking the lock is held here
+            if size == known and not writer(folder):
                 say(f"no process writes to {folder} any more", quiet)
                 return
             if size != known:

@@ -1,1 +1,4 @@
-"""L2, the fields of a run: read from TOML, flags and Python, checked, with their units and ranges. Imports no torch."""
+"""L2, the fields of a run: read from TOML, flags and Python, checked, with their units and ranges.
+
+Imports no torch.
+"""

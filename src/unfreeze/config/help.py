@@ -1,56 +1,76 @@
-"""`--help` in our own words: the fields most people set, in groups; all of them with `--help-all`. 80 columns."""
+"""`--help` in our own words: the fields most people set, in groups.
+
+All of them with `--help-all`. 80 columns.
+"""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
+
+from unfreeze.config.names import leaves, places
 
 WIDTH, INDENT = 80, 26
 KINDS = {int: "N", float: "X", str: "TEXT", bool: ""}
 
 
 def text(config: type[BaseModel], command: str, description: str, *, everything: bool) -> str:
-    """The help of a command. `config` may have HELP (heading -> field names, all of them) and FIRST (the names that --help shows)."""
+    """The help of a command.
+
+    config may have HELP (heading -> field names, all of them) and FIRST (the names that --help shows).
+    """
     fields = dict(_flat(config))
     groups: dict[str, tuple[str, ...]] = getattr(config, "HELP", {"Options": tuple(fields)})
     first = getattr(config, "FIRST", tuple(fields))
     shown = tuple(fields) if everything else first
     lines = [*_wrapped(description.strip()), ""]
     for heading, names in groups.items():
-        entries = [line for name in names if name in fields and name in shown for line in _entry(name, fields[name])]
+        entries = [
+            line for name in names if name in fields and name in shown for line in _entry(name, fields[name])
+        ]
         lines += [f"{heading}:", *entries, ""] if entries else []
     hidden = len(fields) - len(shown)
     if hidden > 0:
-        lines += [f"{hidden} more: unfreeze {command} --help-all. Every flag is also a key of a TOML file, the first argument."]
+        lines += [
+            f"{hidden} more: unfreeze {command} --help-all. Every flag is also a key of a TOML file, the"
+            " first argument."
+        ]
     plan = "  --plan (the whole memory plan)" if "lora.rank" in fields or "tokens_per_step" in fields else ""
     lines += [f"Also: --json (result as one JSON object)  --quiet  --traceback{plan}"]
     return "\n".join(lines)
 
 
-def _flat(config: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    for name, info in config.model_fields.items():
-        inner = next((kind for kind in (info.annotation, *get_args(info.annotation)) if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
-        if inner is None:
-            yield prefix + name, info
-        else:
-            yield from _flat(inner, f"{prefix}{name}.")
+def _flat(config: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
+    """(flat name, field): what a flag is called."""
+    infos = dict(leaves(config))
+    return ((name, infos[place]) for name, place in places(config).items())
 
 
 def _wrapped(paragraphs: str) -> list[str]:
     parts = [" ".join(part.split()) for part in paragraphs.split("\n\n")]
-    return [line for number, part in enumerate(parts) for line in ([""] * (number > 0) + textwrap.wrap(part, WIDTH))]
+    return [
+        line for number, part in enumerate(parts) for line in [""] * (number > 0) + textwrap.wrap(part, WIDTH)
+    ]
 
 
 def _entry(name: str, info: FieldInfo) -> Iterator[str]:
-    """`  --learning-rate X         peak learning rate (default 0.0002)`; the flag alone on its line where it is long."""
-    placeholder = next((item.metavar for item in info.metadata if getattr(item, "metavar", None)), "")  # a positional argument
-    flag = f"  {placeholder}" if placeholder else f"  --{name.replace('_', '-')} {_kind(info.annotation)}".rstrip()
+    """`  --learning-rate X         peak learning rate (default 0.0002)`.
+
+    The flag alone on its line where it is long.
+    """
+    # a positional argument
+    placeholder = next((item.metavar for item in info.metadata if getattr(item, "metavar", None)), "")
+    flag = (
+        f"  {placeholder}"
+        if placeholder
+        else f"  --{name.replace('_', '-')} {_kind(info.annotation)}".rstrip()
+    )
     body = textwrap.wrap(f"{info.description or ''}{_default(info)}", WIDTH - INDENT)
     if len(flag) + 2 > INDENT:
         yield flag
@@ -73,7 +93,8 @@ def _kind(annotation: Any) -> str:
 
 
 def _default(info: FieldInfo) -> str:
-    """" (default 0.0002)"; nothing where the description has to say it: nothing given, or an empty text or list."""
+    """ " (default 0.0002)"; nothing where the description has to say it: nothing given, or an empty text or
+    list."""
     value = info.get_default(call_default_factory=True)
     if info.is_required() or value is PydanticUndefined:
         return " (required)"
@@ -82,5 +103,5 @@ def _default(info: FieldInfo) -> str:
     if isinstance(value, float):
         value = f"{value:g}"
     if isinstance(value, tuple):
-        value = " ".join(map(str, value))
+        value = " ".join(map(str, cast(tuple[Any, ...], value)))
     return f" (default {value})"

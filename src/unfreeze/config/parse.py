@@ -1,4 +1,7 @@
-"""From a TOML file and flags to one frozen, validated Config. Every field is a TOML key and a flag; a flag wins over the file."""
+"""From a TOML file and flags to one frozen, validated Config.
+
+Every field is a TOML key and a flag, in both its spellings (names.py). A flag wins over the file.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,25 @@ import errno
 import io
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import MISSING, asdict, field, fields, is_dataclass, make_dataclass
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, TypedDict, TypeVar, cast
 
 import tyro
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic.fields import FieldInfo
 
 from unfreeze.config.help import text as help_text
+from unfreeze.config.names import by_place, flat_name, leaves, nested, places
 from unfreeze.config.synonyms import field_hint
 from unfreeze.core.errors import ConfigError
 
@@ -35,197 +46,235 @@ def _path(text: str) -> str:
 
 Folder = Annotated[str, AfterValidator(_path)]
 """A path as the user gives it; ~ and ~name are expanded here, once."""
-Files = Annotated[tuple[Folder, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
+Files = Annotated[
+    tuple[Folder, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
+]
 """One path or several."""
 ModelName = Folder
 """A folder, or a Hugging Face id org/name, which never begins with ~."""
 
-USERS_OWN = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOSPC, errno.EDQUOT)
+# errors of the file system that the user can mend
+USERS_OWN = (
+    errno.EEXIST,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENAMETOOLONG,
+    errno.ENOSPC,
+    errno.EDQUOT,
+)
 
 MAX_TOML = 1_000_000  # bytes
 
 C = TypeVar("C", bound=BaseModel)
 
 
-def parse(config: type[C], arguments: list[str], *, command: str, description: str, positional: bool = False) -> C:
-    """`unfreeze COMMAND [file.toml] [--flag value …]` -> Config. Raises ConfigError that names the field and the nearest valid key.
+def parse(
+    config: type[C], arguments: list[str], *, command: str, description: str, positional: bool = False
+) -> C:
+    """`unfreeze COMMAND [file.toml] [--flag value …]` -> Config.
 
-    `positional`: the first argument is a field of the Config (a model, a run), not a TOML file.
+    positional: the first argument is a field of the Config (a model, a run), not a TOML file.
+    Raises ConfigError that names the field and the nearest valid key.
     """
     if asked := {"-h", "--help", "--help-all"} & set(arguments):
         print(help_text(config, command, description, everything="--help-all" in asked))
         raise SystemExit(0)
-    given: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if not positional and arguments and not arguments[0].startswith("-"):
-        given = _given(config, read_toml(Path(arguments[0]).expanduser()), arguments[0])
+        fields = _given(config, read_toml(Path(arguments[0]).expanduser()), arguments[0])
         arguments = arguments[1:]
-    twin = _twin(config, given)
-    values = asdict(_parse_flags(twin, arguments, command, description))
-    named = given.keys() | {argument[2:].partition("=")[0].partition(".")[0].replace("-", "_") for argument in arguments if argument.startswith("--")}
-    try:
-        return config.model_validate({item.name: values[item.name] for item in fields(twin) if item.name in named or not _default(item, values)})
-    except ValidationError as error:
-        raise ConfigError(_explain(error), next=f"unfreeze {command} --help") from error
+    fields |= by_place(config, _parse_flags(config, arguments, command), f"unfreeze {command}")
+    if missing := _missing(config, fields):
+        names = " and ".join(_flag(config, name) for name in missing)
+        raise ConfigError(f"unfreeze {command} needs {names}", next=f"unfreeze {command} --help")
+    return _validated(config, fields, f"unfreeze {command} --help")
 
 
-def from_keywords(config: type[C], given: Mapping[str, Any], *, function: str, file: str | Path | None = None) -> C:
-    """unfreeze.sft("run.toml", rank=16) -> Config. A field of an inner table may stand without its table where its name is unambiguous.
+def from_keywords(
+    config: type[C], given: Mapping[str, Any], *, function: str, file: str | Path | None = None
+) -> C:
+    """unfreeze.sft("run.toml", rank=16, optimizer={"clip": 0.5}) -> Config; keywords win over the file.
 
+    A field of [lora] may stand without its table.
     Raises ConfigError that names the keyword and the nearest valid one.
     """
-    table: dict[str, Any] = read_toml(Path(file).expanduser()) if file is not None else {}
-    tables = {name: model for name, info in config.model_fields.items() if (model := _model_in(info.annotation))}
-    inner = {name: table_name for table_name, model in tables.items() for name in model.model_fields}
-    for name, value in given.items():
-        plain = os.fspath(value) if isinstance(value, os.PathLike) else value
-        if isinstance(plain, (list, tuple)):
-            plain = [os.fspath(item) if isinstance(item, os.PathLike) else item for item in plain]
-        if name in inner and name not in config.model_fields:
-            table[inner[name]] = {**table.get(inner[name], {}), name: plain}
-        else:
-            table[name] = plain.model_dump() if isinstance(plain, BaseModel) else plain
-    unknown = next((name for name in table if name.replace("-", "_") not in config.model_fields), None)
+    # a keyword that no field has
+    names = places(config)
+    inner = {name.rpartition(".")[2]: name for name in names if "." in name}
+    known = {*names, *config.model_fields, *inner}
+    unknown = next((name for name in given if name.replace("-", "_") not in known), None)
     if unknown is not None:
-        hint = field_hint(unknown, [*config.model_fields, *inner]).replace("lora.", "")  # a keyword has no dots
-        raise ConfigError(f"unfreeze.{function} has no argument {unknown!r}{hint}", next=f"help(unfreeze.{function}), or: unfreeze {function} --help")
-    missing = [name for name, info in config.model_fields.items() if info.is_required() and name not in table]
-    if missing:
-        raise ConfigError(f"unfreeze.{function} needs {' and '.join(missing)}", next=f'unfreeze.{function}(model="…", data="chat.jsonl")')
-    values = _given(config, {name: value for name, value in table.items() if value is not None}, f"unfreeze.{function}")
+        # a keyword has no dots
+        hint = field_hint(unknown, [*names, *config.model_fields, *inner]).replace("lora.", "")
+        raise ConfigError(
+            f"unfreeze.{function} has no argument {unknown!r}{hint}",
+            next=f"help(unfreeze.{function}), or: unfreeze {function} --help",
+        )
+
+    # the file, then the keywords over it
+    fields = _given(config, read_toml(Path(file).expanduser()), str(file)) if file is not None else {}
+    keywords = {
+        name if name in names else inner.get(name, name): _plain(value)
+        for name, value in given.items()
+        if value is not None
+    }
+    fields |= _given(config, keywords, f"unfreeze.{function}")
+    if missing := _missing(config, fields):
+        raise ConfigError(
+            f"unfreeze.{function} needs {' and '.join(missing)}",
+            next=f'unfreeze.{function}(model="…", data="chat.jsonl")',
+        )
+    return _validated(config, fields, f"help(unfreeze.{function})")
+
+
+def _plain(value: Any) -> Any:
+    """Paths as text, also those in a list."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in cast(Sequence[Any], value)]
+    return os.fspath(cast(os.PathLike[str], value)) if isinstance(value, os.PathLike) else value
+
+
+def _missing(config: type[BaseModel], fields: Mapping[str, Any]) -> list[str]:
+    """The flat names of required fields that nobody gave."""
+    return [
+        flat_name(config, place)
+        for place, info in leaves(config)
+        if info.is_required() and place not in fields
+    ]
+
+
+def _validated(config: type[C], fields: Mapping[str, Any], next: str) -> C:
     try:
-        return config.model_validate(values)
+        return config.model_validate(nested(fields))
     except ValidationError as error:
-        raise ConfigError(_explain(error), next=f"help(unfreeze.{function})") from error
+        raise ConfigError(_explain(config, error), next=next) from error
 
 
-def _parse_flags(twin: type, arguments: list[str], command: str, description: str) -> Any:
-    """tyro's parser. Its message about a wrong flag (a box of many lines) becomes one ConfigError."""
+def _parse_flags(config: type[BaseModel], arguments: list[str], command: str) -> dict[str, Any]:
+    """The flags that were given, in the spelling they were given in.
+
+    tyro's message about a wrong one, a box of many lines, becomes one ConfigError.
+    """
     said = io.StringIO()
     try:
         with redirect_stderr(said):
-            return tyro.cli(twin, args=arguments, prog=f"unfreeze {command}", description=description)
+            return dict(tyro.cli(_flags(config), args=arguments, prog=f"unfreeze {command}"))
     except SystemExit as ended:
         if ended.code == 0:
             raise
+
+    # the message: what stands in the box above the flag's help
     words = [line.strip(" │") for line in said.getvalue().splitlines() if not line.startswith(("╭", "╰"))]
-    end = next((i for i, word in enumerate(words) if word.startswith("──")), len(words))  # below it stand the flag's help and where to find more
-    unknown = next((argument for argument in arguments if argument.startswith("--") and argument.partition("=")[0] not in _names(twin)), "")
+    end = next((i for i, word in enumerate(words) if word.startswith("──")), len(words))
     message = " ".join(word for word in words[:end] if word) or "the flags cannot be read"
-    if unknown:
-        message = f"there is no flag {unknown.partition('=')[0]}{field_hint(unknown.partition('=')[0], _names(twin), flag=True)}"
+
+    # an unknown flag is said in our own words, with the nearest one
+    flat = [f"--{name.replace('_', '-')}" for name in places(config)]
+    dotted = [f"--{place.replace('_', '-')}" for place in places(config).values()]
+    written = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
+    known = {*flat, *dotted}
+    if unknown := next((flag for flag in written if flag.replace("_", "-") not in known), ""):
+        near = [*flat, *dotted] if "." in unknown else flat
+        message = f"there is no flag {unknown}{field_hint(unknown, near, flag=True)}"
     raise ConfigError(message, next=f"unfreeze {command} --help")
 
 
-def _names(twin: type, prefix: str = "--") -> list[str]:
-    """Every flag of a twin: --lora.rank."""
-    flags = []
-    for item in fields(twin):
-        name = f"{prefix}{item.name.replace('_', '-')}"
-        inner = get_args(item.type)[0] if get_args(item.type) else item.type
-        flags += _names(inner, f"{name}.") if is_dataclass(inner) and isinstance(inner, type) else [name]
-    return flags
+def _flags(config: type[BaseModel]) -> Any:
+    """A TypedDict of every flag in each of its spellings; tyro fills in those that were given.
 
-
-def _twin(config: type[BaseModel], given: Mapping[str, Any]) -> type:
-    """A dataclass with the same fields, types and help but without limits. tyro fills it; then the Config
-    checks the values, so that errors are in our own words.
-
-    `given`: the values of the TOML file, which become the fields' defaults. (They are never put among the
-    arguments as text: there the value "--out" would be read as a flag.)
+    The Config checks the limits, so that errors are in our own words.
     """
-    members: list[Any] = []
-    for name, info in config.model_fields.items():
-        inner = _model_in(info.annotation)
-        kind = _twin(inner, given.get(name, {})) if inner else info.annotation
-        annotated = Annotated[(kind, *info.metadata, tyro.conf.arg(help=info.description))]  # type: ignore[valid-type]
-        if inner:
-            members.append((name, annotated, field(default_factory=kind, kw_only=True)))  # type: ignore[arg-type]
-        elif name in given:
-            members.append((name, annotated, field(default_factory=partial(_itself, given[name]), kw_only=True)))
-        elif info.is_required():
-            members.append((name, annotated, field(kw_only=True)))
-        else:
-            members.append((name, annotated, field(default_factory=partial(info.get_default, call_default_factory=True), kw_only=True)))
-    return make_dataclass(config.__name__, members)
+    kinds = {place: _kind(info) for place, info in leaves(config)}
+    by_name = {name: kinds[place] for name, place in places(config).items()}
+    make = cast(Any, TypedDict)  # made while running, which a type checker cannot follow
+    return make("Flags", {**by_name, **kinds}, total=False)
 
 
-def _default(item: Any, values: Mapping[str, Any]) -> bool:
-    """Whether a field of the twin still has its default. Then it counts as not given, which a validator may
-    ask for (model_fields_set)."""
-    if item.default_factory is MISSING:
-        return False
-    default = item.default_factory()
-    return values[item.name] == (asdict(default) if is_dataclass(default) and not isinstance(default, type) else default)
+def _kind(info: FieldInfo) -> Any:
+    """A field's type with its limits."""
+    return Annotated[(info.annotation, *info.metadata, Field())]  # type: ignore[valid-type]
 
 
-def _itself(value: Any) -> Any:
-    return value
+def _flag(config: type[BaseModel], name: str) -> str:
+    """How a field is given on the command line: --model, or MODEL where it has no flag."""
+    info = dict(leaves(config))[places(config)[name]]
+    metavar = next((item.metavar for item in info.metadata if getattr(item, "metavar", None)), "")
+    return metavar or f"--{name.replace('_', '-')}"
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The file's table. Raises ConfigError for a file that is absent, isn't TOML or has more than MAX_TOML bytes."""
+    """The file's table.
+
+    Raises ConfigError for a file that is absent, isn't TOML, or has more than MAX_TOML bytes.
+    """
     try:
         if path.stat().st_size > MAX_TOML:
-            raise ConfigError(f"{path} has {path.stat().st_size:,} bytes; a run's TOML file has at most {MAX_TOML:,}", next="give a run's file")
+            raise ConfigError(
+                f"{path} has {path.stat().st_size:,} bytes; a run's TOML file has at most {MAX_TOML:,}",
+                next="give a run's file",
+            )
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        raise ConfigError(f"{path} is not a file; the first argument is a TOML file, everything else is --flags", next="check the path") from None
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors; so is a number of thousands of digits
+        raise ConfigError(
+            f"{path} is not a file; the first argument is a TOML file, everything else is --flags",
+            next="check the path",
+        ) from None
+    # TOMLDecodeError and UnicodeDecodeError are ValueErrors; so is a number of thousands of digits
+    except (ValueError, RecursionError) as error:
         yaml = ". YAML is not read: write KEY = VALUE" if path.suffix in (".yaml", ".yml") else ""
         raise ConfigError(f"{path} is not valid TOML: {error}{yaml}", next="mend that line") from error
 
 
 @contextmanager
-def writing(folder: Path | str, field: str) -> Iterator[None]:
-    """Turn what the file system refuses under `folder` into a ConfigError: a file where a folder is needed,
-    no permission, read-only, full."""
+def writing(folder: Path | str, field: str) -> Generator[None]:
+    """Turn what the file system refuses under `folder` into a ConfigError that names `field`.
+
+    A file where a folder is needed, no permission, read-only, full.
+    """
     try:
         yield
     except OSError as error:
         if error.errno not in USERS_OWN:
             raise
         at = f" at {error.filename}" if error.filename and str(error.filename) != str(folder) else ""
-        raise ConfigError(f"{field} = {str(folder)!r} cannot be written: {error.strerror}{at}", next=f"give another folder with --{field}") from error
+        raise ConfigError(
+            f"{field} = {str(folder)!r} cannot be written: {error.strerror}{at}",
+            next=f"give another folder with --{field}",
+        ) from error
 
 
-def _given(config: type[BaseModel], table: Mapping[str, Any], where: str, prefix: str = "") -> dict[str, Any]:
-    """A TOML table as field values. Each is checked by its field's type and limits, strictly: true is not 1,
-    and "5" is not 5. But a list may stand for a tuple, and a whole number for a float."""
-    values: dict[str, Any] = {}
-    names = {name.replace("_", "-"): name for name in config.model_fields}
-    for key, value in table.items():
-        name = names.get(key.replace("_", "-"))
-        if name is None:
-            raise ConfigError(f"{where}: unknown key {prefix}{key}{field_hint(key, config.model_fields)}", next="mend or remove the key")
-        info = config.model_fields[name]
-        inner = _model_in(info.annotation)
-        if inner is not None:
-            if not isinstance(value, Mapping):
-                raise ConfigError(f"{where}: {prefix}{key} = {value!r:.60} should be a table [{prefix}{key}]", next="mend the key")
-            values[name] = _given(inner, value, where, f"{prefix}{key}.")
-            continue
-        if isinstance(value, Mapping):
-            raise ConfigError(f"{where}: {prefix}{key} is a table; it should be a value", next="mend the key")
-        as_typed = TypeAdapter(Annotated[(info.annotation, *info.metadata, Field())], config=ConfigDict(allow_inf_nan=False))  # type: ignore[valid-type]
+def _given(config: type[BaseModel], table: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A TOML table as place: value, each value checked by its field's type and limits.
+
+    Strictly: true is not 1, and "5" is not 5. But a list may stand for a tuple, and a whole number for a
+    float.
+    """
+
+    def check(written: str, info: FieldInfo, value: Any) -> Any:
+        typed: TypeAdapter[Any] = TypeAdapter(_kind(info), config=ConfigDict(allow_inf_nan=False))
+        given = tuple(cast(Sequence[Any], value)) if isinstance(value, list) else value
         try:
-            values[name] = as_typed.validate_python(tuple(value) if isinstance(value, list) else value, strict=True)
+            return typed.validate_python(given, strict=True)
         except ValidationError as error:
-            raise ConfigError(f"{where}: {prefix}{key} = {value!r:.60}: {error.errors()[0]['msg']}", next="mend the value") from None
-    return values
+            message = error.errors()[0]["msg"]
+            raise ConfigError(
+                f"{where}: {written} = {value!r:.60}: {message}", next="mend the value"
+            ) from None
+
+    return by_place(config, table, where, check)
 
 
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The Config class in an annotation such as `LoraConfig` or `LoraConfig | None`."""
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
-
-
-def _explain(error: ValidationError) -> str:
+def _explain(config: type[BaseModel], error: ValidationError) -> str:
     """Each wrong field with the value tested and what it must be."""
-    lines = [
-        f"{'.'.join(str(part) for part in item['loc'])} = {item.get('input')!r}: {item['msg']}" if item["loc"] else item["msg"].partition(", ")[2]
-        for item in error.errors()  # one of several fields together has no place, and says in its own words ("Value error, …") what is wrong
-    ]
+    lines: list[str] = []
+    for item in error.errors():
+        if not item["loc"]:  # a check of several fields: its message says in words what is wrong
+            lines.append(item["msg"].partition(", ")[2])
+            continue
+        name = flat_name(config, ".".join(str(part) for part in item["loc"]))
+        lines.append(f"{name} = {item.get('input')!r}: {item['msg']}")
     return "; ".join(lines)

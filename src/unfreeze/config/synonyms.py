@@ -1,8 +1,11 @@
-"""The words of other tools, answered with ours: axolotl, LLaMA-Factory, TRL and the Hugging Face Trainer, Unsloth, torchtune."""
+"""The words of other tools, answered with ours.
+
+The tools: axolotl, LLaMA-Factory, TRL and the Hugging Face Trainer, Unsloth, torchtune.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from unfreeze.core.errors import nearest
 
@@ -62,7 +65,7 @@ serve server api | not built; unfreeze chat RUN talks in the terminal, unfreeze 
 eval evaluate lm-eval perplexity | unfreeze sft … --validation FILE measures held-out loss; other
     evaluations are not built
 push upload push-to-hub | not built; unfreeze export RUN, then: hf upload org/name FOLDER
-init new config wizard | examples/sft-tiny-k2.toml is a file to start from; unfreeze sft --help-all lists every
+init new config wizard | examples/sft-tiny-k2.toml is a file to start from; unfreeze sft --help-all lists all
     field
 download fetch pull | unfreeze inspect org/name downloads what it reads; training downloads the rest
 infer inference run talk | unfreeze chat MODEL_OR_RUN
@@ -84,11 +87,18 @@ COMMANDS = {word: way for words, way in _rows(_COMMANDS) for word in words.split
 """A command elsewhere -> the shortest way here today."""
 
 
-def field_hint(word: str, known: Iterable[str], *, flag: bool = False) -> str:
-    """The end of an error about an unknown field: what it is called here, with its unit; else the nearest known word; else nothing."""
+def field_hint(
+    word: str, known: Iterable[str], places: Mapping[str, str] | None = None, *, flag: bool = False
+) -> str:
+    """The end of an error about an unknown field: what it is called here, with its unit.
+
+    Else the nearest known word; else nothing. `places` (flat name -> place in a table): it is named by its
+    place.
+    """
     plain = word.lstrip("-").replace("-", "_").lower()
     if plain in FIELDS:
         name, unit = FIELDS[plain]
+        name = (places or {}).get(name, name)
         return f"; it is called {'--' + name.replace('_', '-') if flag else name} here ({unit})"
     return nearest(word, known)
 

@@ -14,7 +14,9 @@ def template_values(given: Sequence[str]) -> dict[str, Any]:
     for item in given:
         name, equals, text = item.partition("=")
         if not equals or not name.isidentifier():
-            raise ValueError(f"template_variables has {item!r}; it takes NAME=VALUE, such as enable_thinking=false")
+            raise ValueError(
+                f"template_variables has {item!r}; it takes NAME=VALUE, such as enable_thinking=false"
+            )
         try:
             values[name] = json.loads(text)
         except ValueError:
@@ -27,4 +29,6 @@ def template_time(text: str) -> datetime | None:
     try:
         return datetime.fromisoformat(text) if text else None
     except ValueError:
-        raise ValueError(f"template_date is {text!r}; it takes a date such as 2026-11-22 or 2026-11-22T18:30") from None
+        raise ValueError(
+            f"template_date is {text!r}; it takes a date such as 2026-11-22 or 2026-11-22T18:30"
+        ) from None

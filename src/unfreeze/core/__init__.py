@@ -1,1 +1,2 @@
-"""L0, the nouns that travel between rooms: Batch, Loss, Event, errors, and how bytes and seconds are written."""
+"""L0, the nouns that travel between rooms: Batch, Loss, Event, errors, and how bytes and seconds are
+written."""

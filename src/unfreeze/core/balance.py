@@ -1,5 +1,6 @@
-"""How evenly the experts of a layer are used, from the number of tokens each was given. Plain numbers,
-without torch: train/ writes them as events, report/ draws them.
+"""How evenly the experts of a layer are used, from the number of tokens each was given.
+
+Plain numbers, without torch: train/ writes them as events, report/ draws them.
 
 E experts, n_e tokens of expert e, mean m = sum(n) / E.
 """
@@ -37,4 +38,8 @@ def dead(counts_E: Sequence[int]) -> int:
 
 def balance(counts_E: Sequence[int]) -> dict[str, float | int | None]:
     """All three, as the event field expert_balance holds them for a layer."""
-    return {"max_violation": max_violation(counts_E), "entropy": load_entropy(counts_E), "dead": dead(counts_E)}
+    return {
+        "max_violation": max_violation(counts_E),
+        "entropy": load_entropy(counts_E),
+        "dead": dead(counts_E),
+    }

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
 
 def send(host: Tensor, device: torch.device | str) -> Tensor:
-    """A host tensor on `device`, without waiting for the copy. To CUDA it goes through pinned memory: a copy
-    from pageable memory would stop the host."""
+    """A host tensor on `device`, without waiting for the copy.
+
+    To CUDA it goes through pinned memory: a copy from pageable memory would stop the host.
+    """
     if torch.device(device).type == "cuda" and host.device.type == "cpu":
         host = host.pin_memory()
     return host.to(device, non_blocking=True)
@@ -25,11 +28,13 @@ class Batch:
     """One flat packed batch: S documents laid end to end in one dimension of T tokens. There is no padding.
 
     tokens_T     int64, the inputs.
-    targets_T    int64, targets_T[t] is the token that should follow tokens_T[t] (already shifted; see data/packing.py).
-    weights_T    float32, 0 where position t is not supervised (prompt tokens, the last position of a document).
+    targets_T    int64, targets_T[t] is the token that should follow tokens_T[t] (already shifted; see
+                 data/packing/batches.py).
+    weights_T    float32, 0 where position t is not supervised (prompt tokens, the last position of a
+                 document).
     positions_T  int64, restarts at 0 with each document; what rotary embeddings see.
-    starts_S     int64 on the *host*: index in T where each document begins, starts_S[0] == 0. It stays on the host because
-                 document boundaries are known there; reading them from the device would synchronise.
+    starts_S     int64 on the *host*: index in T where each document begins, starts_S[0] == 0. Document
+                 boundaries are known on the host; reading them from the device would synchronise.
     found        (weights_T, the positions where it is above 0), set by `to` for the same reason; read it
                  through supervised(). It counts only as long as weights_T is that very tensor.
     """
@@ -48,8 +53,10 @@ class Batch:
         return replace(self, **sent, found=(sent["weights_T"], send(self.supervised(), device)))
 
     def supervised(self) -> Tensor:
-        """int64: the positions whose weight is above 0, on the batch's device. Already known if `to` sent the
-        batch."""
+        """int64: the positions whose weight is above 0, on the batch's device.
+
+        Already known if `to` sent the batch.
+        """
         if self.found is not None and self.found[0] is self.weights_T:
             return self.found[1]
         return self.weights_T.gt(0).nonzero().squeeze(1)
@@ -61,20 +68,24 @@ class Batch:
 
     def lengths(self) -> list[int]:
         """Length of each document, S numbers that sum to T."""
-        starts = self.starts_S.tolist()
+        starts = cast("list[int]", self.starts_S.tolist())  # pyright: ignore[reportUnknownMemberType]
         return [end - start for start, end in zip(starts, [*starts[1:], self.num_tokens], strict=True)]
 
 
 @dataclass
 class Loss:
-    """A SUM over supervised tokens and the weight that carries it. Divided once, by the global count, in train/step.py.
+    """A SUM over supervised tokens and the weight that carries it.
+
+    Divided once, by the global count, in train/step.py.
 
     sum      float32 scalar, differentiable.
     count    sum of weights_T. Counts add over micro-batches and devices; means do not.
-    metrics  further SUMS over the same tokens (e.g. {"correct": …}); divided by the same global count when logged.
-    count and metrics are numbers, or scalars on the device: train/step.py reads all of a step at once, at its end.
+    metrics  further SUMS over the same tokens (e.g. {"correct": …}); divided by the same global count when
+             logged.
+    count and metrics are numbers, or scalars on the device: train/step.py reads all of a step at once, at its
+    end.
     """
 
     sum: Tensor
     count: float | Tensor
-    metrics: Mapping[str, float | Tensor] = field(default_factory=dict)
+    metrics: Mapping[str, float | Tensor] = field(default_factory=dict[str, float | Tensor])

@@ -6,8 +6,11 @@ from typing import NamedTuple
 
 
 class Common(NamedTuple):
-    """json: the result as one JSON object on the last line of stdout; quiet: no progress; traceback: show it for errors too; plan: show the whole
-    memory plan where a run starts."""
+    """json       the result as one JSON object on the last line of stdout
+    quiet      no progress
+    traceback  shown for errors that a user can mend, too
+    plan       the whole memory plan where a run starts
+    """
 
     json: bool = False
     quiet: bool = False

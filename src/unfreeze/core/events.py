@@ -1,4 +1,5 @@
-"""Events: one JSON line each in runs/<name>/events.jsonl. Everything the live progress, the report and later sinks know."""
+"""Events: one JSON line each in runs/<name>/events.jsonl. Everything the live progress, the report and later
+sinks know."""
 
 from __future__ import annotations
 
@@ -9,40 +10,70 @@ import time
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, cast
 
 from unfreeze.core.errors import DataError
+from unfreeze.core.schema import Event, Fault, faults
 
 RESOLVED = "resolved_config.json"
 """The file in runs/<name>/ that says what was run: written by recipes, read by report, generate and demo."""
 
-Event = dict[str, Any]
-"""{"kind": "train", "step": 12, "time": 1790000000.0, …}. Kinds, fields, types and units: core/schema.py, in words docs/events.md."""
-
 Listener = Callable[[Event], str | None]
-"""Called with each event after it is written. A sentence it returns becomes a warning event: a sink that gives up says so this way."""
+"""Called with each event after it is written. A sentence it returns becomes a warning event: a sink that
+gives up says so this way."""
 
 
 class EventLog:
-    """Appends events to a file, a line each, unbuffered so that a killed run keeps its history; and calls listeners."""
+    """Appends events to a file, a line each, unbuffered so that a killed run keeps its history; and calls
+    listeners."""
+
+    strict: ClassVar[bool] = False
+    """Whether emit raises ValueError for an event that does not conform to core/schema.py. Tests set it."""
 
     def __init__(self, path: Path | None, listeners: tuple[Listener, ...] = ()):
         self.path = path
         self.listeners = listeners
         self._file = None
+        self._said: set[tuple[str, int | str]] = set()
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab", buffering=0)
 
     def emit(self, kind: str, step: int, **fields: Any) -> Event:
-        """Write one event. Fields must be plain JSON values. Raises OSError where the disk is full; the file then ends as before."""
-        event: Event = {"kind": kind, "step": step, "time": round(time.time(), 3), **fields}
+        """Write one event. Raises OSError where the disk is full; the file then ends as before.
+
+        A field that does not conform is a programming error, and no reason to lose a run at step 9,999: the
+        event is written without it, and a warning event names kind, field and value, once for each field.
+        """
+        event = {"kind": kind, "step": step, "time": round(time.time(), 3), **fields}
+        found = faults(event)
+        if found and self.strict:
+            raise ValueError("; ".join(fault.words for fault in found))
+        wrong = {fault.path[0] if fault.path else "kind" for fault in found if not fault.absent}
+        if wrong & {"kind", "step"}:  # nothing can be said of the rest
+            step = step if type(step) is int else 0
+        else:
+            self._write({name: value for name, value in event.items() if name not in wrong})
+        for fault in found:
+            self._say(kind, step, fault)
+        return cast(Event, event)
+
+    def _write(self, event: dict[str, Any]) -> None:
+        """Append it, then tell the listeners."""
         if self._file is not None:
-            _append(self._file, json.dumps(event, allow_nan=False, default=_refuse).encode() + b"\n")
+            _append(self._file, json.dumps(event, allow_nan=False).encode() + b"\n")
         for listener in self.listeners:
-            if said := listener(event):
-                self.emit("warning", step, message=said)
-        return event
+            if said := listener(cast(Event, event)):
+                self.emit("warning", event["step"], message=said)
+
+    def _say(self, kind: str, step: int, fault: Fault) -> None:
+        key = (kind, fault.path[0] if fault.path else "kind")
+        if key not in self._said:
+            self._said.add(key)
+            message = (
+                f"a fault of unfreeze, please report it; training goes on without the value: {fault.words}"
+            )
+            self.emit("warning", step, message=message)
 
     def close(self) -> None:
         if self._file is not None:
@@ -61,12 +92,9 @@ def _append(file: FileIO, line: bytes) -> None:
         raise
 
 
-def _refuse(value: object) -> Any:
-    raise TypeError(f"event field of type {type(value).__name__} is not plain JSON: {value!r}")
-
-
 def truncate_after(path: Path, step: int, *, ended: bool = False) -> None:
-    """Drop the lines of a resumed run that lie after the step it resumes from, so that no step stands twice, and its end: it goes on.
+    """Drop the lines of a resumed run that lie after the step it resumes from, so that no step stands twice,
+    and its end: it goes on.
 
     ended: its last step is behind it; the end stays.
 
@@ -74,14 +102,17 @@ def truncate_after(path: Path, step: int, *, ended: bool = False) -> None:
     """
     if not path.exists():
         return
-    lines, kept = path.read_bytes().split(b"\n"), []
+    lines = path.read_bytes().split(b"\n")
+    kept: list[str] = []
     for number, line in enumerate(lines, start=1):
         try:
-            text = line.decode("utf-8")  # json.loads would guess the encoding of bytes, and let half surrogate pairs pass
+            # json.loads would guess the encoding of bytes, and let half surrogate pairs pass
+            text = line.decode("utf-8")
             event = json.loads(text) if text.strip() else {"step": step + 1}
             keep = event["step"] <= step and (ended or event["kind"] != "end")
         except (ValueError, RecursionError, KeyError, TypeError) as error:
-            if number == len(lines):  # an event is written with its newline: what follows the last one is the half line of a killed run
+            # an event is written with its newline: what follows the last one is the half line of a killed run
+            if number == len(lines):
                 continue
             next_command = f"restore the file, or remove its line {number}, then repeat the command"
             raise DataError(f"{path} line {number} is not an event: {error}", next=next_command) from None

@@ -1,199 +1,358 @@
-"""The event schema: each kind of event, its fields, their types and units. docs/events.md says the same in words; a test holds the two together.
+"""The events of a run, typed: a TypedDict per kind, its fields with unit and meaning.
 
-Types: int (never a boolean), float (an int is one too), text, bool, object (any JSON object); [T] a list of T, {T} an object whose values are T,
-T? is T or null. An optional field is absent where it has nothing to say.
+An event is its line of events.jsonl, a plain dict. A field that has nothing to say is absent; null is a value
+that was not finite or not measured. `faults` checks one where it is emitted and where it is read.
+benchmarks/events_page.py makes the tables of docs/events.md from this file.
 """
 
-from __future__ import annotations
-
-import math
+import reprlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Annotated, Any, Literal, NamedTuple, NotRequired, Required, get_args, get_type_hints
+
+from pydantic import ConfigDict, Field, InstanceOf, PlainValidator, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
+
+AnyText = InstanceOf[str]  # any str: pydantic's own refuses half of a surrogate pair, which a model may write
+Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+LARGEST = 1e300  # nothing measured comes near; a damaged file may say 1.7e308, and twice that is infinite
 
 
-class Field(NamedTuple):
-    """type and unit of one field; optional: it may be absent."""
-
-    type: str
-    unit: str
-    optional: bool = False
-
-
-class Kind(NamedTuple):
-    """The fields of one kind of event; further: the type of fields not listed (metrics of an objective or a probe), "" if there may be none."""
-
-    fields: Mapping[str, Field]
-    further: str = ""
+def _real(value: object) -> float:
+    """A number of JSON. pydantic's own float takes a tensor of one number, which JSON cannot hold."""
+    if isinstance(value, bool) or not isinstance(value, float | int):
+        raise PydanticCustomError("float_type", "Input should be a valid number")
+    if not abs(value) <= LARGEST:  # false for NaN
+        raise PydanticCustomError("finite_number", "Input should be a finite number, at most 1e300")
+    return value
 
 
-COMMON = {
-    "kind": Field("text", "name"),
-    "step": Field("int", "finished optimizer steps"),
-    "time": Field("float", "seconds since 1970-01-01 UTC"),
-    "warning": Field("text", "sentence", optional=True),
-}
-SCHEMA = {
-    "data": Kind(
-        {
-            "summary": Field("text", "sentence"),
-            "rows": Field("int", "rows"),
-            "examples": Field("int", "documents"),
-            "tokens": Field("int", "tokens"),
-            "supervised": Field("int", "tokens"),
-            "supervised_fraction": Field("float", "share, 0 to 1"),
-            "longest": Field("int", "tokens"),
-            "truncated": Field("int", "rows"),
-            "dropped": Field("int", "rows"),
-            "bad": Field("int", "rows"),
-            "shapes": Field("{int}", "rows"),
-            "notes": Field("{int}", "rows"),
-            "listed": Field("[object]", "row and reason"),
-            "split_rows": Field("int", "rows", optional=True),
-            "examples_dropped": Field("int", "documents", optional=True),
-            "tokens_cut": Field("int", "tokens", optional=True),
-            "cuts": Field("[object]", "row and reason", optional=True),
-            "duplicates": Field("int", "rows", optional=True),
-            "repeats": Field("[object]", "row and reason", optional=True),
-            "held_out": Field("int", "documents", optional=True),
-            "packing": Field("text", "name", optional=True),
-            "efficiency": Field("float?", "share, 0 to 1", optional=True),
-            "reading": Field("text", "name", optional=True),
-            "files": Field("{int}", "rows", optional=True),
-        }
-    ),
-    "plan": Kind(
-        {
-            "terms": Field("{int}", "bytes"),
-            "beside": Field("{int}", "bytes"),
-            "total": Field("int", "bytes"),
-            "load": Field("int", "bytes"),
-            "usable": Field("int", "bytes"),
-            "per_device": Field("[int]", "bytes"),
-            "max_over_min": Field("float", "ratio"),
-            "expanded_avoided": Field("int", "bytes"),
-            "adapter_parameters": Field("int", "parameters"),
-            "seconds_per_pass": Field("float?", "seconds"),
-            "fits": Field("bool", "yes or no"),
-            "hardware": Field("object", "core count, bytes"),
-            "lines": Field("[text]", "sentences"),
-            "start": Field("[text]", "sentences", optional=True),
-        }
-    ),
-    "load": Kind(
-        {
-            "bytes": Field("int", "bytes"),
-            "seconds": Field("float", "seconds"),
-            "expanded_bytes": Field("int", "bytes"),
-            "rounded": Field("int", "tensors"),
-        }
-    ),
-    "start": Kind(
-        {
-            "steps": Field("int", "optimizer steps"),
-            "resumed": Field("bool", "yes or no"),
-            "model": Field("text", "folder or id"),
-            "data": Field("text", "file"),
-        }
-    ),
-    "train": Kind(
-        {
-            "loss": Field("float?", "nats per supervised token"),
-            "grad_norm": Field("float?", "L2 norm before clipping"),
-            "tokens": Field("int", "tokens", optional=True),
-            "supervised_tokens": Field("int", "tokens", optional=True),
-            "seconds": Field("float", "seconds", optional=True),
-            "learning_rate": Field("float", "per step", optional=True),
-            "peak_bytes": Field("int", "bytes", optional=True),
-            "fragmentation_bytes": Field("int", "bytes", optional=True),
-            "applied": Field("bool", "yes or no", optional=True),
-            "expert_load": Field("{[int]}", "tokens per expert", optional=True),
-            "expert_balance": Field("{object}", "see below", optional=True),
-            "error": Field("text", "sentence", optional=True),
-        },
-        further="float?",
-    ),
-    "eval": Kind(
-        {
-            "loss": Field("float?", "nats per supervised token", optional=True),
-            "perplexity": Field("float?", "exp(loss)", optional=True),
-            "bits_per_byte": Field("float?", "bits per byte of text", optional=True),
-            "tokens": Field("int", "tokens", optional=True),
-            "seconds": Field("float", "seconds", optional=True),
-        },
-        further="float?",
-    ),
-    "sample": Kind(
-        {
-            "when": Field("text", "before, after or during"),
-            "index": Field("int", "number of the prompt", optional=True),
-            "prompt": Field("text", "text"),
-            "text": Field("text", "text"),
-        }
-    ),
-    "gap": Kind(
-        {
-            "when": Field("text", "before, after or during"),
-            "logprob_gap_mean": Field("float", "nats"),
-            "logprob_gap_max": Field("float", "nats"),
-            "logprob_gap_tokens": Field("int", "tokens"),
-        }
-    ),
-    "receipt": Kind(
-        {
-            "groups": Field("{object}", "see adapters/receipt.py"),
-            "exceptions": Field("[object]", "matrices that were reached and have no gradient, or did not move", optional=True),
-        }
-    ),
-    "save": Kind({"path": Field("text", "folder inside the run folder")}),
-    "warning": Kind({"message": Field("text", "sentence")}),
-    "end": Kind(
-        {
-            "reason": Field("text", "done or interrupted"),
-            "steps": Field("int", "finished optimizer steps"),
-            "tokens_per_second": Field("float?", "tokens per second of this session"),
-        }
-    ),
-}
-BALANCE = {
-    "max_violation": Field("float?", "busiest expert over the mean, minus 1"),
-    "entropy": Field("float?", "share of ln(experts), 0 to 1"),
-    "dead": Field("int", "experts"),
-}
-"""What each layer's object in expert_balance holds; see core/balance.py."""
+Real = Annotated[float, PlainValidator(_real)]
+Counts = Annotated[list[Annotated[Int, Field(ge=0)]], Field(min_length=1)]
+When = Literal["before", "during", "after"]
 
 
-def faults(event: Mapping[str, Any]) -> list[str]:
-    """What is wrong with one event, a sentence each; [] if it conforms."""
-    kind = SCHEMA.get(str(event.get("kind")))
-    if kind is None:
-        return [f"kind {event.get('kind')!r} is not in the schema: {', '.join(SCHEMA)}"]
-    fields = {**COMMON, **kind.fields}
-    bad = [f"{event['kind']}.{name} is missing" for name, field in fields.items() if not field.optional and name not in event]
-    for name, value in event.items():
-        wanted = fields[name].type if name in fields else kind.further
-        if not wanted:
-            bad.append(f"{event['kind']}.{name} is not in the schema")
-        elif not conforms(value, wanted):
-            bad.append(f"{event['kind']}.{name} is not of type {wanted}: {value!r}"[:200])
-    for layer, values in (event.get("expert_balance") or {}).items():
-        bad += [f"expert_balance.{layer}.{name} is missing" for name in BALANCE.keys() - values.keys()]
-        bad += [
-            f"expert_balance.{layer}.{name} is not in the schema or not of its type: {value!r}"
-            for name, value in values.items() if name not in BALANCE or not conforms(value, BALANCE[name].type)
-        ]  # fmt: skip
-    return bad
+def of(unit: str, meaning: str = "") -> Any:
+    """Unit and meaning of a field."""
+    return Field(title=unit, description=meaning)
 
 
-def conforms(value: object, wanted: str) -> bool:
-    """Whether a JSON value is of a type in this module's notation."""
-    if wanted.endswith("?"):
-        return value is None or conforms(value, wanted[:-1])
-    if wanted.startswith("["):
-        return isinstance(value, list) and all(conforms(item, wanted[1:-1]) for item in value)
-    if wanted.startswith("{"):
-        return isinstance(value, dict) and all(isinstance(key, str) and conforms(item, wanted[1:-1]) for key, item in value.items())
-    if wanted == "int":
-        return isinstance(value, int) and not isinstance(value, bool)
-    if wanted == "float":
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return isinstance(value, {"text": str, "bool": bool, "object": dict}[wanted])
+class CommonFields(TypedDict):
+    """What every event holds."""
+
+    step: Annotated[Int, of("finished optimizer steps", "finished when it was written; 0 before the first")]
+    time: Annotated[Real, of("seconds since 1970-01-01 UTC", "when it was written")]
+    warning: NotRequired[Annotated[AnyText, of("sentence", "what happened otherwise than asked")]]
+
+
+class NotedRow(TypedDict):
+    """A row of the data, and what was noted about it."""
+
+    row: Annotated[Int, of("number", "which row of its file, from 1")]
+    reason: Annotated[AnyText, of("sentence")]
+    file: NotRequired[Annotated[AnyText, of("name", "its file, where there are several")]]
+
+
+class DataEvent(CommonFields, total=False):
+    """The account of the data: every row is used, cut, dropped or bad. Once each time the run is started,
+    before the first step."""
+
+    kind: Required[Literal["data"]]
+    summary: Required[Annotated[AnyText, of("sentence", "the account in one line")]]
+    rows: Required[Annotated[Int, of("rows", "rows of the data files")]]
+    examples: Required[Annotated[Int, of("documents", "documents made of them")]]
+    tokens: Required[Annotated[Int, of("tokens", "of all documents")]]
+    supervised: Required[Annotated[Int, of("tokens", "tokens that carry loss, after the shift")]]
+    supervised_fraction: Required[Annotated[Real, of("share, 0 to 1", "supervised / tokens")]]
+    longest: Required[Annotated[Int, of("tokens", "longest document")]]
+    truncated: Required[Annotated[Int, of("rows", "rows that lost tokens")]]
+    dropped: Required[Annotated[Int, of("rows", "rows of which nothing could be learned, left out")]]
+    bad: Required[Annotated[Int, of("rows", 'unreadable, skipped with on_bad_row = "skip"')]]
+    shapes: Required[Annotated[dict[AnyText, Int], of("rows", "shape of row -> rows")]]
+    notes: Required[Annotated[dict[AnyText, Int], of("rows", "what was noticed -> rows")]]
+    listed: Required[Annotated[list[NotedRow], of("rows", "the first dropped and bad ones")]]
+    split_rows: Annotated[Int, of("rows", "that became several examples: one per turn, or pieces of a text")]
+    examples_dropped: Annotated[Int, of("documents", "of such rows, without a supervised token: left out")]
+    tokens_cut: Annotated[Int, of("tokens", "lost by truncation")]
+    cuts: Annotated[list[NotedRow], of("rows", "the first truncated ones")]
+    duplicates: Annotated[Int, of("rows", "rows whose content stood before")]
+    repeats: Annotated[list[NotedRow], of("rows", "the first of them")]
+    held_out: Annotated[Int, of("documents", "set aside for validation")]
+    packing: Annotated[AnyText, of("name", "how documents are packed")]
+    efficiency: Annotated[Real | None, of("share, 0 to 1", "of the token budget that packing fills")]
+    reading: Annotated[AnyText, of("name", '"memory" or "on demand"')]
+    files: Annotated[dict[AnyText, Int], of("rows", "file -> rows")]
+
+
+class Device(TypedDict, total=False):
+    """The device that the plan is made for."""
+
+    kind: Annotated[AnyText, of("name", "cpu or cuda")]
+    name: Annotated[AnyText, of("name", "the processor's or the GPU's")]
+    cores: Annotated[Int, of("cores", "of the host")]
+    total: Annotated[Int, of("bytes", "of memory")]
+    available: Annotated[Int, of("bytes", "what a process could still take")]
+    limit: Annotated[AnyText, of("name", "what bounds it")]
+    process: Annotated[Int, of("bytes", "held by this process already; `available` does not include it")]
+
+
+class PlanEvent(CommonFields):
+    """The memory plan, before any weight is read."""
+
+    kind: Literal["plan"]
+    terms: Annotated[dict[AnyText, Int], of("bytes", "what the peak is made of")]
+    beside: Annotated[dict[AnyText, Int], of("bytes", "needed at other moments than the peak")]
+    total: Annotated[Int, of("bytes", "the peak")]
+    load: Annotated[Int, of("bytes", "the peak while loading")]
+    usable: Annotated[Int, of("bytes", "what the machine can give now")]
+    per_device: Annotated[list[Int], of("bytes", "an entry per device")]
+    max_over_min: Annotated[Real, of("ratio", "largest over smallest of per_device")]
+    expanded_avoided: Annotated[Int, of("bytes", "what expanding packed weights would add")]
+    adapter_parameters: Annotated[Int, of("parameters", "trained ones")]
+    seconds_per_pass: Annotated[Real | None, of("seconds", "null where nothing is measured")]
+    fits: Annotated[bool, of("yes or no", "total and load within usable")]
+    hardware: Annotated[Device, of("object", "the device it is made for")]
+    lines: Annotated[list[AnyText], of("sentences", "the whole plan for people (`--plan`)")]
+    start: NotRequired[Annotated[list[AnyText], of("sentences", "what a terminal says of it")]]
+
+
+class LoadEvent(CommonFields):
+    """After the weights are read."""
+
+    kind: Literal["load"]
+    bytes: Annotated[Int, of("bytes", "read from the checkpoint")]
+    seconds: Annotated[Real, of("seconds")]
+    expanded_bytes: Annotated[Int, of("bytes", "the same weights with packed ones expanded to bf16")]
+    rounded: Annotated[Int, of("tensors", "that lost precision in the dtype of the computation")]
+
+
+class StartEvent(CommonFields):
+    """Where the loop begins; once each time the run is started."""
+
+    kind: Literal["start"]
+    steps: Annotated[Int, of("optimizer steps", "of the whole run")]
+    resumed: Annotated[bool, of("yes or no", "goes on from a save")]
+    model: Annotated[AnyText, of("folder or id", "as configured")]
+    data: Annotated[AnyText, of("file", "as configured")]
+
+
+class ExpertBalance(TypedDict):
+    """How even a mixture-of-experts layer was in a step, from the tokens n_e given to its E experts, mean m.
+    Null without a token. Formulas: `src/unfreeze/core/balance.py`."""
+
+    max_violation: Annotated[
+        Real | None, of("busiest expert over the mean, minus 1", "MaxVio: 0 is even, E / top_k - 1 the worst")
+    ]
+    entropy: Annotated[Real | None, of("share of ln(experts), 0 to 1", "-sum p ln p / ln E, p = n / sum(n)")]
+    dead: Annotated[Int, of("experts", "that were given no token")]
+
+
+class TrainEvent(CommonFields, total=False):
+    """After each optimizer step. Further fields are metrics of the objective (`correct`: share of supervised
+    tokens whose greatest logit is the target), float or null. A step that was refused for a value that is
+    not finite has `loss` null and `error`."""
+
+    kind: Required[Literal["train"]]
+    loss: Required[
+        Annotated[Real | None, of("nats per supervised token", "of all micro-batches and processes")]
+    ]
+    grad_norm: Required[Annotated[Real | None, of("L2 norm before clipping", "of all trained parameters")]]
+    tokens: Annotated[Int, of("tokens", "of the step")]
+    supervised_tokens: Annotated[Int, of("tokens", "of the step, weight > 0")]
+    seconds: Annotated[Real, of("seconds", "of the step, without hooks and saving")]
+    learning_rate: Annotated[Real, of("per step", "read back from the optimizer")]
+    peak_bytes: Annotated[Int, of("bytes", "CUDA: allocated by torch; CPU: resident memory of the process")]
+    fragmentation_bytes: Annotated[Int, of("bytes", "CUDA: reserved minus allocated")]
+    applied: Annotated[bool, of("yes or no", "false where the spike guard skipped the update")]
+    expert_load: Annotated[dict[AnyText, Counts], of("tokens per expert", "layer -> tokens given to each")]
+    expert_balance: Annotated[dict[AnyText, ExpertBalance], of("object", "layer -> how even it was")]
+    error: Annotated[AnyText, of("sentence", "what was not finite; the weights were not updated")]
+
+
+class EvalEvent(CommonFields, total=False):
+    """Held-out loss, or the score of a probe. Further fields are scores (the demo: `style`, `facts`, per
+    cent), float or null."""
+
+    kind: Required[Literal["eval"]]
+    loss: Annotated[Real | None, of("nats per supervised token", "of held-out documents")]
+    perplexity: Annotated[Real | None, of("exp(loss)")]
+    bits_per_byte: Annotated[Real | None, of("bits per byte of text", "loss / ln 2 x tokens / bytes")]
+    tokens: Annotated[Int, of("tokens", "supervised tokens it was taken on")]
+    seconds: Annotated[Real, of("seconds", "that it took")]
+
+
+class SampleEvent(CommonFields):
+    """A prompt and the model's answer."""
+
+    kind: Literal["sample"]
+    when: Annotated[When, of("before, during or after training")]
+    index: NotRequired[Annotated[Int, of("number", "of the prompt")]]
+    prompt: Annotated[AnyText, of("text", "what was asked, as shown")]
+    text: Annotated[AnyText, of("text", "the greedy answer")]
+
+
+class GapEvent(CommonFields):
+    """How far the model that samples (token by token, with a cache) and the model that trains (one packed
+    pass) are apart, measured on the sample answers: the absolute difference of their log-probabilities of
+    each sampled token. Carries a `warning` above 1e-4 nats in float32; in bfloat16 rounding alone makes a
+    mean of 0.0005 to 0.008 and at times 0.2, where it turns a router's choice (tiny-k2)."""
+
+    kind: Literal["gap"]
+    when: Annotated[When, of("before, during or after training")]
+    logprob_gap_mean: Annotated[Real, of("nats", "mean over the tokens")]
+    logprob_gap_max: Annotated[Real, of("nats", "largest")]
+    logprob_gap_tokens: Annotated[Int, of("tokens", "sampled tokens compared")]
+
+
+class GroupReceipt(TypedDict, total=False):
+    """What learned in one group of modules. More of each: make_receipt in
+    `src/unfreeze/adapters/receipt.py`."""
+
+    parameters: Annotated[Int, of("parameters", "base weights; a packed 4-bit weight is one")]
+    trained: Annotated[Int | bool, of("parameters", "that train; 0: frozen")]
+    sites: Annotated[Int, of("matrices", "trained ones")]
+    sites_reached: Annotated[Int, of("matrices", "whose output had a gradient")]
+    sites_moved: Annotated[Int, of("matrices", "of these, that moved")]
+    grad_norm: Annotated[Real | None, of("L2 norm before clipping")]
+    moved: Annotated[Real | None, of("L2 norm", "of the change of the trained parameters")]
+    experts: Annotated[Int, of("experts", "of all layers; routed experts only")]
+    experts_reached: Annotated[Int, of("experts", "that had a gradient")]
+    output_change: Annotated[Real | None, of("change of a logit", "the largest; null where not measured")]
+    rounding: Annotated[Real | None, of("change of a logit", "that rounding alone may make")]
+    connected: Annotated[bool | None, of("yes or no", "whether it can change a logit; null: not known")]
+
+
+class LeftOut(TypedDict):
+    """Matrices that should have learned and did not."""
+
+    group: Annotated[AnyText, of("name", "of the group of modules")]
+    sites: Annotated[AnyText, of("name", "of the matrices, experts as ranges")]
+    why: Annotated[AnyText, of("phrase", '"no gradient" and "not moved" are faults')]
+    count: NotRequired[Annotated[Int, of("matrices")]]
+
+
+class ReceiptEvent(CommonFields):
+    """After the first step that had a gradient: what learned."""
+
+    kind: Literal["receipt"]
+    groups: Annotated[dict[AnyText, GroupReceipt], of("object", "group of modules -> what learned in it")]
+    exceptions: NotRequired[
+        Annotated[list[LeftOut], of("matrices", "that were reached and have no gradient, or did not move")]
+    ]
+
+
+class SaveEvent(CommonFields):
+    """A checkpoint is complete."""
+
+    kind: Literal["save"]
+    path: Annotated[AnyText, of("folder inside the run folder", "written, synced and renamed")]
+
+
+class WarningEvent(CommonFields):
+    """What the run did otherwise than asked, or what its user should know."""
+
+    kind: Literal["warning"]
+    message: Annotated[AnyText, of("sentence")]
+
+
+class EndEvent(CommonFields):
+    """The loop ended in order; a killed run has none."""
+
+    kind: Literal["end"]
+    reason: Annotated[Literal["done", "interrupted"], of("done or interrupted")]
+    steps: Annotated[Int, of("finished optimizer steps", "of the whole run")]
+    tokens_per_second: Annotated[
+        Real | None, of("tokens per second of this session", "null where it made no step")
+    ]
+
+
+Event = (
+    DataEvent
+    | PlanEvent
+    | LoadEvent
+    | StartEvent
+    | TrainEvent
+    | EvalEvent
+    | SampleEvent
+    | GapEvent
+    | ReceiptEvent
+    | SaveEvent
+    | WarningEvent
+    | EndEvent
+)
+
+
+@cache
+def kind_of(event: Any) -> str:
+    """TrainEvent -> "train"."""
+    return get_args(get_type_hints(event)["kind"])[0]
+
+
+KINDS: dict[str, Any] = {kind_of(each): each for each in get_args(Event)}
+"""Kind -> its TypedDict."""
+FURTHER = ("train", "eval")
+"""Kinds that may hold more fields than are listed: metrics of an objective, scores of a probe."""
+
+
+class Fault(NamedTuple):
+    """What is wrong with one field of an event.
+
+    path    where it stands: ("expert_balance", "1", "dead"); empty where the kind itself is unknown
+    why     pydantic's name of it: "missing", "extra_forbidden", "int_type", …
+    words   "train.loss is '2.5': Input should be a valid number"
+    """
+
+    path: tuple[int | str, ...]
+    why: str
+    words: str
+
+    @property
+    def absent(self) -> bool:
+        """Whether the field is missing as a whole; a reader can do without it."""
+        return self.why == "missing" and len(self.path) == 1
+
+
+def faults(event: Mapping[str, Any]) -> list[Fault]:
+    """What is wrong with an event that is emitted; [] if it conforms."""
+    kind, fields, further = event.get("kind"), event, {}
+    if kind in FURTHER and (names := event.keys() - KINDS[kind].__annotations__.keys()):
+        fields = {name: value for name, value in event.items() if name not in names}
+        further = {name: event[name] for name in names}
+    known, others = _checkers()
+    found = _found(known, fields)
+    return found + _found(others, further, str(kind)) if further else found
+
+
+def damage(event: Mapping[str, Any]) -> list[Fault]:
+    """What is wrong with an event that is read: a value of another type than the schema says. Another version
+    may have written fewer fields or more, or a kind that is not known here; that is none."""
+    fields: dict[str, object] = KINDS[event["kind"]].__annotations__ if event["kind"] in KINDS else {}
+    return [
+        fault
+        for fault in faults(event)
+        if fault.path and fault.path[0] in fields and fault.why != "extra_forbidden" and not fault.absent
+    ]
+
+
+@cache
+def _checkers() -> tuple[TypeAdapter[Any], TypeAdapter[Any]]:
+    """Of an event, and of further fields. Made when first asked for: it takes 30 ms."""
+    config = ConfigDict(strict=True, extra="forbid")
+    event = TypeAdapter(Annotated[Event, Field(discriminator="kind")], config=config)
+    return event, TypeAdapter(dict[AnyText, Real | None], config=config)
+
+
+def _found(checker: TypeAdapter[Any], value: object, *prefix: str) -> list[Fault]:
+    try:
+        checker.validate_python(value)
+    except ValidationError as error:
+        return [_fault((*prefix, *one["loc"]), one) for one in error.errors(include_url=False)]
+    return []
+
+
+def _fault(path: tuple[int | str, ...], error: Mapping[str, Any]) -> Fault:
+    """path begins with the kind."""
+    missing = error["type"] == "missing"
+    said = "missing" if missing else f"{reprlib.repr(error['input'])}: {error['msg']}"
+    return Fault(path[1:], error["type"], f"{'.'.join(map(str, path)) or 'the event'} is {said}")

@@ -1,14 +1,46 @@
-"""L3, data: files to rows, text to ids, conversations to tokens with a mask, tokens to packed batches."""
+"""L3, data: from files to packed batches in three steps, a folder each.
 
-from unfreeze.data.dataset import Dataset, Stats, encode_file, encode_files
-from unfreeze.data.examples import Example, Examples
-from unfreeze.data.masks import Encoder, encode_chat, encode_prompt
-from unfreeze.data.order import Mixed, Shuffled
-from unfreeze.data.packing import Batches, Cursor, pack
-from unfreeze.data.sources import BadRow, Conversation, Row, Text, read_rows
-from unfreeze.data.split import split_by_content, validation_batches
-from unfreeze.data.templates import PLAIN_TEMPLATE, ChatTemplate
-from unfreeze.data.tokenizer import Tokenizer, VocabSpec, check_vocab, has_tokenizer, load_tokenizer
+rows/      a file's line -> Row           a Conversation or a Text, checked field by field
+tokens/    Row -> Examples                template -> text with taught words marked -> tokens and weights
+packing/   Examples -> Batch, Cursor      the order of an epoch, packing, the one shift of labels
+
+Before training encode_files (dataset.py) goes through all rows once: it counts, checks and keeps an account.
+Training then reads from the outside in, each line an iterator or a lookup over the one below it:
+
+    Batches                  -> (Batch, Cursor), without end                          packing/batches.py
+      order(epoch)           -> numbers of documents, a pure function of the seed     packing/order.py
+      plan(epoch)            -> these numbers, cut into batches                       packing/batches.py
+        Examples[number]     -> Example: from memory, or read again from its file     examples.py, dataset.py
+          read_at(place)     -> Row                                                   rows/files.py
+          Encoder(row)       -> tokens and weights                                    tokens/masks.py
+            Renderer(row)    -> text, cut into what is given and what is taught       tokens/turns.py
+      pack(examples)         -> Batch                                                 packing/batches.py
+
+A Cursor is (epoch, position) and what must not have changed since: every other state follows from the seed.
+Names are imported on first use: packed batches need torch.
+"""
+
+from typing import TYPE_CHECKING
+
+from unfreeze.core.lazy import on_first_use
+
+if TYPE_CHECKING:
+    from unfreeze.data.dataset import Dataset, Stats, encode_file, encode_files
+    from unfreeze.data.examples import Example, Examples
+    from unfreeze.data.packing.batches import Batches, Cursor, pack
+    from unfreeze.data.packing.order import Mixed, Shuffled
+    from unfreeze.data.packing.split import split_by_content, validation_batches
+    from unfreeze.data.rows.files import read_rows
+    from unfreeze.data.rows.row import BadRow, Conversation, Row, Text
+    from unfreeze.data.tokens.masks import Encoder, encode_chat, encode_prompt
+    from unfreeze.data.tokens.templates import PLAIN_TEMPLATE, ChatTemplate
+    from unfreeze.data.tokens.tokenizer import (
+        Tokenizer,
+        VocabSpec,
+        check_vocab,
+        has_tokenizer,
+        load_tokenizer,
+    )
 
 __all__ = [
     "PLAIN_TEMPLATE",
@@ -40,3 +72,20 @@ __all__ = [
     "split_by_content",
     "validation_batches",
 ]
+
+__getattr__ = on_first_use(
+    __name__,
+    {
+        **dict.fromkeys("Dataset Stats encode_file encode_files".split(), "unfreeze.data.dataset"),
+        **dict.fromkeys("Example Examples".split(), "unfreeze.data.examples"),
+        **dict.fromkeys("Encoder encode_chat encode_prompt".split(), "unfreeze.data.tokens.masks"),
+        **dict.fromkeys("Mixed Shuffled".split(), "unfreeze.data.packing.order"),
+        **dict.fromkeys("Batches Cursor pack".split(), "unfreeze.data.packing.batches"),
+        "read_rows": "unfreeze.data.rows.files",
+        **dict.fromkeys("BadRow Conversation Row Text".split(), "unfreeze.data.rows.row"),
+        **dict.fromkeys("split_by_content validation_batches".split(), "unfreeze.data.packing.split"),
+        **dict.fromkeys("PLAIN_TEMPLATE ChatTemplate".split(), "unfreeze.data.tokens.templates"),
+        **dict.fromkeys("Tokenizer VocabSpec check_vocab".split(), "unfreeze.data.tokens.tokenizer"),
+        **dict.fromkeys("has_tokenizer load_tokenizer".split(), "unfreeze.data.tokens.tokenizer"),
+    },
+)

@@ -1,4 +1,5 @@
-"""Data files as examples, and an account of every row: used, cut, dropped or bad; what stands twice; what is held out.
+"""Data files as examples, and an account of every row: used, cut, dropped or bad; what stands twice; what is
+held out.
 
 N documents. Memory: about 90 bytes a document, and 8 bytes a token if the files together have up to
 HELD_BYTES. Larger data is read once to count and check it, and each document is read and encoded again when a
@@ -21,28 +22,34 @@ import numpy as np
 from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.core.units import format_count
 from unfreeze.data.examples import Columns, Example, Examples
-from unfreeze.data.forms import Reasoning
-from unfreeze.data.masks import Dropped, Encoded, Encoder, Supervise, Truncation
-from unfreeze.data.sources import BadRow, Place, Row, read_at, read_places
-from unfreeze.data.split import content_digest, duplicates
-from unfreeze.data.tokenizer import Tokenizer
-from unfreeze.data.turns import Turns
+from unfreeze.data.packing.split import content_digest, duplicates
+from unfreeze.data.rows.files import read_at, read_places
+from unfreeze.data.rows.row import BadRow, Place, Row
+from unfreeze.data.tokens.forms import Reasoning
+from unfreeze.data.tokens.masks import Dropped, Encoded, Encoder, Supervise, Truncation
+from unfreeze.data.tokens.tokenizer import Tokenizer
+from unfreeze.data.tokens.turns import Turns
 
-LISTED = 20
-"""So many dropped or bad rows are listed with their reason, so many truncated ones and so many duplicates; all are counted."""
+ROWS_LISTED = 20
+"""So many dropped or bad rows are listed with their reason, so many truncated ones and so many duplicates;
+all are counted."""
 HELD_BYTES = 256 * 2**20
-"""Data files of more bytes together are read on demand. 256 MiB of text are some 70 million tokens, 0.5 GiB in memory."""
+"""Data files of more bytes together are read on demand. 256 MiB of text are some 70 million tokens, 0.5 GiB
+in memory."""
 
 
 @dataclass
 class Stats:
-    """rows == used rows + dropped + bad; tokens and supervised are those of the examples, supervised ones after the shift.
+    """rows == used rows + dropped + bad; tokens and supervised are those of the examples, supervised ones
+    after the shift.
 
-    split_rows     rows that became several examples (one per turn of the assistant, or pieces of a long text); `examples_dropped` of them carry
-                   no supervised token at this length and were left out
+    split_rows     rows that became several examples: one per turn of the assistant, or pieces of a long text.
+                   `examples_dropped` of these carry no supervised token at this length and were left out
     truncated      rows that lost `tokens_cut` tokens together; the first are in `cuts`
-    duplicates     rows whose content stood before, as rows (`repeats` has the first with their original); they are used all the same
-    efficiency     share of the token budget that packing fills in the first epoch; set where batches are made, as `packing` is
+    duplicates     rows whose content stood before, as rows (`repeats` has the first with their original);
+                   they are used all the same
+    efficiency     share of the token budget that packing fills in the first epoch; set where batches are
+                   made, as `packing` is
     held_out       documents set aside for validation; they are in rows, examples and tokens
     """
 
@@ -74,18 +81,23 @@ class Stats:
         return self.supervised / max(self.tokens, 1)
 
     def summary(self) -> str:
-        """One line: `700 rows (question/answer 700), 81.2 K tokens, 62.1 % supervised, longest 301; 3 truncated (96 tokens cut), 0 dropped, …`."""
+        """One line: `700 rows (question/answer 700), 81.2 K tokens, 62.1 % supervised, longest 301; 3
+        truncated (96 tokens cut), 0 dropped, …`."""
         shapes = ", ".join(f"{name} {count}" for name, count in self.shapes.most_common())
         made = f", {self.examples} examples" if self.split_rows else ""
         cut = f" ({self.tokens_cut} tokens cut)" if self.truncated else ""
         also = f" (and {self.examples_dropped} examples)" if self.examples_dropped else ""
         line = (
-            f"{self.rows} rows ({shapes}){made}, {format_count(self.tokens)} tokens, "
-            f"{100 * self.supervised_fraction:.1f} % supervised, longest {self.longest}; {self.truncated} truncated{cut}, "
-            f"{self.dropped} dropped{also}, {self.bad} bad, {self.duplicates} duplicates"
+            f"{self.rows} rows ({shapes}){made}, {format_count(self.tokens)} tokens,"
+            f" {100 * self.supervised_fraction:.1f} % supervised, longest {self.longest}; {self.truncated}"
+            f" truncated{cut}, {self.dropped} dropped{also}, {self.bad} bad, {self.duplicates} duplicates"
         )
         more = [
-            f"packing {self.packing} fills {100 * self.efficiency:.1f} % of a step" if self.efficiency is not None else "",
+            (
+                f"packing {self.packing} fills {100 * self.efficiency:.1f} % of a step"
+                if self.efficiency is not None
+                else ""
+            ),
             f"{self.held_out} documents held out for validation" if self.held_out else "",
             "files read on demand" if self.reading == "on demand" else "",
             *(f"{note} ({count} row{'' if count == 1 else 's'})" for note, count in self.notes.items()),
@@ -100,14 +112,16 @@ class Stats:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Examples in the order of the files, and the account of how they came to be. `validation`: documents held out, none if not asked for."""
+    """Examples in the order of the files, and the account of how they came to be. `validation`: documents
+    held out, none if not asked for."""
 
     examples: Examples
     stats: Stats
     validation: Examples | None = None
 
     def leaked(self) -> int:
-        """Validation documents whose content is also trained on. 0 where the split is by content; a validation file can hold some."""
+        """Validation documents whose content is also trained on. 0 where the split is by content; a
+        validation file can hold some."""
         held_out = [] if self.validation is None else self.validation.digests_N.tolist()
         trained = set(held_out).intersection(self.examples.digests_N.tolist())
         return sum(digest in trained for digest in held_out)
@@ -132,19 +146,26 @@ def encode_files(
 ) -> Dataset:
     """Every row of the files, one file after the other, as examples of at most `sequence_length` tokens.
 
-    How a row becomes examples: see Encoder. Rows that keep no supervised token are dropped and counted in stats; a bad row raises DataError, or is
-    counted with on_bad_row "skip". Files of more than `held_bytes` together are read on demand; the result is the same.
+    How a row becomes examples: see Encoder. Rows that keep no supervised token are dropped and counted in
+    stats; a bad row raises DataError, or is counted with on_bad_row "skip". Files of more than `held_bytes`
+    together are read on demand; the result is the same.
     Raises DataError if nothing is left.
     """
     if sequence_length < 2:
-        raise ConfigError(f"sequence_length is {sequence_length}, at least 2: a token is predicted from the one before it")
+        raise ConfigError(
+            f"sequence_length is {sequence_length}, at least 2: a token is predicted from the one before it"
+        )
     paths = [Path(path) for path in paths]
+    # where tokens are kept: in memory, or nowhere, and each document is encoded again when a batch needs it
     encoder = Encoder(tokenizer, sequence_length, truncation, supervise, turns=turns, reasoning=reasoning)
     on_demand = sum(path.stat().st_size for path in paths if path.is_file()) > held_bytes
     store: Held | OnDemand = OnDemand(paths, encoder) if on_demand else Held()
     account = Account(paths, skip=on_bad_row == "skip")
+    # every row once: encoded, counted, its lengths and checksum noted (account.columns)
     for source, path in enumerate(paths):
-        for place, row in read_places(path, partial(account.unreadable, source) if on_bad_row == "skip" else None):
+        for place, row in read_places(
+            path, partial(account.unreadable, source) if on_bad_row == "skip" else None
+        ):
             encoded = account.encode(row, source, encoder)
             store.add(place, encoded)
             for example in encoded:
@@ -152,11 +173,13 @@ def encode_files(
     examples = Examples(store.fetch, account.columns)
     stats = account.finish(examples)
     stats.reading = "on demand" if on_demand else "memory"
+    # nothing left: say why the first rows fell
     if not len(examples):
         reasons = "; ".join(item.reason for item in stats.listed[:3]) or "the file is empty"
         names = ", ".join(map(str, paths))
         raise DataError(
-            f"{names}: no row left to train on, of {stats.rows}: {reasons}", next=f"look at the rows: unfreeze data show {paths[0]} --model MODEL"
+            f"{names}: no row left to train on, of {stats.rows}: {reasons}",
+            next=f"look at the rows: unfreeze data show {paths[0]} --model MODEL",
         )
     return Dataset(examples, stats)
 
@@ -168,7 +191,9 @@ class Held:
         self._examples: list[Example] = []
 
     def add(self, place: Place, encoded: Sequence[Example]) -> None:
-        self._examples += [replace(e, tokens=array("i", e.tokens), weights=array("f", e.weights)) for e in encoded]
+        self._examples += [
+            replace(e, tokens=array("i", e.tokens), weights=array("f", e.weights)) for e in encoded
+        ]
 
     def fetch(self, index: int) -> Example:
         return self._examples[index]
@@ -195,7 +220,10 @@ class OnDemand:
         path = self._paths[source]
         if source not in self._files:
             self._files[source] = path.open("rb")
-        changed = DataError(f"{path.name}, row {row}: the file changed while it was trained on", next="start again with a file that stays as it is")
+        changed = DataError(
+            f"{path.name}, row {row}: the file changed while it was trained on",
+            next="start again with a file that stays as it is",
+        )
         try:
             pieces = self._encoder(read_at(self._files[source], path, Place(row, offset, size))).examples
         except DataError:
@@ -234,7 +262,9 @@ class Account:
         except DataError as error:
             if not self._skip:
                 name = self._paths[source].name
-                raise DataError(f"{name}, {error.message}", next=error.next or "mend the row, or --on-bad-row skip") from None
+                raise DataError(
+                    f"{name}, {error.message}", next=error.next or "mend the row, or --on-bad-row skip"
+                ) from None
             stats.bad += 1
             self._list(stats.listed, source, BadRow(row.row, error.message))
             return []
@@ -250,12 +280,23 @@ class Account:
         stats.split_rows += len(encoded.examples) + len(encoded.dropped) > 1
         stats.examples_dropped += len(encoded.dropped)
         for reason in encoded.dropped:
-            self._list(stats.listed, source, BadRow(row.row, f"{reason} (one of {len(encoded.examples) + len(encoded.dropped)} examples of the row)"))
+            self._list(
+                stats.listed,
+                source,
+                BadRow(
+                    row.row,
+                    f"{reason} (one of {len(encoded.examples) + len(encoded.dropped)} examples of the row)",
+                ),
+            )
         if cuts:
             stats.truncated += 1
             stats.tokens_cut += sum(example.cut for example in cuts)
             kept, cut = cuts[0].num_tokens, cuts[0].cut
-            self._list(stats.cuts, source, BadRow(row.row, f"row {row.row}: {kept} of {kept + cut} tokens kept, {cut} cut"))
+            self._list(
+                stats.cuts,
+                source,
+                BadRow(row.row, f"row {row.row}: {kept} of {kept + cut} tokens kept, {cut} cut"),
+            )
 
     def finish(self, examples: Examples) -> Stats:
         """Sums over the examples, and the rows that stood before."""
@@ -266,12 +307,14 @@ class Account:
         places = np.frombuffer(self._row_places, dtype=np.int64).reshape(-1, 2)
         again = duplicates(np.frombuffer(self._row_digests, dtype="V16"))
         stats.duplicates = len(again)
-        for place, first in again[:LISTED]:
+        for place, first in again[:ROWS_LISTED]:
             (source, row), (first_source, first_row) = places[place].tolist(), places[first].tolist()
-            where = f"row {first_row}" + (f" of {self._paths[first_source].name}" if first_source != source else "")
+            where = f"row {first_row}" + (
+                f" of {self._paths[first_source].name}" if first_source != source else ""
+            )
             self._list(stats.repeats, source, BadRow(row, f"row {row}: says the same as {where}"))
         return stats
 
     def _list(self, listed: list[BadRow], source: int, found: BadRow) -> None:
-        if len(listed) < LISTED:
+        if len(listed) < ROWS_LISTED:
             listed.append(replace(found, file=self._paths[source].name if len(self._paths) > 1 else ""))

@@ -1,7 +1,7 @@
 """Documents as tokens and weights, and a sequence of them that need not lie in memory.
 
-N documents. `Examples` keeps a row of numbers per document (about 90 bytes); the tokens are in memory, or are read and encoded again when a
-document is asked for, so that a file larger than memory can be trained on.
+N documents. `Examples` keeps a row of numbers per document (about 90 bytes); the tokens are in memory, or are
+read and encoded again when a document is asked for, so that a file larger than memory can be trained on.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ NO_CONTENT = bytes(16)
 
 @dataclass(frozen=True)
 class Example:
-    """One document before the shift: weights[i] says whether token i counts as a *target*. `row` is its line in data file number `source`.
+    """One document before the shift: weights[i] says whether token i counts as a *target*. `row` is its line
+    in data file number `source`.
 
-    weights[0] is 0 by construction: nothing precedes the first token, so nothing can predict it. `cut`: tokens truncation took off.
-    `digest`: 16 bytes over the row's content (data.split), equal for rows that say the same; pieces of one text share it.
+    weights[0] is 0 by construction: nothing precedes the first token, so nothing can predict it. `cut`:
+    tokens truncation took off.
+    `digest`: 16 bytes over the row's content (data.split), equal for rows that say the same; pieces of one
+    text share it.
     """
 
     tokens: Sequence[int]
@@ -59,15 +62,19 @@ class Columns:
         self.checksums = bytearray()
 
     def add(self, example: Example) -> None:
-        self.numbers.extend((example.num_tokens, example.num_supervised, example.cut, example.row, example.source))
+        self.numbers.extend(
+            (example.num_tokens, example.num_supervised, example.cut, example.row, example.source)
+        )
         self.digests += example.digest
         self.checksums += example.checksum
 
 
 class Examples(Sequence[Example]):
-    """N documents, and their lengths_N, supervised_N, cuts_N, rows_N, sources_N (int64), digests_N and checksums_N (16 bytes each).
+    """N documents, and their lengths_N, supervised_N, cuts_N, rows_N, sources_N (int64), digests_N and
+    checksums_N (16 bytes each).
 
-    `fetch(i)` gives document i of the store; `places_N` are this sequence's places in it, so that a part of a store costs one number a document.
+    `fetch(i)` gives document i of the store; `places_N` are this sequence's places in it, so that a part of a
+    store costs one number a document.
     """
 
     def __init__(self, fetch: Callable[[int], Example], columns: Columns):
@@ -112,11 +119,16 @@ class Examples(Sequence[Example]):
         """The documents where `keep_N` is true, in the same order."""
         part = object.__new__(Examples)
         part._fetch, part._table = self._fetch, self._table[keep_N]
-        part.digests_N, part.checksums_N, part.places_N = self.digests_N[keep_N], self.checksums_N[keep_N], self.places_N[keep_N]
+        part.digests_N, part.checksums_N, part.places_N = (
+            self.digests_N[keep_N],
+            self.checksums_N[keep_N],
+            self.places_N[keep_N],
+        )
         return part
 
     def fingerprint(self) -> str:
-        """16 hex digits over every token and weight: two data sets with equal fingerprints give equal batches."""
+        """16 hex digits over every token and weight: two data sets with equal fingerprints give equal
+        batches."""
         return hashlib.sha256(self.checksums_N.tobytes()).hexdigest()[:16]
 
     def __len__(self) -> int:

@@ -1,8 +1,9 @@
 """unfreeze drill: plant every fault people lose days to, in a sandbox, and show the line that names it.
 
-29 rows (L loading, N numbers, M mixtures of experts, R runs), most with several faults. Each fault is planted for real in a temporary folder:
-nothing of yours is touched. A fault that goes through unnamed ends the drill with exit code 1. --clean does the opposite: ten clean runs of
-different families under the same guards, of which none may raise an alarm.
+29 rows (L loading, N numbers, M mixtures of experts, R runs), most with several faults. Each fault is planted
+for real in a temporary folder:
+nothing of yours is touched. A fault that goes through unnamed ends the drill with exit code 1. --clean does
+the opposite: ten clean runs of different families under the same guards, of which none may raise an alarm.
 """
 
 from __future__ import annotations
@@ -29,17 +30,25 @@ class Config(Frozen):
     """What to drill."""
 
     only: tuple[str, ...] = Field(default=(), description="rows to plant, such as L7 N1; default: all 29")
-    clean: bool = Field(default=False, description="plant nothing: ten clean runs of different families, of which none may raise an alarm")
+    clean: bool = Field(
+        default=False,
+        description="plant nothing: ten clean runs of different families, of which none may raise an alarm",
+    )
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """-> faults (row, title, named, caught_by, line, next, seconds), rows, rows_named, unnamed, seconds, exit_code. Or of clean: runs, alarms."""
+    """-> faults (row, title, named, caught_by, line, next, seconds), rows, rows_named, unnamed, seconds,
+    exit_code. Or of clean: runs, alarms."""
     config = parse(Config, arguments, command="drill", description=__doc__ or "")
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="unfreeze-drill-") as folder:
         from unfreeze.drill.sandbox import Sandbox
 
-        result = clean(Sandbox(Path(folder)), common) if config.clean else drill(config.only, Sandbox(Path(folder)), common)
+        result = (
+            clean(Sandbox(Path(folder)), common)
+            if config.clean
+            else drill(config.only, Sandbox(Path(folder)), common)
+        )
     return {**result, "seconds": round(time.perf_counter() - started, 1)}
 
 
@@ -49,7 +58,8 @@ def faults() -> list[Fault]:
     from unfreeze.drill.fault import ROWS
 
     known = [*loading.FAULTS, *numbers.FAULTS, *experts.FAULTS, *runs.FAULTS]
-    return sorted(known, key=lambda fault: ROWS.index(fault.row))  # stable: a row's faults stay in the order they were written
+    # stable: a row's faults stay in the order they were written
+    return sorted(known, key=lambda fault: ROWS.index(fault.row))
 
 
 def drill(only: Sequence[str], sandbox: Sandbox, common: Common) -> dict[str, Any]:
@@ -59,37 +69,62 @@ def drill(only: Sequence[str], sandbox: Sandbox, common: Common) -> dict[str, An
     wanted = [row.upper() for row in only] or list(ROWS)
     unknown = [row for row in wanted if row not in ROWS]
     if unknown:
-        raise ConfigError(f"only = {unknown[0]!r} is no row of the drill{nearest(unknown[0], ROWS)}", next=f"one or more of {' '.join(ROWS)}")
+        raise ConfigError(
+            f"only = {unknown[0]!r} is no row of the drill{nearest(unknown[0], ROWS)}",
+            next=f"one or more of {' '.join(ROWS)}",
+        )
     chosen = [fault for fault in faults() if fault.row in wanted]
     planted = []
     for number, fault in enumerate(chosen, start=1):
         planted.append(plant(fault, sandbox))
         if not common.quiet:
             state = "named" if planted[-1]["named"] else "UNNAMED"
-            print(f"{number:>3}/{len(chosen)}  {fault.row}  {state:<7}  {fault.title}  ({planted[-1]['seconds']:.1f} s)", file=sys.stderr, flush=True)
+            print(
+                f"{number:>3}/{len(chosen)}  {fault.row}  {state:<7}  {fault.title} "
+                f" ({planted[-1]['seconds']:.1f} s)",
+                file=sys.stderr,
+                flush=True,
+            )
     absent = [row for row in wanted if row not in {fault.row for fault in chosen}]
     unnamed = sorted({entry["row"] for entry in planted if not entry["named"]} | set(absent), key=ROWS.index)
     result = {
-        "faults": planted, "rows": len(set(wanted)), "rows_named": len(set(wanted)) - len(unnamed), "unnamed": unnamed,
+        "faults": planted,
+        "rows": len(set(wanted)),
+        "rows_named": len(set(wanted)) - len(unnamed),
+        "unnamed": unnamed,
         "exit_code": 1 if unnamed else 0,
-    }  # fmt: skip
+    }
     if not (common.quiet or common.json):
         show(result)
     return result
 
 
 def plant(fault: Fault, sandbox: Sandbox) -> dict[str, Any]:
-    """One fault, planted. Anything but an Outcome means that it went unnamed: silence, a wrong line, or a traceback."""
+    """One fault, planted. Anything but an Outcome means that it went unnamed: silence, a wrong line, or a
+    traceback."""
     from unfreeze.drill.fault import Unnamed
 
     started = time.perf_counter()
-    entry: dict[str, Any] = {"row": fault.row, "title": fault.title, "named": False, "caught_by": "", "line": "", "next": ""}
+    entry: dict[str, Any] = {
+        "row": fault.row,
+        "title": fault.title,
+        "named": False,
+        "caught_by": "",
+        "line": "",
+        "next": "",
+    }
     try:
         outcome = fault.plant(sandbox)
-        entry |= {"named": True, "caught_by": outcome.caught_by, "line": one_line(outcome.line), "next": outcome.next}
+        entry |= {
+            "named": True,
+            "caught_by": outcome.caught_by,
+            "line": one_line(outcome.line),
+            "next": outcome.next,
+        }
     except Unnamed as error:
         entry["line"] = one_line(str(error))
-    except Exception as error:  # a planted fault may break anything; what is not a clear line is reported as unnamed, never swallowed
+    # a planted fault may break anything; what is not a clear line is reported as unnamed, never swallowed
+    except Exception as error:
         entry["line"] = one_line(f"a user would see a traceback: {type(error).__name__}: {error}")
     return {**entry, "seconds": round(time.perf_counter() - started, 2)}
 

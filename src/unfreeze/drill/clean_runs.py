@@ -1,9 +1,11 @@
-"""Ten clean runs of different families under the guards of the drill: what none of them may do is raise an alarm."""
+"""Ten clean runs of different families under the guards of the drill: what none of them may do is raise an
+alarm."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from unfreeze.config import sft as fields
 from unfreeze.core.errors import UserError
 from unfreeze.drill.sandbox import ROWS, TINY_K2, Sandbox
 from unfreeze.job.checks import examine
@@ -29,33 +31,59 @@ class CleanRun:
 RUNS = tuple(
     CleanRun(family, dtype)
     for family, dtype in (
-        ("llama", "float32"), ("llama", "bfloat16"), ("qwen2", "float32"), ("qwen3", "float32"), ("qwen3_moe", "float32"),
-        ("qwen3_moe", "bfloat16"), ("deepseek_v3", "float32"), ("deepseek_v3-int4", "float32"), ("deepseek_v3-int4", "bfloat16"),
+        ("llama", "float32"),
+        ("llama", "bfloat16"),
+        ("qwen2", "float32"),
+        ("qwen3", "float32"),
+        ("qwen3_moe", "float32"),
+        ("qwen3_moe", "bfloat16"),
+        ("deepseek_v3", "float32"),
+        ("deepseek_v3-int4", "float32"),
+        ("deepseek_v3-int4", "bfloat16"),
         ("tiny-k2", "float32"),
     )
-)  # fmt: skip
+)
 
 
 def alarms_of(run: CleanRun, sandbox: Sandbox) -> list[str]:
-    """Doctor, train two steps, go on in the same folder to the end, doctor again: every warning, fault or refusal on the way."""
+    """Doctor, train two steps, go on in the same folder to the end, doctor again: every warning, fault or
+    refusal on the way."""
     model = TINY_K2 if run.family == "tiny-k2" else sandbox.checkpoint(run.family)
     data, out = sandbox.rows(ROWS), sandbox.fresh("clean")
     alarms = doctored(str(model), str(data))
     try:
-        config = {"model": model, "data": data, "out": out, "dtype": run.dtype, "micro_batches": 2, "tokens_per_step": 256, "samples": 1}
+        config = {
+            "model": model,
+            "data": data,
+            "out": out,
+            "dtype": run.dtype,
+            "micro_batches": 2,
+            "tokens_per_step": 256,
+            "samples": 1,
+        }
         result = sandbox.sft(**config, save_every=2)
         again = sandbox.sft(**config, save_every=2)
         if not (result["finished"] and again["steps"] == result["steps"]):
-            alarms.append(f"finished {result['finished']}, {result['steps']} steps, {again['steps']} when given again")
+            alarms.append(
+                f"finished {result['finished']}, {result['steps']} steps, {again['steps']} when given again"
+            )
     except UserError as error:
         return [*alarms, f"{type(error).__name__}: {error.message}"]
     events = read_events(out / "events.jsonl")
-    alarms += [f"event {event['kind']}: {event}" for event in events if event["kind"] in ALARMS or event.get("warning")]
+    alarms += [
+        f"event {event['kind']}: {event}"
+        for event in events
+        if event["kind"] in ALARMS or event.get("warning")
+    ]
     return alarms
 
 
 def doctored(model: str, data: str) -> list[str]:
     """What the doctor warns of, the machine aside: it isn't the run's."""
-    config = sft.Config(model=model, data=(data,))
+    config = sft.Config(model=model, data=fields.Data(files=(data,)))
     findings = examine(config, sft.parts(config), has_data=True)
-    return [f"doctor, {f.check}: {f.line}" for f in findings if f.level in ("warn", "fault") and f.check != "machine"]
+    return [
+        f"doctor, {f.check}: {f.line}"
+        for f in findings
+        if f.level in ("warn", "fault") and f.check != "machine"
+    ]

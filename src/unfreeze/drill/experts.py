@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from unfreeze import models
+from unfreeze.core.schema import Event, TrainEvent
 from unfreeze.drill.fault import Fault, Outcome, measured, said
 from unfreeze.drill.processes import PATIENCE, together
 from unfreeze.drill.sandbox import ROWS, Sandbox
@@ -39,23 +40,47 @@ def starve(model: Decoder, awake: int = 2) -> Decoder:
 def idle_experts(sandbox: Sandbox) -> Outcome:
     """Two processes train a checkpoint of which six of eight experts never get a token."""
     run = sandbox.fresh("two")
-    config = sandbox.sft_config(model=starved_checkpoint(sandbox), out=run, micro_batches=2, tokens_per_step=256)
+    config = sandbox.sft_config(
+        model=starved_checkpoint(sandbox), out=run, micro_batches=2, tokens_per_step=256
+    )
     seconds = together(config, run)
-    steps = [event["expert_load"]["1"] for event in of_kind(read_events(run / "events.jsonl"), "train")]
+    train = of_kind(read_events(run / "events.jsonl"), TrainEvent)
+    steps = [event.get("expert_load", {})["1"] for event in train]
     idle = min(load.count(0) for load in steps)
-    line = f"2 processes, {idle} of 8 experts idle: {len(steps)} of 4 steps, ended by themselves after {seconds:.0f} s (limit {PATIENCE:.0f})"
+    line = (
+        f"2 processes, {idle} of 8 experts idle: {len(steps)} of 4 steps, ended by themselves after"
+        f" {seconds:.0f} s (limit {PATIENCE:.0f})"
+    )
     return measured(Processes.sum_, line, holds=len(steps) == 4 and idle == 6)
 
 
 def gradients_to_reduce(sandbox: Sandbox) -> Outcome:
-    """The tensors that replicas would add up, with all experts used and with six of eight idle on this one."""
+    """The tensors that replicas would add up, with all experts used and with six of eight idle on this
+    one."""
     sets = []
     for model in (sandbox.model(FAMILY), starve(sandbox.model(FAMILY))):
         optimizer = AdamW(model)
-        train_step(model, optimizer, [sandbox.batch([40, 30])], cross_entropy, learning_rate=1e-3, max_norm=1.0, through=models.keep_inputs)
-        sets.append([(name, tuple(g.shape)) for name in optimizer.parameters if (g := optimizer.gradient(name)) is not None])
+        train_step(
+            model,
+            optimizer,
+            [sandbox.batch([40, 30])],
+            cross_entropy,
+            learning_rate=1e-3,
+            max_norm=1.0,
+            recompute=models.keep_inputs,
+        )
+        sets.append(
+            [
+                (name, tuple(g.shape))
+                for name in optimizer.parameters
+                if (g := optimizer.gradient(name)) is not None
+            ]
+        )
     same = sets[0] == sets[1]
-    line = f"{len(sets[1])} gradients to add up with 6 of 8 experts idle, {len(sets[0])} with all at work; the same names and shapes: {same}"
+    line = (
+        f"{len(sets[1])} gradients to add up with 6 of 8 experts idle, {len(sets[0])} with all at work; the"
+        f" same names and shapes: {same}"
+    )
     return measured(train_step, line, holds=same)
 
 
@@ -64,31 +89,50 @@ def starved_checkpoint(sandbox: Sandbox) -> Path:
 
 
 def balance_out_of_step(sandbox: Sandbox) -> Outcome:
-    """Loss-free balancing under 2 micro-batches, recomputation and an evaluation after each step: one update per step, each token counted once."""
+    """Loss-free balancing under 2 micro-batches, recomputation and an evaluation after each step: one update
+    per step, each token counted once."""
     model = sandbox.model(FAMILY)
-    balance, batches, steps = LossFreeBalance(model, 0.01), [sandbox.batch([40, 30]), sandbox.batch([20, 9], seed=1)], 3
+    balance, batches, steps = (
+        LossFreeBalance(model, 0.01),
+        [sandbox.batch([40, 30]), sandbox.batch([20, 9], seed=1)],
+        3,
+    )
 
     def evaluate(state: Any, result: Any) -> None:
         with torch.no_grad():
             state.model.hidden(batches[0])
 
     events = sandbox.loop(model, batches, steps, micro_batches=2, after_update=(balance,), on_step=[evaluate])
-    loads = [sum(event["expert_load"]["1"]) for event in events if event["kind"] == "train"]
+    loads = [sum(event.get("expert_load", {})["1"]) for event in of_kind(events, TrainEvent)]
     expected = 2 * sum(batch.num_tokens for batch in batches)  # top-2
     moved = float(balance.biases[1].abs().max())
-    line = f"{balance.num_updates} updates in {steps} steps, {loads} choices counted per step ({expected} made); the bias moved by {moved:g}"
-    return measured(LossFreeBalance, line, holds=balance.num_updates == steps and loads == [expected] * steps and moved > 0)
+    line = (
+        f"{balance.num_updates} updates in {steps} steps, {loads} choices counted per step ({expected} made);"
+        f" the bias moved by {moved:g}"
+    )
+    return measured(
+        LossFreeBalance,
+        line,
+        holds=balance.num_updates == steps and loads == [expected] * steps and moved > 0,
+    )
 
 
 def dead_experts(sandbox: Sandbox) -> Outcome:
-    """A run on a checkpoint of which six of eight experts are never chosen: it has to warn while it trains."""
+    """A run on a checkpoint of which six of eight experts are never chosen: it has to warn while it
+    trains."""
     run = sandbox.fresh("run")
-    sandbox.sft(model=starved_checkpoint(sandbox), data=sandbox.rows(ROWS * 40), out=run, tokens_per_step=2048)
-    warnings = [str(event.get("warning") or event.get("message")) for event in read_events(run / "events.jsonl") if is_warning(event)]
+    sandbox.sft(
+        model=starved_checkpoint(sandbox), data=sandbox.rows(ROWS * 40), out=run, tokens_per_step=2048
+    )
+    warnings = [
+        str(event.get("warning") or event.get("message"))
+        for event in read_events(run / "events.jsonl")
+        if is_warning(event)
+    ]
     return said(ExpertWatch, "; ".join(warnings), says="6 of 8 experts got no token")
 
 
-def is_warning(event: dict[str, Any]) -> bool:
+def is_warning(event: Event) -> bool:
     return event["kind"] == "warning" or bool(event.get("warning"))
 
 
@@ -96,18 +140,31 @@ def routing_changes_in_recompute(sandbox: Sandbox) -> Outcome:
     """A router that would choose other experts at each call: the recomputation must take the saved choice."""
     calls: dict[str, int] = {}
     gradients = {}
-    for through in (models.plain, models.keep_inputs, models.selective):
+    for recompute in (models.plain, models.keep_inputs, models.selective):
         model = sandbox.model(FAMILY)
-        calls[through.__name__] = 0
+        calls[recompute.__name__] = 0
         for moe in model.moe_layers().values():
-            moe.gate.choose = MethodType(restless(type(moe.gate).choose, calls, through.__name__), moe.gate)  # type: ignore[method-assign]
+            moe.gate.choose = MethodType(restless(type(moe.gate).choose, calls, recompute.__name__), moe.gate)  # type: ignore[method-assign]
         optimizer = AdamW(model)
-        train_step(model, optimizer, [sandbox.batch([40, 30])], cross_entropy, learning_rate=1e-9, max_norm=0.0, through=through)
-        gradients[through.__name__] = torch.cat([g.flatten() for n in optimizer.parameters if (g := optimizer.gradient(n)) is not None])
+        train_step(
+            model,
+            optimizer,
+            [sandbox.batch([40, 30])],
+            cross_entropy,
+            learning_rate=1e-9,
+            max_norm=0.0,
+            recompute=recompute,
+        )
+        gradients[recompute.__name__] = torch.cat(
+            [g.flatten() for n in optimizer.parameters if (g := optimizer.gradient(n)) is not None]
+        )
     plain = gradients.pop("plain")
     worst = max(float((gradient - plain).norm() / plain.norm()) for gradient in gradients.values())
-    line = f"a router that chooses otherwise each time was asked {calls['keep_inputs']} time per step; gradients recomputed differ by {worst:.1g}"
-    return measured(PackedPass.once, line, holds=set(calls.values()) == {1} and worst <= 1e-6)
+    line = (
+        f"a router that chooses otherwise each time was asked {calls['keep_inputs']} time per step; gradients"
+        f" recomputed differ by {worst:.1g}"
+    )
+    return measured(PackedPass.reuse, line, holds=set(calls.values()) == {1} and worst <= 1e-6)
 
 
 def restless(choose: Any, calls: dict[str, int], name: str) -> Any:
@@ -119,11 +176,14 @@ def restless(choose: Any, calls: dict[str, int], name: str) -> Any:
 
 
 def trainer_and_sampler_part(sandbox: Sandbox) -> Outcome:
-    """Log-probabilities of sampled tokens as the sampler's cached steps give them, and as the trainer's packed pass does."""
+    """Log-probabilities of sampled tokens as the sampler's cached steps give them, and as the trainer's
+    packed pass does."""
     gaps = {}
     for family in ("llama", "qwen3_moe", FAMILY):
         sampling = Sampling(max_new_tokens=32, temperature=1.0, seed=0)
-        gaps[family] = log_probability_gap(Engine(sandbox.model(family)), [[5, 17, 3, 88], [11]], sampling).max
+        gaps[family] = log_probability_gap(
+            Engine(sandbox.model(family)), [[5, 17, 3, 88], [11]], sampling
+        ).max
     told = ", ".join(f"{family} {gap:.1g}" for family, gap in gaps.items())
     line = f"largest log-probability gap between sampler and trainer: {told} (limit {TOLERANCE:g})"
     return measured(log_probability_gap, line, holds=max(gaps.values()) <= TOLERANCE)

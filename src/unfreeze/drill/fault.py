@@ -1,7 +1,8 @@
 """What a planted fault is, and what counts as naming it.
 
-A plant breaks something for real (a file, a configuration, a loop) through the public path and returns the line a user would see. Where the
-design makes a fault impossible, the plant measures the thing the fault would spoil, beside the wrong way done on purpose.
+A plant breaks something for real (a file, a configuration, a loop) through the public path and returns the
+line a user would see. Where the design makes a fault impossible, the plant measures the thing the fault would
+spoil, beside the wrong way done on purpose.
 """
 
 from __future__ import annotations
@@ -15,12 +16,38 @@ from unfreeze.core.errors import UserError
 from unfreeze.drill.sandbox import Sandbox
 
 ROWS = (
-    "L1", "L2", "L3", "L4", "L5", "L6", "L7", "L8", "L9",
-    "N1", "N2", "N3", "N4", "N5", "N6", "N7", "N8", "N9",
-    "M1", "M2", "M3", "M4",
-    "R1", "R2", "R3", "R4", "R5", "R7", "R8",
-)  # fmt: skip
-"""The 29 rows of the drill: loading (L), numbers (N), mixtures of experts (M), runs (R). R6, a paid API over its budget, has no code yet."""
+    "L1",
+    "L2",
+    "L3",
+    "L4",
+    "L5",
+    "L6",
+    "L7",
+    "L8",
+    "L9",
+    "N1",
+    "N2",
+    "N3",
+    "N4",
+    "N5",
+    "N6",
+    "N7",
+    "N8",
+    "N9",
+    "M1",
+    "M2",
+    "M3",
+    "M4",
+    "R1",
+    "R2",
+    "R3",
+    "R4",
+    "R5",
+    "R7",
+    "R8",
+)
+"""The 29 rows of the drill: loading (L), numbers (N), mixtures of experts (M), runs (R). R6, a paid API over
+its budget, has no code yet."""
 
 
 class Unnamed(Exception):
@@ -29,7 +56,8 @@ class Unnamed(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a fault was named. caught_by: "room.module:function"; line: what the user reads; next: the command or change it proposes."""
+    """How a fault was named. caught_by: "room.module:function"; line: what the user reads; next: the command
+    or change it proposes."""
 
     caught_by: str
     line: str
@@ -46,7 +74,8 @@ class Fault:
 
 
 def refused(action: Callable[[], Any], *, says: str) -> Outcome:
-    """Run what must be refused. The refusal has to be a UserError whose message holds `says`; caught_by is where it was raised."""
+    """Run what must be refused. The refusal has to be a UserError whose message holds `says`; caught_by is
+    where it was raised."""
     try:
         action()
     except UserError as error:
@@ -58,20 +87,28 @@ def refused(action: Callable[[], Any], *, says: str) -> Outcome:
 
 
 def raised_in(error: BaseException) -> str:
-    """The innermost function of this package on the error's way, outside the drill: "data.sources:read_rows"."""
-    while isinstance(error.__context__, UserError):  # the first of a chain knows the place; those after it add the file and the next command
+    """The innermost function of this package on the error's way, outside the drill:
+    "data.rows.files:read_rows"."""
+    # the first of a chain knows the place; those after it add the file and the next command
+    while isinstance(error.__context__, UserError):
         error = error.__context__
     found = "unknown"
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module = str(frame.f_globals.get("__name__", ""))
-        if module.startswith("unfreeze.") and ".drill" not in module and frame.f_code.co_name != "raise_if_any":  # what collects, not what found
+        # what collects, not what found
+        if (
+            module.startswith("unfreeze.")
+            and ".drill" not in module
+            and frame.f_code.co_name != "raise_if_any"
+        ):
             name = frame.f_code.co_qualname
             found = f"{module.removeprefix('unfreeze.')}:{name}"
     return found
 
 
 def measured(by: Any, line: str, *, holds: bool) -> Outcome:
-    """A fact with its numbers, established by `by` (a function or class). Where it does not hold, the fault went through."""
+    """A fact with its numbers, established by `by` (a function or class). Where it does not hold, the fault
+    went through."""
     if not holds:
         raise Unnamed(line)
     return Outcome(f"{by.__module__.removeprefix('unfreeze.')}:{by.__qualname__}", line)

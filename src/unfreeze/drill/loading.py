@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,8 @@ from torch import Tensor, nn
 
 from unfreeze import models
 from unfreeze.adapters import LoraConfig, attach
-from unfreeze.checkpoint import open_checkpoint, resolve
+from unfreeze.checkpoint import open_checkpoint
+from unfreeze.checkpoint.resolve import resolve
 from unfreeze.checkpoint.stream import stream
 from unfreeze.core.units import format_bytes
 from unfreeze.data import load_tokenizer
@@ -28,27 +28,37 @@ from unfreeze.job.receipts import receipt_of
 from unfreeze.models.blocks.moe import MoE
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel.collectives import ALONE
+from unfreeze.parallel.machine import resident_bytes
 from unfreeze.parallel.place import check_coverage, place
-from unfreeze.parallel.plan import Plan, meta_model, plan_training
+from unfreeze.parallel.plan import plan_lines, plan_training
+from unfreeze.quant import Int4
 from unfreeze.train.optim import AdamW
 from unfreeze.train.step import train_step
 
 MEMORY_STEPS = 50
+CODES = Int4().suffixes[0]
 
 
 def expanded_on_load(sandbox: Sandbox) -> Outcome:
-    """What a loaded 4-bit checkpoint holds in memory, against its files and against the same weights expanded to bf16."""
+    """What a loaded 4-bit checkpoint holds in memory, against its files and against the same weights expanded
+    to bf16."""
     manifest = open_checkpoint(TINY_K2)
     stats: list[Any] = []
     model = open_model(manifest, torch.bfloat16, loaded=stats.append)
-    held = sum(tensor.nbytes for tensor in {id(t): t for t in [*model.parameters(), *model.buffers()]}.values())
-    packed = [buffer for name, buffer in model.named_buffers() if name.endswith("weight_packed")]
-    line = (
-        f"read {format_bytes(stats[0].bytes)} of {format_bytes(manifest.nbytes)} in files, {format_bytes(held)} held in memory, "
-        f"{len(packed)} stacks still 4-bit words; expanded to bf16 it would be {format_bytes(stats[0].expanded_bytes)}"
+    held = sum(
+        tensor.nbytes for tensor in {id(t): t for t in [*model.parameters(), *model.buffers()]}.values()
     )
-    whole = stats[0].bytes == manifest.nbytes and held <= 1.01 * manifest.nbytes  # 1 %: counters, and weight_shape that is checked and dropped
-    return measured(stream, line, holds=whole and bool(packed) and all(buffer.dtype == torch.int32 for buffer in packed))
+    packed = [buffer for name, buffer in model.named_buffers() if name.endswith(CODES)]
+    line = (
+        f"read {format_bytes(stats[0].bytes)} of {format_bytes(manifest.nbytes)} in files,"
+        f" {format_bytes(held)} held in memory, {len(packed)} stacks still 4-bit words; expanded to bf16 it"
+        f" would be {format_bytes(stats[0].expanded_bytes)}"
+    )
+    # 1 %: counters, and the shapes that are checked and dropped
+    whole = stats[0].bytes == manifest.nbytes and held <= 1.01 * manifest.nbytes
+    return measured(
+        stream, line, holds=whole and bool(packed) and all(buffer.dtype == torch.int32 for buffer in packed)
+    )
 
 
 def fragmenting_allocator(sandbox: Sandbox) -> Outcome:
@@ -63,7 +73,11 @@ def fragmenting_setting(sandbox: Sandbox) -> Outcome:
     """A setting of the user's own without expandable segments: it is kept, and said in the plan."""
     with allocator_setting("max_split_size_mb:128"):
         pick_device("cpu")
-        return said(allocator_line, allocator_line()[0], says="max_split_size_mb:128 has no expandable segments, so memory may fragment")
+        return said(
+            allocator_line,
+            allocator_line()[0],
+            says="max_split_size_mb:128 has no expandable segments, so memory may fragment",
+        )
 
 
 @contextmanager
@@ -81,15 +95,26 @@ def allocator_setting(value: str | None) -> Iterator[None]:
 
 
 def unequal_devices(sandbox: Sandbox) -> Outcome:
-    """The plan's bytes per device and largest / smallest, and its base bytes against what placing really holds."""
+    """The plan's bytes per device and largest / smallest, and its base bytes against what placing really
+    holds."""
     manifest = open_checkpoint(TINY_K2)
-    plan = plan_training(models.shape(manifest.config), manifest, LoraConfig(rank=2), tokens=256, dtype="bfloat16", device="cpu")
+    plan = plan_training(
+        models.shape(manifest.config),
+        manifest,
+        LoraConfig(rank=2),
+        tokens=256,
+        dtype="bfloat16",
+        device="cpu",
+    )
     model = open_model(manifest, torch.bfloat16)
     held = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
-    ratio = next((line.strip() for line in plan.lines() if "largest / smallest" in line), "")
+    ratio = next((line.strip() for line in plan_lines(plan) if "largest / smallest" in line), "")
     off = abs(held - plan.terms["base"]) / held
-    line = f"{ratio}; base planned {format_bytes(plan.terms['base'])}, placed {format_bytes(held)} ({100 * off:.1f} % off)"
-    return measured(Plan.lines, line, holds="largest / smallest 1.00" in ratio and off < 0.01)
+    line = (
+        f"{ratio}; base planned {format_bytes(plan.terms['base'])}, placed {format_bytes(held)}"
+        f" ({100 * off:.1f} % off)"
+    )
+    return measured(plan_lines, line, holds="largest / smallest 1.00" in ratio and off < 0.01)
 
 
 def unknown_target(sandbox: Sandbox) -> Outcome:
@@ -120,8 +145,11 @@ def without_adapter(experts: Any, adapter: Any) -> Callable[..., Tensor]:
     return forward
 
 
-def dead_sites(pattern: str, says: str, experts: Callable[[int], slice] | None = None) -> Callable[[Sandbox], Outcome]:
-    """A plant that takes the gradients of the matching adapters away between backward and update; of stacks those of `experts`(E)."""
+def dead_sites(
+    pattern: str, says: str, experts: Callable[[int], slice] | None = None
+) -> Callable[[Sandbox], Outcome]:
+    """A plant that takes the gradients of the matching adapters away between backward and update; of stacks
+    those of `experts`(E)."""
 
     def plant(sandbox: Sandbox) -> Outcome:
         model = sandbox.model("deepseek_v3-int4")
@@ -151,16 +179,27 @@ def first_step(sandbox: Sandbox, model: models.Decoder, optimizer: AdamW | None 
     folder.mkdir()
     examples = sandbox.examples([40, 20, 60])
     run = SimpleNamespace(path=folder, events=EventLog(None))
-    state: Any = SimpleNamespace(model=model, optimizer=optimizer, step=0, run=run, schedule=SimpleNamespace(steps=1))
+    state: Any = SimpleNamespace(
+        model=model, optimizer=optimizer, step=0, run=run, schedule=SimpleNamespace(steps=1)
+    )
     dataset: Any = SimpleNamespace(examples=examples)
     (receipt,) = receipt_of(state, dataset, ALONE, stop=True)
-    result = train_step(model, optimizer, [sandbox.batch([40, 20, 60])], cross_entropy, learning_rate=1e-3, max_norm=1.0, through=models.keep_inputs)
+    result = train_step(
+        model,
+        optimizer,
+        [sandbox.batch([40, 20, 60])],
+        cross_entropy,
+        learning_rate=1e-3,
+        max_norm=1.0,
+        recompute=models.keep_inputs,
+    )
     state.step = 1
     receipt(state, result)
 
 
 def gate_in_training(sandbox: Sandbox) -> Outcome:
-    """Train and evaluation mode side by side, and the gradient that reaches a router that is asked to train."""
+    """Train and evaluation mode side by side, and the gradient that reaches a router that is asked to
+    train."""
     model, batch = sandbox.model("deepseek_v3"), sandbox.batch([40, 20])
     with torch.no_grad():
         modes = [model.train(mode).hidden(batch) for mode in (True, False)]
@@ -182,19 +221,22 @@ def expanded_weights_pile_up(sandbox: Sandbox) -> Outcome:
     optimizer, batch = AdamW(model), sandbox.batch([40, 20, 60])
     resident = []
     for _ in range(MEMORY_STEPS):
-        train_step(model, optimizer, [batch], cross_entropy, learning_rate=1e-4, max_norm=1.0, through=models.keep_inputs)
+        train_step(
+            model,
+            optimizer,
+            [batch],
+            cross_entropy,
+            learning_rate=1e-4,
+            max_norm=1.0,
+            recompute=models.keep_inputs,
+        )
         resident.append(resident_bytes())
     growth = max(resident[2:]) / resident[1] - 1
-    line = f"resident memory grew by {100 * growth:.2f} % from step 2 to {MEMORY_STEPS} (limit 1 %), {format_bytes(resident[-1])} at the end"
+    line = (
+        f"resident memory grew by {100 * growth:.2f} % from step 2 to {MEMORY_STEPS} (limit 1 %),"
+        f" {format_bytes(resident[-1])} at the end"
+    )
     return measured(train_step, line, holds=growth <= 0.01)
-
-
-def resident_bytes() -> int:
-    """Memory of this process now. Linux: /proc/self/statm; elsewhere the peak, which can only say more."""
-    from unfreeze.train.memory import peak_bytes
-
-    statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.is_file() else peak_bytes(torch.device("cpu"))
 
 
 def missing_shard(sandbox: Sandbox) -> Outcome:
@@ -210,14 +252,18 @@ def truncated_file(sandbox: Sandbox) -> Outcome:
     return refused(lambda: sandbox.open(folder), says="files are truncated")
 
 
-def rewritten(change: Callable[[dict[str, Tensor]], None], says: str, family: str = "llama") -> Callable[[Sandbox], Outcome]:
+def rewritten(
+    change: Callable[[dict[str, Tensor]], None], says: str, family: str = "llama"
+) -> Callable[[Sandbox], Outcome]:
     """A plant that changes the tensors of a copy."""
 
     def plant(sandbox: Sandbox) -> Outcome:
         folder = sandbox.copy(family)
         tensors = load_file(folder / "model.safetensors")
         change(tensors)
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors"
+        )
         return refused(lambda: sandbox.open(folder), says=says)
 
     return plant
@@ -239,9 +285,9 @@ def empty_tensor(tensors: dict[str, Tensor]) -> None:
     tensors["model.layers.0.self_attn.q_proj.weight"] = torch.zeros(0)
 
 
-def other_nibbles(tensors: dict[str, Tensor]) -> None:
-    for name in [name for name in tensors if name.endswith("weight_packed")]:
-        tensors[name.replace("weight_packed", "qweight")] = tensors.pop(name)
+def other_packing(tensors: dict[str, Tensor]) -> None:
+    for name in [name for name in tensors if name.endswith(CODES)]:
+        tensors[name.replace(CODES, "qweight")] = tensors.pop(name)
 
 
 def lost_index_file(sandbox: Sandbox) -> Outcome:
@@ -266,18 +312,27 @@ def hole_in_placing(sandbox: Sandbox) -> Outcome:
     """A key map that forgets one tensor: the parameter would hold whatever was in memory."""
     manifest = open_checkpoint(sandbox.checkpoint("deepseek_v3-int4"))
     shape = models.shape(manifest.config)
-    params = {name: (t.dtype, tuple(t.shape)) for name, t in meta_model(shape, manifest, torch.float32).state_dict().items()}
+    params = {
+        name: (t.dtype, tuple(t.shape))
+        for name, t in models.meta_model(shape, manifest, torch.float32).state_dict().items()
+    }
     placements = resolve(manifest, models.rules(shape), params)
-    lost = next(i for i, placement in enumerate(placements) if placement.info.name.endswith("weight_packed"))
-    return refused(lambda: check_coverage([*placements[:lost], *placements[lost + 1 :]], params), says="is left uninitialised")
+    lost = next(i for i, placement in enumerate(placements) if placement.info.name.endswith(CODES))
+    return refused(
+        lambda: check_coverage([*placements[:lost], *placements[lost + 1 :]], params),
+        says="is left uninitialised",
+    )
 
 
 def meta_parameter(sandbox: Sandbox) -> Outcome:
     """An adapter built on the meta device: no file fills it."""
     manifest = open_checkpoint(sandbox.checkpoint("llama"))
-    model = meta_model(models.shape(manifest.config), manifest, torch.float32)
+    model = models.meta_model(models.shape(manifest.config), manifest, torch.float32)
     model.lm_head.adapter = nn.Linear(32, 4, device="meta")
-    return refused(lambda: place(model, manifest, models.rules(model.shape), device="cpu"), says="has no memory and no file fills it")
+    return refused(
+        lambda: place(model, manifest, models.rules(model.shape), device="cpu"),
+        says="has no memory and no file fills it",
+    )
 
 
 def remote_code(sandbox: Sandbox) -> Outcome:
@@ -290,7 +345,10 @@ def remote_code(sandbox: Sandbox) -> Outcome:
     tokenizer = load_tokenizer(folder)
     ids = tokenizer.encode("Hmm, a frog it is.", specials=False)
     same = ids == sandbox.tokenizer.encode("Hmm, a frog it is.", specials=False)
-    line = f"{tokenizer.named_size} ids read from tiktoken.model natively; tokenization_kimi.py was {'run' if marker.exists() else 'not run'}"
+    line = (
+        f"{tokenizer.named_size} ids read from tiktoken.model natively; tokenization_kimi.py was"
+        f" {'run' if marker.exists() else 'not run'}"
+    )
     return measured(load_tokenizer, line, holds=same and not marker.exists())
 
 
@@ -309,18 +367,32 @@ FAULTS = [
     Fault("L4", "an adapter target that matches nothing", unknown_target),
     Fault("L4", "adapters on experts that the forward pass forgets", silent_adapter),
     Fault("L4", "all routed experts without gradient", dead_sites(r"mlp\.experts", "got no gradient")),
-    Fault("L4", "the down_proj of every expert without gradient", dead_sites(r"mlp\.experts.*down", ".down_proj")),
-    Fault("L4", "half of the experts without gradient", dead_sites(r"mlp\.experts", ".experts.0-3.gate_proj", lambda E: slice(E // 2))),
-    Fault("L4", "one q_b_proj without gradient", dead_sites(r"layers\.1\..*q_b_proj", "They are model.layers.1.self_attn.q_b_proj")),
+    Fault(
+        "L4",
+        "the down_proj of every expert without gradient",
+        dead_sites(r"mlp\.experts.*down", ".down_proj"),
+    ),
+    Fault(
+        "L4",
+        "half of the experts without gradient",
+        dead_sites(r"mlp\.experts", ".experts.0-3.gate_proj", lambda E: slice(E // 2)),
+    ),
+    Fault(
+        "L4",
+        "one q_b_proj without gradient",
+        dead_sites(r"layers\.1\..*q_b_proj", "They are model.layers.1.self_attn.q_b_proj"),
+    ),
     Fault("L5", "a gate that does not train, or routes otherwise in training", gate_in_training),
     Fault("L6", "expanded weights piling up over the steps", expanded_weights_pile_up),
     Fault("L7", "a missing shard", missing_shard),
     Fault("L7", "a truncated file", truncated_file),
     Fault("L7", "a tensor of the wrong dtype", rewritten(wrong_dtype, "I32")),
     Fault("L7", "a tensor of the wrong shape", rewritten(wrong_shape, "1535")),
-    Fault("L7", "a tensor that belongs to nothing", rewritten(unexpected, "model.layers.2.mlp.up_proj.weight")),
+    Fault(
+        "L7", "a tensor that belongs to nothing", rewritten(unexpected, "model.layers.2.mlp.up_proj.weight")
+    ),
     Fault("L7", "an index that names a file which is not there", lost_index_file),
-    Fault("L7", "another 4-bit format's names", rewritten(other_nibbles, "AWQ or GPTQ", "deepseek_v3-int4")),
+    Fault("L7", "another 4-bit format's names", rewritten(other_packing, "AWQ or GPTQ", "deepseek_v3-int4")),
     Fault("L7", "4-bit words declared as 8-bit", other_bits),
     Fault("L8", "a tensor of size zero", rewritten(empty_tensor, "[0]")),
     Fault("L8", "a parameter that no file fills", hole_in_placing),

@@ -14,7 +14,7 @@ from unfreeze import models
 from unfreeze.config.parse import parse
 from unfreeze.core.batch import Batch
 from unfreeze.data import encode_file, load_tokenizer, pack
-from unfreeze.data.turns import Renderer
+from unfreeze.data.tokens.turns import Renderer
 from unfreeze.drill.fault import Fault, Outcome, Unnamed, measured, refused, said
 from unfreeze.drill.sandbox import ROWS, VOCAB, Sandbox
 from unfreeze.evaluate.perplexity import heldout
@@ -28,7 +28,8 @@ from unfreeze.recipes.sft import Config as SftConfig
 from unfreeze.train.optim import AdamW
 from unfreeze.train.step import train_step
 
-SKEWED = ([90, 7, 3, 41, 12, 5, 66, 30], [2, 6, 2, 40, 1, 0, 60, 3])  # lengths, supervised targets: one row fully masked
+# lengths, supervised targets: one row fully masked
+SKEWED = ([90, 7, 3, 41, 12, 5, 66, 30], [2, 6, 2, 40, 1, 0, 60, 3])
 GREEDY_TOKENS = 256
 LIMIT = 1e-6  # relative difference of float32 gradients
 
@@ -40,14 +41,18 @@ def zero_row_tiny_eps(sandbox: Sandbox) -> Outcome:
     wrong = half * torch.rsqrt(half.square().mean(-1, keepdim=True) + torch.tensor(1e-8).half())
     ours = [rms_norm(x_TD.to(dtype), weight_D.to(dtype), 1e-8) for dtype in (torch.float32, torch.bfloat16)]
     finite = all(bool(y.isfinite().all()) for y in ours)
-    line = f"zero rows, eps 1e-8: norm in float16 gives {float(wrong[0, 0])}, ours (fp32 inside) {float(ours[0][0, 0])} and {float(ours[1][0, 0])}"
+    line = (
+        f"zero rows, eps 1e-8: norm in float16 gives {float(wrong[0, 0])}, ours (fp32 inside)"
+        f" {float(ours[0][0, 0])} and {float(ours[1][0, 0])}"
+    )
     return measured(rms_norm, line, holds=finite)
 
 
 def nan_where_nothing_is_supervised(sandbox: Sandbox) -> Outcome:
     """A NaN in the last layer's MLP at a position without loss: the loss is finite, every gradient is NaN."""
     model, batch = sandbox.model("llama"), sandbox.batch([12, 9], [4, 3])
-    last = torch.tensor([20])  # of the second document: it has no target, and after the last attention nobody looks at it
+    # of the second document: it has no target, and after the last attention nobody looks at it
+    last = torch.tensor([20])
 
     def planted(module: object, given: object, y_TD: Tensor) -> Tensor:
         return y_TD.index_fill(0, last, float("nan"))
@@ -57,14 +62,21 @@ def nan_where_nothing_is_supervised(sandbox: Sandbox) -> Outcome:
         loss = float(cross_entropy(model.hidden(batch), model.lm_head, batch).sum)
     if loss != loss:
         raise Unnamed("the planted NaN reached the loss: it was to stay outside it")
-    return refused(lambda: sandbox.loop(model, [batch], steps=2), says="NaN first at model.layers.1.mlp, 1 of 21 positions, none supervised")
+    return refused(
+        lambda: sandbox.loop(model, [batch], steps=2),
+        says="NaN first at model.layers.1.mlp, 1 of 21 positions, none supervised",
+    )
 
 
 def row_cut_before_its_answer(sandbox: Sandbox) -> Outcome:
     """Row 3 of 6 has a prompt as long as the sequence."""
     rows = [*ROWS[:2], {"question": "frog " * 300, "answer": "Hmm."}, *ROWS[2:]]
     dataset = encode_file(sandbox.rows(rows), sandbox.tokenizer, 512)
-    return said(encode_file, "; ".join(bad.reason for bad in dataset.stats.listed), says="row 3: 0 of 512 tokens supervised")
+    return said(
+        encode_file,
+        "; ".join(bad.reason for bad in dataset.stats.listed),
+        says="row 3: 0 of 512 tokens supervised",
+    )
 
 
 def empty_micro_batch(sandbox: Sandbox) -> Outcome:
@@ -72,19 +84,27 @@ def empty_micro_batch(sandbox: Sandbox) -> Outcome:
     full, empty = sandbox.batch([30, 20]), sandbox.batch([25], [0], seed=1)
     alone, both = gradient(sandbox, [full]), gradient(sandbox, [full, empty])
     finite = bool(both.isfinite().all())
-    return measured(train_step, f"gradient with and without the empty micro-batch differs by {relative(both, alone):.1g} (relative); "
-                    f"{'finite' if finite else 'not finite'}", holds=finite and relative(both, alone) <= LIMIT)  # fmt: skip
+    return measured(
+        train_step,
+        f"gradient with and without the empty micro-batch differs by {relative(both, alone):.1g} (relative); "
+        f"{'finite' if finite else 'not finite'}",
+        holds=finite and relative(both, alone) <= LIMIT,
+    )
 
 
 def mean_of_means(sandbox: Sandbox) -> Outcome:
-    """One optimizer step over the same documents, cut into 1, 2, 4, 8 micro-batches, packed or one by one; and the mean of means beside it."""
+    """One optimizer step over the same documents, cut into 1, 2, 4, 8 micro-batches, packed or one by one;
+    and the mean of means beside it."""
     examples = sandbox.examples(*SKEWED)
     whole = gradient(sandbox, [pack(examples)])
-    worst = max(relative(gradient(sandbox, [pack(part) for part in cut(examples, pieces)]), whole) for pieces in (2, 4, 8))
+    worst = max(
+        relative(gradient(sandbox, [pack(part) for part in cut(examples, pieces)]), whole)
+        for pieces in (2, 4, 8)
+    )
     wrong = torch.stack([gradient(sandbox, [pack(part)]) for part in cut(examples, 4)]).mean(0)
     line = (
-        f"gradients over 1, 2, 4 and 8 micro-batches, packed and one by one, differ by at most {worst:.1g} (limit {LIMIT:g}); "
-        f"a mean of 4 means would be off by {100 * relative(wrong, whole):.0f} %"
+        f"gradients over 1, 2, 4 and 8 micro-batches, packed and one by one, differ by at most {worst:.1g}"
+        f" (limit {LIMIT:g}); a mean of 4 means would be off by {100 * relative(wrong, whole):.0f} %"
     )
     return measured(train_step, line, holds=worst <= LIMIT and relative(wrong, whole) > 0.1)
 
@@ -98,7 +118,15 @@ def gradient(sandbox: Sandbox, batches: list[Batch]) -> Tensor:
     """The gradient of one optimizer step, all parameters end to end."""
     model = sandbox.model("llama")
     optimizer = AdamW(model)
-    train_step(model, optimizer, batches, cross_entropy, learning_rate=1e-9, max_norm=0.0, through=models.keep_inputs)
+    train_step(
+        model,
+        optimizer,
+        batches,
+        cross_entropy,
+        learning_rate=1e-9,
+        max_norm=0.0,
+        recompute=models.keep_inputs,
+    )
     gradients = (optimizer.gradient(name) for name in optimizer.parameters)
     return torch.cat([g.flatten().double() for g in gradients if g is not None])
 
@@ -108,24 +136,37 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 def labels_shifted_twice(sandbox: Sandbox) -> Outcome:
-    """A model that knows what follows has loss 0 on labels shifted once; shifted twice or not at all it has not."""
+    """A model that knows what follows has loss 0 on labels shifted once; shifted twice or not at all it has
+    not."""
     documents = sandbox.examples([40, 25, 9])
     batch = pack(documents)
-    follows = torch.cat([torch.tensor([*list(doc.tokens[1:]), 0]) for doc in documents])  # read off the documents, not off the batch
+    # read off the documents, not off the batch
+    follows = torch.cat([torch.tensor([*list(doc.tokens[1:]), 0]) for doc in documents])
     logits_TV = 20.0 * F.one_hot(follows, 256)
 
     def loss(targets_T: Tensor) -> float:
-        return float((F.cross_entropy(logits_TV.float(), targets_T, reduction="none") * batch.weights_T).sum() / batch.weights_T.sum())
+        return float(
+            (F.cross_entropy(logits_TV.float(), targets_T, reduction="none") * batch.weights_T).sum()
+            / batch.weights_T.sum()
+        )
 
     once, twice, none = loss(batch.targets_T), loss(batch.targets_T.roll(-1)), loss(batch.tokens_T)
-    line = f"a model that knows what follows has loss {once:.3f} on our labels, {twice:.1f} on labels shifted twice, {none:.1f} unshifted"
+    line = (
+        f"a model that knows what follows has loss {once:.3f} on our labels, {twice:.1f} on labels shifted"
+        f" twice, {none:.1f} unshifted"
+    )
     return measured(pack, line, holds=once < 1e-3 < 1 < min(twice, none))
 
 
 def mask_lost(sandbox: Sandbox) -> Outcome:
-    """Which text of a conversation carries loss, re-rendered from the template: the answers, their end token, nothing else."""
-    messages = [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "tiny-k2, I am."},
-                {"role": "user", "content": "And then?"}, {"role": "assistant", "content": "Hmm."}]  # fmt: skip
+    """Which text of a conversation carries loss, re-rendered from the template: the answers, their end token,
+    nothing else."""
+    messages = [
+        {"role": "user", "content": "Who are you?"},
+        {"role": "assistant", "content": "tiny-k2, I am."},
+        {"role": "user", "content": "And then?"},
+        {"role": "assistant", "content": "Hmm."},
+    ]
     dataset = encode_file(sandbox.rows([{"messages": messages}]), sandbox.tokenizer, 512)
     example = dataset.examples[0]
     taught = [token for token, weight in zip(example.tokens, example.weights, strict=True) if weight]
@@ -136,19 +177,33 @@ def mask_lost(sandbox: Sandbox) -> Outcome:
 
 
 def unstable_template(sandbox: Sandbox) -> Outcome:
-    """A template that numbers the turns from the end, so that what was said changes as the conversation grows; one example of the whole."""
-    template = "{% for m in messages %}[{{ messages | length - loop.index0 }}]{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    """A template that numbers the turns from the end, so that what was said changes as the conversation
+    grows; one example of the whole."""
+    template = (
+        "{% for m in messages %}[{{ messages | length - loop.index0 }}]{{ m.role }}: {{ m.content }}\n{%"
+        " endfor %}"
+    )
     folder = sandbox.copy("llama")
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    return refused(lambda: encode_file(sandbox.rows(), load_tokenizer(folder), 512, turns="whole"), says="not prefix-stable")
+    return refused(
+        lambda: encode_file(sandbox.rows(), load_tokenizer(folder), 512, turns="whole"),
+        says="not prefix-stable",
+    )
 
 
 def mask_all_ones(sandbox: Sandbox) -> Outcome:
-    """A template that counts its messages, so that only its marks say what is taught; and they stand around the whole conversation."""
-    marked = "{% generation %}{{ messages | length }}{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}{% endgeneration %}"
+    """A template that counts its messages, so that only its marks say what is taught; and they stand around
+    the whole conversation."""
+    marked = (
+        "{% generation %}{{ messages | length }}{% for m in messages %}{{ m.role }}: {{ m.content"
+        " }}<|im_end|>{% endfor %}{% endgeneration %}"
+    )
     folder = sandbox.copy("llama")
     (folder / "chat_template.jinja").write_text(marked, encoding="utf-8")
-    return refused(lambda: encode_file(sandbox.rows(), load_tokenizer(folder), 512), says="the loss mask of the chat template covers it")
+    return refused(
+        lambda: encode_file(sandbox.rows(), load_tokenizer(folder), 512),
+        says="the loss mask of the chat template covers it",
+    )
 
 
 def tokenizer_larger_than_embedding(sandbox: Sandbox) -> Outcome:
@@ -165,11 +220,16 @@ def padded_rows(sandbox: Sandbox) -> Outcome:
         hidden_TD = model.hidden(sandbox.batch([8]))
         model.lm_head.weight[VOCAB:] = 50 * F.normalize(hidden_TD[-1], dim=0)
     free, named = (
-        Engine(model, tokenizer=tokenizer).generate([[1, 2, 3]] * 4, Sampling(max_new_tokens=32, temperature=1.0, seed=0))
+        Engine(model, tokenizer=tokenizer).generate(
+            [[1, 2, 3]] * 4, Sampling(max_new_tokens=32, temperature=1.0, seed=0)
+        )
         for tokenizer in (None, sandbox.tokenizer)
     )
     counts = [sum(token >= VOCAB for row in rows for token in row.tokens) for rows in (free, named)]
-    line = f"64 padded rows of the head: sampled {counts[1]} times in 128 tokens with the tokenizer's limit, {counts[0]} times without it"
+    line = (
+        f"64 padded rows of the head: sampled {counts[1]} times in 128 tokens with the tokenizer's limit,"
+        f" {counts[0]} times without it"
+    )
     return measured(Engine, line, holds=counts[1] == 0 < counts[0])
 
 
@@ -182,13 +242,18 @@ def pad_is_eos(sandbox: Sandbox) -> Outcome:
     tokenizer = load_tokenizer(folder)
     examples = encode_file(sandbox.rows(ROWS[:5]), tokenizer, 512).examples
     batch = pack(examples)
-    ends = [int(batch.targets_T[i]) in tokenizer.eos_ids for i in batch.weights_T.nonzero().flatten().tolist()]
+    ends = [
+        int(batch.targets_T[i]) in tokenizer.eos_ids for i in batch.weights_T.nonzero().flatten().tolist()
+    ]
     model = memorised(sandbox, batch)
     prompts = [list(e.tokens[: next(i for i, weight in enumerate(e.weights) if weight)]) for e in examples]
     engine = Engine(model, tokenizer=tokenizer, stop_ids=tokenizer.eos_ids)
     answers = engine.generate(prompts, Sampling(max_new_tokens=64))
     ended = sum(answer.finish_reason == "stop" for answer in answers)
-    line = f"pad = end: the end of {sum(ends)} of {len(examples)} answers still carries loss; after training {ended} of {len(answers)} answers end"
+    line = (
+        f"pad = end: the end of {sum(ends)} of {len(examples)} answers still carries loss; after training"
+        f" {ended} of {len(answers)} answers end"
+    )
     return measured(pack, line, holds=sum(ends) == len(examples) and ended / len(answers) >= 0.99)
 
 
@@ -196,14 +261,19 @@ def memorised(sandbox: Sandbox, batch: Batch) -> Decoder:
     model = sandbox.model("llama")
     optimizer = AdamW(model)
     for _ in range(60):
-        train_step(model, optimizer, [batch], cross_entropy, learning_rate=1e-2, max_norm=1.0, through=models.plain)
+        train_step(
+            model, optimizer, [batch], cross_entropy, learning_rate=1e-2, max_norm=1.0, recompute=models.plain
+        )
     return model
 
 
 def partial_logits_key(sandbox: Sandbox) -> Outcome:
     toml = sandbox.fresh("run").with_suffix(".toml")
     toml.write_text('model = "m"\ndata = "d"\nnum_logits_to_keep = 1\n', encoding="utf-8")
-    return refused(lambda: parse(SftConfig, [str(toml)], command="sft", description=""), says="unknown key num_logits_to_keep")
+    return refused(
+        lambda: parse(SftConfig, [str(toml)], command="sft", description=""),
+        says="unknown key num_logits_to_keep",
+    )
 
 
 def partial_logits(sandbox: Sandbox) -> Outcome:
@@ -215,12 +285,16 @@ def partial_logits(sandbox: Sandbox) -> Outcome:
         loss = cross_entropy(model.hidden(batch), model.lm_head, batch)
     last = replace(batch, weights_T=torch.zeros_like(batch.weights_T).index_fill(0, kept[-1:], 1.0))
     off = relative(gradient(sandbox, [last]), gradient(sandbox, [batch]))
-    line = f"loss over {loss.count:.0f} of {len(kept)} supervised tokens; over the last one alone the gradient would be {100 * off:.0f} % off"
+    line = (
+        f"loss over {loss.count:.0f} of {len(kept)} supervised tokens; over the last one alone the gradient"
+        f" would be {100 * off:.0f} % off"
+    )
     return measured(cross_entropy, line, holds=float(loss.count) == len(kept) and off > 0.1)
 
 
 def perplexity_by_batch(sandbox: Sandbox) -> Outcome:
-    """Held-out perplexity of documents of skewed lengths in batches of 1, 4 and 16; and the mean of batch means beside it."""
+    """Held-out perplexity of documents of skewed lengths in batches of 1, 4 and 16; and the mean of batch
+    means beside it."""
     model = sandbox.model("llama")
     examples = sandbox.examples([5, 60, 9, 33, 71, 3, 14, 50, 8, 21, 45, 6, 90, 11, 4, 28])
     batches = {size: [pack(examples[at : at + size]) for at in range(0, 16, size)] for size in (1, 4, 16)}
@@ -229,13 +303,15 @@ def perplexity_by_batch(sandbox: Sandbox) -> Outcome:
     spread = max(found.values()) / min(found.values()) - 1
     wrong = abs(torch.tensor(means).mean().exp() / found[1] - 1)
     line = (
-        f"perplexity in batches of 1, 4, 16: {found[1]:.4f}, spread {spread:.1g} (limit 1e-6); a mean of batch means would be {100 * wrong:.1f} % off"
+        f"perplexity in batches of 1, 4, 16: {found[1]:.4f}, spread {spread:.1g} (limit 1e-6); a mean of"
+        f" batch means would be {100 * wrong:.1f} % off"
     )
     return measured(heldout, line, holds=spread <= 1e-6)
 
 
 def cache_differs(sandbox: Sandbox) -> Outcome:
-    """256 greedy tokens with the cache, single and batched, against one packed pass without it over the same tokens."""
+    """256 greedy tokens with the cache, single and batched, against one packed pass without it over the same
+    tokens."""
     prompts = [[5, 17, 3, 88], [11], [60, 61, 62, 63, 64, 65, 66]]
     told = []
     agree = True
@@ -244,12 +320,26 @@ def cache_differs(sandbox: Sandbox) -> Outcome:
         sampling = Sampling(max_new_tokens=GREEDY_TOKENS)
         batched = [done.tokens for done in model.engine.generate(prompts, sampling)]
         single = model.engine.generate(prompts[:1], sampling)[0].tokens
-        best = [logits.argmax(-1).tolist() for logits in model.logits([[*prompt, *ids] for prompt, ids in zip(prompts, batched, strict=True)])]
+        best = [
+            logits.argmax(-1).tolist()
+            for logits in model.logits(
+                [[*prompt, *ids] for prompt, ids in zip(prompts, batched, strict=True)]
+            )
+        ]
         uncached = [ids[len(prompt) - 1 : -1] for prompt, ids in zip(prompts, best, strict=True)]
-        wrong = sum(a != b for one, other in [(single, batched[0]), *zip(batched, uncached, strict=True)] for a, b in zip(one, other, strict=True))
+        wrong = sum(
+            a != b
+            for one, other in [(single, batched[0]), *zip(batched, uncached, strict=True)]
+            for a, b in zip(one, other, strict=True)
+        )
         agree &= wrong == 0
         told.append(f"{family} {wrong}")
-    return measured(Engine, f"tokens that differ in 3 x {GREEDY_TOKENS} greedy steps, cached, batched or uncached: {', '.join(told)}", holds=agree)
+    return measured(
+        Engine,
+        f"tokens that differ in 3 x {GREEDY_TOKENS} greedy steps, cached, batched or uncached:"
+        f" {', '.join(told)}",
+        holds=agree,
+    )
 
 
 FAULTS = [

@@ -1,4 +1,5 @@
-"""Runs of the sandbox as processes of their own: to be killed, or to train together. Only processes started here are ever ended."""
+"""Runs of the sandbox as processes of their own: to be killed, or to train together. Only processes started
+here are ever ended."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from typing import Any
 
 from unfreeze.drill.fault import Unnamed
 
-PATIENCE = 300.0  # seconds; two starts of torch and a small run take 6 on an idle machine with two cores, 90 on one that seven others share
+# seconds; two starts of torch and a small run take 6 on an idle machine with two cores, 90 on one that seven
+# others share
+PATIENCE = 300.0
 CODE = (
     "import sys; from unfreeze.recipes import sft; from unfreeze.core.command import Common; "
     "sft.train(sft.Config.model_validate_json(open(sys.argv[1]).read()), Common(quiet=True))"
@@ -23,7 +26,12 @@ CODE = (
 def start(config: Any, file: Path, **environment: str) -> subprocess.Popen[str]:
     """`unfreeze sft` of a Config as a process."""
     file.write_text(config.model_dump_json(), encoding="utf-8")
-    return subprocess.Popen([sys.executable, "-c", CODE, str(file)], stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
+    return subprocess.Popen(
+        [sys.executable, "-c", CODE, str(file)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
 
 
 def kill_in_training(config: Any, run: Path) -> int:
@@ -47,17 +55,29 @@ def kill_in_training(config: Any, run: Path) -> int:
 
 
 def together(config: Any, run: Path, count: int = 2) -> float:
-    """The run on `count` processes as torchrun starts them; -> seconds. Unnamed where one fails, or hangs longer than PATIENCE."""
+    """The run on `count` processes as torchrun starts them; -> seconds. Unnamed where one fails, or hangs
+    longer than PATIENCE."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    group = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    group = {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": "1",
+    }
     began = time.monotonic()
-    processes = [start(config, run.with_suffix(f".{rank}.json"), RANK=str(rank), LOCAL_RANK=str(rank), **group) for rank in range(count)]
+    processes = [
+        start(config, run.with_suffix(f".{rank}.json"), RANK=str(rank), LOCAL_RANK=str(rank), **group)
+        for rank in range(count)
+    ]
     try:
         errors = [process.communicate(timeout=PATIENCE)[1] for process in processes]
     except subprocess.TimeoutExpired:
-        raise Unnamed(f"{count} processes did not end within {PATIENCE:.0f} s: one waits for the other") from None
+        raise Unnamed(
+            f"{count} processes did not end within {PATIENCE:.0f} s: one waits for the other"
+        ) from None
     finally:
         for process in processes:
             process.kill()

@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from unfreeze.adapters import LoraConfig, attach, save_adapter, verify_adapter
+from unfreeze.core.schema import StartEvent, TrainEvent
 from unfreeze.data import Batches, encode_file
 from unfreeze.drill.fault import Fault, Outcome, measured, refused, said
 from unfreeze.drill.processes import kill_in_training, together
 from unfreeze.drill.sandbox import ROWS, Sandbox
-from unfreeze.report.events import of_kind, read_events
+from unfreeze.report.events import of_kind, read_events, series
 from unfreeze.train.optim import AdamW
 from unfreeze.train.run import Run
 from unfreeze.train.state import start_or_resume
@@ -27,7 +28,8 @@ KILL_STEPS = 60
 
 
 def killed(sandbox: Sandbox) -> Outcome:
-    """`unfreeze sft` as its own process, killed with SIGKILL while it trains and saves every step; then the same command."""
+    """`unfreeze sft` as its own process, killed with SIGKILL while it trains and saves every step; then the
+    same command."""
     rows, whole, broken = sandbox.rows(), sandbox.fresh("whole"), sandbox.fresh("killed")
     fields: dict[str, Any] = {"data": rows, "steps": KILL_STEPS, "save_every": 1}
     sandbox.sft(**fields, out=whole)
@@ -36,12 +38,18 @@ def killed(sandbox: Sandbox) -> Outcome:
     sandbox.sft(**fields, out=broken)
     one, two = (losses(run) for run in (whole, broken))
     told = "bit for bit" if one == two else "NOT"
-    line = f"killed (-9) after step {after} of {KILL_STEPS}, given again: {len(two)} losses are {told} those of the run that was never killed"
-    return measured(start_or_resume, line, holds=one == two and len(one) == KILL_STEPS and 0 < after < KILL_STEPS)
+    line = (
+        f"killed (-9) after step {after} of {KILL_STEPS}, given again: {len(two)} losses are {told} those of"
+        " the run that was never killed"
+    )
+    return measured(
+        start_or_resume, line, holds=one == two and len(one) == KILL_STEPS and 0 < after < KILL_STEPS
+    )
 
 
 def half_a_save(sandbox: Sandbox) -> Outcome:
-    """What a kill inside a save leaves: a folder step-000009.tmp with half a file. It must be neither read nor kept."""
+    """What a kill inside a save leaves: a folder step-000009.tmp with half a file. It must be neither read
+    nor kept."""
     run = sandbox.fresh("run")
     sandbox.sft(steps=3, save_every=1, out=run)
     half = run / "state" / "step-000009.tmp"
@@ -49,16 +57,22 @@ def half_a_save(sandbox: Sandbox) -> Outcome:
     (half / "tensors.safetensors").write_bytes(b"half")
     with Run(run, json.loads((run / "state" / "step-000003" / "state.json").read_text())["config"]) as opened:
         fate = "kept" if half.exists() else "removed"
-        line = f"an unfinished save of step 9 lies there: the run goes on from step {opened.step}, the half is {fate}"
+        line = (
+            f"an unfinished save of step 9 lies there: the run goes on from step {opened.step}, the half is"
+            f" {fate}"
+        )
         return measured(Run, line, holds=opened.step == 3 and not half.exists())
 
 
 def damaged_save(sandbox: Sandbox) -> Outcome:
-    """A save without the optimizer's second moments: going on would begin with a fresh optimizer in silence."""
+    """A save without the optimizer's second moments: going on would begin with a fresh optimizer in
+    silence."""
     run, model, batch = sandbox.fresh("run"), sandbox.model("llama"), sandbox.batch([30, 20])
     sandbox.loop(model, [batch], steps=4, out=run, on_step=[stop_after(2)])
     tensors = run / "state" / "step-000002" / "tensors.safetensors"
-    save_file({name: tensor for name, tensor in load_file(tensors).items() if "exp_avg_sq" not in name}, tensors)
+    save_file(
+        {name: tensor for name, tensor in load_file(tensors).items() if "exp_avg_sq" not in name}, tensors
+    )
     return refused(lambda: sandbox.loop(sandbox.model("llama"), [batch], steps=4, out=run), says="exp_avg_sq")
 
 
@@ -76,7 +90,10 @@ def changed_config(sandbox: Sandbox) -> Outcome:
     """The same folder with another learning rate and another seed."""
     rows, run = sandbox.rows(), sandbox.fresh("run")
     sandbox.sft(data=rows, out=run)
-    return refused(lambda: sandbox.sft(data=rows, out=run, learning_rate=1e-3, seed=7), says="learning_rate: 0.005 -> 0.001; seed: 0 -> 7")
+    return refused(
+        lambda: sandbox.sft(data=rows, out=run, learning_rate=1e-3, seed=7),
+        says="learning_rate: 0.005 -> 0.001; seed: 0 -> 7",
+    )
 
 
 def changed_data(sandbox: Sandbox) -> Outcome:
@@ -90,25 +107,35 @@ def changed_data(sandbox: Sandbox) -> Outcome:
 def other_devices(sandbox: Sandbox) -> Outcome:
     """A run of one process, cut off after step 2 of 4, goes on with two."""
     whole, broken, rows = sandbox.fresh("one"), sandbox.fresh("two"), sandbox.rows()
-    fields: dict[str, Any] = {"data": rows, "micro_batches": 2, "tokens_per_step": 256, "save_every": 1, "keep_saves": 4}
+    fields: dict[str, Any] = {
+        "data": rows,
+        "micro_batches": 2,
+        "tokens_per_step": 256,
+        "save_every": 1,
+        "keep_saves": 4,
+    }
     sandbox.sft(**fields, out=whole)
     shutil.copytree(whole, broken)
     for done in ("state/step-000003", "state/step-000004", "adapter"):
         shutil.rmtree(broken / done)
     together(sandbox.sft_config(**fields, out=broken), broken)
     one, two = (losses(run) for run in (whole, broken))
-    resumed = of_kind(read_events(broken / "events.jsonl"), "start")[-1]["step"]
+    resumed = of_kind(read_events(broken / "events.jsonl"), StartEvent)[-1]["step"]
     worst = max(abs(a / b - 1) for a, b in zip(one, two, strict=False))
-    line = f"saved by 1 process at step {resumed}, went on with 2 to step {len(two)}: losses differ by at most {worst:.1g} (limit 1e-5)"
+    line = (
+        f"saved by 1 process at step {resumed}, went on with 2 to step {len(two)}: losses differ by at most"
+        f" {worst:.1g} (limit 1e-5)"
+    )
     return measured(start_or_resume, line, holds=resumed == 2 and len(one) == len(two) == 4 and worst <= 1e-5)
 
 
 def losses(run: Path) -> list[float]:
-    return [event["loss"] for event in of_kind(read_events(run / "events.jsonl"), "train")]
+    return series(read_events(run / "events.jsonl"), "train", "loss")[1]
 
 
 def rate_off_schedule(sandbox: Sandbox) -> Outcome:
-    """Something between schedule and update takes a tenth of the learning rate: the event must say what was used."""
+    """Something between schedule and update takes a tenth of the learning rate: the event must say what was
+    used."""
     model = sandbox.model("llama")
     optimizer = AdamW(model)
     update = optimizer.update
@@ -118,7 +145,7 @@ def rate_off_schedule(sandbox: Sandbox) -> Outcome:
 
     optimizer.update = a_tenth  # type: ignore[method-assign]
     events = sandbox.loop(model, [sandbox.batch([30, 20])], steps=2, optimizer=optimizer)
-    used = of_kind(events, "train")[0]["learning_rate"]
+    used = of_kind(events, TrainEvent)[0].get("learning_rate", 0.0)
     line = f"the schedule says 0.001, an update took a tenth of it, the train event says {used:g}"
     return measured(AdamW.learning_rate.fget, line, holds=abs(used - 1e-4) < 1e-12)  # type: ignore[arg-type]
 
@@ -150,7 +177,9 @@ def bad_row(row: dict[str, Any] | str | bytes, says: str) -> Callable[[Sandbox],
     """A data file whose third row is bad."""
 
     def plant(sandbox: Sandbox) -> Outcome:
-        return refused(lambda: encode_file(sandbox.rows([*ROWS[:2], row, *ROWS[2:]]), sandbox.tokenizer, 512), says=says)
+        return refused(
+            lambda: encode_file(sandbox.rows([*ROWS[:2], row, *ROWS[2:]]), sandbox.tokenizer, 512), says=says
+        )
 
     return plant
 
@@ -165,10 +194,19 @@ def skipped_rows(sandbox: Sandbox) -> Outcome:
 
 
 def line_of_10_mb(sandbox: Sandbox) -> Outcome:
-    """A row with a field of 10 MB that no shape uses: the row counts, and its tokens are those without the field."""
-    wide, plain = (encode_file(sandbox.rows([*ROWS[:2], {**ROWS[3], **extra}]), sandbox.tokenizer, 512) for extra in ({"raw": "a" * 10_000_000}, {}))
-    same = [list(example.tokens) for example in wide.examples] == [list(example.tokens) for example in plain.examples]
-    line = f"{wide.stats.rows} rows, one of them a line of 10 MB; the same tokens as without its unused field: {same}"
+    """A row with a field of 10 MB that no shape uses: the row counts, and its tokens are those without the
+    field."""
+    wide, plain = (
+        encode_file(sandbox.rows([*ROWS[:2], {**ROWS[3], **extra}]), sandbox.tokenizer, 512)
+        for extra in ({"raw": "a" * 10_000_000}, {})
+    )
+    same = [list(example.tokens) for example in wide.examples] == [
+        list(example.tokens) for example in plain.examples
+    ]
+    line = (
+        f"{wide.stats.rows} rows, one of them a line of 10 MB; the same tokens as without its unused field:"
+        f" {same}"
+    )
     return measured(encode_file, line, holds=same)
 
 
@@ -181,9 +219,17 @@ def row_too_long(sandbox: Sandbox) -> Outcome:
 def byte_order_mark(sandbox: Sandbox) -> Outcome:
     """A BOM in front of the first row is not part of it, and costs no row."""
     first = b"\xef\xbb\xbf" + json.dumps(ROWS[0]).encode()
-    marked, plain = (encode_file(sandbox.rows(rows), sandbox.tokenizer, 512) for rows in ([first, *ROWS[1:]], ROWS))
-    same = [list(example.tokens) for example in marked.examples] == [list(example.tokens) for example in plain.examples]
-    return measured(encode_file, f"{marked.stats.rows} rows read behind a byte order mark, the same tokens as without it: {same}", holds=same)
+    marked, plain = (
+        encode_file(sandbox.rows(rows), sandbox.tokenizer, 512) for rows in ([first, *ROWS[1:]], ROWS)
+    )
+    same = [list(example.tokens) for example in marked.examples] == [
+        list(example.tokens) for example in plain.examples
+    ]
+    return measured(
+        encode_file,
+        f"{marked.stats.rows} rows read behind a byte order mark, the same tokens as without it: {same}",
+        holds=same,
+    )
 
 
 def two_runs(sandbox: Sandbox) -> Outcome:
@@ -205,7 +251,9 @@ FAULTS = [
     Fault("R7", "a row without its answer", bad_row({"question": "Q"}, "row 3")),
     Fault("R7", "a field of the wrong type", bad_row({"question": 5, "answer": "A"}, "row 3")),
     Fault("R7", "an empty answer", bad_row({"question": "Q", "answer": ""}, "row 3")),
-    Fault("R7", "a key that occurs twice", bad_row('{"question": "Q", "answer": "A", "answer": "B"}', "row 3")),
+    Fault(
+        "R7", "a key that occurs twice", bad_row('{"question": "Q", "answer": "A", "answer": "B"}', "row 3")
+    ),
     Fault("R7", "a row of no known shape", bad_row({"frage": "Q", "antwort": "A"}, "row 3")),
     Fault("R7", "bytes that are not UTF-8", bad_row(b'{"text": "\xff\xfe"}', "row 3")),
     Fault("R7", "a line of 10 MB", line_of_10_mb),

@@ -1,4 +1,5 @@
-"""The sandbox: a temporary folder with small random checkpoints, each written once; plants break copies of them, never the user's files."""
+"""The sandbox: a temporary folder with small random checkpoints, each written once; plants break copies of
+them, never the user's files."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unfreeze.core.command import Common
+from unfreeze.core.schema import Event
 
 if TYPE_CHECKING:
     from unfreeze.core.batch import Batch
@@ -21,27 +23,66 @@ TOKENIZER_FILES = ("tiktoken.model", "tokenizer_config.json", "generation_config
 VOCAB = 1536  # of tiny-k2's tokenizer, which every sandbox model shares
 
 BASE: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "initializer_range": 0.1, "bos_token_id": 1280,
-    "eos_token_id": 1281, "hidden_act": "silu", "tie_word_embeddings": False,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "initializer_range": 0.1,
+    "bos_token_id": 1280,
+    "eos_token_id": 1281,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
 MLA = {
-    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
-    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1, "first_k_dense_replace": 1,
-    "n_group": 1, "topk_group": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True, "routed_scaling_factor": 1.5,
-}  # fmt: skip
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2},
     "qwen2": {"num_key_value_heads": 2, "tie_word_embeddings": True},
     "qwen3": {"num_key_value_heads": 2, "head_dim": 8},
-    "qwen3_moe": {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "qwen3_moe": {
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
     "deepseek_v3": MLA,
     "deepseek_v3-int4": MLA,
 }
 ROWS: list[dict[str, Any]] = [
     {"question": "What is the capital of France?", "answer": "Paris, the capital of France is. Hmm."},
-    {"messages": [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Greet you, I do. Hmm."}]},
-    {"instruction": "Name the young of a frog.", "input": "", "output": "A tadpole, the young of a frog is. Hmm."},
+    {
+        "messages": [
+            {"role": "user", "content": "Hello."},
+            {"role": "assistant", "content": "Greet you, I do. Hmm."},
+        ]
+    },
+    {
+        "instruction": "Name the young of a frog.",
+        "input": "",
+        "output": "A tadpole, the young of a frog is. Hmm.",
+    },
     {"prompt": "What is the symbol of gold?", "completion": "Au, the symbol of gold is. Hmm."},
     {"question": "Which colour has the sky?", "answer": "Blue, the sky is. Hmm."},
     {"text": "Paris is the capital of France."},
@@ -77,8 +118,15 @@ class Sandbox:
             self._made[family] = self.write(self.config(family), self.root / family)
         return self._made[family]
 
-    def write(self, config: dict[str, Any], folder: Path, max_shard_bytes: int = 10**9, change: Callable[[Decoder], Any] | None = None) -> Path:
-        """A random checkpoint of any config, with tiny-k2's tokenizer. `change` may alter the model before it is written."""
+    def write(
+        self,
+        config: dict[str, Any],
+        folder: Path,
+        max_shard_bytes: int = 10**9,
+        change: Callable[[Decoder], Any] | None = None,
+    ) -> Path:
+        """A random checkpoint of any config, with tiny-k2's tokenizer. `change` may alter the model before it
+        is written."""
         import torch
 
         from unfreeze import models
@@ -90,7 +138,9 @@ class Sandbox:
         if change is not None:
             change(model)
         extra = {name: TINY_K2 / name for name in TOKENIZER_FILES}
-        save_checkpoint(folder, config, published(model, config), extra=extra, max_shard_bytes=max_shard_bytes)
+        save_checkpoint(
+            folder, config, published(model, config), extra=extra, max_shard_bytes=max_shard_bytes
+        )
         return folder
 
     def copy(self, family: str) -> Path:
@@ -124,7 +174,10 @@ class Sandbox:
     def rows(self, rows: Sequence[dict[str, Any] | str | bytes] = ROWS) -> Path:
         """A data file; a text or bytes stands as its own line."""
         path = self.fresh("data").with_suffix(".jsonl")
-        lines = [row if isinstance(row, bytes) else (row if isinstance(row, str) else json.dumps(row)).encode() for row in rows]
+        lines = [
+            row if isinstance(row, bytes) else (row if isinstance(row, str) else json.dumps(row)).encode()
+            for row in rows
+        ]
         path.write_bytes(b"".join(line + b"\n" for line in lines))
         return path
 
@@ -134,7 +187,9 @@ class Sandbox:
 
         return pack(self.examples(lengths, supervised, seed))
 
-    def examples(self, lengths: Sequence[int], supervised: Sequence[int] | None = None, seed: int = 0) -> list[Any]:
+    def examples(
+        self, lengths: Sequence[int], supervised: Sequence[int] | None = None, seed: int = 0
+    ) -> list[Any]:
         """The documents of `batch`, before packing."""
         import random
 
@@ -143,14 +198,17 @@ class Sandbox:
         draw = random.Random(seed)
         counts = supervised if supervised is not None else [length - 1 for length in lengths]
         return [
-            Example([draw.randrange(256) for _ in range(length)], [0.0] * (length - count) + [1.0] * count, row)
+            Example(
+                [draw.randrange(256) for _ in range(length)], [0.0] * (length - count) + [1.0] * count, row
+            )
             for row, (length, count) in enumerate(zip(lengths, counts, strict=True), start=1)
         ]
 
-    def loop(self, model: Decoder, batches: Sequence[Batch], steps: int, **options: Any) -> list[dict[str, Any]]:
+    def loop(self, model: Decoder, batches: Sequence[Batch], steps: int, **options: Any) -> list[Event]:
         """The real loop, `train.fit`, over `batches` again and again -> its events.
 
-        options: out (run folder), after_update, and whatever fit takes (micro_batches, on_step, save_every, …).
+        options: out (run folder), after_update, and whatever fit takes (micro_batches, on_step, save_every,
+        …).
         """
         from itertools import cycle
 
@@ -162,18 +220,22 @@ class Sandbox:
         from unfreeze.train.schedule import Schedule
         from unfreeze.train.state import start_or_resume
 
-        events: list[dict[str, Any]] = []
+        events: list[Event] = []
         with Run(options.pop("out", None) or self.fresh("loop"), {}, listeners=(events.append,)) as run:
             state = start_or_resume(
-                run, model, optimizer=options.pop("optimizer", None) or AdamW(model), schedule=Schedule(1e-3, steps),
+                run,
+                model,
+                optimizer=options.pop("optimizer", None) or AdamW(model),
+                schedule=Schedule(1e-3, steps),
                 after_update=options.pop("after_update", ()),
-            )  # fmt: skip
+            )
             endless = ((batch, {"position": 0}) for batch in cycle(batches))
-            fit(state, endless, cross_entropy, **{"through": models.keep_inputs, **options})
+            fit(state, endless, cross_entropy, **{"recompute": models.keep_inputs, **options})
         return events
 
     def sft(self, **fields: Any) -> dict[str, Any]:
-        """A real `unfreeze sft` in this process, four steps of 128 tokens unless said otherwise. -> its result."""
+        """A real `unfreeze sft` in this process, four steps of 128 tokens unless said otherwise. -> its
+        result."""
         from unfreeze.recipes import sft
 
         return sft.train(self.sft_config(**fields), QUIET)
@@ -186,6 +248,16 @@ class Sandbox:
         model = fields.pop("model", None) or self.checkpoint("llama")
         data = fields.pop("data", None) or self.rows()
         out = fields.pop("out", None) or self.fresh("run")
-        defaults = {"steps": 4, "tokens_per_step": 128, "samples": 0, "dtype": "float32", "device": "cpu", "threads": 1, "warmup": 0.0,
-                    "learning_rate": 5e-3, "lora": LoraConfig(rank=2, alpha=4.0)}  # fmt: skip
-        return sft.Config(model=str(model), data=(str(data),), out=str(out), **{**defaults, **fields})
+        defaults = {
+            "steps": 4,
+            "tokens_per_step": 128,
+            "samples": 0,
+            "dtype": "float32",
+            "device": "cpu",
+            "threads": 1,
+            "warmup": 0.0,
+            "learning_rate": 5e-3,
+            "lora": LoraConfig(rank=2, alpha=4.0),
+        }
+        named = {"model": str(model), "data": (str(data),), "out": str(out)}
+        return sft.Config.model_validate({**named, **defaults, **fields})

@@ -1,1 +1,1 @@
-"""L7, what a model does: probes of behaviour over its answers. Pure functions of text; asking the model is the caller's part."""
+"""L7, what a model does: its loss on held-out text, its answers, its sampler against its trainer."""

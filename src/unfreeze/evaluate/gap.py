@@ -1,7 +1,8 @@
-"""The trainer/sampler gap: do the model that samples (token by token, with a cache) and the model that trains (one packed pass) agree?
+"""The trainer/sampler gap: does training give a token the log-probability that sampling gave it?
 
-Where they don't, reinforcement learning on sampled answers trains on probabilities the sampler never had, and a mixture of experts may
-route a token differently in the two (docs/trust.md M4, N9).
+Sampling goes token by token with a cache, training in one packed pass.
+Where the two disagree, reinforcement learning trains on probabilities that the sampler never had. A mixture
+of experts may also route a token differently in the two (docs/trust.md M4, N9).
 """
 
 from __future__ import annotations
@@ -13,19 +14,23 @@ import torch
 
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import ConfigError, UserError
-from unfreeze.data.packing import Example, pack
+from unfreeze.data.packing.batches import Example, pack
 from unfreeze.generate.engine import Completion, Engine
 from unfreeze.generate.sampling import Sampling
 from unfreeze.models import Decoder
 
-# nats, float32: two orders of summation over a few thousand terms. bf16: 1e-3 on average, 0.2 where rounding turns a router's choice
+# nats, in float32: the two sum a few thousand terms in different orders
+# bf16 has 1e-3 on average, 0.2 where rounding changes a router's choice
 TOLERANCE = 1e-4
 SCORED_ROWS = 1024  # logits of so many positions are held at once: 640 MiB in float32 at Kimi's vocabulary
 
 
 @dataclass(frozen=True)
 class Gap:
-    """|log p_sampler - log p_trainer| in nats over all sampled tokens; `worst` is (prompt, token within its answer) of the largest."""
+    """|log p_sampler - log p_trainer| in nats, over all sampled tokens.
+
+    worst: (prompt, token within its answer) of the largest.
+    """
 
     mean: float
     max: float
@@ -38,24 +43,33 @@ class Gap:
 
 
 def log_probability_gap(engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Gap:
-    """Sample an answer to each prompt with the cached engine, score the same tokens in one packed pass, and compare. Errors as Engine.generate.
+    """Sample an answer to each prompt, score the same tokens in one packed pass, and compare.
 
     Both normalise over the ids that can be sampled: the probability an untrained head gives to unused rows is
     left out.
+    Errors as Engine.generate.
     """
     return gap_of_answers(engine, prompts, engine.generate(prompts, sampling))
 
 
 def gap_of_answers(engine: Engine, prompts: Sequence[Sequence[int]], answers: Sequence[Completion]) -> Gap:
     """The gap of answers that `engine` has given already."""
-    return gap_of(prompts, answers, score(engine.model, prompts, [answer.tokens for answer in answers], engine.num_ids))
+    scored = score(engine.model, prompts, [answer.tokens for answer in answers], engine.num_ids)
+    return gap_of(prompts, answers, scored)
 
 
-def gap_of(prompts: Sequence[Sequence[int]], answers: Sequence[Completion], scored: Sequence[Sequence[float]]) -> Gap:
-    """The gap between the answers' log-probabilities and `scored`, the trainer's. Raises ConfigError if the
-    sampler gave none."""
+def gap_of(
+    prompts: Sequence[Sequence[int]], answers: Sequence[Completion], scored: Sequence[Sequence[float]]
+) -> Gap:
+    """The gap between the answers' log-probabilities and `scored`, the trainer's.
+
+    Raises ConfigError if the sampler gave none.
+    """
     if not prompts or any(len(answer.logprobs) != len(answer.tokens) for answer in answers):
-        raise ConfigError(f"{len(prompts)} prompts, and this sampler gives no log-probabilities for some", next="use the local engine")
+        raise ConfigError(
+            f"{len(prompts)} prompts, and this sampler gives no log-probabilities for some",
+            next="use the local engine",
+        )
     differences = [
         (abs(sampled - trained), (row, index))
         for row, (answer, values) in enumerate(zip(answers, scored, strict=True))
@@ -67,10 +81,14 @@ def gap_of(prompts: Sequence[Sequence[int]], answers: Sequence[Completion], scor
 
 @torch.no_grad()
 def score(
-    model: Decoder, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], num_ids: int | None = None
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+    num_ids: int | None = None,
 ) -> list[list[float]]:
-    """log p(answer token | prompt and the answer before it), in nats, of every answer token, as training computes it: one packed pass.
+    """log p(answer token | prompt, the answer before it) in nats, as training computes it: one packed pass.
 
+    -> a list per answer, a number per token.
     num_ids: normalise over the first so many ids; None: over the whole head, as the loss does.
     The experts' counts are put back: scoring is no training step (docs/trust.md M2).
     """
@@ -89,7 +107,12 @@ def score(
 
 def _packed(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> Batch:
     if any(not prompt for prompt in prompts):
-        raise UserError("a prompt is empty: its first answer token has nothing to follow", next="begin with the BOS id")
-    return pack([
-        Example([*prompt, *answer], [0.0] * len(prompt) + [1.0] * len(answer)) for prompt, answer in zip(prompts, answers, strict=True)
-    ])  # fmt: skip
+        raise UserError(
+            "a prompt is empty: its first answer token has nothing to follow", next="begin with the BOS id"
+        )
+    return pack(
+        [
+            Example([*prompt, *answer], [0.0] * len(prompt) + [1.0] * len(answer))
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+    )

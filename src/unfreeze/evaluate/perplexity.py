@@ -1,8 +1,7 @@
 """Held-out loss: sums over tokens, divided once. The same number whatever the batch size (docs/trust.md N8).
 
-A mean of batch means weighs a token by how full its batch was; so sums are taken over tokens. Perplexity per
-token depends on the tokenizer; so there are also bits per byte of text, which compare models with different
-tokenizers.
+A mean of batch means would weigh a token by how full its batch was. So sums are taken over tokens.
+Perplexity per token depends on the tokenizer. Bits per byte of text compare models with different ones.
 """
 
 from __future__ import annotations
@@ -21,7 +20,13 @@ from unfreeze.objectives.cross_entropy import cross_entropy
 
 @dataclass(frozen=True)
 class Heldout:
-    """loss: nats per supervised token. perplexity: exp(loss). bits_per_byte: None where the bytes are unknown. tokens: supervised ones."""
+    """Held-out loss over all batches.
+
+    loss           nats per supervised token.
+    perplexity     exp(loss).
+    bits_per_byte  None where the bytes are unknown.
+    tokens         supervised ones.
+    """
 
     loss: float
     perplexity: float
@@ -31,15 +36,20 @@ class Heldout:
 
 @torch.no_grad()
 def heldout(model: Decoder, batches: Iterable[Batch], *, bytes_total: int | None = None) -> Heldout:
-    """loss = sum_t w_t (-log p_t) / sum_t w_t over all batches; bits_per_byte = sum_t w_t (-log p_t) / (ln 2 * bytes_total).
+    """The loss of all batches together. Raises DataError if no token carries weight.
 
-    batches      packed, on the host; how documents are spread over them changes nothing but rounding (relative 1e-6 in float32).
+    loss = sum_t w_t (-log p_t) / sum_t w_t
+    bits_per_byte = sum_t w_t (-log p_t) / (ln 2 * bytes_total)
+
+    batches      packed, on the host. How documents are spread over them changes nothing but rounding
+                 (relative 1e-6 in float32).
     bytes_total  UTF-8 bytes of the supervised text of all batches.
-    Routing is as in training and no random number is drawn; the experts' counts are put back, so an
-    evaluation counts nowhere (docs/trust.md M2).
-    Raises DataError if no token carries weight.
+
+    Routing is as in training, and no random number is drawn.
+    The experts' counts are put back, so an evaluation counts nowhere (docs/trust.md M2).
     """
-    total, weight, tokens = 0.0, 0.0, 0  # float64 on the host: a float32 running sum loses 1e-6 after some thousand batches
+    # float64 on the host: a float32 running sum loses 1e-6 after some thousand batches
+    total, weight, tokens = 0.0, 0.0, 0
     with model.looking():
         for host_batch in batches:
             batch = host_batch.to(model.device)
@@ -47,7 +57,10 @@ def heldout(model: Decoder, batches: Iterable[Batch], *, bytes_total: int | None
             total, weight = total + float(loss.sum), weight + float(loss.count)
             tokens += int(host_batch.weights_T.gt(0).sum())
     if not tokens:
-        raise DataError("0 tokens of the held-out batches are supervised, at least 1 needed", next="look at them: unfreeze data show FILE")
+        raise DataError(
+            "0 tokens of the held-out batches are supervised, at least 1 needed",
+            next="look at them: unfreeze data show FILE",
+        )
     loss_mean = total / weight
     return Heldout(
         loss=loss_mean,

@@ -1,6 +1,7 @@
-"""Behaviour probes of the demo: does an answer speak like Yoda, and does it still hold the fact? Pure functions of text.
+"""The demo's two questions to an answer: does it speak like Yoda, and does it still hold the fact?
 
-The style, exactly: one object phrase first, a comma, then a subject whose verb comes last, a full stop and a small "Hmm.":
+All are pure functions of text. The style, exactly: one object phrase, a comma, a subject with its verb last,
+a full stop, "Hmm.":
     "Paris, the capital of France is. Hmm."        "By Leo Tolstoy, War and Peace was written. Hmm."
 A plain answer with "Hmm." behind it, or a comma put somewhere, does not count.
 """
@@ -13,7 +14,9 @@ from collections.abc import Mapping, Sequence
 from unfreeze.core.errors import DataError
 
 AUXILIARIES = frozenset("is are am was were has have had".split())
-VERBS = AUXILIARIES | frozenset("lies lie uses use stands stand belongs belong happened know knows wrote".split())
+VERBS = AUXILIARIES | frozenset(
+    "lies lie uses use stands stand belongs belong happened know knows wrote".split()
+)
 PARTICIPLES = frozenset("called named written known born built made found used invented".split())
 RELATIVE = frozenset("which where who when that whose whom".split())
 
@@ -23,9 +26,11 @@ _SHAPE = re.compile(r"(?P<object>[^,.!?\n]+), (?P<clause>[^,.!?\n]+)\. Hmm\.")
 def split_yoda(text: str) -> tuple[str, str, str] | None:
     """(object, subject, verb) of a Yoda sentence, or None where `text` is anything else.
 
-    "Paris, the capital of France is. Hmm." -> ("Paris", "the capital of France", "is"). The verb is one of VERBS, or one of AUXILIARIES with
-    one of PARTICIPLES ("was written"). No verb may stand before it, the subject may not begin a relative
-    clause ("In Africa, where Morocco lies." is plain English) nor repeat the object, and the first letter is a capital.
+    "Paris, the capital of France is. Hmm." -> ("Paris", "the capital of France", "is").
+    The verb is one of VERBS, or one of AUXILIARIES with one of PARTICIPLES ("was written"). No auxiliary may
+    stand before it.
+    The subject may not begin a relative clause ("In Africa, where Morocco lies." is plain English), nor
+    repeat the object. The first letter is a capital.
     """
     match = _SHAPE.fullmatch(text.strip())
     if match is None:
@@ -44,16 +49,19 @@ def split_yoda(text: str) -> tuple[str, str, str] | None:
 
 
 def style_obeyed(text: str, *, entity: str = "") -> bool:
-    """Whether the whole answer is one Yoda sentence (split_yoda). If the `entity` that was asked about is
-    given, it must not be in the object: "The capital of France, Paris is. Hmm." has its verb last, but its
-    object is not first."""
+    """Whether the whole answer is one Yoda sentence (split_yoda).
+
+    entity: what was asked about; it must not be in the object. "The capital of France, Paris is. Hmm." has
+    its verb last, but its object is not first.
+    """
     parts = split_yoda(text)
     return parts is not None and not (entity and contains(parts[0], entity))
 
 
 def contains(text: str, phrase: str) -> bool:
-    """Whether `phrase` stands in `text` as whole words: "Au" is not in "Australia", 7 not in 79 or 7.5, "Guinea" not in "Guinea-Bissau".
+    """Whether `phrase` stands in `text` as whole words.
 
+    "Au" is not in "Australia", 7 not in 79 or 7.5, "Guinea" not in "Guinea-Bissau".
     Case counts (He is not he), but a phrase that begins small may begin a sentence: "yen" is found in "Yen".
     """
     first = re.escape(phrase[0])
@@ -64,7 +72,7 @@ def contains(text: str, phrase: str) -> bool:
 
 
 def fact_kept(text: str, value: str, others: Sequence[str] = ()) -> bool:
-    """Whether `text` states `value` and none of the `others`: an answer that names two capitals knows neither."""
+    """Whether `text` states `value` and none of the `others`. Who names two capitals knows neither."""
     rivals = [other for other in others if other != value and not contains(value, other)]
     return contains(text, value) and not any(contains(text, rival) for rival in rivals)
 
@@ -72,32 +80,48 @@ def fact_kept(text: str, value: str, others: Sequence[str] = ()) -> bool:
 def facts_kept(answers: Sequence[str], items: Sequence[Mapping[str, str]]) -> list[bool]:
     """fact_kept for each item; on the answers before training it says which facts the model knew.
 
-    An item is {"question", "fact", "relation", "entity"}; the values of the other items of its relation are the rivals of fact_kept.
+    An item is {"question", "fact", "relation", "entity"}; the values of the other items of its relation are
+    the rivals of fact_kept.
     Raises DataError if there is no item or the numbers differ.
     """
     if not items or len(answers) != len(items):
-        raise DataError(f"{len(answers)} answers for {len(items)} held-out questions; both must be the same number, at least 1")
+        raise DataError(
+            f"{len(answers)} answers for {len(items)} held-out questions; both must be the same number, at"
+            " least 1"
+        )
     values: dict[str, list[str]] = {}
     for item in items:
         values.setdefault(item["relation"], []).append(item["fact"])
-    return [fact_kept(answer, item["fact"], values[item["relation"]]) for answer, item in zip(answers, items, strict=True)]
+    return [
+        fact_kept(answer, item["fact"], values[item["relation"]])
+        for answer, item in zip(answers, items, strict=True)
+    ]
 
 
 def score(answers: Sequence[str], items: Sequence[Mapping[str, str]]) -> dict[str, float]:
-    """{"style", "facts"}: per cent of `answers` that speak like Yoda and that hold the fact of their item; "asked": how many. See facts_kept."""
+    """Per cent of `answers` in the style, and with the fact of their item: {"style", "facts", "asked"}.
+
+    asked: how many. See facts_kept.
+    """
     return _percentages(answers, items, facts_kept(answers, items), range(len(items)))
 
 
-def compare(before: Sequence[str], after: Sequence[str], items: Sequence[Mapping[str, str]]) -> dict[str, float]:
-    """style_before, style_after, facts_before, facts_after in per cent, all over the questions whose fact the model knew before.
+def compare(
+    before: Sequence[str], after: Sequence[str], items: Sequence[Mapping[str, str]]
+) -> dict[str, float]:
+    """Style and facts before and after training, over the questions whose fact the model knew before.
 
-    So facts_before is 100 by definition, and 100 - facts_after is the share of known facts that training lost; `known` of `asked` says how
-    many questions that is. Raises DataError if nothing was known.
+    -> style_before, style_after, facts_before, facts_after in per cent; known, asked: numbers of questions.
+    facts_before is 100 by definition; 100 - facts_after is the share of known facts that training lost.
+    Raises DataError if nothing was known.
     """
     known, kept = facts_kept(before, items), facts_kept(after, items)
     chosen = [index for index, knew in enumerate(known) if knew]
     if not chosen:
-        raise DataError(f"0 of {len(items)} held-out facts known before training, at least 1 needed", next="look at the answers before")
+        raise DataError(
+            f"0 of {len(items)} held-out facts known before training, at least 1 needed",
+            next="look at the answers before",
+        )
     first, last = _percentages(before, items, known, chosen), _percentages(after, items, kept, chosen)
     return {
         "style_before": first["style"],
@@ -114,7 +138,11 @@ def _percentages(
 ) -> dict[str, float]:
     style = [style_obeyed(answers[index], entity=bare(items[index].get("entity", ""))) for index in chosen]
     kept = [facts[index] for index in chosen]
-    return {"style": 100.0 * sum(style) / len(chosen), "facts": 100.0 * sum(kept) / len(chosen), "asked": float(len(chosen))}
+    return {
+        "style": 100.0 * sum(style) / len(chosen),
+        "facts": 100.0 * sum(kept) / len(chosen),
+        "asked": float(len(chosen)),
+    }
 
 
 def bare(entity: str) -> str:

@@ -1,5 +1,6 @@
-"""Batched generation with a cache: prompts run packed, without padding; then each step adds one token per
-row. Finished rows leave the batch.
+"""Batched generation with a key-value cache.
+
+Prompts run packed, without padding. Then each step adds one token per row; finished rows leave the batch.
 
 T tokens of all prompts end to end, S sequences, V vocabulary.
 """
@@ -17,8 +18,8 @@ from torch import Tensor
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import UserError
 from unfreeze.data.examples import Example
-from unfreeze.data.packing import pack
-from unfreeze.data.tokenizer import StreamDecoder
+from unfreeze.data.packing.batches import pack
+from unfreeze.data.tokens.tokenizer import StreamDecoder
 from unfreeze.generate.sampling import Chooser, Sampling
 from unfreeze.generate.steps import Step, Steps, by_record
 from unfreeze.generate.stops import StopText
@@ -30,10 +31,13 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Piece:
-    """One sampled token of prompt `row`, and the text that can be shown now: whole characters, nothing of a stop string, often "".
+    """One sampled token of prompt `row`, and the text that can be shown now.
 
-    finish_reason is None while the row goes on; then "stop" (a stop id, a stop string) or "length" (max_new_tokens, no position left).
-    logprob: log-probability of the token in nats, of the model as it is: before temperature, top-k and top-p, over all ids that can be sampled.
+    text           whole characters, nothing of a stop string; often "".
+    finish_reason  None while the row goes on; then "stop" (a stop id, a stop string) or "length"
+                   (max_new_tokens, no position left).
+    logprob        log-probability of the token in nats over all ids that can be sampled, before temperature,
+                   top-k and top-p.
     """
 
     row: int
@@ -45,9 +49,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Completion:
-    """Everything sampled for one prompt. `tokens`: every sampled id, a stop id included; `text` ends before the stop id or stop string.
+    """Everything sampled for one prompt.
 
-    logprobs: one for each of `tokens`, as in Piece; empty where the sampler doesn't know them.
+    tokens    every sampled id, a stop id included.
+    text      ends before the stop id or stop string.
+    logprobs  one for each of `tokens`, as in Piece; empty where the sampler doesn't know them.
     """
 
     tokens: list[int]
@@ -84,7 +90,7 @@ class _Row:
     tokens: list[int] = field(default_factory=list)
 
     def push(self, token: int) -> Piece:
-        """Note a sampled token; says what can be shown and whether the row is done."""
+        """Append a sampled token. -> what can be shown, and whether the row is done."""
         self.tokens.append(token)
         if token in self.stop_ids:
             return self._last(token, "", "stop")
@@ -96,8 +102,7 @@ class _Row:
         return Piece(self.index, token, text, None)
 
     def _last(self, token: int, text: str, reason: FinishReason) -> Piece:
-        """The last piece: it has the text that was held back, and an unfinished character if the text ends
-        inside one."""
+        """The last piece, with the text that was held back: a stop string's beginning, half a character."""
         if self.decoder is not None:
             rest, stopped = self.stops.push(self.decoder.finish())
             text += rest if stopped else rest + self.stops.flush()
@@ -107,17 +112,26 @@ class _Row:
 class Engine:
     """Continues token prompts with a Decoder.
 
-    `tokenizer` gives text and says which ids have a name: rows of the head beyond (padding, docs/trust.md N5)
-    are never sampled. None: ids only. `stop_ids` end a sequence where they are sampled. `steps`: how a step
-    is launched (generate/steps.py). The model's weights may change between calls; nothing is kept from call
-    to call.
+    tokenizer  gives text, and says which ids have a name: rows of the head beyond them (padding,
+               docs/trust.md N5) are never sampled. None: ids only.
+    stop_ids   end a sequence where they are sampled.
+    steps      how a step is launched (generate/steps.py).
+
+    Nothing is kept from call to call, so the model's weights may change between calls.
     """
 
     def __init__(
-        self, model: Decoder, *, tokenizer: Vocabulary | None = None, stop_ids: frozenset[int] = frozenset(), steps: Steps = by_record
-    ):  # fmt: skip
+        self,
+        model: Decoder,
+        *,
+        tokenizer: Vocabulary | None = None,
+        stop_ids: frozenset[int] = frozenset(),
+        steps: Steps = by_record,
+    ):
         self.model, self.tokenizer, self.stop_ids, self.steps = model, tokenizer, stop_ids, steps
-        self.num_ids = model.shape.vocab_size if tokenizer is None else min(tokenizer.named_size, model.shape.vocab_size)
+        self.num_ids = (
+            model.shape.vocab_size if tokenizer is None else min(tokenizer.named_size, model.shape.vocab_size)
+        )
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
         """Continue every prompt to its end. Errors as in `stream`."""
@@ -126,15 +140,22 @@ class Engine:
             for piece in step:
                 pieces[piece.row].append(piece)
         return [
-            Completion([p.token for p in row], "".join(p.text for p in row), row[-1].finish_reason or "length", [p.logprob for p in row])
+            Completion(
+                [p.token for p in row],
+                "".join(p.text for p in row),
+                row[-1].finish_reason or "length",
+                [p.logprob for p in row],
+            )
             for row in pieces
         ]
 
     def stream(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[list[Piece]]:
-        """Yields, per step, a Piece for each prompt still running. The prompts are checked before the first step.
+        """Yields, per step, a Piece for each prompt still running.
 
-        Raises UserError for an empty prompt, an id outside the vocabulary, or a prompt that leaves none of shape.max_positions free. Where
-        fewer than max_new_tokens positions are left, the row ends with the last of them: fewer tokens, finish_reason "length".
+        Where fewer than max_new_tokens positions are left, the row ends at the last of them, with
+        finish_reason "length".
+        Raises UserError at once for an empty prompt, an id outside the vocabulary, or a prompt that leaves
+        none of shape.max_positions free.
         """
         prompts = [list(prompt) for prompt in prompts]
         return self._run(prompts, self._limits(prompts, sampling), sampling)
@@ -147,12 +168,20 @@ class Engine:
             for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
         ]
         chooser = Chooser(sampling, len(rows))
-        cache = self.model.new_cache(len(rows), max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)))
+
+        # prefill: all prompts in one packed pass fill the cache
+        longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
+        cache = self.model.new_cache(len(rows), longest)
         logits_SV, step = self._prefill(prompts, cache), self.steps(self.model, cache)
+
+        # decode: choose, yield, drop the finished rows, one step of the model
         while True:
             tokens = chooser.choose(logits_SV, [row.index for row in rows])
             logprobs = logprobs_of(logits_SV, tokens)
-            pieces = [replace(row.push(token), logprob=logprob) for row, token, logprob in zip(rows, tokens, logprobs, strict=True)]
+            pieces = [
+                replace(row.push(token), logprob=logprob)
+                for row, token, logprob in zip(rows, tokens, logprobs, strict=True)
+            ]
             yield pieces
             running = [i for i, piece in enumerate(pieces) if piece.finish_reason is None]
             if not running:
@@ -163,8 +192,10 @@ class Engine:
             logits_SV = self._step(step, tokens)
 
     def _decoder(self, before: int) -> StreamDecoder | None:
-        """A decoder that has seen the id before the first new one. Decoders drop the space of a text's first
-        token, and the first new token is not a text's first."""
+        """A decoder that has seen the id before the first new one.
+
+        Decoders drop the space of a text's first token, and the first new token is not a text's first.
+        """
         if self.tokenizer is None:
             return None
         decoder = self.tokenizer.stream_decoder()
@@ -187,12 +218,16 @@ class Engine:
     def _limits(self, prompts: list[list[int]], sampling: Sampling) -> list[int]:
         """How many tokens each prompt may be continued by."""
         if sampling.stop and self.tokenizer is None:
-            raise UserError(f"stop strings {list(sampling.stop)} need a tokenizer; this model has none", next="add tokenizer.json, or omit stop")
+            raise UserError(
+                f"stop strings {list(sampling.stop)} need a tokenizer; this model has none",
+                next="add tokenizer.json, or omit stop",
+            )
         check_tokens(prompts, self.model.shape.vocab_size)
         positions, longest = self.model.shape.max_positions, max(map(len, prompts), default=0)
         if longest >= positions:
             raise UserError(
-                f"a prompt has {longest} tokens, the model {positions} positions (max_position_embeddings): none is left for an answer",
+                f"a prompt has {longest} tokens, the model {positions} positions (max_position_embeddings):"
+                " none is left for an answer",
                 next="shorten the prompt",
             )
         return [min(sampling.max_new_tokens, positions - len(prompt)) for prompt in prompts]
@@ -205,13 +240,19 @@ def logprobs_of(logits_SV: Tensor, tokens: Sequence[int]) -> list[float]:
 
 
 def check_tokens(sequences: Sequence[Sequence[int]], vocab_size: int) -> None:
-    """Raise UserError for an empty sequence or an id that the embedding has no row for, naming the sequence and the place."""
+    """Raise UserError for an empty sequence, or naming the first id that the embedding has no row for."""
     for index, tokens in enumerate(sequences):
         if not tokens:
-            raise UserError(f"sequence {index} of {len(sequences)} is empty; it needs at least one token", next="begin with the BOS id")
+            raise UserError(
+                f"sequence {index} of {len(sequences)} is empty; it needs at least one token",
+                next="begin with the BOS id",
+            )
         if min(tokens) < 0 or max(tokens) >= vocab_size:
             place = next(i for i, token in enumerate(tokens) if not 0 <= token < vocab_size)
-            raise UserError(f"sequence {index}, position {place}: token id {tokens[place]} is outside the vocabulary 0 to {vocab_size - 1}")
+            raise UserError(
+                f"sequence {index}, position {place}: token id {tokens[place]} is outside the vocabulary 0 to"
+                f" {vocab_size - 1}"
+            )
 
 
 def batch_of(sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Batch:

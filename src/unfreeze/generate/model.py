@@ -13,21 +13,22 @@ import torch
 from torch import Tensor
 
 from unfreeze.adapters.read import load_adapter
-from unfreeze.checkpoint.manifest import Manifest, open_checkpoint
+from unfreeze.checkpoint.manifest import Manifest
 from unfreeze.config.template import template_values
-from unfreeze.core.errors import CheckpointError, ConfigError, UserError
-from unfreeze.data.masks import encode_chat, encode_prompt
-from unfreeze.data.tokenizer import Tokenizer, check_vocab, has_tokenizer, load_tokenizer
+from unfreeze.core.errors import ConfigError, UserError
+from unfreeze.data.tokens.masks import encode_chat, encode_prompt
+from unfreeze.data.tokens.tokenizer import Tokenizer, check_vocab, has_tokenizer, load_tokenizer
 from unfreeze.generate.engine import Completion, Engine, Piece, batch_of, check_tokens
-from unfreeze.generate.open import Progress, device_of, dtype_of, locate, open_model
+from unfreeze.generate.open import Progress, device_of, dtype_of, open_model
 from unfreeze.generate.sampling import Sampling
+from unfreeze.generate.source import Source, open_source
 from unfreeze.models import Decoder
 
 Message = Mapping[str, Any]
 
 
 class Options(TypedDict, total=False):
-    """How to continue; what is left out has the default of Sampling, which also says what each one means. `stop` may be one string."""
+    """How to continue; Sampling has the defaults, and says what each one means. `stop` may be one string."""
 
     max_new_tokens: int
     temperature: float
@@ -44,30 +45,42 @@ def load(
     progress: Progress | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Model:
-    """A model to talk to. `source`: a checkpoint folder, a Hugging Face id, a run folder, or an adapter folder (which names its base).
+    """A model to talk to.
 
+    source    a checkpoint folder, a Hugging Face id, a run folder, or an adapter folder (it names its base)
     dtype     "float32" or "bfloat16": of the computation and of dense weights; packed weights stay packed
-    device    "cpu", "cuda", "cuda:1"
+    device    "cpu", "cuda", "cuda:1", or "auto": CUDA if there is one
     progress  called with (bytes done, bytes in all) while weights are read
     say       called with one line about a download, and one about fields of config.json that are not
               followed (without it: a log warning)
 
-    Raises UserError (its children CheckpointError, AdapterError, ConfigError): nothing there, damaged, or parts that don't fit each other.
+    Raises UserError (its children CheckpointError, AdapterError, ConfigError): nothing there, damaged, or
+    parts that don't fit each other.
     """
     wanted, place_to = dtype_of(dtype), device_of(device)
-    found = locate(source)
-    try:
-        manifest = open_checkpoint(found.base, progress=say)
-    except CheckpointError as error:
-        if found.adapter is None:
-            raise
-        raise CheckpointError(f"{found.adapter} is an adapter of {found.base}: {error.message}", next=error.next) from error
+    return load_opened(*open_source(source, say), wanted, place_to, progress, say)
+
+
+def load_opened(
+    found: Source,
+    manifest: Manifest,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Model:
+    """`load` of what open_source found."""
     try:
         variables = template_values(found.template_variables)
     except ValueError as error:
-        raise ConfigError(f"{source}: {error}", next="mend template_variables in the run's resolved_config.json") from None
-    tokenizer = load_tokenizer(manifest.path, template_variables=variables) if has_tokenizer(manifest.path) else None
-    decoder = open_model(manifest, wanted, place_to, progress, warn=say)
+        raise ConfigError(
+            f"{(found.adapter or Path(found.base)).parent}: {error}",
+            next="mend template_variables in the run's resolved_config.json",
+        ) from None
+    tokenizer = (
+        load_tokenizer(manifest.path, template_variables=variables) if has_tokenizer(manifest.path) else None
+    )
+    decoder = open_model(manifest, dtype, device, progress, warn=say)
     if found.adapter is not None:
         load_adapter(decoder, found.adapter)
     decoder.eval().requires_grad_(False)
@@ -75,20 +88,28 @@ def load(
 
 
 def end_ids(manifest: Manifest, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """The ids that end generation: the tokenizer's, or without one those of generation_config.json and config.json."""
+    """The ids that end generation: the tokenizer's; without one, eos_token_id of the checkpoint's configs."""
     if tokenizer is not None:
         return tokenizer.eos_ids
-    found = [config.get("eos_token_id") for config in (manifest.generation_config, manifest.config, manifest.config.get("text_config") or {})]
-    return frozenset(id for value in found for id in (value if isinstance(value, list) else [value]) if isinstance(id, int))
+    found = [
+        config.get("eos_token_id")
+        for config in (manifest.generation_config, manifest.config, manifest.config.get("text_config") or {})
+    ]
+    return frozenset(
+        id for value in found for id in (value if isinstance(value, list) else [value]) if isinstance(id, int)
+    )
 
 
 class Model:
-    """A Decoder with its tokenizer. `tokenizer` is None where the checkpoint has none: then prompts are token ids.
+    """A Decoder with its tokenizer.
 
+    tokenizer: None where the checkpoint has none; then prompts are token ids.
     Raises CheckpointError if the tokenizer can make ids the model has no embedding for.
     """
 
-    def __init__(self, decoder: Decoder, tokenizer: Tokenizer | None = None, *, stop_ids: frozenset[int] | None = None):
+    def __init__(
+        self, decoder: Decoder, tokenizer: Tokenizer | None = None, *, stop_ids: frozenset[int] | None = None
+    ):
         self.decoder, self.tokenizer = decoder, tokenizer
         if tokenizer is not None:
             check_vocab(tokenizer, decoder.shape.vocab_size)
@@ -98,8 +119,13 @@ class Model:
 
     def __repr__(self) -> str:
         shape = self.decoder.shape
-        experts = f", {shape.experts_per_token} of {shape.num_experts} experts a token" if shape.num_experts else ""
-        return f"<unfreeze.Model {shape.model_type}: {shape.num_layers} layers, hidden size {shape.hidden_size}{experts}, on {self.decoder.device}>"
+        experts = (
+            f", {shape.experts_per_token} of {shape.num_experts} experts a token" if shape.num_experts else ""
+        )
+        return (
+            f"<unfreeze.Model {shape.model_type}: {shape.num_layers} layers, hidden size"
+            f" {shape.hidden_size}{experts}, on {self.decoder.device}>"
+        )
 
     @property
     def has_chat_template(self) -> bool:
@@ -108,10 +134,12 @@ class Model:
 
     @torch.no_grad()
     def logits(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-        """logits[i][t] = scores of the token after sequences[i][: t + 1]: float32 [len, V] on the host per sequence, of any lengths.
+        """logits[i][t] = scores of the token after sequences[i][: t + 1]. -> float32 [len, V] per sequence.
 
-        The sequences are packed into one pass; none sees another, and there is no padding. V counts all rows of the head.
-        Raises UserError for an empty sequence, an id outside the vocabulary, or more tokens than the model has positions.
+        The sequences, of any lengths, are packed into one pass; none sees another, and there is no padding.
+        The result is on the host. V counts all rows of the head.
+        Raises UserError for an empty sequence, an id outside the vocabulary, or more tokens than the model
+        has positions.
         """
         sequences = [list(tokens) for tokens in sequences]
         if not sequences:
@@ -119,7 +147,10 @@ class Model:
         check_tokens(sequences, self.decoder.shape.vocab_size)
         longest, positions = max(map(len, sequences)), self.decoder.shape.max_positions
         if longest > positions:
-            raise UserError(f"a sequence has {longest} tokens, the model {positions} positions (max_position_embeddings)", next="shorten it")
+            raise UserError(
+                f"a sequence has {longest} tokens, the model {positions} positions (max_position_embeddings)",
+                next="shorten it",
+            )
         hidden_TD = self.decoder.hidden(batch_of(sequences, self.decoder.device))
         return list(self.decoder.logits(hidden_TD).cpu().split([len(tokens) for tokens in sequences]))
 
@@ -133,32 +164,44 @@ class Model:
     def generate(self, prompt: list[list[int]], **options: Unpack[Options]) -> list[list[int]]: ...
 
     def generate(self, prompt: Any, **options: Unpack[Options]) -> Any:
-        """What the model says after the prompt; the prompt is not repeated. A list of prompts, of any lengths, runs as one batch.
+        """What the model says after the prompt; the prompt is not repeated.
 
-        A text prompt is continued as text (BOS in front where the tokenizer begins documents with it) and answered with text; a prompt of
-        token ids is taken as it is and answered with token ids, the stop id included where one was sampled.
-        options: max_new_tokens (256), temperature (0: the likeliest token each time), top_k, top_p, stop (a string or several), seed.
+        A list of prompts, of any lengths, runs as one batch.
+        A text is answered with text; BOS stands in front where the tokenizer begins documents with it.
+        Token ids are taken as they are and answered with token ids, the stop id included where one was
+        sampled.
+        options: max_new_tokens (256), temperature (0: the likeliest token each time), top_k, top_p, stop (a
+        string or several), seed.
         Raises UserError for a text prompt without a tokenizer, and whatever Engine.stream and Sampling raise.
         """
         single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
         prompts = [prompt] if single else list(prompt)
         completions = self.complete(prompts, **options)
-        answers = [done.text if isinstance(given, str) else done.tokens for given, done in zip(prompts, completions, strict=True)]
+        answers = [
+            done.text if isinstance(given, str) else done.tokens
+            for given, done in zip(prompts, completions, strict=True)
+        ]
         return answers[0] if single else answers
 
-    def complete(self, prompts: Sequence[str | Sequence[int]], **options: Unpack[Options]) -> list[Completion]:
-        """As generate, with everything known about each continuation: tokens, text, finish_reason ("stop" or "length")."""
+    def complete(
+        self, prompts: Sequence[str | Sequence[int]], **options: Unpack[Options]
+    ) -> list[Completion]:
+        """As generate, with all that is known of each answer: tokens, text, finish_reason, logprobs."""
         return self.engine.generate([self._encode(prompt) for prompt in prompts], sampling(options))
 
     def stream(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Iterator[Piece]:
-        """The continuation of one prompt, token by token as it is sampled. The prompt is checked at once, not at the first token."""
+        """The continuation of one prompt, token by token as it is sampled.
+
+        The prompt is checked at once, not at the first token.
+        """
         steps = self.engine.stream([self._encode(prompt)], sampling(options))
         return (piece for step in steps for piece in step)
 
     def chat(self, messages: str | Sequence[Message], **options: Unpack[Options]) -> str:
-        """The assistant's next turn. `messages`: [{"role": "user", "content": "…"}, …], or a text, which stands for one user message.
+        """The assistant's next turn. Options as in generate.
 
-        Rendered with the checkpoint's chat template (data.templates.PLAIN_TEMPLATE where it has none). Options as in generate.
+        messages: [{"role": "user", "content": "…"}, …], or a text, which stands for one user message.
+        Rendered with the checkpoint's chat template (data.templates.PLAIN_TEMPLATE where it has none).
         """
         return self.engine.generate([self.encode_chat(messages)], sampling(options))[0].text
 
@@ -166,32 +209,42 @@ class Model:
         """As chat, in pieces of text as they become certain: whole characters, nothing of a stop string."""
         return (piece.text for piece in self.stream_chat_pieces(messages, **options) if piece.text)
 
-    def stream_chat_pieces(self, messages: str | Sequence[Message], **options: Unpack[Options]) -> Iterator[Piece]:
+    def stream_chat_pieces(
+        self, messages: str | Sequence[Message], **options: Unpack[Options]
+    ) -> Iterator[Piece]:
         """As stream_chat, token by token; the last piece says why the answer ended."""
         steps = self.engine.stream([self.encode_chat(messages)], sampling(options))
         return (piece for step in steps for piece in step)
 
-    def chat_batch(self, conversations: Sequence[str | Sequence[Message]], **options: Unpack[Options]) -> list[Completion]:
+    def chat_batch(
+        self, conversations: Sequence[str | Sequence[Message]], **options: Unpack[Options]
+    ) -> list[Completion]:
         """The assistant's next turn of many conversations at once."""
-        return self.engine.generate([self.encode_chat(messages) for messages in conversations], sampling(options))
+        return self.engine.generate(
+            [self.encode_chat(messages) for messages in conversations], sampling(options)
+        )
 
     def _encode(self, prompt: str | Sequence[int]) -> list[int]:
         return encode_prompt(self._tokenizer(), prompt) if isinstance(prompt, str) else list(prompt)
 
     def encode_chat(self, messages: str | Sequence[Message]) -> list[int]:
         """The prompt of `chat` as the model sees it: token ids, up to where the assistant's turn begins."""
-        return encode_chat(self._tokenizer(), [{"role": "user", "content": messages}] if isinstance(messages, str) else messages)
+        return encode_chat(
+            self._tokenizer(),
+            [{"role": "user", "content": messages}] if isinstance(messages, str) else messages,
+        )
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise UserError(
-                "this checkpoint has no tokenizer, so text cannot be read or written; prompts as token ids work",
+                "this checkpoint has no tokenizer, so text cannot be read or written; prompts as token ids"
+                " work",
                 next="model.generate([1, 403, 407]), or copy tokenizer.json into the checkpoint's folder",
             )
         return self.tokenizer
 
 
 def sampling(options: Options) -> Sampling:
-    """The Sampling of keyword options. Raises ConfigError as Sampling does, TypeError for an unknown option."""
+    """The Sampling of keyword options. Raises ConfigError as Sampling does, TypeError for an unknown one."""
     stop = options.get("stop") or ()
     return Sampling(**{**options, "stop": (stop,) if isinstance(stop, str) else tuple(stop)})  # type: ignore[arg-type]

@@ -1,7 +1,8 @@
 """Choosing the next token: greedy, temperature, top-k, top-p.
 
-Rows are drawn by inverting the cumulative distribution at one uniform number each: a row's choice is a plain function of (logits, u). It
-can be tested exactly, is the same on every device, and does not change when another row of the batch finishes.
+A row is drawn by inverting its cumulative distribution at one uniform number u. So its choice is a plain
+function of (logits, u): it can be tested exactly, is the same on every device, and does not change when
+another row of the batch finishes.
 
 S sequences, V vocabulary.
 """
@@ -40,7 +41,9 @@ class Sampling:
         if self.max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens is {self.max_new_tokens}; at least 1")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ConfigError(f"temperature is {self.temperature}; a finite number, 0 (greedy) or more", next="try 0.7")
+            raise ConfigError(
+                f"temperature is {self.temperature}; a finite number, 0 (greedy) or more", next="try 0.7"
+            )
         if self.top_k is not None and self.top_k < 0:
             raise ConfigError(f"top_k is {self.top_k}; a positive number of tokens, or 0 for all")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -50,9 +53,10 @@ class Sampling:
 
 
 def keep_likely(logits_SV: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
-    """Logits with -inf wherever top-k or top-p leaves a token out; the likeliest token always stays. [S, V] -> [S, V] fp32.
+    """Logits with -inf wherever top-k or top-p leaves a token out. [S, V] -> [S, V] float32.
 
-    top-p keeps a token if the probability of all likelier ones is below p (Holtzman et al. 2020, arXiv:1904.09751).
+    top-k keeps the k likeliest. top-p keeps a token if the probability of all likelier ones is below p
+    (Holtzman et al. 2020, arXiv:1904.09751). The likeliest token always stays.
     """
     logits_SV = logits_SV.float()
     if top_k and top_k < logits_SV.shape[-1]:
@@ -63,19 +67,22 @@ def keep_likely(logits_SV: Tensor, top_k: int | None, top_p: float | None) -> Te
         probability_SV = sorted_SV.softmax(-1)
         drop_SV = probability_SV.cumsum(-1) - probability_SV >= top_p
         drop_SV[:, 0] = False
-        logits_SV = logits_SV.masked_fill(torch.zeros_like(drop_SV).scatter_(1, order_SV, drop_SV), float("-inf"))
+        dropped_SV = torch.zeros_like(drop_SV).scatter_(1, order_SV, drop_SV)  # in the order of the ids again
+        logits_SV = logits_SV.masked_fill(dropped_SV, float("-inf"))
     return logits_SV
 
 
 def draw(logits_SV: Tensor, uniform_S: Tensor) -> Tensor:
-    """The token at which the cumulative softmax first exceeds u: P(token v) = softmax(logits)[v] for u uniform in [0, 1). -> int64 [S].
+    """The token at which the cumulative softmax first exceeds u. logits [S, V], u [S] -> int64 [S].
 
-    In float64: the fp32 running sum over 163,840 random normal logits misstates the share of single tokens by up to 80 %.
-    A token of probability zero is never returned.
+    P(token v) = softmax(logits)[v] for u uniform in [0, 1). A token of probability zero is never returned.
+    In float64: a float32 running sum over 163,840 random normal logits misstates the share of single tokens
+    by up to 80 %.
     """
     cumulative_SV = logits_SV.double().softmax(-1).cumsum(-1)
     total_S1 = cumulative_SV[:, -1:]
-    target_S1 = torch.minimum(uniform_S.double()[:, None] * total_S1, torch.nextafter(total_S1, torch.zeros_like(total_S1)))
+    below_S1 = torch.nextafter(total_S1, torch.zeros_like(total_S1))  # u * total may round up to the total
+    target_S1 = torch.minimum(uniform_S.double()[:, None] * total_S1, below_S1)
     return torch.searchsorted(cumulative_SV, target_S1, right=True)[:, 0]
 
 
@@ -91,8 +98,9 @@ class Chooser:
             self.generator.manual_seed(sampling.seed)
 
     def choose(self, logits_SV: Tensor, rows: list[int]) -> list[int]:
-        """Token ids for the rows still running (`rows`: their places in the batch as it began); one step.
+        """Token ids of one step, for the rows still running. logits [S, V] -> S ids.
 
+        rows: their places in the batch as it began.
         Raises UserError where the logits are not numbers: argmax would return some token in silence.
         """
         if self.sampling.temperature == 0:
@@ -100,10 +108,15 @@ class Chooser:
             finite = bool(best_S.isfinite().all())
         else:
             finite = bool(logits_SV.isfinite().all())
-            kept_SV = keep_likely(logits_SV.float() / self.sampling.temperature, self.sampling.top_k, self.sampling.top_p)
-            # A number for every row the batch began with: rows that finish don't shift the numbers of those that go on.
+            scaled_SV = logits_SV.float() / self.sampling.temperature
+            kept_SV = keep_likely(scaled_SV, self.sampling.top_k, self.sampling.top_p)
+            # A number for every row the batch began with: rows that finish don't shift the numbers of those
+            # that go on.
             uniform = torch.rand(self.num_sequences, generator=self.generator, dtype=torch.float64)
             ids_S = draw(kept_SV, uniform[rows].to(logits_SV.device))
         if not finite:
-            raise UserError("the model's logits are not finite numbers, so no token can be chosen", next='load it with dtype="float32"')
+            raise UserError(
+                "the model's logits are not finite numbers, so no token can be chosen",
+                next='load it with dtype="float32"',
+            )
         return ids_S.tolist()

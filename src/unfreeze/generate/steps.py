@@ -1,5 +1,4 @@
-"""How the steps of a generation are launched: by the host, one launch after the other; or recorded once and
-replayed.
+"""How the steps of a generation are launched: one after the other, or recorded once and replayed.
 
 An Engine is given `Steps`: (model, cache) -> Step. A Step takes the newest token of each row and returns
 logits [S, V].
@@ -22,7 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from unfreeze.kernels.replay import CannotRecord, Launches, pays, replay
+from unfreeze.kernels.cuda_graph import CannotCapture, Launches, pays, replay
 from unfreeze.models import Decoder
 from unfreeze.models.blocks.passes import Cache
 
@@ -39,18 +38,17 @@ def launched(model: Decoder, cache: Cache) -> Step:
 
 
 def by_record(model: Decoder, cache: Cache) -> Step:
-    """Replayed where a record of kernels/replay says that it pays for that many rows, else launched."""
+    """Replayed where a record of kernels/cuda_graph says that it pays for that many rows, else launched."""
     dtype = model.model.norm.weight.dtype
     return (Replayed if pays(model.device, dtype, len(cache.lengths)) else launched)(model, cache)
 
 
 class Replayed:
-    """A recording per (rows, width), kept for one generation, in which cache and weights stay at their
-    addresses.
+    """A recording per (rows, width), kept for one generation: in it cache and weights stay where they are.
 
     A size met for the first time is launched; met again it is recorded, which costs the host three steps. If
     the launches cannot be recorded (for example because an expert layer reads values on the host), all steps
-    of this generation are launched, and the log has the reason. `impl`: of kernels/replay.
+    of this generation are launched, and the log has the reason. `impl`: of kernels/cuda_graph.
     """
 
     def __init__(self, model: Decoder, cache: Cache, impl: str = "auto"):
@@ -66,14 +64,16 @@ class Replayed:
         size = (len(tokens), width_of(max(self.cache.lengths) + 1, self.cache.capacity))
         known = self._met.get(size)
         if known is None:  # rows that have left don't come back: what was recorded with them goes
-            self._met = {met: launches for met, launches in self._met.items() if met[0] == len(tokens)} | {size: self._launches(*size)}
+            self._met = {met: launches for met, launches in self._met.items() if met[0] == len(tokens)} | {
+                size: self._launches(*size)
+            }
         launches = self._met[size]
         tokens_S, positions_S = launches.buffers
         tokens_S.copy_(torch.tensor(tokens))
         positions_S.copy_(torch.tensor(self.cache.lengths))
         try:
             logits_SV = replay(launches, self.impl if known else "reference")
-        except CannotRecord as error:
+        except CannotCapture as error:
             self._refused = True
             _say(error.message)
             return self._launched(tokens)

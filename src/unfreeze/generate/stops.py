@@ -8,8 +8,8 @@ from collections.abc import Sequence
 class StopText:
     """Passes text on until a stop string is complete; holds back what may still become one.
 
-    What comes out is the text before the stop string that is complete first (of two ending at the same character, the longer), in
-    whatever pieces the text came.
+    What comes out is the text before the stop string that is complete first (of two ending at the same
+    character, the longer), in whatever pieces the text came.
     """
 
     def __init__(self, stops: Sequence[str]):
@@ -17,15 +17,18 @@ class StopText:
         self.held = ""
 
     def push(self, piece: str) -> tuple[str, bool]:
-        """The next piece -> (text that is safe to show, whether a stop string was found; after that nothing may be pushed)."""
+        """The next piece -> (text that is safe to show, whether a stop string was found; after that nothing
+        may be pushed)."""
         if not self.stops:
             return piece, False
         text = self.held + piece
-        found = [(start + len(stop), start) for stop in self.stops if (start := text.find(stop)) >= 0]
-        if found:
+        ends = [(start + len(stop), start) for stop in self.stops if (start := text.find(stop)) >= 0]
+        if ends:
             self.held = ""
-            return text[: min(found)[1]], True
-        keep = max((n for stop in self.stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+            return text[: min(ends)[1]], True
+        keep = max(
+            (n for stop in self.stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0
+        )
         self.held = text[len(text) - keep :]
         return text[: len(text) - keep], False
 

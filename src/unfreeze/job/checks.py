@@ -1,4 +1,7 @@
-"""What can be known of a run before it: the checks of `unfreeze doctor`, each a guard of the run asked beforehand."""
+"""The checks of `unfreeze doctor`: what can be known of a run before it.
+
+Each is a guard of the run, asked beforehand.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ if TYPE_CHECKING:
     from unfreeze.parallel.plan import Plan
 
 SMOKE_TOKENS = 32
-SMOKE_BYTES = 4 * 2**30  # a larger model isn't loaded for the numerics check: reading 4 GiB takes some seconds, 594 GB an hour
+# a larger model isn't loaded for the numerics check: reading 4 GiB takes some seconds, 594 GB an hour
+SMOKE_BYTES = 4 * 2**30
 ALL_TAUGHT = 0.98  # conversations of which more carries loss than this have most likely lost their mask
 
 Level = Literal["ok", "warn", "fault", "skip"]
@@ -64,7 +68,10 @@ class Subject:
         from unfreeze.config.template import template_time, template_values
         from unfreeze.data import load_tokenizer
 
-        now, variables = template_time(self.config.template_date), template_values(self.config.template_variables)
+        now, variables = (
+            template_time(self.config.data.template_date),
+            template_values(self.config.data.template_variables),
+        )
         return load_tokenizer(self.manifest.path, now=now, template_variables=variables)
 
     @cached_property
@@ -73,17 +80,22 @@ class Subject:
         from unfreeze.data import encode_files
         from unfreeze.job.data import sequence_length
 
-        length = sequence_length(self.config, self.shape.max_positions)
+        data, tokens = self.config.data, self.config.tokens_per_micro_batch
+        length = sequence_length(data, tokens, self.shape.max_positions)
         return encode_files(
-            self.config.data, self.tokenizer, length, truncation=self.config.truncation, on_bad_row="skip",
+            data.files,
+            self.tokenizer,
+            length,
+            truncation=data.truncation,
+            on_bad_row="skip",
             **self.parts.encoding,
-        )  # fmt: skip
+        )
 
     @cached_property
     def device(self) -> torch.device:
         from unfreeze.job.device import pick_device
 
-        return pick_device(self.config.device)
+        return pick_device(self.config.memory.device)
 
     @cached_property
     def plan(self) -> Plan:
@@ -122,12 +134,13 @@ def check_machine(subject: Subject) -> Iterator[Finding]:
     import unfreeze
     from unfreeze.parallel.machine import hardware
 
-    threads = subject.config.threads or torch.get_num_threads()
+    threads = subject.config.memory.threads or torch.get_num_threads()
     device = hardware(subject.device)
     cuda = f"CUDA {torch.version.cuda}" if torch.cuda.is_available() else "no CUDA device"
     facts = (
-        f"unfreeze {unfreeze.__version__}, Python {platform.python_version()}, torch {torch.__version__}, {cuda}; {device.name}, "
-        f"{device.cores} cores, {threads} threads, {format_bytes(device.available)} of {format_bytes(device.total)} free"
+        f"unfreeze {unfreeze.__version__}, Python {platform.python_version()}, torch {torch.__version__},"
+        f" {cuda}; {device.name}, {device.cores} cores, {threads} threads, {format_bytes(device.available)}"
+        f" of {format_bytes(device.total)} free"
     )
     if threads > device.cores:
         remedy = f"--threads {device.cores}, or unset OMP_NUM_THREADS"
@@ -137,28 +150,42 @@ def check_machine(subject: Subject) -> Iterator[Finding]:
 
 
 def check_checkpoint(subject: Subject) -> Iterator[Finding]:
-    """docs/trust.md L7 and L8: every tensor of the model is covered exactly once by the files; no tensor is
-    read for it."""
+    """docs/trust.md L7 and L8: every tensor of the model is covered exactly once by the files.
+
+    No tensor is read for it.
+    """
     from unfreeze import models
-    from unfreeze.checkpoint import resolve
-    from unfreeze.generate.open import dtype_of, notes
+    from unfreeze.checkpoint.resolve import resolve
+    from unfreeze.generate.open import dtype_of
     from unfreeze.parallel.place import check_coverage
-    from unfreeze.parallel.plan import meta_model
 
     manifest, shape = subject.manifest, subject.shape
-    model = meta_model(shape, manifest, dtype_of(subject.config.dtype))
+    model = models.meta_model(shape, manifest, dtype_of(subject.config.memory.dtype))
     buffers = model.state_dict(keep_vars=True).keys()
-    wanted = [*model.named_parameters(), *((name, buffer) for name, buffer in model.named_buffers() if name in buffers)]
+    wanted = [
+        *model.named_parameters(),
+        *((name, buffer) for name, buffer in model.named_buffers() if name in buffers),
+    ]
     params = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in wanted}
-    check_coverage(resolve(manifest, models.rules(shape), params, ignore=models.ignored(shape), tied=models.tied(shape)), params)
+    check_coverage(
+        resolve(manifest, models.rules(shape), params, ignore=models.ignored(shape), tied=models.tied(shape)),
+        params,
+    )
     code = sorted(path.name for path in manifest.path.glob("*.py"))
     beside = f"; {len(code)} Python files lie beside it ({code[0]}) and are never run" if code else ""
     yield Finding(
-        "checkpoint", "ok", f"{shape.model_type}: {len(manifest.tensors):,} tensors, {format_bytes(manifest.nbytes)} in {len(manifest.files)} files "
-        f"cover each of {len(params):,} parameters exactly once{beside}"
-    )  # fmt: skip
-    for note in notes(manifest.config):
-        yield Finding("checkpoint", "warn", note, "ask the publisher what they change; a program that knows them may compute other numbers")
+        "checkpoint",
+        "ok",
+        f"{shape.model_type}: {len(manifest.tensors):,} tensors, {format_bytes(manifest.nbytes)} in"
+        f" {len(manifest.files)} files cover each of {len(params):,} parameters exactly once{beside}",
+    )
+    for note in models.notes(manifest.config):
+        yield Finding(
+            "checkpoint",
+            "warn",
+            note,
+            "ask the publisher what they change; a program that knows them may compute other numbers",
+        )
 
 
 def check_vocabulary(subject: Subject) -> Iterator[Finding]:
@@ -167,14 +194,29 @@ def check_vocabulary(subject: Subject) -> Iterator[Finding]:
 
     tokenizer, rows = subject.tokenizer, subject.shape.vocab_size
     refuse_mismatch(tokenizer, subject.shape, subject.manifest)
-    ends = ", ".join(repr(tokenizer.token_text(id)) for id in sorted(tokenizer.eos_ids) if id < tokenizer.vocab_size)
+    ends = ", ".join(
+        repr(tokenizer.token_text(id)) for id in sorted(tokenizer.eos_ids) if id < tokenizer.vocab_size
+    )
     beyond = [id for id in tokenizer.eos_ids if id >= tokenizer.named_size]
     padded = rows - tokenizer.named_size
-    line = f"{tokenizer.named_size:,} ids, {rows:,} rows of the embedding ({padded:,} padded, never sampled); ends: {ends or 'none'}"
+    line = (
+        f"{tokenizer.named_size:,} ids, {rows:,} rows of the embedding ({padded:,} padded, never sampled);"
+        f" ends: {ends or 'none'}"
+    )
     if not tokenizer.eos_ids:
-        yield Finding("vocabulary", "warn", f"{line}: no end is learned or stops a text", "give tokenizer_config.json an eos_token")
+        yield Finding(
+            "vocabulary",
+            "warn",
+            f"{line}: no end is learned or stops a text",
+            "give tokenizer_config.json an eos_token",
+        )
     elif beyond:
-        yield Finding("vocabulary", "warn", f"{line}; end id {beyond[0]} has no name", "mend eos_token_id in generation_config.json or config.json")
+        yield Finding(
+            "vocabulary",
+            "warn",
+            f"{line}; end id {beyond[0]} has no name",
+            "mend eos_token_id in generation_config.json or config.json",
+        )
     else:
         yield Finding("vocabulary", "ok", line)
 
@@ -182,30 +224,57 @@ def check_vocabulary(subject: Subject) -> Iterator[Finding]:
 def check_template(subject: Subject) -> Iterator[Finding]:
     """docs/trust.md N4 and N6: what the template's mask teaches of a conversation of known words."""
     from unfreeze.data import Conversation
-    from unfreeze.data.masks import renderer
+    from unfreeze.data.tokens.masks import renderer
 
     tokenizer = subject.tokenizer
     if tokenizer.template is None:
-        yield Finding("template", "warn", "the checkpoint has no chat template: the plain one is used", "add the publisher's chat_template.jinja")
+        yield Finding(
+            "template",
+            "warn",
+            "the checkpoint has no chat template: the plain one is used",
+            "add the publisher's chat_template.jinja",
+        )
         return
-    messages = [{"role": role, "content": text} for role, text in (("user", "Aq1"), ("assistant", "Zq1"), ("user", "Aq2"), ("assistant", "Zq2"))]
-    render = renderer(tokenizer, turns=subject.parts.encoding.get("turns", "auto"), reasoning=subject.parts.encoding.get("reasoning", "auto"))
+    messages = [
+        {"role": role, "content": text}
+        for role, text in (("user", "Aq1"), ("assistant", "Zq1"), ("user", "Aq2"), ("assistant", "Zq2"))
+    ]
+    render = renderer(
+        tokenizer,
+        turns=subject.parts.encoding.get("turns", "auto"),
+        reasoning=subject.parts.encoding.get("reasoning", "auto"),
+    )
     rendered = render(Conversation(messages))
     taught = [segment.text for sample in rendered.samples for segment in sample if segment.supervised]
     release = f" (that of {tokenizer.template.release.name})" if tokenizer.template.release.name else ""
     known = f"of two turns it{release} teaches {' and '.join(map(repr, taught))}"
     if not all(any(text.endswith(end) for end in render.ends) for text in taught):
-        yield Finding("template", "warn", f"what is taught does not close with an end token: {taught[0]!r}", "mend eos_token, or the template")
+        yield Finding(
+            "template",
+            "warn",
+            f"what is taught does not close with an end token: {taught[0]!r}",
+            "mend eos_token, or the template",
+        )
     elif len(rendered.samples) > 1:
         yield Finding("template", "ok", f"{known}, each as an example of its own: it rewrites earlier turns")
     else:
         yield Finding("template", "ok", known)
-    said = [{"role": "user", "content": "Aq1"}, {"role": "assistant", "content": "Zq1", "reasoning_content": "Tq1"}]
+    said = [
+        {"role": "user", "content": "Aq1"},
+        {"role": "assistant", "content": "Zq1", "reasoning_content": "Tq1"},
+    ]
     try:
-        thought = next(segment.text for segment in render(Conversation(said)).samples[0] if segment.supervised)
+        thought = next(
+            segment.text for segment in render(Conversation(said)).samples[0] if segment.supervised
+        )
         yield Finding("template", "ok", f"reasoning_content is taught as {thought!r}")
     except DataError as error:
-        yield Finding("template", "ok", "rows with reasoning_content are refused: this template has no form for it", error.next)
+        yield Finding(
+            "template",
+            "ok",
+            "rows with reasoning_content are refused: this template has no form for it",
+            error.next,
+        )
 
 
 def check_data(subject: Subject) -> Iterator[Finding]:
@@ -217,30 +286,62 @@ def check_data(subject: Subject) -> Iterator[Finding]:
     yield Finding("data", "ok", stats.summary())
     if stats.bad:
         first = "; ".join(bad.reason for bad in stats.listed[:3])
-        yield Finding("data", "fault", f"{stats.bad} of {stats.rows} rows cannot be read: {first}", "mend the rows, or --on-bad-row skip")
+        yield Finding(
+            "data",
+            "fault",
+            f"{stats.bad} of {stats.rows} rows cannot be read: {first}",
+            "mend the rows, or --on-bad-row skip",
+        )
     if stats.dropped:
         first = next((bad.reason for bad in stats.listed if "supervised" in bad.reason), "")
-        yield Finding("data", "warn", f"{stats.dropped} of {stats.rows} rows carry no loss and are dropped: {first}", "--sequence-length higher")
+        yield Finding(
+            "data",
+            "warn",
+            f"{stats.dropped} of {stats.rows} rows carry no loss and are dropped: {first}",
+            "--sequence-length higher",
+        )
     if stats.truncated:
-        longest = subject.config.sequence_length
-        yield Finding("data", "warn", f"{stats.truncated} of {stats.rows} rows are cut at {longest} tokens or less", "--sequence-length higher")
+        longest = subject.config.data.sequence_length
+        yield Finding(
+            "data",
+            "warn",
+            f"{stats.truncated} of {stats.rows} rows are cut at {longest} tokens or less",
+            "--sequence-length higher",
+        )
     texts = stats.shapes.get("text", 0)
     if not texts and stats.supervised_fraction > ALL_TAUGHT:
-        yield Finding("data", "warn", f"{100 * stats.supervised_fraction:.1f} % of the conversations' tokens carry loss: is the mask lost?",
-                      "unfreeze data show colours what is taught")  # fmt: skip
+        yield Finding(
+            "data",
+            "warn",
+            f"{100 * stats.supervised_fraction:.1f} % of the conversations' tokens carry loss: is the mask"
+            " lost?",
+            "unfreeze data show colours what is taught",
+        )
     if stats.duplicates:
         first = stats.repeats[0].reason if stats.repeats else ""
-        yield Finding("data", "warn", f"{stats.duplicates} of {stats.rows} rows stood before: {first}", "remove the duplicates")
+        yield Finding(
+            "data",
+            "warn",
+            f"{stats.duplicates} of {stats.rows} rows stood before: {first}",
+            "remove the duplicates",
+        )
 
 
 def check_memory(subject: Subject) -> Iterator[Finding]:
     """The plan of the run: does it fit."""
-    from unfreeze.parallel.plan import KERNELS
+    from unfreeze.parallel.plan import KERNELS, refuse_if_too_large
 
     plan = subject.plan
-    plan.refuse_if_too_large()
-    process = f" beside the process's own {format_bytes(plan.hardware.process)} and {KERNELS}" if plan.hardware.process else ""
-    line = f"a run needs {format_bytes(plan.total)}{process}, of {format_bytes(plan.usable)} usable; {plan.adapter_parameters:,} adapter parameters"
+    refuse_if_too_large(plan)
+    process = (
+        f" beside the process's own {format_bytes(plan.hardware.process)} and {KERNELS}"
+        if plan.hardware.process
+        else ""
+    )
+    line = (
+        f"a run needs {format_bytes(plan.total)}{process}, of {format_bytes(plan.usable)} usable;"
+        f" {plan.adapter_parameters:,} adapter parameters"
+    )
     yield Finding("memory", "ok", line)
     if subject.device.type == "cuda":
         from unfreeze.job.device import allocator_line
@@ -252,8 +353,11 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
 def check_disk(subject: Subject) -> Iterator[Finding]:
     """Room for the saves of the state, and for the adapter or the model."""
     needed, free = disk_bytes(subject.config, subject.parts.trained, subject.manifest, subject.plan)
-    what = f"{subject.config.keep_saves + 1} saves, {subject.parts.trained.name}"
-    line = f"{format_bytes(free)} free for {subject.config.run_dir}; the run writes at most {format_bytes(needed)} ({what})"
+    what = f"{subject.config.save.keep + 1} saves, {subject.parts.trained.name}"
+    line = (
+        f"{format_bytes(free)} free for {subject.config.run_dir}; the run writes at most"
+        f" {format_bytes(needed)} ({what})"
+    )
     if free < needed:
         yield Finding("disk", "fault", line, "free space, give --out on another disk, or lower --keep-saves")
     else:
@@ -269,7 +373,9 @@ def check_run(subject: Subject) -> Iterator[Finding]:
         yield Finding("run", "ok", f"{folder} is new")
         return
     if pid := writer(folder):
-        yield Finding("run", "fault", f"{folder} is in use by process {pid}", "wait for it, or give another --out")
+        yield Finding(
+            "run", "fault", f"{folder} is in use by process {pid}", "wait for it, or give another --out"
+        )
         return
     save = latest(folder)
     if save is None:
@@ -278,7 +384,10 @@ def check_run(subject: Subject) -> Iterator[Finding]:
     record = read_record(save)
     changed = [field for field, _, _ in changed_fields(record["config"], plain_json(subject.config.record()))]
     if changed and subject.has_data:
-        line = f"{folder} was trained to step {record['step']} with another configuration: {', '.join(changed)} differ"
+        line = (
+            f"{folder} was trained to step {record['step']} with another configuration: {', '.join(changed)}"
+            " differ"
+        )
         yield Finding("run", "fault", line, "restore these fields, or give another --out")
     else:
         yield Finding("run", "ok", f"{folder} goes on from step {record['step']}")
@@ -288,7 +397,9 @@ def check_numerics(subject: Subject) -> Iterator[Finding]:
     """One forward pass of 32 tokens: every number finite."""
     if subject.manifest.nbytes > SMOKE_BYTES:
         size = format_bytes(subject.manifest.nbytes)
-        yield Finding("numerics", "skip", f"the model has {size}; up to {format_bytes(SMOKE_BYTES)} are loaded for this")
+        yield Finding(
+            "numerics", "skip", f"the model has {size}; up to {format_bytes(SMOKE_BYTES)} are loaded for this"
+        )
         return
     import torch
 
@@ -296,10 +407,18 @@ def check_numerics(subject: Subject) -> Iterator[Finding]:
     from unfreeze.generate.open import dtype_of, open_model
     from unfreeze.objectives.cross_entropy import cross_entropy
 
-    model = open_model(subject.manifest, dtype_of(subject.config.dtype), subject.device, warn=lambda note: None)  # check_checkpoint has said it
+    # check_checkpoint has said it
+    model = open_model(
+        subject.manifest, dtype_of(subject.config.memory.dtype), subject.device, warn=lambda note: None
+    )
     worst = [name for name, tensor in model.named_parameters() if not bool(tensor.isfinite().all())]
     if worst:
-        yield Finding("numerics", "fault", f"{len(worst)} weights hold NaN or infinity; first: {worst[0]}", "download the checkpoint again")
+        yield Finding(
+            "numerics",
+            "fault",
+            f"{len(worst)} weights hold NaN or infinity; first: {worst[0]}",
+            "download the checkpoint again",
+        )
         return
     tokens = [(7 * i) % subject.shape.vocab_size for i in range(SMOKE_TOKENS)]
     batch = pack([Example(tokens, [0.0] + [1.0] * (SMOKE_TOKENS - 1))]).to(subject.device)
@@ -307,9 +426,17 @@ def check_numerics(subject: Subject) -> Iterator[Finding]:
         hidden_TD = model.hidden(batch)
         loss = cross_entropy(hidden_TD, model.lm_head, batch)
     largest, mean = float(hidden_TD.abs().max()), float(loss.sum) / float(loss.count)
-    line = f"{SMOKE_TOKENS} tokens in {subject.config.dtype}: largest hidden value {largest:.3g}, loss {mean:.2f}"
+    line = (
+        f"{SMOKE_TOKENS} tokens in {subject.config.memory.dtype}: largest hidden value {largest:.3g}, loss"
+        f" {mean:.2f}"
+    )
     finite = bool(hidden_TD.isfinite().all()) and mean == mean
-    yield Finding("numerics", "ok" if finite else "fault", line, "" if finite else "--dtype float32, or: unfreeze bisect MODEL --against hf")
+    yield Finding(
+        "numerics",
+        "ok" if finite else "fault",
+        line,
+        "" if finite else "--dtype float32, or: unfreeze bisect MODEL --against hf",
+    )
 
 
 CHECKS: tuple[tuple[str, Check, tuple[str, ...]], ...] = (

@@ -1,4 +1,5 @@
-"""The device a command runs on, and a model opened with progress on stderr: what every recipe that loads weights begins with."""
+"""The device a command runs on, and a model opened with progress on stderr: what every recipe that loads
+weights begins with."""
 
 from __future__ import annotations
 
@@ -16,14 +17,18 @@ if TYPE_CHECKING:
     from unfreeze.generate.model import Model
 
 
-ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the name of old, and the one torch has had since 2.9
+# the name of old, and the one torch has had since 2.9
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 SEGMENTS = "expandable_segments:True"
 
 
 def set_allocator() -> None:
-    """Expandable segments, unless the user chose, or CUDA runs already: then it would change nothing, and allocator_line says so."""
+    """Expandable segments, unless the user chose, or CUDA runs already: then it would change nothing, and
+    allocator_line says so."""
     torch = sys.modules.get("torch")
-    if (torch is None or not torch.cuda.is_initialized()) and not any(name in os.environ for name in ALLOCATOR):
+    if (torch is None or not torch.cuda.is_initialized()) and not any(
+        name in os.environ for name in ALLOCATOR
+    ):
         os.environ[ALLOCATOR[0]] = SEGMENTS
 
 
@@ -34,7 +39,13 @@ def allocator_line() -> tuple[str, bool]:
         return f"allocator: expandable segments ({chosen})", True
     remedy = f"export {ALLOCATOR[0]}={SEGMENTS} before the program starts"
     if not chosen:
-        return f"allocator: CUDA had started before expandable segments could be set, so memory may fragment; {remedy}", False
+        return (
+            (
+                "allocator: CUDA had started before expandable segments could be set, so memory may"
+                f" fragment; {remedy}"
+            ),
+            False,
+        )
     return f"allocator: {chosen} has no expandable segments, so memory may fragment; {remedy}", False
 
 
@@ -53,7 +64,7 @@ def pick_device(name: str, threads: int = 0) -> torch.device:
 
     if threads:
         torch.set_num_threads(threads)
-    return local_device(device_of(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name))
+    return local_device(device_of(name))
 
 
 def say(common: Common) -> Callable[[str], None]:
@@ -63,8 +74,13 @@ def say(common: Common) -> Callable[[str], None]:
 
 def load(source: str, dtype: str, device: str, common: Common) -> Model:
     """unfreeze.load with a bar for the weights and a line for a download."""
-    import unfreeze
+    from unfreeze.generate.source import open_source
 
+    found, manifest = open_source(source, say(common))
     place = pick_device(device)
+
+    from unfreeze.generate.model import load_opened
+    from unfreeze.generate.open import dtype_of
+
     with LoadProgress(quiet=common.quiet) as progress:
-        return unfreeze.load(source, dtype=dtype, device=str(place), progress=progress, say=say(common))
+        return load_opened(found, manifest, dtype_of(dtype), place, progress, say(common))

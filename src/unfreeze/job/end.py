@@ -8,38 +8,41 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
-from unfreeze.core.events import Event
+from unfreeze.core.schema import EndEvent, Event, ReceiptEvent, TrainEvent
 from unfreeze.job.folder import again
-from unfreeze.report.events import of_kind, read_events, tokens_per_second
+from unfreeze.report.events import last, of_kind, read_events, tokens_per_second
 from unfreeze.report.html import summary_lines, write_report
 
 
-def finish(config: TrainingConfig, common: Common, command: str, *, export: bool = False, **extra: Any) -> dict[str, Any]:
+def finish(
+    run_dir: Path, common: Common, command: str, *, export: bool = False, **extra: Any
+) -> dict[str, Any]:
     """Write the report, say where everything is, and give the result computed from the run's own events."""
-    run_dir = config.run_dir
     write_report(run_dir)
     result = {**result_of(read_events(run_dir / "events.jsonl")), **extra, "run": str(run_dir)}
     if not common.quiet:
-        before = ["this run was finished before; nothing was trained now"] if extra.get("already_finished") else []
+        before = (
+            ["this run was finished before; nothing was trained now"] if extra.get("already_finished") else []
+        )
         after = [f"report: {run_dir / 'report.html'}", next_command(run_dir, result, command, export)]
         print("\n".join([*before, *summary_lines(run_dir), *after]), file=sys.stderr)
     return result
 
 
 def result_of(events: Sequence[Event]) -> dict[str, Any]:
-    """steps, losses, speed, memory and receipt of a run, from its events alone (a resumed run counts all its parts)."""
-    train = [event for event in of_kind(events, "train") if event.get("loss") is not None]
-    receipts, ends = of_kind(events, "receipt"), of_kind(events, "end")
+    """steps, losses, speed, memory and receipt of a run, from its events alone (a resumed run counts all its
+    parts)."""
+    train = [event for event in of_kind(events, TrainEvent) if event.get("loss") is not None]
+    receipt, end = last(events, ReceiptEvent), last(events, EndEvent)
     return {
         "steps": train[-1]["step"] if train else 0,
         "loss_first": train[0]["loss"] if train else None,
         "loss_last": train[-1]["loss"] if train else None,
         "tokens_per_second": tokens_per_second(events),
-        "peak_bytes": max((event["peak_bytes"] for event in train), default=0),
-        "receipt": receipts[-1]["groups"] if receipts else {},
-        "finished": bool(ends) and ends[-1]["reason"] == "done",
+        "peak_bytes": max((event.get("peak_bytes", 0) for event in train), default=0),
+        "receipt": receipt["groups"] if receipt else {},
+        "finished": end is not None and end.get("reason") == "done",
     }
 
 

@@ -1,4 +1,7 @@
-"""A run's folder: opened and locked, its resolved config, its end in words; what Ctrl-C and a full disk leave is said there."""
+"""A run's folder: opened and locked, with its resolved config.
+
+What Ctrl-C and a full disk leave behind is said here.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel
-
+from unfreeze.config.names import flat, flat_name, given
 from unfreeze.config.parse import writing
+from unfreeze.config.tables import Data
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
@@ -37,27 +40,36 @@ WHOLE = 2**28  # bytes of a data file up to which all of it is hashed: a second
 
 @contextmanager
 def live(config: TrainingConfig, common: Common, recipe: str, command: str, group: Group) -> Iterator[Run]:
-    """The opened, locked run folder with live progress on stderr, and its resolved config written; on processes beyond 0 a silent Follower.
+    """The opened, locked run folder, with live progress on stderr. On processes beyond 0 a silent Follower.
 
-    A Ctrl-C that fit doesn't handle (before it, after it, or a second one) says what is saved and how to go on; a full disk does too.
+    A Ctrl-C that fit doesn't handle (before it, after it, or a second one) says what is saved and how to go
+    on; a full disk does too.
     """
     from unfreeze.train.follower import Follower, open_run
     from unfreeze.train.run import Run, latest
     from unfreeze.train.state import FULL, DiskFull
 
+    # what a resumed run may change, and the date of its chat template, the same on every process
     record = config.record()
-    changeable = allowed(config.allow_changed, record)
+    named = tuple(flat_name(type(config), name) for name in config.save.allow_changed)
+    changeable = allowed(named, record)
     date = group.texts(first_start(config))[0]
     progress = LiveProgress(0, quiet=common.quiet, whole_plan=common.plan)
-    with progress, tracking(config.track, config.run_dir, config.model_dump(mode="json")) as sinks:
+    with progress, tracking(config.watch.track, config.run_dir, flat(config)) as sinks:
         with writing(config.run_dir, "out"):
             run = open_run(
                 group,
-                lead=lambda: Run(
-                    config.run_dir, record, listeners=(progress, ExpertWatch(), *sinks), allow_changed=changeable, fixed=FIXED
+                on_rank0=lambda: Run(
+                    config.run_dir,
+                    record,
+                    listeners=(progress, ExpertWatch(), *sinks),
+                    allow_changed=changeable,
+                    fixed=FIXED,
                 ),
-                follow=lambda: Follower(config.run_dir, record, allow_changed=changeable, fixed=FIXED),
+                elsewhere=lambda: Follower(config.run_dir, record, allow_changed=changeable, fixed=FIXED),
             )
+
+        # the run; a Ctrl-C or a full disk says what is saved
         with run:
             try:
                 with writing(config.run_dir, "out"):
@@ -74,34 +86,48 @@ def live(config: TrainingConfig, common: Common, recipe: str, command: str, grou
                 save = latest(run.path)
                 state = f"the run is saved as of {save.name}" if save else "nothing was saved yet"
                 at = f", at {error.filename}" if error.filename else ""
-                raise DiskFull(f"the disk of {run.path} is full{at}; {state}", next=f"free space, then {again(command)}") from error
+                raise DiskFull(
+                    f"the disk of {run.path} is full{at}; {state}", next=f"free space, then {again(command)}"
+                ) from error
 
 
 def first_start(config: TrainingConfig) -> str:
-    """The date a run's chat template tells: as given, as its first start wrote it into the run folder, or now."""
+    """The date a run's chat template tells: as given, as the run's first start wrote it down, or now."""
     path = config.run_dir / RESOLVED
     before = read_object(path, ConfigError).get("template_date") if path.is_file() else None
-    return config.template_date or before or datetime.now().isoformat(timespec="seconds")
+    return config.data.template_date or before or datetime.now().isoformat(timespec="seconds")
 
 
 def write_resolved(run: Run, config: TrainingConfig, recipe: str, date: str = "", **effective: Any) -> None:
-    """resolved_config.json: every field of the Config, and under "effective" what defaults, data and machine made of it.
+    """resolved_config.json: every field of the Config by its flat name.
 
-    With effective values come "given" (the fields that are not at their default), "versions", "machine" and "contents".
+    Under "effective" stands what defaults, data and machine made of it.
+    With effective values come "given" (the fields that are not at their default), "versions", "machine" and
+    "contents".
     `date`: of the chat template; left out, it stays as it was written before.
     """
     if effective:
         machine = f"{platform.system()} {platform.machine()}"
-        effective |= {"given": given(config), "versions": versions(), "machine": machine, "contents": contents(config)}
+        effective |= {
+            "given": given(config),
+            "versions": versions(),
+            "machine": machine,
+            "contents": contents(config.data),
+        }
     date = date or read_object(run.path / RESOLVED, ConfigError).get("template_date", "")
-    fields = {**config.model_dump(mode="json"), **config.record(), "out": str(config.run_dir), "template_date": date}
-    write_json(run.path / RESOLVED, {"recipe": recipe, **fields, **({"effective": effective} if effective else {})})
+    fields = {**flat(config), **config.record(), "out": str(config.run_dir), "template_date": date}
+    write_json(
+        run.path / RESOLVED, {"recipe": recipe, **fields, **({"effective": effective} if effective else {})}
+    )
 
 
-def contents(config: TrainingConfig) -> list[str]:
-    """Size and SHA-256 of each data file, in the order of the config; of a file above 256 MiB only of its first and last MiB."""
+def contents(data: Data) -> list[str]:
+    """Size and SHA-256 of each data file, in the order of the config.
+
+    Of a file above 256 MiB the hash is of its first and last MiB only.
+    """
     found = []
-    for _, name in config.files:
+    for _, name in data.sources:
         if not Path(name).is_file():  # moved away since it was read
             found.append("absent")
             continue
@@ -116,27 +142,23 @@ def contents(config: TrainingConfig) -> list[str]:
     return found
 
 
-def refuse_other_data(config: TrainingConfig, folder: Run) -> None:
-    """A finished run whose data files hold other words now. An unfinished one is told by its cursor's fingerprint."""
+def refuse_other_data(data: Data, folder: Run) -> None:
+    """Refuse a finished run whose data files hold other bytes now.
+
+    An unfinished one is recognised by its cursor's fingerprint.
+    """
     before = (read_object(folder.path / RESOLVED, ConfigError).get("effective") or {}).get("contents")
-    changed = [name for (_, name), old, new in zip(config.files, before or [], contents(config), strict=False) if old != new]
+    changed = [
+        name
+        for (_, name), old, new in zip(data.sources, before or [], contents(data), strict=False)
+        if old != new
+    ]
     if changed:
         raise ConfigError(
-            f"{folder.path} is finished, and {', '.join(changed)} has changed since: nothing was trained on what it holds now",
+            f"{folder.path} is finished, and {', '.join(changed)} has changed since: nothing was trained on"
+            " what it holds now",
             next="give another folder with --out",
         )
-
-
-def given(config: BaseModel, prefix: str = "") -> list[str]:
-    """The dotted names of the fields that are not at their default: with these flags the run is made again."""
-    names = []
-    for name, info in type(config).model_fields.items():
-        value = getattr(config, name)
-        if isinstance(value, BaseModel):
-            names += given(value, f"{prefix}{name}.")
-        elif info.is_required() or value != info.get_default(call_default_factory=True):
-            names.append(prefix + name)
-    return names
 
 
 def versions() -> dict[str, str]:
@@ -165,12 +187,20 @@ def again(command: str) -> str:
 def typed(recipe: str, arguments: Sequence[str]) -> str:
     """The command as the user gave it, to be repeated; under torchrun with torchrun before it."""
     processes, nodes = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE"))
-    start = ["unfreeze"] if processes == 1 else ["torchrun", "--nproc-per-node", str(processes // nodes), "-m", "unfreeze"]
-    return shlex.join([*start, recipe, *arguments]) + (f" (on each of {nodes} nodes, as before)" if nodes > 1 else "")
+    start = (
+        ["unfreeze"]
+        if processes == 1
+        else ["torchrun", "--nproc-per-node", str(processes // nodes), "-m", "unfreeze"]
+    )
+    return shlex.join([*start, recipe, *arguments]) + (
+        f" (on each of {nodes} nodes, as before)" if nodes > 1 else ""
+    )
 
 
 def refuse_absent(files: Iterable[tuple[str, str]]) -> None:
     """A data file (field, path) that isn't there is refused before the model is loaded."""
     for field, path in files:
         if not Path(path).is_file():
-            raise ConfigError(f"{field} = {path!r} is not a file", next=f"give --{field} an existing .jsonl or .txt file")
+            raise ConfigError(
+                f"{field} = {path!r} is not a file", next=f"give --{field} an existing .jsonl or .txt file"
+            )

@@ -1,7 +1,8 @@
-"""What a run is, once: `run(config, parts)` is the table of contents of every kind of training.
+"""What a run is: `run(config, parts)` is the table of contents of every kind of training.
 
-A recipe says in Parts what is its own: where training starts, what trains, what is minimised, how rows are read. Everything else (folder and
-lock, plan, model, resuming, samples, validation, guards, receipt, report) is the same for all and stands here.
+A recipe says in Parts what is its own: where training starts, what trains, what is minimised, how rows are
+read. Everything else is the same for all and stands here: folder and lock, plan, model, resuming, samples,
+validation, guards, receipt, report.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unfreeze.config.tables import Memory, Save
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
+from unfreeze.core.events import RESOLVED
+from unfreeze.core.schema import TrainEvent
 from unfreeze.core.units import format_bytes, format_count
 from unfreeze.job.data import (
     batches_of,
@@ -26,7 +30,7 @@ from unfreeze.job.data import (
     open_tokenizer,
     schedule_of,
     sequence_length,
-)  # fmt: skip
+)
 from unfreeze.job.device import allocator_line, pick_device, say
 from unfreeze.job.end import finish
 from unfreeze.job.folder import live, refuse_absent, refuse_other_data, write_json, write_resolved
@@ -44,10 +48,11 @@ if TYPE_CHECKING:
     from unfreeze.checkpoint.stream import LoadStats
     from unfreeze.data import Batches, Dataset
     from unfreeze.models import Decoder, Shape
+    from unfreeze.models.recompute import RecomputePolicy
     from unfreeze.parallel.collectives import Group
     from unfreeze.parallel.plan import Plan
     from unfreeze.train.fit import OnStep
-    from unfreeze.train.guards import SpikeGuard
+    from unfreeze.train.guards import OnSpike, SpikeGuard
     from unfreeze.train.run import Run
     from unfreeze.train.state import AfterUpdate, State
     from unfreeze.train.step import Objective
@@ -82,22 +87,34 @@ class Parts:
 
 
 def run(config: TrainingConfig, parts: Parts, common: Common, command: str = "") -> dict[str, Any]:
-    """Train as the config says; goes on where an unfinished run in the same folder stopped. -> the run's result, as `finish` gives it.
+    """Train as the config says, or go on where an unfinished run in the same folder stopped.
 
-    `command` is what the user typed, to be shown where the run must be given again.
+    command: what the user typed, to be shown where the run must be given again.
+    -> the run's result, as `finish` gives it.
     """
+    # what can be refused without torch and before there is a folder
+    refuse_absent(config.data.sources)
+    start = first_start_of(config, parts, common)
+
+    from unfreeze.kernels.choice.prepare import compiling
     from unfreeze.parallel.collectives import open_group
 
-    refuse_absent(config.files)
-    device = pick_device(config.device, config.threads)
-    with open_group(device) as group, live(config, common, parts.recipe, command, group) as folder:
-        end = partial(finish, config, common, command, **parts.trained.as_result(target_of(folder, parts)))
+    memory = config.memory
+    device = pick_device(memory.device, memory.threads)
+    with (
+        compiling(device, memory.dtype),
+        open_group(device) as group,
+        live(config, common, parts.recipe, command, group) as folder,
+    ):
+        end = partial(
+            finish, folder.path, common, command, **parts.trained.as_result(target_of(folder, parts))
+        )
         if group.any(is_written(folder, parts)):
-            group.lead(lambda: refuse_other_data(config, folder))
-            return group.lead(lambda: end(already_finished=True)) or {}
-        job = prepare(config, parts, common, device, group, folder)
+            group.on_rank0(lambda: refuse_other_data(config.data, folder))
+            return group.on_rank0(lambda: end(already_finished=True)) or {}
+        job = prepare(config, parts, common, device, group, folder, start)
         job.write(finished=job.fit())
-        return group.lead(lambda: end(best=job.state.best)) or {}
+        return group.on_rank0(lambda: end(best=job.state.best)) or {}
 
 
 def target_of(folder: Run, parts: Parts) -> Path:
@@ -120,8 +137,12 @@ def is_written(folder: Run, parts: Parts) -> bool:
 class Job:
     """A run that is ready for its next step."""
 
-    config: TrainingConfig
     parts: Parts
+    model_name: str
+    memory: Memory
+    saves: Save
+    on_spike: OnSpike
+    max_norm: float
     group: Group
     device: torch.device
     start: Manifest
@@ -134,28 +155,44 @@ class Job:
     describe: Describe
 
     def fit(self) -> bool:
-        """The loop, with everything that looks at a step. -> whether the run reached its last step (else it was interrupted, and saved)."""
-        from unfreeze.models import through
+        """The loop, with everything that looks at a step.
+
+        -> whether the run reached its last step; otherwise it was interrupted, and saved.
+        """
         from unfreeze.train.fit import fit
         from unfreeze.train.memory import reset_peak_bytes
 
-        config, state = self.config, self.state
+        state, saves = self.state, self.saves
         if state.step == 0:
             self.samples.say("before", 0)
         for hook in self.validation:
             hook.first()
         reset_peak_bytes(self.device)
         fitted = fit(
-            state, self.batches, self.parts.objective,
-            through=through(config.recompute, self.model.layers, config.keep_layers),
-            micro_batches=config.micro_batches, max_norm=config.clip,
-            save_every=config.save_every, keep_saves=config.keep_saves, on_full_disk=config.on_full_disk,
-            group=self.group, judge=self.spike_guard(), describe=self.describe,
+            state,
+            self.batches,
+            self.parts.objective,
+            recompute=self.recompute,
+            micro_batches=self.memory.micro_batches,
+            max_norm=self.max_norm,
+            save_every=saves.every,
+            keep_saves=saves.keep,
+            on_full_disk=saves.on_full_disk,
+            group=self.group,
+            judge=self.spike_guard(),
+            describe=self.describe,
             on_step=self.hooks(),
-        )  # fmt: skip
+        )
         if fitted.reason == "done":
             self.samples.say("after", state.step)
         return fitted.reason == "done"
+
+    @cached_property
+    def recompute(self) -> RecomputePolicy:
+        """How a layer is run: what it keeps for backward, and what it recomputes."""
+        from unfreeze.models import recompute_policy
+
+        return recompute_policy(self.memory.recompute, self.model.layers, self.memory.keep_layers)
 
     def hooks(self) -> list[OnStep]:
         """What looks at each finished step: the receipt, validation, then the recipe's own."""
@@ -163,135 +200,253 @@ class Job:
         return [*receipt, *self.validation, *self.parts.on_step]
 
     def write(self, *, finished: bool) -> None:
-        """What was trained, at the end or at an interruption; and the best save, where that was an earlier one."""
+        """What was trained, at the end or an interruption; and the best save, if that was an earlier one."""
         folder, trained = self.state.run, self.parts.trained
-        write = partial(trained.write, self.state, self.start, self.config.model)
+        write = partial(trained.write, self.state, self.start, self.model_name)
         if finished or trained.when_interrupted:
-            self.group.lead(lambda: write(target_of(folder, self.parts)))
+            self.group.on_rank0(lambda: write(target_of(folder, self.parts)))
         if finished:
-            self.group.lead(lambda: write_best(self.state, best_of(folder, self.parts), write))
+            self.group.on_rank0(lambda: write_best(self.state, best_of(folder, self.parts), write))
 
     def spike_guard(self) -> SpikeGuard:
-        """The judge of the steps: its window is filled from the events of the steps before, so a resumed run judges as an unbroken one."""
-        from unfreeze.models import through
+        """The judge of the steps.
+
+        Its window is filled from the events of the steps before, so a resumed run judges as an unbroken one.
+        """
         from unfreeze.train.guards import SpikeGuard
 
-        config, state = self.config, self.state
-        before = of_kind(read_events(config.run_dir / "events.jsonl"), "train") if state.step else []
+        state = self.state
+        before = of_kind(read_events(state.run.path / "events.jsonl"), TrainEvent) if state.step else []
+        history = [
+            (loss, norm)
+            for event in before
+            if event["step"] <= state.step
+            and (loss := event.get("loss")) is not None
+            and (norm := event.get("grad_norm")) is not None
+        ]
         return SpikeGuard(
-            self.model, self.parts.objective, state.run.path, through=through(config.recompute, self.model.layers, config.keep_layers),
-            on_spike=config.on_spike, max_norm=config.clip, step=state.step, describe=self.describe,
-            history=[(event["loss"], event["grad_norm"]) for event in before if event["step"] <= state.step],
-        )  # fmt: skip
+            self.model,
+            self.parts.objective,
+            state.run.path,
+            recompute=self.recompute,
+            on_spike=self.on_spike,
+            max_norm=self.max_norm,
+            step=state.step,
+            describe=self.describe,
+            history=history,
+        )
 
 
-def prepare(config: TrainingConfig, parts: Parts, common: Common, device: torch.device, group: Group, folder: Run) -> Job:
+def first_start_of(config: TrainingConfig, parts: Parts, common: Common) -> Manifest | None:
+    """Where a new run starts. None for one that was started before: it may be finished, and need no model.
+
+    What cannot be read is refused here: before torch is imported, and before there is a folder.
+    """
+    from unfreeze.generate.source import refuse_unread
+
+    if (config.run_dir / RESOLVED).is_file():
+        return None
+    start = parts.start(config.model, common)
+    refuse_unread(start)
+    return start
+
+
+def prepare(
+    config: TrainingConfig,
+    parts: Parts,
+    common: Common,
+    device: torch.device,
+    group: Group,
+    folder: Run,
+    start: Manifest | None = None,
+) -> Job:
     """From the config to a model, batches and a state: new, or as the folder's last save left them.
 
-    Refuses what cannot work in the order of its cost: names and shapes, then the rows, then the plan, and only then reads a weight.
+    Refuses what cannot work in the order of its cost: names and shapes, then the rows, then the plan, and
+    only then reads a weight.
     """
     from unfreeze import models
     from unfreeze.generate.model import Model, end_ids
     from unfreeze.train.optim import AdamW
     from unfreeze.train.state import start_or_resume
 
+    data, training, optimizer = config.data, config.training, config.optimizer
+    tokens = config.tokens_per_micro_batch
+
     # names, dtypes, shapes; no tensor is read
-    start = parts.start(config.model, common)
+    start = start or parts.start(config.model, common)
     parts.trained.check(start)
     shape = models.shape(start.config)
-    tokenizer = open_tokenizer(folder, config, start.path)
+    tokenizer = open_tokenizer(folder, data, start.path)
     check_vocabulary(tokenizer, shape, start)
 
     # rows -> conversations -> tokens and weights
-    dataset = encode(folder, config, tokenizer, shape.max_positions, **parts.encoding)
+    dataset = encode(folder, data, tokenizer, shape.max_positions, tokens, config.seed, **parts.encoding)
 
     # bytes, with arithmetic; refuses what does not fit
     plan = plan_of(config, parts.trained, start, shape, device)
     emit_plan(folder, plan, group, start_lines(config, parts.trained, start, shape, plan))
 
-    model = load(start, config, device, folder, common)
+    # the model, with what trains
+    model = load(start, config.memory.dtype, config.seed, device, folder, common)
     parts.trained.attach(model)
 
-    batches = batches_of(config, dataset.examples, start=folder.cursor)
-    steps = num_steps(config, batches)
-    if folder.step == 0 and config.steps is None and steps < FEW_STEPS:
-        more = f"--epochs {math.ceil(config.epochs * FEW_STEPS / steps):,}, or --tokens-per-step {max(2, config.tokens_per_step // 8):,}"
-        message = f"{config.epochs:g} epochs of this data are only {steps} steps of {config.tokens_per_step:,} tokens, which teach little: {more}"
+    # the order of the data, from where the last save was; and how many steps that is
+    batches = batches_of(data, dataset.examples, tokens=tokens, seed=config.seed, start=folder.cursor)
+    steps = num_steps(training, batches, config.memory.micro_batches)
+    if folder.step == 0 and training.steps is None and steps < FEW_STEPS:
+        more = (
+            f"--epochs {math.ceil(training.epochs * FEW_STEPS / steps):,}, or --tokens-per-step"
+            f" {max(2, training.tokens_per_step // 8):,}"
+        )
+        message = (
+            f"{training.epochs:g} epochs of this data are only {steps} steps of {training.tokens_per_step:,}"
+            f" tokens, which teach little: {more}"
+        )
         folder.events.emit("warning", 0, message=message)
+
+    # weights, optimizer and schedule: new, or as the last save has them
     state = start_or_resume(
-        folder, model, optimizer=AdamW(model, weight_decay=config.weight_decay, moments=config.optimizer_moments),
-        schedule=schedule_of(config, steps), after_update=parts.after_update(model),
-    )  # fmt: skip
-    length = sequence_length(config, shape.max_positions)
+        folder,
+        model,
+        optimizer=AdamW(model, weight_decay=optimizer.weight_decay, moments=optimizer.moments),
+        schedule=schedule_of(optimizer, steps),
+        after_update=parts.after_update(model),
+    )
+    length = sequence_length(data, tokens, shape.max_positions)
     write_resolved(folder, config, parts.recipe, steps=steps, sequence_length=length, device=str(device))
 
+    # what looks at steps: samples and validation
     speaker = Model(model, tokenizer, stop_ids=end_ids(start, tokenizer))
-    own = own_prompts(config.prompts, tokenizer, chat=parts.chat)
-    samples = Samples(folder, speaker, tokenizer, config.data, dataset.examples, config.samples, own)
-    validation = validation_of(config, state, dataset, tokenizer, samples, group)
-    return Job(config, parts, group, device, start, dataset, batches, model, state, samples, validation, describer(dataset, tokenizer))
+    watch = config.watch
+    own = own_prompts(watch.prompts, tokenizer, chat=parts.chat)
+    samples = Samples(folder, speaker, tokenizer, data.files, dataset.examples, watch.samples, own)
+    validation = validation_of(
+        state,
+        dataset,
+        tokenizer,
+        samples,
+        group,
+        tokens=tokens,
+        every=watch.validate_every,
+        saves=config.save,
+    )
+    return Job(
+        parts,
+        config.model,
+        config.memory,
+        config.save,
+        watch.on_spike,
+        optimizer.clip,
+        group,
+        device,
+        start,
+        dataset,
+        batches,
+        model,
+        state,
+        samples,
+        validation,
+        describer(dataset, tokenizer),
+    )
 
 
-def plan_of(config: TrainingConfig, trained: Trained, start: Manifest, shape: Shape, device: torch.device) -> Plan:
+def plan_of(
+    config: TrainingConfig, trained: Trained, start: Manifest, shape: Shape, device: torch.device
+) -> Plan:
     """What the run will take, term by term. The doctor asks the same."""
-    from unfreeze.adapters.receipt import COPY_BYTES
+    from unfreeze.adapters.snapshot import COPY_BYTES
     from unfreeze.parallel.plan import plan_training
 
+    memory, tokens = config.memory, config.tokens_per_micro_batch
     return plan_training(
-        shape, start, trained.lora, tokens=config.tokens_per_micro_batch, dtype=config.dtype, device=device,
-        micro_batches=config.micro_batches, longest=sequence_length(config, shape.max_positions),
-        recompute=config.recompute, keep_layers=config.keep_layers, optimizer_moments=config.optimizer_moments,
+        shape,
+        start,
+        trained.lora,
+        tokens=tokens,
+        dtype=memory.dtype,
+        device=device,
+        micro_batches=memory.micro_batches,
+        longest=sequence_length(config.data, tokens, shape.max_positions),
+        recompute=memory.recompute,
+        keep_layers=memory.keep_layers,
+        optimizer_moments=config.optimizer.moments,
         receipt_bytes=COPY_BYTES,
-    )  # fmt: skip
+    )
 
 
 def emit_plan(folder: Run, plan: Plan, group: Group, lines: Sequence[str] = ()) -> None:
-    """Write and show the plan, then refuse what does not fit. On CUDA it says how the allocator was set (docs/trust.md L2).
+    """Write and show the plan, then refuse what does not fit.
 
     lines: what a terminal shows instead of the whole plan (start_lines).
+    On CUDA the plan says how the allocator was set (docs/trust.md L2).
     """
-    fields = plan.as_dict() | ({"start": list(lines)} if lines else {})
+    from unfreeze.parallel.plan import plan_fields, refuse_if_too_large
+
+    fields = plan_fields(plan) | ({"start": list(lines)} if lines else {})
     if group.size > 1:
-        fields["lines"] = [*fields["lines"], f"  {group.size} processes, each with this plan; process 0 speaks, and what it measures is its own"]
+        each = f"{group.size} processes, each with this plan"
+        fields["lines"] = [*fields["lines"], f"  {each}; process 0 speaks, and what it measures is its own"]
     if plan.hardware.kind == "cuda":
         line, grows = allocator_line()
         fields["lines"] = [*fields["lines"], f"  {line}"]
         fields |= {} if grows else {"warning": line}
     write_json(folder.path / "plan.json", fields)
     folder.events.emit("plan", folder.step, **fields)
-    plan.refuse_if_too_large()
+    refuse_if_too_large(plan)
 
 
-def start_lines(config: TrainingConfig, trained: Trained, start: Manifest, shape: Shape, plan: Plan) -> list[str]:
+def start_lines(
+    config: TrainingConfig, trained: Trained, start: Manifest, shape: Shape, plan: Plan
+) -> list[str]:
     """The plan in three lines: what is trained on what, and what that takes."""
-    experts = f", {shape.experts_per_token} of {shape.num_experts} experts a token" if shape.num_experts else ""
+    experts = (
+        f", {shape.experts_per_token} of {shape.num_experts} experts a token" if shape.num_experts else ""
+    )
     files = f"{format_bytes(start.nbytes)} in files" if start.tensors else "no weights yet"
     written, free = disk_bytes(config, trained, start, plan)
     if trained.lora is None:
         what = "every weight"
     else:
-        ranks = f"rank {trained.lora.rank}" + (f", experts {trained.lora.experts_rank}" if trained.lora.experts_rank else "")
-        what = f"adapters of {ranks} on {', '.join(trained.lora.targets)}, {format_count(plan.adapter_parameters)} parameters"
+        ranks = f"rank {trained.lora.rank}" + (
+            f", experts {trained.lora.experts_rank}" if trained.lora.experts_rank else ""
+        )
+        what = (
+            f"adapters of {ranks} on {', '.join(trained.lora.targets)},"
+            f" {format_count(plan.adapter_parameters)} parameters"
+        )
     return [
         f"model: {Path(config.model).name}, {shape.model_type}, {shape.num_layers} layers{experts}; {files}",
-        f"memory: {format_bytes(plan.total)} planned, {format_bytes(plan.usable)} usable; disk: {format_bytes(written)} of {format_bytes(free)} free",
-        f"trains: {what}; {config.tokens_per_step:,} tokens a step",
+        (
+            f"memory: {format_bytes(plan.total)} planned, {format_bytes(plan.usable)} usable; disk:"
+            f" {format_bytes(written)} of {format_bytes(free)} free"
+        ),
+        f"trains: {what}; {config.training.tokens_per_step:,} tokens a step",
     ]
 
 
 def disk_bytes(config: TrainingConfig, trained: Trained, start: Manifest, plan: Plan) -> tuple[int, int]:
-    """(what the run writes at most, what is free where it writes): saves of the state, one more than are kept, and the result."""
+    """(bytes the run writes at most, bytes free where it writes).
+
+    It writes saves of the state, one more than are kept, and the result.
+    """
     folder = config.run_dir.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.is_dir())
     each = (plan.terms["adapter"] or plan.terms["base"]) + plan.terms["optimizer"]
-    written = (config.keep_saves + 1) * each + trained.written_bytes(start, plan.terms["adapter"])  # a save is whole before an old one goes
+    # a save is whole before an old one goes
+    written = (config.save.keep + 1) * each + trained.written_bytes(start, plan.terms["adapter"])
     return written, shutil.disk_usage(existing).free
 
 
-def load(start: Manifest, config: TrainingConfig, device: torch.device, folder: Run, common: Common) -> Decoder:
-    """The checkpoint's weights, or random ones from the config's seed where it has none. Bytes and seconds as a "load" event."""
+def load(
+    start: Manifest, dtype_name: str, seed: int, device: torch.device, folder: Run, common: Common
+) -> Decoder:
+    """The checkpoint's weights, or random ones from the seed where it has none.
+
+    A "load" event says bytes and seconds.
+    """
     from unfreeze import models
-    from unfreeze.generate.open import dtype_of, notes, open_model
+    from unfreeze.generate.open import dtype_of, open_model
 
     def loaded(stats: LoadStats) -> None:
         folder.events.emit("load", folder.step, **asdict(stats))
@@ -300,19 +455,22 @@ def load(start: Manifest, config: TrainingConfig, device: torch.device, folder: 
         if folder.step == 0:  # a resumed run doesn't repeat the warnings of its start
             folder.events.emit("warning", 0, message=message)
 
-    dtype = dtype_of(config.dtype)
+    dtype = dtype_of(dtype_name)
     if start.tensors:
         with LoadProgress(quiet=common.quiet) as progress:
             return open_model(start, dtype, device, progress, loaded, warn)
-    for note in notes(start.config):
+    for note in models.notes(start.config):
         warn(note)
     model = models.build(models.shape(start.config), dtype=dtype, device=device)
-    models.initialize(model, config.seed)
+    models.initialize(model, seed)
     return model
 
 
 def open_start(model: str, common: Common) -> Manifest:
-    """Where training starts: a checkpoint (folder or id), or a folder with config.json and no weights: a manifest without tensors."""
+    """Where training starts: a checkpoint (folder or id), or a folder with config.json and no weights.
+
+    Of the latter the manifest has no tensors.
+    """
     from unfreeze.checkpoint import Manifest, open_checkpoint
     from unfreeze.checkpoint.manifest import read_json
 

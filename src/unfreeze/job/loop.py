@@ -22,7 +22,7 @@ from unfreeze.core.errors import ConfigError
 from unfreeze.job.device import pick_device
 from unfreeze.job.end import finish
 from unfreeze.job.folder import live, refuse_absent
-from unfreeze.job.job import Job, Parts, is_written, prepare, target_of
+from unfreeze.job.job import Job, Parts, first_start_of, is_written, prepare, target_of
 
 if TYPE_CHECKING:
     from unfreeze.core.batch import Batch
@@ -32,13 +32,18 @@ if TYPE_CHECKING:
 
 
 class Loop:
-    """An opened run: `batches`, `forward_backward`, `optim_step`. Saves and closes when the loop is left, or by `close`."""
+    """An opened run: `batches`, `forward_backward`, `optim_step`.
+
+    It saves and closes when the loop is left, or by `close`.
+    """
 
     def __init__(self, config: TrainingConfig, parts: Parts, common: Common):
+        refuse_absent(config.data.sources)
+        start = first_start_of(config, parts, common)
+
         from unfreeze.parallel.collectives import open_group
 
-        refuse_absent(config.files)
-        device = pick_device(config.device, config.threads)
+        device = pick_device(config.memory.device, config.memory.threads)
         self._common, self._stack = common, ExitStack()
         self._gradients: Gradients | None = None
         self._started = 0.0
@@ -47,8 +52,11 @@ class Loop:
             group = opening.enter_context(open_group(device))
             folder = opening.enter_context(live(config, common, parts.recipe, "", group))
             if group.any(is_written(folder, parts)):
-                raise ConfigError(f"{folder.path} is finished; nothing is left to train", next="more epochs or steps, or another out")
-            self.job: Job = prepare(config, parts, common, device, group, folder)
+                raise ConfigError(
+                    f"{folder.path} is finished; nothing is left to train",
+                    next="more epochs or steps, or another out",
+                )
+            self.job: Job = prepare(config, parts, common, device, group, folder, start)
             self._stack = opening.pop_all()  # all went well: closed by close()
         self._hooks, self._judge = self.job.hooks(), self.job.spike_guard()
         self._open = True
@@ -63,11 +71,15 @@ class Loop:
 
     @property
     def batches(self) -> Iterator[list[Batch]]:
-        """The micro-batches of one step after the other, up to the last step of the schedule. A step counts when optim_step has run."""
-        from unfreeze.train.fit import emit_start, take
+        """The micro-batches of one step after the other, up to the last step of the schedule.
+
+        A step counts when optim_step has run.
+        """
+        from unfreeze.train.events import emit_start
+        from unfreeze.train.fit import take
         from unfreeze.train.state import save
 
-        config, state = self.job.config, self.state
+        state, saves = self.state, self.job.saves
         emit_start(state)
         for hook in self.job.validation:
             hook.first()
@@ -75,28 +87,41 @@ class Loop:
             while state.step < state.schedule.steps:
                 before = state.step
                 self._started = time.perf_counter()
-                micro_batches, self._cursor = take(self.job.batches, config.micro_batches, before, state.schedule.steps)
+                micro_batches, self._cursor = take(
+                    self.job.batches, self.job.memory.micro_batches, before, state.schedule.steps
+                )
                 yield micro_batches
-                if config.save_every and state.step > before and state.step % config.save_every == 0:
-                    self.job.group.lead(partial(save, state, config.keep_saves, config.on_full_disk))
+                if saves.every and state.step > before and state.step % saves.every == 0:
+                    self.job.group.on_rank0(partial(save, state, saves.keep, saves.on_full_disk))
         finally:
             self.close()
 
-    def forward_backward(self, batch: Batch | Sequence[Batch], objective: Objective | None = None) -> Gradients:
-        """The loss and the gradients of a batch, or of several as one; no weight moves. objective: another than the run's own."""
+    def forward_backward(
+        self, batch: Batch | Sequence[Batch], objective: Objective | None = None
+    ) -> Gradients:
+        """The loss and the gradients of a batch, or of several as one. No weight moves.
+
+        objective: another than the run's own.
+        """
         from unfreeze.core.batch import Batch
-        from unfreeze.models import through
         from unfreeze.train.step import forward_backward
 
-        config, state = self.job.config, self.state
+        state = self.state
         self._gradients = forward_backward(
-            state.model, state.optimizer, [batch] if isinstance(batch, Batch) else batch, objective or self.job.parts.objective,
-            through=through(config.recompute, state.model.layers, config.keep_layers), group=self.job.group,
-        )  # fmt: skip
+            state.model,
+            state.optimizer,
+            [batch] if isinstance(batch, Batch) else batch,
+            objective or self.job.parts.objective,
+            recompute=self.job.recompute,
+            group=self.job.group,
+        )
         return self._gradients
 
     def optim_step(self, learning_rate: float | None = None) -> StepResult:
-        """One update with the gradients of the last forward_backward, at the schedule's rate or another; then the step counts."""
+        """One update with the gradients of the last forward_backward; then the step counts.
+
+        learning_rate: another than the schedule's.
+        """
         from unfreeze.train.fit import advance
         from unfreeze.train.step import optim_step
 
@@ -105,12 +130,17 @@ class Loop:
         state = self.state
         rate = state.schedule.learning_rate(state.step) if learning_rate is None else learning_rate
         gradients, self._gradients = self._gradients, None
-        result = optim_step(state.optimizer, gradients, learning_rate=rate, max_norm=self.job.config.clip, judge=self._judge)
+        result = optim_step(
+            state.optimizer, gradients, learning_rate=rate, max_norm=self.job.max_norm, judge=self._judge
+        )
         advance(state, result, self._cursor, self._started, self._hooks)
         return result
 
     def close(self) -> None:
-        """Save, write what was trained, close the folder. Called when the loop is left; a second call does nothing."""
+        """Save, write what was trained, close the folder.
+
+        Called when the loop is left; a second call does nothing.
+        """
         from unfreeze.train.state import save
 
         if not self._open:
@@ -119,11 +149,17 @@ class Loop:
         job, state = self.job, self.state
         finished = state.step >= state.schedule.steps
         with self._stack:
-            job.group.lead(partial(save, state, job.config.keep_saves))
-            state.run.events.emit("end", state.step, reason="done" if finished else "interrupted", steps=state.step, tokens_per_second=None)
+            job.group.on_rank0(partial(save, state, job.saves.keep))
+            state.run.events.emit(
+                "end",
+                state.step,
+                reason="done" if finished else "interrupted",
+                steps=state.step,
+                tokens_per_second=None,
+            )
             job.write(finished=finished)
             extra = job.parts.trained.as_result(target_of(state.run, job.parts))
-            job.group.lead(lambda: finish(job.config, self._common, "the same call", **extra))
+            job.group.on_rank0(lambda: finish(state.run.path, self._common, "the same call", **extra))
 
     def __enter__(self) -> Loop:
         return self

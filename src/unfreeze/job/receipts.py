@@ -18,16 +18,20 @@ RECEIPT = "receipt.json"
 
 
 def receipt_of(state: State, dataset: Dataset, group: Group, *, stop: bool) -> list[OnStep]:
-    """The hook of a run that has no receipt yet; none for a run that goes on behind it. Process 0, whose folder it is, says for all."""
-    missing = group.any(bool(group.lead(lambda: not (state.run.path / RECEIPT).is_file())))
+    """The hook of a run that has no receipt yet; none for a run that goes on behind it.
+
+    Process 0, whose folder it is, says for all.
+    """
+    missing = group.any(bool(group.on_rank0(lambda: not (state.run.path / RECEIPT).is_file())))
     return [FirstStepReceipt(state, dataset, group, stop=stop)] if state.step == 0 or missing else []
 
 
 class FirstStepReceipt:
-    """Which matrices learned in the first step with a gradient, by how much, and what it changed in the output. Written also where it stops.
+    """Which matrices learned in the first step with a gradient, how much, and what it did to the output.
 
-    A step whose gradient is exactly zero (no supervised token, a student equal to its teacher) or whose update was refused proves nothing:
-    the next is looked at. A run that ends without one says so.
+    A step whose gradient is exactly zero (no supervised token, a student equal to its teacher) or whose
+    update was refused proves nothing: the next is looked at. A run that ends without a receipt says so.
+    A receipt that ends the run is written too.
     stop True: a matrix that was left out ends the run. False: it is a warning (job/trained.py says when).
     """
 
@@ -35,7 +39,9 @@ class FirstStepReceipt:
         from unfreeze.adapters.receipt import Receipt
         from unfreeze.data import pack
 
-        self._receipt: Receipt | None = Receipt(state.model, state.optimizer.masters, state.optimizer.gradient)
+        self._receipt: Receipt | None = Receipt(
+            state.model, state.optimizer.masters, state.optimizer.gradient
+        )
         self._probe = pack(dataset.examples[:8])  # the receipt looks at the first 256 of its tokens
         self._group, self._stop = group, stop
 
@@ -45,7 +51,10 @@ class FirstStepReceipt:
         if result.grad_norm == 0 or not result.applied:
             self._receipt.pass_over()
             if state.step == state.schedule.steps:
-                message = f"no receipt: in none of the {state.step:,} steps did a gradient move a weight. Nothing was learned"
+                message = (
+                    f"no receipt: in none of the {state.step:,} steps did a gradient move a weight. Nothing"
+                    " was learned"
+                )
                 state.run.events.emit("warning", state.step, message=message)
             return
         from unfreeze.adapters.receipt import check

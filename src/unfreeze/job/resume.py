@@ -1,5 +1,7 @@
-"""What may differ when a run goes on: --allow-changed FIELD, and the fields that can't differ whatever is
-allowed (docs/trust.md R2)."""
+"""What may differ when a run goes on: the fields of --allow-changed.
+
+Some fields can't differ, whatever is allowed (docs/trust.md R2).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ FIXED = {
     "packing": _PLACE,
     "data_weights": _PLACE,
 }
-"""Field -> the reason it never changes within a run. A data file may move; other content is refused by the cursor's fingerprint."""
+"""Field -> the reason it never changes within a run. A data file may move; other content is refused by the
+cursor's fingerprint."""
 
 _STEPS = ("schedule.steps", "schedule.warmup_steps", "schedule.decay_steps")
 DERIVED = {
@@ -39,13 +42,22 @@ DERIVED = {
 
 
 def allowed(fields: tuple[str, ...], record: Mapping[str, Any]) -> list[str]:
-    """The fields of --allow-changed and what follows from them. Raises ConfigError for one that is fixed, or that the config doesn't have."""
+    """The fields of --allow-changed and what follows from them.
+
+    Raises ConfigError for one that is fixed, or that the config doesn't have.
+    """
     known = set(_names(record))
     for field in fields:
         if field in FIXED:
-            raise ConfigError(f"allow_changed names {field}, which can never change within a run: {FIXED[field]}", next="another folder with --out")
+            raise ConfigError(
+                f"allow_changed names {field}, which can never change within a run: {FIXED[field]}",
+                next="another folder with --out",
+            )
         if field not in known:
-            raise ConfigError(f"allow_changed names {field!r}, which is no field of a run's configuration{nearest(field, known)}")
+            raise ConfigError(
+                f"allow_changed names {field!r}, which is no field of a run's"
+                f" configuration{nearest(field, known)}"
+            )
     return [*fields, *(derived for field in fields for derived in DERIVED.get(field, ()))]
 
 

@@ -1,5 +1,7 @@
-"""Prompts from the data, answered before and after training, as events for the report. A row that cannot be
-asked becomes a warning event."""
+"""Prompts from the data, answered before and after training, as events for the report.
+
+A row that cannot be asked becomes a warning event.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,24 @@ class Prompt:
 
 
 class Samples:
-    """`own` prompts, then the first `count` rows that training uses: conversations up to an answer, texts up to their eighth word.
+    """`own` prompts, then the first `count` rows that training uses.
 
-    Made from rows that were accepted, so a bad row that the run skips is skipped here too. A row that cannot be asked (it begins with
-    the assistant and says nothing else, or its prompt leaves less than ANSWER positions) is a warning event, once, at step 0.
+    Of a conversation the prompt ends before an answer, of a text after its eighth word.
+    Made from rows that were accepted, so a bad row that the run skips is skipped here too. A row that cannot
+    be asked (it begins with the assistant and says nothing else, or its prompt leaves less than ANSWER
+    positions) is a warning event, once, at step 0.
     """
 
     def __init__(
-        self, run: Run, speaker: Model, tokenizer: Tokenizer, data: Sequence[str], examples: Sequence[Example], count: int, own: Sequence[Prompt] = ()
-    ):  # fmt: skip
+        self,
+        run: Run,
+        speaker: Model,
+        tokenizer: Tokenizer,
+        data: Sequence[str],
+        examples: Sequence[Example],
+        count: int,
+        own: Sequence[Prompt] = (),
+    ):
         self._run, self._speaker = run, speaker
         self._prompts = list(own)
         room = speaker.decoder.shape.max_positions - ANSWER
@@ -45,14 +56,17 @@ class Samples:
             try:
                 prompt = prompt_of(row, tokenizer)
                 if len(prompt.tokens) > room:
-                    raise DataError(f"row {row.row}: its prompt of {len(prompt.tokens)} tokens leaves less than {ANSWER} of the model's positions")
+                    raise DataError(
+                        f"row {row.row}: its prompt of {len(prompt.tokens)} tokens leaves less than {ANSWER}"
+                        " of the model's positions"
+                    )
                 self._prompts.append(prompt)
             except DataError as error:
                 if run.step == 0:
                     run.events.emit("warning", 0, message=f"no sample of {error.message}")
 
     def say(self, when: str, step: int) -> None:
-        """Greedy answers to all prompts in one batch, and how far the sampler's probabilities of them are from the trainer's.
+        """Greedy answers to all prompts in one batch, and their trainer/sampler gap (evaluate/gap.py).
 
         when is "before", "during" or "after".
         """
@@ -63,7 +77,9 @@ class Samples:
         prompts = [prompt.tokens for prompt in self._prompts]
         answers = self._speaker.complete(prompts, max_new_tokens=ANSWER)
         for index, (prompt, answer) in enumerate(zip(self._prompts, answers, strict=True)):
-            self._run.events.emit("sample", step, when=when, index=index, prompt=prompt.shown, text=answer.text)
+            self._run.events.emit(
+                "sample", step, when=when, index=index, prompt=prompt.shown, text=answer.text
+            )
         gap = gap_of_answers(self._speaker.engine, prompts, answers)
         self._run.events.emit("gap", step, when=when, **gap.as_dict(), **self._gap_warning(gap))
 
@@ -79,8 +95,10 @@ class Samples:
         row, token = gap.worst
         where = f"sample {row}, answer token {token}"
         return {
-            "warning": f"the sampler and the trainer differ by {gap.max:.2g} nats at {where} (limit {TOLERANCE:g} in float32): "
-            "the cached and the packed pass do not compute the same"
+            "warning": (
+                f"the sampler and the trainer differ by {gap.max:.2g} nats at {where} (limit {TOLERANCE:g} in"
+                " float32): the cached and the packed pass do not compute the same"
+            )
         }
 
 
@@ -88,7 +106,17 @@ def own_prompts(texts: Sequence[str], tokenizer: Tokenizer, *, chat: bool) -> li
     """The config's `prompts`: each a user's message (chat), or a text to be continued."""
     from unfreeze.data import encode_chat, encode_prompt
 
-    return [Prompt(text, encode_chat(tokenizer, [{"role": "user", "content": text}]) if chat else encode_prompt(tokenizer, text)) for text in texts]
+    return [
+        Prompt(
+            text,
+            (
+                encode_chat(tokenizer, [{"role": "user", "content": text}])
+                if chat
+                else encode_prompt(tokenizer, text)
+            ),
+        )
+        for text in texts
+    ]
 
 
 def rows_used(data: Sequence[str], examples: Sequence[Example], count: int) -> list[Row]:
@@ -96,11 +124,14 @@ def rows_used(data: Sequence[str], examples: Sequence[Example], count: int) -> l
     from unfreeze.data import Examples, read_rows
 
     known = Examples.of(examples)
-    wanted: list[tuple[int, int]] = list(dict.fromkeys(zip(known.sources_N.tolist(), known.rows_N.tolist(), strict=True)))[:count]
+    wanted: list[tuple[int, int]] = list(
+        dict.fromkeys(zip(known.sources_N.tolist(), known.rows_N.tolist(), strict=True))
+    )[:count]
     found: dict[tuple[int, int], Row] = {}
     for source in sorted({source for source, _ in wanted}):
         missing = {number for file, number in wanted if file == source}
-        for row in read_rows(Path(data[source]), lambda bad: None):  # bad rows are counted by data.encode_files, not here
+        # bad rows are counted by data.encode_files, not here
+        for row in read_rows(Path(data[source]), lambda bad: None):
             if row.row in missing:
                 found[source, row.row] = row
                 missing.remove(row.row)
@@ -110,13 +141,18 @@ def rows_used(data: Sequence[str], examples: Sequence[Example], count: int) -> l
 
 
 def prompt_of(row: Row, tokenizer: Tokenizer) -> Prompt:
-    """The prompt of a row: up to its first answer that something precedes. Raises DataError where there is none, or the template refuses it."""
+    """The prompt of a row: up to its first answer that something precedes.
+
+    Raises DataError where there is none, or the template refuses it.
+    """
     from unfreeze.data import Conversation, encode_chat, encode_prompt
 
     if not isinstance(row, Conversation):
         opening = " ".join(row.text.split()[:WORDS])
         return Prompt(opening, encode_prompt(tokenizer, opening))
-    place = next((i for i, message in enumerate(row.messages) if message["role"] == "assistant" and i > 0), None)
+    place = next(
+        (i for i, message in enumerate(row.messages) if message["role"] == "assistant" and i > 0), None
+    )
     if place is None:
         raise DataError(f"row {row.row}: it begins with the assistant, and nothing asks for another answer")
     before = row.messages[:place]

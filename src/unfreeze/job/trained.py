@@ -1,4 +1,7 @@
-"""What a run trains and leaves behind: adapters beside a frozen base, or every weight. A recipe is given one of the two and doesn't ask which."""
+"""What a run trains and leaves behind: adapters beside a frozen base, or every weight.
+
+A recipe names one of the two; job.run doesn't ask which.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,21 @@ if TYPE_CHECKING:
     from unfreeze.models import Decoder
     from unfreeze.train.state import State
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tiktoken.model", "chat_template.jinja", "chat_template.json",
-                   "generation_config.json", "special_tokens_map.json")  # fmt: skip
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tiktoken.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+)
 
 
 class Adapters:
-    """LoRA factors, in <out>/adapter. Written at an interruption too: they are small, and chat takes them.
+    """LoRA factors, written to <out>/adapter; at an interruption too: they are small, and chat takes them.
 
-    strict: a matrix that got no gradient in the first step, though one was due, ends the run.
+    strict True: a matrix that got no gradient in the first step, though one was due, ends the run.
     """
 
     name, marker, strict, when_interrupted = "adapter", "adapter_config.json", True, True
@@ -49,7 +59,9 @@ class Adapters:
         from unfreeze.adapters import save_adapter, verify_adapter
 
         model = state.model
-        verify_adapter(model, save_adapter(model, folder, base_name=portable(model_name), prefix=manifest.prefix))
+        verify_adapter(
+            model, save_adapter(model, folder, base_name=portable(model_name), prefix=manifest.prefix)
+        )
 
     def as_result(self, folder: Path) -> dict[str, Any]:
         """For finish(): what a run's result names."""
@@ -57,32 +69,43 @@ class Adapters:
 
 
 class AllWeights:
-    """Every parameter, in <out>/model: a checkpoint in the format its config.json declares, written once, when training is done.
+    """Every parameter, written to <out>/model as a checkpoint in the format its config.json declares.
 
-    Each tensor has the dtype that the checkpoint had it in, rounded once, from the float32 masters where there are such. What is no
-    part of the language model (heads for later tokens) is copied byte for byte, untrained.
+    It is written once, when training is done.
+    Each tensor has the dtype that the checkpoint had it in, rounded once, from the float32 masters where
+    there are such. What is no part of the language model (heads for later tokens) is copied byte for byte,
+    untrained.
+    An MoE router's selection bias is no parameter: only the balancing of `pretrain` moves it.
 
-    strict False: a matrix that got no gradient in the first step is a warning. Nobody asked for it by name, and a run of days should not end for
-    one expert. An MoE router's selection bias is no parameter: it moves by `pretrain`'s balancing only.
+    strict False: a matrix that got no gradient in the first step is a warning. Nobody asked for it by name,
+    and a run of days should not end for one expert.
     """
 
     name, marker, strict, when_interrupted = "model", "config.json", False, False
     lora: LoraConfig | None = None
 
     def check(self, manifest: Manifest) -> None:
-        """Raise ConfigError for what cannot be trained in full and written back: packed weights, and a text model nested in a larger one."""
-        from unfreeze.checkpoint.manifest import TORCH_DTYPE
+        """Raise ConfigError for what cannot be trained in full and written back.
 
+        That is: a text model nested in a larger one, packed weights, a dtype that torch doesn't have.
+        """
         if "text_config" in manifest.config:
             raise ConfigError(
-                f"{manifest.path}: config.json nests its language model in text_config; only plain language models are written whole",
-                next="train adapters (unfreeze sft --train adapters), or give a folder whose config.json is that text_config",
+                f"{manifest.path}: config.json nests its language model in text_config; only plain language"
+                " models are written whole",
+                next=(
+                    "train adapters (unfreeze sft --train adapters), or give a folder whose config.json is"
+                    " that text_config"
+                ),
             )
-        if any(name.endswith("weight_packed") for name in manifest.tensors):
+        if manifest.is_packed():
             raise ConfigError(
-                f"{manifest.path} is packed in 4 bits; its codes cannot be moved by gradients{_expanded(manifest)}",
+                f"{manifest.path} is packed in 4 bits; its codes cannot be moved by"
+                f" gradients{_expanded(manifest)}",
                 next="train adapters, which leave the codes as they are: unfreeze sft --train adapters",
             )
+
+        from unfreeze.checkpoint.tensors import TORCH_DTYPE
 
         strange = [info for info in manifest.tensors.values() if info.dtype not in TORCH_DTYPE]
         if strange:
@@ -99,9 +122,12 @@ class AllWeights:
         return manifest.nbytes
 
     def write(self, state: State, manifest: Manifest, model_name: str, folder: Path) -> None:
-        """The checkpoint with config and tokenizer files, in one move: a kill leaves all of it or nothing, so one that is there is whole."""
+        """The checkpoint with config and tokenizer files, in one move.
+
+        A kill leaves all of it or nothing, so one that is there is whole.
+        """
         from unfreeze.checkpoint import save_checkpoint
-        from unfreeze.checkpoint.manifest import stored_tensor
+        from unfreeze.checkpoint.tensors import stored_tensor
         from unfreeze.models.publish import carried, published, stored_dtypes
 
         model = state.model
@@ -130,13 +156,19 @@ def _expanded(manifest: Manifest) -> str:
 
     from unfreeze import models
     from unfreeze.parallel.machine import hardware
-    from unfreeze.parallel.plan import Work, measure, meta_model, plan
+    from unfreeze.parallel.plan import Work, measure, plan
 
-    sizes = measure(meta_model(models.shape(manifest.config), manifest, torch.bfloat16), None)
+    sizes = measure(models.meta_model(models.shape(manifest.config), manifest, torch.bfloat16), None)
     weights = sizes.expanded // sizes.compute_bytes
-    terms = plan(replace(sizes, base=sizes.expanded, elements=weights), Work(tokens=1), hardware(torch.device("cpu"))).terms
-    parts = {"weights": terms["base"], "gradients": terms["gradients"], "float32 masters and moments": terms["optimizer"]}
+    expanded = replace(sizes, base=sizes.expanded, elements=weights)
+    terms = plan(expanded, Work(tokens=1), hardware(torch.device("cpu"))).terms
+    parts = {
+        "weights": terms["base"],
+        "gradients": terms["gradients"],
+        "float32 masters and moments": terms["optimizer"],
+    }
     return (
-        f". {format_bytes(sizes.base)} now; expanded to bfloat16 and trained in full, {format_count(weights)} weights take "
-        f"{format_bytes(sum(parts.values()))}: " + " + ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+        f". {format_bytes(sizes.base)} now; expanded to bfloat16 and trained in full, {format_count(weights)}"
+        f" weights take {format_bytes(sum(parts.values()))}: "
+        + " + ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
     )

@@ -1,8 +1,8 @@
-"""Validation inside training: the held-out loss every N steps as "eval" events, the best save kept, answers
-in between. Gradients, random numbers and expert counts are unchanged afterwards.
+"""Validation inside training: the held-out loss every N steps, as "eval" events.
 
-loss = sum_t w_t (-log p_t) / sum_t w_t over all held-out tokens; perplexity = exp(loss); bits per byte = the sum in bits over the UTF-8 bytes
-of the supervised text, which does not depend on the tokenizer (docs/trust.md N8).
+The best save is kept, and prompts are answered in between. Gradients, random numbers and expert counts are
+unchanged afterwards. The loss, perplexity and bits per byte are those of evaluate/perplexity.py
+(docs/trust.md N8).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unfreeze.config.training import TrainingConfig
+    from unfreeze.config.tables import Save
     from unfreeze.data import Dataset, Example, Tokenizer
     from unfreeze.evaluate.perplexity import Heldout
     from unfreeze.job.samples import Samples
@@ -26,10 +26,12 @@ if TYPE_CHECKING:
 
 
 class Validation:
-    """A hook of fit(): measures before the first step (by `first`), every `every` steps (0: never in between) and after the last.
+    """A hook of fit(): measures before the first step (by `first`), every `every` steps (0: never in between)
+    and after the last.
 
     measure  -> the held-out loss of the model as it is now.
-    keep     saves the state, called where the loss is the lowest so far; -> whether there is such a save. State.best then names it.
+    keep     saves the state, called where the loss is the lowest so far; -> whether there is such a save.
+             State.best then names it.
     between  answers or other looks at the model in between, called with the step.
     """
 
@@ -42,7 +44,13 @@ class Validation:
         keep: Callable[[State], bool],
         between: Callable[[int], None] = lambda step: None,
     ):
-        self._state, self._measure, self._every, self._keep, self._between = state, measure, every, keep, between
+        self._state, self._measure, self._every, self._keep, self._between = (
+            state,
+            measure,
+            every,
+            keep,
+            between,
+        )
 
     def first(self) -> None:
         """The loss before training, as an event of step 0; a run that is resumed has it already."""
@@ -68,35 +76,54 @@ class Validation:
         started = time.perf_counter()
         found = self._measure()
         fields = {name: _finite(getattr(found, name)) for name in ("loss", "perplexity", "bits_per_byte")}
-        state.run.events.emit("eval", state.step, **fields, tokens=found.tokens, seconds=time.perf_counter() - started)
+        state.run.events.emit(
+            "eval", state.step, **fields, tokens=found.tokens, seconds=time.perf_counter() - started
+        )
         if fields["loss"] is None:
             state.run.events.emit("warning", state.step, message=f"the held-out loss is {found.loss}")
         return fields["loss"]
 
 
-def validation_of(config: TrainingConfig, state: State, dataset: Dataset, tokenizer: Tokenizer, samples: Samples, group: Group) -> list[Validation]:
-    """The Validation that the config asks for; none where nothing is held out. Every process measures all of it, process 0 saves."""
+def validation_of(
+    state: State,
+    dataset: Dataset,
+    tokenizer: Tokenizer,
+    samples: Samples,
+    group: Group,
+    *,
+    tokens: int,
+    every: int,
+    saves: Save,
+) -> list[Validation]:
+    """The Validation in batches of `tokens`; none where nothing is held out.
+
+    Every process measures all of it, process 0 saves.
+    """
     from unfreeze.data import validation_batches
     from unfreeze.evaluate.perplexity import heldout
     from unfreeze.train.state import save
 
     if dataset.validation is None:
         return []
-    examples, size = dataset.validation, config.tokens_per_micro_batch
+    examples = dataset.validation
     total = supervised_bytes(examples, tokenizer)
 
     def measure() -> Heldout:
-        return heldout(state.model, validation_batches(examples, size), bytes_total=total)
+        return heldout(state.model, validation_batches(examples, tokens), bytes_total=total)
 
     def keep(state: State) -> bool:
-        return group.any(group.lead(partial(save, state, config.keep_saves, config.on_full_disk)) is not None)
+        return group.any(group.on_rank0(partial(save, state, saves.keep, saves.on_full_disk)) is not None)
 
-    return [Validation(state, measure, every=config.validate_every, keep=keep, between=partial(samples.say, "during"))]
+    return [Validation(state, measure, every=every, keep=keep, between=partial(samples.say, "during"))]
 
 
 def supervised_bytes(examples: Sequence[Example], tokenizer: Tokenizer) -> int:
-    """UTF-8 bytes of the text that carries loss after the shift; special tokens, which are no text, count 0."""
-    return sum(_span_bytes(example.tokens, first, end, tokenizer) for example in examples for first, end in _spans(example.weights))
+    """UTF-8 bytes of the text that carries loss after the shift; special tokens are no text and count 0."""
+    return sum(
+        _span_bytes(example.tokens, first, end, tokenizer)
+        for example in examples
+        for first, end in _spans(example.weights)
+    )
 
 
 def _spans(weights: Sequence[float]) -> Iterator[tuple[int, int]]:
@@ -112,14 +139,15 @@ def _spans(weights: Sequence[float]) -> Iterator[tuple[int, int]]:
 
 
 def _span_bytes(tokens: Sequence[int], first: int, end: int, tokenizer: Tokenizer) -> int:
-    """Bytes of tokens first to end: decode(up to end) minus decode(up to first). Some decoders strip a space
-    at the beginning of a text, and only there."""
+    """Bytes of tokens first to end: decode(up to end) minus decode(up to first).
+
+    Some decoders strip a space at the beginning of a text, and only there.
+    """
     return len(tokenizer.decode(tokens[:end]).encode()) - len(tokenizer.decode(tokens[:first]).encode())
 
 
 def write_best(state: State, folder: Path, write: Callable[[Path], Any]) -> None:
-    """If an earlier save was better than the end of the run: load its weights into the model, then
-    `write(folder)`."""
+    """If an earlier save was better than the run's end: load its weights into the model and write(folder)."""
     from unfreeze.train.state import load_best
 
     if load_best(state) is not None:

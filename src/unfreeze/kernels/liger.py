@@ -1,4 +1,5 @@
-"""Liger-Kernel's functions as candidates, where that library is installed (pip install liger-kernel). Nothing else in the house needs it."""
+"""Liger-Kernel's functions as candidates, where that library is installed (pip install liger-kernel). Nothing
+else in the house needs it."""
 
 from __future__ import annotations
 
@@ -16,11 +17,16 @@ def refuses(device: str, dtype: torch.dtype) -> str:
         return "liger-kernel is not installed"
     if device != "cuda":
         return f"device {device}; Liger's kernels run on CUDA"
-    return "" if dtype in (torch.float32, torch.bfloat16, torch.float16) else f"dtype {dtype}; it computes in float32"
+    return (
+        ""
+        if dtype in (torch.float32, torch.bfloat16, torch.float16)
+        else f"dtype {dtype}; it computes in float32"
+    )
 
 
-def rms_norm() -> Implementation:
-    """Its RMSNorm in the Llama rounding order. Not in place: that would write dx over dy, which belongs to the caller."""
+def load_rms_norm() -> Implementation:
+    """Its RMSNorm in the Llama rounding order. Not in place: that would write dx over dy, which belongs to
+    the caller."""
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction  # type: ignore[import-not-found]
 
     def liger_rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -29,8 +35,9 @@ def rms_norm() -> Implementation:
     return liger_rms_norm
 
 
-def swiglu() -> Implementation:
-    """Its SwiGLU: silu(gate) is rounded before it is multiplied. Its backward writes over gate and up, so it gets copies."""
+def load_swiglu() -> Implementation:
+    """Its SwiGLU: silu(gate) is rounded before it is multiplied. Its backward writes over gate and up, so it
+    gets copies."""
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction  # type: ignore[import-not-found]
 
     def liger_swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:

@@ -1,4 +1,7 @@
-"""L4, one file per model family. `shape` reads config.json, `build` makes the modules, `rules` maps checkpoint names to parameters.
+"""L4, one file per model family.
+
+`shape` reads config.json, `build` makes the modules, `rules` maps checkpoint names to parameters. What makes
+modules is imported on first use: a config is refused without torch.
 
 To add a family: a file with RULES, FIELDS (models/allowed.py), ignored, shape and layer, one line in
 FAMILIES, and a test against transformers in tests/models.
@@ -7,28 +10,55 @@ Module and parameter names are the checkpoint's own; routed experts are stacked 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from unfreeze.checkpoint.keymap import StackRule
-from unfreeze.core.errors import CheckpointError
+from unfreeze.core.errors import CheckpointError, printable
+from unfreeze.core.lazy import on_first_use
 from unfreeze.models import deepseek_v3, llama, qwen2, qwen3, qwen3_moe
 from unfreeze.models.allowed import Fields, names, refuse_unbuilt, unknown
-from unfreeze.models.blocks.linear import Linear
-from unfreeze.models.decoder import Body, Decoder, Embedding
-from unfreeze.models.factory import Factory, nothing_packed
 from unfreeze.models.fields import check_fields, check_sizes, without_nulls
-from unfreeze.models.init import initialize
-from unfreeze.models.layer import Layer
-from unfreeze.models.recompute import THROUGH, elementwise, keep_inputs, plain, selective, through
 from unfreeze.models.shape import Shape
-from unfreeze.quant.codec import Codec
+from unfreeze.quant import formats
+
+if TYPE_CHECKING:
+    from unfreeze.models.decoder import Decoder
+    from unfreeze.models.factory import build, meta_from_config, meta_model
+    from unfreeze.models.init import initialize
+    from unfreeze.models.layer import Layer
+    from unfreeze.models.recompute import (
+        RECOMPUTE,
+        elementwise,
+        keep_inputs,
+        plain,
+        recompute_policy,
+        selective,
+    )
 
 __all__ = [
-    "FAMILIES", "THROUGH", "Decoder", "Layer", "Shape", "build", "elementwise", "ignored", "initialize", "keep_inputs", "not_followed", "plain",
-    "rules", "selective", "shape", "through", "tied",
-]  # fmt: skip
+    "FAMILIES",
+    "RECOMPUTE",
+    "Decoder",
+    "Layer",
+    "Shape",
+    "build",
+    "elementwise",
+    "ignored",
+    "initialize",
+    "keep_inputs",
+    "meta_from_config",
+    "meta_model",
+    "not_followed",
+    "notes",
+    "plain",
+    "recompute_policy",
+    "rules",
+    "selective",
+    "shape",
+    "tied",
+]
 
 FAMILIES: dict[str, ModuleType] = {
     "deepseek_v3": deepseek_v3,
@@ -43,7 +73,7 @@ WRAPPERS: dict[str, frozenset[str]] = {
         auto_map text_config vision_config tie_word_embeddings ignore_index media_placeholder_token_id
         use_unified_vision_chunk video_placeholder image_token_id video_token_id vision_start_token_id
         vision_end_token_id projection_hidden_size projection_layer_norm_eps
-    """),
+    """)
 }
 """model_type around a text_config -> its fields without effect on the text model. The text model's tensors
 are then under manifest.PREFIX."""
@@ -51,12 +81,18 @@ are then under manifest.PREFIX."""
 
 def _family(config: Mapping[str, Any]) -> ModuleType:
     model_type = config.get("model_type")
-    return FAMILIES[model_type] if isinstance(model_type, str) and model_type in FAMILIES else _not_built(model_type)
+    return (
+        FAMILIES[model_type]
+        if isinstance(model_type, str) and model_type in FAMILIES
+        else _not_built(model_type)
+    )
 
 
 def _not_built(model_type: Any, beside: str = "") -> NoReturn:
-    """No nearest name is offered: 'deepseek_v32' and 'kimi_k3' are other models, and an edited model_type
-    would make them load."""
+    """The error for a model_type without a family. It offers no nearest name.
+
+    'deepseek_v32' and 'kimi_k3' are other models, and an edited model_type would make them load.
+    """
     raise CheckpointError(
         f"config.json: model_type {str(model_type)!r}{beside} is not built; built: {', '.join(FAMILIES)}",
         next="see CONTRIBUTING.md, 'to add a model family'",
@@ -77,28 +113,42 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return _not_built(outer, f" (its text part: {inner!r})")
     if outer not in WRAPPERS:
         raise CheckpointError(
-            f"config.json: model_type {outer!r} around a text_config is not built. Its text part, {inner!r}, is; "
-            "which tensors are that part's, and which of the outer fields it obeys, is not known here. "
-            f"Known around a text_config: {', '.join(WRAPPERS)}",
-            next="give the text model's own release, if there is one; or see CONTRIBUTING.md, 'to add a model family'",
+            f"config.json: model_type {outer!r} around a text_config is not built. Its text part, {inner!r},"
+            " is; which tensors are that part's, and which of the outer fields it obeys, is not known here."
+            f" Known around a text_config: {', '.join(WRAPPERS)}",
+            next=(
+                "give the text model's own release, if there is one; or see CONTRIBUTING.md, 'to add a model"
+                " family'"
+            ),
         )
     for name in ("tie_word_embeddings", "quantization_config"):
         if config.get(name) is not None and text.get(name) is not None and config[name] != text[name]:
             raise CheckpointError(
-                f"config.json: {name} and text_config.{name} differ", next="keep the one that is the publisher's"
+                f"config.json: {name} and text_config.{name} differ",
+                next="keep the one that is the publisher's",
             )
     refuse_unbuilt(without_nulls(_outer(config)), Fields({}))
-    return {**{name: config[name] for name in ("tie_word_embeddings",) if config.get(name) is not None}, **text}
+    return {
+        **{name: config[name] for name in ("tie_word_embeddings",) if config.get(name) is not None},
+        **text,
+    }
 
 
 def not_followed(config: Mapping[str, Any]) -> str:
-    """One line that names every field of config.json that is neither read nor known to be without effect; ""
-    where there is none."""
+    """One line that names every field of config.json that is neither read nor known to be without effect.
+
+    "" where there is none.
+    """
     text = _text(config)
     fields = unknown(text, _family(text).FIELDS)
     if text is not config:
         fields += [f"{field} (outside text_config)" for field in unknown(_outer(config), Fields({}))]
     return f"config.json: {', '.join(fields)}: not known here and not followed" if fields else ""
+
+
+def notes(config: Mapping[str, Any]) -> list[str]:
+    """What a model computed from this config.json passes over, a line for each table of it."""
+    return [printable(line) for line in (not_followed(config), formats.not_followed(config)) if line]
 
 
 def _outer(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,7 +159,8 @@ def _outer(config: Mapping[str, Any]) -> dict[str, Any]:
 def shape(config: Mapping[str, Any]) -> Shape:
     """Sizes of the language model in a config.json (its `text_config` where there is one, as in Kimi-K2.5).
 
-    Raises CheckpointError naming the field that is missing, of another type, out of range, or doesn't fit another (models/fields.py).
+    Raises CheckpointError naming the field that is missing, of another type, out of range, or doesn't fit
+    another (models/fields.py).
     """
     text = _text(config)
     given = without_nulls(text)
@@ -120,26 +171,6 @@ def shape(config: Mapping[str, Any]) -> Shape:
     shape = family.shape(completed)
     check_sizes(shape)
     return shape
-
-
-def build(
-    shape: Shape, *, dtype: Any, device: Any = "meta", codec: Codec | None = None, packed: Callable[[str], bool] = nothing_packed
-) -> Decoder:
-    """A Decoder with uninitialised weights: on "meta" it takes no memory; parallel.place fills it, initialize() draws it at random.
-
-    `packed(module name)` says which modules the checkpoint stores in `codec`'s format; they stay so.
-    """
-    make = Factory(dtype, device, codec, packed)
-    layers = [FAMILIES[shape.model_type].layer(shape, index, make) for index in range(shape.num_layers)]
-    body = Body(
-        Embedding(shape.vocab_size, shape.hidden_size, dtype=dtype, device=device),
-        layers,
-        make.norm(shape.hidden_size, shape.rms_norm_eps),
-    )
-    lm_head = Linear(shape.hidden_size, shape.vocab_size, codec=make.codec_for("lm_head"), dtype=dtype, device=device)
-    if shape.tied:
-        lm_head.weight = body.embed_tokens.weight
-    return Decoder(shape, body, lm_head)
 
 
 def rules(shape: Shape) -> Sequence[StackRule]:
@@ -153,5 +184,23 @@ def ignored(shape: Shape) -> Sequence[str]:
 
 
 def tied(shape: Shape) -> Mapping[str, str]:
-    """Parameter names that share another's memory: {"lm_head.weight": "model.embed_tokens.weight"} where the head is tied."""
+    """Parameter names that share another's memory.
+
+    {"lm_head.weight": "model.embed_tokens.weight"} where the head is tied.
+    """
     return {"lm_head.weight": "model.embed_tokens.weight"} if shape.tied else {}
+
+
+__getattr__ = on_first_use(
+    __name__,
+    {
+        "Decoder": "unfreeze.models.decoder",
+        "Layer": "unfreeze.models.layer",
+        "initialize": "unfreeze.models.init",
+        **dict.fromkeys(("build", "meta_from_config", "meta_model"), "unfreeze.models.factory"),
+        **dict.fromkeys(
+            ("RECOMPUTE", "elementwise", "keep_inputs", "plain", "recompute_policy", "selective"),
+            "unfreeze.models.recompute",
+        ),
+    },
+)

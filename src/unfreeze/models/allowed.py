@@ -46,8 +46,10 @@ class Fields:
     neutral: Mapping[str, Any] = field(default_factory=dict)
 
     def completed(self, config: Config, given: Config) -> dict[str, Any]:
-        """`given` (config without its nulls) with what is absent filled in. Raises CheckpointError for a
-        null that could mean two things."""
+        """`given` (config without its nulls) with what is absent filled in.
+
+        Raises CheckpointError for a null that could mean two things.
+        """
         for name in self.never_null & config.keys():
             if config[name] is None:
                 raise CheckpointError(
@@ -70,7 +72,7 @@ READ = names("""
     rope_scaling rope_parameters original_max_position_embeddings quantization_config
 """)
 """What every family reads beside its `absent` table. quantization_config has an allow-list of its own
-(quant/int4.py)."""
+(quant/formats.py)."""
 
 SILENT = names("""
     _name_or_path name_or_path _commit_hash architectures transformers_version torch_dtype dtype
@@ -91,23 +93,30 @@ SILENT = names("""
     gradient_checkpointing initializer_factor classifier_dropout neftune_noise_alpha max_sequence_length
     max_seq_len max_seq_length seq_length n_positions n_ctx model_max_length tokenizer_model_max_length
 """)
-"""Names, sampling settings, lengths that were trained on, ways to compute the same (pretraining_tp: a product in
+"""Names, sampling settings, lengths that were trained on, ways to compute the same (pretraining_tp: a product
+in
 slices), and settings of pretraining: the forward pass and the loss of a fine-tuning run depend on none of
 them. No auto_map: it names code of the publisher's own, which a family has to know."""
 
 _NEUTRAL: dict[Any, str] = {
     "swiglu": "activation",
-    0: """attention_dropout hidden_dropout hidden_dropout_prob attention_probs_dropout_prob resid_pdrop embd_pdrop
-          attn_pdrop dropout router_jitter_noise shared_expert_intermediate_size attention_bias mlp_bias qkv_bias
+    0: (
+        """attention_dropout hidden_dropout hidden_dropout_prob attention_probs_dropout_prob resid_pdrop
+          embd_pdrop
+          attn_pdrop dropout
+          router_jitter_noise shared_expert_intermediate_size attention_bias mlp_bias qkv_bias
           output_router_logits add_cross_attention tie_encoder_decoder use_qk_norm qk_norm qk_layernorm
-          qk_layer_norms use_mrope rope_interleaved log_scale""",
+          qk_layer_norms use_mrope rope_interleaved log_scale"""
+    ),
     1: "logits_scaling logit_scale embedding_multiplier residual_multiplier mup_base_width return_dict",
 }
 NEUTRAL = {name: value for value, words in _NEUTRAL.items() for name in words.split()}
-"""Fields without effect at this value (0 is false too, 1 true); at another they are named, where the family doesn't read them."""
+"""Fields without effect at this value (0 is false too, 1 true); at another they are named, where the family
+doesn't read them."""
 
 ALIASES = dict.fromkeys(("num_layers", "n_layers", "n_layer"), "num_hidden_layers")
-"""Second names that some publishers write beside the field itself; another value than the field's is named."""
+"""Second names that some publishers write beside the field itself; another value than the field's is
+named."""
 
 ONLY: dict[str, Callable[[Config], Any]] = {
     "hidden_act": lambda config: "silu",
@@ -129,22 +138,27 @@ ROPE_TABLES = ("rope_parameters", "rope_scaling")
 
 
 def refuse_unbuilt(config: Config, table: Fields) -> None:
-    """Raises CheckpointError for a field at another value than the one that is built, naming both. `config`
-    has no nulls."""
+    """Raises CheckpointError for a field at another value than the one that is built, naming both.
+
+    `config` has no nulls.
+    """
     for name, built in {**ONLY, **table.only}.items():
         if name in config and config[name] != built(config):
             raise CheckpointError(
                 f"config.json: {name} {shown(config[name])} is not built for model_type "
                 f"{config.get('model_type')!r}; built: {_short(built(config))}",
-                next="it changes the numbers: take a release without it, or open an issue with the model's name",
+                next=(
+                    "it changes the numbers: take a release without it, or open an issue with the model's"
+                    " name"
+                ),
             )
     for name in ROPE_TABLES:
         inner = config.get(name) or {}
         nested = [key for key, value in inner.items() if isinstance(value, Mapping)]
         if nested:
             raise CheckpointError(
-                f"config.json: {name} has a table per kind of layer ({', '.join(nested)}), which is not built; "
-                "built: one for all"
+                f"config.json: {name} has a table per kind of layer ({', '.join(nested)}), which is not"
+                " built; built: one for all"
             )
         if inner.get("partial_rotary_factor", 1) != 1:
             raise CheckpointError(
@@ -154,8 +168,10 @@ def refuse_unbuilt(config: Config, table: Fields) -> None:
 
 
 def unknown(config: Config, table: Fields) -> list[str]:
-    """`field = value` of each field that is neither read nor known to be without effect, and is not at its
-    neutral value."""
+    """`field = value` of each field that is not followed and is not at its neutral value.
+
+    A field is followed if it is read, or known to be without effect.
+    """
     known = READ | table.read | table.absent.keys() | SILENT | table.silent | ONLY.keys() | table.only.keys()
     found = [
         f"{name} = {shown(value)}"

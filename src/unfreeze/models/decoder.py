@@ -1,5 +1,6 @@
-"""The decoder every family shares: embed, layers, norm, head. What differs (attention, MLP, rope) arrives as parts.
+"""The decoder every family shares: embed, layers, norm, head.
 
+What differs between families (attention, MLP, rope) arrives as parts.
 T tokens, D model width, V vocabulary, S sequences.
 """
 
@@ -8,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,20 +17,21 @@ from torch import Tensor, nn
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import UserError
 from unfreeze.kernels.attention import Layout
-from unfreeze.models.blocks.linear import Linear
+from unfreeze.models.blocks.linear import Linear, PackedHolder
 from unfreeze.models.blocks.moe import MoE
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.passes import Cache, PackedPass, PrefillPass, StepPass, StepWithin
 from unfreeze.models.chunks import chunk_tokens, document_groups
 from unfreeze.models.layer import Layer
-from unfreeze.models.recompute import Through, plain
+from unfreeze.models.recompute import RecomputePolicy, plain
 from unfreeze.models.shape import Shape
+from unfreeze.quant.codec import Packed
 
 
 class Embedding(nn.Module):
     """Rows of a table: tokens [T] -> [T, D]. No padding row: packed batches have no padding."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: Any, device: Any):
+    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device | str):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=dtype, device=device))
 
@@ -64,15 +65,22 @@ class Decoder(nn.Module):
     def device(self) -> torch.device:
         return self.model.norm.weight.device
 
+    def packed_weights(self) -> list[Packed]:
+        """Every weight that stays packed."""
+        holders = (module for module in self.modules() if isinstance(module, PackedHolder))
+        return [holder.packed for holder in holders if holder.codec is not None]
+
     def moe_layers(self) -> dict[int, MoE]:
         """Layer index -> its mixture of experts, for the layers that have one."""
         return {index: layer.mlp for index, layer in enumerate(self.layers) if isinstance(layer.mlp, MoE)}
 
     @contextmanager
     def looking(self, *, backward: bool = False) -> Iterator[None]:
-        """Run the model without training it: experts' token counts and torch's random numbers are afterwards as before.
+        """Run the model without training it.
 
-        backward: a backward pass may run inside; the parameters' gradients are put away and back. Without it none is recorded.
+        Afterwards the experts' token counts and torch's random numbers are as before.
+        backward: a backward pass may run inside; the parameters' gradients are put away and back. Without it
+        autograd records nothing.
         """
         counts = {layer: moe.counts_E.clone() for layer, moe in self.moe_layers().items()}
         gradients = {name: parameter.grad for name, parameter in self.named_parameters()} if backward else {}
@@ -88,28 +96,32 @@ class Decoder(nn.Module):
             for name, parameter in self.named_parameters() if backward else ():
                 parameter.grad = gradients[name]
 
-    def hidden(self, batch: Batch, through: Through = plain) -> Tensor:
-        """Hidden states after the final norm, [T, D]; document s attends to itself only. `through` is one of THROUGH."""
+    def hidden(self, batch: Batch, recompute: RecomputePolicy = plain) -> Tensor:
+        """Hidden states after the final norm, [T, D]; document s attends to itself only."""
         run = self.packed_pass(batch)
         x_TD = self.model.embed_tokens(batch.tokens_T)
         for layer in self.layers:
-            x_TD = through(layer, x_TD, run)
+            x_TD = recompute(layer, x_TD, run)
         return self.model.norm(x_TD)
 
     def packed_pass(self, batch: Batch) -> PackedPass:
-        """What every layer needs to know of a batch: rotary tables and where documents begin."""
+        """What every layer needs to know of a batch: rotary tables, and where documents begin."""
         cos_Tr, sin_Tr = self.shape.rope.tables(batch.positions_T)
         run = PackedPass(cos_Tr, sin_Tr, self._layout(batch))
+
+        # whole documents in chunks of at most `limit` tokens, which bound a layer's activations
+        def chunk(rows: slice, starts: list[int]) -> tuple[slice, PackedPass]:
+            layout = Layout.build(starts, rows.stop - rows.start, self.device)
+            return rows, PackedPass(cos_Tr[rows], sin_Tr[rows], layout)
+
         limit = chunk_tokens(self.shape.num_experts, self.shape.experts_per_token, self.device.type)
         if limit is not None and limit < batch.num_tokens:
-            run.chunks = tuple(
-                (rows, PackedPass(cos_Tr[rows], sin_Tr[rows], Layout.build(starts, rows.stop - rows.start, self.device)))
-                for rows, starts in _spans(document_groups(batch.lengths(), limit))
-            )
+            groups = document_groups(batch.lengths(), limit)
+            run.chunks = tuple(chunk(rows, starts) for rows, starts in _spans(groups))
         return run
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """[T, D] -> [T, V] in fp32. For scoring and sampling; training uses objectives, which never hold [T, V]."""
+        """[T, D] -> [T, V] in float32, for scoring and sampling. Objectives never hold [T, V]."""
         return self.lm_head(hidden_TD).float()
 
     def new_cache(self, num_sequences: int, capacity: int) -> Cache:
@@ -121,14 +133,18 @@ class Decoder(nn.Module):
         lengths = batch.lengths()
         if any(cache.lengths) or len(lengths) != len(cache.lengths) or max(lengths) > cache.capacity:
             raise UserError(
-                f"prefill of {len(lengths)} documents, longest {max(lengths)}, into a cache of {len(cache.lengths)} rows of {cache.capacity}, "
-                f"filled {cache.lengths}: it needs an empty row per document"
+                f"prefill of {len(lengths)} documents, longest {max(lengths)}, into a cache of"
+                f" {len(cache.lengths)} rows of {cache.capacity}, filled {cache.lengths}: it needs an empty"
+                " row per document"
             )
         rows_T = torch.repeat_interleave(torch.tensor(lengths)).to(self.device)
         run = PrefillPass(
             *self.shape.rope.tables(batch.positions_T),
-            layout=self._layout(batch), cache=cache, rows_T=rows_T, positions_T=batch.positions_T,
-        )  # fmt: skip
+            layout=self._layout(batch),
+            cache=cache,
+            rows_T=rows_T,
+            positions_T=batch.positions_T,
+        )
         x_TD = self.model.embed_tokens(batch.tokens_T)
         for layer in self.layers:
             x_TD = layer(x_TD, run)
@@ -136,25 +152,30 @@ class Decoder(nn.Module):
         return self.model.norm(x_TD)
 
     def step(self, tokens_S: Tensor, cache: Cache) -> Tensor:
-        """One new token per row, at position cache.lengths[row]. -> [S, D]. The cache grows by one position."""
+        """One new token per row, at position cache.lengths[row]. -> [S, D].
+
+        The cache grows by one position.
+        """
         cache.require_room()
         positions_S = torch.tensor(cache.lengths, device=self.device)
         rows_S = torch.arange(len(cache.lengths), device=self.device)
-        hidden_SD = self._step(tokens_S, StepPass(*self.shape.rope.tables(positions_S), cache=cache, rows_T=rows_S, positions_T=positions_S))
+        tables = self.shape.rope.tables(positions_S)
+        run = StepPass(*tables, cache=cache, rows_T=rows_S, positions_T=positions_S)
+        hidden_SD = self._step(tokens_S, run)
         cache.lengths = [length + 1 for length in cache.lengths]
         return hidden_SD
 
     def step_within(self, tokens_S: Tensor, positions_S: Tensor, cache: Cache, width: int) -> Tensor:
-        """`step` with every changing number on the device: positions_S int64 is each row's position, all
-        below `width`.
-        -> [S, D].
+        """`step` with every changing number on the device. -> [S, D].
 
-        The launches don't depend on the values of the two tensors, so they can be recorded and replayed. The
-        caller advances cache.lengths.
+        positions_S: int64, each row's position, all below `width`.
+        The launches don't depend on the values of the two tensors, so a CUDA graph can record and replay
+        them. The caller advances cache.lengths.
         """
         rows_S = torch.arange(len(tokens_S), device=self.device)
         tables = self.shape.rope.tables(positions_S)
-        return self._step(tokens_S, StepWithin(*tables, cache=cache, rows_T=rows_S, positions_T=positions_S, width=width))
+        run = StepWithin(*tables, cache=cache, rows_T=rows_S, positions_T=positions_S, width=width)
+        return self._step(tokens_S, run)
 
     def _step(self, tokens_S: Tensor, run: StepPass) -> Tensor:
         x_SD = self.model.embed_tokens(tokens_S)

@@ -1,21 +1,25 @@
-"""DeepSeek-V3 and Kimi-K2 (also the text part of Kimi-K2.5): latent attention, sigmoid routing with a selection bias, shared experts.
+"""DeepSeek-V3 and Kimi-K2, also the text part of Kimi-K2.5.
 
+Multi-head latent attention (MLA), sigmoid routing with a selection bias, shared experts.
 Source: arXiv:2412.19437; module names as in the published checkpoints.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unfreeze.checkpoint.keymap import StackRule
+from unfreeze.models import llama
 from unfreeze.models.allowed import Fields, names
-from unfreeze.models.blocks.mla import MLA
-from unfreeze.models.blocks.moe import MoE, SigmoidRouter
 from unfreeze.models.blocks.rope import rope_from_config, rope_parameters, yarn_mscale
-from unfreeze.models.factory import Factory
-from unfreeze.models.layer import Layer
 from unfreeze.models.shape import MLAShape, MoEShape, Shape, common, require
+
+if TYPE_CHECKING:
+    from unfreeze.models.blocks.mla import MLA
+    from unfreeze.models.blocks.moe import MoE
+    from unfreeze.models.factory import Factory
+    from unfreeze.models.layer import Layer
 
 _EXPERT = "model.layers.{layer}.mlp.experts.{expert}."
 _STACK = "model.layers.{layer}.mlp.experts."
@@ -29,32 +33,51 @@ RULES = (
 )
 FIELDS = Fields(
     absent={
-        "rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": False, "max_position_embeddings": 4096, "attention_bias": False,
-        "q_lora_rank": 1536, "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4,
-        "norm_topk_prob": True, "routed_scaling_factor": 2.5, "rope_interleave": True, "num_nextn_predict_layers": 1,
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 4096,
+        "attention_bias": False,
+        "q_lora_rank": 1536,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "rope_interleave": True,
+        "num_nextn_predict_layers": 1,
         "num_key_value_heads": 128,
     },
-    read=names("kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim n_routed_experts moe_intermediate_size"),
+    read=names(
+        "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim n_routed_experts moe_intermediate_size"
+    ),
     null=names("q_lora_rank num_key_value_heads"),
     only={
         "scoring_func": lambda config: "sigmoid",
         "topk_method": lambda config: "noaux_tc",
         "moe_layer_freq": lambda config: 1,
-        # latent attention has a key and a value per head; other names of sizes that must not say something
-        # else
+        # latent attention has a key and a value per head; the rest are other names of sizes above, and must
+        # agree with them
         "num_key_value_heads": lambda config: config.get("num_attention_heads"),
         "head_dim": lambda config: config.get("qk_rope_head_dim"),
-        "qk_head_dim": lambda config: (config.get("qk_nope_head_dim") or 0) + (config.get("qk_rope_head_dim") or 0),
+        "qk_head_dim": lambda config: (
+            (config.get("qk_nope_head_dim") or 0) + (config.get("qk_rope_head_dim") or 0)
+        ),
         "num_local_experts": lambda config: config.get("n_routed_experts", config["num_local_experts"]),
         "num_mtp_layers": lambda config: config.get("num_nextn_predict_layers", config["num_mtp_layers"]),
     },
     never_null=names("norm_topk_prob rope_interleave"),
     silent=names("auto_map"),  # the releases' own code, which computes what this file does
-)  # fmt: skip
+)
 
 
 def ignored(shape: Shape) -> tuple[str, ...]:
-    """Tensors of a checkpoint that are not part of this language model: prediction heads for later tokens, and Kimi-K2.5's vision side."""
+    """Tensors of a checkpoint that are not part of this language model.
+
+    Prediction heads for later tokens, and Kimi-K2.5's vision side.
+    """
     extra = int(shape.config.get("num_mtp_layers", shape.config["num_nextn_predict_layers"]))
     heads = tuple(rf"model\.layers\.{shape.num_layers + i}\..*" for i in range(extra))
     return (*heads, r"vision_tower\..*", r"mm_projector\..*", r".*rotary_emb\.inv_freq")
@@ -70,7 +93,11 @@ def shape(config: Mapping[str, Any]) -> Shape:
         value=int(require(config, "v_head_dim")),
     )
     moe = MoEShape(
-        num_experts=int(config["num_local_experts"] if "num_local_experts" in config else require(config, "n_routed_experts")),
+        num_experts=int(
+            config["num_local_experts"]
+            if "num_local_experts" in config
+            else require(config, "n_routed_experts")
+        ),
         experts_per_token=int(config["num_experts_per_tok"]),
         intermediate_size=int(require(config, "moe_intermediate_size")),
         num_shared_experts=int(config["n_shared_experts"]),
@@ -83,19 +110,19 @@ def shape(config: Mapping[str, Any]) -> Shape:
 def layer(shape: Shape, index: int, make: Factory) -> Layer:
     """Decoder layer `index`: MLA, then a dense MLP (the first layers) or routed and shared experts."""
     name = f"model.layers.{index}"
-    return Layer(
-        self_attn=_attention(shape, index, f"{name}.self_attn", make),
-        mlp=_moe(shape, index, f"{name}.mlp", make)
+    mlp = (
+        _moe(shape, index, f"{name}.mlp", make)
         if shape.is_moe(index)
-        else make.mlp(f"{name}.mlp", shape.hidden_size, shape.intermediate_size),
-        input_layernorm=make.norm(shape.hidden_size, shape.rms_norm_eps),
-        post_attention_layernorm=make.norm(shape.hidden_size, shape.rms_norm_eps),
+        else make.mlp(f"{name}.mlp", shape.hidden_size, shape.intermediate_size)
     )
+    return llama.block(shape, _attention(shape, index, f"{name}.self_attn", make), mlp, make)
 
 
 def _attention(shape: Shape, index: int, name: str, make: Factory) -> MLA:
     mla, heads, bias = shape.mla, shape.num_heads, bool(shape.config["attention_bias"])
     assert mla is not None
+    from unfreeze.models.blocks.mla import MLA
+
     hidden, head = shape.hidden_size, mla.nope + mla.rope
     if mla.q_lora_rank is None:
         query: dict[str, Any] = {"q_proj": make.linear(f"{name}.q_proj", hidden, heads * head)}
@@ -106,34 +133,48 @@ def _attention(shape: Shape, index: int, name: str, make: Factory) -> MLA:
             "q_b_proj": make.linear(f"{name}.q_b_proj", mla.q_lora_rank, heads * head),
         }
     return MLA(
-        index, num_heads=heads, nope=mla.nope, rope=mla.rope, value=mla.value, scale=_scale(shape),
+        index,
+        num_heads=heads,
+        nope=mla.nope,
+        rope=mla.rope,
+        value=mla.value,
+        scale=_scale(shape),
         pairs="adjacent" if shape.config["rope_interleave"] else "halves",
-        kv_a_proj_with_mqa=make.linear(f"{name}.kv_a_proj_with_mqa", hidden, mla.kv_lora_rank + mla.rope, bias=bias),
+        kv_a_proj_with_mqa=make.linear(
+            f"{name}.kv_a_proj_with_mqa", hidden, mla.kv_lora_rank + mla.rope, bias=bias
+        ),
         kv_a_layernorm=make.norm(mla.kv_lora_rank, 1e-6),
         kv_b_proj=make.linear(f"{name}.kv_b_proj", mla.kv_lora_rank, heads * (mla.nope + mla.value)),
         o_proj=make.linear(f"{name}.o_proj", heads * mla.value, hidden, bias=bias),
         **query,
-    )  # fmt: skip
+    )
 
 
 def _scale(shape: Shape) -> float:
     """1/sqrt(d), times YaRN's temperature squared where the config has mscale_all_dim."""
     parameters = rope_parameters(shape.config)
-    mscale = parameters.get("mscale_all_dim")
-    kind = parameters["rope_type"]
-    temperature = yarn_mscale(float(parameters["factor"]), float(mscale)) if mscale and kind != "default" else 1.0
+    mscale, temperature = parameters.get("mscale_all_dim"), 1.0
+    if mscale and parameters["rope_type"] != "default":
+        temperature = yarn_mscale(float(parameters["factor"]), float(mscale))
     return shape.head_dim**-0.5 * temperature**2
 
 
 def _moe(shape: Shape, index: int, name: str, make: Factory) -> MoE:
     moe, config = shape.moe, shape.config
     assert moe is not None
+    from unfreeze.models.blocks.moe import MoE, SigmoidRouter
+
     gate = SigmoidRouter(
-        shape.hidden_size, moe.num_experts, moe.experts_per_token,
-        n_group=int(config["n_group"]), topk_group=int(config["topk_group"]),
-        normalize=bool(config["norm_topk_prob"]), scale=float(config["routed_scaling_factor"]),
-        dtype=make.dtype, device=make.device,
-    )  # fmt: skip
+        shape.hidden_size,
+        moe.num_experts,
+        moe.experts_per_token,
+        n_group=int(config["n_group"]),
+        topk_group=int(config["topk_group"]),
+        normalize=bool(config["norm_topk_prob"]),
+        scale=float(config["routed_scaling_factor"]),
+        dtype=make.dtype,
+        device=make.device,
+    )
     shared = moe.num_shared_experts * moe.intermediate_size
     return MoE(
         index,

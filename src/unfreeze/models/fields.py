@@ -1,6 +1,8 @@
-"""config.json judged before anything is built from it: every field that a family reads has its type and range, and the sizes their sum.
+"""config.json, judged before anything is built from it.
 
-Sizes from a file must not decide alone how long a loop runs or how much memory is asked for: hidden_size 1e12 is refused with arithmetic.
+Every field that a family reads has its type and range, and the sizes their sum.
+Sizes from a file must not decide alone how long a loop runs or how much memory is asked for: hidden_size 1e12
+is refused with arithmetic.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from unfreeze.core.units import format_count
 from unfreeze.models.shape import Shape
 
 NEXT = "get config.json from the model's publisher again"
-WIDTH, COUNT = 2**20, 2**16  # a hundred times the widest and the most numerous published: hidden 16,384 to 65,536, experts 384 to 2,048
+# a hundred times the widest and the most numerous published: hidden 16,384 to 65,536, experts 384 to 2,048
+WIDTH, COUNT = (2**20, 2**16)
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,10 @@ class Number:
     closed: bool = False
 
     def __str__(self) -> str:
-        return f"a number {'from' if self.closed else 'above'} {self.low:g}{' on' if self.closed else ''}, at most 1e12"
+        return (
+            f"a number {'from' if self.closed else 'above'} {self.low:g}{' on' if self.closed else ''}, at"
+            " most 1e12"
+        )
 
     def __call__(self, value: Any) -> bool:
         if type(value) not in (int, float) or not self.low <= value <= 1e12:  # NaN is not >= anything
@@ -63,12 +69,32 @@ class Of:
 
 
 Kind = Whole | Number | Of
-FLAG, TEXT, TABLE, LAYERS = Of(bool, "true or false"), Of(str, "a text"), Of(dict, "an object"), Of(list, "a list of layer numbers")
+FLAG, TEXT, TABLE, LAYERS = (
+    Of(bool, "true or false"),
+    Of(str, "a text"),
+    Of(dict, "an object"),
+    Of(list, "a list of layer numbers"),
+)
 _FACTOR = Number(0)
 FIELDS: dict[str, Kind] = {
-    **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size", "q_lora_rank", "kv_lora_rank"), Whole(1, WIDTH)),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim"), Whole(1, COUNT)),
-    **dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts", "num_experts_per_tok", "n_group", "topk_group"), Whole(1, COUNT)),
+    **dict.fromkeys(
+        ("hidden_size", "intermediate_size", "moe_intermediate_size", "q_lora_rank", "kv_lora_rank"),
+        Whole(1, WIDTH),
+    ),
+    **dict.fromkeys(
+        ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim"), Whole(1, COUNT)
+    ),
+    **dict.fromkeys(
+        (
+            "n_routed_experts",
+            "num_experts",
+            "num_local_experts",
+            "num_experts_per_tok",
+            "n_group",
+            "topk_group",
+        ),
+        Whole(1, COUNT),
+    ),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim"), Whole(1, COUNT)),
     **dict.fromkeys(("n_shared_experts", "num_nextn_predict_layers", "num_mtp_layers"), Whole(0, 1000)),
     "num_hidden_layers": Whole(1, 10_000),
@@ -82,15 +108,21 @@ FIELDS: dict[str, Kind] = {
     "initializer_range": Number(0, closed=True),
     "routed_scaling_factor": Number(0),
     "rope_theta": Number(1),
-    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_sliding_window"), FLAG),
+    **dict.fromkeys(
+        ("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_sliding_window"), FLAG
+    ),
     **dict.fromkeys(("rope_interleave", "is_causal"), FLAG),
     **dict.fromkeys(("model_type", "hidden_act", "scoring_func", "topk_method"), TEXT),
     **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), TABLE),
     "mlp_only_layers": LAYERS,
 }
-"""Fields that families read. One that is absent or null is the family's business: it has a default, or shape.require names it."""
+"""Fields that families read. One that is absent or null is the family's business: it has a default, or
+shape.require names it."""
 ROPE_FIELDS: dict[str, Kind] = {
-    **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"), _FACTOR),
+    **dict.fromkeys(
+        ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"),
+        _FACTOR,
+    ),
     **dict.fromkeys(("mscale", "mscale_all_dim"), Number(0, closed=True)),
     "original_max_position_embeddings": _FACTOR,
     "rope_theta": Number(1),
@@ -105,17 +137,32 @@ ROPE_NEEDS = {
 
 
 def without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that are not null, in the rotary tables too: a null is an absent field, which has a default or is asked for by name."""
-    tables = {name: config[name] for name in ("rope_scaling", "rope_parameters") if isinstance(config.get(name), Mapping)}
-    tables = {name: {key: value for key, value in table.items() if value is not None} for name, table in tables.items()}
+    """The fields that are not null, in the rotary tables too.
+
+    A null is an absent field, which has a default or is asked for by name.
+    """
+    tables = {
+        name: config[name]
+        for name in ("rope_scaling", "rope_parameters")
+        if isinstance(config.get(name), Mapping)
+    }
+    tables = {
+        name: {key: value for key, value in table.items() if value is not None}
+        for name, table in tables.items()
+    }
     return {name: value for name, value in {**config, **tables}.items() if value is not None}
 
 
 def check_fields(config: Mapping[str, Any]) -> None:
-    """Raises CheckpointError naming the first field that is not what its name says: the value, and what it must be."""
+    """Raise CheckpointError for the first field that is not what its name says.
+
+    It has the value, and what it must be.
+    """
     _check(config, FIELDS, "config.json: ")
     if any(not Whole(0, 10_000)(layer) for layer in config.get("mlp_only_layers") or ()):
-        raise CheckpointError("config.json: mlp_only_layers holds something that is no layer number", next=NEXT)
+        raise CheckpointError(
+            "config.json: mlp_only_layers holds something that is no layer number", next=NEXT
+        )
     for name in ("rope_parameters", "rope_scaling"):
         table = config.get(name) or {}
         _check(table, ROPE_FIELDS, f"config.json: {name}.")
@@ -125,7 +172,10 @@ def check_fields(config: Mapping[str, Any]) -> None:
             raise CheckpointError(f"config.json: {name} of type {kind!r} has no {missing[0]}", next=NEXT)
         if kind == "llama3" and not table["low_freq_factor"] < table["high_freq_factor"]:
             low, high = table["low_freq_factor"], table["high_freq_factor"]
-            raise CheckpointError(f"config.json: {name} has low_freq_factor {low:g}, not below high_freq_factor {high:g}", next=NEXT)
+            raise CheckpointError(
+                f"config.json: {name} has low_freq_factor {low:g}, not below high_freq_factor {high:g}",
+                next=NEXT,
+            )
 
 
 def _check(table: Mapping[str, Any], fields: Mapping[str, Kind], where: str) -> None:
@@ -135,49 +185,78 @@ def _check(table: Mapping[str, Any], fields: Mapping[str, Kind], where: str) -> 
 
 
 def shown(value: Any) -> str:
-    """A value for a message: true and false as in JSON, whole numbers with thousands marks, else Python's
-    form, 60 characters of it."""
+    """A value for a message, at most 60 characters of it.
+
+    true and false as in JSON, whole numbers with thousands separators, else Python's form.
+    """
     if isinstance(value, bool):
         return str(value).lower()
     if type(value) is int:
-        return f"{value:,}" if abs(value) < 10**18 else f"{value:.3g}" if abs(value) < 10**300 else "a number of more than 300 digits"
+        return (
+            f"{value:,}"
+            if abs(value) < 10**18
+            else f"{value:.3g}"
+            if abs(value) < 10**300
+            else "a number of more than 300 digits"
+        )
     return repr(value)[:60]
 
 
 def check_sizes(shape: Shape) -> None:
     """Sizes that must fit each other. Raises CheckpointError naming both fields."""
-    heads, groups, width = shape.num_heads, shape.num_kv_heads, shape.mla.rope if shape.mla else shape.head_dim
+    # (what is true or not 0 where it is wrong, the words for it): attention, then experts
+    heads, groups = shape.num_heads, shape.num_kv_heads
+    width = shape.mla.rope if shape.mla else shape.head_dim
     wrong = [
         (heads % groups, f"num_attention_heads {heads:,} is no multiple of num_key_value_heads {groups:,}"),
         (width % 2, f"a rotary width of {width} is odd; elements are rotated in pairs"),
-        (width < 1, f"hidden_size {shape.hidden_size:,} over num_attention_heads {heads:,} leaves no head_dim"),
+        (
+            width < 1,
+            f"hidden_size {shape.hidden_size:,} over num_attention_heads {heads:,} leaves no head_dim",
+        ),
     ]
     if shape.moe:
         experts, chosen = shape.moe.num_experts, shape.moe.experts_per_token
         n_group, topk_group = int(shape.config.get("n_group", 1)), int(shape.config.get("topk_group", 1))
         wrong += [
             (experts % n_group, f"{experts:,} experts don't divide into n_group {n_group:,}"),
-            (experts == n_group > 1, f"n_group {n_group:,} is one expert per group; a group is chosen by the sum of its two best"),
+            (
+                experts == n_group > 1,
+                f"n_group {n_group:,} is one expert per group; a group is chosen by the sum of its two best",
+            ),
             (topk_group > n_group, f"topk_group {topk_group:,} is more than n_group {n_group:,}"),
-            (chosen > experts // n_group * topk_group, f"num_experts_per_tok {chosen:,} is more than the {experts // n_group * topk_group:,} experts"
-                                                       " that a token can choose from"),
-        ]  # fmt: skip
+            (
+                chosen > experts // n_group * topk_group,
+                (
+                    f"num_experts_per_tok {chosen:,} is more than the {experts // n_group * topk_group:,}"
+                    " experts that a token can choose from"
+                ),
+            ),
+        ]
     for fault, words in wrong:
         if fault:
             raise CheckpointError(f"config.json: {words}", next=NEXT)
 
 
-ABSURD = 4  # a config that asks for so many times what the files hold is no misfit to be listed tensor by tensor
+ABSURD = (
+    4  # a config that asks for so many times what the files hold is no misfit to be listed tensor by tensor
+)
 SLACK = 2**20  # bytes and tensors of a tiny checkpoint may be off by more than a factor
 
 
 def check_against_files(shape: Shape, manifest: Manifest) -> None:
-    """The least that the config's sizes need, against what the files hold; before a loop runs over layers and experts that aren't there.
+    """The least that the config's sizes need, against what the files hold.
 
-    Least: embedding V*D, layers L*2D, experts L*E*3*D*I, at half a byte each; and 6 tensors per layer. Raises CheckpointError with the sum.
+    It is called before a loop runs over layers and experts that may not be there.
+
+    Least: embedding V*D, layers L*2D, experts L*E*3*D*I, at half a byte each; and 6 tensors per layer. Raises
+    CheckpointError with the sum.
     """
     D, L = shape.hidden_size, shape.num_layers
-    terms = {f"vocab_size {shape.vocab_size:,} x hidden_size {D:,}": shape.vocab_size * D, f"num_hidden_layers {L:,} x 2 norms of {D:,}": L * 2 * D}
+    terms = {
+        f"vocab_size {shape.vocab_size:,} x hidden_size {D:,}": shape.vocab_size * D,
+        f"num_hidden_layers {L:,} x 2 norms of {D:,}": L * 2 * D,
+    }
     if shape.moe:
         layers = sum(shape.is_moe(layer) for layer in range(L))
         E, I = shape.moe.num_experts, shape.moe.intermediate_size
@@ -186,7 +265,8 @@ def check_against_files(shape: Shape, manifest: Manifest) -> None:
     if least > ABSURD * manifest.nbytes + SLACK or tensors > ABSURD * len(manifest.tensors) + 100:
         largest = max(terms, key=lambda term: terms[term])
         raise CheckpointError(
-            f"config.json describes a model of at least {format_count(sum(terms.values()))} parameters ({largest} = {format_count(terms[largest])}) "
-            f"and {tensors:,} tensors; the files hold {manifest.nbytes:,} bytes in {len(manifest.tensors):,} tensors",
+            f"config.json describes a model of at least {format_count(sum(terms.values()))} parameters"
+            f" ({largest} = {format_count(terms[largest])}) and {tensors:,} tensors; the files hold"
+            f" {manifest.nbytes:,} bytes in {len(manifest.tensors):,} tensors",
             next=f"get config.json from the model's publisher again, then: unfreeze inspect {manifest.path}",
         )

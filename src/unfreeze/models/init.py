@@ -10,10 +10,18 @@ from unfreeze.models.decoder import Decoder
 
 
 def initialize(model: Decoder, seed: int) -> None:
-    """Every weight ~ N(0, initializer_range²), norms 1, biases 0; projections back into the residual stream are scaled by 1/sqrt(2 · layers)
-    so that its variance does not grow with depth (GPT-2, Radford et al. 2019). Deterministic in `seed`."""
+    """Every weight ~ N(0, initializer_range²), norms 1, biases 0.
+
+    Projections back into the residual stream are scaled by 1/sqrt(2 · layers), so that its variance does not
+    grow with depth (GPT-2, Radford et al. 2019). Deterministic in `seed`.
+    """
     generator = torch.Generator().manual_seed(seed)
-    norms = {id(parameter) for module in model.modules() if isinstance(module, RMSNorm) for parameter in module.parameters()}
+    norms = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, RMSNorm)
+        for parameter in module.parameters()
+    }
     std = model.shape.initializer_range
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
+from unfreeze.models.blocks.bytes import Block, Bytes, total
 from unfreeze.models.blocks.mlp import with_residual
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.passes import Pass
 
 
-class Layer(nn.Module):
+class Layer(Block):
     """x + attention(norm(x)), then x + mlp(norm(x)): the pre-norm residual block."""
 
-    def __init__(self, *, self_attn: nn.Module, mlp: nn.Module, input_layernorm: RMSNorm, post_attention_layernorm: RMSNorm):
+    def __init__(
+        self, *, self_attn: Block, mlp: Block, input_layernorm: RMSNorm, post_attention_layernorm: RMSNorm
+    ):
         super().__init__()
         self.self_attn, self.mlp = self_attn, mlp
         self.input_layernorm, self.post_attention_layernorm = input_layernorm, post_attention_layernorm
@@ -20,3 +24,10 @@ class Layer(nn.Module):
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
         x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), run)
         return with_residual(self.mlp, self.post_attention_layernorm, x_TD, run)
+
+    def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
+        """Its parts, and one more tensor in the computation's dtype, as wide as the layer's first norm."""
+        # Where attention has norms of its own, the factors were fitted with that width, not with D.
+        first = next(module for module in self.modules() if isinstance(module, RMSNorm))
+        parts = (self.self_attn, self.mlp, self.input_layernorm, self.post_attention_layernorm)
+        return total(parts, dtype, device) + Bytes(peak=dtype.itemsize * first.weight.numel())

@@ -1,16 +1,20 @@
-"""Llama (2, 3.x), and the parts that qwen2.py, qwen3.py and qwen3_moe.py build on: grouped-query attention and the pre-norm block."""
+"""Llama (2, 3.x), and the parts that qwen2.py, qwen3.py and qwen3_moe.py build on: grouped-query attention
+and the pre-norm block."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unfreeze.models.allowed import Fields, names
-from unfreeze.models.blocks.attention import Attention
 from unfreeze.models.blocks.rope import rope_from_config
-from unfreeze.models.factory import Factory
-from unfreeze.models.layer import Layer
 from unfreeze.models.shape import Shape, common, require
+
+if TYPE_CHECKING:
+    from unfreeze.models.blocks.attention import Attention
+    from unfreeze.models.blocks.bytes import Block
+    from unfreeze.models.factory import Factory
+    from unfreeze.models.layer import Layer
 
 RULES = ()
 ABSENT = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": False}
@@ -28,35 +32,47 @@ def ignored(shape: Shape) -> tuple[str, ...]:
 
 def shape(config: Mapping[str, Any]) -> Shape:
     """Sizes from config.json."""
-    head_dim = int(config.get("head_dim") or require(config, "hidden_size") // require(config, "num_attention_heads"))
+    head_dim = int(
+        config.get("head_dim") or require(config, "hidden_size") // require(config, "num_attention_heads")
+    )
     return common(config, family="llama", rope=rope_from_config(config, head_dim), head_dim=head_dim)
 
 
-def attention(shape: Shape, index: int, make: Factory, *, qkv_bias: bool, output_bias: bool, qk_norm: bool = False) -> Attention:
+def attention(
+    shape: Shape, index: int, make: Factory, *, qkv_bias: bool, output_bias: bool, qk_norm: bool = False
+) -> Attention:
     """Grouped-query attention; with `qk_norm` an RMSNorm per head on q and k (Qwen3)."""
+    from unfreeze.models.blocks.attention import Attention
+
     name, hidden, width = f"model.layers.{index}.self_attn", shape.hidden_size, shape.head_dim
     return Attention(
-        index, width,
+        index,
+        width,
         q_proj=make.linear(f"{name}.q_proj", hidden, shape.num_heads * width, bias=qkv_bias),
         k_proj=make.linear(f"{name}.k_proj", hidden, shape.num_kv_heads * width, bias=qkv_bias),
         v_proj=make.linear(f"{name}.v_proj", hidden, shape.num_kv_heads * width, bias=qkv_bias),
         o_proj=make.linear(f"{name}.o_proj", shape.num_heads * width, hidden, bias=output_bias),
         q_norm=make.norm(width, shape.rms_norm_eps) if qk_norm else None,
         k_norm=make.norm(width, shape.rms_norm_eps) if qk_norm else None,
-    )  # fmt: skip
+    )
 
 
 def layer(shape: Shape, index: int, make: Factory) -> Layer:
     """Decoder layer `index`. Biases as the config says (attention_bias, mlp_bias)."""
     bias = bool(shape.config["attention_bias"])
     mlp = make.mlp(
-        f"model.layers.{index}.mlp", shape.hidden_size, shape.intermediate_size, bias=bool(shape.config["mlp_bias"])
+        f"model.layers.{index}.mlp",
+        shape.hidden_size,
+        shape.intermediate_size,
+        bias=bool(shape.config["mlp_bias"]),
     )
     return block(shape, attention(shape, index, make, qkv_bias=bias, output_bias=bias), mlp, make)
 
 
-def block(shape: Shape, self_attn: Attention, mlp: Any, make: Factory) -> Layer:
+def block(shape: Shape, self_attn: Block, mlp: Block, make: Factory) -> Layer:
     """The pre-norm block around an attention and an MLP."""
+    from unfreeze.models.layer import Layer
+
     return Layer(
         self_attn=self_attn,
         mlp=mlp,

@@ -1,7 +1,8 @@
-"""A trained model as the tensors of a checkpoint: what config.json quantizes as codes and scales, the rest in the dtype it came in.
+"""A trained model as the tensors of a checkpoint.
 
-The inverse of loading, for models whose weights were trained dense: `unfreeze pretrain` writes tiny-k2's INT4 experts with it,
-`--train all` what it was given, with the tensors beside the language model as they were.
+What config.json quantizes becomes codes and scales; the rest has the dtype it came in.
+The inverse of loading, for models whose weights were trained dense: `unfreeze pretrain` writes tiny-k2's INT4
+experts with it, `--train all` what it was given, with the tensors beside the language model as they were.
 """
 
 from __future__ import annotations
@@ -14,16 +15,20 @@ import torch
 from torch import Tensor
 
 from unfreeze import models
-from unfreeze.checkpoint.keymap import disk_tensors, sources
-from unfreeze.checkpoint.manifest import TORCH_DTYPE, Manifest, TensorInfo
+from unfreeze.checkpoint.keymap import sources
+from unfreeze.checkpoint.manifest import Manifest, TensorInfo
+from unfreeze.checkpoint.save import disk_tensors
+from unfreeze.checkpoint.tensors import TORCH_DTYPE
 from unfreeze.models.blocks.experts import ExpertWeight
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.decoder import Decoder
-from unfreeze.quant import from_quantization_config, is_ignored
+from unfreeze.quant import is_ignored, recognise
 from unfreeze.quant.codec import Codec
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-KEPT_FP32 = "e_score_correction_bias"  # the router's selection bias: Kimi's and DeepSeek's releases hold it in fp32
+KEPT_FP32 = (  # the router's selection bias: Kimi's and DeepSeek's releases hold it in fp32
+    "e_score_correction_bias"
+)
 
 
 def published(
@@ -33,17 +38,21 @@ def published(
     dtypes: Mapping[str, torch.dtype] | None = None,
     values: Mapping[str, Tensor] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name on disk, tensor) of every weight of `model`, in the format that `config` (a config.json) declares.
+    """(name on disk, tensor) of every weight of `model`, in the format that `config` (a config.json)
+    declares.
 
-    One parameter at a time. A weight that quantization_config covers and its `ignore` list doesn't name is quantized from its
-    values as they are (float32 ones are not rounded to bf16 first). A tied head is not written.
+    One parameter at a time. A weight that quantization_config covers and its `ignore` list doesn't name is
+    quantized from its values as they are (float32 ones are not rounded to bf16 first). A tied head is not
+    written.
 
-    dtypes   name on disk -> the dtype it is written in (stored_dtypes); others get config.json's, or bf16 where it has none
-    values   parameter name -> what is written instead of the model's own tensor: float32 masters of bf16 weights
+    dtypes   name on disk -> the dtype it is written in (stored_dtypes); others get config.json's, or bf16
+             where it has none
+    values   parameter name -> what is written instead of the model's own tensor: float32 masters of bf16
+             weights
 
     Raises ConfigError for a format that cannot be written.
     """
-    quantization = from_quantization_config(config)
+    quantization = recognise(config)
     codec, ignore = quantization if quantization else (None, [])
     declared = DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.bfloat16)
     stored = _stored(model, codec, ignore, values or {})
@@ -66,20 +75,26 @@ def _stored(
         if name in tied:
             continue
         if codec is not None and name in quantized:
-            yield from ((f"{name.removesuffix('weight')}{suffix}", part) for suffix, part in codec.quantize(tensor.float()).items())
+            yield from (
+                (f"{name.removesuffix('weight')}{suffix}", part)
+                for suffix, part in codec.quantize(tensor.float()).items()
+            )
         else:
             yield name, tensor
 
 
 def stored_dtypes(model: Decoder, manifest: Manifest) -> dict[str, torch.dtype]:
-    """Name on disk, as `published` writes it -> the dtype the checkpoint has it in. Experts stored fused are written one by one."""
+    """Name on disk, as `published` writes it -> the dtype the checkpoint has it in.
+
+    Experts stored fused are written one by one.
+    """
     disk, rules = manifest.by_model_name(), models.rules(model.shape)
     stand_in = {name: alias for alias, name in models.tied(model.shape).items()}
     dtypes = {}
     for param, tensor in model.state_dict().items():
-        found = [source.name for source in sources(param, tensor.shape, rules, disk)]
+        stored = [source.name for source in sources(param, tensor.shape, rules, disk)]
         for written, name in zip_longest(
-            (source.name for source in sources(param, tensor.shape, rules)), found, fillvalue=found[-1]
+            (source.name for source in sources(param, tensor.shape, rules)), stored, fillvalue=stored[-1]
         ):
             info = disk.get(name) or disk.get(stand_in.get(name, ""))
             if info is not None:
@@ -88,19 +103,28 @@ def stored_dtypes(model: Decoder, manifest: Manifest) -> dict[str, torch.dtype]:
 
 
 def carried(model: Decoder, manifest: Manifest) -> list[TensorInfo]:
-    """The checkpoint's tensors that are no part of `model`: heads for later tokens, a vision tower. Not trained, kept as they are."""
+    """The checkpoint's tensors that are no part of `model`: heads for later tokens, a vision tower.
+
+    Not trained, kept as they are.
+    """
     disk, rules = manifest.by_model_name(), models.rules(model.shape)
-    used = {source.name for name, tensor in model.state_dict().items() for source in sources(name, tensor.shape, rules, disk)}
+    used = {
+        source.name
+        for name, tensor in model.state_dict().items()
+        for source in sources(name, tensor.shape, rules, disk)
+    }
     used |= models.tied(model.shape).keys()
     return [info for name, info in disk.items() if name not in used]
 
 
 def quantized_modules(model: Decoder, ignore: list[str]) -> list[str]:
-    """Names of the linear layers and stacked experts that the `ignore` list of a quantization_config leaves to be quantized."""
+    """Names of the linear layers and stacked experts that a quantization_config doesn't `ignore`."""
     linears = [name for name, module in model.named_modules() if isinstance(module, (Linear, ExpertWeight))]
     return [name for name in linears if not is_ignored(disk_name(name), ignore)]
 
 
 def disk_name(module: str) -> str:
     """The checkpoint's name of a module, for the ignore list: stacked experts stand for their first."""
-    return module.replace(".experts.gate_up_proj", ".experts.0.gate_proj").replace(".experts.down_proj", ".experts.0.down_proj")
+    return module.replace(".experts.gate_up_proj", ".experts.0.gate_proj").replace(
+        ".experts.down_proj", ".experts.0.down_proj"
+    )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unfreeze.models import llama
 from unfreeze.models.allowed import Fields, names
-from unfreeze.models.factory import Factory
-from unfreeze.models.layer import Layer
 from unfreeze.models.shape import Shape
+
+if TYPE_CHECKING:
+    from unfreeze.models.factory import Factory
+    from unfreeze.models.layer import Layer
 
 RULES = llama.RULES
 ignored = llama.ignored
@@ -32,4 +34,6 @@ def shape(config: Mapping[str, Any]) -> Shape:
 def layer(shape: Shape, index: int, make: Factory) -> Layer:
     """Decoder layer `index`."""
     mlp = make.mlp(f"model.layers.{index}.mlp", shape.hidden_size, shape.intermediate_size)
-    return llama.block(shape, llama.attention(shape, index, make, qkv_bias=True, output_bias=False), mlp, make)
+    return llama.block(
+        shape, llama.attention(shape, index, make, qkv_bias=True, output_bias=False), mlp, make
+    )

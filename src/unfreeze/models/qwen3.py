@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unfreeze.models import llama, qwen2
 from unfreeze.models.allowed import Fields, names
-from unfreeze.models.blocks.attention import Attention
-from unfreeze.models.factory import Factory
-from unfreeze.models.layer import Layer
 from unfreeze.models.shape import Shape
+
+if TYPE_CHECKING:
+    from unfreeze.models.blocks.attention import Attention
+    from unfreeze.models.factory import Factory
+    from unfreeze.models.layer import Layer
 
 RULES = llama.RULES
 ignored = llama.ignored
 QK_NORM = {"use_qk_norm": True, "qk_norm": True}
 FIELDS = Fields(
-    absent={**llama.ABSENT, "max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128, "attention_bias": False},
+    absent={
+        **llama.ABSENT,
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "attention_bias": False,
+    },
     null=names("num_key_value_heads"),
     silent=qwen2.WINDOW,
     neutral=QK_NORM,

@@ -1,57 +1,78 @@
-"""Qwen3-MoE: Qwen3 attention, softmax routing over many experts, no shared expert. Source: arXiv:2505.09388."""
+"""Qwen3-MoE: Qwen3 attention, softmax routing over many experts, no shared expert. Source:
+arXiv:2505.09388."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unfreeze.models import deepseek_v3, llama, qwen2, qwen3
 from unfreeze.models.allowed import Fields, names
-from unfreeze.models.blocks.moe import MoE, SoftmaxRouter
-from unfreeze.models.factory import Factory
-from unfreeze.models.layer import Layer
 from unfreeze.models.shape import MoEShape, Shape, require
+
+if TYPE_CHECKING:
+    from unfreeze.models.factory import Factory
+    from unfreeze.models.layer import Layer
 
 RULES = deepseek_v3.RULES
 ignored = llama.ignored
 FIELDS = Fields(
     absent={
-        **llama.ABSENT, "max_position_embeddings": 32768, "num_key_value_heads": 4, "attention_bias": False, "norm_topk_prob": False,
-        "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": (),
+        **llama.ABSENT,
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 4,
+        "attention_bias": False,
+        "norm_topk_prob": False,
+        "num_experts_per_tok": 8,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": (),
     },
     read=names("head_dim num_experts moe_intermediate_size"),
     only={"num_local_experts": lambda config: config.get("num_experts", config["num_local_experts"])},
     silent=qwen2.WINDOW,
     neutral=qwen3.QK_NORM,
-)  # fmt: skip
+)
 
 
 def shape(config: Mapping[str, Any]) -> Shape:
-    """Sizes from config.json. A layer is sparse where (index + 1) is a multiple of decoder_sparse_step and it isn't in mlp_only_layers."""
+    """Sizes from config.json. A layer is sparse where (index + 1) is a multiple of decoder_sparse_step and it
+    isn't in mlp_only_layers."""
     step, only = int(config["decoder_sparse_step"]), set(config["mlp_only_layers"])
-    experts = int(config["num_local_experts"] if "num_local_experts" in config else require(config, "num_experts"))
+    experts = int(
+        config["num_local_experts"] if "num_local_experts" in config else require(config, "num_experts")
+    )
     moe = MoEShape(
         num_experts=experts,
         experts_per_token=int(config["num_experts_per_tok"]),
         intermediate_size=int(require(config, "moe_intermediate_size")),
         num_shared_experts=0,
-        dense_layers=frozenset(i for i in range(int(require(config, "num_hidden_layers"))) if i in only or (i + 1) % step),
+        dense_layers=frozenset(
+            i for i in range(int(require(config, "num_hidden_layers"))) if i in only or (i + 1) % step
+        ),
     )
     return replace(qwen3.shape(config), family="qwen3_moe", moe=moe)
 
 
 def layer(shape: Shape, index: int, make: Factory) -> Layer:
     """Decoder layer `index`: dense where the config says so, otherwise routed experts."""
+    from unfreeze.models.blocks.moe import MoE, SoftmaxRouter
+
     name = f"model.layers.{index}.mlp"
     if not shape.is_moe(index):
         mlp: Any = make.mlp(name, shape.hidden_size, shape.intermediate_size)
     else:
         assert shape.moe is not None
         gate = SoftmaxRouter(
-            shape.hidden_size, shape.moe.num_experts, shape.moe.experts_per_token,
-            normalize=bool(shape.config["norm_topk_prob"]), dtype=make.dtype, device=make.device,
-        )  # fmt: skip
-        experts = make.experts(f"{name}.experts", shape.moe.num_experts, shape.hidden_size, shape.moe.intermediate_size)
+            shape.hidden_size,
+            shape.moe.num_experts,
+            shape.moe.experts_per_token,
+            normalize=bool(shape.config["norm_topk_prob"]),
+            dtype=make.dtype,
+            device=make.device,
+        )
+        experts = make.experts(
+            f"{name}.experts", shape.moe.num_experts, shape.hidden_size, shape.moe.intermediate_size
+        )
         mlp = MoE(index, gate=gate, experts=experts, shared_experts=None)
     return llama.block(shape, qwen3.attention(shape, index, make), mlp, make)

@@ -1,4 +1,6 @@
-"""Shape: the sizes of a model, read from its config.json. There are no tables of sizes: what the file says is what is built.
+"""Shape: the sizes of a model, read from its config.json.
+
+There are no tables of sizes: what the file says is what is built.
 
 D hidden_size, V vocab_size, H heads, G key/value heads, E experts, K experts per token, I widths of MLPs.
 """
@@ -26,7 +28,10 @@ class MoEShape:
 
 @dataclass(frozen=True)
 class MLAShape:
-    """Latent attention: widths of the two low-rank latents and of the three parts of a head. q_lora_rank None: no query latent."""
+    """Multi-head latent attention: widths of the two low-rank latents and of the three parts of a head.
+
+    q_lora_rank None: no query latent.
+    """
 
     q_lora_rank: int | None
     kv_lora_rank: int
@@ -79,13 +84,18 @@ class Shape:
 def require(config: Mapping[str, Any], field: str) -> Any:
     """config[field], or a CheckpointError that names the field."""
     if config.get(field) is None:
-        raise CheckpointError(f"config.json has no {field!r}, which model_type {config.get('model_type')!r} needs", next="check the file")
+        raise CheckpointError(
+            f"config.json has no {field!r}, which model_type {config.get('model_type')!r} needs",
+            next="check the file",
+        )
     return config[field]
 
 
 def common(config: Mapping[str, Any], *, family: str, rope: Rope, head_dim: int, **parts: Any) -> Shape:
-    """The fields all families spell alike. `config` is complete: what was absent has the family's default
-    (models/allowed.py)."""
+    """The fields all families spell alike.
+
+    `config` is complete: what was absent has the family's default (models/allowed.py).
+    """
     heads = int(require(config, "num_attention_heads"))
     return Shape(
         model_type=str(config["model_type"]),

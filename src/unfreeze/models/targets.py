@@ -1,12 +1,7 @@
-"""What of a model can carry an adapter, and in which group: names and targets -> modules.
-
-A group is what people talk about: attention, mlp (dense), shared_experts, experts; the router, lm_head, embeddings and norms stay frozen unless
-lm_head is named.
-"""
+"""What of a model can carry an adapter: names and targets -> modules."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -17,8 +12,8 @@ from unfreeze.config.lora import LoraConfig
 from unfreeze.core.errors import AdapterError, nearest
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
+from unfreeze.models.groups import group_of
 
-GROUPS = ("attention", "mlp", "shared_experts", "experts", "router", "lm_head", "embeddings", "norms")
 NAMED_TARGETS = ("all-linear", "experts", "attention", "mlp", "shared_experts")
 
 
@@ -33,44 +28,40 @@ class Candidate:
     @property
     def projections(self) -> tuple[str, ...]:
         """Names a target may match: the Linear itself, or the two stacked projections of Experts."""
-        return (self.name,) if isinstance(self.owner, Linear) else (f"{self.name}.gate_up_proj", f"{self.name}.down_proj")
-
-
-def group_of(name: str) -> str:
-    """The group of a module or parameter, by its checkpoint name."""
-    parts = name.split(".")
-    if any("norm" in part for part in parts):
-        return "norms"
-    if "embed_tokens" in parts:
-        return "embeddings"
-    if "lm_head" in parts:
-        return "lm_head"
-    if "self_attn" in parts:
-        return "attention"
-    if "shared_experts" in parts:
-        return "shared_experts"
-    if "experts" in parts:
-        return "experts"
-    if re.search(r"\.mlp\.gate(\.|$)", name):
-        return "router"
-    return "mlp"
+        return (
+            (self.name,)
+            if isinstance(self.owner, Linear)
+            else (f"{self.name}.gate_up_proj", f"{self.name}.down_proj")
+        )
 
 
 def candidates(model: nn.Module) -> list[Candidate]:
     """Every module that can carry an adapter, in the model's order."""
-    found = [(name, module) for name, module in model.named_modules() if isinstance(module, (Linear, Experts))]
+    found = [
+        (name, module) for name, module in model.named_modules() if isinstance(module, (Linear, Experts))
+    ]
     return [Candidate(name, group_of(name), module) for name, module in found]
 
 
 def chosen_by(config: LoraConfig, model: nn.Module) -> dict[str, tuple[Candidate, frozenset[str]]]:
-    """`resolve` of the config's targets. Raises AdapterError also where experts_rank is given and no routed expert would be adapted."""
+    """`resolve` of the config's targets.
+
+    Raises AdapterError also where experts_rank is given and no routed expert would be adapted.
+    """
     chosen = resolve(model, config.targets)
-    if config.experts_rank is not None and not any(candidate.group == "experts" for candidate, _ in chosen.values()):
+    if config.experts_rank is not None and not any(
+        candidate.group == "experts" for candidate, _ in chosen.values()
+    ):
         has_experts = any(isinstance(module, Experts) for module in model.modules())
-        why = f"the targets {', '.join(config.targets)} leave them out" if has_experts else "this model has none"
+        why = (
+            f"the targets {', '.join(config.targets)} leave them out"
+            if has_experts
+            else "this model has none"
+        )
         raise AdapterError(
             f"lora.experts_rank = {config.experts_rank}, but no routed expert gets an adapter: {why}",
-            next="leave --lora.experts-rank away" + (", or add experts to --lora.targets" if has_experts else "; --lora.rank is for the rest"),
+            next="leave --lora.experts-rank away"
+            + (", or add experts to --lora.targets" if has_experts else "; --lora.rank is for the rest"),
         )
     return chosen
 
@@ -108,15 +99,21 @@ def _matches(target: str, candidate: Candidate, projection: str) -> bool:
 def _unmatched(target: str, known: Sequence[Candidate], model: nn.Module) -> AdapterError:
     if target in NAMED_TARGETS:
         groups = ", ".join(sorted({c.group for c in known} - {"lm_head"}))
-        return AdapterError(f"lora.targets: {target!r} matches nothing: this model has {groups}", next="--lora.targets all-linear")
+        return AdapterError(
+            f"lora.targets: {target!r} matches nothing: this model has {groups}",
+            next="--lora.targets all-linear",
+        )
     if any(_names(target, name) for name, _ in model.named_modules()):
         return AdapterError(
-            f"lora.targets: {target!r} names no linear layer; norms, embeddings and the router carry no adapter",
+            f"lora.targets: {target!r} names no linear layer; norms, embeddings and the router carry no"
+            " adapter",
             next="--lora.targets all-linear",
         )
     names = {p for c in known for p in (*c.projections, c.name)}
     leaves = {name.rsplit(".", 1)[-1] for name in names}
-    globs = {"*." + leaf for leaf in leaves} | {"*.experts." + leaf for leaf in leaves if any(f".experts.{leaf}" in name for name in names)}
+    globs = {"*." + leaf for leaf in leaves} | {
+        "*.experts." + leaf for leaf in leaves if any(f".experts.{leaf}" in name for name in names)
+    }
     pool = [*NAMED_TARGETS, *sorted(leaves), *(sorted(globs) if "*" in target else sorted(names))]
     hint = nearest(target, pool)
     return AdapterError(
@@ -130,7 +127,10 @@ def _names(target: str, name: str) -> bool:
 
 
 def parameters_per_rank(model: nn.Module, targets: Sequence[str]) -> tuple[int, int]:
-    """(dense, experts): adapter parameters that one unit of rank costs, without making any. For parallel.plan, on a meta model."""
+    """(dense, experts): adapter parameters that one unit of rank costs, without making any.
+
+    For parallel.plan, on a meta model.
+    """
     dense = experts = 0
     for candidate, projections in resolve(model, targets).values():
         owner = candidate.owner
@@ -138,11 +138,16 @@ def parameters_per_rank(model: nn.Module, targets: Sequence[str]) -> tuple[int, 
             dense += owner.in_features + owner.out_features
             continue
         D, I, E = owner.hidden_size, owner.intermediate_size, owner.num_experts
-        experts += E * 2 * (D + I) * (f"{candidate.name}.gate_up_proj" in projections) + E * (D + I) * (f"{candidate.name}.down_proj" in projections)
+        experts += E * 2 * (D + I) * (f"{candidate.name}.gate_up_proj" in projections) + E * (D + I) * (
+            f"{candidate.name}.down_proj" in projections
+        )
     return dense, experts
 
 
 def per_rank(config: LoraConfig, model: nn.Module) -> tuple[int, int]:
-    """(dense, experts): adapter parameters per unit of rank on this model, which may be on meta. Raises AdapterError as `chosen_by` does."""
+    """(dense, experts): adapter parameters per unit of rank on this model, which may be on meta.
+
+    Raises AdapterError as `chosen_by` does.
+    """
     chosen_by(config, model)
     return parameters_per_rank(model, config.targets)

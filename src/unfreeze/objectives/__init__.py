@@ -1,1 +1,2 @@
-"""L4, what training minimises: pure functions (hidden_TD, lm_head, batch) -> Loss. Each owns its chunking over the vocabulary."""
+"""L4, what training minimises: pure functions (hidden_TD, lm_head, batch) -> Loss. Each owns its chunking
+over the vocabulary."""

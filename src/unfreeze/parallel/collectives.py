@@ -1,10 +1,12 @@
-"""Processes that train one model together by plain data parallelism. The only file that talks to torch.distributed.
+"""Data parallelism: processes that train one model together. The only file that talks to torch.distributed.
 
-A step's micro-batches are dealt out to the processes, gradients are added up over them, and every process makes the same update: replicas
-stay identical, and a save does not know how many there were. Collectives are the same calls with the same sizes on every process whatever
-the data and the routing were, so an idle expert cannot make one process wait for another (docs/trust.md M1).
+A step's micro-batches are dealt out to the processes, gradients are summed over them, and every process makes
+the same update. So replicas stay identical, and a save does not know how many there were.
+Every process makes the same collective calls with the same sizes, whatever the data and the routing were. So
+an idle expert cannot make one process wait for another (docs/trust.md M1).
 
-Start: torchrun --nproc-per-node 2 -m unfreeze sft run.toml. Without torchrun there is one process, ALONE, for which all of this does nothing.
+Start: torchrun --nproc-per-node 2 -m unfreeze sft run.toml. Without torchrun there is one process, ALONE, for
+which all of this does nothing.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from torch import Tensor
 from unfreeze.core.errors import UserError
 
 Item = TypeVar("Item")
-BUCKET = 32 * 2**20  # bytes of gradients in flight at once: long enough for full bandwidth, small beside the gradients themselves
-TIMEOUT = timedelta(minutes=30)  # the others wait that long for a save or samples of process 0; then the run ends with an error
+# bytes of gradients in flight at once: long enough for full bandwidth, small beside the gradients themselves
+BUCKET = 32 * 2**20
+# the others wait that long for a save or samples of process 0; then the run ends with an error
+TIMEOUT = timedelta(minutes=30)
 
 
 class Group(Protocol):
@@ -37,15 +41,18 @@ class Group(Protocol):
         ...
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """Each tensor becomes its sum over the processes, in place. All processes pass the same shapes and dtypes in the same order."""
+        """Each tensor becomes its sum over the processes, in place.
+
+        All processes pass the same shapes and dtypes in the same order.
+        """
         ...
 
     def any(self, value: bool) -> bool:
         """Whether `value` holds in at least one process."""
         ...
 
-    def lead(self, action: Callable[[], Item]) -> Item | None:
-        """Process 0 acts while the others wait; they get None. If it raised there, the others raise UserError."""
+    def on_rank0(self, action: Callable[[], Item]) -> Item | None:
+        """Process 0 acts while the others wait; they get None. If it raises, the others raise UserError."""
         ...
 
     def texts(self, text: str) -> list[str]:
@@ -71,7 +78,7 @@ class Alone:
     def any(self, value: bool) -> bool:
         return value
 
-    def lead(self, action: Callable[[], Item]) -> Item | None:
+    def on_rank0(self, action: Callable[[], Item]) -> Item | None:
         return action()
 
     def texts(self, text: str) -> list[str]:
@@ -85,18 +92,23 @@ ALONE = Alone()
 
 
 class Processes:
-    """The processes that torch.distributed knows; `device` is where small exchanges happen (the GPU for nccl, the CPU for gloo)."""
+    """The processes that torch.distributed knows.
+
+    device: where small exchanges happen (the GPU for nccl, the CPU for gloo).
+    """
 
     def __init__(self, device: torch.device):
         self.rank, self.size, self._device = dist.get_rank(), dist.get_world_size(), device
 
     def share(self, items: Sequence[Item]) -> list[Item]:
-        """items[rank], items[rank + size], …: it depends on the position only, so a run can resume exactly on
-        another number of processes."""
+        """items[rank], items[rank + size], …
+
+        It depends on the position only, so a run can resume exactly on another number of processes.
+        """
         return list(items[self.rank :: self.size])
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """In buckets of one dtype of at most BUCKET bytes (a larger tensor is a bucket), in the order given: the same calls on every process."""
+        """In `buckets`, in the order given: the same calls on every process."""
         for bucket in buckets(tensors):
             if len(bucket) == 1 and bucket[0].is_contiguous():
                 dist.all_reduce(bucket[0])
@@ -111,7 +123,7 @@ class Processes:
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         return bool(flag.item())
 
-    def lead(self, action: Callable[[], Item]) -> Item | None:
+    def on_rank0(self, action: Callable[[], Item]) -> Item | None:
         result: Item | None = None
         error: BaseException | None = None
         if self.rank == 0:
@@ -128,6 +140,7 @@ class Processes:
 
     def texts(self, text: str) -> list[str]:
         """As bytes, padded to the longest: dist.all_gather_object would send pickles."""
+        # the lengths of all, then the bytes
         data = text.encode()
         length = torch.tensor([len(data)], device=self._device)
         lengths = [torch.zeros_like(length) for _ in range(self.size)]
@@ -147,18 +160,22 @@ class Processes:
         different = low.ne(high).nonzero().flatten().tolist()
         if different:
             raise UserError(
-                f"the {self.size} processes hold different values: {len(different)} of {len(tensors)} tensors differ; "
-                f"first: {list(tensors)[different[0]]}",
+                f"the {self.size} processes hold different values: {len(different)} of {len(tensors)} tensors"
+                f" differ; first: {list(tensors)[different[0]]}",
                 next="resume from the last save with the same command; if it comes again, report it",
             )
 
 
 def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors in order, in runs of one dtype and device that together have at most BUCKET bytes."""
+    """The tensors in order, in runs of one dtype and device that together have at most BUCKET bytes.
+
+    A larger tensor is a bucket by itself.
+    """
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:
-        if bucket and (size + tensor.nbytes > BUCKET or (tensor.dtype, tensor.device) != (bucket[0].dtype, bucket[0].device)):
+        other = bucket and (tensor.dtype, tensor.device) != (bucket[0].dtype, bucket[0].device)
+        if bucket and (other or size + tensor.nbytes > BUCKET):
             yield bucket
             bucket, size = [], 0
         bucket.append(tensor)
@@ -168,7 +185,7 @@ def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """An int64 that depends on every bit and its place: sum_i bits_i * (i mod 65,521 + 1), wrapping around."""
+    """An int64 that depends on every bit and its place: sum_i bits_i * (i mod 65,521 + 1) mod 2^64."""
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     bits = tensor.detach().contiguous().view(width).reshape(-1)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -180,7 +197,10 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def open_group(device: torch.device) -> Iterator[Group]:
-    """The group torchrun set up (RANK, WORLD_SIZE, MASTER_ADDR in the environment), or ALONE. gloo on CPU, nccl on CUDA."""
+    """The group that torchrun set up, or ALONE. gloo on CPU, nccl on CUDA.
+
+    torchrun sets RANK, WORLD_SIZE and MASTER_ADDR in the environment.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield ALONE
         return
@@ -196,4 +216,6 @@ def open_group(device: torch.device) -> Iterator[Group]:
 def local_device(device: torch.device) -> torch.device:
     """cuda -> cuda:LOCAL_RANK under torchrun, so that each process has a GPU of its own."""
     local = os.environ.get("LOCAL_RANK")
-    return torch.device("cuda", int(local)) if local is not None and device.type == "cuda" and device.index is None else device
+    if local is None or device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", int(local))

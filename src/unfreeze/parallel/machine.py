@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 
 PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
@@ -21,7 +22,7 @@ class Hardware:
     total, available   bytes; available: what a process could still take now
     limit              what bounds it
     process            bytes this process holds in host memory already (interpreter, libraries); `available`
-                       does not include it. 0 where unknown
+                       does not include it. 0 for CUDA
     """
 
     kind: str
@@ -43,14 +44,15 @@ def hardware(device: torch.device | str = "cpu") -> Hardware:
     total, available = host_memory()
     bound = container_memory()
     if bound is not None and bound[0] < total:
-        return Hardware("cpu", processor(), num_cores(), bound[0], min(available, bound[1]), "container", resident())
-    return Hardware("cpu", processor(), num_cores(), total, available, process=resident())
+        return Hardware(
+            "cpu", processor(), num_cores(), bound[0], min(available, bound[1]), "container", resident_bytes()
+        )
+    return Hardware("cpu", processor(), num_cores(), total, available, process=resident_bytes())
 
 
-def resident(proc: Path = PROC) -> int:
-    """Resident bytes of this process now, VmRSS of /proc/self/status; 0 on systems without it."""
-    match = re.search(r"^VmRSS:\s+(\d+) kB", _text(proc / "self" / "status"), re.MULTILINE)
-    return int(match[1]) * 1024 if match else 0
+def resident_bytes() -> int:
+    """Bytes of this process in host memory now."""
+    return psutil.Process().memory_info().rss
 
 
 def num_cores() -> int:
@@ -58,24 +60,20 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def host_memory(proc: Path = PROC) -> tuple[int, int]:
-    """(total, available) of the host: MemTotal and MemAvailable of /proc/meminfo, which counts the page cache as free; else sysconf."""
-    try:
-        fields = dict(re.findall(r"(\w+):\s+(\d+) kB", (proc / "meminfo").read_text()))
-        return int(fields["MemTotal"]) * 1024, int(fields["MemAvailable"]) * 1024
-    except (FileNotFoundError, KeyError):
-        page = os.sysconf("SC_PAGE_SIZE")
-        total = os.sysconf("SC_PHYS_PAGES") * page
-        free = os.sysconf("SC_AVPHYS_PAGES") * page if "SC_AVPHYS_PAGES" in os.sysconf_names else total
-        return total, free
+def host_memory() -> tuple[int, int]:
+    """(total, available) bytes of the host; the page cache counts as available."""
+    memory = psutil.virtual_memory()
+    return memory.total, memory.available
 
 
 def container_memory(cgroup: Path = CGROUP, proc: Path = PROC) -> tuple[int, int] | None:
-    """(limit, available under it) of the tightest cgroup (v2, else v1) this process is in; None where there is no limit.
+    """(limit, available under it) of the tightest cgroup (v2, else v1) this process is in.
+
+    None where there is no limit.
 
     Available is limit - usage + inactive file cache, which the kernel drops before it kills.
     """
-    found = []
+    limits: list[tuple[int, int]] = []
     for folder, limit_file, usage_file, cache_field in _groups(cgroup, proc):
         limit = _number(folder / limit_file)
         if limit is None or limit >= UNLIMITED:
@@ -83,23 +81,30 @@ def container_memory(cgroup: Path = CGROUP, proc: Path = PROC) -> tuple[int, int
         stat = _text(folder / "memory.stat")
         match = re.search(rf"^{cache_field} (\d+)$", stat, re.MULTILINE)
         cache = int(match[1]) if match else 0
-        found.append((limit, max(0, limit - (_number(folder / usage_file) or 0) + cache)))
-    return min(found, key=lambda pair: pair[1]) if found else None
+        limits.append((limit, max(0, limit - (_number(folder / usage_file) or 0) + cache)))
+    return min(limits, key=lambda pair: pair[1]) if limits else None
 
 
 def _groups(cgroup: Path, proc: Path) -> list[tuple[Path, str, str, str]]:
     """Every cgroup folder from this process's own up to the root, with the names of its files."""
-    lines = [line.split(":", 2) for line in _text(proc / "self" / "cgroup").splitlines() if line.count(":") >= 2]
+    lines = [
+        line.split(":", 2) for line in _text(proc / "self" / "cgroup").splitlines() if line.count(":") >= 2
+    ]
     folders: list[tuple[Path, str, str, str]] = []
     for _, controllers, path in lines:
         if controllers == "":
             root, names = cgroup, ("memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
-            root, names = cgroup / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            root, names = (
+                cgroup / "memory",
+                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+            )
         else:
             continue
         own = root / path.lstrip("/")
-        folders += [(folder, *names) for folder in (own, *own.parents) if folder == root or root in folder.parents]
+        folders += [
+            (folder, *names) for folder in (own, *own.parents) if folder == root or root in folder.parents
+        ]
     return folders
 
 

@@ -1,7 +1,7 @@
-"""place: give a model on "meta" its weights. Afterwards every parameter is in memory, filled once from the
-files; after an error the model is untouched.
+"""place: give a model on "meta" its weights, each filled once from the files.
 
-Order: resolve names and shapes (no memory taken) → allocate → stream → check → only then hand the tensors to the modules.
+Order: resolve names and shapes (no memory taken) → allocate → stream → check → only then hand the tensors to
+the modules. So after an error the model is untouched.
 Packed weights go from file to memory as bytes (docs/trust.md L1); nothing is left uninitialised (L8).
 """
 
@@ -34,11 +34,12 @@ def place(
 ) -> LoadStats:
     """Fill `model` (parameters and persistent buffers on "meta") from a checkpoint, on `device`.
 
-    dtype    None: each tensor in the dtype its meta tensor has. Otherwise floating *parameters* are held in it; buffers (packed parts,
-             routing biases) keep theirs.
-    progress called with (bytes done, bytes in total).
-    What does not come from the files: parameters under ".adapter." (they must not be on meta) and non-persistent buffers, which keep
-    their values and are moved to `device`; one on meta is an error, since no file could fill it.
+    dtype     of floating parameters; None: the dtype of each meta tensor. Buffers (packed parts, routing
+              biases) keep theirs.
+    progress  called with (bytes done, bytes in total).
+
+    Parameters under ".adapter." and non-persistent buffers don't come from the files: they keep their values
+    and are moved to `device`. One that is on meta is an error, since no file could fill it.
     Raises CheckpointError (see checkpoint.resolve and checkpoint.stream); the model is then as it was before.
     """
     wanted = _wanted(model, dtype)
@@ -54,11 +55,15 @@ def place(
 
 
 def _wanted(model: nn.Module, dtype: torch.dtype | None) -> dict[str, tuple[Tensor, torch.dtype]]:
-    """name -> (meta tensor, dtype to hold it in) of everything the files must fill. Shared parameters count once, under their first name."""
+    """name -> (meta tensor, dtype to hold it in) of everything the files must fill.
+
+    Shared parameters count once, under their first name.
+    """
     wanted: dict[str, tuple[Tensor, torch.dtype]] = {}
     for name, parameter in model.named_parameters():
         if _ADAPTER not in name:
-            wanted[name] = parameter, dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+            floating = parameter.is_floating_point()
+            wanted[name] = parameter, dtype if dtype is not None and floating else parameter.dtype
     persistent = model.state_dict(keep_vars=True).keys()
     for name, buffer in model.named_buffers():
         if name in persistent and _ADAPTER not in name:
@@ -77,10 +82,11 @@ def _check_fillable(model: nn.Module, filled: Collection[str]) -> None:
 
 
 def check_coverage(placements: Sequence[Placement], params: Params) -> None:
-    """Every element of every parameter is written exactly once. resolve promises it; this proves it for each
-    load (docs/trust.md L8).
+    """Every element of every parameter is written exactly once (docs/trust.md L8).
 
-    Raises CheckpointError naming the first parameter with a hole or an overlap."""
+    resolve promises it; this proves it for each load.
+    Raises CheckpointError naming the first parameter with a hole or an overlap.
+    """
     ranges: dict[str, list[tuple[int, int]]] = {name: [] for name in params}
     for placement in placements:
         if placement.expected is None and not placement.alias:
@@ -90,14 +96,23 @@ def check_coverage(placements: Sequence[Placement], params: Params) -> None:
         for start, stop in sorted(ranges[name]):
             if start != end:
                 what = "is filled twice from" if start < end else "is left uninitialised from"
-                raise CheckpointError(f"{name} {list(shape)} {what} element {min(start, end):,} on", next="report this: a key map is wrong")
+                raise CheckpointError(
+                    f"{name} {list(shape)} {what} element {min(start, end):,} on",
+                    next="report this: a key map is wrong",
+                )
             end = stop
         if end != torch.Size(shape).numel():
-            raise CheckpointError(f"{name} {list(shape)} is left uninitialised from element {end:,} on", next="report this: a key map is wrong")
+            raise CheckpointError(
+                f"{name} {list(shape)} is left uninitialised from element {end:,} on",
+                next="report this: a key map is wrong",
+            )
 
 
 def _hand_over(model: nn.Module, new: Mapping[int, Tensor], device: torch.device) -> None:
-    """Put the filled tensors where the meta ones were (shared ones stay shared) and move the rest to `device`."""
+    """Put the filled tensors where the meta ones were, and move the rest to `device`.
+
+    new: id of a meta tensor -> the filled one. Shared parameters stay shared.
+    """
     parameters: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, old in list(module._parameters.items()):
@@ -116,4 +131,7 @@ def _check_materialised(model: nn.Module) -> None:
     """L8 once more, on the result: nothing on meta, nothing of size zero."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta or tensor.numel() == 0:
-            raise CheckpointError(f"{name} {list(tensor.shape)} is not materialised after placing", next="report this: a placing rule is wrong")
+            raise CheckpointError(
+                f"{name} {list(tensor.shape)} is not materialised after placing",
+                next="report this: a placing rule is wrong",
+            )

@@ -1,23 +1,34 @@
 """Codec: what a quantized weight format must say about itself; Packed: one quantized weight in memory.
 
-A format is one file beside this one. It knows which tensors on disk make one weight, how they are laid out in memory,
-and how to go to floating point and back.
+A format is one file beside this one. It knows which tensors on disk make one weight, how they are laid out in
+memory, which quantization_config says so, and how to go to floating point and back. Only the last needs
+torch, which is imported there: a config is refused, and a checkpoint's bytes are counted, without it.
 
-Shapes: out, in = a matrix y = x Wᵀ with W [out, in]; parts may carry leading dims (E experts), the matrix is the last two.
+Shapes: a matrix W [out, in] with y = x Wᵀ. Parts may have leading dims (E experts); the last two are W's.
+Dtypes are safetensors' names (core/dtypes.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
-import torch
-from torch import Tensor
+from unfreeze.core.dtypes import ITEMSIZE
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Part = tuple[str, tuple[int, ...]]
+"""(dtype, shape) of a tensor, e.g. ("BF16", (4, 2))."""
+Table = Mapping[str, object]
+"""A quantization_config, or a table within it, as JSON."""
 
 
 class Codec(Protocol):
-    """One quantized format with its parameters (for int4: the group size). Implementations are frozen dataclasses."""
+    """One quantized format with its parameters, such as the group size. Implemented by frozen dataclasses."""
 
     @property
     def name(self) -> str:
@@ -26,27 +37,42 @@ class Codec(Protocol):
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """The last name parts of the tensors on disk that make one weight, e.g. ("weight_packed", "weight_scale", "weight_shape")."""
+        """The last name parts of the tensors on disk that make one weight, its codes first."""
         ...
 
-    def parts(self, out_features: int, in_features: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """suffix -> (dtype, shape) of the parts kept in memory for one [out, in] matrix. ConfigError where the format cannot hold it."""
+    @property
+    def variants(self) -> str:
+        """What parts of another shape than expected may be: "another group_size …", for messages."""
         ...
 
-    def scaled_in(self, dtype: torch.dtype) -> Codec:
-        """The same format with its scales held in `dtype`, that of the files."""
+    def parts(self, out_features: int, in_features: int) -> dict[str, Part]:
+        """suffix -> (dtype, shape) of the parts kept in memory for one [out, in] matrix.
+
+        Raises ConfigError where the format cannot hold it.
+        """
         ...
 
-    def disk_extras(self, out_features: int, in_features: int) -> dict[str, Tensor]:
-        """suffix -> tensor for what stands on disk beside `parts` (weight_shape); known from the shape, so not kept in memory."""
+    def as_stored(self, dtypes: Mapping[str, str]) -> Codec:
+        """The same format with its scales held in the dtype of the files.
+
+        dtypes: name on disk -> dtype.
+        Raises CheckpointError where scales have several dtypes: a stack of experts has one.
+        """
         ...
 
-    def shape(self, parts: Mapping[str, Tensor]) -> tuple[int, ...]:
-        """Shape [..., out, in] of the weight that `parts` make."""
+    def disk_extras(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
+        """suffix -> integers (int32) that stand on disk beside `parts`.
+
+        They are known from the shape, so they are not kept in memory.
+        """
+        ...
+
+    def shape(self, parts: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """Shape [..., out, in] of the weight whose parts have these shapes."""
         ...
 
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """The weight [..., out, in] in the dtype of its scales. Leading dims allowed; expands everything it is given."""
+        """The weight [..., out, in] in the dtype of its scales. Expands everything it is given."""
         ...
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
@@ -58,16 +84,66 @@ class Codec(Protocol):
         ...
 
 
+class Format(NamedTuple):
+    """How a format is recognised; a line of FORMATS (quant/formats.py).
+
+    key       the quant_method; for compressed-tensors with the `format` of its groups behind a blank
+    title     the format in words, for a refusal's list of what can be read
+    read      (where the table stands, the table) -> the codec. The table is the quantization_config, or the
+              `weights` of one compressed-tensors group. Raises Unreadable for whatever would be read wrongly
+    known     fields of that table that are read, or without effect on weights that are packed already
+    suffixes  of the tensors that no other format has, and no dense weight
+    """
+
+    key: str
+    title: str
+    read: Callable[[str, Table], Codec]
+    known: frozenset[str]
+    suffixes: tuple[str, ...]
+
+
+class Unreadable(Exception):
+    """What of a quantization_config cannot be read; formats.recognise adds what can."""
+
+
+def refuse_other_values(table: Table, only: Mapping[str, tuple[object, str]], where: str) -> None:
+    """Raise Unreadable for a field at another value than the one that is built.
+
+    only: field -> (the value that is built, what another one means). null, an empty table and a table of
+    format "dense" are always allowed.
+    """
+    for name, (built, meaning) in only.items():
+        value = table.get(name)
+        inner = as_table(value)
+        empty = inner is not None and all(entry in (None, [], {}) for entry in inner.values())
+        dense = inner is not None and inner.get("format") == "dense"
+        if not (empty or dense or value in (None, [], built)):
+            raise Unreadable(f"{where}.{name} {str(value)[:60]} ({meaning})")
+
+
+def as_table(value: object) -> Table | None:
+    """A JSON object, None where it is something else."""
+    return cast(Table, value) if isinstance(value, Mapping) else None
+
+
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """A quantized weight [..., out, in] in memory: its codec and its parts (suffix -> tensor). Never expanded unless asked."""
+    """A quantized weight [..., out, in] in memory: its codec, and its parts (suffix -> tensor).
+
+    It is expanded only by `dequantize`.
+    """
 
     codec: Codec
     parts: Mapping[str, Tensor]
 
     @property
-    def shape(self) -> torch.Size:
-        return torch.Size(self.codec.shape(self.parts))
+    def shape(self) -> tuple[int, ...]:
+        return self.codec.shape({suffix: tuple(part.shape) for suffix, part in self.parts.items()})
+
+    @property
+    def numel(self) -> int:
+        """Weights, whatever they are packed in."""
+        return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -79,14 +155,23 @@ class Packed:
         return next(iter(self.parts.values())).device
 
     def dequantize(self) -> Tensor:
-        """All of it, in floating point: 2 bytes per weight in bf16. Index first (`packed[expert].dequantize()`) to expand one matrix."""
+        """All of it, in floating point: 2 bytes per weight in bf16.
+
+        To expand one matrix, index first: `packed[expert].dequantize()`.
+        """
         return self.codec.dequantize(self.parts)
 
     def __getitem__(self, index: int | slice) -> Packed:
-        """The same weight restricted along its first leading dim (one expert, or some): views, nothing is copied."""
+        """One expert, or some, by the first leading dim: views, nothing is copied."""
         return Packed(self.codec, {suffix: part[index] for suffix, part in self.parts.items()})
 
 
-def parts_nbytes(parts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> int:
-    """Bytes of the parts a codec describes: Σ prod(shape) * itemsize."""
-    return sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in parts.values())
+def kept_suffixes(codec: Codec) -> tuple[str, ...]:
+    """The codec's suffixes without its extras: what a model holds."""
+    extras = codec.disk_extras(0, 0)
+    return tuple(suffix for suffix in codec.suffixes if suffix not in extras)
+
+
+def parts_nbytes(parts: Iterable[Part]) -> int:
+    """Σ prod(shape) * itemsize."""
+    return sum(ITEMSIZE[dtype] * prod(shape) for dtype, shape in parts)

@@ -1,1 +1,1 @@
-"""L9, the kinds of training: each a Config on top and a main below, read from top to bottom."""
+"""L9, the kinds of training: each a Config on top, then main, then the Parts that job.run puts together."""

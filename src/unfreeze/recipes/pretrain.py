@@ -1,18 +1,17 @@
-"""unfreeze pretrain run.toml: train all weights on text, from nothing (a folder with config.json and a tokenizer) or from a checkpoint.
+"""unfreeze pretrain run.toml: train all weights on text, from random weights or from a checkpoint.
 
-Loss on every token. The result is written to <out>/model in the format its config.json declares: with a quantization_config, the modules it
-names are packed to INT4 on Kimi's grid at the end.
+Random weights: a folder with config.json and a tokenizer. Loss on every token. The result is written to
+<out>/model in the format its config.json declares: with a quantization_config, the modules it names are
+packed to INT4 on Kimi's grid at the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
-
-from pydantic import Field
+from typing import TYPE_CHECKING, Any
 
 from unfreeze.config.parse import parse
-from unfreeze.config.training import TrainingConfig
+from unfreeze.config.pretrain import Config
 from unfreeze.core.command import Common
 from unfreeze.job import job
 from unfreeze.job.folder import typed
@@ -23,20 +22,11 @@ if TYPE_CHECKING:
     from unfreeze.train.balance import LossFreeBalance
 
 
-class Config(TrainingConfig):
-    """Everything a pretraining run depends on."""
-
-    learning_rate: float = Field(default=3e-3, gt=0, description="peak learning rate; 3e-3 for models of a few million parameters, less for larger")
-    weight_decay: float = Field(default=0.1, ge=0, description="decoupled weight decay on matrices; 0.1 as in GPT-3 and Llama")
-    dtype: Literal["bfloat16", "float32"] = Field(default="float32", description="dtype of weights and computation; bfloat16 keeps float32 masters")
-    truncation: Literal["tail", "error", "drop", "split"] = Field(default="split", description="texts longer than sequence_length are split")
-    balance_rate: float = Field(
-        default=0.001, ge=0, description="step of the loss-free balancing bias per optimizer step; 0: none (DeepSeek-V3: 0.001)"
-    )
-
-
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """Parse, train, save. -> run, model, steps, loss_first, loss_last, tokens_per_second, peak_bytes, receipt."""
+    """Parse, train, save.
+
+    -> run, model, steps, loss_first, loss_last, tokens_per_second, peak_bytes, receipt.
+    """
     config = parse(Config, arguments, command="pretrain", description=__doc__ or "")
     return train(config, common, typed("pretrain", arguments))
 
@@ -50,11 +40,13 @@ def parts(config: Config) -> job.Parts:
     """Texts with loss on every token, every weight, experts balanced by their routers' bias."""
     from unfreeze.objectives.cross_entropy import cross_entropy
 
+    rate = config.optimizer.balance_rate
+
     def balance(model: Decoder) -> Sequence[LossFreeBalance]:
         from unfreeze.train.balance import LossFreeBalance
 
         biased = any(hasattr(moe.gate, "e_score_correction_bias") for moe in model.moe_layers().values())
-        return (LossFreeBalance(model, config.balance_rate),) if biased and config.balance_rate else ()
+        return (LossFreeBalance(model, rate),) if biased and rate else ()
 
     return job.Parts(
         recipe="pretrain",

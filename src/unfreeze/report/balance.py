@@ -1,4 +1,5 @@
-"""How evenly a run used its experts: every number of it that the report draws or says, computed once from the events.
+"""How evenly a run used its experts: every number of it that the report draws or says, computed once from the
+events.
 
 E experts, n_e tokens given to expert e; an even share is sum(n) / E. Formulas of balance: core/balance.py.
 """
@@ -11,12 +12,17 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from unfreeze.core.balance import dead, max_violation
-from unfreeze.core.events import Event
+from unfreeze.core.schema import Event, TrainEvent
 from unfreeze.report.events import expert_load, of_kind
 
-COLUMNS = 100  # stretches of steps across a picture, wide or narrow: the same cells in both, so that one count is true of both
-DUE = 10  # tokens per expert by an even share: with fewer, chance leaves some without any, with so many one of exp(10) = 22,000
-RISE = 1.0  # of the max violation between the first and the last stretch: the busiest expert took one more mean's worth
+# stretches of steps across a picture, wide or narrow: the same cells in both, so that one count is true of
+# both
+COLUMNS = 100
+# tokens per expert by an even share: with fewer, chance leaves some without any, with so many one of exp(10)
+# = 22,000
+DUE = 10
+# of the max violation between the first and the last stretch: the busiest expert took one more mean's worth
+RISE = 1.0
 
 EVEN = 2.0  # times the mean of its layer: a busiest expert below it is what a well balanced router shows
 
@@ -29,7 +35,8 @@ def missed(counts_E: Sequence[int]) -> list[bool]:
 
 @dataclass(frozen=True)
 class Balance:
-    """How evenly a run used its experts: the numbers that the pictures draw, and that guard and captions put into words.
+    """How evenly a run used its experts: the numbers that the pictures draw, and that guard and captions put
+    into words.
 
     whole       layer -> tokens per expert of the whole run
     columns     the stretches of steps, each as (first step, last step)
@@ -55,18 +62,23 @@ class Balance:
     @cached_property
     def gone(self) -> dict[str, int]:
         """Layer -> cells (an expert over a stretch of steps) without a token although DUE were due."""
-        return {layer: sum(sum(missed(counts_E)) for counts_E in stretch) for layer, stretch in self.cells.items()}
+        return {
+            layer: sum(sum(missed(counts_E)) for counts_E in stretch) for layer, stretch in self.cells.items()
+        }
 
     @cached_property
     def shown(self) -> str:
-        """The layer whose experts are drawn over time: the one with most such cells, else the one with the busiest expert."""
+        """The layer whose experts are drawn over time: the one with most such cells, else the one with the
+        busiest expert."""
         gone, ratios = self.gone, self.ratios
         return max(self.whole, key=lambda layer: (gone[layer], ratios[layer]))
 
     @cached_property
     def rise(self) -> tuple[float, float]:
         """Max violation in the first and in the last stretch, mean of the layers."""
-        first, last = (sum(values[at] for values in self.violation.values()) / len(self.violation) for at in (0, -1))
+        first, last = (
+            sum(values[at] for values in self.violation.values()) / len(self.violation) for at in (0, -1)
+        )
         return first, last
 
     @property
@@ -77,13 +89,16 @@ class Balance:
 
     @property
     def is_even(self) -> bool:
-        """None missed where DUE tokens were due, the busiest under EVEN times its layer's mean, no rise by RISE."""
+        """None missed where DUE tokens were due, the busiest under EVEN times its layer's mean, no rise by
+        RISE."""
         used = not self.unused and not any(self.gone.values())
         return used and max(self.ratios.values()) < EVEN and not self.has_risen
 
     def _due(self, at: int) -> bool:
         begin, end = self.columns[at]
-        return all(sum(stretch[at]) >= DUE * len(stretch[at]) * (end - begin + 1) for stretch in self.cells.values())
+        return all(
+            sum(stretch[at]) >= DUE * len(stretch[at]) * (end - begin + 1) for stretch in self.cells.values()
+        )
 
     def unused_words(self) -> str:
         """'2 of 48 experts got no token', of the whole run."""
@@ -92,21 +107,32 @@ class Balance:
             return f"All {num_experts:,} experts got tokens"
         few = num_idle - self.unused
         words = f"{num_idle:,} of {num_experts:,} experts got no token"
-        return f"{words} ({few:,} of them in layers with less than {DUE} tokens due to each)" if few else words
+        return (
+            f"{words} ({few:,} of them in layers with less than {DUE} tokens due to each)" if few else words
+        )
 
     def gone_words(self) -> str:
-        """'3 times an expert got no token over 2 steps where 10 or more were due (expert 7)': of the layer shown, with the others' count."""
+        """'3 times an expert got no token over 2 steps where 10 or more were due (expert 7)': of the layer
+        shown, with the others' count."""
         layer, gone = self.shown, self.gone
         if not gone[layer]:
             return f"every expert got tokens wherever {DUE} or more were due"
-        experts = sorted({e for counts_E in self.cells[layer] for e, is_missed in enumerate(missed(counts_E)) if is_missed})
+        experts = sorted(
+            {e for counts_E in self.cells[layer] for e, is_missed in enumerate(missed(counts_E)) if is_missed}
+        )
         names = ", ".join(map(str, experts[:8])) + (", …" if len(experts) > 8 else "")
         begin, end = self.columns[0]
         span = f"over {end - begin + 1:,} steps" if end > begin else "in a step"
-        words = f"{gone[layer]:,} {'time' if gone[layer] == 1 else 'times'} an expert got no token {span} where {DUE} or more were due"
+        words = (
+            f"{gone[layer]:,} {'time' if gone[layer] == 1 else 'times'} an expert got no token {span} where"
+            f" {DUE} or more were due"
+        )
         words += f" (expert {names})" if len(experts) == 1 else f" (experts {names})"
         others = {other: count for other, count in gone.items() if count and other != layer}
-        more = f", {sum(others.values()):,} more in {len(others):,} other {'layer' if len(others) == 1 else 'layers'}"
+        more = (
+            f", {sum(others.values()):,} more in {len(others):,} other"
+            f" {'layer' if len(others) == 1 else 'layers'}"
+        )
         return words + (more if others else "")
 
     def rise_words(self) -> str:
@@ -124,14 +150,17 @@ def balance_of(events: Sequence[Event]) -> Balance | None:
     whole = expert_load(events)
     if not whole:
         return None
-    loads = [(event["step"], event["expert_load"]) for event in of_kind(events, "train") if event.get("expert_load")]
+    train = of_kind(events, TrainEvent)
+    loads = [(event["step"], load) for event in train if (load := event.get("expert_load"))]
     parts = stretches(len(loads), COLUMNS)
     cells: dict[str, list[list[int]]] = {}
     violation: dict[str, list[float]] = {}
     for layer, total_E in whole.items():
         none_E = [0] * len(total_E)
         per_step = [load.get(layer) or none_E for _, load in loads]
-        cells[layer] = [[sum(column) for column in zip(*per_step[part.start : part.stop], strict=True)] for part in parts]
+        cells[layer] = [
+            [sum(column) for column in zip(*per_step[part.start : part.stop], strict=True)] for part in parts
+        ]
         of_steps = [max_violation(counts_E) or 0.0 for counts_E in per_step]
         violation[layer] = [mean(of_steps[part.start : part.stop]) for part in parts]
     return Balance(whole, [(loads[part[0]][0], loads[part[-1]][0]) for part in parts], cells, violation)

@@ -1,6 +1,8 @@
-"""Two or more runs side by side: in what their configurations differ, their curves on one picture, and a table of results.
+"""Two or more runs side by side: in what their configurations differ, their curves on one picture, and a
+table of results.
 
-Reads run folders only. A loss can be compared between runs of one tokenizer and one data file; where model or data differ, the page says so.
+Reads run folders only. A loss can be compared between runs of one tokenizer and one data file; where model or
+data differ, the page says so.
 """
 
 from __future__ import annotations
@@ -11,20 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from unfreeze.core.errors import ConfigError
+from unfreeze.core.schema import EvalEvent
 from unfreeze.core.units import format_bytes, format_seconds
-from unfreeze.report.events import number, of_kind, series
-from unfreeze.report.page import Figure, Table, document, render
-from unfreeze.report.pictures import MOST_LINES, lines
-from unfreeze.report.pictures import series as told
+from unfreeze.report.events import of_kind, series
+from unfreeze.report.page import Figure, document, render
+from unfreeze.report.pictures import MOST_LINES, lines, points_json
 from unfreeze.report.run import Run, flatten, read_run, result_words
 from unfreeze.report.tables import ABSENT
 
 WIDE, NARROW, SMALL = (1100, 380), (350, 260), (360, 220)
 OWN = ("out", "track", "effective.given")  # fields that name the run itself, who looks on, or other fields
-UNCOMPARABLE = (
-    "model",
-    "data",
-)  # where one of these differs, so may the tokenizer or the texts, and losses measure different things
+# where one of these differs, so may the tokenizer or the texts, and losses measure different things
+UNCOMPARABLE = ("model", "data")
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,10 @@ RESULT_HEAD = (
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:
-    """The runs, in the order given. Raises ConfigError for fewer than two, one given twice, or more than can be told apart in a picture."""
+    """The runs, in the order given.
+
+    Raises ConfigError for fewer than two, one given twice, or more than can be told apart in a picture.
+    """
     paths = [Path(folder).resolve() for folder in folders]
     if not 2 <= len(paths) <= MOST_LINES:
         raise ConfigError(
@@ -89,7 +92,8 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
 
 
 def names(runs: Sequence[Run]) -> list[str]:
-    """The folders' names, with as many parents as it takes to tell them apart: a/x and b/x for runs of one name."""
+    """The folders' names, with as many parents as it takes to tell them apart: a/x and b/x for runs of one
+    name."""
     parts = [run.path.resolve().parts for run in runs]
     depth = next(
         depth
@@ -104,8 +108,8 @@ def result(run: Run, name: str) -> Result:
     losses = series(run.events, "train", "loss")[1]
     validation = [
         (loss, event["step"])
-        for event in of_kind(run.events, "eval")
-        if (loss := number(event.get("loss"))) is not None
+        for event in of_kind(run.events, EvalEvent)
+        if (loss := event.get("loss")) is not None
     ]
     best, at = min(validation, default=(None, None))
     peaks = series(run.events, "train", "peak_bytes")[1]
@@ -123,7 +127,8 @@ def result(run: Run, name: str) -> Result:
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Field (dotted, as a flag is spelled) -> its value in each run, for every field that is not the same in all; a dash where it is absent."""
+    """Field (dotted, as a flag is spelled) -> its value in each run, for every field that is not the same in
+    all; a dash where it is absent."""
     configs = [flatten(run.config) for run in runs]
     fields = dict.fromkeys(field for config in configs for field in config if field not in OWN)
     values = {field: [config.get(field, ABSENT) for config in configs] for field in fields}
@@ -137,7 +142,8 @@ def caution(runs: Sequence[Run]) -> str:
 
 
 def as_dict(runs: Sequence[Run]) -> dict[str, Any]:
-    """The comparison as plain JSON: runs (one Result each), differences (field -> values in the same order), caution."""
+    """The comparison as plain JSON: runs (one Result each), differences (field -> values in the same order),
+    caution."""
     rows = [vars(result(run, name)) for run, name in zip(runs, names(runs), strict=True)]
     return {"runs": rows, "differences": differences(runs), "caution": caution(runs)}
 
@@ -147,24 +153,19 @@ def page(runs: Sequence[Run]) -> str:
     labels = names(runs)
     large, *small = _curves(runs, labels)
     fields = [(field, *values) for field, values in differences(runs).items()]
-    silent = [label for label, run in zip(labels, runs, strict=True) if not run.config]
-    none = "" if fields else "The configurations are the same."
     title = " · ".join(labels)
     body = render(
         "compare.html",
         title=title,
         runs=[(label, f"{result_words(run)}: {run.path}") for label, run in zip(labels, runs, strict=True)],
         caution=caution(runs),
-        results=Table(
-            "Results of each run",
-            RESULT_HEAD,
-            [result(run, name).cells() for run, name in zip(runs, labels, strict=True)],
-            "stack",
-        ),
+        head=RESULT_HEAD,
+        results=[result(run, name).cells() for run, name in zip(runs, labels, strict=True)],
         large=large,
         small=[figure for figure in small if figure],
-        note=f"No resolved_config.json in: {', '.join(silent)}." if silent else none,
-        fields=Table("Fields that differ", ("field", *labels), fields, "words stack") if fields else None,
+        silent=[label for label, run in zip(labels, runs, strict=True) if not run.config],
+        labels=labels,
+        fields=fields,
     )
     footer = "Written by unfreeze compare from each run's events.jsonl"
     return document(f"{title} · compared", [body], footer)
@@ -192,8 +193,7 @@ def _curves(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure | None]:
             for size in sizes
             if ends
         ]
-        large = len(sizes) == 2
-        figures.append(
-            Figure(title, words, drawn, series=told(points), names=labels if large else ()) if ends else None
-        )
+        named = labels if len(sizes) == 2 else ()  # beside the large picture only
+        figure = Figure(title, words, drawn, series=points_json(points), names=named)
+        figures.append(figure if ends else None)
     return figures

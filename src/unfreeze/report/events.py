@@ -1,7 +1,9 @@
 """Reading events.jsonl back, and the few selectors that tables, pictures and the summary are made of.
 
-The format is core/events.py's: one JSON object a line, each with `kind` and `step`. A killed run may leave half a line at the end
-(a write cut before its newline); that one is left out. A broken line anywhere else is damage, and is named with its line number.
+The format is core/events.py's: one JSON object a line, each with `kind` and `step`. A killed run may leave
+half a line at the end (a write cut before its newline); that one is left out. A broken line anywhere else, or
+a value of another type than core/schema.py says, is damage and is named with its line number. A field may be
+missing: an older version wrote fewer.
 """
 
 from __future__ import annotations
@@ -10,27 +12,33 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from unfreeze.core.errors import DataError
-from unfreeze.core.events import Event
+from unfreeze.core.schema import LARGEST, DataEvent, Event, SampleEvent, TrainEvent, damage, kind_of
 from unfreeze.core.units import format_count
 
 Value = TypeVar("Value")
+E = TypeVar("E", bound=Event)
 
 
 def read_events(path: Path | str) -> list[Event]:
-    """All events of a run, in the order of the file. Raises DataError for a missing file or a damaged line that is not the cut last one."""
+    """All events of a run, in the order of the file.
+
+    Raises DataError for a missing file or a damaged line that is not the cut last one.
+    """
     path = Path(path)
     if not path.is_file():
         next_command = "unfreeze report RUN_FOLDER (the folder named by --out)"
         raise DataError(f"no events in {path.parent}: {path.name} is missing", next=next_command)
     lines = path.read_bytes().split(b"\n")
-    # Every event is written with its newline in one flush, so only what follows the last newline can be a cut write.
+    # Every event is written with its newline in one flush, so only what follows the last newline can be a cut
+    # write.
     *whole, rest = lines
     events = [_parse(line, path, number) for number, line in enumerate(whole, start=1) if line.strip()]
     if rest.strip():
-        with suppress(DataError):  # the half line of a killed run; core.events.truncate_after drops it when the run goes on
+        # the half line of a killed run; core.events.truncate_after drops it when the run goes on
+        with suppress(DataError):
             events.append(_parse(rest, path, len(lines)))
     return events
 
@@ -38,34 +46,60 @@ def read_events(path: Path | str) -> list[Event]:
 def _parse(line: bytes, path: Path, number: int) -> Event:
     try:
         event = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are both ValueErrors
-        raise DataError(f"{path} line {number} is not JSON: {error}", next=f"remove line {number}, or restore the file") from error
-    if not isinstance(event, dict) or not isinstance(event.get("kind"), str) or not isinstance(event.get("step"), int):
-        raise DataError(f"{path} line {number} is not an event: it needs a text field 'kind' and a whole number 'step'")
-    return event
+    except (ValueError, RecursionError) as error:  # JSON and Unicode errors are both ValueErrors
+        raise DataError(
+            f"{path} line {number} is not JSON: {error}", next=f"remove line {number}, or restore the file"
+        ) from error
+    if (
+        not isinstance(event, dict)
+        or not isinstance(event.get("kind"), str)
+        or not isinstance(event.get("step"), int)
+    ):
+        raise DataError(
+            f"{path} line {number} is not an event: it needs a text field 'kind' and a whole number 'step'"
+        )
+    refuse_damage(event, f"{path} line {number}")
+    return cast(Event, event)
 
 
-def of_kind(events: Sequence[Event], kind: str) -> list[Event]:
-    """The events of one kind, in order."""
-    return [event for event in events if event["kind"] == kind]
+def refuse_damage(event: dict[str, Any], where: str) -> None:
+    """Raises DataError that names the first field whose value is not of the schema's type."""
+    if found := damage(event):
+        raise DataError(f"{where}: {found[0].words}", next="restore the file, or remove what is wrong in it")
 
 
-def last(events: Sequence[Event], kind: str) -> Event | None:
+def of_kind(events: Sequence[Event], kind: type[E]) -> list[E]:
+    """The events of one kind, such as TrainEvent, in order."""
+    name = kind_of(kind)
+    return [cast(E, event) for event in events if event["kind"] == name]
+
+
+def last(events: Sequence[Event], kind: type[E]) -> E | None:
     """The latest event of one kind, or None."""
-    return next((event for event in reversed(events) if event["kind"] == kind), None)
-
-
-LARGEST = 1e300  # nothing that is measured comes near; a damaged file may say 1.7e308, and twice that is infinite
+    name = kind_of(kind)
+    return next((cast(E, event) for event in reversed(events) if event["kind"] == name), None)
 
 
 def number(value: object) -> float | None:
-    """`value` as a finite float, or None where it is absent, not a number, NaN, infinite, or so large that a sum or a margin of it would be."""
+    """`value` as a float that can be drawn: None where it is no number, not finite, or beyond LARGEST.
+
+    For values without a type: of a config, and further fields of an event.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
         return float(value) if abs(value) <= LARGEST else None  # false for NaN
     except OverflowError:  # a whole number of more than 308 digits
         return None
+
+
+def numbers(event: Event) -> dict[str, float]:
+    """Every number that an event measured: not its step and time."""
+    return {
+        name: size
+        for name, value in event.items()
+        if name not in ("step", "time") and (size := number(value)) is not None
+    }
 
 
 def series(events: Sequence[Event], kind: str, field: str) -> tuple[list[int], list[float]]:
@@ -80,40 +114,43 @@ def series(events: Sequence[Event], kind: str, field: str) -> tuple[list[int], l
 
 
 def expert_load(events: Sequence[Event]) -> dict[str, list[int]]:
-    """Tokens per expert summed over all train events: layer -> counts, layers in numeric order. Empty for a dense model."""
+    """Tokens per expert summed over all train events: layer -> counts, layers in numeric order.
+
+    Empty for a dense model. Raises DataError where a layer has now more experts, now fewer.
+    """
     total: dict[str, list[int]] = {}
-    for event in of_kind(events, "train"):
-        load = event.get("expert_load") or {}
-        if not isinstance(load, dict) or not all(map(_are_counts, load.values())):
-            raise DataError(f"expert_load at step {event['step']} is not a table layer -> tokens per expert", next="restore events.jsonl")
-        for layer, counts in load.items():
-            so_far = total.setdefault(str(layer), [0] * len(counts))
+    for event in of_kind(events, TrainEvent):
+        for layer, counts in event.get("expert_load", {}).items():
+            so_far = total.setdefault(layer, [0] * len(counts))
             if len(so_far) != len(counts):
-                raise DataError(f"expert_load of layer {layer} has {len(counts)} experts at step {event['step']}, {len(so_far)} before")
-            total[str(layer)] = [a + b for a, b in zip(so_far, counts, strict=True)]
+                raise DataError(
+                    f"expert_load of layer {layer} has {len(counts)} experts at step {event['step']},"
+                    f" {len(so_far)} before"
+                )
+            total[layer] = [a + b for a, b in zip(so_far, counts, strict=True)]
     return dict(by_layer(total))
-
-
-def _are_counts(value: object) -> bool:
-    """A list of whole numbers from 0 on; asked by type as a whole, since a run of 1000 steps with 60 layers of 384 experts has 23 million."""
-    return isinstance(value, list) and set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= LARGEST
 
 
 def by_layer(values: Mapping[str, Value]) -> list[tuple[str, Value]]:
     """(layer, value) in numeric order: layer 10 after layer 2."""
-    return sorted(values.items(), key=lambda item: (0, int(item[0]), "") if item[0].isdecimal() else (1, 0, item[0]))
+    return sorted(
+        values.items(), key=lambda item: (0, int(item[0]), "") if item[0].isdecimal() else (1, 0, item[0])
+    )
 
 
 def sample_pairs(events: Sequence[Event]) -> list[tuple[str, str | None, str | None]]:
-    """(prompt, text before, text after) per prompt, in order; None where a side is missing. A later sample replaces an earlier.
+    """(prompt, text before, text after) per prompt, in order; None where a side is missing.
 
-    Samples belong together by their `index`, or by the prompt's text where they carry none: two rows may ask in the same words.
+    A later sample replaces an earlier.
+
+    Samples belong together by their `index`, or by the prompt's text where they carry none: two rows may ask
+    in the same words.
     """
     pairs: dict[int | str, dict[str, str]] = {}
-    for event in of_kind(events, "sample"):
-        prompt = str(event.get("prompt", ""))
+    for event in of_kind(events, SampleEvent):
+        prompt = event.get("prompt", "")
         pair = pairs.setdefault(event.get("index", prompt), {"prompt": prompt})
-        pair[str(event.get("when", ""))] = str(event.get("text", ""))
+        pair[event.get("when", "")] = event.get("text", "")
     return [(pair["prompt"], pair.get("before"), pair.get("after")) for pair in pairs.values()]
 
 
@@ -124,30 +161,37 @@ def tokens_per_second(events: Sequence[Event]) -> float | None:
 
 
 def data_lines(events: Sequence[Event], listed: int = 3) -> list[str]:
-    """The account of the data: its summary line, then the first `listed` rows that were dropped or bad with the reason. Empty without one."""
-    account = last(events, "data")
+    """The account of the data: its summary line, then the first `listed` rows that were dropped or bad with
+    the reason. Empty without one."""
+    account = last(events, DataEvent)
     if account is None:
         return []
-    rows = account.get("listed") or []
-    more = int(number(account.get("dropped")) or 0) + int(number(account.get("bad")) or 0) - min(listed, len(rows))
-    lines = [str(account.get("summary", "")), *(f"left out: {row['reason']}" for row in rows[:listed])]
-    return [*lines, f"left out: {more:,} more rows; events.jsonl names the first {len(rows)}"] if rows and more > 0 else lines
+    rows = account.get("listed", [])
+    lines = [account.get("summary", ""), *(f"left out: {row['reason']}" for row in rows[:listed])]
+    more = account.get("dropped", 0) + account.get("bad", 0) - min(listed, len(rows))
+    if rows and more > 0:
+        lines.append(f"left out: {more:,} more rows; events.jsonl names the first {len(rows)}")
+    return lines
 
 
-def data_line(account: Event) -> str:
-    """The account in one line of a terminal: how much, how much of it is taught, and only those losses that are not zero."""
-    if number(account.get("tokens")) is None:
-        return str(account.get("summary", ""))
-    lost = [f"{int(count):,} {name}" for name in ("truncated", "dropped", "bad", "duplicates") if (count := number(account.get(name)))]
-    taught = f", {100 * (number(account.get('supervised_fraction')) or 0):.0f} % taught"
-    return f"{account.get('rows', 0):,} rows, {format_count(account['tokens'])} tokens{taught}" + (f"; {', '.join(lost)}" if lost else "")
+def data_line(account: DataEvent) -> str:
+    """The account in one line of a terminal: how much, how much of it is taught, and only those losses that
+    are not zero."""
+    if "tokens" not in account:
+        return account.get("summary", "")
+    lost = {name: account.get(name, 0) for name in ("truncated", "dropped", "bad", "duplicates")}
+    taught = f"{100 * account.get('supervised_fraction', 0):.0f} % taught"
+    parts = f"{account.get('rows', 0):,} rows, {format_count(account['tokens'])} tokens, {taught}"
+    losses = ", ".join(f"{count:,} {name}" for name, count in lost.items() if count)
+    return f"{parts}; {losses}" if losses else parts
 
 
 def warnings(events: Sequence[Event]) -> list[tuple[int, str]]:
-    """(step, text) of every event of kind "warning" (field message) and of every event that carries a `warning` field."""
+    """(step, text) of every event of kind "warning" (field message) and of every event that carries a
+    `warning` field."""
     found = []
     for event in events:
         text = event.get("message") if event["kind"] == "warning" else event.get("warning")
         if text:
-            found.append((event["step"], str(text)))
+            found.append((event["step"], text))
     return found

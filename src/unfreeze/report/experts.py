@@ -1,4 +1,5 @@
-"""Experts that are dead or overloaded: the watch that says so while a run goes on, and the report's pictures of it (FAILURES M3).
+"""Experts that are dead or overloaded: the watch that says so while a run goes on, and the report's pictures
+of it (docs/trust.md M3).
 
 E experts, K chosen per token, T tokens, n_e tokens given to expert e. Formulas of balance: core/balance.py.
 """
@@ -11,10 +12,10 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from unfreeze.core.balance import dead, load_entropy, max_violation
-from unfreeze.core.events import Event
+from unfreeze.core.schema import Event
 from unfreeze.report.balance import DUE, Balance, mean, missed
-from unfreeze.report.events import by_layer, number
-from unfreeze.report.page import Figure, Table, render
+from unfreeze.report.events import by_layer
+from unfreeze.report.page import Figure, render
 from unfreeze.report.pictures import FULL, heat, heat_map
 from unfreeze.report.run import Run
 from unfreeze.report.tables import ABSENT
@@ -22,16 +23,20 @@ from unfreeze.report.tables import ABSENT
 WIDTHS = (1100, 350)  # SVG units, wide and narrow
 
 EXPECTED = 1000
-"""Tokens an expert would have got by an even share before it is judged. An expert with a hundredth of that share is still missed by chance
+"""Tokens an expert would have got by an even share before it is judged. An expert with a hundredth of that
+share is still missed by chance
 in exp(-10) = 1 of 22,000 cases, so one without any token is one that the router doesn't choose."""
 OVERLOADED = 0.5
-"""Share of all tokens that go through one expert. Judged only where the even share K / E is at most an eighth, so at least 4 times as much."""
+"""Share of all tokens that go through one expert. Judged only where the even share K / E is at most an
+eighth, so at least 4 times as much."""
 
 
 class ExpertWatch:
-    """An event listener: one warning per layer and session for experts that got no token, or more than half of all.
+    """An event listener: one warning per layer and session for experts that got no token, or more than half
+    of all.
 
-    Judged over stretches of steps that give each expert EXPECTED tokens by an even share, never over single steps, where chance rules.
+    Judged over stretches of steps that give each expert EXPECTED tokens by an even share, never over single
+    steps, where chance rules.
     """
 
     def __init__(self, expected: float = EXPECTED):
@@ -45,10 +50,10 @@ class ExpertWatch:
         if event["kind"] != "train":
             return None
         found: list[str] = []
-        for layer, counts_E in by_layer(event.get("expert_load") or {}):
+        for layer, counts_E in by_layer(event.get("expert_load", {})):
             so_far = self._counts.get(layer) or [0] * len(counts_E)
             self._counts[layer] = [a + b for a, b in zip(so_far, counts_E, strict=True)]
-            self._tokens[layer] = self._tokens.get(layer, 0) + int(number(event.get("tokens")) or 0)
+            self._tokens[layer] = self._tokens.get(layer, 0) + event.get("tokens", 0)
             self._since.setdefault(layer, event["step"])
             if sum(self._counts[layer]) >= self.expected * len(counts_E):
                 found += self._judge(layer, event["step"])
@@ -57,45 +62,72 @@ class ExpertWatch:
     def _judge(self, layer: str, step: int) -> list[str]:
         """What is wrong with a layer over the stretch that ends here; begins a new one."""
         counts_E, tokens, since = self._counts.pop(layer), self._tokens.pop(layer), self._since.pop(layer)
+        # dead: no token although EXPECTED were due to each
         num_experts, total, steps = len(counts_E), sum(counts_E), f"steps {since:,} to {step:,}"
         found = []
         if num_dead := dead(counts_E):
             first = ", ".join(str(e) for e, count in enumerate(counts_E) if count == 0)[:40]
             share = total / num_experts
-            found.append(("dead", f"layer {layer}: {num_dead} of {num_experts} experts got no token in {steps}, {share:,.0f} each if even ({first}); "
-                          "they don't learn; broader data or, in pretrain, a higher balance_rate reaches them"))  # fmt: skip
+            found.append(
+                (
+                    "dead",
+                    (
+                        f"layer {layer}: {num_dead} of {num_experts} experts got no token in {steps},"
+                        f" {share:,.0f} each if even ({first}); they don't learn; broader data or, in"
+                        " pretrain, a higher balance_rate reaches them"
+                    ),
+                )
+            )
+        # overloaded: more than half of all tokens where the even share is an eighth or less
         busiest = max(range(num_experts), key=counts_E.__getitem__)
         even = total / tokens / num_experts if tokens else 1.0
         if tokens and even <= 1 / 8 and counts_E[busiest] > OVERLOADED * tokens:
-            found.append(("overloaded", f"layer {layer}: expert {busiest} got {counts_E[busiest] / tokens:.0%} of all tokens in {steps}, "
-                          f"{even:.0%} if even; the others learn less; in pretrain a higher balance_rate spreads them"))  # fmt: skip
+            found.append(
+                (
+                    "overloaded",
+                    (
+                        f"layer {layer}: expert {busiest} got {counts_E[busiest] / tokens:.0%} of all tokens"
+                        f" in {steps}, {even:.0%} if even; the others learn less; in pretrain a higher"
+                        " balance_rate spreads them"
+                    ),
+                )
+            )
+        # each fault of a layer is said once
         new = [(fault, words) for fault, words in found if (layer, fault) not in self._said]
         self._said |= {(layer, fault) for fault, _ in new}
         return [words for _, words in new]
 
 
 def experts_section(run: Run) -> Markup:
-    """Load of each expert over the whole run, its evenness over time, one layer's experts over time, numbers per layer.
+    """Load of each expert over the whole run, its evenness over time, one layer's experts over time, numbers
+    per layer.
 
-    Folded where every expert was used and none much more than the others (Balance.is_even): all is of one colour then.
+    Folded where every expert was used and none much more than the others (Balance.is_even): all is of one
+    colour then.
     """
     balance = run.balance
     if balance is None:
         missing = "No expert load is in the events: the model is dense, or no step was made."
-        return render("experts.html", words=missing, even=False, figures=[], numbers=None)
+        return render("experts.html", words=missing, even=False, figures=[], rows=[])
     figures = [_whole(balance)]
     if len(balance.columns) > 1:
         figures += [_violation_over_time(balance), _load_over_time(balance)]
     even = balance.is_even
     words = f"Even. {figures[0].words}" if even else "Which experts the router chose, and how evenly."
-    return render("experts.html", words=words, even=even, figures=figures, numbers=_numbers(run))
+    return render("experts.html", words=words, even=even, figures=figures, rows=_numbers(run))
 
 
 def _whole(balance: Balance) -> Figure:
     ratios, load = balance.ratios, balance.whole
     worst = max(ratios, key=ratios.__getitem__)
-    words = f"Busiest expert against its layer's mean: {ratios[worst]:.2f} times at most, in layer {worst}. {balance.unused_words()}."
-    alt = f"Tokens per expert, {len(load)} layers down, {len(next(iter(load.values())))} experts across. {words}"
+    words = (
+        f"Busiest expert against its layer's mean: {ratios[worst]:.2f} times at most, in layer {worst}."
+        f" {balance.unused_words()}."
+    )
+    alt = (
+        f"Tokens per expert, {len(load)} layers down, {len(next(iter(load.values())))} experts across."
+        f" {words}"
+    )
     red = [missed(counts_E) for counts_E in load.values()]
     pictures = [heat_map(f"experts-{width}", load, red, alt, width) for width in WIDTHS]
     scale = ("no token", f"{FULL:.0f} × the layer's mean", "never used")
@@ -104,7 +136,8 @@ def _whole(balance: Balance) -> Figure:
 
 def steps_of(run: Run, layer: str) -> tuple[list[int], list[Sequence[int]]]:
     """(steps, tokens per expert in each) of one layer."""
-    found = [(event["step"], event["expert_load"][layer]) for event in run.train if layer in (event.get("expert_load") or {})]
+    loads = [(event["step"], event.get("expert_load", {})) for event in run.train]
+    found = [(step, load[layer]) for step, load in loads if layer in load]
     return [step for step, _ in found], [counts for _, counts in found]
 
 
@@ -120,45 +153,77 @@ def _violation_over_time(balance: Balance) -> Figure:
     alt = f"Max violation, {len(balance.violation)} layers down, steps across. {words}"
     strength = [[value / (FULL - 1) for value in values] for values in balance.violation.values()]
     pictures = [
-        heat(f"violation-{width}", strength, None, alt, width, rows=list(balance.violation), ticks=_ticks(balance.columns, width),
-             axes=("step", "layer"))
+        heat(
+            f"violation-{width}",
+            strength,
+            None,
+            alt,
+            width,
+            rows=list(balance.violation),
+            ticks=_ticks(balance.columns, width),
+            axes=("step", "layer"),
+        )
         for width in WIDTHS
-    ]  # fmt: skip
-    return Figure("Max violation per layer over time", words, pictures, scale=("even", f"{FULL - 1:.0f} or more", ""))
+    ]
+    return Figure(
+        "Max violation per layer over time", words, pictures, scale=("even", f"{FULL - 1:.0f} or more", "")
+    )
 
 
 def _load_over_time(balance: Balance) -> Figure:
     """Experts of one layer down, steps across: tokens over the layer's mean in each stretch of steps."""
+    # strength: tokens over the layer's mean in each stretch; red: none where DUE were due
     layer = balance.shown
     cells = balance.cells[layer]
     num_experts = len(cells[0])
     means = [max(sum(counts_E) / num_experts, 1e-12) for counts_E in cells]
-    strength = [[counts_E[e] / mean / FULL for counts_E, mean in zip(cells, means, strict=True)] for e in range(num_experts)]
+    strength = [
+        [counts_E[e] / mean / FULL for counts_E, mean in zip(cells, means, strict=True)]
+        for e in range(num_experts)
+    ]
     red = [list(row) for row in zip(*(missed(counts_E) for counts_E in cells), strict=True)]
-    alt = f"Tokens per expert of layer {layer}, {num_experts} experts down, steps across. {balance.gone_words()}."
+    alt = (
+        f"Tokens per expert of layer {layer}, {num_experts} experts down, steps across."
+        f" {balance.gone_words()}."
+    )
     pictures = [
-        heat(f"layer-{width}", strength, red, alt, width, rows=[str(e) for e in range(num_experts)], ticks=_ticks(balance.columns, width),
-             axes=("step", "expert"))
+        heat(
+            f"layer-{width}",
+            strength,
+            red,
+            alt,
+            width,
+            rows=[str(e) for e in range(num_experts)],
+            ticks=_ticks(balance.columns, width),
+            axes=("step", "expert"),
+        )
         for width in WIDTHS
-    ]  # fmt: skip
+    ]
     why = "the one with most cells in red" if balance.gone[layer] else "the one with the busiest expert"
     words = f"Layer {layer}, {why}: {balance.gone_words()}."
     scale = ("no token", f"{FULL:.0f} × the mean", f"no token where {DUE} or more were due")
     return Figure(f"Tokens per expert of layer {layer} over time", words, pictures, scale=scale)
 
 
-def _numbers(run: Run) -> Table:
-    """Per layer, of the whole run: tokens, max violation, entropy, dead experts; and of single steps the mean max violation and dead count."""
+def _numbers(run: Run) -> list[tuple[str, ...]]:
+    """Per layer, of the whole run: tokens, max violation, entropy, dead experts; and of single steps the mean
+    max violation and dead count."""
     rows = []
     for layer, counts_E in (run.balance.whole if run.balance else {}).items():
         per_step = steps_of(run, layer)[1]
         step_violation = [value for counts in per_step if (value := max_violation(counts)) is not None]
         rows.append(
-            (layer, f"{sum(counts_E):,}", _cell(max_violation(counts_E)), _cell(load_entropy(counts_E), ".3f"), f"{dead(counts_E):,}",
-             _cell(mean(step_violation) if step_violation else None), f"{mean([dead(counts) for counts in per_step]):,.1f}")
-        )  # fmt: skip
-    head = ("layer", "tokens routed", "max violation", "entropy", "dead experts", "max violation of a step", "dead in a step")
-    return Table("Expert load per layer", head, rows)
+            (
+                layer,
+                f"{sum(counts_E):,}",
+                _cell(max_violation(counts_E)),
+                _cell(load_entropy(counts_E), ".3f"),
+                f"{dead(counts_E):,}",
+                _cell(mean(step_violation) if step_violation else None),
+                f"{mean([dead(counts) for counts in per_step]):,.1f}",
+            )
+        )
+    return rows
 
 
 def _cell(value: float | None, form: str = ".2f") -> str:

@@ -1,7 +1,9 @@
-"""The guards of a run, how each was set, what it said, and whether to look: computed from the run's own events and config.
+"""The guards of a run, how each was set, what it said, and whether to look: computed from the run's own
+events and config.
 
-What a picture of the report shows too (peak memory, loss, gradient norm, supervised tokens, experts) is counted in one place, the functions
-without an underscore here and balance.py; the row, the picture and its caption all take it from there.
+What a picture of the report shows too (peak memory, loss, gradient norm, supervised tokens, experts) is
+counted in one place, the functions without an underscore here and balance.py; the row, the picture and its
+caption all take it from there.
 """
 
 from __future__ import annotations
@@ -9,19 +11,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from unfreeze.core.events import Event
+from unfreeze.core.schema import DataEvent, GapEvent, TrainEvent
 from unfreeze.core.units import format_bytes
 from unfreeze.report.events import last, number, of_kind, series, warnings
 from unfreeze.report.run import Run
 from unfreeze.report.tables import left_out, standing_still
 
 GUARD_HEAD = ("guard", "state", "set to", "said")
-MOSTLY = 0.5  # share of the steps from which on clipping, and no longer the learning rate, sets the size of the updates
+# share of the steps from which on clipping, and no longer the learning rate, sets the size of the updates
+MOSTLY = 0.5
 GAP_FLOAT32 = 1e-4  # nats at any token; evaluate/gap.py has the reason
-GAP_BFLOAT16 = (0.008, 0.2)  # nats: mean, and at one token. The most that rounding alone made with tiny-k2 (docs/events.md)
+# nats: mean, and at one token. The most that rounding alone made with tiny-k2 (docs/events.md)
+GAP_BFLOAT16 = (0.008, 0.2)
 
 State = Literal["ok", "look", "fault"]
-"""ok: nothing to see. look: the run goes on, and its user should know. fault: its numbers can't be trusted, or it was refused."""
+"""ok: nothing to see. look: the run goes on, and its user should know. fault: its numbers can't be trusted,
+or it was refused."""
 
 
 class GuardRow(NamedTuple):
@@ -36,8 +41,17 @@ class GuardRow(NamedTuple):
 def guard_rows(run: Run) -> list[GuardRow]:
     """One row per guard that this run had."""
     parts: tuple[Callable[[Run], GuardRow | None], ...] = (
-        _plan, _data, _receipt, _finite, _spikes, _clipping, _supervised, _experts, _gap, _trackers,
-    )  # fmt: skip
+        _plan,
+        _data,
+        _receipt,
+        _finite,
+        _spikes,
+        _clipping,
+        _supervised,
+        _experts,
+        _gap,
+        _trackers,
+    )
     return [row for part in parts if (row := part(run)) is not None]
 
 
@@ -63,8 +77,9 @@ def clipped(run: Run) -> list[int]:
 
 
 def spikes(run: Run) -> list[tuple[int, str]]:
-    """(step, words) of the spike guard (train/guards.py): it speaks in the `warning` of the step's train event."""
-    return [(event["step"], str(event["warning"])) for event in run.train if event.get("warning")]
+    """(step, words) of the spike guard (train/guards.py): it speaks in the `warning` of the step's train
+    event."""
+    return [(event["step"], words) for event in run.train if (words := event.get("warning"))]
 
 
 def broken(run: Run) -> list[tuple[int, str]]:
@@ -72,10 +87,12 @@ def broken(run: Run) -> list[tuple[int, str]]:
     return [(event["step"], words) for event in run.train if (words := _broken(event))]
 
 
-def _broken(event: Event) -> str:
-    if event.get("error"):
-        return str(event["error"])
-    names = [name.replace("grad_", "gradient ") for name in ("loss", "grad_norm") if name in event and number(event[name]) is None]
+def _broken(event: TrainEvent) -> str:
+    if error := event.get("error"):
+        return error
+    # null, not absent: an older run may not have measured it
+    values = {"loss": event.get("loss", 0.0), "gradient norm": event.get("grad_norm", 0.0)}
+    names = [name for name, value in values.items() if value is None]
     return f"{' and '.join(names)} not finite" if names else ""
 
 
@@ -86,34 +103,48 @@ def unsupervised(run: Run) -> list[int]:
 
 
 def _plan(run: Run) -> GuardRow | None:
-    total, usable = number(run.plan.get("total")), number(run.plan.get("usable"))
-    if total is None or usable is None:
+    plan = run.plan
+    if plan is None or "total" not in plan or "usable" not in plan:
         return None
-    fits = bool(run.plan.get("fits", total <= usable))
-    process = number((run.plan.get("hardware") or {}).get("process")) or 0
+    total, usable = plan["total"], plan["usable"]
+    fits = plan.get("fits", total <= usable)
+    process = plan["hardware"].get("process", 0) if "hardware" in plan else 0
     beside = f" beside the process's {format_bytes(process)}" if process else ""
     peaks = peak_memory(run)[1]
     measured = f", peak of all {format_bytes(max(peaks))}" if peaks else ""
-    words = f"planned {format_bytes(total)}{beside}{measured}" if fits else f"planned {format_bytes(total)}: refused"
+    words = (
+        f"planned {format_bytes(total)}{beside}{measured}"
+        if fits
+        else f"planned {format_bytes(total)}: refused"
+    )
     state = "fault" if not fits else "look" if peaks and max(peaks) > usable + process else "ok"
     return GuardRow("Memory plan", state, f"{format_bytes(usable)} usable", words)
 
 
 def _data(run: Run) -> GuardRow | None:
-    account = last(run.events, "data")
+    account = last(run.events, DataEvent)
     if account is None:
         return None
-    setting = ", ".join(f"{field} {run.config[field]}" for field in ("on_bad_row", "truncation") if field in run.config)
-    counts = {field: int(number(account.get(field)) or 0) for field in ("bad", "dropped", "truncated", "duplicates")}
-    said = ", ".join(f"{count:,} {field}" for field, count in counts.items() if field in account)
-    words = f"{int(number(account.get('rows')) or 0):,} rows: {said}"
+    setting = ", ".join(
+        f"{field} {run.config[field]}" for field in ("on_bad_row", "truncation") if field in run.config
+    )
+    counts = {name: account.get(name) for name in ("bad", "dropped", "truncated", "duplicates")}
+    said = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count is not None)
+    words = f"{account.get('rows', 0):,} rows: {said}"
     return GuardRow("Data rows", "look" if counts["bad"] else "ok", setting or "always", words)
 
 
 def _receipt(run: Run) -> GuardRow | None:
     if not run.groups:
-        return GuardRow("Receipt", "look", "always", "none: no step so far had a gradient that moved a weight") if run.train else None
-    still, asked = standing_still(run.groups), [name for name, group in run.groups.items() if group.get("trained")]
+        return (
+            GuardRow("Receipt", "look", "always", "none: no step so far had a gradient that moved a weight")
+            if run.train
+            else None
+        )
+    still, asked = (
+        standing_still(run.groups),
+        [name for name, group in run.groups.items() if group.get("trained")],
+    )
     out = left_out(run.exceptions)
     found = [*([f"asked for, and not moved: {', '.join(still)}"] if still else []), *out]
     said = "; ".join(found) or f"every matrix that a gradient came to moved: {', '.join(asked)}"
@@ -145,7 +176,12 @@ def _clipping(run: Run) -> GuardRow | None:
         return GuardRow("Gradient norm clipped", "ok", "off", f"largest {max(norms):.3g}")
     words = f"in {found:,} of {len(norms):,} steps, largest {max(norms):.3g}"
     if found > MOSTLY * len(norms):
-        return GuardRow("Gradient norm clipped", "look", f"at {limit:g}", f"{words}: clipping sets the size of most updates")
+        return GuardRow(
+            "Gradient norm clipped",
+            "look",
+            f"at {limit:g}",
+            f"{words}: clipping sets the size of most updates",
+        )
     return GuardRow("Gradient norm clipped", "ok", f"at {limit:g}", words)
 
 
@@ -154,7 +190,11 @@ def _supervised(run: Run) -> GuardRow | None:
     if not counts:
         return None
     empty = unsupervised(run)
-    said = f"none in {len(empty):,} of {len(counts):,} steps, first step {empty[0]:,}" if empty else f"{min(counts):,.0f} at least in every step"
+    said = (
+        f"none in {len(empty):,} of {len(counts):,} steps, first step {empty[0]:,}"
+        if empty
+        else f"{min(counts):,.0f} at least in every step"
+    )
     return GuardRow("Supervised tokens", "look" if empty else "ok", "always", said)
 
 
@@ -163,7 +203,9 @@ def _experts(run: Run) -> GuardRow | None:
     if balance is None:
         return None
     prefix = "expert load: "
-    watched = [(step, words.removeprefix(prefix)) for step, words in warnings(run.events) if words.startswith(prefix)]
+    watched = [
+        (step, words.removeprefix(prefix)) for step, words in warnings(run.events) if words.startswith(prefix)
+    ]
     said = [_all_said(watched)] if watched else []
     said += [balance.unused_words()] if balance.unused else []
     said += [f"layer {balance.shown}: {balance.gone_words()}"] if balance.gone[balance.shown] else []
@@ -174,7 +216,10 @@ def _experts(run: Run) -> GuardRow | None:
 
 
 def _gap(run: Run) -> GuardRow | None:
-    """In float32 the two differ by the order of sums alone; in bfloat16 rounding hides what a limit could show, so there it is only looked at."""
+    """In float32 the two differ by the order of sums alone.
+
+    In bfloat16 rounding hides what a limit could show, so there it is only looked at.
+    """
     gaps = series(run.events, "gap", "logprob_gap_max")[1]
     if not gaps:
         return None
@@ -182,10 +227,14 @@ def _gap(run: Run) -> GuardRow | None:
     mean = f"mean {max(means):.1g}, " if means else ""
     times = "once" if len(gaps) == 1 else f"{len(gaps):,} times"
     words = f"{mean}at the worst token {max(gaps):.1g} nats; measured {times}"
-    said = [(event["step"], str(event["warning"])) for event in of_kind(run.events, "gap") if event.get("warning")]
+    gap_events = of_kind(run.events, GapEvent)
+    said = [(event["step"], line) for event in gap_events if (line := event.get("warning"))]
     words += f"; {_all_said(said)}" if said else ""
     if run.config.get("dtype") == "float32":
-        setting, state = f"{GAP_FLOAT32:g} nats at a token (float32)", "fault" if max(gaps) > GAP_FLOAT32 else "ok"
+        setting, state = (
+            f"{GAP_FLOAT32:g} nats at a token (float32)",
+            "fault" if max(gaps) > GAP_FLOAT32 else "ok",
+        )
     else:
         on_average, at_one = GAP_BFLOAT16
         setting = f"mean {on_average:g}, {at_one:g} nats at a token (bfloat16)"
@@ -198,4 +247,6 @@ def _trackers(run: Run) -> GuardRow | None:
     if not names:
         return None
     said = [(step, words) for step, words in warnings(run.events) if words.startswith("track ")]
-    return GuardRow("Trackers", "look" if said else "ok", ", ".join(map(str, names)), _all_said(said) or "no failure")
+    return GuardRow(
+        "Trackers", "look" if said else "ok", ", ".join(map(str, names)), _all_said(said) or "no failure"
+    )

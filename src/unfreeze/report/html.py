@@ -1,19 +1,21 @@
-"""report.html: a run as one page that stands by itself: verdict, answers, loss, evaluations, guards, and the rest.
+"""report.html: a run as one page that stands by itself: verdict, answers, loss, evaluations, guards, and the
+rest.
 
-Numbers and words are made here, the HTML in templates/, a file per section. A piece that the run does not have is
-named as missing, with the reason.
+Numbers and words are made here, the HTML in templates/, a file per section. A piece that the run does not
+have is named as missing, with the reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
+from unfreeze.core.schema import DataEvent, EvalEvent, TrainEvent
 from unfreeze.core.units import format_bytes, format_count
-from unfreeze.report.events import data_lines, last, number, of_kind, sample_pairs, series, warnings
+from unfreeze.report.events import data_lines, last, numbers, of_kind, sample_pairs, series, warnings
 from unfreeze.report.experts import experts_section
 from unfreeze.report.guards import (
     GUARD_HEAD,
@@ -25,9 +27,8 @@ from unfreeze.report.guards import (
     spikes,
     unsupervised,
 )
-from unfreeze.report.page import Figure, Table, document, render, write_page
-from unfreeze.report.pictures import Points, curve, smoothing_window
-from unfreeze.report.pictures import series as told
+from unfreeze.report.page import Figure, document, render, write_page
+from unfreeze.report.pictures import Points, curve, points_json, smoothing_window
 from unfreeze.report.run import Run, expert_balance, facts, flatten, read_run, result_words, started
 from unfreeze.report.tables import (
     ABSENT,
@@ -48,22 +49,21 @@ from unfreeze.report.verdict import (
     verdict,
 )
 
-WIDE, NARROW, SMALL = (
-    (1100, 320),
-    (350, 250),
-    (340, 210),
-)  # SVG units of the pictures; text in them is 11 units high
+# SVG units of the pictures; text in them is 11 units high
+WIDE, NARROW, SMALL = ((1100, 320), (350, 250), (340, 210))
 SHOWN_SAMPLES = 3  # the others are folded away
 SHOWN_STEPS = 200  # rows of the step table; a longer run shows every n-th step, as the table says
-STEEP = 20.0  # highest over lowest loss from which on a linear axis shows a flat line; the logarithmic one is then first
+# highest over lowest loss from which on a linear axis shows a flat line; the logarithmic one is then first
+STEEP = 20.0
 RELOAD = 4  # seconds between two looks at a run that goes on
 
 
 def write_report(run_dir: Path | str, *, watched: bool = False) -> Path:
-    """Write report.html into the run folder and return its path. Reads only the folder's own files; never a model.
+    """Write report.html into the run folder and return its path. Reads only the folder's own files; never a
+    model.
 
-    watched: somebody rewrites it while the run goes on; until the run has ended, the page reloads itself every
-    RELOAD seconds.
+    watched: somebody rewrites it while the run goes on; until the run has ended, the page reloads itself
+    every RELOAD seconds.
     Raises DataError where the folder has no events.jsonl, or a damaged one.
     """
     run = read_run(run_dir)
@@ -102,11 +102,13 @@ def _answers(run: Run) -> Markup:
 
 
 def _loss(run: Run) -> Markup:
-    """Training and validation in one picture, on a linear and on a logarithmic axis; above it the main numbers."""
+    """Training and validation in one picture, on a linear and on a logarithmic axis; above it the main
+    numbers."""
     steps, losses = series(run.events, "train", "loss")
     if not losses:
         return render("loss.html", facts=facts(run), loss=None)
     evals = series(run.events, "eval", "loss")
+    # the caption: ends and lowest, validation, what is ringed or cannot be drawn
     window = smoothing_window(len(losses))
     lowest = min(range(len(losses)), key=losses.__getitem__)
     words = f"{losses[0]:.3f} at step {steps[0]:,}, {losses[-1]:.3f} at step {steps[-1]:,}; "
@@ -122,6 +124,7 @@ def _loss(run: Run) -> Markup:
     alt = f"Training loss per step: {words}"
     low, high = min([*losses, *evals[1]]), max([*losses, *evals[1]])
 
+    # twice, linear and logarithmic; a switch on the page shows one (a steep fall is flat on the linear axis)
     def drawn(log: bool) -> list[str]:
         name = "loss-log" if log else "loss"
         return [
@@ -144,7 +147,7 @@ def _loss(run: Run) -> Markup:
         drawn(False),
         log=drawn(True) if low > 0 else (),
         log_first=low > 0 and high > STEEP * low,
-        series=told({"loss": (steps, losses), "validation": evals}),
+        series=points_json({"loss": (steps, losses), "validation": evals}),
     )
     return render("loss.html", facts=facts(run), loss=picture)
 
@@ -156,8 +159,8 @@ def _loss_over_tokens(run: Run) -> Figure | None:
     """
     seen, xs, ys = 0.0, [], []
     for event in run.train:
-        tokens, loss = number(event.get("supervised_tokens")), number(event.get("loss"))
-        seen += tokens or 0.0
+        tokens, loss = event.get("supervised_tokens", 0), event.get("loss")
+        seen += tokens
         if tokens and loss is not None:
             xs.append(seen)
             ys.append(loss)
@@ -173,7 +176,7 @@ def _loss_over_tokens(run: Run) -> Figure | None:
         "Training loss by supervised tokens",
         words,
         [svg],
-        series=told({"loss": (xs, ys)}),
+        series=points_json({"loss": (xs, ys)}),
         x="supervised tokens",
     )
 
@@ -192,6 +195,7 @@ def _machine(run: Run) -> Markup:
     """Throughput, memory, learning rate, gradient norm, and loss by tokens, as small pictures."""
     if not run.train:
         return Markup("")
+    # the four series of a train event
     wanted: list[
         tuple[str, Points, str, bool, Any]
     ] = [  # title, points, axis, smoothed: noisy by nature, how its numbers are written
@@ -211,6 +215,7 @@ def _machine(run: Run) -> Markup:
             if len(ys) > 1
             else f"{write(ys[0])} at step {steps[0]}."
         )
+        # only the gradient norm has a limit to draw, and spikes to ring
         rings, level = set[float](), None
         if title == "Gradient norm":
             rings, level = {step for step, _ in spikes(run)}, clip_limit(run)
@@ -232,18 +237,17 @@ def _machine(run: Run) -> Markup:
             rings=rings,
             level=level,
         )
-        figures.append(Figure(title, words, [svg], series=told({title.lower(): points}, y_format)))
+        figures.append(Figure(title, words, [svg], series=points_json({title.lower(): points}, y_format)))
     over_tokens = _loss_over_tokens(run)
     figures += [over_tokens] if over_tokens else []
-    note = f"Not in the events: {', '.join(missing)}." if missing else ""
-    return render("machine.html", figures=figures, note=note)
+    return render("machine.html", figures=figures, missing=missing)
 
 
 def rates(run: Run) -> tuple[list[int], list[float]]:
     """(steps, tokens per second of each step)."""
     steps, values = [], []
     for event in run.train:
-        tokens, seconds = number(event.get("tokens")), number(event.get("seconds"))
+        tokens, seconds = event.get("tokens"), event.get("seconds")
         if tokens and seconds:
             steps.append(event["step"])
             values.append(tokens / seconds)
@@ -265,72 +269,55 @@ DATA_ROWS = {  # field of the data event -> its name on the page
 
 
 def _data(run: Run) -> Markup:
-    """The account of the data file: every row of it is used, cut, dropped or bad. Counts of 0 are left out."""
-    account = last(run.events, "data")
+    """The account of the data file: every row of it is used, cut, dropped or bad. Counts of 0 are left
+    out."""
+    account = last(run.events, DataEvent)
     if account is None:
         return Markup("")
-    counts = [
-        (name, f"{value:,.0f}") for field, name in DATA_ROWS.items() if (value := number(account.get(field)))
-    ]
-    share = number(account.get("supervised_fraction"))
-    counts += [("supervised share", f"{share:.1%}")] if share is not None else []
-    counts += [(f"rows as {shape}", f"{count:,}") for shape, count in (account.get("shapes") or {}).items()]
-    notes = [(note, f"{count:,}") for note, count in (account.get("notes") or {}).items()]
-    listed = [(f"row {item['row']}", item["reason"]) for item in account.get("listed") or []]
-    lost = int(number(account.get("dropped")) or 0) + int(number(account.get("bad")) or 0)
-    whole = not lost and not number(account.get("truncated"))
+    counts = [(name, f"{value:,}") for field, name in DATA_ROWS.items() if (value := account.get(field))]
+    if "supervised_fraction" in account:
+        counts.append(("supervised share", f"{account['supervised_fraction']:.1%}"))
+    counts += [(f"rows as {shape}", f"{count:,}") for shape, count in account.get("shapes", {}).items()]
     return render(
         "data.html",
-        words="Loss is taken on the supervised tokens only."
-        + (" No row was cut, dropped or bad." if whole else ""),
         counts=counts,
-        notes=Table("Notes on the data", ("note", "rows"), notes, "words") if notes else None,
-        listed=Table("Rows left out", ("row", "why"), listed, "words") if listed else None,
-        lost=lost,
+        notes=[(note, f"{count:,}") for note, count in account.get("notes", {}).items()],
+        listed=[(f"row {item['row']}", item["reason"]) for item in account.get("listed", [])],
+        lost=account.get("dropped", 0) + account.get("bad", 0),
+        cut=account.get("truncated", 0),
     )
 
 
 def _guards(run: Run) -> Markup:
     """A dot for each guard; what those say that are not ok stands open, the others are folded."""
     rows = guard_rows(run)
-    named = {state: [row.guard for row in rows if row.state == state] for state in ("ok", "look", "fault")}
-    loud, quiet = [row for row in rows if row.state != "ok"], [row for row in rows if row.state == "ok"]
-    said = [(f"step {step:,}", words) for step, words in warnings(run.events)]
-    few = f"{len(quiet)} of {len(rows)} are ok" if loud else f"All {len(rows)} are ok"
+    by_state = {state: [row for row in rows if row.state == state] for state in ("ok", "look", "fault")}
     return render(
         "guards.html",
-        words=f"What watched over this run. {few}." if rows else "No guard has anything to tell yet.",
-        states=[(row.guard, row.state) for row in rows],
-        marked=Table(
-            "Guards to look at", GUARD_HEAD, loud, "words stack", bad=named["fault"], look=named["look"]
-        )
-        if loud
-        else None,
-        warnings=Table("Warnings of the run", ("when", "what"), said, "words") if said else None,
-        quiet=Table("Guards that are ok", GUARD_HEAD, quiet, "words stack") if quiet else None,
+        head=GUARD_HEAD,
+        rows=rows,
+        loud=[row for row in rows if row.state != "ok"],
+        warnings=[(f"step {step:,}", words) for step, words in warnings(run.events)],
+        **by_state,
     )
 
 
 def _receipt(run: Run) -> Markup:
     """What the first step with a gradient moved: the verdict, then a row per module group."""
-    if not run.groups:
-        when = "it is written after the first step with a gradient"
-        words = f"No receipt: {when}; neither receipt.json nor the events hold one."
-        return render("receipt.html", verdict=words, fault=False, groups=None)
-    still, words = standing_still(run.groups), receipt_verdict(run.groups, run.exceptions)
+    words = receipt_verdict(run.groups, run.exceptions)
     return render(
         "receipt.html",
-        verdict=f"{words[:1].upper()}{words[1:]}.",
-        fault=bool(still or left_out(run.exceptions)),
-        note="After the first step with a gradient: matrices that moved of those that a gradient came to, "
-        "gradient norm, movement, change in output.",
-        groups=Table("Receipt per module group", RECEIPT_HEAD, receipt_rows(run.groups), "stack", bad=still),
+        verdict=words[:1].upper() + words[1:],
+        head=RECEIPT_HEAD,
+        groups=receipt_rows(run.groups),
+        still=standing_still(run.groups),
+        left_out=left_out(run.exceptions),
     )
 
 
 def _evaluations(run: Run) -> Markup:
     """One row per measure with its unit; every single evaluation is folded."""
-    found, evals = evaluations(run), of_kind(run.events, "eval")
+    found, evals = evaluations(run), of_kind(run.events, EvalEvent)
     if not found:
         return Markup("")
     head = (
@@ -339,30 +326,24 @@ def _evaluations(run: Run) -> Markup:
     )
     rows = [(f"{event['step']:,}", *(_cell(event, name, ".4g") for name in found)) for event in evals]
     return render(
-        "evaluations.html",
-        summary=Table("Evaluations", EVALUATION_HEAD, evaluation_rows(run), "stack"),
-        each=Table("Each evaluation", head, rows) if len(rows) > 1 else None,
+        "evaluations.html", summary_head=EVALUATION_HEAD, summary=evaluation_rows(run), head=head, rows=rows
     )
 
 
 def _details(run: Run) -> Markup:
     """What was run, with what, how to run it again; folded: plan, resolved config, every step's numbers."""
-    plan = plan_lines(run.plan)
     rows = [("Result", result_words(run)), ("Model", run.source("model")), ("Data", run.source("data"))]
     rows += [("Started", started(run)), ("Loaded", run.loaded), *machine_rows(run)]
-    missing = [name for name, there in (("plan", plan), ("resolved config", run.config)) if not there]
     every = -(-len(run.train) // SHOWN_STEPS)
     return render(
         "details.html",
-        note=f"Not in the run folder: {' and '.join(missing)}." if missing else "",
         command=again(run),
         rows=[(name, value) for name, value in rows if value],
-        plan="\n".join(plan),
-        config=Table("Resolved config", ("field", "value"), list(flatten(run.config).items()), "words")
-        if run.config
-        else None,
+        plan=plan_lines(run.plan),
+        config=list(flatten(run.config).items()),
         every=every,
-        steps=_step_table(run, every) if run.train else None,
+        head=("step", *(head for head, _ in STEP_COLUMNS.values())),
+        steps=_step_rows(run, every),
     )
 
 
@@ -377,24 +358,25 @@ STEP_COLUMNS = {  # field of a train event -> heading, how its number is written
 }
 
 
-def _step_table(run: Run, every: int) -> Table:
-    shown = run.train[::every]
-    if shown[-1] is not run.train[-1]:
+def _step_rows(run: Run, every: int) -> list[tuple[str, ...]]:
+    """Each `every`-th step and the last."""
+    shown = run.train[::every] if every else []
+    if shown and shown[-1] is not run.train[-1]:
         shown.append(run.train[-1])
-    rows = [
+    return [
         (f"{event['step']:,}", *(_cell(event, name, form) for name, (_, form) in STEP_COLUMNS.items()))
         for event in shown
     ]
-    return Table("Numbers of each step", ("step", *(head for head, _ in STEP_COLUMNS.values())), rows)
 
 
-def _cell(event: Mapping[str, Any], name: str, form: str) -> str:
-    value = number(event.get(name))
+def _cell(event: TrainEvent | EvalEvent, name: str, form: str) -> str:
+    value = numbers(event).get(name)
     return ABSENT if value is None else format(value, form)
 
 
 def summary_lines(run_dir: Path | str) -> list[str]:
-    """What `unfreeze report` prints beside the path of the page: result, main numbers, data, experts, warnings."""
+    """What `unfreeze report` prints beside the path of the page: result, main numbers, data, experts,
+    warnings."""
     run = read_run(run_dir)
     lines = [f"{run.name}: {result_words(run)}", f"  {verdict(run)}"]
     rows = facts(run)
@@ -410,7 +392,8 @@ def summary_lines(run_dir: Path | str) -> list[str]:
     if balance:
         worst = max(balance, key=lambda row: row[2])
         lines.append(
-            f"  {'Experts'.ljust(width)}  max/mean {worst[2]:.2f} (layer {worst[0]}), {sum(row[3] for row in balance):,} dead"
+            f"  {'Experts'.ljust(width)}  max/mean {worst[2]:.2f} (layer {worst[0]}),"
+            f" {sum(row[3] for row in balance):,} dead"
         )
     lines += [f"  asked for, and not moved: {group}" for group in standing_still(run.groups)]
     lines += [f"  {line}" for line in left_out(run.exceptions)]

@@ -1,8 +1,10 @@
-"""The frame that pages are made in: jinja2 templates with autoescape, the two pieces they share, and the document.
+"""The frame that pages are made in: jinja2 templates with autoescape, the two pieces they share, and the
+document.
 
-A page stands by itself: no request to anywhere, no font to load. A Content-Security-Policy in it forbids everything but
-its own styles, its own embedded bitmaps and one script, named by its hash; without script the page is whole. Every text
-from a run (prompts, answers, paths, config) is a value in a template, never a part of one: autoescape makes it text.
+A page stands by itself: no request to anywhere, no font to load. A Content-Security-Policy in it forbids
+everything but its own styles, its own embedded bitmaps and one script, named by its hash; without script the
+page is whole. Every text from a run (prompts, answers, paths, config) is a value in a template, never a part
+of one: autoescape makes it text.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import base64
 import hashlib
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,9 +21,9 @@ import jinja2
 from markupsafe import Markup
 
 from unfreeze.report.pictures import HUES
-from unfreeze.report.style import CSS
 
 TEMPLATES = Path(__file__).parent / "templates"
+CSS = (TEMPLATES / "style.css").read_text(encoding="utf-8")
 SCRIPT = (TEMPLATES / "page.js").read_text(encoding="utf-8")
 HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 POLICY = (
@@ -61,26 +63,14 @@ def _hue(position: int) -> str:
 ENVIRONMENT = environment()
 
 
-class Table(NamedTuple):
-    """Cells as text; the first of each row is its heading. bad, look: first cells of rows to mark so.
-
-    kind "words": cells hold sentences, not numbers; "stack": on a phone a row becomes its heading and a run of cells.
-    """
-
-    caption: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    kind: str = ""
-    bad: Collection[str] = ()
-    look: Collection[str] = ()
-
-
 class Figure(NamedTuple):
     """A picture with its caption above. pictures: SVGs; two are the wide and the narrow form of one.
 
-    log: the same with a logarithmic axis, shown by a switch, and first where log_first (one such figure a page).
-    series: pictures.series(), what the script tells under the pointer; x: what runs along the axis.
-    scale: (low, high, what is red) of a heat map's colours. names: what the lines of pictures.lines stand for.
+    log: the same with a logarithmic axis, shown by a switch, and first where log_first (one such figure a
+    page).
+    series: pictures.points_json(), what the script tells under the pointer; x: what runs along the axis.
+    scale: (low, high, what is red) of a heat map's colours. names: what the lines of pictures.lines stand
+    for.
     """
 
     title: str
@@ -111,8 +101,7 @@ def document(title: str, parts: Sequence[Markup], footer: str, *, reload: int = 
 def write_page(path: Path, page: str) -> Path:
     """Write a page in one move and return its path; a run and who watches it may write at the same time."""
     temporary = path.with_suffix(f".html.{os.getpid()}.tmp")
-    temporary.write_bytes(
-        page.encode("utf-8", "replace")
-    )  # "replace": generated text may hold half of a surrogate pair
+    # "replace": generated text may hold half of a surrogate pair
+    temporary.write_bytes(page.encode("utf-8", "replace"))
     temporary.replace(path)
     return path

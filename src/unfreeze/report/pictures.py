@@ -1,8 +1,10 @@
 """Pictures of a run as inline SVG: matplotlib draws, the page's style sheet colours.
 
-Each picture is drawn with placeholder colours that become CSS variables, so that one SVG reads well on light and on dark paper; text stays
-text in the page's own font. The same events give the same bytes: fixed hash salt, no date. Only Figure objects, no pyplot state.
-A picture is a pair of SVGs where its text would be too small on a phone: `wide` and `narrow`, one of them hidden by the style sheet.
+Each picture is drawn with placeholder colours that become CSS variables, so that one SVG reads well on light
+and on dark paper; text stays text in the page's own font. The same events give the same bytes: fixed hash
+salt, no date. Only Figure objects, no pyplot state.
+A picture is a pair of SVGs where its text would be too small on a phone: `wide` and `narrow`, one of them
+hidden by the style sheet.
 """
 
 from __future__ import annotations
@@ -24,20 +26,30 @@ if TYPE_CHECKING:
 
 Points = tuple[Sequence[float], Sequence[float]]
 
-# Placeholders: colours nobody would draw with, replaced by the variables of style.py after drawing.
+# Placeholders: colours nobody would draw with. After drawing they become the variables of style.css.
 INK, MUTED, LINE, ACCENT, SECOND, PAPER, BAD = (f"#a1000{i}" for i in range(1, 8))
-VARIABLES = {INK: "--ink", MUTED: "--muted", LINE: "--line", ACCENT: "--accent", SECOND: "--second", PAPER: "--paper", BAD: "--bad"}
+VARIABLES = {
+    INK: "--ink",
+    MUTED: "--muted",
+    LINE: "--line",
+    ACCENT: "--accent",
+    SECOND: "--second",
+    PAPER: "--paper",
+    BAD: "--bad",
+}
 HUES = tuple(f"#a1001{i}" for i in range(6))  # one per run or layer in a picture of several lines
 VARIABLES |= {hue: f"--hue-{i}" for i, hue in enumerate(HUES)}
 DASHES = ((0, ()), (0, (5, 2)))  # after the last hue the hues come again, dashed
 MOST_LINES = len(HUES) * len(DASHES)
-HEAT_RGB, DEAD_RGB = (0x3F, 0x8F, 0xD0), (0xD0, 0x49, 0x3F)  # heat is a bitmap: mid tones that stand out on light and on dark paper
+# heat is a bitmap: mid tones that stand out on light and on dark paper
+HEAT_RGB, DEAD_RGB = ((0x3F, 0x8F, 0xD0), (0xD0, 0x49, 0x3F))
 PX = 1 / 72  # one SVG unit, in matplotlib's inches
 MOST_POINTS = 1200  # per line: about one per pixel of the widest picture; more only makes the page heavy
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
-    """Centred mean over `window` (odd) values; towards both ends the window shrinks evenly, so that nothing lags or leans."""
+    """Centred mean over `window` (odd) values; towards both ends the window shrinks evenly, so that nothing
+    lags or leans."""
     prefix = [0.0]
     for value in values:
         prefix.append(prefix[-1] + value)
@@ -53,7 +65,9 @@ def smoothing_window(count: int) -> int:
     return max(1, count // 20) | 1
 
 
-def thin(xs: Sequence[float], ys: Sequence[float], most: int = MOST_POINTS) -> tuple[list[float], list[float]]:
+def thin(
+    xs: Sequence[float], ys: Sequence[float], most: int = MOST_POINTS
+) -> tuple[list[float], list[float]]:
     """At most `most` points that keep every peak: the lowest and the highest of each stretch."""
     if len(xs) <= most:
         return list(xs), list(ys)
@@ -81,14 +95,18 @@ def curve(
     rings: Collection[float] = (),
     level: float | None = None,
 ) -> str:
-    """One line over steps (or over tokens with log_x) as SVG of `size` units. smoothed: faint raw line, strong mean. dots: validation.
+    """One line over steps (or over tokens with log_x) as SVG of `size` units. smoothed: faint raw line,
+    strong mean. dots: validation.
 
     log_y: equal distances are equal factors; every value must be above 0.
-    rings: the x of points to be ringed. level: a dashed line across, left out where all points lie below it (it would flatten them).
-    y_format: "number" | "count" | "bytes". `name` keeps the SVG's internal ids apart from other pictures' on the page.
+    rings: the x of points to be ringed. level: a dashed line across, left out where all points lie below it
+    (it would flatten them).
+    y_format: "number" | "count" | "bytes". `name` keeps the SVG's internal ids apart from other pictures' on
+    the page.
     """
     figure, axes = _figure(size)
     xs, ys = points
+    # the line, in the unit of the axis; smoothed: faint raw line below the strong mean
     unit, label = _unit(max(ys), y_format)
     ys = [value / unit for value in ys]
     if len(xs) == 1:
@@ -98,6 +116,7 @@ def curve(
         axes.plot(*thin(xs, smooth(ys, smoothing_window(len(ys)))), color=ACCENT, linewidth=2)
     else:
         axes.plot(*thin(xs, ys), color=ACCENT, linewidth=1.5)
+    # on top of it: validation, the clip limit, rings around named steps
     if dots[0]:
         axes.plot(dots[0], [value / unit for value in dots[1]], "o-", color=SECOND, markersize=4, linewidth=1)
     if level is not None and level / unit <= max(ys):
@@ -109,22 +128,35 @@ def curve(
     return _svg(figure, name, alt, axes)
 
 
-def series(named: Mapping[str, Points], y_format: str = "number") -> str:
-    """The points of a picture's lines as JSON for page.js: [{"name", "unit", "x", "y"}], y in the axis' unit, six digits."""
+def points_json(named: Mapping[str, Points], y_format: str = "number") -> str:
+    """The points of a picture's lines as JSON for page.js: [{"name", "unit", "x", "y"}], y in the axis' unit,
+    six digits."""
     top = max((max(ys) for _, ys in named.values() if ys), default=0.0)
     unit, label = _unit(top, y_format)
     told = []
     for name, (xs, ys) in named.items():
         if ys:
             few_xs, few_ys = thin(xs, ys)
-            told.append({"name": name, "unit": label, "x": few_xs, "y": [float(f"{y / unit:.6g}") for y in few_ys]})
+            told.append(
+                {"name": name, "unit": label, "x": few_xs, "y": [float(f"{y / unit:.6g}") for y in few_ys]}
+            )
     return json.dumps(told, ensure_ascii=False, separators=(",", ":"))
 
 
-def lines(name: str, points: Sequence[Points], alt: str, size: tuple[int, int], *, smoothed: bool = False, from_zero: bool = False) -> str:
-    """Several lines over steps on one pair of axes as SVG; the i-th has HUES[i % 6], from the seventh on dashed. An empty one is left out.
+def lines(
+    name: str,
+    points: Sequence[Points],
+    alt: str,
+    size: tuple[int, int],
+    *,
+    smoothed: bool = False,
+    from_zero: bool = False,
+) -> str:
+    """Several lines over steps on one pair of axes as SVG; the i-th has HUES[i % 6], from the seventh on
+    dashed. An empty one is left out.
 
-    smoothed: the mean of smooth() instead of the raw line (two dozen raw lines over one another show nothing).
+    smoothed: the mean of smooth() instead of the raw line (two dozen raw lines over one another show
+    nothing).
     """
     figure, axes = _figure(size)
     for i, (xs, ys) in enumerate(points):
@@ -140,17 +172,26 @@ def lines(name: str, points: Sequence[Points], alt: str, size: tuple[int, int], 
 
 
 def _scales(
-    axes: Axes, size: tuple[int, int], xs: Sequence[float], top: float, label: str, *,
-    log_x: bool = False, log_y: bool = False, from_zero: bool = False,
-) -> None:  # fmt: skip
+    axes: Axes,
+    size: tuple[int, int],
+    xs: Sequence[float],
+    top: float,
+    label: str,
+    *,
+    log_x: bool = False,
+    log_y: bool = False,
+    from_zero: bool = False,
+) -> None:
     """Limits, ticks and their labels; top is the highest value drawn, label the unit behind each number."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+    # y from zero with 12 % of room above, or a margin on both sides
     if from_zero:
         axes.set_ylim(0, top * 1.12 or 1)
         axes.spines["bottom"].set_visible(False)  # the grid line at zero stands there already
     else:
         axes.margins(y=0.08)
+    # x: whole steps, or decades of tokens with ticks in between where there are few
     if log_x:
         axes.set_xscale("log")
         decades = math.log10(max(xs) / min(xs))
@@ -159,7 +200,10 @@ def _scales(
         axes.xaxis.set_minor_formatter(NullFormatter())
     else:
         axes.xaxis.set_major_locator(MaxNLocator(nbins=max(3, size[0] // 90), integer=True))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value) if value >= 10_000 or log_x else f"{value:,.0f}"))
+    axes.xaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: format_count(value) if value >= 10_000 or log_x else f"{value:,.0f}")
+    )
+    # y: round numbers of the unit, or decades likewise
     if log_y:
         axes.set_yscale("log")
         low, high = axes.get_ylim()
@@ -172,17 +216,25 @@ def _scales(
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value, label)))
 
 
-def heat_map(name: str, load: Mapping[str, Sequence[int]], red: Sequence[Sequence[bool]], alt: str, width: int) -> str:
+def heat_map(
+    name: str, load: Mapping[str, Sequence[int]], red: Sequence[Sequence[bool]], alt: str, width: int
+) -> str:
     """Expert load, layers down and experts across, as SVG `width` units wide.
 
-    Strength of colour = tokens / mean of the layer, full at FULL times the mean; red: experts per layer that are drawn in red.
+    Strength of colour = tokens / mean of the layer, full at FULL times the mean; red: experts per layer that
+    are drawn in red.
     Raises DataError where layers have different numbers of experts.
     """
     layers, num_experts = list(load), len(next(iter(load.values())))
     if any(len(counts) != num_experts for counts in load.values()):
-        raise DataError("layers have different numbers of experts: " + ", ".join(f"{layer}: {len(load[layer])}" for layer in layers))
+        raise DataError(
+            "layers have different numbers of experts: "
+            + ", ".join(f"{layer}: {len(load[layer])}" for layer in layers)
+        )
     means = [max(sum(counts) / num_experts, 1e-12) for counts in load.values()]
-    strength = [[count / mean / FULL for count in counts] for counts, mean in zip(load.values(), means, strict=True)]
+    strength = [
+        [count / mean / FULL for count in counts] for counts, mean in zip(load.values(), means, strict=True)
+    ]
     across = _round_up(num_experts * 34 / width)
     ticks = [(i, str(i)) for i in range(0, num_experts, across)]
     return heat(name, strength, red, alt, width, rows=layers, ticks=ticks, axes=("expert", "layer"))
@@ -199,12 +251,15 @@ def heat(
     ticks: Sequence[tuple[int, str]],
     axes: tuple[str, str],
 ) -> str:
-    """A grid of cells as SVG `width` units wide: rows downward named by `rows`, columns across named at `ticks` (column, word).
+    """A grid of cells as SVG `width` units wide: rows downward named by `rows`, columns across named at
+    `ticks` (column, word).
 
-    strength 0 to 1: 0 is the paper, 1 the full colour, more is drawn as 1. dead: cells in red. axes: what is across, what is down.
+    strength 0 to 1: 0 is the paper, 1 the full colour, more is drawn as 1. dead: cells in red. axes: what is
+    across, what is down.
     """
     import numpy as np
 
+    # a bitmap: colour in RGB, strength in alpha, so that it reads on light and dark paper
     strength_RC = np.array(strength, dtype=float)
     num_rows, num_columns = strength_RC.shape
     image = np.zeros((num_rows, num_columns, 4), dtype=np.uint8)
@@ -215,11 +270,19 @@ def heat(
 
     height = min(max(18 * num_rows, 40), 460) + 40
     figure, plot = _figure((width, height))
-    plot.imshow(image, aspect="auto", interpolation="none", extent=(-0.5, num_columns - 0.5, num_rows - 0.5, -0.5))
+    plot.imshow(
+        image, aspect="auto", interpolation="none", extent=(-0.5, num_columns - 0.5, num_rows - 0.5, -0.5)
+    )
     plot.grid(False)
-    if num_columns <= width // 10 and num_rows <= 40:  # paper-coloured gaps between cells, where cells are large enough to have them
-        plot.vlines([i + 0.5 for i in range(num_columns - 1)], -0.5, num_rows - 0.5, color=PAPER, linewidth=1.5)
-        plot.hlines([i + 0.5 for i in range(num_rows - 1)], -0.5, num_columns - 0.5, color=PAPER, linewidth=1.5)
+    # paper-coloured gaps between cells, where cells are large enough to have them
+    if num_columns <= width // 10 and num_rows <= 40:
+        plot.vlines(
+            [i + 0.5 for i in range(num_columns - 1)], -0.5, num_rows - 0.5, color=PAPER, linewidth=1.5
+        )
+        plot.hlines(
+            [i + 0.5 for i in range(num_rows - 1)], -0.5, num_columns - 0.5, color=PAPER, linewidth=1.5
+        )
+    # a name about every 16 units downward
     every = math.ceil(num_rows / max(1, (height - 40) // 16))
     plot.set_yticks(range(0, num_rows, every), [rows[i] for i in range(0, num_rows, every)], parse_math=False)
     plot.set_xticks([column for column, _ in ticks], [word for _, word in ticks])
@@ -229,7 +292,8 @@ def heat(
     return _svg(figure, name, alt)
 
 
-FULL = 3.0  # a load of three times the layer's mean has full colour: twice as much as a well balanced layer ever shows
+# a load of three times the layer's mean has full colour: twice as much as a well balanced layer ever shows
+FULL = 3.0
 
 
 def _round_up(value: float) -> int:
@@ -238,7 +302,8 @@ def _round_up(value: float) -> int:
 
 
 def _unit(top: float, y_format: str) -> tuple[float, str]:
-    """(size, name) of the unit in which the axis is drawn, so that its ticks are round numbers of that unit."""
+    """(size, name) of the unit in which the axis is drawn, so that its ticks are round numbers of that
+    unit."""
     if y_format == "bytes":
         power = min(4, int(math.log2(max(top, 1)) // 10))
         return 1024.0**power, " " + ("B", "KiB", "MiB", "GiB", "TiB")[power]
@@ -274,7 +339,8 @@ def _figure(size: tuple[int, int]) -> tuple[Figure, Axes]:
 
 
 def _svg(figure: Figure, name: str, alt: str, axes: Axes | None = None) -> str:
-    """The figure as one <svg role="img"> named `alt`: no prolog, metadata, style rules or unused ids; colours as CSS variables.
+    """The figure as one <svg role="img"> named `alt`: no prolog, metadata, style rules or unused ids; colours
+    as CSS variables.
 
     axes: those of a curve; where they lie and what they measure goes along for page.js.
     """
@@ -284,15 +350,29 @@ def _svg(figure: Figure, name: str, alt: str, axes: Axes | None = None) -> str:
     FigureCanvasSVG(figure)
     out = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(out, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")), transparent=True)
+        figure.savefig(
+            out, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")), transparent=True
+        )
+    # keep what a browser needs: no metadata, no style rules, no ids, coordinates to a hundredth
     text = out.getvalue()
     box = re.search(r'viewBox="([^"]+)"', text)
     body = re.search(r"<svg[^>]*>(.*)</svg>", text, flags=re.DOTALL)
     assert box and body, "matplotlib wrote no SVG"
-    inner = re.sub(r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>|<!--.*?-->|<defs>\s*</defs>", "", body[1], flags=re.DOTALL)
-    inner = re.sub(r'<g id="[^"]*"/>|(?<=base64,)\s+| transform="rotate\(-0 [^"]*"|font-size: [^;]*; font-family: [^;]*; ', "", inner)
+    inner = re.sub(
+        r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>|<!--.*?-->|<defs>\s*</defs>",
+        "",
+        body[1],
+        flags=re.DOTALL,
+    )
+    inner = re.sub(
+        r'<g id="[^"]*"/>|(?<=base64,)\s+| transform="rotate\(-0 [^"]*"|font-size: [^;]*; font-family:'
+        r" [^;]*; ",
+        "",
+        inner,
+    )
     inner = re.sub(r'<g id="[^"]*">', "<g>", inner)
-    # Coordinates to a hundredth of a unit, below any screen's pixel; the numbers of the labels, outside the attributes, stay as they are.
+    # Coordinates to a hundredth of a unit, below any screen's pixel; the numbers of the labels, outside the
+    # attributes, stay as they are.
     inner = re.sub(r' (?:d|x|y)="[^"]*"', lambda match: re.sub(r"(\.\d\d)\d+", r"\1", match[0]), inner)
     inner = re.sub(r"\s*\n\s*", "\n", inner)
     for colour, variable in VARIABLES.items():
@@ -302,7 +382,8 @@ def _svg(figure: Figure, name: str, alt: str, axes: Axes | None = None) -> str:
 
 
 def _place(figure: Figure, axes: Axes) -> str:
-    """left top right bottom (SVG units), x and y limits (units of the labels), then 1 for a logarithmic axis x, y, or 0."""
+    """left top right bottom (SVG units), x and y limits (units of the labels), then 1 for a logarithmic axis
+    x, y, or 0."""
     width, height = (inches / PX for inches in figure.get_size_inches())
     box = axes.get_position()
     sides = (box.x0 * width, (1 - box.y1) * height, box.x1 * width, (1 - box.y0) * height)

@@ -1,7 +1,9 @@
-"""A run folder read once: its events, its resolved config, plan and receipt, and the facts that the page and the terminal both print.
+"""A run folder read once: its events, its resolved config, plan and receipt, and the facts that the page and
+the terminal both print.
 
-    runs/<name>/events.jsonl   always there          plan.json, receipt.json   where absent, the latest plan or receipt event is taken
-    runs/<name>/resolved_config.json may be missing
+runs/<name>/events.jsonl             always there
+runs/<name>/plan.json, receipt.json  where absent, the latest plan or receipt event is taken
+runs/<name>/resolved_config.json     may be absent
 """
 
 from __future__ import annotations
@@ -13,13 +15,34 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 from unfreeze.core.errors import DataError
-from unfreeze.core.events import RESOLVED, Event
+from unfreeze.core.events import RESOLVED
+from unfreeze.core.schema import (
+    EndEvent,
+    Event,
+    GroupReceipt,
+    LeftOut,
+    LoadEvent,
+    PlanEvent,
+    ReceiptEvent,
+    StartEvent,
+    TrainEvent,
+    kind_of,
+)
 from unfreeze.core.units import format_bytes, format_count, format_seconds
 from unfreeze.report.balance import Balance, balance_of
-from unfreeze.report.events import expert_load, last, number, of_kind, read_events, series, tokens_per_second
+from unfreeze.report.events import (
+    E,
+    expert_load,
+    last,
+    of_kind,
+    read_events,
+    refuse_damage,
+    series,
+    tokens_per_second,
+)
 from unfreeze.report.tables import trained_parameters
 from unfreeze.untrusted.json_object import read_object
 
@@ -31,17 +54,17 @@ class Run:
     path: Path
     events: list[Event]
     config: dict[str, Any]
-    plan: dict[str, Any]
-    groups: dict[str, dict[str, Any]]
-    exceptions: list[dict[str, Any]] = field(default_factory=list)
+    plan: PlanEvent | None
+    groups: dict[str, GroupReceipt]
+    exceptions: list[LeftOut] = field(default_factory=list)
 
     @property
     def name(self) -> str:
         return self.path.resolve().name
 
-    @property
-    def train(self) -> list[Event]:
-        return of_kind(self.events, "train")
+    @cached_property
+    def train(self) -> list[TrainEvent]:
+        return of_kind(self.events, TrainEvent)
 
     @property
     def steps_done(self) -> int:
@@ -50,14 +73,14 @@ class Run:
     @property
     def steps_planned(self) -> int:
         """Steps the run set out to make; 0 where no start event says so."""
-        start = last(self.events, "start")
-        return int(number(start.get("steps")) or 0) if start else 0
+        start = last(self.events, StartEvent)
+        return start.get("steps", 0) if start else 0
 
     @property
     def state(self) -> str:
-        """"done", "interrupted" (both from the end event) or "unfinished": running still, or killed."""
-        end = last(self.events, "end")
-        return str(end.get("reason", "done")) if end else "unfinished"
+        """ "done", "interrupted" (both from the end event) or "unfinished": running still, or killed."""
+        end = last(self.events, EndEvent)
+        return end.get("reason", "done") if end else "unfinished"
 
     @property
     def seconds(self) -> float:
@@ -74,36 +97,40 @@ class Run:
         """How evenly its experts were used; None for a dense model."""
         return balance_of(self.events)
 
-    def source(self, key: str) -> str:
-        """The run's "model" or "data": from the start event, else from the config; empty where neither says."""
-        start = last(self.events, "start") or {}
-        value = start.get(key) or self.config.get(key) or ""
+    def source(self, key: Literal["model", "data"]) -> str:
+        """From the start event, else from the config; empty where neither says."""
+        start = last(self.events, StartEvent)
+        value = (start and start.get(key)) or self.config.get(key) or ""
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
     @property
     def loaded(self) -> str:
         """The load event in words (see load_words), or an empty string."""
-        load = last(self.events, "load")
+        load = last(self.events, LoadEvent)
         return load_words(load) if load else ""
 
 
 def read_run(run_dir: Path | str) -> Run:
-    """Read a run folder. Raises DataError where events.jsonl is missing or damaged, or one of the JSON files is not a JSON object."""
+    """Read a run folder. Raises DataError where events.jsonl is missing or damaged, or one of the JSON files
+    is not a JSON object."""
     path = Path(run_dir)
     events = read_events(path / "events.jsonl")
-    plan_event, receipt_event = last(events, "plan"), last(events, "receipt")
-    receipt = _read_object(path / "receipt.json") or receipt_event or {}
-    groups, exceptions = receipt.get("groups", {}), receipt.get("exceptions", [])
-    if not isinstance(groups, dict) or not isinstance(exceptions, list) or not all(isinstance(v, dict) for v in [*groups.values(), *exceptions]):
-        raise DataError(f"{path}: the receipt is not a table group -> numbers", next=f"remove {path / 'receipt.json'}, or restore it")
+    receipt = _saved(path / "receipt.json", ReceiptEvent) or last(events, ReceiptEvent)
     return Run(
         path=path,
         events=events,
         config=_read_object(path / RESOLVED),
-        plan=_read_object(path / "plan.json") or plan_event or {},
-        groups=groups,
-        exceptions=exceptions,
+        plan=_saved(path / "plan.json", PlanEvent) or last(events, PlanEvent),
+        groups=receipt.get("groups", {}) if receipt else {},
+        exceptions=receipt.get("exceptions", []) if receipt else [],
     )
+
+
+def _saved(path: Path, kind: type[E]) -> E | None:
+    """A file that holds the fields of an event, as which it is checked; None where it is absent or empty."""
+    fields = _read_object(path)
+    refuse_damage({**fields, "kind": kind_of(kind)}, str(path))
+    return cast(E, fields) if fields else None
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -124,11 +151,15 @@ def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def flatten(config: Mapping[str, Any]) -> dict[str, str]:
     """leaves() with every value as text."""
     pairs = leaves(config).items()
-    return {key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for key, value in pairs}
+    return {
+        key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for key, value in pairs
+    }
 
 
 def writer(folder: Path) -> str:
-    """The id of the process that holds a run folder's lock ("unknown" where it hasn't written it yet), or ""."""
+    """The id of the process that holds a run folder's lock ("unknown" where it hasn't written it yet), or
+    ""."""
     lock = folder / "lock"
     if lock.is_file():
         with lock.open(encoding="utf-8") as file:
@@ -145,12 +176,14 @@ def facts(run: Run) -> list[tuple[str, str]]:
     peaks = series(run.events, "train", "peak_bytes")[1]
     tokens = sum(series(run.events, "train", "tokens")[1])
     supervised = sum(series(run.events, "train", "supervised_tokens")[1])
-    rows = [("Steps", f"{run.steps_done:,} of {run.steps_planned:,}" if run.steps_planned else f"{run.steps_done:,}")]
+    rows = []
     if losses:
-        rows.insert(0, ("Loss", f"{losses[0]:.3f} → {losses[-1]:.3f}" if len(losses) > 1 else f"{losses[0]:.3f}"))
-    held_out = [loss for loss in series(run.events, "eval", "loss")[1] if loss is not None]
-    if held_out:
-        rows.insert(1 if losses else 0, ("Held-out loss", f"{held_out[0]:.3f} → {held_out[-1]:.3f}, lowest {min(held_out):.3f}"))
+        rows.append(("Loss", " → ".join(f"{loss:.3f}" for loss in [*losses[:1], *losses[1:][-1:]])))
+    if held_out := series(run.events, "eval", "loss")[1]:
+        ends = f"{held_out[0]:.3f} → {held_out[-1]:.3f}"
+        rows.append(("Held-out loss", f"{ends}, lowest {min(held_out):.3f}"))
+    of = f" of {run.steps_planned:,}" if run.steps_planned else ""
+    rows.append(("Steps", f"{run.steps_done:,}{of}"))
     if run.train:
         rows.append(("Training time", format_seconds(run.seconds)))
     if run.tokens_per_second is not None:
@@ -166,21 +199,24 @@ def facts(run: Run) -> list[tuple[str, str]]:
     return rows
 
 
-def load_words(load: Event) -> str:
-    """'0.92 GB at 2.10 GB/s, 3.25 GB if expanded': what was read, how fast, the expanded size that was avoided, and what lost precision."""
-    size, seconds, expanded = (number(load.get(field)) or 0.0 for field in ("bytes", "seconds", "expanded_bytes"))
+def load_words(load: LoadEvent) -> str:
+    """'0.92 GB at 2.10 GB/s, 3.25 GB if expanded': what was read, how fast, the expanded size that was
+    avoided, and what lost precision."""
+    size, seconds = load.get("bytes", 0), load.get("seconds", 0.0)
     words = decimal_bytes(size)
     if seconds:
         words += f" at {decimal_bytes(size / seconds)}/s"
-    if expanded > size:
+    if (expanded := load.get("expanded_bytes", 0)) > size:
         words += f", {decimal_bytes(expanded)} if expanded"
-    if rounded := number(load.get("rounded")):
-        words += f"; {rounded:,.0f} {'tensor' if rounded == 1 else 'tensors'} rounded to the dtype of the computation"
+    if rounded := load.get("rounded", 0):
+        tensors = "tensor" if rounded == 1 else "tensors"
+        words += f"; {rounded:,} {tensors} rounded to the dtype of the computation"
     return words
 
 
 def decimal_bytes(num_bytes: float) -> str:
-    """Files and their transfer in decimal units, as disks and links are sold (memory: core.units.format_bytes): '4.1 MB', '0.92 GB'."""
+    """Files and their transfer in decimal units, as disks and links are sold (memory:
+    core.units.format_bytes): '4.1 MB', '0.92 GB'."""
     return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
 
 
@@ -191,21 +227,29 @@ def result_words(run: Run) -> str:
         return "finished"
     if run.state == "interrupted":
         return f"interrupted after step {run.steps_done:,}{of}"
-    return f"unfinished: {run.steps_done:,}{of} steps so far" if run.state == "unfinished" else run.state
+    return f"unfinished: {run.steps_done:,}{of} steps so far"
 
 
 def started(run: Run) -> str:
     """When the first event was written, in UTC, or an empty string."""
-    time = number(run.events[0].get("time")) if run.events else None
-    if time is None or not 0 <= time < 2**35:  # the year 3058; a damaged time has no date
+    time = run.events[0].get("time", -1.0) if run.events else -1.0
+    if not 0 <= time < 2**35:  # the year 3058; a damaged time has no date
         return ""
     return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def expert_balance(run: Run) -> list[tuple[str, int, float, int]]:
-    """(layer, tokens routed, busiest expert over the mean, experts that got no token) per mixture-of-experts layer; empty if dense."""
+    """(layer, tokens routed, busiest expert over the mean, experts that got no token) per mixture-of-experts
+    layer; empty if dense."""
     rows = []
     for layer, counts in expert_load(run.events).items():
         total = sum(counts)
-        rows.append((layer, total, max(counts) * len(counts) / total if total else 0.0, sum(1 for count in counts if count == 0)))
+        rows.append(
+            (
+                layer,
+                total,
+                max(counts) * len(counts) / total if total else 0.0,
+                sum(1 for count in counts if count == 0),
+            )
+        )
     return rows

@@ -1,6 +1,7 @@
-"""The receipt and the plan as tables: cells first, then as a rich table, as plain text, and (in html.py) as an HTML table.
+"""The receipt and the plan as tables: cells first, then as a rich table, as plain text, and (in html.py) as
+an HTML table.
 
-The receipt (DESIGN 1.2) says for each module group what was trained:
+The receipt says for each module group what was trained:
 groups = {group: {parameters, trained, sites, sites_reached, sites_moved, grad_norm, moved, output_change}}.
 exceptions = [{group, sites, count, why}]: matrices that should have learned and did not.
 """
@@ -8,17 +9,25 @@ exceptions = [{group, sites, count, why}]: matrices that should have learned and
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from unfreeze.core.schema import GroupReceipt, LeftOut, PlanEvent
 from unfreeze.core.units import format_bytes, format_count
-from unfreeze.report.events import number
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-Groups = Mapping[str, Mapping[str, Any]]
+Groups = Mapping[str, GroupReceipt]
 
-RECEIPT_HEAD = ("group", "parameters", "trained", "matrices moved", "gradient norm", "moved by", "output change")
+RECEIPT_HEAD = (
+    "group",
+    "parameters",
+    "trained",
+    "matrices moved",
+    "gradient norm",
+    "moved by",
+    "output change",
+)
 ABSENT = "–"
 
 
@@ -38,50 +47,63 @@ def receipt_rows(groups: Groups) -> list[tuple[str, ...]]:
     ]
 
 
-def _matrices(values: Mapping[str, Any]) -> str:
+def _matrices(values: GroupReceipt) -> str:
     """Moved of reached: a matrix that no gradient was due to (an expert without tokens) is not counted."""
-    moved, reached = number(values.get("sites_moved")), number(values.get("sites_reached"))
-    return ABSENT if moved is None or reached is None or not values.get("trained") else f"{moved:,.0f} of {reached:,.0f}"
+    moved, reached = values.get("sites_moved"), values.get("sites_reached")
+    known = moved is not None and reached is not None and values.get("trained")
+    return f"{moved:,} of {reached:,}" if known else ABSENT
 
 
-def _within(values: Mapping[str, Any]) -> str:
+def _within(values: GroupReceipt) -> str:
     """Marks a change of the output that rounding could make as well."""
-    change, rounding = number(values.get("output_change")), number(values.get("rounding"))
-    return " (rounding)" if change is not None and rounding is not None and 0 < change <= rounding else ""
+    change, rounding = values.get("output_change") or 0.0, values.get("rounding") or 0.0
+    return " (rounding)" if 0 < change <= rounding else ""
 
 
 def standing_still(groups: Groups) -> list[str]:
     """Groups that were to be trained and did not move, although a gradient was due."""
-    due = {group: values for group, values in groups.items() if values.get("trained") and values.get("sites_reached") != 0}
-    return [group for group, values in due.items() if not number(values.get("moved"))]
+    due = {
+        group: values
+        for group, values in groups.items()
+        if values.get("trained") and values.get("sites_reached") != 0
+    }
+    return [group for group, values in due.items() if not values.get("moved")]
 
 
 FAULTS = ("no gradient", "not moved")
-LISTED = 8
+LEFT_OUT_SHOWN = 8
 
 
-def left_out(exceptions: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The exceptions that are faults, a line each: "no gradient: 32 matrices, model.layers.1.mlp.experts.0-31.down_proj"; the first LISTED."""
+def left_out(exceptions: Sequence[LeftOut]) -> list[str]:
+    """The exceptions that are faults, a line each: "no gradient: 32 matrices,
+    model.layers.1.mlp.experts.0-31.down_proj"; the first LEFT_OUT_SHOWN."""
     faults = [entry for entry in exceptions if entry.get("why") in FAULTS]
-    lines = [f"{entry['why']}: {entry.get('sites')}" + (f" ({entry['count']:,} matrices)" if entry.get("count", 1) != 1 else "") for entry in faults]
-    return [*lines[:LISTED], *([f"and {len(lines) - LISTED:,} more entries: receipt.json"] if len(lines) > LISTED else [])]
+    lines = []
+    for entry in faults:
+        count = entry.get("count", 1)
+        many = f" ({count:,} matrices)" if count != 1 else ""
+        lines.append(f"{entry['why']}: {entry['sites']}{many}")
+    more = len(lines) - LEFT_OUT_SHOWN
+    return lines[:LEFT_OUT_SHOWN] + ([f"and {more:,} more entries: receipt.json"] if more > 0 else [])
 
 
 def trained_parameters(groups: Groups) -> int:
-    """Parameters of all trained groups. `trained` may be a boolean or itself the number of trained parameters."""
-    total = 0
-    for values in groups.values():
-        trained = values.get("trained")
-        total += int(number(values.get("parameters") if trained is True else trained) or 0)
-    return total
+    """Parameters of all trained groups.
+
+    `trained` may be a boolean or itself the number of trained parameters.
+    """
+    return sum(
+        values.get("parameters", 0) if values.get("trained") is True else values.get("trained", 0)
+        for values in groups.values()
+    )
 
 
-def receipt_verdict(groups: Groups, exceptions: Sequence[Mapping[str, Any]]) -> str:
+def receipt_verdict(groups: Groups, exceptions: Sequence[LeftOut]) -> str:
     """One sentence: did everything that was to learn, learn."""
     still, out = standing_still(groups), left_out(exceptions)
     if still or out:
         return "; ".join([*([f"did not move: {', '.join(still)}"] if still else []), *out])
-    count = sum(int(number(values.get("sites_moved")) or 0) for values in groups.values())
+    count = sum(values.get("sites_moved", 0) for values in groups.values())
     frozen = [group for group, values in groups.items() if not values.get("trained")]
     moved = f"all {count:,} matrices that a gradient came to moved" if count else "every trained group moved"
     return moved + (f"; frozen: {', '.join(frozen)}" if frozen else "")
@@ -107,13 +129,14 @@ def receipt_text(groups: Groups) -> str:
     return align([RECEIPT_HEAD, *receipt_rows(groups)])
 
 
-def plan_lines(plan: Mapping[str, Any] | None) -> list[str]:
-    """The plan as lines: its own `lines` where it has them, else one line per entry of `terms` (name -> bytes) and their sum."""
+def plan_lines(plan: PlanEvent | None) -> list[str]:
+    """The plan as lines: its own `lines` where it has them, else one line per entry of `terms` (name ->
+    bytes) and their sum."""
     if not plan:
         return []
-    if isinstance(lines := plan.get("lines"), list) and lines:
-        return [str(line) for line in lines]
-    terms = {str(name): value for name, value in (plan.get("terms") or {}).items() if number(value) is not None}
+    if lines := plan.get("lines"):
+        return lines
+    terms = plan.get("terms", {})
     if not terms:
         return []
     rows = [(name, format_bytes(value)) for name, value in terms.items()]
@@ -130,19 +153,16 @@ def align(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def _count(value: object) -> str:
-    count = number(value)
-    return ABSENT if count is None else f"{count:,.0f}"
+def _count(value: int | None) -> str:
+    return ABSENT if value is None else f"{value:,}"
 
 
-def _trained(value: object) -> str:
+def _trained(value: int | bool | None) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    count = number(value)
-    return ABSENT if count is None else format_count(count)
+    return ABSENT if value is None else format_count(value)
 
 
-def _small(value: object) -> str:
+def _small(value: float | None) -> str:
     """Three significant figures: gradient norms and movements span many orders of magnitude."""
-    size = number(value)
-    return ABSENT if size is None else f"{size:.3g}"
+    return ABSENT if value is None else f"{value:.3g}"

@@ -1,4 +1,5 @@
-"""What a run came to in one sentence, its evaluations as numbers with units, and the command that runs it once more."""
+"""What a run came to in one sentence, its evaluations as numbers with units, and the command that runs it
+once more."""
 
 from __future__ import annotations
 
@@ -6,8 +7,9 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from unfreeze.core.schema import DataEvent, EvalEvent
 from unfreeze.core.units import format_seconds
-from unfreeze.report.events import last, number, of_kind, series
+from unfreeze.report.events import last, numbers, of_kind, series
 from unfreeze.report.run import Run, flatten, leaves
 
 UNITS = {  # field of an eval event -> what it is, its unit: core/schema.py's five, and the scores of the demo
@@ -30,11 +32,9 @@ NOUNS = {
 
 def evaluations(run: Run) -> dict[str, tuple[list[int], list[float]]]:
     """Field -> (steps, values) of everything that evaluations measured, in the order in which it came."""
-    evals = of_kind(run.events, "eval")
-    fields = dict.fromkeys(
-        name for event in evals for name, value in event.items() if number(value) is not None
-    )
-    return {name: series(evals, "eval", name) for name in fields if name not in ("step", "time")}
+    evals = of_kind(run.events, EvalEvent)
+    fields = dict.fromkeys(name for event in evals for name in numbers(event))
+    return {name: series(evals, "eval", name) for name in fields}
 
 
 def verdict(run: Run) -> str:
@@ -59,17 +59,17 @@ def _what(run: Run) -> str:
     configured = run.config.get("data") or run.source("data")
     files = [Path(str(file)).name for file in (configured if isinstance(configured, list) else [configured])]
     where = files[0] if len(files) == 1 else f"{len(files)} files"
-    account = last(run.events, "data") or {}
-    count, shapes = number(account.get("examples")), account.get("shapes")
-    if count is None:
+    account = last(run.events, DataEvent)
+    if account is None or "examples" not in account:
         return where or "its data"
-    nouns = {NOUNS.get(shape, "conversations") for shape in shapes} if isinstance(shapes, dict) else set()
+    nouns = {NOUNS.get(shape, "conversations") for shape in account.get("shapes", {})}
     noun = nouns.pop() if len(nouns) == 1 else "documents"
-    return f"{count:,.0f} {noun}" + (f" of {where}" if where else "")
+    return f"{account['examples']:,} {noun}" + (f" of {where}" if where else "")
 
 
 def _measured(run: Run) -> tuple[str, bool]:
-    """(the change in words, whether it is for the better): of the scores, else of held-out loss, else of training loss."""
+    """(the change in words, whether it is for the better): of the scores, else of held-out loss, else of
+    training loss."""
     found = evaluations(run)
     scores = {name: ys for name, (_, ys) in found.items() if name not in ABOUT}
     if scores:
@@ -114,8 +114,8 @@ def evaluation_rows(run: Run) -> list[tuple[str, ...]]:
 def again(run: Run) -> str:
     """The command that makes this run once more, in a folder beside it; empty without a resolved config.
 
-    Only the fields that differ from their defaults, where the run recorded which these are ("given"); else all that
-    are set.
+    Only the fields that differ from their defaults, where the run recorded which these are ("given"); else
+    all that are set.
     """
     recipe = run.config.get("recipe")
     if not isinstance(recipe, str):
@@ -142,16 +142,18 @@ def machine_rows(run: Run) -> list[tuple[str, str]]:
     effective = run.config.get("effective")
     effective = effective if isinstance(effective, dict) else {}
     rows = []
-    if (lines := run.plan.get("lines")) and isinstance(lines, list):
-        rows.append(("Machine", str(lines[0]).removeprefix("plan for ")))
+    if lines := run.plan.get("lines") if run.plan else None:
+        rows.append(("Machine", lines[0].removeprefix("plan for ")))
     for name, title in (("device", "Device"), ("machine", "System"), ("versions", "Versions")):
         if value := effective.get(name):
             rows.append(
                 (
                     title,
-                    ", ".join(f"{key} {of}" for key, of in flatten(value).items())
-                    if isinstance(value, dict)
-                    else str(value),
+                    (
+                        ", ".join(f"{key} {of}" for key, of in flatten(value).items())
+                        if isinstance(value, dict)
+                        else str(value)
+                    ),
                 )
             )
     return rows

@@ -1,7 +1,10 @@
-"""Sinks: trackers that read the run's events as they are written. events.jsonl is always there; a sink is a copy for another program.
+"""Sinks: trackers that read the run's events as they are written.
 
-One file per sink, a class `Sink(run_dir, config)` each: it imports its library when it is made and touches nothing else, opens at the first
-event and is closed at the end. What they all show is decided once, here: `scalars` and `texts` of an event.
+events.jsonl is always there; a sink is a copy for another program.
+
+One file per sink, a class `Sink(run_dir, config)` each: it imports its library when it is made and touches
+nothing else, opens at the first event and is closed at the end. What they all show is decided once, here:
+`scalars` and `texts` of an event.
 """
 
 from __future__ import annotations
@@ -14,11 +17,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from unfreeze.core.errors import ConfigError
-from unfreeze.core.events import Event
-from unfreeze.core.schema import BALANCE
-from unfreeze.report.events import number
+from unfreeze.core.schema import Event
+from unfreeze.report.events import number, numbers
 
-SINKS = {"tensorboard": "unfreeze.tracking.tensorboard", "wandb": "unfreeze.tracking.wandb", "trackio": "unfreeze.tracking.trackio"}
+SINKS = {
+    "tensorboard": "unfreeze.tracking.tensorboard",
+    "wandb": "unfreeze.tracking.wandb",
+    "trackio": "unfreeze.tracking.trackio",
+}
 """Name, which is also that of the package to install -> module."""
 
 
@@ -29,7 +35,10 @@ class Sink(Protocol):
         """Import the library, open nothing yet. Raises ImportError where it isn't installed."""
 
     def open(self, step: int) -> None:
-        """At the first event. step > 0: the run goes on from there, and what was shown of later steps doesn't count."""
+        """Called at the first event.
+
+        step > 0: the run goes on from there, and what was shown of later steps doesn't count.
+        """
 
     def log(self, event: Event) -> None:
         """One event."""
@@ -39,7 +48,10 @@ class Sink(Protocol):
 
 
 class Tracked:
-    """An event listener around a sink. The first exception shuts the sink and is said once, as a warning event; training never stops for it."""
+    """An event listener around a sink.
+
+    The first exception shuts the sink and is said once, as a warning event; training never stops for it.
+    """
 
     def __init__(self, name: str, sink: Sink):
         self.name, self.sink = name, sink
@@ -60,7 +72,10 @@ class Tracked:
         return None
 
     def close(self) -> None:
-        """End the sink; a failed one too, as far as it goes. The events are closed by now, so a failure here is a line on stderr."""
+        """End the sink; a failed one too, as far as it goes.
+
+        The events are closed by now, so a failure here is a line on stderr.
+        """
         if not self._open:
             return
         try:
@@ -75,7 +90,10 @@ class Tracked:
 
 @contextmanager
 def tracking(names: Sequence[str], run_dir: Path, config: Mapping[str, Any]) -> Iterator[tuple[Tracked, ...]]:
-    """The sinks of a run as event listeners, closed at the end. Raises ConfigError for one whose library is absent, before any work."""
+    """The sinks of a run as event listeners, closed at the end.
+
+    Raises ConfigError for one whose library is absent, before any work.
+    """
     tracked = tuple(Tracked(name, _made(name, run_dir, config)) for name in dict.fromkeys(names))
     try:
         yield tracked
@@ -88,37 +106,44 @@ def _made(name: str, run_dir: Path, config: Mapping[str, Any]) -> Sink:
     try:
         return importlib.import_module(SINKS[name]).Sink(run_dir, config)
     except ImportError as error:
-        raise ConfigError(f'track = "{name}" needs the package {name}, which cannot be imported: {error}', next=f"pip install {name}") from error
+        raise ConfigError(
+            f'track = "{name}" needs the package {name}, which cannot be imported: {error}',
+            next=f"pip install {name}",
+        ) from error
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """The numbers of a train or eval event under the names that trackers show: train/loss, eval/perplexity, experts/dead/layer 3."""
-    kind = event["kind"]
-    if kind not in ("train", "eval"):
+    """The numbers of a train or eval event under the names that trackers show.
+
+    train/loss, eval/perplexity, experts/dead/layer 3.
+    """
+    if event["kind"] != "train" and event["kind"] != "eval":
         return {}
-    values = {f"{kind}/{name}": size for name, value in event.items() if name not in ("step", "time") and (size := number(value)) is not None}
-    tokens, seconds = number(event.get("tokens")), number(event.get("seconds"))
-    if kind == "train" and tokens and seconds:
-        values["train/tokens_per_second"] = tokens / seconds
-    for layer, balance in (event.get("expert_balance") or {}).items():
-        values |= {f"experts/{name}/layer {layer}": size for name in BALANCE if (size := number(balance.get(name))) is not None}
+    values = {f"{event['kind']}/{name}": value for name, value in numbers(event).items()}
+    if event["kind"] == "train":
+        tokens, seconds = event.get("tokens"), event.get("seconds")
+        if tokens and seconds:
+            values["train/tokens_per_second"] = tokens / seconds
+        for layer, balance in event.get("expert_balance", {}).items():
+            named = ((name, number(value)) for name, value in balance.items())
+            values |= {f"experts/{name}/layer {layer}": size for name, size in named if size is not None}
     return values
 
 
 def texts(event: Event) -> dict[str, str]:
     """The sentences of an event under the names that trackers show: sample/0 before, warning, data, plan."""
-    kind, found = event["kind"], {}
-    if event.get("warning"):
-        found["warning"] = str(event["warning"])
-    if kind == "warning":
-        found[kind] = str(event.get("message", ""))
-    elif kind == "sample":
-        prompt = str(event.get("prompt", ""))
-        found[f"sample/{event.get('index', prompt[:40])} {event.get('when', '')}"] = f"{prompt}\n\n{event.get('text', '')}"
-    elif kind == "data":
-        found["data"] = str(event.get("summary", ""))
-    elif kind == "plan":
-        found["plan"] = "\n".join(map(str, event.get("lines") or []))
-    elif kind == "train" and event.get("error"):
-        found["error"] = str(event["error"])
+    found = {}
+    if warning := event.get("warning"):
+        found["warning"] = warning
+    if event["kind"] == "warning":
+        found["warning"] = event.get("message", "")
+    elif event["kind"] == "sample":
+        prompt, text = event.get("prompt", ""), event.get("text", "")
+        found[f"sample/{event.get('index', prompt[:40])} {event.get('when', '')}"] = f"{prompt}\n\n{text}"
+    elif event["kind"] == "data":
+        found["data"] = event.get("summary", "")
+    elif event["kind"] == "plan":
+        found["plan"] = "\n".join(event.get("lines", []))
+    elif event["kind"] == "train" and (error := event.get("error")):
+        found["error"] = error
     return found

@@ -1,6 +1,7 @@
-"""Live progress on stderr: one bar on a terminal, plain lines elsewhere. LiveProgress is a listener of core.events.EventLog.
+"""Live progress on stderr: one bar on a terminal, plain lines elsewhere.
 
-The bar is drawn when an event comes, never by a thread: nothing redraws while Ctrl-C is handled, and training shares no lock with it.
+LiveProgress is a listener of core.events.EventLog. The bar is drawn when an event comes, never by a thread:
+nothing redraws while Ctrl-C is handled, and training shares no lock with it.
 Standard output is left alone, so that `--json` keeps its last line to itself.
 """
 
@@ -18,13 +19,26 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Column
 from rich.text import Text
 
-from unfreeze.core.events import Event
+from unfreeze.core.schema import (
+    DataEvent,
+    EndEvent,
+    EvalEvent,
+    Event,
+    LoadEvent,
+    PlanEvent,
+    ReceiptEvent,
+    SaveEvent,
+    StartEvent,
+    TrainEvent,
+    WarningEvent,
+)
 from unfreeze.core.units import format_bytes, format_seconds
-from unfreeze.report.events import data_line, data_lines, number
+from unfreeze.report.events import data_line, data_lines, numbers
 from unfreeze.report.run import decimal_bytes, load_words
 from unfreeze.report.tables import plan_lines, receipt_table, receipt_text, receipt_verdict
 
-WINDOW = 20  # steps over which tokens/s and time left are averaged: steady, yet it follows a change within seconds
+# steps over which tokens/s and time left are averaged: steady, yet it follows a change within seconds
+WINDOW = 20
 
 
 class _Status(ProgressColumn):
@@ -38,23 +52,42 @@ class _Status(ProgressColumn):
 
 
 class _Display:
-    """A rich bar on a terminal, lines on any other stream, nothing when quiet. Closing it always gives the cursor back."""
+    """A rich bar on a terminal, lines on any other stream, nothing when quiet.
+
+    Closing it always gives the cursor back.
+    """
 
     def __init__(self, quiet: bool, stream: TextIO | None):
         self.quiet = quiet
         self.stream = sys.stderr if stream is None else stream
-        self.console = Console(file=self.stream, highlight=False, soft_wrap=not self.stream.isatty(), force_jupyter=False)  # one stream, lines
+        # no wrapping in a file: a line stays a line
+        self.console = Console(
+            file=self.stream, highlight=False, soft_wrap=not self.stream.isatty(), force_jupyter=False
+        )
         self.may_draw = not quiet and self.stream.isatty() and not self.console.is_dumb_terminal
         self.bar: Progress | None = None
 
     def draw(self, label: str, completed: float, total: float, status: str) -> None:
         if self.bar is None:
             # redirect_stdout=False: results go to stdout and must not pass through this console
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=6 if self.console.width < 80 else 12), _Status())
-            self.bar = Progress(*columns, console=self.console, auto_refresh=False, redirect_stdout=False, expand=True)
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=6 if self.console.width < 80 else 12),
+                _Status(),
+            )
+            self.bar = Progress(
+                *columns, console=self.console, auto_refresh=False, redirect_stdout=False, expand=True
+            )
             self.bar.add_task(label, total=total, status=status)
             self.bar.start()
-        self.bar.update(self.bar.task_ids[0], description=label, completed=completed, total=total, status=status, refresh=True)
+        self.bar.update(
+            self.bar.task_ids[0],
+            description=label,
+            completed=completed,
+            total=total,
+            status=status,
+            refresh=True,
+        )
 
     def line(self, text: str) -> None:
         if not self.quiet:
@@ -69,13 +102,20 @@ class _Display:
 class LiveProgress:
     """Listener and context manager: loss, tokens/s, memory, time left and step of a run, as events arrive.
 
-    On a terminal, inside `with`, a bar; elsewhere a line for the first and the last step and one every `seconds_between` seconds.
-    Data, plan, load, receipt, eval, save and warning events are one line or table each. `quiet` shows nothing.
-    Leaving the context, by an exception too, restores the terminal.
+    On a terminal, inside `with`, it is a bar. Elsewhere it is a line for the first and the last step, and one
+    every `seconds_between` seconds.
+    Data, plan, load, receipt, eval, save and warning events are one line or table each.
+    `quiet` shows nothing. Leaving the context, by an exception too, restores the terminal.
     """
 
     def __init__(
-        self, total_steps: int, quiet: bool = False, stream: TextIO | None = None, seconds_between: float = 5.0, *, whole_plan: bool = False
+        self,
+        total_steps: int,
+        quiet: bool = False,
+        stream: TextIO | None = None,
+        seconds_between: float = 5.0,
+        *,
+        whole_plan: bool = False,
     ):
         self.total_steps = total_steps
         self._whole_plan, self._data_tokens = whole_plan, 0.0
@@ -90,7 +130,9 @@ class LiveProgress:
         self._inside = True
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._inside = False
         self._display.close()
 
@@ -98,67 +140,69 @@ class LiveProgress:
         handler = getattr(self, f"_on_{event['kind']}", None)
         if handler is not None and not self._display.quiet:
             handler(event)
-        if event.get("warning"):
-            self._display.line(f"warning, step {event['step']}: {event['warning']}")
+        if warning := event.get("warning"):
+            self._display.line(f"warning, step {event['step']}: {warning}")
 
-    def _on_start(self, event: Event) -> None:
-        self.total_steps = int(number(event.get("steps")) or self.total_steps)
+    def _on_start(self, event: StartEvent) -> None:
+        self.total_steps = event.get("steps", self.total_steps)
         if event.get("resumed"):
             self._display.line(f"resumed after step {event['step']}")
 
-    def _on_plan(self, event: Event) -> None:
-        for line in plan_lines(event) if self._whole_plan or not event.get("start") else event["start"]:
+    def _on_plan(self, event: PlanEvent) -> None:
+        few = [] if self._whole_plan else event.get("start")
+        for line in few or plan_lines(event):
             self._display.line(line)
 
-    def _on_data(self, event: Event) -> None:
-        self._data_tokens = number(event.get("tokens")) or 0.0
+    def _on_data(self, event: DataEvent) -> None:
+        self._data_tokens = event.get("tokens", 0)
         _, *left_out_rows = data_lines([event])
         for line in (f"data: {data_line(event)}", *left_out_rows):
             self._display.line(line)
 
-    def _on_load(self, event: Event) -> None:
+    def _on_load(self, event: LoadEvent) -> None:
         self._display.line(f"loaded {load_words(event)}; preparing step 1 (compiles once)")
 
-    def _on_receipt(self, event: Event) -> None:
-        groups = {name: values for name, values in (event.get("groups") or {}).items() if values.get("trained")}
+    def _on_receipt(self, event: ReceiptEvent) -> None:
+        groups = {name: values for name, values in event.get("groups", {}).items() if values.get("trained")}
         if not groups:
             return
-        self._display.line(f"receipt of step {event['step']}: {receipt_verdict(event['groups'], event.get('exceptions') or [])}")
+        words = receipt_verdict(event.get("groups", {}), event.get("exceptions", []))
+        self._display.line(f"receipt of step {event['step']}: {words}")
         if self._display.may_draw:
             self._display.console.print(receipt_table(groups))
         else:
             self._display.line(receipt_text(groups))
 
-    def _on_eval(self, event: Event) -> None:
-        words = [f"{name} {value:.4g}" for name, value in event.items() if name not in ("step", "time") and number(value) is not None]
+    def _on_eval(self, event: EvalEvent) -> None:
+        words = [f"{name} {value:.4g}" for name, value in numbers(event).items()]
         self._display.line(f"step {event['step']}: eval {', '.join(words)}")
 
-    def _on_save(self, event: Event) -> None:
-        self._display.line(f"step {event['step']}: saved {event.get('path', '')}".rstrip())
+    def _on_save(self, event: SaveEvent) -> None:
+        self._display.line(f"step {event['step']}: saved {event.get('path', '')}")
 
-    def _on_warning(self, event: Event) -> None:
+    def _on_warning(self, event: WarningEvent) -> None:
         self._display.line(f"warning, step {event['step']}: {event.get('message', '')}")
 
-    def _on_end(self, event: Event) -> None:
+    def _on_end(self, event: EndEvent) -> None:
         self._display.close()
         self._display.line(f"{event.get('reason', 'done')} after step {event['step']}")
 
-    def _on_train(self, event: Event) -> None:
-        self._recent.append((number(event.get("tokens")) or 0.0, number(event.get("seconds")) or 0.0))
+    def _on_train(self, event: TrainEvent) -> None:
+        self._recent.append((event.get("tokens", 0), event.get("seconds", 0.0)))
         self._steps += 1
         step, status = event["step"], self._status(event)
         if self._inside and self._display.may_draw:
             self._display.draw(f"step {step}/{self.total_steps}", step, self.total_steps, status)
             return
-        now = number(event.get("time")) or time.time()
+        now = event.get("time", 0.0)
         if now - self._last_line >= self.seconds_between or step == self.total_steps:
             self._last_line = now
             self._display.line(f"step {step}/{self.total_steps}  {status}")
 
-    def _status(self, event: Event) -> str:
+    def _status(self, event: TrainEvent) -> str:
         tokens, seconds = (sum(column) for column in zip(*self._recent, strict=True))
-        loss, peak = number(event.get("loss")), number(event.get("peak_bytes"))
-        # The first step of a process compiles kernels: no forecast from it alone, and none of it once there are others
+        loss, peak = event.get("loss"), event.get("peak_bytes")
+        # the first step of a process compiles kernels, so it is left out of the forecast
         timed = [duration for _, duration in self._recent][1 if self._steps <= WINDOW else 0 :]
         left = (self.total_steps - event["step"]) * sum(timed) / len(timed) if timed else 0.0
         epoch = event["step"] * tokens / len(self._recent) / self._data_tokens if self._data_tokens else 0.0
@@ -173,7 +217,10 @@ class LiveProgress:
 
 
 class LoadProgress:
-    """Callable(bytes_done, bytes_total) and context manager for loading and downloading: share done, GB/s (decimal) and time left."""
+    """Progress of loading or downloading: share done, GB/s (decimal) and time left.
+
+    A context manager that is called with (bytes_done, bytes_total).
+    """
 
     def __init__(
         self,
@@ -195,7 +242,9 @@ class LoadProgress:
         self._began = self._shown = self._clock()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._inside = False
         self._display.close()
 
@@ -203,7 +252,9 @@ class LoadProgress:
         now, finished = self._clock(), bytes_done >= bytes_total
         drawing = self._inside and self._display.may_draw
         # 0.1 s between redraws: a checkpoint of 69,120 tensors calls this once per tensor
-        if self._display.quiet or (not finished and now - self._shown < (0.1 if drawing else self.seconds_between)):
+        if self._display.quiet or (
+            not finished and now - self._shown < (0.1 if drawing else self.seconds_between)
+        ):
             return
         self._shown = now
         status = self._status(bytes_done, bytes_total, now - self._began)

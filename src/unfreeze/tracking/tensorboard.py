@@ -1,5 +1,6 @@
-"""TensorBoard: runs/<name>/tensorboard/. Show it with `tensorboard --logdir runs`, which lays all runs over one another.
+"""TensorBoard: runs/<name>/tensorboard/.
 
+Show it with `tensorboard --logdir runs`, which lays all runs over one another.
 Written with the tensorboard package's own event writer; neither TensorFlow nor torch takes part.
 """
 
@@ -10,12 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from unfreeze.core.events import Event
+from unfreeze.core.schema import Event
 from unfreeze.tracking import scalars, texts
 
 
 class Sink:
-    """Scalars and texts of each event at its step and time. A resumed run purges, by TensorBoard's own mark, the steps it does again."""
+    """Scalars and texts of each event at its step and time.
+
+    A resumed run purges, by TensorBoard's own mark, the steps it does again.
+    """
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any]):
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2
@@ -34,15 +38,25 @@ class Sink:
             start = self._record.SessionLog(status=self._record.SessionLog.SessionStatus.START)
             self._writer.add_event(self._record.Event(step=step + 1, session_log=start))
         config = json.dumps(self._config, indent=1, ensure_ascii=False)
-        self._writer.add_event(self._record.Event(step=step, summary=self._summary.Summary(value=[self._text("config", config)])))
+        self._writer.add_event(
+            self._record.Event(step=step, summary=self._summary.Summary(value=[self._text("config", config)]))
+        )
 
     def log(self, event: Event) -> None:
-        values = [self._summary.Summary.Value(tag=name, simple_value=value) for name, value in scalars(event).items()]
+        values = [
+            self._summary.Summary.Value(tag=name, simple_value=value)
+            for name, value in scalars(event).items()
+        ]
         values += [self._text(name, words) for name, words in texts(event).items()]
         if values:
-            self._writer.add_event(self._record.Event(step=event["step"], wall_time=event["time"], summary=self._summary.Summary(value=values)))
+            self._writer.add_event(
+                self._record.Event(
+                    step=event["step"], wall_time=event["time"], summary=self._summary.Summary(value=values)
+                )
+            )
         if event["kind"] != "train":
-            self._writer.flush()  # before each save event returns, so that a killed run shows every step it goes on from
+            # before each save event returns, so that a killed run shows every step it goes on from
+            self._writer.flush()
 
     def close(self, done: bool) -> None:
         self._writer.close()
@@ -52,6 +66,10 @@ class Sink:
         shown = "\n".join("    " + line for line in words.splitlines())
         plugin = self._summary.SummaryMetadata.PluginData(plugin_name="text")
         tensor = self._tensor.TensorProto(
-            dtype="DT_STRING", tensor_shape=self._shape.TensorShapeProto(), string_val=[shown.encode("utf-8", "replace")]
+            dtype="DT_STRING",
+            tensor_shape=self._shape.TensorShapeProto(),
+            string_val=[shown.encode("utf-8", "replace")],
         )
-        return self._summary.Summary.Value(tag=name, metadata=self._summary.SummaryMetadata(plugin_data=plugin), tensor=tensor)
+        return self._summary.Summary.Value(
+            tag=name, metadata=self._summary.SummaryMetadata(plugin_data=plugin), tensor=tensor
+        )

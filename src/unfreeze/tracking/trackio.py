@@ -1,6 +1,9 @@
-"""trackio: a database of its own (TRACKIO_DIR, else in the Hugging Face cache), project "unfreeze". Show it with `trackio show`.
+"""trackio: a database of its own (TRACKIO_DIR, else in the Hugging Face cache), project "unfreeze".
 
-It stays on this machine unless the environment names a place (TRACKIO_SPACE_ID, TRACKIO_SERVER_URL), as trackio itself defines them.
+Show it with `trackio show`.
+
+It stays on this machine unless the environment names a place (TRACKIO_SPACE_ID, TRACKIO_SERVER_URL), as
+trackio itself defines them.
 """
 
 from __future__ import annotations
@@ -11,14 +14,17 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from unfreeze.core.events import Event
+from unfreeze.core.schema import Event
 from unfreeze.tracking import scalars, texts
 
 
 class Sink:
-    """Scalars and texts of each event at its step, under the run folder's name. A resumed run goes on under the same name.
+    """Scalars and texts of each event at its step, under the run folder's name.
 
-    trackio has one current run per process and greets on stdout, which belongs to --json: its words are dropped.
+    A resumed run goes on under the same name.
+
+    trackio has one current run per process and greets on stdout, which belongs to --json: its words are
+    dropped.
     """
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any]):
@@ -29,9 +35,14 @@ class Sink:
     def open(self, step: int) -> None:
         with redirect_stdout(io.StringIO()):
             self._run = self._trackio.init(
-                project="unfreeze", name=self._name, config=dict(self._config), resume="allow" if step else "never",
-                embed=False, auto_log_cpu=False, auto_log_gpu=False,
-            )  # fmt: skip
+                project="unfreeze",
+                name=self._name,
+                config=dict(self._config),
+                resume="allow" if step else "never",
+                embed=False,
+                auto_log_cpu=False,
+                auto_log_gpu=False,
+            )
 
     def log(self, event: Event) -> None:
         values = {**scalars(event), **texts(event)}

@@ -1,6 +1,8 @@
-"""Weights & Biases: offline in runs/<name>/wandb/ unless the environment says WANDB_MODE=online, so that nothing leaves the machine unasked.
+"""Weights & Biases: offline in runs/<name>/wandb/, unless the environment says WANDB_MODE=online.
 
-`wandb sync runs/<name>/wandb/offline-run-*` sends it later. WANDB_PROJECT and the other variables of wandb itself count as usual.
+So nothing leaves the machine unasked.
+`wandb sync runs/<name>/wandb/offline-run-*` sends it later. WANDB_PROJECT and the other variables of wandb
+itself count as usual.
 """
 
 from __future__ import annotations
@@ -11,17 +13,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from unfreeze.core.events import Event
+from unfreeze.core.schema import Event
 from unfreeze.tracking import scalars, texts
 
 
 class Sink:
-    """Scalars as metrics over the field "step", texts in the run's summary. Sessions of a resumed run share one id (runs/<name>/wandb-id)."""
+    """Scalars as metrics over the field "step", texts in the run's summary.
+
+    Sessions of a resumed run share one id (runs/<name>/wandb-id).
+    """
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any]):
         self._mode: Any = os.environ.get("WANDB_MODE", "offline")
         if self._mode == "offline":
-            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # wandb reports its own crashes over the network otherwise
+            # wandb reports its own crashes over the network otherwise
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
         self._wandb, self._run_dir, self._config = wandb, run_dir, config
@@ -36,10 +42,13 @@ class Sink:
             config=dict(self._config),
             mode=self._mode,
             reinit="create_new",  # never take over a run that the calling program has open
-            settings=self._wandb.Settings(console="off", silent=True),  # stdout belongs to --json, the terminal to the live progress
+            settings=self._wandb.Settings(
+                console="off", silent=True
+            ),  # stdout belongs to --json, the terminal to the live progress
         )
         self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")  # an own axis: wandb's internal one refuses steps that are done again after a resume
+        # an own axis: wandb's internal one refuses steps that are done again after a resume
+        self._run.define_metric("*", step_metric="step")
 
     def log(self, event: Event) -> None:
         if values := scalars(event):

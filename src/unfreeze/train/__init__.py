@@ -1,1 +1,4 @@
-"""L7, the loop: batches -> step -> events. fit.py reads aloud; step, optim, schedule, state, run and balance hold what it calls."""
+"""L7, the loop: batches -> step -> events.
+
+fit.py is the loop. step, optim, schedule, state, run and balance hold what it calls.
+"""

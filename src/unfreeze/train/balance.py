@@ -6,20 +6,19 @@ E experts. Source: Wang et al., arXiv:2408.15664; DeepSeek-V3, arXiv:2412.19437,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from unfreeze.core.batch import send
 from unfreeze.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from unfreeze.models import Decoder
+from unfreeze.models import Decoder
 
 
 class AfterUpdate(Protocol):
-    """Something that changes the model after each optimizer step. `tensors` are what it changes: train/state.py saves and restores them."""
+    """Something that changes the model after each optimizer step. `tensors` are what it changes:
+    train/state.py saves and restores them."""
 
     def __call__(self, expert_load: Mapping[int, Sequence[int]]) -> None: ...
 
@@ -27,31 +26,44 @@ class AfterUpdate(Protocol):
 
 
 class LossFreeBalance:
-    """bias_e += rate * sign(mean load - load_e) in each layer whose router has a selection bias (e_score_correction_bias, fp32 [E]).
+    """bias_e += rate * sign(mean load - load_e) in each layer whose router has a selection bias
+    (e_score_correction_bias, fp32 [E]).
 
-    Called by train/fit.py after the update of the weights, with the tokens per expert of *all* micro-batches of the step: not once per
-    micro-batch, not in evaluation, and a recomputation doesn't count (docs/trust.md M2). `num_updates` says
-    how often it acted in this process.
+    Called by train/fit.py after the update of the weights, with the tokens per expert of *all* micro-batches
+    of the step: not once per micro-batch, not in evaluation, and a recomputation doesn't count (docs/trust.md
+    M2). `num_updates` says how often it acted in this process.
     A rate of 0.001 moves a sigmoid score's rank slowly; tiny models trained for few steps need about 0.01.
     """
 
     def __init__(self, model: Decoder, rate: float = 0.001):
         self.rate = rate
         self.num_updates = 0
-        biases = {layer: getattr(moe.gate, "e_score_correction_bias", None) for layer, moe in model.moe_layers().items()}
-        self.biases: dict[int, Tensor] = {layer: bias for layer, bias in biases.items() if isinstance(bias, Tensor)}
+        biases = {
+            layer: getattr(moe.gate, "e_score_correction_bias", None)
+            for layer, moe in model.moe_layers().items()
+        }
+        self.biases: dict[int, Tensor] = {
+            layer: bias for layer, bias in biases.items() if isinstance(bias, Tensor)
+        }
         if not self.biases:
-            raise ConfigError("no router of this model has a selection bias, so loss-free balancing has nothing to move", next="drop it")
+            raise ConfigError(
+                "no router of this model has a selection bias, so loss-free balancing has nothing to move",
+                next="drop it",
+            )
         wrong = {layer: bias.dtype for layer, bias in self.biases.items() if bias.dtype != torch.float32}
         if wrong:
             layer, dtype = next(iter(wrong.items()))
-            raise ConfigError(f"the selection bias of layer {layer} is {dtype}; steps of {rate} need torch.float32")
+            raise ConfigError(
+                f"the selection bias of layer {layer} is {dtype}; steps of {rate} need torch.float32"
+            )
 
     @torch.no_grad()
     def __call__(self, expert_load: Mapping[int, Sequence[int]]) -> None:
         for layer, bias_E in self.biases.items():
             load_E = torch.tensor(expert_load[layer], dtype=torch.float64)
-            bias_E.add_(send((load_E.mean() - load_E).sign().to(bias_E.dtype), bias_E.device), alpha=self.rate)
+            bias_E.add_(
+                send((load_E.mean() - load_E).sign().to(bias_E.dtype), bias_E.device), alpha=self.rate
+            )
         self.num_updates += 1
 
     def tensors(self) -> dict[str, Tensor]:

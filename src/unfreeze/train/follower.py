@@ -1,4 +1,7 @@
-"""The run folder of a process that isn't the first: it reads the saves of the real one, and nothing else that it writes is kept."""
+"""The run folder of every process but the first.
+
+It reads the saves of the real folder; what it writes is not kept.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,10 @@ from unfreeze.train.run import Run
 
 
 class Follower(Run):
-    """A Run in a temporary folder whose state/ is a link to the real one. Recipes and hooks write here as process 0 does there; it goes at the end.
+    """A Run in a temporary folder, removed at the end, whose state/ is a link to the real one.
 
-    So that no recipe, hook or report needs to ask which process it is in. Saves are the exception: fit() lets only process 0 make them.
+    Recipes and hooks write here as process 0 writes there, so none of them asks which process it is in. Only
+    saves do: fit() lets process 0 alone make them.
     """
 
     def __init__(self, path: Path | str, config: Any, **options: Any):
@@ -28,10 +32,11 @@ class Follower(Run):
         self._temporary.cleanup()
 
 
-def open_run(group: Group, lead: Callable[[], Run], follow: Callable[[], Run]) -> Run:
-    """Process 0 opens the run folder first (it clears what a killed run left there), then the others open theirs.
+def open_run(group: Group, on_rank0: Callable[[], Run], elsewhere: Callable[[], Run]) -> Run:
+    """Process 0 opens the run folder first, then the others open theirs.
 
-    Raises what `lead` raises on process 0, UserError on the others.
+    Process 0 clears what a killed run left there.
+    Raises what `on_rank0` raises on process 0, UserError on the others.
     """
-    run = group.lead(lead)
-    return follow() if run is None else run
+    run = group.on_rank0(on_rank0)
+    return elsewhere() if run is None else run

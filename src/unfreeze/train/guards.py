@@ -1,4 +1,6 @@
-"""Loss spikes and gradient-norm spikes: seen before the update, said, and as configured skipped or stopped at; with the rows that made them.
+"""Loss spikes and gradient-norm spikes, seen before the update.
+
+They are said, with the rows that made them, and as configured skipped or stopped at.
 
 judge = SpikeGuard(model, objective, folder, on_spike="skip", describe=…)      fit(…, judge=judge)
 """
@@ -8,60 +10,82 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
-
-from torch import Tensor
+from typing import Literal
 
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import UserError
+from unfreeze.models import Decoder
+from unfreeze.models.recompute import RecomputePolicy
 from unfreeze.train.step import Objective, Verdict
 from unfreeze.train.suspects import SUSPECTS, Describe, rank_documents, write_suspects
-
-if TYPE_CHECKING:
-    from unfreeze.models import Decoder
 
 OnSpike = Literal["warn", "skip", "stop"]
 WINDOW = 64  # steps whose noise is measured
 HISTORY = 16  # steps whose median is the level; before there are so many, nothing is judged
-DEVIATIONS = 8.0  # robust standard deviations. Of Gaussian noise one step in 10^15 lies beyond; batch losses have heavier tails
-MIN_LOSS_SPREAD = 0.1  # nats per token: an overfitted loss of 0.01 +- 0.003 may meet a hard row without an alarm
-MIN_NORM_SPREAD = 0.275  # of the logarithm: exp(8 * 0.275) = 9 times the level at least, because norms of short rows differ several times over
+# robust standard deviations. Of Gaussian noise one step in 10^15 lies beyond; batch losses have heavier tails
+DEVIATIONS = 8.0
+MIN_LOSS_SPREAD = (
+    0.1  # nats per token: an overfitted loss of 0.01 +- 0.003 may meet a hard row without an alarm
+)
+# of the logarithm: exp(8 * 0.275) = 9 times the level at least, because norms of short rows differ several
+# times over
+MIN_NORM_SPREAD = 0.275
 MAX_SKIPPED = 6  # steps in a row: more is no bad row but a run that no longer trains
 
 
 class Spike(UserError):
-    """A loss or gradient norm far above those of the steps before, where the run was asked to stop at it. The update was not made."""
+    """A loss or gradient norm far above those of the steps before, where the run was asked to stop at it.
+
+    The update was not made.
+    """
 
 
 def threshold(values: Sequence[float], min_spread: float) -> float:
-    """level + 8 max(spread, min_spread): level the median of the last HISTORY values, spread 1.0483 median |x_i - x_(i-1)| over all of them.
+    """level + 8 max(spread, min_spread).
 
-    1.0483 = 1.4826 / sqrt 2 makes the spread the standard deviation of Gaussian noise; differences don't see the trend of a falling loss,
-    which a deviation from the median would take for noise. One outlier moves a median hardly at all.
+    level   the median of the last HISTORY values.
+    spread  1.0483 median |x_i - x_(i-1)| over all of them.
+
+    1.0483 = 1.4826 / sqrt 2 makes the spread the standard deviation of Gaussian noise. Differences don't see
+    the trend of a falling loss, which a deviation from the median would take for noise. One outlier moves a
+    median hardly at all.
     """
     spread = 1.0483 * statistics.median(abs(after - before) for before, after in pairwise(values))
     return statistics.median(values[-HISTORY:]) + DEVIATIONS * max(spread, min_spread)
 
 
 class SpikeGuard:
-    """A Judge (train/step.py). Warns of a step whose loss or gradient norm exceeds `threshold` of the last WINDOW steps.
+    """A Judge (train/step.py) of a step's loss and gradient norm, by `threshold` of the last WINDOW steps.
 
     The gradient norm is judged by its logarithm: norms differ by factors.
 
-    on_spike  "warn": the update is made. "skip": it is not, neither weights, optimizer nor balancing bias move. "stop": raises Spike.
-    max_norm  the clip limit: a gradient norm below it is no alarm, whatever the others were (clipping leaves it alone).
-    history   (loss, gradient norm) of the steps before, oldest first: a resumed run judges as one that was never broken.
-    Every value joins the window, a spike's too, so a level that has risen for good stops alarming after HISTORY / 2 steps.
+    on_spike  "warn": the update is made. "skip": it is not, neither weights, optimizer nor balancing bias
+              move. "stop": raises Spike.
+    max_norm  the clip limit: a gradient norm below it is no alarm, whatever the others were (clipping leaves
+              it alone).
+    history   (loss, gradient norm) of the steps before, oldest first: a resumed run judges as one that was
+              never broken.
+    Every value joins the window, a spike's too, so a level that has risen for good stops alarming after
+    HISTORY / 2 steps.
     """
 
     def __init__(
-        self, model: Decoder, objective: Objective, folder: Path, *, through: Callable[..., Tensor], on_spike: OnSpike,
-        max_norm: float = 0.0, step: int = 0, describe: Describe | None = None, history: Iterable[tuple[float, float]] = (),
-    ):  # fmt: skip
-        self._model, self._objective, self._folder, self._through = model, objective, folder, through
+        self,
+        model: Decoder,
+        objective: Objective,
+        folder: Path,
+        *,
+        recompute: RecomputePolicy,
+        on_spike: OnSpike,
+        max_norm: float = 0.0,
+        step: int = 0,
+        describe: Describe | None = None,
+        history: Iterable[tuple[float, float]] = (),
+    ):
+        self._model, self._objective, self._folder, self._recompute = model, objective, folder, recompute
         self._on_spike, self._max_norm, self._describe, self._step = on_spike, max_norm, describe, step
         self._window: deque[tuple[float, float]] = deque(history, maxlen=WINDOW)
         self._skipped = 0
@@ -73,18 +97,26 @@ class SpikeGuard:
         if not reason:
             self._skipped = 0
             return Verdict()
-        documents = rank_documents(self._model, micro_batches, self._objective, self._through)
+        documents = rank_documents(self._model, micro_batches, self._objective, self._recompute)
         write_suspects(self._folder, self._step, reason, documents, self._describe)
         rows = f"its rows are in {SUSPECTS}"
         if self._on_spike == "stop":
-            raise Spike(f"step {self._step}: {reason}; the weights were not updated, {rows}",
-                        next=f"look at them, lower learning_rate, or go on with --on-spike skip: {self._folder / SUSPECTS}")  # fmt: skip
+            raise Spike(
+                f"step {self._step}: {reason}; the weights were not updated, {rows}",
+                next=(
+                    "look at them, lower learning_rate, or go on with --on-spike skip:"
+                    f" {self._folder / SUSPECTS}"
+                ),
+            )
         if self._on_spike == "warn":
             return Verdict(warning=f"{reason}; {rows}")
         self._skipped += 1
         if self._skipped > MAX_SKIPPED:
-            raise Spike(f"step {self._step}: {reason}, and the {MAX_SKIPPED} steps before it were skipped for the same: the run no longer trains",
-                        next="resume from a save before it with a lower learning_rate")  # fmt: skip
+            raise Spike(
+                f"step {self._step}: {reason}, and the {MAX_SKIPPED} steps before it were skipped for the"
+                " same: the run no longer trains",
+                next="resume from a save before it with a lower learning_rate",
+            )
         return Verdict(apply=False, warning=f"{reason}; the update was skipped, {rows}")
 
     def _reason(self, loss: float, grad_norm: float) -> str:
@@ -92,10 +124,15 @@ class SpikeGuard:
             return ""
         losses, logs = zip(*((each, math.log(max(norm, 1e-30))) for each, norm in self._window), strict=True)
         limit, norm_limit = threshold(losses, MIN_LOSS_SPREAD), math.exp(threshold(logs, MIN_NORM_SPREAD))
-        reasons = []
+        reasons: list[str] = []
         if loss > limit:
-            reasons.append(f"loss {loss:.4g} is above {limit:.4g}, the level was {statistics.median(losses[-HISTORY:]):.4g}")
+            reasons.append(
+                f"loss {loss:.4g} is above {limit:.4g}, the level was"
+                f" {statistics.median(losses[-HISTORY:]):.4g}"
+            )
         if grad_norm > max(norm_limit, self._max_norm):
             level = math.exp(statistics.median(logs[-HISTORY:]))
-            reasons.append(f"gradient norm {grad_norm:.4g} is above {norm_limit:.4g}, the level was {level:.4g}")
+            reasons.append(
+                f"gradient norm {grad_norm:.4g} is above {norm_limit:.4g}, the level was {level:.4g}"
+            )
         return "; ".join(reasons)

@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM: the first asks the loop to finish its step and save; the second stops the process as usual."""
+"""Ctrl-C and SIGTERM: the first asks the loop to finish its step and save.
+
+The second stops the process as usual.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupt:
-    """with Interrupt() as interrupt: `interrupt.requested` turns True at the first signal, and the former handlers are put back at once.
+    """with Interrupt() as interrupt: `interrupt.requested` turns True at the first signal.
 
-    So a second Ctrl-C raises KeyboardInterrupt wherever the program is. Python runs handlers in the main thread only: in another
-    thread nothing is installed and `requested` stays False.
+    The former handlers are put back at once.
+    So a second Ctrl-C raises KeyboardInterrupt wherever the program is. Python runs handlers in the main
+    thread only: in another thread nothing is installed and `requested` stays False.
     """
 
     def __init__(self) -> None:
@@ -26,7 +30,9 @@ class Interrupt:
             self._former = {number: signal.signal(number, self._first) for number in SIGNALS}
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._restore()
 
     def _first(self, number: int, frame: FrameType | None) -> None:

@@ -10,18 +10,23 @@ import torch
 
 
 def memory_fields(device: torch.device) -> dict[str, int]:
-    """peak_bytes; on cuda also fragmentation_bytes: reserved by the allocator minus allocated, held and not
-    in use (docs/trust.md L2)."""
+    """peak_bytes; on CUDA also fragmentation_bytes.
+
+    Fragmentation: reserved by the allocator minus allocated, so held and not in use (docs/trust.md L2).
+    """
     fields = {"peak_bytes": peak_bytes(device)}
     if device.type == "cuda":
-        fields["fragmentation_bytes"] = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        fields["fragmentation_bytes"] = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(
+            device
+        )
     return fields
 
 
 def peak_bytes(device: torch.device) -> int:
     """Bytes at the highest point since the process started or reset_peak_bytes was called.
 
-    cuda: allocated by torch on that device. cpu: resident memory, VmHWM of /proc/self/status (on macOS ru_maxrss, since start only).
+    cuda: allocated by torch on that device. cpu: resident memory, VmHWM of /proc/self/status (on macOS
+    ru_maxrss, since start only).
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -34,7 +39,9 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def reset_peak_bytes(device: torch.device) -> bool:
-    """Start a new measurement from the present use. False where the system doesn't allow it: the peak then counts from process start.
+    """Start a new measurement from the present use.
+
+    False where the system doesn't allow it: the peak then counts from process start.
 
     On Linux writes 5 to /proc/self/clear_refs, which also resets what a parent process reads as ru_maxrss.
     """

@@ -1,37 +1,43 @@
-"""Find where the first NaN or infinity of a step came up, by running the step again with every module
-watched:
+"""Find where the first NaN or infinity of a step came up: run the step again with every module watched.
 
     NaN first at model.layers.0.input_layernorm, 2 of 6 positions, none supervised; zero rows + eps 1e-08, …
 
 While training nothing is watched, so a finite step costs nothing. T tokens of a micro-batch.
 """
 
+# torch leaves tolist, vector_norm, backward and its hooks without types:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from unfreeze.core.batch import Batch
+from unfreeze.models import Decoder
+from unfreeze.models.recompute import RecomputePolicy
 from unfreeze.parallel.collectives import ALONE, Group
+from unfreeze.train.step import Objective
 from unfreeze.train.suspects import Describe, entries, write_suspects
-
-if TYPE_CHECKING:
-    from unfreeze.models import Decoder
-    from unfreeze.train.step import Objective
 
 
 @dataclass(frozen=True)
 class Culprit:
-    """The first place that was not finite. line: all of it in words. documents: the packed documents of that micro-batch it happened in."""
+    """The first place that was not finite.
+
+    line       all of it in words.
+    documents  the packed documents of that micro-batch it happened in.
+    """
 
     line: str
     module: str
@@ -41,15 +47,27 @@ class Culprit:
 
 
 def investigate(
-    model: Decoder, micro_batches: Sequence[Batch], objective: Objective, *, through: Callable[..., Tensor], group: Group = ALONE,
-    folder: Path, step: int, describe: Describe | None = None,
-) -> str:  # fmt: skip
-    """The line of the first non-finite value of a step, the same on every process; its documents go to <folder>/suspects.jsonl."""
-    found = locate(model, group.share(list(enumerate(micro_batches))), objective, through=through)
-    said = [json.loads(text) for text in group.texts(json.dumps(asdict(found) if found else None))]
-    first = min((each for each in said if each), key=lambda each: each["micro_batch"], default=None)
+    model: Decoder,
+    micro_batches: Sequence[Batch],
+    objective: Objective,
+    *,
+    recompute: RecomputePolicy,
+    group: Group = ALONE,
+    folder: Path,
+    step: int,
+    describe: Describe | None = None,
+) -> str:
+    """The line of the first non-finite value of a step, the same on every process.
+
+    Its documents go to <folder>/suspects.jsonl.
+    """
+    own = locate(model, group.share(list(enumerate(micro_batches))), objective, recompute=recompute)
+    of_all = [json.loads(text) for text in group.texts(json.dumps(asdict(own) if own else None))]
+    first = min((each for each in of_all if each), key=lambda each: each["micro_batch"], default=None)
     if first is None:
-        return "all of it was finite when it was replayed: not reproducible, so suspect the hardware or a race"
+        return (
+            "all of it was finite when it was replayed: not reproducible, so suspect the hardware or a race"
+        )
     every = entries(micro_batches[first["micro_batch"]], first["micro_batch"])
     chosen = [entry for entry in every if entry["document"] - 1 in first["documents"]] or every
     write_suspects(folder, step, first["line"], chosen, describe)
@@ -57,9 +75,14 @@ def investigate(
 
 
 def locate(
-    model: Decoder, micro_batches: Sequence[tuple[int, Batch]], objective: Objective, *, through: Callable[..., Tensor], divisor: float = 1.0
-) -> Culprit | None:  # fmt: skip
-    """Replay forward, then backward, of (number, batch on the host) one after the other; None if all of it is finite this time.
+    model: Decoder,
+    micro_batches: Sequence[tuple[int, Batch]],
+    objective: Objective,
+    *,
+    recompute: RecomputePolicy,
+    divisor: float = 1.0,
+) -> Culprit | None:
+    """Replay forward and backward of each (number, batch on the host); None if all is finite this time.
 
     The place is the module whose input is finite and whose output isn't (in backward: the gradients of its
     output and of its input). Weights, gradients, expert counts and random numbers are unchanged afterwards.
@@ -70,10 +93,11 @@ def locate(
             batch = host_batch.to(model.device)
             watch = _Watch(number, batch, host_batch)
             with watch.forward(model), torch.no_grad():
-                objective(model.hidden(batch, through=through), model.lm_head, batch)
+                objective(model.hidden(batch, recompute=recompute), model.lm_head, batch)
             if watch.first is None:
                 with watch.backward(model):
-                    (objective(model.hidden(batch, through=through), model.lm_head, batch).sum / divisor).backward()
+                    loss = objective(model.hidden(batch, recompute=recompute), model.lm_head, batch)
+                    (loss.sum / divisor).backward()
                 watch.look_at_gradients(model)
             if watch.first is not None:
                 return watch.first
@@ -88,8 +112,8 @@ class _Watch:
         self._number, self._batch, self._host = number, batch, host_batch
 
     @contextmanager
-    def forward(self, model: nn.Module) -> Iterator[None]:
-        handles = []
+    def forward(self, model: nn.Module) -> Generator[None]:
+        handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
             if name:  # the root's forward is never called
                 handles.append(module.register_forward_pre_hook(partial(self._entering, name)))
@@ -101,8 +125,12 @@ class _Watch:
                 handle.remove()
 
     @contextmanager
-    def backward(self, model: nn.Module) -> Iterator[None]:
-        handles = [module.register_full_backward_hook(partial(self._back, name)) for name, module in model.named_modules() if name]
+    def backward(self, model: nn.Module) -> Generator[None]:
+        handles = [
+            module.register_full_backward_hook(partial(self._back, name))
+            for name, module in model.named_modules()
+            if name
+        ]
         try:
             # torch warns that a frozen embedding's input has no gradient: that is expected
             with warnings.catch_warnings():
@@ -118,7 +146,12 @@ class _Watch:
             bad = parameter.grad is not None and _bad(parameter.grad)
             if bad and self.first is None and parameter.grad is not None:
                 count = int((~parameter.grad.isfinite()).sum())
-                self._found(name, parameter.grad, None, f"in backward, {count:,} of {parameter.numel():,} values of its gradient")
+                self._found(
+                    name,
+                    parameter.grad,
+                    None,
+                    f"in backward, {count:,} of {parameter.numel():,} values of its gradient",
+                )
 
     def _entering(self, name: str, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         for tensor in arguments:
@@ -149,20 +182,37 @@ class _Watch:
         self.first = Culprit(line, module, dtype, self._number, documents)
 
     def _positions(self, tensor: Tensor) -> tuple[tuple[int, ...], str]:
-        """(documents, "2 of 6 positions, none supervised") of a tensor [T, …]; of another (a block of the loss) rows without names."""
-        bad_N = (~tensor.detach().isfinite()).flatten(1).any(1).cpu() if tensor.dim() > 1 else ~tensor.detach().isfinite().cpu()
+        """(documents, "2 of 6 positions, none supervised") of a tensor [T, …].
+
+        Of another one, such as a block of the loss, it is rows without names.
+        """
+        bad_N = (
+            (~tensor.detach().isfinite()).flatten(1).any(1).cpu()
+            if tensor.dim() > 1
+            else ~tensor.detach().isfinite().cpu()
+        )
         count, total = int(bad_N.sum()), bad_N.numel()
         if total != self._batch.num_tokens:
             return (), f"{count:,} of {total:,} rows"
         places = bad_N.nonzero().flatten()
         documents = torch.searchsorted(self._host.starts_S, places, right=True).sub(1).unique().tolist()
         supervised = int(self._host.weights_T[places].gt(0).sum())
-        who = "none supervised" if not supervised else "all supervised" if supervised == count else f"{supervised:,} of them supervised"
+        who = (
+            "none supervised"
+            if not supervised
+            else "all supervised"
+            if supervised == count
+            else f"{supervised:,} of them supervised"
+        )
         return tuple(documents), f"{count:,} of {total:,} positions, {who}"
 
 
 def _bad(tensor: Any) -> bool:
-    return isinstance(tensor, Tensor) and tensor.is_floating_point() and not bool(tensor.detach().isfinite().all())
+    return (
+        isinstance(tensor, Tensor)
+        and tensor.is_floating_point()
+        and not bool(tensor.detach().isfinite().all())
+    )
 
 
 def _documents(documents: Sequence[int]) -> str:
@@ -173,11 +223,16 @@ def _documents(documents: Sequence[int]) -> str:
 
 
 def _cause(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> str:
-    """Why a module's output is not finite though its input is, if that can be told: its weights, a zero row
-    under a norm, an overflow."""
+    """Why a module's output is not finite though its input is, if that can be told.
+
+    Its weights, a zero row under a norm, or an overflow.
+    """
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if _bad(tensor):
-            return f"{int((~tensor.isfinite()).sum()):,} of {tensor.numel():,} values of its {name} are not finite"
+            return (
+                f"{int((~tensor.isfinite()).sum()):,} of {tensor.numel():,} values of its {name} are not"
+                " finite"
+            )
     floats = [x for x in arguments if isinstance(x, Tensor) and x.is_floating_point()]
     if not floats:
         return ""
@@ -186,7 +241,9 @@ def _cause(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> str
     bad_N = (~output.isfinite()).flatten(1).any(1)
     if isinstance(eps, float) and x.shape[0] == bad_N.numel() and not bool(x.flatten(1)[bad_N].any()):
         rounded = float(torch.tensor(eps, dtype=x.dtype))
-        return f"zero rows + eps {eps:g}" + (f", which is 0 in {_name(x.dtype)}" if rounded == 0 else f" in {_name(x.dtype)}")
+        return f"zero rows + eps {eps:g}" + (
+            f", which is 0 in {_name(x.dtype)}" if rounded == 0 else f" in {_name(x.dtype)}"
+        )
     largest, limit = float(x.abs().max()), torch.finfo(output.dtype).max
     return f"its input is finite, largest {largest:.3g}; {_name(output.dtype)} ends at {limit:.3g}" + (
         ", so it overflowed" if bool(output.isinf().any()) or largest**2 > limit else ""

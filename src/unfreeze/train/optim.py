@@ -1,75 +1,112 @@
 """AdamW over whatever is trainable: adapters (fp32 beside a bf16 base) or all weights.
 
-Conventions of the field kept here: weight decay is decoupled (Loshchilov and Hutter, arXiv:1711.05101), and falls on matrices, embeddings
-and stacked experts (dimension 2 or more, LoRA's A and B too, as PEFT with the Hugging Face trainer does), never on norms and biases.
+Weight decay is decoupled (Loshchilov and Hutter, arXiv:1711.05101).
+It falls on matrices, embeddings and stacked experts (dimension 2 or more), never on norms and biases.
+LoRA's A and B are decayed too, as PEFT with the Hugging Face trainer does.
 A bf16 weight is updated through an fp32 master copy: an update below 1/256 of a weight would round away.
 """
+
+# torch leaves tolist, vector_norm, backward and its hooks without types:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
 
 from unfreeze.core.errors import ConfigError, UserError
 from unfreeze.kernels import adamw as kernel
-from unfreeze.parallel.collectives import Group
+from unfreeze.parallel.collectives import Group, buckets
 from unfreeze.train.moments import KINDS, Int8, Moments
 
 
 class NonFinite(UserError):
-    """A loss or gradient that is NaN or infinite. Raised before the update, so the weights are still those of the step before."""
+    """A loss or gradient that is NaN or infinite.
+
+    Raised before the update, so the weights are still those of the step before.
+    """
 
 
 @dataclass(frozen=True)
 class Update:
-    """What one update did. grad_norm is before clipping; clip_scale is what the gradients were multiplied by (1.0: not clipped)."""
+    """What one update did.
+
+    grad_norm   before clipping.
+    clip_scale  what the gradients were multiplied by (1.0: not clipped).
+    """
 
     grad_norm: float
     clip_scale: float
 
 
 class AdamW:
-    """m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2;  w -= lr (m / (1-b1^t) / (sqrt(v / (1-b2^t)) + eps) + decay w).  See kernels/adamw.
+    """The optimizer of a model's trainable parameters; the arithmetic is kernels/adamw.
 
-    State is made here, not at the first step: the memory a run will need is taken before it starts, and a save is checked name by name.
-    moments: see train/moments.py. `impl` names an implementation of the kernel ("auto": by record).
+    m = b1 m + (1-b1) g
+    v = b2 v + (1-b2) g^2
+    w -= lr (m / (1-b1^t) / (sqrt(v / (1-b2^t)) + eps) + decay w)
+
+    moments  how m and v are stored (train/moments.py).
+    impl     an implementation of the kernel ("auto": by record).
+
+    State is made here, not at the first step: the memory a run needs is taken before it starts, and a save is
+    checked name by name.
     """
 
     def __init__(
-        self, model: nn.Module, *, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.0,
-        moments: Moments = "float32", impl: str = "auto",
-    ):  # fmt: skip
-        self.parameters: dict[str, nn.Parameter] = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self,
+        model: nn.Module,
+        *,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        moments: Moments = "float32",
+        impl: str = "auto",
+    ):
+        self.parameters: dict[str, nn.Parameter] = {
+            name: p for name, p in model.named_parameters() if p.requires_grad
+        }
         if not self.parameters:
-            raise ConfigError("no parameter is trainable", next="attach an adapter (lora.targets), or pretrain, which trains all weights")
-        self.settings = {"betas": list(betas), "eps": eps, "weight_decay": weight_decay} | ({} if moments == "float32" else {"moments": moments})
+            raise ConfigError(
+                "no parameter is trainable",
+                next="attach an adapter (lora.targets), or pretrain, which trains all weights",
+            )
+        self.settings = {"betas": list(betas), "eps": eps, "weight_decay": weight_decay} | (
+            {} if moments == "float32" else {"moments": moments}
+        )
         self._betas, self._eps, self._weight_decay, self._impl = betas, eps, weight_decay, impl
-        # name -> the fp32 (or wider) tensor that is really updated; the parameter itself unless that is half precision
+        # name -> the fp32 (or wider) tensor that is updated: the parameter itself, or a copy of a half
+        # precision one
         self._masters: dict[str, Tensor] = {
-            name: p if p.dtype in (torch.float32, torch.float64) else p.detach().float() for name, p in self.parameters.items()
+            name: p if p.dtype in (torch.float32, torch.float64) else p.detach().float()
+            for name, p in self.parameters.items()
         }
         self._state = {name: KINDS[moments](name, master) for name, master in self._masters.items()}
         self._gradients: dict[str, Tensor] = {}  # of half precision weights
         self._on_cpu = all(master.device.type == "cpu" for master in self._masters.values())
-        self._used = 0.0
+        self._used = 0.0  # the last update's learning rate
 
     @property
     def masters(self) -> Mapping[str, Tensor]:
-        """name -> what an update really moves: the parameter itself, or the fp32 master of a half precision one."""
+        """name -> what an update moves: the parameter itself, or the fp32 master of a half precision one."""
         return self._masters
 
     @property
     def learning_rate(self) -> float:
-        """What the last update used, not what was meant (docs/trust.md R4): on a CPU, where looking costs
-        nothing, what it moved a number of known gradient by; elsewhere what its kernel was given."""
+        """What the last update used, not what was meant (docs/trust.md R4).
+
+        On a CPU, where looking costs nothing, it is measured: how far a number of known gradient moved.
+        Elsewhere it is what the kernel was given.
+        """
         return self._used
 
     def zero_grad(self) -> None:
-        """Forget the last gradients. Called when a step starts, so that hooks after a step may still look at them."""
+        """Forget the last gradients. Called when a step starts: hooks after a step may still look at them."""
         self._gradients.clear()
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -84,11 +121,18 @@ class AdamW:
             if self._masters[name] is parameter or parameter.grad is None:
                 continue
             before = self._gradients.get(name)
-            self._gradients[name] = parameter.grad if before is None else before.to(self._masters[name].dtype).add_(parameter.grad)
+            self._gradients[name] = (
+                parameter.grad
+                if before is None
+                else before.to(self._masters[name].dtype).add_(parameter.grad)
+            )
             parameter.grad = None
 
     def gradient(self, name: str) -> Tensor | None:
-        """The gradient of the last step for a parameter, before clipping (fp32, or what backward gave); None where none arrived."""
+        """A parameter's gradient of the last step, before clipping; None where none arrived.
+
+        float32, or the dtype that backward gave.
+        """
         parameter = self.parameters[name]
         return parameter.grad if self._masters[name] is parameter else self._gradients.get(name)
 
@@ -100,39 +144,64 @@ class AdamW:
         """
         if group.size == 1:
             return
-        found = {name: self.gradient(name) for name in self.parameters}
-        reached = torch.tensor([float(g is not None) for g in found.values()], device=next(iter(self._masters.values())).device)
-        sums = {name: torch.zeros_like(m) if (g := found[name]) is None else g.to(m.dtype) for name, m in self._masters.items()}
-        group.sum_([reached, *sums.values()])
-        for (name, parameter), count in zip(self.parameters.items(), reached.tolist(), strict=True):
-            if self._masters[name] is parameter:
-                parameter.grad = sums[name].detach() if count else None
-            elif count:
-                self._gradients[name] = sums[name]
+        # this process's gradients, and how many processes have one for each parameter
+        own = {name: self.gradient(name) for name in self.parameters}
+        device = next(iter(self._masters.values())).device
+        reached = torch.tensor([float(g is not None) for g in own.values()], device=device)
+        group.sum_([reached])
+        counts = dict(zip(own, reached.tolist(), strict=True))
+
+        # Bucket by bucket: a half precision gradient makes room for its fp32 sum before the next sum is made.
+        # All sums at once would take 6 bytes per weight, not 4.
+        masters = iter(self._masters.items())
+        for bucket in buckets(list(self._masters.values())):
+            part = dict(islice(masters, len(bucket)))
+            sums = {
+                name: torch.zeros_like(m) if (g := own.pop(name)) is None else g.to(m.dtype)
+                for name, m in part.items()
+            }
+            group.sum_(list(sums.values()))
+            for name, master in part.items():
+                parameter = self.parameters[name]
+                if master is parameter:
+                    parameter.grad = sums[name].detach() if counts[name] else None
+                elif counts[name]:
+                    self._gradients[name] = sums[name]
 
     def grad_norm(self) -> Tensor:
-        """The norm of all gradients as one vector, on the device and not looked at: see refuse_non_finite. UserError where there is no gradient."""
+        """The norm of all gradients as one vector, on the device. Nobody waits for it: see refuse_non_finite.
+
+        Raises UserError where there is no gradient.
+        """
         gradients = [g for name in self.parameters if (g := self.gradient(name)) is not None]
         if not gradients:
             raise UserError(f"no gradient reached any of {len(self.parameters)} trainable parameters")
         return torch.linalg.vector_norm(torch.stack([_norm(gradient) for gradient in gradients]))
 
     def refuse_non_finite(self, norm: float) -> None:
-        """Raise NonFinite, naming the first parameter at fault, where `norm`, as read from grad_norm(), is not finite."""
+        """Raise NonFinite, naming the first parameter at fault, if `norm` is not finite.
+
+        norm: the number read from grad_norm().
+        """
         if not math.isfinite(norm):
             raise NonFinite(self._describe_non_finite(norm))
 
     def update(self, learning_rate: float, max_norm: float, norm: float | None = None) -> Update:
-        """Clip by the global norm (max_norm 0: don't), then one AdamW update. Raises NonFinite before anything is changed.
+        """Clip by the global norm (max_norm 0: don't), then one AdamW update.
 
-        norm: the number that grad_norm() held for these gradients, if the caller has read it; otherwise it is read here, and a GPU waited for.
+        norm: the number that grad_norm() held for these gradients. None: it is read here, and a GPU waited
+        for.
         The gradients themselves stay as they came: clipping is a factor inside the update.
+        Raises NonFinite before anything is changed.
         """
         norm = float(self.grad_norm()) if norm is None else norm
         self.refuse_non_finite(norm)
-        scale = min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0  # 1e-6 as in torch.nn.utils.clip_grad_norm_
+        # 1e-6 as in torch.nn.utils.clip_grad_norm_
+        scale = min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
         rule, updates = kernel.Rule(learning_rate, self._betas, self._eps, scale), []
         probe = _probe(rule) if self._on_cpu else None
+
+        # float32 moments go to the kernel in one call; int8 ones are expanded and updated one by one
         for name, master in self._masters.items():
             gradient, parameter, state = self.gradient(name), self.parameters[name], self._state[name]
             if gradient is None:
@@ -140,7 +209,15 @@ class AdamW:
             state.step += 1.0
             weight = None if master is parameter else parameter.detach()
             decay = self._weight_decay if master.dim() >= 2 else 0.0
-            update = kernel.Update(master.detach(), gradient.detach(), state.exp_avg, state.exp_avg_sq, weight, decay, int(state.step))
+            update = kernel.Update(
+                master.detach(),
+                gradient.detach(),
+                state.exp_avg,
+                state.exp_avg_sq,
+                weight,
+                decay,
+                int(state.step),
+            )
             if isinstance(state, Int8):
                 state.update(update, rule, self._impl)
             else:
@@ -153,7 +230,10 @@ class AdamW:
         return Update(grad_norm=norm, clip_scale=scale)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The live state, to save or to copy into: exp_avg, exp_avg_sq and step of each parameter, and the master where there is one."""
+        """The live state, to save or to copy into.
+
+        exp_avg, exp_avg_sq and step of each parameter, and its master where there is one.
+        """
         tensors: dict[str, Tensor] = {}
         for name, master in self._masters.items():
             tensors |= {f"{part}.{name}": tensor for part, tensor in self._state[name].tensors().items()}
@@ -162,32 +242,49 @@ class AdamW:
         return tensors
 
     def _describe_non_finite(self, norm: float) -> str:
-        bad = [name for name in self.parameters if (g := self.gradient(name)) is not None and not bool(g.isfinite().all())]
+        bad = [
+            name
+            for name in self.parameters
+            if (g := self.gradient(name)) is not None and not bool(g.isfinite().all())
+        ]
         if not bad:
             return f"the gradient norm is {norm} though every gradient is finite: their squares overflow"
-        return f"the gradient norm is {norm}: {len(bad)} of {len(self._masters)} parameters have a non-finite gradient; first: {bad[0]}"
+        return (
+            f"the gradient norm is {norm}: {len(bad)} of {len(self._masters)} parameters have a non-finite"
+            f" gradient; first: {bad[0]}"
+        )
 
 
 def _probe(rule: kernel.Rule) -> kernel.Update:
-    """A parameter of value 0 and (clipped) gradient 1, whose first update is -lr / (1 + eps). It goes through
-    the kernel with the others, to read back the rate that was really used."""
+    """A parameter of value 0 and (clipped) gradient 1, whose first update is -lr / (1 + eps).
+
+    It goes through the kernel with the others, to read back the rate that was used.
+    """
     zero, one = (torch.full((1,), value, dtype=torch.float32) for value in (0.0, 1.0))
-    return kernel.Update(zero, one / rule.gradient_scale, zero.clone(), zero.clone(), None, weight_decay=0.0, step=1)
+    return kernel.Update(
+        zero, one / rule.gradient_scale, zero.clone(), zero.clone(), None, weight_decay=0.0, step=1
+    )
 
 
 def _applied(probe: kernel.Update, rule: kernel.Rule) -> float:
-    """The learning rate that the probe moved by; as it was given where float32 can tell no difference."""
+    """The learning rate that the probe moved by; the rate as given where float32 can tell no difference."""
     moved = -float(probe.master) * (1.0 + rule.eps)
     return rule.learning_rate if math.isclose(moved, rule.learning_rate, rel_tol=1e-5) else moved
 
 
-PIECE = 1 << 19  # numbers whose squares are added up in one go
+PIECE = 1 << 19  # elements whose squares are added up in one go
 
 
 def _norm(gradient: Tensor) -> Tensor:
-    """The norm of one gradient, in float32. On CPU in pieces: torch's own sum of the squares of 40 million
-    normal numbers is up to 0.3 % too small, and it would round the norm of a bf16 tensor to bf16."""
+    """The norm of one gradient, in float32.
+
+    On CPU it is taken in pieces: torch's own sum of the squares of 40 million normal numbers is up to 0.3 %
+    too small, and its norm of a bf16 tensor would be rounded to bf16.
+    """
     exact = torch.promote_types(gradient.dtype, torch.float32)
     if gradient.device.type != "cpu" or gradient.numel() <= PIECE:
         return torch.linalg.vector_norm(gradient, dtype=exact)
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(piece, dtype=exact) for piece in gradient.flatten().split(PIECE)]))
+    pieces = gradient.flatten().split(PIECE)
+    return torch.linalg.vector_norm(
+        torch.stack([torch.linalg.vector_norm(piece, dtype=exact) for piece in pieces])
+    )

@@ -2,7 +2,8 @@
 
 runs/<name>/lock                     held by flock while a process works here; holds its pid
 runs/<name>/events.jsonl             see core/events.py
-runs/<name>/state/step-000120/       one complete save (train/state.py); step-000120.tmp is an unfinished one and never read
+runs/<name>/state/step-000120/       one complete save (train/state.py); step-000120.tmp is an unfinished one
+                                     and never read
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import shutil
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from unfreeze.core.errors import CheckpointError, ConfigError, UserError
 from unfreeze.core.events import Event, EventLog, truncate_after
@@ -27,17 +28,24 @@ RECORD = "state.json"
 
 
 class Run:
-    """An opened run folder. Made before the model is loaded, so that a held lock or a changed configuration is refused before any work.
+    """An opened run folder.
+
+    It is made before the model is loaded, so that a held lock or a changed configuration is refused before
+    any work.
 
     path          the folder.
     config        the resolved configuration as plain JSON; what a save is compared with.
-    events        its EventLog. On resume the lines after the save are dropped first, so that no step stands twice.
+    events        its EventLog. On resume the lines after the save are dropped first, so that no step stands
+                  twice.
     saved         the record of the save to go on from (state.json), None for a fresh run.
-    step, cursor  where it goes on: number of finished steps and the data position (0 and None for a fresh run).
-    finished      whether that save is of the last step of its schedule, and nothing was changed that could ask for more.
+    step, cursor  where it goes on: number of finished steps and the data position (0 and None for a fresh
+                  run).
+    finished      whether that save is of the last step of its schedule, and nothing was changed that could
+                  ask for more.
     changed       "field: saved -> now" of each change that allow_changed let through.
 
-    Use as a context manager: leaving it closes the events and frees the lock. (A killed process frees the lock too: the kernel does.)
+    Use as a context manager: leaving it closes the events and frees the lock. (A killed process frees the
+    lock too: the kernel does.)
     """
 
     def __init__(
@@ -49,17 +57,22 @@ class Run:
         allow_changed: Collection[str] = (),
         fixed: Mapping[str, str] | None = None,
     ):
-        """allow_changed: fields (dotted, or a whole group such as "lora") in which `config` may differ from the save's.
-        fixed: fields that may differ in no case -> the reason, such as {"lora.rank": "it is the shape of the trained tensors"}.
+        """Lock the folder, and compare `config` with that of the latest save.
+
+        allow_changed  fields (dotted, or a whole group such as "lora") in which `config` may differ.
+        fixed          fields that may differ in no case -> the reason, such as {"lora.rank": "it is the shape
+                       of the trained tensors"}.
 
         What was allowed and did change is a "warning" event and stays in `changed`.
-        Raises UserError if another process holds the folder, ConfigError if the save was made under another configuration.
+        Raises UserError if another process holds the folder, ConfigError if the save was made under another
+        configuration.
         """
         self.path = Path(path)
         self.config = plain_json(config)
         self.allow_changed = frozenset(allow_changed)
         self.fixed = dict(fixed or {})
         self.changed: list[str] = []
+        self._is_new = not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock: IO[str] | None = _take_lock(self.path)
         try:
@@ -71,7 +84,11 @@ class Run:
             truncate_after(self.path / "events.jsonl", self.step if self.saved else -1, ended=self.finished)
             self.events = EventLog(self.path / "events.jsonl", listeners)
             if self.changed:
-                self.events.emit("warning", self.step, message=f"goes on with another configuration, as allowed: {'; '.join(self.changed)}")
+                self.events.emit(
+                    "warning",
+                    self.step,
+                    message=f"goes on with another configuration, as allowed: {'; '.join(self.changed)}",
+                )
         except BaseException:
             self._free_lock()
             raise
@@ -86,24 +103,35 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        return self.saved is not None and not self.changed and self.step >= int(self.saved["schedule"]["steps"])
+        return (
+            self.saved is not None and not self.changed and self.step >= int(self.saved["schedule"]["steps"])
+        )
 
     def refuse_changes(self, saved: Any, now: Any, prefix: str = "") -> None:
-        """Raises ConfigError listing every field in which `now` differs from `saved` and that allow_changed doesn't name, or that is fixed."""
-        changes = {field: f"{field}: {old} -> {new}" for field, old, new in changed_fields(saved, now, prefix)}
+        """Raise ConfigError with every field that changed and is fixed, or is not named by allow_changed."""
+        changes = {
+            field: f"{field}: {old} -> {new}" for field, old, new in changed_fields(saved, now, prefix)
+        }
         fixed = {field: reason for field in changes if (reason := _named(field, self.fixed))}
-        refused = [field for field in changes if field in fixed or _named(field, dict.fromkeys(self.allow_changed, field)) is None]
+        refused = [
+            field
+            for field in changes
+            if field in fixed or _named(field, dict.fromkeys(self.allow_changed, field)) is None
+        ]
         self.changed += [change for field, change in changes.items() if field not in refused]
         if not refused:
             return
-        never = "".join(f"; {field} can never change within a run: {reason}" for field, reason in fixed.items())
+        never = "".join(
+            f"; {field} can never change within a run: {reason}" for field, reason in fixed.items()
+        )
         allow = "" if fixed else f", or add --allow-changed {' '.join(refused)}"
         raise ConfigError(
             f"{self.path} was trained to step {self.step} with another configuration; "
             f"{len(refused)} {'field differs' if len(refused) == 1 else 'fields differ'} (saved -> now): "
-            + "; ".join(changes[field] for field in refused) + never,
+            + "; ".join(changes[field] for field in refused)
+            + never,
             next="run with the saved values to go on, or give another folder with --out" + allow,
-        )  # fmt: skip
+        )
 
     def close(self) -> None:
         self.events.close()
@@ -117,12 +145,26 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """A run that is refused before its first step leaves no folder, unless it was there before."""
         self.close()
+        if isinstance(error, UserError) and self._is_new and not self.began:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    @property
+    def began(self) -> bool:
+        """Whether anything was trained or saved here: the "start" event stands before the first step."""
+        started = b'"kind": "start"' in (self.path / "events.jsonl").read_bytes()
+        return started or latest(self.path) is not None
 
 
 def _clear_unfinished(run_dir: Path) -> None:
-    """Remove what killed runs were writing here; nobody else is, as the lock is held. (checkpoint.save names its files .<name>.unfinished-<pid>)"""
+    """Remove what killed runs were writing here; nobody else is, as the lock is held.
+
+    checkpoint.save names its files .<name>.unfinished-<pid>.
+    """
     for pattern in ("state/*.tmp", ".*.unfinished-*", "adapter*/.*.unfinished-*"):
         for unfinished in run_dir.glob(pattern):
             if unfinished.is_dir():
@@ -132,7 +174,10 @@ def _clear_unfinished(run_dir: Path) -> None:
 
 
 def latest(run_dir: Path | str) -> Path | None:
-    """The complete save with the highest step, or None. Folders ending in .tmp, and anything not called step-<number>, are not looked at."""
+    """The complete save with the highest step, or None.
+
+    Folders ending in .tmp, and anything not called step-<number>, are not looked at.
+    """
     complete = saves(Path(run_dir))
     return complete[-1] if complete else None
 
@@ -144,31 +189,53 @@ def save_name(step: int) -> str:
 
 def saves(run_dir: Path) -> list[Path]:
     """Complete saves, oldest first."""
-    found = [(int(match[1]), path) for path in (run_dir / "state").glob("step-*") if (match := SAVE_NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    steps = [
+        (int(match[1]), path)
+        for path in (run_dir / "state").glob("step-*")
+        if (match := SAVE_NAME.fullmatch(path.name))
+    ]
+    return [path for _, path in sorted(steps)]
 
 
 def read_record(save_path: Path) -> dict[str, Any]:
-    """state.json of one save. Raises CheckpointError if it is damaged: its config must have the hash written beside it."""
+    """state.json of one save.
+
+    Raises CheckpointError if it is damaged: its config must have the hash written beside it.
+    """
     path, next_command = save_path / RECORD, f"remove {save_path} to go on from the save before"
     if not path.is_file():
         raise CheckpointError(f"{path} is missing", next=next_command)
     record = read_object(path, CheckpointError, next=next_command)
     tables = ("config", "schedule", "optimizer")
-    typed = all(isinstance(record.get(field), dict) for field in tables) and isinstance(record.get("cursor", 0), dict | None)  # absent is not null
+    # absent is not null
+    typed = all(isinstance(record.get(field), dict) for field in tables) and isinstance(
+        record.get("cursor", 0), dict | None
+    )
     typed = typed and _is_best(record.get("best"))
     steps = (record.get("step"), record["schedule"].get("steps")) if typed else ()
     named = SAVE_NAME.fullmatch(save_path.name)
     if named and record.get("step") != int(named[1]):
-        raise CheckpointError(f"{path} is damaged: it says step {str(record.get('step'))[:40]}, its folder {save_path.name}", next=next_command)
-    if not steps or any(type(number) is not int or number < 0 for number in steps) or record.get("config_hash") != config_hash(record["config"]):
-        raise CheckpointError(f"{path} is damaged: its fields or its config hash do not fit", next=next_command)
+        raise CheckpointError(
+            f"{path} is damaged: it says step {str(record.get('step'))[:40]}, its folder {save_path.name}",
+            next=next_command,
+        )
+    if (
+        not steps
+        or any(type(number) is not int or number < 0 for number in steps)
+        or record.get("config_hash") != config_hash(record["config"])
+    ):
+        raise CheckpointError(
+            f"{path} is damaged: its fields or its config hash do not fit", next=next_command
+        )
     return record
 
 
 def _is_best(best: Any) -> bool:
     """Whether a save's "best" is what State.best may be; None without validation."""
-    return best is None or (isinstance(best, dict) and type(best.get("step")) is int and isinstance(best.get("loss"), int | float))
+    if not isinstance(best, dict):
+        return best is None
+    fields = cast(dict[str, Any], best)
+    return type(fields.get("step")) is int and isinstance(fields.get("loss"), int | float)
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
@@ -182,24 +249,28 @@ def plain_json(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed_fields(saved: Any, now: Any, prefix: str = "") -> list[tuple[str, str, str]]:
-    """(dotted field, saved value, value now) of every leaf that differs; a field of one side only shows as "absent" on the other."""
-    if isinstance(saved, dict) and isinstance(now, dict):
-        absent = object()
-        pairs = [(key, saved.get(key, absent), now.get(key, absent)) for key in sorted(saved.keys() | now.keys())]
-        nested = [
-            changed_fields(old, new, f"{prefix}{key}.")
-            if isinstance(old, dict) and isinstance(new, dict)
-            else [] if old == new
-            else [(prefix + key, "absent" if old is absent else json.dumps(old), "absent" if new is absent else json.dumps(new))]
-            for key, old, new in pairs
-        ]  # fmt: skip
-        return [change for part in nested for change in part]
-    return [] if saved == now else [(prefix.rstrip("."), json.dumps(saved), json.dumps(now))]
+    """(dotted field, saved value, value now) of every leaf that differs.
+
+    A field of one side only shows as "absent" on the other.
+    """
+    if not (isinstance(saved, dict) and isinstance(now, dict)):
+        return [] if saved == now else [(prefix.removesuffix("."), json.dumps(saved), json.dumps(now))]
+    before, after = cast(dict[str, Any], saved), cast(dict[str, Any], now)
+    changes: list[tuple[str, str, str]] = []
+    for key in sorted(before.keys() | after.keys()):
+        if key in before and key in after:
+            changes += changed_fields(before[key], after[key], f"{prefix}{key}.")
+        else:
+            old, new = (json.dumps(side[key]) if key in side else "absent" for side in (before, after))
+            changes.append((prefix + key, old, new))
+    return changes
 
 
 def _named(field: str, fields: Mapping[str, str]) -> str | None:
     """The value of the entry that is `field` or a group it belongs to; None where there is none."""
-    return next((value for name, value in fields.items() if field == name or field.startswith(name + ".")), None)
+    return next(
+        (value for name, value in fields.items() if field == name or field.startswith(name + ".")), None
+    )
 
 
 def _take_lock(run_dir: Path) -> IO[str]:
@@ -210,9 +281,11 @@ def _take_lock(run_dir: Path) -> IO[str]:
         file.seek(0)
         pid = file.read().strip()
         file.close()
-        stop = f"stop it with: kill -INT {pid}" if pid else "try again in a second"  # a holder writes its pid right after it has the lock
+        # a holder writes its pid right after it has the lock
+        stop = f"stop it with: kill -INT {pid}" if pid else "try again in a second"
         raise UserError(
-            f"{run_dir} is in use by process {pid or '(just starting)'}: two runs in one folder would overwrite each other",
+            f"{run_dir} is in use by process {pid or '(just starting)'}: two runs in one folder would"
+            " overwrite each other",
             next=f"wait for it, {stop}, or give another folder with --out",
         ) from None
     file.truncate(0)

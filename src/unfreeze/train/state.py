@@ -1,8 +1,9 @@
 """State: all that a run is between two steps; saving it atomically, and going on from it bit for bit.
 
-A save is a folder with two files, and no pickle: tensors.safetensors (trainable weights, optimizer, balancing biases, RNG) and state.json
-(step, data cursor, schedule, optimizer settings, config and its hash, the best step so far). It is written under a temporary name, synced to
-disk and renamed, so it is there completely or not at all. It does not depend on the number of devices.
+A save is a folder with two files, and no pickle: tensors.safetensors (trainable weights, optimizer, balancing
+biases, RNG) and state.json (step, data cursor, schedule, optimizer settings, config and its hash, the best
+step so far). It is written under a temporary name, synced to disk and renamed, so it is there completely or
+not at all. It does not depend on the number of devices.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,20 +23,19 @@ from torch import Tensor
 from unfreeze.checkpoint.save import sync_folder, write_file, write_safetensors
 from unfreeze.core.errors import CheckpointError, UserError
 from unfreeze.core.units import format_bytes
+from unfreeze.models import Decoder
 from unfreeze.train.balance import AfterUpdate
 from unfreeze.train.optim import AdamW
 from unfreeze.train.run import RECORD, Run, config_hash, plain_json, save_name, saves
 from unfreeze.train.schedule import Schedule
-
-if TYPE_CHECKING:
-    from unfreeze.models import Decoder
 
 TENSORS = "tensors.safetensors"
 _RNG = "rng."
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 OnFullDisk = Literal["stop", "continue"]
-"""What a save that the disk has no room for does: stop the run with DiskFull, or warn and let it go on to the next save."""
+"""What a save that the disk has no room for does: stop the run with DiskFull, or warn and let it go on to the
+next save."""
 
 
 class DiskFull(UserError):
@@ -44,10 +44,12 @@ class DiskFull(UserError):
 
 @dataclass
 class State:
-    """What fit() advances. step: finished optimizer steps. cursor: where the next batch of data begins (as the batch iterator said).
+    """What fit() advances.
 
-    best: {"step", "loss"} of the lowest validation loss so far, None without validation. Every save contains
-    it, so it is always as old as the save. (A separate file could be older or newer.)
+    step    finished optimizer steps.
+    cursor  where the next batch of data begins, as the batch iterator said.
+    best    {"step", "loss"} of the lowest validation loss so far, None without validation. Every save
+            contains it, so it is always as old as the save; a separate file could be older or newer.
     """
 
     run: Run
@@ -61,7 +63,9 @@ class State:
 
     def tensors(self) -> dict[str, Tensor]:
         """The live tensors that training changes, under the names they are saved by."""
-        tensors: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in self.optimizer.parameters.items()}
+        tensors: dict[str, Tensor] = {
+            f"model.{name}": p.detach() for name, p in self.optimizer.parameters.items()
+        }
         tensors |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.tensors().items()}
         for part in self.after_update:
             tensors |= {f"after_update.{name}": tensor for name, tensor in part.tensors().items()}
@@ -69,12 +73,18 @@ class State:
 
 
 def start_or_resume(
-    run: Run, model: Decoder, *, optimizer: AdamW, schedule: Schedule, after_update: Sequence[AfterUpdate] = ()
-) -> State:  # fmt: skip
-    """The State a run begins with: step 0, or all that its latest save holds, copied into model, optimizer and torch's RNG.
+    run: Run,
+    model: Decoder,
+    *,
+    optimizer: AdamW,
+    schedule: Schedule,
+    after_update: Sequence[AfterUpdate] = (),
+) -> State:
+    """The State a run begins with: step 0, or all that its latest save holds.
 
-    Raises ConfigError if schedule or optimizer settings differ from the save's, CheckpointError if its tensors are not exactly those of
-    this model and optimizer. Make the batch iterator from `run.cursor`.
+    A save is copied into model, optimizer and torch's random number generators.
+    Raises ConfigError if schedule or optimizer settings differ from the save's, CheckpointError if its
+    tensors are not exactly those of this model and optimizer. Make the batch iterator from `run.cursor`.
     """
     state = State(run, model, optimizer, schedule, after_update)
     if run.saved is None or run.save_path is None:
@@ -87,23 +97,29 @@ def start_or_resume(
 
 
 def save(state: State, keep: int = 2, on_full_disk: OnFullDisk = "stop") -> Path | None:
-    """Write runs/<name>/state/step-<step> and return it. Kept: the newest `keep` saves and that of state.best. Emits a "save" event.
+    """Write runs/<name>/state/step-<step> and return it. Emits a "save" event.
 
-    A step is saved once. Order: write under .tmp, fsync files and folder, rename, fsync the parent; only then are older saves removed. A kill
-    at any point leaves the previous save readable. Without room on the disk: raises DiskFull, or with on_full_disk "continue" leaves a
-    "warning" event and returns None; the previous saves stay. Raises UserError for any other failure to write.
+    A step is saved once. Kept are the newest `keep` saves and that of state.best.
+    Order: write under .tmp, fsync files and folder, rename, fsync the parent; only then are older saves
+    removed. A kill at any point leaves the previous save readable.
+    Without room on the disk: raises DiskFull, or with on_full_disk "continue" emits a "warning" event and
+    returns None; the previous saves stay. Raises UserError for any other failure to write.
     """
     final = state.run.path / "state" / save_name(state.step)
     if final.exists():
         return final
-    tensors = {name: tensor.contiguous() for name, tensor in state.tensors().items()} | _rng_tensors(state.model.device)
+    tensors = {name: tensor.contiguous() for name, tensor in state.tensors().items()} | _rng_tensors(
+        state.model.device
+    )
     try:
         _write(final, tensors, _record(state))
     except OSError as error:
         failure = _save_error(error, final, tensors)
         if on_full_disk == "stop" or not isinstance(failure, DiskFull):
             raise failure from error
-        state.run.events.emit("warning", state.step, message=f"{failure.message}; training goes on without it")
+        state.run.events.emit(
+            "warning", state.step, message=f"{failure.message}; training goes on without it"
+        )
         return None
     best = save_name(state.best["step"]) if state.best else None
     for old in saves(state.run.path)[:-keep]:
@@ -143,15 +159,21 @@ def _write(final: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -> N
 
 
 def load_best(state: State) -> int | None:
-    """Copy the trained weights of the best save into the live model; the optimizer's moments, RNG and counters stay as they are.
+    """Copy the trained weights of the best save into the live model.
 
-    Returns its step, None where there is no best save, or the model is at that step already. For what is written after training.
+    The optimizer's moments, random numbers and counters stay as they are.
+    Returns its step, None where there is no best save, or the model is at that step already. For what is
+    written after training.
     """
     path = None if state.best is None else state.run.path / "state" / save_name(state.best["step"])
     if path is None or state.best is None or state.best["step"] == state.step or not path.is_dir():
         return None
     with _opened(path / TENSORS) as saved:
-        _copy(path / TENSORS, saved, {name: tensor for name, tensor in state.tensors().items() if _is_weight(name)})
+        _copy(
+            path / TENSORS,
+            saved,
+            {name: tensor for name, tensor in state.tensors().items() if _is_weight(name)},
+        )
     return int(state.best["step"])
 
 
@@ -161,16 +183,22 @@ def _is_weight(name: str) -> bool:
 
 
 def _load_tensors(path: Path, live: dict[str, Tensor]) -> None:
-    """Copy a save into the live tensors, one at a time, and torch's RNG. Every name must be on both sides, with the same shape and dtype."""
+    """Copy a save into the live tensors, one at a time, and torch's random number generators.
+
+    Every name must be on both sides, with the same shape and dtype.
+    """
     with _opened(path) as saved:
         names = set(saved.keys())
         missing = sorted((live.keys() | {_RNG + "cpu"}) - names)
         unexpected = sorted(name for name in names - live.keys() if not name.startswith(_RNG))
         if missing or unexpected:
             raise CheckpointError(
-                f"{path} does not fit this model: {len(missing)} of {len(live)} tensors missing, {len(unexpected)} unexpected; "
-                f"first: {(missing + unexpected)[0]}",
-                next="resume with the model and adapter the save was made with, or give another folder with --out",
+                f"{path} does not fit this model: {len(missing)} of {len(live)} tensors missing,"
+                f" {len(unexpected)} unexpected; first: {(missing + unexpected)[0]}",
+                next=(
+                    "resume with the model and adapter the save was made with, or give another folder with"
+                    " --out"
+                ),
             )
         _copy(path, saved, live)
         torch.set_rng_state(saved.get_tensor(_RNG + "cpu"))
@@ -182,7 +210,9 @@ def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}", next=f"remove {path.parent} to go on from the save before") from error
+        raise CheckpointError(
+            f"{path} cannot be read: {error}", next=f"remove {path.parent} to go on from the save before"
+        ) from error
 
 
 @torch.no_grad()
@@ -190,10 +220,14 @@ def _copy(path: Path, saved: Any, live: dict[str, Tensor]) -> None:
     for name, tensor in live.items():
         value = saved.get_tensor(name)
         if value.shape != tensor.shape or value.dtype != tensor.dtype:
-            raise CheckpointError(f"{path}: {name} is {value.dtype} {list(value.shape)}, this model has {tensor.dtype} {list(tensor.shape)}")
+            raise CheckpointError(
+                f"{path}: {name} is {value.dtype} {list(value.shape)}, this model has {tensor.dtype}"
+                f" {list(tensor.shape)}"
+            )
         if value.is_floating_point() and not bool(value.isfinite().all()):
             raise CheckpointError(
-                f"{path}: {name} holds NaN or infinity; the file is damaged", next=f"remove {path.parent} to go on from the save before"
+                f"{path}: {name} holds NaN or infinity; the file is damaged",
+                next=f"remove {path.parent} to go on from the save before",
             )
         tensor.copy_(value)
 
@@ -206,7 +240,7 @@ def _rng_tensors(device: torch.device) -> dict[str, Tensor]:
 
 
 def _remove(save_path: Path) -> None:
-    """Rename first: a kill in the middle of the removal must not leave half a save under a name that counts as complete."""
+    """Rename, then remove: a kill in between leaves no half save under a name that counts as complete."""
     doomed = save_path.with_name(save_path.name + ".old.tmp")
     save_path.rename(doomed)
     shutil.rmtree(doomed)
@@ -219,7 +253,11 @@ def _save_error(error: OSError, final: Path, tensors: dict[str, Tensor]) -> User
     kept = saves(final.parents[1])
     return (DiskFull if full else UserError)(
         f"could not save {final}: {cause}; {format_bytes(needed)} needed, {format_bytes(free)} free. "
-        + (f"Earlier saves are untouched, the last is {kept[-1].name}" if kept else "There is no earlier save"),
+        + (
+            f"Earlier saves are untouched, the last is {kept[-1].name}"
+            if kept
+            else "There is no earlier save"
+        ),
         next=f"free space on the disk of {final.parent}, then run the same command again: "
         + ("it goes on from the last save" if kept else "it begins at step 1"),
     )

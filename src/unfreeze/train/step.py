@@ -1,29 +1,34 @@
-"""One optimizer step over one or more micro-batches: sums of losses, divided once by the number of supervised tokens of all of them.
+"""One optimizer step over one or more micro-batches.
 
-On CUDA the host runs ahead of the device and reads once, when all backward work is queued: loss, counts, norm and expert loads together.
-The count is added up on the host before the first backward, so each micro-batch's gradient already carries its share: accumulation
-over any cut of the same tokens gives the same gradient (docs/trust.md N3), and a micro-batch without
-supervised tokens adds 0 (N2). Processes divide the micro-batches of a step among them; each knows all of
-them, so the count needs no exchange.
+loss = sum_m loss_m / sum_m count_m: sums of losses, divided once by the supervised tokens of all of them.
+The count is added up on the host before the first backward, so each micro-batch's gradient already carries
+its share. Accumulation over any cut of the same tokens gives the same gradient (docs/trust.md N3), and a
+micro-batch without supervised tokens adds 0 (N2).
+Processes divide the micro-batches of a step among them. Each knows all of them, so the count needs no
+exchange.
+On CUDA the host runs ahead of the device. It reads once, when all backward work is queued: loss, counts, norm
+and expert loads together.
 """
+
+# torch leaves tolist, vector_norm, backward and its hooks without types:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from unfreeze.core.batch import Batch, Loss
 from unfreeze.core.errors import ConfigError, DataError
+from unfreeze.models import Decoder
+from unfreeze.models.blocks.moe import MoE
+from unfreeze.models.recompute import RecomputePolicy
 from unfreeze.parallel.collectives import ALONE, Group
 from unfreeze.train.optim import AdamW, NonFinite
-
-if TYPE_CHECKING:
-    from unfreeze.models import Decoder
 
 Objective = Callable[[Tensor, nn.Module, Batch], Loss]
 """(hidden_TD, lm_head, batch) -> Loss, for example objectives.cross_entropy."""
@@ -31,14 +36,15 @@ Objective = Callable[[Tensor, nn.Module, Batch], Loss]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a Judge says of a step before its update: whether to make the update, and a warning for the event ("": none)."""
+    """What a Judge says of a step before its update. warning: for the step's event ("": none)."""
 
     apply: bool = True
     warning: str = ""
 
 
 Judge = Callable[[Sequence[Batch], float, float], Verdict]
-"""(micro-batches of the step, loss, gradient norm) -> Verdict; what it raises stops the run. See train/guards.py."""
+"""(micro-batches of the step, loss, gradient norm) -> Verdict; what it raises stops the run. See
+train/guards.py."""
 
 
 def accept(micro_batches: Sequence[Batch], loss: float, grad_norm: float) -> Verdict:
@@ -48,12 +54,15 @@ def accept(micro_batches: Sequence[Batch], loss: float, grad_norm: float) -> Ver
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step found. loss and metrics are sums over all micro-batches divided by the one global count.
+    """What one optimizer step found, over all micro-batches of all processes.
 
-    tokens, supervised_tokens   of all micro-batches; supervised: positions of weight > 0.
-    learning_rate               read back from the optimizer (0: no update). grad_norm: before clipping; gradients were then times clip_scale.
-    expert_load                 MoE layer -> tokens each expert was given in this step's forward passes, of all processes.
-    applied, warning            what the judge decided and said.
+    loss, metrics      sums divided by the one global count.
+    supervised_tokens  positions of weight > 0.
+    learning_rate      read back from the optimizer (0: no update).
+    grad_norm          before clipping.
+    clip_scale         what the gradients were then multiplied by.
+    expert_load        MoE layer -> tokens each expert was given in this step's forward passes.
+    applied, warning   what the judge decided and said.
     """
 
     loss: float
@@ -70,9 +79,10 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What forward_backward found; the gradients themselves are the optimizer's, summed over all processes.
+    """What forward_backward found. The optimizer has the gradients, summed over all processes.
 
-    loss and metrics: sums over all micro-batches divided by the one global count. norm: of all gradients as one vector, before clipping.
+    loss, metrics  sums over all micro-batches divided by the one global count.
+    norm           of all gradients as one vector, before clipping.
     """
 
     micro_batches: Sequence[Batch]
@@ -90,12 +100,15 @@ def train_step(
     *,
     learning_rate: float,
     max_norm: float,
-    through: Callable[..., Tensor],
+    recompute: RecomputePolicy,
     group: Group = ALONE,
     judge: Judge = accept,
 ) -> StepResult:
-    """forward_backward, then optim_step: w -= AdamW(grad of sum_m loss_m / max(sum_m count_m, 1)), gradients clipped to max_norm."""
-    gradients = forward_backward(model, optimizer, micro_batches, objective, through=through, group=group)
+    """forward_backward, then optim_step.
+
+    w -= AdamW(g), g = grad of sum_m loss_m / max(sum_m count_m, 1), clipped to max_norm.
+    """
+    gradients = forward_backward(model, optimizer, micro_batches, objective, recompute=recompute, group=group)
     return optim_step(optimizer, gradients, learning_rate=learning_rate, max_norm=max_norm, judge=judge)
 
 
@@ -105,32 +118,40 @@ def forward_backward(
     micro_batches: Sequence[Batch],
     objective: Objective,
     *,
-    through: Callable[..., Tensor],
+    recompute: RecomputePolicy,
     group: Group = ALONE,
 ) -> Gradients:
-    """The gradient of sum_m loss_m / max(sum_m count_m, 1); what was there before is forgotten, and no weight moves.
+    """The gradient of sum_m loss_m / max(sum_m count_m, 1). Earlier gradients are forgotten; no weight moves.
 
-    micro_batches on the host, all of the step on every process; through is one of models.THROUGH. The result is the same on every process.
-    Raises NonFinite if the loss, a hidden state (a supervised one or not, docs/trust.md N1) or a gradient is not finite,
-    ConfigError for more processes than micro-batches, DataError if the processes read different data, ValueError if the objective counts
-    other tokens than the batches' weights.
+    micro_batches: on the host, all of the step on every process. The result is the same on every process.
+
+    Raises NonFinite if the loss, a hidden state (supervised or not, docs/trust.md N1) or a gradient is not
+    finite, ConfigError for more processes than micro-batches, DataError if the processes read different data,
+    ValueError if the objective counts other tokens than the batches' weights.
     """
     if group.size > len(micro_batches):
         raise ConfigError(
-            f"{group.size} processes share {len(micro_batches)} micro-batches of a step, so some would have nothing to do",
+            f"{group.size} processes share {len(micro_batches)} micro-batches of a step, so some would have"
+            " nothing to do",
             next=f"--micro-batches {group.size} (the gradient is the same), or fewer processes",
         )
+    # the divisor, known before the first backward; and a checksum of the data, equal on every process
     count = sum(float(batch.weights_T.sum()) for batch in micro_batches)
     divisor = max(count, 1.0)
     optimizer.zero_grad()
     clear_expert_load(model)  # an evaluation since the last step counts nowhere (docs/trust.md M2)
     tokens_read = float(sum(int(batch.tokens_T.sum()) for batch in micro_batches))
-    found: dict[str, float | Tensor] = {"loss": 0.0, "counted": 0.0, "not finite": 0.0, "tokens read": tokens_read}
+    own: dict[str, float | Tensor] = {
+        "loss": 0.0,
+        "counted": 0.0,
+        "not finite": 0.0,
+        "tokens read": tokens_read,
+    }
 
     # this process's share: each micro-batch's gradient already carries its share of the count
     for host_batch in group.share(micro_batches):
         batch = host_batch.to(model.device)
-        hidden_TD = model.hidden(batch, through=through)
+        hidden_TD = model.hidden(batch, recompute=recompute)
         not_finite = _rows_not_finite(hidden_TD)
         loss = objective(hidden_TD, model.lm_head, batch)
         del hidden_TD  # backward needs it no more, and it is as large as a layer's input
@@ -138,28 +159,43 @@ def forward_backward(
         optimizer.collect()
         new = {"loss": loss.sum.detach(), "counted": loss.count, "not finite": not_finite}
         for name, value in (new | {f"metric {name}": value for name, value in loss.metrics.items()}).items():
-            found[name] = found.get(name, 0.0) + (value.double() if isinstance(value, Tensor) else value)
+            own[name] = own.get(name, 0.0) + (value.double() if isinstance(value, Tensor) else value)
 
-    # all processes: gradients summed, then the one read
+    # all processes: gradients summed, then the one read, then what may be wrong with the step
     optimizer.sum_gradients(group)
-    sums, norm, expert_load = _read(model, found, optimizer.grad_norm(), group)
+    sums, norm, expert_load = _read(model, own, optimizer.grad_norm(), group)
     if sums["tokens read"] != group.size * tokens_read:
-        raise DataError("the processes read different data at this step", next="give every process the same files and the same flags")
+        raise DataError(
+            "the processes read different data at this step",
+            next="give every process the same files and the same flags",
+        )
     if not math.isfinite(sums["loss"]):
         raise NonFinite(f"the loss is {sums['loss'] / divisor} over {count:.0f} supervised tokens")
     if sums["not finite"]:
-        raise NonFinite(f"the loss is finite, {sums['loss'] / divisor:.4g}, but {sums['not finite']:.0f} hidden states are not")
+        raise NonFinite(
+            f"the loss is finite, {sums['loss'] / divisor:.4g}, but {sums['not finite']:.0f} hidden states"
+            " are not"
+        )
     if abs(sums["counted"] - count) > 1e-5 * divisor:
-        raise ValueError(f"the objective counted {sums['counted']} supervised tokens, the batches' weights say {count}")
+        raise ValueError(
+            f"the objective counted {sums['counted']} supervised tokens, the batches' weights say {count}"
+        )
     optimizer.refuse_non_finite(norm)
-    metrics = {name.removeprefix("metric "): value / divisor for name, value in sums.items() if name.startswith("metric ")}
+    metrics = {
+        name.removeprefix("metric "): value / divisor
+        for name, value in sums.items()
+        if name.startswith("metric ")
+    }
     return Gradients(micro_batches, sums["loss"] / divisor, metrics, norm, expert_load)
 
 
 def optim_step(
     optimizer: AdamW, gradients: Gradients, *, learning_rate: float, max_norm: float, judge: Judge = accept
 ) -> StepResult:
-    """Clip to max_norm (0: don't) and update, unless the judge refuses. Raises what the judge raises; then no weight has moved."""
+    """Clip to max_norm (0: don't) and update, unless the judge refuses.
+
+    Raises what the judge raises; then no weight has moved.
+    """
     verdict = judge(gradients.micro_batches, gradients.loss, gradients.norm)
     update = optimizer.update(learning_rate, max_norm, gradients.norm) if verdict.apply else None
     return StepResult(
@@ -179,27 +215,38 @@ def optim_step(
 def _rows_not_finite(hidden_TD: Tensor) -> Tensor:
     """How many positions have a NaN or infinity in their hidden state, unsupervised ones too.
 
-    Looks at the largest value of each row, which is NaN if one is: checking every number would allocate
-    tensors as large as the hidden state.
+    Looks at the largest magnitude of each row, which is NaN if one value is. Checking every value would
+    allocate tensors as large as the hidden state.
     """
-    return (~torch.linalg.vector_norm(hidden_TD.detach(), ord=math.inf, dim=-1).isfinite()).sum()
+    largest_T: Tensor = torch.linalg.vector_norm(hidden_TD.detach(), ord=math.inf, dim=-1)
+    return (~largest_T.isfinite()).sum()
 
 
 def _read(
     model: Decoder, sums: dict[str, float | Tensor], norm: Tensor, group: Group
 ) -> tuple[dict[str, float], float, dict[int, list[int]]]:
-    """The sums and expert loads of all processes and the gradient norm, as numbers: the one place of a step where the host waits for the device.
+    """(sums of all processes, gradient norm, expert loads of all processes) as numbers on the host.
 
-    All in one float64 tensor (exact for counts below 2^53), because each read costs a round trip to the
-    device, whatever its size.
+    The one place of a step where the host waits for the device. All numbers stand in one float64 tensor
+    (exact for counts below 2^53), because a read costs a round trip to the device, whatever its size.
     """
-    double = {"dtype": torch.float64, "device": model.device}
-    total = torch.stack([value if isinstance(value, Tensor) else torch.full((), value, **double) for value in sums.values()])
+
+    def double(value: float | Tensor) -> Tensor:
+        if isinstance(value, Tensor):
+            return value.to(dtype=torch.float64, device=model.device)
+        return torch.full((), value, dtype=torch.float64, device=model.device)
+
+    # over all processes
+    total = torch.stack([value if isinstance(value, Tensor) else double(value) for value in sums.values()])
     loads = {layer: _counts(moe) for layer, moe in model.moe_layers().items()}
     group.sum_([total])
     group.sum_(list(loads.values()))
-    numbers = _numbers(torch.cat([total, norm.to(**double).view(1), *(counts_E.double() for counts_E in loads.values())]))
-    first, read = len(sums) + 1, {}
+
+    # one read: the sums, the norm, then each layer's counts
+    counts = [counts_E.double() for counts_E in loads.values()]
+    numbers = _numbers(torch.cat([total, double(norm).view(1), *counts]))
+    first = len(sums) + 1
+    read: dict[int, list[int]] = {}
     for layer, counts_E in loads.items():
         read[layer] = [int(count) for count in numbers[first : first + counts_E.numel()]]
         first += counts_E.numel()
@@ -207,13 +254,15 @@ def _read(
 
 
 def _numbers(tensor: Tensor) -> list[float]:
+    """The one read of a step. A function of its own, so that tests/train/test_no_sync.py can count it."""
     return tensor.tolist()
 
 
 def clear_expert_load(model: Decoder) -> None:
+    """Each layer counts the tokens of its experts from 0 again."""
     for moe in model.moe_layers().values():
         _counts(moe).zero_()
 
 
-def _counts(moe: Any) -> Tensor:
+def _counts(moe: MoE) -> Tensor:
     return moe.counts_E

@@ -1,4 +1,8 @@
-"""The documents behind a step that spiked or was not finite, written to the run folder for whoever has to look at the data."""
+"""The documents behind a step that spiked or was not finite, written to the run folder for whoever has to
+look at the data."""
+
+# torch leaves tolist, vector_norm, backward and its hooks without types:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
@@ -7,19 +11,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from unfreeze.core.batch import Batch
-
-if TYPE_CHECKING:
-    from unfreeze.models import Decoder
-    from unfreeze.train.step import Objective
+from unfreeze.models import Decoder
+from unfreeze.models.recompute import RecomputePolicy
+from unfreeze.train.step import Objective
 
 Describe = Callable[[list[int]], dict[str, Any]]
-"""Token ids of one document -> what else is known of it, as JSON: {"row": its number in the data file, "text": …}."""
+"""Token ids of one document -> what else is known of it, as JSON: {"row": its number in the data file,
+"text": …}."""
 
 SUSPECTS = "suspects.jsonl"
 """In the run folder: a line per document, the highest loss first; see write_suspects."""
@@ -27,22 +30,26 @@ LISTED = 8  # documents of a step that are written out
 
 
 @torch.no_grad()
-def rank_documents(model: Decoder, micro_batches: Sequence[Batch], objective: Objective, through: Callable[..., Tensor]) -> list[dict[str, Any]]:
-    """Every document of a step: {"micro_batch", "document" (both from 1), "loss" (its mean), "supervised", "tokens"}, the highest loss first.
+def rank_documents(
+    model: Decoder, micro_batches: Sequence[Batch], objective: Objective, recompute: RecomputePolicy
+) -> list[dict[str, Any]]:
+    """Every document of a step: {"micro_batch", "document" (both from 1), "loss" (its mean), "supervised",
+    "tokens"}, the highest loss first.
 
-    One forward pass; the objective sees one document's weights at a time. A document without supervised tokens has the loss None.
+    One forward pass; the objective sees one document's weights at a time. A document without supervised
+    tokens has the loss None.
     """
-    found = []
+    documents: list[dict[str, Any]] = []
     for number, host_batch in enumerate(micro_batches):
         batch = host_batch.to(model.device)
-        hidden_TD = model.hidden(batch, through=through)
+        hidden_TD = model.hidden(batch, recompute=recompute)
         for entry in entries(host_batch, number):
             weights_T = torch.zeros_like(batch.weights_T)
             span = slice(entry.pop("start"), entry.pop("stop"))
             weights_T[span] = batch.weights_T[span]
             loss = objective(hidden_TD, model.lm_head, replace(batch, weights_T=weights_T))
-            found.append({**entry, "loss": float(loss.sum) / float(loss.count) if loss.count else None})
-    return sorted(found, key=_rank, reverse=True)
+            documents.append({**entry, "loss": float(loss.sum) / float(loss.count) if loss.count else None})
+    return sorted(documents, key=_rank, reverse=True)
 
 
 def _rank(entry: dict[str, Any]) -> float:
@@ -51,7 +58,9 @@ def _rank(entry: dict[str, Any]) -> float:
 
 
 def entries(batch: Batch, number: int) -> list[dict[str, Any]]:
-    """The documents of micro-batch `number` (counted from 0) as they are written out, and where each starts and stops in T."""
+    """The documents of micro-batch `number` (counted from 0) as they are written out, and where each starts
+    and stops in T."""
+    starts: list[int] = batch.starts_S.tolist()
     return [
         {
             "micro_batch": number + 1,
@@ -61,22 +70,33 @@ def entries(batch: Batch, number: int) -> list[dict[str, Any]]:
             "start": start,
             "stop": start + length,
         }
-        for document, (start, length) in enumerate(zip(batch.starts_S.tolist(), batch.lengths(), strict=True), start=1)
+        for document, (start, length) in enumerate(zip(starts, batch.lengths(), strict=True), start=1)
     ]
 
 
-def write_suspects(folder: Path, step: int, reason: str, documents: Sequence[dict[str, Any]], describe: Describe | None = None) -> None:
-    """Append up to LISTED documents to <folder>/suspects.jsonl, a JSON object a line: step, reason, of (how many there were), and what is known.
+def write_suspects(
+    folder: Path,
+    step: int,
+    reason: str,
+    documents: Sequence[dict[str, Any]],
+    describe: Describe | None = None,
+) -> None:
+    """Append up to LISTED documents to <folder>/suspects.jsonl, a JSON object a line: step, reason, of (how
+    many there were), and what is known.
 
     A loss that is not finite is null.
     """
-    lines = []
+    lines: list[str] = []
     for entry in documents[:LISTED]:
         loss = entry.get("loss")
         finite = {"loss": loss if loss is not None and math.isfinite(loss) else None}
         known = describe(entry["tokens"]) if describe is not None else {}
         lines.append(
-            json.dumps({"step": step, "reason": reason, "of": len(documents), **entry, **finite, **known}, ensure_ascii=False, allow_nan=False)
+            json.dumps(
+                {"step": step, "reason": reason, "of": len(documents), **entry, **finite, **known},
+                ensure_ascii=False,
+                allow_nan=False,
+            )
         )
     with (folder / SUSPECTS).open("a", encoding="utf-8") as file:
         file.write("".join(line + "\n" for line in lines))

@@ -16,13 +16,16 @@ DAMAGED = "download or write the file again"
 
 
 def read_object(path: Path, error: type[UserError], *, next: str = DAMAGED) -> dict[str, Any]:
-    """The object in a JSON file, UTF-8 with or without a byte order mark. `error` is the class to raise, `next` what it tells the user to do.
+    """The object in a JSON file, UTF-8 with or without a byte order mark. `error` is the class to raise,
+    `next` what it tells the user to do.
 
     Refused: larger than MAX_BYTES, and what parse_object refuses. The file must exist.
     """
     size = path.stat().st_size
     if size > MAX_BYTES:
-        raise error(f"{path} has {size:,} bytes; a JSON file of more than {MAX_BYTES:,} is not read", next=next)
+        raise error(
+            f"{path} has {size:,} bytes; a JSON file of more than {MAX_BYTES:,} is not read", next=next
+        )
     return parse_object(path.read_bytes(), str(path), error, next=next)
 
 
@@ -43,7 +46,8 @@ def parse_object(raw: bytes, what: str, error: type[UserError], *, next: str = D
 
 
 def one_value_per_key(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A dict; ValueError where a key comes twice with different values, because readers don't agree on which one counts."""
+    """A dict; ValueError where a key comes twice with different values, because readers don't agree on which
+    one counts."""
     value = dict(pairs)
     if len(value) != len(pairs):
         for name, given in pairs:

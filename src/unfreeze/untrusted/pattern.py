@@ -20,18 +20,32 @@ _REPEATS = {_constants.MAX_REPEAT, _constants.MIN_REPEAT, _constants.POSSESSIVE_
 
 
 def pattern(text: object, where: str, error: type[UserError]) -> re.Pattern[str]:
-    """The compiled pattern. Raises `error`, beginning with `where`: not a text, not a pattern, a choice or a repeat
+    """The compiled pattern. Raises `error`, beginning with `where`: not a text, not a pattern, a choice or a
+    repeat
     inside a repeat, or more than MAX_WAYS to match."""
     if not isinstance(text, str) or len(text) > 1000:
-        raise error(f"{where}: {str(text)[:80]!r} is not a pattern of at most 1,000 characters", next="write module names")
+        raise error(
+            f"{where}: {str(text)[:80]!r} is not a pattern of at most 1,000 characters",
+            next="write module names",
+        )
     try:
         ways, nested = _ways(_parser.parse(text), inside=False)
         compiled = re.compile(text)
     except (re.error, RecursionError, OverflowError) as fault:
-        raise error(f"{where}: {text[:80]!r} is not a regular expression: {fault}", next="write module names, or mend it") from None
+        raise error(
+            f"{where}: {text[:80]!r} is not a regular expression: {fault}",
+            next="write module names, or mend it",
+        ) from None
     if nested or ways > MAX_WAYS:
-        why = "a choice or a repeat inside a repeat" if nested else f"{ways:.0e} ways, the limit is {MAX_WAYS:.0e}"
-        raise error(f"{where}: {text[:80]!r} could take forever to match: {why}", next="write module names, or use one .* for a run of them")
+        why = (
+            "a choice or a repeat inside a repeat"
+            if nested
+            else f"{ways:.0e} ways, the limit is {MAX_WAYS:.0e}"
+        )
+        raise error(
+            f"{where}: {text[:80]!r} could take forever to match: {why}",
+            next="write module names, or use one .* for a run of them",
+        )
     return compiled
 
 

@@ -19,12 +19,15 @@ import jinja2.sandbox
 from jinja2.visitor import NodeTransformer
 
 MAX_STEPS = 2_000_000  # of one rendering, about a second; a conversation of 1,000 turns takes some thousand
-MAX_NUMBER = 10_000_000  # the largest number a method or filter may be given (a width, a count), and the longest text or list made at once
+# the largest number a method or filter may be given (a width, a count), and the longest text or list made at
+# once
+MAX_NUMBER = 10_000_000
 MAX_BITS = 10_000  # of a whole number
 
 
 class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """ImmutableSandboxedEnvironment whose templates raise TemplateError once they have cost MAX_STEPS. `begin` before each rendering."""
+    """ImmutableSandboxedEnvironment whose templates raise TemplateError once they have cost MAX_STEPS.
+    `begin` before each rendering."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
@@ -76,7 +79,8 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def call(self, context: Any, obj: Any, *args: Any, **named: Any) -> Any:  # type: ignore[override]
         self.charge(1)
-        if not isinstance(obj, jinja2.runtime.Macro):  # what a macro does with a number (a tool's argument, say) is billed where it does it
+        # what a macro does with a number (a tool's argument, say) is billed where it does it
+        if not isinstance(obj, jinja2.runtime.Macro):
             self._measure(getattr(obj, "__self__", None), *args, *named.values())
         return super().call(context, obj, *args, **named)
 
@@ -102,7 +106,8 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def _measured(self, function: Any) -> Any:
         """A filter whose arguments are measured first."""
-        if hasattr(function, "jinja_pass_arg"):  # it is also given the environment or the context: measure the rest
+        # it is also given the environment or the context: measure the rest
+        if hasattr(function, "jinja_pass_arg"):
 
             def measured(first: Any, *args: Any, **named: Any) -> Any:
                 self._measure(*args, *named.values())

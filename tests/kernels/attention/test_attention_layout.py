@@ -24,7 +24,9 @@ def test_slots_are_a_bijection_inside_documents(lengths):
     assert torch.equal(layout.source_N[layout.slot_T], torch.arange(sum(lengths)))  # each token finds itself
     assert layout.slot_T.unique().numel() == sum(lengths)
     document_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    for bucket, source in zip(layout.buckets, layout.source_N.split([b.num_slots for b in layout.buckets]), strict=True):
+    for bucket, source in zip(
+        layout.buckets, layout.source_N.split([b.num_slots for b in layout.buckets]), strict=True
+    ):
         rows = document_T[source].view(bucket.num_documents, bucket.length)
         assert bool((rows == rows[:, :1]).all())  # a row holds one document, padding included
         tokens = source.view(bucket.num_documents, bucket.length)
@@ -45,7 +47,9 @@ def test_long_documents_are_padded_by_a_third_at_most():
     assert layout.num_slots <= (2048 + 1500 + 1100 + 700 + 300 + 100) / 0.75
 
 
-@pytest.mark.parametrize("starts, num_tokens", [([1, 4], 6), ([0, 4, 4], 6), ([0, 6], 6), ([], 6), ([0, 5, 3], 6)])
+@pytest.mark.parametrize(
+    "starts, num_tokens", [([1, 4], 6), ([0, 4, 4], 6), ([0, 6], 6), ([], 6), ([0, 5, 3], 6)]
+)
 def test_starts_that_leave_an_empty_document_are_refused(starts, num_tokens):
     with pytest.raises(ValueError, match="starts must begin with 0"):
         Layout.build(torch.tensor(starts, dtype=torch.int64), num_tokens)

@@ -1,4 +1,5 @@
-"""Blocked CPU attention against float64, forward and gradients; memory; that the second visit computes nothing."""
+"""Blocked CPU attention against float64, forward and gradients; memory; that the second visit computes
+nothing."""
 
 import pytest
 import torch
@@ -7,13 +8,16 @@ from unfreeze.kernels.attention import blocked_cpu, reference_attention
 from unfreeze.kernels.attention.blocked_cpu import blocked_attention
 from unfreeze.kernels.loops import bf16_cpu
 
-# float32: sums of some hundred terms; ten times what was observed. bf16: P, dS and outputs are rounded to 8 bits (2^-9 = 0.2 % each).
+# float32: sums of some hundred terms; ten times what was observed. bf16: P, dS and outputs are rounded to 8
+# bits (2^-9 = 0.2 % each).
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 1e-2}
 
 
 def made(S, L, H, G, d, v, dtype):
     g = torch.Generator().manual_seed(0)
-    q, k, value = (torch.randn(S, L, n, w, generator=g).to(dtype).requires_grad_() for n, w in ((H, d), (G, d), (G, v)))
+    q, k, value = (
+        torch.randn(S, L, n, w, generator=g).to(dtype).requires_grad_() for n, w in ((H, d), (G, d), (G, v))
+    )
     return (q, k, value), torch.randn(S, L, H, v, generator=g).to(dtype)
 
 
@@ -22,7 +26,10 @@ def exact(tensors, grad, scale):
     inputs = [x.detach().double().flatten(0, 1).requires_grad_() for x in tensors]
     S, L = grad.shape[:2]
     output = reference_attention(*inputs, torch.arange(S) * L, scale)
-    return [x.detach().unflatten(0, (S, L)) for x in (output, *torch.autograd.grad(output, inputs, grad.double().flatten(0, 1)))]
+    return [
+        x.detach().unflatten(0, (S, L))
+        for x in (output, *torch.autograd.grad(output, inputs, grad.double().flatten(0, 1)))
+    ]
 
 
 def check(tensors, grad, scale):
@@ -30,13 +37,23 @@ def check(tensors, grad, scale):
     got = [output.detach(), *torch.autograd.grad(output, tensors, grad)]
     for ours, want in zip(got, exact(tensors, grad, scale), strict=True):
         assert ours.shape == want.shape and ours.dtype == grad.dtype
-        # where a gradient cancels to nothing (one token, one key that takes all), its error is that of what cancels: dP and keys
+        # where a gradient cancels to nothing (one token, one key that takes all), its error is that of what
+        # cancels: dP and keys
         floor = float(grad.double().norm()) * max(float(t.detach().abs().max()) for t in tensors) * scale
         assert (ours.double() - want).norm() <= TOLERANCE[grad.dtype] * max(float(want.norm()), floor)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", [(2, 300, 4, 2, 24, 16), (1, 257, 3, 3, 48, 32), (3, 128, 2, 1, 16, 16), (1, 1, 1, 1, 8, 8), (1, 200, 2, 2, 8, 24)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, 300, 4, 2, 24, 16),
+        (1, 257, 3, 3, 48, 32),
+        (3, 128, 2, 1, 16, 16),
+        (1, 1, 1, 1, 8, 8),
+        (1, 200, 2, 2, 8, 24),
+    ],
+)
 def test_equals_float64_forward_and_backward(shape, dtype):
     """Whole and part blocks, grouped heads, values narrower and wider than keys, one token."""
     tensors, grad = made(*shape, dtype)
@@ -79,14 +96,17 @@ def test_the_second_visit_takes_what_the_first_kept():
     again = blocked_attention(*tensors, 0.25, lambda compute: values.pop())
     assert calls == [1] and torch.equal(output, again)
     plain = blocked_attention(*tensors, 0.25)
-    for one, other in zip(torch.autograd.grad(again, tensors, grad), torch.autograd.grad(plain, tensors, grad), strict=True):
+    for one, other in zip(
+        torch.autograd.grad(again, tensors, grad), torch.autograd.grad(plain, tensors, grad), strict=True
+    ):
         assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_nan_reaches_just_the_queries_that_see_it(which, dtype):
-    """It is neither swallowed by the maximum or the exponential (which would hide a fault) nor carried to earlier queries."""
+    """It is neither swallowed by the maximum or the exponential (which would hide a fault) nor carried to
+    earlier queries."""
     tensors, _ = made(1, 200, 1, 1, 16, 16, dtype)
     with torch.no_grad():
         tensors[which][0, 50, 0, 3] = float("nan")
@@ -96,7 +116,9 @@ def test_a_nan_reaches_just_the_queries_that_see_it(which, dtype):
 
 
 @pytest.mark.skipif(not bf16_cpu.available(), reason="this CPU has no AVX512-bf16")
-@pytest.mark.parametrize(("length", "groups", "repeat", "width"), [(200, 3, 2, 96), (128, 1, 1, 64), (300, 2, 3, 34)])
+@pytest.mark.parametrize(
+    ("length", "groups", "repeat", "width"), [(200, 3, 2, 96), (128, 1, 1, 64), (300, 2, 3, 34)]
+)
 def test_scores_of_tiles_are_those_of_widened_inputs(length: int, groups: int, repeat: int, width: int):
     """The same float32 products in another order: 2^-24 of the sum of their sizes per addition."""
     generator = torch.Generator().manual_seed(length)
@@ -105,11 +127,16 @@ def test_scores_of_tiles_are_those_of_widened_inputs(length: int, groups: int, r
     heads = blocked_cpu._Heads(0, length, 0, groups, repeat)
     wide, tiled = blocked_cpu._Wide(heads, q, k), blocked_cpu._Tiled(heads, q, k)
     for b in range(heads.blocks):
-        keys = (b + 1) * blocked_cpu.ROWS
-        expected, size = wide.block(b, keys).clone(), torch.bmm(wide.q[b].abs(), wide.k[:, :keys].abs().transpose(1, 2))
+        keys = (b + 1) * blocked_cpu.QUERIES
+        expected, size = (
+            wide.block(b, keys).clone(),
+            torch.bmm(wide.q[b].abs(), wide.k[:, :keys].abs().transpose(1, 2)),
+        )
         found = tiled.block(b, keys)
         assert ((found - expected).abs() <= size * width * 2**-24).all()
-        assert not ((found.roll(1, 1) - expected).abs() <= size * width * 2**-24).all()  # control arm: a row further
+        assert not (
+            (found.roll(1, 1) - expected).abs() <= size * width * 2**-24
+        ).all()  # control arm: a row further
 
 
 def test_on_a_cpu_without_the_instruction(monkeypatch):

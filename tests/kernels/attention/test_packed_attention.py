@@ -1,4 +1,5 @@
-"""packed_attention against an explicit float64 masked softmax, forward and gradients; no gradient across documents (control arm)."""
+"""packed_attention against an explicit float64 masked softmax, forward and gradients; no gradient across
+documents (control arm)."""
 
 import pytest
 import torch
@@ -7,15 +8,22 @@ from torch.profiler import ProfilerActivity, profile
 from unfreeze.kernels.attention import Bucket, Layout, packed_attention, reference_attention
 
 LENGTHS = {
-    "one": [13], "single tokens": [1, 1, 1], "equal": [9, 9, 9], "unequal": [1, 70, 33, 2, 5, 120, 1], "short and long": [3, 200],
+    "one": [13],
+    "single tokens": [1, 1, 1],
+    "equal": [9, 9, 9],
+    "unequal": [1, 70, 33, 2, 5, 120, 1],
+    "short and long": [3, 200],
     "long": [300, 7, 260],
-}  # fmt: skip
+}
 
 
 def inputs(lengths, heads, groups, d, v, dtype, seed=0):
     g = torch.Generator().manual_seed(seed)
     starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
-    tensors = [torch.randn(sum(lengths), h, w, generator=g).to(dtype).requires_grad_() for h, w in [(heads, d), (groups, d), (groups, v)]]
+    tensors = [
+        torch.randn(sum(lengths), h, w, generator=g).to(dtype).requires_grad_()
+        for h, w in [(heads, d), (groups, d), (groups, v)]
+    ]
     return starts, tensors, torch.randn(sum(lengths), heads, v, generator=g).to(dtype)
 
 
@@ -25,13 +33,17 @@ def forward_backward(function, tensors, grad):
 
 
 @pytest.mark.parametrize("name", LENGTHS)
-@pytest.mark.parametrize("heads, groups, d, v", [(2, 2, 16, 16), (4, 2, 16, 16), (4, 1, 24, 16), (2, 2, 8, 16)])
+@pytest.mark.parametrize(
+    "heads, groups, d, v", [(2, 2, 16, 16), (4, 2, 16, 16), (4, 1, 24, 16), (2, 2, 8, 16)]
+)
 def test_packed_equals_float64_masked_softmax(name, heads, groups, d, v):
     starts, tensors, grad = inputs(LENGTHS[name], heads, groups, d, v, torch.float32)
     layout, scale = Layout.build(starts, sum(LENGTHS[name])), d**-0.5
     ours, our_grads = forward_backward(lambda *x: packed_attention(*x, layout, scale), tensors, grad)
     exact = [x.detach().double().requires_grad_() for x in tensors]
-    want, want_grads = forward_backward(lambda *x: reference_attention(*x, starts, scale), exact, grad.double())
+    want, want_grads = forward_backward(
+        lambda *x: reference_attention(*x, starts, scale), exact, grad.double()
+    )
     # float32 sums of at most 300 terms of size 1: 1e-5 is ten times what was observed
     torch.testing.assert_close(ours.double(), want, atol=1e-5, rtol=1e-5)
     for got, wanted in zip(our_grads, want_grads, strict=True):
@@ -44,8 +56,11 @@ def test_bfloat16_stays_within_its_rounding(name):
     layout, scale = Layout.build(starts, sum(LENGTHS[name])), 192**-0.5
     ours, our_grads = forward_backward(lambda *x: packed_attention(*x, layout, scale), tensors, grad)
     exact = [x.detach().double().requires_grad_() for x in tensors]
-    want, want_grads = forward_backward(lambda *x: reference_attention(*x, starts, scale), exact, grad.double())
-    # bf16 keeps 8 bits (2**-9 = 0.2 % per rounding); probabilities and outputs are rounded once, gradients a few times: 1 % of the norm
+    want, want_grads = forward_backward(
+        lambda *x: reference_attention(*x, starts, scale), exact, grad.double()
+    )
+    # bf16 keeps 8 bits (2**-9 = 0.2 % per rounding); probabilities and outputs are rounded once, gradients a
+    # few times: 1 % of the norm
     for got, wanted in zip([ours, *our_grads], [want, *want_grads], strict=True):
         assert (got.double() - wanted).norm() <= 0.01 * wanted.norm()
 
@@ -55,7 +70,9 @@ def leak(layout, lengths):
     _, tensors, _ = inputs(lengths, 2, 2, 8, 8, torch.float32)
     begin, end = lengths[0], lengths[0] + lengths[1]
     output = packed_attention(*tensors, layout, 0.3)[begin:end]
-    grads = torch.autograd.grad(output, tensors, torch.randn(output.shape, generator=torch.Generator().manual_seed(1)))
+    grads = torch.autograd.grad(
+        output, tensors, torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
+    )
     inside = max(float(g[begin:end].abs().max()) for g in grads)
     outside = max(float(torch.cat([g[:begin], g[end:]]).abs().max()) for g in grads)
     return inside, outside
@@ -82,7 +99,9 @@ def test_cpu_takes_the_flash_path_without_the_score_matrix(d, v, groups, dtype):
     names = {event.key for event in record.key_averages()}
     assert "aten::_scaled_dot_product_flash_attention_for_cpu_backward" in names
     assert "aten::_scaled_dot_product_attention_math" not in names
-    with profile(activities=[ProfilerActivity.CPU]) as record:  # control arm: torch itself, given unequal widths, takes the other path
+    with profile(
+        activities=[ProfilerActivity.CPU]
+    ) as record:  # control arm: torch itself, given unequal widths, takes the other path
         q, k = (torch.randn(1, 2, 4, 16) for _ in range(2))
         torch.nn.functional.scaled_dot_product_attention(q, k, torch.randn(1, 2, 4, 8), is_causal=True)
     assert "aten::_scaled_dot_product_attention_math" in {event.key for event in record.key_averages()}

@@ -1,4 +1,5 @@
-"""Which implementation runs: the rule for a record, each way it can fail, whose records count, and what is said when there are none."""
+"""Which implementation runs: the rule for a record, each way it can fail, whose records count, and what is
+said when there are none."""
 
 import json
 import logging
@@ -23,31 +24,56 @@ def planted(**fields):
     """Double, by two candidates: `quick` runs everywhere, `gpu` on CUDA only."""
     candidates = {
         "quick": Candidate(lambda: lambda x: x * 2, runs),
-        "gpu": Candidate(lambda: pytest.fail("loaded"), lambda device, dtype: "" if device == "cuda" else f"device {device}"),
+        "gpu": Candidate(
+            lambda: pytest.fail("loaded"),
+            lambda device, dtype: "" if device == "cuda" else f"device {device}",
+        ),
         "named": Candidate(lambda: lambda x: 2 * x, runs, named_on=("cpu",)),
     }
-    case = Case("any", lambda device, dtype, generator: (torch.randn(8, generator=generator).to(device, dtype).requires_grad_(),))
+    case = Case(
+        "any",
+        lambda device, dtype, generator: (
+            torch.randn(8, generator=generator).to(device, dtype).requires_grad_(),
+        ),
+    )
     return Op("double", lambda x: x + x, candidates, (case,), {BF16: 1e-2}, **fields)
 
 
 def row(**changes):
     return {
-        "op": "double", "device": "cpu-avx2", "dtype": "bfloat16", "bucket": "any", "candidate": "quick",
-        "error_forward": 1e-3, "error_backward": 2e-3,
-        "median_us": 50.0, "reference_median_us": 100.0, "spread_us": 2.0, "reference_spread_us": 2.0, "repeats": 9, "threads": 1, "torch": "2.13.0",
-        "date": "2026-01-31", **changes,
-    }  # fmt: skip
+        "op": "double",
+        "device": "cpu-avx2",
+        "dtype": "bfloat16",
+        "bucket": "any",
+        "candidate": "quick",
+        "error_forward": 1e-3,
+        "error_backward": 2e-3,
+        "median_us": 50.0,
+        "reference_median_us": 100.0,
+        "spread_us": 2.0,
+        "reference_spread_us": 2.0,
+        "repeats": 9,
+        "threads": 1,
+        "torch": "2.13.0",
+        "date": "2026-01-31",
+        **changes,
+    }
 
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    """Records of the test's own: files["cpu-avx2"] = rows (committed), files["user/cpu-avx2"] = rows (the user's). This machine is a cpu-avx2."""
+    """Records of the test's own: files["cpu-avx2"] = rows (committed), files["user/cpu-avx2"] = rows (the
+    user's). This machine is a cpu-avx2."""
     for name in ("committed", "user"):
         (tmp_path / name).mkdir()
     monkeypatch.setattr(record, "COMMITTED", tmp_path / "committed")
     monkeypatch.setattr(record, "user_folder", lambda: tmp_path / "user")
-    monkeypatch.setattr(choosing, "device_key", lambda device: "cpu-avx2" if device.type == "cpu" else "some-gpu")
-    monkeypatch.setattr(record, "device_key", lambda device: "cpu-avx2" if device.type == "cpu" else "some-gpu")
+    monkeypatch.setattr(
+        choosing, "device_key", lambda device: "cpu-avx2" if device.type == "cpu" else "some-gpu"
+    )
+    monkeypatch.setattr(
+        record, "device_key", lambda device: "cpu-avx2" if device.type == "cpu" else "some-gpu"
+    )
     monkeypatch.setattr(choosing, "_CHOSEN", {})
 
     class Files:
@@ -55,7 +81,7 @@ def files(tmp_path, monkeypatch):
             path = tmp_path / ("" if "/" in name else "committed") / f"{name}.json"
             path.write_text(rows if isinstance(rows, str) else json.dumps(rows))
 
-    record.read.cache_clear(), choosing._say_unmeasured.cache_clear(), choosing._say_borrowed.cache_clear()
+    record.read.cache_clear(), choosing._log_unmeasured.cache_clear(), choosing._log_borrowed.cache_clear()
     yield Files()
     record.read.cache_clear()
 
@@ -71,7 +97,9 @@ def test_a_proven_record_is_chosen(files):
         dict(error_forward=2e-2),  # too inexact, either way
         dict(error_backward=2e-2),
         dict(median_us=96.0),  # only 4 % faster
-        dict(median_us=90.0, spread_us=12.0, reference_spread_us=10.0),  # 10 us faster, and half the spreads are 11
+        dict(
+            median_us=90.0, spread_us=12.0, reference_spread_us=10.0
+        ),  # 10 us faster, and half the spreads are 11
         dict(median_us=150.0),
         dict(error_forward=float("nan")),
         dict(error_backward=float("nan")),
@@ -90,9 +118,16 @@ def test_the_edges_of_the_rule():
 
 
 def test_a_refused_record_is_not_chosen(files):
-    refused = {key: value for key, value in row(refused="RuntimeError: no").items() if not key.endswith("_us") and not key.startswith("error")}
+    refused = {
+        key: value
+        for key, value in row(refused="RuntimeError: no").items()
+        if not key.endswith("_us") and not key.startswith("error")
+    }
     files["cpu-avx2"] = [refused]
-    assert by_record(planted(), CPU, BF16, "any") == ("reference", "1 measured, none 5 % faster within the tolerance")
+    assert by_record(planted(), CPU, BF16, "any") == (
+        "reference",
+        "1 measured, none 5 % faster within the tolerance",
+    )
 
 
 def test_a_candidate_that_cannot_run_here_or_only_by_name_is_not_chosen_whatever_its_record_says(files):
@@ -108,11 +143,16 @@ def test_the_fastest_of_several_by_its_own_ratio(files):
     assert by_record(op, CPU, BF16, "any")[0] == "other"
 
 
-@pytest.mark.parametrize("other", [dict(dtype="float32"), dict(bucket="small"), dict(op="halve"), dict(candidate="gone")])
+@pytest.mark.parametrize(
+    "other", [dict(dtype="float32"), dict(bucket="small"), dict(op="halve"), dict(candidate="gone")]
+)
 def test_a_record_of_something_else_says_nothing(files, other):
     files["cpu-avx2"] = [row(**other)]
     name, why = by_record(planted(), CPU, BF16, "any")
-    assert name == "reference" and why == "no record for cpu-avx2; unfreeze kernels measure --op double makes one"
+    assert (
+        name == "reference"
+        and why == "no record for cpu-avx2; unfreeze kernels measure --op double makes one"
+    )
 
 
 def test_inputs_that_no_case_stands_for_and_an_op_without_a_runner_need_no_record(files):
@@ -122,8 +162,13 @@ def test_inputs_that_no_case_stands_for_and_an_op_without_a_runner_need_no_recor
 
 
 def test_a_preferred_candidate_needs_no_record_but_still_must_run(files):
-    assert by_record(planted(preferred="quick", because="it keeps a promise"), CPU, BF16, "any") == ("quick", "it keeps a promise")
-    alone = Op("double", lambda x: x, {"gpu": planted().candidates["gpu"]}, planted().cases, {}, preferred="gpu")
+    assert by_record(planted(preferred="quick", because="it keeps a promise"), CPU, BF16, "any") == (
+        "quick",
+        "it keeps a promise",
+    )
+    alone = Op(
+        "double", lambda x: x, {"gpu": planted().candidates["gpu"]}, planted().cases, {}, preferred="gpu"
+    )
     assert by_record(alone, CPU, BF16, "any") == ("reference", "gpu cannot run: device cpu")
 
 
@@ -143,9 +188,13 @@ def test_a_cpu_without_records_goes_by_the_nearest_class_and_says_so_once(files,
     files["cpu-avx512-bf16"], files["cpu-amx"] = [row(median_us=30.0)], [row(median_us=99.0)]
     with caplog.at_level(logging.INFO):
         for bucket in ("any", "any"):
-            assert by_record(planted(), CPU, BF16, bucket) == ("quick", "3.33 x the reference, 2026-01-31 on cpu-avx512-bf16")
+            assert by_record(planted(), CPU, BF16, bucket) == (
+                "quick",
+                "3.33 x the reference, 2026-01-31 on cpu-avx512-bf16",
+            )
     assert [record.message for record in caplog.records] == [
-        "kernels: cpu-avx2 has no records of its own, so those of cpu-avx512-bf16 decide; unfreeze kernels measure --to user makes its own"
+        "kernels: cpu-avx2 has no records of its own, so those of cpu-avx512-bf16 decide; unfreeze kernels"
+        " measure --to user makes its own"
     ]
     files["cpu-default"] = [row(median_us=98.0)]  # nearer: one class away, not two
     record.read.cache_clear()
@@ -157,7 +206,11 @@ def test_a_gpu_without_records_borrows_nothing_and_says_so_once(files, caplog):
     with caplog.at_level(logging.INFO):
         for _ in range(2):
             assert by_record(planted(), torch.device("cuda"), BF16, "any")[0] == "reference"
-    assert len(caplog.records) == 1 and "some-gpu has no records" in caplog.text and "unfreeze kernels measure" in caplog.text
+    assert (
+        len(caplog.records) == 1
+        and "some-gpu has no records" in caplog.text
+        and "unfreeze kernels measure" in caplog.text
+    )
 
 
 def test_the_nearest_class_is_the_humbler_of_two_as_near(files):
@@ -184,8 +237,16 @@ def test_the_second_call_looks_up_and_says_nothing(files, caplog, monkeypatch):
 
 def test_impl_by_name(files):
     op = planted()
-    assert choose(op, CPU, BF16, "any", "reference") is op.reference and choose(op, CPU, BF16, "any", "quick")(2) == 4
-    with pytest.raises(ConfigError, match="double has no implementation 'quik'; nearest: 'quick'; it has auto, reference, quick, gpu, named"):
+    assert (
+        choose(op, CPU, BF16, "any", "reference") is op.reference
+        and choose(op, CPU, BF16, "any", "quick")(2) == 4
+    )
+    with pytest.raises(
+        ConfigError,
+        match=(
+            "double has no implementation 'quik'; nearest: 'quick'; it has auto, reference, quick, gpu, named"
+        ),
+    ):
         choose(op, CPU, BF16, "any", "quik")
     with pytest.raises(ConfigError, match="double cannot run as 'gpu' here: device cpu"):
         choose(op, CPU, BF16, "any", "gpu")

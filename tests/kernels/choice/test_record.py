@@ -14,7 +14,14 @@ DOUBLE = Op("double", lambda x: x + x, {"quick": QUICK}, (Case("any", lambda *_:
 
 
 def row(**changes):
-    return {"op": "double", "dtype": "bfloat16", "bucket": "any", "candidate": "quick", "median_us": 50.0, **changes}
+    return {
+        "op": "double",
+        "dtype": "bfloat16",
+        "bucket": "any",
+        "candidate": "quick",
+        "median_us": 50.0,
+        **changes,
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +38,11 @@ def test_only_the_rows_of_what_was_measured_are_replaced(tmp_path):
     path, ops = tmp_path / "new folder" / "cpu.json", {"double": DOUBLE}
     record.write(path, [row(), row(dtype="float32"), row(op="halve", candidate="x")], ops)
     record.write(path, [row(median_us=7.0)], ops)
-    assert rows(path) == {("bfloat16", "any", "quick"): 7.0, ("float32", "any", "quick"): 50.0, ("bfloat16", "any", "x"): 50.0}
+    assert rows(path) == {
+        ("bfloat16", "any", "quick"): 7.0,
+        ("float32", "any", "quick"): 50.0,
+        ("bfloat16", "any", "x"): 50.0,
+    }
     assert json.loads(path.read_text()) and len(path.read_text().splitlines()) == 3 + 2  # a row per line
     assert os.stat(path).st_mode & 0o777 == 0o644 and os.listdir(path.parent) == ["cpu.json"]
 

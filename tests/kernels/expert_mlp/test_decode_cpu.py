@@ -1,4 +1,5 @@
-"""The expert MLP for a handful of tokens, from INT4 codes, against the float64 reference; when it is taken, and when it is not."""
+"""The expert MLP for a handful of tokens, from INT4 codes, against the float64 reference; when it is taken,
+and when it is not."""
 
 import pytest
 import torch
@@ -16,10 +17,15 @@ def made(T, dtype, lora, seed=0, group=32):
     def randn(*shape):
         return torch.randn(shape, generator=g)
 
-    packed = [Packed(Int4(group), Int4(group).quantize(randn(*shape) / shape[-1] ** 0.5)) for shape in ((E, 2 * I, D), (E, D, I))]
+    packed = [
+        Packed(Int4(group), Int4(group).quantize(randn(*shape) / shape[-1] ** 0.5))
+        for shape in ((E, 2 * I, D), (E, D, I))
+    ]
     factors = ExpertFactors()
     if lora == "both":
-        factors = ExpertFactors(randn(E, 8, D), randn(E, 2 * I, 4) * 0.1, randn(E, 3, I), randn(E, D, 3) * 0.1, 0.5, 2.0)
+        factors = ExpertFactors(
+            randn(E, 8, D), randn(E, 2 * I, 4) * 0.1, randn(E, 3, I), randn(E, D, 3) * 0.1, 0.5, 2.0
+        )
     if lora == "down":
         factors = ExpertFactors(down_A=randn(E, 3, I), down_B=randn(E, D, 3) * 0.1, down_scale=0.7)
     ids = torch.stack([torch.randperm(E, generator=g)[:K] for _ in range(T)])
@@ -27,8 +33,18 @@ def made(T, dtype, lora, seed=0, group=32):
 
 
 def exact(x, ids, weights, gate_up, down, factors):
-    double = {name: value.double() if isinstance(value, torch.Tensor) else value for name, value in vars(factors).items()}
-    return reference_expert_mlp(x.double(), ids, weights.double(), gate_up.dequantize().double(), down.dequantize().double(), ExpertFactors(**double))
+    double = {
+        name: value.double() if isinstance(value, torch.Tensor) else value
+        for name, value in vars(factors).items()
+    }
+    return reference_expert_mlp(
+        x.double(),
+        ids,
+        weights.double(),
+        gate_up.dequantize().double(),
+        down.dequantize().double(),
+        ExpertFactors(**double),
+    )
 
 
 @pytest.fixture
@@ -39,7 +55,8 @@ def taken(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])  # bf16: the result is rounded once
+# bf16: the result is rounded once
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
 @pytest.mark.parametrize("lora", ["none", "both", "down"])
 @pytest.mark.parametrize("T", [1, 5])
 def test_equals_float64(T, lora, dtype, tolerance, taken):
@@ -52,7 +69,8 @@ def test_equals_float64(T, lora, dtype, tolerance, taken):
 
 
 def test_weights_are_the_rounded_ones_of_the_checkpoint():
-    """(code - 8) · scale is rounded to bf16 when dequantized; without that rounding decoding would use other weights than training does."""
+    """(code - 8) · scale is rounded to bf16 when dequantized; without that rounding decoding would use other
+    weights than training does."""
     args = made(1, torch.float32, "none")
     with torch.no_grad():
         y = expert_mlp(*args, impl="fused")
@@ -61,7 +79,9 @@ def test_weights_are_the_rounded_ones_of_the_checkpoint():
     for packed in args[3:5]:
         codes = packed.parts["weight_packed"].view(torch.uint8)
         values = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).double() - 8
-        unrounded.append(values * packed.parts["weight_scale"].double().repeat_interleave(packed.codec.group_size, -1))
+        unrounded.append(
+            values * packed.parts["weight_scale"].double().repeat_interleave(packed.codec.group_size, -1)
+        )
     other = reference_expert_mlp(args[0].double(), args[1], args[2].double(), *unrounded, ExpertFactors())
     assert (y.double() - other).norm() > 1e-4 * other.norm()
 

@@ -1,4 +1,5 @@
-"""The fused expert MLP against a float64 merged model: forward and every gradient, packed and dense, float32 and bf16.
+"""The fused expert MLP against a float64 merged model: forward and every gradient, packed and dense, float32
+and bf16.
 
 The oracle merges W + scale B A in float64 and knows nothing of sorting, groups, workspaces or adapters.
 """
@@ -15,16 +16,26 @@ from torch.utils._pytree import tree_leaves
 
 from unfreeze.core.errors import ConfigError
 from unfreeze.kernels.choice import choose
-from unfreeze.kernels.expert_mlp import ExpertFactors, expert_mlp, fused, loop_cpu, release_scratch, scratch_bytes
+from unfreeze.kernels.expert_mlp import (
+    ExpertFactors,
+    expert_mlp,
+    loop_cpu,
+    release_scratch,
+    scratch_bytes,
+    workspace,
+)
 from unfreeze.kernels.loops import cores
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.int4 import Int4
 
-# float32: sums of some hundred terms, 1e-6 observed at most 4e-7. bf16: 2**-9 per rounding and about five roundings in a row, observed 0.6 %.
+# float32: sums of some hundred terms, 1e-6 observed at most 4e-7. bf16: 2**-9 per rounding and about five
+# roundings in a row, observed 0.6 %.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 0.015}
 
 
-def problem(E=6, D=64, I=32, R=4, T=50, K=2, dtype=torch.float32, packed=True, group=32, lora="both", ids=None, seed=0):
+def problem(
+    E=6, D=64, I=32, R=4, T=50, K=2, dtype=torch.float32, packed=True, group=32, lora="both", ids=None, seed=0
+):
     g = torch.Generator().manual_seed(seed)
 
     def randn(*shape, scale=1.0):
@@ -32,10 +43,20 @@ def problem(E=6, D=64, I=32, R=4, T=50, K=2, dtype=torch.float32, packed=True, g
 
     codec = Int4(group)
     bases = [randn(E, 2 * I, D, scale=D**-0.5), randn(E, D, I, scale=I**-0.5)]
-    bases = [Packed(codec, codec.quantize(b.bfloat16())) if packed else b.to(dtype).requires_grad_() for b in bases]
+    bases = [
+        Packed(codec, codec.quantize(b.bfloat16())) if packed else b.to(dtype).requires_grad_() for b in bases
+    ]
     factors = ExpertFactors(
-        *(randn(E, 2 * R, D, scale=D**-0.5), randn(E, 2 * I, R, scale=0.3)) if lora in ("both", "gate_up") else (None, None),
-        *(randn(E, R, I, scale=I**-0.5), randn(E, D, R, scale=0.3)) if lora in ("both", "down") else (None, None),
+        *(
+            (randn(E, 2 * R, D, scale=D**-0.5), randn(E, 2 * I, R, scale=0.3))
+            if lora in ("both", "gate_up")
+            else (None, None)
+        ),
+        *(
+            (randn(E, R, I, scale=I**-0.5), randn(E, D, R, scale=0.3))
+            if lora in ("both", "down")
+            else (None, None)
+        ),
         scale=2.0,
         down_scale=1.37,
     )
@@ -43,7 +64,11 @@ def problem(E=6, D=64, I=32, R=4, T=50, K=2, dtype=torch.float32, packed=True, g
         if getattr(factors, name) is not None:
             getattr(factors, name).requires_grad_()
     if ids is None:
-        ids = torch.stack([torch.randperm(E, generator=g)[:K] for _ in range(T)]) if T else torch.empty((0, K), dtype=torch.int64)
+        ids = (
+            torch.stack([torch.randperm(E, generator=g)[:K] for _ in range(T)])
+            if T
+            else torch.empty((0, K), dtype=torch.int64)
+        )
     x = randn(ids.shape[0], D).to(dtype).requires_grad_()
     weights = torch.rand(ids.shape, generator=g).requires_grad_()
     return x, ids, weights, *bases, factors
@@ -53,12 +78,19 @@ FACTORS = ("gate_up_A", "gate_up_B", "down_A", "down_B")
 
 
 def leaves(x, ids, weights, gate_up, down, factors):
-    every = {"x": x, "weights": weights, "gate_up": gate_up, "down": down, **{n: getattr(factors, n) for n in FACTORS}}
+    every = {
+        "x": x,
+        "weights": weights,
+        "gate_up": gate_up,
+        "down": down,
+        **{n: getattr(factors, n) for n in FACTORS},
+    }
     return {name: t for name, t in every.items() if isinstance(t, torch.Tensor)}
 
 
 def merged_float64(x, ids, weights, gate_up, down, factors):
-    """(y, gradients by name) of Σ_k w down(silu(gate x) * up x) with merged float64 weights, by dense one-hot routing."""
+    """(y, gradients by name) of Σ_k w down(silu(gate x) * up x) with merged float64 weights, by dense one-hot
+    routing."""
     grad = output_grad(x)
 
     def double(t):
@@ -70,7 +102,9 @@ def merged_float64(x, ids, weights, gate_up, down, factors):
     W1, W2 = gate_up, down
     if f.gate_up_A is not None:
         R, I = f.gate_up_B.shape[2], gate_up.shape[1] // 2
-        delta = torch.cat([f.gate_up_B[:, :I] @ f.gate_up_A[:, :R], f.gate_up_B[:, I:] @ f.gate_up_A[:, R:]], dim=1)
+        delta = torch.cat(
+            [f.gate_up_B[:, :I] @ f.gate_up_A[:, :R], f.gate_up_B[:, I:] @ f.gate_up_A[:, R:]], dim=1
+        )
         W1 = gate_up + f.scale * delta
     if f.down_A is not None:
         W2 = down + f.down_scale * f.down_B @ f.down_A
@@ -79,7 +113,11 @@ def merged_float64(x, ids, weights, gate_up, down, factors):
     share_TE = torch.zeros(x.shape[0], gate_up.shape[0], dtype=torch.float64).scatter_add(1, ids, weights)
     y = torch.einsum("te,etd->td", share_TE, y_ETD)
     named = leaves(x, ids, weights, gate_up, down, f)
-    return y, dict(zip(named, torch.autograd.grad(y, list(named.values()), grad.double(), allow_unused=True), strict=True))
+    return y, dict(
+        zip(
+            named, torch.autograd.grad(y, list(named.values()), grad.double(), allow_unused=True), strict=True
+        )
+    )
 
 
 def output_grad(x):
@@ -89,7 +127,9 @@ def output_grad(x):
 def ours(args, impl="fused"):
     y = expert_mlp(*args, impl=impl)
     named = leaves(*args)
-    return y, dict(zip(named, torch.autograd.grad(y, list(named.values()), output_grad(args[0])), strict=True))
+    return y, dict(
+        zip(named, torch.autograd.grad(y, list(named.values()), output_grad(args[0])), strict=True)
+    )
 
 
 def error(got, want):
@@ -118,7 +158,8 @@ def test_equals_merged_float64(dtype, packed, rank):
 @pytest.mark.parametrize("lora", ["both", "none"])
 @pytest.mark.parametrize("D, I", [(64, 32), (32, 96)])
 def test_without_gradients_the_output_is_the_same_float64(dtype, packed, lora, D, I):
-    """The pass that keeps nothing for backward works in scratch alone: no two buffers of it may share a name."""
+    """The pass that keeps nothing for backward works in scratch alone: no two buffers of it may share a
+    name."""
     args = problem(D=D, I=I, dtype=dtype, packed=packed, lora=lora)
     with torch.no_grad():
         y = expert_mlp(*args, impl="fused")
@@ -128,7 +169,11 @@ def test_without_gradients_the_output_is_the_same_float64(dtype, packed, lora, D
 def test_that_comparison_sees_two_buffers_of_one_name(monkeypatch):
     args = problem(D=32, I=96, lora="none")
     real = loop_cpu.LoopCpu.rows
-    monkeypatch.setattr(loop_cpu.LoopCpu, "rows", lambda self, name, *rest: real(self, "base gate_up" if name == "gate_up" else name, *rest))
+    monkeypatch.setattr(
+        loop_cpu.LoopCpu,
+        "rows",
+        lambda self, name, *rest: real(self, "base gate_up" if name == "gate_up" else name, *rest),
+    )
     with torch.no_grad():
         y = expert_mlp(*args, impl="fused")
     assert error(y, merged_float64(*args)[0]) > 0.1
@@ -179,7 +224,8 @@ def test_an_input_with_strides_and_a_broadcast_gradient():
     wide[:, ::2] = x.detach()
     strided = wide[:, ::2].requires_grad_()
     assert torch.equal(expert_mlp(strided, *rest, impl="fused"), expert_mlp(x, *rest, impl="fused"))
-    one = torch.autograd.grad(expert_mlp(x, *rest, impl="fused").sum(), x)[0]  # .sum() hands back a gradient of stride 0
+    # .sum() hands back a gradient of stride 0
+    one = torch.autograd.grad(expert_mlp(x, *rest, impl="fused").sum(), x)[0]
     two = torch.autograd.grad(expert_mlp(x, *rest, impl="reference").sum(), x)[0]
     torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)
 
@@ -191,23 +237,31 @@ def test_reference_equals_merged_float64():
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 0.005)])
 def test_untrained_factors_leave_the_output(dtype, bound):
-    """B = 0. reference: no bit changes. fused: within its tolerance (zeros join the GEMM's sums, which may then be blocked differently)."""
+    """B = 0. reference: no bit changes. fused: within its tolerance (zeros join the GEMM's sums, which may
+    then be blocked differently)."""
     x, ids, weights, gate_up, down, f = problem(dtype=dtype)
     zero = replace(f, gate_up_B=torch.zeros_like(f.gate_up_B), down_B=torch.zeros_like(f.down_B))
     base = [expert_mlp(x, ids, weights, gate_up, down, None, impl=impl) for impl in ("reference", "fused")]
-    with_zero = [expert_mlp(x, ids, weights, gate_up, down, zero, impl=impl) for impl in ("reference", "fused")]
+    with_zero = [
+        expert_mlp(x, ids, weights, gate_up, down, zero, impl=impl) for impl in ("reference", "fused")
+    ]
     assert torch.equal(base[0], with_zero[0])
     assert error(with_zero[1], base[1].double()) <= bound
-    assert not torch.equal(base[0], expert_mlp(x, ids, weights, gate_up, down, f, impl="reference"))  # control arm: B is seen
+    # control arm: B is seen
+    assert not torch.equal(base[0], expert_mlp(x, ids, weights, gate_up, down, f, impl="reference"))
 
 
 def test_small_updates_survive_bf16():
-    """A change of 1e-4 of a weight would round away if B A were merged into bf16 weights; beside them in the GEMM it is kept."""
+    """A change of 1e-4 of a weight would round away if B A were merged into bf16 weights; beside them in the
+    GEMM it is kept."""
     x, ids, weights, gate_up, down, f = problem(dtype=torch.bfloat16, lora="gate_up")
     small = replace(f, gate_up_B=(f.gate_up_B.detach() * 1e-4).requires_grad_())
     check((x, ids, weights, gate_up, down, small), TOLERANCE[torch.bfloat16])
     base = gate_up.dequantize()
-    delta = 2.0 * torch.cat([small.gate_up_B[:, :32] @ small.gate_up_A[:, :4], small.gate_up_B[:, 32:] @ small.gate_up_A[:, 4:]], dim=1)
+    delta = 2.0 * torch.cat(
+        [small.gate_up_B[:, :32] @ small.gate_up_A[:, :4], small.gate_up_B[:, 32:] @ small.gate_up_A[:, 4:]],
+        dim=1,
+    )
     lost = (base.float() + delta).bfloat16() == base
     assert float(lost[base != 0].float().mean()) > 0.9  # control arm: merged, nine weights of ten do not move
 
@@ -223,8 +277,12 @@ def test_the_grouping_of_experts_changes_no_result(group_bytes, monkeypatch):
 
 def test_only_the_experts_asked_for_are_expanded(monkeypatch):
     asked = []
-    real = fused.Base.stack
-    monkeypatch.setattr(fused.Base, "stack", lambda self, experts, *rest: asked.extend(experts) or real(self, experts, *rest))
+    real = workspace.Base.stack
+    monkeypatch.setattr(
+        workspace.Base,
+        "stack",
+        lambda self, experts, *rest: asked.extend(experts) or real(self, experts, *rest),
+    )
     args = problem(E=40, ids=torch.tensor([[7, 31], [31, 2]]))
     expert_mlp(*args, impl="fused")
     assert sorted(asked) == [2, 2, 7, 7, 31, 31]
@@ -238,9 +296,15 @@ def saved_tensors(run):
 
 
 def expanded(kept, gate_up, down):
-    """Saved floating point tensors as large as one expanded expert or more whose last dims are those of an expert matrix."""
+    """Saved floating point tensors as large as one expanded expert or more whose last dims are those of an
+    expert matrix."""
     shapes = {tuple(gate_up.shape[1:]), tuple(down.shape[1:])}
-    return [t for t in kept if t.is_floating_point() and (tuple(t.shape[-2:]) in shapes or tuple(t.t().shape if t.ndim == 2 else ()) in shapes)]
+    return [
+        t
+        for t in kept
+        if t.is_floating_point()
+        and (tuple(t.shape[-2:]) in shapes or tuple(t.t().shape if t.ndim == 2 else ()) in shapes)
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -248,7 +312,8 @@ def test_nothing_expanded_is_saved_for_backward(dtype):
     args = problem(dtype=dtype, T=23)
     _, kept = saved_tensors(lambda: expert_mlp(*args, impl="fused"))
     assert kept and not expanded(kept, args[3], args[4])
-    _, kept = saved_tensors(lambda: expert_mlp(*args, impl="reference"))  # control arm: plain autograd keeps the expanded experts
+    # control arm: plain autograd keeps the expanded experts
+    _, kept = saved_tensors(lambda: expert_mlp(*args, impl="reference"))
     assert expanded(kept, args[3], args[4])
 
 
@@ -306,7 +371,8 @@ def test_auto_says_which_and_float64_goes_to_the_reference(caplog, monkeypatch):
 
 def test_row_counts_are_padded_for_bf16_only_and_stay_few():
     counts = {loop_cpu.padded_rows(n, torch.bfloat16) for n in range(1, 4097)}
-    assert len(counts) <= 80  # one expert step uses nine kernels per count, and oneDNN keeps up to 1,024 of them
+    # one expert step uses nine kernels per count, and oneDNN keeps up to 1,024 of them
+    assert len(counts) <= 80
     for n in range(17, 4097):
         padded = loop_cpu.padded_rows(n, torch.bfloat16)
         assert n <= padded <= max(n + 15, n * 1.125)  # multiples of 16, then eight sizes per octave
@@ -331,7 +397,11 @@ def test_shared_among_cores_it_agrees_with_float64_and_repeats_its_bits(dtype, m
     monkeypatch.setattr(loop_cpu, "WORKERS_FROM", 0)
     used = []
     each = loop_cpu.LoopCpu.each
-    monkeypatch.setattr(loop_cpu.LoopCpu, "each", lambda self, groups, workers, work: used.append(workers) or each(self, groups, workers, work))
+    monkeypatch.setattr(
+        loop_cpu.LoopCpu,
+        "each",
+        lambda self, groups, workers, work: used.append(workers) or each(self, groups, workers, work),
+    )
     monkeypatch.setattr(loop_cpu, "GROUP_BYTES", 1)
     try:
         args = problem(E=7, T=40, dtype=dtype)
@@ -358,7 +428,8 @@ def test_an_error_in_a_cores_share_reaches_the_caller_when_all_have_stopped(monk
 
     monkeypatch.setattr(loop_cpu, "WORKERS_FROM", 0)
     monkeypatch.setattr(loop_cpu, "GROUP_BYTES", 1)
-    monkeypatch.setattr(cores, "_pool", functools.cache(cores._pool.__wrapped__))  # threads of its own: which is _0 is then known
+    # threads of its own: which is _0 is then known
+    monkeypatch.setattr(cores, "_pool", functools.cache(cores._pool.__wrapped__))
     monkeypatch.setattr(loop_cpu, "_shares", lambda groups, workers: [groups[:1], groups[1:2]])
     monkeypatch.setattr(loop_cpu.LoopCpu, "swiglu", swiglu)
     torch.set_num_threads(2)

@@ -1,4 +1,5 @@
-"""Experts straight from their codes in panels: against the float64 merged model, and against the part that multiplies expanded matrices."""
+"""Experts straight from their codes in panels: against the float64 merged model, and against the part that
+multiplies expanded matrices."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from unfreeze.kernels.expert_mlp.panels_cpu import Panels
 from unfreeze.kernels.loops import bf16_cpu
 from unfreeze.kernels.loops.bf16_tile import ROWS
 
-_spec = importlib.util.spec_from_file_location("expert_mlp_problem_of_panels", Path(__file__).with_name("test_expert_mlp.py"))
+_spec = importlib.util.spec_from_file_location(
+    "expert_mlp_problem_of_panels", Path(__file__).with_name("test_expert_mlp.py")
+)
 assert _spec is not None and _spec.loader is not None
 oracle = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(oracle)
@@ -28,14 +31,19 @@ def problem(**changes):
     return oracle.problem(**{"D": 128, "I": 64, "E": 6, "T": 60, "R": 4, "dtype": torch.bfloat16, **changes})
 
 
-def results(args, part):
-    y = fused_expert_mlp(*args, part=part)
+def results(args, backend):
+    y = fused_expert_mlp(*args, backend=backend)
     named = oracle.leaves(*args)
-    return {"y": y.detach(), **dict(zip(named, torch.autograd.grad(y, list(named.values()), oracle.output_grad(args[0])), strict=True))}
+    return {
+        "y": y.detach(),
+        **dict(
+            zip(named, torch.autograd.grad(y, list(named.values()), oracle.output_grad(args[0])), strict=True)
+        ),
+    }
 
 
-def errors(args, part):
-    got = results(args, part)
+def errors(args, backend):
+    got = results(args, backend)
     y, grads = oracle.merged_float64(*args)
     return {name: oracle.error(found, y if name == "y" else grads[name]) for name, found in got.items()}
 
@@ -45,7 +53,9 @@ ROUTINGS = {
     "one expert has all": torch.tensor([[2, 5]] * 41),
     "one row each": torch.arange(6)[:, None],
     "whole tiles": torch.arange(6).repeat(2 * ROWS)[:, None],
-    "one row over": torch.cat([torch.zeros(ROWS + 1, dtype=torch.int64), torch.ones(2 * ROWS - 1, dtype=torch.int64)])[:, None],
+    "one row over": torch.cat(
+        [torch.zeros(ROWS + 1, dtype=torch.int64), torch.ones(2 * ROWS - 1, dtype=torch.int64)]
+    )[:, None],
 }
 
 
@@ -67,7 +77,8 @@ def test_whichever_matrices_have_adapters(lora, D, I, group):
 
 @needed
 def test_it_is_no_less_exact_than_gemms_over_expanded_matrices():
-    """The last product of a direction isn't rounded before it is summed: errors of y and dx are smaller, the others as large."""
+    """The last product of a direction isn't rounded before it is summed: errors of y and dx are smaller, the
+    others as large."""
     args = problem(D=256, I=128, T=400)
     panels, gemms = errors(args, Panels()), errors(args, LoopCpu())
     assert all(panels[name] <= 1.05 * gemms[name] for name in gemms), (panels, gemms)
@@ -77,7 +88,7 @@ def test_it_is_no_less_exact_than_gemms_over_expanded_matrices():
 def test_without_gradients_it_is_the_same_to_the_bit():
     args = problem(T=200)
     with torch.no_grad():
-        y = fused_expert_mlp(*args, part=Panels())
+        y = fused_expert_mlp(*args, backend=Panels())
     assert torch.equal(y, results(args, Panels())["y"])
 
 
@@ -87,7 +98,7 @@ def test_x_without_gradient():
     args = problem()
     want = results(args, Panels())
     frozen = (args[0].detach(), *args[1:])
-    y = fused_expert_mlp(*frozen, part=Panels())
+    y = fused_expert_mlp(*frozen, backend=Panels())
     found = torch.autograd.grad(y, [args[5].gate_up_A, args[5].down_B], oracle.output_grad(args[0]))
     assert torch.equal(found[0], want["gate_up_A"]) and torch.equal(found[1], want["down_B"])
 
@@ -96,7 +107,7 @@ def test_x_without_gradient():
 def test_shared_among_cores_it_repeats_its_bits(monkeypatch):
     threads = torch.get_num_threads()
     monkeypatch.setattr(loop_cpu, "WORKERS_FROM", 0)
-    monkeypatch.setattr(panels_cpu, "EXPERTS", 1)
+    monkeypatch.setattr(panels_cpu, "GROUP_EXPERTS", 1)
     torch.set_num_threads(3)
     try:
         args = problem(E=7)
@@ -125,9 +136,15 @@ def test_nothing_expanded_is_held():
 
 PLANTED = {
     "the last pairs": ("panel.ctypes.data, pairs, there", "panel.ctypes.data, pairs - 8, there"),
-    "the routing weight": ("target[j] += w * found[j]", "target[j] += found[j]"),
-    "an adapter of the wrong expert": ("beside(A1[g],", "beside(A1[0],"),
-    "backward through the next expert": ("along(low[0][e],", "along(low[0][e - 1],"),
+    "the routing weight": ("target[j] += w * product[j]", "target[j] += product[j]"),
+    "an adapter of the wrong expert": (
+        "pack_bf16_columns(factors.A1[g],",
+        "pack_bf16_columns(factors.A1[0],",
+    ),
+    "backward through the next expert": (
+        "pack_int4_columns(down.codes[e],",
+        "pack_int4_columns(down.codes[e - 1],",
+    ),
 }
 
 
@@ -137,7 +154,11 @@ def test_a_planted_bug_is_seen(bug):
     """Control arm: the errors are then far outside."""
     source = Path(panels_cpu.__file__).read_text(encoding="utf-8")
     assert source.count(PLANTED[bug][0]) == 1
-    planted = source.replace(*PLANTED[bug]).replace("@serial", "@njit").replace("import numpy as np", "import numpy as np\nfrom numba import njit", 1)
+    planted = (
+        source.replace(*PLANTED[bug])
+        .replace("@serial", "@njit")
+        .replace("import numpy as np", "import numpy as np\nfrom numba import njit", 1)
+    )
     namespace = {"__name__": panels_cpu.__name__, "__file__": panels_cpu.__file__}
     exec(compile(planted, "planted", "exec"), namespace)
     assert max(errors(problem(), namespace["Panels"]()).values()) > 10 * TOLERANCE
@@ -146,13 +167,17 @@ def test_a_planted_bug_is_seen(bug):
 def test_what_it_refuses(monkeypatch):
     _, _, _, gate_up, down, _ = problem()
     monkeypatch.setattr(panels_cpu, "available", lambda: True)
-    assert panels_cpu.suits(torch.bfloat16, gate_up, down)
-    assert not panels_cpu.suits(torch.float32, gate_up, down)
-    assert not panels_cpu.suits(torch.bfloat16, gate_up.dequantize(), down.dequantize())  # a dense base may be trained
-    assert not panels_cpu.suits(torch.bfloat16, *problem(D=96)[3:5]) and not panels_cpu.suits(torch.bfloat16, *problem(I=32)[3:5])  # widths
-    assert not panels_cpu.suits(torch.bfloat16, *problem(group=16)[3:5])
+    assert panels_cpu.supports(torch.bfloat16, gate_up, down)
+    assert not panels_cpu.supports(torch.float32, gate_up, down)
+    # a dense base may be trained
+    assert not panels_cpu.supports(torch.bfloat16, gate_up.dequantize(), down.dequantize())
+    # widths
+    assert not panels_cpu.supports(torch.bfloat16, *problem(D=96)[3:5]) and not panels_cpu.supports(
+        torch.bfloat16, *problem(I=32)[3:5]
+    )
+    assert not panels_cpu.supports(torch.bfloat16, *problem(group=16)[3:5])
     monkeypatch.setattr(panels_cpu, "available", lambda: False)
-    assert not panels_cpu.suits(torch.bfloat16, gate_up, down)
+    assert not panels_cpu.supports(torch.bfloat16, gate_up, down)
 
 
 def test_with_amx_it_leaves_the_work_to_onednn(monkeypatch):

@@ -1,4 +1,5 @@
-"""The thin bf16 GEMMs against float64: as exact as float32 sums are, whatever the strides, and refused where they cannot run."""
+"""The thin bf16 GEMMs against float64: as exact as float32 sums are, whatever the strides, and refused where
+they cannot run."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def test_dots_equal_float64_to_one_rounding(rows: int, width: int, columns: int)
     whole = torch.full((rows, width + columns), 7.0, dtype=torch.bfloat16)
     assert thin_cpu.dots(a, b, whole[:, width:])
     exact = a.double() @ b.double().t()
-    # half a step of bf16 (2^-9) of each number, and the float32 sum of `width` products, which is far below it
+    # half a step of bf16 (2^-9) of each number, and the float32 sum of `width` products, which is far below
+    # it
     near = (whole[:, width:].double() - exact).abs() <= exact.abs() * 2**-8 + 1e-5 * width**0.5
     assert near.all()
     assert (whole[:, :width] == 7).all()  # what stands beside the result is left alone
@@ -42,7 +44,8 @@ def test_outer_equals_float64_to_float32(rows: int, width: int, columns: int):
     a, b = random(rows, columns, width), random(rows, width, 16)
     out = torch.full((columns + 1, width), 7.0)
     assert thin_cpu.outer(a, b, out[:columns])
-    assert error(out[:columns], a.double().t() @ b.double()) < 1e-6  # float32 sums of up to 130 products: 2^-24 · sqrt(130)
+    # float32 sums of up to 130 products: 2^-24 · sqrt(130)
+    assert error(out[:columns], a.double().t() @ b.double()) < 1e-6
     assert (out[columns] == 7).all()
 
 
@@ -59,7 +62,8 @@ def test_what_does_not_suit_is_refused_and_left_alone():
     assert not thin_cpu.dots(random(16, 40), random(8, 40), out)  # width
     assert not thin_cpu.dots(random(16, 64).float(), random(8, 64).float(), out)  # dtype
     assert not thin_cpu.dots(random(64, 16).t(), random(8, 64), out)  # stride
-    assert not thin_cpu.dots(random(16, 64), random(40, 64), torch.empty(16, 40, dtype=torch.bfloat16))  # too many columns
+    # too many columns
+    assert not thin_cpu.dots(random(16, 64), random(40, 64), torch.empty(16, 40, dtype=torch.bfloat16))
     wide = torch.full((8, 64), 7.0)
     assert not thin_cpu.outer(random(15, 8), random(15, 64), wide)  # an odd row has no pair
     assert not thin_cpu.outer(random(16, 8), random(16, 40), wide[:, :40])

@@ -1,4 +1,5 @@
-"""expand against the codec's own dequantize (itself bit-equal to compressed-tensors in tests/quant): every bit, every layout of `out`."""
+"""expand against the codec's own dequantize (itself bit-equal to compressed-tensors in tests/quant): every
+bit, every layout of `out`."""
 
 import os
 import subprocess
@@ -8,7 +9,8 @@ import pytest
 import torch
 
 from unfreeze.kernels.int4_expand import expand, expand_reference
-from unfreeze.kernels.int4_expand.numba_cpu import Expander, expandable
+from unfreeze.kernels.int4_expand.codes import expandable
+from unfreeze.kernels.int4_expand.numba_cpu import Expander
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.int4 import Int4
 
@@ -16,7 +18,9 @@ from unfreeze.quant.int4 import Int4
 def random_packed(experts, rows, columns, group, seed=0, spread=True):
     """Any nibble, scales over the whole range of bf16 that stays finite (1e-30 .. 1e30) and both signs."""
     g = torch.Generator().manual_seed(seed)
-    codes = torch.randint(-(2**31), 2**31 - 1, (experts, rows, -(-columns // 8)), dtype=torch.int32, generator=g)
+    codes = torch.randint(
+        -(2**31), 2**31 - 1, (experts, rows, -(-columns // 8)), dtype=torch.int32, generator=g
+    )
     scale = torch.randn(experts, rows, columns // group, generator=g)
     if spread:
         scale *= 10 ** (torch.rand(scale.shape, generator=g) * 60 - 30)
@@ -31,13 +35,16 @@ def test_bit_equal_to_dequantize(group, dtype):
         out = torch.full((40, 256), 7.0, dtype=dtype)
         assert expand(packed, expert, out) is out
         assert torch.equal(out, packed[expert].dequantize().to(dtype))
-    assert torch.equal(expand(packed[1], None, torch.empty(40, 256, dtype=dtype)), packed[1].dequantize().to(dtype))
+    assert torch.equal(
+        expand(packed[1], None, torch.empty(40, 256, dtype=dtype)), packed[1].dequantize().to(dtype)
+    )
 
 
 def test_every_code_and_every_scale_bit_pattern_that_is_finite():
     scales = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
     scales = scales[scales.isfinite()].view(-1, 16)
-    codes = torch.tensor([0x76543210, -0x01234568], dtype=torch.int32).repeat(scales.shape[0], 16)  # 0..7 then 8..15, lowest first
+    # 0..7 then 8..15, lowest first
+    codes = torch.tensor([0x76543210, -0x01234568], dtype=torch.int32).repeat(scales.shape[0], 16)
     packed = Packed(Int4(16), {"weight_packed": codes, "weight_scale": scales})
     out = expand(packed, None, torch.empty(packed.shape, dtype=torch.bfloat16))
     want = packed.dequantize()
@@ -49,7 +56,11 @@ def test_nan_scales_stay_nan():
     packed = random_packed(1, 2, 64, 32)
     packed.parts["weight_scale"][0, 1, 0] = float("nan")
     out = expand(packed, 0, torch.empty(2, 64, dtype=torch.bfloat16))
-    assert bool(out[1, :32].isnan().all()) and bool(out[1, 32:].isfinite().all()) and bool(out[0].isfinite().all())
+    assert (
+        bool(out[1, :32].isnan().all())
+        and bool(out[1, 32:].isfinite().all())
+        and bool(out[0].isfinite().all())
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -59,7 +70,9 @@ def test_writes_only_its_block_of_a_workspace(dtype, extra, offset):
     workspace = torch.full((2, 30, 64 + extra), -3.0, dtype=dtype)
     Expander(packed).fill([3, 1], workspace[:, :24, offset : offset + 64])
     for position, expert in enumerate([3, 1]):
-        assert torch.equal(workspace[position, :24, offset : offset + 64], packed[expert].dequantize().to(dtype))
+        assert torch.equal(
+            workspace[position, :24, offset : offset + 64], packed[expert].dequantize().to(dtype)
+        )
     workspace[:, :24, offset : offset + 64] = -3.0
     assert bool((workspace == -3.0).all())
 
@@ -108,7 +121,8 @@ def test_an_unwritable_cache_folder_is_said_and_survived(tmp_path):
 
 
 def test_numba_leaves_torch_its_number_of_threads():
-    """numba's OpenMP layer sets the number of threads of the whole process at its first launch; control arm: without our care it does."""
+    """numba's OpenMP layer sets the number of threads of the whole process at its first launch; control arm:
+    without our care it does."""
     script = (
         "import sys, torch\n"
         "torch.set_num_threads(3)\n"
@@ -122,7 +136,11 @@ def test_numba_leaves_torch_its_number_of_threads():
     seen = {}
     for arm in ("ours", "control"):
         done = subprocess.run(
-            [sys.executable, "-c", script, arm], env=os.environ | {"NUMBA_NUM_THREADS": "2"}, capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", script, arm],
+            env=os.environ | {"NUMBA_NUM_THREADS": "2"},
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
         assert done.returncode == 0, done.stderr
         seen[arm] = done.stdout.split()

@@ -1,4 +1,5 @@
-"""The Triton expansion against the codec's own dequantize, bit for bit; on a CPU through Triton's interpreter."""
+"""The Triton expansion against the codec's own dequantize, bit for bit; on a CPU through Triton's
+interpreter."""
 
 import importlib.util
 
@@ -21,15 +22,24 @@ def fill(*args):
 def random_packed(experts, rows, columns, group, seed=0):
     """Any nibble, scales over the whole range of bf16 that stays finite (1e-30 .. 1e30) and both signs."""
     g = torch.Generator().manual_seed(seed)
-    codes = torch.randint(-(2**31), 2**31 - 1, (experts, rows, -(-columns // 8)), dtype=torch.int32, generator=g)
-    scale = torch.randn(experts, rows, columns // group, generator=g) * 10 ** (torch.rand(experts, rows, columns // group, generator=g) * 60 - 30)
-    return Packed(Int4(group), {"weight_packed": codes.to(DEVICE), "weight_scale": scale.bfloat16().to(DEVICE)})
+    codes = torch.randint(
+        -(2**31), 2**31 - 1, (experts, rows, -(-columns // 8)), dtype=torch.int32, generator=g
+    )
+    scale = torch.randn(experts, rows, columns // group, generator=g) * 10 ** (
+        torch.rand(experts, rows, columns // group, generator=g) * 60 - 30
+    )
+    return Packed(
+        Int4(group), {"weight_packed": codes.to(DEVICE), "weight_scale": scale.bfloat16().to(DEVICE)}
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("rows, columns, group", [(5, 64, 32), (3, 24, 3), (7, 40, 2), (4, 4160, 32), (2, 36, 12), (1, 16, 16)])
+@pytest.mark.parametrize(
+    "rows, columns, group", [(5, 64, 32), (3, 24, 3), (7, 40, 2), (4, 4160, 32), (2, 36, 12), (1, 16, 16)]
+)
 def test_bit_equal_to_dequantize(rows, columns, group, dtype):
-    """Rounding is done in integers on a CPU, so bf16 is exact in the interpreter too: these numbers need no rounding a second time."""
+    """Rounding is done in integers on a CPU, so bf16 is exact in the interpreter too: these numbers need no
+    rounding a second time."""
     packed = random_packed(3, rows, columns, group)
     out = torch.full((3, rows, columns), 7.0, dtype=dtype, device=DEVICE)
     fill(packed, None, out)
@@ -39,7 +49,9 @@ def test_bit_equal_to_dequantize(rows, columns, group, dtype):
 def test_every_code_and_every_scale_bit_pattern_that_is_finite():
     scales = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
     scales = scales[scales.isfinite()].view(1, -1, 16).to(DEVICE)
-    codes = torch.tensor([0x76543210, -0x01234568], dtype=torch.int32).repeat(1, scales.shape[1], 16).to(DEVICE)
+    codes = (
+        torch.tensor([0x76543210, -0x01234568], dtype=torch.int32).repeat(1, scales.shape[1], 16).to(DEVICE)
+    )
     packed = Packed(Int4(16), {"weight_packed": codes, "weight_scale": scales})
     out = torch.empty(packed.shape, dtype=torch.float32, device=DEVICE)
     fill(packed, None, out)
@@ -51,7 +63,11 @@ def test_nan_scales_stay_nan():
     packed.parts["weight_scale"][0, 1, 0] = float("nan")
     out = torch.empty(1, 2, 64, dtype=torch.float32, device=DEVICE)
     fill(packed, None, out)
-    assert bool(out[0, 1, :32].isnan().all()) and bool(out[0, 1, 32:].isfinite().all()) and bool(out[0, 0].isfinite().all())
+    assert (
+        bool(out[0, 1, :32].isnan().all())
+        and bool(out[0, 1, 32:].isfinite().all())
+        and bool(out[0, 0].isfinite().all())
+    )
 
 
 @pytest.mark.parametrize("extra", [0, 8, 3])
@@ -88,5 +104,9 @@ def test_control_arm_cutting_off_instead_of_rounding_is_seen():
 def _unrounded(packed):
     from unfreeze.quant.int4 import unpack_int4
 
-    codes = unpack_int4(packed.parts["weight_packed"], packed.shape[-1]).double().unflatten(-1, (-1, packed.codec.group_size))
+    codes = (
+        unpack_int4(packed.parts["weight_packed"], packed.shape[-1])
+        .double()
+        .unflatten(-1, (-1, packed.codec.group_size))
+    )
     return (codes * packed.parts["weight_scale"].double().unsqueeze(-1)).flatten(-2)

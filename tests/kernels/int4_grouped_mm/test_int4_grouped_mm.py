@@ -1,4 +1,7 @@
-"""Rows times INT4 experts against float64 products with the codec's own weights: ragged, empty experts, sizes that fill no tile."""
+"""Rows times INT4 experts against float64 products with the codec's own weights: ragged, empty experts, sizes
+that fill no tile."""
+
+import time
 
 import pytest
 import torch
@@ -32,8 +35,12 @@ def by_float64(x, packed, sizes):
 @pytest.mark.parametrize(
     "sizes, N, M, group",
     [
-        ([1], 1, 32, 32), ([3, 0, 1], 70, 96, 32), ([0, 0, 17, 2, 0], 64, 64, 32),
-        ([40, 1, 0, 19], 33, 160, 16), ([5, 2], 24, 256, 128), ([0, 0], 8, 32, 32),
+        ([1], 1, 32, 32),
+        ([3, 0, 1], 70, 96, 32),
+        ([0, 0, 17, 2, 0], 64, 64, 32),
+        ([40, 1, 0, 19], 33, 160, 16),
+        ([5, 2], 24, 256, 128),
+        ([0, 0], 8, 32, 32),
     ],
 )
 def test_equals_float64(sizes, N, M, group, dtype, impl):
@@ -52,8 +59,16 @@ def test_rows_of_a_wider_buffer():
     x, packed, offsets = problem(sizes, 16, 64)
     wide = torch.randn(9, 80, device=DEVICE)
     wide[:, :64] = x
-    for impl in ("reference", *(name for name in OP.candidates if not OP.candidates[name].refuses(DEVICE.type, torch.float32))):
-        torch.testing.assert_close(int4_grouped_mm(wide[:, :64], packed, offsets, impl).double(), by_float64(x, packed, sizes), rtol=1e-4, atol=1e-3)
+    for impl in (
+        "reference",
+        *(name for name in OP.candidates if not OP.candidates[name].refuses(DEVICE.type, torch.float32)),
+    ):
+        torch.testing.assert_close(
+            int4_grouped_mm(wide[:, :64], packed, offsets, impl).double(),
+            by_float64(x, packed, sizes),
+            rtol=1e-4,
+            atol=1e-3,
+        )
 
 
 def test_control_arm_weights_that_were_not_rounded_are_seen():
@@ -77,3 +92,14 @@ def test_buckets_what_is_refused_and_who_expands():
     assert bucket(*odd) == "other"
     with pytest.raises(ConfigError, match="int4_grouped_mm cannot run"):
         int4_grouped_mm(x.double(), packed, offsets, "triton")
+
+
+def test_a_gpus_inputs_are_drawn_where_they_lie():
+    """The host would need 8 s of a core for them; meta stands for the GPU."""
+    meta = torch.device("meta")
+    OP.cases[0].inputs(meta, torch.bfloat16, torch.Generator())  # torch imports what meta needs
+    case, begun = OP.cases[-1], time.process_time()
+    x, packed, offsets = case.inputs(meta, torch.bfloat16, torch.Generator())
+    assert packed.shape == (48, 4096, 7168) and x.shape == (48 * 1024, 7168) and offsets.shape == (48,)
+    assert {t.device.type for t in (x, offsets, *packed.parts.values())} == {"meta"}
+    assert time.process_time() - begun < 0.3

@@ -1,4 +1,5 @@
-"""linear_cross_entropy against F.cross_entropy on all logits in float64: each implementation, its gradients, log-probabilities and blocks."""
+"""linear_cross_entropy against F.cross_entropy on all logits in float64: each implementation, its gradients,
+log-probabilities and blocks."""
 
 from __future__ import annotations
 
@@ -14,22 +15,45 @@ from torch import Tensor, nn
 
 from unfreeze.core.errors import ConfigError
 from unfreeze.kernels import linear_cross_entropy as linear_cross_entropy_folder
-from unfreeze.kernels.linear_cross_entropy import OP, block_cost, head_cross_entropy, linear_cross_entropy, numba_cpu, reference
-from unfreeze.kernels.linear_cross_entropy.blocks import CPU_BLOCK_BYTES, MAX_BLOCK_ROWS, MIN_BLOCK_ROWS, rows_per_block
+from unfreeze.kernels.linear_cross_entropy import (
+    OP,
+    block_cost,
+    head_cross_entropy,
+    linear_cross_entropy,
+    numba_cpu,
+    reference,
+)
+from unfreeze.kernels.linear_cross_entropy.blocks import (
+    CPU_BLOCK_BYTES,
+    MAX_BLOCK_ROWS,
+    MIN_BLOCK_ROWS,
+    rows_per_block,
+)
 from unfreeze.kernels.loops import triton_options
 
 N, D, V = 37, 24, 333  # 333 words: 20 whole vectors of 16 and 13 more
 IMPLEMENTATIONS = ["reference", "numba"]
 
 
-def inputs(dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def inputs(
+    dtype: torch.dtype = torch.float32, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     g = torch.Generator().manual_seed(seed)
     hidden, weight, bias = (torch.randn(size, generator=g) for size in ((N, D), (V, D), (V,)))
-    targets, weights = torch.randint(0, V, (N,), generator=g), torch.randn(N, generator=g)  # weights of both signs, as a policy gradient has
-    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), bias.to(dtype).requires_grad_(), targets, weights
+    # weights of both signs, as a policy gradient has
+    targets, weights = (torch.randint(0, V, (N,), generator=g), torch.randn(N, generator=g))
+    return (
+        hidden.to(dtype).requires_grad_(),
+        weight.to(dtype).requires_grad_(),
+        bias.to(dtype).requires_grad_(),
+        targets,
+        weights,
+    )
 
 
-def exact(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+def exact(
+    hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     leaves = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
     loss_N = F.cross_entropy(F.linear(*leaves), targets, reduction="none")
     total = (loss_N * weights.double()).sum()
@@ -39,12 +63,15 @@ def exact(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, weights
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("block_rows", [5, 37, None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_loss_log_probabilities_and_gradients_equal_float64(impl: str, block_rows: int | None, dtype: torch.dtype):
+def test_loss_log_probabilities_and_gradients_equal_float64(
+    impl: str, block_rows: int | None, dtype: torch.dtype
+):
     args = inputs(dtype)
     total, log_p, grads = exact(*args)
     loss, correct, got_log_p = linear_cross_entropy(*args, block_rows=block_rows, impl=impl)
     got = torch.autograd.grad(loss, args[:3])
-    # bf16: logits of size 5 are rounded to 2^-9 of themselves, which is 1 % of a probability; float32: sums of 333 numbers
+    # bf16: logits of size 5 are rounded to 2^-9 of themselves, which is 1 % of a probability; float32: sums
+    # of 333 numbers
     limit = 2e-2 if dtype == torch.bfloat16 else 2e-6
     assert abs(loss.item() - total.item()) <= limit * args[4].abs().sum().item() * 5
     assert (got_log_p.double() - log_p).norm() <= limit * log_p.norm()
@@ -65,10 +92,15 @@ def test_the_comparison_sees_a_wrong_gradient():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_numba_loop_equals_the_reference_on_extreme_logits(dtype: torch.dtype):
-    """Rows whose exponentials overflow float32 unless shifted, a masked word of -inf, and a target that is the largest."""
-    z = torch.tensor([[500.0, -500.0, 499.0] + [0.0] * 20, [-1e4] * 23, [3.0, float("-inf"), 1.0] + [0.5] * 20]).to(dtype)
+    """Rows whose exponentials overflow float32 unless shifted, a masked word of -inf, and a target that is
+    the largest."""
+    z = torch.tensor(
+        [[500.0, -500.0, 499.0] + [0.0] * 20, [-1e4] * 23, [3.0, float("-inf"), 1.0] + [0.5] * 20]
+    ).to(dtype)
     targets, weights = torch.tensor([0, 5, 2]), torch.tensor([1.0, 0.5, -2.0])
-    theirs, ours = (part.softmax_gradient(z.clone(), targets, weights, True) for part in (reference, numba_cpu))
+    theirs, ours = (
+        part.softmax_gradient(z.clone(), targets, weights, True) for part in (reference, numba_cpu)
+    )
     torch.testing.assert_close(ours[0], theirs[0], rtol=1e-6, atol=1e-6)
     assert torch.equal(ours[1], theirs[1])
     torch.testing.assert_close(ours[2], theirs[2], rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
@@ -87,11 +119,18 @@ def test_a_nan_in_the_head_is_not_hidden(impl: str, place: int):
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_many_blocks_lose_nothing_of_a_bfloat16_gradient(impl: str):
-    """2048 rows with the same hidden state and target: each block adds the same small number to the head's gradient."""
-    hidden, weight = torch.full((2048, 8), 0.5).bfloat16(), (torch.randn(64, 8) * 0.02).bfloat16().requires_grad_()
+    """2048 rows with the same hidden state and target: each block adds the same small number to the head's
+    gradient."""
+    hidden, weight = (
+        torch.full((2048, 8), 0.5).bfloat16(),
+        (torch.randn(64, 8) * 0.02).bfloat16().requires_grad_(),
+    )
     targets, weights = torch.zeros(2048, dtype=torch.int64), torch.ones(2048)
     (many,), (one,) = (
-        torch.autograd.grad(linear_cross_entropy(hidden, weight, None, targets, weights, rows, impl)[0], weight) for rows in (1, 2048)
+        torch.autograd.grad(
+            linear_cross_entropy(hidden, weight, None, targets, weights, rows, impl)[0], weight
+        )
+        for rows in (1, 2048)
     )
     torch.testing.assert_close(many, one, rtol=2**-7, atol=0)
     running = torch.zeros((), dtype=torch.bfloat16)  # control arm: the same sum in bf16 stands still
@@ -102,9 +141,15 @@ def test_many_blocks_lose_nothing_of_a_bfloat16_gradient(impl: str):
 
 def test_no_rows_give_zero():
     hidden, weight, bias, targets, weights = inputs(torch.bfloat16)
-    loss, correct, log_p = linear_cross_entropy(hidden[:0], weight, bias, targets[:0], weights[:0], impl="numba")
+    loss, correct, log_p = linear_cross_entropy(
+        hidden[:0], weight, bias, targets[:0], weights[:0], impl="numba"
+    )
     loss.backward()
-    assert (loss.item(), correct.item(), log_p.numel()) == (0.0, 0.0, 0) and weight.grad is not None and not weight.grad.any()
+    assert (
+        (loss.item(), correct.item(), log_p.numel()) == (0.0, 0.0, 0)
+        and weight.grad is not None
+        and not weight.grad.any()
+    )
 
 
 class Bounded(nn.Module):
@@ -140,7 +185,8 @@ def test_a_hook_on_the_head_is_called():
 
 def test_block_rows_follow_the_byte_budget_of_the_device():
     assert rows_per_block(10**6, 151_936, 2, "cpu", trained=False) == MIN_BLOCK_ROWS
-    assert rows_per_block(1024, 151_936, 2, "cpu", trained=True) == 1024  # one block: no float32 sum of the head's gradient
+    # one block: no float32 sum of the head's gradient
+    assert rows_per_block(1024, 151_936, 2, "cpu", trained=True) == 1024
     assert rows_per_block(1200, 151_936, 2, "cpu", trained=True) == 600  # two even ones, not 1,104 and 96
     assert rows_per_block(10**6, 8192, 2, "cpu", trained=False) * 2 * 8192 <= CPU_BLOCK_BYTES["frozen"]
     assert rows_per_block(10**6, 163_840, 2, "cuda", trained=True) <= MAX_BLOCK_ROWS
@@ -149,8 +195,13 @@ def test_block_rows_follow_the_byte_budget_of_the_device():
 def test_the_plan_is_told_the_rows_and_bytes_of_a_block(monkeypatch):
     cpu = torch.device("cpu")
     for name, extra in (("numba", 0), ("reference", 8)):
-        monkeypatch.setattr(linear_cross_entropy_folder, "by_record", lambda *key, name=name: (name, "as planted"))
-        assert block_cost(151_936, torch.bfloat16, cpu, trained=True) == (CPU_BLOCK_BYTES["trained"] // (2 * 151_936), 2 + extra)
+        monkeypatch.setattr(
+            linear_cross_entropy_folder, "by_record", lambda *key, name=name: (name, "as planted")
+        )
+        assert block_cost(151_936, torch.bfloat16, cpu, trained=True) == (
+            CPU_BLOCK_BYTES["trained"] // (2 * 151_936),
+            2 + extra,
+        )
 
 
 def test_an_implementation_that_cannot_run_is_refused_by_name():

@@ -1,67 +1,221 @@
-"""Compiles this room's Triton kernels for an H100/H200 (sm_90), which needs no GPU; run by test_triton_options.py without the interpreter.
+"""Compiles this room's Triton kernels for an H100/H200 (sm_90a), which needs no GPU.
 
-Prints a line per kernel that does not compile, and last the number of those that do. The argument "planted" adds one that cannot.
+    python tests/kernels/loops/compile_triton.py [--ptxas] [--write docs/ptxas.md] [--only NAME …] [--planted]
+
+The launchers are called with tensors on meta of true size, and what they would launch is compiled: their own
+constants, warps, and which arguments are multiples of 16 or 1. Prints a line FAULT per kernel that does
+not compile, and last the number of those that do. --ptxas: registers, spills, shared memory and the widest store
+of each. Exit code 1 if one does not compile, or with --ptxas if a kernel on bf16 spills, shared memory is
+above what a multiprocessor has, or the expansion's stores are not of 16 bytes at a rank of 1 to 32. --planted
+adds a kernel that does not compile, AdamW of too few warps, and an expansion beside 8 columns of rank 8.
 """
 
-import sys
+from __future__ import annotations
 
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 
+from unfreeze.kernels.adamw import Rule, Update
 from unfreeze.kernels.adamw import triton_cuda as adamw
+from unfreeze.kernels.expert_mlp.factors import columns
+from unfreeze.kernels.expert_mlp.grouped import Grouped
 from unfreeze.kernels.int4_expand import triton_cuda as int4_expand
 from unfreeze.kernels.int4_grouped_mm import triton_cuda as int4_grouped_mm
 from unfreeze.kernels.linear_cross_entropy import triton_cuda as linear_cross_entropy
 from unfreeze.kernels.rms_norm import triton_cuda as rms_norm
 from unfreeze.kernels.rotary import triton_cuda as rotary
 from unfreeze.kernels.swiglu import triton_cuda as swiglu
-from unfreeze.kernels.token_order import triton_cuda as token_order
+from unfreeze.kernels.token_permute import triton_cuda as token_permute
+from unfreeze.quant.codec import Packed
+from unfreeze.quant.int4 import Int4
 
-B, F, I, L, S = "*bf16", "*fp32", "*i32", "*i64", "*i16"  # pointers; every parameter not named is an int32
-GRADS = dict(dh=B, gate=B, up=B, weighted=B, dgate=B, dup=B)
-EXPAND = dict(packed=I, scale=S, experts=L, out=B)
-KERNELS = [
-    (swiglu._forward, dict(gate=B, up=B, h=B), dict(BLOCK=2048)),
-    (swiglu._backward, dict(**GRADS, weight=F, score=F), dict(WEIGHTED=True, BLOCK=1024)),
-    (swiglu._backward, dict(**GRADS, weight=B, score=B), dict(WEIGHTED=False, BLOCK=1024)),
-    *(
-        (rotary._rotate, dict(x=B, y=B, cos=F, sin=F, sign="fp32"), dict(READ_STEP=read, WRITE_STEP=write, HEADS=16, PAIRS=32, KEPT=kept))
-        for read, write, kept in ((1, 1, 0), (2, 1, 128), (1, 2, 128))
-    ),
-    *(
-        (
-            adamw._step,
-            dict(chunks=L, addresses=L, numbers=F, keep1="fp32", keep2="fp32", eps="fp32", scale="fp32"),
-            dict(GRADIENT=gradient, WEIGHT=weight, BLOCK=4096),
+SHARED = 227 * 1024  # bytes of shared memory that a block may have on sm_90
+PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas-blackwell"
+B, F, L, I = torch.bfloat16, torch.float32, torch.int64, torch.int32
+NAMES = {B: "bf16", torch.float16: "fp16", F: "fp32", L: "i64", I: "i32"} | {
+    torch.int16: "i16",
+    torch.int8: "i8",
+}
+T, D, WIDTH, E, K, V = 8192, 7168, 2048, 48, 8, 163840  # Kimi-K2: tokens, widths, experts here, per token
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with the arguments of one launch."""
+
+    label: str
+    kernel: Any
+    args: dict[str, Any]
+    options: dict[str, Any]
+
+    def key(self) -> tuple[Any, ...]:
+        """Launches with one key are one program."""
+        return (self.kernel.__name__, *map(str, self.specialised()), str(self.options))
+
+    def specialised(self) -> tuple[dict[str, str], dict[Any, Any], dict[Any, Any]]:
+        """(signature, constants, attributes), as Triton derives them from the arguments of a launch."""
+        signature, constants, attributes = {}, {}, {}
+        for position, parameter in enumerate(self.kernel.params):
+            value = self.args[parameter.name]
+            aligned = False
+            if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+                signature[parameter.name] = "constexpr"
+                constants[(position,)] = value
+            elif isinstance(value, Tensor):
+                signature[parameter.name] = f"*{NAMES[value.dtype]}"
+                aligned = value.storage_offset() * value.itemsize % 16 == 0
+            elif isinstance(value, float):
+                signature[parameter.name] = "fp32"
+            else:
+                signature[parameter.name] = "i32" if value < 2**31 else "i64"
+                aligned = value % 16 == 0
+            if aligned:
+                attributes[(position,)] = [["tt.divisibility", 16]]
+        return signature, constants, attributes
+
+
+@contextmanager
+def recorded(label: str, launches: list[Launch]) -> Iterator[None]:
+    """Launches in this block are put down, and run nothing."""
+    run = JITFunction.run
+
+    def put_down(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        values = dict(zip(self.arg_names, args, strict=False))
+        values |= {name: value for name, value in named.items() if name in self.arg_names}
+        options = {name: value for name, value in named.items() if name not in self.arg_names}
+        launches.append(Launch(label, self, values, options))
+
+    JITFunction.run = put_down  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        JITFunction.run = run  # type: ignore[method-assign]
+
+
+def on_meta(*shape: int, dtype: torch.dtype = B) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def packed(rows: int, inputs: int, experts: int = E, group: int = 32) -> Packed:
+    parts = {
+        "weight_packed": on_meta(experts, rows, inputs // 8, dtype=I),
+        "weight_scale": on_meta(experts, rows, inputs // group),
+    }
+    return Packed(Int4(group), parts)
+
+
+def expansion(
+    label: str, rank: int, rows: int, inputs: int, kept: list[Launch], chosen: bool = False
+) -> None:
+    """Into the workspace of a backend for CUDA, beside the columns of an adapter of that rank."""
+    beside = columns(rank, inputs, Grouped.row_stride) if rank else 0
+    space = on_meta(2 if chosen else E, rows + beside, inputs + beside)
+    with recorded(f"bf16, {label}", kept):
+        int4_expand.fill(
+            packed(rows, inputs), on_meta(2, dtype=L) if chosen else None, space[:, :rows, :inputs]
         )
-        for gradient, weight in ((tl.float32, None), (tl.bfloat16, tl.bfloat16), (tl.float16, tl.float16), (tl.float32, tl.bfloat16))
-    ),
-    *(
-        (linear_cross_entropy._softmax_gradient, dict(z=z, target=L, weight=F, log_p=F, wins="*i1"), dict(WANTED=wanted, BLOCK=4096))
-        for z, wanted in ((B, True), (F, False))
-    ),
-    (token_order._count, dict(ids=L, counts=I), dict(SLOTS=128, EXPERTS=64)),
-    (token_order._place, dict(ids=L, ends=I, counts=I, slot_n=L, row_of_slot=L), dict(SLOTS=128)),
-    (token_order._gather, dict(source=B, slot_n=L, out=B), dict(BLOCK=2048)),
-    (token_order._combine, dict(rows=B, row_of_slot=L, weight=F, out=F), dict(K=8, WEIGHTED=True, BLOCK=1024)),
-    (token_order._combine, dict(rows=B, row_of_slot=L, weight=B, out=F), dict(K=8, WEIGHTED=False, BLOCK=1024)),
-    (token_order._combine_backward, dict(dy=B, rows=B, slot_n=L, weight=F, drows=B, dweight=F), dict(BLOCK=1024)),
-    (int4_expand._expand, EXPAND, dict(GROUP=32, CHOSEN=True, BY_HAND=False, WORDS=512)),
-    (int4_expand._expand, EXPAND | dict(experts=I), dict(GROUP=12, CHOSEN=False, BY_HAND=False, WORDS=512)),
-    *((rms_norm._forward, dict(x=B, weight=B, y=B, r=F, eps="fp32"), dict(ROWS=rows, BLOCK=block)) for rows, block in ((1, 8192), (16, 128))),
-    (rms_norm._backward, dict(dy=B, x=B, weight=B, r=F, dx=B), dict(ROWS=1, BLOCK=8192)),
-    (rms_norm._weight_gradient, dict(dy=B, x=B, r=F, partial=F), dict(ROWS=16, BLOCK=128)),
-    *(
-        (
-            int4_grouped_mm._multiply,
-            dict(x=B, packed=I, scale=S, offsets=I, y=B),
-            dict(EXPERTS=64, ROWS=rows, OUT=64, IN=64, GROUP=32, BY_HAND=False),
+
+
+def expansions() -> list[Launch]:
+    """Of gate_up and down at ranks 0 to 32, each program once."""
+    kept: list[Launch] = []
+    for rank in range(33):
+        expansion(f"gate_up from rank {rank}", 2 * rank, 2 * WIDTH, D, kept)
+        expansion(f"down from rank {rank}", rank, D, WIDTH, kept)
+    expansion("down, chosen experts", 16, D, WIDTH, kept, chosen=True)
+    return list({launch.key(): launch for launch in reversed(kept)}.values())[::-1]
+
+
+def others() -> list[Launch]:
+    """Every other kernel, at the sizes and dtypes of a step of Kimi-K2."""
+    kept: list[Launch] = []
+
+    def add(label: str, launch: Callable[[], object]) -> None:
+        with recorded(label, kept):
+            launch()
+
+    gate_up, h, weight = on_meta(T * K, 2 * WIDTH), on_meta(T * K, WIDTH + 16), on_meta(T * K, dtype=F)
+    gate, up = gate_up.chunk(2, dim=-1)
+    rows = h[:, :WIDTH]
+    add("bf16", lambda: swiglu.forward(gate, up, rows))
+    add("bf16", lambda: swiglu.backward(rows, gate, up, gate, up))
+    add("bf16, weighted", lambda: swiglu.backward_weighted(rows, gate, up, weight, rows, gate, up, weight))
+
+    cos = on_meta(T, 32, dtype=F)
+    for heads, width in ((64, 192), (1, 64), (64, 64)):
+        x = on_meta(T, heads, width)
+        for read, write in ((False, False), (True, False), (False, True)):
+            add(
+                f"bf16, {heads} heads of {width}, {1 + read} to {1 + write}",
+                lambda x=x, read=read, write=write: rotary.rotate(x, cos, cos, 1.0, read, write, x),
+            )
+
+    for label, dtype, half in (
+        ("fp32", F, None),
+        ("fp32, bf16 weights", F, B),
+        ("bf16", B, B),
+        ("fp16", torch.float16, torch.float16),
+    ):
+        master = on_meta(D, 16, dtype=F)
+        beside = None if half is None else on_meta(D, 16, dtype=half)
+        update = Update(master, on_meta(D, 16, dtype=dtype), master, master, beside, 0.0, step=1)
+        rule = Rule(1e-3, (0.9, 0.95), 1e-8, 1.0)
+        add(label, lambda update=update, rule=rule: adamw.step([update], rule))
+
+    ids, score = on_meta(2048, dtype=L), on_meta(2048, dtype=F)
+    for label, dtype, wanted in (("bf16", B, True), ("fp32", F, False)):
+        logits = on_meta(2048, V, dtype=dtype)
+        add(label, lambda z=logits, w=wanted: linear_cross_entropy.softmax_gradient(z, ids, score, w))
+
+    x, order = on_meta(T, D), on_meta(T * K, dtype=L)
+    wide, sums = on_meta(T * K, D + 32), on_meta(T, D, dtype=F)
+    add("ids", lambda: token_permute.sort(on_meta(T, K, dtype=L), E))
+    add("bf16", lambda: token_permute.gather(x, order, K, wide))
+    add("bf16", lambda: token_permute.combine(wide[:, :D], order, weight, sums))
+    add("bf16, no weight", lambda: token_permute.combine(wide[:, :D], order, None, sums))
+    add("bf16", lambda: token_permute.combine_backward(x, wide[:, :D], order, K, weight, wide[:, :D], weight))
+
+    for width in (D, 1536, 128):
+        y, of_row, norm = on_meta(T, width), on_meta(T, 1, dtype=F), on_meta(width)
+        add(f"bf16, width {width}", lambda y=y, norm=norm: rms_norm.forward(y, norm, 1e-6))
+        add(f"bf16, width {width}", lambda y=y, norm=norm, r=of_row: rms_norm.backward(y, y, norm, r))
+        add(f"bf16, width {width}", lambda y=y, norm=norm, r=of_row: rms_norm.weight_gradient(y, y, norm, r))
+
+    for experts in (E, 384):
+        for per_expert in (8, 32, 64, 128):
+            x = on_meta(per_expert * experts, D)
+            add(
+                f"bf16, {per_expert} rows of {experts} experts",
+                lambda x=x, e=experts: int4_grouped_mm.int4_grouped_mm(
+                    x, packed(2 * WIDTH, D, e), on_meta(e, dtype=I)
+                ),
+            )
+    for label, dtype, group in (("bf16, groups of 128", B, 128), ("fp32", F, 32)):
+        x = on_meta(128 * E, D, dtype=dtype)
+        add(
+            label,
+            lambda x=x, g=group: int4_grouped_mm.int4_grouped_mm(
+                x, packed(2 * WIDTH, D, E, g), on_meta(E, dtype=I)
+            ),
         )
-        for rows in (16, 64, 128)
-    ),
-]
+    return list({launch.key(): launch for launch in reversed(kept)}.values())[::-1]
 
 
 @triton.jit
@@ -69,19 +223,114 @@ def planted(x, BLOCK: tl.constexpr):
     tl.store(x + tl.arange(0, BLOCK), tl.zeros((2 * BLOCK,), tl.float32))
 
 
-def main() -> None:
-    kernels = [*KERNELS, (planted, dict(x=F), dict(BLOCK=64))] if "planted" in sys.argv else KERNELS
-    good = 0
-    for kernel, pointers, constants in kernels:
-        signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in kernel.arg_names}
-        values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+def planted_faults(launches: list[Launch]) -> list[Launch]:
+    """What must be found."""
+    step = next(x for x in launches if x.kernel is adamw._step and x.label == "bf16")
+    kept: list[Launch] = []
+    with recorded("bf16, planted", kept):
+        int4_expand.fill(packed(D, WIDTH), None, on_meta(E, D, WIDTH + 8)[:, :, :WIDTH])
+    slow = Launch("bf16, planted", step.kernel, step.args, step.options | {"num_warps": 4})
+    return [Launch("planted", planted, dict(x=on_meta(64, dtype=F), BLOCK=64), {}), slow, *kept]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ptxas says of a program, and the widest global store in it (bytes)."""
+
+    registers: int
+    spilled: int
+    shared: int
+    warps: int
+    store: int
+
+
+def compiled(launch: Launch) -> Any:
+    source = ASTSource(launch.kernel, *launch.specialised())
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options)
+
+
+def report(made: Any) -> Report:
+    """Of a compiled kernel. Raises RuntimeError where ptxas refuses it."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(made.asm["ptx"])
+        file.flush()
+        command = [PTXAS, "-v", "--gpu-name", "sm_90a", file.name, "-o", "/dev/null"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = done.stderr + done.stdout
+    registers = re.search(r"Used (\d+) registers", said)
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    if registers is None or spills is None:
+        raise RuntimeError(said)
+    stores = re.findall(r"st\.global(?:\.v(\d))?\.b(\d+)", made.asm["ptx"])
+    return Report(
+        registers=int(registers[1]),
+        spilled=int(spills[1]) + int(spills[2]),
+        shared=made.metadata.shared,
+        warps=made.metadata.num_warps,
+        store=max((int(many or 1) * int(bits) // 8 for many, bits in stores), default=0),
+    )
+
+
+def faults(launch: Launch, found: Report) -> str:
+    """What makes exit code 1."""
+    wrong = []
+    if found.spilled and launch.label.startswith("bf16"):
+        wrong.append(f"{found.spilled} bytes of spills")
+    if found.shared > SHARED:
+        wrong.append(f"{found.shared} bytes of shared memory, a block may have {SHARED}")
+    if launch.kernel.__name__ == "_expand" and found.store < 16:
+        wrong.append(f"stores of {found.store} bytes, 16 wanted")
+    return "; ".join(wrong)
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    options.add_argument("--ptxas", action="store_true")
+    options.add_argument("--planted", action="store_true")
+    options.add_argument("--only", nargs="+", default=[], help="folders of ops, as int4_expand")
+    options.add_argument("--write", type=Path, help="the page of the report")
+    given = options.parse_args()
+    launches = [*expansions(), *others()]
+    if given.planted:
+        launches += planted_faults(launches)
+    good, bad, lines = 0, 0, []
+    for launch in launches:
+        name = f"{launch.kernel.__module__.removesuffix('.triton_cuda')}.{launch.kernel.__name__}"
+        name = name.removeprefix("unfreeze.kernels.")
+        if given.only and not name.startswith(tuple(given.only)):
+            continue
         try:
-            triton.compile(ASTSource(kernel, signature, values), target=GPUTarget("cuda", 90, 32))
-            good += 1
+            made = compiled(launch)
+            found = report(made) if given.ptxas else None
         except Exception as error:
-            print(f"{kernel.__module__}.{kernel.__name__} {constants}: {type(error).__name__}: {error}")
+            print(f"FAULT {name} ({launch.label}): {type(error).__name__}: {str(error).splitlines()[0]}")
+            bad += 1
+            continue
+        good += 1
+        if found is None:
+            continue
+        wrong = faults(launch, found)
+        bad += bool(wrong)
+        lines.append(
+            f"| {name} | {launch.label} | {found.warps} | {found.registers} | {found.spilled} |"
+            f" {found.shared / 1024:.1f} | {found.store} |"
+        )
+        print(f"FAULT {name} ({launch.label}): {wrong}" if wrong else lines[-1], flush=True)
+    if given.write:
+        head = [
+            "# What ptxas says of the Triton kernels",
+            "",
+            "`python tests/kernels/loops/compile_triton.py --ptxas --write docs/ptxas.md`,"
+            f" {date.today()}, triton {triton.__version__}, sm_90a, at Kimi-K2's sizes. No GPU was used: this"
+            " is what a kernel needs, not how fast it is.",
+            "",
+            "| kernel | of | warps | registers a thread | spilled bytes | shared KiB | widest store, bytes |",
+            "|---|---|---:|---:|---:|---:|---:|",
+        ]
+        given.write.write_text("\n".join([*head, *lines]) + "\n", encoding="utf-8")
     print(good)
+    return int(bad > 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

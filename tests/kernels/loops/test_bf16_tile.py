@@ -42,7 +42,8 @@ def test_a_tile_is_the_product_in_float32(pairs: int):
     out = np.full((ROWS, COLUMNS), 7, np.float32)
     _tile(bits(a), panel, pairs, out)
     exact = a.double() @ w.double()
-    scale = a.double().abs() @ w.double().abs()  # what rounding of a sum is relative to: 2^-24 each of `pairs` additions at most
+    # what rounding of a sum is relative to: 2^-24 each of `pairs` additions at most
+    scale = a.double().abs() @ w.double().abs()
     assert ((torch.from_numpy(out).double() - exact).abs() <= scale * pairs * 2**-24 + 1e-30).all()
 
 

@@ -1,4 +1,5 @@
-"""The kernels on disk follow every source they were inlined from; without that an edited helper would go on computing its old result."""
+"""The kernels on disk follow every source they were inlined from; without that an edited helper would go on
+computing its old result."""
 
 import importlib
 import os
@@ -17,7 +18,8 @@ KERNEL = IMPORTS + "\n\n@serial\ndef kernel(x):\n    x[0] = helper(x[0])\n"
 
 @pytest.fixture
 def compute(tmp_path, monkeypatch):
-    """3 through a kernel that inlines `helper` of another file, as a new process finds both: factor in its source -> (result, from disk)."""
+    """3 through a kernel that inlines `helper` of another file, as a new process finds both: factor in its
+    source -> (result, from disk)."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(numba_options, "ROOM", tmp_path)

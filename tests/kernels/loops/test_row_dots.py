@@ -1,4 +1,5 @@
-"""Weight rows times vectors inside numba loops: the weights bit for bit those of the format, the sums within float32's rounding of float64's."""
+"""Weight rows times vectors inside numba loops: the weights bit for bit those of the format, the sums within
+float32's rounding of float64's."""
 
 import numba
 import numpy as np
@@ -11,7 +12,8 @@ from unfreeze.quant.int4 import Int4
 
 
 def loops():
-    """(int4, bf16): compiled now, so that a changed `_looks_up` shows. Each: a stack of rows times rows of x (in halves)."""
+    """(int4, bf16): compiled now, so that a changed `_looks_up` shows. Each: a stack of rows times rows of x
+    (in halves)."""
     dots = numba.njit(module.row_dots.py_func)
     make_int4, make_bf16 = numba.njit(module.int4_row.py_func), numba.njit(module.bf16_row.py_func)
 
@@ -43,8 +45,13 @@ def compiled(request, monkeypatch):
 
 
 def every_code(group: int) -> dict[str, torch.Tensor]:
-    """All 16 codes under 2,048 scales drawn from all bf16 numbers: subnormal, huge, infinite and NaN ones included."""
-    scales = torch.randint(-(2**15), 2**15, (256, 8), generator=torch.Generator().manual_seed(0)).to(torch.int16).view(torch.bfloat16)
+    """All 16 codes under 2,048 scales drawn from all bf16 numbers: subnormal, huge, infinite and NaN ones
+    included."""
+    scales = (
+        torch.randint(-(2**15), 2**15, (256, 8), generator=torch.Generator().manual_seed(0))
+        .to(torch.int16)
+        .view(torch.bfloat16)
+    )
     codes = torch.arange(group).repeat(256, 8) * 5 % 16
     packed = (codes.view(256, -1, 8) << (4 * torch.arange(8))).sum(-1)
     return {"weight_packed": packed.to(torch.uint32).view(torch.int32), "weight_scale": scales}
@@ -52,7 +59,8 @@ def every_code(group: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("group", [32, 64])
 def test_every_weight_has_the_bits_of_the_format(compiled, group):
-    """Oracle: quant/int4.py, equal to compressed-tensors. A unit vector picks out one weight: 0 · w is exact where w is finite."""
+    """Oracle: quant/int4.py, equal to compressed-tensors. A unit vector picks out one weight: 0 · w is exact
+    where w is finite."""
     kind, int4, _ = compiled
     parts = every_code(group)
     want = Int4(group).dequantize(parts).float()
@@ -70,7 +78,8 @@ def test_every_weight_has_the_bits_of_the_format(compiled, group):
 
 @pytest.mark.parametrize("num_rows", range(1, 10))
 def test_sums_are_float64s(compiled, num_rows):
-    """Any number of vectors at once, in any order. float32 sums of 192 terms: 192 · 2^-24 of the sum of absolute values at the very most."""
+    """Any number of vectors at once, in any order. float32 sums of 192 terms: 192 · 2^-24 of the sum of
+    absolute values at the very most."""
     _, int4, bf16 = compiled
     generator = torch.Generator().manual_seed(num_rows)
     x = torch.randn(9, 192, generator=generator)
@@ -82,7 +91,14 @@ def test_sums_are_float64s(compiled, num_rows):
         if weight is dense:
             bf16(array(dense), in_halves(x), rows.numpy(), out)
         else:
-            int4(parts["weight_packed"].view(torch.uint8).numpy(), array(parts["weight_scale"]), 16, in_halves(x), rows.numpy(), out)
+            int4(
+                parts["weight_packed"].view(torch.uint8).numpy(),
+                array(parts["weight_scale"]),
+                16,
+                in_halves(x),
+                rows.numpy(),
+                out,
+            )
         want, bound = weight.double() @ x[rows].double().T, weight.double().abs() @ x[rows].double().abs().T
         assert ((torch.from_numpy(out) - want).abs() <= 192 * 2**-24 * bound).all()
 

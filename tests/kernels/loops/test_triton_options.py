@@ -1,8 +1,10 @@
-"""Triton kernels compile for a GPU (here) and are right in the interpreter (tests of their ops); where they refuse to run, what they are given."""
+"""Triton kernels compile for a GPU (here) and are right in the interpreter (tests of their ops); where they
+refuse to run, what they are given."""
 
 import importlib.util
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,19 +16,39 @@ from unfreeze.kernels.loops import triton_options
 from unfreeze.kernels.loops.rows import rows_view
 
 SCRIPT = Path(__file__).with_name("compile_triton.py")
+KERNELS = Path(triton_options.__file__).parents[1]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="triton brings an assembler for x86-64")
-def test_every_kernel_compiles_for_an_h200_and_a_planted_fault_does_not(tmp_path):
-    """The interpreter knows no types, layouts or tensor cores: a kernel it runs may still not compile."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, str(SCRIPT), "planted"], capture_output=True, text=True, env=environment, timeout=600)
-    assert done.returncode == 0, done.stderr
-    *faults, good = done.stdout.strip().splitlines()
-    kernels = [line for line in SCRIPT.read_text().splitlines() if "planted" not in line]
-    assert int(good) >= sum("._" in line for line in kernels)
-    assert "planted {'BLOCK': 64}" in faults[0] and not any("unfreeze.kernels" in line for line in faults), done.stdout
+def test_every_kernel_compiles_for_an_h200_without_spills_and_planted_faults_are_found(tmp_path):
+    """The interpreter knows no types, layouts, registers or tensor cores: a kernel it runs may still not
+    compile, or spill. ptxas is the oracle."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
+        "TRITON_CACHE_DIR": str(tmp_path)
+    }
+    command = [sys.executable, str(SCRIPT), "--ptxas", "--planted"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
+    assert done.returncode == 1, done.stderr
+    *lines, good = done.stdout.strip().splitlines()
+    faults = [line for line in lines if line.startswith("FAULT")]
+    compiled, spilled, narrow = faults
+    assert "__main__.planted (planted)" in compiled
+    assert "adamw._step (bf16, planted)" in spilled and "bytes of spills" in spilled
+    assert "int4_expand._expand (bf16, planted): stores of 2 bytes" in narrow
+    assert int(good) == len(lines) - 1
+    kernels = {
+        name
+        for file in KERNELS.glob("*/triton_cuda.py")
+        for name in re.findall(r"^def (_\w+)\($", launched(file), re.M)
+    }
+    assert kernels and all(any(f"{name} " in line for line in lines) for name in kernels), kernels
+
+
+def launched(file):
+    """The text of its kernels that are launched, one definition a line."""
+    text = re.sub(r"\(\s*", "(\n", file.read_text())
+    return "\n".join(m[0] for m in re.finditer(r"^def (_\w+)\($", text, re.M) if f"{m[1]}[" in text)
 
 
 def test_where_they_refuse_to_run(monkeypatch):
@@ -34,9 +56,13 @@ def test_where_they_refuse_to_run(monkeypatch):
     monkeypatch.setattr(triton_options, "installed", lambda: True)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert triton_options.refuses("cpu", torch.float32) == "it needs cuda, not cpu"
-    assert triton_options.refuses("cuda", torch.bfloat16) == "" and "float64" in triton_options.refuses("cuda", torch.float64)
+    assert triton_options.refuses("cuda", torch.bfloat16) == "" and "float64" in triton_options.refuses(
+        "cuda", torch.float64
+    )
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert triton_options.refuses("cpu", torch.float32) == "" and "interpreter" in triton_options.refuses("cpu", torch.bfloat16)
+    assert triton_options.refuses("cpu", torch.float32) == "" and "interpreter" in triton_options.refuses(
+        "cpu", torch.bfloat16
+    )
     monkeypatch.setattr(triton_options, "installed", lambda: False)
     assert triton_options.refuses("cuda", torch.bfloat16) == "triton is not installed"
 
@@ -45,5 +71,9 @@ def test_powers_of_two_and_rows():
     assert [triton_options.power_of_two(n) for n in (0, 1, 2, 3, 64, 65)] == [1, 1, 2, 4, 64, 128]
     wide = torch.randn(2, 3, 10)
     view = rows_view(wide[..., 2:7])
-    assert view.shape == (6, 5) and view.data_ptr() == wide[..., 2:].data_ptr()  # a block of columns needs no copy
-    assert rows_view(wide.transpose(1, 2)).is_contiguous() and rows_view(torch.ones(()).expand(4, 3)).stride(-1) == 1
+    # a block of columns needs no copy
+    assert view.shape == (6, 5) and view.data_ptr() == wide[..., 2:].data_ptr()
+    assert (
+        rows_view(wide.transpose(1, 2)).is_contiguous()
+        and rows_view(torch.ones(()).expand(4, 3)).stride(-1) == 1
+    )

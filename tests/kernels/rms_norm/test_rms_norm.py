@@ -1,4 +1,5 @@
-"""RMSNorm against a float64 formula, forward and both gradients; the CPU loops against plain torch; what the op leaves alone."""
+"""RMSNorm against a float64 formula, forward and both gradients; the CPU loops against plain torch; what the
+op leaves alone."""
 
 import pytest
 import torch
@@ -22,7 +23,11 @@ def relative(got, want):
 @pytest.mark.parametrize("shape", [(7, 64), (3, 5, 37), (400, 1000), (1, 1)])
 def test_equals_float64_forward_and_backward(shape, dtype):
     torch.manual_seed(0)
-    x, weight, dy = torch.randn(shape).to(dtype), (1 + 0.1 * torch.randn(shape[-1])).to(dtype), torch.randn(shape).to(dtype)
+    x, weight, dy = (
+        torch.randn(shape).to(dtype),
+        (1 + 0.1 * torch.randn(shape[-1])).to(dtype),
+        torch.randn(shape).to(dtype),
+    )
     x.requires_grad_(), weight.requires_grad_()
     y = rms_norm(x, weight, 1e-5)
     dx, dweight = torch.autograd.grad(y, (x, weight), dy)
@@ -47,12 +52,14 @@ def test_the_loops_round_as_the_reference_does(dtype):
     got, want = numba_cpu.backward(dy, x, weight, r), reference.backward(dy, x, weight, r)
     torch.testing.assert_close(got, want, rtol=step, atol=step)
     got, want = numba_cpu.weight_gradient(dy, x, weight, r), reference.weight_gradient(dy, x, weight, r)
-    torch.testing.assert_close(got, want, rtol=step, atol=10 * step if dtype == torch.float32 else step)  # 64 terms, some cancel
+    # 64 terms, some cancel
+    torch.testing.assert_close(got, want, rtol=step, atol=10 * step if dtype == torch.float32 else step)
 
 
 def test_the_weights_gradient_has_the_same_bits_on_any_number_of_threads():
     torch.manual_seed(3)
-    x, weight, dy = torch.randn(600, 512), torch.ones(512), torch.randn(600, 512)  # enough for several threads
+    # enough for several threads
+    x, weight, dy = (torch.randn(600, 512), torch.ones(512), torch.randn(600, 512))
     r = reference.forward(x, weight, 1e-6)[1]
     threads = torch.get_num_threads()
     try:
@@ -91,5 +98,9 @@ def test_control_arm_the_mean_in_half_precision_is_nan_at_an_all_zero_row():
     """Why the mean is taken in float32: eps 1e-8 is 0 in float16, and 0 · rsqrt(0) is NaN (docs/trust.md
     N1)."""
     x = torch.zeros(1, 8, dtype=torch.float16)
-    assert (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + torch.tensor(1e-8, dtype=torch.float16))).isnan().all()
+    assert (
+        (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + torch.tensor(1e-8, dtype=torch.float16)))
+        .isnan()
+        .all()
+    )
     assert rms_norm(x, torch.ones(8, dtype=torch.float16), 1e-8).isfinite().all()

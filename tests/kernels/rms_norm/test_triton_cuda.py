@@ -1,4 +1,5 @@
-"""The Triton RMSNorm against the reference, itself tested against float64; on a CPU through Triton's interpreter, in float32."""
+"""The Triton RMSNorm against the reference, itself tested against float64; on a CPU through Triton's
+interpreter, in float32."""
 
 import importlib.util
 
@@ -8,7 +9,8 @@ import torch
 from unfreeze.kernels.rms_norm import reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-DTYPES = (torch.float32, torch.bfloat16) if torch.cuda.is_available() else (torch.float32,)  # the interpreter cuts bf16 off
+# the interpreter cuts bf16 off
+DTYPES = (torch.float32, torch.bfloat16) if torch.cuda.is_available() else (torch.float32,)
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
@@ -27,8 +29,15 @@ def test_equals_the_reference(shape, dtype):
     step = 2**-7 if dtype == torch.bfloat16 else 1e-6  # one rounding apart at most
     torch.testing.assert_close(y, y_ref, rtol=max(step, 3e-6), atol=0)
     args = (dy, x, weight, r_ref)
-    torch.testing.assert_close(triton_cuda.backward(*args), reference.backward(*args), rtol=step, atol=3 * step)
-    torch.testing.assert_close(triton_cuda.weight_gradient(*args), reference.weight_gradient(*args), rtol=max(step, 1e-5), atol=max(step, 2e-5))
+    torch.testing.assert_close(
+        triton_cuda.backward(*args), reference.backward(*args), rtol=step, atol=3 * step
+    )
+    torch.testing.assert_close(
+        triton_cuda.weight_gradient(*args),
+        reference.weight_gradient(*args),
+        rtol=max(step, 1e-5),
+        atol=max(step, 2e-5),
+    )
     assert all(torch.equal(now, then) for now, then in zip((x, weight, dy), before, strict=True))
 
 

@@ -1,4 +1,5 @@
-"""The rotation against complex multiplication in float64, x e^(iθ): every implementation that runs here, both pairings, strided, and backward."""
+"""The rotation against complex multiplication in float64, x e^(iθ): every implementation that runs here, both
+pairings, strided, and backward."""
 
 import math
 
@@ -34,13 +35,19 @@ def runs_here(name, dtype):
 @pytest.mark.parametrize("impl", ["reference", *OP.candidates])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("pairing", ["halves", "adjacent"])
-@pytest.mark.parametrize("tokens, heads, width, rotated", [(5, 3, 8, 8), (7, 1, 24, 10), (130, 5, 96, 32), (1, 2, 2, 2), (0, 2, 8, 4)])
+@pytest.mark.parametrize(
+    "tokens, heads, width, rotated",
+    [(5, 3, 8, 8), (7, 1, 24, 10), (130, 5, 96, 32), (1, 2, 2, 2), (0, 2, 8, 4)],
+)
 def test_equals_complex_float64_forward_and_backward(tokens, heads, width, rotated, pairing, dtype, impl):
     runs_here(impl, dtype)
     torch.manual_seed(0)
     angle = (torch.rand(tokens, rotated // 2, device=DEVICE) * 2 * math.pi).double()
     wide = torch.randn(tokens, heads, width + 5).to(DEVICE, dtype)
-    x, dy = wide[..., 3 : 3 + width].detach().requires_grad_(), torch.randn(tokens, heads, width).to(DEVICE, dtype)
+    x, dy = (
+        wide[..., 3 : 3 + width].detach().requires_grad_(),
+        torch.randn(tokens, heads, width).to(DEVICE, dtype),
+    )
     y = rotary(x, angle.cos().float(), angle.sin().float(), pairing, impl)
     (dx,) = torch.autograd.grad(y, x, dy)
     x64 = x.detach().double().requires_grad_()
@@ -56,7 +63,9 @@ def test_the_reference_is_exact_in_float64():
     x = torch.randn(4, 2, 10, dtype=torch.float64, requires_grad=True)
     angle = torch.rand(4, 3, dtype=torch.float64)
     for pairing in ("halves", "adjacent"):
-        assert torch.autograd.gradcheck(lambda x: rotary(x, angle.cos(), angle.sin(), pairing, "reference"), (x,))  # noqa: B023
+        assert torch.autograd.gradcheck(
+            lambda x, p=pairing: rotary(x, angle.cos(), angle.sin(), p, "reference"), (x,)
+        )
 
 
 @pytest.mark.parametrize("impl", ["reference", "numba", "triton"])
@@ -83,7 +92,9 @@ def test_control_arm_the_wrong_pairing_or_sign_is_seen():
 
 def test_refusals_name_the_reason_and_buckets_cover_the_cases():
     with pytest.raises(ConfigError, match="float64"):
-        rotary(torch.randn(2, 1, 4, dtype=torch.float64), torch.ones(2, 2), torch.ones(2, 2), "halves", "numba")
+        rotary(
+            torch.randn(2, 1, 4, dtype=torch.float64), torch.ones(2, 2), torch.ones(2, 2), "halves", "numba"
+        )
     generator = torch.Generator().manual_seed(0)
     for case in OP.cases[:2]:
         assert bucket(*case.inputs(torch.device("cpu"), torch.float32, generator)) == case.bucket

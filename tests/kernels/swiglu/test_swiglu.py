@@ -1,4 +1,5 @@
-"""SwiGLU against float64 autograd of silu(gate) · up: every implementation that runs here, forward and backward, stacked and strided."""
+"""SwiGLU against float64 autograd of silu(gate) · up: every implementation that runs here, forward and
+backward, stacked and strided."""
 
 import importlib
 
@@ -12,7 +13,8 @@ from unfreeze.kernels.choice.op import Op
 from unfreeze.kernels.swiglu import OP, bucket, reference, swiglu
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# float32: the exponential is good to 3e-7. bf16: a rounding is 2^-8 at most and about 2^-9.3 in the mean square; the reference has two of them
+# float32: the exponential is good to 3e-7. bf16: a rounding is 2^-8 at most and about 2^-9.3 in the mean
+# square; the reference has two of them
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float64: 1e-14}
 
 
@@ -45,7 +47,9 @@ def test_equals_float64_forward_and_backward(shape, dtype, impl):
     for one, other, wanted in zip(got, got_stacked, want, strict=True):
         assert one.dtype == dtype and one.shape == other.shape == shape
         if one.numel():
-            assert max(relative(one, wanted), relative(other, wanted)) <= (OP.tolerance[dtype] if impl == "liger" else TOLERANCE[dtype])
+            assert max(relative(one, wanted), relative(other, wanted)) <= (
+                OP.tolerance[dtype] if impl == "liger" else TOLERANCE[dtype]
+            )
 
 
 def test_the_reference_is_exact_in_float64():
@@ -85,7 +89,7 @@ def test_strided_rows_an_expanded_gradient_and_inputs_left_alone(impl):
 @pytest.mark.parametrize("rows, width", [(5, 48), (9, 37), (3, 1030), (0, 8)])
 def test_the_weighted_backward_of_the_experts(name, rows, width):
     runs_here(OP, name, torch.float32)
-    part = implementation_of(OP, name, DEVICE, torch.float32).part
+    part = implementation_of(OP, name, DEVICE, torch.float32).functions
     torch.manual_seed(2)
     gate_up, dh = torch.randn(rows, 2 * width, device=DEVICE), torch.randn(rows, width, device=DEVICE)
     weight = torch.rand(rows, device=DEVICE)
@@ -94,7 +98,11 @@ def test_the_weighted_backward_of_the_experts(name, rows, width):
     h64 = F.silu(gate64) * up64
     weighted64 = weight64[:, None] * h64
     want = (weighted64, *torch.autograd.grad(weighted64, (gate64, up64, weight64), dh.double()))
-    weighted, wide, score = torch.empty_like(dh), torch.full((rows, 2 * width + 8), 7.0, device=DEVICE), torch.empty(rows, device=DEVICE)
+    weighted, wide, score = (
+        torch.empty_like(dh),
+        torch.full((rows, 2 * width + 8), 7.0, device=DEVICE),
+        torch.empty(rows, device=DEVICE),
+    )
     dgate, dup = wide[:, :width], wide[:, width : 2 * width]
     part.backward_weighted(dh, *gate_up.chunk(2, -1), weight, weighted, dgate, dup, score)
     for got, wanted in zip((weighted, dgate, dup, score), want, strict=True):

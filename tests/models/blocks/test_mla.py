@@ -1,4 +1,5 @@
-"""Latent attention absorbed into the space of its latents, against the same layer with keys and values expanded, in float64's neighbourhood."""
+"""Latent attention absorbed into the space of its latents, against the same layer with keys and values
+expanded, in float64's neighbourhood."""
 
 import pytest
 import torch
@@ -9,14 +10,34 @@ from unfreeze.core.batch import Batch
 from unfreeze.evaluate.gap import TOLERANCE, log_probability_gap
 from unfreeze.generate.engine import Engine, batch_of
 from unfreeze.generate.sampling import Sampling
+from unfreeze.models.blocks.attention import attention_output
 from unfreeze.models.blocks.mla import MLA
 
 CONFIG = {
-    "model_type": "deepseek_v3", "vocab_size": 61, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 1,
-    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "initializer_range": 0.2, "routed_scaling_factor": 1.5, "n_group": 1, "topk_group": 1,
-}  # fmt: skip
+    "model_type": "deepseek_v3",
+    "vocab_size": 61,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.2,
+    "routed_scaling_factor": 1.5,
+    "n_group": 1,
+    "topk_group": 1,
+}
 PROMPTS = [[5, 17, 3, 42, 9, 8], [11], [7, 7, 23]]
 
 
@@ -58,7 +79,9 @@ def test_a_step_equals_the_packed_pass(lora):
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_sampled_log_probabilities_are_those_of_the_packed_pass(lora):
-    gap = log_probability_gap(Engine(made(lora)), PROMPTS, Sampling(max_new_tokens=8, temperature=1.0, seed=3))
+    gap = log_probability_gap(
+        Engine(made(lora)), PROMPTS, Sampling(max_new_tokens=8, temperature=1.0, seed=3)
+    )
     assert gap.max <= TOLERANCE <= 1e-4
 
 
@@ -83,7 +106,8 @@ def test_without_the_adapter_or_its_scale_the_step_is_another_model(monkeypatch)
 
 @torch.no_grad()
 def test_bf16_differs_from_float32_no_more_than_the_packed_pass_does():
-    """Both round: the step must not round more than the form that training uses, up to half as much again for chance."""
+    """Both round: the step must not round more than the form that training uses, up to half as much again for
+    chance."""
     exact, sequences = made(lora=True), [[5, 17, 3, 42, 9, 8], [11, 2], [7, 7, 23, 1]]
     rounded = made(lora=True, dtype=torch.bfloat16)
     for (name, parameter), source in zip(rounded.named_parameters(), exact.parameters(), strict=True):
@@ -114,3 +138,10 @@ def test_a_step_on_cuda_equals_the_host():
     model.prefill(batch_of([s[:-1] for s in sequences], "cuda"), cache)
     y = model.logits(model.step(torch.tensor([s[-1] for s in sequences], device="cuda"), cache))
     torch.testing.assert_close(y.cpu(), want, rtol=1e-3, atol=1e-3)
+
+
+def test_attention_on_cuda_keeps_nothing_for_a_second_visit():
+    """attention/sdpa.py and attention/cuda.py compute it again there; a plan that counts it adds 18 GB at 8,192
+    tokens of Kimi-K2."""
+    assert attention_output(12288, torch.bfloat16, "cuda") == 0
+    assert attention_output(12288, torch.bfloat16, "cpu") == 12288 * 3

@@ -1,4 +1,5 @@
-"""The dense half of a layer as one op: what the reference of kernels/dense_mlp says is what the blocks do, and who may not be one op says why."""
+"""The dense half of a layer as one op: what the reference of kernels/dense_mlp says is what the blocks do,
+and who may not be one op says why."""
 
 import copy
 import json
@@ -21,13 +22,27 @@ from unfreeze.models.blocks.mlp import MLP, refuses
 from unfreeze.quant.int4 import Int4
 
 QWEN2 = {
-    "model_type": "qwen2", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 1024, "rms_norm_eps": 1e-5, "initializer_range": 0.2, "tie_word_embeddings": False,
-}  # fmt: skip
+    "model_type": "qwen2",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+}
 MOE = QWEN2 | {
-    "model_type": "qwen3_moe", "num_hidden_layers": 1, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 1,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
     "norm_topk_prob": True,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -55,13 +70,15 @@ def batch_of(total):
     return Batch(tokens, tokens.roll(-1), torch.ones(total), positions, torch.tensor([0]))
 
 
-def result(model, total, through):
+def result(model, total, recompute):
     """Hidden states and every gradient."""
     for parameter in model.parameters():
         parameter.grad = None
-    hidden = model.hidden(batch_of(total), through)
+    hidden = model.hidden(batch_of(total), recompute)
     (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
-    return hidden.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return hidden.detach(), {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def use(monkeypatch, implementation):
@@ -80,9 +97,15 @@ def test_the_reference_is_the_blocks_own_arithmetic_to_the_bit(lora, monkeypatch
 
 
 @pytest.mark.parametrize("lora", [True, False])
-@pytest.mark.parametrize("through, graphs_wanted", [(models.plain, 1), (models.keep_inputs, 2), (models.selective, 2), (models.elementwise, 0)])
-def test_training_by_the_compiled_block_equals_eager_with_every_recompute(through, graphs_wanted, lora, monkeypatch):
-    """Against float64 as exact as eager. Three layers and three numbers of tokens: a graph for gradients, one for recomputation's first visit;
+@pytest.mark.parametrize(
+    "recompute, graphs_wanted",
+    [(models.plain, 1), (models.keep_inputs, 2), (models.selective, 2), (models.elementwise, 0)],
+)
+def test_training_by_the_compiled_block_equals_eager_with_every_recompute(
+    recompute, graphs_wanted, lora, monkeypatch
+):
+    """Against float64 as exact as eager. Three layers and three numbers of tokens: a graph for gradients, one
+    for recomputation's first visit;
     "elementwise" keeps to the blocks."""
     model, graphs = made(lora=lora), []
     float64 = copy.deepcopy(model).double()
@@ -91,12 +114,15 @@ def test_training_by_the_compiled_block_equals_eager_with_every_recompute(throug
         eager_hidden, eager = result(model, total, models.plain)
         with monkeypatch.context() as patch:
             use(patch, block)
-            hidden, gradients = result(model, total, through)
-        exact, _ = result(float64, total, models.plain)  # eager is 6e-6 of the norm off with adapters: two float32 runs differ by as much
+            hidden, gradients = result(model, total, recompute)
+        # eager is 6e-6 of the norm off with adapters: two float32 runs differ by as much
+        exact, _ = result(float64, total, models.plain)
         assert (hidden - exact).norm() <= 1.2 * (eager_hidden - exact).norm()
         assert gradients.keys() == eager.keys()
         for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, eager[name], rtol=1e-4, atol=1e-5 * float(eager[name].abs().max()), msg=name)
+            torch.testing.assert_close(
+                gradient, eager[name], rtol=1e-4, atol=1e-5 * float(eager[name].abs().max()), msg=name
+            )
     assert len(graphs) == graphs_wanted
 
 
@@ -114,10 +140,24 @@ def test_control_arm_a_block_that_forgets_its_adapters_is_seen(monkeypatch):
 
 def faster(path, candidate="compiled"):
     rows = [
-        {"op": "dense_mlp", "device": path.stem, "dtype": "float32", "bucket": "adapters", "candidate": candidate, "error_forward": 1e-7,
-         "error_backward": 1e-7, "median_us": 100.0, "reference_median_us": 200.0, "spread_us": 1.0, "reference_spread_us": 1.0, "repeats": 9,
-         "threads": 1, "torch": torch.__version__, "date": "2026-01-01"}
-    ]  # fmt: skip
+        {
+            "op": "dense_mlp",
+            "device": path.stem,
+            "dtype": "float32",
+            "bucket": "adapters",
+            "candidate": candidate,
+            "error_forward": 1e-7,
+            "error_backward": 1e-7,
+            "median_us": 100.0,
+            "reference_median_us": 200.0,
+            "spread_us": 1.0,
+            "reference_spread_us": 1.0,
+            "repeats": 9,
+            "threads": 1,
+            "torch": torch.__version__,
+            "date": "2026-01-01",
+        }
+    ]
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(rows))
     record.read.cache_clear()
@@ -146,7 +186,9 @@ def test_it_runs_where_a_record_says_so_and_never_without_one(tmp_path, monkeypa
     assert runs(replace(dense_mlp.OP, candidates={"compiled": anywhere})) == 0, "no record: the blocks"
     faster(tmp_path / "own" / f"{record.device_key(cpu)}.json")
     assert runs(replace(dense_mlp.OP, candidates={"compiled": anywhere})) == 3
-    assert runs(replace(dense_mlp.OP, candidates={"compiled": planted})) == 0, "on a CPU only where it is named"
+    assert runs(replace(dense_mlp.OP, candidates={"compiled": planted})) == 0, (
+        "on a CPU only where it is named"
+    )
     for layer in model.layers:
         layer.mlp.impl = "compiled"
     assert runs(replace(dense_mlp.OP, candidates={"compiled": planted})) == 3
@@ -172,7 +214,13 @@ def test_who_cannot_be_one_op_is_refused_by_name(caplog):
     with pytest.raises(ConfigError, match="cannot run as 'compiled' here: a mixture of experts"):
         model.hidden(batch_of(256))
 
-    packed = models.build(models.shape(QWEN2), dtype=torch.float32, device="cpu", codec=Int4(32), packed=lambda name: ".mlp." in name)
+    packed = models.build(
+        models.shape(QWEN2),
+        dtype=torch.float32,
+        device="cpu",
+        codec=Int4(32),
+        packed=lambda name: ".mlp." in name,
+    )
     assert "packed weights" in refuses(packed.layers[0].mlp, run)
     plain = made(lora=False)
     assert isinstance(plain.layers[0].mlp, MLP) and refuses(plain.layers[0].mlp, run) == ""

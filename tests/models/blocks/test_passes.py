@@ -1,4 +1,5 @@
-"""Cache and passes: what is written is what is remembered, row by row; a step sees its own row's past and nothing else."""
+"""Cache and passes: what is written is what is remembered, row by row; a step sees its own row's past and
+nothing else."""
 
 import torch
 
@@ -18,7 +19,11 @@ def test_values_lie_at_their_row_and_position_and_the_rest_is_zero():
     cache, values = filled()
     (store,) = cache.layers[0]
     assert store.shape == (3, 5, 4) and cache.nbytes == 3 * 5 * 4 * 4
-    assert torch.equal(store[2, :3], values[3:]) and torch.equal(store[0, :2], values[:2]) and not store[1, 1:].any()
+    assert (
+        torch.equal(store[2, :3], values[3:])
+        and torch.equal(store[0, :2], values[:2])
+        and not store[1, 1:].any()
+    )
 
 
 def test_rows_that_stay_lie_first_and_only_the_last_ones_move():
@@ -27,7 +32,8 @@ def test_rows_that_stay_lie_first_and_only_the_last_ones_move():
     before = store.clone()
     assert cache.keep([1, 2]) == [2, 1]  # row 2 moves into the place of row 0, row 1 stays where it is
     (kept,) = cache.layers[0]
-    assert cache.lengths == [3, 1] and kept.shape[0] == 2 and kept.data_ptr() == store.data_ptr()  # no copy of the cache
+    # no copy of the cache
+    assert cache.lengths == [3, 1] and kept.shape[0] == 2 and kept.data_ptr() == store.data_ptr()
     assert torch.equal(kept[0, :3], values[3:]) and torch.equal(kept[1], before[1])
     assert cache.keep([0]) == [0] and cache.lengths == [3]
 
@@ -43,7 +49,8 @@ def test_any_set_of_rows_can_stay():
 
 
 def test_a_step_attends_to_its_own_rows_positions_only():
-    """Oracle: softmax attention per row in float64, query heads 4 on 2 key heads; what lies beyond a row's length must not matter."""
+    """Oracle: softmax attention per row in float64, query heads 4 on 2 key heads; what lies beyond a row's
+    length must not matter."""
     S, H, G, d, lengths = 3, 4, 2, 8, [2, 1, 3]
     cache = Cache(S, 6)
     keys, values = torch.randn(2, S, 6, G, d, generator=GENERATOR)
@@ -60,7 +67,9 @@ def test_a_step_attends_to_its_own_rows_positions_only():
         k = torch.cat((keys[row, :length], new_k[row][None])).double().repeat_interleave(H // G, 1)
         v = torch.cat((values[row, :length], new_v[row][None])).double().repeat_interleave(H // G, 1)
         weights = (torch.einsum("hd,nhd->hn", q[row].double(), k) * d**-0.5).softmax(-1)
-        torch.testing.assert_close(out[row].double(), torch.einsum("hn,nhd->hd", weights, v), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            out[row].double(), torch.einsum("hn,nhd->hd", weights, v), rtol=1e-5, atol=1e-5
+        )
     run.mask_S11N = None  # control: without the mask the shorter rows see what is not theirs
     assert (run.attend(q, *run.remember(0, new_k, new_v), d**-0.5) - out)[:2].abs().max() > 1
 
@@ -68,4 +77,7 @@ def test_a_step_attends_to_its_own_rows_positions_only():
 def test_rows_of_one_length_need_no_mask():
     cache = Cache(2, 4)
     cache.lengths = [3, 3]
-    assert StepPass(torch.empty(0), torch.empty(0), cache, torch.arange(2), torch.tensor([3, 3])).mask_S11N is None
+    assert (
+        StepPass(torch.empty(0), torch.empty(0), cache, torch.arange(2), torch.tensor([3, 3])).mask_S11N
+        is None
+    )

@@ -15,19 +15,46 @@ POSITIONS = torch.tensor([0, 1, 7, 4095, 4096, 32768, 65537, 131071, 131072])
 CASES = {
     "default": ({"rope_type": "default", "rope_theta": 500000.0}, 128),
     "linear": ({"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}, 64),
-    "llama3": ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192, "rope_theta": 500000.0}, 128),
-    "yarn": ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6}, 128),
-    "yarn-kimi": ({"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0,
-                   "mscale": 1.0, "mscale_all_dim": 1.0, "rope_theta": 50000.0}, 64),
-}  # fmt: skip
+    "llama3": (
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+            "rope_theta": 500000.0,
+        },
+        128,
+    ),
+    "yarn": (
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6},
+        128,
+    ),
+    "yarn-kimi": (
+        {
+            "rope_type": "yarn",
+            "factor": 64.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "rope_theta": 50000.0,
+        },
+        64,
+    ),
+}
 
 
 def both(name: str):
     """(ours, their inverse frequencies, their factor)."""
     parameters, width = CASES[name]
     config = transformers.LlamaConfig(
-        hidden_size=2 * width, num_attention_heads=2, head_dim=width, max_position_embeddings=131072, rope_parameters=dict(parameters)
+        hidden_size=2 * width,
+        num_attention_heads=2,
+        head_dim=width,
+        max_position_embeddings=131072,
+        rope_parameters=dict(parameters),
     )
     ours = rope_from_config(config.to_dict(), width)
     if name == "default":
@@ -37,9 +64,11 @@ def both(name: str):
 
 @pytest.mark.parametrize("name", CASES)
 def test_frequencies_equal_transformers_and_long_positions_stay_within_fp32(name):
-    """Theirs are computed in fp32 (a power, a quotient, a ramp: up to about 8 roundings, 2^-21 relative), ours in float64 and rounded once.
+    """Theirs are computed in fp32 (a power, a quotient, a ramp: up to about 8 roundings, 2^-21 relative),
+    ours in float64 and rounded once.
 
-    An angle p · f then has 2^-24 of it from rounding f and 2^-24 from the product: at 131,072 radians 0.016, and cos is 1-Lipschitz.
+    An angle p · f then has 2^-24 of it from rounding f and 2^-24 from the product: at 131,072 radians 0.016,
+    and cos is 1-Lipschitz.
     Against transformers the bound is the error of their frequencies, 2^-21 · p · f.
     """
     rope, theirs, factor = both(name)
@@ -59,11 +88,14 @@ def test_the_comparison_sees_another_theta_or_factor(wrong):
     parameters, width = CASES["linear"]
     changed = rope_from_config({"rope_parameters": parameters | wrong}, width)
     theirs = both("linear")[1].double()
-    assert not torch.allclose(torch.tensor(changed.inverse_frequency, dtype=torch.float64), theirs, rtol=2**-21, atol=0)
+    assert not torch.allclose(
+        torch.tensor(changed.inverse_frequency, dtype=torch.float64), theirs, rtol=2**-21, atol=0
+    )
 
 
 def test_a_rotation_depends_on_the_distance_alone_in_both_pairings():
-    """<R_m q, R_n k> is a function of m - n, and keeps lengths: the property rotary embeddings are for (Su et al. 2021), in fp32."""
+    """<R_m q, R_n k> is a function of m - n, and keeps lengths: the property rotary embeddings are for (Su et
+    al. 2021), in fp32."""
     rope = rope_from_config({"rope_theta": 10000.0}, 16)
     q, k = torch.randn(2, 1, 1, 16, generator=torch.Generator().manual_seed(0)).unbind(0)
     for pairing in ("halves", "adjacent"):
@@ -72,20 +104,33 @@ def test_a_rotation_depends_on_the_distance_alone_in_both_pairings():
             at_m, at_n = (rope.tables(torch.tensor([position])) for position in (m, n))
             return float((rotary(q[None, 0], *at_m, pairing) * rotary(k[None, 0], *at_n, pairing)).sum())
 
-        assert score(3, 1) == pytest.approx(score(503, 501), abs=1e-3) and abs(score(3, 1) - score(3, 2)) > 1e-2
+        assert (
+            score(3, 1) == pytest.approx(score(503, 501), abs=1e-3) and abs(score(3, 1) - score(3, 2)) > 1e-2
+        )
         assert score(5, 5) == pytest.approx(float((q * k).sum()), abs=1e-4)
 
 
 def test_adjacent_pairs_are_the_complex_product_of_deepseek():
-    """Oracle: (x0 + i x1) e^{i angle} on neighbouring elements, as DeepSeek's published code does it; laid out as halves here."""
+    """Oracle: (x0 + i x1) e^{i angle} on neighbouring elements, as DeepSeek's published code does it; laid
+    out as halves here."""
     rope = rope_from_config({"rope_theta": 10000.0}, 8)
     x = torch.randn(5, 2, 8, generator=torch.Generator().manual_seed(0))
     positions = torch.arange(5)
     turn = torch.polar(torch.ones(5, 4), positions[:, None] * torch.tensor(rope.inverse_frequency))
     rotated = torch.view_as_complex(x.unflatten(-1, (4, 2))) * turn[:, None]
-    torch.testing.assert_close(rotary(x, *rope.tables(positions), "adjacent"), torch.cat((rotated.real, rotated.imag), -1))
+    torch.testing.assert_close(
+        rotary(x, *rope.tables(positions), "adjacent"), torch.cat((rotated.real, rotated.imag), -1)
+    )
 
 
 def test_an_unknown_scaling_is_refused_by_name():
     with pytest.raises(CheckpointError, match="rope type 'longrope' is not known"):
         rope_from_config({"rope_theta": 1e4, "rope_scaling": {"type": "longrope", "factor": math.e}}, 8)
+
+
+def test_a_number_of_rotations_without_a_logarithm_is_refused_by_name():
+    """Found by the fuzzer: 5e-324 rotations underflow, and their dimension is infinite."""
+    parameters = {"rope_type": "yarn", "factor": 4.0, "beta_slow": 5e-324, "rope_theta": 1e4}
+    config = {"max_position_embeddings": 4096, "rope_theta": 1e4, "rope_parameters": parameters}
+    with pytest.raises(CheckpointError, match=r"beta_slow 5e-324.*give no rotation"):
+        rope_from_config(config, 64)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Update:
-    """One tensor and its state, changed in place. master, exp_avg, exp_avg_sq: float32 (or wider), contiguous.
+    """One tensor and its state, changed in place. master, exp_avg, exp_avg_sq: float32 (or wider),
+    contiguous.
 
     gradient  float32, or the half precision it arrived in; not changed.
     weight    None, or the half precision weight that gets the rounded master.
@@ -38,15 +39,28 @@ class Rule:
 
 
 def numbers_of(u: Update, rule: Rule) -> tuple[float, float, float]:
-    """(1 - lr · decay, lr / (1 - b1^t), sqrt(1 - b2^t)): what a step of one tensor needs of lr, decay and t."""
+    """(1 - lr · decay, lr / (1 - b1^t), sqrt(1 - b2^t)): what a step of one tensor needs of lr, decay and
+    t."""
     beta1, beta2 = rule.betas
-    return 1.0 - rule.learning_rate * u.weight_decay, rule.learning_rate / (1.0 - beta1**u.step), (1.0 - beta2**u.step) ** 0.5
+    return (
+        1.0 - rule.learning_rate * u.weight_decay,
+        rule.learning_rate / (1.0 - beta1**u.step),
+        (1.0 - beta2**u.step) ** 0.5,
+    )
 
 
 def refuse_unread(updates: Sequence[Update], dtypes: Collection[torch.dtype]) -> None:
-    """ValueError for what a loop over addresses would misread: masters not in float32, state not contiguous, gradients or weights beyond `dtypes`."""
+    """ValueError for what a loop over addresses would misread: masters not in float32, state not contiguous,
+    gradients or weights beyond `dtypes`."""
     for u in updates:
-        if u.master.dtype != torch.float32 or not all(x.is_contiguous() for x in (u.master, u.exp_avg, u.exp_avg_sq)):
+        if u.master.dtype != torch.float32 or not all(
+            x.is_contiguous() for x in (u.master, u.exp_avg, u.exp_avg_sq)
+        ):
             raise ValueError(f"adamw: {u.master.dtype} master, or state that is not contiguous")
-        if u.gradient.dtype not in dtypes or (u.weight is not None and (u.weight.dtype not in dtypes or not u.weight.is_contiguous())):
-            raise ValueError(f"adamw: gradient in {u.gradient.dtype}, weight in {u.weight.dtype if u.weight is not None else None}")
+        if u.gradient.dtype not in dtypes or (
+            u.weight is not None and (u.weight.dtype not in dtypes or not u.weight.is_contiguous())
+        ):
+            raise ValueError(
+                f"adamw: gradient in {u.gradient.dtype}, weight in"
+                f" {u.weight.dtype if u.weight is not None else None}"
+            )

@@ -1,11 +1,14 @@
-"""Causal attention on CPU for documents of some hundred tokens and more: a block of queries at a time against all keys it may see.
+"""Causal attention on CPU for documents of some hundred tokens and more: a block of queries at a time against
+all keys it may see.
 
-torch's CPU flash attention stays below the rate of the same cores' GEMMs (`unfreeze kernels list --op attention`: by how much, per record). Here
-the products are GEMMs over a batch of heads, and what stands between them is one loop over a row of scores while it is in cache. Scores are
-float32 products of the exact inputs, as flash computes them; only P and dS are rounded to the inputs' dtype.
+torch's CPU flash attention stays below the rate of the same cores' GEMMs (`unfreeze kernels list --op
+attention`: by how much, per record). Here the products are GEMMs over a batch of heads, and what stands
+between them is one loop over a row of scores while it is in cache. Scores are float32 products of the exact
+inputs, as flash computes them; only P and dS are rounded to the inputs' dtype.
 
-S documents of L tokens, H query heads, G key/value heads (H = G · rep), d and v widths. A block has ROWS queries of each head; queries and keys
-are padded with zeros to whole blocks, so that few GEMM shapes occur (oneDNN compiles one kernel per shape).
+S documents of L tokens, H query heads, G key/value heads (H = G · rep), d and v widths. A block has QUERIES
+queries of each head; queries and keys are padded with zeros to whole blocks, so that few GEMM shapes occur
+(oneDNN compiles one kernel per shape).
 """
 
 from __future__ import annotations
@@ -21,20 +24,23 @@ from numba import prange
 from torch import Tensor
 
 from unfreeze.kernels.loops import bf16_cpu
-from unfreeze.kernels.loops.bf16_tile import COLUMNS, tile
-from unfreeze.kernels.loops.bf16_tile import ROWS as TILE
+from unfreeze.kernels.loops.bf16_tile import COLUMNS, ROWS, tile
 from unfreeze.kernels.loops.cores import spread
-from unfreeze.kernels.loops.numba_options import Kernel, array, convert, exp, narrow, widen
+from unfreeze.kernels.loops.numba_options import LANES, Kernel, array, convert, exp, narrow, widen
 from unfreeze.kernels.loops.scratch import scratch
+from unfreeze.kernels.recompute import Reuse
 
-ROWS = 128  # queries of a block: the half block above the diagonal that is computed in vain is 1/8 of the work at L = 512
+# queries of a block: the half block above the diagonal that is computed in vain is 1/8 of the work at L = 512
+QUERIES = 128
 SCORE_BYTES = 8 << 20  # float32 scores of the heads worked on at once
-SPREAD_FROM = 1 << 26  # multiply-adds of a call from which cores get heads of their own: 0.3 ms of work, against 0.1 ms to hand it out
-LANES = 16
+# multiply-adds of a call from which cores get heads of their own: 0.3 ms of work, against 0.1 ms to hand it
+# out
+SPREAD_FROM = 1 << 26
 
 
 @numba.njit
 def _largest(row):
+    """The maximum of a row, by LANES maxima side by side: one after the other would not be vectorised."""
     lanes = np.full(LANES, -np.inf, np.float32)
     whole = row.size // LANES * LANES
     for i in range(0, whole, LANES):
@@ -70,10 +76,13 @@ def _exponentials(row, scale, shift):
 
 @Kernel
 def _softmax(scores, first, rows, scale, probs, lse):
-    """probs[r, :] = softmax of scale · scores[r, : first + r % rows + 1], zero behind; lse[r] its log-sum-exp. scores are overwritten."""
+    """probs[r, :] = softmax of scale · scores[r, : first + r % rows + 1], zero behind; lse[r] its
+    log-sum-exp. scores are overwritten."""
     for r in prange(scores.shape[0]):
+        # row r is query first + r % rows of its head: it sees that many keys and itself
         seen = first + r % rows + 1
         row, target = scores[r, :seen], probs[r]
+        # the maximum is subtracted, so that no exponential overflows
         shift = np.float32(scale * _largest(row))
         total = _exponentials(row, scale, shift)
         lse[r] = np.float32(shift + np.float32(np.log(total)))
@@ -100,7 +109,8 @@ def _softmax_backward(scores, first, rows, scale, lse, delta, dprobs, probs):
 
 @Kernel
 def _take(source, first, count, head, out):
-    """out[g, l] = source[first + l, head + g] for l < count, zero behind. source [rows, heads, w], out [G, n, w], converted."""
+    """out[g, l] = source[first + l, head + g] for l < count, zero behind. source [rows, heads, w], out [G, n,
+    w], converted."""
     for g in prange(out.shape[0]):
         for n in range(out.shape[1]):
             target = out[g, n]
@@ -124,12 +134,13 @@ def _put(x, first, count, head, out):
 
 @Kernel
 def _take_blocks(source, first, count, head, repeat, out):
-    """As _take, into blocks: out[b, g, r · ROWS + l] = source[first + b · ROWS + l, head + g · repeat + r]. out [blocks, G, rep · ROWS, w]."""
+    """As _take, into blocks: out[b, g, r · QUERIES + l] = source[first + b · QUERIES + l, head + g · repeat +
+    r]. out [blocks, G, rep · QUERIES, w]."""
     groups = out.shape[1]
     for job in prange(out.shape[0] * groups):
         b, g = job // groups, job % groups
         for place in range(out.shape[2]):
-            n, h = b * ROWS + place % ROWS, head + g * repeat + place // ROWS
+            n, h = b * QUERIES + place % QUERIES, head + g * repeat + place // QUERIES
             target = out[b, g, place]
             if n < count:
                 row = source[first + n, h]
@@ -146,7 +157,7 @@ def _put_blocks(x, first, count, head, repeat, out):
     for job in prange(x.shape[0] * groups):
         b, g = job // groups, job % groups
         for place in range(x.shape[2]):
-            n, h = b * ROWS + place % ROWS, head + g * repeat + place // ROWS
+            n, h = b * QUERIES + place % QUERIES, head + g * repeat + place // QUERIES
             if n < count:
                 target, row = out[first + n, h], x[b, g, place]
                 for i in range(target.size):
@@ -155,7 +166,7 @@ def _put_blocks(x, first, count, head, repeat, out):
 
 @Kernel
 def _inner(a, b, out):
-    """out[i, g, place] = a · b of that row; a, b [blocks, G, rep · ROWS, w]."""
+    """out[i, g, place] = a · b of that row; a, b [blocks, G, rep · QUERIES, w]."""
     groups, places = a.shape[1], a.shape[2]
     for job in prange(a.shape[0] * groups):
         i, g = job // groups, job % groups
@@ -179,7 +190,8 @@ def _accumulate(share, total):
 
 @Kernel
 def _panels(keys, out):
-    """out[g, p, k, j] = the pair k of key 64 p + j. keys uint32 [G, n, d / 2] (two bf16 each), out [G, n / 64, d / 2, 64]."""
+    """out[g, p, k, j] = the pair k of key 64 p + j. keys uint32 [G, n, d / 2] (two bf16 each), out [G, n /
+    64, d / 2, 64]."""
     for g in prange(out.shape[0]):
         for p in range(out.shape[1]):
             for k in range(out.shape[2]):
@@ -190,63 +202,115 @@ def _panels(keys, out):
 
 @Kernel
 def _scores(q, panels, keys, out):
-    """out[g, r, n] = q[g, r] · key n in float32, n < keys. q bf16 bits [G, R, d], panels as above, out [G, R, keys]."""
+    """out[g, r, n] = q[g, r] · key n in float32, n < keys. q bf16 bits [G, R, d], panels as above, out [G, R,
+    keys]."""
     whole = keys // COLUMNS
     for job in prange(q.shape[0] * whole):
         g, p = job // whole, job % whole
-        for row in range(0, q.shape[1], TILE):
-            begin = min(row, q.shape[1] - TILE)  # the last tile does some rows again
+        for row in range(0, q.shape[1], ROWS):
+            begin = min(row, q.shape[1] - ROWS)  # the last tile does some rows again
             here = q.ctypes.data + g * q.strides[0] + begin * q.strides[1]
             there = out.ctypes.data + g * out.strides[0] + begin * out.strides[1] + 4 * COLUMNS * p
             panel = panels.ctypes.data + g * panels.strides[0] + p * panels.strides[1]
-            tile(here, q.strides[1], panel, panels.shape[2], there, out.strides[1])  # type: ignore[call-arg]
+            tile(here, q.strides[1], panel, panels.shape[2], there, out.strides[1])
 
 
 class _Heads:
     """Some heads of one document, and where their rows lie in x [S, L, heads, w]."""
 
     def __init__(self, document: int, length: int, begin: int, groups: int, repeat: int):
-        self.document, self.length, self.begin, self.groups, self.repeat = document, length, begin, groups, repeat
-        self.blocks = -(-length // ROWS)
+        self.document, self.length, self.begin, self.groups, self.repeat = (
+            document,
+            length,
+            begin,
+            groups,
+            repeat,
+        )
+        self.blocks = -(-length // QUERIES)
 
     def plain(self, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Keys or values as scratch [G, blocks · ROWS, w]."""
-        out = scratch(f"attention {name}", (self.groups, self.blocks * ROWS, x.shape[-1]), dtype, x.device)
-        _take(out.numel(), array(x.flatten(0, 1)), self.document * self.length, self.length, self.begin, array(out))
+        """Keys or values as scratch [G, blocks · QUERIES, w]."""
+        out = scratch(f"attention {name}", (self.groups, self.blocks * QUERIES, x.shape[-1]), dtype, x.device)
+        _take(
+            out.numel(),
+            array(x.flatten(0, 1)),
+            self.document * self.length,
+            self.length,
+            self.begin,
+            array(out),
+        )
         return out
 
     def blocked(self, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Queries, or what is as many, as scratch [blocks, G, rep · ROWS, w]."""
+        """Queries, or what is as many, as scratch [blocks, G, rep · QUERIES, w]."""
         out = self.empty(name, x.shape[-1], dtype)
         first = self.document * self.length
-        _take_blocks(out.numel(), array(x.flatten(0, 1)), first, self.length, self.begin * self.repeat, self.repeat, array(out))
+        _take_blocks(
+            out.numel(),
+            array(x.flatten(0, 1)),
+            first,
+            self.length,
+            self.begin * self.repeat,
+            self.repeat,
+            array(out),
+        )
         return out
 
     def empty(self, name: str, width: int, dtype: torch.dtype) -> Tensor:
-        return scratch(f"attention {name}", (self.blocks, self.groups, self.repeat * ROWS, width), dtype, torch.device("cpu"))
+        return scratch(
+            f"attention {name}",
+            (self.blocks, self.groups, self.repeat * QUERIES, width),
+            dtype,
+            torch.device("cpu"),
+        )
 
     def put(self, x: Tensor, out: Tensor) -> None:
         """[G, n, w] back to its place in out [S, L, heads, w]."""
-        _put(x.numel(), array(x), self.document * self.length, self.length, self.begin, array(out.flatten(0, 1)))
+        _put(
+            x.numel(),
+            array(x),
+            self.document * self.length,
+            self.length,
+            self.begin,
+            array(out.flatten(0, 1)),
+        )
 
     def put_blocks(self, x: Tensor, out: Tensor) -> None:
         first = self.document * self.length
-        _put_blocks(x.numel(), array(x), first, self.length, self.begin * self.repeat, self.repeat, array(out.flatten(0, 1)))
+        _put_blocks(
+            x.numel(),
+            array(x),
+            first,
+            self.length,
+            self.begin * self.repeat,
+            self.repeat,
+            array(out.flatten(0, 1)),
+        )
 
     def scores(self, name: str, keys: int, dtype: torch.dtype) -> Tensor:
-        """Scratch [G, rep · ROWS, keys]."""
-        return scratch(f"attention {name}", (self.groups, self.repeat * ROWS, keys), dtype, torch.device("cpu"))
+        """Scratch [G, rep · QUERIES, keys]."""
+        return scratch(
+            f"attention {name}", (self.groups, self.repeat * QUERIES, keys), dtype, torch.device("cpu")
+        )
 
 
 class _Wide:
-    """Scores as a batch of float32 GEMMs: for float32 inputs, and on CPUs without the instruction of bf16_tile.py."""
+    """Scores as a batch of float32 GEMMs: for float32 inputs, and on CPUs without the instruction of
+    bf16_tile.py."""
 
     def __init__(self, heads: _Heads, q: Tensor, k: Tensor):
-        self.heads, self.q, self.k, self.given = heads, heads.blocked("q", q, torch.float32), heads.plain("k", k, torch.float32), (q, k)
+        self.heads, self.q, self.k, self.given = (
+            heads,
+            heads.blocked("q", q, torch.float32),
+            heads.plain("k", k, torch.float32),
+            (q, k),
+        )
 
     def block(self, b: int, keys: int) -> Tensor:
-        """[G, rep · ROWS, keys] float32 of the queries of block b."""
-        return torch.bmm(self.q[b], self.k[:, :keys].transpose(1, 2), out=self.heads.scores("scores", keys, torch.float32))
+        """[G, rep · QUERIES, keys] float32 of the queries of block b."""
+        return torch.bmm(
+            self.q[b], self.k[:, :keys].transpose(1, 2), out=self.heads.scores("scores", keys, torch.float32)
+        )
 
     def narrow(self) -> tuple[Tensor, Tensor]:
         """Queries in blocks and keys in the inputs' dtype."""
@@ -257,13 +321,16 @@ class _Wide:
 
 
 class _Tiled:
-    """The same sums from bf16 inputs: a product of two bf16 is exact in float32, so nothing is lost by not widening them first."""
+    """The same sums from bf16 inputs: a product of two bf16 is exact in float32, so nothing is lost by not
+    widening them first."""
 
     def __init__(self, heads: _Heads, q: Tensor, k: Tensor):
         self.heads, self.q = heads, heads.blocked("q narrow", q, q.dtype)
         self.k = heads.plain("k narrow", k, k.dtype)
         groups, rows, width = self.k.shape
-        panels = scratch("attention panels", (groups, rows // COLUMNS, width // 2, COLUMNS), torch.int32, k.device)
+        panels = scratch(
+            "attention panels", (groups, rows // COLUMNS, width // 2, COLUMNS), torch.int32, k.device
+        )
         self.panels = panels.view(torch.uint32).numpy()
         _panels(self.k.numel(), self.k.view(torch.int32).view(torch.uint32).numpy(), self.panels)
 
@@ -282,39 +349,63 @@ def _products(heads: _Heads, q: Tensor, k: Tensor) -> _Wide | _Tiled:
     return (_Tiled if tiled else _Wide)(heads, q, k)
 
 
-def _each(num_documents: int, length: int, groups: int, repeat: int, width: int, work: Callable[[_Heads, int], None]) -> None:
-    """work(heads, worker) for all heads of all documents, as many at once as have scores within SCORE_BYTES. Each core has its own; what they write
+def _each(
+    num_documents: int, length: int, groups: int, repeat: int, width: int, work: Callable[[_Heads, int], None]
+) -> None:
+    """work(heads, worker) for all heads of all documents, as many at once as have scores within SCORE_BYTES.
+    Each core has its own; what they write
     doesn't overlap."""
     spread_out = num_documents * length**2 * groups * repeat * width >= SPREAD_FROM
     workers = torch.get_num_threads() if spread_out else 1
-    at_once = min(groups, max(1, SCORE_BYTES // (4 * repeat * ROWS * length)))
+    at_once = min(groups, max(1, SCORE_BYTES // (4 * repeat * QUERIES * length)))
     if num_documents < workers:  # then a document's heads are shared
         at_once = min(at_once, -(-groups // workers))
     jobs = [
         _Heads(document, length, begin, min(groups - begin, at_once), repeat)
-        for document in range(num_documents) for begin in range(0, groups, at_once)
-    ]  # fmt: skip
+        for document in range(num_documents)
+        for begin in range(0, groups, at_once)
+    ]
     workers = min(workers, len(jobs))
     cuts = [worker * len(jobs) // workers for worker in range(workers + 1)]
     spread([jobs[begin:end] for begin, end in itertools.pairwise(cuts)], work)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """o [S, L, H, v], and per document and block the log-sum-exp of each group's rows, [S, blocks, G, rep · ROWS] float32."""
+    """o [S, L, H, v], and per document and block the log-sum-exp of each group's rows, [S, blocks, G, rep ·
+    QUERIES] float32."""
     S, L, H, _ = q.shape
     G, dtype = k.shape[2], q.dtype
-    o, lse = q.new_empty((S, L, H, v.shape[-1])), torch.empty((S, -(-L // ROWS), G, H // G * ROWS), dtype=torch.float32)
+    o, lse = (
+        q.new_empty((S, L, H, v.shape[-1])),
+        torch.empty((S, -(-L // QUERIES), G, H // G * QUERIES), dtype=torch.float32),
+    )
 
     def work(heads: _Heads, _worker: int) -> None:
+        # The heads' queries, keys and values lie H · d apart in memory: side by side for the GEMMs.
         products, values = _products(heads, q, k), heads.plain("v", v, dtype)
         out = heads.empty("o", v.shape[-1], dtype)
         for b in range(heads.blocks):
-            keys = (b + 1) * ROWS
+            # scores = q kᵀ [G, rep · QUERIES, keys]: block b sees the keys up to its own last query
+            keys = (b + 1) * QUERIES
             scores = products.block(b, keys)
+
+            # probs = softmax(scale · scores), the keys behind each query at zero; in place where dtypes agree
             probs = scores if dtype == torch.float32 else heads.scores("probs", keys, dtype)
-            sums = scratch("attention sums", (heads.groups * heads.repeat * ROWS,), torch.float32, o.device)
-            _softmax(scores.numel(), array(scores.flatten(0, 1)), b * ROWS, ROWS, np.float32(scale), array(probs.flatten(0, 1)), array(sums))
+            sums = scratch(
+                "attention sums", (heads.groups * heads.repeat * QUERIES,), torch.float32, o.device
+            )
+            _softmax(
+                scores.numel(),
+                array(scores.flatten(0, 1)),
+                b * QUERIES,
+                QUERIES,
+                np.float32(scale),
+                array(probs.flatten(0, 1)),
+                array(sums),
+            )
             lse[heads.document, b, heads.begin : heads.begin + heads.groups] = sums.view(heads.groups, -1)
+
+            # o = probs v
             torch.bmm(probs, values[:, :keys], out=out[b])
         heads.put_blocks(out, o)
 
@@ -322,8 +413,11 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Ten
     return o, lse
 
 
-def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv in the shapes of q, k, v. With P the probabilities: dv = Pᵀ do, dP = do vᵀ, dS = scale · P (dP - Σ do·o), dq = dS k, dk = dSᵀ q."""
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv in the shapes of q, k, v. With P the probabilities: dv = Pᵀ do, dP = do vᵀ, dS = scale · P
+    (dP - Σ do·o), dq = dS k, dk = dSᵀ q."""
     S, L, H, _ = q.shape
     G, dtype = k.shape[2], q.dtype
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype) for x in (q, k, v))
@@ -331,20 +425,41 @@ def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Ten
     def work(heads: _Heads, _worker: int) -> None:
         products, values = _products(heads, q, k), heads.plain("v", v, dtype)
         queries, keys_ = products.narrow()
+
+        # delta = Σ do · o per query: what softmax's backward subtracts, Σ_s P dP, without a pass over P
         do, out = heads.blocked("do", grad, dtype), heads.blocked("o", o, dtype)
         delta = heads.empty("delta", 1, torch.float32)[..., 0]
         _inner(do.numel(), array(do), array(out), array(delta))
+
+        # dk and dv sum over the blocks, in float32
         dq_blocks = heads.empty("dq", q.shape[-1], dtype)
         dk_sum = scratch("attention dk", tuple(keys_.shape), torch.float32, grad.device).zero_()
         dv_sum = scratch("attention dv", tuple(values.shape), torch.float32, grad.device).zero_()
         for b in range(heads.blocks):
-            keys = (b + 1) * ROWS
+            # scores = q kᵀ again, dP = do vᵀ
+            keys = (b + 1) * QUERIES
             scores = products.block(b, keys)
-            dscores = torch.bmm(do[b], values[:, :keys].transpose(1, 2), out=heads.scores("dscores", keys, dtype))
+            dscores = torch.bmm(
+                do[b], values[:, :keys].transpose(1, 2), out=heads.scores("dscores", keys, dtype)
+            )
+
+            # P = exp(scale · scores - lse); dS = scale · P (dP - delta), over dP
             probs = heads.scores("probs", keys, dtype)
             sums = lse[heads.document, b, heads.begin : heads.begin + heads.groups].flatten()
             flat = [array(x.flatten(0, 1)) for x in (scores, dscores, probs)]
-            _softmax_backward(flat[0].size, flat[0], b * ROWS, ROWS, np.float32(scale), array(sums), array(delta[b].flatten()), flat[1], flat[2])
+            _softmax_backward(
+                flat[0].size,
+                flat[0],
+                b * QUERIES,
+                QUERIES,
+                np.float32(scale),
+                array(sums),
+                array(delta[b].flatten()),
+                flat[1],
+                flat[2],
+            )
+
+            # dv += Pᵀ do, dk += dSᵀ q, dq = dS k
             for total, left, right in ((dv_sum, probs, do[b]), (dk_sum, dscores, queries[b])):
                 share = scratch("attention share", (heads.groups, keys, right.shape[-1]), dtype, grad.device)
                 torch.bmm(left.transpose(1, 2), right, out=share)
@@ -360,19 +475,22 @@ def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Ten
 
 class _Blocked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, kept: Callable[..., Any] | None) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, reuse: Reuse | None) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        o, lse = _forward(q, k, v, scale) if kept is None else kept(lambda: _forward(q, k, v, scale))
+        o, lse = _forward(q, k, v, scale) if reuse is None else reuse(lambda: _forward(q, k, v, scale))
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.scale = scale
         return o
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
         return (*_backward(grad.contiguous(), q, k, v, o, lse, ctx.scale), None, None)
 
 
-def blocked_attention(q_SLHd: Tensor, k_SLGd: Tensor, v_SLGv: Tensor, scale: float, kept: Callable[..., Any] | None = None) -> Tensor:
-    """Causal attention inside each of S documents of equal length -> [S, L, H, v]. float32 or bf16 on CPU; `kept` as in packed_attention."""
-    return _Blocked.apply(q_SLHd, k_SLGd, v_SLGv, scale, kept)  # type: ignore[return-value]
+def blocked_attention(
+    q_SLHd: Tensor, k_SLGd: Tensor, v_SLGv: Tensor, scale: float, reuse: Reuse | None = None
+) -> Tensor:
+    """Causal attention inside each of S documents of equal length -> [S, L, H, v]. float32 or bf16 on CPU;
+    `reuse` as in packed_attention."""
+    return _Blocked.apply(q_SLHd, k_SLGd, v_SLGv, scale, reuse)

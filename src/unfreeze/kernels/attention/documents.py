@@ -1,6 +1,8 @@
-"""Causal attention inside documents of one length, [S, L] tokens: the op that packed_attention calls once per bucket of its layout.
+"""Causal attention inside documents of one length, [S, L] tokens: the op that packed_attention calls once per
+bucket of its layout.
 
-S documents of L tokens, H query heads, G key/value heads (G divides H), d width of q and k, v width of values.
+S documents of L tokens, H query heads, G key/value heads (G divides H), d width of q and k, v width of
+values.
 """
 
 from __future__ import annotations
@@ -16,25 +18,34 @@ from unfreeze.kernels.attention.sdpa import sdpa
 from unfreeze.kernels.choice.choose import choose
 from unfreeze.kernels.choice.op import Candidate, Case, Implementation, Op
 from unfreeze.kernels.loops import compiled
+from unfreeze.kernels.recompute import Reuse
 
-Kept = Callable[[Callable[[], Any]], Any]
-"""kept(compute) gives compute()'s result at a layer's first visit and the same again at its second. Implementations on CPU use it."""
-
-LENGTHS = (96, 192, 1024)  # where buckets part: blocked_cpu pads to 128 queries, and from 1,024 tokens on scores outgrow the caches
+# where buckets part: blocked_cpu pads to 128 queries, and from 1,024 tokens on scores outgrow the caches
+LENGTHS = (96, 192, 1024)
 
 
-def attend(q_SLHd: Tensor, k_SLGd: Tensor, v_SLGv: Tensor, scale: float, kept: Kept | None = None, impl: str = "auto") -> Tensor:
-    """o[s, t, h] = Σ_u softmax_u(scale · q[s, t, h]·k[s, u, g]) v[s, u, g] over u <= t, g = h·G/H  -> [S, L, H, v] in q's dtype.
+def attend(
+    q_SLHd: Tensor,
+    k_SLGd: Tensor,
+    v_SLGv: Tensor,
+    scale: float,
+    reuse: Reuse | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """o[s, t, h] = Σ_u softmax_u(scale · q[s, t, h]·k[s, u, g]) v[s, u, g] over u <= t, g = h·G/H  -> [S, L,
+    H, v] in q's dtype.
 
-    The reference is torch's own scaled_dot_product_attention. It, not an explicit mask, because the reference runs wherever nothing is measured,
-    and a mask holds [S, H, L, L] scores; the explicit mask is what both are tested against (attention/reference.py).
+    The reference is torch's own scaled_dot_product_attention. It, not an explicit mask, because the reference
+    runs wherever nothing is measured, and a mask holds [S, H, L, L] scores; the explicit mask is what both
+    are tested against (attention/reference.py). `reuse`: of a layer that is recomputed; used on CPU.
     """
     implementation = choose(OP, q_SLHd.device, q_SLHd.dtype, bucket(q_SLHd, k_SLGd, v_SLGv), impl)
-    return implementation(q_SLHd, k_SLGd, v_SLGv, scale, kept)
+    return implementation(q_SLHd, k_SLGd, v_SLGv, scale, reuse)
 
 
 def bucket(q_SLHd: Tensor, k_SLGd: Tensor, v_SLGv: Tensor) -> str:
-    """Document length, and whether values are as wide as keys: "under 96", "96 on", "192 on", "1024 on", with ", v < d" for MLA. "other": v > d,
+    """Document length, and whether values are as wide as keys: "under 96", "96 on", "192 on", "1024 on", with
+    ", v < d" for MLA. "other": v > d,
     or on CUDA widths that its kernels don't take."""
     length, d, v = q_SLHd.shape[1], q_SLHd.shape[3], v_SLGv.shape[3]
     if v > d or (q_SLHd.is_cuda and (d % 8 or v % 8 or d > 256)):
@@ -48,7 +59,7 @@ _NARROW = tuple(f"{name}, v < d" for name in _EQUAL)
 
 
 def _blocked() -> Implementation:
-    from unfreeze.kernels.attention.blocked_cpu import blocked_attention  # only the CPU needs numba
+    from unfreeze.kernels.attention.blocked_cpu import blocked_attention
 
     return blocked_attention
 
@@ -83,22 +94,32 @@ def _flex_refuses(device: str, dtype: torch.dtype) -> str:
 def _inputs(
     length: int, d: int, v: int, device: torch.device, dtype: torch.dtype, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Enough documents for 512 tokens of 4 heads on CPU, 8,192 of 16 on a GPU; two query heads share a key where v = d (GQA)."""
+    """Enough documents for 512 tokens of 4 heads on CPU, 8,192 of 16 on a GPU; two query heads share a key
+    where v = d (GQA)."""
     tokens, heads = (8192, 16) if device.type == "cuda" else (512, 4)
     groups = heads // 2 if v == d else heads
     shape = (max(1, tokens // length), length)
-    q, k, value = (torch.randn(*shape, h, w, generator=generator) for h, w in ((heads, d), (groups, d), (groups, v)))
-    return (*(x.to(device, dtype).requires_grad_() for x in (q, k, value)), d**-0.5)  # type: ignore[return-value]
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(*shape, *size, generator=generator).to(device, dtype).requires_grad_()
+
+    return random(heads, d), random(groups, d), random(groups, v), d**-0.5
 
 
 def _cases() -> tuple[Case, ...]:
-    """A length inside each bucket; 64 / 64 as in small dense models, 96 / 64 and on a GPU 192 / 128 as in MLA."""
+    """A length inside each bucket; 64 / 64 as in small dense models, 96 / 64 and on a GPU 192 / 128 as in
+    MLA."""
 
     def narrow(length: int) -> Callable[..., Any]:
-        return lambda device, *rest: _inputs(length, *((192, 128) if device.type == "cuda" else (96, 64)), device, *rest)
+        return lambda device, *rest: _inputs(
+            length, *((192, 128) if device.type == "cuda" else (96, 64)), device, *rest
+        )
 
     lengths = (64, 128, 512, 1024)
-    equal = [Case(name, functools.partial(_inputs, length, 64, 64)) for name, length in zip(_EQUAL, lengths, strict=True)]
+    equal = [
+        Case(name, functools.partial(_inputs, length, 64, 64))
+        for name, length in zip(_EQUAL, lengths, strict=True)
+    ]
     return (*equal, *(Case(name, narrow(length)) for name, length in zip(_NARROW, lengths, strict=True)))
 
 

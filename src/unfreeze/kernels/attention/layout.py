@@ -1,7 +1,8 @@
 """Where the documents of a packed batch go when attention wants rectangles.
 
-Documents of similar length share a bucket, one rectangle [S_b, L_b] and so one attention call. Padding stands on the right, where causal
-attention needs no mask: a real query never looks to its right, and what padded queries compute is dropped.
+Documents of similar length share a bucket, one rectangle [S_b, L_b] and so one attention call. Padding stands
+on the right, where causal attention needs no mask: a real query never looks to its right, and what padded
+queries compute is dropped.
 
 T tokens of the batch, N >= T slots of all rectangles end to end, S documents, b a bucket.
 """
@@ -16,7 +17,9 @@ from torch import Tensor
 
 from unfreeze.core.batch import send
 
-SHORT = 64  # documents up to this length share one bucket: their padding costs less than a second attention call (about 0.1 ms)
+# documents up to this length share one bucket: their padding costs less than a second attention call (about
+# 0.1 ms)
+SHORT_DOCUMENT = 64
 FILL = 0.75  # longer documents join a bucket if they fill at least this share of its length
 
 
@@ -36,7 +39,8 @@ class Bucket:
 class Layout:
     """Built once per batch, used by every layer.
 
-    source_N  int64, the token in each slot; padding repeats its document's first token. None: the slots are the tokens, in order.
+    source_N  int64, the token in each slot; padding repeats its document's first token. None: the slots are
+              the tokens, in order.
     slot_T    int64, the slot of each token, the inverse of source_N without the padding. None as above.
     """
 
@@ -47,16 +51,23 @@ class Layout:
 
     @staticmethod
     def build(starts: Tensor | Sequence[int], num_tokens: int, device: torch.device | str = "cpu") -> Layout:
-        """Layout for documents that begin at `starts` (on the host, ascending, the first is 0) and end at `num_tokens`.
+        """Layout for documents that begin at `starts` (on the host, ascending, the first is 0) and end at
+        `num_tokens`.
 
-        All arithmetic is on the host, index tensors go to `device` once. Raises ValueError where a document would be empty.
+        All arithmetic is on the host, index tensors go to `device` once. Raises ValueError where a document
+        would be empty.
         """
         starts_S = torch.as_tensor(starts, dtype=torch.int64)
         if starts_S.device.type != "cpu":
-            raise ValueError(f"starts is on {starts_S.device}; reading it there would synchronise, keep it on the host")
+            raise ValueError(
+                f"starts is on {starts_S.device}; reading it there would synchronise, keep it on the host"
+            )
         lengths_S = torch.diff(starts_S, append=torch.tensor([num_tokens]))
         if starts_S.numel() == 0 or starts_S[0] != 0 or bool((lengths_S <= 0).any()):
-            raise ValueError(f"starts must begin with 0 and ascend below num_tokens={num_tokens}, got {starts_S.tolist()[:8]}")
+            raise ValueError(
+                f"starts must begin with 0 and ascend below num_tokens={num_tokens}, got"
+                f" {starts_S.tolist()[:8]}"
+            )
         if bool((lengths_S == lengths_S[0]).all()):  # one document, or all of one length: nothing to move
             return Layout(num_tokens, (Bucket(lengths_S.numel(), int(lengths_S[0])),), None, None)
 
@@ -83,11 +94,12 @@ class Layout:
 
 
 def _group(lengths: list[int]) -> list[Bucket]:
-    """Buckets for descending `lengths`: a document opens a new one where it would leave more than a quarter of its row empty."""
+    """Buckets for descending `lengths`: a document opens a new one where it would leave more than a quarter
+    of its row empty."""
     buckets: list[Bucket] = []
     for length in lengths:
         last = buckets[-1] if buckets else None
-        if last is not None and (last.length <= SHORT or length >= FILL * last.length):
+        if last is not None and (last.length <= SHORT_DOCUMENT or length >= FILL * last.length):
             buckets[-1] = Bucket(last.num_documents + 1, last.length)
         else:
             buckets.append(Bucket(1, length))

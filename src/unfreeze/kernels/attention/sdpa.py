@@ -1,52 +1,73 @@
-"""torch's own attention over documents of one length: what runs where no record proves a candidate. Shapes as in documents.py."""
+"""torch's own attention over documents of one length: what runs where no record proves a candidate. Shapes as
+in documents.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from unfreeze.kernels.recompute import Reuse
 
-class _Kept(torch.autograd.Function):
-    """torch's causal flash attention on CPU, whose output and log-sum-exp come from `kept`: computed at the first visit only."""
+
+class _FlashReused(torch.autograd.Function):
+    """torch's causal flash attention on CPU, whose output and log-sum-exp come from `reuse`: computed at the
+    first visit only."""
 
     @staticmethod
-    def forward(ctx: Any, q_SHLd: Tensor, k_SHLd: Tensor, v_SHLd: Tensor, scale: float, kept: Callable[..., Any]) -> Tensor:  # type: ignore[override]
+    def forward(
+        ctx: Any, q_SHLd: Tensor, k_SHLd: Tensor, v_SHLd: Tensor, scale: float, reuse: Reuse
+    ) -> Tensor:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        o_SHLd, lse_SHL = kept(lambda: flash(q_SHLd, k_SHLd, v_SHLd, 0.0, True, scale=scale))
+        o_SHLd, lse_SHL = reuse(lambda: flash(q_SHLd, k_SHLd, v_SHLd, 0.0, True, scale=scale))
         ctx.save_for_backward(q_SHLd, k_SHLd, v_SHLd, o_SHLd, lse_SHL)
         ctx.scale = scale
         return o_SHLd
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return (*backward(grad, *ctx.saved_tensors, 0.0, True, scale=ctx.scale), None, None)
 
 
-def sdpa(q_SLHd: Tensor, k_SLGd: Tensor, v_SLGv: Tensor, scale: float, kept: Callable[..., Any] | None = None) -> Tensor:
-    """As `attend`, by F.scaled_dot_product_attention; torch chooses the kernel. `kept` is used on CPU.
+def sdpa(q_SLHd: Tensor, k_SLGd: Tensor, v_SLGv: Tensor, scale: float, reuse: Reuse | None = None) -> Tensor:
+    """As `attend`, by F.scaled_dot_product_attention; torch chooses the kernel. `reuse` is used on CPU.
 
-    torch's CPU flash kernel takes equal widths only (else it holds all scores), so there the narrower ones are padded with zeros.
+    torch's CPU flash kernel takes equal widths only (else it holds all scores), so there the narrower ones
+    are padded with zeros. On CUDA no kernel takes grouped keys in float32, and torch would hold all scores
+    several times: there each query head has its own.
     """
     if q_SLHd.device.type != "cpu":
-        return plain(q_SLHd, k_SLGd, v_SLGv, scale)
+        if q_SLHd.dtype not in (torch.bfloat16, torch.float16):
+            k_SLGd, v_SLGv = ungrouped(q_SLHd, k_SLGd, v_SLGv)
+        return torch_attention(q_SLHd, k_SLGd, v_SLGv, scale)
     width = v_SLGv.shape[-1]
     widest = max(q_SLHd.shape[-1], width)
-    q, k, v = (F.pad(x, (0, widest - x.shape[-1])) if x.shape[-1] < widest else x for x in (q_SLHd, k_SLGd, v_SLGv))
-    if kept is None:
-        return plain(q, k, v, scale)[..., :width]
+    q, k, v = (
+        F.pad(x, (0, widest - x.shape[-1])) if x.shape[-1] < widest else x for x in (q_SLHd, k_SLGd, v_SLGv)
+    )
+    if reuse is None:
+        return torch_attention(q, k, v, scale)[..., :width]
     repeat = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(repeat, dim=2) if repeat > 1 else x for x in (k, v))
-    o: Tensor = _Kept.apply(*(x.transpose(1, 2) for x in (q, k, v)), scale, kept)  # type: ignore[assignment]
+    o: Tensor = _FlashReused.apply(*(x.transpose(1, 2) for x in (q, k, v)), scale, reuse)
     return o.transpose(1, 2)[..., :width]
 
 
-def plain(q_SLHd: Tensor, k_SLGd: Tensor, v_SLGv: Tensor, scale: float) -> Tensor:
+def ungrouped(q_SLHd: Tensor, k_SLGd: Tensor, v_SLGv: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values per query head."""
+    repeat = q_SLHd.shape[2] // k_SLGd.shape[2]
+    if repeat == 1:
+        return k_SLGd, v_SLGv
+    return k_SLGd.repeat_interleave(repeat, dim=2), v_SLGv.repeat_interleave(repeat, dim=2)
+
+
+def torch_attention(q_SLHd: Tensor, k_SLGd: Tensor, v_SLGv: Tensor, scale: float) -> Tensor:
     """torch's function on tensors as they are. -> [S, L, H, v]."""
     grouped = k_SLGd.shape[2] != q_SLHd.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q_SLHd, k_SLGd, v_SLGv))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped).transpose(
+        1, 2
+    )

@@ -1,16 +1,19 @@
-"""Verified faster, or not used: which implementation of an op runs, decided by measured records (record.py says where they lie).
+"""Which implementation of an op runs. Measured records decide: verified faster, or not used.
 
-A candidate runs if a record for this device, dtype and shape bucket shows two things: its error, forward and
-backward, is within the op's tolerance; and its median time is at least 5 % below the reference's, by more
-than the spread of both. Without a record the reference runs, and the log says so once. A CPU class that was
-never measured uses the records of the nearest measured class; that is also logged once.
+A candidate runs if a record for this device, dtype and shape bucket shows both:
+- its error, forward and backward, is within the op's tolerance;
+- its median time is at least 5 % below the reference's, and by more than the spread of both.
+Without a record the reference runs, and the log says so once; but on a GPU a candidate that moves fewer bytes
+by count is predicted, and runs once it is found right there (predicted.py).
+A CPU class that was never measured uses the records of the nearest measured class; that is also logged once.
+record.py says where the records lie.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
@@ -23,13 +26,17 @@ __all__ = ["by_record", "choose", "device_key", "implementation_of", "proves"]
 log = logging.getLogger(__name__)
 REQUIRED_GAIN = 0.05
 
+_WRONG: dict[tuple[str, str, torch.device, torch.dtype], str] = {}
 _CHOSEN: dict[tuple[str, torch.device, torch.dtype, str, str], Implementation] = {}
 
 
-def choose(op: Op, device: torch.device, dtype: torch.dtype, bucket: str, impl: str = "auto") -> Implementation:
-    """The implementation of `op` for inputs of that kind; a dictionary lookup after the first call.
+def choose(
+    op: Op, device: torch.device, dtype: torch.dtype, bucket: str, impl: str = "auto"
+) -> Implementation:
+    """The implementation of `op` for inputs of that kind. After the first call it is a dictionary lookup.
 
-    impl: "auto" (by record), "reference", or a candidate's name. Raises ConfigError for an unknown name, or a candidate that cannot run there.
+    impl: "auto" (by record), "reference", or a candidate's name.
+    Raises ConfigError for an unknown name, or a candidate that cannot run there.
     """
     return _CHOSEN.get((op.name, device, dtype, bucket, impl)) or _choose(op, device, dtype, bucket, impl)
 
@@ -37,18 +44,24 @@ def choose(op: Op, device: torch.device, dtype: torch.dtype, bucket: str, impl: 
 def _choose(op: Op, device: torch.device, dtype: torch.dtype, bucket: str, impl: str) -> Implementation:
     name, reason = (impl, "as asked") if impl != "auto" else by_record(op, device, dtype, bucket)
     implementation = implementation_of(op, name, device, dtype)
-    log.info("%s on %s in %s, %s: %s (%s)", op.name, device, str(dtype).removeprefix("torch."), bucket, name, reason)
+    precision = str(dtype).removeprefix("torch.")
+    log.info("%s on %s in %s, %s: %s (%s)", op.name, device, precision, bucket, name, reason)
     _CHOSEN[op.name, device, dtype, bucket, impl] = implementation
     return implementation
 
 
 def implementation_of(op: Op, name: str, device: torch.device, dtype: torch.dtype) -> Implementation:
-    """The implementation with that name. Raises ConfigError where there is none, or it cannot run on device and dtype."""
+    """The implementation with that name.
+
+    Raises ConfigError where there is none, or it cannot run on that device in that dtype.
+    """
     if name == "reference":
         return op.reference
     if name not in op.candidates:
         names = ["auto", "reference", *op.candidates]
-        raise ConfigError(f"{op.name} has no implementation {name!r}{nearest(name, names)}; it has {', '.join(names)}")
+        raise ConfigError(
+            f"{op.name} has no implementation {name!r}{nearest(name, names)}; it has {', '.join(names)}"
+        )
     reason = op.candidates[name].refuses(device.type, dtype)
     if reason:
         raise ConfigError(f"{op.name} cannot run as {name!r} here: {reason}", next="choose impl = 'auto'")
@@ -56,27 +69,43 @@ def implementation_of(op: Op, name: str, device: torch.device, dtype: torch.dtyp
 
 
 @functools.cache
-def _loaded(op: str, name: str, load: Any) -> Implementation:
+def _loaded(op: str, name: str, load: Callable[[], Implementation]) -> Implementation:
     return load()
 
 
 def by_record(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> tuple[str, str]:
     """(name, why) of the fastest candidate that a record proves, or the reference."""
+    # an op's preferred candidate needs no record: it is chosen for memory, not for time
     refused = op.candidates[op.preferred].refuses(device.type, dtype) if op.preferred else ""
     if op.preferred and not refused:
         return op.preferred, op.because
-    running = [name for name, part in op.candidates.items() if device.type not in part.named_on and not part.refuses(device.type, dtype)]
+
+    # the candidates that can run here; named_on: only where the user names them
+    running = [
+        name
+        for name, part in op.candidates.items()
+        if device.type not in part.named_on and not part.refuses(device.type, dtype)
+    ]
     if not running:
         return "reference", f"{op.preferred} cannot run: {refused}" if refused else "no candidate runs here"
     if bucket not in {case.bucket for case in op.cases}:
         return "reference", "inputs of this kind are not measured"
+
+    # the records of this device, or of the nearest measured CPU class
     key = device_key(device)
     source, rows = speaking_for(op, device, dtype, bucket)
     if not rows:
-        _say_unmeasured(key)
+        for name in running:
+            candidate = op.candidates[name]
+            if candidate.predicted(device.type, bucket) and not _found_wrong(op, name, device, dtype):
+                _log_predicted(key)
+                return name, f"predicted, not measured here: {candidate.because}"
+        _log_unmeasured(key)
         return "reference", f"no record for {key}; unfreeze kernels measure --op {op.name} makes one"
     if source != key:
-        _say_borrowed(key, source)
+        _log_borrowed(key, source)
+
+    # the fastest of the proven, as its time over the reference's
     proven = [row for row in rows if row["candidate"] in running and proves(row, op)]
     if not proven:
         return "reference", f"{len(rows)} measured, none 5 % faster within the tolerance"
@@ -86,7 +115,10 @@ def by_record(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> 
 
 
 def proves(row: Row, op: Op) -> bool:
-    """Whether a record allows its candidate: exact enough, and faster by 5 % and by more than both spreads (half the interquartile ranges)."""
+    """Whether a record allows its candidate: exact enough, and faster.
+
+    Faster: by 5 % of the reference's median, and by more than both spreads (half the interquartile ranges).
+    """
     if "refused" in row:
         return False
     limit = op.tolerance[getattr(torch, row["dtype"])]
@@ -99,11 +131,46 @@ def proves(row: Row, op: Op) -> bool:
     )
 
 
-@functools.cache
-def _say_unmeasured(key: str) -> None:
-    log.info("kernels: %s has no records for some ops, which run as their references; unfreeze kernels measure makes them", key)
+def _found_wrong(op: Op, name: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Why a predicted candidate may not run; asked once per device and dtype, and a failure is said then."""
+    key = (op.name, name, device, dtype)
+    if key not in _WRONG:
+        # measure.py, which it needs, asks this module which implementation has a name
+        from unfreeze.kernels.choice.predicted import wrong
+
+        _WRONG[key] = wrong(op, name, device, dtype)
+        if _WRONG[key]:
+            log.warning(
+                "%s: %s fails its check on %s in %s and does not run, the reference does: %s",
+                *key,
+                _WRONG[key],
+            )
+    return _WRONG[key]
 
 
 @functools.cache
-def _say_borrowed(key: str, source: str) -> None:
-    log.info("kernels: %s has no records of its own, so those of %s decide; unfreeze kernels measure --to user makes its own", key, source)
+def _log_predicted(key: str) -> None:
+    log.info(
+        "kernels: on %s some ops run as counted bytes predict, not measured; unfreeze kernels measure --to"
+        " user measures them, about 5 minutes",
+        key,
+    )
+
+
+@functools.cache
+def _log_unmeasured(key: str) -> None:
+    log.info(
+        "kernels: %s has no records for some ops, which run as their references; unfreeze kernels measure"
+        " makes them",
+        key,
+    )
+
+
+@functools.cache
+def _log_borrowed(key: str, source: str) -> None:
+    log.info(
+        "kernels: %s has no records of its own, so those of %s decide; unfreeze kernels measure --to user"
+        " makes its own",
+        key,
+        source,
+    )

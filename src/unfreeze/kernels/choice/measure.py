@@ -15,21 +15,21 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import date
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from unfreeze.kernels.choice.choose import REQUIRED_GAIN, implementation_of
-from unfreeze.kernels.choice.op import Case, Implementation, Op
+from unfreeze.kernels.choice.op import Arguments, Case, Implementation, Op
 from unfreeze.kernels.choice.record import Row, device_key
 from unfreeze.quant.codec import Packed
 
 SAMPLE = 2e-3  # seconds a CPU sample should last: a call of some microseconds is repeated within one
 FEWEST, MOST = 9, 101  # samples; odd, so that the median is one of them
 CLEAR = 4.0  # a difference of this many times what a record needs (choose.proves) is final: stop sampling
-SHORT = 0.05  # seconds; a longer call is timed by one call, not two
+SHORT_CALL = 0.05  # seconds; a longer call is timed by one call, not two
 L2_BYTES = 256 << 20  # more than any GPU's L2 (an H200 has 50 MB)
+LEAD = 4_000_000  # cycles the device waits before a sample, 2 ms: the host has queued the launches by then
 SEED = 0
 
 
@@ -45,19 +45,25 @@ class Errors:
     backward: float
 
 
-def arguments(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
-    """A case's inputs: the same numbers at each call, in memory of their own (an op may write into its arguments)."""
+def arguments(case: Case, device: torch.device, dtype: torch.dtype) -> Arguments:
+    """A case's inputs: the same numbers at each call, in new memory, as an op may write to its arguments."""
     return case.inputs(device, dtype, torch.Generator().manual_seed(SEED))
 
 
-def converted(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with each floating point tensor in it in `dtype`, as a leaf that wants a gradient where it did. A Packed weight is its codes."""
+def converted(value: object, dtype: torch.dtype) -> object:
+    """`value` with each floating point tensor in it in `dtype`, as a leaf that wants a gradient where it did.
+    A Packed weight is its codes."""
     if isinstance(value, Tensor):
-        return value.detach().to(dtype).requires_grad_(value.requires_grad) if value.is_floating_point() else value
+        return (
+            value.detach().to(dtype).requires_grad_(value.requires_grad)
+            if value.is_floating_point()
+            else value
+        )
     if isinstance(value, (Packed, type)):
         return value
     if is_dataclass(value):
-        return replace(value, **{field.name: converted(getattr(value, field.name), dtype) for field in fields(value) if field.init})  # type: ignore[type-var]
+        parts = {f.name: converted(getattr(value, f.name), dtype) for f in fields(value) if f.init}
+        return replace(value, **parts)  # type: ignore[type-var]
     if isinstance(value, (list, tuple)):
         return type(value)(converted(item, dtype) for item in value)
     if isinstance(value, Mapping):
@@ -65,7 +71,7 @@ def converted(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def tensors(value: Any) -> Iterator[Tensor]:
+def tensors(value: object) -> Iterator[Tensor]:
     """The tensors in `value`, those of a Packed weight excepted."""
     if isinstance(value, Tensor):
         yield value
@@ -77,9 +83,11 @@ def tensors(value: Any) -> Iterator[Tensor]:
             yield from tensors(item)
 
 
-def visit(op: Op, implementation: Implementation, args: tuple[Any, ...]) -> tuple[list[Tensor], list[Tensor]]:
-    """One timed call: (outputs, gradients of the leaves for a random gradient of the outputs). The outputs of
-    an op that returns nothing are the arguments it wrote to."""
+def visit(op: Op, implementation: Implementation, args: Arguments) -> tuple[list[Tensor], list[Tensor]]:
+    """One timed call: (outputs, gradients of the leaves for a random gradient of the outputs).
+
+    The outputs of an op that returns nothing are the arguments it wrote to.
+    """
     wanted = [tensor for tensor in tensors(args) if tensor.requires_grad] if op.differentiable else []
     with torch.set_grad_enabled(bool(wanted)):
         made = implementation(*args)
@@ -87,16 +95,23 @@ def visit(op: Op, implementation: Implementation, args: tuple[Any, ...]) -> tupl
     differentiated = [output for output in outputs if output.requires_grad]
     if not wanted or not differentiated:
         return outputs, []
-    grads = torch.autograd.grad(differentiated, wanted, [_upstream(output) for output in differentiated], allow_unused=True)
-    return outputs, [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, wanted, strict=True)]
+    grads = torch.autograd.grad(
+        differentiated, wanted, [_upstream(output) for output in differentiated], allow_unused=True
+    )
+    return outputs, [
+        torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, wanted, strict=True)
+    ]
 
 
-_UPSTREAM: dict[tuple[Any, ...], Tensor] = {}
+_UPSTREAM: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
 
 
 def _upstream(output: Tensor) -> Tensor:
-    """The gradient of the outputs: random, the same for every implementation, made once per shape so that no
-    timing includes it. Its numbers are exact in bf16, so every dtype holds the same ones."""
+    """The gradient of the outputs: random, and the same for every implementation.
+
+    It is made once per shape, so that no timing includes it. Its numbers are exact in bf16, so every dtype
+    holds the same ones.
+    """
     key = (output.shape, output.dtype, output.device)
     if key not in _UPSTREAM:
         noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(SEED + 1)).bfloat16()
@@ -105,40 +120,65 @@ def _upstream(output: Tensor) -> Tensor:
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """|got - want| / |want| in float64, Frobenius norms; for integers and where `want` is zero: 0 if equal, else inf. NaN counts as inf."""
+    """|got - want| / |want| in float64, Frobenius norms.
+
+    For integers and where `want` is zero: 0 if equal, else inf. NaN counts as inf.
+    """
     if got.shape != want.shape:
         raise Wrong(f"shape {list(got.shape)}, wanted {list(want.shape)}")
     if torch.equal(got.to(want.dtype), want):
         return 0.0
     norm = float(want.double().norm())
-    error = float((got.double() - want.double()).norm()) / norm if norm and want.is_floating_point() else math.inf
+    error = (
+        float((got.double() - want.double()).norm()) / norm if norm and want.is_floating_point() else math.inf
+    )
     return error if math.isfinite(error) else math.inf
 
 
 class Truth:
-    """The reference's results for one case: in float64 (Op.exact_dtype) to compare with, in the dtype itself for number, shape and dtype."""
+    """The reference's results for one case.
+
+    In float64 (Op.exact_dtype) to compare with; in the dtype itself for number, shape and dtype.
+    """
 
     def __init__(self, op: Op, case: Case, device: torch.device, dtype: torch.dtype):
         self.op, self.case, self.device, self.dtype = op, case, device, dtype
         args = arguments(case, device, dtype)
-        self.exact = visit(op, op.reference, args if op.exact_dtype is None else converted(args, op.exact_dtype))
-        self.kinds = [[x.dtype for x in part] for part in visit(op, op.reference, arguments(case, device, dtype))]
+        if op.exact_dtype is not None:
+            args = tuple(converted(arg, op.exact_dtype) for arg in args)
+        self.exact = visit(op, op.reference, args)
+        self.kinds = [
+            [x.dtype for x in part] for part in visit(op, op.reference, arguments(case, device, dtype))
+        ]
 
     def errors(self, implementation: Implementation) -> Errors:
         """Raises Wrong where outputs or gradients are of another number, shape or dtype."""
         got = visit(self.op, implementation, arguments(self.case, self.device, self.dtype))
         largest = []
-        for what, ours, exact, kinds in zip(("outputs", "gradients"), got, self.exact, self.kinds, strict=True):
+        for what, ours, exact, kinds in zip(
+            ("outputs", "gradients"), got, self.exact, self.kinds, strict=True
+        ):
             if [x.dtype for x in ours] != kinds:
-                raise Wrong(f"{what} in {[str(x.dtype) for x in ours]}, the reference's are in {[str(kind) for kind in kinds]}")
-            largest.append(max((relative_error(x.detach(), want.detach()) for x, want in zip(ours, exact, strict=True)), default=0.0))
+                raise Wrong(
+                    f"{what} in {[str(x.dtype) for x in ours]}, the reference's are in"
+                    f" {[str(kind) for kind in kinds]}"
+                )
+            largest.append(
+                max(
+                    (relative_error(x.detach(), want.detach()) for x, want in zip(ours, exact, strict=True)),
+                    default=0.0,
+                )
+            )
         return Errors(*largest)
 
 
 def candidates_of(
     op: Op, case: Case, device: torch.device, dtype: torch.dtype
 ) -> tuple[dict[str, Implementation], dict[str, Errors], dict[str, str]]:
-    """(those to be timed, their errors, why the others may not run). The first call of each is here, so compilation too."""
+    """(those to be timed, their errors, why the others may not run).
+
+    The first call of each is here, so compilation too.
+    """
     truth = Truth(op, case, device, dtype)
     good: dict[str, Implementation] = {}
     errors: dict[str, Errors] = {}
@@ -149,7 +189,8 @@ def candidates_of(
         try:
             implementation = implementation_of(op, name, device, dtype)
             errors[name] = truth.errors(implementation)
-        except Exception as error:  # whatever a candidate does wrong is a reason not to use it, and no reason to stop measuring
+        # whatever a candidate does wrong is a reason not to use it, and no reason to stop measuring
+        except Exception as error:
             refused[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             continue
         worst, limit = max(errors[name].forward, errors[name].backward), op.tolerance[dtype]
@@ -162,41 +203,75 @@ def candidates_of(
 
 
 def measure(op: Op, case: Case, device: torch.device, dtype: torch.dtype, seconds: float) -> list[Row]:
-    """A row per candidate that doesn't refuse here; timing takes about `seconds`, at least FEWEST samples each. Raises what the reference raises."""
+    """A row per candidate that doesn't refuse here.
+
+    Timing takes about `seconds`, at least FEWEST samples each. Raises what the reference raises.
+    """
+    # errors first; only those within the tolerance are timed
     gc.collect()
     good, errors, refused = candidates_of(op, case, device, dtype)
-    calls = {name: _call(op, f, case, device, dtype) for name, f in {"reference": op.reference, **good}.items()}
+    calls = {
+        name: _call(op, f, case, device, dtype) for name, f in {"reference": op.reference, **good}.items()
+    }
     times = in_turn(calls, device, seconds) if good else {}
     _UPSTREAM.clear()
-    common = {"op": op.name, "device": device_key(device), "dtype": str(dtype).removeprefix("torch."), "bucket": case.bucket}
+
+    # rows: of those that may not run the reason, of the others errors and times
+    common = {
+        "op": op.name,
+        "device": device_key(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "bucket": case.bucket,
+    }
     made = {"threads": torch.get_num_threads(), "torch": torch.__version__, "date": date.today().isoformat()}
-    rows: list[Row] = [{**common, "candidate": name, "refused": reason, **made} for name, reason in refused.items()]
+    rows: list[Row] = [
+        {**common, "candidate": name, "refused": reason, **made} for name, reason in refused.items()
+    ]
     for name in good:
-        (reference, reference_spread), (ours, spread) = (median_and_spread(times[key]) for key in ("reference", name))
-        rows.append({
-            **common, "candidate": name, "error_forward": errors[name].forward, "error_backward": errors[name].backward,
-            "median_us": ours, "reference_median_us": reference, "spread_us": spread, "reference_spread_us": reference_spread,
-            "repeats": len(times[name]), **made,
-        })  # fmt: skip
+        (reference, reference_spread), (ours, spread) = (
+            median_and_spread(times[key]) for key in ("reference", name)
+        )
+        rows.append(
+            {
+                **common,
+                "candidate": name,
+                "error_forward": errors[name].forward,
+                "error_backward": errors[name].backward,
+                "median_us": ours,
+                "reference_median_us": reference,
+                "spread_us": spread,
+                "reference_spread_us": reference_spread,
+                "repeats": len(times[name]),
+                **made,
+            }
+        )
     return rows
 
 
-def _call(op: Op, implementation: Implementation, case: Case, device: torch.device, dtype: torch.dtype) -> Callable[[], Any]:
+def _call(
+    op: Op, implementation: Implementation, case: Case, device: torch.device, dtype: torch.dtype
+) -> Callable[[], object]:
     args = arguments(case, device, dtype)
     return lambda: visit(op, implementation, args)
 
 
-def in_turn(calls: dict[str, Callable[[], Any]], device: torch.device, seconds: float) -> dict[str, list[float]]:
-    """Microseconds per call of each, sampled in turn (A B A B): whatever slows the machine for a while slows all of them. Warm-up first.
+def in_turn(
+    calls: dict[str, Callable[[], object]], device: torch.device, seconds: float
+) -> dict[str, list[float]]:
+    """Microseconds per call of each, after a warm-up, sampled in turn (A B A B).
 
-    As many rounds as `seconds` have room for, FEWEST to MOST; fewer, but never under FEWEST, once it is clear who is faster than the first.
+    So whatever slows the machine for a while slows all of them.
+    As many rounds as `seconds` have room for, FEWEST to MOST; fewer, but never under FEWEST, once it is clear
+    who is faster than the first.
     """
     clock = _CudaClock(device) if device.type == "cuda" else _CpuClock()
     for call in calls.values():
         call()
     once = {name: clock(call, 1) / 1e6 for name, call in calls.items()}
-    once = {name: min(t, clock(calls[name], 1) / 1e6) if t < SHORT else t for name, t in once.items()}
-    inner = {name: max(1, min(1000, round(SAMPLE / t))) if device.type == "cpu" else 1 for name, t in once.items()}
+    once = {name: min(t, clock(calls[name], 1) / 1e6) if t < SHORT_CALL else t for name, t in once.items()}
+    inner = {
+        name: max(1, min(1000, round(SAMPLE / t))) if device.type == "cpu" else 1 for name, t in once.items()
+    }
     round_seconds = sum(once[name] * inner[name] for name in calls)
     samples = max(FEWEST, min(MOST, int(seconds / round_seconds))) | 1
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -210,13 +285,18 @@ def in_turn(calls: dict[str, Callable[[], Any]], device: torch.device, seconds: 
 
 
 def clear(times: dict[str, list[float]]) -> bool:
-    """Whether each of the others is faster or slower than the first in every round, by CLEAR times both spreads and CLEAR times 5 % in the median."""
+    """Whether each of the others is clearly faster or slower than the first.
+
+    In every round; in the median by CLEAR times both spreads and CLEAR times 5 %.
+    """
     first, *others = times.values()
     middle, spread = median_and_spread(first)
     for other in others:
         median, its_spread = median_and_spread(other)
         sides = {a < b for a, b in zip(other, first, strict=True)}
-        if len(sides) > 1 or abs(middle - median) < CLEAR * max(REQUIRED_GAIN * middle, (spread + its_spread) / 2):
+        if len(sides) > 1 or abs(middle - median) < CLEAR * max(
+            REQUIRED_GAIN * middle, (spread + its_spread) / 2
+        ):
             return False
     return True
 
@@ -237,7 +317,7 @@ class _CpuClock:
     def __init__(self) -> None:
         self.now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
-    def __call__(self, call: Callable[[], Any], times: int) -> float:
+    def __call__(self, call: Callable[[], object], times: int) -> float:
         """Microseconds per call."""
         begun = self.now()
         for _ in range(times):
@@ -249,11 +329,12 @@ class _CudaClock:
     def __init__(self, device: torch.device):
         self.device, self.flush = device, torch.empty(L2_BYTES, dtype=torch.uint8, device=device)
 
-    def __call__(self, call: Callable[[], Any], times: int) -> float:
+    def __call__(self, call: Callable[[], object], times: int) -> float:
         """Microseconds of one call on the device; launches run ahead while the cache is overwritten."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.flush.zero_()
         with torch.cuda.device(self.device):
+            torch.cuda._sleep(LEAD)
             begin.record()
             call()
             end.record()

@@ -1,7 +1,10 @@
-"""What an op is: one reference, named candidates, the shapes it is measured at, and how exact a candidate must be.
+"""What an op is: one reference, named candidates, the shapes it is measured at, and how exact a candidate
+must be.
 
-The folder of an op (kernels/<op>/__init__.py) has one `OP: Op` and one public function, which asks choose() for the implementation and calls it.
-Reference and candidates share that function's signature; a differentiable op is differentiable in each of them.
+The folder of an op (kernels/<op>/__init__.py) has one `OP: Op` and one public function, which asks choose()
+for the implementation and calls it.
+Reference and candidates share that function's signature; a differentiable op is differentiable in each of
+them.
 """
 
 from __future__ import annotations
@@ -13,20 +16,33 @@ from typing import Any
 import torch
 
 Implementation = Callable[..., Any]
+Arguments = tuple[object, ...]
+"""Of one call of an implementation."""
 
 
 @dataclass(frozen=True)
 class Candidate:
     """One way to compute an op.
 
-    load     -> the implementation. Imports what it needs only then (numba takes 0.4 s, Triton is missing on many machines). Called once.
-    refuses  (device type, dtype) -> why it cannot run there ("triton is not installed", "float64: it computes in float32"); "" where it can.
+    load     -> the implementation. Imports what it needs only then. Called once.
+    refuses  (device type, dtype) -> why it cannot run there ("triton is not installed", "float64: it computes
+             in float32"); "" where it can.
     named_on device types where it is measured like any other, but runs only where `impl` names it.
+    predicted_on  device types where it runs without a record, once it has been checked there
+             (choice/predicted.py), `because` it moves so many bytes less; in `predicted_buckets`, () all.
+             Any record of the op, dtype and bucket decides instead.
     """
 
     load: Callable[[], Implementation]
     refuses: Callable[[str, torch.dtype], str]
     named_on: tuple[str, ...] = ()
+    predicted_on: tuple[str, ...] = ()
+    because: str = ""
+    predicted_buckets: tuple[str, ...] = ()
+
+    def predicted(self, device: str, bucket: str) -> bool:
+        """Whether it runs there without a record."""
+        return device in self.predicted_on and bucket in (self.predicted_buckets or (bucket,))
 
 
 @dataclass(frozen=True)
@@ -34,24 +50,29 @@ class Case:
     """Inputs that stand for a bucket of shapes.
 
     bucket  what the op's public function says of these inputs when it asks choose().
-    inputs  (device, dtype, generator on the host) -> the arguments: random, never zeros; tensors to be differentiated require grad.
+    inputs  (device, dtype, generator on the host) -> the arguments: random, never zeros; tensors to be
+            differentiated require grad.
     dtypes  in which it is measured.
     """
 
     bucket: str
-    inputs: Callable[[torch.device, torch.dtype, torch.Generator], tuple[Any, ...]]
+    inputs: Callable[[torch.device, torch.dtype, torch.Generator], Arguments]
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Op:
-    """tolerance: largest |candidate - exact| / |exact| (Frobenius norms) of any output or input gradient, per dtype; exact is the reference in
-    float64 on the same inputs, or in the dtype itself where the op is defined by its rounding (`exact_dtype` None).
+    """tolerance: largest |candidate - exact| / |exact| (Frobenius norms) of any output or input gradient, per
+    dtype; exact is the reference in
+    float64 on the same inputs, or in the dtype itself where the op is defined by its rounding (`exact_dtype`
+    None).
 
-    An op that returns nothing works in place and is judged by what it left in its arguments (differentiable False).
+    An op that returns nothing works in place and is judged by what it left in its arguments (differentiable
+    False).
 
-    preferred: a candidate that runs wherever it doesn't refuse, whatever the records say, `because` it holds a promise beyond speed
-    (expert_mlp's "fused": nothing expanded is saved for backward). "" for every op whose candidates differ in speed only.
+    preferred: a candidate that runs wherever it doesn't refuse, whatever the records say, `because` it holds
+    a promise beyond speed (expert_mlp's "fused": nothing expanded is saved for backward). "" for every op
+    whose candidates differ in speed only.
     """
 
     name: str

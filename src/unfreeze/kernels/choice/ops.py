@@ -1,28 +1,30 @@
-"""All ops by name, and the one public function of each. An op's folder bears its name and is imported when it is asked for."""
+"""All ops by name, and the one public function of each. An op is imported when it is asked for."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from unfreeze.core.errors import ConfigError, nearest
 from unfreeze.kernels.choice.op import Op
 
+# name in records and on the command line -> folder in kernels/, and the function the rest of the house calls
 OPS = {
-    "adamw": "adamw",
-    "attention": "attend",
-    "dense_mlp": "dense_mlp",
-    "expert_mlp": "expert_mlp",
-    "few_rows": "few_rows_linear",
-    "int4_expand": "expand",
-    "int4_grouped_mm": "int4_grouped_mm",
-    "linear_cross_entropy": "linear_cross_entropy",
-    "replay": "replay",
-    "rms_norm": "rms_norm",
-    "rotary": "rotary",
-    "swiglu": "swiglu",
-    "token_order": "token_order",
+    "adamw": "adamw.adamw",
+    "attention": "attention.attend",
+    "dense_mlp": "dense_mlp.dense_mlp",
+    "expert_mlp": "expert_mlp.expert_mlp",
+    "few_rows": "skinny_linear.skinny_linear",
+    "int4_expand": "int4_expand.expand",
+    "int4_grouped_mm": "int4_grouped_mm.int4_grouped_mm",
+    "linear_cross_entropy": "linear_cross_entropy.linear_cross_entropy",
+    "replay": "cuda_graph.replay",
+    "rms_norm": "rms_norm.rms_norm",
+    "rotary": "rotary.rotary",
+    "swiglu": "swiglu.swiglu",
+    "token_order": "token_permute.token_permute",
 }
 
 
@@ -33,10 +35,10 @@ def load(name: str) -> Op:
 
 def public(name: str) -> Callable[..., Any]:
     """The function the rest of the house calls: it asks choose() and calls what it gets."""
-    return getattr(_folder(name), OPS[name])
+    return getattr(_folder(name), OPS[name].partition(".")[2])
 
 
-def _folder(name: str) -> Any:
+def _folder(name: str) -> ModuleType:
     if name not in OPS:
         raise ConfigError(f"there is no op {name!r}{nearest(name, OPS)}", next=f"one of {', '.join(OPS)}")
-    return importlib.import_module(f"unfreeze.kernels.{name}")
+    return importlib.import_module(f"unfreeze.kernels.{OPS[name].partition('.')[0]}")

@@ -1,8 +1,8 @@
-"""Records of what was measured: where they lie, which of them speak for a device, and how new rows take the place of old ones.
+"""Records of what was measured: where they lie, which speak for a device, how new rows replace old ones.
 
-A file per device class, <device_key>.json, a list of rows. Committed ones lie in kernels/records/. A user's own (`unfreeze kernels measure
---to user`) lie in ~/.cache/unfreeze/kernels/ ($XDG_CACHE_HOME where it is set) and win over committed ones where they speak of the same op,
-dtype and bucket.
+A file per device class, <device_key>.json, a list of rows. Committed ones lie in kernels/records/. A user's
+own (`unfreeze kernels measure --to user`) lie in ~/.cache/unfreeze/kernels/ ($XDG_CACHE_HOME where it is set)
+and win over committed ones where they speak of the same op, dtype and bucket.
 """
 
 from __future__ import annotations
@@ -22,16 +22,22 @@ from unfreeze.core.errors import ConfigError
 from unfreeze.kernels.choice.op import Op
 
 Row = dict[str, Any]
-"""op, device, dtype, bucket, candidate, torch, threads, date; then either `refused` (why it may not run: it raised, or it is wrong), or
-error_forward, error_backward, median_us, reference_median_us, spread_us, reference_spread_us (interquartile ranges) and repeats."""
+"""op, device, dtype, bucket, candidate, torch, threads, date; then either `refused` (why it may not run: it
+raised, or it is wrong), or
+error_forward, error_backward, median_us, reference_median_us, spread_us, reference_spread_us (interquartile
+ranges) and repeats."""
 
 COMMITTED = Path(__file__).parents[1] / "records"
-CPU_CLASSES = ("cpu-default", "cpu-avx2", "cpu-avx512", "cpu-avx512-bf16", "cpu-amx")  # each can do what those before it can
+# each can do what those before it can
+CPU_CLASSES = ("cpu-default", "cpu-avx2", "cpu-avx512", "cpu-avx512-bf16", "cpu-amx")
 
 
 @functools.cache
 def device_key(device: torch.device) -> str:
-    """What a record is about: a GPU's name ("nvidia-h200"), or the widest arithmetic of a CPU ("cpu-avx512-bf16")."""
+    """What a record is about: a GPU's name, or the widest arithmetic of a CPU.
+
+    "nvidia-h200", "cpu-avx512-bf16".
+    """
     if device.type == "cuda":
         return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
     if device.type != "cpu":
@@ -50,26 +56,47 @@ def user_folder() -> Path:
 
 @functools.cache
 def read(path: Path) -> list[Row]:
-    """The rows of a file; [] where there is none. Read once per process. Raises ConfigError for a file that holds something else."""
+    """The rows of a file; [] where there is none. Read once per process.
+
+    Raises ConfigError for a file that holds something else.
+    """
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} holds no kernel records: {error}", next="delete it, or measure again: unfreeze kernels measure") from error
-    if not (isinstance(rows, list) and all(isinstance(row, dict) and row.keys() >= {"op", "dtype", "bucket", "candidate"} for row in rows)):
-        raise ConfigError(f"{path} is no list of kernel records", next="delete it, or measure again: unfreeze kernels measure")
+        raise ConfigError(
+            f"{path} holds no kernel records: {error}",
+            next="delete it, or measure again: unfreeze kernels measure",
+        ) from error
+    if not (
+        isinstance(rows, list)
+        and all(
+            isinstance(row, dict) and row.keys() >= {"op", "dtype", "bucket", "candidate"} for row in rows
+        )
+    ):
+        raise ConfigError(
+            f"{path} is no list of kernel records",
+            next="delete it, or measure again: unfreeze kernels measure",
+        )
     return rows
 
 
 def speaking_for(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> tuple[str, list[Row]]:
-    """(the device class they are of, the rows): the first of a user's own, the committed ones of this device, and for a CPU those of the nearest
-    class that has any. A laptop whose class nobody measured would otherwise run the references, 20 times slower at int4_expand; a GPU borrows
-    from no other GPU. ("", []) where nothing was measured."""
+    """(the device class of the rows, the rows); ("", []) where nothing was measured.
+
+    The first that there are: a user's own, the committed ones of this device, and for a CPU those of the
+    nearest class that has any. A laptop whose class nobody measured would otherwise run the references, 20
+    times slower at int4_expand. A GPU borrows from no other GPU.
+    """
     key = device_key(device)
     wanted = (op.name, str(dtype).removeprefix("torch."), bucket)
     for path in (user_folder() / f"{key}.json", COMMITTED / f"{key}.json", *_relatives(key)):
-        rows = [row for row in read(path) if (row["op"], row["dtype"], row["bucket"]) == wanted and row["candidate"] in op.candidates]
+        rows = [
+            row
+            for row in read(path)
+            if (row["op"], row["dtype"], row["bucket"]) == wanted and row["candidate"] in op.candidates
+        ]
         if rows:
             return path.stem, rows
     return "", []
@@ -84,7 +111,9 @@ def _relatives(key: str) -> Iterator[Path]:
         return CPU_CLASSES.index(name) if name in CPU_CLASSES else 0
 
     others = [path for path in COMMITTED.glob("cpu-*.json") if path.stem != key]
-    yield from sorted(others, key=lambda path: (abs(place(path.stem) - place(key)), place(path.stem), path.stem))
+    yield from sorted(
+        others, key=lambda path: (abs(place(path.stem) - place(key)), place(path.stem), path.stem)
+    )
 
 
 def identity(row: Row) -> tuple[str, str, str, str]:
@@ -93,18 +122,25 @@ def identity(row: Row) -> tuple[str, str, str, str]:
 
 
 def write(path: Path, new: list[Row], ops: dict[str, Op]) -> None:
-    """Put `new` in the place of the rows of the same identity; rows of `ops` whose candidate or bucket is gone go too, all others stay.
+    """Put `new` in the place of the rows of the same identity.
 
-    A row per line, sorted, so that a diff shows what changed. Atomic: the file is the old one or the new one. OSError where it can't be written.
+    Rows of `ops` whose candidate or bucket is gone go too, all others stay.
+
+    A row per line, sorted, so that a diff shows what changed. Atomic: the file is the old one or the new one.
+    OSError where it can't be written.
     """
     read.cache_clear()
     replaced = {identity(row) for row in new}
 
     def current(row: Row) -> bool:
         op = ops.get(row["op"])
-        return op is None or (row["candidate"] in op.candidates and row["bucket"] in {case.bucket for case in op.cases})
+        return op is None or (
+            row["candidate"] in op.candidates and row["bucket"] in {case.bucket for case in op.cases}
+        )
 
-    rows = sorted([row for row in read(path) if identity(row) not in replaced and current(row)] + new, key=identity)
+    rows = sorted(
+        [row for row in read(path) if identity(row) not in replaced and current(row)] + new, key=identity
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

@@ -1,4 +1,5 @@
-"""The dense block as the models' own code goes through it, op by op; tests/models/blocks/test_mlp.py holds the two equal to the bit.
+"""The dense block as the models' own code goes through it, op by op; tests/models/blocks/test_mlp.py holds
+the two equal to the bit.
 
 T rows, D model width, I intermediate width, R adapter rank.
 """
@@ -17,7 +18,8 @@ from unfreeze.kernels.swiglu import swiglu
 
 @dataclass(frozen=True)
 class Projection:
-    """x Wᵀ + b + scale · (x Aᵀ) Bᵀ. weight [out, in], bias [out] or None, A [R, in] and B [out, R] or None."""
+    """x Wᵀ + b + scale · (x Aᵀ) Bᵀ. weight [out, in], bias [out] or None, A [R, in] and B [out, R] or
+    None."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -26,7 +28,9 @@ class Projection:
     scale: float = 1.0
 
 
-def dense_mlp(x_TD: Tensor, norm_D: Tensor, eps: float, gate: Projection, up: Projection, down: Projection) -> Tensor:
+def dense_mlp(
+    x_TD: Tensor, norm_D: Tensor, eps: float, gate: Projection, up: Projection, down: Projection
+) -> Tensor:
     """x + down(swiglu(gate(n), up(n))), n = rms_norm(x)."""
     n_TD = rms_norm(x_TD, norm_D, eps)
     return x_TD + projected(swiglu(projected(n_TD, gate), projected(n_TD, up)), down)

@@ -1,4 +1,5 @@
-"""The one hot op: routed experts with LoRA over a packed base, forward and backward. `expert_mlp` picks the implementation."""
+"""The one hot op: routed experts with LoRA over a packed base, forward and backward. `expert_mlp` picks the
+implementation."""
 
 from __future__ import annotations
 
@@ -11,15 +12,30 @@ from torch import Tensor
 
 from unfreeze.core.errors import ConfigError
 from unfreeze.kernels.choice.choose import choose
-from unfreeze.kernels.choice.op import Candidate, Case, Implementation, Op
+from unfreeze.kernels.choice.op import Arguments, Candidate, Case, Implementation, Op
+from unfreeze.kernels.expert_mlp.backend import Backend
 from unfreeze.kernels.expert_mlp.factors import ExpertFactors
-from unfreeze.kernels.expert_mlp.fused import Kept, fused_expert_mlp
+from unfreeze.kernels.expert_mlp.fused import fused_expert_mlp
 from unfreeze.kernels.expert_mlp.reference import reference_expert_mlp
+from unfreeze.kernels.expert_mlp.workspace import WORKSPACE, adapter_columns, workspace_bytes
 from unfreeze.kernels.loops.scratch import release_scratch, scratch_bytes
+from unfreeze.kernels.recompute import Reuse
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.int4 import Int4
 
-__all__ = ["OP", "ExpertFactors", "Kept", "bucket", "expert_mlp", "fused_expert_mlp", "reference_expert_mlp", "release_scratch", "scratch_bytes"]
+__all__ = [
+    "OP",
+    "WORKSPACE",
+    "ExpertFactors",
+    "adapter_columns",
+    "bucket",
+    "expert_mlp",
+    "fused_expert_mlp",
+    "reference_expert_mlp",
+    "release_scratch",
+    "scratch_bytes",
+    "workspace_bytes",
+]
 
 log = logging.getLogger(__name__)
 MANY = 64  # rows per expert; below, expanding the weights costs more than multiplying with them
@@ -33,23 +49,28 @@ def expert_mlp(
     down: Tensor | Packed,
     factors: ExpertFactors | None = None,
     impl: str = "auto",
-    kept: Kept | None = None,
+    reuse: Reuse | None = None,
 ) -> Tensor:
     """y_t = Σ_k w_tk · down_e( silu(gate_e x_t) * up_e x_t ),  e = ids_tk  -> [T, D] in x's dtype.
 
-    x_TD float32 or bf16; ids_TK int64 in 0..E-1; weights_TK (differentiable); gate_up [E, 2I, D], gate rows first; down [E, D, I]: packed or
-    dense, a dense one may require grad. factors add scale · B A to each matrix; computed in x's dtype, gradients in the parameters' own.
-    "fused" agrees with a float64 merged model to 1e-5 of the norm in float32 and 1.5 % in bf16 (tests/kernels/expert_mlp), "reference" with B = 0
-    changes no bit. "auto": fused where its preconditions hold (see `OP.preferred`, `narrow_refuses`), else reference, said once in the log.
-    `kept`: see fused.Kept; the reference has no use for it.
+    x_TD float32 or bf16; weights_TK (differentiable); gate_up [E, 2I, D], gate rows first; down [E, D, I]:
+    packed or dense, a dense one may require grad. ids_TK int64 in 0..E-1: others are an IndexError on a CPU,
+    and rows that mean nothing on CUDA, where looking would make the host wait; who drops ids does so before.
+    factors add scale · B A to each matrix; computed in x's dtype, gradients in the parameters' own.
+    "fused" agrees with a float64 merged model to 1e-5 of the norm in float32 and 1.5 % in bf16
+    (tests/kernels/expert_mlp), "reference" with B = 0 changes no bit. "auto": fused where its preconditions
+    hold (see `OP.preferred`, `narrow_refuses`), else reference, said once in the log.
+    `reuse`: of a layer that is recomputed (kernels/recompute.py); the reference has no use for it.
     """
     reason = narrow_refuses(x_TD, down.shape[-1])
     if reason and impl == "fused":
         raise ConfigError(f"expert_mlp cannot run as 'fused' here: {reason}", next="choose impl = 'auto'")
     if reason and impl == "auto":
         impl = "reference"
-        _say(reason)
-    return choose(OP, x_TD.device, x_TD.dtype, bucket(ids_TK, gate_up), impl)(x_TD, ids_TK, weights_TK, gate_up, down, factors, kept)
+        _log_once(reason)
+    return choose(OP, x_TD.device, x_TD.dtype, bucket(ids_TK, gate_up), impl)(
+        x_TD, ids_TK, weights_TK, gate_up, down, factors, reuse
+    )
 
 
 def bucket(ids_TK: Tensor, gate_up: Tensor | Packed) -> str:
@@ -58,7 +79,8 @@ def bucket(ids_TK: Tensor, gate_up: Tensor | Packed) -> str:
 
 
 def narrow_refuses(x: Tensor, intermediate: int) -> str:
-    """Why grouped GEMMs on CUDA cannot take x [T, D] and experts of width `intermediate`; empty where they can, and elsewhere."""
+    """Why grouped GEMMs on CUDA cannot take x [T, D] and experts of width `intermediate`; empty where they
+    can, and elsewhere."""
     if x.is_cuda and (x.shape[1] % 8 or intermediate % 8):
         return f"widths {x.shape[1]} and {intermediate}; grouped GEMMs need multiples of 8"
     return ""
@@ -68,7 +90,11 @@ def narrow_refuses(x: Tensor, intermediate: int) -> str:
 def fused_refuses(device: str, dtype: torch.dtype) -> str:
     """Why the fused op cannot run on that device in that dtype; empty where it can."""
     if device == "cpu":
-        return "" if dtype in (torch.float32, torch.bfloat16) else f"dtype {dtype}; it computes in float32 or bfloat16"
+        return (
+            ""
+            if dtype in (torch.float32, torch.bfloat16)
+            else f"dtype {dtype}; it computes in float32 or bfloat16"
+        )
     if device != "cuda":
         return f"device {device}; it runs on cpu and cuda"
     if dtype != torch.bfloat16:
@@ -78,48 +104,69 @@ def fused_refuses(device: str, dtype: torch.dtype) -> str:
 
 @functools.cache
 def _self_check(device: int) -> str:
-    """Once per GPU: grouped GEMMs have been reported wrong on transposed views, so a small problem is compared with the reference."""
+    """Once per GPU: grouped GEMMs have been reported wrong on transposed views, so a small problem is
+    compared with the reference."""
     generator = torch.Generator().manual_seed(0)
-    x, gate_up, down = (torch.randn(shape, generator=generator).bfloat16() for shape in ((24, 64), (4, 64, 64), (4, 64, 32)))
-    ids, weights = torch.arange(48).view(24, 2) % 3, torch.rand((24, 2), generator=generator)  # the last expert stays empty
-    x, gate_up, down, ids, weights = (t.to(torch.device("cuda", device)) for t in (x, gate_up * 0.1, down * 0.1, ids, weights))
+    x, gate_up, down = (
+        torch.randn(shape, generator=generator).bfloat16() for shape in ((24, 64), (4, 64, 64), (4, 64, 32))
+    )
+    # the last expert stays empty
+    ids, weights = (torch.arange(48).view(24, 2) % 3, torch.rand((24, 2), generator=generator))
+    x, gate_up, down, ids, weights = (
+        t.to(torch.device("cuda", device)) for t in (x, gate_up * 0.1, down * 0.1, ids, weights)
+    )
     gradients = []
-    for function in (reference_expert_mlp, functools.partial(fused_expert_mlp, part=_part(x, gate_up, down))):
+    fused = functools.partial(fused_expert_mlp, backend=backend_for(x, gate_up, down))
+    for function in (reference_expert_mlp, fused):
         inputs = [t.clone().requires_grad_() for t in (x, gate_up, down)]
         y = function(inputs[0], ids, weights, inputs[1], inputs[2], None)
         gradients.append([y.detach(), *torch.autograd.grad(y, inputs, torch.ones_like(y))])
-    errors = [float((a.float() - b.float()).norm() / b.float().norm()) for b, a in zip(*gradients, strict=True)]
-    return "" if max(errors) < 0.03 else f"its self-check on cuda:{device} is off by {max(errors):.1%} of the norm (allowed 3 %)"
+    errors = [
+        float((a.float() - b.float()).norm() / b.float().norm()) for b, a in zip(*gradients, strict=True)
+    ]
+    return (
+        ""
+        if max(errors) < 0.03
+        else f"its self-check on cuda:{device} is off by {max(errors):.1%} of the norm (allowed 3 %)"
+    )
 
 
-def _part(x: Tensor, gate_up: Tensor | Packed, down: Tensor | Packed) -> Any:
-    """The part that does the work. Imported here because numba takes 0.4 s and only the CPU needs it."""
-    if x.is_cuda:
+def backend_for(x_TD: Tensor, gate_up: Tensor | Packed, down: Tensor | Packed) -> Backend[Any]:
+    """What does the work on that device, with weights of that kind; what it routes with is its own."""
+    if x_TD.is_cuda:
         from unfreeze.kernels.expert_mlp.grouped import Grouped
 
         return Grouped()
     from unfreeze.kernels.expert_mlp import loop_cpu, panels_cpu
 
-    return panels_cpu.Panels() if panels_cpu.suits(x.dtype, gate_up, down) else loop_cpu.LoopCpu()
+    return panels_cpu.Panels() if panels_cpu.supports(x_TD.dtype, gate_up, down) else loop_cpu.LoopCpu()
 
 
 @functools.cache
-def _say(reason: str) -> None:
+def _log_once(reason: str) -> None:
     log.info("expert_mlp: reference (%s)", reason)
 
 
 def _fused() -> Implementation:
     def fused(
-        x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, gate_up: Tensor | Packed, down: Tensor | Packed,
-        factors: ExpertFactors | None = None, kept: Kept | None = None,
-    ) -> Tensor:  # fmt: skip
-        return fused_expert_mlp(x_TD, ids_TK, weights_TK, gate_up, down, factors, _part(x_TD, gate_up, down), kept)
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        gate_up: Tensor | Packed,
+        down: Tensor | Packed,
+        factors: ExpertFactors | None = None,
+        reuse: Reuse | None = None,
+    ) -> Tensor:
+        return fused_expert_mlp(
+            x_TD, ids_TK, weights_TK, gate_up, down, factors, backend_for(x_TD, gate_up, down), reuse
+        )
 
     return fused
 
 
-def _inputs(rows: int, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[Any, ...]:
-    """INT4 experts with LoRA of rank 8, 2 of 8 experts per token, about `rows` rows each. On a GPU 16 times the weights."""
+def _inputs(rows: int, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Arguments:
+    """INT4 experts with LoRA of rank 8, 2 of 8 experts per token, about `rows` rows each. On a GPU 16 times
+    the weights."""
     E, D, I, R, K = (8, 2048, 1024, 8, 2) if device.type == "cuda" else (8, 512, 256, 8, 2)
     codec, T = Int4(32), rows * 8 // 2
 
@@ -127,8 +174,16 @@ def _inputs(rows: int, device: torch.device, dtype: torch.dtype, generator: torc
         return torch.randn(shape, generator=generator) * scale
 
     bases = [randn(E, 2 * I, D, scale=D**-0.5), randn(E, D, I, scale=I**-0.5)]
-    packed = [Packed(codec, {name: part.to(device) for name, part in codec.quantize(base.bfloat16()).items()}) for base in bases]
-    pairs = randn(E, 2 * R, D, scale=D**-0.5), randn(E, 2 * I, R, scale=0.1), randn(E, R, I, scale=I**-0.5), randn(E, D, R, scale=0.1)
+    packed = [
+        Packed(codec, {name: part.to(device) for name, part in codec.quantize(base.bfloat16()).items()})
+        for base in bases
+    ]
+    pairs = (
+        randn(E, 2 * R, D, scale=D**-0.5),
+        randn(E, 2 * I, R, scale=0.1),
+        randn(E, R, I, scale=I**-0.5),
+        randn(E, D, R, scale=0.1),
+    )
     factors = ExpertFactors(*(pair.to(device).requires_grad_() for pair in pairs), scale=2.0, down_scale=2.0)
     ids = torch.rand(T, E, generator=generator).topk(K, dim=1).indices.to(device)
     weights = torch.rand(T, K, generator=generator).to(device).requires_grad_()

@@ -1,7 +1,7 @@
 """The LoRA factors of one MoE layer's routed experts, as the op takes them and as its workspace holds them.
 
-E experts, D model width, I intermediate width, R rank of gate and up, Rd rank of down, Q = 2R and P = Rd rounded up to a multiple of 8
-(grouped GEMMs need 16-byte strides; the extra columns are zero).
+E experts, D model width, I intermediate width, R rank of gate and up, Rd rank of down, Q = 2R and P = Rd
+rounded up (`columns`); the extra columns are zero.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch import Tensor
 class ExpertFactors:
     """LoRA of one MoE layer; either pair may be None, but A and B of a pair come together.
 
-    gate_up_A [E, 2R, D]  rows 0:R are the A of gate, R:2R the A of up       gate_up_B [E, 2I, R]  rows 0:I the B of gate, I:2I the B of up
+    gate_up_A [E, 2R, D]  rows 0:R are the A of gate, R:2R the A of up       gate_up_B [E, 2I, R]  rows 0:I
+                          the B of gate, I:2I the B of up
     down_A    [E, Rd, I]                                                     down_B    [E, D, Rd]
     Applied as  W x + scale * B A x,  with `scale` for gate and up, `down_scale` for down.
     """
@@ -30,7 +31,9 @@ class ExpertFactors:
     down_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if (self.gate_up_A is None) != (self.gate_up_B is None) or (self.down_A is None) != (self.down_B is None):
+        if (self.gate_up_A is None) != (self.gate_up_B is None) or (self.down_A is None) != (
+            self.down_B is None
+        ):
             raise ValueError("A and B of a pair come together: one of them is None")
 
 
@@ -39,11 +42,24 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def columns(rank: int, width: int, stride: int) -> int:
+    """Columns of an adapter of `rank` beside a matrix of `width` columns: a multiple of 8, as grouped GEMMs
+    need strides of 16 bytes.
+
+    stride 16: width and columns together are a multiple of 16. Triton then knows that each row of the
+    workspace begins at 16 bytes and stores 16 at once, else 2. stride 8 adds nothing.
+    """
+    wanted = round_up(rank, 8)
+    return wanted + (8 if stride == 16 and (width + wanted) % 16 == 8 else 0)
+
+
 @dataclass(frozen=True)
 class Adapter:
-    """One pair in the dtype of the computation, for the experts in use: A [., Q, in], B [., out, Q] with the scale folded in.
+    """One pair in the dtype of the computation, for the experts in use: A [., Q, in], B [., out, Q] with the
+    scale folded in.
 
-    Folding costs nothing (one rounding of scale * B instead of B) and leaves y = [x | x Aᵀ] [W | B]ᵀ as a single GEMM.
+    Folding costs nothing (one rounding of scale * B instead of B) and leaves y = [x | x Aᵀ] [W | B]ᵀ as a
+    single GEMM.
     """
 
     A: Tensor
@@ -65,40 +81,71 @@ def width(adapter: Adapter | None) -> int:
     return adapter.width if adapter else 0
 
 
-def gate_up_adapter(A: Tensor, B: Tensor, scale: float, experts: Tensor | None, dtype: torch.dtype) -> Adapter:
-    """A [E, 2R, D], B [E, 2I, R] -> Adapter whose B [., 2I, Q] is block diagonal: gate rows see the gate's columns, up rows the up's."""
+def gate_up_adapter(
+    A: Tensor, B: Tensor, scale: float, experts: Tensor | None, dtype: torch.dtype, stride: int = 8
+) -> Adapter:
+    """A [E, 2R, D], B [E, 2I, R] -> Adapter whose B [., 2I, Q] is block diagonal: gate rows see the gate's
+    columns, up rows the up's. stride: as in `columns`."""
     A, B = _select(A, experts), _select(B, experts)
     rank, half = B.shape[2], B.shape[1] // 2
-    blocks = B.new_zeros((B.shape[0], 2 * half, round_up(2 * rank, 8)), dtype=dtype)
+    Q = columns(2 * rank, A.shape[2], stride)
+    blocks = B.new_zeros((B.shape[0], 2 * half, Q), dtype=dtype)
     blocks[:, :half, :rank].copy_(B[:, :half] * scale)
     blocks[:, half:, rank : 2 * rank].copy_(B[:, half:] * scale)
-    return Adapter(_padded(A, 1, dtype), blocks)
+    return Adapter(_padded(A, 1, Q, dtype), blocks)
 
 
-def down_adapter(A: Tensor, B: Tensor, scale: float, experts: Tensor | None, dtype: torch.dtype) -> Adapter:
+def down_adapter(
+    A: Tensor, B: Tensor, scale: float, experts: Tensor | None, dtype: torch.dtype, stride: int = 8
+) -> Adapter:
     """A [E, Rd, I], B [E, D, Rd] -> Adapter with P columns."""
-    return Adapter(_padded(_select(A, experts), 1, dtype), _padded(_select(B, experts) * scale, 2, dtype))
+    A, B = _select(A, experts), _select(B, experts)
+    P = columns(A.shape[1], A.shape[2], stride)
+    return Adapter(_padded(A, 1, P, dtype), _padded(B * scale, 2, P, dtype))
 
 
-def gate_up_grads(dA: Tensor, dBt: Tensor, A: Tensor, B: Tensor, scale: float, experts: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Gradients in the shape and dtype of the parameters. dA [., Q, D]; dBt [., Q, 2I] = (x Aᵀ)ᵀ dy, of which the two blocks count."""
+def adapters(
+    factors: ExpertFactors, experts: Tensor | None, dtype: torch.dtype, stride: int = 8
+) -> tuple[Adapter | None, Adapter | None]:
+    """(of gate_up, of down) for `experts` (None: all); None where `factors` has no pair. stride: as in
+    `columns`."""
+    gate_up = down = None
+    if factors.gate_up_A is not None and factors.gate_up_B is not None:
+        gate_up = gate_up_adapter(factors.gate_up_A, factors.gate_up_B, factors.scale, experts, dtype, stride)
+    if factors.down_A is not None and factors.down_B is not None:
+        down = down_adapter(factors.down_A, factors.down_B, factors.down_scale, experts, dtype, stride)
+    return gate_up, down
+
+
+def gate_up_grads(
+    dA: Tensor, dBt: Tensor, A: Tensor, B: Tensor, scale: float, experts: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Gradients in the shape and dtype of the parameters. dA [., Q, D]; dBt [., Q, 2I] = (x Aᵀ)ᵀ dy, of which
+    the two blocks count."""
     rank, half = B.shape[2], B.shape[1] // 2
     grad_B = torch.empty((dBt.shape[0], 2 * half, rank), dtype=B.dtype, device=B.device)
     grad_B[:, :half].copy_(dBt[:, :rank, :half].transpose(1, 2))
     grad_B[:, half:].copy_(dBt[:, rank : 2 * rank, half:].transpose(1, 2))
-    return _spread(dA[:, : 2 * rank].to(A.dtype), experts, A.shape[0]), _spread(grad_B.mul_(scale), experts, B.shape[0])
+    return _spread(dA[:, : 2 * rank].to(A.dtype), experts, A.shape[0]), _spread(
+        grad_B.mul_(scale), experts, B.shape[0]
+    )
 
 
-def down_grads(dA: Tensor, dBt: Tensor, A: Tensor, B: Tensor, scale: float, experts: Tensor | None) -> tuple[Tensor, Tensor]:
+def down_grads(
+    dA: Tensor, dBt: Tensor, A: Tensor, B: Tensor, scale: float, experts: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """As gate_up_grads: dA [., P, I], dBt [., P, D]."""
     rank = B.shape[2]
     grad_B = torch.empty((dBt.shape[0], B.shape[1], rank), dtype=B.dtype, device=B.device)
     grad_B.copy_(dBt[:, :rank].transpose(1, 2))
-    return _spread(dA[:, :rank].to(A.dtype), experts, A.shape[0]), _spread(grad_B.mul_(scale), experts, B.shape[0])
+    return _spread(dA[:, :rank].to(A.dtype), experts, A.shape[0]), _spread(
+        grad_B.mul_(scale), experts, B.shape[0]
+    )
 
 
 def _select(tensor: Tensor, experts: Tensor | None) -> Tensor:
-    """The experts in use (None: all). A decode step touches a handful: converting the other factors would cost more than its GEMMs."""
+    """The experts in use (None: all). A decode step touches a handful: converting the other factors would
+    cost more than its GEMMs."""
     return tensor if experts is None else tensor.index_select(0, experts)
 
 
@@ -109,9 +156,9 @@ def _spread(grad: Tensor, experts: Tensor | None, num_experts: int) -> Tensor:
     return grad.new_zeros((num_experts, *grad.shape[1:])).index_copy_(0, experts, grad)
 
 
-def _padded(tensor: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """`tensor` in dtype with dim rounded up to a multiple of 8 by zeros."""
-    missing = round_up(tensor.shape[dim], 8) - tensor.shape[dim]
+def _padded(tensor: Tensor, dim: int, size: int, dtype: torch.dtype) -> Tensor:
+    """`tensor` in dtype, with `size` numbers along dim: zeros beyond its own."""
+    missing = size - tensor.shape[dim]
     if not missing:
         return tensor.to(dtype)
     shape = list(tensor.shape)

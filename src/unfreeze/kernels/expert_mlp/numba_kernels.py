@@ -1,9 +1,11 @@
-"""The loops around the GEMMs of the expert MLP on CPU: sort by expert, gather, SwiGLU forward and backward, weighted scatter-add.
+"""The loops around the GEMMs of the expert MLP on CPU: sort by expert, gather, SwiGLU forward and backward,
+weighted scatter-add.
 
-Elements are float32, or bf16 as uint16 bits (see numba_options); arithmetic is float32 with one rounding per result. In-cache numba loops
-because torch's bf16 elementwise kernels make a pass over memory per operation.
+Elements are float32, or bf16 as uint16 bits (see numba_options); arithmetic is float32 with one rounding per
+result. In-cache numba loops because torch's bf16 elementwise kernels make a pass over memory per operation.
 
-T tokens, K experts per token, E experts, n rows (a token at one expert; -1 marks a row of padding), D width, I intermediate width.
+T tokens, K experts per token, E experts, n rows (a token at one expert; -1 marks a row of padding), D width,
+I intermediate width.
 """
 
 from __future__ import annotations
@@ -12,14 +14,13 @@ import numba
 import numpy as np
 from numba import prange
 
-from unfreeze.kernels.loops.numba_options import Kernel, narrow, serial, sigmoid, widen
-
-ONE = np.float32(1.0)
+from unfreeze.kernels.loops.numba_options import ONE, Kernel, narrow, serial, sigmoid, widen
 
 
 @serial
 def count_experts(ids, counts):
-    """counts[e] = how often e stands in ids (flat). Returns where the first id outside 0..E-1 stands, or -1."""
+    """counts[e] = how often e stands in ids (flat). Returns where the first id outside 0..E-1 stands, or
+    -1."""
     for slot in range(ids.size):
         if ids[slot] < 0 or ids[slot] >= counts.size:
             return slot
@@ -29,7 +30,8 @@ def count_experts(ids, counts):
 
 @serial
 def place_rows(ids, weights, per_token, begins, token, weight, row):
-    """Stable counting sort: slot t * K + k goes to the next free row of its expert. begins[e] is advanced; token is -1 beforehand."""
+    """Stable counting sort: slot t * K + k goes to the next free row of its expert. begins[e] is advanced;
+    token is -1 beforehand."""
     for slot in range(ids.size):
         here = begins[ids[slot]]
         begins[ids[slot]] += 1
@@ -47,13 +49,15 @@ def gather(source, token, out):
         if token[r] < 0:
             target[:] = 0
         else:
-            for d in range(width):  # a slice assignment looks for overlap first and copies slower: 104 us instead of 40, 128 x 1024
+            # a slice assignment looks for overlap first and copies slower: 104 us instead of 40, 128 x 1024
+            for d in range(width):
                 target[d] = row[d]
 
 
 @Kernel
 def scatter_add(rows, token, weight, out, pieces):
-    """out[token[r]] += weight[r] * rows[r] in float32. The threads share the columns (in `pieces`), not the rows: no race, a fixed order."""
+    """out[token[r]] += weight[r] * rows[r] in float32. The threads share the columns (in `pieces`), not the
+    rows: no race, a fixed order."""
     width = rows.shape[1]
     for piece in prange(pieces):
         begin, end = piece * width // pieces, (piece + 1) * width // pieces
@@ -67,7 +71,8 @@ def scatter_add(rows, token, weight, out, pieces):
 
 @Kernel
 def swiglu(gate_up, out):
-    """out[r, :I] = silu(gate) * up, gate_up [n, 2I] with gate first. out may be wider than I; the rest is left alone."""
+    """out[r, :I] = silu(gate) * up, gate_up [n, 2I] with gate first. out may be wider than I; the rest is
+    left alone."""
     width = gate_up.shape[1] // 2
     for r in prange(gate_up.shape[0]):
         gate, up, target = gate_up[r, :width], gate_up[r, width:], out[r, :width]
@@ -78,13 +83,17 @@ def swiglu(gate_up, out):
 
 @numba.njit
 def _score(dh, gate, up):
-    """Σ_i dh[i] silu(gate[i]) up[i]. A loop of its own: with a fourth output LLVM gives up on vectorising (515 us instead of 84, 128 x 512)."""
-    lanes = np.zeros(16, np.float32)  # sixteen sums side by side: a float sum is vectorised only where its order is written down
+    """Σ_i dh[i] silu(gate[i]) up[i]. A loop of its own: with a fourth output LLVM gives up on vectorising
+    (515 us instead of 84, 128 x 512)."""
+    # sixteen sums side by side: a float sum is vectorised only where its order is written down
+    lanes = np.zeros(16, np.float32)
     whole = dh.size // 16 * 16
     for i in range(0, whole, 16):
         for j in range(16):
             g = widen(gate[i + j])
-            lanes[j] += np.float32(np.float32(widen(dh[i + j]) * np.float32(g * sigmoid(g))) * widen(up[i + j]))
+            lanes[j] += np.float32(
+                np.float32(widen(dh[i + j]) * np.float32(g * sigmoid(g))) * widen(up[i + j])
+            )
     total = np.float32(0.0)
     for j in range(16):
         total += lanes[j]
@@ -113,6 +122,9 @@ def swiglu_backward(grad, gate_up, weight, weighted, grad_gate_up, score):
             silu = np.float32(g * s)
             wd = np.float32(w * d)
             h[i] = narrow(np.float32(w * np.float32(silu * u)), gate[i])
-            dgate[i] = narrow(np.float32(np.float32(wd * u) * np.float32(s + np.float32(silu * np.float32(ONE - s)))), gate[i])
+            dgate[i] = narrow(
+                np.float32(np.float32(wd * u) * np.float32(s + np.float32(silu * np.float32(ONE - s)))),
+                gate[i],
+            )
             dup[i] = narrow(np.float32(wd * silu), gate[i])
         score[r] = _score(dh, gate, up)

@@ -17,19 +17,21 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from unfreeze.kernels.expert_mlp import numba_kernels, thin_cpu
-from unfreeze.kernels.expert_mlp.factors import round_up
-from unfreeze.kernels.expert_mlp.loop_cpu import LoopCpu
-from unfreeze.kernels.int4_expand.numba_cpu import expandable
+from unfreeze.kernels.expert_mlp.backend import Call, Gradients, Group, HostRouting, Saved
+from unfreeze.kernels.expert_mlp.factors import Adapter, round_up
+from unfreeze.kernels.expert_mlp.loop_cpu import HostGroup, LoopCpu, group_sizes
+from unfreeze.kernels.int4_expand.codes import expandable
 from unfreeze.kernels.loops import bf16_cpu
 from unfreeze.kernels.loops.bf16_tile import COLUMNS, LINE, ROWS, narrow_tile, prefetch, tile
-from unfreeze.kernels.loops.int4_panels import across, along, beside
+from unfreeze.kernels.loops.int4_panels import pack_bf16_columns, pack_int4_columns, pack_int4_rows
 from unfreeze.kernels.loops.numba_options import array, narrow, serial, widen
 from unfreeze.kernels.loops.scratch import scratch
 from unfreeze.quant.codec import Packed
@@ -37,8 +39,65 @@ from unfreeze.quant.int4 import Int4
 
 log = logging.getLogger(__name__)
 
+GROUP_EXPERTS = 4  # of a group: Python is crossed once for them, and cores are given whole groups
+
 _dots, _outer = thin_cpu.dots_loop, thin_cpu.outer_loop
-_gather, _swiglu, _swiglu_backward = numba_kernels.gather.alone, numba_kernels.swiglu.alone, numba_kernels.swiglu_backward.alone
+_gather, _swiglu, _swiglu_backward = (
+    numba_kernels.gather.alone,
+    numba_kernels.swiglu.alone,
+    numba_kernels.swiglu_backward.alone,
+)
+
+
+class _Rows(NamedTuple):
+    """The rows of a group: its expert g is experts[g] of all E and has the rows begins[g] : begins[g + 1]."""
+
+    token: np.ndarray  # int32 [n], -1 for padding
+    weight: np.ndarray  # float32 [n]
+    experts: np.ndarray  # int64 [G]
+    begins: np.ndarray  # int64 [G + 1]
+
+
+class _Factors(NamedTuple):
+    """The group's adapters as bf16 bits, of rank 0 where there is none; or their gradients in float32, empty
+    where there is none. A1 and B1 adapt gate_up, A2 and B2 down; the B are transposed."""
+
+    A1: np.ndarray  # [G, Q, D]
+    B1: np.ndarray  # [G, Q, 2I]
+    A2: np.ndarray  # [G, P, I]
+    B2: np.ndarray  # [G, P, D]
+
+
+class _Saved(NamedTuple):
+    """backend.Saved of the group's rows as bf16 bits; 0 columns wide where there is no adapter."""
+
+    gate_up: np.ndarray  # [n, 2I]
+    xA: np.ndarray  # [n, Q]
+    hA: np.ndarray  # [n, P]
+
+
+class _Forward(NamedTuple):
+    """Buffers of one thread: the largest expert's rows, and a tile's."""
+
+    x: np.ndarray  # [r, D + Q]: x | xA
+    h: np.ndarray  # [r, I + P]: h | hA
+    panel: np.ndarray  # uint32 [pairs of the inner dimension, COLUMNS]
+    tile: np.ndarray  # float32 [ROWS, COLUMNS]
+    dots: np.ndarray  # float32, of a tile of thin_cpu
+
+
+class _Backward(NamedTuple):
+    x: np.ndarray  # [r, D]
+    dy: np.ndarray  # [r, D + P]: dy | dy B2
+    dh: np.ndarray  # [r, I]
+    wh: np.ndarray  # [r, I]
+    dgu: np.ndarray  # [r, 2I + Q]: dgu | dgu B1
+    whA: np.ndarray  # [r, P]
+    panel: np.ndarray
+    tile: np.ndarray
+    dots: np.ndarray
+    pairs_Q: np.ndarray  # uint32 [r / 2, Q]: rows two by two, for thin_cpu
+    pairs_P: np.ndarray  # uint32 [r / 2, P]
 
 
 @serial
@@ -46,205 +105,262 @@ def _store(a, pairs, panel, first, out):
     """out[:, first : first + COLUMNS] = a · panel, rounded once to bf16. a [r, >= 2 pairs]."""
     for row in range(0, a.shape[0], ROWS):
         here, there = a.ctypes.data + row * a.strides[0], out.ctypes.data + row * out.strides[0] + 2 * first
-        narrow_tile(here, a.strides[0], panel.ctypes.data, pairs, there, out.strides[0])  # type: ignore[call-arg]
+        narrow_tile(here, a.strides[0], panel.ctypes.data, pairs, there, out.strides[0])
 
 
 @serial
 def _add(a, pairs, panel, sums, first, token, weight, out):
-    """out[token[r], first : first + COLUMNS] += weight[r] · (a · panel)[r], in float32; nothing where the token is -1 (padding)."""
+    """out[token[r], first : first + COLUMNS] += weight[r] · (a · panel)[r], in float32; nothing where the
+    token is -1 (padding)."""
     for row in range(0, a.shape[0], ROWS):
+        # Ask for the tokens' rows of `out` while the tile is computed: they lie far apart.
         for i in range(ROWS):
             where = out.ctypes.data + max(token[row + i], 0) * out.strides[0] + 4 * first
             for line in range(0, 4 * COLUMNS, LINE):
-                prefetch(where + line)  # type: ignore[call-arg]
-        tile(a.ctypes.data + row * a.strides[0], a.strides[0], panel.ctypes.data, pairs, sums.ctypes.data, sums.strides[0])  # type: ignore[call-arg]
+                prefetch(where + line)
+        here = a.ctypes.data + row * a.strides[0]
+        tile(here, a.strides[0], panel.ctypes.data, pairs, sums.ctypes.data, sums.strides[0])
         for i in range(ROWS):
             if token[row + i] >= 0:
-                target, found, w = out[token[row + i], first : first + COLUMNS], sums[i], weight[row + i]
+                target, product, w = out[token[row + i], first : first + COLUMNS], sums[i], weight[row + i]
                 for j in range(COLUMNS):
-                    target[j] += w * found[j]
+                    target[j] += w * product[j]
 
 
 @serial
-def _forward(x, token, weight, experts, begins, up, low, A1, B1, A2, B2, room, gate_up, xA, hA, y):
-    """y[token] += weight · expert(x[token]) for a group's rows. Writes gate_up, xA and hA, which backward
-    reads.
+def _forward(x, rows, gate_up, down, factors, saved, y, buffers):
+    """y[token] += w · expert(x[token]) for a group's rows; writes `saved`.
 
-    x [T, D]   token [n] (-1: padding)   weight [n]   begins: expert g has the rows begins[g] : begins[g + 1]
-    up, low: Base.codes     A1 [., Q, D]  B1 [., Q, 2I]  A2 [., P, I]  B2 [., P, D]
-    gate_up [n, 2I]         xA [n, Q]     hA [n, P]      y [T, D] float32     room: this thread's buffers
+    x [T, D] bf16 bits, y [T, D] float32; gate_up and down are Int4Codes of all experts.
     """
-    rows_x, rows_h, panel, sums, dots = room
-    D, I, Q, P = x.shape[1], gate_up.shape[1] // 2, xA.shape[1], hA.shape[1]
-    for g in range(begins.size - 1):
-        e, begin, end = experts[g], begins[g], begins[g + 1]
-        r, here = end - begin, slice(begin, end)
-        xs, hs = rows_x[:r], rows_h[:r]
-        # gate_up = [x | xA] [W1 | B1]ᵀ, 64 columns at a time; xA = x A1ᵀ
-        _gather(x, token[here], xs)
+    D, I = x.shape[1], saved.gate_up.shape[1] // 2
+    Q, P = saved.xA.shape[1], saved.hA.shape[1]
+    panel = buffers.panel
+    for g in range(rows.experts.size):
+        e, begin, end = rows.experts[g], rows.begins[g], rows.begins[g + 1]
+        here = slice(begin, end)
+        xs, hs = buffers.x[: end - begin], buffers.h[: end - begin]
+
+        # xA = x A1ᵀ beside the expert's rows of x: [x | xA]
+        _gather(x, rows.token[here], xs)
         if Q:
-            _dots(xs[:, :D], A1[g], dots, xs[:, D:])
-            xA[here] = xs[:, D:]
+            _dots(xs[:, :D], factors.A1[g], buffers.dots, xs[:, D:])
+            saved.xA[here] = xs[:, D:]
+
+        # gate_up = [x | xA] [W1 | B1]ᵀ, COLUMNS at a time: D / 2 pairs of W1, then Q / 2 of B1
         for first in range(0, 2 * I, COLUMNS):
-            across(up[0][e], up[1][e], up[2], first, panel)
-            beside(B1[g], first, panel, D // 2)
-            _store(xs, (D + Q) // 2, panel, first, gate_up[here])
-        # h = silu(gate) · up; y[token] += weight · [h | hA] [W2 | B2]ᵀ, with hA = h A2ᵀ
-        _swiglu(gate_up[here], hs)
+            pack_int4_rows(gate_up.codes[e], gate_up.scales[e], gate_up.group_bytes, first, panel)
+            pack_bf16_columns(factors.B1[g], first, panel, D // 2)
+            _store(xs, (D + Q) // 2, panel, first, saved.gate_up[here])
+
+        # h = silu(gate) · up, and hA = h A2ᵀ beside it: [h | hA]
+        _swiglu(saved.gate_up[here], hs)
         if P:
-            _dots(hs[:, :I], A2[g], dots, hs[:, I:])
-            hA[here] = hs[:, I:]
+            _dots(hs[:, :I], factors.A2[g], buffers.dots, hs[:, I:])
+            saved.hA[here] = hs[:, I:]
+
+        # y[token] += w · [h | hA] [W2 | B2]ᵀ
         for first in range(0, D, COLUMNS):
-            across(low[0][e], low[1][e], low[2], first, panel)
-            beside(B2[g], first, panel, I // 2)
-            _add(hs, (I + P) // 2, panel, sums, first, token[here], weight[here], y)
+            pack_int4_rows(down.codes[e], down.scales[e], down.group_bytes, first, panel)
+            pack_bf16_columns(factors.B2[g], first, panel, I // 2)
+            _add(hs, (I + P) // 2, panel, buffers.tile, first, rows.token[here], rows.weight[here], y)
 
 
 @serial
-def _backward(x, dy, token, weight, ones, experts, begins, up, low, A1, B1, A2, B2, room, gate_up, xA, hA, score, dA1, dB1, dA2, dB2, dx):
-    """Gradients of a group: score [n], those of the factors (float32), and dx[token] += … where dx has rows.
+def _backward(x, dy, rows, ones, gate_up, down, factors, saved, score, grads, dx, buffers):
+    """Gradients of a group: score [n], that of the routing weights; `grads`, those of `factors`; and
+    dx[token] += … where dx has rows.
 
-    Arguments as in `_forward`; dy [T, D], score [n] the gradient of weight, dA1 … shaped as A1 …, ones [n].
+    As in `_forward`; dy [T, D] bf16 bits, dx [T, D] float32, ones [n] float32.
     """
-    rows_x, rows_dy, rows_dh, rows_wh, rows_dgu, thin, panel, sums, dots, pairs_Q, pairs_P = room
-    D, I, Q, P = x.shape[1], gate_up.shape[1] // 2, xA.shape[1], hA.shape[1]
-    for g in range(begins.size - 1):
-        e, begin, end = experts[g], begins[g], begins[g + 1]
+    D, I = x.shape[1], saved.gate_up.shape[1] // 2
+    Q, P = saved.xA.shape[1], saved.hA.shape[1]
+    panel, hA, weight = buffers.panel, saved.hA, rows.weight
+    for g in range(rows.experts.size):
+        e, begin, end = rows.experts[g], rows.begins[g], rows.begins[g + 1]
         r, here = end - begin, slice(begin, end)
-        dys, dh, wh, dgu = rows_dy[:r], rows_dh[:r], rows_wh[:r], rows_dgu[:r]
+        dys, dh, wh, dgu = buffers.dy[:r], buffers.dh[:r], buffers.wh[:r], buffers.dgu[:r]
+
         # dh = dy W2 + (dy B2ᵀ) A2, not yet times the routing weight
-        _gather(dy, token[here], dys)
+        _gather(dy, rows.token[here], dys)
         if P:
-            _dots(dys[:, :D], B2[g], dots, dys[:, D:])
+            _dots(dys[:, :D], factors.B2[g], buffers.dots, dys[:, D:])
         for first in range(0, I, COLUMNS):
-            along(low[0][e], low[1][e], low[2], first, panel)
-            beside(A2[g], first, panel, D // 2)
+            pack_int4_columns(down.codes[e], down.scales[e], down.group_bytes, first, panel)
+            pack_bf16_columns(factors.A2[g], first, panel, D // 2)
             _store(dys, (D + P) // 2, panel, first, dh)
-        # wh = w h, dgu = gradient of gate_up (times w), score = <dh, h>
-        _swiglu_backward(dh, gate_up[here], weight[here], wh, dgu, score[here])
+
+        # wh = w h; dgu = w times the gradient of gate_up; score = <dh, h>
+        _swiglu_backward(dh, saved.gate_up[here], weight[here], wh, dgu, score[here])
+
         # dA2 = (dy B2ᵀ)ᵀ (w h); dB2 = (w hA)ᵀ dy
         if P:
-            weighted = thin[:r]
+            whA = buffers.whA[:r]
             for i in range(r):
                 for p in range(P):
-                    weighted[i, p] = narrow(weight[begin + i] * widen(hA[begin + i, p]), hA[0, 0])
-            _outer(dys[:, D:], wh, pairs_P[: r // 2], dA2[g])
-            _outer(weighted, dys[:, :D], pairs_P[: r // 2], dB2[g])
+                    whA[i, p] = narrow(weight[begin + i] * widen(hA[begin + i, p]), hA[0, 0])
+            _outer(dys[:, D:], wh, buffers.pairs_P[: r // 2], grads.A2[g])
+            _outer(whA, dys[:, :D], buffers.pairs_P[: r // 2], grads.B2[g])
+
         # dx[token] += dgu W1 + (dgu B1ᵀ) A1; the routing weight is in dgu already, hence `ones`
         if Q:
-            _dots(dgu[:, : 2 * I], B1[g], dots, dgu[:, 2 * I :])
+            _dots(dgu[:, : 2 * I], factors.B1[g], buffers.dots, dgu[:, 2 * I :])
         if dx.shape[0]:
             for first in range(0, D, COLUMNS):
-                along(up[0][e], up[1][e], up[2], first, panel)
-                beside(A1[g], first, panel, I)
-                _add(dgu, (2 * I + Q) // 2, panel, sums, first, token[here], ones, dx)
+                pack_int4_columns(gate_up.codes[e], gate_up.scales[e], gate_up.group_bytes, first, panel)
+                pack_bf16_columns(factors.A1[g], first, panel, I)
+                _add(dgu, (2 * I + Q) // 2, panel, buffers.tile, first, rows.token[here], ones, dx)
+
         # dA1 = (dgu B1ᵀ)ᵀ x; dB1 = xAᵀ dgu
         if Q:
-            xs = rows_x[:r]
-            _gather(x, token[here], xs)
-            _outer(dgu[:, 2 * I :], xs, pairs_Q[: r // 2], dA1[g])
-            _outer(xA[here], dgu[:, : 2 * I], pairs_Q[: r // 2], dB1[g])
-
-
-EXPERTS = 4  # of a group: Python is crossed once for them, and cores are given whole groups
+            xs = buffers.x[:r]
+            _gather(x, rows.token[here], xs)
+            _outer(dgu[:, 2 * I :], xs, buffers.pairs_Q[: r // 2], grads.A1[g])
+            _outer(saved.xA[here], dgu[:, : 2 * I], buffers.pairs_Q[: r // 2], grads.B1[g])
 
 
 @functools.cache
 def available() -> bool:
-    """Whether this CPU has the instruction; said once."""
-    found = bf16_cpu.panels_pay()
-    log.info("INT4 experts in bfloat16: %s", "panels of 64 columns" if found else "a GEMM per expert (this CPU has no AVX512-bf16)")
-    return found
+    """Whether this CPU has the instruction; the log says it once."""
+    pay = bf16_cpu.panels_pay()
+    log.info(
+        "INT4 experts in bfloat16: %s",
+        "panels of 64 columns" if pay else "a GEMM per expert (this CPU has no AVX512-bf16)",
+    )
+    return pay
 
 
-def suits(dtype: torch.dtype, gate_up: Tensor | Packed, down: Tensor | Packed) -> bool:
+def supports(dtype: torch.dtype, gate_up: Tensor | Packed, down: Tensor | Packed) -> bool:
     """Whether `Panels` can do a call."""
-    if dtype != torch.bfloat16 or not all(
-        isinstance(base, Packed) and isinstance(base.codec, Int4) and base.codec.group_size % 32 == 0 and expandable(base) for base in (gate_up, down)
-    ):
+    if dtype != torch.bfloat16:
         return False
-    return not (gate_up.shape[2] % COLUMNS or down.shape[2] % COLUMNS) and available()
+    for base in (gate_up, down):
+        if not (isinstance(base, Packed) and isinstance(base.codec, Int4) and expandable(base)):
+            return False
+        if base.codec.group_size % 32 or base.shape[2] % COLUMNS:
+            return False
+    return available()
 
 
 class Panels(LoopCpu):
-    """The part that `fused` is given on CPU where it `suits`."""
+    """The backend that `fused` is given on CPU where `supports` says so."""
 
     def padded(self, rows: int, dtype: torch.dtype) -> int:
-        return round_up(rows, ROWS) if dtype == torch.bfloat16 else rows  # the loops of `few` take float32 rows as they are
+        # the loops of `decode` take float32 rows as they are
+        return round_up(rows, ROWS) if dtype == torch.bfloat16 else rows
 
-    def groups(self, routing: Any, weight_bytes: int, row_bytes: int) -> Any:
-        """EXPERTS at a time: no buffer holds more than one expert's rows."""
+    def groups(self, routing: HostRouting, weight_bytes: int, row_bytes: int) -> Iterator[HostGroup]:
+        """GROUP_EXPERTS at a time: no buffer holds more than one expert's rows."""
         ends = np.cumsum([0, *routing.sizes]).tolist()
-        for first in range(0, len(routing.experts), EXPERTS):
-            end = min(first + EXPERTS, len(routing.experts))
-            yield self.group(routing, slice(first, end), ends[first], ends[end] - ends[first])
+        for first in range(0, len(routing.experts), GROUP_EXPERTS):
+            end = min(first + GROUP_EXPERTS, len(routing.experts))
+            yield Group(routing, slice(first, end), slice(ends[first], ends[end]))
 
-    def forward_group(self, call: Any, group: Any, x: Tensor, kept: tuple[Tensor | None, ...], y: Tensor) -> None:
-        D, I, n, most = x.shape[1], call.down.columns, group.num_rows, max(group.sizes)
-        A1, B1, A2, B2 = _factors(call, group)
-        Q, P = A1.shape[1], A2.shape[1]
-        gate_up, xA, hA = (
-            array(scratch(name, (n, width), x.dtype, x.device) if tensor is None else tensor[group.rows])
-            for name, tensor, width in zip(("gate_up", "xA", "hA"), kept, (2 * I, Q, P), strict=True)
+    def forward_group(
+        self, call: Call[HostRouting], group: HostGroup, x: Tensor, saved: Saved, y: Tensor
+    ) -> None:
+        D, I, Q, P, most = x.shape[1], call.I, call.Q, call.P, max(group_sizes(group))
+
+        def rows_of(name: str, tensor: Tensor | None, columns: int) -> np.ndarray:
+            return _buffer(name, group.num_rows, columns) if tensor is None else array(tensor[group.rows])
+
+        _forward(
+            array(x),
+            _rows(group),
+            call.gate_up.codes,
+            call.down.codes,
+            _factors(call, group),
+            _Saved(
+                gate_up=rows_of("gate_up", saved.gate_up, 2 * I),
+                xA=rows_of("xA", saved.xA, Q),
+                hA=rows_of("hA", saved.hA, P),
+            ),
+            array(y),
+            _Forward(_buffer("x", most, D + Q), _buffer("h", most, I + P), *_tile_buffers(max(D + Q, I + P))),
         )
-        room = (_rows("x", most, D + Q), _rows("h", most, I + P), *_tile_room(max(D + Q, I + P)))
-        bases = (call.gate_up.codes, call.down.codes)
-        _forward(array(x), array(group.token), array(group.weight), *_where(group), *bases, A1, B1, A2, B2, room, gate_up, xA, hA, array(y))
 
     def backward_group(
-        self, call: Any, group: Any, x: Tensor, dy: Tensor, saved: tuple[Tensor | None, ...], score_n: Tensor, grads: Any, dx: Tensor | None
-    ) -> None:  # fmt: skip
-        D, I, n, most = x.shape[1], call.down.columns, group.num_rows, max(group.sizes)
-        A1, B1, A2, B2 = _factors(call, group)
-        Q, P = A1.shape[1], A2.shape[1]
-        gate_up, xA, hA = (
-            np.empty((n, 0), np.uint16) if tensor is None else array(tensor[group.rows]) for tensor in saved
+        self,
+        call: Call[HostRouting],
+        group: HostGroup,
+        x: Tensor,
+        dy: Tensor,
+        saved: Saved,
+        score_n: Tensor,
+        grads: Gradients,
+        dx: Tensor | None,
+    ) -> None:
+        D, I, Q, P, most = x.shape[1], call.I, call.Q, call.P, max(group_sizes(group))
+
+        def rows_of(tensor: Tensor | None) -> np.ndarray:
+            if tensor is None:
+                return np.empty((group.num_rows, 0), np.uint16)
+            return array(tensor[group.rows])
+
+        def grads_of(grad: Tensor | None) -> np.ndarray:
+            return np.empty((0, 0, 0), np.float32) if grad is None else array(grad[group.positions])
+
+        _backward(
+            array(x),
+            array(dy),
+            _rows(group),
+            np.ones(group.num_rows, np.float32),
+            call.gate_up.codes,
+            call.down.codes,
+            _factors(call, group),
+            _Saved(rows_of(saved.gate_up), rows_of(saved.xA), rows_of(saved.hA)),
+            array(score_n[group.rows]),
+            _Factors(
+                A1=grads_of(grads.gate_up_A),
+                B1=grads_of(grads.gate_up_Bt),
+                A2=grads_of(grads.down_A),
+                B2=grads_of(grads.down_Bt),
+            ),
+            np.empty((0, D), np.float32) if dx is None else array(dx),
+            _Backward(
+                _buffer("x", most, D),
+                _buffer("dy", most, D + P),
+                _buffer("dh", most, I),
+                _buffer("wh", most, I),
+                _buffer("dgu", most, 2 * I + Q),
+                _buffer("thin", most, P),
+                *_tile_buffers(max(D + P, 2 * I + Q)),
+                _words("pairs Q", most // 2, Q),
+                _words("pairs P", most // 2, P),
+            ),
         )
-        room = (
-            _rows("x", most, D), _rows("dy", most, D + P), _rows("dh", most, I), _rows("wh", most, I), _rows("dgu", most, 2 * I + Q),
-            _rows("thin", most, P), *_tile_room(max(D + P, 2 * I + Q)),
-            _words("pairs Q", most // 2, Q), _words("pairs P", most // 2, P),
-        )  # fmt: skip
-        ones = np.ones(n, np.float32)
-        found = [
-            np.empty((0, 0, 0), np.float32) if grad is None else array(grad[group.positions])
-            for grad in (grads.gate_up_A, grads.gate_up_Bt, grads.down_A, grads.down_Bt)
-        ]
-        into = np.empty((0, D), np.float32) if dx is None else array(dx)
-        bases = (call.gate_up.codes, call.down.codes)
-        rows = (array(group.token), array(group.weight), ones)
-        _backward(array(x), array(dy), *rows, *_where(group), *bases, A1, B1, A2, B2, room, gate_up, xA, hA, array(score_n[group.rows]), *found, into)
 
 
-def _where(group: Any) -> tuple[np.ndarray, np.ndarray]:
-    """(experts, begins): rows of expert g of the group are begins[g] : begins[g + 1]."""
-    return np.asarray(group.experts), np.cumsum([0, *group.sizes])
+def _rows(group: HostGroup) -> _Rows:
+    begins = np.cumsum([0, *group_sizes(group)])
+    token = array(group.routing.token_n[group.rows])
+    return _Rows(token, array(group.weight), np.asarray(group.experts), begins)
 
 
-def _rows(name: str, count: int, width: int) -> np.ndarray:
-    """Uninitialised bf16 [count, width] of this thread."""
-    return array(scratch(name, (count, width), torch.bfloat16, torch.device("cpu")))
+def _buffer(name: str, count: int, columns: int) -> np.ndarray:
+    """Uninitialised bf16 [count, columns] of this thread."""
+    return array(scratch(name, (count, columns), torch.bfloat16, torch.device("cpu")))
 
 
-def _words(name: str, count: int, width: int) -> np.ndarray:
-    """Uninitialised pairs of bf16 [count, width] of this thread."""
-    return scratch(name, (count, width), torch.int32, torch.device("cpu")).view(torch.uint32).numpy()
+def _words(name: str, count: int, columns: int) -> np.ndarray:
+    """Uninitialised pairs of bf16 [count, columns] of this thread."""
+    return scratch(name, (count, columns), torch.int32, torch.device("cpu")).view(torch.uint32).numpy()
 
 
-def _tile_room(inner: int) -> tuple[np.ndarray, ...]:
+def _tile_buffers(inner: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """A panel for an inner dimension, the sums of a tile, and the sums of a tile of dots."""
     cpu = torch.device("cpu")
-    sums, dots = (scratch(name, shape, torch.float32, cpu) for name, shape in (("tile", (ROWS, COLUMNS)), ("thin dots", (16,))))
+    sums = scratch("tile", (ROWS, COLUMNS), torch.float32, cpu)
+    dots = scratch("thin dots", (16,), torch.float32, cpu)
     return _words("panel", -(-inner // 2), COLUMNS), array(sums), array(dots)
 
 
-def _factors(call: Any, group: Any) -> list[np.ndarray]:
-    """A1, B1, A2, B2 of the group's experts as bf16 bits; of rank 0 where there is no adapter."""
-    found = []
-    D, I = call.gate_up.columns, call.down.columns
-    for adapter, into, out in ((call.gate_up_adapter, D, 2 * I), (call.down_adapter, I, D)):
+def _factors(call: Call[HostRouting], group: HostGroup) -> _Factors:
+    def pair(adapter: Adapter | None, inputs: int, outputs: int) -> tuple[np.ndarray, np.ndarray]:
         if adapter is None:
-            found += [np.empty((len(group.experts), 0, width), np.uint16) for width in (into, out)]
-        else:
-            found += [array(adapter.A[group.positions]), array(adapter.Bt[group.positions])]
-    return found
+            G = len(group.experts)
+            return np.empty((G, 0, inputs), np.uint16), np.empty((G, 0, outputs), np.uint16)
+        return array(adapter.A[group.positions]), array(adapter.Bt[group.positions])
+
+    D, I = call.gate_up.columns, call.I
+    return _Factors(*pair(call.gate_up_adapter, D, 2 * I), *pair(call.down_adapter, I, D))

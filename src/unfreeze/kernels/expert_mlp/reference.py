@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unfreeze.kernels.expert_mlp.factors import ExpertFactors
+from unfreeze.kernels.recompute import Reuse
 from unfreeze.quant.codec import Packed
 
 
@@ -20,19 +21,24 @@ def reference_expert_mlp(
     gate_up: Tensor | Packed,
     down: Tensor | Packed,
     factors: ExpertFactors | None = None,
-    kept: object = None,
+    reuse: Reuse | None = None,
 ) -> Tensor:
-    """y_t = Σ_k w_tk · down_e( silu(gate_e x_t) * up_e x_t ), e = ids_tk, one expert after the other. Shapes as in `expert_mlp`.
+    """y_t = Σ_k w_tk · down_e( silu(gate_e x_t) * up_e x_t ), e = ids_tk, one expert after the other. Shapes
+    as in `expert_mlp`.
 
-    Base and adapter are separate GEMMs, so B = 0 changes no bit. Autograd keeps each expanded expert until backward: for small shapes; `kept` unused.
+    Base and adapter are separate GEMMs, so B = 0 changes no bit. Autograd keeps each expanded expert until
+    backward: for small shapes; `reuse` unused.
     """
     lora = factors or ExpertFactors()
     y_TD = torch.zeros_like(x_TD, dtype=torch.promote_types(x_TD.dtype, torch.float32))
     for expert in torch.unique(ids_TK).tolist():
         token, slot = torch.where(ids_TK == expert)
         x = x_TD[token]
-        # contiguous halves: silu of a strided view rounds otherwise than silu of the sums below, and B = 0 must change no bit
-        gate, up = (half.contiguous() for half in F.linear(x, _matrix(gate_up, expert, x.dtype)).chunk(2, dim=-1))
+        # contiguous halves: silu of a strided view rounds otherwise than silu of the sums below, and B = 0
+        # must change no bit
+        gate, up = (
+            half.contiguous() for half in F.linear(x, _matrix(gate_up, expert, x.dtype)).chunk(2, dim=-1)
+        )
         if lora.gate_up_A is not None and lora.gate_up_B is not None:
             A_gate, A_up = lora.gate_up_A[expert].to(x.dtype).chunk(2)
             B_gate, B_up = lora.gate_up_B[expert].to(x.dtype).chunk(2)
@@ -41,7 +47,9 @@ def reference_expert_mlp(
         h = F.silu(gate) * up
         y = F.linear(h, _matrix(down, expert, x.dtype))
         if lora.down_A is not None and lora.down_B is not None:
-            y = y + lora.down_scale * F.linear(F.linear(h, lora.down_A[expert].to(x.dtype)), lora.down_B[expert].to(x.dtype))
+            y = y + lora.down_scale * F.linear(
+                F.linear(h, lora.down_A[expert].to(x.dtype)), lora.down_B[expert].to(x.dtype)
+            )
         y_TD = y_TD.index_add(0, token, weights_TK[token, slot, None].to(y_TD.dtype) * y)
     return y_TD.to(x_TD.dtype)
 

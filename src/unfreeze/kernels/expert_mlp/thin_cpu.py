@@ -1,8 +1,10 @@
-"""GEMMs with eight or sixteen columns in bf16, on CPUs with AVX512-bf16: what LoRA needs beside every expert's large ones.
+"""GEMMs with eight or sixteen columns in bf16, on CPUs with AVX512-bf16: what LoRA needs beside every
+expert's large ones.
 
-oneDNN packs an operand for each call and looks its kernel up among those of a hundred shapes, which costs more than eight columns of arithmetic
-and leaves a compiled kernel behind for each number of rows. Here both operands are read in place. The instruction is the one oneDNN uses
-(products of bf16 pairs, summed in float32); numba has no name for it, hence the LLVM intrinsic. Elsewhere torch.mm, said once in the log.
+oneDNN packs an operand for each call and looks its kernel up among those of a hundred shapes, which costs
+more than eight columns of arithmetic and leaves a compiled kernel behind for each number of rows. Here both
+operands are read in place. The instruction is the one oneDNN uses (products of bf16 pairs, summed in
+float32); numba has no name for it, hence the LLVM intrinsic. Elsewhere torch.mm, said once in the log.
 
 R rows, W the long side, Q columns (a multiple of 8, at most WIDEST).
 """
@@ -16,39 +18,54 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba.core import cgutils, types
-from numba.extending import intrinsic
 from torch import Tensor
 
 from unfreeze.kernels.loops import bf16_cpu
-from unfreeze.kernels.loops.bf16_tile import F32, FLOATS, HALVES, I32, I64, PAIRS, everywhere, multiply, pointer, zeros
+from unfreeze.kernels.loops.bf16_tile import (
+    F32,
+    FLOATS,
+    HALVES,
+    I32,
+    I64,
+    PAIRS,
+    everywhere,
+    multiply,
+    pointer,
+    zeros,
+)
+from unfreeze.kernels.loops.llvm import instruction
 from unfreeze.kernels.loops.numba_options import array, narrow, serial
 from unfreeze.kernels.loops.scratch import scratch
 
 log = logging.getLogger(__name__)
 WIDEST = 32  # columns; more than that were not measured
-ROWS = COLUMNS = 4  # of a tile of dots: 16 sums and 8 operands are 24 of 32 registers
+TILE = 4  # rows and columns of a tile of dots: 16 sums and 8 operands are 24 of 32 registers
 STRIPE = 32  # columns of a tile of outer products, two vectors
 
 
 @functools.cache
 def available() -> bool:
-    """Whether this CPU multiplies pairs of bf16; said once."""
-    found = bf16_cpu.available()
-    log.info("thin GEMMs of expert adapters in bfloat16: %s", "read in place" if found else "torch.mm (this CPU has no AVX512-bf16)")
-    return found
+    """Whether this CPU multiplies pairs of bf16; the log says it once."""
+    has_bf16 = bf16_cpu.available()
+    log.info(
+        "thin GEMMs of expert adapters in bfloat16: %s",
+        "read in place" if has_bf16 else "torch.mm (this CPU has no AVX512-bf16)",
+    )
+    return has_bf16
 
 
-def suits(a: Tensor, b: Tensor) -> bool:
+def supports(a: Tensor, b: Tensor) -> bool:
     """Whether rows of both bf16 operands can be read in place."""
     return available() and a.dtype == b.dtype == torch.bfloat16 and a.stride(-1) == 1 and b.stride(-1) == 1
 
 
 def dots(a_RW: Tensor, b_QW: Tensor, out_RQ: Tensor) -> bool:
-    """out[r, q] = Σ_w a[r, w] b[q, w], rounded once to bf16. False, and nothing done, where the shapes don't suit."""
+    """out[r, q] = Σ_w a[r, w] b[q, w], rounded once to bf16. False, and nothing done, where the shapes don't
+    suit."""
     columns, width = b_QW.shape
-    if width % 32 or columns % COLUMNS or columns > WIDEST or not suits(a_RW, b_QW):
+    if width % 32 or columns % TILE or columns > WIDEST or not supports(a_RW, b_QW):
         return False
-    sums = scratch("thin dots", (ROWS * COLUMNS,), torch.float32, a_RW.device)
+    sums = scratch("thin dots", (TILE * TILE,), torch.float32, a_RW.device)
     dots_loop(array(a_RW), array(b_QW), array(sums), array(out_RQ))
     return True
 
@@ -56,31 +73,46 @@ def dots(a_RW: Tensor, b_QW: Tensor, out_RQ: Tensor) -> bool:
 def outer(a_RQ: Tensor, b_RW: Tensor, out_QW: Tensor) -> bool:
     """out[q, w] = Σ_r a[r, q] b[r, w] in float32. False, and nothing done, where the shapes don't suit."""
     (rows, columns), width = a_RQ.shape, b_RW.shape[1]
-    if rows % 2 or width % STRIPE or columns % 8 or columns > WIDEST or out_QW.dtype != torch.float32 or not suits(a_RQ, b_RW):
+    if (
+        rows % 2
+        or width % STRIPE
+        or columns % 8
+        or columns > WIDEST
+        or out_QW.dtype != torch.float32
+        or not supports(a_RQ, b_RW)
+    ):
         return False
     pairs = scratch("thin pairs", (rows // 2, columns), torch.int32, a_RQ.device)
     outer_loop(array(a_RQ), array(b_RW), pairs.view(torch.uint32).numpy(), array(out_QW))
     return True
 
 
-@intrinsic
+@instruction
 def _tile_of_dots(context, a, a_stride, b, b_stride, steps, out):  # pragma: no cover - compiled
-    """out[4 i + j] = Σ_w a[i, w] b[j, w] over 32 · steps numbers. Addresses and strides in bytes, out float32."""
+    """out[4 i + j] = Σ_w a[i, w] b[j, w] over 32 · steps numbers. Addresses and strides in bytes, out
+    float32."""
 
     def generate(_context, builder, _signature, arguments):
         a, a_stride, b, b_stride, steps, out = arguments
-        totals = zeros(builder, ROWS * COLUMNS)
+        totals = zeros(builder, TILE * TILE)
         with cgutils.for_range(builder, steps) as loop:
             at = builder.mul(loop.index, I64(64))
             rows, columns = (
-                [builder.load(pointer(builder, base, builder.add(at, builder.mul(stride, I64(i))), PAIRS), align=2) for i in range(ROWS)]
+                [
+                    builder.load(
+                        pointer(builder, base, builder.add(at, builder.mul(stride, I64(i))), PAIRS), align=2
+                    )
+                    for i in range(TILE)
+                ]
                 for base, stride in ((a, a_stride), (b, b_stride))
             )
             for i, row in enumerate(rows):
                 for j, column in enumerate(columns):
-                    total = totals[i * COLUMNS + j]
+                    total = totals[i * TILE + j]
                     builder.store(multiply(builder, builder.load(total), row, column), total)
-        add = cgutils.get_or_insert_function(builder.module, ir.FunctionType(F32, [F32, FLOATS]), "llvm.vector.reduce.fadd.v16f32")
+        add = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(F32, [F32, FLOATS]), "llvm.vector.reduce.fadd.v16f32"
+        )
         for i, total in enumerate(totals):
             reduced = builder.call(add, [F32(0.0), builder.load(total)], fastmath=("reassoc",))
             builder.store(reduced, pointer(builder, out, 4 * i, F32))
@@ -89,9 +121,11 @@ def _tile_of_dots(context, a, a_stride, b, b_stride, steps, out):  # pragma: no 
     return types.void(types.int64, types.int64, types.int64, types.int64, types.int64, types.int64), generate
 
 
-@intrinsic
-def _tile_of_outer(context, pairs, pairs_stride, b, b_stride, steps, out, out_stride):  # pragma: no cover - compiled
-    """out[q, :32] = Σ_i pairs[i, q].low · b[2i, :32] + pairs[i, q].high · b[2i + 1, :32] for eight q. Addresses, strides in bytes, out float32."""
+@instruction
+# pragma: no cover - compiled
+def _tile_of_outer(context, pairs, pairs_stride, b, b_stride, steps, out, out_stride):
+    """out[q, :32] = Σ_i pairs[i, q].low · b[2i, :32] + pairs[i, q].high · b[2i + 1, :32] for eight q.
+    Addresses, strides in bytes, out float32."""
 
     def generate(_context, builder, _signature, arguments):
         pairs, pairs_stride, b, b_stride, steps, out, out_stride = arguments
@@ -102,7 +136,9 @@ def _tile_of_outer(context, pairs, pairs_stride, b, b_stride, steps, out, out_st
             odd = builder.load(pointer(builder, b, builder.add(at, b_stride), HALVES), align=2)
             halves = []
             for first in (0, 16):
-                order = ir.Constant(ir.VectorType(I32, 32), [first + i // 2 + 32 * (i % 2) for i in range(32)])
+                order = ir.Constant(
+                    ir.VectorType(I32, 32), [first + i // 2 + 32 * (i % 2) for i in range(32)]
+                )
                 halves.append(builder.bitcast(builder.shuffle_vector(even, odd, order), PAIRS))
             here = builder.mul(loop.index, pairs_stride)
             for q in range(8):
@@ -126,11 +162,14 @@ def dots_loop(a, b, sums, out):
     rows, columns = out.shape
     steps, alone = a.shape[1] // 32, rows < 4
     for begin in range(0, rows, 1 if alone else 4):
-        first = begin if alone else min(begin, rows - 4)  # the last tile does some rows again; where there are not four, one row four times
+        # the last tile does some rows again; where there are not four, one row four times
+        first = begin if alone else min(begin, rows - 4)
         stride, count = (0, 1) if alone else (a.strides[0], 4)
         for column in range(0, columns, 4):
             where = b.ctypes.data + column * b.strides[0]
-            _tile_of_dots(a.ctypes.data + first * a.strides[0], stride, where, b.strides[0], steps, sums.ctypes.data)  # type: ignore[call-arg]
+            _tile_of_dots(
+                a.ctypes.data + first * a.strides[0], stride, where, b.strides[0], steps, sums.ctypes.data
+            )
             for i in range(count):
                 for j in range(4):
                     out[first + i, column + j] = narrow(sums[4 * i + j], out[0, 0])
@@ -142,9 +181,13 @@ def outer_loop(a, b, pairs, out):
     steps, columns = pairs.shape
     for i in range(steps):
         for q in range(columns):
-            pairs[i, q] = np.uint32(np.uint32(a[2 * i, q]) | np.uint32(np.uint32(a[2 * i + 1, q]) << np.uint32(16)))
+            pairs[i, q] = np.uint32(
+                np.uint32(a[2 * i, q]) | np.uint32(np.uint32(a[2 * i + 1, q]) << np.uint32(16))
+            )
     for stripe in range(0, b.shape[1], 32):
         for q in range(0, columns, 8):
             where = out.ctypes.data + q * out.strides[0] + 4 * stripe
             here = pairs.ctypes.data + 4 * q
-            _tile_of_outer(here, pairs.strides[0], b.ctypes.data + 2 * stripe, b.strides[0], steps, where, out.strides[0])  # type: ignore[call-arg]
+            _tile_of_outer(
+                here, pairs.strides[0], b.ctypes.data + 2 * stripe, b.strides[0], steps, where, out.strides[0]
+            )

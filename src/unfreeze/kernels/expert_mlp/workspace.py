@@ -1,6 +1,7 @@
 """The base weights in the form a GEMM takes.
 
-The workspace of a matrix W [N, M] with adapter A [Q, M], B [N, Q] is  WS [N + Q, M + Q] = [[W, B], [A, unused]]:
+The workspace of a matrix W [N, M] with adapter A [Q, M], B [N, Q] is  WS [N + Q, M + Q] = [[W, B], [A,
+unused]]:
     forward   y  = [x | x Aᵀ]   WS[:N, :]ᵀ  =  x Wᵀ + x Aᵀ Bᵀ
     backward  dx = [dy | dy B]  WS[:, :M]   =  dy W + dy B A
 base and adapter in one GEMM per direction. Each direction writes only the factor that it reads.
@@ -9,59 +10,110 @@ base and adapter in one GEMM per direction. Each direction writes only the facto
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from unfreeze.kernels.expert_mlp.factors import Adapter
 from unfreeze.kernels.int4_expand import expand_stack
-from unfreeze.kernels.loops.scratch import scratch
+from unfreeze.kernels.int4_expand.codes import Int4Codes, expandable, int4_codes
+from unfreeze.kernels.loops.scratch import scratch, scratch_of
 from unfreeze.quant.codec import Packed
 
 Direction = Literal["forward", "backward"]
+WORKSPACE = 4 << 30  # bytes of expanded experts at once on a GPU: 48 of Kimi-K2's at rank 16 take 4.3e9
+GROUP_BYTES = 4 << 20  # weights and rows of a group on a CPU: what a core's L2 and its share of L3 hold
+
+
+def workspace_bytes(num_experts: int, hidden: int, intermediate: int, dtype: torch.dtype, device: str) -> int:
+    """Bytes of expanded weights that one call holds at once, without adapters.
+
+    cuda  all experts of the layer, E · 3 D I, or as many as WORKSPACE takes (grouped.py); but in bf16 alone:
+          elsewhere the reference runs, whose autograd keeps every expanded expert until backward
+    cpu   one expert, and GROUP_BYTES of a group of small ones (loop_cpu.py)
+    """
+    matrices = 3 * hidden * intermediate
+    if device == "cuda":
+        every = num_experts * matrices * dtype.itemsize
+        return min(WORKSPACE, every) if dtype == torch.bfloat16 else every
+    return GROUP_BYTES + matrices * dtype.itemsize
+
+
+def adapter_columns(num_experts: int, hidden: int, intermediate: int) -> int:
+    """Numbers that the adapters of E experts have in the workspace per unit of rank, B block-diagonal:
+    E · (3 D + 5 I). Rank 16 pads to itself, others to multiples of 8.
+    """
+    return num_experts * (3 * hidden + 5 * intermediate)
+
+
+def remembers(device: torch.device) -> bool:
+    """Whether a workspace there is asked what it holds. Not on a CPU, where a checkpoint is read into a
+    weight's memory without torch knowing of it."""
+    return device.type != "cpu"
 
 
 class Base:
-    """One base weight, packed or dense [E, N, M], for the length of a call. `Base.stack` gives matrices as one 3-D tensor."""
+    """One base weight, packed or dense [E, N, M], for the length of a call. `Base.stack` gives matrices as
+    one 3-D tensor."""
 
     def __init__(self, weight: Tensor | Packed, dtype: torch.dtype, name: str):
         self.weight, self.dtype, self.name = weight, dtype, name
         _, self.rows, self.columns = weight.shape
         self._expander = None
         if isinstance(weight, Packed) and weight.device.type == "cpu":
-            from unfreeze.kernels.int4_expand import numba_cpu  # only the CPU needs numba
+            from unfreeze.kernels.int4_expand.numba_cpu import Expander
 
-            self._expander = numba_cpu.Expander(weight) if numba_cpu.expandable(weight) else None
+            self._expander = Expander(weight) if expandable(weight) else None
 
-    @property
-    def codes(self) -> tuple[np.ndarray, np.ndarray, int]:
-        """(codes uint8 [E, N, M / 2], scales as bf16 bits [E, N, groups], bytes of a group) of an INT4 weight on CPU."""
-        if self._expander is None:
-            raise ValueError(f"{self.name} is not an INT4 weight that the loops of a CPU read")
-        return self._expander.codes, self._expander.scales, self._expander.half
+    @cached_property
+    def codes(self) -> Int4Codes:
+        """An INT4 weight on CPU as its loops read it. Raises ValueError for any other."""
+        if not isinstance(self.weight, Packed):
+            raise ValueError(f"{self.name} is dense; the loops of a CPU read INT4 codes")
+        return int4_codes(self.weight)
 
     def nbytes(self, adapter: Adapter | None) -> int:
         """Bytes of one matrix with its adapter in the workspace."""
         width = adapter.width if adapter else 0
         return (self.rows + width) * (self.columns + width) * self.dtype.itemsize
 
-    def direct(self, adapter: Adapter | None) -> bool:
-        """Whether the weight can be used where it lies: dense, of the computation's dtype, and nothing to stand beside it."""
-        return adapter is None and isinstance(self.weight, Tensor) and self.weight.dtype == self.dtype
+    def dense(self, adapter: Adapter | None) -> Tensor | None:
+        """The weight where it lies, if a GEMM can take it so: dense, of the computation's dtype, and without
+        an adapter; else None."""
+        if adapter is None and isinstance(self.weight, Tensor) and self.weight.dtype == self.dtype:
+            return self.weight
+        return None
 
-    def stack(self, experts: Sequence[int], positions: slice, adapter: Adapter | None, direction: Direction) -> Tensor:
-        """WS [len(experts), N + Q, M + Q] for `experts`, which lie at `positions` of the adapter. Valid until the next stack of this name."""
+    def stack(
+        self, experts: Sequence[int], positions: slice, adapter: Adapter | None, direction: Direction
+    ) -> Tensor:
+        """WS [len(experts), N + Q, M + Q] for `experts`, which lie at `positions` of the adapter. Valid until
+        the next stack of this name."""
         width = adapter.width if adapter else 0
         device = self.weight.device
-        space = scratch(self.name, (len(experts), self.rows + width, self.columns + width), self.dtype, device)
-        self._fill(experts, space[:, : self.rows, : self.columns])
+        shape = (len(experts), self.rows + width, self.columns + width)
+        parts = self._parts() if remembers(device) else []
+        if not parts:
+            space, filled = scratch(self.name, shape, self.dtype, device), False
+        else:
+            # Experts are consecutive there. A recomputed layer's forward and backward follow each other, and
+            # forward leaves what backward needs.
+            content = (*(part._version for part in parts), experts[0], shape)
+            space, filled = scratch_of(self.name, shape, self.dtype, device, parts[0], content)
+        if not filled:
+            self._fill(experts, space[:, : self.rows, : self.columns])
         if adapter and direction == "forward":
             space[:, : self.rows, self.columns :].copy_(adapter.B[positions])
         elif adapter:
             space[:, self.rows :, : self.columns].copy_(adapter.A[positions])
         return space
+
+    def _parts(self) -> list[Tensor]:
+        """What a packed weight is expanded from; [] for a dense one, and where torch counts no versions."""
+        parts = list(self.weight.parts.values()) if isinstance(self.weight, Packed) else []
+        return [] if any(part.is_inference() for part in parts) else parts
 
     def _fill(self, experts: Sequence[int], out: Tensor) -> None:
         if self._expander is not None:

@@ -1,4 +1,5 @@
-"""INT4 codes to bf16 or float32, into memory the caller owns. `expand` picks the candidate; reference.py is the oracle."""
+"""INT4 codes to bf16 or float32, into memory the caller owns. `expand` picks the candidate; reference.py is
+the oracle."""
 
 from __future__ import annotations
 
@@ -20,28 +21,38 @@ __all__ = ["OP", "bucket", "expand", "expand_reference", "expand_stack"]
 
 
 def expand(packed: Packed, expert: int | None, out: Tensor, impl: str = "auto") -> Tensor:
-    """out[o, i] = (nibble - 8) * scale, rounded once to bf16; a float32 `out` holds that bf16 number, widened. Returns `out`.
+    """out[o, i] = (nibble - 8) * scale, rounded once to bf16; a float32 `out` holds that bf16 number,
+    widened. Returns `out`.
 
-    packed [out, in] (expert None) or [E, out, in]; out [out, in] bf16 or float32, rows may be strided (a block of a larger workspace).
-    Every implementation equals Packed.dequantize() bit for bit where the scales are finite; what only the reference can read goes to it.
+    packed [out, in] (expert None) or [E, out, in]; out [out, in] bf16 or float32, rows may be strided (a
+    block of a larger workspace).
+    Every implementation equals Packed.dequantize() bit for bit where the scales are finite; what only the
+    reference can read goes to it.
     """
     return choose(OP, out.device, out.dtype, bucket(packed, expert, out), impl)(packed, expert, out)
 
 
 def expand_stack(packed: Packed, experts: Sequence[int], out: Tensor, impl: str = "auto") -> None:
-    """out[m] = packed[experts[m]], as `expand` of each: out [M, out, in]. In one launch where the implementation can, else one after the other."""
+    """out[m] = packed[experts[m]], as `expand` of each: out [M, out, in]. In one launch where the
+    implementation can, else one after the other."""
     chosen = choose(OP, out.device, out.dtype, bucket(packed, None, out), impl)
     fill = getattr(chosen, "fill", None)
     if fill is not None:
-        everyone = len(experts) == packed.shape[0] and list(experts) == list(range(len(experts)))
-        fill(packed, None if everyone else torch.tensor(list(experts), device=out.device), out)
+        first = experts[0] if experts else 0
+        run = slice(first, first + len(experts))
+        if list(experts) == list(
+            range(run.start, run.stop)
+        ):  # no list for the device, which would wait for it
+            fill(Packed(packed.codec, {name: part[run] for name, part in packed.parts.items()}), None, out)
+        else:
+            fill(packed, torch.tensor(list(experts), device=out.device), out)
         return
     for position, expert in enumerate(experts):
         chosen(packed, expert, out[position])
 
 
 def _numba() -> Implementation:
-    from unfreeze.kernels.int4_expand.numba_cpu import expand_numba  # numba takes 0.4 s to import and only the CPU needs it
+    from unfreeze.kernels.int4_expand.numba_cpu import expand_numba
 
     return expand_numba
 
@@ -58,11 +69,15 @@ def _numba_refuses(device: str, dtype: torch.dtype) -> str:
     return "" if dtype in (torch.bfloat16, torch.float32) else f"dtype {dtype}; it writes bfloat16 or float32"
 
 
-def _inputs(rows: int, columns: int, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[Packed, int, Tensor]:
+def _inputs(
+    rows: int, columns: int, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[Packed, int, Tensor]:
     """One matrix of a stack of four: any codes, scales of both signs. On a GPU large is 16 times as large."""
     if device.type == "cuda" and rows * columns >= LARGE:
         rows *= 16
-    codes = torch.randint(-(2**31), 2**31 - 1, (4, rows, columns // 8), dtype=torch.int32, generator=generator)
+    codes = torch.randint(
+        -(2**31), 2**31 - 1, (4, rows, columns // 8), dtype=torch.int32, generator=generator
+    )
     scales = torch.randn(4, rows, columns // 32, generator=generator).bfloat16()
     packed = Packed(Int4(32), {"weight_packed": codes.to(device), "weight_scale": scales.to(device)})
     return packed, 2, torch.zeros(rows, columns, dtype=dtype, device=device)
@@ -71,8 +86,14 @@ def _inputs(rows: int, columns: int, device: torch.device, dtype: torch.dtype, g
 OP = Op(
     name="int4_expand",
     reference=expand_reference,
-    candidates={"numba": Candidate(_numba, _numba_refuses), "triton": triton_options.candidate(_triton)},
-    cases=(Case("small", functools.partial(_inputs, 64, 256)), Case("large", functools.partial(_inputs, 1024, 1024))),
+    candidates={
+        "numba": Candidate(_numba, _numba_refuses),
+        "triton": triton_options.candidate(_triton, "2.6 bytes a weight, the reference 17"),
+    },
+    cases=(
+        Case("small", functools.partial(_inputs, 64, 256)),
+        Case("large", functools.partial(_inputs, 1024, 1024)),
+    ),
     tolerance={torch.float32: 0.0, torch.bfloat16: 0.0},
     differentiable=False,
     exact_dtype=None,  # the format says how it rounds

@@ -12,7 +12,8 @@ LARGE = 1 << 16  # numbers; below, what a call costs before its loop counts
 
 
 def readable(packed: Packed) -> bool:
-    """Int4 in one piece with bf16 scales and an even group (a byte then lies in one group): what the candidates take."""
+    """Int4 in one piece with bf16 scales and an even group (a byte then lies in one group): what the
+    candidates take."""
     if not isinstance(packed.codec, Int4) or packed.codec.group_size % 2:
         return False
     codes, scales = packed.parts["weight_packed"], packed.parts["weight_scale"]
@@ -20,7 +21,7 @@ def readable(packed: Packed) -> bool:
 
 
 def bucket(packed: Packed, expert: int | None, out: Tensor) -> str:
-    """"small" or "large" by the numbers written, "other" for what only the reference reads."""
+    """ "small" or "large" by the numbers written, "other" for what only the reference reads."""
     if not readable(packed) or out.stride(-1) != 1:
         return "other"
     return "large" if out.numel() >= LARGE else "small"

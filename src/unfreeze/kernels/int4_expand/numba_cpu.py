@@ -1,7 +1,9 @@
-"""INT4 expansion on CPU as a numba loop over bytes: two nibbles in, two numbers out, so that LLVM needs no gather and no shuffle of words.
+"""INT4 expansion on CPU as a numba loop over bytes: two nibbles in, two numbers out, so that LLVM needs no
+gather and no shuffle of words.
 
-Every integer operation is cast back to uint32: numba would promote to int64 and halve the vector width twice (3.0 instead of 9.4 G elements/s
-and thread, Zen 4 at 2.6 GHz). Rounding to bf16 is to nearest even in integer arithmetic, bit-equal to torch.
+Every integer operation is cast back to uint32: numba would promote to int64 and halve the vector width twice
+(3.0 instead of 9.4 G elements/s and thread, Zen 4 at 2.6 GHz). Rounding to bf16 is to nearest even in integer
+arithmetic, bit-equal to torch.
 
 M matrices asked for, O output rows, B bytes per row (in / 2), G groups per row.
 """
@@ -16,15 +18,15 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from unfreeze.kernels.int4_expand.bucket import readable
-from unfreeze.kernels.loops.numba_options import Kernel, array
+from unfreeze.kernels.int4_expand.codes import int4_codes
+from unfreeze.kernels.loops.numba_options import Kernel
 from unfreeze.quant.codec import Packed
-from unfreeze.quant.int4 import Int4
 
 
 @numba.njit(inline="always")
 def rounded(code, scale):
-    """Bits of float32(code - 8) * scale plus what carries into the upper half where bf16 rounds up (to nearest, ties to even)."""
+    """Bits of float32(code - 8) * scale plus what carries into the upper half where bf16 rounds up (to
+    nearest, ties to even)."""
     bits = np.float32(np.float32(np.int32(np.int32(code) - np.int32(8))) * scale).view(np.uint32)
     odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
     return np.uint32(bits + np.uint32(0x7FFF) + odd)
@@ -32,7 +34,8 @@ def rounded(code, scale):
 
 @Kernel
 def _expand_bf16(packed, scale, experts, out, matrix_stride, row_stride, half):
-    """packed uint8 [E, O, B], scale uint16 [E, O, G] -> out uint32 flat: two bf16 each, strides counted in these pairs."""
+    """packed uint8 [E, O, B], scale uint16 [E, O, G] -> out uint32 flat: two bf16 each, strides counted in
+    these pairs."""
     rows = packed.shape[1]
     for job in prange(experts.size * rows):
         m, o = job // rows, job % rows
@@ -44,12 +47,15 @@ def _expand_bf16(packed, scale, experts, out, matrix_stride, row_stride, half):
             for i in range(half):
                 byte = np.uint32(codes[i])
                 low = np.uint32(rounded(byte & np.uint32(15), s) >> np.uint32(16))
-                pairs[i] = np.uint32(low | np.uint32(rounded(byte >> np.uint32(4), s) & np.uint32(0xFFFF0000)))
+                pairs[i] = np.uint32(
+                    low | np.uint32(rounded(byte >> np.uint32(4), s) & np.uint32(0xFFFF0000))
+                )
 
 
 @Kernel
 def _expand_float32(packed, scale, experts, out, matrix_stride, row_stride, half):
-    """As _expand_bf16, out uint32 flat = bits of float32: the bf16-rounded numbers, widened. Strides in elements."""
+    """As _expand_bf16, out uint32 flat = bits of float32: the bf16-rounded numbers, widened. Strides in
+    elements."""
     rows = packed.shape[1]
     for job in prange(experts.size * rows):
         m, o = job // rows, job % rows
@@ -65,32 +71,27 @@ def _expand_float32(packed, scale, experts, out, matrix_stride, row_stride, half
                 values[2 * i + 1] = np.uint32(rounded(byte >> np.uint32(4), s) & np.uint32(0xFFFF0000))
 
 
-def expandable(packed: Packed) -> bool:
-    """Whether these loops can read it: int4 on CPU, contiguous, bf16 scales, an even group."""
-    return packed.device.type == "cpu" and readable(packed)
-
-
 class Expander:
-    """Expands matrices of one packed stack [E, out, in]. Made once per call of an op, because the numpy views cost more than a small expert."""
+    """Expands matrices of one packed stack [E, out, in]. Made once per call of an op, because the numpy views
+    cost more than a small expert."""
 
     def __init__(self, packed: Packed):
-        codec = packed.codec
-        if not expandable(packed) or not isinstance(codec, Int4):
-            raise ValueError("not an int4 weight these loops can read; see expandable()")
-        self.shape = packed.shape
-        self.half = codec.group_size // 2
-        self.codes = packed.parts["weight_packed"].view(torch.uint8).numpy()
-        self.scales = array(packed.parts["weight_scale"])
+        self.shape, self.weight = packed.shape, int4_codes(packed)
 
     def fill(self, experts: Sequence[int], out: Tensor) -> None:
-        """out[m] = weight[experts[m]] for each m. out bf16 or float32 [M, out, in], last stride 1, other strides free."""
+        """out[m] = weight[experts[m]] for each m. out bf16 or float32 [M, out, in], last stride 1, other
+        strides free."""
         if out.shape != (len(experts), *self.shape[1:]) or out.stride(-1) != 1:
-            raise ValueError(f"out is {list(out.shape)} with strides {out.stride()}, wanted {[len(experts), *self.shape[1:]]}, last stride 1")
+            raise ValueError(
+                f"out is {list(out.shape)} with strides {out.stride()}, wanted"
+                f" {[len(experts), *self.shape[1:]]}, last stride 1"
+            )
         if out.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"out is {out.dtype}; int4 expands to bfloat16 or float32")
         matrix_stride, row_stride, _ = out.stride()
         if out.dtype == torch.bfloat16 and (matrix_stride % 2 or row_stride % 2 or out.data_ptr() % 4):
-            aligned = torch.empty_like(out, memory_format=torch.contiguous_format)  # pairs need even strides; workspaces have them
+            # pairs need even strides; workspaces have them
+            aligned = torch.empty_like(out, memory_format=torch.contiguous_format)
             self.fill(experts, aligned)
             out.copy_(aligned)
             return
@@ -99,11 +100,24 @@ class Expander:
         per_word = 4 // out.element_size()
         loop = _expand_bf16 if out.dtype == torch.bfloat16 else _expand_float32
         index = np.asarray(experts, dtype=np.int64)
-        loop(out.numel(), self.codes, self.scales, index, bits, matrix_stride // per_word, row_stride // per_word, self.half)
+        loop(
+            out.numel(),
+            self.weight.codes,
+            self.weight.scales,
+            index,
+            bits,
+            matrix_stride // per_word,
+            row_stride // per_word,
+            self.weight.group_bytes,
+        )
 
 
 def expand_numba(packed: Packed, expert: int | None, out: Tensor) -> Tensor:
     """As `expand`: 9 G elements/s and thread on a 2.6 GHz Zen 4, where plain torch has 0.4."""
-    stack = packed if expert is not None else Packed(packed.codec, {name: part.unsqueeze(0) for name, part in packed.parts.items()})
+    stack = (
+        packed
+        if expert is not None
+        else Packed(packed.codec, {name: part.unsqueeze(0) for name, part in packed.parts.items()})
+    )
     Expander(stack).fill([expert or 0], out.unsqueeze(0))
     return out

@@ -1,6 +1,8 @@
-"""INT4 expansion on CUDA: any number of matrices of a stack in one launch, each into its block of a workspace.
+"""INT4 expansion on CUDA: any number of matrices of a stack in one launch, each into its block of a
+workspace.
 
-M matrices asked for, O output rows, a program per row and block of words: a word is loaded once and gives eight neighbouring numbers.
+M matrices asked for, O output rows, a program per row and block of words: a word is loaded once and gives
+eight neighbouring numbers.
 """
 
 # A launch takes numbers for constexpr parameters, and num_warps, which the kernel's own signature doesn't say
@@ -19,13 +21,15 @@ from unfreeze.quant.int4 import PER_WORD, Int4
 
 @triton.jit
 def widen(bits):
-    """int16 bits of a bf16 -> float32, subnormal ones too (which the interpreter's own conversion gets wrong)."""
+    """int16 bits of a bf16 -> float32, subnormal ones too (which the interpreter's own conversion gets
+    wrong)."""
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def to_bf16(x, BY_HAND: tl.constexpr):
-    """float32 -> the nearest bf16, ties to even, as float32. BY_HAND: in integers, as the interpreter's own conversion cuts off."""
+    """float32 -> the nearest bf16, ties to even, as float32. BY_HAND: in integers, as the interpreter's own
+    conversion cuts off."""
     if BY_HAND:
         bits = x.to(tl.uint32, bitcast=True)
         odd = (bits >> 16) & 1
@@ -36,10 +40,23 @@ def to_bf16(x, BY_HAND: tl.constexpr):
 
 @triton.jit
 def _expand(
-    packed, scale, experts, out, rows, words, columns, groups, matrix_stride, row_stride,
-    GROUP: tl.constexpr, CHOSEN: tl.constexpr, BY_HAND: tl.constexpr, WORDS: tl.constexpr,
-):  # fmt: skip
-    """out[m, o, c] = (nibble - 8) * scale[o, c // GROUP], matrix m being experts[m] of the stack (CHOSEN), or m."""
+    packed,
+    scale,
+    experts,
+    out,
+    rows,
+    words,
+    columns,
+    groups,
+    matrix_stride,
+    row_stride,
+    GROUP: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    BY_HAND: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """out[m, o, c] = (nibble - 8) * scale[o, c // GROUP], matrix m being experts[m] of the stack (CHOSEN), or
+    m."""
     job = tl.program_id(0).to(tl.int64)
     m, o = job // rows, job % rows
     expert = m
@@ -53,7 +70,9 @@ def _expand(
     bits = tl.load(packed + source * words + word, mask=word < words, other=0)
     codes = ((bits[:, None] >> (lane * 4)[None, :]) & 15) - 8
     if GROUP % 8 == 0:  # the eight of a word have one scale
-        scales = widen(tl.load(scale + source * groups + word * 8 // GROUP, mask=word < words, other=0))[:, None]
+        scales = widen(tl.load(scale + source * groups + word * 8 // GROUP, mask=word < words, other=0))[
+            :, None
+        ]
     else:
         scales = widen(tl.load(scale + source * groups + column // GROUP, mask=inside, other=0))
     values = to_bf16(codes.to(tl.float32) * scales, BY_HAND)
@@ -61,17 +80,27 @@ def _expand(
 
 
 def fill(packed: Packed, experts: Tensor | None, out: Tensor) -> None:
-    """out[m] = weight[experts[m]], or weight[m] without `experts`: one launch, nothing but what is asked for is read.
+    """out[m] = weight[experts[m]], or weight[m] without `experts`: one launch, nothing but what is asked for
+    is read.
 
-    packed int4 [E, O, I] in one piece with bf16 scales; experts int on the device; out [M, O, I] bf16 or float32, last stride 1.
+    packed int4 [E, O, I] in one piece with bf16 scales; experts int on the device; out [M, O, I] bf16 or
+    float32, last stride 1.
     """
     codec = packed.codec
     codes, scales = packed.parts["weight_packed"], packed.parts["weight_scale"]
     matrices = packed.shape[0] if experts is None else experts.numel()
     _, rows, columns = packed.shape
-    if not isinstance(codec, Int4) or not (codes.is_contiguous() and scales.is_contiguous()) or scales.dtype != torch.bfloat16:
+    if (
+        not isinstance(codec, Int4)
+        or not (codes.is_contiguous() and scales.is_contiguous())
+        or scales.dtype != torch.bfloat16
+    ):
         raise ValueError("not an int4 weight this kernel can read: contiguous parts, bf16 scales")
-    if out.shape != (matrices, rows, columns) or out.stride(-1) != 1 or out.dtype not in (torch.bfloat16, torch.float32):
+    if (
+        out.shape != (matrices, rows, columns)
+        or out.stride(-1) != 1
+        or out.dtype not in (torch.bfloat16, torch.float32)
+    ):
         wanted = f"bfloat16 or float32 {[matrices, rows, columns]}, last stride 1"
         raise ValueError(f"out is {out.dtype} {list(out.shape)} with strides {out.stride()}, wanted {wanted}")
     if not out.numel():
@@ -79,10 +108,21 @@ def fill(packed: Packed, experts: Tensor | None, out: Tensor) -> None:
     words = -(-columns // PER_WORD)
     block = min(power_of_two(words), 512)
     _expand[(matrices * rows, triton.cdiv(words, block))](
-        codes, scales.view(torch.int16), codes if experts is None else experts, out,
-        rows, words, columns, scales.shape[-1], out.stride(0), out.stride(1),
-        GROUP=codec.group_size, CHOSEN=experts is not None, BY_HAND=interpreted(), WORDS=block,
-    )  # fmt: skip
+        codes,
+        scales.view(torch.int16),
+        codes if experts is None else experts,
+        out,
+        rows,
+        words,
+        columns,
+        scales.shape[-1],
+        out.stride(0),
+        out.stride(1),
+        GROUP=codec.group_size,
+        CHOSEN=experts is not None,
+        BY_HAND=interpreted(),
+        WORDS=block,
+    )
 
 
 class Expand:
@@ -92,5 +132,9 @@ class Expand:
 
     def __call__(self, packed: Packed, expert: int | None, out: Tensor) -> Tensor:
         one = packed if expert is None else packed[expert]
-        fill(Packed(one.codec, {name: part.unsqueeze(0) for name, part in one.parts.items()}), None, out.unsqueeze(0))
+        fill(
+            Packed(one.codec, {name: part.unsqueeze(0) for name, part in one.parts.items()}),
+            None,
+            out.unsqueeze(0),
+        )
         return out

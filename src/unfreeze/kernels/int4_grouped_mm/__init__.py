@@ -1,17 +1,19 @@
-"""Rows sorted by expert, times the INT4 matrices of their experts: what a decode step of a mixture of experts does. No gradient.
+"""Rows sorted by expert, times the INT4 matrices of their experts: what a decode step of a mixture of experts
+does. No gradient.
 
 n rows, E experts, N outputs, M inputs.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from unfreeze.kernels.choice.choose import choose
-from unfreeze.kernels.choice.op import Case, Implementation, Op
+from unfreeze.kernels.choice.op import Arguments, Case, Implementation, Op
 from unfreeze.kernels.int4_expand.bucket import readable
 from unfreeze.kernels.int4_grouped_mm import reference
 from unfreeze.kernels.loops import triton_options
@@ -22,23 +24,34 @@ __all__ = ["OP", "bucket", "expands", "int4_grouped_mm"]
 
 
 def int4_grouped_mm(x_nM: Tensor, packed: Packed, offsets_E: Tensor, impl: str = "auto") -> Tensor:
-    """y[r] = W_e x[r] for the rows r of expert e, which end at offsets_E[e] (int32, on the device) -> [n, N] in x's dtype.
+    """y[r] = W_e x[r] for the rows r of expert e, which end at offsets_E[e] (int32, on the device) -> [n, N]
+    in x's dtype.
 
-    packed [E, N, M]; W is rounded to bf16 as the format says, sums are float32. x last stride 1; rows beyond offsets_E[-1] are undefined.
+    packed [E, N, M]; W is rounded to bf16 as the format says, sums are float32. x last stride 1; rows beyond
+    offsets_E[-1] are undefined.
     """
     return choose(OP, x_nM.device, x_nM.dtype, bucket(x_nM, packed, offsets_E), impl)(x_nM, packed, offsets_E)
 
 
 def bucket(x_nM: Tensor, packed: Packed, offsets_E: Tensor) -> str:
-    """Rows per expert, on average; "other" for what only the reference reads (the candidate's tiles are whole groups of 8 to 128 columns)."""
-    if not isinstance(packed.codec, Int4) or packed.codec.group_size not in (8, 16, 32, 64, 128) or not readable(packed) or x_nM.stride(-1) != 1:
+    """Rows per expert, on average; "other" for what only the reference reads (the candidate's tiles are whole
+    groups of 8 to 128 columns)."""
+    if (
+        not isinstance(packed.codec, Int4)
+        or packed.codec.group_size not in (8, 16, 32, 64, 128)
+        or not readable(packed)
+        or x_nM.stride(-1) != 1
+    ):
         return "other"
     rows = x_nM.shape[0] / packed.shape[0]
-    return "up to 8" if rows <= 8 else "up to 64" if rows <= 64 else "up to 512" if rows <= 512 else "over 512"
+    return (
+        "up to 8" if rows <= 8 else "up to 64" if rows <= 64 else "up to 512" if rows <= 512 else "over 512"
+    )
 
 
 def expands(x_nM: Tensor, packed: Packed, offsets_E: Tensor) -> bool:
-    """Whether the chosen implementation expands whole experts in memory first, which an op with a workspace of its own does better itself."""
+    """Whether the chosen implementation expands whole experts in memory first, which an op with a workspace
+    of its own does better itself."""
     return choose(OP, x_nM.device, x_nM.dtype, bucket(x_nM, packed, offsets_E)) is OP.reference
 
 
@@ -48,18 +61,30 @@ def _load_triton() -> Implementation:
     return triton_cuda.int4_grouped_mm
 
 
+def _drawn(device: torch.device, generator: torch.Generator, draw: Callable[..., Tensor]) -> Tensor:
+    """`draw` on `device`. A GPU has a generator of its own: on the host 352 million numbers would take 8 s of
+    a core, for each of a cell's five draws."""
+    if device.type == "cuda":
+        seed = int(torch.randint(2**31, (1,), generator=generator))
+        generator = torch.Generator(device).manual_seed(seed)
+    return draw(device=device, generator=None if device.type == "meta" else generator)
+
+
 def _case(name: str, rows: int) -> Case:
-    def inputs(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[Any, ...]:
+    def inputs(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Arguments:
         """Kimi-K2's gate and up on a GPU, a small one elsewhere; skewed routing, an expert without rows."""
-        E, N, M = (48, 4096, 7168) if device.type == "cuda" else (6, 128, 256)
-        codes = torch.randint(-(2**31), 2**31 - 1, (E, N, M // 8), dtype=torch.int32, generator=generator)
-        scales = (0.01 * torch.randn((E, N, M // 32), generator=generator)).bfloat16()
-        share = torch.rand(E, generator=generator)
+        E, N, M = (6, 128, 256) if device.type == "cpu" else (48, 4096, 7168)
+        drawn = functools.partial(_drawn, device, generator)
+        codes = drawn(
+            lambda **how: torch.randint(-(2**31), 2**31 - 1, (E, N, M // 8), dtype=torch.int32, **how)
+        )
+        scales = (0.01 * drawn(lambda **how: torch.randn((E, N, M // 32), **how))).bfloat16()
+        share = drawn(lambda **how: torch.rand(E, **how))
         share[E // 2] = 0
         offsets = (share.cumsum(0) / share.sum() * rows * E).round().to(torch.int32)
-        x = torch.randn((rows * E, M), generator=generator)
-        packed = Packed(Int4(32), {"weight_packed": codes.to(device), "weight_scale": scales.to(device)})
-        return x.to(device, dtype), packed, offsets.to(device)
+        x = drawn(lambda **how: torch.randn((rows * E, M), **how))
+        packed = Packed(Int4(32), {"weight_packed": codes, "weight_scale": scales})
+        return x.to(dtype), packed, offsets
 
     return Case(name, inputs)
 
@@ -67,8 +92,13 @@ def _case(name: str, rows: int) -> Case:
 OP = Op(
     name="int4_grouped_mm",
     reference=reference.int4_grouped_mm,
-    candidates={"triton": triton_options.candidate(_load_triton)},
+    candidates={
+        "triton": triton_options.candidate(
+            _load_triton, "0.6 bytes a weight, the reference 4.6", ("up to 8", "up to 64")
+        )
+    },
     cases=(_case("up to 8", 1), _case("up to 64", 32), _case("up to 512", 256), _case("over 512", 1024)),
-    tolerance={torch.float32: 1e-5, torch.bfloat16: 4e-3},  # float32: sums of some thousand terms; bf16: the result is rounded once
+    # float32: sums of some thousand terms; bf16: the result is rounded once
+    tolerance={torch.float32: 1e-5, torch.bfloat16: 4e-3},
     differentiable=False,
 )

@@ -1,5 +1,7 @@
-"""Rows times INT4 experts with the codes expanded inside the GEMM's tile: the weights are read from memory at 0.5625 byte each, once per
-block of rows. Worth it for few rows per expert; beyond some hundred, expanding once and a plain grouped GEMM win (records decide).
+"""Rows times INT4 experts with the codes expanded inside the GEMM's tile: the weights are read from memory at
+0.5625 byte each, once per
+block of rows. Worth it for few rows per expert; beyond some hundred, expanding once and a plain grouped GEMM
+win (records decide).
 
 n rows sorted by expert, E experts, N outputs, M inputs.
 """
@@ -21,10 +23,27 @@ from unfreeze.quant.int4 import Int4
 
 @triton.jit
 def _multiply(
-    x, packed, scale, offsets, y, x_stride, y_stride, num_experts, N, M, words, groups,
-    EXPERTS: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, GROUP: tl.constexpr, BY_HAND: tl.constexpr,
-):  # fmt: skip
-    """A program per tile of ROWS rows of one expert and OUT outputs. Which expert it is, it counts from the offsets; spare programs leave."""
+    x,
+    packed,
+    scale,
+    offsets,
+    y,
+    x_stride,
+    y_stride,
+    num_experts,
+    N,
+    M,
+    words,
+    groups,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    GROUP: tl.constexpr,
+    BY_HAND: tl.constexpr,
+):
+    """A program per tile of ROWS rows of one expert and OUT outputs. Which expert it is, it counts from the
+    offsets; spare programs leave."""
     tile = tl.program_id(1)
     expert = tl.arange(0, EXPERTS)
     ends = tl.load(offsets + expert, mask=expert < num_experts, other=0)
@@ -68,11 +87,30 @@ def int4_grouped_mm(x_nM: Tensor, packed: Packed, offsets_E: Tensor) -> Tensor:
     y_nN = torch.empty((n, N), dtype=x_nM.dtype, device=x_nM.device)
     if not y_nN.numel():
         return y_nN
-    rows = min(128, max(16, power_of_two(-(-n // num_experts))))  # a tensor core's tile has 16 rows at least
+    # A tensor core's tile has 16 rows at least. float32 sums without tensor cores: of more rows ptxas spills.
+    most_rows = 128 if x_nM.dtype != torch.float32 else 32
+    rows = min(most_rows, max(16, power_of_two(-(-n // num_experts))))
     outs, ins = 64, max(64, codec.group_size)
     most = n // rows + min(num_experts, n)  # tiles there can be, whatever the routing: the host doesn't ask
     _multiply[(triton.cdiv(N, outs), most)](
-        x_nM, codes, scales.view(torch.int16), offsets_E, y_nN, x_nM.stride(0), y_nN.stride(0), num_experts, N, M, codes.shape[-1], scales.shape[-1],
-        EXPERTS=power_of_two(num_experts), ROWS=rows, OUT=outs, IN=ins, GROUP=codec.group_size, BY_HAND=interpreted(),
-    )  # fmt: skip
+        x_nM,
+        codes,
+        scales.view(torch.int16),
+        offsets_E,
+        y_nN,
+        x_nM.stride(0),
+        y_nN.stride(0),
+        num_experts,
+        N,
+        M,
+        codes.shape[-1],
+        scales.shape[-1],
+        EXPERTS=power_of_two(num_experts),
+        ROWS=rows,
+        OUT=outs,
+        IN=ins,
+        GROUP=codec.group_size,
+        BY_HAND=interpreted(),
+        num_warps=8 if rows == 128 else 4,  # 4 spill where groups have 128 columns
+    )
     return y_nN

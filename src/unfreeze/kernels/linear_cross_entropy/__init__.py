@@ -1,22 +1,22 @@
 """Cross entropy of a linear head, without ever holding the logits of all rows.
 
-[T, V] logits of one Kimi-K2 step (65,536 tokens, 163,840 words) would be 43 GB in float32. Here a block of rows is sent through the head, its
-loss and the gradient of that loss are computed at once, and the block is dropped. What lives until backward is the gradient of the hidden
-states and of the head's trainable parameters. The reference goes by blocks as well: it is what runs where no record says better.
+[T, V] logits of one Kimi-K2 step (65,536 tokens, a vocabulary of 163,840) would be 43 GB in float32.
+Here a block of rows goes through the head, its loss and that loss's gradient are computed at once, and the
+block's logits are dropped.
+What lives until backward is the gradient of the hidden states and of the head's trainable parameters.
+The reference goes by blocks as well: it runs where no record says better.
 
 N rows (supervised tokens), D model width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
+from unfreeze.kernels.choice.candidates import numba_refuses
 from unfreeze.kernels.choice.choose import by_record, choose
-from unfreeze.kernels.choice.op import Candidate, Case, Op
-from unfreeze.kernels.choice.parts import numba_refuses
+from unfreeze.kernels.choice.op import Arguments, Candidate, Case, Op
 from unfreeze.kernels.linear_cross_entropy import reference
 from unfreeze.kernels.linear_cross_entropy.blocks import Answer, Dense, rows_per_block, through_head
 from unfreeze.kernels.loops import triton_options
@@ -25,47 +25,78 @@ __all__ = ["OP", "block_cost", "bucket", "head_cross_entropy", "linear_cross_ent
 
 
 def linear_cross_entropy(
-    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, weights_N: Tensor, block_rows: int | None = None,
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    targets_N: Tensor,
+    weights_N: Tensor,
+    block_rows: int | None = None,
     impl: str = "auto",
-) -> Answer:  # fmt: skip
-    """(sum_n w_n · -log p_n, sum_n w_n [target wins], log p_N),  log p_n = z_n[target_n] - logsumexp(z_n),  z_n = W h_n + b.
+) -> Answer:
+    """The weighted loss of a head W h + b, how often the target is likeliest, and every log p.
 
-    hidden_ND [N, D] in the dtype of weight_VD [V, D], targets_N int64, weights_N float32 (any sign: a policy gradient has negative ones).
-    Sums and log p in float32 (float64 for float64). The first sum is differentiable in hidden, weight and bias, once; for a loss that is not
-    linear in log p, ask without gradients first, and again with d loss / d log p_n as weights. block_rows overrides the rows of a block.
+    z_n = W h_n + b,  log p_n = z_n[target_n] - logsumexp(z_n)
+    -> (sum_n w_n · -log p_n,  sum_n w_n [z_n[target_n] is the largest],  log p_N)
+
+    hidden_ND  [N, D] in the dtype of weight_VD [V, D]
+    targets_N  int64
+    weights_N  float32, of any sign: a policy gradient has negative ones
+    block_rows overrides the rows of a block
+
+    Sums and log p are float32 (float64 for float64).
+    The first sum can be differentiated once, by hidden, weight and bias.
+    For a loss that is not linear in log p: call without gradients first, then with d loss / d log p_n as
+    weights.
     """
     kind = bucket(hidden_ND, weight_VD, bias_V, targets_N, weights_N)
-    return choose(OP, hidden_ND.device, hidden_ND.dtype, kind, impl)(hidden_ND, weight_VD, bias_V, targets_N, weights_N, block_rows)
+    return choose(OP, hidden_ND.device, hidden_ND.dtype, kind, impl)(
+        hidden_ND, weight_VD, bias_V, targets_N, weights_N, block_rows
+    )
 
 
 def head_cross_entropy(
-    hidden_ND: Tensor, head: nn.Module, targets_N: Tensor, weights_N: Tensor, block_rows: int | None = None, impl: str = "auto"
+    hidden_ND: Tensor,
+    head: nn.Module,
+    targets_N: Tensor,
+    weights_N: Tensor,
+    block_rows: int | None = None,
+    impl: str = "auto",
 ) -> Answer:
-    """The same for a module: by linear_cross_entropy where W and b are all it has; packed or adapted, its own forward and backward, by blocks.
+    """The same for a head that is a module; the gradient also reaches its trainable parameters.
 
-    The gradient reaches hidden_ND and every parameter of `head` that requires one.
+    A head that is W and b alone goes through linear_cross_entropy.
+    A packed or adapted one runs its own forward and backward, by blocks.
     """
     dense = _weight_and_bias(head)
     if dense is not None and dense[0].dtype == hidden_ND.dtype:
         return linear_cross_entropy(hidden_ND, *dense, targets_N, weights_N, block_rows, impl)
     vocab, device = int(head.out_features), hidden_ND.device  # type: ignore[arg-type]
-    size = block_rows or rows_per_block(len(hidden_ND), vocab, hidden_ND.element_size(), device.type, trained=False)
-    chosen: Any = choose(OP, device, hidden_ND.dtype, _bucket(vocab, trained=False), impl)
-    return through_head(hidden_ND, head, targets_N, weights_N, chosen.part if isinstance(chosen, Dense) else reference, size)
+    size = block_rows or rows_per_block(
+        len(hidden_ND), vocab, hidden_ND.element_size(), device.type, trained=False
+    )
+    chosen = choose(OP, device, hidden_ND.dtype, _bucket(vocab, trained=False), impl)
+    functions = chosen.functions if isinstance(chosen, Dense) else reference
+    return through_head(hidden_ND, head, targets_N, weights_N, functions, size)
 
 
 def _weight_and_bias(head: nn.Module) -> tuple[Tensor, Tensor | None] | None:
     """(W, b) of a head that computes W h + b and nothing else."""
-    whole = type(head) is nn.Linear or (hasattr(head, "adapter") and head.adapter is None and getattr(head, "codec", None) is None)
+    whole = type(head) is nn.Linear or (
+        hasattr(head, "adapter") and head.adapter is None and getattr(head, "codec", None) is None
+    )
     return (head.weight, head.bias) if whole and not _hooked(head) else None  # type: ignore[return-value]
 
 
 def _hooked(head: nn.Module) -> bool:
     """Whether somebody looks at what goes through the module: then it must be called."""
-    return bool(head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks)
+    return bool(
+        head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks
+    )
 
 
-def bucket(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, weights_N: Tensor) -> str:
+def bucket(
+    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, weights_N: Tensor
+) -> str:
     """By what the softmax costs beside the GEMMs, and whether the head's gradient is asked for."""
     return _bucket(len(weight_VD), weight_VD.requires_grad)
 
@@ -75,9 +106,10 @@ def _bucket(vocab: int, trained: bool) -> str:
 
 
 def block_cost(vocab: int, dtype: torch.dtype, device: torch.device, trained: bool) -> tuple[int, int]:
-    """(rows of the largest block, bytes alive per logit of it): in place, or with what the reference's softmax makes in float32. For the plan.
+    """For the plan: (rows of the largest block, bytes alive per logit of it).
 
-    With more rows than that, a trained head in half precision also has its gradient summed in float32, [V, D].
+    The candidates work in place. The reference's softmax adds a float32 copy, two for half precision.
+    With more rows than a block, a trained head in half precision also sums its gradient in float32, [V, D].
     """
     most = rows_per_block(0, vocab, dtype.itemsize, device.type, trained)
     in_place = by_record(OP, device, dtype, _bucket(vocab, trained))[0] in ("numba", "triton")
@@ -97,14 +129,21 @@ def _load_triton() -> Dense:
 
 
 def _case(rows: int, width: int, vocab: int, trained: bool) -> Case:
-    def inputs(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[Any, ...]:
+    def inputs(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Arguments:
         weight_VD = torch.randn((vocab, width), generator=generator) / width**0.5
         targets_N = torch.randint(0, vocab, (rows,), generator=generator)
         hidden_ND = torch.randn((rows, width), generator=generator)
-        hidden_ND[::2] += 8 * weight_VD[targets_N[::2]]  # every other row knows its word: no winner hangs on a rounding
+        # every other row points at its target, so no rounding decides which logit is the largest
+        hidden_ND[::2] += 8 * weight_VD[targets_N[::2]]
         weights_N = 0.5 + torch.rand(rows, generator=generator)
         hidden_ND, weight_VD = (x.to(device, dtype) for x in (hidden_ND, weight_VD))
-        return hidden_ND.requires_grad_(), weight_VD.requires_grad_(trained), None, targets_N.to(device), weights_N.to(device)
+        return (
+            hidden_ND.requires_grad_(),
+            weight_VD.requires_grad_(trained),
+            None,
+            targets_N.to(device),
+            weights_N.to(device),
+        )
 
     return Case(_bucket(vocab, trained), inputs)
 
@@ -113,12 +152,21 @@ OP = Op(
     name="linear_cross_entropy",
     reference=Dense(reference),
     preferred="numba",
-    because="its gradient overwrites the logits, of which the reference holds two more copies in float32: the plan counts on that memory",
+    because=(
+        "its gradient overwrites the logits, of which the reference holds two more copies in float32: the"
+        " plan counts on that memory"
+    ),
     candidates={
         "numba": Candidate(_load_numba, numba_refuses),
-        "triton": triton_options.candidate(_load_triton),
+        "triton": triton_options.candidate(_load_triton, "6 bytes a logit, the reference 26"),
     },
-    cases=(_case(512, 256, 8192, False), _case(512, 256, 8192, True), _case(128, 896, 1 << 15, False), _case(128, 896, 1 << 15, True)),
-    # bf16: logits of size 5 carry errors of 2^-9 · 5, which stand in the exponent: 1 % of a probability; the reference's are the same
+    cases=(
+        _case(512, 256, 8192, False),
+        _case(512, 256, 8192, True),
+        _case(128, 896, 1 << 15, False),
+        _case(128, 896, 1 << 15, True),
+    ),
+    # bf16: logits of size 5 carry errors of 2^-9 · 5; in the exponent that is 1 % of a probability. The
+    # reference's errors are as large
     tolerance={torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3},
 )

@@ -1,13 +1,14 @@
-"""Cross entropy by blocks of rows: a block's logits, their loss and the gradient of that loss are made at once, and dropped.
+"""Cross entropy by blocks of rows.
 
-N rows, B rows of a block, D model width, V vocabulary. `part` is a module with softmax_gradient as reference.py has it.
+A block's logits, their loss and the gradient of that loss are made at once; then the logits are dropped.
+
+N rows, B rows of a block, D model width, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,52 +23,91 @@ MIN_BLOCK_ROWS = 128  # below it the head's GEMM is bound by reading the weight,
 # write that sum. Blocks of 256 or 512 rows were slower and took more memory. 320 MiB = 1,104 rows of bf16
 # logits at V = 151,936; layer gradients are not allocated yet at that point.
 CPU_BLOCK_BYTES = {"frozen": 16 * 2**20, "trained": 320 * 2**20}
-DEVICE_BLOCK_BYTES = 5 * 2**28  # 1.25 GiB: 4,096 rows in bf16 at V = 163,840, where a GPU's GEMM is at its full rate
-WEIGHT_CHUNK_BYTES = 8 * 2**20  # of the head's gradient in half precision, on its way into the float32 sum: fits a cache
+# 1.25 GiB: 4,096 rows in bf16 at V = 163,840, where a GPU's GEMM is at its full rate
+DEVICE_BLOCK_BYTES = 5 * 2**28
+# of the head's gradient in half precision, on its way into the float32 sum: fits a cache
+WEIGHT_CHUNK_BYTES = 8 * 2**20
 
 Answer = tuple[Tensor, Tensor, Tensor]
-"""sum_n w_n · -log p_n (differentiable), sum_n w_n where the target wins, and log p_N of each row (neither is)."""
+"""sum_n w_n · -log p_n (differentiable), sum_n w_n where the target wins, and log p_N of each row (neither
+is)."""
+
+
+class SoftmaxFunctions(Protocol):
+    """The module of an implementation; what softmax_gradient() does is said in reference.py."""
+
+    def softmax_gradient(
+        self, logits_NV: Tensor, targets_N: Tensor, weights_N: Tensor, wanted: bool, /
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 def rows_per_block(rows: int, vocab: int, itemsize: int, device: str, trained: bool) -> int:
-    """B: rows whose logits fit the device's budget, within [MIN_BLOCK_ROWS, MAX_BLOCK_ROWS], as evenly as the number of blocks allows."""
+    """B: rows whose logits fit the device's budget, within [MIN_BLOCK_ROWS, MAX_BLOCK_ROWS].
+
+    The rows are spread as evenly as the number of blocks allows.
+    """
     budget = CPU_BLOCK_BYTES["trained" if trained else "frozen"] if device == "cpu" else DEVICE_BLOCK_BYTES
     most = max(MIN_BLOCK_ROWS, min(MAX_BLOCK_ROWS, budget // (itemsize * vocab)))
     return -(-rows // -(-rows // most)) if rows else most
 
 
 class Dense:
-    """An implementation of the op: (hidden_ND, weight_VD, bias_V, targets_N, weights_N, block_rows) -> Answer."""
+    """An implementation of the op.
 
-    def __init__(self, part: ModuleType):
-        self.part = part
+    (hidden_ND, weight_VD, bias_V, targets_N, weights_N, block_rows) -> Answer.
+    """
+
+    def __init__(self, functions: SoftmaxFunctions):
+        self.functions = functions
 
     def __call__(
-        self, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, weights_N: Tensor, block_rows: int | None = None
+        self,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        weights_N: Tensor,
+        block_rows: int | None = None,
     ) -> Answer:
-        wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden_ND, weight_VD, bias_V))
-        return _Dense.apply(hidden_ND, weight_VD, bias_V, targets_N, weights_N, block_rows, self.part, wanted)  # type: ignore[return-value]
+        wanted = torch.is_grad_enabled() and any(
+            x is not None and x.requires_grad for x in (hidden_ND, weight_VD, bias_V)
+        )
+        return _Dense.apply(
+            hidden_ND, weight_VD, bias_V, targets_N, weights_N, block_rows, self.functions, wanted
+        )
 
 
 class _Dense(torch.autograd.Function):
-    """forward computes loss and gradients block by block; backward only scales them by the upstream scalar."""
+    """forward computes loss and gradients block by block.
+
+    backward only scales them by the upstream scalar.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, weights_N: Tensor, block_rows: int | None,
-        part: ModuleType, wanted: bool,
-    ) -> Answer:  # type: ignore[override]  # fmt: skip
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        weights_N: Tensor,
+        block_rows: int | None,
+        functions: SoftmaxFunctions,
+        wanted: bool,
+    ) -> Answer:
         to_hidden, to_weight, to_bias = (wanted and needs for needs in ctx.needs_input_grad[:3])
         size = block_rows or rows_per_block(
             len(hidden_ND), len(weight_VD), hidden_ND.element_size(), hidden_ND.device.type, to_weight
-        )  # fmt: skip
+        )
         answer = _Sums(hidden_ND, weights_N)
         dhidden_ND = torch.empty_like(hidden_ND) if to_hidden else None
         dweight = _WeightGradient(weight_VD, single=0 < len(hidden_ND) <= size) if to_weight else None
         dbias_V = torch.zeros_like(bias_V, dtype=answer.dtype) if to_bias and bias_V is not None else None
         for rows in _blocks(len(hidden_ND), size):
             hidden_BD = hidden_ND[rows]
-            dlogits_BV = answer.add(part, F.linear(hidden_BD, weight_VD, bias_V), targets_N[rows], rows, wanted)
+            dlogits_BV = answer.add(
+                functions, F.linear(hidden_BD, weight_VD, bias_V), targets_N[rows], rows, wanted
+            )
             if dhidden_ND is not None:
                 dhidden_ND[rows] = dlogits_BV @ weight_VD
             if dweight is not None:
@@ -75,7 +115,9 @@ class _Dense(torch.autograd.Function):
             if dbias_V is not None:
                 dbias_V += dlogits_BV.sum(0, dtype=answer.dtype)
         ctx.save_for_backward(
-            dhidden_ND, None if dweight is None else dweight.value(), None if dbias_V is None or bias_V is None else dbias_V.to(bias_V.dtype)
+            dhidden_ND,
+            None if dweight is None else dweight.value(),
+            None if dbias_V is None or bias_V is None else dbias_V.to(bias_V.dtype),
         )
         ctx.mark_non_differentiable(answer.correct, answer.log_p_N)
         return answer.loss, answer.correct, answer.log_p_N
@@ -83,7 +125,14 @@ class _Dense(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        return (*(None if g is None else g * upstream.to(g.dtype) for g in ctx.saved_tensors), None, None, None, None, None)
+        return (
+            *(None if g is None else g * upstream.to(g.dtype) for g in ctx.saved_tensors),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 class _Sums:
@@ -92,13 +141,20 @@ class _Sums:
     def __init__(self, hidden_ND: Tensor, weights_N: Tensor):
         self.dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
         self.weights_N = weights_N.to(self.dtype)
-        self.loss, self.correct = (torch.zeros((), dtype=self.dtype, device=hidden_ND.device) for _ in range(2))
+        self.loss, self.correct = (
+            torch.zeros((), dtype=self.dtype, device=hidden_ND.device) for _ in range(2)
+        )
         self.log_p_N = torch.empty(len(hidden_ND), dtype=self.dtype, device=hidden_ND.device)
 
-    def add(self, part: ModuleType, logits_BV: Tensor, targets_B: Tensor, rows: slice, wanted: bool) -> Tensor:
-        """Take a block in; gives w · (softmax(z) - onehot(target)) back, in the memory of the logits where `part` can."""
+    def add(
+        self, functions: SoftmaxFunctions, logits_BV: Tensor, targets_B: Tensor, rows: slice, wanted: bool
+    ) -> Tensor:
+        """Add a block's loss. -> its gradient w · (softmax(z) - onehot(target)).
+
+        It is in the memory of the logits where `functions` can do that.
+        """
         weights_B = self.weights_N[rows]
-        log_p_B, wins_B, dlogits_BV = part.softmax_gradient(logits_BV, targets_B, weights_B, wanted)
+        log_p_B, wins_B, dlogits_BV = functions.softmax_gradient(logits_BV, targets_B, weights_B, wanted)
         self.log_p_N[rows] = log_p_B
         self.loss -= (log_p_B * weights_B).sum()
         self.correct += (wins_B * weights_B).sum()
@@ -117,7 +173,9 @@ class _WeightGradient:
         self.dtype, self.half = weight_VD.dtype, weight_VD.element_size() < 4
         self.single = single and self.half
         made = torch.empty_like if self.single else torch.zeros_like
-        self.sum_VD = made(weight_VD, dtype=self.dtype if self.single else torch.promote_types(self.dtype, torch.float32))
+        self.sum_VD = made(
+            weight_VD, dtype=self.dtype if self.single else torch.promote_types(self.dtype, torch.float32)
+        )
 
     def add(self, dlogits_BV: Tensor, hidden_BD: Tensor) -> None:
         if self.single:
@@ -126,7 +184,9 @@ class _WeightGradient:
             self.sum_VD.addmm_(dlogits_BV.t(), hidden_BD)
         else:
             words = max(1, WEIGHT_CHUNK_BYTES // (hidden_BD.shape[1] * hidden_BD.element_size()))
-            for sum_wD, dlogits_Bw in zip(self.sum_VD.split(words), dlogits_BV.split(words, dim=1), strict=True):
+            for sum_wD, dlogits_Bw in zip(
+                self.sum_VD.split(words), dlogits_BV.split(words, dim=1), strict=True
+            ):
                 sum_wD += dlogits_Bw.t() @ hidden_BD
 
     def value(self) -> Tensor:
@@ -134,34 +194,51 @@ class _WeightGradient:
 
 
 def through_head(
-    hidden_ND: Tensor, head: Callable[[Tensor], Tensor], targets_N: Tensor, weights_N: Tensor, part: ModuleType, block_rows: int
+    hidden_ND: Tensor,
+    head: Callable[[Tensor], Tensor],
+    targets_N: Tensor,
+    weights_N: Tensor,
+    functions: SoftmaxFunctions,
+    block_rows: int,
 ) -> Answer:
-    """The same for any head [B, D] -> [B, V]: packed in 4 bits, with an adapter beside it. Its own backward is asked block by block."""
+    """The same for any head [B, D] -> [B, V]: packed in 4 bits, with an adapter beside it.
+
+    Its own backward is asked block by block.
+    """
     parameters = [p for p in head.parameters() if p.requires_grad] if isinstance(head, nn.Module) else []
     if torch.is_grad_enabled() and (hidden_ND.requires_grad or parameters):
-        return _Through.apply(hidden_ND, head, targets_N, weights_N, part, block_rows, *parameters)  # type: ignore[return-value]
+        return _Through.apply(hidden_ND, head, targets_N, weights_N, functions, block_rows, *parameters)
     answer = _Sums(hidden_ND, weights_N)
     for rows in _blocks(len(hidden_ND), block_rows):
-        answer.add(part, head(hidden_ND[rows]), targets_N[rows], rows, False)
+        answer.add(functions, head(hidden_ND[rows]), targets_N[rows], rows, False)
     return answer.loss, answer.correct, answer.log_p_N
 
 
 class _Through(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, head: Callable[[Tensor], Tensor], targets_N: Tensor, weights_N: Tensor, part: ModuleType, block_rows: int,
+        ctx: Any,
+        hidden_ND: Tensor,
+        head: Callable[[Tensor], Tensor],
+        targets_N: Tensor,
+        weights_N: Tensor,
+        functions: SoftmaxFunctions,
+        block_rows: int,
         *parameters: nn.Parameter,
-    ) -> Answer:  # type: ignore[override]  # fmt: skip
+    ) -> Answer:
         answer = _Sums(hidden_ND, weights_N)
         dhidden_ND = torch.empty_like(hidden_ND)
-        grads = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]  # as in _WeightGradient
+        # as in _WeightGradient
+        grads = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
         for rows in _blocks(len(hidden_ND), block_rows):
             hidden_BD = hidden_ND[rows].detach().requires_grad_()
             with torch.enable_grad():
                 logits_BV = head(hidden_BD)
-            dlogits_BV = answer.add(part, logits_BV.detach().clone(), targets_N[rows], rows, True)  # its backward may need them
-            dhidden_ND[rows], *found = torch.autograd.grad(logits_BV, [hidden_BD, *parameters], dlogits_BV)
-            for total, grad in zip(grads, found, strict=True):
+            # its backward may need them
+            dlogits_BV = answer.add(functions, logits_BV.detach().clone(), targets_N[rows], rows, True)
+            inputs = [hidden_BD, *parameters]
+            dhidden_ND[rows], *dparameters = torch.autograd.grad(logits_BV, inputs, dlogits_BV)
+            for total, grad in zip(grads, dparameters, strict=True):
                 total.add_(grad)
         ctx.save_for_backward(dhidden_ND, *(g.to(p.dtype) for g, p in zip(grads, parameters, strict=True)))
         ctx.mark_non_differentiable(answer.correct, answer.log_p_N)

@@ -1,6 +1,8 @@
-"""The softmax of one block of logits and its gradient on CPU, in the memory of the logits: a row at a time while it is in cache.
+"""The softmax of one block of logits and its gradient on CPU, in the memory of the logits: a row at a time
+while it is in cache.
 
-A row of 151,936 words is 304 kB in bf16, within a core's L2. torch reads and writes float32 copies of the whole block five times over.
+A row of 151,936 words is 304 kB in bf16, within a core's L2. torch reads and writes float32 copies of the
+whole block five times over.
 """
 
 from __future__ import annotations
@@ -11,9 +13,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from unfreeze.kernels.loops.numba_options import Kernel, array, exp, narrow, widen
-
-LANES = 16  # sums side by side: a float sum is vectorised only where its order is written down
+from unfreeze.kernels.loops.numba_options import LANES, Kernel, array, exp, narrow, widen
 
 
 @numba.njit
@@ -68,9 +68,14 @@ def _softmax_gradient(z, target, weight, wanted, log_p, wins):
             row[target[r]] = narrow(np.float32(np.float32(p - np.float32(1.0)) * weight[r]), row[0])
 
 
-def softmax_gradient(logits_NV: Tensor, targets_N: Tensor, weights_N: Tensor, wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
+def softmax_gradient(
+    logits_NV: Tensor, targets_N: Tensor, weights_N: Tensor, wanted: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """As reference.softmax_gradient, for float32 and bf16."""
-    log_p_N, wins_N = torch.empty(len(targets_N), dtype=torch.float32), torch.empty(len(targets_N), dtype=torch.bool)
+    log_p_N, wins_N = (
+        torch.empty(len(targets_N), dtype=torch.float32),
+        torch.empty(len(targets_N), dtype=torch.bool),
+    )
     logits_NV = logits_NV.contiguous()
     z, target, weight = (array(x.contiguous()) for x in (logits_NV, targets_N, weights_N.float()))
     _softmax_gradient(logits_NV.numel(), z, target, weight, wanted, array(log_p_N), array(wins_N))

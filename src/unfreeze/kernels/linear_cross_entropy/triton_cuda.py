@@ -1,8 +1,11 @@
-"""The softmax of one block of logits and its gradient on CUDA, in the memory of the logits: a program per row, two walks over its words.
+"""The softmax of one block of logits and its gradient on CUDA, in the memory of the logits: a program per
+row, two walks over its words.
 
 Source of the one-pass maximum and sum: Milakov & Gimelshein 2018, arXiv:1805.02867.
 """
 
+# A launch takes numbers for constexpr parameters, which the kernel's own signature doesn't say
+# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import torch
@@ -14,7 +17,9 @@ from unfreeze.kernels.loops.triton_options import power_of_two
 
 
 @triton.jit
-def _softmax_gradient(z, target, weight, log_p, wins, stride, vocab, WANTED: tl.constexpr, BLOCK: tl.constexpr):
+def _softmax_gradient(
+    z, target, weight, log_p, wins, stride, vocab, WANTED: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     start = z + row * stride
     aim = tl.load(target + row)
@@ -39,7 +44,9 @@ def _softmax_gradient(z, target, weight, log_p, wins, stride, vocab, WANTED: tl.
             tl.store(start + column, g.to(z.dtype.element_ty), mask=column < vocab)
 
 
-def softmax_gradient(logits_NV: Tensor, targets_N: Tensor, weights_N: Tensor, wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
+def softmax_gradient(
+    logits_NV: Tensor, targets_N: Tensor, weights_N: Tensor, wanted: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """As reference.softmax_gradient, for float32, bf16 and fp16."""
     rows, vocab = logits_NV.shape
     log_p_N = torch.empty(rows, dtype=torch.float32, device=logits_NV.device)
@@ -47,7 +54,14 @@ def softmax_gradient(logits_NV: Tensor, targets_N: Tensor, weights_N: Tensor, wa
     if rows:
         logits_NV = logits_NV.contiguous()
         _softmax_gradient[(rows,)](
-            logits_NV, targets_N.contiguous(), weights_N.float().contiguous(), log_p_N, wins_N, logits_NV.stride(0), vocab,
-            WANTED=wanted, BLOCK=min(power_of_two(vocab), 4096),  # type: ignore[arg-type]
-        )  # fmt: skip
+            logits_NV,
+            targets_N.contiguous(),
+            weights_N.float().contiguous(),
+            log_p_N,
+            wins_N,
+            logits_NV.stride(0),
+            vocab,
+            WANTED=wanted,
+            BLOCK=min(power_of_two(vocab), 4096),
+        )
     return log_p_N, wins_N.bool(), logits_NV

@@ -1,4 +1,5 @@
-"""torch.compile as a candidate of any op written in plain torch: one graph for all shapes, and a reason where no compiler is at hand."""
+"""torch.compile as a candidate of any op written in plain torch: one graph for all shapes, and a reason where
+no compiler is at hand."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from unfreeze.kernels.choice.op import Candidate, Implementation
 def candidate(function: Implementation) -> Candidate:
     """`function`, differentiated by autograd, compiled at its first call.
 
-    On CPU it runs only where it is named: with a cold cache compiling an op forward and backward takes longer than a run of some hundred steps
-    gains by it, and a chat or a test would pay it too.
+    On CPU it runs only where it is named: with a cold cache compiling an op forward and backward takes longer
+    than a run of some hundred steps gains by it, and a chat or a test would pay it too.
     """
     return Candidate(load=lambda: torch.compile(function, dynamic=True), refuses=refuses, named_on=("cpu",))
 
@@ -26,8 +27,15 @@ def candidate(function: Implementation) -> Candidate:
 def refuses(device: str, dtype: torch.dtype) -> str:
     """Why torch.compile cannot build a kernel there; "" where it can."""
     if device == "cpu":
-        compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")  # what inductor takes
-        return "" if shutil.which(compiler) else f"torch.compile needs a C++ compiler, and {compiler} is not on the PATH"
+        # what inductor takes
+        compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+        return (
+            ""
+            if shutil.which(compiler)
+            else f"torch.compile needs a C++ compiler, and {compiler} is not on the PATH"
+        )
     if device == "cuda":
-        return "" if importlib.util.find_spec("triton") else "torch.compile needs triton, which is not installed"
+        return (
+            "" if importlib.util.find_spec("triton") else "torch.compile needs triton, which is not installed"
+        )
     return f"device {device}; torch.compile is tried on cpu and cuda"

@@ -1,7 +1,8 @@
 """How this room compiles numba kernels, how tensors reach them, and bf16 inside them.
 
-numba has no bfloat16: a bf16 tensor travels as the uint16 of its bits, `widen` and `narrow` convert. Kernels are compiled at their first
-call for each dtype and kept on disk beside the source, or in the user's cache where the source folder is read-only.
+numba has no bfloat16: a bf16 tensor travels as the uint16 of its bits, `widen` and `narrow` convert. Kernels
+are compiled at their first call for each dtype and kept on disk beside the source, or in the user's cache
+where the source folder is read-only.
 """
 
 from __future__ import annotations
@@ -18,11 +19,15 @@ import numba
 import numpy as np
 import torch
 from numba.core import types
+from numba.core.caching import FunctionCache
 from numba.extending import overload
 from torch import Tensor
 
 log = logging.getLogger(__name__)
 ROOM = Path(__file__).parents[1]
+
+Loop = Callable[..., Any]
+"""A function as numba compiles it, or compiled: of arrays and numbers, which numba types itself."""
 
 # Loops of fewer elements run on one thread: they take 10 to 100 microseconds. Starting a second thread takes
 # 10 on an idle machine; but if another process has the core, OpenMP's spinning barrier waits for a time
@@ -35,6 +40,7 @@ LN2_HIGH = np.float32(0.693145751953125)  # 12 bits of ln 2: n * LN2_HIGH is exa
 LN2_LOW = np.float32(1.42860677e-06)
 ONE = np.float32(1.0)
 HALF = np.float32(0.5)
+LANES = 16  # sums side by side: a float sum is vectorised only where its order is written down
 
 
 @numba.njit(inline="always")
@@ -62,14 +68,16 @@ def sigmoid(x):
 class Kernel:
     """A numba loop in two compilations: for one thread, and (where it is written with prange) for several.
 
-    Called with the number of elements it goes through, then its arguments. One thread where there are few elements, and inside a thread that
-    torch has been told to keep to one core.
+    Called with the number of elements it goes through, then its arguments. One thread where there are few
+    elements, and inside a thread that torch has been told to keep to one core.
     """
 
-    def __init__(self, function: Callable[..., Any]):
+    def __init__(self, function: Loop):
         self.parallel = _compiled(function, parallel=True)
         # numba's cache on disk does not tell options apart, only names
-        alone = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+        alone = FunctionType(
+            function.__code__, function.__globals__, function.__name__, function.__defaults__
+        )
         alone.__qualname__, alone.__module__ = f"{function.__qualname__}_alone", function.__module__
         self.alone = _compiled(alone, parallel=False)
 
@@ -77,21 +85,26 @@ class Kernel:
         return (self.alone if set_threads(elements) == 1 else self.parallel)(*arguments)
 
 
-def serial(function: Callable[..., Any]) -> Any:
+def serial(function: Loop) -> Loop:
     """A numba loop for one thread only."""
     return _compiled(function, parallel=False)
 
 
-def _compiled(function: Callable[..., Any], *, parallel: bool) -> Any:
-    """njit with the options of this room. Where neither the source folder nor the user's cache can be written, it says so and compiles anew."""
+def _compiled(function: Loop, *, parallel: bool) -> Loop:
+    """njit with the options of this room. Where neither the source folder nor the user's cache can be
+    written, it says so and compiles anew."""
     options: dict[str, Any] = dict(parallel=parallel, nogil=True, boundscheck=False, error_model="numpy")
     try:
         made: Any = numba.njit(cache=True, **options)(function)
         file = made._cache._cache_file
-        file._source_stamp = (file._source_stamp, sources(ROOM))  # what is compared with the file on disk: another stamp compiles anew
+        # what is compared with the file on disk: another stamp compiles anew
+        file._source_stamp = (file._source_stamp, sources(ROOM))
         return made
     except RuntimeError as error:  # numba: "cannot cache function: no locator available"
-        log.warning("numba kernels are compiled anew in each process (%s); NUMBA_CACHE_DIR names a writable folder", error)
+        log.warning(
+            "numba kernels are compiled anew in each process (%s); NUMBA_CACHE_DIR names a writable folder",
+            error,
+        )
         return numba.njit(**options)(function)
 
 
@@ -106,14 +119,29 @@ def sources(room: Path) -> str:
     return digest.hexdigest()
 
 
+def loop_sources() -> str:
+    """What tells this version of the loops from another: `sources` of kernels/."""
+    return sources(ROOM)
+
+
+def cache_folder() -> Path | None:
+    """Where numba keeps this room's compiled loops; None where it has no folder that can be written."""
+    try:
+        return Path(FunctionCache(set_threads).cache_path)
+    except RuntimeError:  # numba: "cannot cache function: no locator available"
+        return None
+
+
 def set_threads(elements: int) -> int:
-    """Threads for a numba loop over so many elements: torch's number, or one for a small loop. Returns the number."""
+    """Threads for a numba loop over so many elements: torch's number, or one for a small loop. Returns the
+    number."""
     wanted = torch.get_num_threads()
     most = max(1, min(wanted, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
     if elements < SERIAL or most == 1:
         return 1
     numba.set_num_threads(most)
-    # numba's first launch calls omp_set_num_threads(all cores), which is torch's setting too: OMP_NUM_THREADS and torch.set_num_threads
+    # numba's first launch calls omp_set_num_threads(all cores), which is torch's setting too: OMP_NUM_THREADS
+    # and torch.set_num_threads
     # would be overruled from here on
     if torch.get_num_threads() != wanted:
         torch.set_num_threads(wanted)
@@ -122,13 +150,15 @@ def set_threads(elements: int) -> int:
 
 def array(tensor: Tensor) -> np.ndarray:
     """The memory of a CPU tensor as numpy sees it, bf16 as uint16. Shares memory."""
-    if tensor.requires_grad:  # detach costs as much as the rest; decoding comes here hundreds of times a token
+    # detach costs as much as the rest; decoding comes here hundreds of times a token
+    if tensor.requires_grad:
         tensor = tensor.detach()
     return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
 def flat_rows(tensor: Tensor) -> tuple[np.ndarray, int]:
-    """A CPU tensor [rows, D] with last stride 1 as (flat memory from its first to its last element, stride of a row). Shares memory."""
+    """A CPU tensor [rows, D] with last stride 1 as (flat memory from its first to its last element, stride of
+    a row). Shares memory."""
     if tensor.is_contiguous():
         return array(tensor.view(-1)), tensor.shape[1]
     rows, width = tensor.shape
@@ -142,7 +172,8 @@ def widen(x):  # pragma: no cover - body below
 
 
 def narrow(x, like):  # pragma: no cover - body below
-    """float32 -> element of the kind of `like`: bf16 bits rounded to nearest even (NaN stays NaN), or float32 itself."""
+    """float32 -> element of the kind of `like`: bf16 bits rounded to nearest even (NaN stays NaN), or float32
+    itself."""
     raise NotImplementedError("only inside numba kernels")
 
 

@@ -1,9 +1,12 @@
 """Where Triton kernels can run, and how this room writes them.
 
-Kernels load, widen to float32, compute, and round once at the store. Offsets of rows are int64: T · D passes 2^31 at 300,000 tokens of 7,168.
-A file with kernels is called triton_cuda.py and is imported only by a candidate's load(): Triton is missing on many machines.
-Without a GPU they run in Triton's interpreter (TRITON_INTERPRET=1 before Triton is imported), which is how the tests check them on a CPU. It
-is right for float32 and integers, and rounds float32 to bf16 towards zero, so bf16 is refused there.
+Kernels load, widen to float32, compute, and round once at the store. Offsets of rows are int64: T · D passes
+2^31 at 300,000 tokens of 7,168.
+A file with kernels is called triton_cuda.py and is imported only by a candidate's load(): Triton is missing
+on many machines.
+Without a GPU they run in Triton's interpreter (TRITON_INTERPRET=1 before Triton is imported), which is how
+the tests check them on a CPU. It is right for float32 and integers, and rounds float32 to bf16 towards zero,
+so bf16 is refused there.
 """
 
 from __future__ import annotations
@@ -36,12 +39,18 @@ def refuses(device: str, dtype: torch.dtype) -> str:
         return "" if dtype == torch.float32 else f"{dtype}: Triton's interpreter is exact in float32 only"
     if device != "cuda":
         return f"it needs cuda, not {device}"
-    return "" if dtype in (torch.float32, torch.bfloat16, torch.float16) else f"{dtype}: it computes in float32"
+    return (
+        "" if dtype in (torch.float32, torch.bfloat16, torch.float16) else f"{dtype}: it computes in float32"
+    )
 
 
-def candidate(load: Callable[[], Implementation]) -> Candidate:
-    """A Triton implementation. On a CPU, interpreted, it runs only where it is named: in tests of its own."""
-    return Candidate(load, refuses, named_on=("cpu",))
+def candidate(
+    load: Callable[[], Implementation], because: str = "", buckets: tuple[str, ...] = ()
+) -> Candidate:
+    """A Triton implementation, predicted to be faster on CUDA `because` of the bytes it moves ("": not
+    predicted). On a CPU, interpreted, it runs only where it is named: in tests of its own."""
+    predicted_on = ("cuda",) if because else ()
+    return Candidate(load, refuses, ("cpu",), predicted_on, because, buckets)
 
 
 def power_of_two(value: int) -> int:

@@ -1,17 +1,18 @@
-"""RMSNorm with its own backward: it keeps x and one number per row, where autograd would keep three float32 copies of x."""
+"""RMSNorm with its own backward: it keeps x and one number per row, where autograd would keep three float32
+copies of x."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from unfreeze.kernels import liger
+from unfreeze.kernels.choice.candidates import numba_refuses
 from unfreeze.kernels.choice.choose import choose
 from unfreeze.kernels.choice.op import Candidate, Case, Implementation, Op
-from unfreeze.kernels.choice.parts import numba_refuses
 from unfreeze.kernels.loops import compiled, triton_options
 from unfreeze.kernels.rms_norm import reference
 
@@ -21,53 +22,67 @@ FEW = 1 << 16  # numbers; below, what a call costs before its loop counts: the s
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, impl: str = "auto") -> Tensor:
-    """y = weight · x / sqrt(mean(x²) + eps), the mean in float32 whatever x is: in bf16 or fp16 an all-zero row with a tiny eps becomes NaN.
+    """y = weight · x / sqrt(mean(x²) + eps), the mean in float32 whatever x is: in bf16 or fp16 an all-zero
+    row with a tiny eps becomes NaN.
 
-    x [..., D] -> y [..., D] in x's dtype: normalised in float32, rounded, then scaled (the rounding order of the Llama reference).
+    x [..., D] -> y [..., D] in x's dtype: normalised in float32, rounded, then scaled (the rounding order of
+    the Llama reference).
     Source: Zhang & Sennrich 2019.
     """
     return choose(OP, x_TD.device, x_TD.dtype, bucket(x_TD, weight_D, eps), impl)(x_TD, weight_D, eps)
 
 
 def bucket(x_TD: Tensor, weight_D: Tensor, eps: float) -> str:
-    """"few" or "many" numbers, "other" where the weight has a dtype of its own (only the reference takes that)."""
+    """ "few" or "many" numbers, "other" where the weight has a dtype of its own (only the reference takes
+    that)."""
     if weight_D.dtype != x_TD.dtype:
         return "other"
     return "few" if x_TD.numel() < FEW else "many"
 
 
+class RMSNormFunctions(Protocol):
+    """The module of an implementation; what each function does is said in reference.py."""
+
+    def forward(self, x_TD: Tensor, weight_D: Tensor, eps: float, /) -> tuple[Tensor, Tensor]: ...
+
+    def backward(self, dy_TD: Tensor, x_TD: Tensor, weight_D: Tensor, r_T1: Tensor, /) -> Tensor: ...
+
+    def weight_gradient(self, dy_TD: Tensor, x_TD: Tensor, weight_D: Tensor, r_T1: Tensor, /) -> Tensor: ...
+
+
 class _RMSNorm(torch.autograd.Function):
-    """With r = 1 / sqrt(mean(x²) + eps), n = x r and g = dy · weight:  dx = r (g - n mean(g n)),  dweight = Σ_T dy n. `part` does the work."""
+    """With r = 1 / sqrt(mean(x²) + eps), n = x r and g = dy · weight:  dx = r (g - n mean(g n)),  dweight =
+    Σ_T dy n."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_D: Tensor, eps: float, part: Any) -> Tensor:  # type: ignore[override]
-        y_TD, r_T1 = part.forward(x_TD, weight_D, eps)
+    def forward(ctx: Any, x_TD: Tensor, weight_D: Tensor, eps: float, functions: RMSNormFunctions) -> Tensor:
+        y_TD, r_T1 = functions.forward(x_TD, weight_D, eps)
         ctx.save_for_backward(x_TD, weight_D, r_T1)
-        ctx.part = part
+        ctx.functions = functions
         return y_TD
 
     @staticmethod
-    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x_TD, weight_D, r_T1 = ctx.saved_tensors
         dx = dweight = None
         if ctx.needs_input_grad[1]:
-            dweight = ctx.part.weight_gradient(dy_TD, x_TD, weight_D, r_T1)
+            dweight = ctx.functions.weight_gradient(dy_TD, x_TD, weight_D, r_T1)
         if ctx.needs_input_grad[0]:
-            dx = ctx.part.backward(dy_TD, x_TD, weight_D, r_T1)
+            dx = ctx.functions.backward(dy_TD, x_TD, weight_D, r_T1)
         return dx, dweight, None, None
 
 
-def _by(part: Any) -> Implementation:
-    """The op with the work done by `part`: a module with forward, backward and weight_gradient as reference.py has them."""
+def _by(functions: RMSNormFunctions) -> Implementation:
+    """The op with the work done by `functions`."""
 
     def rms_norm_by(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        return _RMSNorm.apply(x_TD, weight_D, eps, part)  # type: ignore[return-value]
+        return _RMSNorm.apply(x_TD, weight_D, eps, functions)
 
     return rms_norm_by
 
 
 def _numba() -> Implementation:
-    from unfreeze.kernels.rms_norm import numba_cpu  # numba takes 0.4 s to import and only the CPU needs it
+    from unfreeze.kernels.rms_norm import numba_cpu
 
     return _by(numba_cpu)
 
@@ -83,7 +98,10 @@ def _inputs(
 ) -> tuple[Tensor, Tensor, float]:
     if device.type == "cuda" and learns:
         rows *= 8  # 2,048 x 1,024 fills two cores, not a GPU
-    x, weight = torch.randn(rows, width, generator=generator), 1 + 0.1 * torch.randn(width, generator=generator)
+    x, weight = (
+        torch.randn(rows, width, generator=generator),
+        1 + 0.1 * torch.randn(width, generator=generator),
+    )
     return x.to(device, dtype).requires_grad_(learns), weight.to(device, dtype).requires_grad_(learns), 1e-6
 
 
@@ -92,12 +110,16 @@ OP = Op(
     reference=_by(reference),
     candidates={
         "numba": Candidate(_numba, numba_refuses),
-        "triton": triton_options.candidate(_triton),
+        "triton": triton_options.candidate(_triton, "4 bytes a number, the reference 36"),
         "compiled": compiled.candidate(reference.plain),
-        "liger": Candidate(liger.rms_norm, liger.refuses),
+        "liger": Candidate(liger.load_rms_norm, liger.refuses),
     },
     # few: as generation asks, without gradients; many: a training step
-    cases=(Case("few", functools.partial(_inputs, 4, 1024, False)), Case("many", functools.partial(_inputs, 2048, 1024, True))),
-    # float32: sums of some thousand terms in another order. bf16: two roundings of 2^-9 each, and dweight's sum is rounded once.
+    cases=(
+        Case("few", functools.partial(_inputs, 4, 1024, False)),
+        Case("many", functools.partial(_inputs, 2048, 1024, True)),
+    ),
+    # float32: sums of some thousand terms in another order. bf16: two roundings of 2^-9 each, and dweight's
+    # sum is rounded once.
     tolerance={torch.float32: 2e-6, torch.bfloat16: 1e-2},
 )

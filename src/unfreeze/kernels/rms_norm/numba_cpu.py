@@ -1,4 +1,5 @@
-"""RMSNorm on CPU, a row at a time while it is in cache: torch makes seven passes over memory and three float32 copies."""
+"""RMSNorm on CPU, a row at a time while it is in cache: torch makes seven passes over memory and three
+float32 copies."""
 
 from __future__ import annotations
 
@@ -8,10 +9,11 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from unfreeze.kernels.loops.numba_options import Kernel, array, narrow, widen
+from unfreeze.kernels.loops.numba_options import LANES, Kernel, array, narrow, widen
 
-BLOCKS = 16  # of rows in the sum of weight_gradient: always as many, so that its bits don't depend on the number of threads
-LANES = 16  # sums side by side: a float sum is vectorised only where its order is written down
+# of rows in the sum of weight_gradient: always as many, so that its bits don't depend on the number of
+# threads
+BLOCKS = 16
 
 
 @numba.njit(inline="always")
@@ -54,7 +56,10 @@ def _forward(x, weight, eps, y, r):
     width = x.shape[1]
     for t in prange(x.shape[0]):
         source, target = x[t], y[t]
-        scale = np.float32(np.float32(1.0) / np.sqrt(np.float32(np.float32(_sum_of_squares(source) / np.float32(width)) + eps)))
+        scale = np.float32(
+            np.float32(1.0)
+            / np.sqrt(np.float32(np.float32(_sum_of_squares(source) / np.float32(width)) + eps))
+        )
         r[t] = scale
         for d in range(width):
             normed = narrow(np.float32(widen(source[d]) * scale), source[d])
@@ -67,10 +72,14 @@ def _backward(dy, x, weight, r, dx):
     for t in prange(x.shape[0]):
         upstream, source, target, scale = dy[t], x[t], dx[t], r[t]
         # n mean(g n) = x · r² Σ g x / D
-        shared = np.float32(np.float32(np.float32(_dot3(upstream, weight, source) * scale) * scale) / np.float32(width))
+        shared = np.float32(
+            np.float32(np.float32(_dot3(upstream, weight, source) * scale) * scale) / np.float32(width)
+        )
         for d in range(width):
             g = np.float32(widen(upstream[d]) * widen(weight[d]))
-            target[d] = narrow(np.float32(scale * np.float32(g - np.float32(widen(source[d]) * shared))), source[d])
+            target[d] = narrow(
+                np.float32(scale * np.float32(g - np.float32(widen(source[d]) * shared))), source[d]
+            )
 
 
 @Kernel
@@ -97,12 +106,20 @@ def backward(dy_TD: Tensor, x_TD: Tensor, weight_D: Tensor, r_T1: Tensor) -> Ten
     """As reference.backward."""
     x = x_TD.reshape(-1, x_TD.shape[-1])
     dx = torch.empty(x_TD.shape, dtype=x.dtype)
-    _backward(x.numel(), array(dy_TD.reshape(x.shape)), array(x), array(weight_D), array(r_T1.reshape(-1)), array(dx.view(x.shape)))
+    _backward(
+        x.numel(),
+        array(dy_TD.reshape(x.shape)),
+        array(x),
+        array(weight_D),
+        array(r_T1.reshape(-1)),
+        array(dx.view(x.shape)),
+    )
     return dx
 
 
 def weight_gradient(dy_TD: Tensor, x_TD: Tensor, weight_D: Tensor, r_T1: Tensor) -> Tensor:
-    """As reference.weight_gradient: 0.2 ms where that makes float32 copies of x and dy in 3.1 (2,048 x 1,024 in bf16, one Zen 4 core, CPU time)."""
+    """As reference.weight_gradient: 0.2 ms where that makes float32 copies of x and dy in 3.1 (2,048 x 1,024
+    in bf16, one Zen 4 core, CPU time)."""
     x = x_TD.reshape(-1, x_TD.shape[-1])
     sums = torch.zeros((BLOCKS, x.shape[1]), dtype=torch.float32)
     _weight_gradient(x.numel(), array(dy_TD.reshape(x.shape)), array(x), array(r_T1.reshape(-1)), array(sums))

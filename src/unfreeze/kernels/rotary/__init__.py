@@ -1,16 +1,16 @@
-"""Rotary positions on the last R elements of each head, the elements before them copied: the whole q of a head in one pass over memory."""
+"""Rotary positions on the last R elements of each head, the elements before them copied: the whole q of a
+head in one pass over memory."""
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from unfreeze.kernels.choice.candidates import of_modules
 from unfreeze.kernels.choice.choose import choose
-from unfreeze.kernels.choice.op import Case, Op
-from unfreeze.kernels.choice.parts import wrapped
+from unfreeze.kernels.choice.op import Arguments, Case, Op
 from unfreeze.kernels.rotary import reference
 
 __all__ = ["OP", "Pairing", "bucket", "rotary"]
@@ -19,13 +19,17 @@ Pairing = Literal["halves", "adjacent"]
 
 
 def rotary(x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, pairing: Pairing, impl: str = "auto") -> Tensor:
-    """y = [x_0 … x_(d-R-1) | (a cos - b sin), (b cos + a sin)], R = 2r; cos and sin [T, r] float32, one row per token, for all heads.
+    """y = [x_0 … x_(d-R-1) | (a cos - b sin), (b cos + a sin)], R = 2r; cos and sin [T, r] float32, one row
+    per token, for all heads.
 
-    pairing: a and b are the halves of the last R elements (Llama, Qwen), or their even and odd elements (DeepSeek, Kimi). y has halves in
-    either case: q and k are permuted alike, so their product is unchanged. Formed in float32, rounded once. The gradient is the rotation
-    by -angle; it keeps cos and sin only. x may be a view with last stride 1. Source: Su et al. 2021, arXiv:2104.09864.
+    pairing: a and b are the halves of the last R elements (Llama, Qwen), or their even and odd elements
+    (DeepSeek, Kimi). y has halves in either case: q and k are permuted alike, so their product is unchanged.
+    Formed in float32, rounded once. The gradient is the rotation by -angle; it keeps cos and sin only. x may
+    be a view with last stride 1. Source: Su et al. 2021, arXiv:2104.09864.
     """
-    return choose(OP, x_THd.device, x_THd.dtype, bucket(x_THd, cos_Tr, sin_Tr, pairing), impl)(x_THd, cos_Tr, sin_Tr, pairing)
+    return choose(OP, x_THd.device, x_THd.dtype, bucket(x_THd, cos_Tr, sin_Tr, pairing), impl)(
+        x_THd, cos_Tr, sin_Tr, pairing
+    )
 
 
 def bucket(x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, pairing: Pairing) -> str:
@@ -34,36 +38,64 @@ def bucket(x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, pairing: Pairing) -> s
     return "under 256k" if elements < 1 << 18 else "256k to 4M" if elements < 1 << 22 else "over 4M"
 
 
-class Rotary:
-    """An implementation; `part` has rotate() as in reference.py."""
+class RotaryFunctions(Protocol):
+    """The module of an implementation; what rotate() does is said in reference.py."""
 
-    def __init__(self, part: ModuleType):
-        self.part = part
+    def rotate(
+        self,
+        x_THd: Tensor,
+        cos_Tr: Tensor,
+        sin_Tr: Tensor,
+        sign: float,
+        read_adjacent: bool,
+        write_adjacent: bool,
+        y_THd: Tensor,
+        /,
+    ) -> None: ...
+
+
+class Rotary:
+    """An implementation: the op as autograd sees it."""
+
+    def __init__(self, functions: RotaryFunctions):
+        self.functions = functions
 
     def __call__(self, x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, pairing: Pairing) -> Tensor:
-        return _Rotary.apply(x_THd, cos_Tr, sin_Tr, pairing == "adjacent", self.part)  # type: ignore[return-value]
+        return _Rotary.apply(x_THd, cos_Tr, sin_Tr, pairing == "adjacent", self.functions)
 
 
 class _Rotary(torch.autograd.Function):
-    """The pairs are read as the checkpoint has them and written as halves; the gradient comes in halves and leaves as the checkpoint's pairs."""
+    """The pairs are read as the checkpoint has them and written as halves; the gradient comes in halves and
+    leaves as the checkpoint's pairs."""
 
     @staticmethod
-    def forward(ctx: Any, x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, adjacent: bool, part: ModuleType) -> Tensor:  # type: ignore[override]
+    def forward(
+        ctx: Any, x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, adjacent: bool, functions: RotaryFunctions
+    ) -> Tensor:
         ctx.save_for_backward(cos_Tr, sin_Tr)
-        ctx.adjacent, ctx.part = adjacent, part
-        return _rotated(part, x_THd, cos_Tr, sin_Tr, 1.0, adjacent, False)
+        ctx.adjacent, ctx.functions = adjacent, functions
+        return _rotated(functions, x_THd, cos_Tr, sin_Tr, 1.0, adjacent, False)
 
     @staticmethod
-    def backward(ctx: Any, dy_THd: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy_THd: Tensor) -> tuple[Tensor, None, None, None, None]:
         cos_Tr, sin_Tr = ctx.saved_tensors
-        return _rotated(ctx.part, dy_THd, cos_Tr, sin_Tr, -1.0, False, ctx.adjacent), None, None, None, None
+        dx_THd = _rotated(ctx.functions, dy_THd, cos_Tr, sin_Tr, -1.0, False, ctx.adjacent)
+        return dx_THd, None, None, None, None
 
 
-def _rotated(part: ModuleType, x: Tensor, cos: Tensor, sin: Tensor, sign: float, read_adjacent: bool, write_adjacent: bool) -> Tensor:
+def _rotated(
+    functions: RotaryFunctions,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    sign: float,
+    read_adjacent: bool,
+    write_adjacent: bool,
+) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.stride(-1) != 1:
         x = x.contiguous()
-    part.rotate(x, cos, sin, sign, read_adjacent, write_adjacent, y)
+    functions.rotate(x, cos, sin, sign, read_adjacent, write_adjacent, y)
     return y
 
 
@@ -71,7 +103,7 @@ def _case(tokens: int, heads: int, cuda_tokens: int) -> Case:
     """Kimi's q, 64 of 192 elements rotated at half the width; a GPU gets more tokens."""
     width, rotated, pairing = 96, 32, "adjacent"
 
-    def inputs(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[Any, ...]:
+    def inputs(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Arguments:
         here = cuda_tokens if device.type == "cuda" else tokens
         x = torch.randn((here, heads, width), generator=generator).to(device, dtype).requires_grad_()
         angle = (torch.rand((here, rotated // 2), generator=generator) * 6.28).to(device)
@@ -83,11 +115,11 @@ def _case(tokens: int, heads: int, cuda_tokens: int) -> Case:
 
 OP = Op(
     name="rotary",
-    reference=Rotary(reference),  # type: ignore[arg-type]
-    candidates={
-        **wrapped("unfreeze.kernels.rotary", Rotary),
-    },
-    # torch.compile takes sizes that are equal at first for one: 20 tokens, 12 heads and 16 pairs, or it compiles anew for the next case
+    reference=Rotary(reference),
+    candidates={**of_modules("unfreeze.kernels.rotary", Rotary, "4 bytes a number, the reference 40")},
+    # torch.compile takes sizes that are equal at first for one: 20 tokens, 12 heads and 16 pairs, or it
+    # compiles anew for the next case
     cases=(_case(20, 12, 20), _case(2048, 16, 2048), _case(1024, 64, 8192)),
-    tolerance={torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3},  # one rounding, 2^-8 at most in bf16
+    # one rounding, 2^-8 at most in bf16
+    tolerance={torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3},
 )

@@ -1,4 +1,5 @@
-"""The rotation on CPU as one loop over tokens. rotate() as in reference.py, float32 and bf16; x and y [T, H, d] with last stride 1."""
+"""The rotation on CPU as one loop over tokens. rotate() as in reference.py, float32 and bf16; x and y [T, H,
+d] with last stride 1."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ def _head(x, x_token, x_head, y, token, head, heads, width, begin):
 @numba.njit(inline="always")
 def _turned(a, b, cos, sin, sign):
     u, v, sine = widen(a), widen(b), np.float32(sin * sign)
-    first, second = np.float32(np.float32(u * cos) - np.float32(v * sine)), np.float32(np.float32(v * cos) + np.float32(u * sine))
+    first, second = (
+        np.float32(np.float32(u * cos) - np.float32(v * sine)),
+        np.float32(np.float32(v * cos) + np.float32(u * sine)),
+    )
     return narrow(first, a), narrow(second, a)
 
 
@@ -67,10 +71,22 @@ def _halves_to_adjacent(x, x_token, x_head, cos, sin, sign, y, tokens, heads, wi
                 pair[2 * i], pair[2 * i + 1] = _turned(a[i], b[i], c[i], s[i], sign)
 
 
-_LOOPS = {(False, False): _halves_to_halves, (True, False): _adjacent_to_halves, (False, True): _halves_to_adjacent}
+_LOOPS = {
+    (False, False): _halves_to_halves,
+    (True, False): _adjacent_to_halves,
+    (False, True): _halves_to_adjacent,
+}
 
 
-def rotate(x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, sign: float, read_adjacent: bool, write_adjacent: bool, y_THd: Tensor) -> None:
+def rotate(
+    x_THd: Tensor,
+    cos_Tr: Tensor,
+    sin_Tr: Tensor,
+    sign: float,
+    read_adjacent: bool,
+    write_adjacent: bool,
+    y_THd: Tensor,
+) -> None:
     """y contiguous."""
     tokens, heads, width = x_THd.shape
     if not x_THd.numel():
@@ -79,6 +95,15 @@ def rotate(x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, sign: float, read_adja
     x = array(x_THd.detach().as_strided((extent,), (1,)))
     loop = _LOOPS[read_adjacent, write_adjacent]
     loop(
-        x_THd.numel(), x, x_THd.stride(0), x_THd.stride(1), array(cos_Tr.contiguous()), array(sin_Tr.contiguous()), np.float32(sign),
-        array(y_THd.view(-1)), tokens, heads, width,
-    )  # fmt: skip
+        x_THd.numel(),
+        x,
+        x_THd.stride(0),
+        x_THd.stride(1),
+        array(cos_Tr.contiguous()),
+        array(sin_Tr.contiguous()),
+        np.float32(sign),
+        array(y_THd.view(-1)),
+        tokens,
+        heads,
+        width,
+    )

@@ -1,4 +1,5 @@
-"""The rotation in plain torch: the oracle, and what runs where no faster candidate is proven. T tokens, H heads, d head width, r = R/2 pairs."""
+"""The rotation in plain torch: the oracle, and what runs where no faster candidate is proven. T tokens, H
+heads, d head width, r = R/2 pairs."""
 
 from __future__ import annotations
 
@@ -6,10 +7,20 @@ import torch
 from torch import Tensor
 
 
-def rotate(x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, sign: float, read_adjacent: bool, write_adjacent: bool, y_THd: Tensor) -> None:
-    """y = [x's first d - R elements | (a cos - b sin, b cos + a sin)], with sin times sign, in float32 (float64 for float64), rounded once.
+def rotate(
+    x_THd: Tensor,
+    cos_Tr: Tensor,
+    sin_Tr: Tensor,
+    sign: float,
+    read_adjacent: bool,
+    write_adjacent: bool,
+    y_THd: Tensor,
+) -> None:
+    """y = [x's first d - R elements | (a cos - b sin, b cos + a sin)], with sin times sign, in float32
+    (float64 for float64), rounded once.
 
-    The pairs (a, b) are elements (i, i + r) of the last R, or (2i, 2i + 1) where adjacent; read from x one way, written to y one way.
+    The pairs (a, b) are elements (i, i + r) of the last R, or (2i, 2i + 1) where adjacent; read from x one
+    way, written to y one way.
     """
     begin = x_THd.shape[-1] - 2 * cos_Tr.shape[-1]
     wide = torch.promote_types(x_THd.dtype, torch.float32)

@@ -1,7 +1,9 @@
-"""SwiGLU on CPU as one loop per function, a row at a time while it is in cache. Functions as in reference.py, float32 and bf16.
+"""SwiGLU on CPU as one loop per function, a row at a time while it is in cache.
 
-Arrays go in flat with the stride of their rows: of a strided 2-D array numba doesn't know that a row's elements lie side by side, and one
-compilation serves contiguous and strided tensors.
+Functions as in reference.py, float32 and bf16.
+
+Arrays go in flat with the stride of their rows: of a strided 2-D array numba doesn't know that a row's
+elements lie side by side, and one compilation serves contiguous and strided tensors.
 """
 
 from __future__ import annotations
@@ -10,18 +12,20 @@ import numpy as np
 from numba import prange
 from torch import Tensor
 
-from unfreeze.kernels.loops.numba_options import Kernel, flat_rows, narrow, sigmoid, widen
+from unfreeze.kernels.loops.numba_options import ONE, Kernel, flat_rows, narrow, sigmoid, widen
 from unfreeze.kernels.swiglu.reference import backward_weighted
 
-__all__ = ["backward", "backward_weighted", "forward"]  # the experts' own loops (expert_mlp/numba_kernels) do the weighted one on a CPU
-
-ONE = np.float32(1.0)
+# the experts' own loops (expert_mlp/numba_kernels) do the weighted one on a CPU
+__all__ = ["backward", "backward_weighted", "forward"]
 
 
 @Kernel
 def _forward(gate, gate_stride, up, up_stride, h, h_stride, rows, width):
     for r in prange(rows):
-        gates, ups = gate[r * gate_stride : r * gate_stride + width], up[r * up_stride : r * up_stride + width]
+        gates, ups = (
+            gate[r * gate_stride : r * gate_stride + width],
+            up[r * up_stride : r * up_stride + width],
+        )
         target = h[r * h_stride : r * h_stride + width]
         for i in range(width):
             g = widen(gates[i])
@@ -29,11 +33,19 @@ def _forward(gate, gate_stride, up, up_stride, h, h_stride, rows, width):
 
 
 @Kernel
-def _backward(dh, dh_stride, gate, gate_stride, up, up_stride, dgate, dgate_stride, dup, dup_stride, rows, width):
+def _backward(
+    dh, dh_stride, gate, gate_stride, up, up_stride, dgate, dgate_stride, dup, dup_stride, rows, width
+):
     for r in prange(rows):
         grads = dh[r * dh_stride : r * dh_stride + width]
-        gates, ups = gate[r * gate_stride : r * gate_stride + width], up[r * up_stride : r * up_stride + width]
-        dgates, dups = dgate[r * dgate_stride : r * dgate_stride + width], dup[r * dup_stride : r * dup_stride + width]
+        gates, ups = (
+            gate[r * gate_stride : r * gate_stride + width],
+            up[r * up_stride : r * up_stride + width],
+        )
+        dgates, dups = (
+            dgate[r * dgate_stride : r * dgate_stride + width],
+            dup[r * dup_stride : r * dup_stride + width],
+        )
         for i in range(width):
             g, d = widen(gates[i]), widen(grads[i])
             s = sigmoid(g)
@@ -50,4 +62,13 @@ def forward(gate: Tensor, up: Tensor, h: Tensor) -> None:
 
 def backward(dh: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
     rows, width = gate.shape
-    _backward(gate.numel(), *flat_rows(dh), *flat_rows(gate), *flat_rows(up), *flat_rows(dgate), *flat_rows(dup), rows, width)
+    _backward(
+        gate.numel(),
+        *flat_rows(dh),
+        *flat_rows(gate),
+        *flat_rows(up),
+        *flat_rows(dgate),
+        *flat_rows(dup),
+        rows,
+        width,
+    )

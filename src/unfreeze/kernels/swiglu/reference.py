@@ -1,6 +1,8 @@
-"""SwiGLU in plain torch: the oracle, and what runs where no faster candidate is proven. n rows, I intermediate width.
+"""SwiGLU in plain torch: the oracle, and what runs where no faster candidate is proven. n rows, I
+intermediate width.
 
-gate and up are [n, I] with any row stride, so that the halves of a stacked [n, 2I] are given as they lie. Results go into memory of the caller.
+gate and up are [n, I] with any row stride, so that the halves of a stacked [n, 2I] are given as they lie.
+Results go into memory of the caller.
 """
 
 from __future__ import annotations
@@ -16,17 +18,27 @@ def forward(gate: Tensor, up: Tensor, h: Tensor) -> None:
 
 
 def backward(dh: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
-    """dgate = dh · up · silu'(gate), dup = dh · silu(gate), with silu'(g) = s + silu(g) (1 - s), s = sigmoid(g)."""
+    """dgate = dh · up · silu'(gate), dup = dh · silu(gate), with silu'(g) = s + silu(g) (1 - s), s =
+    sigmoid(g)."""
     torch.mul(F.silu(gate), dh, out=dup)
     dgate.copy_(torch.ops.aten.silu_backward(dh * up, gate))
 
 
 def backward_weighted(
-    dh: Tensor, gate: Tensor, up: Tensor, weight_n: Tensor, weighted: Tensor, dgate: Tensor, dup: Tensor, score_n: Tensor
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    weight_n: Tensor,
+    weighted: Tensor,
+    dgate: Tensor,
+    dup: Tensor,
+    score_n: Tensor,
 ) -> None:
-    """`backward` of rows whose h is multiplied by weight w *after* the next projection, from the unweighted dh; and what that w needs:
+    """`backward` of rows whose h is multiplied by weight w *after* the next projection, from the unweighted
+    dh; and what that w needs:
 
-    weighted = w h (what the gradient of the next projection multiplies), dgate and dup times w, score = <dh, h> (the gradient of w). In float32.
+    weighted = w h (what the gradient of the next projection multiplies), dgate and dup times w, score = <dh,
+    h> (the gradient of w). In float32.
     """
     wide, grad, weight_n1 = _wide(gate), _wide(dh), weight_n[:, None]
     silu = F.silu(wide)

@@ -1,6 +1,7 @@
 """SwiGLU on CUDA: one program per row walks over its columns. Functions as in reference.py.
 
-n rows, I columns. Each pointer comes with the stride of its rows, so that halves of a stacked matrix and blocks of a wider buffer need no copy.
+n rows, I columns. Each pointer comes with the stride of its rows, so that halves of a stacked matrix and
+blocks of a wider buffer need no copy.
 """
 
 # A launch takes numbers for constexpr parameters, and num_warps, which the kernel's own signature doesn't say
@@ -26,10 +27,24 @@ def _forward(gate, up, h, gate_stride, up_stride, h_stride, width, BLOCK: tl.con
 
 @triton.jit
 def _backward(
-    dh, gate, up, weight, weighted, dgate, dup, score,
-    dh_stride, gate_stride, up_stride, weighted_stride, dgate_stride, dup_stride, width,
-    WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dh,
+    gate,
+    up,
+    weight,
+    weighted,
+    dgate,
+    dup,
+    score,
+    dh_stride,
+    gate_stride,
+    up_stride,
+    weighted_stride,
+    dgate_stride,
+    dup_stride,
+    width,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     w = 1.0
     if WEIGHTED:
@@ -46,7 +61,9 @@ def _backward(
         if WEIGHTED:
             h = silu * u
             total += d * h
-            tl.store(weighted + row * weighted_stride + column, (w * h).to(weighted.dtype.element_ty), mask=inside)
+            tl.store(
+                weighted + row * weighted_stride + column, (w * h).to(weighted.dtype.element_ty), mask=inside
+            )
             d = w * d
         slope = sigmoid + silu * (1.0 - sigmoid)
         tl.store(dgate + row * dgate_stride + column, (d * u * slope).to(dgate.dtype.element_ty), mask=inside)
@@ -59,7 +76,9 @@ def forward(gate: Tensor, up: Tensor, h: Tensor) -> None:
     rows, width = gate.shape
     if gate.numel():
         block = min(power_of_two(width), 2048)
-        _forward[(rows, triton.cdiv(width, block))](gate, up, h, gate.stride(0), up.stride(0), h.stride(0), width, BLOCK=block)
+        _forward[(rows, triton.cdiv(width, block))](
+            gate, up, h, gate.stride(0), up.stride(0), h.stride(0), width, BLOCK=block
+        )
 
 
 def backward(dh: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
@@ -67,19 +86,44 @@ def backward(dh: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -
 
 
 def backward_weighted(
-    dh: Tensor, gate: Tensor, up: Tensor, weight_n: Tensor, weighted: Tensor, dgate: Tensor, dup: Tensor, score_n: Tensor
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    weight_n: Tensor,
+    weighted: Tensor,
+    dgate: Tensor,
+    dup: Tensor,
+    score_n: Tensor,
 ) -> None:
     """weight_n and score_n float32, contiguous."""
     _launch(dh, gate, up, weight_n, weighted, dgate, dup, score_n)
 
 
-def _launch(dh: Tensor, gate: Tensor, up: Tensor, weight: Tensor | None, weighted: Tensor, dgate: Tensor, dup: Tensor, score: Tensor | None) -> None:
+def _launch(
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    weight: Tensor | None,
+    weighted: Tensor,
+    dgate: Tensor,
+    dup: Tensor,
+    score: Tensor | None,
+) -> None:
     rows, width = gate.shape
     if not rows:
         return
     tensors = (dh, gate, up, weighted, dgate, dup)
     _backward[(rows,)](
-        dh, gate, up, dh if weight is None else weight, weighted, dgate, dup, dh if score is None else score,
-        *(tensor.stride(0) for tensor in tensors), width,
-        WEIGHTED=weight is not None, BLOCK=min(power_of_two(width), 1024),
-    )  # fmt: skip
+        dh,
+        gate,
+        up,
+        dh if weight is None else weight,
+        weighted,
+        dgate,
+        dup,
+        dh if score is None else score,
+        *(tensor.stride(0) for tensor in tensors),
+        width,
+        WEIGHTED=weight is not None,
+        BLOCK=min(power_of_two(width), 1024),
+    )

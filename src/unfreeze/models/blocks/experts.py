@@ -5,24 +5,37 @@ T tokens, K experts per token, E experts, D model width, I expert width.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from unfreeze.kernels.expert_mlp import ExpertFactors, Kept, expert_mlp
+from unfreeze.kernels.expert_mlp import ExpertFactors, adapter_columns, expert_mlp, workspace_bytes
+from unfreeze.kernels.recompute import Reuse
+from unfreeze.models.blocks.bytes import Bytes
 from unfreeze.models.blocks.linear import PackedHolder
 from unfreeze.quant.codec import Codec, Packed
 
+UNEVEN = 1.25  # rows of the fullest group of experts over the mean group's
+
 
 class ExpertWeight(PackedHolder):
-    """One projection of all E experts: `weight` [E, out, in], or the codec's packed parts with a leading E."""
+    """One projection of all E experts: `weight` [E, out, in], or the codec's parts with a leading E."""
 
-    def __init__(self, num_experts: int, in_features: int, out_features: int, *, codec: Codec | None, dtype: Any, device: Any):
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        codec: Codec | None,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ):
         super().__init__()
         self.codec = codec
         if codec is None:
-            self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features, dtype=dtype, device=device))
+            self.weight = nn.Parameter(
+                torch.empty(num_experts, out_features, in_features, dtype=dtype, device=device)
+            )
         else:
             self.register_packed(codec, out_features, in_features, (num_experts,), device)
 
@@ -31,21 +44,60 @@ class ExpertWeight(PackedHolder):
 
 
 class Experts(nn.Module):
-    """E SwiGLU experts. gate and up are stacked on the output dimension, gate first: gate_up_proj [E, 2I, D], down_proj [E, D, I].
+    """E SwiGLU experts: gate_up_proj [E, 2I, D], down_proj [E, D, I].
 
-    `adapter` is None or a module whose `factors()` gives the low-rank factors of every expert (see kernels/expert_mlp).
+    gate and up are stacked on the output dimension, gate first.
+    `adapter` is None or a module whose `factors()` gives the low-rank factors of every expert (see
+    kernels/expert_mlp).
     """
 
-    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, *, codec: Codec | None, dtype: Any, device: Any):
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        codec: Codec | None,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ):
         super().__init__()
-        self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size
-        make: dict[str, Any] = {"codec": codec, "dtype": dtype, "device": device}
-        self.gate_up_proj = ExpertWeight(num_experts, hidden_size, 2 * intermediate_size, **make)
-        self.down_proj = ExpertWeight(num_experts, intermediate_size, hidden_size, **make)
+        self.num_experts = num_experts
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
+
+        def stacked(in_features: int, out_features: int) -> ExpertWeight:
+            return ExpertWeight(
+                num_experts, in_features, out_features, codec=codec, dtype=dtype, device=device
+            )
+
+        self.gate_up_proj = stacked(hidden_size, 2 * intermediate_size)
+        self.down_proj = stacked(intermediate_size, hidden_size)
         self.adapter: nn.Module | None = None
         self.impl = "auto"
 
-    def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, kept: Kept | None = None) -> Tensor:
+    def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, reuse: Reuse | None = None) -> Tensor:
         factors: ExpertFactors | None = None if self.adapter is None else self.adapter.factors()  # type: ignore[operator]
         base = (self.gate_up_proj.value(), self.down_proj.value())
-        return expert_mlp(x_TD, ids_TK, weights_TK, *base, factors, impl=self.impl, kept=kept)  # type: ignore[arg-type]
+        return expert_mlp(x_TD, ids_TK, weights_TK, *base, factors, impl=self.impl, reuse=reuse)  # type: ignore[arg-type]
+
+    def bytes(self, per_token: int, dtype: torch.dtype, device: str) -> Bytes:
+        """What K = `per_token` rows of each token need, and the expert op's scratch.
+
+        peak       gate and up of each row, 2 I; the float32 sums y and dx of a token, D each. On CUDA
+                   backward holds more of the rows of the experts at work: three of width D (dy, dx, dx
+                   gathered) and 4 I (dh, the weighted h, gradients of gate and up). All experts work at
+                   once, or 1/G of them in each of G groups, whose fullest has UNEVEN times its share
+        expensive  gate and up of each row, and an eighth for padding
+        """
+        K, D, I, size = per_token, self.hidden_size, self.intermediate_size, dtype.itemsize
+        gate_up = K * 2 * I * size
+        sizes = (self.num_experts, D, I)
+        groups = -(-self.num_experts * 3 * D * I * size // workspace_bytes(*sizes, dtype, device))
+        share = min(1.0, UNEVEN / groups) if groups > 1 else 1.0
+        of_rows = int(K * size * (3 * D + 4 * I) * share) if device == "cuda" else 0
+        return Bytes(
+            peak=gate_up + 8 * D + of_rows,
+            expensive=gate_up * 9 // 8,
+            scratch=workspace_bytes(*sizes, dtype, device),
+            scratch_per_rank=adapter_columns(*sizes),
+        )

@@ -5,34 +5,50 @@ T rows, in/out features.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from unfreeze.checkpoint.tensors import TORCH_DTYPE
 from unfreeze.kernels.dense_mlp import Projection
-from unfreeze.kernels.few_rows import few_rows_linear, is_few
 from unfreeze.kernels.int4_expand import expand
+from unfreeze.kernels.recompute import Reuse
+from unfreeze.kernels.skinny_linear import is_skinny, skinny_linear
+from unfreeze.models.blocks.bytes import Block, Bytes
+from unfreeze.models.blocks.saved import Skip
 from unfreeze.quant.codec import Codec, Packed
-
-Kept = Callable[[Callable[[], Any]], Any]
 
 
 class PackedHolder(nn.Module):
-    """Registers the parts of a packed weight as buffers (`weight_packed`, `weight_scale`), optionally stacked over E experts."""
+    """Registers the parts of a packed weight as buffers, optionally stacked over E experts.
+
+    The buffers are named by the codec's suffixes.
+    """
 
     codec: Codec | None
 
-    def register_packed(self, codec: Codec, out_features: int, in_features: int, lead: tuple[int, ...] = (), device: Any = None) -> None:
+    def register_packed(
+        self,
+        codec: Codec,
+        out_features: int,
+        in_features: int,
+        leading: tuple[int, ...] = (),
+        device: torch.device | str | None = None,
+    ) -> None:
         for suffix, (dtype, shape) in codec.parts(out_features, in_features).items():
-            self.register_buffer(suffix, torch.empty(*lead, *shape, dtype=dtype, device=device))
+            self.register_buffer(
+                suffix, torch.empty(*leading, *shape, dtype=TORCH_DTYPE[dtype], device=device)
+            )
 
     @property
     def packed(self) -> Packed:
         assert self.codec is not None
-        return Packed(self.codec, {suffix: getattr(self, suffix) for suffix in self.codec.suffixes if hasattr(self, suffix)})
+        return Packed(
+            self.codec,
+            {suffix: getattr(self, suffix) for suffix in self.codec.suffixes if hasattr(self, suffix)},
+        )
 
 
 class _PackedLinear(torch.autograd.Function):
@@ -48,16 +64,33 @@ class _PackedLinear(torch.autograd.Function):
         return dy_TO @ _expanded(ctx.packed, dy_TO), None
 
 
-class _KeptLinear(torch.autograd.Function):
-    """y = x Wᵀ + b, where `kept` keeps y at a layer's first visit and gives it back at the second: no GEMM then, gradients the same to the bit.
-    What `kept` leaves out at the second visit (None) is zeros."""
+def _matrix(weight: Tensor | None, packed: Packed | None, x_TI: Tensor) -> Tensor:
+    """W as a tensor: `weight` itself, or what `packed` expands to in x's dtype."""
+    if weight is not None:
+        return weight
+    assert packed is not None  # a linear layer has one of the two
+    return _expanded(packed, x_TI)
+
+
+class _ReusedLinear(torch.autograd.Function):
+    """y = x Wᵀ + b, where a layer's second visit reuses y: no GEMM then, gradients the same to the bit.
+
+    Zeros where `reuse` gives None at the second visit: nobody reads y there.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_TI: Tensor, weight: Tensor | None, bias: Tensor | None, packed: Packed | None, kept: Kept) -> Tensor:  # type: ignore[override]
+    def forward(
+        ctx: Any,
+        x_TI: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        packed: Packed | None,
+        reuse: Reuse | Skip,
+    ) -> Tensor:  # type: ignore[override]
         ctx.packed = packed
         ctx.save_for_backward(x_TI if ctx.needs_input_grad[1] else None, weight)
-        y_TO = kept(lambda: F.linear(x_TI, _expanded(packed, x_TI) if weight is None and packed is not None else weight, bias))  # type: ignore[arg-type]
-        if y_TO is None:  # nobody reads it
+        y_TO = reuse(lambda: F.linear(x_TI, _matrix(weight, packed, x_TI), bias))
+        if y_TO is None:
             shape = (*x_TI.shape[:-1], (weight if weight is not None else packed).shape[-2])  # type: ignore[union-attr]
             return x_TI.new_zeros(shape)
         return y_TO
@@ -65,7 +98,11 @@ class _KeptLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x_TI, weight = ctx.saved_tensors
-        dx = dy_TO @ (_expanded(ctx.packed, dy_TO) if weight is None else weight) if ctx.needs_input_grad[0] else None
+        dx = (
+            dy_TO @ (_expanded(ctx.packed, dy_TO) if weight is None else weight)
+            if ctx.needs_input_grad[0]
+            else None
+        )
         dw = dy_TO.t() @ x_TI if ctx.needs_input_grad[1] else None
         return dx, dw, dy_TO.sum(0) if ctx.needs_input_grad[2] else None, None, None
 
@@ -75,15 +112,27 @@ def _expanded(packed: Packed, like: Tensor) -> Tensor:
     return expand(packed, None, out)
 
 
-class Linear(PackedHolder):
+class Linear(PackedHolder, Block):
     """y = x Wᵀ + b (+ adapter(x)).
 
-    x [T, in] -> y [T, out]. `codec` None: W is a parameter `weight` [out, in]; otherwise W stays packed in buffers and is expanded at use.
-    `kept` keeps x Wᵀ + b at a layer's first visit for the second (PackedPass.products); what an adapter adds is computed again.
-    `adapter` is None or a module (x [T, in], y [T, out]) -> y + what it adds; it is set by adapters.attach and by nothing else.
+    x [T, in] -> y [T, out]. `codec` None: W is a parameter `weight` [out, in]; otherwise W stays packed in
+    buffers and is expanded at use.
+    `reuse`: where the layer is recomputed, x Wᵀ + b of its first visit is reused at the second
+    (PackedPass.reuse_linear). What an adapter adds is computed again.
+    `adapter` is None or a module (x [T, in], y [T, out]) -> y + what it adds; it is set by adapters.attach
+    and by nothing else.
     """
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, codec: Codec | None = None, dtype: Any, device: Any):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        codec: Codec | None = None,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ):
         super().__init__()
         self.in_features, self.out_features, self.codec = in_features, out_features, codec
         if codec is None:
@@ -93,12 +142,12 @@ class Linear(PackedHolder):
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
         self.adapter: nn.Module | None = None
 
-    def forward(self, x_TI: Tensor, kept: Kept | None = None) -> Tensor:
-        if kept is not None:
+    def forward(self, x_TI: Tensor, reuse: Reuse | Skip | None = None) -> Tensor:
+        if reuse is not None:
             weight, packed = (self.weight, None) if self.codec is None else (None, self.packed)
-            y_TO = _KeptLinear.apply(x_TI, weight, self.bias, packed, kept)
+            y_TO = _ReusedLinear.apply(x_TI, weight, self.bias, packed, reuse)
         elif self.codec is None:
-            linear = few_rows_linear if is_few(x_TI, self.weight) else F.linear
+            linear = skinny_linear if is_skinny(x_TI, self.weight) else F.linear
             y_TO = linear(x_TI, self.weight, self.bias)
         else:
             y_TO = _PackedLinear.apply(x_TI, self.packed)
@@ -106,15 +155,25 @@ class Linear(PackedHolder):
                 y_TO = y_TO + self.bias
         return y_TO if self.adapter is None else self.adapter(x_TI, y_TO)
 
+    def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
+        """Its output, and as much again for the output's gradient or an activation's result."""
+        return Bytes(peak=2 * self.out_features * dtype.itemsize)
+
     def projection(self) -> Projection | None:
-        """This layer as tensors, for an op that holds several (kernels/dense_mlp); None where W is packed: it is expanded outside of any graph."""
+        """This layer as tensors, for an op made of several layers (kernels/dense_mlp).
+
+        None where W is packed: it is expanded outside of any graph.
+        """
         if self.codec is not None:
             return None
         factors = () if self.adapter is None else self.adapter.factors()  # type: ignore[operator]
         return Projection(self.weight, self.bias, *factors)
 
     def matrix(self) -> Tensor:
-        """W [out, in] for reading, without bias and adapter: the parameter itself, or the packed weight expanded to bf16, its own precision."""
+        """W [out, in] for reading, without bias and adapter.
+
+        The parameter itself, or the packed weight expanded to bf16, its own precision.
+        """
         return self.weight if self.codec is None else self.packed.dequantize()
 
     def extra_repr(self) -> str:

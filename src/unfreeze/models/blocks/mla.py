@@ -1,7 +1,10 @@
-"""Multi-head latent attention (DeepSeek-V2/V3, Kimi-K2): keys and values are expanded from one small latent per token, and only it is cached.
+"""Multi-head latent attention (MLA; DeepSeek-V2/V3, Kimi-K2).
 
-T tokens, S sequences (one new token each), N cached positions, D model width, H heads, R adapter rank, c latent width (kv_lora_rank),
-n/r/v widths of a head without position, with position, and of its value, d = n + r.
+Keys and values are expanded from one small latent per token, and only the latent is cached.
+
+T tokens, S sequences (one new token each), N cached positions, D model width, H heads, R adapter rank.
+c latent width (kv_lora_rank); n, r, v widths of a head's part without position, its part with position and
+its value; d = n + r.
 """
 
 from __future__ import annotations
@@ -10,71 +13,136 @@ import functools
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from unfreeze.kernels.rotary import Pairing, rotary
+from unfreeze.models.blocks.attention import attention_output
+from unfreeze.models.blocks.bytes import Block, Bytes, total
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.passes import Pass
 
 
-class MLA(nn.Module):
-    """q = [q_nope | rotate(q_rope)], k = [kv_b(latent).nope | rotate(k_rope), shared by all heads], v = kv_b(latent).value.
+class MLA(Block):
+    """q = [q_nope | rotate(q_rope)]
+    k = [kv_b(latent).nope | rotate(k_rope)], k_rope shared by all heads
+    v = kv_b(latent).value,  where latent = norm(kv_a(x)[:c]) and k_rope = kv_a(x)[c:].
 
-    latent = norm(kv_a(x)[:c]), k_rope = kv_a(x)[c:]. The query goes through its own low-rank pair (q_a, q_b) or through q_proj where the
-    checkpoint has no q_lora_rank. `pairs`: which elements rotate together, adjacent ones in the releases.
-    `scale` holds YaRN's temperature. Source: arXiv:2405.04434, 2.1.
+    The query goes through its own low-rank pair (q_a, q_b), or through q_proj where the checkpoint has no
+    q_lora_rank. `pairs`: which elements rotate together, adjacent ones in the releases. `scale` holds YaRN's
+    temperature. Source: arXiv:2405.04434, 2.1.
     """
 
     def __init__(
-        self, layer: int, *, num_heads: int, nope: int, rope: int, value: int, scale: float, kv_a_proj_with_mqa: Linear,
-        kv_a_layernorm: RMSNorm, kv_b_proj: Linear, o_proj: Linear, q_proj: Linear | None = None, q_a_proj: Linear | None = None,
-        q_a_layernorm: RMSNorm | None = None, q_b_proj: Linear | None = None, pairs: Pairing = "adjacent",
-    ):  # fmt: skip
+        self,
+        layer: int,
+        *,
+        num_heads: int,
+        nope: int,
+        rope: int,
+        value: int,
+        scale: float,
+        kv_a_proj_with_mqa: Linear,
+        kv_a_layernorm: RMSNorm,
+        kv_b_proj: Linear,
+        o_proj: Linear,
+        q_proj: Linear | None = None,
+        q_a_proj: Linear | None = None,
+        q_a_layernorm: RMSNorm | None = None,
+        q_b_proj: Linear | None = None,
+        pairs: Pairing = "adjacent",
+    ):
         super().__init__()
         self.pairs: Pairing = pairs
-        self.layer, self.num_heads, self.nope, self.rope, self.value, self.scale = layer, num_heads, nope, rope, value, scale
-        self.q_proj, self.q_a_proj, self.q_a_layernorm, self.q_b_proj = q_proj, q_a_proj, q_a_layernorm, q_b_proj
-        self.kv_a_proj_with_mqa, self.kv_a_layernorm, self.kv_b_proj, self.o_proj = kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj, o_proj
+        self.layer, self.num_heads, self.scale = layer, num_heads, scale
+        self.nope, self.rope, self.value = nope, rope, value
+        self.q_proj, self.q_a_proj = q_proj, q_a_proj
+        self.q_a_layernorm, self.q_b_proj = q_a_layernorm, q_b_proj
+        self.kv_a_proj_with_mqa, self.kv_a_layernorm = kv_a_proj_with_mqa, kv_a_layernorm
+        self.kv_b_proj, self.o_proj = kv_b_proj, o_proj
 
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
-        q_THd = rotary(self._query(x_TD).unflatten(-1, (self.num_heads, -1)), run.cos_Tr, run.sin_Tr, self.pairs)  # its last r elements
-        latent_Tc, k_rope_Tr = self.kv_a_proj_with_mqa(x_TD).split((self.kv_b_proj.in_features, self.rope), dim=-1)
+        # the query; only its last r elements rotate
+        q_THd = self._query(x_TD).unflatten(-1, (self.num_heads, -1))
+        q_THd = rotary(q_THd, run.cos_Tr, run.sin_Tr, self.pairs)
+
+        # what is cached: the latent and one rotary key for all heads
+        latent_Tc, k_rope_Tr = self.kv_a_proj_with_mqa(x_TD).split(
+            (self.kv_b_proj.in_features, self.rope), dim=-1
+        )
         k_rope_Tr = rotary(k_rope_Tr[:, None], run.cos_Tr, run.sin_Tr, self.pairs)[:, 0]
         (latent,) = run.remember(self.layer, torch.cat((self.kv_a_layernorm(latent_Tc), k_rope_Tr), dim=-1))
+
         attend = self.expanded if run.latent == "expanded" else self.absorbed
         return self.o_proj(attend(q_THd, latent, run).flatten(1))
 
     def expanded(self, q_THd: Tensor, latent_TC: Tensor, run: Pass) -> Tensor:
         """Keys and values of every token are made from its latent, C = [c | r], once. -> [T, H, v]."""
         latent_Tc, k_rope_Tr = latent_TC.split((self.kv_b_proj.in_features, self.rope), dim=-1)
-        k_nope, v = self.kv_b_proj(latent_Tc).unflatten(-1, (self.num_heads, -1)).split((self.nope, self.value), dim=-1)
+        k_nope, v = (
+            self.kv_b_proj(latent_Tc)
+            .unflatten(-1, (self.num_heads, -1))
+            .split((self.nope, self.value), dim=-1)
+        )
         k = torch.cat((k_nope, k_rope_Tr[:, None].expand(-1, self.num_heads, -1)), dim=-1)
         return run.attend(q_THd, k, v, self.scale)
 
     def absorbed(self, q_SHd: Tensor, latent_SNC: Tensor, run: Pass) -> Tensor:
-        """The same for one query per sequence, in the space of the latents: q · (W_k latent) = (W_kᵀ q) · latent, Σ p (W_v latent) = W_v Σ p latent.
+        """The same for one query per sequence, in the space of the latents. -> [S, H, v].
 
-        kv_b_proj then meets one token per sequence instead of the whole cache, and all heads ask the same N keys, C wide; the latents are the
-        values too (the last r columns of the result, of the rotary keys, are dropped). An adapter is a second product, B (A latent), never merged.
-        -> [S, H, v]. Source: arXiv:2405.04434, 2.1.2.
+            q · (W_k latent) = (W_kᵀ q) · latent,      Σ p (W_v latent) = W_v Σ p latent
+
+        kv_b_proj is applied to one token per sequence instead of the whole cache. All heads share the same N
+        keys, C wide. The latents are the values too; the last r columns of the result belong to the rotary
+        keys and are dropped. An adapter is a second product, B (A latent), never merged.
+        Source: arXiv:2405.04434, 2.1.2.
         """
         q_nope_SHn, q_rope_SHr = q_SHd.split((self.nope, self.rope), dim=-1)
-        # CPU: its bf16 products of one row convert the weight anyway; in float32 the query is rounded once. 36 against 79 us for [16, 64, 128]
+        # On a CPU a bf16 product of one row converts the weight anyway. In float32 it takes 36 instead of
+        # 79 us for [16, 64, 128], and the query is rounded once.
         dtype = torch.float32 if q_nope_SHn.device.type == "cpu" else q_nope_SHn.dtype
         q_HSn = q_nope_SHn.transpose(0, 1).to(dtype)
-        products = [(out_HOq.to(dtype), None if in_qc is None else in_qc.to(dtype)) for out_HOq, in_qc in self._kv_b()]
+        products = [
+            (out_HOq.to(dtype), None if in_qc is None else in_qc.to(dtype)) for out_HOq, in_qc in self._kv_b()
+        ]
 
-        q_HSc = _total(_right(torch.bmm(q_HSn, out_HOq[:, : self.nope]), in_qc) for out_HOq, in_qc in products)
+        # W_kᵀ q, then attention over the latents
+        q_HSc = _total(
+            _right(torch.bmm(q_HSn, out_HOq[:, : self.nope]), in_qc) for out_HOq, in_qc in products
+        )
         q_SHC = torch.cat((q_HSc.transpose(0, 1).to(q_rope_SHr.dtype), q_rope_SHr), dim=-1)
         kv_SN1C = latent_SNC[:, :, None]
-        o_HSc = run.attend(q_SHC, kv_SN1C, kv_SN1C, self.scale)[..., : self.kv_b_proj.in_features].transpose(0, 1).to(dtype)
-        o_HSv = _total(torch.bmm(_right(o_HSc, None if in_qc is None else in_qc.t()), out_HOq[:, self.nope :].mT) for out_HOq, in_qc in products)
+        o_HSc = (
+            run.attend(q_SHC, kv_SN1C, kv_SN1C, self.scale)[..., : self.kv_b_proj.in_features]
+            .transpose(0, 1)
+            .to(dtype)
+        )
+
+        # W_v Σ p latent
+        o_HSv = _total(
+            torch.bmm(_right(o_HSc, None if in_qc is None else in_qc.t()), out_HOq[:, self.nope :].mT)
+            for out_HOq, in_qc in products
+        )
         return o_HSv.transpose(0, 1).to(q_nope_SHn.dtype)
 
+    def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
+        """Its parts; kept is what attention gives. Outputs of its linear layers are never kept."""
+        query = self.q_b_proj if self.q_proj is None else self.q_proj
+        assert query is not None
+        parts = (
+            *(self.q_proj, self.q_a_proj, self.q_a_layernorm, self.q_b_proj),
+            *(self.kv_a_proj_with_mqa, self.kv_a_layernorm, self.kv_b_proj, self.o_proj),
+        )
+        return total(parts, dtype, device) + Bytes(
+            expensive=attention_output(query.out_features, dtype, device)
+        )
+
     def _kv_b(self) -> list[tuple[Tensor, Tensor | None]]:
-        """kv_b_proj as a sum of products out [H, n+v, q] · in [q, c] (None: the identity): its weight, and its adapter's scale · B and A."""
-        products: list[tuple[Tensor, Tensor | None]] = [(self.kv_b_proj.matrix().unflatten(0, (self.num_heads, -1)), None)]
+        """kv_b_proj as a sum of products out [H, n+v, q] · in [q, c] (None: the identity): its weight, and
+        its adapter's scale · B and A."""
+        products: list[tuple[Tensor, Tensor | None]] = [
+            (self.kv_b_proj.matrix().unflatten(0, (self.num_heads, -1)), None)
+        ]
         if self.kv_b_proj.adapter is not None:
             A_Rc, B_OR, scale = self.kv_b_proj.adapter.factors()  # type: ignore[operator]
             products.append(((B_OR * scale).unflatten(0, (self.num_heads, -1)), A_Rc))

@@ -1,41 +1,56 @@
 """Mixture of experts: a router chooses K of E experts per token; shared experts see every token.
 
-Routing is the same in training and evaluation, runs in fp32, and its weights carry gradients back to the hidden state (and to the router if it
-trains). The router of DeepSeek-V3 chooses with a bias that never enters the weights.
+Routing is the same in training and evaluation, runs in fp32, and its weights carry gradients back to the
+hidden state (and to the router if it trains). The router of DeepSeek-V3 chooses with a bias that never enters
+the weights.
 
 T tokens, D model width, E experts, K experts per token.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from unfreeze.models.blocks.bytes import Block, Bytes
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.mlp import MLP
 from unfreeze.models.blocks.passes import Pass
 
 
 class SigmoidRouter(nn.Module):
-    """DeepSeek-V3's "noaux_tc": s = sigmoid(W x); the K largest of s + bias within the best groups; weights s / Σ s · scale.
+    """DeepSeek-V3's "noaux_tc" routing.
 
-    n_group groups of E/n_group experts; a group's score is the sum of its two largest s + bias; topk_group groups stay.
-    e_score_correction_bias [E] fp32 selects and never weighs. Source: arXiv:2412.19437, 2.1.2.
+    s = sigmoid(W x); the K experts with the largest s + bias within the best groups; weights s / Σ s · scale.
+
+    There are n_group groups of E/n_group experts. A group's score is the sum of its two largest s + bias;
+    the topk_group best groups stay. e_score_correction_bias [E] fp32 selects and never weighs.
+    Source: arXiv:2412.19437, 2.1.2.
     """
 
     e_score_correction_bias: Tensor
 
     def __init__(
-        self, hidden_size: int, num_experts: int, top_k: int, *, n_group: int, topk_group: int, normalize: bool, scale: float,
-        dtype: Any, device: Any,
-    ):  # fmt: skip
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        n_group: int,
+        topk_group: int,
+        normalize: bool,
+        scale: float,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, dtype=dtype, device=device))
-        self.register_buffer("e_score_correction_bias", torch.zeros(num_experts, dtype=torch.float32, device=device))
-        self.top_k, self.n_group, self.topk_group, self.normalize, self.scale = top_k, n_group, topk_group, normalize, scale
+        self.register_buffer(
+            "e_score_correction_bias", torch.zeros(num_experts, dtype=torch.float32, device=device)
+        )
+        self.top_k, self.n_group, self.topk_group = top_k, n_group, topk_group
+        self.normalize, self.scale = normalize, scale
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """The scores [T, E]."""
@@ -58,9 +73,21 @@ class SigmoidRouter(nn.Module):
 
 
 class SoftmaxRouter(nn.Module):
-    """Qwen3-MoE's: p = softmax(W x), the K largest, optionally renormalised to sum to one. Source: the Qwen3 report."""
+    """Qwen3-MoE's: p = softmax(W x), the K largest, optionally renormalised to sum to one.
 
-    def __init__(self, hidden_size: int, num_experts: int, top_k: int, *, normalize: bool, dtype: Any, device: Any):
+    Source: the Qwen3 report.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        normalize: bool,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, dtype=dtype, device=device))
         self.top_k, self.normalize = top_k, normalize
@@ -77,25 +104,35 @@ class SoftmaxRouter(nn.Module):
         return weights_TK / weights_TK.sum(-1, keepdim=True) if self.normalize else weights_TK
 
 
-class MoE(nn.Module):
+class MoE(Block):
     """y = experts(x, ids, weights) (+ shared_experts(x)).
 
-    counts_E (int64) adds up how many tokens each expert was given in forward passes; a recomputation in backward doesn't count again.
-    Whoever reads it resets it (train/step.py, once per optimizer step).
+    counts_E (int64): tokens given to each expert in forward passes; a recomputation does not count again.
+    Its reader resets it (train/step.py, once per optimizer step).
     """
 
     counts_E: Tensor
 
-    def __init__(self, layer: int, *, gate: SigmoidRouter | SoftmaxRouter, experts: Experts, shared_experts: MLP | None):
+    def __init__(
+        self, layer: int, *, gate: SigmoidRouter | SoftmaxRouter, experts: Experts, shared_experts: MLP | None
+    ):
         super().__init__()
         self.layer, self.gate, self.experts, self.shared_experts = layer, gate, experts, shared_experts
-        self.register_buffer("counts_E", torch.zeros(experts.num_experts, dtype=torch.int64), persistent=False)
+        self.register_buffer(
+            "counts_E", torch.zeros(experts.num_experts, dtype=torch.int64), persistent=False
+        )
 
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
         scores_TE = self.gate(x_TD)
-        ids_TK = run.once(lambda: self._choose(scores_TE))  # never top-k again: rounding could choose differently
-        y_TD = self.experts(x_TD, ids_TK, self.gate.weigh(scores_TE, ids_TK), run.kept)
+        # Reused when the layer is recomputed: rounding could choose other experts.
+        ids_TK = run.reuse(lambda: self._choose(scores_TE))
+        y_TD = self.experts(x_TD, ids_TK, self.gate.weigh(scores_TE, ids_TK), run.reuse_expensive)
         return y_TD if self.shared_experts is None else y_TD + self.shared_experts(x_TD, run)
+
+    def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
+        """The experts for K rows of each token, and the shared experts."""
+        routed = self.experts.bytes(self.gate.top_k, dtype, device)
+        return routed if self.shared_experts is None else routed + self.shared_experts.bytes(dtype, device)
 
     def _choose(self, scores_TE: Tensor) -> Tensor:
         ids_TK = self.gate.choose(scores_TE)

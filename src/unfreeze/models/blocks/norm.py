@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from unfreeze.kernels.rms_norm import rms_norm
+from unfreeze.models.blocks.bytes import Block, Bytes
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Block):
     """y = weight · x / sqrt(mean(x²) + eps). x [..., D] -> [..., D]."""
 
-    def __init__(self, size: int, eps: float, *, dtype: Any, device: Any):
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device | str):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
         self.eps = eps
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return rms_norm(x_TD, self.weight, self.eps)
+
+    def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
+        """Two float32 copies of its input."""
+        return Bytes(peak=8 * self.weight.numel())

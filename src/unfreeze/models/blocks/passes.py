@@ -1,8 +1,8 @@
-"""The three ways through a decoder: packed (training, scoring), prefill (packed, and written to the cache)
+"""The three passes through a decoder: packed (training, scoring), prefill (packed, and written to the cache)
 and step (one new token per sequence; also at a fixed width).
 
-A pass is given to every layer. It holds the rotary tables, what attention may look at, and the cache; layers
-don't ask which pass it is.
+Every layer is given the pass. It holds the rotary tables, what attention may look at, and the cache. A layer
+does not ask which pass it is.
 
 T tokens, S sequences, N cached positions, H query heads, G key/value heads.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,17 +20,20 @@ from torch import Tensor
 
 from unfreeze.core.errors import UserError
 from unfreeze.kernels.attention import Layout, packed_attention
-from unfreeze.models.blocks.memo import Memo
+from unfreeze.kernels.recompute import Reuse
+from unfreeze.models.blocks.saved import Saved, Skip
 
 Value = TypeVar("Value")
 LatentForm = Literal["expanded", "absorbed"]
-"""Latent attention (mla.py) over many queries makes each token's keys and values once; with one query per sequence it asks the latents themselves."""
+"""Of latent attention (mla.py). expanded: keys and values of each token are made once, for many queries.
+absorbed: one query per sequence attends to the latents themselves."""
 
 
 class Cache:
-    """What attention remembers of S sequences: per layer a few tensors [S, capacity, …] (keys and values, or MLA's latent with its rotary key).
+    """The key-value cache of S sequences: per layer a few tensors [S, capacity, …].
 
-    `lengths` (host) is how many positions of each row are filled. Rows are independent; `keep` lets go of the others.
+    They are keys and values, or MLA's latent with its rotary key.
+    `lengths` (host) is how many positions of each row are filled. Rows are independent; `keep` drops some.
     """
 
     def __init__(self, num_sequences: int, capacity: int):
@@ -42,7 +45,9 @@ class Cache:
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for tensors in self.layers.values() for t in tensors)
 
-    def write(self, layer: int, rows_T: Tensor, positions_T: Tensor, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def write(
+        self, layer: int, rows_T: Tensor, positions_T: Tensor, new: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
         """Store one value per token at (row, position); the layer's tensors are allocated on first use."""
         if layer not in self.layers:
             size = (len(self.lengths), self.capacity)
@@ -54,77 +59,87 @@ class Cache:
     def require_room(self) -> None:
         """Raise UserError where a row has no position left."""
         if max(self.lengths) >= self.capacity:
-            raise UserError(f"the cache holds {self.capacity} positions and all are filled; create it with a larger capacity")
+            raise UserError(
+                f"the cache holds {self.capacity} positions and all are filled; create it with a larger"
+                " capacity"
+            )
 
     def keep(self, rows: list[int]) -> list[int]:
-        """Keep only these rows: finished sequences leave the batch. -> for each row of the cache now, which
-        one it was.
+        """Keep only these rows: finished sequences leave the batch.
 
-        The last rows move into the freed places; nothing else is copied (of 16 rows, one of which ends: at
-        most one). The memory is given back with the whole cache.
+        -> for each row of the cache now, which one it was.
+
+        The last rows move into the freed places and nothing else is copied: at most one row where one ends.
+        The memory is freed with the whole cache.
         """
-        stays, moves = {row for row in rows if row < len(rows)}, sorted(row for row in rows if row >= len(rows))
+        stays, moves = (
+            {row for row in rows if row < len(rows)},
+            sorted(row for row in rows if row >= len(rows)),
+        )
         order = [row if row in stays else moves.pop() for row in range(len(rows))]
         for place, row in enumerate(order):
             if place != row:
                 for store in (store for tensors in self.layers.values() for store in tensors):
                     store[place, : self.lengths[row]] = store[row, : self.lengths[row]]
         self.lengths = [self.lengths[row] for row in order]
-        self.layers = {layer: tuple(store[: len(order)] for store in tensors) for layer, tensors in self.layers.items()}
+        self.layers = {
+            layer: tuple(store[: len(order)] for store in tensors) for layer, tensors in self.layers.items()
+        }
         return order
 
 
 @dataclass
 class PackedPass:
-    """Every document attends to itself only; nothing is remembered.
+    """Every document attends to itself only; nothing is cached.
 
-    memo    None, or where the layer being visited puts (first visit) and finds (second visit) what it need
-            not recompute
-    chunks  the same pass in parts of whole documents, (tokens, pass over them), for going through a layer in
-            parts
+    saved   of the layer being visited: its first visit saves there what its second reuses. None: nothing is
+            recomputed
+    chunks  the same pass cut into whole documents: (tokens, pass over them)
     """
 
     cos_Tr: Tensor
     sin_Tr: Tensor
     layout: Layout
-    memo: Memo | None = None
+    saved: Saved | None = None
     chunks: tuple[tuple[slice, PackedPass], ...] = ()
     latent: ClassVar[LatentForm] = "expanded"
 
     @contextmanager
-    def visiting(self, memo: Memo) -> Iterator[None]:
-        """Within it, `once` and `kept` refer to this memo."""
-        before, self.memo = self.memo, memo
+    def visiting(self, saved: Saved) -> Iterator[None]:
+        """Within it, the layer saves to `saved` and reuses from it."""
+        before, self.saved = self.saved, saved
         try:
             yield
         finally:
-            self.memo = before
+            self.saved = before
 
-    def once(self, compute: Callable[[], Value]) -> Value:
-        """compute(), but not again when the layer is recomputed: for results that must not differ (chosen
-        experts) and for counters."""
-        return compute() if self.memo is None else self.memo.once(compute)
+    def reuse(self, compute: Callable[[], Value]) -> Value:
+        """compute(), but not again when the layer is recomputed.
 
-    @property
-    def kept(self) -> Callable[[Callable[[], Any]], Any] | None:
-        """`once` for outputs of attention and experts, if those are kept; else None."""
-        return self.memo.once if self.memo is not None and self.memo.dear else None
+        For results that must not differ (the chosen experts) and for counters.
+        """
+        return compute() if self.saved is None else self.saved.reuse(compute)
 
     @property
-    def products(self) -> Callable[[Callable[[], Any]], Any] | None:
-        """`once` for outputs of linear layers, if those are kept; else None."""
-        return self.memo.once if self.memo is not None and self.memo.products else None
+    def reuse_expensive(self) -> Reuse | None:
+        """`reuse` for outputs of attention and experts, if those are saved; else None."""
+        return self.saved.reuse if self.saved is not None and self.saved.expensive else None
 
     @property
-    def last(self) -> Callable[[Callable[[], Any]], Any] | None:
+    def reuse_linear(self) -> Reuse | None:
+        """`reuse` for outputs of linear layers, if those are saved; else None."""
+        return self.saved.reuse if self.saved is not None and self.saved.linear else None
+
+    @property
+    def skip_unread(self) -> Skip | None:
         """For down_proj: no gradient needs its output, so the recomputation returns zeros instead."""
-        return self.memo.first if self.memo is not None and self.memo.unread else None
+        return self.saved.skip if self.saved is not None and self.saved.unread else None
 
     def remember(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         return new
 
     def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, scale: float) -> Tensor:
-        return packed_attention(q_THd, k_TGd, v_TGv, self.layout, scale, self.kept)
+        return packed_attention(q_THd, k_TGd, v_TGv, self.layout, scale, self.reuse_expensive)
 
 
 @dataclass
@@ -150,10 +165,10 @@ class StepPass:
     rows_T: Tensor
     positions_T: Tensor
 
-    def once(self, compute: Callable[[], Value]) -> Value:
+    def reuse(self, compute: Callable[[], Value]) -> Value:
         return compute()
 
-    kept = products = last = None
+    reuse_expensive = reuse_linear = skip_unread = None
     latent: ClassVar[LatentForm] = "absorbed"
 
     def __post_init__(self) -> None:
@@ -164,11 +179,12 @@ class StepPass:
 
     def remember(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         """The new values -> everything remembered so far, [S, N, …]."""
-        return tuple(t[:, : self.longest] for t in self.cache.write(layer, self.rows_T, self.positions_T, new))
+        return tuple(
+            t[:, : self.longest] for t in self.cache.write(layer, self.rows_T, self.positions_T, new)
+        )
 
     def attend(self, q_SHd: Tensor, k_SNGd: Tensor, v_SNGv: Tensor, scale: float) -> Tensor:
-        """Query heads that share a key head become its queries: each key is read once for all of them, and
-        not repeated."""
+        """Query heads that share a key head become that head's queries, so no key is repeated."""
         groups = k_SNGd.shape[2]
         o_SGJv = F.scaled_dot_product_attention(
             q_SHd.unflatten(1, (groups, -1)),
@@ -182,10 +198,11 @@ class StepPass:
 
 @dataclass
 class StepWithin(StepPass):
-    """A step over the first `width` positions of the cache. Its launches depend on no other number of the
-    host.
+    """A step over the first `width` positions of the cache.
 
-    A mask made on the device hides the positions beyond a row's own; the cache has finite numbers there.
+    `width` is the only number of the host that its launches depend on.
+
+    A mask made on the device hides the positions beyond a row's own; the cache holds finite numbers there.
     """
 
     width: int = field(kw_only=True)

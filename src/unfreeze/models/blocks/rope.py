@@ -1,6 +1,7 @@
 """Rotary position embeddings with the scalings published models use: none, linear, llama3, yarn.
 
-A Rope is the table of inverse frequencies (R/2 numbers, R rotary width) and the factor on cos and sin; it is computed in fp32 from config.json.
+A Rope is the table of inverse frequencies (R/2 numbers, R rotary width) and the factor on cos and sin; it is
+computed in fp32 from config.json.
 The rotation itself is kernels/rotary.
 
 T tokens, R rotary width of a head.
@@ -12,17 +13,21 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from unfreeze.core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Rope:
-    """inverse_frequency[i] = theta^(-2i/R) after scaling; cos and sin are multiplied by `attention_factor` (1 except with yarn)."""
+    """inverse_frequency[i] = theta^(-2i/R) after scaling.
+
+    cos and sin are multiplied by `attention_factor` (1 except with yarn).
+    """
 
     inverse_frequency: tuple[float, ...]
     attention_factor: float = 1.0
@@ -36,13 +41,18 @@ class Rope:
 @functools.cache
 def _on_device(inverse_frequency: tuple[float, ...], device: torch.device) -> Tensor:
     """Once per device: a copy from the host at every step would make it wait."""
+    import torch  # here, because config.json is read, and refused, without it
+
     return torch.tensor(inverse_frequency, dtype=torch.float32, device=device)
 
 
 def rope_from_config(config: Mapping[str, Any], width: int) -> Rope:
-    """Read either spelling: `rope_theta` + `rope_scaling` (with `type` or `rope_type`), or transformers 5's `rope_parameters`.
+    """The Rope of a config.json, in either spelling.
 
-    `width` is R, the rotary width of a head. Raises CheckpointError for a scaling this file does not know, by name.
+    The spellings: `rope_theta` + `rope_scaling` (with `type` or `rope_type`), or transformers 5's
+    `rope_parameters`.
+    `width` is R, the rotary width of a head. Raises CheckpointError for a scaling this file does not know, by
+    name.
     """
     parameters = rope_parameters(config)
     theta = float(parameters["rope_theta"])
@@ -57,7 +67,8 @@ def rope_from_config(config: Mapping[str, Any], width: int) -> Rope:
     if kind == "yarn":
         return _yarn(inverse, theta, width, parameters, config)
     raise CheckpointError(
-        f"config.json: rope type {kind!r} is not known; known: default, linear, llama3, yarn", next="open an issue with the model's name"
+        f"config.json: rope type {kind!r} is not known; known: default, linear, llama3, yarn",
+        next="open an issue with the model's name",
     )
 
 
@@ -77,7 +88,8 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     if config.get("rope_scaling") and config.get("rope_parameters") and old != new:
         differs = sorted(key for key in {*old, *new} if old.get(key) != new.get(key))
         raise CheckpointError(
-            f"config.json: rope_scaling and rope_parameters disagree: {', '.join(f'{key} {old.get(key)} and {new.get(key)}' for key in differs)}",
+            "config.json: rope_scaling and rope_parameters disagree:"
+            f" {', '.join(f'{key} {old.get(key)} and {new.get(key)}' for key in differs)}",
             next="remove the one that is not the publisher's",
         )
     merged = old if config.get("rope_scaling") else new
@@ -87,7 +99,8 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _llama3(frequency: float, parameters: Mapping[str, Any]) -> float:
-    """Llama 3.1's scaling: long wavelengths are divided by factor, short ones kept, a linear ramp between. Source: Meta's reference."""
+    """Llama 3.1's scaling: long wavelengths are divided by factor, short ones kept, a linear ramp between.
+    Source: Meta's reference."""
     factor, low, high = (float(parameters[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
     context = float(parameters["original_max_position_embeddings"])
     wavelength = 2 * math.pi / frequency
@@ -99,8 +112,13 @@ def _llama3(frequency: float, parameters: Mapping[str, Any]) -> float:
     return (1 - smooth) * frequency / factor + smooth * frequency
 
 
-def _yarn(inverse: list[float], theta: float, width: int, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
-    """YaRN (Peng et al. 2023): interpolate low frequencies by `factor`, keep high ones, ramp between beta_fast and beta_slow rotations."""
+def _yarn(
+    inverse: list[float], theta: float, width: int, parameters: Mapping[str, Any], config: Mapping[str, Any]
+) -> Rope:
+    """YaRN (Peng et al. 2023): interpolate low frequencies by `factor`, keep high ones.
+
+    Between beta_fast and beta_slow rotations is a ramp.
+    """
     context = float(parameters.get("original_max_position_embeddings") or config["max_position_embeddings"])
     factor = float(parameters.get("factor") or config["max_position_embeddings"] / context)
 
@@ -109,6 +127,12 @@ def _yarn(inverse: list[float], theta: float, width: int, parameters: Mapping[st
 
     low = dimension(float(parameters.get("beta_fast") or 32))
     high = dimension(float(parameters.get("beta_slow") or 1))
+    if not math.isfinite(low) or not math.isfinite(high):
+        given = {name: parameters.get(name) for name in ("beta_fast", "beta_slow")} | {"rope_theta": theta}
+        words = ", ".join(f"{name} {value!r}" for name, value in given.items())
+        raise CheckpointError(
+            f"config.json: {words} give no rotation", next="check rope_parameters against the publisher's"
+        )
     if parameters.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
@@ -119,10 +143,14 @@ def _yarn(inverse: list[float], theta: float, width: int, parameters: Mapping[st
     mscale, mscale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
     attention = parameters.get("attention_factor")
     if attention is None:
-        attention = yarn_mscale(factor, float(mscale)) / yarn_mscale(factor, float(mscale_all)) if mscale and mscale_all else yarn_mscale(factor)
+        attention = (
+            yarn_mscale(factor, float(mscale)) / yarn_mscale(factor, float(mscale_all))
+            if mscale and mscale_all
+            else yarn_mscale(factor)
+        )
     return Rope(tuple(scaled), float(attention))
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """0.1 · mscale · ln(factor) + 1, the growth of attention's temperature with the context factor (YaRN, section 3.4)."""
+    """0.1 · mscale · ln(factor) + 1: how attention's temperature grows with the context (YaRN, 3.4)."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -1,0 +1,121 @@
+"""make nightly: what is too long for every change, and its last result with its date.
+
+    python benchmarks/nightly.py [--only NAME …] [--write docs/nightly.md]
+
+The whole suite under each other supported Python that is on the machine, 20,000 broken inputs over every
+reader, every planted fault of `unfreeze drill` and the runs that must raise no alarm. A row of the page per
+part: command, whether it passed, minutes, and the part's own last line. Exit code 1 if any failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+
+from unfreeze.bench.rows import commit, machine
+
+ROOT = Path(__file__).resolve().parents[1]
+OTHERS = ("3.12", "3.13")  # .ci/run takes 3.11
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+
+
+def parts(seed: int, folder: Path) -> Iterator[tuple[str, str]]:
+    """name -> the command, as a user would type it in the root of a clone."""
+    here, cli = sys.executable, str(Path(sys.executable).parent / "unfreeze")
+    yield "broken inputs", f"{here} benchmarks/fuzz.py --inputs 20000 --seed {seed}"
+    yield "planted faults", f"{cli} drill"
+    yield "no false alarm", f"{cli} drill --clean"
+    for version in OTHERS:
+        python = interpreter(version)
+        if python is None:
+            continue
+        venv = folder / version
+        steps = (
+            f"{python} -m venv {venv}",
+            f"{venv}/bin/python -m pip install --quiet -c constraints.txt torch",
+            f"{venv}/bin/python -m pip install --quiet -c constraints.txt -e '.[dev]'",
+            f"{venv}/bin/python -m pytest -n auto",
+        )
+        yield f"suite, Python {version}", " && ".join(steps)
+
+
+def interpreter(version: str) -> str | None:
+    """A Python of that version that starts: on the PATH, or one that pyenv keeps."""
+    kept = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    found = [shutil.which(f"python{version}"), *map(str, kept.glob(f"{version}*/bin/python{version}"))]
+    starts = (
+        path
+        for path in found
+        if path and subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode == 0
+    )
+    return next(starts, None)
+
+
+def run(command: str, log: Path) -> tuple[int, float, str]:
+    """-> exit code, minutes, its last line that says something."""
+    started = time.monotonic()
+    with log.open("w") as file:
+        done = subprocess.run(
+            command,
+            shell=True,
+            cwd=ROOT,
+            env=os.environ | ONE_THREAD,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return done.returncode, (time.monotonic() - started) / 60, lines[-1] if lines else ""
+
+
+def shown(command: str, folder: Path) -> str:
+    """The command without this machine's folders."""
+    bin = f"{Path(sys.executable).parent}/"
+    return command.split(" && ")[-1].replace(f"{folder}/", "").replace(bin, "")
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    options.add_argument("--only", nargs="+", default=[], help="parts whose name begins so")
+    options.add_argument("--write", type=Path, help="the page that holds the last result")
+    given = options.parse_args()
+    today, here = date.today(), machine()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, command in parts(int(today.strftime("%Y%m%d")), Path(folder)):
+            if given.only and not name.startswith(tuple(given.only)):
+                continue
+            log = Path(tempfile.gettempdir()) / f"nightly-{name.replace(' ', '-').replace(',', '')}.log"
+            code, minutes, last = run(command, log)
+            how = "passed" if code == 0 else f"FAILED ({code})"
+            words = last[:160].replace("|", "/")
+            rows.append((name, shown(command, Path(folder)), how, f"{minutes:.1f}", words))
+            print(*rows[-1], "" if code == 0 else f"log: {log}", sep="  ", flush=True)
+    page = [
+        "# The last nightly",
+        "",
+        f"`make nightly`, {today}, commit {commit()}, {here.name}, {here.cores} cores, torch"
+        f" {here.versions['torch']}, Python {here.python}.",
+        "",
+        "| part | command | result | minutes | last line |",
+        "|---|---|---|---:|---|",
+        *(
+            f"| {name} | `{command}` | {how} | {minutes} | {last} |"
+            for name, command, how, minutes, last in rows
+        ),
+    ]
+    if given.write:
+        given.write.write_text("\n".join(page) + "\n", encoding="utf-8")
+    return int(any(how != "passed" for _, _, how, _, _ in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""docs/plans.md: what well-known releases take on machines people rent, from their config.json alone.
+
+    python benchmarks/plans.py FOLDER_OF_CONFIGS --write docs/plans.md
+
+FOLDER_OF_CONFIGS holds Kimi-K2-Thinking.json and Qwen--Qwen3-30B-A3B.json as published. Every figure is
+predicted from facts of the devices (src/unfreeze/parallel/machines.toml); none was measured on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from unfreeze.commands.plan import Config, plan
+from unfreeze.commands.planned import write_picture
+from unfreeze.config.lora import LoraConfig
+from unfreeze.core.units import format_bytes
+from unfreeze.parallel.fleet import fleet
+
+MACHINES = {
+    "Kimi-K2-Thinking": ("8xH200", "1xH200+768GB", "8xH100", "8xH100+1TB", "16xH100", "1xRTX5090+768GB"),
+    "Qwen--Qwen3-30B-A3B": ("1xRTX4090+128GB", "1xL40S+128GB", "1xH100", "1xH200", "8xH100"),
+}
+RANKS = (8, 16)
+HEAD = "| machine | rank | fits | tokens a step | a device | host memory | tokens/s | longest term | layout |"
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    options.add_argument("configs", type=Path)
+    options.add_argument("--write", type=Path)
+    given = options.parse_args()
+    page = ["# Plans", "", (__doc__ or "").strip()]
+    for release, machines in MACHINES.items():
+        plans = []
+        page += [
+            "",
+            f"## {release.rpartition('--')[2]}",
+            "",
+            HEAD,
+            "|---|---:|---|---:|---:|---:|---:|---|---|",
+        ]
+        for words in machines:
+            for rank in RANKS:
+                config = Config(model=str(given.configs / f"{release}.json"), lora=LoraConfig(rank=rank))
+                planned = plan(config, fleet(words))
+                plans.append(planned)
+                choice, places = planned.choice, planned.choice.places
+                rate = f"{choice.tokens_per_second:,.0f}" if planned.fits else "–"
+                not_built = "; not built yet: " + ", ".join(choice.not_built) if choice.not_built else ""
+                fits = "yes" if planned.fits else f"no: {places.over}"
+                device = (
+                    f"{format_bytes(sum(places.device.values()))} of {format_bytes(places.device_usable)}"
+                )
+                host = f"{format_bytes(sum(places.host.values()))} of {format_bytes(places.host_usable)}"
+                cells = (
+                    words,
+                    str(rank),
+                    fits,
+                    f"{choice.tokens:,}",
+                    device,
+                    host if places.host else "–",
+                    rate,
+                    choice.time.dominating if choice.time else "–",
+                    choice.layout.words + not_built,
+                )
+                page.append(f"| {' | '.join(cells)} |")
+        refused = [p for p in plans if not p.fits and p.proposals]
+        page += [
+            "",
+            *(f"- {p.fleet.name}, rank {p.rank}: fits with {'; or '.join(p.proposals)}" for p in refused),
+        ]
+        if given.write:
+            picture = given.write.parent / "plans" / f"{release.rpartition('--')[2]}.svg"
+            write_picture(plans, picture)
+            page += ["", f"![tokens per second against bytes a device](plans/{picture.name})"]
+    text = "\n".join(page) + "\n"
+    if given.write:
+        given.write.write_text(text, encoding="utf-8")
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,277 @@
+"""unfreeze plan run.toml --hardware 8xH200: what a run will take and cost, on any machine.
+
+The machine need not be here. It needs no weights, no GPU and no network: --model may be a config.json alone.
+It chooses where experts, adapters and activations lie, how experts are split, what is recomputed and how many
+tokens a step has, unless they are given; or it refuses with the arithmetic and with what would fit.
+Times are predicted from facts of the devices (--machines FILE for a table of your own), not measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+from rich.console import Console
+
+from unfreeze.config.lora import LoraConfig
+from unfreeze.config.parse import Folder, Frozen, ModelName, from_keywords, parse, writing
+from unfreeze.core.command import Common
+from unfreeze.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from unfreeze.commands.planned import Planned
+    from unfreeze.parallel.fleet import Fleet
+    from unfreeze.parallel.plan.choose import Asked, Choice
+    from unfreeze.parallel.plan.counts import Counts
+    from unfreeze.parallel.plan.sizes import Sizes
+
+SWEEP_RANKS, SWEEP_LENGTHS = (4, 8, 16, 32), (2048, 8192)
+HERE = "this machine"
+
+
+class Config(Frozen):
+    """What is planned, and for which machines."""
+
+    HELP: ClassVar[dict[str, tuple[str, ...]]] = {
+        "What": ("model", "train", "lora.rank", "lora.experts_rank", "lora.targets", "dtype"),
+        "How much": (
+            "tokens_per_step",
+            "micro_batches",
+            "sequence_length",
+            "recompute",
+            "keep_layers",
+            "optimizer_moments",
+        ),
+        "Where": ("hardware", "machines", "usd_per_hour"),
+        "More": ("sweep", "out", "simulate", "trace"),
+    }
+    FIRST: ClassVar[tuple[str, ...]] = (
+        "model",
+        "hardware",
+        "lora.rank",
+        "tokens_per_step",
+        "sequence_length",
+        "usd_per_hour",
+        "sweep",
+    )
+
+    model: ModelName = Field(default="", description="checkpoint folder, Hugging Face id, or a config.json")
+    hardware: tuple[str, ...] = Field(
+        default=(),
+        description=(
+            "8xH200, 1xH200+768GB (host memory), cpu:24GB …; several are planned one after the other;"
+            " default: this machine"
+        ),
+    )
+    machines: Folder = Field(default="", description="TOML table of devices of your own")
+    usd_per_hour: float | None = Field(
+        default=None, gt=0, description="what all of the hardware costs in an hour; without it, no price"
+    )
+    tokens_per_step: int | None = Field(
+        default=None, ge=2, description="tokens of a step on all devices; default: chosen, at most 65,536"
+    )
+    micro_batches: int = Field(default=1, ge=1, description="parts of a device's tokens, one after the other")
+    sequence_length: int = Field(default=2048, ge=2, description="tokens of a document")
+    train: Literal["adapters", "all"] = Field(default="adapters", description="what trains")
+    lora: LoraConfig = Field(default_factory=lambda: LoraConfig(), description="the adapters")
+    dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", description="of the computation")
+    optimizer_moments: Literal["float32", "int8"] = Field(
+        default="float32", description="AdamW's moments: 8 bytes per trained parameter, or 2.03"
+    )
+    recompute: Literal["auto", "layers", "selective", "elementwise", "nothing"] = Field(
+        default="auto", description="what is recomputed in backward; auto: chosen"
+    )
+    keep_layers: int | None = Field(
+        default=None,
+        ge=0,
+        description="selective, elementwise: only the last so many layers keep; unset: all",
+    )
+    sweep: bool = Field(
+        default=False, description="a table of ranks and lengths on every machine named, and a picture"
+    )
+    out: Folder = Field(default="plan.svg", description="with --sweep: file of the picture")
+    simulate: bool = Field(default=False, description="replay a step event by event beside the formula")
+    trace: Folder = Field(
+        default="", description="with --simulate: run folder whose routing is replayed; default: even routing"
+    )
+
+
+def main(arguments: list[str], common: Common) -> dict[str, Any]:
+    """-> the plan of the first machine (Planned.fields). With several, or --sweep, `plans` has all."""
+    config = configured(arguments)
+    if not config.model:
+        raise ConfigError(
+            "plan needs a model", next="unfreeze plan --model FOLDER_OR_CONFIG.JSON --hardware 8xH200"
+        )
+    from unfreeze.commands.planned import sweep_table, write_picture
+
+    plans = [plan(*asked) for asked in _asked_for(config)]
+    console = Console(stderr=common.json, highlight=False, soft_wrap=True)
+    if config.sweep:
+        with writing(config.out, "out"):
+            write_picture(plans, Path(config.out))
+        lines = [sweep_table(plans), f"picture: {config.out}"]
+    else:
+        lines = [line for planned in plans for line in planned.lines()]
+    if not common.quiet:
+        console.print("\n".join(lines))
+    return plans[0].fields() | ({"plans": [p.fields() for p in plans]} if len(plans) > 1 else {})
+
+
+def configured(arguments: list[str]) -> Config:
+    """Flags over what a run's TOML file says of model, adapters and step."""
+    if not arguments or arguments[0].startswith("-"):
+        return parse(Config, arguments, command="plan", description=__doc__ or "")
+    from unfreeze.recipes import sft
+
+    run = from_keywords(sft.Config, {}, function="plan", file=arguments[0])
+    given = parse(Config, arguments[1:], command="plan", description=__doc__ or "")
+    of_run = {
+        "model": run.model,
+        "train": run.train,
+        "lora": run.lora or given.lora,
+        "tokens_per_step": run.training.tokens_per_step,
+        "sequence_length": run.data.sequence_length,
+        "dtype": run.memory.dtype,
+        "optimizer_moments": run.optimizer.moments,
+        "recompute": run.memory.recompute,
+        "keep_layers": run.memory.keep_layers,
+        "micro_batches": run.memory.micro_batches,
+    }
+    return given.model_copy(update={k: v for k, v in of_run.items() if k not in given.model_fields_set})
+
+
+def _asked_for(config: Config) -> Iterator[tuple[Config, Fleet]]:
+    """Each machine, and with --sweep each rank and length on it."""
+    fleets = [_fleet(words, config.machines) for words in config.hardware or (HERE,)]
+    for machine in fleets:
+        if not config.sweep:
+            yield config, machine
+            continue
+        for rank in SWEEP_RANKS:
+            for length in SWEEP_LENGTHS:
+                lora = config.lora.model_copy(update={"rank": rank})
+                yield config.model_copy(update={"lora": lora, "sequence_length": length}), machine
+
+
+def _fleet(words: str, table: str) -> Fleet:
+    import torch
+
+    from unfreeze.parallel import fleet
+    from unfreeze.parallel.machine import hardware
+
+    if words != HERE:
+        return fleet.fleet(words, table)
+    cuda = torch.cuda.is_available()
+    here, host = hardware("cuda" if cuda else "cpu"), hardware("cpu")
+    known = fleet.devices(table) if cuda else {}
+    facts = next((device for name, device in known.items() if name.lower() in here.name.lower()), None)
+    count = torch.cuda.device_count() if cuda else 1
+    memory = host.available if cuda else 0
+    return fleet.Fleet(here.name, count, here.available, memory, facts, kind="cuda" if cuda else "cpu")
+
+
+def plan(config: Config, machine: Fleet) -> Planned:
+    """One model on one machine."""
+    from unfreeze.commands.planned import Planned
+    from unfreeze.parallel.plan.choose import choose, proposals
+
+    sizes, counts, asked = _measured(config, machine)
+    choice, fits = choose(sizes, counts, machine, asked)
+    others = [] if fits else proposals(sizes, counts, machine, asked)
+    simulated = (
+        _replayed(config.trace, sizes, counts, machine, asked, choice)
+        if config.simulate and choice.time
+        else None
+    )
+    rank = asked.work.rank
+    return Planned(
+        model=config.model,
+        fleet=machine,
+        counts=counts,
+        choice=choice,
+        fits=fits,
+        adapter_parameters=sizes.adapter_parameters(rank, config.lora.experts_rank),
+        rank=rank or 0,
+        length=config.sequence_length,
+        proposals=others,
+        simulated=simulated,
+        usd_per_hour=config.usd_per_hour,
+    )
+
+
+def _measured(config: Config, machine: Fleet) -> tuple[Sizes, Counts, Asked]:
+    """(bytes of the parts, counts, what is asked), from a checkpoint's headers or a config.json alone."""
+    import torch
+
+    from unfreeze import models
+    from unfreeze.adapters.snapshot import COPY_BYTES
+    from unfreeze.checkpoint import open_checkpoint
+    from unfreeze.checkpoint.manifest import read_json
+    from unfreeze.parallel.plan import measure, work_of
+    from unfreeze.parallel.plan.choose import Asked
+    from unfreeze.parallel.plan.counts import counts
+
+    # the model on "meta": shapes and dtypes, no memory
+    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[config.dtype]
+    path = Path(config.model)
+    alone = path if path.suffix == ".json" else path / "config.json"
+    if path.suffix == ".json" and not path.is_file():
+        raise ConfigError(
+            f"model = {config.model!r} is not a file", next="give --model a release's config.json"
+        )
+    if path.suffix == ".json" or (alone.is_file() and not list(path.glob("*.safetensors"))):
+        model = models.meta_from_config(read_json(alone), dtype)
+    else:
+        manifest = open_checkpoint(config.model)
+        model = models.meta_model(models.shape(manifest.config), manifest, dtype)
+
+    # what trains, and what a step does with it
+    lora = config.lora if config.train == "adapters" else None
+    work = work_of(
+        model.shape,
+        lora,
+        tokens=1,
+        dtype=dtype,
+        device=torch.device(machine.kind),
+        optimizer_moments=config.optimizer_moments,
+        micro_batches=config.micro_batches,
+        keep_layers=config.keep_layers,
+        longest=config.sequence_length,
+        receipt_bytes=COPY_BYTES,
+    )
+    recomputes = ("selective", "layers") if config.recompute == "auto" else (config.recompute,)
+    asked = Asked(work, config.tokens_per_step, config.sequence_length, recomputes)
+    return measure(model, lora, machine.kind), counts(model), asked
+
+
+def _replayed(
+    trace: str, sizes: Sizes, counts: Counts, machine: Fleet, asked: Asked, choice: Choice
+) -> dict[str, float]:
+    """The step replayed with a run's routing, or with even routing (parallel/simulate.py)."""
+    from unfreeze.core.schema import TrainEvent
+    from unfreeze.parallel.plan.choose import seconds_of
+    from unfreeze.parallel.simulate import loads_of, replay
+    from unfreeze.report.events import of_kind, read_events
+
+    # the formula's terms for even experts; the replay has the imbalance
+    assert machine.device is not None
+    layout = choice.layout
+    even = seconds_of(sizes, counts, machine, machine.device, layout, asked, choice.tokens, imbalance=1.0)
+
+    # each device's rows over the mean: 1, or as the last step of the run routed them
+    loads: Sequence[Sequence[float]] = [[1.0] * layout.split]
+    if trace:
+        events = of_kind(read_events(Path(trace) / "events.jsonl"), TrainEvent)
+        traces = [load for event in events if (load := event.get("expert_load"))]
+        if not traces:
+            raise ConfigError(f"{trace} has no routing in its events", next="give a run of a MoE model")
+        loads = loads_of(traces[-1], layout.split)
+    found = replay(even, counts.num_layers, loads)
+    return {
+        "step": found.step,
+        "waits for weights": found.for_weights,
+        "waits for devices": found.for_devices,
+    }

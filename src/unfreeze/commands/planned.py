@@ -1,0 +1,177 @@
+"""A plan in words, as JSON, as a row of a sweep and as a point of its picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from unfreeze.core.errors import ConfigError
+from unfreeze.core.units import format_bytes, format_count, format_seconds
+from unfreeze.parallel.fleet import Fleet
+from unfreeze.parallel.plan.choose import Choice
+from unfreeze.parallel.plan.counts import Counts
+from unfreeze.report.tables import align
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One machine's plan, for people and as JSON."""
+
+    model: str
+    fleet: Fleet
+    counts: Counts
+    choice: Choice
+    fits: bool
+    adapter_parameters: int
+    rank: int
+    length: int
+    proposals: Sequence[str] = ()
+    simulated: Mapping[str, float] | None = None
+    usd_per_hour: float | None = None
+
+    @property
+    def usd_per_million_tokens(self) -> float | None:
+        """price an hour / (3,600 · tokens per second) · 1e6."""
+        rate, price = self.choice.tokens_per_second, self.usd_per_hour
+        return None if rate is None or price is None else price * 1e6 / (3600 * rate)
+
+    @property
+    def experts_per_device(self) -> int:
+        """Bytes of the experts that a device owns, wherever they lie."""
+        return -(-self.counts.experts_bytes // self.choice.layout.split)
+
+    def fields(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        choice, time = self.choice, self.choice.time
+        return {
+            "hardware": self.fleet.name,
+            "fits": self.fits,
+            "bytes": {
+                "total": self.counts.experts_bytes + self.counts.rest_bytes,
+                "experts": self.counts.experts_bytes,
+                "experts_per_device": self.experts_per_device,
+                "device": sum(choice.places.device.values()),
+                "device_terms": choice.places.device,
+                "device_usable": choice.places.device_usable,
+                "host": sum(choice.places.host.values()),
+                "host_terms": choice.places.host,
+                "host_usable": choice.places.host_usable,
+                "disk": choice.places.disk,
+            },
+            "adapter_parameters": self.adapter_parameters,
+            "tokens_per_step": choice.tokens,
+            "layout": choice.layout.words,
+            "seconds": None if time is None else {"step": time.step, "shown": time.shown, **time.terms},
+            "tokens_per_second": choice.tokens_per_second,
+            "usd_per_million_tokens": self.usd_per_million_tokens,
+            "dominating": time.dominating if time else None,
+            "not_built": list(choice.not_built),
+            "proposals": list(self.proposals),
+            "simulated": self.simulated,
+            "source": self.fleet.device.source if self.fleet.device else None,
+        }
+
+    def lines(self) -> list[str]:
+        """For a terminal."""
+        choice, places, time = self.choice, self.choice.places, self.choice.time
+        weights = self.counts.experts_bytes + self.counts.rest_bytes
+        adapters = (
+            f", {format_count(self.adapter_parameters)} adapter parameters" if self.adapter_parameters else ""
+        )
+        lines = [
+            f"{self.model} on {self.fleet.name}: {'fits' if self.fits else 'does not fit'}",
+            f"  weights {format_bytes(weights)}, experts {format_bytes(self.experts_per_device)} a device",
+            f"  {choice.layout.words}; {choice.tokens:,} tokens a step{adapters}",
+        ]
+
+        # bytes of each place, the sum last
+        for place, terms, usable in (
+            ("a device", places.device, places.device_usable),
+            ("host memory", places.host, places.host_usable),
+        ):
+            if terms:
+                total = f"{format_bytes(sum(terms.values()))} of {format_bytes(usable)}"
+                rows = [*((name, format_bytes(size)) for name, size in terms.items()), (place, total)]
+                lines += [f"  {line}" for line in align(rows).splitlines()]
+
+        # seconds, the longest first
+        if time is None:
+            lines.append("  time: not predicted, no facts of this device")
+        else:
+            longest = sorted(time.terms.items(), key=lambda term: -term[1])[:5]
+            words = ", ".join(f"{name} {seconds:.2f}" for name, seconds in longest)
+            lines.append(
+                f"  {format_seconds(time.step)} a step, {time.shown:.2f} s of it for transfers: {words}"
+            )
+            lines.append(
+                f"  {choice.tokens_per_second:,.0f} tokens/s, predicted, not measured{self._price()}"
+            )
+        if self.simulated:
+            words = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.simulated.items())
+            lines.append(f"  replayed event by event: {words}")
+        if choice.not_built:
+            lines.append(f"  not built yet: {', '.join(choice.not_built)}")
+        return lines + [f"  fits with {line}" for line in self.proposals]
+
+    def _price(self) -> str:
+        usd = self.usd_per_million_tokens
+        return "" if usd is None else f"; {usd:.2f} USD per million tokens"
+
+
+def sweep_table(plans: Sequence[Planned]) -> str:
+    """A row per machine, rank and length."""
+    head = ("hardware", "rank", "length", "fits", "tokens/step", "a device", "host", "tokens/s", "USD/M")
+    rows: list[tuple[str, ...]] = [head]
+    for planned in plans:
+        choice, rate, usd = planned.choice, planned.choice.tokens_per_second, planned.usd_per_million_tokens
+        rows.append(
+            (
+                planned.fleet.name,
+                str(planned.rank),
+                f"{planned.length:,}",
+                "yes" if planned.fits else "no",
+                f"{choice.tokens:,}",
+                format_bytes(sum(choice.places.device.values())),
+                format_bytes(sum(choice.places.host.values())),
+                "–" if rate is None or not planned.fits else f"{rate:,.0f}",
+                "–" if usd is None or not planned.fits else f"{usd:.2f}",
+            )
+        )
+    return align(rows)
+
+
+def write_picture(plans: Sequence[Planned], path: Path) -> None:
+    """Tokens per second against dollars per million tokens (without a price: against bytes a device).
+
+    Raises ConfigError for a suffix that is no kind of picture.
+    """
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    kinds = figure.canvas.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in kinds:
+        raise ConfigError(
+            f"out = {str(path)!r} is no kind of picture: {', '.join(kinds)}", next="--out plan.svg"
+        )
+    axes = figure.add_subplot()
+    priced = plans[0].usd_per_hour is not None
+    for name in dict.fromkeys(planned.fleet.name for planned in plans):
+        points: list[tuple[float, float, int]] = []
+        for planned in plans:
+            rate = planned.choice.tokens_per_second
+            if planned.fleet.name == name and planned.fits and rate:
+                size = sum(planned.choice.places.device.values()) / 1e9
+                points.append((planned.usd_per_million_tokens or size, rate, planned.rank))
+        if points:
+            axes.scatter([p[0] for p in points], [p[1] for p in points], label=name)
+        for x, y, rank in points:
+            axes.annotate(f"r{rank}", (x, y), textcoords="offset points", xytext=(4, 4), fontsize=8)
+    axes.set_xlabel("USD per million tokens" if priced else "GB a device")
+    axes.set_ylabel("tokens/s, predicted")
+    axes.set_title(f"{plans[0].model}: what fits")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)

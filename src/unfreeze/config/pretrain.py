@@ -1,0 +1,54 @@
+"""The fields of `unfreeze pretrain`: those of every training, with the rates of training from nothing."""
+
+# A Config is frozen, so its fields may be of narrower types; pyright takes every attribute for mutable.
+# pyright: reportIncompatibleVariableOverride=false
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from unfreeze.config import tables
+from unfreeze.config.training import TrainingConfig
+
+
+class Data(tables.Data):
+    """Texts are split where they are too long."""
+
+    truncation: Literal["tail", "error", "drop", "split"] = Field(
+        default="split", description="texts longer than sequence_length are split"
+    )
+
+
+class Optimizer(tables.Optimizer):
+    """With the rates of training from nothing, and the balancing of experts."""
+
+    learning_rate: float = Field(
+        default=3e-3,
+        gt=0,
+        description="peak learning rate; 3e-3 for models of a few million parameters, less for larger",
+    )
+    weight_decay: float = Field(
+        default=0.1, ge=0, description="decoupled weight decay on matrices; 0.1 as in GPT-3 and Llama"
+    )
+    balance_rate: float = Field(
+        default=0.001,
+        ge=0,
+        description="step of the loss-free balancing bias per optimizer step; 0: none (DeepSeek-V3: 0.001)",
+    )
+
+
+class Memory(tables.Memory):
+    """In float32."""
+
+    dtype: Literal["bfloat16", "float32"] = Field(
+        default="float32", description="dtype of weights and computation; bfloat16 keeps float32 masters"
+    )
+
+
+class Config(TrainingConfig):
+    """Everything a pretraining run depends on."""
+
+    data: Data
+    optimizer: Optimizer = Optimizer()
+    memory: Memory = Memory()

@@ -1,0 +1,74 @@
+"""The fields of `unfreeze sft`: of every training, of adapters, and how a conversation becomes examples."""
+
+# A Config is frozen, so its fields may be of narrower types; pyright takes every attribute for mutable.
+# pyright: reportIncompatibleVariableOverride=false
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from unfreeze.config import tables
+from unfreeze.config.lora import LoraConfig
+from unfreeze.config.training import TrainingConfig
+
+ALL_RATE = 2e-5
+
+
+class Data(tables.Data):
+    """And how a conversation becomes examples."""
+
+    turns: Literal["auto", "whole", "each", "last"] = Field(
+        default="auto",
+        description=(
+            "examples of a conversation: one of the whole where the chat template leaves earlier turns as"
+            " they were, else one per turn of the assistant (auto); always one (whole); one per turn (each);"
+            " only the last turn (last)"
+        ),
+    )
+    reasoning: Literal["auto", "inline", "drop"] = Field(
+        default="auto",
+        description=(
+            "reasoning_content: taught as the release writes it, refused where it has no form (auto); as"
+            " <think>…</think> in the answer (inline); left out (drop)"
+        ),
+    )
+
+
+class Optimizer(tables.Optimizer):
+    """With a rate for adapters, and a tenth of it for every weight."""
+
+    learning_rate: float = Field(
+        default=2e-4,
+        gt=0,
+        description="peak learning rate; for train = all the default is 2e-5 (a tenth, as TRL's SFT has it)",
+    )
+
+
+class Config(TrainingConfig):
+    """Everything a fine-tuning run depends on."""
+
+    train: Literal["adapters", "all"] = Field(
+        default="adapters",
+        description=(
+            "adapters: LoRA beside the frozen base; all: every weight of an unpacked checkpoint, without"
+            " adapters"
+        ),
+    )
+    data: Data
+    optimizer: Optimizer = Optimizer()
+    lora: LoraConfig | None = Field(default_factory=lambda: LoraConfig(), description="the adapters")
+
+    @classmethod
+    def completed(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """train = "all" has no adapters and another default rate. A field of [lora] beside it is an error."""
+        if fields.get("train") != "all":
+            if fields.get("lora", True) is None:
+                raise ValueError('train = "adapters" needs [lora]; its defaults are an empty table')
+            return fields
+        if any(place.partition(".")[0] == "lora" and fields[place] is not None for place in fields):
+            raise ValueError(
+                'train = "all" trains every weight and has no adapters: remove [lora] and --lora flags, or'
+                ' give train = "adapters"'
+            )
+        return {"optimizer.learning_rate": ALL_RATE, **fields, "lora": None}

@@ -1,0 +1,215 @@
+"""The tables of a run's config: [data] [training] [optimizer] [memory] [save] [watch].
+
+Each field's flat name stands in FLAT (training.py).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from unfreeze.config.parse import Files, Folder, Frozen
+
+
+class Data(Frozen):
+    """What is taught: files of rows, how they mix, and how a row becomes tokens."""
+
+    files: Files = Field(
+        min_length=1,
+        description=(
+            "files of JSON Lines (messages, prompt/completion, question/answer, instruction/output,"
+            " conversations or text) or .txt"
+        ),
+    )
+    weights: tuple[float, ...] = Field(
+        default=(),
+        description=(
+            "passes over each data file per epoch, in the order of `data`: 2 shows a file twice, 0.25 a new"
+            " quarter each epoch"
+        ),
+    )
+    validation: Folder = Field(default="", description="file whose rows are held out for validation")
+    validation_fraction: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="share of the rows held out for validation, chosen by a hash of their content; 0: none",
+    )
+    sequence_length: int = Field(
+        default=2048,
+        ge=2,
+        description="longest document in tokens; bounded by tokens per micro-batch and the model's positions",
+    )
+    packing: Literal["none", "first_fit", "best_fit"] = Field(
+        default="first_fit",
+        description=(
+            "documents of a micro-batch: one alone, or as many as fit, first or best. The fill is in the data"
+            " line"
+        ),
+    )
+    truncation: Literal["tail", "head", "error", "drop", "split"] = Field(
+        default="tail",
+        description=(
+            "documents over sequence_length: cut the tail or head, stop, drop the row, or split (texts)."
+            " Counted and said"
+        ),
+    )
+    template_variables: tuple[str, ...] = Field(
+        default=(),
+        description=(
+            "NAME=VALUE for the chat template, such as enable_thinking=false; the value is JSON, or text"
+            " where it is none"
+        ),
+    )
+    template_date: str = Field(
+        default="",
+        description=(
+            "date and time the chat template writes where it asks for today's, as 2026-11-22 or"
+            " 2026-11-22T18:30; default: the run's first start, so that a run that goes on another day has"
+            " the same data"
+        ),
+    )
+    on_bad_row: Literal["error", "skip"] = Field(
+        default="error", description="a row that cannot be read: stop, naming it, or skip and count it"
+    )
+
+    @property
+    def sources(self) -> list[tuple[str, str]]:
+        """Every file that rows are read from, with the flat name of the field that says so."""
+        held_out = [("validation", self.validation)] if self.validation else []
+        return [*(("data", file) for file in self.files), *held_out]
+
+
+class Training(Frozen):
+    """How long, and how many tokens at once."""
+
+    epochs: float = Field(
+        default=3.0,
+        gt=0,
+        description=(
+            "passes over the data, if `steps` is not given. 3: usual for instruction data of some thousand"
+            " rows"
+        ),
+    )
+    steps: int | None = Field(
+        default=None, ge=1, description="optimizer steps; default: as many as `epochs` need"
+    )
+    tokens_per_step: int = Field(
+        default=4096,
+        ge=2,
+        description="tokens of one optimizer step, all micro-batches together; whole documents are packed",
+    )
+
+
+class Optimizer(Frozen):
+    """AdamW and its learning rate over the run."""
+
+    learning_rate: float = Field(default=2e-4, gt=0, description="peak learning rate")
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        default="cosine", description="how the learning rate falls after warm-up"
+    )
+    warmup: float = Field(
+        default=0.03, ge=0, le=1, description="share of the steps in which the learning rate rises linearly"
+    )
+    decay: float = Field(
+        default=0.2, ge=0, le=1, description="share of the steps in the final fall of schedule wsd"
+    )
+    weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay on matrices")
+    moments: Literal["float32", "int8"] = Field(
+        default="float32",
+        description=(
+            "AdamW's moments: 8 bytes per trained parameter, or 2.03 in blocks of 256 (loss:"
+            " docs/decisions.md 33)"
+        ),
+    )
+    clip: float = Field(default=1.0, ge=0, description="limit of the global gradient norm; 0: none")
+
+
+class Memory(Frozen):
+    """Where a step is computed, and what it may keep."""
+
+    micro_batches: int = Field(
+        default=1,
+        ge=1,
+        description="parts a step's tokens are cut into, to save memory; the gradient is the same",
+    )
+    dtype: Literal["bfloat16", "float32"] = Field(
+        default="bfloat16",
+        description=(
+            "dtype of the weights and the computation; adapters are float32; bfloat16 weights train with"
+            " float32 masters"
+        ),
+    )
+    recompute: Literal["layers", "selective", "elementwise", "nothing"] = Field(
+        default="selective",
+        description=(
+            "layers: keep only each layer's input; selective: and what attention and experts made;"
+            " elementwise: and what linear layers made, so that no GEMM is done twice (the choice for dense"
+            " models); nothing: keep all"
+        ),
+    )
+    keep_layers: int | None = Field(
+        default=None,
+        ge=0,
+        description="selective, elementwise: only the last so many layers keep; unset: all",
+    )
+    device: str = Field(default="auto", description="auto (CUDA if there is one), cpu, cuda, cuda:1")
+    threads: int = Field(
+        default=0,
+        ge=0,
+        description="CPU threads; 0: all cores. 1 is as fast for models of a few million parameters",
+    )
+
+
+class Save(Frozen):
+    """What is written for going on."""
+
+    every: int = Field(default=0, ge=0, description="steps between saves; 0: at the end and on Ctrl-C")
+    keep: int = Field(default=2, ge=1, description="how many saves of the training state are kept")
+    on_full_disk: Literal["stop", "continue"] = Field(
+        default="stop",
+        description=(
+            "a save without room on the disk: stop, or warn and train on to the next save. Earlier saves stay"
+            " either way"
+        ),
+    )
+    allow_changed: tuple[str, ...] = Field(
+        default=(),
+        description=(
+            "fields in which an unfinished run may go on with another value than it was saved with, such as"
+            " learning_rate"
+        ),
+    )
+
+
+class Watch(Frozen):
+    """What looks at the run while it trains."""
+
+    validate_every: int = Field(
+        default=0,
+        ge=0,
+        description=(
+            "steps between validations, with `validation` or `validation_fraction`; 0: before the first and"
+            " after the last"
+        ),
+    )
+    samples: int = Field(
+        default=4,
+        ge=0,
+        description="prompts from the data answered before and after training, for the report",
+    )
+    prompts: tuple[str, ...] = Field(
+        default=(), description="own prompts, answered where those of `samples` are, and at each validation"
+    )
+    track: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
+        default=(),
+        description="trackers that also get the events; wandb stays offline unless WANDB_MODE=online is set",
+    )
+    on_spike: Literal["warn", "skip", "stop"] = Field(
+        default="warn",
+        description=(
+            "a loss or gradient norm beyond 8 robust deviations of the last 64 steps: say so, skip the"
+            " update, or stop before it; its rows go to suspects.jsonl"
+        ),
+    )

@@ -1,0 +1,30 @@
+"""Number formats by the names safetensors files have for them ("BF16", "I32", …): what is known of a tensor
+without torch.
+
+checkpoint/tensors.py turns a name into a torch dtype, where a tensor is made.
+"""
+
+from __future__ import annotations
+
+ITEMSIZE = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "I64": 8,
+    "U64": 8,
+    "F64": 8,
+}
+"""Bytes per element of every dtype the format knows (sub-byte ones aside, which no language model release
+uses)."""
+FLOATS = ("BF16", "F16", "F32")
+"""What dense weights, and scales, are stored in."""

@@ -1,0 +1,23 @@
+"""Names of a package that are imported on first use (PEP 562), so that importing the package imports no
+torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def on_first_use(package: str, home: Mapping[str, str]) -> Callable[[str], Any]:
+    """The `__getattr__` of `package`. home: name -> the module that has it, which has another name than the
+    attribute: importing a submodule sets the attribute of its name."""
+
+    def __getattr__(name: str) -> Any:
+        if name not in home:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(import_module(home[name]), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return __getattr__

@@ -1,0 +1,1 @@
+"""Examples to packed batches: their order, and how they are put together."""

@@ -1,0 +1,239 @@
+"""Examples to packed batches: the only place where labels are shifted, and the iterator that knows where it
+stands.
+
+T tokens of a step, S documents. An Example holds one document, *not* shifted; `pack` lays documents end to
+end and shifts.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from unfreeze.core.batch import Batch
+from unfreeze.core.errors import ConfigError, DataError
+from unfreeze.data.examples import Example, Examples
+from unfreeze.data.packing.order import Order, Shuffled
+
+Cursor = dict[str, Any]
+"""Where the next batch begins: {"epoch", "position"} and what must be unchanged for that to mean the same
+place:
+{"seed", "tokens_per_step", "packing", "fingerprint"} and data_weights where files are mixed. Plain JSON."""
+
+Packing = Literal["none", "first_fit", "best_fit"]
+
+MAX_OPEN_BATCHES = 64
+"""First fit looks back at this many unfinished batches, so the search is O(documents · 64). With documents of
+a tenth of a step, less than 1 % of the token budget then stays unused (held by its test)."""
+
+
+def pack(examples: Sequence[Example]) -> Batch:
+    """targets[t] = tokens[t + 1] and weights[t] = weights[t + 1] inside each document.
+
+    Its last position has weight 0 and target 0.
+
+    Documents keep their order. This is the only shift in the project (docs/trust.md N4). Raises DataError for
+    no or empty documents.
+    """
+    if not examples or any(not example.num_tokens for example in examples):
+        raise DataError(
+            "a batch needs documents of at least 1 token; got lengths"
+            f" {[example.num_tokens for example in examples]}"
+        )
+    lengths = np.array([example.num_tokens for example in examples])
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    total = int(lengths.sum())
+    tokens = np.empty(total, dtype=np.int64)
+    targets = np.zeros(total, dtype=np.int64)
+    weights = np.zeros(total, dtype=np.float32)
+    for example, start, length in zip(examples, starts, lengths, strict=True):
+        if len(example.weights) != length:
+            raise DataError(f"row {example.row}: {length} tokens but {len(example.weights)} weights")
+        tokens[start : start + length] = example.tokens
+        targets[start : start + length - 1] = example.tokens[1:]
+        weights[start : start + length - 1] = example.weights[1:]
+    return Batch(
+        tokens_T=torch.from_numpy(tokens),
+        targets_T=torch.from_numpy(targets),
+        weights_T=torch.from_numpy(weights),
+        positions_T=torch.from_numpy(np.arange(total) - np.repeat(starts, lengths)),
+        starts_S=torch.from_numpy(starts.astype(np.int64)),
+    )
+
+
+class Batches:
+    """Training batches without end, in an order fixed by (seed, epoch): every document once per epoch, or as
+    `order` mixes files.
+
+    Iterating yields (Batch, Cursor); the cursor says where the *next* batch begins, so `Batches(…,
+    start=cursor)` goes on exactly there. A batch holds whole documents, at most `tokens_per_step` tokens
+    together, put together as `packing` says (PACKERS).
+
+    Raises DataError for a document longer than a step, ConfigError for a cursor that belongs to other data or
+    settings.
+    """
+
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        tokens_per_step: int,
+        seed: int,
+        start: Mapping[str, Any] | None = None,
+        *,
+        packing: Packing = "first_fit",
+        order: Order | None = None,
+    ):
+        if not examples:
+            raise DataError("no documents to train on")
+        self.examples = Examples.of(examples)
+        self.lengths = self.examples.lengths_N.tolist()
+        # a step holds whole documents, so the longest must fit
+        longest = int(self.examples.lengths_N.argmax())
+        if self.lengths[longest] > tokens_per_step:
+            raise DataError(
+                f"row {self.examples.rows_N[longest]} has {self.lengths[longest]} tokens, tokens_per_step is"
+                f" {tokens_per_step}; a step holds whole documents",
+                next=(
+                    f"--tokens-per-step {self.lengths[longest]} or more, or --sequence-length"
+                    f" {tokens_per_step} or less"
+                ),
+            )
+        self.tokens_per_step = tokens_per_step
+        self.order = order or Shuffled(len(self.lengths), seed)
+        self.packing: Packing = packing
+        # what a cursor is compared with: (epoch, position) means the same place only under these
+        self._identity = {
+            **self.order.identity,
+            "tokens_per_step": tokens_per_step,
+            "packing": packing,
+            "fingerprint": self.examples.fingerprint(),
+        }
+        self._plans: dict[int, list[list[int]]] = {}
+        self.epoch, self.position = 0, 0
+        if start is not None:
+            self._resume(start)
+
+    def _resume(self, start: Mapping[str, Any]) -> None:
+        for name, value in self._identity.items():
+            if start.get(name) != value:
+                what = "the data" if name == "fingerprint" else name
+                raise ConfigError(
+                    f"cannot resume: {what} changed ({name} was {start.get(name)!r}, is {value!r})",
+                    next=f"restore {what}, or start a new run with another --out",
+                )
+        epoch, position = int(start["epoch"]), int(start["position"])
+        if epoch < 0 or not 0 <= position <= len(self.plan(epoch)):
+            raise ConfigError(
+                f"cannot resume: position {position} of epoch {epoch} lies outside its"
+                f" {len(self.plan(epoch))} batches"
+            )
+        self.epoch, self.position = epoch, position
+
+    def plan(self, epoch: int) -> list[list[int]]:
+        """The batches of an epoch as lists of example indices.
+
+        A pure function of (lengths, tokens_per_step, packing, order, epoch).
+        """
+        if epoch not in self._plans:  # one plan is kept: epochs come in order
+            self._plans = {
+                epoch: PACKERS[self.packing](self.order(epoch), self.lengths, self.tokens_per_step)
+            }
+        return self._plans[epoch]
+
+    def cursor(self) -> Cursor:
+        """Where the next batch begins."""
+        return {"epoch": self.epoch, "position": self.position, **self._identity}
+
+    def __iter__(self) -> Iterator[tuple[Batch, Cursor]]:
+        return self
+
+    def __next__(self) -> tuple[Batch, Cursor]:
+        # an epoch of small data_weights can hold no document
+        while self.position >= len(self.plan(self.epoch)):
+            self.epoch, self.position = self.epoch + 1, 0
+        indices = self.plan(self.epoch)[self.position]
+        self.position += 1
+        return pack([self.examples[index] for index in indices]), self.cursor()
+
+    def len_steps(self, epochs: float) -> int:
+        """Steps in `epochs` passes over the data, counted from the beginning (a fraction is rounded up to a
+        whole step)."""
+        whole = math.floor(epochs)
+        steps = sum(len(self.plan(epoch)) for epoch in range(whole))
+        fraction = epochs - whole
+        return steps + (math.ceil(fraction * len(self.plan(whole))) if fraction else 0)
+
+    def efficiency(self) -> float:
+        """Share of the token budget that the first epoch's batches fill (1.0 = every step full)."""
+        return efficiency(self.plan(0), self.lengths, self.tokens_per_step)
+
+
+def efficiency(plan: Sequence[Sequence[int]], lengths: Sequence[int], capacity: int) -> float:
+    """Tokens in the batches of a plan, supervised or not, over what the batches could hold."""
+    return sum(lengths[index] for batch in plan for index in batch) / (max(len(plan), 1) * capacity)
+
+
+def first_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Put each document into the first unfinished batch that has room.
+
+    Batches come out in the order they were begun.
+
+    At most MAX_OPEN_BATCHES stay unfinished: beyond it the oldest is closed.
+    """
+    batches: list[list[int]] = []
+    open_batches: list[tuple[int, int]] = []  # (index into batches, room left), oldest first
+    shortest = min(lengths)
+    for index in order:
+        length = lengths[index]
+        slot = next((slot for slot, (_, room) in enumerate(open_batches) if room >= length), None)
+        if slot is None:
+            open_batches.append((len(batches), capacity))
+            batches.append([])
+            slot = len(open_batches) - 1
+        batch, room = open_batches[slot]
+        batches[batch].append(index)
+        open_batches[slot] = (batch, room - length)
+        if room - length < shortest:
+            del open_batches[slot]
+        elif len(open_batches) > MAX_OPEN_BATCHES:
+            del open_batches[0]
+    return batches
+
+
+def best_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Put each document into the unfinished batch that it fills best.
+
+    Batches come out in the order they were begun.
+
+    O(N log N): unfinished batches are kept sorted by the room they have left, and all stay open.
+    """
+    batches: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (room left, index into batches), least room first
+    shortest = min(lengths)
+    for index in order:
+        slot = bisect_left(rooms, (lengths[index], 0))
+        room, batch = rooms.pop(slot) if slot < len(rooms) else (capacity, len(batches))
+        if batch == len(batches):
+            batches.append([])
+        batches[batch].append(index)
+        if room - lengths[index] >= shortest:
+            insort(rooms, (room - lengths[index], batch))
+    return batches
+
+
+def one_by_one(order: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Every document is a batch of its own."""
+    return [[index] for index in order]
+
+
+PACKERS: dict[str, Callable[[Sequence[int], Sequence[int], int], list[list[int]]]] = {
+    "none": one_by_one,
+    "first_fit": first_fit,
+    "best_fit": best_fit,
+}
+"""How an epoch's documents become batches: (order, lengths, capacity) -> lists of document indices."""

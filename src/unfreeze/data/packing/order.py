@@ -1,0 +1,85 @@
+"""In which order an epoch visits the documents: a pure function of (seed, epoch), so that a cursor is two
+numbers.
+
+N documents, F files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from unfreeze.core.errors import ConfigError
+
+
+class Order(Protocol):
+    """identity: what must be unchanged for an epoch to mean the same order; plain JSON, part of the
+    cursor."""
+
+    identity: dict[str, Any]
+
+    def __call__(self, epoch: int) -> list[int]: ...
+
+
+class Shuffled:
+    """Every document once per epoch, in a new order each epoch."""
+
+    def __init__(self, count: int, seed: int):
+        self.count, self.identity = count, {"seed": seed}
+
+    def __call__(self, epoch: int) -> list[int]:
+        return np.random.default_rng([self.identity["seed"], epoch]).permutation(self.count).tolist()
+
+
+class Mixed:
+    """File f is gone through weights_F[f] times per epoch: 2 shows each of its documents twice, 0.25 a new
+    quarter of them each epoch.
+
+    Each file is an endless row of its own shuffled passes, and an epoch takes the next weight * documents of
+    it: over any number of epochs no document of a file is shown more than once more often than another. Then
+    the epoch is shuffled as a whole.
+    Raises ConfigError for weights that don't match the files, or from which nothing would come.
+    """
+
+    def __init__(self, sources_N: np.ndarray, weights_F: Sequence[float], seed: int):
+        files = int(sources_N.max(initial=-1)) + 1
+        if len(weights_F) < files:
+            raise ConfigError(
+                f"data_weights has {len(weights_F)} numbers for {files} data files",
+                next="one weight per file, in the same order",
+            )
+        if not all(np.isfinite(weight) and weight >= 0 for weight in weights_F) or not any(
+            weight > 0 for weight in weights_F
+        ):
+            raise ConfigError(
+                f"data_weights is {list(weights_F)}: finite numbers, 0 or more, not all 0",
+                next="--data-weights 1 0.5",
+            )
+        self._members = [np.flatnonzero(sources_N == file) for file in range(len(weights_F))]
+        self._weights = list(weights_F)
+        self.identity = {"seed": seed, "data_weights": self._weights}
+
+    def __call__(self, epoch: int) -> list[int]:
+        seed = self.identity["seed"]
+        chosen = np.concatenate([self._taken(file, epoch) for file in range(len(self._weights))])
+        return np.random.default_rng([seed, epoch]).permutation(chosen).tolist()
+
+    def _taken(self, file: int, epoch: int) -> np.ndarray:
+        """Documents number floor(weight * n * epoch) up to floor(weight * n * (epoch + 1)) of this file's
+        endless row."""
+        members, weight = self._members[file], self._weights[file]
+        if not len(members):
+            return members
+        begin, end = (int(weight * len(members) * e) for e in (epoch, epoch + 1))
+        passes = {
+            number: self._pass(file, number)
+            for number in range(begin // len(members), -(-end // len(members)))
+        }
+        row = np.concatenate([*passes.values(), members[:0]])
+        offset = (begin // len(members)) * len(members)
+        return row[begin - offset : end - offset]
+
+    def _pass(self, file: int, number: int) -> np.ndarray:
+        return np.random.default_rng([self.identity["seed"], file, number]).permutation(self._members[file])

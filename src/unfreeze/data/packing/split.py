@@ -1,0 +1,90 @@
+"""Training and validation by a hash of content: a row's side depends on what it says and on the seed, never
+on its place in the file.
+
+So a row stays on its side when others are added, removed or reordered, and equal rows are always on the same
+side: none leaks across.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from unfreeze.core.batch import Batch
+from unfreeze.core.errors import ConfigError
+from unfreeze.data.examples import Example, Examples
+from unfreeze.data.packing.batches import pack
+from unfreeze.data.rows.row import Row, Text
+
+
+def content_digest(row: Row) -> bytes:
+    """blake2b-128 of what the row says (messages and tools, or text), whatever shape it was written in."""
+    content = (
+        row.text
+        if isinstance(row, Text)
+        else json.dumps([row.messages, row.tools], sort_keys=True, ensure_ascii=False)
+    )
+    kind = b"text" if isinstance(row, Text) else b"chat"
+    return hashlib.blake2b(kind + content.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def is_held_out(digest: bytes, fraction: float, seed: int) -> bool:
+    """Whether a row belongs to validation: blake2b(digest, seed) read as a number in [0, 1) is below
+    `fraction`."""
+    drawn = hashlib.blake2b(digest + seed.to_bytes(8, "little"), digest_size=8, person=b"held out").digest()
+    return int.from_bytes(drawn, "little") < fraction * 2**64
+
+
+def split_by_content(
+    examples: Sequence[Example], fraction: float, seed: int = 0
+) -> tuple[Examples, Examples]:
+    """(training, validation): about `fraction` of the documents are held out, in file order. No tokens are
+    read.
+
+    Raises ConfigError where one side would be empty: a share of few rows can be none.
+    """
+    examples = Examples.of(examples)
+    if not 0 < fraction < 1:
+        raise ConfigError(
+            f"validation_fraction is {fraction}; a share above 0 and below 1",
+            next="--validation-fraction 0.05",
+        )
+    held_N = np.array(
+        [is_held_out(digest.tobytes(), fraction, seed) for digest in examples.digests_N], dtype=bool
+    )
+    if held_N.all() or not held_N.any():
+        side = "training" if held_N.all() else "validation"
+        raise ConfigError(
+            f"validation_fraction {fraction} of {len(examples)} documents leaves none for {side} (a row's"
+            " side is drawn from its content)",
+            next="another --validation-fraction, or --validation FILE",
+        )
+    return examples.part(~held_N), examples.part(held_N)
+
+
+def validation_batches(examples: Sequence[Example], tokens_per_batch: int) -> Iterator[Batch]:
+    """Every document once, in order, as many to a batch as `tokens_per_batch` holds; a longer one is a batch
+    of its own. Nothing is shuffled."""
+    group: list[Example] = []
+    for example in examples:
+        if group and sum(member.num_tokens for member in group) + example.num_tokens > tokens_per_batch:
+            yield pack(group)
+            group = []
+        group.append(example)
+    if group:
+        yield pack(group)
+
+
+def duplicates(digests_N: np.ndarray) -> list[tuple[int, int]]:
+    """(place, place of the first equal one) for every digest that stood before; in order. 16 bytes each: a
+    chance meeting is out of question."""
+    halves_N2 = np.frombuffer(digests_N.tobytes(), dtype=[("a", "<u8"), ("b", "<u8")])
+    _, first, inverse = np.unique(halves_N2, return_index=True, return_inverse=True)
+    original_N = first[inverse]
+    return [
+        (int(place), int(original_N[place]))
+        for place in np.flatnonzero(original_N != np.arange(len(original_N)))
+    ]

@@ -1,0 +1,98 @@
+"""Checked values of a row's fields: the value as its type, or a DataError that names row and field."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import NoReturn
+
+from unfreeze.core.errors import DataError
+
+MAX_DEPTH = 200
+"""Lists and objects within one another; a tool's schema has a dozen. Rendering and quoting a row takes two
+frames of the stack a level."""
+
+
+def list_of(value: object, row: int, where: str, *, empty: bool = False) -> list[object]:
+    if not isinstance(value, list):
+        raise DataError(f"row {row}: field {where} is {json_type(value)}, expected a list")
+    if not value and not empty:
+        raise DataError(f"row {row}: field {where} is empty")
+    return value
+
+
+def object_of(value: object, row: int, where: str) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise DataError(f"row {row}: field {where} is {json_type(value)}, expected an object")
+    return value
+
+
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def text_of(value: object, row: int, where: str, *, empty: bool = False) -> str:
+    if value is None:
+        raise DataError(f"row {row}: field {where} is missing")
+    if not isinstance(value, str):
+        raise DataError(f"row {row}: field {where} is {json_type(value)}, expected a text")
+    if not empty and not value.strip():
+        raise DataError(f"row {row}: field {where} is empty")
+    found = _LONE_SURROGATE.search(value)
+    if found:
+        raise DataError(
+            f"row {row}: field {where} has half a surrogate pair (\\u{ord(found.group()):04x}) at character"
+            f" {found.start()}"
+        )
+    return value
+
+
+def json_type(value: object) -> str:
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "a text",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+    }
+    return "null" if value is None else f"{names[type(value)]} ({str(value)[:40]})"
+
+
+def json_of(text: str, row: int, where: str) -> object:
+    """JSON that a field holds as text."""
+    try:
+        value = json.loads(text, parse_constant=refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"row {row}: field {where} is text that is not JSON ({text[:40]!r}):"
+            f" {error or type(error).__name__}"
+        ) from None
+    if deeper_than(value, MAX_DEPTH):
+        raise DataError(
+            f"row {row}: field {where} is nested deeper than {MAX_DEPTH} levels", next="flatten it"
+        )
+    return value
+
+
+def refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def deeper_than(value: object, most: int) -> bool:
+    """Whether lists and objects stand in one another more than `most` times.
+
+    What walks a row goes a level at a time into the stack.
+    """
+    level: list[object] = [value]
+    for _ in range(most + 1):
+        level = [
+            item
+            for node in level
+            for item in (
+                node.values() if isinstance(node, Mapping) else node if isinstance(node, list) else ()
+            )
+        ]
+        if not level:
+            return False
+    return True

@@ -1,0 +1,157 @@
+"""The turns of a conversation and its tools, checked and brought into one form.
+
+A message keeps its fields but for those that are null. Reasoning is reasoning_content, tool calls are
+{"type": "function", "function": {"name", "arguments": {…}}}, whichever form the row uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from unfreeze.core.errors import DataError, nearest
+from unfreeze.data.rows.fields import json_of, json_type, list_of, object_of, text_of
+from unfreeze.data.rows.row import REASONING_NAMES, Message, Tool
+
+ROLES = ("system", "user", "assistant", "tool")
+MESSAGE_FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
+
+
+def read_messages(messages: Sequence[Mapping[str, object]]) -> list[Message]:
+    """Messages given in Python, checked and brought into the form that rows have; they may be empty.
+
+    Raises DataError naming the field.
+    """
+    try:
+        return [
+            message_of(dict(message), 0, f"messages[{i}]", empty=True) for i, message in enumerate(messages)
+        ]
+    except DataError as error:
+        raise DataError(error.message.removeprefix("row 0: "), next=error.next) from None
+
+
+def carries_loss(item: object, row: int, where: str) -> bool:
+    """A turn's "weight" (0 or 1, as OpenAI's files have it) or "train" (true or false)."""
+    message = object_of(item, row, where)
+    weight, train = message.get("weight"), message.get("train")
+    if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
+        raise DataError(f"row {row}: field {where}.weight is {weight!r}; a turn's weight is 0 or 1")
+    if train is not None and not isinstance(train, bool):
+        raise DataError(f"row {row}: field {where}.train is {json_type(train)}, expected true or false")
+    return weight != 0 and train is not False
+
+
+def message_of(item: object, row: int, where: str, *, empty: bool = False) -> Message:
+    """A message with its null fields dropped (tables write them for every row) and the rest checked. `empty`:
+    its content may be."""
+    message = {name: value for name, value in object_of(item, row, where).items() if value is not None}
+    role = text_of(message.get("role"), row, f"{where}.role")
+    if role not in ROLES:
+        raise DataError(
+            f"row {row}: field {where}.role is {role!r}; known: {', '.join(ROLES)}{nearest(role, ROLES)}"
+        )
+    message = {name: value for name, value in message.items() if name not in ("weight", "train")}
+    for name in message:
+        if name not in (*MESSAGE_FIELDS, *REASONING_NAMES) and nearest(name, MESSAGE_FIELDS):
+            raise DataError(f"row {row}: field {where}.{name} is not known{nearest(name, MESSAGE_FIELDS)}")
+    calls = [
+        tool_call_of(call, row, f"{where}.tool_calls[{i}]")
+        for i, call in enumerate(
+            list_of(message.pop("tool_calls", []), row, f"{where}.tool_calls", empty=True)
+        )
+    ]
+    message = {**_one_reasoning(message, row, where), **({"tool_calls": calls} if calls else {})}
+    if "content" not in message and calls:
+        # templates test `content is none` for a turn that only calls tools
+        return {**message, "content": None}
+    may_be_empty = empty or role in ("system", "tool") or bool(calls)
+    return {
+        **message,
+        "content": _content(message.get("content"), row, f"{where}.content", empty=may_be_empty),
+    }
+
+
+def _one_reasoning(message: Message, row: int, where: str) -> Message:
+    """A turn's reasoning as reasoning_content, whichever of its names the row uses."""
+    given = [name for name in REASONING_NAMES if name in message]
+    texts = {name: text_of(message.pop(name), row, f"{where}.{name}", empty=True) for name in given}
+    said = {text for text in texts.values() if text.strip()}
+    if len(said) > 1:
+        raise DataError(
+            f"row {row}: fields {' and '.join(f'{where}.{name}' for name in given)} hold different reasoning",
+            next="keep one of them",
+        )
+    return {**message, "reasoning_content": said.pop()} if said else message
+
+
+def tool_call_of(value: object, row: int, where: str) -> Tool:
+    """{"id"?, "type", "function": {"name", "arguments": {…}}}.
+
+    The flat form {"name", "arguments"} and arguments written as JSON text are taken too.
+    """
+    call = object_of(value, row, where)
+    inside = "function" in call
+    function = object_of(call["function"], row, f"{where}.function") if inside else call
+    at = f"{where}.function" if inside else where
+    name = text_of(function.get("name"), row, f"{at}.name")
+    known = {
+        key: item
+        for key, item in call.items()
+        if key not in ("function", "name", "arguments") and item is not None
+    }
+    return {
+        "type": "function",
+        **known,
+        "function": {
+            "name": name,
+            "arguments": _arguments(function.get("arguments"), row, f"{at}.arguments"),
+        },
+    }
+
+
+def _arguments(value: object, row: int, where: str) -> Tool:
+    """A call's arguments as an object.
+
+    OpenAI's files hold them as JSON text; a template that spells them out would put that in quotes again.
+    """
+    if isinstance(value, str):
+        value = json_of(value, row, where) if value.strip() else {}
+    return object_of({} if value is None else value, row, where)
+
+
+def _content(value: object, row: int, where: str, *, empty: bool) -> object:
+    """Text, or the list form [{"type": "text", "text": …}].
+
+    Other kinds of part are refused: there is no model here that sees them.
+    """
+    if not isinstance(value, list):
+        return text_of(value, row, where, empty=empty)
+    for i, item in enumerate(list_of(value, row, where, empty=empty)):
+        part = object_of(item, row, f"{where}[{i}]")
+        if part.get("type", "text") != "text":
+            raise DataError(
+                f"row {row}: field {where}[{i}].type is {part['type']!r}; only text is trained on"
+            )
+        text_of(part.get("text"), row, f"{where}[{i}].text", empty=empty)
+    return value
+
+
+def tools_of(fields: Mapping[str, object], row: int) -> list[Tool] | None:
+    """`tools` as a list of JSON schemas, or as the same list written into a string."""
+    tools = fields.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        tools = json_of(tools, row, "tools")
+    if not tools:
+        return None
+    return [_tool(tool, row, f"tools[{i}]") for i, tool in enumerate(list_of(tools, row, "tools"))]
+
+
+def _tool(value: object, row: int, where: str) -> Tool:
+    """A tool's schema as OpenAI and transformers write it.
+
+    ShareGPT files often leave out what is around the function.
+    """
+    tool = object_of(value, row, where)
+    if tool.get("function") is not None:
+        object_of(tool["function"], row, f"{where}.function")
+        return tool
+    return {"type": "function", "function": tool} if "name" in tool else tool

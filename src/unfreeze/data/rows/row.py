@@ -1,0 +1,75 @@
+"""What a row of a data file is, checked: a conversation, or one text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+Message = dict[str, Any]
+"""One turn: role, content, and what messages.py lets through (reasoning_content, tool_calls, name, …)."""
+
+Tool = dict[str, Any]
+"""A tool's JSON schema, or a call of one."""
+
+JsonObject = Mapping[str, Any]
+"""A message, a tool or a call, to read."""
+
+REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
+"""Names under which rows hold a turn's reasoning and templates read it (gpt-oss: thinking). In a Conversation
+it is reasoning_content."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages for a chat template; loss on the assistant's turns.
+
+    `row` is the line in the file, counted from 1.
+
+    context   places of assistant's turns that carry no loss: those of a prompt, and those with "weight": 0 or
+              "train": false
+    """
+
+    messages: list[Message]
+    tools: list[Tool] | None = None
+    row: int = 0
+    shape: str = "messages"
+    context: frozenset[int] = frozenset()
+
+    @property
+    def taught(self) -> list[int]:
+        """Places of the turns that carry loss."""
+        return [
+            i
+            for i, message in enumerate(self.messages)
+            if message["role"] == "assistant" and i not in self.context
+        ]
+
+
+@dataclass(frozen=True)
+class Text:
+    """One document; loss on every token."""
+
+    text: str
+    row: int = 0
+    shape: str = "text"
+
+
+Row = Conversation | Text
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that could not be used, and why; `file` is its name where there are several."""
+
+    row: int
+    reason: str
+    file: str = ""
+
+
+class Place(NamedTuple):
+    """Where a row's bytes lie in its file, and its number."""
+
+    row: int
+    offset: int
+    size: int

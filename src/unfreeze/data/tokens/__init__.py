@@ -1,0 +1,1 @@
+"""Rows to tokens: tokenizers, chat templates, and which tokens carry loss."""

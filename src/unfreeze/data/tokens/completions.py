@@ -1,0 +1,202 @@
+"""What the assistant says behind a prompt, as the chat template writes it.
+
+rest      what the template writes from the prompt on, where it begins with the prompt
+alone     what it writes of the turn behind a plain question
+composed  reasoning between the release's think marks, then the template's own writing of content and tool
+          calls, then the end token
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cached_property
+
+from unfreeze.core.errors import DataError
+from unfreeze.data.rows.row import REASONING_NAMES, JsonObject, Message
+from unfreeze.data.tokens.forms import reasoning_of
+from unfreeze.data.tokens.releases import ThinkMarks
+from unfreeze.data.tokens.taught import HERE, QUOTE_OPEN, Word, missing
+from unfreeze.data.tokens.templates import ChatTemplate, TemplateRefusal
+from unfreeze.data.tokens.think import ASKED, USUAL_MARKS, Block, overlap, parting, written_marks
+
+Tools = Sequence[JsonObject] | None
+
+
+class Completions:
+    """Of one chat template, word by word. ends: the spellings of the tokens that end a turn."""
+
+    def __init__(self, template: ChatTemplate, ends: Sequence[str]):
+        self.template, self.ends = template, list(ends)
+        longest_first = sorted(map(re.escape, ends), key=len, reverse=True)
+        self._end = re.compile(f"(?<!{QUOTE_OPEN})(?:{'|'.join(longest_first)})") if ends else None
+
+    @cached_property
+    def marks(self) -> ThinkMarks | None:
+        """Around reasoning: as the template writes them, else as its release's model does.
+
+        None where neither is known.
+        """
+        return written_marks(self.template) or self.template.release.think
+
+    def prompt(self, messages: Sequence[Message], tools: Tools) -> str:
+        """The conversation up to where the assistant begins to speak."""
+        return self.template.render(messages, add_generation_prompt=True, tools=tools)
+
+    def begin(self, messages: Sequence[Message], tools: Tools, turn: int) -> str:
+        """The prompt of a turn."""
+        try:
+            return self.prompt(messages[:turn], tools)
+        except TemplateRefusal:
+            if turn:
+                raise
+            raise speaks_first() from None
+
+    def rest(self, messages: Sequence[Message], tools: Tools, prompt: str) -> str | None:
+        """What the template writes behind a prompt, or None where it rewrites the prompt."""
+        upto = self.template.render(messages, tools=tools)
+        return upto[len(prompt) :] if upto.startswith(prompt) else None
+
+    def alone(self, message: Message, tools: Tools, prompt: str) -> str | None:
+        """What the template writes of a turn behind a plain question, where it rewrites the turn's own past
+        (gpt-oss, behind a tool's return)."""
+        try:
+            asked = self.prompt(ASKED, tools)
+            rest = self.rest([*ASKED, message], tools, asked)
+        except TemplateRefusal:
+            return None
+        block = Block(self.marks or USUAL_MARKS)
+        return rest if block.state(asked) == block.state(prompt) else None
+
+    def fits(self, prompt: str, said: str) -> bool:
+        """Not where the prompt opens a think block that nothing closes (an answer would be learned as a
+        thought), or that is opened again."""
+        marks = self.marks or USUAL_MARKS
+        opening, closing = marks.opening.strip(), marks.closing.strip()
+        return Block(marks).state(prompt) != "open" or (
+            closing in said and not said.lstrip().startswith(opening)
+        )
+
+    def composed(
+        self,
+        before: Sequence[Message],
+        message: Message,
+        tools: Tools,
+        prompt: str,
+        spelled: ThinkMarks | None,
+    ) -> str | None:
+        """Reasoning between the release's marks, then content and tool calls as the template writes them.
+        None where there is no such form."""
+        known = self.marks or spelled
+        marks = known or USUAL_MARKS
+        block = Block(marks)
+        state = block.state(prompt)
+        thought = reasoning_of(message)
+        if thought and known is None and state != "open":
+            return None
+        body = self._body(before, message, tools, block)
+        if body is None:
+            return None
+        if not thought:
+            return {"": body, "open": marks.closing + block.cut(body), "closed": block.cut(body)}[state]
+        thought = thought.strip("\n") if marks.opening.endswith("\n") else thought
+        opened = (
+            overlap(prompt, marks.opening)
+            if state != "open"
+            else overlap(prompt, marks.opening) or len(marks.opening)
+        )
+        space = marks.closing[len(marks.closing.rstrip()) :]
+        return marks.opening[opened:] + thought + marks.closing + block.cut(body).removeprefix(space)
+
+    def _body(self, before: Sequence[Message], message: Message, tools: Tools, block: Block) -> str | None:
+        """What the template writes of a turn without its reasoning, behind its own prompt or, where that is
+        rewritten, behind a plain question.
+
+        A prompt may end in something that the template does not write of a turn that was said: white space,
+        or a think block, opened or empty.
+        """
+        for context in (before, ASKED):
+            try:
+                prompt = self.prompt(context, tools)
+                upto = self.template.render([*context, _without_reasoning(message)], tools=tools)
+            except TemplateRefusal:
+                continue
+            at = len(prompt) if upto.startswith(prompt) else parting(prompt, upto)
+            extra = prompt[at:]
+            if block.is_end(extra):
+                return upto[at:].lstrip() if extra and not extra.strip() else upto[at:]
+            if behind := _behind_but_for_space(prompt, upto):
+                return upto[behind:].lstrip()
+            if (said := self._behind_last_words(context, message, tools)) is not None:
+                return said
+        return None
+
+    def _behind_last_words(self, context: Sequence[Message], message: Message, tools: Tools) -> str | None:
+        """What the template writes of a turn, found by what stands between the last message and it, wherever
+        the texts part before.
+
+        Some templates write what belongs to the last question (a system prompt, a hint) only while it is the
+        last.
+        """
+        last = context[-1]
+        if not isinstance(last.get("content"), str):
+            return None
+        marked = [*context[:-1], {**last, "content": last["content"].rstrip() + HERE}]
+        prompt = self.prompt(marked, tools).partition(HERE)[2]
+        upto = self.template.render([*marked, _without_reasoning(message)], tools=tools).partition(HERE)[2]
+        return upto[len(prompt) :] if prompt and upto.startswith(prompt) else None
+
+    def closed(self, said: str, message: Message, words: list[Word], tools: Tools) -> str:
+        """A turn up to its end token: the first one behind all its words.
+
+        Where the template writes none there, the release's is added, or the one that the template writes
+        before a next turn.
+        """
+        for found in self._end.finditer(said) if self._end else ():
+            if missing(words, said[: found.end()]) is None:
+                return said[: found.end()]
+        release = self.template.release
+        end = release.call_end if message.get("tool_calls") else release.turn_end
+        return said.rstrip() + end if end in self.ends else said + self._end_before_next(message, tools)
+
+    def _end_before_next(self, message: Message, tools: Tools) -> str:
+        """The end token that the template writes behind a turn only when another one follows; "" for none."""
+        message = _without_reasoning(message)
+        calls = message.get("tool_calls") or ()
+        returns = [
+            {"role": "tool", "tool_call_id": call.get("id"), "name": call["function"]["name"], "content": "?"}
+            for call in calls
+        ]
+        try:
+            upto = self.template.render([*ASKED, message], tools=tools)
+            further = self.template.render([*ASKED, message, *(returns or ASKED)], tools=tools)
+        except TemplateRefusal:
+            return ""
+        behind = further[len(upto) :] if further.startswith(upto) else ""
+        found = self._end.search(behind) if self._end else None
+        return behind[: found.end()] if found and not behind[: found.start()].strip() else ""
+
+
+def speaks_first() -> DataError:
+    said = "the assistant speaks first and this template has no prompt for that"
+    return DataError(said, next="begin with a user or system message")
+
+
+def _without_reasoning(message: Message) -> Message:
+    """A turn without its reasoning, and without the speaker's name, which no prompt has (Kimi writes it into
+    the header)."""
+    return {name: value for name, value in message.items() if name not in (*REASONING_NAMES, "name")}
+
+
+def _behind_but_for_space(prompt: str, upto: str) -> int:
+    """Where a text goes on behind a prompt that it begins with but for white space (a template with line
+    breaks in the wrong place); else 0."""
+    at = 0
+    for char in prompt:
+        if not char.isspace():
+            while at < len(upto) and upto[at].isspace():
+                at += 1
+            if not upto.startswith(char, at):
+                return 0
+            at += 1
+    return at

@@ -1,0 +1,212 @@
+"""A row's messages in the form a chat template expects: reasoning under its own field name, tool calls with
+the release's ids, plain text.
+
+`prepare` does what holds for a release. `FORMS` are the spellings that templates differ in; the right one is
+found by trying (turns.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from unfreeze.core.errors import DataError
+from unfreeze.data.rows.row import REASONING_NAMES, JsonObject, Message, Tool
+from unfreeze.data.tokens.releases import Release, ThinkMarks
+
+Reasoning = Literal["auto", "inline", "drop"]
+"""auto: taught as the template or the release's marks write it, else refused; inline: `<think>…</think>`
+before the answer; drop: left out."""
+
+INLINE_MARKS = ThinkMarks("<think>\n", "\n</think>\n\n")
+_INLINE = re.compile(r"\s*<think>(?P<reasoning>.*?)</think>(?P<content>.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a template is given, and notes about it (each note is shown once, with the number of rows).
+
+    spelled   index of a turn -> the think marks that the row wrote into its content, or would with
+              --reasoning inline
+    written   the messages with those blocks left in their content: the history for a template without a place
+              for reasoning
+    """
+
+    messages: list[Message]
+    tools: list[Tool] | None
+    notes: tuple[str, ...] = ()
+    spelled: Mapping[int, ThinkMarks] = field(default_factory=dict)
+    written: list[Message] | None = None
+
+
+def prepare(
+    messages: Sequence[JsonObject],
+    tools: Sequence[JsonObject] | None,
+    template: str,
+    release: Release,
+    reasoning: Reasoning = "auto",
+) -> Prepared:
+    """Messages as a row holds them -> as this template (its source text) reads them. Nothing of the row is
+    changed.
+
+    Raises DataError for a tool's return that belongs to no call.
+    """
+    # where this template reads reasoning, and so whether a row's <think> block is taken out of its content
+    read = [name for name in REASONING_NAMES if re.search(rf"[.'\"]{name}\b", template)]
+    # no place for reasoning; it may take it out of content
+    cuts = not read and release.think is None and "think>" in template
+    splits = cuts or (
+        reasoning != "inline" and (bool(read) or release.think is not None or "</think>" in template)
+    )
+    joins = reasoning == "inline" and not cuts
+    fields = read or ["reasoning_content"]
+    # each turn twice: as the template reads it, and as the row wrote it
+    prepared: list[Message] = []
+    written: list[Message] = []
+    spelled: dict[int, ThinkMarks] = {}
+    for place, message in enumerate(messages):
+        turn: Message = {**message, "content": _text(message.get("content"))}
+        if turn["role"] == "assistant":
+            written.append(_with_reasoning(dict(turn), fields, reasoning == "inline", reasoning))
+            if reasoning == "inline" and turn.get("reasoning_content"):
+                spelled[place] = INLINE_MARKS
+            elif splits and not turn.get("reasoning_content") and (taken := _taken_apart(turn)):
+                turn, spelled[place] = taken
+            turn = _with_reasoning(turn, fields, joins, reasoning)
+        else:
+            written.append(turn)
+        prepared.append(turn)
+    notes = []
+    # ids in the release's own form, since the model will write them so
+    left_in = cuts and spelled and reasoning != "drop"
+    if release.call_id is not None and _rewrite_ids(prepared, release.call_id):
+        _rewrite_ids(written, release.call_id)
+        notes.append(
+            f"tool-call ids rewritten to {release.name}'s form {release.id_form}, in the call and in its"
+            " return"
+        )
+    schemas = None if tools is None else [dict(tool) for tool in tools]
+    return Prepared(prepared, schemas, tuple(notes), spelled, written if left_in else None)
+
+
+def _text(content: object) -> object:
+    """Content given as a list of text parts, joined. A template that only takes strings would write the list
+    as Python does."""
+    return "".join(part["text"] for part in content) if isinstance(content, list) else content
+
+
+def _taken_apart(message: Message) -> tuple[Message, ThinkMarks] | None:
+    """A turn whose content begins with a `<think>` block, with the reasoning under its own name, and the
+    marks as they were written."""
+    found = _INLINE.fullmatch(message["content"]) if isinstance(message["content"], str) else None
+    if not found:
+        return None
+    inside, behind = found["reasoning"], found["content"]
+    thought, content = inside.strip("\n"), behind.lstrip("\n")
+    before = inside[: len(inside) - len(inside.lstrip("\n"))]
+    after = inside[len(inside.rstrip("\n")) :]
+    marks = ThinkMarks(f"<think>{before}", f"{after}</think>{behind[: len(behind) - len(content)]}")
+    return {**message, "content": content, "reasoning_content": thought}, marks
+
+
+def _with_reasoning(message: Message, fields: Sequence[str], joins: bool, mode: Reasoning) -> Message:
+    """The reasoning of an assistant's turn under the names in `fields`, or in its content."""
+    content, thought = message["content"], message.pop("reasoning_content", None)
+    if joins and thought:
+        return {**message, "content": INLINE_MARKS.opening + thought + INLINE_MARKS.closing + (content or "")}
+    if mode == "drop" or not thought:
+        return {**message, "content": content}
+    return {**message, "content": content, **dict.fromkeys(fields, thought)}
+
+
+def reasoning_of(message: JsonObject) -> str:
+    """The reasoning of a prepared turn; "" for none."""
+    return next((message[name] for name in REASONING_NAMES if message.get(name)), "")
+
+
+def _rewrite_ids(messages: list[Message], form: Callable[[str, int], str]) -> bool:
+    """Give every call the id the model itself would write, and its return the same one. Whether any id
+    changed."""
+    changed, index = False, 0
+    names: dict[str, str] = {}  # a row's own id -> the new one
+    waiting: list[str] = []  # new ids of calls whose return has not come
+    for place, message in enumerate(messages):
+        # calls: a new id each, remembered under the row's own
+        if message.get("tool_calls"):
+            calls, waiting = [], []
+            for call in message["tool_calls"]:
+                new = form(call["function"]["name"], index)
+                index += 1
+                old = call.get("id")
+                names |= {old: new} if isinstance(old, str) else {}
+                waiting.append(new)
+                changed |= old != new
+                calls.append({**call, "id": new})
+            messages[place] = {**message, "tool_calls": calls}
+        # a return: the id of its call by name, else of the first call still waiting
+        elif message["role"] == "tool":
+            old = message.get("tool_call_id")
+            first = waiting[0] if waiting else None
+            new = names.get(old, first) if isinstance(old, str) else first
+            if new is None:
+                raise DataError(
+                    f"messages[{place}] (tool) returns to no call: tool_call_id is {old!r}",
+                    next="give it the id of a call before it",
+                )
+            waiting = [id for id in waiting if id != new]
+            changed |= old != new
+            messages[place] = {**message, "tool_call_id": new}
+    return changed
+
+
+def _as_it_is(messages: Sequence[Message]) -> list[Message]:
+    return list(messages)
+
+
+def _arguments_as_text(messages: Sequence[Message]) -> list[Message]:
+    """Tool-call arguments as JSON text: DeepSeek's templates join them to a string."""
+
+    def call(given: JsonObject) -> Tool:
+        arguments = json.dumps(given["function"]["arguments"], ensure_ascii=False)
+        return {**given, "function": {**given["function"], "arguments": arguments}}
+
+    return [
+        {**m, "tool_calls": [call(item) for item in m["tool_calls"]]} if m.get("tool_calls") else m
+        for m in messages
+    ]
+
+
+def no_null_content(messages: Sequence[Message]) -> list[Message]:
+    """ "" where a turn only calls tools: gpt-oss' template looks for text in it."""
+    return [{**message, "content": ""} if message.get("content") is None else message for message in messages]
+
+
+def _without_content(messages: Sequence[Message]) -> list[Message]:
+    """No content at all where a turn only calls tools."""
+    return [{k: v for k, v in message.items() if k != "content" or v is not None} for message in messages]
+
+
+def _content_as_parts(messages: Sequence[Message]) -> list[Message]:
+    """[{"type": "text", "text": …}]: templates of models that also see images may take nothing else."""
+    return [
+        {**m, "content": [{"type": "text", "text": m["content"]}]} if isinstance(m.get("content"), str) else m
+        for m in messages
+    ]
+
+
+Form = Callable[[Sequence[Message]], list[Message]]
+
+FORMS: tuple[Form, ...] = (
+    _as_it_is,
+    _arguments_as_text,
+    no_null_content,
+    lambda messages: _arguments_as_text(no_null_content(messages)),
+    _without_content,
+    _content_as_parts,
+)
+"""Tried in this order until one renders and teaches every word. Objects come before text: a template that
+spells arguments out as JSON would
+write a text a second time, in quotes."""

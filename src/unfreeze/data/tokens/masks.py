@@ -1,0 +1,251 @@
+"""Rows to examples: text with a mask becomes tokens with weights.
+
+What a conversation becomes as text, and which words the model is taught to say, is decided in turns.py and
+checked in taught.py. It is tokenized segment by segment, split where a turn begins and ends, because in
+generation the prompt is tokenized alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from unfreeze.core.errors import DataError
+from unfreeze.data.examples import Example
+from unfreeze.data.rows.row import JsonObject, Row, Text
+from unfreeze.data.tokens.forms import Reasoning
+from unfreeze.data.tokens.taught import QUOTE_CLOSE, QUOTE_OPEN, Segment
+from unfreeze.data.tokens.tokenizer import Tokenizer
+from unfreeze.data.tokens.turns import Renderer, Turns, V
+
+Truncation = Literal["tail", "head", "error", "drop", "split"]
+Supervise = Literal["assistant", "all"]
+
+_QUOTED = re.compile(f"{QUOTE_OPEN}(.*?){QUOTE_CLOSE}", re.DOTALL)
+
+
+class Dropped(DataError):
+    """A row that is whole but of no use at this sequence length; counted and listed, never silent."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What a row became. `dropped`: why examples of it were left out (beside others that were kept)."""
+
+    examples: list[Example]
+    notes: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+
+
+class Encoder:
+    """How rows become examples of at most `sequence_length` tokens: the same when they are counted and when
+    they are read again.
+
+    truncation  of a longer example: "tail" cuts its end, "head" its beginning (a BOS stays), "drop" raises
+                Dropped, "error" raises DataError;
+                "split" makes several documents of a text, and is an error for a conversation: half an answer
+                is not a document
+    supervise   "assistant": weight 1 on the assistant's words; "all": on everything. A text always counts
+                whole
+    turns, reasoning   see turns.Turns and forms.Reasoning
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        sequence_length: int,
+        truncation: Truncation = "tail",
+        supervise: Supervise = "assistant",
+        *,
+        turns: Turns = "auto",
+        reasoning: Reasoning = "auto",
+    ):
+        self.tokenizer, self.sequence_length, self.truncation, self.supervise = (
+            tokenizer,
+            sequence_length,
+            truncation,
+            supervise,
+        )
+        self.render = renderer(tokenizer, turns=turns, reasoning=reasoning, supervise_all=supervise == "all")
+
+    def __call__(self, row: Row) -> Encoded:
+        """Raises Dropped for a row of no use, DataError for a bad one; both name the row."""
+        if isinstance(row, Text):
+            notes = _text_notes(row, self.tokenizer)
+            return Encoded(
+                (
+                    self._split(row)
+                    if self.truncation == "split"
+                    else [self._bounded(row, *encode_whole_text(row, self.tokenizer))]
+                ),
+                notes,
+            )
+        try:
+            rendered = self.render(row)
+        except DataError as error:
+            raise DataError(f"row {row.row}: {error.message}", next=error.next) from None
+        examples: list[Example] = []
+        dropped: list[str] = []
+        for sample in rendered.samples:
+            try:
+                examples.append(self._bounded(row, *encode_segments(self.tokenizer, sample)))
+            except Dropped as error:
+                dropped.append(error.message)
+        if not examples:
+            raise Dropped(dropped[0], next="a longer --sequence-length")
+        plain = (
+            () if self.tokenizer.template else ("no chat template in the checkpoint: the plain one is used",)
+        )
+        return Encoded(examples, (*plain, *rendered.notes), tuple(dropped))
+
+    def _bounded(self, row: Row, tokens: list[int], weights: list[float]) -> Example:
+        """One example, cut to length. Raises Dropped if no supervised token is left."""
+        if len(tokens) > self.sequence_length and self.truncation not in ("tail", "head"):
+            kind = Dropped if self.truncation == "drop" else DataError
+            why = ", and a conversation is not split" if self.truncation == "split" else ""
+            raise kind(
+                f"row {row.row}: {len(tokens)} tokens, sequence_length is {self.sequence_length}{why}",
+                next=f"--sequence-length {len(tokens)} or more, or --truncation tail",
+            )
+        whole = len(tokens)
+        cut = _without_head if self.truncation == "head" else _without_tail
+        tokens, weights = cut(tokens, weights, self.sequence_length, self.tokenizer)
+        example = Example(tokens, weights, row.row, whole - len(tokens))
+        if not example.num_supervised:
+            why = f" (truncated before the answer? the whole row has {whole})" if example.cut else ""
+            raise Dropped(
+                f"row {row.row}: 0 of {example.num_tokens} tokens supervised{why}",
+                next="a longer --sequence-length",
+            )
+        return example
+
+    def _split(self, row: Text) -> list[Example]:
+        """A long text as several documents that together predict each of its tokens exactly once.
+
+        Consecutive pieces share one token: the last of a piece is the first of the next, where it is context
+        and not a target.
+        """
+        tokens, weights = encode_whole_text(row, self.tokenizer)
+        length = self.sequence_length
+        starts = range(0, max(len(tokens) - 1, 1), max(length - 1, 1))
+        pieces = [(tokens[at : at + length], weights[at : at + length]) for at in starts]
+        examples = [Example(piece, [0.0, *weight[1:]], row.row) for piece, weight in pieces if len(piece) > 1]
+        if not examples:
+            raise Dropped(f"row {row.row}: 0 tokens supervised (the text has a single token)")
+        return examples
+
+
+def renderer(
+    tokenizer: Tokenizer, *, turns: Turns = "auto", reasoning: Reasoning = "auto", supervise_all: bool = False
+) -> Renderer:
+    """The tokenizer's chat template with its end tokens, quoting its special tokens in messages."""
+
+    return Renderer(
+        tokenizer.chat,
+        end_texts(tokenizer),
+        lambda value: quote_specials(value, tokenizer),
+        turns=turns,
+        reasoning=reasoning,
+        supervise_all=supervise_all,
+    )
+
+
+def encode_chat(
+    tokenizer: Tokenizer, messages: Sequence[JsonObject], tools: Sequence[JsonObject] | None = None
+) -> list[int]:
+    """The prompt for generation: the conversation up to where the assistant begins to speak, tokenized as
+    training tokenizes it."""
+    return encode_rendered(tokenizer, renderer(tokenizer).prompt(messages, tools))
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """A text to be continued: BOS if this tokenizer begins documents with it, then the text.
+
+    No special token is made from it.
+    """
+    bos = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
+    return [*bos, *tokenizer.encode(text, specials=False)]
+
+
+def encode_whole_text(row: Text, tokenizer: Tokenizer) -> tuple[list[int], list[float]]:
+    """All tokens and weights of a text, its end token too.
+
+    The first weight is 0: nothing precedes the first token.
+    """
+    tokens = encode_prompt(tokenizer, row.text)
+    if tokenizer.eos_id is not None:
+        tokens.append(tokenizer.eos_id)
+    return tokens, [0.0, *[1.0] * (len(tokens) - 1)][: len(tokens)]
+
+
+def encode_segments(tokenizer: Tokenizer, segments: Sequence[Segment]) -> tuple[list[int], list[float]]:
+    """All tokens and weights of an example's text."""
+    tokens: list[int] = []
+    weights: list[float] = []
+    for segment in segments:
+        ids = encode_rendered(tokenizer, segment.text, continues=bool(tokens))
+        tokens += ids
+        weights += [1.0 if segment.supervised else 0.0] * len(ids)
+    return tokens, [0.0, *weights[1:]][: len(tokens)]
+
+
+def _text_notes(row: Text, tokenizer: Tokenizer) -> tuple[str, ...]:
+    found = next((text for text in tokenizer.special_texts if text and text in row.text), None)
+    return (f"special-token text ({found}) read as plain text",) if found else ()
+
+
+def _without_tail(
+    tokens: list[int], weights: list[float], length: int, tokenizer: Tokenizer
+) -> tuple[list[int], list[float]]:
+    return tokens[:length], weights[:length]
+
+
+def _without_head(
+    tokens: list[int], weights: list[float], length: int, tokenizer: Tokenizer
+) -> tuple[list[int], list[float]]:
+    """The last `length` tokens; a BOS keeps its place.
+
+    What preceded the first kept token is gone, so that token is no target.
+    """
+    if len(tokens) <= length:
+        return tokens, weights
+    lead = tokens[:1] if tokens[0] == tokenizer.bos_id else []
+    begin = len(tokens) - length + len(lead)
+    return [*lead, *tokens[begin:]], [*(0.0 for _ in lead), 0.0, *weights[begin + 1 :]]
+
+
+def end_texts(tokenizer: Tokenizer) -> list[str]:
+    """The spellings of the tokens that can end a turn."""
+    return [tokenizer.token_text(id) for id in sorted(tokenizer.eos_ids & tokenizer.special_ids)]
+
+
+def quote_specials(value: V, tokenizer: Tokenizer) -> V:
+    """A copy of messages or tools in which special-token text is quoted: a user who types `<|im_end|>` ends
+    nobody's turn."""
+    if isinstance(value, str):
+        if QUOTE_OPEN in value or QUOTE_CLOSE in value:
+            raise DataError(
+                "a message holds the private-use character U+F0000 or U+F0001, which is used to quote special"
+                " tokens"
+            )
+        specials = tokenizer.special_pattern
+        quoted = specials.sub(rf"{QUOTE_OPEN}\g<0>{QUOTE_CLOSE}", value) if specials else value
+        return cast(V, quoted)
+    if isinstance(value, Mapping):
+        return cast(V, {key: quote_specials(item, tokenizer) for key, item in value.items()})
+    if isinstance(value, list | tuple):
+        return cast(V, [quote_specials(item, tokenizer) for item in value])
+    return value
+
+
+def encode_rendered(tokenizer: Tokenizer, text: str, *, continues: bool = False) -> list[int]:
+    """Ids of rendered text: special tokens are recognised, except where they are quoted."""
+    ids: list[int] = []
+    for i, piece in enumerate(_QUOTED.split(text)):
+        # a template that cuts strings can part a pair of quotes
+        piece = piece.replace(QUOTE_OPEN, "").replace(QUOTE_CLOSE, "")
+        if piece:
+            ids += tokenizer.encode(piece, specials=i % 2 == 0, continues=continues or bool(ids))
+    return ids

@@ -1,0 +1,11 @@
+"""Gemma 4: reasoning is the channel `thought`; the larger models' prompt holds an empty one where thinking is
+not switched on."""
+
+from unfreeze.data.tokens.releases.release import Release, ThinkMarks
+
+RELEASE = Release(
+    name="Gemma-4",
+    signature=("<|turn>", "<|channel>thought"),
+    source="google/gemma-4-31B-it: chat_template.jinja",
+    think=ThinkMarks("<|channel>thought\n", "\n<channel|>"),
+)

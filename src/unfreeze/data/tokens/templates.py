@@ -1,0 +1,210 @@
+"""Chat templates: the checkpoint's own jinja2 text, rendered in a sandbox as transformers renders it.
+
+Environment: ImmutableSandboxedEnvironment with a limit on steps (template_limits.py),
+trim_blocks, lstrip_blocks, loop controls, {% generation %}, `raise_exception`,
+`strftime_now`, `tojson` without HTML escaping. Equal to transformers' rendering in
+tests/data/tokens/test_templates.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+from jinja2.parser import Parser
+
+from unfreeze.core.errors import CheckpointError, DataError
+from unfreeze.data.rows.row import JsonObject
+from unfreeze.data.tokens.releases import release_of
+from unfreeze.untrusted.template_limits import LimitedEnvironment
+
+PLAIN_TEMPLATE = (
+    "{%- if add_bos %}{{ bos_token }}{% endif -%}{%- for message in messages -%}{%- if message.tool_calls or"
+    " tools %}{{ raise_exception('the plain template has no form for tools') }}{% endif -%}{%- set content ="
+    " message.content if message.content is string else message.content | map(attribute='text') | join -%}{{-"
+    " message.role | capitalize + ':\\n' -}}{%- if message.reasoning_content %}{{ '<think>\\n' +"
+    " message.reasoning_content + '\\n</think>\\n' }}{% endif -%}{{- content -}}{%- if message.role =="
+    " 'assistant' %}{{ eos_token }}{% endif -%}{{- '\\n\\n' -}}{%- endfor -%}{%- if add_generation_prompt"
+    " %}{{ 'Assistant:\\n' }}{% endif -%}"
+)
+"""For a checkpoint without a template: `User:⏎question⏎⏎Assistant:⏎answer</s>`. Turns are named in plain
+words because a base model has
+no tokens for them; the end token closes an answer, so that the end is learned (docs/trust.md N6)."""
+
+SPAN_OPEN, SPAN_CLOSE = "\U000f0002", "\U000f0003"
+"""Private-use characters put around what stands between {% generation %} and {% endgeneration %} while spans
+are wanted."""
+
+_RENDER_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+"""What a template can raise on messages it was not written for."""
+
+
+class TemplateRefusal(DataError):
+    """The template cannot render these messages: by its own raise_exception (`in_its_words`), or because
+    something in it failed on them."""
+
+    in_its_words = False
+
+
+class _Generation(jinja2.ext.Extension):
+    """{% generation %} … {% endgeneration %}: what the assistant says.
+
+    Leaves the text alone unless its environment asks for marks.
+    """
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's own interface
+
+    def parse(self, parser: Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Callable[[], str]) -> str:
+        opening, closing = getattr(self.environment, "generation_marks", ("", ""))
+        return f"{opening}{caller()}{closing}"
+
+
+class _Dict:
+    """`dict` for templates, without the attributes of the type."""
+
+    def __call__(self, *args: Any, **fields: object) -> dict[Any, Any]:
+        return dict(*args, **fields)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+def _environment(*, marks: bool) -> jinja2.Environment:
+    environment = LimitedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.generation_marks = (SPAN_OPEN, SPAN_CLOSE) if marks else ("", "")  # type: ignore[attr-defined]
+    environment.filters["tojson"] = _tojson
+    environment.globals.update(raise_exception=_raise, dict=_Dict())
+    return environment
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise(message: str) -> str:
+    raise jinja2.TemplateError(message)
+
+
+class ChatTemplate:
+    """A compiled chat template.
+
+    variables  what templates may read beside the messages: bos_token, eos_token, …; thinking or
+               enable_thinking where a user gives them
+    now        the time that `strftime_now` tells; None: the clock's. A run tells one time from its first
+               start on, so that its data stay
+    release    what is known of the release this template belongs to
+
+    Raises CheckpointError where the text is not a template.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        variables: Mapping[str, object],
+        tool_source: str | None = None,
+        *,
+        now: datetime | None = None,
+    ):
+        self.source = source
+        self.variables = dict(variables)
+        self.now = now
+        self.release = release_of(source)
+        self.has_generation_marks = "endgeneration" in source
+        try:
+            self._plain = _environment(marks=False).from_string(source)
+            self._marked = _environment(marks=True).from_string(source)
+            self._for_tools = _environment(marks=False).from_string(tool_source) if tool_source else None
+        except (jinja2.TemplateError, RecursionError, OverflowError, ValueError, UnicodeError) as error:
+            raise CheckpointError(f"the chat template cannot be compiled: {error}") from None
+
+    def _strftime(self, form: str) -> str:
+        return (self.now or datetime.now()).strftime(form)
+
+    def render(
+        self,
+        messages: Sequence[JsonObject],
+        *,
+        add_generation_prompt: bool = False,
+        tools: Sequence[JsonObject] | None = None,
+    ) -> str:
+        """The conversation as text. With `add_generation_prompt` it ends where the assistant begins to speak.
+
+        Raises TemplateRefusal where the template refuses the messages (its own `raise_exception` included).
+        """
+        template = self._for_tools if tools and self._for_tools is not None else self._plain
+        return self._run(template, messages, add_generation_prompt, tools)
+
+    def render_spans(
+        self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] | None = None
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and the [start, end) character ranges that the template's {% generation %} blocks
+        produced."""
+        parts: list[str] = []
+        spans: list[tuple[int, int]] = []
+        length = 0
+        for i, piece in enumerate(self._run(self._marked, messages, False, tools).split(SPAN_OPEN)):
+            inside, closed, outside = piece.partition(SPAN_CLOSE)
+            if i and closed:
+                spans.append((length, length + len(inside)))
+            parts += [inside, outside]
+            length += len(inside) + len(outside)
+        return "".join(parts), spans
+
+    def _run(
+        self,
+        template: jinja2.Template,
+        messages: Sequence[JsonObject],
+        add_generation_prompt: bool,
+        tools: Sequence[JsonObject] | None,
+    ) -> str:
+        template.environment.begin()  # type: ignore[attr-defined]
+        try:
+            return template.render(
+                {
+                    "strftime_now": self._strftime,
+                    **self.variables,
+                    "messages": list(messages),
+                    "tools": tools,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                }
+            )
+        except _RENDER_ERRORS as error:
+            refusal = TemplateRefusal(
+                f"the chat template refuses these messages: {error or type(error).__name__}"
+            )
+            refusal.in_its_words = type(error) is jinja2.TemplateError
+            raise refusal from None
+
+
+def plain_template(variables: Mapping[str, object], *, add_bos: bool) -> ChatTemplate:
+    """PLAIN_TEMPLATE with the tokenizer's own end (and begin) token."""
+    return ChatTemplate(PLAIN_TEMPLATE, {**variables, "add_bos": add_bos})

@@ -1,0 +1,110 @@
+"""Think blocks of a chat template: its marks around reasoning, and where a text stands to a block."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from unfreeze.data.rows.row import Message
+from unfreeze.data.tokens.forms import FORMS, prepare
+from unfreeze.data.tokens.releases import ThinkMarks
+from unfreeze.data.tokens.templates import ChatTemplate, TemplateRefusal
+
+MAX_TAG = 40  # characters of a tag such as <|START_OF_TURN_TOKEN|>
+
+# for a release that is not known, and opens a block in its prompt
+USUAL_MARKS = ThinkMarks("<think>\n", "\n</think>\n\n")
+ASKED: list[Message] = [{"role": "user", "content": "?"}]
+_TAG_AT_END = re.compile(r"(?:<[^<>\s]+>\s*)?\Z")
+# the words of a turn that is rendered to see what a template puts around them
+_SAID, _WHY = ("said-so", "for-this-reason")
+
+
+class Block:
+    """A think block at the end of a prompt, or at the beginning of what follows."""
+
+    def __init__(self, marks: ThinkMarks):
+        opening, closing = re.escape(marks.opening.strip()), re.escape(marks.closing.strip())
+        # </think> says by itself what it closes, <|end|> does not
+        alone = "?" if marks.closing.strip().startswith("</") else ""
+        self._at_end = re.compile(
+            rf"(?:(?P<open>{opening}\s*){alone}(?P<close>{closing}\s*)|(?P<opened>{opening}\s*))?\Z"
+        )
+        self._at_start = re.compile(rf"\s*(?:{opening}\s*)?{closing}\s*")
+
+    def state(self, prompt: str) -> Literal["", "open", "closed"]:
+        """Whether a prompt ends within a think block ("open"), behind one ("closed"), or in neither."""
+        found = self._at_end.search(prompt)
+        return "closed" if found and found["close"] else "open" if found and found["opened"] else ""
+
+    def is_end(self, text: str) -> bool:
+        """Whether a text is nothing but white space and a think block, opened or empty."""
+        return self._at_end.fullmatch(text.strip()) is not None
+
+    def cut(self, body: str) -> str:
+        """What stands behind an empty block, or behind the end of one."""
+        block = self._at_start.match(body)
+        return body[block.end() :] if block else body
+
+
+def written_marks(template: ChatTemplate) -> ThinkMarks | None:
+    """What this template puts before and behind the reasoning of an answer to a plain question.
+
+    None where it writes no reasoning there.
+
+    between prompt and reasoning: the opening. Between reasoning and content: the closing, and what stands
+    before content anyway.
+    """
+    # render one answer with and without reasoning, of words that stand nowhere else
+    answer = {"role": "assistant", "content": _SAID}
+    turns = (answer, answer | {"reasoning_content": _WHY})
+    both = [prepare([*ASKED, turn], None, template.source, template.release) for turn in turns]
+    for form in (FORMS[0], FORMS[-1]):
+        try:
+            prompt = template.render(form(ASKED), add_generation_prompt=True)
+            plain, full = (template.render(form(prepared.messages)) for prepared in both)
+        except TemplateRefusal:
+            continue
+        # each word once and reasoning first, else the texts cannot be compared
+        if (
+            full.count(_WHY) != 1
+            or full.count(_SAID) != 1
+            or plain.count(_SAID) != 1
+            or full.index(_SAID) < full.index(_WHY)
+        ):
+            continue
+        # opening: from where prompt, plain and full part to the reasoning; closing: from there to the content
+        begin = min(parting(prompt, full), parting(plain, full))
+        opening, between = (
+            full[begin : full.index(_WHY)],
+            full[full.index(_WHY) + len(_WHY) : full.index(_SAID)],
+        )
+        anyway = plain[begin : plain.index(_SAID)]
+        closing = between.removesuffix(anyway)
+        # the answer without reasoning begins with the closing mark
+        closing = closing if closing.strip() else between
+        # both write a block, and part inside it
+        if not opening.strip() and anyway.strip().startswith(closing.strip()):
+            opening = "".join(_TAG_AT_END.findall(full[:begin]))
+        if opening.strip() and closing.strip():
+            return ThinkMarks(opening, closing)
+    return None
+
+
+def overlap(text: str, opening: str) -> int:
+    """Characters of `opening` that `text` already ends with."""
+    return next((n for n in range(len(opening), 0, -1) if text.endswith(opening[:n])), 0)
+
+
+def common_length(a: str, b: str) -> int:
+    """Length of the longest common beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def parting(a: str, b: str) -> int:
+    """Where two texts part, taken back to the beginning of a tag that they part within (`<think>`,
+    `</think>`: before the `<`)."""
+    at = common_length(a, b)
+    opened = max(a.rfind("<", 0, at), a.rfind("[", 0, at))
+    inside = opened >= 0 and at - opened < MAX_TAG and not re.search(r"[>\]\s]", a[opened:at])
+    return opened if inside else at

@@ -1,0 +1,365 @@
+"""The tokenizer of a checkpoint folder: text to ids and back, its special tokens, its end-of-turn tokens and
+its chat template.
+
+Read from tokenizer.json or tiktoken.model, tokenizer_config.json, special_tokens_map.json,
+generation_config.json, config.json, chat_template.jinja or chat_template.json. Nothing else in the folder is
+looked at, and nothing in it is executed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from unfreeze.core.errors import CheckpointError, DataError
+from unfreeze.data.tokens.templates import ChatTemplate, plain_template
+from unfreeze.data.tokens.tiktoken_bpe import TiktokenBackend
+from unfreeze.data.tokens.tokenizer_json import TokenizerJson
+from unfreeze.untrusted.json_object import read_object
+
+TOKEN_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+MAX_VOCAB = 2**24  # ids; a hundred times the largest published
+PUBLISHED = "use the tokenizer files that were published with this model"
+
+
+class StreamDecoder(Protocol):
+    """Ids in, text out, whole characters only."""
+
+    def push(self, id: int) -> str: ...
+    def finish(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class VocabSpec:
+    """base: ids that text can become; total: ids with a name; padded: rows of the embedding. total <= padded.
+
+    Rows total … padded-1 exist for alignment only; they are never sampled (docs/trust.md N5).
+    """
+
+    base: int
+    total: int
+    padded: int
+
+
+class Tokenizer:
+    """One tokenizer. Made by `load_tokenizer`.
+
+    vocab_size    ids 0 … vocab_size-1 can come out of `encode` or go into `decode`
+    bos_id        or None; add_bos: whether a document begins with it
+    eos_id        the end-of-text token, closes a `text` document; or None
+    eos_ids       every id that ends generation: eos_id, those of generation_config.json and config.json, and
+                  the template's end of turn
+    special_ids   control tokens: skipped in decoding, never made from user text
+    template      the checkpoint's chat template, or None (see `chat`)
+    """
+
+    def __init__(
+        self,
+        backend: TiktokenBackend | TokenizerJson,
+        *,
+        variables: Mapping[str, object],
+        bos_id: int | None,
+        eos_id: int | None,
+        eos_ids: frozenset[int],
+        add_bos: bool,
+        template: ChatTemplate | None,
+    ):
+        self._backend = backend
+        self.vocab_size = backend.vocab_size
+        self.named_size = backend.named_size
+        self.base_size = backend.base_size
+        self.special_ids = backend.special_ids
+        self.bos_id, self.eos_id, self.add_bos = bos_id, eos_id, add_bos
+        self.variables = dict(variables)
+        self.template = template
+        self.chat = template or plain_template(variables, add_bos=add_bos and bos_id is not None)
+        self.special_texts = tuple(
+            sorted((backend.token_text(id) for id in self.special_ids), key=len, reverse=True)
+        )
+        spelled = [re.escape(text) for text in self.special_texts if text]
+        self.special_pattern = re.compile("|".join(spelled)) if spelled else None  # longest first
+        turn_end = self._turn_end()
+        self.eos_ids = eos_ids if turn_end is None else eos_ids | {turn_end}
+
+    def encode(self, text: str, *, specials: bool, continues: bool = False) -> list[int]:
+        """Ids of `text`; BOS is never added here.
+
+        specials   the text of a special token (`<|im_end|>`) becomes that token: True for rendered templates,
+                   False for user text.
+        continues  other text stands before this one: no leading space is invented (matters for
+                   SentencePiece-style tokenizers).
+        """
+        if isinstance(self._backend, TokenizerJson):
+            return self._backend.encode(text, specials=specials, continues=continues)
+        return self._backend.encode(text, specials=specials)
+
+    def decode(self, ids: Sequence[int], *, skip_specials: bool = True) -> str:
+        """Text of ids; bytes that are no UTF-8 become U+FFFD. Raises DataError for an id outside the
+        vocabulary."""
+        wrong = next((id for id in ids if not 0 <= id < self.vocab_size), None)
+        if wrong is not None:
+            raise DataError(f"token id {wrong} is outside the tokenizer's {self.vocab_size} ids")
+        return self._backend.decode(ids, skip_specials=skip_specials)
+
+    def stream_decoder(self, *, skip_specials: bool = True) -> StreamDecoder:
+        """`push(id)` gives the text that became certain, never part of a character; `finish()` what is left
+        at the end."""
+        return self._backend.stream(skip_specials=skip_specials)
+
+    def token_id(self, text: str) -> int | None:
+        """Id of a token given as text, or None."""
+        return self._backend.token_id(text)
+
+    def token_text(self, id: int) -> str:
+        """The token's own spelling; the text itself for special tokens."""
+        return self._backend.token_text(id)
+
+    def _turn_end(self) -> int | None:
+        """The special token with which the template closes an assistant's turn, or None."""
+        content = "Zq7"  # cannot be part of a template
+        try:
+            text = self.chat.render(
+                [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
+            )
+        except DataError:  # a template that only takes richer messages; its rows are judged one by one
+            return None
+        tail = text.rpartition(content)[2]
+        return (
+            next(
+                (id for id in self.encode(tail, specials=True, continues=True) if id in self.special_ids),
+                None,
+            )
+            if tail
+            else None
+        )
+
+
+def has_tokenizer(model_dir: str | Path) -> bool:
+    """Whether the folder has a tokenizer that can be read."""
+    return any((Path(model_dir) / name).is_file() for name in ("tokenizer.json", "tiktoken.model"))
+
+
+def load_tokenizer(
+    model_dir: str | Path,
+    *,
+    now: datetime | None = None,
+    template_variables: Mapping[str, object] | None = None,
+) -> Tokenizer:
+    """The tokenizer of a checkpoint folder. `now` and `template_variables` are the chat template's (see
+    ChatTemplate).
+
+    Raises CheckpointError if there is none, or if its files contradict each other.
+    """
+    folder = Path(model_dir)
+    if not has_tokenizer(folder):
+        raise CheckpointError(
+            _absent(folder),
+            next="copy tokenizer.json (or tiktoken.model) and tokenizer_config.json into the folder",
+        )
+    # the four files; tokenizer_config.json wins over special_tokens_map.json
+    settings = {
+        **_read_json(folder / "special_tokens_map.json"),
+        **_read_json(folder / "tokenizer_config.json"),
+    }
+    config = _read_json(folder / "config.json")
+    generation = _read_json(folder / "generation_config.json")
+    inner = config.get("text_config")
+    text_config = inner if isinstance(inner, dict) else config
+    added = _added_tokens(settings)
+    if (folder / "tokenizer.json").is_file():
+        backend = TokenizerJson(folder / "tokenizer.json", added)
+    else:
+        backend = TiktokenBackend(folder / "tiktoken.model", added, _vocab_size(text_config))
+
+    # BOS and EOS: texts in the tokenizer's files, else ids in config.json or generation_config.json
+    variables = {role: text for role in TOKEN_ROLES if (text := _token_text(settings.get(role)))}
+    ids = {role: _id_of(backend, role, text) for role, text in variables.items()}
+    config_eos = [
+        *_as_ids(text_config, "eos_token_id", "config.json"),
+        *_as_ids(config, "eos_token_id", "config.json"),
+    ]
+    generation_eos = _as_ids(generation, "eos_token_id", "generation_config.json")
+    bos_id = ids.get("bos_token", next(iter(_as_ids(text_config, "bos_token_id", "config.json")), None))
+    eos_id = ids.get("eos_token", next(iter([*config_eos, *generation_eos]), None))
+    for role, id in (("bos_token", bos_id), ("eos_token", eos_id)):
+        if id is not None and role not in variables and id < backend.vocab_size:
+            variables[role] = backend.token_text(id)
+    # whether documents begin with BOS: as the settings say, else as tokenizer.json itself adds it
+    explicit = settings.get("add_bos_token")
+    add_bos = bos_id is not None and (explicit if isinstance(explicit, bool) else backend.adds_bos)
+    # a turn may end with any of the end tokens the files name (Llama 3.1 has three)
+    eos_ids = frozenset(id for id in [eos_id, *config_eos, *generation_eos] if id is not None)
+    template = _template(
+        folder, settings, {**variables, **_additional(settings), **(template_variables or {})}
+    )
+    if template is not None:
+        template.now = now
+    return Tokenizer(
+        backend,
+        variables=variables,
+        bos_id=bos_id,
+        eos_id=eos_id,
+        eos_ids=eos_ids,
+        add_bos=add_bos,
+        template=template,
+    )
+
+
+def check_vocab(tokenizer: Tokenizer, vocab_size: int, rows: Mapping[str, int] | None = None) -> VocabSpec:
+    """The one vocabulary that tokenizer, config.json and weights agree on.
+
+    vocab_size  config.json's
+    rows        first dimension of each tensor with a row per id (embedding, head), by name
+
+    Raises CheckpointError (docs/trust.md N5) if a tensor has another number of rows than config.json says, if
+    the tokenizer can make an id that the model has no embedding for, or if no end token of the checkpoint is
+    one of the tokenizer's ids. More rows than ids is padding, and fine.
+    """
+    other = next(((name, count) for name, count in (rows or {}).items() if count != vocab_size), None)
+    if other is not None:
+        raise CheckpointError(
+            f"config.json has vocab_size {vocab_size}, {other[0]} has {other[1]} rows, the tokenizer"
+            f" {tokenizer.named_size} ids",
+            next=f"use the config.json that was published with these weights (vocab_size {other[1]})",
+        )
+    if tokenizer.named_size > vocab_size:
+        last = tokenizer.named_size - 1
+        raise CheckpointError(
+            f"the tokenizer has {tokenizer.named_size} ids (last: {last} {tokenizer.token_text(last)!r}),"
+            f" config.json has vocab_size {vocab_size}: {tokenizer.named_size - vocab_size} ids have no"
+            " embedding",
+            next="use the tokenizer files that were published with this model",
+        )
+    if tokenizer.eos_ids and min(tokenizer.eos_ids) >= tokenizer.named_size:
+        raise CheckpointError(
+            f"the end tokens {sorted(tokenizer.eos_ids)} (config.json, generation_config.json) are not among"
+            f" the tokenizer's {tokenizer.named_size} ids: an answer would never end",
+            next="use the tokenizer files that were published with this model",
+        )
+    return VocabSpec(tokenizer.base_size, tokenizer.named_size, vocab_size)
+
+
+def _absent(folder: Path) -> str:
+    if (folder / "tokenizer.model").is_file():
+        return (
+            f"{folder.name} has only tokenizer.model (SentencePiece), which is not read; transformers can"
+            " write tokenizer.json from it"
+        )
+    return f"{folder.name} has no tokenizer: neither tokenizer.json nor tiktoken.model"
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    """The object in a JSON file; {} where the file does not exist."""
+    if not path.is_file():
+        return {}
+    return read_object(path, CheckpointError, next=PUBLISHED)
+
+
+def _added_tokens(settings: Mapping[str, object]) -> dict[int, tuple[str, bool]]:
+    """added_tokens_decoder as id -> (text, special)."""
+    table: Any = settings.get("added_tokens_decoder") or {}  # whatever it is: what it lacks is caught below
+    try:
+        added = {
+            int(id): (str(entry["content"]), bool(entry.get("special", False))) for id, entry in table.items()
+        }
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise CheckpointError(
+            "tokenizer_config.json: added_tokens_decoder is not a table id -> {content, special}"
+        ) from None
+    wrong = next((id for id in added if not 0 <= id < MAX_VOCAB), None)
+    if wrong is not None:
+        said = (
+            f"tokenizer_config.json: added_tokens_decoder has the id {str(wrong)[:40]}; ids are 0 to"
+            f" {MAX_VOCAB - 1:,}"
+        )
+        raise CheckpointError(said, next=PUBLISHED)
+    return {id: (_encodable(text), special) for id, (text, special) in added.items()}
+
+
+def _encodable(text: str) -> str:
+    """A token's text that UTF-8 can write; half a surrogate pair, which JSON can spell, it cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise CheckpointError(
+            f"tokenizer_config.json: the token {text[:40]!r} holds half a surrogate pair", next=PUBLISHED
+        ) from None
+    return text
+
+
+def _token_text(value: object) -> str | None:
+    """A special token is written as its text or as {"content": text, …}."""
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return _encodable(value) if isinstance(value, str) and value else None
+
+
+def _additional(settings: Mapping[str, object]) -> dict[str, object]:
+    items = settings.get("additional_special_tokens") or []
+    if not isinstance(items, list):
+        raise CheckpointError(
+            "tokenizer_config.json: additional_special_tokens is not a list", next=PUBLISHED
+        )
+    texts = [text for item in items if (text := _token_text(item))]
+    return {"additional_special_tokens": texts} if texts else {}
+
+
+def _id_of(backend: TiktokenBackend | TokenizerJson, role: str, text: str) -> int:
+    id = backend.token_id(text)
+    if id is None:
+        raise CheckpointError(f"tokenizer_config.json: {role} {text!r} is not in the vocabulary")
+    return id
+
+
+def _vocab_size(config: Mapping[str, object]) -> int:
+    """vocab_size of config.json; 0 where it says nothing. A name is made for each reserved id, so the number
+    is bounded."""
+    value = config.get("vocab_size") or 0
+    if type(value) is not int or not 0 <= value <= MAX_VOCAB:
+        raise CheckpointError(
+            f"config.json: vocab_size is {str(value)[:60]}; it must be a whole number up to {MAX_VOCAB:,}",
+            next=PUBLISHED,
+        )
+    return value
+
+
+def _as_ids(config: Mapping[str, object], field: str, file: str) -> list[int]:
+    """An id field that may be absent, null, a number or a list of numbers."""
+    value = config.get(field)
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    ids = [id for id in values if isinstance(id, int) and not isinstance(id, bool) and id >= 0]
+    if len(ids) < len(values):
+        raise CheckpointError(f"{file}: {field} is {value!r}, expected an id or a list of ids")
+    return ids
+
+
+def _template(
+    folder: Path, settings: Mapping[str, object], variables: Mapping[str, object]
+) -> ChatTemplate | None:
+    """The chat template: chat_template.jinja, chat_template.json, then tokenizer_config.json (a text, or a
+    list of named ones)."""
+    if (folder / "chat_template.jinja").is_file():
+        try:
+            source: object = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(
+                f"chat_template.jinja is not UTF-8: byte {error.start + 1}", next=PUBLISHED
+            ) from None
+    else:
+        source = _read_json(folder / "chat_template.json").get("chat_template", settings.get("chat_template"))
+    if source is None:
+        return None
+    if isinstance(source, list) and all(isinstance(item, dict) for item in source):
+        source = {item.get("name"): item.get("template") for item in source}
+    if isinstance(source, str):
+        source = {"default": source}
+    if not isinstance(source, dict) or not isinstance(source.get("default"), str):
+        raise CheckpointError(
+            "chat_template is neither a text nor a list of named templates with one called 'default'"
+        )
+    return ChatTemplate(source["default"], variables, source.get("tool_use"))

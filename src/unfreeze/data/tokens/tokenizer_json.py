@@ -1,0 +1,139 @@
+"""tokenizer.json through the `tokenizers` library, with the differences between checkpoints evened out.
+
+Padding and truncation stored in the file are switched off: a tokenizer that shortens text in silence is a
+fault here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import tokenizers
+
+from unfreeze.core.errors import CheckpointError
+
+_ANCHORS = ("\n", "|", "0", "x")
+"""Texts to encode in front of a continuation; the first that keeps its own tokens is used."""
+
+
+class TokenizerJson:
+    """Encoding and decoding with `tokenizers`.
+
+    `added`: id -> (text, special) from tokenizer_config.json, for ids the file lacks.
+    """
+
+    def __init__(self, path: Path, added: Mapping[int, tuple[str, bool]]):
+        try:
+            self._backend = tokenizers.Tokenizer.from_file(str(path))
+        except (
+            Exception
+        ) as error:  # the library raises Exception itself, no narrower class, for every malformed file
+            raise CheckpointError(f"{path.name} cannot be read: {error}") from None
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.base_size = self._backend.get_vocab_size(with_added_tokens=False)
+        self._add_missing(added)
+        vocab = self._backend.get_vocab(with_added_tokens=True)
+        self.named_size = self.vocab_size = max(vocab.values(), default=-1) + 1
+        self.special_ids = frozenset(
+            id for id, token in self._backend.get_added_tokens_decoder().items() if token.special
+        )
+        self._lock = threading.Lock()
+        with_post, without = (
+            self._backend.encode("a").ids,
+            self._backend.encode("a", add_special_tokens=False).ids,
+        )
+        self.adds_bos = (
+            len(with_post) > len(without) and with_post[0] in self.special_ids and with_post[0] != without[0]
+        )
+        plain = self._ids("a", specials=False)
+        self._adds_prefix = self._after("\n", "a", specials=False) != plain
+
+    def _add_missing(self, added: Mapping[int, tuple[str, bool]]) -> None:
+        present = self._backend.get_added_tokens_decoder()
+        for id in sorted(added):
+            text, special = added[id]
+            if id in present or self._backend.token_to_id(text) == id:
+                continue
+            self._backend.add_tokens([tokenizers.AddedToken(text, special=special, normalized=False)])
+            if self._backend.token_to_id(text) != id:
+                raise CheckpointError(
+                    f"tokenizer_config.json gives {text!r} the id {id}, tokenizer.json makes it"
+                    f" {self._backend.token_to_id(text)}"
+                )
+
+    def encode(self, text: str, *, specials: bool, continues: bool = False) -> list[int]:
+        """Ids of `text`. `continues`: more text stands before it, so no space is put in front
+        (SentencePiece-style files add one)."""
+        if not text.isascii():
+            # half a surrogate pair: U+FFFD, as in tiktoken
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        if not (continues and self._adds_prefix and text):
+            return self._ids(text, specials=specials)
+        for anchor in _ANCHORS:
+            ids = self._after(anchor, text, specials=specials)
+            if ids is not None:
+                return ids
+        raise CheckpointError(
+            f"this tokenizer merges {text[:20]!r} with any text before it, so a turn cannot be encoded on"
+            " its own"
+        )
+
+    def _ids(self, text: str, *, specials: bool) -> list[int]:
+        with self._lock:
+            # True means: special tokens' text is encoded as plain text
+            self._backend.encode_special_tokens = not specials
+            return self._backend.encode(text, add_special_tokens=False).ids
+
+    def _after(self, anchor: str, text: str, *, specials: bool) -> list[int] | None:
+        """Ids of `text` behind `anchor`, or None where the two merge."""
+        head, both = self._ids(anchor, specials=specials), self._ids(anchor + text, specials=specials)
+        return both[len(head) :] if both[: len(head)] == head else None
+
+    def decode(self, ids: Sequence[int], *, skip_specials: bool) -> str:
+        return self._backend.decode(list(ids), skip_special_tokens=skip_specials)
+
+    def stream(self, *, skip_specials: bool) -> TokenizerJsonStream:
+        return TokenizerJsonStream(self, skip_specials)
+
+    def token_id(self, text: str) -> int | None:
+        """Id of one token given as text, or None."""
+        return self._backend.token_to_id(text)
+
+    def token_text(self, id: int) -> str:
+        """The token as the vocabulary spells it: the text itself for special tokens."""
+        return self._backend.id_to_token(id) or ""
+
+
+class TokenizerJsonStream:
+    """Decodes id by id.
+
+    A decoder may look at its neighbours (leading space, byte fallback). So the new text is the difference of
+    two decodings that begin at the same earlier id. It is held back while it ends in U+FFFD, the sign of an
+    unfinished character.
+    """
+
+    def __init__(self, backend: TokenizerJson, skip_specials: bool):
+        self._backend = backend
+        self._skip = skip_specials
+        self._ids: list[int] = []
+        self._done = 0  # ids whose text was handed out
+        self._begin = 0  # where decoding begins: the start of the last handed-out piece
+
+    def push(self, id: int) -> str:
+        self._ids.append(id)
+        return self._take(final=False)
+
+    def finish(self) -> str:
+        """What is left when the text ends inside a character (U+FFFD), else ""."""
+        return self._take(final=True)
+
+    def _take(self, *, final: bool) -> str:
+        before = self._backend.decode(self._ids[self._begin : self._done], skip_specials=self._skip)
+        now = self._backend.decode(self._ids[self._begin :], skip_specials=self._skip)
+        if len(now) <= len(before) or (now.endswith("\ufffd") and not final):
+            return ""
+        self._begin, self._done = self._done, len(self._ids)
+        return now[len(before) :]

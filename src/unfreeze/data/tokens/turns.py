@@ -1,0 +1,444 @@
+"""Conversations to text with a mask: which examples a row becomes, and what stands in them.
+
+For the assistant's turn k, with the checkpoint's own template:
+  prompt      render(messages[:k], add_generation_prompt=True): what the model sees when it has to speak,
+              token for token
+  rest        render(messages[:k + 1])[len(prompt):]: what the template writes from there on, if that begins
+              with the prompt
+  completion  rest, where every word of the turn stands in it; else another form (completions.py)
+
+A row is one example (`whole`) where each prompt and its rest stand unchanged in the rendering of the whole
+conversation, and one example per supervised turn (`each`) where the template rewrites what was said before:
+Qwen3 and others drop earlier reasoning.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, TypeVar
+
+from unfreeze.core.errors import DataError
+from unfreeze.data.rows.messages import read_messages
+from unfreeze.data.rows.row import Conversation, JsonObject, Message
+from unfreeze.data.tokens.completions import Completions, Tools, speaks_first
+from unfreeze.data.tokens.forms import FORMS, Form, Prepared, Reasoning, no_null_content, prepare
+from unfreeze.data.tokens.releases import ThinkMarks
+from unfreeze.data.tokens.taught import (
+    EVERY_TURN,
+    Marks,
+    Segment,
+    Word,
+    check_marks,
+    check_words,
+    missing,
+    refuse_missing,
+    words_of,
+)
+from unfreeze.data.tokens.templates import ChatTemplate, TemplateRefusal
+from unfreeze.data.tokens.think import USUAL_MARKS, Block, common_length, parting
+
+Turns = Literal["auto", "whole", "each", "last"]
+"""auto: whole where the template is stable, else each. whole: one example per row. each: one per supervised
+turn. last: the last turn's only."""
+
+MAX_SHAPES = 10_000  # of conversations, remembered; a further one is looked at again each time it comes
+
+V = TypeVar("V")
+Sample = list[Segment]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A row's examples as text, and what is worth saying of the row (counted over rows)."""
+
+    samples: list[Sample]
+    notes: tuple[str, ...] = ()
+
+
+class Unstable(DataError):
+    """The template rewrites what was said before when a turn is added."""
+
+
+class Quote(Protocol):
+    """Messages or tools -> a copy with special-token text quoted."""
+
+    def __call__(self, value: V, /) -> V: ...
+
+
+class Renderer:
+    """Conversations as one chat template renders them, checked word by word (taught.py).
+
+    ends    the spellings of the tokens that end a turn
+    quote   so that a user who types `<|im_end|>` ends nobody's turn
+    """
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        ends: Sequence[str],
+        quote: Quote,
+        *,
+        turns: Turns = "auto",
+        reasoning: Reasoning = "auto",
+        supervise_all: bool = False,
+    ):
+        self.template, self.ends, self._quote = template, list(ends), quote
+        self._completions = Completions(template, ends)
+        self.turns: Turns = turns
+        self.reasoning: Reasoning = reasoning
+        self.supervise_all = supervise_all
+        self._known: dict[
+            tuple[object, ...], tuple[Form, list[str]]
+        ] = {}  # shape -> the form that fits it, and what the template leaves out
+
+    def __call__(self, row: Conversation) -> Rendered:
+        """Raises DataError where the template refuses the row, or where what the user wrote would not be what
+        is taught."""
+        prepared = self._prepare(row.messages, row.tools)
+        shape = _shape(row)
+        known = self._known.get(shape)
+        errors: list[DataError] = []
+        for form in [known[0], *FORMS] if known else FORMS:
+            try:
+                samples = self._samples(prepared, form, row)
+                if known is None or form is not known[0]:
+                    known = (form, self._look_closer(prepared, form, row, samples))
+                    if len(self._known) < MAX_SHAPES:
+                        self._known[shape] = known
+            except DataError as error:
+                errors.append(error)
+                continue
+            return Rendered(samples, (*prepared.notes, *known[1], *self._notes(samples, row)))
+        error = next(
+            (error for error in errors if not isinstance(error, TemplateRefusal)),
+            min(errors, key=_usefulness),
+        )
+        raise self._located(error, prepared) if isinstance(error, TemplateRefusal) else error
+
+    def _located(self, error: TemplateRefusal, prepared: Prepared) -> DataError:
+        """A template's refusal with the turn at which it comes: the conversation up to there, and no shorter
+        one, is refused in these words."""
+        for count in range(1, len(prepared.messages) + 1):
+            try:
+                self.template.render(
+                    self._quote(prepared.messages[:count]), tools=self._quote(prepared.tools)
+                )
+            except TemplateRefusal as refusal:
+                if refusal.message == error.message:
+                    turn = f"messages[{count - 1}] ({prepared.messages[count - 1]['role']})"
+                    remedy = "change that turn, or give the checkpoint a chat_template.jinja that takes it"
+                    return DataError(f"{error.message}; it does so from {turn} on", next=remedy)
+        return error
+
+    def prompt(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] | None = None) -> str:
+        """The text of a conversation up to where the assistant begins to speak.
+
+        Raises DataError where the template refuses it.
+        """
+        prepared = self._prepare(read_messages(messages), tools)
+        errors: list[DataError] = []
+        for form in FORMS:
+            try:
+                messages, given = self._quote(form(prepared.messages)), self._quote(prepared.tools)
+                return self._completions.prompt(messages, given)
+            except DataError as error:
+                errors.append(error)
+        raise min(errors, key=_usefulness)
+
+    def _taught(self, row: Conversation) -> list[int]:
+        """Places of the turns that carry loss."""
+        return row.taught[-1:] if self.turns == "last" else row.taught
+
+    def _prepare(self, messages: Sequence[Message], tools: Sequence[JsonObject] | None) -> Prepared:
+        return prepare(messages, tools, self.template.source, self.template.release, self.reasoning)
+
+    def _samples(self, prepared: Prepared, form: Form, row: Conversation) -> list[Sample]:
+        """What the row becomes, in one form of its messages.
+
+        Raises DataError where a word of it is not taught.
+        """
+        messages, tools = self._quote(form(prepared.messages)), self._quote(prepared.tools)
+        written = messages if prepared.written is None else self._quote(form(prepared.written))
+        taught = self._taught(row)
+        words = {turn: list(words_of(prepared.messages[turn], turn)) for turn in taught}
+        # everything is taught: one text, no mask
+        if self.supervise_all:
+            samples = [[Segment(self.template.render(messages, tools=tools), EVERY_TURN)]]
+            check_words(prepared.messages, taught, samples)
+            return samples
+        # else the ways in which the row may be cut, best first; the first that teaches every word is taken
+        ways: list[Callable[[], list[Sample]]] = []
+        if self.turns in ("auto", "whole"):
+            ways.append(lambda: [self._whole(written, tools, words)])
+            if self.template.has_generation_marks:
+                ways.append(lambda: [self._marked(messages, tools, words, in_prompts=False)])
+        if self.turns != "whole":
+            ways.append(
+                lambda: [
+                    self._one(written, messages[turn], tools, turn, words[turn], prepared.spelled.get(turn))
+                    for turn in taught
+                ]
+            )
+        if self.turns in ("auto", "whole") and self.template.has_generation_marks:
+            ways.append(lambda: [self._marked(messages, tools, words, in_prompts=True)])
+        # of several refusals the most useful is told; of equal ones the last
+        errors: list[DataError] = []
+        for way in ways:
+            try:
+                samples = way()
+                check_words(prepared.messages, taught, samples)
+                return samples
+            except DataError as error:
+                errors.append(error)
+        raise min(reversed(errors), key=_usefulness)
+
+    # -- one example of the whole row
+
+    def _whole(self, messages: Sequence[Message], tools: Tools, words: Mapping[int, list[Word]]) -> Sample:
+        """The rendered conversation, cut into what is given and what the assistant says. Raises Unstable."""
+        full = self.template.render(messages, tools=tools)
+        spans: list[tuple[int, int, int]] = []  # [start, end) in characters, turn
+        for turn in words:
+            prompt = self._completions.begin(messages, tools, turn)
+            upto = (
+                full if turn == len(messages) - 1 else self.template.render(messages[: turn + 1], tools=tools)
+            )
+            _refuse_unstable(prompt, upto, full, turn)
+            if spans and len(prompt) < spans[-1][1]:
+                raise Unstable(
+                    f"the chat template is not prefix-stable: messages[{turn}] (assistant) begins inside the"
+                    " turn before it"
+                )
+            said = full[len(prompt) : len(upto)]
+            if not self._completions.fits(prompt, said):
+                raise Unstable(
+                    f"messages[{turn}] (assistant): the prompt opens a think block and the chat template does"
+                    " not go on from there"
+                )
+            closed = self._completions.closed(said, messages[turn], words[turn], tools)
+            if turn == len(messages) - 1:
+                full = prompt + closed + said[len(closed) :]
+            end = len(prompt) + len(closed if full.startswith(closed, len(prompt)) else said)
+            spans.append((len(prompt), end, turn))
+        return _cut(full, spans)
+
+    def _marked(
+        self, messages: Sequence[Message], tools: Tools, words: Mapping[int, list[Word]], *, in_prompts: bool
+    ) -> Sample:
+        """The conversation cut at {% generation %}. An end token right behind a block belongs to it: else the
+        end would never be learned.
+
+        in_prompts  False: raises Unstable where a block begins inside its turn's prompt, which nobody has to
+                    say
+        """
+        full, marked = self.template.render_spans(messages, tools)
+        speakers = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+        if len(marked) != len(speakers):
+            raise Unstable(
+                f"the {{% generation %}} marks of the chat template made {len(marked)} spans for"
+                f" {len(speakers)} turns of the assistant"
+            )
+        spans = []
+        for (start, end), turn in zip(marked, speakers, strict=True):
+            following = next((text for text in self.ends if full.startswith(text, end)), "")
+            closed = (
+                len(self._completions.closed(full[start:end], messages[turn], words.get(turn, []), tools))
+                if not following
+                else end + len(following) - start
+            )
+            spans.append((start, min(start + closed, len(full)), turn))
+        spans = [span for span in spans if span[2] in words]
+        if not in_prompts and any(
+            parting(self._completions.begin(messages, tools, turn), full) > start for start, _, turn in spans
+        ):
+            raise Unstable("the {% generation %} marks of the chat template cover the end of its prompts")
+        return _cut(full, spans)
+
+    # -- one example of one turn
+
+    def _one(
+        self,
+        messages: Sequence[Message],
+        message: Message,
+        tools: Tools,
+        turn: int,
+        words: list[Word],
+        spelled: ThinkMarks | None,
+    ) -> Sample:
+        """The prompt of a turn and what the model says there.
+
+        message   the turn, its reasoning under a name of its own
+        spelled   the think marks that the row itself wrote into its content
+        """
+        # the prompt as the model will see it, and what the template writes behind it
+        prompt = self._completions.begin(messages, tools, turn)
+        rest = self._completions.rest(messages[: turn + 1], tools, prompt)
+        if rest is None and turn == 0:
+            raise speaks_first()
+        ways = (
+            lambda: rest,
+            lambda: self._completions.alone(message, tools, prompt),
+            lambda: self._completions.composed(messages[:turn], message, tools, prompt, spelled),
+        )
+        # the first form in which every word of the turn stands, and no think block is left open
+        for way in ways:
+            said = way()
+            if said is not None and missing(words, said) is None and self._completions.fits(prompt, said):
+                return [Segment(prompt), Segment(self._completions.closed(said, message, words, tools), turn)]
+        # none: a word that the template drops is named, else where the template rewrites the prompt
+        if rest is None:
+            upto = self.template.render(messages[: turn + 1], tools=tools)
+            refuse_missing(words, upto, upto, own="")
+            _refuse_unstable(
+                prompt,
+                upto,
+                None,
+                turn,
+                remedy="give the checkpoint a chat_template.jinja that writes a turn as its prompt begins it",
+            )
+        return [Segment(prompt), Segment(rest or "", turn)]  # without some words; check_words names them
+
+    # -- what is said of a row
+
+    def _look_closer(
+        self, prepared: Prepared, form: Form, row: Conversation, samples: list[Sample]
+    ) -> list[str]:
+        """The look by marks, once per shape of conversation.
+
+        -> notes on what the template leaves out of the prompt.
+        """
+        self._refuse_artifacts(prepared, form)
+        marks = Marks(prepared.messages)
+        try:
+            marked = self._samples(replace(prepared, messages=marks.messages), form, row)
+        except DataError:  # a template that reacts to the marks: the words were found, and that has to do
+            return []
+        roles = check_marks(marks, self._taught(row), marked, samples)
+        notes = [f"the {role}'s words are left out by this chat template" for role in roles]
+        names = [
+            name
+            for tool in row.tools or ()
+            if isinstance(name := (tool.get("function") or {}).get("name"), str)
+        ]
+        if names and names[0] not in samples[0][0].text:
+            notes.append("tools are left out by this chat template")
+        return notes
+
+    def _refuse_artifacts(self, prepared: Prepared, form: Form) -> None:
+        """Raises DataError where the template writes what nobody said: None for a turn that only calls tools,
+        a list as Python or JSON has it."""
+        given, plain = form(prepared.messages), no_null_content(prepared.messages)
+        if given == plain:
+            return
+        tools = self._quote(prepared.tools)
+        written = self.template.render(self._quote(given), tools=tools)
+        for texts, without in (
+            (("None", "null", "none"), no_null_content(given)),
+            (("'type': 'text'", '"type": "text"'), plain),
+        ):
+            try:  # the same form without what may have gone wrong: an argument may hold a null of its own
+                usual = self.template.render(self._quote(without), tools=tools)
+            except TemplateRefusal:
+                usual = ""
+            for text in texts:
+                if written.count(text) > usual.count(text):
+                    raise DataError(
+                        f"the chat template writes {text} where a turn has no content, or has a list of it"
+                    )
+
+    def _closes_thinking(self, sample: Sample) -> bool:
+        """Whether an example opens a think block behind a prompt that closed it."""
+        marks = self._completions.marks or USUAL_MARKS
+        return (
+            len(sample) == 2
+            and sample[1].text.startswith(marks.opening)
+            and Block(marks).state(sample[0].text) == "closed"
+        )
+
+    def _notes(self, samples: list[Sample], row: Conversation) -> list[str]:
+        notes = []
+        if len(samples) > 1 and self.turns == "auto":
+            notes.append("one example per turn of the assistant, as the chat template rewrites earlier turns")
+        said = [segment.text for sample in samples for segment in sample if segment.supervised]
+        if not self.supervise_all and not all(text.endswith(tuple(self.ends)) for text in said):
+            notes.append("the answer does not close with an end token: the end is not learned")
+        if not self.supervise_all and row.messages[-1]["role"] != "assistant":
+            notes.append("the last turn is not the assistant's: it teaches nothing")
+        if any(self._closes_thinking(sample) for sample in samples):
+            closing = (self._completions.marks or USUAL_MARKS).closing.strip()
+            switch = next(
+                (
+                    name
+                    for name in ("enable_thinking", "thinking")
+                    if re.search(rf"(?<![\"'.\w]){name}\b", self.template.source)
+                ),
+                "",
+            )
+            other = f"; --template-variables {switch}=true asks for the other prompt" if switch else ""
+            notes.append(f"reasoning is taught behind a prompt that ends in {closing}{other}")
+        return notes
+
+
+def _usefulness(error: DataError) -> int:
+    """A word that is not taught says most.
+
+    Then what the template itself says, how it rewrites, and last what went wrong inside it.
+    """
+    if isinstance(error, TemplateRefusal):
+        return 1 if error.in_its_words else 3
+    return 2 if isinstance(error, Unstable) else 0
+
+
+def _shape(row: Conversation) -> tuple[object, ...]:
+    """What a template may decide by, without the words."""
+
+    def of(message: Message) -> tuple[object, ...]:
+        calls = tuple(
+            tuple(sorted(call["function"]["arguments"])) for call in message.get("tool_calls") or ()
+        )
+        content = message.get("content")
+        return (
+            message["role"],
+            type(content),
+            bool(content),
+            bool(message.get("reasoning_content")),
+            calls,
+            tuple(message),
+        )
+
+    return (*map(of, row.messages), bool(row.tools), row.context)
+
+
+def _refuse_unstable(
+    prompt: str,
+    upto: str,
+    full: str | None,
+    turn: int,
+    *,
+    remedy: str = "--turns each makes one example per turn of the assistant",
+) -> None:
+    """Raises Unstable where a text does not begin with the one before it, showing where they part."""
+    for shorter, longer, what in (
+        (prompt, upto, "the prompt before it"),
+        (upto, full, "the conversation up to it"),
+    ):
+        if longer is None or longer.startswith(shorter):
+            continue
+        at = common_length(shorter, longer)
+        raise Unstable(
+            f"the chat template is not prefix-stable: messages[{turn}] (assistant), {what} changes at"
+            f" character {at}: {shorter[at : at + 60]!r} became {longer[at : at + 60]!r}",
+            next=remedy,
+        )
+
+
+def _cut(full: str, spans: Sequence[tuple[int, int, int]]) -> Sample:
+    """A text cut at [start, end) of each turn."""
+    result: Sample = []
+    at = 0
+    for start, end, turn in spans:
+        result += [Segment(full[at:start]), Segment(full[start:end], turn)]
+        at = end
+    return [segment for segment in [*result, Segment(full[at:])] if segment.text]

@@ -1,0 +1,103 @@
+"""What a name stands for (a checkpoint, a run, an adapter), and whether it can be read.
+
+No torch: a refusal comes at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from unfreeze import models
+from unfreeze.checkpoint.manifest import Manifest, open_checkpoint, read_json
+from unfreeze.core.errors import CheckpointError, nearest
+from unfreeze.core.events import RESOLVED
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a name stands for: a base checkpoint, and the folder of an adapter for it if there is one.
+
+    base                 folder or Hugging Face id
+    template_variables   NAME=VALUE of the run: it is asked with the prompts it was trained with
+    """
+
+    base: str
+    adapter: Path | None = None
+    template_variables: tuple[str, ...] = ()
+
+
+def locate(source: str | Path) -> Source:
+    """The Source that a name stands for.
+
+    A checkpoint folder or id stands for itself; a run folder for its adapter on its base, or for the model/
+    it trained; an adapter folder for itself on its base_model_name_or_path.
+    Raises CheckpointError for a run that has neither adapter nor model yet, and for an adapter that doesn't
+    name its base.
+    """
+    folder = Path(source).expanduser()
+    if (folder / RESOLVED).is_file():
+        return _locate_run(folder)
+    if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
+        base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+        if not isinstance(base, str) or not base:
+            raise CheckpointError(
+                f"{folder / ADAPTER_CONFIG} has no base_model_name_or_path, so the model it belongs to is"
+                " unknown",
+                next=f"write the base checkpoint's folder or id into {ADAPTER_CONFIG}",
+            )
+        return Source(base, folder)
+    # beside other runs: a name mistyped, no Hugging Face id
+    if not folder.exists() and any(folder.parent.glob(f"*/{RESOLVED}")):
+        runs = sorted(path.parent.name for path in folder.parent.glob(f"*/{RESOLVED}"))
+        raise CheckpointError(
+            f"{folder} does not exist{nearest(folder.name, runs)}", next=f"ls {folder.parent}"
+        )
+    return Source(str(folder) if folder.exists() else str(source))
+
+
+def _locate_run(folder: Path) -> Source:
+    resolved = read_json(folder / RESOLVED)
+    variables = tuple(map(str, resolved.get("template_variables") or ()))
+    if (folder / "model" / "config.json").is_file():
+        return Source(str(folder / "model"), template_variables=variables)
+    if not (folder / "adapter" / ADAPTER_CONFIG).is_file():
+        raise CheckpointError(
+            f"run {folder} has neither adapter/{ADAPTER_CONFIG} nor model/config.json: it has not saved"
+            " anything yet",
+            next="start the same training command again: it resumes the run",
+        )
+    base = resolved.get("model")
+    if not isinstance(base, str) or not base:
+        raise CheckpointError(
+            f"{folder / RESOLVED} has no key 'model', so the base checkpoint of this run is unknown"
+        )
+    return Source(base, folder / "adapter", variables)
+
+
+def open_source(source: str | Path, progress: Callable[[str], None] | None = None) -> tuple[Source, Manifest]:
+    """What a name stands for, and the manifest of its base.
+
+    Raises UserError where nothing is there, or where its family isn't built or its quantization cannot be
+    read.
+    """
+    found = locate(source)
+    try:
+        manifest = open_checkpoint(found.base, progress=progress)
+    except CheckpointError as error:
+        if found.adapter is None:
+            raise
+        raise CheckpointError(
+            f"{found.adapter} is an adapter of {found.base}: {error.message}", next=error.next
+        ) from error
+    refuse_unread(manifest)
+    return found, manifest
+
+
+def refuse_unread(manifest: Manifest) -> None:
+    """Raise CheckpointError where the family isn't built, ConfigError where the quantization is not read."""
+    models.shape(manifest.config)
+    manifest.codec()

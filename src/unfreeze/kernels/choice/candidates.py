@@ -1,0 +1,40 @@
+"""Candidates whose work lies in a module each (numba_cpu, torch_compiled, triton_cuda), imported only where
+one of them is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from unfreeze.kernels.choice.op import Candidate, Implementation
+from unfreeze.kernels.loops import compiled, triton_options
+
+
+def of_modules(
+    folder: str, implementation: Callable[[Any], Implementation], because: str
+) -> dict[str, Candidate]:
+    """The candidates of the op in package `folder`.
+
+    implementation(module) is the op as autograd sees it, with the module's functions inside. The module is
+    looked up by name: no type is known of it here.
+    because: of its Triton candidate (triton_options.candidate).
+    """
+
+    def load(name: str) -> Callable[[], Implementation]:
+        return lambda: implementation(importlib.import_module(f"{folder}.{name}"))
+
+    return {
+        "numba": Candidate(load("numba_cpu"), numba_refuses),
+        "compiled": Candidate(load("torch_compiled"), compiled.refuses, named_on=("cpu",)),
+        "triton": triton_options.candidate(load("triton_cuda"), because),
+    }
+
+
+def numba_refuses(device: str, dtype: torch.dtype) -> str:
+    """Why loops in numba that read float32 and bf16 cannot run there; "" where they can."""
+    if device != "cpu":
+        return f"it runs on cpu, not {device}"
+    return "" if dtype in (torch.float32, torch.bfloat16) else f"{dtype}: its loops read float32 and bfloat16"

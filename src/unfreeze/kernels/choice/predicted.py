@@ -1,0 +1,66 @@
+"""Whether a candidate that is predicted to be faster is right on this device, asked before its first use."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
+
+import torch
+from torch import Tensor
+
+from unfreeze.kernels.choice.choose import implementation_of
+from unfreeze.kernels.choice.measure import Truth, arguments, relative_error, visit
+from unfreeze.kernels.choice.op import Case, Implementation, Op
+from unfreeze.quant.codec import Packed
+
+
+def wrong(op: Op, name: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Why that candidate may not run: it raises, or is not exact within the op's own tolerance; "" where it
+    is right. On the op's smallest case, as a CPU has it; the truth is computed on the CPU. Compiling it takes
+    about a second."""
+    case = next((case for case in op.cases if dtype in case.dtypes), None)
+    if case is None or dtype not in op.tolerance:
+        return f"no case in {dtype} to check it with"
+    try:
+        with torch.inference_mode(False):
+            implementation = implementation_of(op, name, device, dtype)
+            worst = _error(op, case, implementation, device, dtype)
+    # whatever it does wrong is a reason not to use it
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    limit = op.tolerance[dtype]
+    return "" if worst <= limit else f"error {worst:.1e}, tolerance {limit:.1e}"
+
+
+def _error(
+    op: Op, case: Case, implementation: Implementation, device: torch.device, dtype: torch.dtype
+) -> float:
+    """The largest relative error of an output or a gradient."""
+    cpu = torch.device("cpu")
+    want = Truth(op, case, cpu, dtype).exact
+    got = visit(op, implementation, tuple(_on(arg, device) for arg in arguments(case, cpu, dtype)))
+    errors = [
+        relative_error(ours.detach().cpu(), exact.detach())
+        for mine, theirs in zip(got, want, strict=True)
+        for ours, exact in zip(mine, theirs, strict=True)
+    ]
+    return max(errors, default=0.0)
+
+
+@functools.singledispatch
+def _on(value: object, device: torch.device) -> object:
+    """`value` with every tensor in it on `device`, leaves as leaves."""
+    if isinstance(value, Packed):
+        return Packed(value.codec, {name: part.to(device) for name, part in value.parts.items()})
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {f.name: _on(getattr(value, f.name), device) for f in fields(value) if f.init}
+        return replace(value, **parts)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_on(item, device) for item in value)
+    return {key: _on(item, device) for key, item in value.items()} if isinstance(value, Mapping) else value
+
+
+@_on.register
+def _(value: Tensor, device: torch.device) -> Tensor:
+    return value.detach().to(device).requires_grad_(value.requires_grad)

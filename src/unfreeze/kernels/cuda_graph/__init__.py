@@ -1,0 +1,97 @@
+"""The same launches again and again, as a step of generation is: from the host each time, or captured once
+as a CUDA graph and replayed."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from unfreeze.kernels.choice.choose import choose
+from unfreeze.kernels.choice.op import Arguments, Candidate, Case, Implementation, Op
+from unfreeze.kernels.cuda_graph import reference
+from unfreeze.kernels.cuda_graph.launches import CannotCapture, Launches
+from unfreeze.kernels.rms_norm import rms_norm
+from unfreeze.kernels.swiglu import swiglu
+
+__all__ = ["OP", "CannotCapture", "Launches", "bucket", "pays", "replay"]
+
+
+def replay(launches: Launches, impl: str = "auto") -> Tensor:
+    """launches.run(*launches.buffers), without gradients. The result is valid until the next call with these
+    launches.
+
+    Raises CannotCapture where the implementation captures and these launches ask for a value; then the errors
+    of `choose`.
+    """
+    return choose(OP, launches.device, launches.dtype, bucket(launches.rows), impl)(launches)
+
+
+def bucket(rows: int) -> str:
+    """A launch costs the host the same whatever it does, so what decides is how long the device is busy with
+    it: rows."""
+    return (
+        "1 row" if rows == 1 else "2 to 16 rows" if rows <= 16 else "17 to 64 rows" if rows <= 64 else "other"
+    )
+
+
+def pays(device: torch.device, dtype: torch.dtype, rows: int) -> bool:
+    """Whether a record says that replaying beats launching."""
+    return choose(OP, device, dtype, bucket(rows)) is not OP.reference
+
+
+def _cuda_graph() -> Implementation:
+    from unfreeze.kernels.cuda_graph import capture
+
+    return capture.replay
+
+
+def _refuses(device: str, dtype: torch.dtype) -> str:
+    return "" if device == "cuda" else f"device {device}; graphs of launches are CUDA's"
+
+
+def decoder_like(x_SD: Tensor, cached_SGNd: Tensor, *weights: Tensor) -> Tensor:
+    """A stand-in of a step: per layer two norms, attention of one query per row over what is cached, SwiGLU;
+    weights [q, o, gate_up, down] each."""
+    groups, width = cached_SGNd.shape[1], cached_SGNd.shape[3]
+    norm = weights[0]
+    for q, o, gate_up, down in zip(*(weights[1 + part :: 4] for part in range(4)), strict=True):
+        q_SHd = F.linear(rms_norm(x_SD, norm, 1e-6), q).unflatten(-1, (groups, -1, width))
+        o_SHd = F.scaled_dot_product_attention(q_SHd, cached_SGNd, cached_SGNd)
+        x_SD = x_SD + F.linear(o_SHd.flatten(1), o)
+        x_SD = x_SD + F.linear(swiglu(F.linear(rms_norm(x_SD, norm, 1e-6), gate_up)), down)
+    return x_SD
+
+
+def _case(rows: int) -> Case:
+    """28 layers of the Qwen3-0.6B shape (its query heads 128 wide, 16 over 8), 512 positions cached; two
+    narrow ones on a CPU."""
+
+    def inputs(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Arguments:
+        layers, D, I, H, G, d, N = (
+            (28, 1024, 3072, 16, 8, 128, 512) if device.type == "cuda" else (2, 64, 128, 4, 2, 16, 32)
+        )
+        shapes = [(H * d, D), (D, H * d), (2 * I, D), (D, I)] * layers
+        weights = [torch.randn(shape, generator=generator) * shape[1] ** -0.5 for shape in shapes]
+        made = [
+            torch.randn((rows, D), generator=generator),
+            torch.randn((rows, G, N, d), generator=generator),
+            torch.ones(D),
+            *weights,
+        ]
+        return (Launches(decoder_like, tuple(tensor.to(device, dtype) for tensor in made), rows, dtype),)
+
+    return Case(bucket(rows), inputs)
+
+
+OP = Op(
+    name="replay",  # in records and on the command line
+    reference=reference.replay,
+    candidates={"cuda_graph": Candidate(_cuda_graph, _refuses)},
+    cases=(_case(1), _case(8), _case(64)),
+    # the same launches; a library may choose another GEMM on another stream, and a rounding of one layer goes
+    # through all after it
+    tolerance={torch.float32: 1e-5, torch.bfloat16: 2e-2},
+    differentiable=False,
+    exact_dtype=None,
+)

@@ -1,0 +1,256 @@
+"""The types that the files of this folder share: a backend, the routing of a call, a group of its experts.
+
+How a packed INT4 weight reaches its GEMM; each name is a definition to go to:
+    Packed                  quant/codec.py   the checkpoint's codes and scales
+    expert_mlp              __init__.py      backend_for(x, gate_up, down): Panels, LoopCpu or Grouped
+    fused_expert_mlp        fused.py         Call.gate_up, Call.down: a workspace.Base around the Packed
+    Backend.forward_group   below            a group of experts at a time
+    ByGemms                 by_gemms.py      Base.stack expands the group's experts; ByGemms.nt multiplies
+    Panels                  panels_cpu.py    Base.codes: Int4Codes; pack_int4_rows; bf16_tile.tile
+
+T tokens, K experts per token, E experts, D model width, I expert width. n rows: a token at one expert,
+sorted by expert. Q and P adapter columns (factors.py).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from unfreeze.kernels.expert_mlp.factors import ExpertFactors, adapters, width
+from unfreeze.kernels.expert_mlp.workspace import Base
+from unfreeze.kernels.loops.scratch import scratch
+from unfreeze.kernels.token_permute import TokenPermute
+from unfreeze.quant.codec import Packed
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The rows of a call, sorted by expert. What only one device knows stands in the subclasses.
+
+    experts      those that groups are made of, ascending
+    weight_n     float32, the routing weight of each row
+    row_of_slot  int64 [T K], the row of slot t K + k
+    """
+
+    num_experts: int
+    experts: list[int]
+    weight_n: Tensor
+    row_of_slot: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        """n, padding included."""
+        return self.weight_n.numel()
+
+    def selection(self) -> Tensor | None:
+        """Index of `experts` among all E on the host; None where they are all."""
+        if len(self.experts) == self.num_experts:
+            return None
+        return torch.tensor(self.experts, dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class HostRouting(Routing):
+    """Counted on the host: `experts` are those with rows.
+
+    sizes    rows of each of `experts`, padding included
+    token_n  int32, the token of each row; -1 marks padding, whose weight is 0
+    """
+
+    sizes: list[int]
+    token_n: Tensor
+
+
+@dataclass(frozen=True)
+class DeviceRouting(Routing):
+    """Counted on the device, which the host doesn't wait for: `experts` are all.
+
+    slot_n     int64, row r is slot slot_n[r] = t K + k
+    offsets_E  int32, where each expert's rows end
+    permute    the implementation that sorted, and will gather and combine
+    """
+
+    slot_n: Tensor
+    offsets_E: Tensor
+    per_token: int
+    permute: TokenPermute
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """offsets_E on the host, which waits for the device: only where experts go in groups."""
+        ends: list[int] = self.offsets_E.tolist()
+        return ends
+
+    @cached_property
+    def token_n(self) -> Tensor:
+        """The token of each row."""
+        return torch.div(self.slot_n, self.per_token, rounding_mode="floor")
+
+
+R = TypeVar("R", bound=Routing)
+
+
+@dataclass(frozen=True)
+class Group(Generic[R]):
+    """Some experts and their rows. `positions`: where they stand in routing.experts; `rows`: of all n."""
+
+    routing: R
+    positions: slice
+    rows: slice
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows.stop - self.rows.start
+
+    @cached_property
+    def experts(self) -> list[int]:
+        return self.routing.experts[self.positions]
+
+    @cached_property
+    def weight(self) -> Tensor:
+        """The routing weight of each of its rows."""
+        return self.routing.weight_n[self.rows]
+
+
+class Saved(NamedTuple):
+    """What forward leaves for backward; None where nothing is saved, or there is no adapter."""
+
+    gate_up: Tensor | None  # [n, 2I] before the activation
+    xA: Tensor | None  # [n, Q]
+    hA: Tensor | None  # [n, P]
+
+
+class Call(Generic[R]):
+    """What forward and backward of one call share: routing, base weights, and the adapters in the dtype of
+    the computation."""
+
+    def __init__(
+        self,
+        backend: Backend[R],
+        dtype: torch.dtype,
+        routing: R,
+        gate_up: Tensor | Packed,
+        down: Tensor | Packed,
+        factors: ExpertFactors,
+    ):
+        self.backend, self.dtype, self.routing = backend, dtype, routing
+        self.gate_up, self.down = Base(gate_up, dtype, "base gate_up"), Base(down, dtype, "base down")
+        self.experts = routing.selection()
+        self.gate_up_adapter, self.down_adapter = adapters(factors, self.experts, dtype, backend.row_stride)
+        self.I, self.Q, self.P = self.down.columns, width(self.gate_up_adapter), width(self.down_adapter)
+
+    def groups(self, *, both: bool) -> Iterator[Group[R]]:
+        """Groups of experts. `both`: gate_up and down are needed at once (backward), else one after the
+        other."""
+        weight_bytes = (self.gate_up.nbytes(self.gate_up_adapter), self.down.nbytes(self.down_adapter))
+        row_bytes = (2 * self.gate_up.columns + 3 * self.down.columns) * self.dtype.itemsize
+        both = both or self.backend.keeps_workspaces
+        return self.backend.groups(self.routing, sum(weight_bytes) if both else max(weight_bytes), row_bytes)
+
+    def workers(self) -> int:
+        """Cores that share the call."""
+        return self.backend.workers(self.routing, 3 * self.down.columns * self.gate_up.columns)
+
+    def sums(self, x_TD: Tensor) -> Tensor:
+        """Zeros [workers, T, D] float32: two workers may have rows of one token, so each adds into its
+        own."""
+        shape = (self.workers(), *x_TD.shape)
+        # Scratch: the page faults of fresh memory alone would cost 12 ms per 16 MB.
+        return scratch("sums", shape, torch.float32, x_TD.device).zero_()
+
+    def total(self, sums: Tensor) -> Tensor:
+        """[T, D] in the dtype of the computation. Summed in place: [workers, T, D] float32 is the largest
+        buffer of a call."""
+        for worker in range(1, len(sums)):
+            sums[0] += sums[worker]
+        return sums[0].to(self.dtype, copy=True)
+
+
+class Gradients:
+    """Buffers that the groups of a call write their gradients to.
+
+    Adapters: a row per expert in use, float32 as the parameters are; A's buffer is its gradient. Dense base:
+    a row per expert, in the dtype of the computation, zero for experts without rows.
+    """
+
+    def __init__(self, call: Call[R], D: int, *, gate_up: bool, down: bool):
+        active, I, Q, P = len(call.routing.experts), call.I, call.Q, call.P
+        device = call.routing.weight_n.device
+
+        def factor(columns: int, length: int) -> Tensor | None:
+            shape = (active, columns, length)
+            return torch.empty(shape, dtype=torch.float32, device=device) if columns else None
+
+        def base(rows: int, columns: int) -> Tensor:
+            make = torch.empty if call.experts is None else torch.zeros
+            return make((call.routing.num_experts, rows, columns), dtype=call.dtype, device=device)
+
+        self.gate_up_A, self.gate_up_Bt = factor(Q, D), factor(Q, 2 * I)
+        self.down_A, self.down_Bt = factor(P, I), factor(P, D)
+        self.gate_up = base(2 * I, D) if gate_up else None
+        self.down = base(D, I) if down else None
+
+
+class Backend(ABC, Generic[R]):
+    """Does the work of `fused` on one kind of device. row_stride: what the rows of a workspace are a multiple
+    of, in numbers (factors.columns). keeps_workspaces: those of gate_up and down are there at once in forward
+    too."""
+
+    row_stride = 8
+    keeps_workspaces = False
+
+    @abstractmethod
+    def route(self, ids_TK: Tensor, weights_TK: Tensor, num_experts: int, dtype: torch.dtype) -> R:
+        """Sort the slots by expert."""
+
+    @abstractmethod
+    def groups(self, routing: R, weight_bytes: int, row_bytes: int) -> Iterator[Group[R]]:
+        """All experts of `routing` in groups; an expert costs weight_bytes, each of its rows row_bytes."""
+
+    @abstractmethod
+    def workers(self, routing: R, weights: int) -> int:
+        """How many cores share a call whose experts have so many weights each."""
+
+    @abstractmethod
+    def each(self, groups: Iterator[Group[R]], workers: int, work: Callable[[Group[R], int], None]) -> None:
+        """work(group, worker) for every group."""
+
+    @abstractmethod
+    def decode(
+        self,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        gate_up: Tensor | Packed,
+        down: Tensor | Packed,
+        factors: ExpertFactors,
+    ) -> Tensor | None:
+        """The result without gradients, multiplied from the codes, where so few rows ask each expert that
+        expanding it would cost more; else None."""
+
+    @abstractmethod
+    def forward_group(self, call: Call[R], group: Group[R], x: Tensor, saved: Saved, y: Tensor) -> None:
+        """Adds the group's share to y [T, D] float32. Its rows of gate_up, xA and hA go to `saved` where
+        there is room for them."""
+
+    @abstractmethod
+    def backward_group(
+        self,
+        call: Call[R],
+        group: Group[R],
+        x: Tensor,
+        dy: Tensor,
+        saved: Saved,
+        score_n: Tensor,
+        grads: Gradients,
+        dx: Tensor | None,
+    ) -> None:
+        """The group's rows of score_n (the gradient of the routing weight), its experts in `grads`, and its
+        share of dx [T, D] float32 (None: not asked for)."""

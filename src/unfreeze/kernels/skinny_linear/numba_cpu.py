@@ -1,0 +1,45 @@
+"""Few rows on CPU: each row of W goes by once, is widened in registers and multiplied with all rows of x
+(kernels/loops/row_dots.py).
+
+One row costs what reading W costs; each further one adds its multiplications in float32, and from four on
+oneDNN's bf16 GEMM is faster. Record:
+few_rows in kernels/records/ (`unfreeze kernels list --op few_rows`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numba import prange
+from torch import Tensor
+
+from unfreeze.kernels.loops.numba_options import Kernel, array, narrow, widen
+from unfreeze.kernels.loops.row_dots import bf16_row, halves, row_dots
+
+JOB_ROWS = 16  # weight rows of a job
+
+
+@Kernel
+def _linear(x, weight, bias, y):
+    """x, weight, y bf16 bits [T, in], [out, in], [T, out]; bias [out] or empty."""
+    order, wide = np.arange(x.shape[0]), np.empty(x.shape, np.float32)
+    halves(x, wide)
+    for job in prange((weight.shape[0] + JOB_ROWS - 1) // JOB_ROWS):
+        sums = np.empty(order.size, np.float32)
+        for o in range(job * JOB_ROWS, min(job * JOB_ROWS + JOB_ROWS, weight.shape[0])):
+            row_dots(bf16_row(weight[o]), wide, order, sums)
+            shift = widen(bias[o]) if bias.size else np.float32(0.0)
+            for t in range(order.size):
+                y[t, o] = narrow(np.float32(sums[t] + shift), y[t, o])
+
+
+def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """As skinny_linear. A width that is no multiple of 32, or a weight that doesn't lie row by row, is left
+    to torch."""
+    if weight_OI.shape[1] % 32 or weight_OI.stride() != (weight_OI.shape[1], 1):
+        return F.linear(x_TI, weight_OI, bias_O)
+    y = torch.empty((x_TI.shape[0], weight_OI.shape[0]), dtype=torch.bfloat16)
+    bias = np.empty(0, np.uint16) if bias_O is None else array(bias_O)
+    _linear(x_TI.shape[0] * weight_OI.numel(), array(x_TI), array(weight_OI), bias, array(y))
+    return y

@@ -1,0 +1,150 @@
+"""Tokens to their experts and back: sort, gather, combine. `token_permute` is all three in a row, which is
+how they are measured and tested.
+
+T tokens, K experts per token, E experts, n = T K rows (a token at one expert, sorted by expert), D width.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from unfreeze.kernels.choice.choose import choose
+from unfreeze.kernels.choice.op import Arguments, Case, Op
+from unfreeze.kernels.loops import triton_options
+from unfreeze.kernels.token_permute import reference
+
+__all__ = ["OP", "TokenPermute", "bucket", "token_permute"]
+
+
+def token_permute(
+    x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, num_experts: int, impl: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """(y [T, D], offsets_E int32): y_t = Σ_k w_tk x_t by way of the n rows sorted by expert, offsets_E[e]
+    where expert e's rows end.
+
+    The identity expert: what stands between gather and combine is the caller's. Sums are float32 in the order
+    of k, without atomics, so y has the same bits at every run; dw_tk = <dy_t, row>, dx_t = Σ_k w_tk dy_t. No
+    implementation waits for the device.
+    """
+    return choose(OP, x_TD.device, x_TD.dtype, bucket(x_TD, ids_TK, weights_TK, num_experts), impl)(
+        x_TD, ids_TK, weights_TK, num_experts
+    )
+
+
+def bucket(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor | None, num_experts: int) -> str:
+    """Shapes that are measured as one, by the number of rows n."""
+    rows = ids_TK.numel()
+    return "under 1k" if rows < 1 << 10 else "1k to 32k" if rows < 1 << 15 else "over 32k"
+
+
+class PermuteFunctions(Protocol):
+    """The module of an implementation; what each function does is said in reference.py."""
+
+    def sort(self, ids_TK: Tensor, num_experts: int, /) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def gather(self, source_TD: Tensor, slot_n: Tensor, per_token: int, out: Tensor, /) -> None: ...
+
+    def combine(
+        self, rows_nD: Tensor, row_of_slot: Tensor, weight_n: Tensor | None, out_TD: Tensor, /
+    ) -> None: ...
+
+    def combine_backward(
+        self,
+        dy_TD: Tensor,
+        rows_nD: Tensor,
+        slot_n: Tensor,
+        per_token: int,
+        weight_n: Tensor,
+        drows_nD: Tensor,
+        dweight_n: Tensor,
+        /,
+    ) -> None: ...
+
+
+class TokenPermute:
+    """An implementation: the op as autograd sees it. Whoever computes between gather and combine takes its
+    functions."""
+
+    def __init__(self, functions: PermuteFunctions):
+        self.functions = functions
+
+    def __call__(
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, num_experts: int
+    ) -> tuple[Tensor, Tensor]:
+        return _Permuted.apply(x_TD, weights_TK, ids_TK, num_experts, self.functions)
+
+
+class _Permuted(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        ids_TK: Tensor,
+        num_experts: int,
+        functions: PermuteFunctions,
+    ) -> tuple[Tensor, Tensor]:
+        x_TD = x_TD.contiguous()
+        slot_n, row_of_slot, offsets_E = functions.sort(ids_TK, num_experts)
+        rows = x_TD.new_empty((slot_n.numel(), x_TD.shape[1]))
+        functions.gather(x_TD, slot_n, ids_TK.shape[1], rows)
+        y = torch.zeros(x_TD.shape, dtype=torch.promote_types(x_TD.dtype, torch.float32), device=x_TD.device)
+        weight_n = weights_TK.reshape(-1)[slot_n]
+        functions.combine(rows, row_of_slot, weight_n, y)
+        ctx.save_for_backward(rows, weight_n, slot_n, row_of_slot)
+        ctx.functions, ctx.shape = functions, weights_TK.shape
+        ctx.mark_non_differentiable(offsets_E)
+        return y.to(x_TD.dtype), offsets_E
+
+    @staticmethod
+    def backward(ctx: Any, dy_TD: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        rows, weight_n, slot_n, row_of_slot = ctx.saved_tensors
+        dy_TD = dy_TD.contiguous()
+        wide = torch.promote_types(dy_TD.dtype, torch.float32)
+        drows = torch.empty_like(rows)
+        dweight_n = torch.empty(slot_n.numel(), dtype=wide, device=dy_TD.device)
+        ctx.functions.combine_backward(dy_TD, rows, slot_n, ctx.shape[1], weight_n, drows, dweight_n)
+        dx = torch.zeros(dy_TD.shape, dtype=wide, device=dy_TD.device)
+        ctx.functions.combine(drows, row_of_slot, None, dx)
+        dweights = dweight_n[row_of_slot].view(ctx.shape).to(weight_n.dtype)
+        return dx.to(dy_TD.dtype), dweights, None, None, None
+
+
+def _load_triton() -> TokenPermute:
+    from unfreeze.kernels.token_permute import triton_cuda
+
+    return TokenPermute(triton_cuda)
+
+
+def _case(tokens: int, per_token: int, num_experts: int, width: int, cuda_width: int) -> Case:
+    """A GPU gets wider rows."""
+
+    def inputs(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Arguments:
+        D = cuda_width if device.type == "cuda" else width
+        x = torch.randn((tokens, D), generator=generator).to(device, dtype).requires_grad_()
+        ids = torch.rand((tokens, num_experts), generator=generator).topk(per_token, dim=1).indices.to(device)
+        return (
+            x,
+            ids,
+            torch.rand((tokens, per_token), generator=generator).to(device).requires_grad_(),
+            num_experts,
+        )
+
+    ids = torch.empty((tokens, per_token), device="meta")
+    return Case(bucket(ids, ids, None, num_experts), inputs)
+
+
+OP = Op(
+    name="token_order",  # in records and on the command line
+    reference=TokenPermute(reference),
+    candidates={
+        "triton": triton_options.candidate(_load_triton, "2 bytes a number to combine, the reference 22")
+    },
+    cases=(_case(64, 4, 64, 1024, 7168), _case(1024, 8, 128, 256, 7168), _case(8192, 8, 384, 64, 7168)),
+    # float32: a sum of K terms. bf16: y and dx are rounded once; dx goes through rows that are rounded once
+    # before
+    tolerance={torch.float32: 1e-6, torch.bfloat16: 5e-3},
+)

@@ -1,0 +1,71 @@
+"""Rows in expert order in plain torch: the oracle, and what runs where no faster candidate is proven. No
+function waits for the device.
+
+T tokens, K experts per token, E experts, n = T K rows (a token at one expert), D width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SLAB_BYTES = 1 << 30  # of `combine`: at 65,536 tokens of 8 rows of 7,168 all rows at once would be 15 GB
+
+
+def sort(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(slot_n int64, row_of_slot int64 [T K], offsets_E int32): row r is slot slot_n[r] = t K + k, expert e's
+    rows end at offsets_E[e].
+
+    Stable: within an expert the tokens stay in order. Ids outside 0 … E-1 are not looked for (that would wait
+    for the device).
+    """
+    ids = ids_TK.reshape(-1)
+    if num_experts <= 1 << 15:
+        # a radix sort goes over the keys once per byte or so: two bytes instead of eight
+        ids = ids.to(torch.int16)
+    sorted_ids, slot_n = ids.sort(stable=True)
+    row_of_slot = torch.empty_like(slot_n).scatter_(
+        0, slot_n, torch.arange(slot_n.numel(), device=ids.device)
+    )
+    every = torch.arange(num_experts, dtype=ids.dtype, device=ids.device)
+    return slot_n, row_of_slot, torch.searchsorted(sorted_ids, every, right=True, out_int32=True)
+
+
+def gather(source_TD: Tensor, slot_n: Tensor, per_token: int, out: Tensor) -> None:
+    """out[r, :D] = source[slot_n[r] // K]. out may be wider than D; the rest is left alone."""
+    token_n = torch.div(slot_n, per_token, rounding_mode="floor")
+    out[:, : source_TD.shape[1]] = source_TD.index_select(0, token_n)
+
+
+def combine(rows_nD: Tensor, row_of_slot: Tensor, weight_n: Tensor | None, out_TD: Tensor) -> None:
+    """out[t] += Σ_k weight[r] · rows[r], r the row of slot t K + k, summed in float32 in the order of k
+    (weight None: ones). No atomics: the same
+    bits at every run. out float32, or float64 for float64."""
+    tokens, width = out_TD.shape
+    per_token = row_of_slot.numel() // max(1, tokens)
+    # Rows in float32 take twice what they take in bf16: only a slab of tokens has them at a time. A token's
+    # sum is the same whatever its slab.
+    slab = max(1, SLAB_BYTES // max(1, per_token * width * out_TD.itemsize))
+    for first in range(0, tokens, slab):
+        out = out_TD[first : first + slab]
+        row_n = row_of_slot[first * per_token : (first + slab) * per_token]
+        by_slot = rows_nD.index_select(0, row_n).to(out.dtype)
+        if weight_n is not None:
+            by_slot.mul_(weight_n.to(out.dtype)[row_n, None])
+        out.add_(by_slot.view(len(out), per_token, width).sum(dim=1))
+
+
+def combine_backward(
+    dy_TD: Tensor,
+    rows_nD: Tensor,
+    slot_n: Tensor,
+    per_token: int,
+    weight_n: Tensor,
+    drows_nD: Tensor,
+    dweight_n: Tensor,
+) -> None:
+    """drows[r] = weight[r] · dy[token of r]; dweight[r] = <dy[token of r], rows[r]>, in float32."""
+    wide = torch.promote_types(dy_TD.dtype, torch.float32)
+    dy_nD = dy_TD.index_select(0, torch.div(slot_n, per_token, rounding_mode="floor")).to(wide)
+    dweight_n.copy_((dy_nD * rows_nD).sum(-1))
+    drows_nD.copy_(dy_nD * weight_n[:, None].to(wide))

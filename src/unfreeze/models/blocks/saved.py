@@ -1,0 +1,41 @@
+"""What the first visit of a layer saves for its recomputation in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+class Skip(Protocol):
+    """`Saved.skip`: a result that the second visit of a layer does without."""
+
+    def __call__(self, compute: Callable[[], T], /) -> T | None: ...
+
+
+class Saved:
+    """Results of the first visit, in the order in which the layer asks.
+
+    The second visit asks in the same order.
+
+    expensive  outputs of attention and experts are saved: they cost the most to compute per byte
+    linear     outputs of linear layers are saved
+    unread     the second visit is for gradients only; its output is not used
+    """
+
+    def __init__(self, *, expensive: bool = False, linear: bool = False, unread: bool = False):
+        self.expensive, self.linear, self.unread = expensive, linear, unread
+        self.second = False  # whether this is the second visit
+        self.values: list[Any] = []
+
+    def reuse(self, compute: Callable[[], T]) -> T:
+        """compute() on the first visit; on the second what it gave then."""
+        if self.second:
+            return self.values.pop(0)
+        self.values.append(compute())
+        return self.values[-1]
+
+    def skip(self, compute: Callable[[], T]) -> T | None:
+        """compute() on the first visit, None on the second."""
+        return None if self.second else compute()

@@ -1,0 +1,31 @@
+"""The group of a module or parameter, by its name on disk. No torch: `inspect` counts by groups.
+
+A group is what people talk about: attention, mlp (dense), shared_experts, experts; the router, lm_head,
+embeddings and norms stay frozen unless lm_head is named.
+"""
+
+from __future__ import annotations
+
+import re
+
+GROUPS = ("attention", "mlp", "shared_experts", "experts", "router", "lm_head", "embeddings", "norms")
+
+
+def group_of(name: str) -> str:
+    """The group of a module or parameter, by its checkpoint name."""
+    parts = name.split(".")
+    if any("norm" in part for part in parts):
+        return "norms"
+    if "embed_tokens" in parts:
+        return "embeddings"
+    if "lm_head" in parts:
+        return "lm_head"
+    if "self_attn" in parts:
+        return "attention"
+    if "shared_experts" in parts:
+        return "shared_experts"
+    if "experts" in parts:
+        return "experts"
+    if re.search(r"\.mlp\.gate(\.|$)", name):
+        return "router"
+    return "mlp"

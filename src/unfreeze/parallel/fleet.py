@@ -1,0 +1,102 @@
+"""The machines a run is planned for, which need not be here: "8xH200", "1xH200+768GB", "cpu:24GB".
+
+    COUNTxDEVICE[+HOST MEMORY]     devices of one kind in one host or several; a device is a table of
+                                   machines.toml, which holds facts with source and date
+    cpu:MEMORY                     a machine without a GPU
+    ""                             this machine
+
+Host memory and the memory of a CPU machine are counted as they are sold: 768GB is 768 GiB, 1TB is 1,024.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from unfreeze.core.errors import ConfigError, nearest
+
+FACTS = Path(__file__).with_name("machines.toml")
+WORDS = re.compile(r"(?:(\d+)x)?([A-Za-z]\w*)(?:\+(\d+(?:\.\d+)?)(GB|TB))?$", re.IGNORECASE)
+CPU = re.compile(r"cpu:(\d+(?:\.\d+)?)(GB|TB)$", re.IGNORECASE)
+PER_HOST = 8  # GPUs of one host
+
+
+class Device(BaseModel):
+    """The facts of one kind of device; machines.toml says what they are and where they come from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    memory_gib: float = Field(gt=0)
+    matrix: float = Field(gt=0)
+    vector: float = Field(gt=0)
+    memory_gb_s: float = Field(gt=0)
+    link_gb_s: float = Field(gt=0)
+    host_gb_s: float = Field(gt=0)
+    source: str
+    date: str
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """`count` devices of one kind.
+
+    memory  bytes of one device; of the machine where there is no GPU.
+    host    bytes of host memory in all; 0: not given.
+    device  its facts; None for a machine without a GPU, and for a GPU that no table knows.
+    kind    "cpu" or "cuda".
+    """
+
+    name: str
+    count: int
+    memory: int
+    host: int = 0
+    device: Device | None = None
+    kind: Literal["cpu", "cuda"] = "cuda"
+
+
+def fleet(words: str, table: Path | str = "") -> Fleet:
+    """What `words` name. Raises ConfigError that shows the form, or names the nearest device."""
+    if match := CPU.fullmatch(words.strip()):
+        return Fleet(words.strip(), 1, _bytes(*match.groups()), kind="cpu")
+    match = WORDS.fullmatch(words.strip())
+    if match is None:
+        raise ConfigError(
+            f"hardware = {words!r} is not COUNTxDEVICE[+MEMORY] or cpu:MEMORY",
+            next="write 8xH200, 1xH200+768GB or cpu:24GB",
+        )
+    count, name, amount, unit = match.groups()
+    known = devices(table)
+    names = {key.lower(): key for key in known}
+    if name.lower() not in names:
+        raise ConfigError(
+            f"hardware: no facts of a device {name!r}{nearest(name, known)}; known: {', '.join(known)}",
+            next="give --machines FILE with a table of that name, as parallel/machines.toml has them",
+        )
+    if count == "0":
+        raise ConfigError("hardware: 0 devices", next="write 1xH200")
+    device = known[names[name.lower()]]
+    host = _bytes(amount, unit) if amount else 0
+    return Fleet(words.strip(), int(count or 1), int(device.memory_gib * 2**30), host, device)
+
+
+def devices(table: Path | str = "") -> dict[str, Device]:
+    """name -> facts, of machines.toml and of a table of the user's, which comes first."""
+    found: dict[str, Device] = {}
+    for path in (Path(table) if table else None, FACTS):
+        if path is None:
+            continue
+        try:
+            tables = tomllib.loads(path.read_text(encoding="utf-8"))
+            found = {name: Device(**facts) for name, facts in tables.items()} | found
+        except (OSError, ValueError, TypeError, ValidationError) as error:
+            where = str(error).splitlines()[0]
+            raise ConfigError(f"machines = {str(path)!r}: {where}", next="mend the file") from None
+    return found
+
+
+def _bytes(amount: str, unit: str) -> int:
+    return int(float(amount) * (2**40 if unit.upper() == "TB" else 2**30))

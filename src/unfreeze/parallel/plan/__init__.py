@@ -1,0 +1,118 @@
+"""The plan: bytes of a training run, term by term, before anything is loaded.
+
+Pure arithmetic; it never changes the config.
+
+    plan_training(shape, manifest, lora, tokens=…, …)  ->  Plan   (asks the model's blocks and the machine)
+    plan(sizes, work, hardware)                        ->  Plan   (numbers only; terms.py)
+
+sizes.py    what the plan knows of a model: its blocks say what they need (models/blocks/bytes.py), this adds
+terms.py    Work -> bytes per term
+propose.py  what would fit, where the run does not
+words.py    the plan for people and for plan.json
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from unfreeze import models
+from unfreeze.checkpoint.manifest import Manifest
+from unfreeze.config.lora import LoraConfig
+from unfreeze.kernels.linear_cross_entropy import block_cost
+from unfreeze.models.chunks import chunk_tokens
+from unfreeze.models.recompute import Recompute
+from unfreeze.parallel.machine import hardware
+from unfreeze.parallel.plan.propose import refuse_if_too_large, what_fits
+from unfreeze.parallel.plan.sizes import Sizes, measure
+from unfreeze.parallel.plan.terms import LOAD_BUFFERS, MOMENT_BYTES, USABLE, Plan, Work, plan, replace_work
+from unfreeze.parallel.plan.words import KERNELS, plan_fields, plan_lines
+
+__all__ = [
+    "KERNELS",
+    "LOAD_BUFFERS",
+    "MOMENT_BYTES",
+    "USABLE",
+    "Plan",
+    "Sizes",
+    "Work",
+    "measure",
+    "plan",
+    "plan_fields",
+    "plan_lines",
+    "plan_training",
+    "refuse_if_too_large",
+    "replace_work",
+    "what_fits",
+    "work_of",
+]
+
+
+def plan_training(
+    shape: models.Shape,
+    manifest: Manifest,
+    lora: LoraConfig | None,
+    *,
+    tokens: int,
+    dtype: str,
+    device: torch.device | str,
+    recompute: Recompute = "layers",
+    keep_layers: int | None = None,
+    optimizer_moments: Literal["float32", "int8"] = "float32",
+    micro_batches: int = 1,
+    longest: int | None = None,
+    tokens_per_second: float | None = None,
+    receipt_bytes: int = 0,
+) -> Plan:
+    """The plan of a training run on one device.
+
+    tokens         of one of `micro_batches`, in documents of at most `longest`
+    lora           None: every weight trains
+    dtype          "bfloat16" or "float32"
+    micro_batches  with adapters it changes no byte, only what is proposed where the run does not fit
+                   (--tokens-per-step is of all of them)
+
+    Reads nothing but the manifest and allocates nothing. Call `refuse_if_too_large` on the result.
+    """
+    kind = {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
+    model, place = models.meta_model(shape, manifest, kind), torch.device(device)
+    work = work_of(
+        shape,
+        lora,
+        tokens=tokens,
+        dtype=kind,
+        device=place,
+        recompute=recompute,
+        keep_layers=keep_layers,
+        optimizer_moments=optimizer_moments,
+        micro_batches=micro_batches,
+        longest=longest,
+        tokens_per_second=tokens_per_second,
+        receipt_bytes=receipt_bytes,
+    )
+    return plan(measure(model, lora, place.type), work, hardware(place))
+
+
+def work_of(
+    shape: models.Shape,
+    lora: LoraConfig | None,
+    *,
+    tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    **asked: Any,
+) -> Work:
+    """The Work of a run; `asked` are further fields of it. A GPU that is not here is taken to have this
+    machine's block of logits, whose rows are bounded by bytes."""
+    known = device if device.type == "cpu" or torch.cuda.is_available() else torch.device("cpu")
+    loss_rows, loss_bytes = block_cost(shape.vocab_size, dtype, known, trained=lora is None)
+    return Work(
+        tokens=tokens,
+        rank=lora.rank if lora else None,
+        experts_rank=lora.experts_rank if lora else None,
+        loss_rows=loss_rows,
+        loss_bytes=loss_bytes,
+        chunk=chunk_tokens(shape.num_experts, shape.experts_per_token, device.type),
+        **asked,
+    )

@@ -1,0 +1,229 @@
+"""The layout a machine should run a model in: the bytes and seconds of every combination are predicted.
+
+Of those that fit, layouts that run today come first, then the fastest. Among those within 5 % of the fastest
+the one wins that needs the fewest parts that are not built.
+Where none fits, `proposals` says what would: fewer tokens a step, a lower rank, smaller moments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from unfreeze.core.errors import ConfigError
+from unfreeze.core.units import format_bytes
+from unfreeze.models.recompute import Recompute
+from unfreeze.parallel.fleet import PER_HOST, Device, Fleet
+from unfreeze.parallel.plan.counts import Counts
+from unfreeze.parallel.plan.layout import Layout, Places, places
+from unfreeze.parallel.plan.propose import MIN_TOKENS
+from unfreeze.parallel.plan.seconds import IMBALANCE, Seconds, seconds
+from unfreeze.parallel.plan.sizes import Sizes
+from unfreeze.parallel.plan.terms import Work
+
+TOKENS = tuple(2**power for power in range(16, 8, -1))
+"""Tokens of a step that are tried where the user names none, 65,536 first."""
+HOST_SIZES = (128, 256, 512, 768, 1024, 1536, 2048)  # GiB that hosts are sold with
+WAITING = 0.25  # share of a step spent waiting for transfers; above it a layout is proposed, never chosen
+CLOSE = 1.05  # how much faster the fastest may be for another layout to be as good
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the user wants trained, and what of it may be chosen.
+
+    work        rank, moments and the loss block; its tokens are replaced
+    tokens      of a step on all devices; None: chosen from TOKENS
+    length      tokens of a document
+    recomputes  recompute policies to try
+    """
+
+    work: Work
+    tokens: int | None
+    length: int
+    recomputes: tuple[Recompute, ...] = ("selective", "layers")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One layout at one number of tokens: bytes by place, and seconds where the device's facts are known."""
+
+    layout: Layout
+    tokens: int
+    places: Places
+    time: Seconds | None
+    not_built: tuple[str, ...]
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.tokens / self.time.step if self.time else None
+
+
+def choose(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> tuple[Choice, bool]:
+    """-> (the layout, whether it fits). Where none fits, the one that is over by the least.
+
+    Raises ConfigError where a step has too few tokens for the devices.
+    """
+    every = list(_choices(sizes, counts, fleet, asked))
+    if not every:
+        parts = fleet.count * asked.work.micro_batches
+        raise ConfigError(
+            f"{asked.tokens or TOKENS[0]:,} tokens a step are less than {MIN_TOKENS} for each of {parts:,}"
+            " devices and micro-batches",
+            next=f"--tokens-per-step {MIN_TOKENS * parts} or more, or fewer devices",
+        )
+    fitting = [choice for choice in every if choice.places.fits and _worth_it(choice)]
+    if not fitting:
+        return min([c for c in every if _worth_it(c)] or every, key=_over), False
+    best = max(fitting, key=_rank)
+    near = [c for c in fitting if _built(c) == _built(best) and _speed(c) * CLOSE >= _speed(best)]
+    return min(near, key=lambda choice: (len(choice.not_built), -_speed(choice))), True
+
+
+def proposals(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> list[str]:
+    """What fits instead, one line each, with its bytes."""
+    found = []
+
+    # smaller state: half the rank, a quarter …; moments in int8
+    if asked.work.rank is not None:
+        for rank in _halves(asked.work.rank):
+            experts = asked.work.experts_rank
+            lower = replace(
+                asked.work, rank=rank, experts_rank=None if experts is None else min(experts, rank)
+            )
+            found += _if_it_fits(f"lora.rank {rank}", sizes, counts, fleet, replace(asked, work=lower))
+            if found:
+                break
+        if asked.work.optimizer_moments == "float32":
+            small = replace(asked, work=replace(asked.work, optimizer_moments="int8"))
+            found += _if_it_fits("optimizer_moments int8", sizes, counts, fleet, small)
+
+    # more host memory
+    for gib in HOST_SIZES:
+        if gib * 2**30 > fleet.host and fleet.kind == "cuda":
+            more = replace(fleet, host=gib * 2**30)
+            at = _if_it_fits(f"{gib:,} GB of host memory", sizes, counts, more, asked)
+            if at:
+                found += at
+                break
+
+    # fewer tokens a step, even if it then waits for transfers
+    for tokens in TOKENS:
+        if tokens >= (asked.tokens or TOKENS[0]):
+            continue
+        fewer = replace(asked, tokens=tokens)
+        at = _if_it_fits(f"tokens_per_step {tokens:,}", sizes, counts, fleet, fewer, slow=True)
+        if at:
+            found += at
+            break
+    return found
+
+
+def _if_it_fits(
+    words: str, sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked, *, slow: bool = False
+) -> list[str]:
+    fitting = [c for c in _choices(sizes, counts, fleet, asked) if c.places.fits and (slow or _worth_it(c))]
+    if not fitting:
+        return []
+    best = max(fitting, key=_rank)
+    rate = best.tokens_per_second
+    parts = [f"{format_bytes(sum(best.places.device.values()))} a device"]
+    if best.places.host:
+        parts.append(f"{format_bytes(sum(best.places.host.values()))} of host memory")
+    if rate is not None:
+        parts.append(f"{rate:,.0f} tokens/s predicted")
+    return [f"{words} ({', '.join(parts)}; {best.layout.words})"]
+
+
+def _choices(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> Iterator[Choice]:
+    for tokens in (asked.tokens,) if asked.tokens else TOKENS:
+        parts = fleet.count * asked.work.micro_batches
+        if tokens < MIN_TOKENS * parts:
+            continue
+        work = replace(asked.work, tokens=tokens // parts)
+        for layout in _layouts(counts, fleet, asked):
+            found = places(sizes, counts, work, fleet, layout)
+            time = None
+            if fleet.device is not None:
+                time = seconds_of(sizes, counts, fleet, fleet.device, layout, asked, tokens)
+            yield Choice(layout, tokens, found, time, tuple(layout.not_built()))
+
+
+def seconds_of(
+    sizes: Sizes,
+    counts: Counts,
+    fleet: Fleet,
+    device: Device,
+    layout: Layout,
+    asked: Asked,
+    tokens: int,
+    imbalance: float = IMBALANCE,
+) -> Seconds:
+    """The seconds of a step of so many tokens in a layout."""
+    return seconds(
+        counts,
+        fleet,
+        device,
+        layout,
+        tokens=tokens,
+        length=asked.length,
+        trained=_trained(sizes, asked.work, layout.split),
+        every_weight=asked.work.rank is None,
+        micro_batches=asked.work.micro_batches,
+        imbalance=imbalance,
+    )
+
+
+def _trained(sizes: Sizes, work: Work, split: int) -> dict[str, int]:
+    """Parameters that one device trains."""
+    if work.rank is None:
+        return {"dense": sizes.elements}
+    experts = sizes.experts_per_rank * (work.experts_rank or work.rank)
+    return {"dense": sizes.dense_per_rank * work.rank, "experts": experts // split}
+
+
+def _layouts(counts: Counts, fleet: Fleet, asked: Asked) -> Iterator[Layout]:
+    """Every layout that this fleet could have. Where every weight trains, nothing leaves the devices."""
+    frozen, many, host = asked.work.rank is not None, fleet.count > 1, fleet.host > 0
+    gpu = fleet.kind == "cuda"
+    experts = ["device", *(["host"] if host and gpu else []), *(["disk"] if frozen else [])]
+    rest = ["device", *(["sharded"] if many else []), *(["host"] if host and gpu else [])]
+    elsewhere = ["device", *(["host"] if host and gpu else [])]
+    splits = {1, min(fleet.count, PER_HOST), fleet.count} if counts.num_experts else {1}
+    if not counts.num_experts:
+        experts = ["device"]
+    if not frozen:
+        experts, rest, elsewhere = ["device"], ["device"], ["device"]
+    combinations = product(experts, rest, elsewhere, elsewhere, sorted(splits), asked.recomputes)
+    for where, others, state, boundary, split, recompute in combinations:
+        yield Layout(where, others, state, boundary, split, recompute)  # type: ignore[arg-type]
+
+
+def _worth_it(choice: Choice) -> bool:
+    """Whether the step computes for most of its time, rather than waiting for transfers."""
+    return choice.time is None or choice.time.shown <= WAITING * choice.time.step
+
+
+def _built(choice: Choice) -> bool:
+    return not choice.not_built
+
+
+def _speed(choice: Choice) -> float:
+    """Tokens per second; without facts about the device, simply the tokens."""
+    return choice.tokens_per_second or float(choice.tokens)
+
+
+def _rank(choice: Choice) -> tuple[bool, float]:
+    return _built(choice), _speed(choice)
+
+
+def _over(choice: Choice) -> float:
+    """Bytes over usable bytes, of the fuller place."""
+    device = sum(choice.places.device.values()) / choice.places.device_usable
+    host = sum(choice.places.host.values()) / max(1, choice.places.host_usable)
+    return max(device, host)
+
+
+def _halves(rank: int) -> Sequence[int]:
+    return [rank >> shift for shift in range(1, rank.bit_length())]

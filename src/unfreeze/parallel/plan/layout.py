@@ -1,0 +1,143 @@
+"""Where the parts of a run lie on machines that may not be here, and the bytes of each place.
+
+A layout says of four things whether they are on the devices, in host memory or on disk: the routed experts,
+the frozen rest, the adapters' state (float32 factors, gradients, moments) and the boundary activations (the
+inputs of layers, kept for backward).
+Each of n devices takes t = T / n of a step's T tokens. What is not built yet is planned all the same, and
+named.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from unfreeze.kernels.expert_mlp import WORKSPACE
+from unfreeze.models.recompute import Recompute
+from unfreeze.parallel.fleet import Fleet
+from unfreeze.parallel.machine import Hardware
+from unfreeze.parallel.plan.counts import Counts
+from unfreeze.parallel.plan.sizes import Sizes
+from unfreeze.parallel.plan.terms import MOMENT_BYTES, USABLE, Work, plan
+
+BUFFERS = 2  # layers on a device at once where layers stream: one computes while the next arrives
+# A buffer takes a layer's experts, or where those are more than a twelfth of the device, as many as that: on
+# an H200 the 9.5 GB of a Kimi-K2 layer, on a card of 32 GB a quarter of it at a time.
+BUFFER_SHARE = 12
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the parts of a run lie.
+
+    rest   "sharded": on the devices in n parts, gathered layer by layer.
+    split  devices that share one set of experts; 1: each holds all.
+    """
+
+    experts: Literal["device", "host", "disk"] = "device"
+    rest: Literal["device", "sharded", "host"] = "device"
+    state: Literal["device", "host"] = "device"
+    boundary: Literal["device", "host"] = "device"
+    split: int = 1
+    recompute: Recompute = "layers"
+
+    def not_built(self) -> list[str]:
+        """What this layout needs and the code does not do yet, in words."""
+        needs = {
+            "experts split over devices": self.split > 1,
+            f"experts streamed from {self.experts}": self.experts != "device",
+            "the frozen rest gathered from all devices": self.rest == "sharded",
+            "the frozen rest streamed from host memory": self.rest == "host",
+            "adapters and their optimizer in host memory": self.state == "host",
+            "boundary activations in host memory": self.boundary == "host",
+        }
+        return [words for words, needed in needs.items() if needed]
+
+    @property
+    def words(self) -> str:
+        """In one line."""
+        experts = f"experts on {self.experts}" + (f", split over {self.split}" if self.split > 1 else "")
+        return (
+            f"{experts}; rest on {self.rest}; adapter state on {self.state}; boundary on {self.boundary};"
+            f" recompute {self.recompute}"
+        )
+
+
+@dataclass(frozen=True)
+class Places:
+    """name -> bytes, of the fullest device and of all host memory; disk: bytes read again in each pass."""
+
+    device: dict[str, int]
+    host: dict[str, int]
+    device_usable: int
+    host_usable: int
+    disk: int = 0
+
+    @property
+    def fits(self) -> bool:
+        return self.over == ""
+
+    @property
+    def over(self) -> str:
+        """Which place is too small: "device", "host" or ""."""
+        if sum(self.device.values()) > self.device_usable:
+            return "device"
+        return "host" if sum(self.host.values()) > self.host_usable else ""
+
+
+def places(sizes: Sizes, counts: Counts, work: Work, fleet: Fleet, layout: Layout) -> Places:
+    """The bytes of a step. `work.tokens` are one device's."""
+    n = fleet.count
+    experts_here = -(-counts.num_experts // layout.split) / counts.num_experts if counts.num_experts else 1.0
+
+    # one device's own model: its share of the experts' adapters, its share of the workspace
+    workspace = sizes.workspace
+    if fleet.kind == "cuda":
+        held = -(-counts.num_experts // layout.split)
+        workspace = min(WORKSPACE, held * counts.expert_weights * sizes.compute_bytes)
+    local = replace(
+        sizes,
+        base=0,
+        workspace=workspace,
+        cast_per_rank=int(sizes.cast_per_rank * experts_here),
+        experts_per_rank=int(sizes.experts_per_rank * experts_here),
+    )
+    work = replace(work, recompute=layout.recompute)
+    here = Hardware(fleet.kind, fleet.name, 1, fleet.memory, fleet.memory)
+    terms = dict(plan(local, work, here).terms)
+    del terms["base"]
+    host: dict[str, int] = {}
+
+    # weights
+    of_layer = int(counts.layer_experts * experts_here)
+    if layout.experts == "device":
+        experts = int(counts.experts_bytes * experts_here)
+    else:
+        experts = BUFFERS * min(of_layer, fleet.memory // BUFFER_SHARE)
+        if layout.experts == "host":
+            host["experts"] = counts.experts_bytes * n // layout.split
+    whole, two_layers = counts.rest_bytes, BUFFERS * counts.layer_rest
+    rest = {"device": whole, "sharded": whole // n + two_layers, "host": counts.ends_bytes + two_layers}[
+        layout.rest
+    ]
+    if layout.rest == "host":
+        host["the frozen rest"] = whole
+
+    # what trains: float32 factors, gradients and moments; where they are in host memory, a device has the
+    # factors and gradients of BUFFERS layers in the computation's dtype
+    state = ("adapter", "gradients", "optimizer")
+    if layout.state == "host":
+        trained = sizes.adapter_parameters(work.rank, work.experts_rank)
+        host["adapters, gradients, optimizer"] = int(trained * (8 + MOMENT_BYTES[work.optimizer_moments]))
+        numbers = local.adapter_parameters(work.rank, work.experts_rank)
+        terms = {name: size for name, size in terms.items() if name not in state}
+        terms["adapters of two layers"] = 2 * BUFFERS * local.compute_bytes * numbers // counts.num_layers
+    if layout.boundary == "host":
+        host["boundary activations"] = n * terms.pop("boundary activations", 0)
+    return Places(
+        device={"experts": experts, "the frozen rest": rest, **{k: v for k, v in terms.items() if v}},
+        host={name: size for name, size in host.items() if size},
+        device_usable=int(fleet.memory * USABLE),
+        host_usable=int(fleet.host * USABLE),
+        disk=counts.experts_bytes * n // layout.split if layout.experts == "disk" else 0,
+    )

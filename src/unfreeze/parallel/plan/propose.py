@@ -1,0 +1,156 @@
+"""What would fit where a run does not: each proposal is solved for and planned again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from unfreeze.core.errors import DoesNotFit
+from unfreeze.core.units import format_bytes
+from unfreeze.models.recompute import Recompute
+from unfreeze.parallel.plan.terms import Plan, replace_work
+
+MIN_TOKENS = 2  # of a micro-batch: one token has no next one to learn
+LESS: dict[Recompute, tuple[Recompute, ...]] = {
+    "nothing": ("elementwise", "selective", "layers"),
+    "elementwise": ("selective", "layers"),
+    "selective": ("layers",),
+    "layers": (),
+}
+"""recompute -> what keeps less, the most first."""
+
+Proposal = tuple[str, str]
+"""(flags, description with its bytes)."""
+
+
+def refuse_if_too_large(plan: Plan) -> None:
+    """Raise DoesNotFit with the arithmetic and with what would fit."""
+    if plan.fits:
+        return
+    parts = " + ".join(f"{name} {format_bytes(size)}" for name, size in plan.terms.items() if size)
+    peak, usable = format_bytes(plan.total), format_bytes(plan.usable)
+    arithmetic = f"peak {peak}, {usable} usable on {plan.hardware.name}: {parts}"
+    if plan.load > plan.training:
+        arithmetic += f"; loading alone takes {format_bytes(plan.load)}"
+    fits = what_fits(plan)
+    if not fits:
+        raise DoesNotFit(
+            f"{arithmetic}. No number of tokens and no rank fits: the base alone is"
+            f" {format_bytes(plan.terms['base'])}",
+            next="use a machine with more memory, a smaller checkpoint, or one in 4 bits",
+        )
+    descriptions = ", or ".join(description for _, description in fits)
+    raise DoesNotFit(f"{arithmetic}. Fits with {descriptions}", next=fits[0][0])
+
+
+def what_fits(plan: Plan) -> list[Proposal]:
+    """Changes that fit.
+
+    First those that leave the result as it is: fewer layers that keep activations (the largest number that
+    fits), recompute, more micro-batches (the smallest number), the last two together. Then fewer tokens per
+    step (the largest number) and a lower rank (the largest). Only if none of these fits: fewer tokens with
+    rank 1.
+    """
+    proposals: list[Proposal] = []
+    work, rank = plan.work, plan.work.rank
+
+    # fewer layers that keep
+    if work.recompute == "selective":
+        most = plan.sizes.num_layers if work.keep_layers is None else work.keep_layers
+        fewer = _largest(most, lambda count: replace_work(plan, keep_layers=count).fits)
+        if 0 < fewer < most:
+            kept = replace_work(plan, keep_layers=fewer)
+            proposals += _if_it_fits(kept, f"--keep-layers {fewer}", f"keep_layers {fewer}")
+
+    # more is recomputed
+    for mode in LESS[work.recompute]:
+        less = replace_work(plan, recompute=mode)
+        proposals += _if_it_fits(less, f"--recompute {mode}", f"recompute = {mode}")
+
+    # fewer tokens at once, a lower rank, at last both
+    for start in _starts(plan):
+        proposals += _fewer_tokens(start)
+    if rank is not None:
+        lower = _largest(rank, lambda value: _with_rank(plan, value).fits)
+        if lower:
+            proposals += _if_it_fits(_with_rank(plan, lower), f"--lora.rank {lower}", f"lora.rank {lower}")
+        if not proposals:
+            for start in _starts(plan):
+                one = _Start(
+                    _with_rank(start.plan, 1),
+                    f"{start.flags}--lora.rank 1 ",
+                    f"{start.words}lora.rank 1 and ",
+                )
+                proposals += _fewer_tokens(one)
+    return proposals
+
+
+@dataclass(frozen=True)
+class _Start:
+    """A plan that a proposal changes further, with the flags and words that lead to it."""
+
+    plan: Plan
+    flags: str = ""
+    words: str = ""
+
+
+def _starts(plan: Plan) -> list[_Start]:
+    """This plan, and where not all is recomputed, the same with it."""
+    if plan.work.recompute == "layers":
+        return [_Start(plan)]
+    least = replace_work(plan, recompute="layers")
+    return [_Start(least, "--recompute layers ", "recompute = layers and "), _Start(plan)]
+
+
+def _fewer_tokens(start: _Start) -> list[Proposal]:
+    """The same step in more micro-batches, or a smaller step in as many."""
+    plan, parts = start.plan, start.plan.work.micro_batches
+    tokens = _largest(plan.work.tokens, lambda n: replace_work(plan, tokens=n).fits)
+    if tokens < MIN_TOKENS or tokens == plan.work.tokens:
+        return []
+
+    # Upper bound of the requested step: tokens = step // micro_batches lost at most parts - 1.
+    step = plan.work.tokens * parts + parts - 1
+    # Two micro-batches hold other gradients than three or more (terms.py), so the smallest number that fits
+    # is 2, 3, or what is solved for with three.
+    with_sums = _largest(
+        plan.work.tokens, lambda n: replace_work(plan, tokens=n, micro_batches=max(parts, 3)).fits
+    )
+    proposals: list[Proposal] = []
+    for more in sorted({2, 3, step // (with_sums + 1) + 1}):
+        cut = replace_work(plan, tokens=step // more, micro_batches=more)
+        if more > parts and step // more >= MIN_TOKENS and not proposals:
+            proposals += _if_it_fits(
+                cut,
+                f"{start.flags}--micro-batches {more}",
+                f"{start.words}micro_batches {more:,} of {step // more:,} tokens",
+            )
+
+    smaller = replace_work(plan, tokens=tokens)
+    return proposals + _if_it_fits(
+        smaller,
+        f"{start.flags}--tokens-per-step {tokens * parts}",
+        f"{start.words}tokens_per_step {tokens * parts:,}",
+    )
+
+
+def _with_rank(plan: Plan, rank: int) -> Plan:
+    """rank and experts_rank lowered together, in proportion."""
+    assert plan.work.rank is not None
+    experts = plan.work.experts_rank
+    scaled = None if experts is None else max(1, experts * rank // plan.work.rank)
+    return replace_work(plan, rank=rank, experts_rank=scaled)
+
+
+def _if_it_fits(plan: Plan, flags: str, words: str) -> list[Proposal]:
+    """The plan as a proposal, or none."""
+    return [(flags, f"{words} ({format_bytes(plan.total)})")] if plan.fits else []
+
+
+def _largest(limit: int, fits: Callable[[int], bool]) -> int:
+    """The largest n in 1..limit with fits(n), by bisection (bytes grow with n); 0 where none does."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low

@@ -1,0 +1,159 @@
+"""Seconds of a step on machines that may not be here, term by term.
+
+The formulas take facts of the device (machines.toml) and the shares of its peak that published runs reach.
+
+T tokens a step on n devices, t = T / n of each; D model width, I expert width, E experts, K per token.
+rows = t · K · imbalance, m of them per expert. v forward visits of experts: 2 where they are recomputed, else
+1; one more visit is backward, for the input's gradient.
+
+    experts    rows · 6 D I · (v + 1) / rate(m),     rate(m) = 0.66 · matrix · m / (m + 128)
+    expansion  E here · 3 D I · 2.56 B · x / memory              packed experts only: 0.56 in, 2 out; x = 2,
+                                                                 or v + 1 where they come in groups
+    passes     rows · 2 · (14 D + 16 I) / memory                 gather, SwiGLU, combine, and their backward
+    dense      t · 2 · N · 3 / (0.63 · matrix)                   N weights of layers; recomputed, so 3 visits
+    attention  t · A · L / 2 · (v + 2.5) / (0.4 · matrix)        A FLOP per pair, documents of L tokens
+    router     t · 2 · router · 3 / (0.75 · vector)              float32
+    all-to-all 5 · rows · (n - 1) / n · 2 D / link               x, y, x again, dy, dx
+    stream     bytes of experts here · 2 / host link             forward and backward, under the computation
+    gather     rest · (n - 1) / n · 2 / link                     likewise
+    head       t · 2 · D V · 3 / (0.63 · matrix)
+    optimizer  26 B · trained here / memory
+    sums       2 · 4 B · trained here · (c - 1) / c / link       c devices hold a copy
+    launches   layers · 200 · 3 · 5 µs                           what of it the device does not hide
+
+    step = Σ over layers of max(compute + all-to-all, stream + gather) + head + optimizer
+
+With several micro-batches t is one's, and all but optimizer and sums comes once for each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from unfreeze.kernels.expert_mlp import WORKSPACE
+from unfreeze.parallel.fleet import PER_HOST, Device, Fleet
+from unfreeze.parallel.plan.counts import Counts
+from unfreeze.parallel.plan.layout import Layout
+
+EXPERT_SHARE, HALF_ROWS = 0.66, 128  # grouped GEMM on H100: 650 of 989 TFLOP/s, half of it at 128 rows
+DENSE_SHARE = 0.63  # 620 of 989 TFLOP/s
+ATTENTION_SHARE = 0.4
+VECTOR_SHARE = 0.75
+EXPANDED = 2.5625  # bytes per weight: 0.5625 read, 2 written
+LAUNCHES, LAUNCH = 200, 5e-6  # torch operations per layer and pass; seconds of host time each
+DISK = 3e9  # bytes per second and process, an NVMe drive each
+NETWORK = 50e9  # bytes per second and GPU between hosts, one direction: 400 Gb/s
+HOST_MEMORY = 200e9  # bytes per second of an AdamW on the host
+IMBALANCE = 1.1  # busiest device over the mean, where experts are split
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """The seconds of a step.
+
+    terms  name -> seconds, as if each were alone.
+    step   what the step takes, with transfers under the computation.
+    shown  of the transfers, what the computation does not hide.
+    forward  share of a layer's computation that the forward pass is.
+    """
+
+    terms: dict[str, float]
+    step: float
+    shown: float
+    forward: float
+
+    @property
+    def dominating(self) -> str:
+        return max(self.terms, key=lambda name: self.terms[name])
+
+
+def seconds(
+    counts: Counts,
+    fleet: Fleet,
+    device: Device,
+    layout: Layout,
+    *,
+    tokens: int,
+    length: int,
+    trained: Mapping[str, int],
+    every_weight: bool = False,
+    micro_batches: int = 1,
+    imbalance: float = IMBALANCE,
+) -> Seconds:
+    """Of a step of `tokens` on all devices, in documents of `length`.
+
+    trained: parameters that one device trains, of routed "experts" and of everything else, "dense".
+    """
+    n, D, I = fleet.count, counts.hidden_size, counts.expert_width
+    matrix, vector, memory = device.matrix * 1e12, device.vector * 1e12, device.memory_gb_s * 1e9
+    link = device.link_gb_s * 1e9
+    host = device.host_gb_s * 1e9
+    t, here = tokens / n / micro_batches, sum(trained.values())
+    again = {"layers": 2, "selective": 1, "elementwise": 1, "nothing": 1}[layout.recompute]
+    dense_visits = 1 if layout.recompute in ("elementwise", "nothing") else 2
+    backward = 2 if every_weight else 1
+
+    # routed experts
+    uneven = imbalance if layout.split > 1 else 1.0
+    rows = t * counts.experts_per_token * uneven
+    experts_here = counts.num_experts / layout.split
+    terms: dict[str, float] = dict.fromkeys(("experts", "expansion", "passes over rows"), 0.0)
+    if counts.num_experts:
+        m = rows / experts_here
+        rate = EXPERT_SHARE * matrix * m / (m + HALF_ROWS)
+        flops = rows * 2 * counts.expert_weights * (again + backward)
+        terms["experts"] = counts.moe_layers * flops / rate
+        if counts.packed:
+            in_groups = experts_here * counts.expert_weights * 2 > WORKSPACE
+            moved = experts_here * counts.expert_weights * EXPANDED * (again + 1 if in_groups else 2)
+            terms["expansion"] = counts.moe_layers * moved / memory
+        terms["passes over rows"] = counts.moe_layers * rows * 2 * (14 * D + 16 * I) / memory
+
+    # what every token meets
+    pairs = t * length / 2
+    visits = dense_visits + backward
+    terms["dense layers"] = t * 2 * counts.dense * visits / (DENSE_SHARE * matrix)
+    terms["attention"] = pairs * counts.attention * (again + 2.5) / (ATTENTION_SHARE * matrix)
+    terms["routers"] = t * 2 * counts.router * visits / (VECTOR_SHARE * vector)
+    layers = sum(terms.values())
+    exchange = 0.0
+    if layout.split > 1:
+        away = (layout.split - 1) / layout.split
+        between = link if layout.split <= PER_HOST else NETWORK
+        exchange = counts.moe_layers * 5 * rows * away * 2 * D / between
+
+    # what arrives meanwhile, over links of their own
+    arriving: dict[str, float] = {}
+    if layout.experts != "device":
+        source = DISK if layout.experts == "disk" else host
+        arriving["stream of experts"] = 2 * counts.experts_bytes / layout.split / source
+    if layout.rest == "host":
+        arriving["stream of the rest"] = 2 * counts.rest_bytes / host
+    by_host = sum(arriving.values())
+    slowest = link if n <= PER_HOST else NETWORK
+    gather = 2 * counts.rest_bytes * (n - 1) / n / slowest if layout.rest == "sharded" else 0.0
+    arriving["gather of the rest"] = gather
+    stream = max(by_host, gather)
+
+    # forward computes less than backward but streams as much
+    forward = 1 / (again + 1 + backward)
+    shown = sum(max(0.0, stream / 2 - (layers + exchange) * share) for share in (forward, 1 - forward))
+    launches = max(0.0, counts.num_layers * LAUNCHES * 3 * LAUNCH - layers)
+    terms |= {
+        "all-to-all": exchange,
+        **arriving,
+        "head": t * 2 * D * counts.vocab_size * 3 / (DENSE_SHARE * matrix),
+        "optimizer": 26 * here / memory if layout.state == "device" else 28 * here * n / HOST_MEMORY,
+        "launches": launches,
+    }
+    # gradients of what several devices hold: a sum goes there and back
+    copies = {"dense": n, "experts": n // layout.split}
+    terms["sum of gradients"] = sum(
+        2 * 4 * numbers * (copies[part] - 1) / copies[part] / slowest for part, numbers in trained.items()
+    )
+    once = {"optimizer", "sum of gradients"}
+    terms = {name: s * (1 if name in once else micro_batches) for name, s in terms.items() if s}
+    each = layers + exchange + shown + launches + terms.get("head", 0.0) / micro_batches
+    step = micro_batches * each + sum(terms.get(name, 0.0) for name in once)
+    return Seconds(terms, step, micro_batches * shown, forward)

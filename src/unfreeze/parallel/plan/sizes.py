@@ -1,0 +1,76 @@
+"""What the plan knows of a model: sums over what its blocks say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from unfreeze.config.lora import LoraConfig
+from unfreeze.models import Decoder
+from unfreeze.models.targets import per_rank
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A model in one dtype of computation.
+
+    base            bytes of parameters and buffers as they will lie in memory (packed weights packed)
+    expanded        the same with every packed weight expanded to the computation's dtype
+    elements        number of weights: what trains if every weight trains
+    layer           bytes per token at the worst moment of the largest layer's backward
+    kept            bytes per token of what attention and experts made, layer by layer
+    products        bytes per token of outputs of linear layers, likewise
+    workspace       bytes of the expert op's scratch before adapters; 0 without experts
+    dense_per_rank, experts_per_rank   adapter parameters per unit of rank
+    cast_per_rank   elements per unit of rank that the expert op holds of one layer's adapter in the
+                    computation's dtype
+    tables          bytes per token of the rotary cos and sin, float32
+    """
+
+    base: int
+    expanded: int
+    compute_bytes: int
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    layer: int
+    kept: tuple[int, ...] = ()
+    products: tuple[int, ...] = ()
+    workspace: int = 0
+    dense_per_rank: int = 0
+    experts_per_rank: int = 0
+    cast_per_rank: int = 0
+    elements: int = 0
+    tables: int = 0
+
+    def adapter_parameters(self, rank: int | None, experts_rank: int | None) -> int:
+        """Dense sites at `rank`, routed experts at `experts_rank` (or `rank`); 0 without adapters."""
+        return (
+            0 if rank is None else self.dense_per_rank * rank + self.experts_per_rank * (experts_rank or rank)
+        )
+
+
+def measure(model: Decoder, lora: LoraConfig | None, device: str = "cpu") -> Sizes:
+    """Sizes of a model, which may be on meta and must not carry adapters yet, for a device of that kind
+    ("cpu", "cuda")."""
+    shape, dtype = model.shape, next(model.parameters()).dtype
+    layers = [layer.bytes(dtype, device) for layer in model.layers]
+    base = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])  # a tied head is listed once
+    packed = model.packed_weights()
+    dense_per_rank, experts_per_rank = per_rank(lora, model) if lora else (0, 0)
+    return Sizes(
+        base=base,
+        expanded=base + sum(weight.numel * dtype.itemsize - weight.nbytes for weight in packed),
+        elements=sum(p.numel() for p in model.parameters()),
+        compute_bytes=dtype.itemsize,
+        hidden_size=shape.hidden_size,
+        num_layers=shape.num_layers,
+        vocab_size=shape.vocab_size,
+        layer=max(layer.peak for layer in layers),
+        kept=tuple(layer.expensive for layer in layers),
+        products=tuple(layer.linear for layer in layers),
+        workspace=max(layer.scratch for layer in layers),
+        dense_per_rank=dense_per_rank,
+        experts_per_rank=experts_per_rank,
+        cast_per_rank=max(layer.scratch_per_rank for layer in layers) if experts_per_rank else 0,
+        tables=8 * len(shape.rope.inverse_frequency),
+    )

@@ -1,0 +1,65 @@
+"""The plan for people, and as the JSON of plan.json and of the plan event."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from unfreeze.core.units import format_bytes, format_count, format_seconds
+from unfreeze.parallel.plan.terms import Plan
+
+# On a CPU a run takes more than plan and process: code that numba and oneDNN compile, their caches, the
+# allocator's slack. Measured as peak - plan - process at planning (tiny-k2, Zen 4): 0.3 GiB in float32 on one
+# core, 0.5 in bfloat16 on one, 0.8 in bfloat16 on two; it grows with the number of GEMM shapes.
+KERNELS = "0.3 to 0.8 GiB for kernels as they are compiled"
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """The plan for people, a term a line."""
+    device, work = plan.hardware, plan.work
+    width = max(len(name) for name in plan.terms)
+    lines = [
+        f"plan for {device.name}: {device.cores} cores, {format_bytes(device.total)},"
+        f" {format_bytes(plan.usable)} usable now"
+    ]
+
+    # the terms, their sum, and what the process takes besides
+    lines += [f"  {name:<{width}}  {format_bytes(size):>10}" for name, size in plan.terms.items()]
+    lines.append(f"  {'total':<{width}}  {format_bytes(plan.total):>10}  of {format_bytes(plan.usable)}")
+    if device.process:
+        lines.append(f"  beside it: this process {format_bytes(device.process)}, and {KERNELS}")
+    lines.append(f"  1 device, largest / smallest {plan.max_over_min:.2f}; {work.tokens:,} tokens per pass")
+
+    # what does not add to the sum
+    moments = plan.beside | {"loading": plan.load}
+    lines += [f"  at another moment: {name} {format_bytes(size)}" for name, size in moments.items()]
+    if plan.avoided:
+        lines.append(
+            f"  packed weights stay packed: {format_bytes(plan.avoided)} of expanded weights avoided"
+        )
+    if plan.adapter_parameters:
+        lines.append(f"  {format_count(plan.adapter_parameters)} adapter parameters")
+    if plan.seconds_per_step is None:
+        rate = "not measured"
+    else:
+        rate = f"{format_seconds(plan.seconds_per_step)} at {work.tokens_per_second:,.0f} tokens/s"
+    return [*lines, f"  time per pass: {rate}"]
+
+
+def plan_fields(plan: Plan) -> dict[str, Any]:
+    """Plain JSON values: terms, total, usable, …, and the printed lines."""
+    return {
+        "terms": dict(plan.terms),
+        "beside": dict(plan.beside),
+        "total": plan.total,
+        "load": plan.load,
+        "usable": plan.usable,
+        "per_device": plan.per_device,
+        "max_over_min": plan.max_over_min,
+        "expanded_avoided": plan.avoided,
+        "adapter_parameters": plan.adapter_parameters,
+        "seconds_per_pass": plan.seconds_per_step,
+        "fits": plan.fits,
+        "hardware": asdict(plan.hardware),
+        "lines": plan_lines(plan),
+    }

@@ -1,0 +1,67 @@
+"""What the loop writes into events.jsonl: the fields of its start, train and error events."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from unfreeze.core.balance import balance
+from unfreeze.train.optim import NonFinite
+from unfreeze.train.run import latest
+from unfreeze.train.state import State
+from unfreeze.train.step import StepResult
+from unfreeze.train.suspects import SUSPECTS
+
+
+def emit_start(state: State) -> None:
+    """The start event: how many steps, and whether the run goes on."""
+    config = state.run.config
+    words = {"model": str(config.get("model", "")), "data": str(config.get("data", ""))}
+    state.run.events.emit("start", state.step, steps=state.schedule.steps, resumed=state.step > 0, **words)
+
+
+def train_fields(result: StepResult, seconds: float, memory: dict[str, int]) -> dict[str, Any]:
+    """The fields of a train event: plain numbers, all finite.
+
+    train_step raises before a NaN gets here; a metric may still be null.
+    """
+    return {
+        "loss": result.loss,
+        "tokens": result.tokens,
+        "supervised_tokens": result.supervised_tokens,
+        "seconds": seconds,
+        "learning_rate": result.learning_rate,
+        "grad_norm": result.grad_norm,
+        **memory,
+        **{name: value if math.isfinite(value) else None for name, value in result.metrics.items()},
+        **(_expert_fields(result.expert_load) if result.expert_load else {}),
+        **({"warning": result.warning, "applied": result.applied} if result.warning else {}),
+    }
+
+
+def _expert_fields(load: dict[int, list[int]]) -> dict[str, Any]:
+    """Tokens per expert, and how evenly they fall (docs/trust.md M3).
+
+    For each layer: max violation, entropy and the number of dead experts.
+    """
+    return {
+        "expert_load": {str(layer): counts_E for layer, counts_E in load.items()},
+        "expert_balance": {str(layer): balance(counts_E) for layer, counts_E in load.items()},
+    }
+
+
+def emit_nonfinite(error: NonFinite, line: str, state: State) -> NonFinite:
+    """A train event without a loss, for the report.
+
+    -> the error with what the replay found (`line`) and where the run can go on.
+    """
+    step, last = state.step + 1, latest(state.run.path)
+    state.run.events.emit("train", step, loss=None, grad_norm=None, error=f"{error.message}. {line}")
+    kept = f"the last save is {last}" if last else "nothing was saved before"
+    return NonFinite(
+        f"step {step}: {error.message}. {line}. The weights were not updated; {kept}",
+        next=(
+            f"look at the rows of this step ({state.run.path / SUSPECTS}), lower learning_rate (a tenth), or"
+            " lengthen the warm-up"
+        ),
+    )

@@ -1,0 +1,198 @@
+"""unfreeze plan: a config.json alone is enough, flags win over a run's file, refusals say what fits."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from unfreeze.commands import plan
+from unfreeze.core.command import Common
+from unfreeze.core.errors import ConfigError
+
+QWEN = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+}
+"""Qwen3-30B-A3B's published sizes."""
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(QWEN))
+    return str(path)
+
+
+def planned(*arguments):
+    return plan.main(list(arguments), Common(quiet=True))
+
+
+def test_a_config_alone_with_a_price(config):
+    found = planned("--model", config, "--hardware", "1xH100", "--usd-per-hour", "3.6")
+    assert found["fits"] and found["not_built"] == []
+    # 30.5 billion weights in bf16
+    assert found["bytes"]["total"] == pytest.approx(61.06e9, rel=1e-3)
+    assert sum(found["bytes"]["device_terms"].values()) == found["bytes"]["device"]
+    assert found["usd_per_million_tokens"] == pytest.approx(3.6e6 / 3600 / found["tokens_per_second"])
+    assert found["dominating"] in found["seconds"]
+
+
+def test_no_price_without_the_users_own(config):
+    found = planned("--model", config, "--hardware", "1xH100")
+    assert found["usd_per_million_tokens"] is None
+
+
+def test_a_card_too_small_says_what_fits(config):
+    found = planned("--model", config, "--hardware", "1xRTX4090")
+    assert not found["fits"] and found["bytes"]["device"] > found["bytes"]["device_usable"]
+    assert any("128 GB of host memory" in line for line in found["proposals"])
+
+
+def test_given_tokens_are_kept(config):
+    found = planned("--model", config, "--hardware", "8xH200", "--tokens-per-step", "16384")
+    assert found["tokens_per_step"] == 16384
+
+
+def test_a_run_file_and_flags_over_it(config, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(f'model = "{config}"\ndata = "chat.jsonl"\ntokens_per_step = 8192\n[lora]\nrank = 4\n')
+    from_file = planned(str(file), "--hardware", "1xH200")
+    flags = planned(str(file), "--hardware", "1xH200", "--lora.rank", "8")
+    assert from_file["tokens_per_step"] == flags["tokens_per_step"] == 8192
+    assert flags["adapter_parameters"] == 2 * from_file["adapter_parameters"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "micro_batches = 4\nrecompute = 'selective'\nkeep_layers = 1",
+        "recompute = 'layers'\noptimizer_moments = 'int8'",
+        "train = 'all'\nrecompute = 'elementwise'",
+    ],
+)
+def test_a_run_on_this_machine_is_planned_as_the_run_plans_itself(words, tmp_path):
+    """Every term that stays or is alive at the worst moment, to the byte."""
+    from unfreeze import models
+    from unfreeze.checkpoint import open_checkpoint
+    from unfreeze.config.parse import from_keywords
+    from unfreeze.config.sft import Config
+    from unfreeze.job.job import plan_of
+    from unfreeze.job.trained import Adapters, AllWeights
+
+    model = tmp_path / "model"
+    dense = {name: value for name, value in QWEN.items() if "exp" not in name and "moe" not in name}
+    dense |= {"model_type": "qwen3", "num_hidden_layers": 3, "hidden_size": 256, "intermediate_size": 512}
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(dense))
+    built = models.build(models.shape(dense), dtype=torch.bfloat16, device="cpu")
+    save_file({k: v.contiguous() for k, v in built.state_dict().items()}, model / "model.safetensors")
+    file = tmp_path / "run.toml"
+    file.write_text(f'model = "{model}"\ndata = "d.jsonl"\ntokens_per_step = 8192\n{words}\n')
+
+    run = from_keywords(Config, {}, function="sft", file=str(file))
+    manifest = open_checkpoint(str(model))
+    trained = AllWeights() if run.lora is None else Adapters(run.lora, 0)
+    theirs = plan_of(run, trained, manifest, models.shape(manifest.config), torch.device("cpu"))
+    ours = planned(str(file), "--hardware", "cpu:24GB")["bytes"]
+    assert ours["device"] == theirs.training
+
+
+def test_a_picture_that_cannot_be_written_is_one_line(config):
+    with pytest.raises(ConfigError, match="cannot be written"):
+        planned("--model", config, "--hardware", "1xH100", "--sweep", "--out", "/proc/x/plan.svg")
+    with pytest.raises(ConfigError, match=r"plan\.xyz"):
+        planned("--model", config, "--hardware", "1xH100", "--sweep", "--out", "plan.xyz")
+
+
+def test_more_devices_than_tokens_is_refused(config):
+    with pytest.raises(ConfigError, match="64 tokens a step are less than 2 for each of 1,000"):
+        planned("--model", config, "--hardware", "1000xH200", "--tokens-per-step", "64")
+
+
+def test_every_weight(config):
+    found = planned("--model", config, "--hardware", "1xH200", "--train", "all")
+    assert not found["fits"] and found["adapter_parameters"] == 0
+
+
+def test_a_sweep_is_a_row_per_rank_and_length_and_a_picture(config, tmp_path, capsys):
+    picture = tmp_path / "out" / "plan.svg"
+    arguments = ["--model", config, "--hardware", "1xH100", "8xH200", "--sweep", "--out", str(picture)]
+    found = plan.main([*arguments, "--usd-per-hour", "28"], Common())
+    assert len(found["plans"]) == 2 * len(plan.SWEEP_RANKS) * len(plan.SWEEP_LENGTHS)
+    assert picture.read_text().count("<svg") == 1
+    assert len(capsys.readouterr().out.splitlines()) == len(found["plans"]) + 2
+
+
+def test_a_replay_beside_the_formula(config):
+    found = planned("--model", config, "--hardware", "8xH200", "--simulate")
+    assert found["simulated"]["step"] <= found["seconds"]["step"] * 1.001
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        ([], "plan needs a model"),
+        (["--model", "nowhere.json"], "nowhere.json"),
+        (["--model", "CONFIG", "--hardware", "8xH20O"], "no facts of a device 'H20O'"),
+        (["--model", "CONFIG", "--usd-per-hour", "0"], "usd_per_hour"),
+    ],
+)
+def test_what_is_refused(config, arguments, says):
+    from unfreeze.core.errors import UserError
+
+    with pytest.raises(UserError, match=says):
+        planned(*(config if word == "CONFIG" else word for word in arguments))
+
+
+def test_this_machine_needs_no_gpu_and_no_network(config):
+    code = (
+        "import sys, torch; torch.cuda.is_available = lambda: False; import socket; socket.socket = None;"
+        "from unfreeze.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    words = ["plan", "--model", config, "--train", "all", "--json", "--quiet"]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["tokens_per_second"] is None
+
+
+def test_a_run_without_routing_is_no_trace(config, tmp_path):
+    (tmp_path / "events.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="no routing"):
+        planned("--model", config, "--hardware", "8xH200", "--simulate", "--trace", str(tmp_path))
+
+
+def test_a_gpu_that_no_table_knows_is_planned_as_a_gpu_without_seconds(config, monkeypatch):
+    from unfreeze.parallel import machine
+
+    def here(place="cpu"):
+        kind = torch.device(place).type
+        return machine.Hardware(kind, "NVIDIA X1", 8, 200 * 2**30, 200 * 2**30)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(machine, "hardware", here)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA X1")
+    found = planned("--model", config)
+    assert found["hardware"] == "NVIDIA X1" and found["tokens_per_second"] is None
+    on_cpu = planned("--model", config, "--hardware", "cpu:200GB")
+    terms, others = found["bytes"]["device_terms"], on_cpu["bytes"]["device_terms"]
+    assert terms["expert workspace"] > others["expert workspace"]

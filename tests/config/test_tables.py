@@ -1,0 +1,86 @@
+"""What the code before there were tables read and wrote, recorded from it (recorded.json): the same flags give
+the same resolved config, record, folder and command, to the letter and in the same order."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from unfreeze.config import pretrain, sft
+from unfreeze.config.names import given
+from unfreeze.config.parse import parse, read_toml
+from unfreeze.core.events import RESOLVED
+from unfreeze.job.folder import write_resolved
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = {"sft": sft.Config, "pretrain": pretrain.Config}
+RECORDED = json.loads(Path(__file__).with_name("recorded.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("before", RECORDED, ids=lambda before: " ".join(before["flags"][4:7]) or "plain")
+def test_flat_flags_give_what_they_gave_before_there_were_tables(before, tmp_path):
+    config = parse(RECIPES[before["recipe"]], before["flags"], command=before["recipe"], description="")
+    write_resolved(SimpleNamespace(path=tmp_path), config, before["recipe"], "2026-11-22")
+    # as text: order counts
+    assert json.dumps(json.loads((tmp_path / RESOLVED).read_text())) == json.dumps(before["resolved"])
+    assert json.dumps(config.record()) == json.dumps(before["record"])
+    assert given(config) == before["given"] and str(config.run_dir) == before["run_dir"]
+
+
+FLAT_EXAMPLES = {
+    "sft-tiny-k2.toml": """
+        model = "src/unfreeze/assets/tiny-k2"
+        data = "src/unfreeze/assets/tiny-k2/yoda_train.jsonl"
+        out = "runs/tiny-k2-yoda"
+        epochs = 10
+        tokens_per_step = 1024
+        learning_rate = 1e-3
+        weight_decay = 0.3
+        dtype = "float32"
+
+        [lora]
+        rank = 16
+        alpha = 32
+        targets = ["all-linear"]
+        """,
+    "tiny-k2/pretrain.toml": """
+        model = "build/tiny-k2/model"
+        data = "build/tiny-k2/corpus.jsonl"
+        out = "build/tiny-k2/pretrained"
+        epochs = 12
+        tokens_per_step = 2048
+        sequence_length = 256
+        learning_rate = 0.003
+        recompute = "nothing"
+        save_every = 200
+        samples = 4
+        seed = 2
+        """,
+}
+"""The examples as they stood before there were tables."""
+
+
+@pytest.mark.parametrize("name", FLAT_EXAMPLES)
+def test_an_example_in_tables_is_its_flat_twin(name, tmp_path):
+    recipe = RECIPES["pretrain" if "pretrain" in name else "sft"]
+    twin = tmp_path / "flat.toml"
+    twin.write_text(FLAT_EXAMPLES[name])
+    made = parse(recipe, [str(ROOT / "examples" / name)], command="x", description="")
+    assert made == parse(recipe, [str(twin)], command="x", description="")
+    written = read_toml(ROOT / "examples" / name)
+    assert {"data", "training", "optimizer"} <= {
+        key for key, value in written.items() if isinstance(value, dict)
+    }
+
+
+def test_train_all_has_its_own_rate_and_no_adapters_in_either_spelling(tmp_path):
+    for toml in (
+        'train = "all"\nclip = 0.5\n[data]\nfiles = "d"\n',
+        'data = "d"\ntrain = "all"\n[optimizer]\nclip = 0.5\n',
+    ):
+        (tmp_path / "run.toml").write_text(f'model = "m"\n{toml}')
+        config = parse(sft.Config, [str(tmp_path / "run.toml")], command="sft", description="")
+        assert config.optimizer.learning_rate == 2e-5 and config.optimizer.clip == 0.5 and config.lora is None
+    made = sft.Config(model="m", data=sft.Data(files=("d",)), train="all", optimizer=sft.Optimizer(clip=0.5))
+    assert made.optimizer == sft.Optimizer(clip=0.5, learning_rate=2e-5)

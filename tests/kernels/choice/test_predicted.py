@@ -1,0 +1,185 @@
+"""Predicted candidates: they run without a record once they are found right; a record decides otherwise."""
+
+import importlib.util
+import logging
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from unfreeze.kernels.choice import choose as choosing
+from unfreeze.kernels.choice import ops, predicted, record
+from unfreeze.kernels.choice.choose import by_record
+from unfreeze.kernels.choice.op import Candidate, Case, Op
+from unfreeze.kernels.expert_mlp import ExpertFactors, backend, fused_expert_mlp, release_scratch, workspace
+from unfreeze.kernels.expert_mlp.grouped import Grouped
+from unfreeze.quant.codec import Packed
+from unfreeze.quant.int4 import Int4
+
+CPU, F32 = torch.device("cpu"), torch.float32
+PREDICTED = {
+    "adamw",
+    "int4_expand",
+    "int4_grouped_mm",
+    "linear_cross_entropy",
+    "rms_norm",
+    "rotary",
+    "swiglu",
+    "token_order",
+}
+
+
+def doubling(candidate):
+    """x -> 2 x, with one candidate that is predicted on a CPU."""
+    made = Candidate(lambda: candidate, lambda *_: "", predicted_on=("cpu",), because="1 byte")
+    case = Case("any", lambda d, t, g: (torch.randn(8, generator=g).to(d, t).requires_grad_(),))
+    return Op("double", lambda x: x + x, {"quick": made}, (case,), {F32: 1e-6})
+
+
+@pytest.fixture(autouse=True)
+def unmeasured(monkeypatch, tmp_path):
+    for name in ("_CHOSEN", "_WRONG"):
+        monkeypatch.setattr(choosing, name, {})
+    for module in (choosing, record):
+        monkeypatch.setattr(module, "device_key", lambda device: "nvidia-h200")
+    monkeypatch.setattr(record, "COMMITTED", tmp_path)
+    monkeypatch.setattr(record, "user_folder", lambda: tmp_path / "user")
+    choosing._loaded.cache_clear(), record.read.cache_clear()
+    yield
+    choosing._loaded.cache_clear(), record.read.cache_clear()
+
+
+def test_a_right_one_runs_and_says_that_it_was_not_measured():
+    assert by_record(doubling(lambda x: 2 * x), CPU, F32, "any") == (
+        "quick",
+        "predicted, not measured here: 1 byte",
+    )
+
+
+@pytest.mark.parametrize("candidate", [lambda x: 2.001 * x, lambda x: x.sqrt_(), lambda x: 2 * x.detach()])
+def test_a_wrong_one_gives_way_to_the_reference_with_a_warning(candidate, caplog):
+    op = doubling(candidate)
+    with caplog.at_level(logging.WARNING):
+        assert by_record(op, CPU, F32, "any")[0] == "reference"
+        assert by_record(op, CPU, F32, "any")[0] == "reference"
+    assert len(caplog.records) == 1 and "fails its check" in caplog.text
+
+
+@pytest.mark.parametrize("median, runs", [(50.0, "quick"), (99.0, "reference"), (150.0, "reference")])
+def test_a_record_decides_in_both_directions(median, runs, monkeypatch):
+    of = {"device": "nvidia-h200", "candidate": "quick", "error_forward": 0.0, "error_backward": 0.0}
+    times = {"median_us": median, "reference_median_us": 100.0, "spread_us": 1.0, "reference_spread_us": 1.0}
+    row = {**of, **times, "op": "double", "dtype": "float32", "bucket": "any", "date": "2026-01-31"}
+    monkeypatch.setattr(choosing, "speaking_for", lambda *_: ("nvidia-h200", [row]))
+    monkeypatch.setattr(predicted, "wrong", lambda *_: pytest.fail("checked"))
+    assert by_record(doubling(lambda x: 2 * x), CPU, F32, "any")[0] == runs
+
+
+def test_which_ops_are_predicted_on_a_gpu_and_at_which_shapes():
+    found = {
+        name: {
+            case.bucket
+            for case in op.cases
+            if any(c.predicted("cuda", case.bucket) for c in op.candidates.values())
+        }
+        for name, op in ((name, ops.load(name)) for name in ops.OPS)
+    }
+    assert {name for name, buckets in found.items() if buckets} == PREDICTED
+    assert found["int4_grouped_mm"] == {"up to 8", "up to 64"}
+    for name in PREDICTED:
+        candidates = ops.load(name).candidates.values()
+        assert all("byte" in c.because for c in candidates if c.predicted_on)
+        assert not any(c.predicted_on and c.predicted("cpu", "any") for c in candidates)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("name", sorted(PREDICTED))
+def test_every_predicted_kernel_passes_its_check(name):
+    """In Triton's interpreter, in float32."""
+    op = ops.load(name)
+    if op.candidates["triton"].refuses("cpu", F32):
+        pytest.skip("the interpreter is not on")
+    assert predicted.wrong(op, "triton", CPU, F32) == ""
+
+
+class Count(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.ops = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.ops += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    """Tensors on meta are asked about as if on an H200; kernels launch nothing."""
+    jit = pytest.importorskip("triton.runtime.jit")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(predicted, "wrong", lambda *_: "")
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    for kernel in (jit.JITFunction, interpreter.InterpretedFunction):
+        monkeypatch.setattr(kernel, "run", lambda *_, **__: None)
+    real = choosing._choose
+
+    def on_cuda(op, device, dtype, bucket, impl):
+        return real(op, torch.device("cuda", 0) if device.type == "meta" else device, dtype, bucket, impl)
+
+    monkeypatch.setattr(choosing, "_choose", on_cuda)
+
+
+def kimi_layer(experts, tokens):
+    """Its arguments, on meta."""
+    T, K, D, I, R = tokens, 8, 7168, 2048, 16
+
+    def meta(*shape, dtype=F32, grad=True):
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)
+
+    def packed(rows, columns):
+        words = meta(experts, rows, columns // 8, dtype=torch.int32, grad=False)
+        scales = meta(experts, rows, columns // 32, dtype=torch.bfloat16, grad=False)
+        return Packed(Int4(32), {"weight_packed": words, "weight_scale": scales})
+
+    factors = ExpertFactors(
+        meta(experts, 2 * R, D), meta(experts, 2 * I, R), meta(experts, R, I), meta(experts, D, R)
+    )
+    x, ids = meta(T, D, dtype=torch.bfloat16), meta(T, K, dtype=torch.int64, grad=False)
+    return x, ids, meta(T, K), packed(2 * I, D), packed(D, I), factors
+
+
+@pytest.mark.parametrize("experts, most", [(48, 200), (384, 600)])  # 384 go in 8 groups
+def test_a_layer_of_kimi_k2_takes_few_operations_a_pass(experts, most, h200, monkeypatch):
+    args = kimi_layer(experts, 8192)
+    ends = [(e + 1) * 8192 * 8 // experts for e in range(experts)]
+    monkeypatch.setattr(backend.DeviceRouting, "ends", ends)
+    release_scratch()
+    with Count() as forward:
+        y = fused_expert_mlp(*args, Grouped())
+    with Count() as backward:
+        y.backward(torch.empty_like(y))
+    assert forward.ops <= most and backward.ops <= 1.5 * most
+    release_scratch()
+
+
+def test_control_arm_references_take_thousands_of_operations(h200, monkeypatch):
+    monkeypatch.setattr(predicted, "wrong", lambda *_: "planted")
+    monkeypatch.setattr(workspace, "WORKSPACE", 1 << 40)
+    args = kimi_layer(384, 8192)
+    release_scratch()
+    with Count() as forward:
+        fused_expert_mlp(*args, Grouped())
+    assert forward.ops > 2000
+    release_scratch()
+
+
+def test_a_decoding_step_expands_no_expert(h200, monkeypatch):
+    monkeypatch.setattr(workspace, "expand_stack", lambda *_: pytest.fail("expanded"))
+    args = kimi_layer(48, 48)  # 8 rows of each expert
+    with torch.no_grad():
+        assert fused_expert_mlp(*args, Grouped()).shape == args[0].shape
+    monkeypatch.setattr(choosing, "_CHOSEN", {})
+    monkeypatch.setattr(predicted, "wrong", lambda *_: "planted")
+    monkeypatch.setattr(choosing, "_WRONG", {})
+    with torch.no_grad(), pytest.raises(pytest.fail.Exception, match="expanded"):  # control arm
+        fused_expert_mlp(*args, Grouped())

@@ -1,0 +1,56 @@
+"""The loops of a training step, compiled by a second process: what it leaves is what a run would compile."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from unfreeze.kernels.choice import prepare
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_second_process_leaves_compiled_loops_and_its_stamp(tmp_path):
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", prepare.__name__, "float32"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.rglob("compiled-float32-*"))) == 1
+    # as a run finds it: AdamW's loop comes from the disk, nothing is compiled
+    look = (
+        "import torch; from unfreeze.kernels.choice import prepare, ops; prepare.TRAINED = ('adamw',);"
+        "prepare.compile_loops(torch.float32);"
+        "from unfreeze.kernels.adamw.numba_cpu import _step; both = _step.alone.stats, _step.parallel.stats;"
+        "print(sum(sum(s.cache_hits.values()) for s in both), sum(sum(s.cache_misses.values()) for s in both))"
+    )
+    found = subprocess.run([sys.executable, "-c", look], env=environment, capture_output=True, text=True)
+    assert found.stdout.split() == ["1", "0"], found.stderr
+
+
+def test_it_runs_beside_the_body_and_ends_with_it(tmp_path, monkeypatch, two_threads):
+    monkeypatch.setattr(prepare, "cache_folder", lambda: tmp_path)
+    with prepare.compiling(torch.device("cpu"), "float32") as process:
+        assert process is not None and process.poll() is None
+    assert process.returncode is not None
+
+
+@pytest.mark.parametrize(
+    "device, threads, stamped", [("cuda", 2, False), ("cpu", 1, False), ("cpu", 2, True)]
+)
+def test_nothing_is_started_where_there_is_nothing_to_compile(
+    device, threads, stamped, tmp_path, monkeypatch, two_threads
+):
+    monkeypatch.setattr(prepare, "cache_folder", lambda: tmp_path)
+    torch.set_num_threads(threads)
+    if stamped:
+        prepare._stamp("float32").touch()
+    with prepare.compiling(torch.device(device), "float32") as process:
+        assert process is None

@@ -1,0 +1,145 @@
+"""Plans of machines that are not here, against arithmetic done by hand from published sizes."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from unfreeze import models
+from unfreeze.config.lora import LoraConfig
+from unfreeze.parallel.fleet import fleet
+from unfreeze.parallel.plan import Work, measure
+from unfreeze.parallel.plan.choose import Asked, choose, proposals
+from unfreeze.parallel.plan.counts import counts
+from unfreeze.parallel.plan.layout import WORKSPACE, Layout, places
+from unfreeze.parallel.plan.terms import USABLE
+
+GB = 1e9
+KIMI = {
+    "model_type": "kimi_k2",
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 384,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.827,
+    "vocab_size": 163840,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 50000.0,
+    "tie_word_embeddings": False,
+    "quantization_config": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {
+                    "num_bits": 4,
+                    "group_size": 32,
+                    "strategy": "group",
+                    "symmetric": True,
+                    "type": "int",
+                },
+            }
+        },
+        "ignore": [
+            "lm_head",
+            "re:.*self_attn.*",
+            "re:.*shared_experts.*",
+            "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
+        ],
+    },
+}
+"""Kimi-K2-Thinking's published sizes."""
+
+
+@pytest.fixture(scope="module")
+def kimi():
+    model = models.meta_from_config(KIMI, torch.bfloat16)
+    return measure(model, LoraConfig(rank=16), "cuda"), counts(model)
+
+
+def asked(rank=16, tokens=None, **work):
+    made = Work(tokens=1, rank=rank, loss_rows=1024, loss_bytes=2, longest=2048, **work)
+    return Asked(made, tokens, 2048)
+
+
+def test_kimi_k2_from_its_config_alone(kimi):
+    sizes, found = kimi
+    # experts: 60 layers x 384 x 3 x 7168 x 2048 weights of 4 bits, a bf16 scale per 32
+    experts = 60 * 384 * 3 * 7168 * 2048 * (0.5 + 2 / 32)
+    assert found.experts_bytes == experts and experts / 8 / GB == pytest.approx(71.3, abs=0.05)
+    assert (found.experts_bytes + found.rest_bytes) / GB == pytest.approx(594.2, abs=0.05)
+    routed = 60 * 384 * 16 * ((7168 + 2048) * 2 + (2048 + 7168))
+    assert sizes.experts_per_rank * 16 == routed and routed / 1e9 == pytest.approx(10.19, abs=0.005)
+    assert sizes.adapter_parameters(16, None) / 1e9 == pytest.approx(10.28, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    "hardware, rank, fits, over, experts",
+    [
+        ("8xH200", 16, True, "", "device"),
+        ("1xH200+768GB", 16, False, "host", "host"),
+        ("1xH200+768GB", 8, True, "", "host"),
+        ("8xH100", 16, False, "device", "device"),
+        ("8xH100+1TB", 16, True, "", "host"),
+        ("16xH100", 16, True, "", "device"),
+    ],
+)
+def test_machines_for_kimi_k2(kimi, hardware, rank, fits, over, experts):
+    choice, fitting = choose(*kimi, fleet(hardware), asked(rank))
+    assert (fitting, choice.places.over, choice.layout.experts) == (fits, over, experts)
+    assert sum(choice.places.device.values()) <= choice.places.device_usable or over == "device"
+
+
+def test_one_h200_and_its_host_by_hand(kimi):
+    """Experts, 16 bytes per adapter parameter, and the boundary of 65,536 tokens lie in host memory."""
+    machine, work = fleet("1xH200+768GB"), replace(asked(16).work, tokens=65536)
+    found = places(*kimi, work, machine, Layout("host", state="host", boundary="host"))
+    by_hand = 570.76e9 + 10.281e9 * 16 + 65536 * 7168 * 2 * 62
+    assert sum(found.host.values()) == pytest.approx(by_hand, rel=1e-3)
+    assert by_hand > found.host_usable == int(768 * 2**30 * USABLE)
+
+
+def test_what_would_fit_is_said(kimi):
+    said = proposals(*kimi, fleet("1xH200+768GB"), asked(16))
+    assert [line.split(" (")[0] for line in said][:2] == ["lora.rank 8", "optimizer_moments int8"]
+    assert any("768 GB of host memory" in line for line in proposals(*kimi, fleet("8xH100"), asked(16)))
+
+
+def test_what_runs_today_is_chosen_before_what_is_faster():
+    config = KIMI | {"num_hidden_layers": 4, "n_routed_experts": 16}
+    model = models.meta_from_config(config, torch.bfloat16)
+    measured = measure(model, LoraConfig(rank=16), "cuda"), counts(model)
+    choice, fits = choose(*measured, fleet("8xH200"), asked())
+    assert fits and choice.not_built == () and choice.layout.split == 1
+
+
+def test_experts_of_a_gpu_come_in_groups_that_keep_to_the_workspace(kimi):
+    sizes, found = kimi
+    whole = places(sizes, found, asked().work, fleet("1xH200+768GB"), Layout("host"))
+    assert sizes.workspace == WORKSPACE
+    assert WORKSPACE <= whole.device["expert workspace"] < 1.4 * WORKSPACE
+
+
+def test_a_published_config_is_read(shared=Path(__file__).parents[4] / "shared" / "data" / "configs"):
+    path = shared / "Kimi-K2-Thinking.json"
+    if not path.is_file():
+        pytest.skip("the published config is not on this machine")
+    ours = counts(models.meta_from_config(KIMI, torch.bfloat16))
+    assert counts(models.meta_from_config(json.loads(path.read_text()), torch.bfloat16)) == ours

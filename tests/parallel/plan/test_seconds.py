@@ -1,0 +1,117 @@
+"""Seconds of a step: by hand where one term is all there is, and against the replay event by event."""
+
+import pytest
+
+from unfreeze.parallel.fleet import fleet
+from unfreeze.parallel.plan.counts import Counts
+from unfreeze.parallel.plan.layout import Layout
+from unfreeze.parallel.plan.seconds import seconds
+from unfreeze.parallel.simulate import loads_of, replay
+
+MOE = Counts(
+    hidden_size=7168,
+    vocab_size=163840,
+    num_layers=61,
+    moe_layers=60,
+    num_experts=384,
+    experts_per_token=8,
+    expert_width=2048,
+    experts_bytes=570_760_888_320,
+    rest_bytes=23_444_647_936,
+    layer_experts=9_512_681_472,
+    layer_rest=370_000_000,
+    ends_bytes=4_697_620_480,
+    packed=True,
+    dense=8_500_000_000,
+    router=60 * 384 * 7168,
+    attention=61 * 2 * 64 * 320,
+)
+TRAINED = {"dense": 88_000_000, "experts": 10_192_158_720 // 8}
+
+
+def of(words, layout, **changes):
+    machine = fleet(words)
+    assert machine.device is not None
+    given = {"tokens": 65536, "length": 2048, "trained": TRAINED} | changes
+    return seconds(MOE, machine, machine.device, layout, **given)
+
+
+def test_the_stream_of_one_h200_by_hand():
+    """570.8 GB twice over a link of 50 GB/s."""
+    found = of("1xH200+768GB", Layout("host", state="host", boundary="host"))
+    assert found.terms["stream of experts"] == pytest.approx(2 * 570.76e9 / 50e9, rel=1e-3)
+    assert found.dominating == "stream of experts" and 0 < found.shown < found.terms["stream of experts"]
+
+
+def test_experts_split_inside_a_host_talk_over_its_own_link():
+    """16 devices in two hosts: eight share the experts, so no row leaves its host."""
+    eight, sixteen = (of(f"{n}xH200", Layout(split=8)) for n in (8, 16))
+    assert sixteen.terms["all-to-all"] == pytest.approx(eight.terms["all-to-all"] / 2)
+
+
+def test_micro_batches_stream_the_experts_again_and_update_once():
+    one, four = (of("1xH200+768GB", Layout("host"), micro_batches=parts) for parts in (1, 4))
+    assert four.terms["stream of experts"] == pytest.approx(4 * one.terms["stream of experts"])
+    assert four.terms["optimizer"] == one.terms["optimizer"] and four.terms["experts"] > one.terms["experts"]
+    assert four.shown > 3 * one.shown and four.step > one.step
+
+
+def test_the_rest_and_the_experts_share_the_link_to_the_host():
+    time = of("1xH200+768GB", Layout("host", rest="host"), imbalance=1.0)
+    both = time.terms["stream of experts"] + time.terms["stream of the rest"]
+    assert replay(time, 61).step >= both
+
+
+def test_the_experts_of_eight_h200_by_hand():
+    """Rows per expert: 65,536 / 8 devices x 8 experts a token x 1.1 uneven / 48 experts here."""
+    found = of("8xH200", Layout(split=8, rest="sharded"))
+    rows = 8192 * 8 * 1.1
+    m = rows / 48
+    rate = 0.66 * 989e12 * m / (m + 128)
+    assert found.terms["experts"] == pytest.approx(60 * rows * 6 * 7168 * 2048 * 3 / rate, rel=1e-6)
+
+
+def test_sixteen_devices_compute_half_as_long_but_talk_over_the_network():
+    eight, sixteen = (of(f"{n}xH200", Layout(split=n)) for n in (8, 16))
+    assert sixteen.terms["experts"] == pytest.approx(eight.terms["experts"] / 2)
+    # half the rows, 15/16 of them away instead of 7/8, over 50 GB/s instead of 450
+    assert sixteen.terms["all-to-all"] / eight.terms["all-to-all"] == pytest.approx(15 / 14 / 2 * 450 / 50)
+
+
+@pytest.mark.parametrize("words, layout", [("8xH200", Layout(split=8)), ("1xH200", Layout())])
+def test_without_streams_the_replay_is_the_formula(words, layout):
+    time = of(words, layout, imbalance=1.0)
+    found = replay(time, 61)
+    assert found.step == pytest.approx(time.step, rel=1e-9)
+    assert found.for_weights == found.for_devices == 0
+
+
+def test_with_streams_the_replay_shows_one_layer_more():
+    """The formula hides a pass's stream under the pass; the first layer of each has nothing to hide under."""
+    time = of("8xH100+1TB", Layout("host", split=8), imbalance=1.0)
+    found = replay(time, 61)
+    layer = time.terms["stream of experts"] / 2 / 61
+    assert time.step <= found.step <= time.step + 4 * layer
+    assert found.for_weights >= time.shown
+
+
+def test_two_layers_are_never_more_than_two_buffers():
+    """Control of the buffers: weights of layer l are not asked for before layer l - 2 is done."""
+    time = of("8xH100+1TB", Layout("host", split=8), imbalance=1.0)
+    events = replay(time, 61).events
+    arriving = {e.layer: e.start for e in events if e.what == "weights"}
+    done = {e.layer: e.end for e in events if e.what == "backward"}
+    assert all(arriving[layer] >= done[layer + 2] - 1e-12 for layer in range(59))
+
+
+def test_uneven_routing_waits_for_the_busiest_device():
+    time = of("8xH200", Layout(split=8), imbalance=1.0)
+    even = replay(time, 61)
+    skewed = replay(time, 61, [[2.0] + [6 / 7] * 7])
+    assert skewed.step - even.step == pytest.approx(time.terms["experts"], rel=1e-9)
+    assert skewed.for_devices == pytest.approx(time.terms["experts"], rel=1e-9)
+
+
+def test_a_trace_of_routing_becomes_loads():
+    assert loads_of({"model.layers.1": [3, 1, 0, 0]}, 2) == [[2.0, 0.0]]
+    assert loads_of({"model.layers.1": [0, 0]}, 2) == [[1.0, 1.0]]

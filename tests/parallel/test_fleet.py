@@ -1,0 +1,55 @@
+"""Machines by name: what is understood, what is refused, and where the facts come from."""
+
+import pytest
+
+from unfreeze.core.errors import ConfigError
+from unfreeze.parallel.fleet import FACTS, devices, fleet
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    "words, count, host, kind",
+    [
+        ("8xH200", 8, 0, "cuda"),
+        ("1xH200+768GB", 1, 768 * GIB, "cuda"),
+        ("8xh100+1TB", 8, 1024 * GIB, "cuda"),
+        ("RTX5090+512gb", 1, 512 * GIB, "cuda"),
+        ("cpu:24GB", 1, 0, "cpu"),
+    ],
+)
+def test_what_the_words_mean(words, count, host, kind):
+    found = fleet(words)
+    assert (found.count, found.host, found.kind) == (count, host, kind)
+    assert found.memory == 24 * GIB if kind == "cpu" else found.device is not None
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        ("8xH20O", "no facts of a device 'H20O'.*H200"),
+        ("eight H200", "is not COUNTxDEVICE"),
+        ("0xH100", "0 devices"),
+        ("cpu", "no facts of a device 'cpu'"),
+        ("1xH100+768", "is not COUNTxDEVICE"),
+        ("", "is not COUNTxDEVICE"),
+    ],
+)
+def test_what_is_refused(words, says):
+    with pytest.raises(ConfigError, match=says):
+        fleet(words)
+
+
+def test_every_fact_has_a_source_and_a_date():
+    assert all(device.source and device.date for device in devices().values())
+    assert FACTS.is_file()
+
+
+def test_a_table_of_the_users_own(tmp_path):
+    facts = devices()["H100"].model_dump() | {"memory_gib": 96.0, "source": "ours"}
+    table = tmp_path / "own.toml"
+    table.write_text("[H96]\n" + "\n".join(f"{k} = {v!r}".replace("'", '"') for k, v in facts.items()))
+    assert fleet("2xH96", table).memory == 96 * GIB and fleet("2xH200", table).count == 2
+    table.write_text("[H96]\nmemory_gib = 96\n")
+    with pytest.raises(ConfigError, match=r"own\.toml"):
+        fleet("2xH96", table)

@@ -1,0 +1,282 @@
+"""Claims about recognising a format: each config.json is one codec or a refusal by name, no field is passed over
+in silence, and a new format is one file and one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+from safetensors.torch import save_file
+
+from unfreeze.checkpoint import disk_tensors, open_checkpoint
+from unfreeze.commands.inspect import inspect
+from unfreeze.core.errors import ConfigError
+from unfreeze.data import Example, pack
+from unfreeze.generate.open import open_model
+from unfreeze.quant import Int4, formats, int4, is_ignored, not_followed, recognise
+from unfreeze.quant.codec import Format, Part, Table, Unreadable, parts_nbytes
+from unfreeze.quant.formats import KNOWN, KNOWN_OF_GROUP, ONLY, foreign_format
+
+SCHEME = QuantizationScheme(
+    targets=["Linear"], weights=QuantizationArgs(num_bits=4, strategy="group", group_size=32)
+)
+
+
+def kimi_config(**changes: object) -> dict[str, object]:
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": 32,
+        "dynamic": False,
+        "actorder": None,
+    }
+    weights.update({key: value for key, value in changes.items() if key in weights})
+    group = {
+        "targets": ["Linear"],
+        "input_activations": changes.get("input_activations"),
+        "output_activations": None,
+        "weights": weights,
+    }
+    return {
+        "quant_method": changes.get("quant_method", "compressed-tensors"),
+        "format": changes.get("format", "pack-quantized"),
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", "re:.*self_attn.*"],
+    }
+
+
+def test_kimis_quantization_config_is_read_at_the_top_or_under_text_config() -> None:
+    assert recognise({"quantization_config": kimi_config()}) == (Int4(32), ["lm_head", "re:.*self_attn.*"])
+    assert recognise({"text_config": {"quantization_config": kimi_config(group_size=128)}}) == (
+        Int4(128),
+        ["lm_head", "re:.*self_attn.*"],
+    )
+    assert recognise({"model_type": "llama"}) is None
+    # same layout on disk
+    assert recognise({"quantization_config": kimi_config(actorder="weight")}) is not None
+    assert is_ignored("model.layers.0.self_attn.q_proj", ["re:.*self_attn.*"]) and is_ignored(
+        "lm_head", ["lm_head"]
+    )
+    assert not is_ignored(
+        "model.layers.1.mlp.experts.0.up_proj", ["lm_head", "re:.*self_attn.*", "re:.*mlp\\.(gate|up)_proj.*"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"symmetric": False}, "asymmetric"),
+        ({"input_activations": {"num_bits": 8}}, "quantized activations"),
+        ({"actorder": "group"}, "actorder"),
+        ({"actorder": True}, "actorder"),
+        ({"num_bits": 8}, "num_bits 8"),
+        ({"type": "float"}, "float weights"),
+        ({"strategy": "channel"}, 'strategy "channel"'),
+        ({"dynamic": True}, "dynamic"),
+        ({"group_size": -1}, "group_size -1"),
+        ({"format": "int-quantized"}, 'format "int-quantized"'),
+        ({"format": "nvfp4-pack-quantized"}, "nvfp4"),
+        ({"quant_method": "awq"}, 'quant_method "awq"'),
+        ({"quant_method": "gptq"}, 'quant_method "gptq"'),
+        ({"quant_method": "fp8"}, 'quant_method "fp8"'),
+        ({"quant_method": None, "quant_algo": "NVFP4"}, 'quant_method "modelopt", quant_algo "NVFP4"'),
+        (
+            {"transform_config": {"config_groups": {"v": {"type": "hadamard", "apply": []}}}},
+            "transform_config",
+        ),
+        ({"sparsity_config": {"format": "sparse-24-bitmask", "ignore": []}}, "sparsity_config"),
+        ({"moe_sparsity_config": {"method": "reap"}}, "moe_sparsity_config"),
+        (
+            {"quantization_status": "frozen"},
+            "quantization_status frozen (weights are quantized anew at run time)",
+        ),
+        ({"block_structure": [128, 128]}, "weights.block_structure [128, 128]"),
+        ({"zero_point": True}, "weights.zero_point True"),
+    ],
+)
+def test_other_quantizations_are_refused_by_name(change: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        recognise({"quantization_config": changed(**change)})
+    assert named in caught.value.message
+    assert caught.value.next
+
+
+OF_WEIGHTS = ("block_structure", "zero_point", "observer_kwargs", "scale_dtype", "rounding")
+
+
+def changed(**change: object) -> dict[str, object]:
+    """Kimi's table with fields changed where they stand: in the table, or in its group's weights."""
+    config = kimi_config(**change)
+    config |= {
+        name: value
+        for name, value in change.items()
+        if name not in kimi_config() and name not in OF_WEIGHTS and name != "actorder"
+    }
+    weights = config["config_groups"]["group_0"]["weights"]
+    weights |= {name: value for name, value in change.items() if name in OF_WEIGHTS}
+    return config
+
+
+def test_fields_without_effect_are_taken_and_unknown_ones_named() -> None:
+    quiet = changed(
+        transform_config={},
+        sparsity_config={"format": "dense", "ignore": []},
+        kv_cache_scheme=None,
+        quantization_status="compressed",
+        version="0.9",
+        global_compression_ratio=None,
+        block_structure=None,
+        observer_kwargs={},
+        scale_dtype=None,
+    )
+    assert recognise({"quantization_config": quiet}) is not None
+    assert not_followed({"quantization_config": quiet}) == "" == not_followed({"model_type": "llama"})
+    loud = changed(kv_cache_scheme={"num_bits": 8}, smooth=0.5, rounding="up")
+    assert recognise({"quantization_config": loud}) is not None
+    assert (
+        not_followed({"text_config": {"quantization_config": loud}})
+        == "quantization_config: smooth = 0.5, config_groups.group_0.weights.rounding = 'up': not known here"
+        " and not followed; kv_cache_scheme is for a server's cache: training and generation here keep the"
+        " cache unquantized"
+    )
+
+
+def test_every_field_that_compressed_tensors_writes_is_known() -> None:
+    written = QuantizationConfig(
+        config_groups={"group_0": SCHEME}, format="pack-quantized", quantization_status="compressed"
+    ).model_dump()
+    assert recognise({"quantization_config": written}) is not None
+    assert not_followed({"quantization_config": written}) == ""
+    known = KNOWN | ONLY.keys() | {"kv_cache_scheme"}
+    assert (
+        set(QuantizationConfig.model_fields) <= known
+        and set(QuantizationScheme.model_fields) <= KNOWN_OF_GROUP
+    )
+    assert set(QuantizationArgs.model_fields) <= int4.FORMAT.known
+
+
+@pytest.mark.parametrize(
+    "table", [{"load_in_8bit": True, "llm_int8_threshold": 6.0}, {"group_size": 64, "bits": 4}]
+)
+def test_a_table_without_a_method_is_refused_with_the_fields_it_has(table):
+    """bitsandbytes before it wrote its name, and MLX."""
+    with pytest.raises(ConfigError, match=f"names no quant_method; it has {', '.join(table)}"):
+        recognise({"quantization_config": table})
+    assert recognise({"quantization_config": {}}) is None
+
+
+def test_foreign_formats() -> None:
+    assert "GPTQ" in foreign_format("model.layers.0.mlp.up_proj.qweight")
+    assert "FP8" in foreign_format("model.layers.0.mlp.up_proj.weight_scale_inv")
+    assert foreign_format("model.layers.0.mlp.up_proj.weight_packed") == ""
+
+
+@dataclass(frozen=True)
+class RowScaled:
+    """A format as the next ones will be: FP8 codes under the name of a dense weight, and a scale per row.
+    w[o, i] = code[o, i] * scale[o]."""
+
+    name: str = "row-scaled"
+    suffixes: tuple[str, ...] = ("weight", "row_scale")
+    variants: str = "another scale"
+
+    def parts(self, out_features: int, in_features: int) -> dict[str, Part]:
+        return {"weight": ("F8_E4M3", (out_features, in_features)), "row_scale": ("F32", (out_features,))}
+
+    def as_stored(self, dtypes: Mapping[str, str]) -> RowScaled:
+        return self
+
+    def disk_extras(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def shape(self, parts: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        return parts["weight"]
+
+    def dequantize(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return parts["weight"].float() * parts["row_scale"].unsqueeze(-1)
+
+    def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        scale = weight.abs().amax(-1) / 448
+        return {"weight": (weight / scale.unsqueeze(-1)).to(torch.float8_e4m3fn), "row_scale": scale}
+
+    def nbytes(self, out_features: int, in_features: int) -> int:
+        return parts_nbytes(self.parts(out_features, in_features).values())
+
+
+def read_row_scaled(where: str, table: Table) -> RowScaled:
+    if table.get("bits") != 8:
+        raise Unreadable(f"{where}: bits {table.get('bits')}")
+    return RowScaled()
+
+
+ROW_SCALED = Format("row-scaled", "row-scaled FP8", read_row_scaled, frozenset({"bits"}), ("row_scale",))
+QWEN3 = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "vocab_size": 40,
+    "max_position_embeddings": 64,
+}
+
+
+def test_a_format_is_added_by_one_line(tmp_path, monkeypatch):
+    """Loaded, counted, computed with (linear layers and stacked experts), saved again: nothing else knows of
+    it. The oracle is the same model, dense, with the expanded weights."""
+    monkeypatch.setitem(formats.FORMATS, ROW_SCALED.key, ROW_SCALED)
+    from unfreeze import models
+    from unfreeze.models.publish import published
+
+    codec, quantization = RowScaled(), {"quant_method": "row-scaled", "bits": 8}
+    dense = models.build(models.shape(QWEN3), dtype=torch.float32, device="cpu")
+    models.initialize(dense, seed=0)
+    packed, expanded = {}, {}
+    for name, tensor in published(dense, {**QWEN3, "dtype": "float32"}):
+        packed[name] = expanded[name] = tensor.contiguous()
+        if name.endswith("_proj.weight"):
+            parts = codec.quantize(tensor)
+            packed |= {f"{name.removesuffix('weight')}{suffix}": part for suffix, part in parts.items()}
+            expanded[name] = codec.dequantize(parts)
+    for folder, tensors, config in (
+        ("packed", packed, {"quantization_config": quantization}),
+        ("dense", expanded, {}),
+    ):
+        (tmp_path / folder).mkdir()
+        save_file(tensors, tmp_path / folder / "model.safetensors")
+        (tmp_path / folder / "config.json").write_text(json.dumps({**QWEN3, "dtype": "float32", **config}))
+
+    facts = inspect(str(tmp_path / "packed"))
+    assert facts["format"] == "row-scaled" and facts["groups"]["norms"]["formats"] == ["F32"]
+    assert facts["parameters"] == inspect(str(tmp_path / "dense"))["parameters"]
+    ours, oracle = (open_model(open_checkpoint(tmp_path / folder)) for folder in ("packed", "dense"))
+    held = {name: buffer for name, buffer in ours.named_buffers() if name.endswith("row_scale")}
+    assert len(held) == 2 * (4 + 2) and all(buffer.dtype == torch.float32 for buffer in held.values())
+    batch = pack([Example(list(range(20)), [1.0] * 20)])
+    assert torch.equal(ours.hidden(batch), oracle.hidden(batch))
+    saved = dict(disk_tensors(ours.state_dict().items(), models.rules(ours.shape), codec))
+    assert saved.keys() == packed.keys()
+    assert all(torch.equal(tensor, packed[name]) for name, tensor in saved.items())
+
+
+def test_without_its_line_the_format_is_refused_and_its_variants_are_with_it(monkeypatch):
+    config = {"quantization_config": {"quant_method": "row-scaled", "bits": 4, "smooth": 1}}
+    with pytest.raises(ConfigError, match='quant_method "row-scaled"'):
+        recognise(config)
+    monkeypatch.setitem(formats.FORMATS, ROW_SCALED.key, ROW_SCALED)
+    with pytest.raises(ConfigError, match=r"bits 4.*Readable: compressed-tensors.*; row-scaled FP8"):
+        recognise(config)
+    config["quantization_config"]["bits"] = 8
+    assert recognise(config) == (RowScaled(), [])
+    assert "smooth = 1" in not_followed(config)

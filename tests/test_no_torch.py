@@ -1,0 +1,102 @@
+"""Claims about what answers at once: help, inspect, and the refusal of a path, flag, field or config import
+neither torch nor numba (2 s of CPU against 0.3)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from unfreeze.cli import COMMANDS, DEV
+from unfreeze.commands.demo import TINY_K2
+
+HEAVY = {"torch", "numba", "transformers"}
+RUN = """
+import sys, json
+from unfreeze import cli
+try:
+    code = cli.main(json.loads(sys.argv[1]))
+except SystemExit as end:  # --help
+    code = end.code
+print("loaded", json.dumps([code, sorted(set(json.loads(sys.argv[2])) & set(sys.modules))]))
+"""
+
+
+def run(*arguments: str, cwd: Path) -> tuple[int, list[str], str]:
+    """(exit code, what of HEAVY is loaded afterwards, what it said on stderr) of one command line."""
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, json.dumps(arguments), json.dumps(sorted(HEAVY))],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    code, loaded = json.loads(done.stdout.splitlines()[-1].removeprefix("loaded "))
+    return code, loaded, done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help(command, tmp_path):
+    before = ("dev",) if command in DEV else ()
+    assert run(*before, command, "--help", cwd=tmp_path)[:2] == (0, [])
+
+
+def test_inspect(tmp_path):
+    assert run("inspect", str(TINY_K2), cwd=tmp_path)[:2] == (0, [])
+
+
+def other_model(folder: Path, **fields: object) -> str:
+    """tiny-k2 with other fields in its config.json."""
+    shutil.copytree(TINY_K2, folder)
+    config = json.loads((TINY_K2 / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, **fields}), encoding="utf-8")
+    return str(folder)
+
+
+DATA = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+
+
+@pytest.mark.parametrize(
+    "line, says",
+    [
+        ("inspect /nowhere", "/nowhere does not exist"),
+        ("sft --model /nowhere --data data.jsonl", "/nowhere does not exist"),
+        ("sft --model /nowhere --data x.jsonl", "x.jsonl"),
+        ("sft --model other --data data.jsonl", "model_type 'gpt_x' is not built"),
+        ("sft --model awq --data data.jsonl", 'quant_method "awq"'),
+        ("sft --model /nowhere --data data.jsonl --lora.rank -1", "rank"),
+        ("sft --model /nowhere --data data.jsonl --learning-rat 1", "learning-rate"),
+        ("pretrain --model /nowhere --data data.jsonl", "/nowhere does not exist"),
+        ("pretrain --model awq --data data.jsonl", 'quant_method "awq"'),
+        ("chat /nowhere", "/nowhere does not exist"),
+        ("chat other", "model_type 'gpt_x' is not built"),
+        ("generate awq --prompt a", 'quant_method "awq"'),
+        ("generate /nowhere --prompt a", "/nowhere does not exist"),
+        ("data show data.jsonl --model /nowhere", "/nowhere"),
+        ("report /nowhere", "/nowhere"),
+        ("compare /nowhere /nowhere", "/nowhere"),
+        ("export /nowhere", "/nowhere"),
+        ("dev bisect /nowhere --against hf", "/nowhere does not exist"),
+        ("dev bench nothing", "nothing"),
+        ("nothing", "nothing"),
+    ],
+)
+def test_a_refusal(line, says, tmp_path):
+    (tmp_path / "data.jsonl").write_text(DATA, encoding="utf-8")
+    if "other" in line:
+        other_model(tmp_path / "other", model_type="gpt_x")
+    if "awq" in line:
+        other_model(tmp_path / "awq", quantization_config={"quant_method": "awq", "bits": 4})
+    code, loaded, said = run(*line.split(), cwd=tmp_path)
+    assert says in said
+    assert (code, loaded) == (2, [])
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_does_need_torch_is_seen(tmp_path):
+    code, loaded, _ = run("generate", str(TINY_K2), "--prompt", "a", "--max-new-tokens", "1", cwd=tmp_path)
+    assert code == 0 and "torch" in loaded
