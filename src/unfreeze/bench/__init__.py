@@ -1,6 +1,6 @@
-"""unfreeze bench WHAT: measure, beside peers in the same run, and append rows to
-benchmarks/results/<device>.jsonl.
+"""Measure one thing beside its peers in the same run, and keep what was found as rows.
 
+`unfreeze bench WHAT` appends its rows to benchmarks/results/<device>.jsonl.
 WHAT is moe, dense, load, start, decode, growth, layer, model or profile; `unfreeze bench WHAT --help`
 says what it does, how long it takes and its flags.
 `unfreeze bench report` writes docs/performance.md from the committed rows.

@@ -21,8 +21,7 @@ SHARD_BYTES = 200 * 2**20
 
 
 def make(folder: Path, config: dict[str, Any]) -> None:
-    """Random weights with the spread of a trained model's, in bf16; routed experts quantized on Kimi's
-    grid."""
+    """Write random bf16 weights with a trained model's spread; routed experts on Kimi's INT4 grid."""
     shape, codec = models.shape(config), Int4(group_size=32)
     # a tied head of variance 1 would make logits of the size of sqrt(D)
     embedding = shape.initializer_range if shape.tied else 1.0
@@ -58,9 +57,9 @@ def make(folder: Path, config: dict[str, Any]) -> None:
 
 @contextmanager
 def checkpoints(folder: str, config: dict[str, Any], checked: dict[str, Any]) -> Iterator[tuple[Path, Path]]:
-    """(the checkpoint, the small one for the float64 comparison), made where they aren't yet. folder "": a
-    temporary one, removed afterwards.
+    """Give (the checkpoint, the small one for the float64 comparison), made where they don't exist yet.
 
+    folder "": a temporary one, removed afterwards.
     Raises ConfigError where the folder holds another model.
     """
     with tempfile.TemporaryDirectory(prefix="unfreeze-bench-") as temporary:

@@ -1,12 +1,14 @@
-"""unfreeze bench decode: greedy generation from the 0.9 GB INT4 checkpoint, beside transformers' generate
-with its cache, in turn. About 2 minutes.
+"""Time greedy generation from the 0.9 GB INT4 checkpoint, in turn with transformers' cached generate.
+
+`unfreeze bench decode`, about 2 minutes.
 
 bf16 on both sides (transformers dequantizes the experts when it loads). tokens/s counts decoding only: all
-rows, from the first new token of each to the last; reading the prompt stands apart. Correctness: each token a
-side chose is scored by our model in float32 on the CPU, without a cache, after that side's own text: the
-share that is float32's first choice too, and how much less likely the chosen token is at worst, in nats.
-Sides: unfreeze (steps launched or replayed as records say), unfreeze-launched and unfreeze-graphs (always the
-one, always the other; the latter on a GPU only), transformers.
+rows, from the first new token of each to the last; reading the prompt has a time of its own.
+Correctness: our model in float32 on the CPU, without a cache, scores each chosen token after that side's own
+text. Reported are the share of tokens that are float32's first choice too, and how much less likely the
+chosen token is at worst, in nats.
+Sides: unfreeze (steps launched one by one or replayed as a CUDA graph, as records say), unfreeze-launched
+(always launched), unfreeze-graphs (always replayed; on a GPU only), transformers.
 """
 
 from __future__ import annotations
@@ -150,8 +152,10 @@ def prompts_of(batch: int, prompt: int, vocab_size: int) -> list[list[int]]:
 
 
 def timings(side: Any, batch: int, new: int) -> dict[str, Any]:
-    """tokens_per_second of decoding (the first token of each row comes with the prompt), prompt_seconds, peak
-    of the generation."""
+    """Time one generation: tokens_per_second of decoding, prompt_seconds, and the peak of memory.
+
+    The first token of each row comes with the prompt, so decoding doesn't count it.
+    """
     decode = sorted(side.values("generate", "decode_seconds"))
     middle, tokens = statistics.median(decode), batch * (new - 1)
     return {
@@ -207,8 +211,10 @@ def ours(checkpoint: str, device: str = "cpu", steps: str = "by_record") -> Any:
 
 
 def judge(checkpoint: str) -> Any:
-    """Our model in float32, without a cache. calls: score(prompts, tokens) -> other (share of tokens that
-    aren't the likeliest), nats (at worst)."""
+    """Load our model in float32, without a cache, to score what the sides wrote.
+
+    calls: score(prompts, tokens) -> other (share of tokens that aren't the likeliest), nats (at worst).
+    """
     import unfreeze
     from unfreeze.bench.sides import Worker
 

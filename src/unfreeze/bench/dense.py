@@ -1,5 +1,6 @@
-"""unfreeze bench dense: full fine-tuning of the Qwen2-0.5B shape in bf16, beside transformers, step by step
-in turn. About 4 minutes, 18 GB.
+"""Time full fine-tuning of the Qwen2-0.5B shape in bf16, step by step in turn with transformers.
+
+`unfreeze bench dense`, about 4 minutes, 18 GB.
 
 The checkpoint is random: hidden 896, 24 layers, 14 heads over 2 key/value heads, intermediate 4864,
 vocabulary 151,936, tied; 494 M parameters.
@@ -86,8 +87,10 @@ def measure(
     documents: int = DOCUMENTS,
     length: int = LENGTH,
 ) -> dict[str, Any]:
-    """The benchmark at any size: `sizes` replace those of SIZES, `checked` those of the model for the float64
-    comparison."""
+    """Run the benchmark at any size.
+
+    `sizes` replace those of SIZES, `checked` those of the model for the float64 comparison.
+    """
     from unfreeze.bench.checkpoints import checkpoints
     from unfreeze.bench.peers import liger_refuses
     from unfreeze.bench.rows import Stamp

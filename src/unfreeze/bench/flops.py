@@ -35,16 +35,20 @@ from unfreeze.models.recompute import Recompute
 
 @dataclass(frozen=True)
 class StepFlops:
-    """model: of the mathematics alone. recomputed: what the step does a second time, by its recompute
-    setting."""
+    """The FLOP of one step.
+
+    model: of the mathematics alone. recomputed: what the step does a second time, by its recompute setting.
+    """
 
     model: float
     recomputed: float
 
 
 def step_flops(model: Decoder, lengths: Sequence[int], recompute: Recompute) -> StepFlops:
-    """Of one step over documents of these lengths. The model may be on meta; its adapters are counted where
-    they are attached."""
+    """Count the FLOP of one step over documents of these lengths.
+
+    The model may be on meta; its adapters are counted where they are attached.
+    """
     tokens, shape = sum(lengths), model.shape
     share = shape.experts_per_token / shape.num_experts if shape.num_experts else 0.0
     dense = sum(
@@ -94,8 +98,10 @@ def _numel(module: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class Gemm:
-    """[rows, inner] @ [inner, columns]; transposed: the second factor lies as [columns, inner], as a weight
-    does in forward."""
+    """One product [rows, inner] @ [inner, columns].
+
+    transposed: the second factor lies as [columns, inner], as a weight does in forward.
+    """
 
     rows: int
     inner: int
@@ -108,8 +114,10 @@ class Gemm:
 
 
 def expert_gemms(rows: int, hidden: int, width: int) -> list[Gemm]:
-    """The four GEMMs of an expert with that many rows: gate and up in one, down, and the input gradient of
-    each."""
+    """List the four GEMMs of an expert with that many rows.
+
+    Gate and up in one, down, and the input gradient of each.
+    """
     return [
         Gemm(rows, hidden, 2 * width),
         Gemm(rows, width, hidden),
@@ -119,10 +127,10 @@ def expert_gemms(rows: int, hidden: int, width: int) -> list[Gemm]:
 
 
 class GemmRate:
-    """torch.mm in bf16 on all cores, at given shapes: FLOP per second. Two ways are measured, the faster
-    counts as the machine's rate:
-    all cores on one GEMM, and each core on GEMMs of its own. Operands stay in cache: no implementation can be
-    fed faster.
+    """Measures FLOP per second of torch.mm in bf16 on all cores, at given shapes.
+
+    Two ways are measured: all cores on one GEMM, and each core on GEMMs of its own. The faster counts as the
+    machine's rate. Operands stay in cache, so no implementation can be fed faster.
     """
 
     def __init__(self, gemms: Sequence[Gemm], seconds: float = 0.5):
@@ -180,8 +188,10 @@ class GemmRate:
 
 
 class BatchedGemmRate:
-    """A GPU's own rate at those shapes: torch.bmm in bf16 over the GEMMs of all experts at once, as one
-    expert's would leave most of it idle."""
+    """Measures a GPU's rate at those shapes: torch.bmm in bf16 over the GEMMs of all experts at once.
+
+    One expert's GEMM alone would leave most of the GPU idle.
+    """
 
     def __init__(self, gemms: Sequence[Gemm], experts: int, device: torch.device | str):
         self.gemms, self.experts, self.device = list(gemms), experts, torch.device(device)

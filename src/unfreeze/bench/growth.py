@@ -1,11 +1,12 @@
-"""unfreeze bench growth: time and peak memory per token from 4 k to 64 k tokens per step, beside what the
-plan states. About 4 minutes.
+"""Measure time and peak memory per token from 4 k to 64 k tokens per step, beside what the plan states.
+
+`unfreeze bench growth`, about 4 minutes.
 
 A small Kimi-format model (hidden 256, 3 layers, 16 experts, top-2, vocabulary 4096), LoRA rank 8 on every
-linear layer, bf16. Documents have 512 tokens at every size, so attention costs each token the same. Each size
-is a process of its own (memory that an allocator keeps is not the next one's) and they step in turn; peaks
-are of the timed steps. The slope of memory is the line through the peaks by least squares, beside the slope
-of parallel/plan.
+linear layer, bf16. Documents have 512 tokens at every size, so attention costs each token the same.
+Each size is a process of its own, because an allocator keeps memory that the next size must not find. The
+sizes step in turn, and peaks are of the timed steps. The slope of memory is the least-squares line through
+the peaks, beside the slope of parallel/plan.
 """
 
 from __future__ import annotations
@@ -144,8 +145,10 @@ def planned(checkpoint: str, tokens: Sequence[int], recompute: Any, length: int)
 
 
 def growth(found: Mapping[int, Mapping[str, Any]], stated: Mapping[int, int]) -> dict[str, Any]:
-    """Microseconds per token at each size and their spread; bytes per token, measured and as the plan states
-    them."""
+    """Work out microseconds and bytes per token at each size.
+
+    Times come with their spread, bytes as measured and as the plan states them.
+    """
     per_token = {tokens: 1e6 / entry["tokens_per_second"] for tokens, entry in found.items()}
     least, most = min(per_token.values()), max(per_token.values())
     measured = slope(list(found), [entry["peak_bytes"] for entry in found.values()])

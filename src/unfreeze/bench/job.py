@@ -1,8 +1,7 @@
-"""Our side of the training jobs: a model, its optimizer, and a whole step of `unfreeze.train` on random
-documents, as a Worker.
+"""Our side of the training jobs: a model, its optimizer, and whole steps of `unfreeze.train` as a Worker.
 
-A step is what a run does: forward, backward, the norm of all gradients, clipping to 1, AdamW. B documents of
-L tokens, T = B · L.
+A step is what a run does on random documents: forward, backward, the norm of all gradients, clipping to 1,
+AdamW. B documents of L tokens, T = B · L.
 """
 
 from __future__ import annotations
@@ -63,8 +62,11 @@ def trainer(
     length: int,
     device: str = "cpu",
 ) -> Worker:
-    """calls: step() -> loss, grad_norm; state() -> bytes of weights, gradients and optimizer; check() -> see
-    `check`."""
+    """Build the worker that trains.
+
+    calls: step() -> loss, grad_norm; state() -> bytes of weights, gradients and optimizer; check() -> see
+    `check`.
+    """
     from unfreeze.parallel.machine import resident_bytes
 
     before = resident_bytes()
@@ -132,8 +134,11 @@ def check(
     length: int,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """-> loss of the model as it is; loss_moved and grad_norm with every adapter's B drawn at random too
-    (with B = 0, A has no gradient)."""
+    """Give the numbers by which sides are compared: loss, loss_moved and grad_norm.
+
+    loss is that of the model as it is. loss_moved and grad_norm are taken with every adapter's B drawn at
+    random too: with B = 0, A has no gradient.
+    """
     model = open_job(checkpoint, dtype, lora, device)
     batch = batch_of(
         tokens_of(torch.Generator().manual_seed(1), documents, length, model.shape.vocab_size)
@@ -158,14 +163,15 @@ def check(
 
 
 def exact(checked: str, lora: Mapping[str, Any] | None, length: int) -> Worker:
-    """`check` in float64, by the reference path: what every side is compared with. (Routing is computed in
-    float32, as the models define it.)"""
+    """Give `check` in float64 by the reference path: what every side is compared with.
+
+    Routing is computed in float32, as the models define it.
+    """
     return Worker({}, check(checked, "float64", lora, "nothing", documents=2, length=min(length, 128)))
 
 
 def errors(found: Mapping[str, Any], exact: Mapping[str, Any]) -> dict[str, float]:
-    """Relative errors of whatever a side's check found, against float64: name -> |found - exact| /
-    |exact|."""
+    """Give |found - exact| / |exact| of each value a side's check found, by name."""
     names = {"loss_fresh": "loss, fresh adapters", "loss_moved": "loss", "grad_norm": "gradient norm"}
     return {
         f"{names[key]}, against float64": abs(found[key] - exact[key]) / abs(exact[key])

@@ -1,5 +1,6 @@
-"""One decoder layer of Kimi-K2-Thinking as one of eight GPUs would hold it: 48 of 384 experts, the whole
-attention, an eighth of the tokens.
+"""One decoder layer of Kimi-K2-Thinking as one of eight GPUs would hold it.
+
+That is 48 of 384 experts, the whole attention, and an eighth of the tokens.
 
 65,536 tokens of a step choose 8 of 384 experts each: 65,536 rows for each GPU's 48 experts, and 8,192 tokens
 for its attention. The slice gets the same rows from 8,192 tokens whose 8 experts all lie in it. Everything is
@@ -77,8 +78,10 @@ ZIPF = 0.5
 
 @dataclass(frozen=True)
 class Slice:
-    """Sizes of what is measured. config: config.json of the whole model, of which `experts` and one layer are
-    built."""
+    """Sizes of what is measured.
+
+    config: config.json of the whole model, of which `experts` and one layer are built.
+    """
 
     config: Mapping[str, Any]
     experts: int
@@ -101,10 +104,10 @@ class Slice:
         )
 
     def nbytes(self) -> int:
-        """Bytes on the device at the worst moment, to choose a slice by: packed and expanded experts, head
-        and embedding, what a row and a
-        token hold in forward and backward (bf16 copies of both GEMMs' inputs and outputs, float32 sums), and
-        a float32 copy for the check.
+        """Give the bytes on the device at the worst moment, by which a slice is chosen.
+
+        Packed and expanded experts, head and embedding, what a row and a token hold in forward and backward
+        (bf16 copies of both GEMMs' inputs and outputs, float32 sums), and a float32 copy for the check.
         """
         hidden, width = int(self.config["hidden_size"]), int(self.config["moe_intermediate_size"])
         experts = self.experts * 3 * hidden * width * 2.6
@@ -226,8 +229,10 @@ class KimiSlice:
         return ids_TK
 
     def dense_layer(self) -> Layer:
-        """Attention, shared expert and norms: what every GPU does for its own tokens. Same modules, no routed
-        experts."""
+        """Build attention, shared expert and norms: what every GPU does for its own tokens.
+
+        The same modules as the whole layer, without routed experts.
+        """
         norms = {name: getattr(self.layer, name) for name in ("input_layernorm", "post_attention_layernorm")}
         assert self.shared is not None
         return Layer(self_attn=self.layer.self_attn, mlp=_Shared(self.shared), **norms)
@@ -277,8 +282,10 @@ class KimiSlice:
     # ---- correctness
 
     def dense_errors(self) -> dict[str, float]:
-        """The first document through attention, shared expert and norms, against the same modules and
-        adapters in float32."""
+        """Compare attention, shared expert and norms with the same modules and adapters in float32.
+
+        The first document goes through both.
+        """
         length = min(self.sizes.sequence, self.sizes.tokens)
         exact = copy.deepcopy(self._dense).float()
         names = ("tokens_T", "targets_T", "weights_T", "positions_T")
@@ -301,8 +308,10 @@ class KimiSlice:
         }
 
     def expert_errors(self, ids_TK: Tensor, tokens: int = 8) -> dict[str, float]:
-        """y and dx of a few tokens against the experts merged with their adapters in float64; token by token
-        both depend on its rows only."""
+        """Compare y and dx of a few tokens with the experts merged with their adapters in float64.
+
+        Both depend on a token's own rows only, so tokens are compared one by one.
+        """
         chosen = torch.linspace(0, self.sizes.tokens - 1, tokens, device=self.device).long()
         x = self.x_TD.detach().requires_grad_()
         weights = torch.rand(ids_TK.shape, generator=self.generator, device=self.device)
@@ -342,8 +351,10 @@ def _merged(experts: Any, factors: Any, expert: int) -> tuple[Tensor, Tensor]:
 
 
 class ExpertOps:
-    """The GEMMs of the expert MLP one by one, on the slice's weights, with the part that does them in
-    training."""
+    """The GEMMs of the expert MLP one by one, on the slice's weights.
+
+    Each is done by the part of the code that does it in training.
+    """
 
     def __init__(self, built: KimiSlice, ids_TK: Tensor, part: Any = None):
         self.part = part or Grouped()
@@ -380,8 +391,10 @@ class ExpertOps:
         self.expand()
 
     def expand(self) -> None:
-        """All weights of the slice to bf16, adapters beside them: B as forward reads it, and A as backward
-        does, in one workspace for both."""
+        """Expand all weights of the slice to bf16 in one workspace, with the adapters beside them.
+
+        B as forward reads it, and A as backward does.
+        """
         pairs = list(zip(self.groups, self.bases, strict=True))
         self.gate_up_WS = [
             base.stack(g.experts, g.positions, self.gate_up, "forward") for g, (base, _) in pairs
@@ -430,8 +443,10 @@ class ExpertOps:
     def error(
         self, product: Callable[[], None], rows_nM: Tensor, weight: Callable[[int], Tensor], count: int = 32
     ) -> float:
-        """Error of `count` rows of `product`, whose row i is rows_nM[i] @ weight(expert of row i), against
-        the same in float64."""
+        """Give the error against float64 of `count` rows of `product`.
+
+        Row i is rows_nM[i] @ weight(expert of row i).
+        """
         product()
         chosen = torch.linspace(0, rows_nM.shape[0] - 1, count, device=rows_nM.device).long()
         exact = torch.stack(
@@ -440,8 +455,10 @@ class ExpertOps:
         return relative_error(self.out[chosen, : exact.shape[1]], exact)
 
     def errors(self) -> dict[str, float]:
-        """Of the three large products, by row name of the table. The workspace's own codes are compared with
-        the codec's by expand_error."""
+        """Give the errors of the three large products, by row name of the table.
+
+        The workspace's own codes are compared with the codec's by expand_error.
+        """
         gate_up, down = (
             torch.cat(parts) if len(parts) > 1 else parts[0] for parts in (self.gate_up_WS, self.down_WS)
         )
@@ -454,8 +471,7 @@ class ExpertOps:
         }
 
     def expand_error(self, built: KimiSlice) -> float:
-        """Largest difference between an expanded expert and what its codec says: 0, the expansion is
-        exact."""
+        """Give the largest difference between an expanded expert and what its codec says; 0 means exact."""
         last = self.groups[-1]
         expert = last.experts[-1]
         exact = built.moe.experts.gate_up_proj.value()[expert].dequantize()  # type: ignore[union-attr, operator]

@@ -1,11 +1,12 @@
-"""unfreeze bench layer: one true Kimi-K2 layer on a GPU, an eighth of its experts, beside what was predicted
-of it before there was a GPU.
+"""Measure one true Kimi-K2 layer on a GPU, with an eighth of its experts, beside what was predicted.
+
+`unfreeze bench layer`, about three minutes. The predictions were written down before there was a GPU.
 
 Every row says what was predicted, above which time the prediction is refuted, what was measured, and how far
 the numbers are from float64.
-Balanced and skewed routing. From the slice a node of eight GPUs is derived by a formula whose assumptions are
-printed with it: no node was measured. The slice is made smaller until it fits the GPU; predictions are about
-the whole slice on one H200. About three minutes.
+Routing is balanced, then skewed. From the slice a node of eight GPUs is derived by a formula whose
+assumptions are printed with it: no node was measured. The slice is made smaller until it fits the GPU;
+predictions are about the whole slice on one H200.
 """
 
 from __future__ import annotations
@@ -65,8 +66,11 @@ class Config(Frozen):
 
 @dataclass(frozen=True)
 class Item:
-    """One measured row. flop: of one call, counted from the shapes; 0 where none is claimed. bytes: read and
-    written, for `expand`."""
+    """One measured row.
+
+    flop: of one call, counted from the shapes; 0 where none is claimed. bytes: read and written, for
+    `expand`.
+    """
 
     name: str
     routing: Routing
@@ -80,8 +84,10 @@ class Item:
         return self.flop / self.timing.ms / 1e9 if self.flop else None
 
     def verdict(self, comparable: str) -> str:
-        """met, missed (slower than predicted, not refuted) or refuted; `comparable` says why the prediction
-        is not about this run, "" if it is."""
+        """Judge a time: met, missed (slower than predicted, not refuted) or refuted.
+
+        `comparable` says why the prediction is not about this run, "" if it is.
+        """
         if self.name not in PREDICTED:
             return ""
         if comparable:
@@ -134,8 +140,10 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 
 
 def fitting(sizes: Slice, found: Hardware) -> Slice:
-    """The largest slice that fits, tokens halved before experts. Raises DoesNotFit where not even 8 experts
-    and 1,024 tokens do."""
+    """Give the largest slice that fits; tokens are halved before experts.
+
+    Raises DoesNotFit where not even 8 experts and 1,024 tokens do.
+    """
     usable = found.available * USABLE
     for experts in (48, 24, 16, 8):
         for tokens in (8192, 4096, 2048, 1024):
@@ -207,8 +215,11 @@ def rate_item(built: KimiSlice, repeats: int) -> Iterator[Item]:
 
 
 def layer_items(built: KimiSlice, repeats: int) -> Iterator[Item]:
-    """The mixture of experts, what stands beside it, the whole layer as training goes through it, and the
-    head."""
+    """List what is measured of the layer.
+
+    The mixture of experts, the dense parts beside it, the whole layer as training goes through it, and the
+    head.
+    """
     dense: dict[str, float | str] = dict(built.dense_errors())
     n, experts = built.sizes.rows, built.moe.experts
     forward = 6.0 * n * experts.hidden_size * experts.intermediate_size
@@ -252,8 +263,10 @@ def layer_items(built: KimiSlice, repeats: int) -> Iterator[Item]:
 
 
 def added(first: Timing, second: Timing) -> Timing:
-    """Two works one after the other. Quartiles are added too, which makes the spread no smaller than it
-    is."""
+    """Add the times of two works that run one after the other.
+
+    Quartiles are added too, which makes the spread no smaller than it is.
+    """
     peak = max(first.peak_bytes, second.peak_bytes)
     return Timing(
         first.ms + second.ms,
@@ -265,8 +278,10 @@ def added(first: Timing, second: Timing) -> Timing:
 
 
 def memory_of(built: KimiSlice) -> dict[str, int]:
-    """Bytes the plan states and bytes measured: the expert op's workspace, and what a layer that is
-    recomputed keeps."""
+    """Give bytes as the plan states them and as measured.
+
+    Of the expert op's workspace, and of what a recomputed layer keeps.
+    """
     built.routed("balanced")
     release_scratch()
     built.forward_backward(built.recomputed("layers"))()
@@ -288,8 +303,9 @@ def memory_of(built: KimiSlice) -> dict[str, int]:
 
 
 def derive(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """t = 60 t_moe imbalance + 61 t_attention + t_head + 300 (T 7/8 14,336 B) / BW (1 - overlap) + 0.03 s,
-    over the grid of assumptions.
+    """Derive the step time of eight GPUs from the slice, over the grid of assumptions.
+
+    t = 60 t_moe imbalance + 61 t_attention + t_head + 300 (T 7/8 14,336 B) / BW (1 - overlap) + 0.03 s
 
     t_moe is forward + recompute + backward, of balanced and of skewed rows; T = 65,536 tokens per step of
     eight GPUs.

@@ -1,11 +1,12 @@
-"""unfreeze bench load: opening the 0.9 GB INT4 checkpoint beside a raw read of its files, in turn. About 1
-minute.
+"""Time opening the 0.9 GB INT4 checkpoint, in turn with a raw read of its files.
 
-Both read from the page cache into fresh memory: the raw read is file by file into new bytes objects, what any
-loader must at least do, since a model's memory is new memory. Each reading is a process of its own, so that
+`unfreeze bench load`, about 1 minute.
+
+Both read from the page cache into fresh memory. The raw read is file by file into new bytes objects: the
+least any loader must do, since a model's memory is new memory. Each reading is a process of its own, so that
 no allocator hands back pages that were touched before.
-Correctness: tensors of the opened model, as many bits as the files hold. Host peak: measured, beside what the
-plan states for loading.
+Correctness: the tensors of the opened model, compared bit for bit with the files. Host peak: measured, beside
+what the plan states for loading.
 """
 
 from __future__ import annotations
@@ -119,8 +120,10 @@ def raw(checkpoint: str) -> Any:
 
 
 def ours(checkpoint: str) -> Any:
-    """The checkpoint as a model. calls: compare() -> tensors, different: every unstacked tensor against what
-    safetensors' own reader finds."""
+    """Open the checkpoint as a model.
+
+    calls: compare() -> tensors, different: every unstacked tensor against what safetensors' own reader finds.
+    """
     import torch
 
     from unfreeze.bench.sides import Worker
@@ -156,8 +159,10 @@ def ours(checkpoint: str) -> Any:
 
 
 def _equal(found: Any, name: str, tensors: Mapping[str, Any]) -> bool:
-    """Whether the model holds what the file says under that name; an expert's tensor lies stacked, gate above
-    up."""
+    """Whether the model holds what the file says under that name.
+
+    An expert's tensor lies stacked, gate above up.
+    """
     import re
 
     import torch

@@ -1,10 +1,11 @@
-"""unfreeze bench model: whole models of real shape trained on one GPU with random weights, end to end:
-tokens/s, MFU, peak memory.
+"""Train whole models of real shape with random weights on one GPU: tokens/s, MFU, peak memory.
+
+`unfreeze bench model`, about a minute for each model, one after the other.
 
 Each model's sizes are those of its published config.json; weights are random and made on the GPU, so nothing
-is downloaded and nothing is read from disk. The step is training's own (train/step.py): packed documents of
-4,096 tokens, forward, backward, clipping, AdamW. The same batch is given at every step, so the loss must
-fall; a model that doesn't learn fails its row. One model after the other, each about a minute.
+is downloaded or read from disk. The step is training's own (train/step.py): packed documents of 4,096 tokens,
+forward, backward, clipping, AdamW. The same batch is given at every step, so the loss must fall; a model that
+doesn't learn fails its row.
 """
 
 from __future__ import annotations
@@ -100,8 +101,11 @@ QWEN3_06B: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Job:
-    """One model and what is trained of it. rank None: every weight, in bf16 with fp32 masters. target:
-    tokens/s on one H200, None: none was set."""
+    """One model and what is trained of it.
+
+    rank: of the adapters; None trains every weight, in bf16 with fp32 masters.
+    target: tokens/s on one H200; None where none was set.
+    """
 
     config: Mapping[str, Any]
     experts: Literal["int4", "bf16", ""]
@@ -239,8 +243,10 @@ def built(shape: models.Shape, job: Job, device: torch.device | str) -> models.D
 
 
 def sized(job: Job, config: Config, found: Hardware, device: torch.device, sequence: int) -> Plan:
-    """The plan that fits: the recompute asked for before more of it, few micro-batches before many. Raises
-    DoesNotFit with the arithmetic."""
+    """Give the plan that fits: the least recompute first, then the fewest micro-batches.
+
+    Raises DoesNotFit with the arithmetic.
+    """
     shape = models.shape(job.config)
     lora = LoraConfig(rank=job.rank) if job.rank else None
     sizes = measure(built(shape, job, "meta"), lora, "cuda")
@@ -269,8 +275,10 @@ def sized(job: Job, config: Config, found: Hardware, device: torch.device, seque
 def train(
     shape: models.Shape, job: Job, made: Plan, steps: int, device: torch.device, sequence: int
 ) -> dict[str, Any]:
-    """Two warm-up steps and `steps` timed ones on the same batch: tokens/s of the median step, losses, peak
-    memory, the arithmetic."""
+    """Train two warm-up steps and `steps` timed ones on the same batch.
+
+    Gives tokens/s of the median step, losses, peak memory, and the arithmetic.
+    """
     model = built(shape, job, device)
     fill_random(model, seed=0)
     if job.rank:
@@ -320,8 +328,10 @@ def train(
 
 
 def _batch(vocab: int, documents: int, sequence: int, seed: int) -> Batch:
-    """Documents of one length, each position supervised but the last: token i + 1 follows from token i, so
-    there is something to learn."""
+    """Make documents of one length in which token i + 1 follows from token i, so there is something to learn.
+
+    Each position is supervised but the last.
+    """
     first = torch.randint(0, vocab, (documents, 1), generator=torch.Generator().manual_seed(seed))
     tokens = (first + 7 * torch.arange(sequence)) % min(vocab, 4096)
     weights = torch.ones(documents, sequence)

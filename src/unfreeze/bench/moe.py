@@ -1,5 +1,6 @@
-"""unfreeze bench moe: LoRA on every expert of a Kimi-format INT4 checkpoint, beside transformers + peft, step
-by step in turn. About 4 minutes.
+"""Time LoRA on every expert of a Kimi-format INT4 checkpoint, in turn with transformers + peft.
+
+`unfreeze bench moe`, about 4 minutes.
 
 The checkpoint is random, in Kimi-K2-Thinking's on-disk format: hidden 1024, 8 layers, 128 experts, top-8,
 expert width 512, vocabulary 8192, 0.9 GB.
@@ -63,8 +64,10 @@ def measure(
     documents: int = DOCUMENTS,
     length: int = LENGTH,
 ) -> dict[str, Any]:
-    """The benchmark at any size: `sizes` replace those of kimi.SIZES, `checked` those of the model for the
-    float64 comparison."""
+    """Run the benchmark at any size.
+
+    `sizes` replace those of kimi.SIZES, `checked` those of the model for the float64 comparison.
+    """
     from unfreeze.bench import kimi
     from unfreeze.bench.checkpoints import checkpoints
     from unfreeze.bench.rows import Stamp
@@ -164,8 +167,10 @@ def gemm_rate(rows: int, hidden: int, width: int, experts: int, device: str) -> 
 
 
 def share_of_rate(found: dict[str, dict[str, Any]], loaded: Mapping[str, Mapping[str, Any]]) -> None:
-    """Model FLOPs per second of our sides over the measured GEMM rate; the GEMM side's replies become its
-    results."""
+    """Add model FLOP per second of our sides over the measured GEMM rate.
+
+    The replies of the side that measured the rate become its results.
+    """
     if GEMM not in found:
         return
     replies: Sequence[Mapping[str, float]] = found[GEMM].pop("replies")

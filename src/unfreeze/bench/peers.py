@@ -1,5 +1,4 @@
-"""The peers' sides: transformers, peft and Liger-Kernel, set up as their documentation says and as fast as
-they offer.
+"""The peers' sides: transformers, peft and Liger-Kernel, set up as their documentation recommends for speed.
 
 The one file of the benchmarks that imports them, inside functions, in worker processes of their own
 (tests/test_layout.py names it).
@@ -50,9 +49,11 @@ def liger_refuses(device: str) -> str:
 
 
 def deepseek(checkpoint: str, trained: Trained, device: str) -> Any:
-    """The Kimi-format checkpoint in transformers, dequantized to bf16 as it does. Eager experts where they
-    are frozen on a CPU: measured, its
-    fastest there; on a GPU what transformers chooses itself."""
+    """Load the Kimi-format checkpoint in transformers, which dequantizes it to bf16.
+
+    Eager experts where they are frozen on a CPU: measured, its fastest there. On a GPU what transformers
+    chooses itself.
+    """
     transformers = library("transformers")
     config = transformers.DeepseekV3Config.from_pretrained(checkpoint)
     config.model_type = "deepseek_v3"  # Kimi says kimi_k2, which transformers knows under this name only
@@ -71,8 +72,10 @@ def peft(
     length: int,
     device: str = "cpu",
 ) -> Worker:
-    """LoRA by peft on the attention projections, and on the routed experts through target_parameters. calls:
-    step, state, check."""
+    """Build LoRA by peft on the attention projections, and on the routed experts through target_parameters.
+
+    calls: step, state, check.
+    """
     before = resident_bytes()
 
     def model_of(folder: str) -> Any:
@@ -101,8 +104,10 @@ def peft(
 
 
 def dense(config: str, checked: str, liger: bool, device: str, documents: int, length: int) -> Worker:
-    """Full fine-tuning in transformers, bf16 throughout, of a model from a checkpoint folder. calls: step,
-    state, check."""
+    """Build full fine-tuning in transformers, bf16 throughout, of a model from a checkpoint folder.
+
+    calls: step, state, check.
+    """
     before = resident_bytes()
     transformers = library("transformers")
     if liger:

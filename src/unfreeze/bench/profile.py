@@ -1,12 +1,13 @@
-"""unfreeze bench profile moe|dense|decode|growth: where the time of one step goes, op by op, beside the GEMM
-and copy rates. 1 to 2 minutes.
+"""Say where the time of one step goes, op by op, beside the GEMM and copy rates.
+
+`unfreeze bench profile moe|dense|decode|growth`, 1 to 2 minutes.
 
 One step of our side of that benchmark (of decode: 32 tokens at batch 1) under torch's profiler, on one core,
 so that times add up to the step's.
-Numba loops are listed by name; GEMMs with their FLOP and what share that is of torch.mm's measured rate on
-one core at the job's shapes; operations whose bytes follow from recorded shapes with those and what share
-that is of a measured copy's rate. Of growth: the same step at each of --tokens, beside each other per token,
-the smallest first in one process.
+Numba loops are listed by name. GEMMs come with their FLOP, and what share that is of torch.mm's measured rate
+on one core at the job's shapes. Operations whose bytes follow from recorded shapes come with those, and what
+share that is of a measured copy's rate.
+Of growth: the same step at each of --tokens, per token beside each other, in one process, the smallest first.
 Written to docs/profiles/<name>.md of the checkout, or --out.
 """
 
@@ -50,9 +51,12 @@ class Config(Frozen):
 
 
 class Spent(NamedTuple):
-    """One op over the step: calls, seconds of its own (without the ops it calls), FLOP where torch's profiler
-    counts them, and the bytes that it
-    moves at least where they follow from what the profiler recorded (traffic.py); 0 where not."""
+    """What one op took over the step.
+
+    calls; seconds: its own, without the ops it calls; flop: where torch's profiler counts them; moved: the
+    bytes it moves at least, where they follow from what the profiler recorded (traffic.py). 0 where not
+    known.
+    """
 
     op: str
     calls: int
@@ -62,9 +66,12 @@ class Spent(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """seconds: of the whole step. without, kernel, faults: seconds, of them in the kernel, and pages faulted
-    in, of a step without the profiler.
-    rate: FLOP per second of torch.mm at the job's shapes; copy: bytes per second of a copy."""
+    """What one profiled step showed.
+
+    seconds: of the whole step. without, kernel, faults: seconds, of them in the operating system's kernel,
+    and pages faulted in, of a step without the profiler.
+    rate: FLOP per second of torch.mm at the job's shapes; copy: bytes per second of a copy.
+    """
 
     spent: list[Spent]
     seconds: float
@@ -76,8 +83,10 @@ class Profile(NamedTuple):
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """-> file, seconds, ops (op, calls, seconds, flop, moved); of growth the seconds and ops of each size by
-    its tokens."""
+    """Profile and write the page; -> file, seconds, ops (op, calls, seconds, flop, moved).
+
+    Of growth: the seconds and ops of each size, by its tokens.
+    """
     config = parse(Config, arguments, command="bench profile", description=__doc__ or "", positional=True)
     return measure(config, common)
 
@@ -220,9 +229,11 @@ def profiled(step: Callable[[], Any], rate: float, copy: float) -> Profile:
 
 @contextmanager
 def named_loops() -> Iterator[Counter[str]]:
-    """Inside, each numba loop is an op of its own to the profiler: "numba gather"; experts that are
-    multiplied from their codes are one for each
-    direction. -> FLOP by name where they are known here and not to the profiler."""
+    """Show each numba loop to the profiler as an op of its own while the context lasts: "numba gather".
+
+    Experts that are multiplied from their codes are one op for each direction.
+    Gives FLOP by name where they are known here and not to the profiler.
+    """
     import torch
 
     from unfreeze.kernels.expert_mlp.panels_cpu import Panels

@@ -1,8 +1,7 @@
-"""unfreeze bench report: docs/performance.md from the committed rows, benchmarks/results/*.jsonl. Measures
-nothing.
+"""Write docs/performance.md from the committed rows, benchmarks/results/*.jsonl; measure nothing.
 
-The page: every target with what was measured, where we lose, then the latest run of each benchmark on each
-device with its command and machine.
+`unfreeze bench report`. The page has every target with what was measured, then where we lose, then the latest
+run of each benchmark on each device with its command and machine.
 The same rows make the same page; a test holds the committed page to the committed rows.
 """
 
@@ -97,8 +96,11 @@ def judge(target: Target, runs: Sequence[Run]) -> tuple[float | None, Run | None
 
 
 def losses(runs: Sequence[Run]) -> list[str]:
-    """Where we lose: targets missed, and in the latest runs every peer that is faster or leaner and every
-    prediction that was refuted."""
+    """List where we lose.
+
+    Targets missed, and in the latest runs every peer that is faster or leaner and every prediction that was
+    refuted.
+    """
     said = []
     for target in TARGETS:
         value, run = judge(target, runs)
@@ -134,8 +136,10 @@ def losses(runs: Sequence[Run]) -> list[str]:
 
 
 def latest(runs: Sequence[Run]) -> list[Run]:
-    """The newest run of each benchmark on each device, benchmarks in the order of their first name, CPUs
-    first."""
+    """Give the newest run of each benchmark on each device.
+
+    Benchmarks in the order of their first name, CPUs first.
+    """
     newest: dict[tuple[str, str], Run] = {}
     for run in runs:
         newest.setdefault((run.benchmark, run.device), run)
@@ -416,8 +420,11 @@ def growth_tables(rows: Sequence[Row]) -> list[str]:
 
 
 def generic(rows: Sequence[Row]) -> list[str]:
-    """layer, model, and whatever comes: a row per side with its figure, its memory, the prediction and the
-    error. Columns without a value go."""
+    """Make the table of a benchmark that has none of its own: layer, model, and any new one.
+
+    A row per side with its figure, its memory, the prediction and the error. Columns without a value are left
+    out.
+    """
     head = [
         "side",
         "routing",

@@ -1,10 +1,10 @@
-"""Rows: what a benchmark found, one JSON line per side, with everything needed to read it later: machine,
-versions, commit, settings.
+"""Rows: what a benchmark found, one JSON line per side.
 
-stamp = Stamp.now("moe", command, device)          one per run: all its rows carry the same `run`
-row = stamp.row("unfreeze", settings, results)     checked: a speed without peak memory and correctness is
-                                                   refused
-append(rows, where("", device))                    benchmarks/results/<device>.jsonl of the checkout
+Each has what is needed to read it later: machine, versions, commit, settings.
+
+    stamp = Stamp.now("moe", command, device)          one per run: all its rows carry the same `run`
+    row = stamp.row("unfreeze", settings, results)     a speed without peak memory and correctness is refused
+    append(rows, where("", device))                    benchmarks/results/<device>.jsonl of the checkout
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ SPEEDS = ("tokens_per_second", "gb_per_second", "ms")
 
 
 class Machine(BaseModel):
-    """Where a row was measured. name: of the processor or GPU. family, model: the processor's numbers, "" on
-    a GPU. threads: torch's."""
+    """Where a row was measured.
+
+    name: of the processor or GPU. family, model: the processor's numbers, "" on a GPU. threads: torch's.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     device: str
@@ -51,9 +53,10 @@ class Machine(BaseModel):
 
 
 class Row(BaseModel):
-    """One side of one run. run: the same for all sides that stepped in turn; it sorts by time. settings: all
-    of them, the defaults too.
+    """One side of one run.
 
+    run: the same for all sides that stepped in turn; it sorts by time. settings: all of them, the defaults
+    too.
     results["correctness"]: what was compared with what -> relative error (float), or -> a reason why nothing
     was compared (str).
     not_run: why this side was not measured here; its results are empty then.
@@ -161,8 +164,10 @@ def checkout() -> Path | None:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with -dirty where tracked files other than rows and docs differ from it; None
-    without a checkout or git."""
+    """Give the checkout's commit; None without a checkout or git.
+
+    With -dirty where tracked files other than rows and docs differ from it.
+    """
     root = checkout()
     if root is None:
         return None
@@ -180,8 +185,10 @@ def commit() -> str | None:
 
 
 def where(given: str, device: torch.device | str = "cpu") -> Path | None:
-    """The file that rows are appended to: the given one, or benchmarks/results/<device>.jsonl of the
-    checkout, or none without a checkout."""
+    """Give the file that rows are appended to.
+
+    The given one, or benchmarks/results/<device>.jsonl of the checkout, or none without a checkout.
+    """
     root = checkout()
     if given:
         return Path(given)

@@ -1,16 +1,16 @@
-"""Sides: each in a process of its own, loaded, then working in turn (A B A B …), so that a drift of the
-machine's speed hits all alike.
+"""Sides: each loaded in a process of its own, then working in turn (A B A B …).
 
-    with Sides([Side("unfreeze", "unfreeze.bench.moe:ours", {"checkpoint": …}), Side("peft", …)], say) as
-    sides:
+In turn, so that a drift of the machine's speed hits all alike.
+
+    ours = Side("unfreeze", "unfreeze.bench.moe:ours", {"checkpoint": …})
+    with Sides([ours, Side("peft", …)], say) as sides:
         sides.take_turns("step", warmup=1, rounds=5)        -> sides["peft"].median("seconds"), .peak()
         sides["unfreeze"].call("check")                     -> {"loss": …}
 
-A side is a function that loads and gives back a Worker: facts about what was loaded, and named calls. The two
-processes speak lines of JSON:
-a request {"call": name, …arguments} on the worker's stdin, a reply {…result, "seconds", "peak", "resident"}
-on its stdout. What libraries print goes to a file, and its last lines are shown if the worker dies. A worker
-ends when its stdin does, so none outlives the command.
+A side is a function that loads and returns a Worker: facts about what was loaded, and named calls. The two
+processes speak lines of JSON: a request {"call": name, …arguments} on the worker's stdin, a reply {…result,
+"seconds", "peak", "resident"} on its stdout. What libraries print goes to a file, and its last lines are
+shown if the worker dies. A worker ends when its stdin does, so none outlives the command.
 """
 
 from __future__ import annotations
@@ -40,26 +40,31 @@ GRACE, HASTE = 3.0, 0.3  # seconds a worker has to end by itself, and after Ctrl
 
 
 class SideFailed(UserError):
-    """A worker process died or answered with an error; the message says which side, at what, and what it said
-    last."""
+    """A worker process died or answered with an error.
+
+    The message says which side, at what, and what it said last.
+    """
 
 
 @dataclass(frozen=True)
 class Worker:
-    """What a side's function returns. facts: JSON values about what was loaded; calls: name ->
-    function(**arguments) -> JSON values."""
+    """What a side's function returns.
+
+    facts: JSON values about what was loaded. calls: name -> function(**arguments) -> JSON values.
+    """
 
     calls: Mapping[str, Callable[..., dict[str, Any]]]
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Side:
-    """One side: `load` is "module:function", called in the worker with `arguments` (JSON values); threads:
-    torch's in the worker, 0: all cores.
+    """One side of a benchmark.
 
-    loaded   facts, with load_seconds and load_peak (bytes at the highest point until loaded) and
-             `loaded_resident` (bytes after).
-    replies  call -> what each turn after the warm-up answered.
+    load       "module:function", called in the worker with `arguments` (JSON values)
+    threads    torch's in the worker; 0: all cores
+    loaded     facts, with load_seconds, load_peak (bytes at the highest point until loaded) and
+    `loaded_resident` (bytes after)
+    replies    call -> what each turn after the warm-up answered
     """
 
     def __init__(self, name: str, load: str, arguments: Mapping[str, Any], *, threads: int = 0):
@@ -84,11 +89,10 @@ class Side:
         self.loaded = self._read("loading")
 
     def call(self, name: str, **arguments: Any) -> dict[str, Any]:
-        """One request, one reply: what the call returned, with seconds, cpu_seconds, peak and resident
-        (bytes). Raises SideFailed.
+        """Send one request; -> what the call returned, with seconds, cpu_seconds, peak and resident (bytes).
 
         On a GPU peak is of memory that torch allocated there, and host_peak of the process. fresh_peak=True:
-        peaks begin with this call.
+        peaks begin with this call. Raises SideFailed.
         """
         assert self._process is not None and self._process.stdin is not None, "start the side first"
         try:
@@ -110,8 +114,10 @@ class Side:
         return statistics.median(self.values(call, name))
 
     def peak(self, call: str = "step") -> int:
-        """Bytes at the highest point between the end of loading, or the last such call with fresh_peak, and
-        the end of the last such call."""
+        """Give the bytes at the highest point of the timed calls.
+
+        From the end of loading, or of the last such call with fresh_peak, to the end of the last such call.
+        """
         return self._peaks[call]
 
     def stop(self, grace: float = GRACE) -> None:
@@ -166,8 +172,10 @@ def ending(code: int) -> str:
 
 
 class Sides:
-    """Sides that are loaded at the same time. A context: whatever ends it, Ctrl-C included, ends every
-    process."""
+    """Sides that are loaded at the same time.
+
+    A context manager: whatever ends it, Ctrl-C included, ends every process.
+    """
 
     def __init__(self, sides: Sequence[Side], say: Say):
         self._sides, self.say = {side.name: side for side in sides}, say
@@ -208,11 +216,11 @@ class Sides:
         peaks: Literal["all", "timed"] = "all",
         **arguments: Any,
     ) -> None:
-        """Each side's `call` once per round, in order; every odd round backwards (A B B A), so that no side
-        always follows the same one.
+        """Make each side's `call` once per round, in order.
 
-        The first `warmup` rounds are not among `replies`; peaks "timed": nor are they in `peak` (compiling a
-        loop takes memory once).
+        Every odd round goes backwards (A B B A), so that no side always follows the same one.
+        The first `warmup` rounds are not among `replies`. With peaks "timed" they don't count for `peak`
+        either, because compiling a loop takes memory once.
         """
         for index in range(warmup + rounds):
             order = list(self) if index % 2 == 0 else list(self)[::-1]

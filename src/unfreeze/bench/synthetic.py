@@ -1,7 +1,7 @@
-"""Random weights with the spread of a trained model's, made where they will be used: no checkpoint on disk,
-no zeros, experts on Kimi's grid.
+"""Random weights with the spread of a trained model's, made where they will be used.
 
-A GPU's speed depends on the bits it multiplies (power), so weights are Gaussian and codes use the whole grid.
+No checkpoint on disk, no zeros, experts on Kimi's grid. A GPU's speed depends on the bits it multiplies
+(power), so weights are Gaussian and codes use the whole grid.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ CHUNK = 2**26  # weights quantized at once: their float32 temporaries take 2 GB
 
 @torch.no_grad()
 def fill_random(model: nn.Module, seed: int) -> None:
-    """Every weight ~ N(0, 1 / in), norms 1 ± 0.05, biases ± 0.02; packed weights are quantized from such
-    numbers, a few experts at a time."""
+    """Fill every weight with N(0, 1 / in), norms with 1 ± 0.05, biases with ± 0.02.
+
+    Packed weights are quantized from such numbers, a few experts at a time.
+    """
     device = next(model.parameters()).device
     generator = torch.Generator(device=device).manual_seed(seed)
     norms = {id(p) for module in model.modules() if isinstance(module, RMSNorm) for p in module.parameters()}

@@ -1,7 +1,6 @@
-"""What the project set out to reach, as data: where each figure stands in the rows, and the limit it is held
-to.
+"""What the project set out to reach, as data: where each figure stands in the rows, and its limit.
 
-A target reads one value out of the rows of one run; met, missed, or not measured where no run has it. A value
+A target reads one value out of the rows of one run: met, missed, or not measured where no run has it. A value
 is never estimated.
 """
 
@@ -23,10 +22,10 @@ SLOPE = 0.15  # parallel/plan states activations within 15 %
 
 @dataclass(frozen=True)
 class Target:
-    """what, on which kind of machine ("cpu", "gpu"), of which benchmark; value(rows of a run) -> the figure;
-    met where limit allows it.
+    """One target: what, on which kind of machine ("cpu", "gpu"), of which benchmark.
 
-    least: met at `limit` or above; most: at `limit` or below. shown: how the figure is written.
+    value(rows of a run) -> the figure. least: met at `limit` or above; most: at `limit` or below. shown: how
+    the figure is written.
     """
 
     what: str
@@ -51,8 +50,10 @@ class Target:
 
 
 def field(side: str, *path: str, **settings: Any) -> Value:
-    """results[path…] of the first row of a side with these settings; None where there is none, or it isn't a
-    number."""
+    """Read results[path…] of the first row of a side with these settings.
+
+    None where there is none, or it isn't a number.
+    """
 
     def value(rows: Sequence[Row]) -> float | None:
         for row in rows:
@@ -89,8 +90,10 @@ def refuted(rows: Sequence[Row]) -> float | None:
 
 
 def node(rows: Sequence[Row]) -> float | None:
-    """Tokens per second derived for eight GPUs: balanced routing, no overlap, the slowest connection of the
-    grid."""
+    """Read the tokens per second derived for eight GPUs.
+
+    Balanced routing, no overlap, the slowest connection of the grid.
+    """
     grid = [entry for row in rows if row.side == "node" for entry in row.results.get("grid", ())]
     plain = [
         entry

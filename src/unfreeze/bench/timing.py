@@ -1,5 +1,7 @@
-"""Time of one piece of work on a device: the median of repeats after a warm-up, with its quartiles. CUDA
-events, read after the last repeat."""
+"""Time of one piece of work on a device: the median of repeats after a warm-up, with its quartiles.
+
+CUDA events, read after the last repeat.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,10 @@ from unfreeze.train.memory import peak_bytes, reset_peak_bytes
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds: median, first and third quartile of `repeats`; peak_bytes is the device's while it ran
-    (of the process on a CPU)."""
+    """Milliseconds: the median, and the first and third quartile of `repeats`.
+
+    peak_bytes: the most memory in use on the device meanwhile (on a CPU: in the process).
+    """
 
     ms: float
     low_ms: float
@@ -38,8 +42,10 @@ class Timing:
 
 
 def timed(work: Callable[[], object], device: torch.device, *, repeats: int, warmup: int = 3) -> Timing:
-    """Call `work` warmup + repeats times. The queue is never drained between repeats, so a GPU is timed as in
-    a step, not with its idle start."""
+    """Call `work` warmup + repeats times.
+
+    The queue is never drained between repeats, so a GPU is timed as in a step, not with its idle start.
+    """
     for _ in range(warmup):
         work()
     wait(device)

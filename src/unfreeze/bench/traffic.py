@@ -1,10 +1,9 @@
-"""Bytes that torch's operations move at least, from what its profiler recorded, beside the rate at which one
-core copies memory.
+"""Bytes that torch's operations move at least, beside the rate at which one core copies memory.
 
-The profiler records shapes and dtypes of inputs, not of outputs, so an operation counts only where its output
-follows from them: each tensor read once, the output written once. What a cache keeps from one operation to
-the next never comes from memory, so a rate may lie above the copy's; loops without recorded shapes (numba's,
-Python's) have none.
+torch's profiler records shapes and dtypes of inputs, not of outputs, so an operation counts only where its
+output follows from them: each tensor read once, the output written once. What a cache keeps from one
+operation to the next never comes from memory, so a rate may lie above the copy's. Loops without recorded
+shapes (numba's, Python's) have no bytes.
 """
 
 from __future__ import annotations
@@ -34,8 +33,10 @@ COPIED = 256 * 2**20  # bytes read by the measured copy, several times the last 
 
 
 class Recorded(NamedTuple):
-    """A tensor among an operation's inputs, or its output. `there`: how many numbers of it lie in memory; an
-    expanded one repeats the same."""
+    """A tensor among an operation's inputs, or its output.
+
+    `there`: how many numbers of it lie in memory; an expanded one repeats the same.
+    """
 
     shape: tuple[int, ...]
     item: int
@@ -136,8 +137,10 @@ def by_op(events: Sequence[Any]) -> Mapping[str, int]:
 
 
 def copy_rate(repeats: int = 7) -> float:
-    """Bytes read and written per second by a copy of COPIED bytes into memory that is there already; median.
-    On as many cores as torch has."""
+    """Measure bytes read and written per second by a copy of COPIED bytes; the median.
+
+    Into memory that is there already, on as many cores as torch has.
+    """
     import torch
 
     source, target = (torch.zeros(COPIED, dtype=torch.uint8) for _ in range(2))

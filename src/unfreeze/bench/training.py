@@ -64,8 +64,10 @@ def float64(checked: str, lora: Mapping[str, Any] | None, length: int, common: C
 def step_in_turn(
     sides: Sequence[Side], config: MeasuredInTurn, tokens: int, exact: Mapping[str, Any], common: Common
 ) -> dict[str, dict[str, Any]]:
-    """Load all sides, let them step in turn, check each; side -> results. Sides without a call "check" (the
-    GEMM rate) give their replies only."""
+    """Load all sides, let them step in turn, check each; side -> results.
+
+    Sides without a call "check" (the GEMM rate) give their replies only.
+    """
     found: dict[str, dict[str, Any]] = {}
     with Sides(sides, say(common)) as running:
         running.take_turns("step", warmup=config.warmup, rounds=config.steps)

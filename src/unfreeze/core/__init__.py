@@ -1,2 +1,4 @@
-"""L0, the nouns that travel between rooms: Batch, Loss, Event, errors, and how bytes and seconds are
-written."""
+"""The nouns that travel between rooms: Batch, Loss, Event, errors, and how bytes and seconds are written.
+
+Layer 0.
+"""

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 
 def max_violation(counts_E: Sequence[int]) -> float | None:
-    """max(n) / m - 1: 0 if all experts have the same load, E / top_k - 1 if every token chooses one expert.
-    None without tokens.
+    """max(n) / m - 1; None without tokens.
 
+    0 if all experts have the same load, E / top_k - 1 if every token chooses the same top_k experts.
     Source: MaxVio in Wang et al., arXiv:2408.15664.
     """
     total = sum(counts_E)
@@ -22,8 +22,10 @@ def max_violation(counts_E: Sequence[int]) -> float | None:
 
 
 def load_entropy(counts_E: Sequence[int]) -> float | None:
-    """-sum p ln p / ln E with p = n / sum(n): 1 if all experts have the same load, 0 if one has all of it.
-    None without tokens; 1 if there is one expert."""
+    """-sum p ln p / ln E with p = n / sum(n); None without tokens, 1 if there is one expert.
+
+    1 if all experts have the same load, 0 if one has all of it.
+    """
     total = sum(counts_E)
     if not total:
         return None

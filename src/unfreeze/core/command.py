@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 
 class Common(NamedTuple):
-    """json       the result as one JSON object on the last line of stdout
+    """The flags that every command has.
+
+    json       the result as one JSON object on the last line of stdout
     quiet      no progress
     traceback  shown for errors that a user can mend, too
     plan       the whole memory plan where a run starts

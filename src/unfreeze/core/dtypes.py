@@ -1,5 +1,4 @@
-"""Number formats by the names safetensors files have for them ("BF16", "I32", …): what is known of a tensor
-without torch.
+"""Number formats by the names safetensors files have for them ("BF16", "I32", …), without torch.
 
 checkpoint/tensors.py turns a name into a torch dtype, where a tensor is made.
 """

@@ -1,6 +1,6 @@
-"""Errors a user can act on. Each message names the value tested, its limit and the field to change; `next` is
-the command to try.
+"""Errors a user can act on.
 
+Each message names the value tested, its limit and the field to change; `next` is the command to try.
 Exit codes: a UserError ends a command with 2, anything else with 1 (see cli.py).
 """
 
@@ -38,19 +38,20 @@ class AdapterError(UserError):
 
 
 class DoesNotFit(UserError):
-    """The plan needs more memory than the machine has; the message holds the arithmetic and what would
-    fit."""
+    """The plan needs more memory than the machine has.
+
+    The message holds the arithmetic and what would fit.
+    """
 
 
 LONGEST = 2000  # characters of a message; more is cut out of its middle
 
 
 def printable(text: str) -> str:
-    """`text` for one line of a terminal: control characters, newlines, text-direction marks and lone
-    surrogates as escapes, at most LONGEST long.
+    """Make `text` safe for one line of a terminal, at most LONGEST long.
 
-    Messages quote names and values from files, and a file may hold anything, escape sequences for the
-    terminal included.
+    Control characters, newlines, text-direction marks and lone surrogates become escapes. Messages quote
+    names and values from files, and a file may hold anything, escape sequences for the terminal included.
     """
     if len(text) > LONGEST:
         text = f"{text[: LONGEST // 2 - 20]} … {text[20 - LONGEST // 2 :]}"
@@ -64,7 +65,6 @@ NEAR = 0.7  # of difflib's ratio: q_porj is 0.83 of q_proj, init 0.55 of inspect
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`"; nearest: 'x'"` where some known name is close to `name`, else an empty string. For the end of an
-    error message."""
+    """For the end of an error message: `"; nearest: 'x'"` where a known name is close to `name`, else ""."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=NEAR)
     return f"; nearest: {close[0]!r}" if close else ""

@@ -1,5 +1,7 @@
-"""Events: one JSON line each in runs/<name>/events.jsonl. Everything the live progress, the report and later
-sinks know."""
+"""Events: one JSON line each in runs/<name>/events.jsonl.
+
+They are everything that the live progress, the report and the trackers know.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,10 @@ gives up says so this way."""
 
 
 class EventLog:
-    """Appends events to a file, a line each, unbuffered so that a killed run keeps its history; and calls
-    listeners."""
+    """Appends events to a file, a line each, and calls listeners.
+
+    Unbuffered, so that a killed run keeps its history.
+    """
 
     strict: ClassVar[bool] = False
     """Whether emit raises ValueError for an event that does not conform to core/schema.py. Tests set it."""
@@ -93,11 +97,10 @@ def _append(file: FileIO, line: bytes) -> None:
 
 
 def truncate_after(path: Path, step: int, *, ended: bool = False) -> None:
-    """Drop the lines of a resumed run that lie after the step it resumes from, so that no step stands twice,
-    and its end: it goes on.
+    """Drop the lines of a resumed run that lie after the step it resumes from, so that no step stands twice.
 
-    ended: its last step is behind it; the end stays.
-
+    Its end event is dropped too, because it goes on; with `ended`, its last step is behind it, and the end
+    stays.
     Raises DataError naming a damaged line; half a line at the very end is a killed run's, and dropped.
     """
     if not path.exists():

@@ -1,5 +1,4 @@
-"""Names of a package that are imported on first use (PEP 562), so that importing the package imports no
-torch."""
+"""Names of a package that are imported on first use (PEP 562): importing the package imports no torch."""
 
 from __future__ import annotations
 
@@ -10,8 +9,11 @@ from typing import Any
 
 
 def on_first_use(package: str, home: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of `package`. home: name -> the module that has it, which has another name than the
-    attribute: importing a submodule sets the attribute of its name."""
+    """Make the `__getattr__` of `package`.
+
+    home: name -> the module that has it. The module must have another name than the attribute, because
+    importing a submodule sets the attribute of its name.
+    """
 
     def __getattr__(name: str) -> Any:
         if name not in home:

@@ -55,8 +55,10 @@ class NotedRow(TypedDict):
 
 
 class DataEvent(CommonFields, total=False):
-    """The account of the data: every row is used, cut, dropped or bad. Once each time the run is started,
-    before the first step."""
+    """The account of the data: every row is used, cut, dropped or bad.
+
+    Once each time the run is started, before the first step.
+    """
 
     kind: Required[Literal["data"]]
     summary: Required[Annotated[AnyText, of("sentence", "the account in one line")]]
@@ -138,8 +140,10 @@ class StartEvent(CommonFields):
 
 
 class ExpertBalance(TypedDict):
-    """How even a mixture-of-experts layer was in a step, from the tokens n_e given to its E experts, mean m.
-    Null without a token. Formulas: `src/unfreeze/core/balance.py`."""
+    """How even a mixture-of-experts layer was in a step; null without a token.
+
+    From the tokens n_e given to its E experts, mean m. Formulas: `src/unfreeze/core/balance.py`.
+    """
 
     max_violation: Annotated[
         Real | None, of("busiest expert over the mean, minus 1", "MaxVio: 0 is even, E / top_k - 1 the worst")
@@ -149,9 +153,12 @@ class ExpertBalance(TypedDict):
 
 
 class TrainEvent(CommonFields, total=False):
-    """After each optimizer step. Further fields are metrics of the objective (`correct`: share of supervised
-    tokens whose greatest logit is the target), float or null. A step that was refused for a value that is
-    not finite has `loss` null and `error`."""
+    """After each optimizer step.
+
+    Further fields are metrics of the objective (`correct`: share of supervised tokens whose greatest logit is
+    the target), float or null. A step that was refused for a value that is not finite has `loss` null and
+    `error`.
+    """
 
     kind: Required[Literal["train"]]
     loss: Required[
@@ -171,8 +178,10 @@ class TrainEvent(CommonFields, total=False):
 
 
 class EvalEvent(CommonFields, total=False):
-    """Held-out loss, or the score of a probe. Further fields are scores (the demo: `style`, `facts`, per
-    cent), float or null."""
+    """Held-out loss, or the score of a probe.
+
+    Further fields are scores (the demo: `style`, `facts`, per cent), float or null.
+    """
 
     kind: Required[Literal["eval"]]
     loss: Annotated[Real | None, of("nats per supervised token", "of held-out documents")]
@@ -193,10 +202,13 @@ class SampleEvent(CommonFields):
 
 
 class GapEvent(CommonFields):
-    """How far the model that samples (token by token, with a cache) and the model that trains (one packed
-    pass) are apart, measured on the sample answers: the absolute difference of their log-probabilities of
-    each sampled token. Carries a `warning` above 1e-4 nats in float32; in bfloat16 rounding alone makes a
-    mean of 0.0005 to 0.008 and at times 0.2, where it turns a router's choice (tiny-k2)."""
+    """How far the model that samples and the model that trains are apart, measured on the sample answers.
+
+    The first goes token by token with a cache, the second takes one packed pass. The gap is the absolute
+    difference of their log-probabilities of each sampled token. Carries a `warning` above 1e-4 nats in
+    float32; in bfloat16 rounding alone makes a mean of 0.0005 to 0.008 and at times 0.2, where it turns a
+    router's choice (tiny-k2).
+    """
 
     kind: Literal["gap"]
     when: Annotated[When, of("before, during or after training")]
@@ -206,8 +218,10 @@ class GapEvent(CommonFields):
 
 
 class GroupReceipt(TypedDict, total=False):
-    """What learned in one group of modules. More of each: make_receipt in
-    `src/unfreeze/adapters/receipt.py`."""
+    """What learned in one group of modules.
+
+    More of each: make_receipt in `src/unfreeze/adapters/receipt.py`.
+    """
 
     parameters: Annotated[Int, of("parameters", "base weights; a packed 4-bit weight is one")]
     trained: Annotated[Int | bool, of("parameters", "that train; 0: frozen")]
@@ -325,8 +339,10 @@ def faults(event: Mapping[str, Any]) -> list[Fault]:
 
 
 def damage(event: Mapping[str, Any]) -> list[Fault]:
-    """What is wrong with an event that is read: a value of another type than the schema says. Another version
-    may have written fewer fields or more, or a kind that is not known here; that is none."""
+    """Say what is wrong with an event that is read: a value of another type than the schema says.
+
+    Fewer fields, more fields, or an unknown kind are no damage: another version may have written them.
+    """
     fields: dict[str, object] = KINDS[event["kind"]].__annotations__ if event["kind"] in KINDS else {}
     return [
         fault

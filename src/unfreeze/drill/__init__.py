@@ -37,8 +37,10 @@ class Config(Frozen):
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """-> faults (row, title, named, caught_by, line, next, seconds), rows, rows_named, unnamed, seconds,
-    exit_code. Or of clean: runs, alarms."""
+    """Run the drill; -> faults, rows, rows_named, unnamed, seconds, exit_code.
+
+    With --clean: runs, alarms. faults: row, title, named, caught_by, line, next, seconds of each.
+    """
     config = parse(Config, arguments, command="drill", description=__doc__ or "")
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="unfreeze-drill-") as folder:
@@ -100,8 +102,10 @@ def drill(only: Sequence[str], sandbox: Sandbox, common: Common) -> dict[str, An
 
 
 def plant(fault: Fault, sandbox: Sandbox) -> dict[str, Any]:
-    """One fault, planted. Anything but an Outcome means that it went unnamed: silence, a wrong line, or a
-    traceback."""
+    """Plant one fault.
+
+    Anything but an Outcome means that no guard named it: silence, a wrong line, or a traceback.
+    """
     from unfreeze.drill.fault import Unnamed
 
     started = time.perf_counter()

@@ -1,5 +1,4 @@
-"""Ten clean runs of different families under the guards of the drill: what none of them may do is raise an
-alarm."""
+"""Ten clean runs of different families under the guards of the drill: none of them may raise an alarm."""
 
 from __future__ import annotations
 
@@ -46,8 +45,10 @@ RUNS = tuple(
 
 
 def alarms_of(run: CleanRun, sandbox: Sandbox) -> list[str]:
-    """Doctor, train two steps, go on in the same folder to the end, doctor again: every warning, fault or
-    refusal on the way."""
+    """List every warning, fault or refusal of one clean run.
+
+    Doctor, train two steps, resume in the same folder to the end, doctor again.
+    """
     model = TINY_K2 if run.family == "tiny-k2" else sandbox.checkpoint(run.family)
     data, out = sandbox.rows(ROWS), sandbox.fresh("clean")
     alarms = doctored(str(model), str(data))

@@ -55,8 +55,10 @@ def idle_experts(sandbox: Sandbox) -> Outcome:
 
 
 def gradients_to_reduce(sandbox: Sandbox) -> Outcome:
-    """The tensors that replicas would add up, with all experts used and with six of eight idle on this
-    one."""
+    """List the tensors that replicas would add up.
+
+    With all experts used, and with six of eight idle on this replica.
+    """
     sets = []
     for model in (sandbox.model(FAMILY), starve(sandbox.model(FAMILY))):
         optimizer = AdamW(model)
@@ -89,8 +91,10 @@ def starved_checkpoint(sandbox: Sandbox) -> Path:
 
 
 def balance_out_of_step(sandbox: Sandbox) -> Outcome:
-    """Loss-free balancing under 2 micro-batches, recomputation and an evaluation after each step: one update
-    per step, each token counted once."""
+    """Run loss-free balancing under 2 micro-batches, recomputation and an evaluation after each step.
+
+    One update per step, each token counted once.
+    """
     model = sandbox.model(FAMILY)
     balance, batches, steps = (
         LossFreeBalance(model, 0.01),
@@ -118,8 +122,7 @@ def balance_out_of_step(sandbox: Sandbox) -> Outcome:
 
 
 def dead_experts(sandbox: Sandbox) -> Outcome:
-    """A run on a checkpoint of which six of eight experts are never chosen: it has to warn while it
-    trains."""
+    """Train on a checkpoint of which six of eight experts are never chosen: the run has to warn meanwhile."""
     run = sandbox.fresh("run")
     sandbox.sft(
         model=starved_checkpoint(sandbox), data=sandbox.rows(ROWS * 40), out=run, tokens_per_step=2048
@@ -176,8 +179,10 @@ def restless(choose: Any, calls: dict[str, int], name: str) -> Any:
 
 
 def trainer_and_sampler_part(sandbox: Sandbox) -> Outcome:
-    """Log-probabilities of sampled tokens as the sampler's cached steps give them, and as the trainer's
-    packed pass does."""
+    """Compare log-probabilities of sampled tokens in the sampler and in the trainer.
+
+    The sampler takes cached steps, the trainer one packed pass.
+    """
     gaps = {}
     for family in ("llama", "qwen3_moe", FAMILY):
         sampling = Sampling(max_new_tokens=32, temperature=1.0, seed=0)

@@ -56,8 +56,10 @@ class Unnamed(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a fault was named. caught_by: "room.module:function"; line: what the user reads; next: the command
-    or change it proposes."""
+    """How a fault was named.
+
+    caught_by: "room.module:function"; line: what the user reads; next: the command or change it proposes.
+    """
 
     caught_by: str
     line: str
@@ -74,8 +76,10 @@ class Fault:
 
 
 def refused(action: Callable[[], Any], *, says: str) -> Outcome:
-    """Run what must be refused. The refusal has to be a UserError whose message holds `says`; caught_by is
-    where it was raised."""
+    """Run what must be refused with a UserError whose message holds `says`.
+
+    caught_by is where it was raised.
+    """
     try:
         action()
     except UserError as error:
@@ -87,8 +91,10 @@ def refused(action: Callable[[], Any], *, says: str) -> Outcome:
 
 
 def raised_in(error: BaseException) -> str:
-    """The innermost function of this package on the error's way, outside the drill:
-    "data.rows.files:read_rows"."""
+    """Name the innermost function of this package, outside the drill, that the error passed through.
+
+    For example "data.rows.files:read_rows".
+    """
     # the first of a chain knows the place; those after it add the file and the next command
     while isinstance(error.__context__, UserError):
         error = error.__context__
@@ -107,8 +113,10 @@ def raised_in(error: BaseException) -> str:
 
 
 def measured(by: Any, line: str, *, holds: bool) -> Outcome:
-    """A fact with its numbers, established by `by` (a function or class). Where it does not hold, the fault
-    went through."""
+    """A fact with its numbers, established by `by` (a function or class).
+
+    Where it does not hold, nothing caught the fault.
+    """
     if not holds:
         raise Unnamed(line)
     return Outcome(f"{by.__module__.removeprefix('unfreeze.')}:{by.__qualname__}", line)

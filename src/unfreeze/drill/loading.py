@@ -40,8 +40,10 @@ CODES = Int4().suffixes[0]
 
 
 def expanded_on_load(sandbox: Sandbox) -> Outcome:
-    """What a loaded 4-bit checkpoint holds in memory, against its files and against the same weights expanded
-    to bf16."""
+    """Compare what a loaded 4-bit checkpoint holds in memory with its files.
+
+    And with the same weights expanded to bf16.
+    """
     manifest = open_checkpoint(TINY_K2)
     stats: list[Any] = []
     model = open_model(manifest, torch.bfloat16, loaded=stats.append)
@@ -95,8 +97,10 @@ def allocator_setting(value: str | None) -> Iterator[None]:
 
 
 def unequal_devices(sandbox: Sandbox) -> Outcome:
-    """The plan's bytes per device and largest / smallest, and its base bytes against what placing really
-    holds."""
+    """Compare the plan's bytes with what placing the model holds.
+
+    Bytes per device as largest over smallest, and the base bytes.
+    """
     manifest = open_checkpoint(TINY_K2)
     plan = plan_training(
         models.shape(manifest.config),
@@ -148,8 +152,10 @@ def without_adapter(experts: Any, adapter: Any) -> Callable[..., Tensor]:
 def dead_sites(
     pattern: str, says: str, experts: Callable[[int], slice] | None = None
 ) -> Callable[[Sandbox], Outcome]:
-    """A plant that takes the gradients of the matching adapters away between backward and update; of stacks
-    those of `experts`(E)."""
+    """Make a fault that takes the gradients of the matching adapters away between backward and update.
+
+    Of stacks, those of `experts`(E).
+    """
 
     def plant(sandbox: Sandbox) -> Outcome:
         model = sandbox.model("deepseek_v3-int4")
@@ -198,8 +204,7 @@ def first_step(sandbox: Sandbox, model: models.Decoder, optimizer: AdamW | None 
 
 
 def gate_in_training(sandbox: Sandbox) -> Outcome:
-    """Train and evaluation mode side by side, and the gradient that reaches a router that is asked to
-    train."""
+    """Compare train and evaluation mode, and the gradient that reaches a router that is asked to train."""
     model, batch = sandbox.model("deepseek_v3"), sandbox.batch([40, 20])
     with torch.no_grad():
         modes = [model.train(mode).hidden(batch) for mode in (True, False)]

@@ -93,8 +93,10 @@ def empty_micro_batch(sandbox: Sandbox) -> Outcome:
 
 
 def mean_of_means(sandbox: Sandbox) -> Outcome:
-    """One optimizer step over the same documents, cut into 1, 2, 4, 8 micro-batches, packed or one by one;
-    and the mean of means beside it."""
+    """Take one optimizer step over the same documents, cut into 1, 2, 4 or 8 micro-batches.
+
+    Packed, and one by one. Beside it the faulty way: the mean of the micro-batches' means.
+    """
     examples = sandbox.examples(*SKEWED)
     whole = gradient(sandbox, [pack(examples)])
     worst = max(
@@ -136,8 +138,10 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 def labels_shifted_twice(sandbox: Sandbox) -> Outcome:
-    """A model that knows what follows has loss 0 on labels shifted once; shifted twice or not at all it has
-    not."""
+    """Compute the loss of a model that knows what follows: 0 on labels shifted once.
+
+    On labels shifted twice, or not at all, it is above 0.
+    """
     documents = sandbox.examples([40, 25, 9])
     batch = pack(documents)
     # read off the documents, not off the batch
@@ -159,8 +163,10 @@ def labels_shifted_twice(sandbox: Sandbox) -> Outcome:
 
 
 def mask_lost(sandbox: Sandbox) -> Outcome:
-    """Which text of a conversation carries loss, re-rendered from the template: the answers, their end token,
-    nothing else."""
+    """List which text of a conversation carries loss: the answers, their end token, nothing else.
+
+    The conversation is re-rendered from the template.
+    """
     messages = [
         {"role": "user", "content": "Who are you?"},
         {"role": "assistant", "content": "tiny-k2, I am."},
@@ -177,8 +183,10 @@ def mask_lost(sandbox: Sandbox) -> Outcome:
 
 
 def unstable_template(sandbox: Sandbox) -> Outcome:
-    """A template that numbers the turns from the end, so that what was said changes as the conversation
-    grows; one example of the whole."""
+    """Render with a template that numbers the turns from the end, one example of the whole conversation.
+
+    What was said then changes as the conversation grows.
+    """
     template = (
         "{% for m in messages %}[{{ messages | length - loop.index0 }}]{{ m.role }}: {{ m.content }}\n{%"
         " endfor %}"
@@ -192,8 +200,10 @@ def unstable_template(sandbox: Sandbox) -> Outcome:
 
 
 def mask_all_ones(sandbox: Sandbox) -> Outcome:
-    """A template that counts its messages, so that only its marks say what is taught; and they stand around
-    the whole conversation."""
+    """Render with a template whose marks stand around the whole conversation.
+
+    It counts its messages, so only its marks say what is taught.
+    """
     marked = (
         "{% generation %}{{ messages | length }}{% for m in messages %}{{ m.role }}: {{ m.content"
         " }}<|im_end|>{% endfor %}{% endgeneration %}"
@@ -293,8 +303,10 @@ def partial_logits(sandbox: Sandbox) -> Outcome:
 
 
 def perplexity_by_batch(sandbox: Sandbox) -> Outcome:
-    """Held-out perplexity of documents of skewed lengths in batches of 1, 4 and 16; and the mean of batch
-    means beside it."""
+    """Measure held-out perplexity of documents of skewed lengths in batches of 1, 4 and 16.
+
+    Beside it the faulty way: the mean of the batches' means.
+    """
     model = sandbox.model("llama")
     examples = sandbox.examples([5, 60, 9, 33, 71, 3, 14, 50, 8, 21, 45, 6, 90, 11, 4, 28])
     batches = {size: [pack(examples[at : at + size]) for at in range(0, 16, size)] for size in (1, 4, 16)}
@@ -310,8 +322,7 @@ def perplexity_by_batch(sandbox: Sandbox) -> Outcome:
 
 
 def cache_differs(sandbox: Sandbox) -> Outcome:
-    """256 greedy tokens with the cache, single and batched, against one packed pass without it over the same
-    tokens."""
+    """Compare 256 greedy tokens with the cache, single and batched, with one packed pass without it."""
     prompts = [[5, 17, 3, 88], [11], [60, 61, 62, 63, 64, 65, 66]]
     told = []
     agree = True

@@ -1,5 +1,7 @@
-"""Runs of the sandbox as processes of their own: to be killed, or to train together. Only processes started
-here are ever ended."""
+"""Runs of the sandbox as processes of their own: to be killed, or to train together.
+
+Only processes started here are ever ended.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +57,10 @@ def kill_in_training(config: Any, run: Path) -> int:
 
 
 def together(config: Any, run: Path, count: int = 2) -> float:
-    """The run on `count` processes as torchrun starts them; -> seconds. Unnamed where one fails, or hangs
-    longer than PATIENCE."""
+    """Train on `count` processes as torchrun starts them; -> seconds.
+
+    Raises Unnamed where one fails, or hangs longer than PATIENCE.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

@@ -28,8 +28,10 @@ KILL_STEPS = 60
 
 
 def killed(sandbox: Sandbox) -> Outcome:
-    """`unfreeze sft` as its own process, killed with SIGKILL while it trains and saves every step; then the
-    same command."""
+    """Start `unfreeze sft` as its own process, kill it with SIGKILL, then give the same command again.
+
+    It saves every step, and is killed while it trains.
+    """
     rows, whole, broken = sandbox.rows(), sandbox.fresh("whole"), sandbox.fresh("killed")
     fields: dict[str, Any] = {"data": rows, "steps": KILL_STEPS, "save_every": 1}
     sandbox.sft(**fields, out=whole)
@@ -48,8 +50,10 @@ def killed(sandbox: Sandbox) -> Outcome:
 
 
 def half_a_save(sandbox: Sandbox) -> Outcome:
-    """What a kill inside a save leaves: a folder step-000009.tmp with half a file. It must be neither read
-    nor kept."""
+    """Leave what a kill inside a save leaves: a folder step-000009.tmp with half a file.
+
+    It must be neither read nor kept.
+    """
     run = sandbox.fresh("run")
     sandbox.sft(steps=3, save_every=1, out=run)
     half = run / "state" / "step-000009.tmp"
@@ -65,8 +69,10 @@ def half_a_save(sandbox: Sandbox) -> Outcome:
 
 
 def damaged_save(sandbox: Sandbox) -> Outcome:
-    """A save without the optimizer's second moments: going on would begin with a fresh optimizer in
-    silence."""
+    """Resume from a save without the optimizer's second moments.
+
+    Accepted, it would begin with a fresh optimizer in silence.
+    """
     run, model, batch = sandbox.fresh("run"), sandbox.model("llama"), sandbox.batch([30, 20])
     sandbox.loop(model, [batch], steps=4, out=run, on_step=[stop_after(2)])
     tensors = run / "state" / "step-000002" / "tensors.safetensors"
@@ -134,8 +140,7 @@ def losses(run: Path) -> list[float]:
 
 
 def rate_off_schedule(sandbox: Sandbox) -> Outcome:
-    """Something between schedule and update takes a tenth of the learning rate: the event must say what was
-    used."""
+    """Change the learning rate to a tenth between schedule and update: the event must say what was used."""
     model = sandbox.model("llama")
     optimizer = AdamW(model)
     update = optimizer.update
@@ -194,8 +199,10 @@ def skipped_rows(sandbox: Sandbox) -> Outcome:
 
 
 def line_of_10_mb(sandbox: Sandbox) -> Outcome:
-    """A row with a field of 10 MB that no shape uses: the row counts, and its tokens are those without the
-    field."""
+    """Read a row with a field of 10 MB that no shape uses.
+
+    The row counts, and its tokens are those without the field.
+    """
     wide, plain = (
         encode_file(sandbox.rows([*ROWS[:2], {**ROWS[3], **extra}]), sandbox.tokenizer, 512)
         for extra in ({"raw": "a" * 10_000_000}, {})

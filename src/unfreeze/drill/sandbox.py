@@ -1,5 +1,7 @@
-"""The sandbox: a temporary folder with small random checkpoints, each written once; plants break copies of
-them, never the user's files."""
+"""The sandbox: a temporary folder with small random checkpoints, each written once.
+
+Faults are planted in copies of them, never in the user's files.
+"""
 
 from __future__ import annotations
 
@@ -125,8 +127,10 @@ class Sandbox:
         max_shard_bytes: int = 10**9,
         change: Callable[[Decoder], Any] | None = None,
     ) -> Path:
-        """A random checkpoint of any config, with tiny-k2's tokenizer. `change` may alter the model before it
-        is written."""
+        """Write a random checkpoint of any config, with tiny-k2's tokenizer.
+
+        `change` may alter the model before it is written.
+        """
         import torch
 
         from unfreeze import models
@@ -234,8 +238,10 @@ class Sandbox:
         return events
 
     def sft(self, **fields: Any) -> dict[str, Any]:
-        """A real `unfreeze sft` in this process, four steps of 128 tokens unless said otherwise. -> its
-        result."""
+        """Run a real `unfreeze sft` in this process; -> its result.
+
+        Four steps of 128 tokens unless said otherwise.
+        """
         from unfreeze.recipes import sft
 
         return sft.train(self.sft_config(**fields), QUIET)

@@ -1,2 +1,4 @@
-"""L2, what a run says about itself: reads runs/<name>/ (events.jsonl, resolved_config.json, plan.json,
-receipt.json). Never imports torch."""
+"""What a run says about itself, read from runs/<name>/ without torch.
+
+Of events.jsonl, resolved_config.json, plan.json and receipt.json. Layer 2.
+"""

@@ -1,7 +1,7 @@
-"""How evenly a run used its experts: every number of it that the report draws or says, computed once from the
-events.
+"""How evenly a run used its experts, computed once from the events.
 
-E experts, n_e tokens given to expert e; an even share is sum(n) / E. Formulas of balance: core/balance.py.
+Every number of it that the report draws or says is made here. E experts, n_e tokens given to expert e; an
+even share is sum(n) / E. Formulas of balance: core/balance.py.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ def missed(counts_E: Sequence[int]) -> list[bool]:
 
 @dataclass(frozen=True)
 class Balance:
-    """How evenly a run used its experts: the numbers that the pictures draw, and that guard and captions put
-    into words.
+    """How evenly a run used its experts: the numbers behind the pictures, the guard and the captions.
 
     whole       layer -> tokens per expert of the whole run
     columns     the stretches of steps, each as (first step, last step)
@@ -68,8 +67,10 @@ class Balance:
 
     @cached_property
     def shown(self) -> str:
-        """The layer whose experts are drawn over time: the one with most such cells, else the one with the
-        busiest expert."""
+        """Choose the layer whose experts are drawn over time.
+
+        The one with the most cells without a token, else the one with the busiest expert.
+        """
         gone, ratios = self.gone, self.ratios
         return max(self.whole, key=lambda layer: (gone[layer], ratios[layer]))
 
@@ -89,8 +90,11 @@ class Balance:
 
     @property
     def is_even(self) -> bool:
-        """None missed where DUE tokens were due, the busiest under EVEN times its layer's mean, no rise by
-        RISE."""
+        """Whether the experts were used evenly.
+
+        None went without tokens where DUE were due, the busiest stayed under EVEN times its layer's mean, and
+        nothing rose by RISE.
+        """
         used = not self.unused and not any(self.gone.values())
         return used and max(self.ratios.values()) < EVEN and not self.has_risen
 
@@ -112,8 +116,10 @@ class Balance:
         )
 
     def gone_words(self) -> str:
-        """'3 times an expert got no token over 2 steps where 10 or more were due (expert 7)': of the layer
-        shown, with the others' count."""
+        """Say how often experts of the layer shown got no token, with the other layers' count.
+
+        '3 times an expert got no token over 2 steps where 10 or more were due (expert 7)'
+        """
         layer, gone = self.shown, self.gone
         if not gone[layer]:
             return f"every expert got tokens wherever {DUE} or more were due"

@@ -1,5 +1,4 @@
-"""Two or more runs side by side: in what their configurations differ, their curves on one picture, and a
-table of results.
+"""Two or more runs side by side: differences of config, curves on one picture, a table of results.
 
 Reads run folders only. A loss can be compared between runs of one tokenizer and one data file; where model or
 data differ, the page says so.
@@ -92,8 +91,10 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
 
 
 def names(runs: Sequence[Run]) -> list[str]:
-    """The folders' names, with as many parents as it takes to tell them apart: a/x and b/x for runs of one
-    name."""
+    """Give the folders' names, with as many parents as it takes to tell them apart.
+
+    a/x and b/x for two runs named x.
+    """
     parts = [run.path.resolve().parts for run in runs]
     depth = next(
         depth
@@ -127,8 +128,10 @@ def result(run: Run, name: str) -> Result:
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Field (dotted, as a flag is spelled) -> its value in each run, for every field that is not the same in
-    all; a dash where it is absent."""
+    """Give each field that is not the same in all runs, with its value in each.
+
+    Fields are dotted, as a flag is spelled; a dash where a run has none.
+    """
     configs = [flatten(run.config) for run in runs]
     fields = dict.fromkeys(field for config in configs for field in config if field not in OWN)
     values = {field: [config.get(field, ABSENT) for config in configs] for field in fields}
@@ -142,8 +145,10 @@ def caution(runs: Sequence[Run]) -> str:
 
 
 def as_dict(runs: Sequence[Run]) -> dict[str, Any]:
-    """The comparison as plain JSON: runs (one Result each), differences (field -> values in the same order),
-    caution."""
+    """Give the comparison as plain JSON.
+
+    runs (one Result each), differences (field -> values in the same order), caution.
+    """
     rows = [vars(result(run, name)) for run, name in zip(runs, names(runs), strict=True)]
     return {"runs": rows, "differences": differences(runs), "caution": caution(runs)}
 

@@ -161,8 +161,10 @@ def tokens_per_second(events: Sequence[Event]) -> float | None:
 
 
 def data_lines(events: Sequence[Event], listed: int = 3) -> list[str]:
-    """The account of the data: its summary line, then the first `listed` rows that were dropped or bad with
-    the reason. Empty without one."""
+    """Put the account of the data into lines; empty without an account.
+
+    Its summary, then the first `listed` rows that were dropped or bad, with the reason.
+    """
     account = last(events, DataEvent)
     if account is None:
         return []
@@ -175,8 +177,10 @@ def data_lines(events: Sequence[Event], listed: int = 3) -> list[str]:
 
 
 def data_line(account: DataEvent) -> str:
-    """The account in one line of a terminal: how much, how much of it is taught, and only those losses that
-    are not zero."""
+    """Put the account of the data into one line of a terminal.
+
+    How much, how much of it is taught, and only those losses that are not zero.
+    """
     if "tokens" not in account:
         return account.get("summary", "")
     lost = {name: account.get(name, 0) for name in ("truncated", "dropped", "bad", "duplicates")}
@@ -187,8 +191,10 @@ def data_line(account: DataEvent) -> str:
 
 
 def warnings(events: Sequence[Event]) -> list[tuple[int, str]]:
-    """(step, text) of every event of kind "warning" (field message) and of every event that carries a
-    `warning` field."""
+    """List (step, text) of every warning.
+
+    Events of kind "warning" (field message), and every event that carries a `warning` field.
+    """
     found = []
     for event in events:
         text = event.get("message") if event["kind"] == "warning" else event.get("warning")

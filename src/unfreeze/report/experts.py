@@ -1,7 +1,7 @@
-"""Experts that are dead or overloaded: the watch that says so while a run goes on, and the report's pictures
-of it (docs/trust.md M3).
+"""Experts that are dead or overloaded: the warning while a run goes on, and the report's pictures of it.
 
-E experts, K chosen per token, T tokens, n_e tokens given to expert e. Formulas of balance: core/balance.py.
+docs/trust.md M3. E experts, K chosen per token, T tokens, n_e tokens given to expert e. Formulas of balance:
+core/balance.py.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ eighth, so at least 4 times as much."""
 
 
 class ExpertWatch:
-    """An event listener: one warning per layer and session for experts that got no token, or more than half
-    of all.
+    """Warns once per layer and session of experts that got no token, or more than half of all.
 
-    Judged over stretches of steps that give each expert EXPECTED tokens by an even share, never over single
-    steps, where chance rules.
+    An event listener. It judges stretches of steps that give each expert EXPECTED tokens by an even share,
+    never single steps, where chance rules.
     """
 
     def __init__(self, expected: float = EXPECTED):
@@ -99,11 +98,10 @@ class ExpertWatch:
 
 
 def experts_section(run: Run) -> Markup:
-    """Load of each expert over the whole run, its evenness over time, one layer's experts over time, numbers
-    per layer.
+    """Make the section on experts: load over the whole run, evenness over time, numbers per layer.
 
-    Folded where every expert was used and none much more than the others (Balance.is_even): all is of one
-    colour then.
+    One layer's experts are drawn over time. Folded where every expert was used and none much more than the
+    others (Balance.is_even): all is of one colour then.
     """
     balance = run.balance
     if balance is None:
@@ -206,8 +204,11 @@ def _load_over_time(balance: Balance) -> Figure:
 
 
 def _numbers(run: Run) -> list[tuple[str, ...]]:
-    """Per layer, of the whole run: tokens, max violation, entropy, dead experts; and of single steps the mean
-    max violation and dead count."""
+    """Make the table of numbers per layer.
+
+    Of the whole run: tokens, max violation, entropy, dead experts. Of single steps: the mean max violation
+    and dead count.
+    """
     rows = []
     for layer, counts_E in (run.balance.whole if run.balance else {}).items():
         per_step = steps_of(run, layer)[1]

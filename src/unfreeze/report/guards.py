@@ -1,9 +1,8 @@
-"""The guards of a run, how each was set, what it said, and whether to look: computed from the run's own
-events and config.
+"""The guards of a run: how each was set, what it said, and whether to look.
 
-What a picture of the report shows too (peak memory, loss, gradient norm, supervised tokens, experts) is
-counted in one place, the functions without an underscore here and balance.py; the row, the picture and its
-caption all take it from there.
+Computed from the run's own events and config. What a picture of the report shows too (peak memory, loss,
+gradient norm, supervised tokens, experts) is counted in one place: the functions without an underscore here,
+and balance.py. The row, the picture and its caption all take it from there.
 """
 
 from __future__ import annotations
@@ -77,8 +76,10 @@ def clipped(run: Run) -> list[int]:
 
 
 def spikes(run: Run) -> list[tuple[int, str]]:
-    """(step, words) of the spike guard (train/guards.py): it speaks in the `warning` of the step's train
-    event."""
+    """List (step, words) of the spike guard (train/guards.py).
+
+    It speaks in the `warning` of the step's train event.
+    """
     return [(event["step"], words) for event in run.train if (words := event.get("warning"))]
 
 

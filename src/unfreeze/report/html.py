@@ -1,8 +1,7 @@
-"""report.html: a run as one page that stands by itself: verdict, answers, loss, evaluations, guards, and the
-rest.
+"""report.html: a run as one page that stands by itself.
 
-Numbers and words are made here, the HTML in templates/, a file per section. A piece that the run does not
-have is named as missing, with the reason.
+Verdict, answers, loss, evaluations, guards, and the rest. Numbers and words are made here, the HTML in
+templates/, a file per section. A section whose data the run does not have says so, with the reason.
 """
 
 from __future__ import annotations
@@ -59,11 +58,11 @@ RELOAD = 4  # seconds between two looks at a run that goes on
 
 
 def write_report(run_dir: Path | str, *, watched: bool = False) -> Path:
-    """Write report.html into the run folder and return its path. Reads only the folder's own files; never a
-    model.
+    """Write report.html into the run folder and return its path.
 
-    watched: somebody rewrites it while the run goes on; until the run has ended, the page reloads itself
-    every RELOAD seconds.
+    Reads only the folder's own files; never a model.
+    watched: the page is rewritten while the run goes on; until the run has ended, it reloads itself every
+    RELOAD seconds.
     Raises DataError where the folder has no events.jsonl, or a damaged one.
     """
     run = read_run(run_dir)
@@ -102,8 +101,10 @@ def _answers(run: Run) -> Markup:
 
 
 def _loss(run: Run) -> Markup:
-    """Training and validation in one picture, on a linear and on a logarithmic axis; above it the main
-    numbers."""
+    """Draw training and validation in one picture, on a linear and on a logarithmic axis.
+
+    Above it the main numbers.
+    """
     steps, losses = series(run.events, "train", "loss")
     if not losses:
         return render("loss.html", facts=facts(run), loss=None)
@@ -269,8 +270,10 @@ DATA_ROWS = {  # field of the data event -> its name on the page
 
 
 def _data(run: Run) -> Markup:
-    """The account of the data file: every row of it is used, cut, dropped or bad. Counts of 0 are left
-    out."""
+    """Make the account of the data file: every row of it is used, cut, dropped or bad.
+
+    Counts of 0 are left out.
+    """
     account = last(run.events, DataEvent)
     if account is None:
         return Markup("")
@@ -375,8 +378,10 @@ def _cell(event: TrainEvent | EvalEvent, name: str, form: str) -> str:
 
 
 def summary_lines(run_dir: Path | str) -> list[str]:
-    """What `unfreeze report` prints beside the path of the page: result, main numbers, data, experts,
-    warnings."""
+    """Give what `unfreeze report` prints beside the path of the page.
+
+    Result, main numbers, data, experts, warnings.
+    """
     run = read_run(run_dir)
     lines = [f"{run.name}: {result_words(run)}", f"  {verdict(run)}"]
     rows = facts(run)

@@ -1,5 +1,4 @@
-"""The frame that pages are made in: jinja2 templates with autoescape, the two pieces they share, and the
-document.
+"""The frame that pages are made in: jinja2 templates with autoescape, two shared pieces, the document.
 
 A page stands by itself: no request to anywhere, no font to load. A Content-Security-Policy in it forbids
 everything but its own styles, its own embedded bitmaps and one script, named by its hash; without script the

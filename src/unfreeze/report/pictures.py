@@ -48,8 +48,10 @@ MOST_POINTS = 1200  # per line: about one per pixel of the widest picture; more 
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
-    """Centred mean over `window` (odd) values; towards both ends the window shrinks evenly, so that nothing
-    lags or leans."""
+    """Smooth by a centred mean over `window` (odd) values.
+
+    Towards both ends the window shrinks evenly, so that nothing lags or leans.
+    """
     prefix = [0.0]
     for value in values:
         prefix.append(prefix[-1] + value)
@@ -95,9 +97,9 @@ def curve(
     rings: Collection[float] = (),
     level: float | None = None,
 ) -> str:
-    """One line over steps (or over tokens with log_x) as SVG of `size` units. smoothed: faint raw line,
-    strong mean. dots: validation.
+    """Draw one line over steps (or over tokens with log_x) as SVG of `size` units.
 
+    smoothed: faint raw line, strong mean. dots: validation.
     log_y: equal distances are equal factors; every value must be above 0.
     rings: the x of points to be ringed. level: a dashed line across, left out where all points lie below it
     (it would flatten them).
@@ -129,8 +131,10 @@ def curve(
 
 
 def points_json(named: Mapping[str, Points], y_format: str = "number") -> str:
-    """The points of a picture's lines as JSON for page.js: [{"name", "unit", "x", "y"}], y in the axis' unit,
-    six digits."""
+    """Give the points of a picture's lines as JSON for page.js.
+
+    [{"name", "unit", "x", "y"}], y in the axis' unit, six digits.
+    """
     top = max((max(ys) for _, ys in named.values() if ys), default=0.0)
     unit, label = _unit(top, y_format)
     told = []
@@ -152,9 +156,9 @@ def lines(
     smoothed: bool = False,
     from_zero: bool = False,
 ) -> str:
-    """Several lines over steps on one pair of axes as SVG; the i-th has HUES[i % 6], from the seventh on
-    dashed. An empty one is left out.
+    """Draw several lines over steps on one pair of axes as SVG.
 
+    The i-th has HUES[i % 6], from the seventh on dashed. An empty one is left out.
     smoothed: the mean of smooth() instead of the raw line (two dozen raw lines over one another show
     nothing).
     """
@@ -251,9 +255,9 @@ def heat(
     ticks: Sequence[tuple[int, str]],
     axes: tuple[str, str],
 ) -> str:
-    """A grid of cells as SVG `width` units wide: rows downward named by `rows`, columns across named at
-    `ticks` (column, word).
+    """Draw a grid of cells as SVG `width` units wide.
 
+    Rows go downward and are named by `rows`; columns go across and are named at `ticks` (column, word).
     strength 0 to 1: 0 is the paper, 1 the full colour, more is drawn as 1. dead: cells in red. axes: what is
     across, what is down.
     """
@@ -302,8 +306,10 @@ def _round_up(value: float) -> int:
 
 
 def _unit(top: float, y_format: str) -> tuple[float, str]:
-    """(size, name) of the unit in which the axis is drawn, so that its ticks are round numbers of that
-    unit."""
+    """Give (size, name) of the unit in which the axis is drawn.
+
+    Chosen so that its ticks are round numbers of that unit.
+    """
     if y_format == "bytes":
         power = min(4, int(math.log2(max(top, 1)) // 10))
         return 1024.0**power, " " + ("B", "KiB", "MiB", "GiB", "TiB")[power]
@@ -339,9 +345,9 @@ def _figure(size: tuple[int, int]) -> tuple[Figure, Axes]:
 
 
 def _svg(figure: Figure, name: str, alt: str, axes: Axes | None = None) -> str:
-    """The figure as one <svg role="img"> named `alt`: no prolog, metadata, style rules or unused ids; colours
-    as CSS variables.
+    """Give the figure as one <svg role="img"> named `alt`, colours as CSS variables.
 
+    Without prolog, metadata, style rules or unused ids.
     axes: those of a curve; where they lie and what they measure goes along for page.js.
     """
     import matplotlib
@@ -382,8 +388,11 @@ def _svg(figure: Figure, name: str, alt: str, axes: Axes | None = None) -> str:
 
 
 def _place(figure: Figure, axes: Axes) -> str:
-    """left top right bottom (SVG units), x and y limits (units of the labels), then 1 for a logarithmic axis
-    x, y, or 0."""
+    """Give where an axis lies and what it measures, as page.js reads it.
+
+    left top right bottom (SVG units), x and y limits (units of the labels), then 1 for a logarithmic axis x,
+    y, or 0.
+    """
     width, height = (inches / PX for inches in figure.get_size_inches())
     box = axes.get_position()
     sides = (box.x0 * width, (1 - box.y1) * height, box.x1 * width, (1 - box.y0) * height)

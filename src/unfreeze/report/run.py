@@ -1,5 +1,6 @@
-"""A run folder read once: its events, its resolved config, plan and receipt, and the facts that the page and
-the terminal both print.
+"""A run folder read once: events, resolved config, plan, receipt, and the facts made of them.
+
+The page and the terminal both print these facts.
 
 runs/<name>/events.jsonl             always there
 runs/<name>/plan.json, receipt.json  where absent, the latest plan or receipt event is taken
@@ -111,8 +112,10 @@ class Run:
 
 
 def read_run(run_dir: Path | str) -> Run:
-    """Read a run folder. Raises DataError where events.jsonl is missing or damaged, or one of the JSON files
-    is not a JSON object."""
+    """Read a run folder.
+
+    Raises DataError where events.jsonl is missing or damaged, or one of the JSON files is not a JSON object.
+    """
     path = Path(run_dir)
     events = read_events(path / "events.jsonl")
     receipt = _saved(path / "receipt.json", ReceiptEvent) or last(events, ReceiptEvent)
@@ -158,8 +161,10 @@ def flatten(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def writer(folder: Path) -> str:
-    """The id of the process that holds a run folder's lock ("unknown" where it hasn't written it yet), or
-    ""."""
+    """Give the id of the process that holds a run folder's lock, "" where none does.
+
+    "unknown" where it hasn't written its id yet.
+    """
     lock = folder / "lock"
     if lock.is_file():
         with lock.open(encoding="utf-8") as file:
@@ -200,8 +205,10 @@ def facts(run: Run) -> list[tuple[str, str]]:
 
 
 def load_words(load: LoadEvent) -> str:
-    """'0.92 GB at 2.10 GB/s, 3.25 GB if expanded': what was read, how fast, the expanded size that was
-    avoided, and what lost precision."""
+    """Say what was read, how fast, the expanded size that was avoided, and what lost precision.
+
+    '0.92 GB at 2.10 GB/s, 3.25 GB if expanded'
+    """
     size, seconds = load.get("bytes", 0), load.get("seconds", 0.0)
     words = decimal_bytes(size)
     if seconds:
@@ -215,8 +222,10 @@ def load_words(load: LoadEvent) -> str:
 
 
 def decimal_bytes(num_bytes: float) -> str:
-    """Files and their transfer in decimal units, as disks and links are sold (memory:
-    core.units.format_bytes): '4.1 MB', '0.92 GB'."""
+    """Write bytes of files and transfers in decimal units, as disks and links are sold.
+
+    '4.1 MB', '0.92 GB'. For memory: core.units.format_bytes.
+    """
     return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
 
 
@@ -239,8 +248,10 @@ def started(run: Run) -> str:
 
 
 def expert_balance(run: Run) -> list[tuple[str, int, float, int]]:
-    """(layer, tokens routed, busiest expert over the mean, experts that got no token) per mixture-of-experts
-    layer; empty if dense."""
+    """Give how evenly each mixture-of-experts layer used its experts; empty for a dense model.
+
+    (layer, tokens routed, busiest expert over the mean, experts that got no token)
+    """
     rows = []
     for layer, counts in expert_load(run.events).items():
         total = sum(counts)

@@ -1,5 +1,4 @@
-"""The receipt and the plan as tables: cells first, then as a rich table, as plain text, and (in html.py) as
-an HTML table.
+"""The receipt and the plan as tables: cells first, then a rich table, plain text, or (html.py) HTML.
 
 The receipt says for each module group what was trained:
 groups = {group: {parameters, trained, sites, sites_reached, sites_moved, grad_norm, moved, output_change}}.
@@ -75,8 +74,10 @@ LEFT_OUT_SHOWN = 8
 
 
 def left_out(exceptions: Sequence[LeftOut]) -> list[str]:
-    """The exceptions that are faults, a line each: "no gradient: 32 matrices,
-    model.layers.1.mlp.experts.0-31.down_proj"; the first LEFT_OUT_SHOWN."""
+    """Put the exceptions that are faults into a line each, the first LEFT_OUT_SHOWN.
+
+    "no gradient: 32 matrices, model.layers.1.mlp.experts.0-31.down_proj"
+    """
     faults = [entry for entry in exceptions if entry.get("why") in FAULTS]
     lines = []
     for entry in faults:
@@ -130,8 +131,10 @@ def receipt_text(groups: Groups) -> str:
 
 
 def plan_lines(plan: PlanEvent | None) -> list[str]:
-    """The plan as lines: its own `lines` where it has them, else one line per entry of `terms` (name ->
-    bytes) and their sum."""
+    """Give the plan as lines.
+
+    Its own `lines` where it has them, else one line per entry of `terms` (name -> bytes) and their sum.
+    """
     if not plan:
         return []
     if lines := plan.get("lines"):

@@ -1,5 +1,4 @@
-"""What a run came to in one sentence, its evaluations as numbers with units, and the command that runs it
-once more."""
+"""What a run came to in one sentence, its evaluations with units, and the command that repeats it."""
 
 from __future__ import annotations
 
@@ -68,8 +67,10 @@ def _what(run: Run) -> str:
 
 
 def _measured(run: Run) -> tuple[str, bool]:
-    """(the change in words, whether it is for the better): of the scores, else of held-out loss, else of
-    training loss."""
+    """Give (the change in words, whether it is for the better).
+
+    Of the scores, else of held-out loss, else of training loss.
+    """
     found = evaluations(run)
     scores = {name: ys for name, (_, ys) in found.items() if name not in ABOUT}
     if scores:
