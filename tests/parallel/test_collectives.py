@@ -141,15 +141,40 @@ def endless(start: dict[str, Any] | None) -> Iterator[tuple[Batch, dict[str, Any
         yield pack(chosen), {"position": position}
 
 
-def session(folder: Path, group: Group, until: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Train to step `until` of STEPS, as if a Ctrl-C came then; on this process."""
+def session(
+    folder: Path, group: Group, until: int, exchanges: list[int] | None = None, late: bool = False
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Train to step `until` of STEPS, as if a Ctrl-C came during it; on this process.
+
+    late: it comes behind the step, in a hook. exchanges: collectives of each step, hooks and saves aside."""
     losses: list[float] = []
+    calls = [0]
+
+    def ctrl_c(step: int) -> None:
+        # the signal reaches one process only; all must stop at this step
+        if step == until and group.rank == group.size - 1:
+            os.kill(os.getpid(), 2)
 
     def look(state: Any, result: Any) -> None:
         losses.append(result.loss)
-        # the signal reaches one process only; all must stop at this step
-        if state.step == until and group.rank == group.size - 1:
-            os.kill(os.getpid(), 2)
+        if exchanges is not None:
+            exchanges.append(calls[0])
+        if late:
+            ctrl_c(state.step)
+
+    def batches(start: dict[str, Any] | None) -> Iterator[tuple[Batch, dict[str, Any]]]:
+        for number, item in enumerate(endless(start)):
+            if number % 2 == 0:  # a step begins
+                calls[0] = 0
+                if not late:
+                    ctrl_c(state.step + 1)
+            yield item
+
+    all_reduce = dist.all_reduce
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        return all_reduce(*args, **kwargs)
 
     with open_run(
         group, lambda: Run(folder, {"model": "d"}), lambda: Follower(folder, {"model": "d"})
@@ -162,16 +187,20 @@ def session(folder: Path, group: Group, until: int) -> tuple[list[float], dict[s
             schedule=Schedule(1e-2, STEPS),
             after_update=[LossFreeBalance(model, 0.01)],
         )
-        fit(
-            state,
-            endless(state.cursor),
-            cross_entropy,
-            recompute=models.keep_inputs,
-            micro_batches=2,
-            save_every=1,
-            on_step=[look],
-            group=group,
-        )
+        dist.all_reduce = counted
+        try:
+            fit(
+                state,
+                batches(state.cursor),
+                cross_entropy,
+                recompute=models.keep_inputs,
+                micro_batches=2,
+                save_every=1,
+                on_step=[look],
+                group=group,
+            )
+        finally:
+            dist.all_reduce = all_reduce
         assert state.after_update[0].num_updates == len(losses)  # type: ignore[attr-defined]
         return losses, {name: tensor.clone() for name, tensor in state.tensors().items()}
 
@@ -266,7 +295,12 @@ def main(folder: Path) -> None:
                 {"same": torch.ones(3), "weight": torch.tensor([1.0, 2.0 + group.rank * 2e-7])}
             )
         )
-        facts["losses"], _ = session(folder / "resumed", group, until=4)
+        exchanges: list[int] = []
+        facts["losses"], _ = session(folder / "resumed", group, until=4, exchanges=exchanges)
+        facts["exchanges"] = exchanges
+        facts["buckets"] = len(list(buckets(list(AdamW(decoder()).masters.values()))))
+        facts["late"] = len(session(folder / "late", group, until=2, late=True)[0])
+        facts["unreached by all"] = says(lambda: AdamW(starved).keep_reached([0.0] * 4))
     (folder / f"facts-{os.environ['RANK']}.json").write_text(json.dumps(facts))
 
 
@@ -391,6 +425,19 @@ def test_resume_on_one_then_two_then_one_process(two):
     # each once: process 0 alone writes
     assert [event["step"] for event in events if event["kind"] == "train"] == list(range(1, STEPS + 1))
     assert expected.keys() == tensors.keys()
+
+
+def test_a_step_of_two_processes_exchanges_gradients_and_one_tensor(two):
+    """Sums, loads, who was reached and who was told to stop: one exchange. The control arm is
+    `train/test_no_sync.py`, where an exchange that waits is planted."""
+    for facts in two[1]:
+        assert facts["exchanges"] == 2 * [facts["buckets"] + 1]
+        assert facts["unreached by all"] == "UserError: no gradient reached any of 6 trainable parameters"
+
+
+def test_a_signal_behind_the_read_ends_all_processes_after_the_next_step(two):
+    """To one process, in a hook of step 2: all of them save step 3 and stop."""
+    assert [facts["late"] for facts in two[1]] == [3, 3]
 
 
 def test_control_arm_balancing_by_the_counts_of_one_process_moves_other_biases():

@@ -22,6 +22,7 @@ from unfreeze.kernels.expert_mlp import fused_expert_mlp
 from unfreeze.kernels.expert_mlp.grouped import Grouped
 from unfreeze.models.blocks import experts
 from unfreeze.objectives.cross_entropy import cross_entropy
+from unfreeze.parallel.collectives import ALONE
 from unfreeze.quant.int4 import Int4
 from unfreeze.train import step as step_module
 from unfreeze.train.optim import AdamW
@@ -147,7 +148,24 @@ def with_part(part, x_TD, ids_TK, weights_TK, gate_up, down, factors=None, impl=
     return fused_expert_mlp(x_TD, ids_TK, weights_TK, gate_up, down, factors, part, reuse)
 
 
-def meta_step(config, monkeypatch, recompute: str, objective=cross_entropy) -> tuple[list[str], list[int]]:
+class Two:
+    """A group of two processes, of which the other one is not there."""
+
+    rank, size = 0, 2
+
+    def __init__(self):
+        self.exchanges = 0
+
+    def share(self, items):
+        return list(items)
+
+    def sum_(self, tensors):
+        self.exchanges += 1
+
+
+def meta_step(
+    config, monkeypatch, recompute: str, objective=cross_entropy, group=ALONE
+) -> tuple[list[str], list[int]]:
     """One step of a model without values -> (what would have waited, sizes of what was read)."""
     model, read = build(config, "meta"), []
     optimizer = AdamW(model)
@@ -155,7 +173,8 @@ def meta_step(config, monkeypatch, recompute: str, objective=cross_entropy) -> t
     def numbers(tensor):
         read.append(tensor.numel())
         found = [1.0] * tensor.numel()
-        found[:4] = [20.0, 24.0 + 31.0, 0.0, float(sum(int(b.tokens_T.sum()) for b in batches))]
+        tokens = float(sum(int(b.tokens_T.sum()) for b in batches))
+        found[:4] = [20.0, 24.0 + 31.0, 0.0, group.size * tokens]
         return found
 
     monkeypatch.setattr(step_module, "_numbers", numbers)
@@ -170,6 +189,7 @@ def meta_step(config, monkeypatch, recompute: str, objective=cross_entropy) -> t
             learning_rate=1e-3,
             max_norm=0.5,
             recompute=models.RECOMPUTE[recompute],
+            group=group,
         )
     return watch.found, read
 
@@ -180,6 +200,24 @@ def test_a_step_reads_once(config, recompute, grouped, monkeypatch):
     meta_step(config, monkeypatch, recompute)  # tables that are made once per process
     found, read = meta_step(config, monkeypatch, recompute)
     assert found == [] and len(read) == 1
+
+
+def test_a_step_of_several_processes_reads_once_too(grouped, monkeypatch):
+    """Which parameters were reached, and whether a process was told to stop, come with the one read."""
+    meta_step(KIMI, monkeypatch, "selective", group=Two())
+    group = Two()
+    found, read = meta_step(KIMI, monkeypatch, "selective", group=group)
+    assert found == [] and len(read) == 1 and group.exchanges == 2  # a bucket of gradients, and the rest
+    summed = AdamW.sum_gradients
+
+    def waits(self, group):  # control arm: an exchange of its own that the host waits for
+        reached = summed(self, group)
+        torch.ones(len(reached), device="meta").tolist()
+        return reached
+
+    monkeypatch.setattr(AdamW, "sum_gradients", waits)
+    with pytest.raises(NotImplementedError, match="meta"):
+        meta_step(KIMI, monkeypatch, "selective", group=Two())
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,7 @@ def fit(
                     recompute=recompute,
                     group=group,
                     judge=judge,
+                    stop=lambda: interrupt.requested,
                 )
             except NonFinite as error:
                 line = investigate(
@@ -123,7 +124,8 @@ def fit(
             losses = [*losses[:1], result.loss]  # the first and the last
 
             # a save where one is due, and always at the end
-            stop = group.any(interrupt.requested)  # read once: a signal after this line is for the next step
+            # Several processes agree on it by the step's one read: a later signal is for the next step.
+            stop = result.stop or (group.size == 1 and interrupt.requested)
             last = stop or state.step == steps
             if last or (save_every and state.step % save_every == 0):
                 group.check_replicas(state.tensors())

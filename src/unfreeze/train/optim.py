@@ -12,7 +12,7 @@ A bf16 weight is updated through an fp32 master copy: an update below 1/256 of a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -136,20 +136,17 @@ class AdamW:
         parameter = self.parameters[name]
         return parameter.grad if self._masters[name] is parameter else self._gradients.get(name)
 
-    def sum_gradients(self, group: Group) -> None:
+    def sum_gradients(self, group: Group) -> list[bool]:
         """Sum the gradients of all processes in fp32, in the order of the parameters.
 
         A parameter that no token of this process reached (an expert) takes part with zeros, so every process
-        makes the same calls (docs/trust.md M1). A parameter that no process reached stays without a gradient.
+        makes the same calls (docs/trust.md M1). -> whether this process has a gradient for each parameter;
+        the step adds these up with what else it exchanges, and `keep_reached` is told. [] of one process.
         """
         if group.size == 1:
-            return
-        # this process's gradients, and how many processes have one for each parameter
+            return []
         own = {name: self.gradient(name) for name in self.parameters}
-        device = next(iter(self._masters.values())).device
-        reached = torch.tensor([float(g is not None) for g in own.values()], device=device)
-        group.sum_([reached])
-        counts = dict(zip(own, reached.tolist(), strict=True))
+        reached = [gradient is not None for gradient in own.values()]
 
         # Bucket by bucket: a half precision gradient makes room for its fp32 sum before the next sum is made.
         # All sums at once would take 6 bytes per weight, not 4.
@@ -164,9 +161,23 @@ class AdamW:
             for name, master in part.items():
                 parameter = self.parameters[name]
                 if master is parameter:
-                    parameter.grad = sums[name].detach() if counts[name] else None
-                elif counts[name]:
+                    parameter.grad = sums[name].detach()
+                else:
                     self._gradients[name] = sums[name]
+        return reached
+
+    def keep_reached(self, counts: Sequence[float]) -> None:
+        """Forget the zeros of parameters that no process reached: they stay without a gradient.
+
+        counts: how many processes have one, for each parameter; [] of one process.
+        Raises UserError where no process reached any.
+        """
+        if counts and not any(counts):
+            raise UserError(f"no gradient reached any of {len(self.parameters)} trainable parameters")
+        for name, count in zip(self.parameters, counts, strict=False):
+            if not count:
+                self.parameters[name].grad = None
+                self._gradients.pop(name, None)
 
     def grad_norm(self) -> Tensor:
         """The norm of all gradients as one vector, on the device. Nobody waits for it: see refuse_non_finite.

@@ -6,8 +6,8 @@ its share. Accumulation over any cut of the same tokens gives the same gradient 
 micro-batch without supervised tokens adds 0 (N2).
 Processes divide the micro-batches of a step among them. Each knows all of them, so the count needs no
 exchange.
-On CUDA the host runs ahead of the device. It reads once, when all backward work is queued: loss, counts, norm
-and expert loads together.
+On CUDA the host runs ahead of the device. It reads once, when all backward work is queued: loss, counts,
+norm, expert loads, and of several processes which parameters were reached and whether one was asked to stop.
 """
 
 # torch leaves tolist, vector_norm, backward and its hooks without types:
@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +64,7 @@ class StepResult:
     clip_scale         what the gradients were then multiplied by.
     expert_load        MoE layer -> tokens each expert was given in this step's forward passes.
     applied, warning   what the judge decided and said.
+    stop               whether a process was asked to end the run before the step's one read.
     """
 
     loss: float
@@ -75,6 +77,7 @@ class StepResult:
     expert_load: dict[int, list[int]]
     applied: bool = True
     warning: str = ""
+    stop: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ class Gradients:
 
     loss, metrics  sums over all micro-batches divided by the one global count.
     norm           of all gradients as one vector, before clipping.
+    stop           as in StepResult.
     """
 
     micro_batches: Sequence[Batch]
@@ -90,6 +94,7 @@ class Gradients:
     metrics: dict[str, float]
     norm: float
     expert_load: dict[int, list[int]]
+    stop: bool = False
 
 
 def train_step(
@@ -103,12 +108,15 @@ def train_step(
     recompute: RecomputePolicy,
     group: Group = ALONE,
     judge: Judge = accept,
+    stop: Callable[[], bool] = bool,
 ) -> StepResult:
     """forward_backward, then optim_step.
 
     w -= AdamW(g), g = grad of sum_m loss_m / max(sum_m count_m, 1), clipped to max_norm.
     """
-    gradients = forward_backward(model, optimizer, micro_batches, objective, recompute=recompute, group=group)
+    gradients = forward_backward(
+        model, optimizer, micro_batches, objective, recompute=recompute, group=group, stop=stop
+    )
     return optim_step(optimizer, gradients, learning_rate=learning_rate, max_norm=max_norm, judge=judge)
 
 
@@ -120,10 +128,12 @@ def forward_backward(
     *,
     recompute: RecomputePolicy,
     group: Group = ALONE,
+    stop: Callable[[], bool] = bool,
 ) -> Gradients:
     """The gradient of sum_m loss_m / max(sum_m count_m, 1). Earlier gradients are forgotten; no weight moves.
 
     micro_batches: on the host, all of the step on every process. The result is the same on every process.
+    stop: whether this process was asked to end the run; called once, just before the read.
 
     Raises NonFinite if the loss, a hidden state (supervised or not, docs/trust.md N1) or a gradient is not
     finite, ConfigError for more processes than micro-batches, DataError if the processes read different data,
@@ -162,8 +172,10 @@ def forward_backward(
             own[name] = own.get(name, 0.0) + (value.double() if isinstance(value, Tensor) else value)
 
     # all processes: gradients summed, then the one read, then what may be wrong with the step
-    optimizer.sum_gradients(group)
-    sums, norm, expert_load = _read(model, own, optimizer.grad_norm(), group)
+    reached = optimizer.sum_gradients(group)
+    own["stop"] = float(stop())
+    sums, counts, norm, expert_load = _read(model, own, reached, optimizer.grad_norm(), group)
+    optimizer.keep_reached(counts)
     if sums["tokens read"] != group.size * tokens_read:
         raise DataError(
             "the processes read different data at this step",
@@ -186,7 +198,7 @@ def forward_backward(
         for name, value in sums.items()
         if name.startswith("metric ")
     }
-    return Gradients(micro_batches, sums["loss"] / divisor, metrics, norm, expert_load)
+    return Gradients(micro_batches, sums["loss"] / divisor, metrics, norm, expert_load, stop=sums["stop"] > 0)
 
 
 def optim_step(
@@ -209,6 +221,7 @@ def optim_step(
         expert_load=gradients.expert_load,
         applied=verdict.apply,
         warning=verdict.warning,
+        stop=gradients.stop,
     )
 
 
@@ -223,10 +236,11 @@ def _rows_not_finite(hidden_TD: Tensor) -> Tensor:
 
 
 def _read(
-    model: Decoder, sums: dict[str, float | Tensor], norm: Tensor, group: Group
-) -> tuple[dict[str, float], float, dict[int, list[int]]]:
-    """(sums of all processes, gradient norm, expert loads of all processes) as numbers on the host.
+    model: Decoder, sums: dict[str, float | Tensor], reached: Sequence[bool], norm: Tensor, group: Group
+) -> tuple[dict[str, float], list[float], float, dict[int, list[int]]]:
+    """(sums, how many processes reached each parameter, gradient norm, expert loads) as numbers on the host.
 
+    sums, reached, loads: of all processes, in one exchange. The gradients behind the norm are summed already.
     The one place of a step where the host waits for the device. All numbers stand in one float64 tensor
     (exact for counts below 2^53), because a read costs a round trip to the device, whatever its size.
     """
@@ -236,21 +250,25 @@ def _read(
             return value.to(dtype=torch.float64, device=model.device)
         return torch.full((), value, dtype=torch.float64, device=model.device)
 
-    # over all processes
-    total = torch.stack([value if isinstance(value, Tensor) else double(value) for value in sums.values()])
+    # one exchange: the sums, who was reached, each layer's counts
     loads = {layer: _counts(moe) for layer, moe in model.moe_layers().items()}
-    group.sum_([total])
-    group.sum_(list(loads.values()))
+    total = torch.stack([value if isinstance(value, Tensor) else double(value) for value in sums.values()])
+    parts = [total, *(counts_E.double() for counts_E in loads.values())]
+    if reached:
+        flags = torch.tensor(reached, dtype=torch.float64)
+        parts.append(flags.to(model.device, non_blocking=True))
+    exchanged = torch.cat(parts)
+    group.sum_([exchanged])
 
-    # one read: the sums, the norm, then each layer's counts
-    counts = [counts_E.double() for counts_E in loads.values()]
-    numbers = _numbers(torch.cat([total, double(norm).view(1), *counts]))
-    first = len(sums) + 1
-    read: dict[int, list[int]] = {}
-    for layer, counts_E in loads.items():
-        read[layer] = [int(count) for count in numbers[first : first + counts_E.numel()]]
-        first += counts_E.numel()
-    return dict(zip(sums, numbers, strict=False)), numbers[len(sums)], read
+    # one read: these and the norm
+    numbers = iter(_numbers(torch.cat([exchanged, double(norm).view(1)])))
+    summed = dict(zip(sums, islice(numbers, len(sums)), strict=True))
+    read = {
+        layer: [int(count) for count in islice(numbers, counts_E.numel())]
+        for layer, counts_E in loads.items()
+    }
+    counts = list(islice(numbers, len(reached)))
+    return summed, counts, next(numbers), read
 
 
 def _numbers(tensor: Tensor) -> list[float]:
