@@ -214,11 +214,12 @@ def test_a_stray_file_is_seen():
 
 TESTS = Path(__file__).parent
 LONG = 80  # lines; a shorter file is a part of its caller, tested through it
+# source file -> the test file that covers it, where that doesn't bear its name
 TESTED_BY = {
     "commands/planned.py": "commands/test_plan.py",
     "parallel/plan/counts.py": "parallel/plan/test_choose.py",
     "parallel/plan/layout.py": "parallel/plan/test_choose.py",
-    "parallel/simulate.py": "parallel/plan/test_seconds.py",  # source file -> the test file that covers it, where that doesn't bear its name
+    "parallel/simulate.py": "parallel/plan/test_seconds.py",
     "adapters/decode.py": "adapters/test_read.py",
     "adapters/files.py": "adapters/test_read.py",
     "adapters/output_change.py": "adapters/test_receipt.py",
@@ -246,6 +247,8 @@ TESTED_BY = {
     "models/deepseek_v3.py": "models/test_families.py",
     "models/factory.py": "models/test_families.py",
     "models/llama.py": "models/test_families.py",
+    "models/qwen3_moe.py": "models/test_families.py",
+    "kernels/loops/scratch.py": "kernels/expert_mlp/test_expert_mlp.py",
     "parallel/plan/__init__.py": "parallel/test_plan.py",
     "parallel/plan/propose.py": "parallel/test_plan.py",
     "parallel/plan/terms.py": "parallel/test_plan.py",

@@ -1,4 +1,4 @@
-"""python -m unfreeze, and torchrun --nproc-per-node 2 -m unfreeze sft …"""
+"""Run the command line by `python -m unfreeze`, or `torchrun --nproc-per-node 2 -m unfreeze sft …`."""
 
 import sys
 

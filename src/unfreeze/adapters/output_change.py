@@ -96,9 +96,11 @@ class _SameExperts:
 
 @contextmanager
 def _only(model: Decoder, before: Snapshot, group: str, copied: set[str], amplify: float) -> Iterator[None]:
-    """Within it only `group`'s training is in effect. Other adapters get scale 0 instead of being removed:
-    the same kernels run in both arms, so a difference comes from the adapter alone. Weights trained in full
-    are exchanged with their copies."""
+    """Leave only `group`'s training in effect while the context lasts.
+
+    Other adapters get scale 0 instead of being removed: the same kernels run in both arms, so a difference
+    comes from the adapter alone. Weights trained in full are exchanged with their copies.
+    """
     adapters = [(site.adapter, site.group) for site in sites(model)]
     scales = [(adapter.scale, getattr(adapter, "down_scale", 0.0)) for adapter, _ in adapters]
     others = copied - {group}

@@ -106,8 +106,9 @@ def make_receipt(
     reach: Reach,
     probe: Batch | None,
 ) -> Taken:
-    """The receipt as plain JSON values; it judges nothing (see `check`). Per group:
+    """Make the receipt as plain JSON values; it judges nothing (see `check`).
 
+    Per group:
     parameters     base weights of the group (logical count: a packed 4-bit weight is one)
     trained        parameters that train (adapter factors, or the weights themselves); 0: frozen
     sites          trained matrices; sites_reached: those whose output had a gradient; sites_moved: those of

@@ -15,7 +15,9 @@ SAMPLE = 65536  # elements of a sampled parameter
 @dataclass
 class Snapshot:
     """Where the trained parameters stood: name -> full copy, sample, or None (all zero, as a fresh B is).
-    `full`: names copied whole."""
+
+    `full`: names copied whole.
+    """
 
     kept: dict[str, Tensor | None] = field(default_factory=dict)
     full: set[str] = field(default_factory=set)

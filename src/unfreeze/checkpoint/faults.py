@@ -1,7 +1,7 @@
-"""Faults of a checkpoint, gathered and then raised as one CheckpointError: counted by kind, the first shown,
-cause and next command.
+"""Faults of a checkpoint, gathered and then raised as one CheckpointError.
 
-A folder with one missing shard of 62 has tens of thousands of missing tensors. A person needs one line.
+Counted by kind, with the first one, the cause and the next command. A folder with one missing shard of 62 has
+tens of thousands of missing tensors. A person needs one line.
 """
 
 from __future__ import annotations

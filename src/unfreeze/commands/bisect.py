@@ -179,9 +179,9 @@ def expanded(model: Decoder) -> dict[str, Tensor]:
 
 
 def compare(ours: Decoder, theirs: nn.Module, ids: Tensor) -> list[Difference]:
-    """Every module that both models name alike, in the order in which the oracle finished them (a part before
-    its whole), then the whole model.
+    """Compare every module that both models name alike, then the whole model.
 
+    In the order in which the oracle finished them: a part before its whole.
     ids [T], one document. Ours are given the oracle's inputs; the last entry compares the logits of both
     models run by themselves.
     """

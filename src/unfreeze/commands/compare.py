@@ -1,5 +1,7 @@
-"""unfreeze compare runs/a runs/b …: config differences, curves on one picture, and a table, in the terminal
-and as one HTML page."""
+"""unfreeze compare runs/a runs/b …: config differences, curves on one picture, and a table.
+
+In the terminal and as one HTML page.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,10 @@ class Config(Frozen):
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """Compare; -> runs (a row of results each), differences (field -> values), caution, html (path of the
-    page)."""
+    """Compare; -> runs, differences, caution, html.
+
+    runs: a row of results each; differences: field -> values; html: path of the page.
+    """
     config = parse(Config, arguments, command="compare", description=__doc__ or "", positional=True)
     runs = compare.read_runs(config.runs)
     names = [name.replace("/", "-") for name in compare.names(runs)]

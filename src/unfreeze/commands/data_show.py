@@ -79,8 +79,11 @@ class Config(Frozen):
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """-> stats, vocabulary (base, total, padded), lengths (min, median, p95, max, histogram), samples (row,
-    tokens, texts, weights)."""
+    """Show what a run would train on; -> stats, vocabulary, lengths, samples.
+
+    vocabulary: base, total, padded. lengths: min, median, p95, max, histogram. samples: row, tokens, texts,
+    weights of each.
+    """
     if arguments[:1] in (["-h"], ["--help"]):
         arguments = ["show", *arguments]
     if not arguments or arguments[0] != "show":
@@ -157,8 +160,10 @@ def vocabulary(folder: Path, tokenizer: Tokenizer) -> dict[str, int] | None:
 
 
 def lengths(examples: Examples) -> dict[str, Any]:
-    """Tokens per document before truncation: min, median, p95, max, and a histogram of at most BINS bins
-    [from, to, documents]."""
+    """Tokens per document before truncation: min, median, p95, max, and a histogram.
+
+    At most BINS bins [from, to, documents].
+    """
     import numpy as np
 
     whole_N = examples.lengths_N + examples.cuts_N

@@ -60,8 +60,11 @@ class Config(Frozen):
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """-> style_before, style_after, facts_before, facts_after (per cent), known, asked, loss_first,
-    loss_last, seconds, run."""
+    """Run the demo; -> the scores before and after, the losses, the seconds and the run's folder.
+
+    style_before, style_after, facts_before, facts_after (per cent), known, asked, loss_first, loss_last,
+    seconds, run.
+    """
     started = time.perf_counter()
     config = parse(Config, arguments, command="demo", description=__doc__ or "")
     out = Path(config.out).expanduser()

@@ -1,4 +1,5 @@
 """unfreeze doctor MODEL [--data F] [--config run.toml]: look for known faults in your own files and machine.
+
 Trains nothing, writes nothing.
 
 One line per check: ok, warn (it works, look at it), fault (with the remedy) or skip (with the reason). Exit

@@ -1,5 +1,6 @@
-"""unfreeze kernels list: which implementation of each op runs here, and why. unfreeze kernels measure: time
-them, and write the records that decide.
+"""unfreeze kernels list|measure: which implementation of each op runs here, and why.
+
+list shows them. measure times them, and writes the records that decide.
 
 A candidate runs where a record says that it is exact enough, forward and backward, and at least 5 % faster
 than plain torch beyond the spread of both. Records come with the package for some machines; measure makes
@@ -62,8 +63,10 @@ class Measured(Listed):
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """measure -> device, file, rows, unmeasured, finished, seconds. list -> device, records, ops (op, bucket,
-    dtype, runs, why, candidates)."""
+    """measure -> device, file, rows, unmeasured, finished, seconds. list -> device, records, ops.
+
+    ops: op, bucket, dtype, runs, why, candidates of each.
+    """
     if arguments[:1] in (["-h"], ["--help"]):
         arguments = ["measure", *arguments]
     if not arguments or arguments[0] not in ("measure", "list"):

@@ -93,8 +93,10 @@ def _kind(annotation: Any) -> str:
 
 
 def _default(info: FieldInfo) -> str:
-    """ " (default 0.0002)"; nothing where the description has to say it: nothing given, or an empty text or
-    list."""
+    """ " (default 0.0002)", or nothing where the description has to say it.
+
+    Nothing for an empty text or list, or a default that is not given.
+    """
     value = info.get_default(call_default_factory=True)
     if info.is_required() or value is PydanticUndefined:
         return " (required)"

@@ -11,8 +11,10 @@ Scaling = Literal["alpha/r", "alpha/sqrt(r)"]
 
 
 def scale_of(rank: int, alpha: float, scaling: Scaling) -> float:
-    """alpha / r, or alpha / sqrt(r) (rank-stabilised: Kalajdzievski 2023, where the update keeps its size as
-    r grows)."""
+    """alpha / r, or alpha / sqrt(r) where rank-stabilised.
+
+    Kalajdzievski 2023: there the update keeps its size as r grows.
+    """
     return alpha / rank if scaling == "alpha/r" else alpha / math.sqrt(rank)
 
 

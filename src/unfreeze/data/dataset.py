@@ -1,5 +1,4 @@
-"""Data files as examples, and an account of every row: used, cut, dropped or bad; what stands twice; what is
-held out.
+"""Data files as examples, and an account of every row: used, cut, dropped or bad; duplicates; held out.
 
 N documents. Memory: about 90 bytes a document, and 8 bytes a token if the files together have up to
 HELD_BYTES. Larger data is read once to count and check it, and each document is read and encoded again when a
@@ -40,8 +39,9 @@ in memory."""
 
 @dataclass
 class Stats:
-    """rows == used rows + dropped + bad; tokens and supervised are those of the examples, supervised ones
-    after the shift.
+    """The account of the rows: rows == used rows + dropped + bad.
+
+    tokens and supervised are those of the examples, supervised ones after the shift.
 
     split_rows     rows that became several examples: one per turn of the assistant, or pieces of a long text.
                    `examples_dropped` of these carry no supervised token at this length and were left out
@@ -81,8 +81,11 @@ class Stats:
         return self.supervised / max(self.tokens, 1)
 
     def summary(self) -> str:
-        """One line: `700 rows (question/answer 700), 81.2 K tokens, 62.1 % supervised, longest 301; 3
-        truncated (96 tokens cut), 0 dropped, …`."""
+        """Put the account into one line.
+
+        `700 rows (question/answer 700), 81.2 K tokens, 62.1 % supervised, longest 301; 3 truncated (96 tokens
+        cut), 0 dropped, …`
+        """
         shapes = ", ".join(f"{name} {count}" for name, count in self.shapes.most_common())
         made = f", {self.examples} examples" if self.split_rows else ""
         cut = f" ({self.tokens_cut} tokens cut)" if self.truncated else ""
@@ -112,16 +115,20 @@ class Stats:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Examples in the order of the files, and the account of how they came to be. `validation`: documents
-    held out, none if not asked for."""
+    """Examples in the order of the files, and the account of how they came to be.
+
+    `validation`: documents held out, none if not asked for.
+    """
 
     examples: Examples
     stats: Stats
     validation: Examples | None = None
 
     def leaked(self) -> int:
-        """Validation documents whose content is also trained on. 0 where the split is by content; a
-        validation file can hold some."""
+        """Validation documents whose content is also trained on.
+
+        0 where the split is by content; a validation file can hold some.
+        """
         held_out = [] if self.validation is None else self.validation.digests_N.tolist()
         trained = set(held_out).intersection(self.examples.digests_N.tolist())
         return sum(digest in trained for digest in held_out)
@@ -214,8 +221,11 @@ class OnDemand:
             self._checksums += example.checksum
 
     def fetch(self, index: int) -> Example:
-        """Raises DataError if the file has changed since it was counted: the run's order of documents depends
-        on it."""
+        """Read and encode document i again.
+
+        Raises DataError if the file has changed since it was counted: the run's order of documents depends on
+        it.
+        """
         source, row, offset, size, piece = self._places[5 * index : 5 * index + 5]
         path = self._paths[source]
         if source not in self._files:

@@ -19,13 +19,13 @@ NO_CONTENT = bytes(16)
 
 @dataclass(frozen=True)
 class Example:
-    """One document before the shift: weights[i] says whether token i counts as a *target*. `row` is its line
-    in data file number `source`.
+    """One document before the shift: weights[i] says whether token i counts as a *target*.
 
-    weights[0] is 0 by construction: nothing precedes the first token, so nothing can predict it. `cut`:
-    tokens truncation took off.
-    `digest`: 16 bytes over the row's content (data.split), equal for rows that say the same; pieces of one
-    text share it.
+    weights[0] is 0 by construction: nothing precedes the first token, so nothing can predict it.
+    row      its line in data file number `source`
+    cut      tokens truncation took off
+    digest   16 bytes over the row's content (data/packing/split.py), equal for rows that say the same; pieces
+    of one text share it
     """
 
     tokens: Sequence[int]
@@ -70,9 +70,9 @@ class Columns:
 
 
 class Examples(Sequence[Example]):
-    """N documents, and their lengths_N, supervised_N, cuts_N, rows_N, sources_N (int64), digests_N and
-    checksums_N (16 bytes each).
+    """N documents, with one array entry for each.
 
+    lengths_N, supervised_N, cuts_N, rows_N, sources_N are int64, digests_N and checksums_N 16 bytes each.
     `fetch(i)` gives document i of the store; `places_N` are this sequence's places in it, so that a part of a
     store costs one number a document.
     """
@@ -127,8 +127,10 @@ class Examples(Sequence[Example]):
         return part
 
     def fingerprint(self) -> str:
-        """16 hex digits over every token and weight: two data sets with equal fingerprints give equal
-        batches."""
+        """Hash every token and weight to 16 hex digits.
+
+        Two data sets with equal fingerprints give equal batches.
+        """
         return hashlib.sha256(self.checksums_N.tobytes()).hexdigest()[:16]
 
     def __len__(self) -> int:

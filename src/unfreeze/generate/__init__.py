@@ -1,2 +1,4 @@
-"""L6, generation: cache, sampling, stop strings, the batched engine, and the public model behind
-`unfreeze.load`."""
+"""Generation: cache, sampling, stop strings, the batched engine, and the model behind `unfreeze.load`.
+
+Layer 6.
+"""

@@ -17,8 +17,10 @@ class StopText:
         self.held = ""
 
     def push(self, piece: str) -> tuple[str, bool]:
-        """The next piece -> (text that is safe to show, whether a stop string was found; after that nothing
-        may be pushed)."""
+        """Take the next piece -> (text that is safe to show, whether a stop string was found).
+
+        After one was found nothing may be pushed.
+        """
         if not self.stops:
             return piece, False
         text = self.held + piece

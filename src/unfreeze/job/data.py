@@ -34,8 +34,10 @@ def open_tokenizer(run: Run, data: Data, folder: Path) -> Tokenizer:
 
 
 def check_vocabulary(tokenizer: Tokenizer, shape: Shape, manifest: Manifest) -> None:
-    """Refuse, before any weight is read, a vocabulary on which tokenizer, config.json and tensors disagree
-    (docs/trust.md N5)."""
+    """Refuse a vocabulary on which tokenizer, config.json and tensors disagree (docs/trust.md N5).
+
+    Before any weight is read.
+    """
     from unfreeze.data import check_vocab
 
     names = ("model.embed_tokens.weight", "lm_head.weight")
@@ -141,8 +143,10 @@ def schedule_of(optimizer: Optimizer, steps: int) -> Schedule:
 
 
 def describer(dataset: Dataset, tokenizer: Tokenizer) -> Describe:
-    """What suspects.jsonl says of a document: the rows of the data file it was made of (more than one: exact
-    duplicates), and its text."""
+    """Make what suspects.jsonl says of a document: its rows and its text.
+
+    The rows of the data file it was made of; more than one are exact duplicates.
+    """
 
     def describe(tokens: list[int]) -> dict[str, Any]:
         rows = sorted({example.row for example in dataset.examples if list(example.tokens) == tokens})

@@ -1,5 +1,7 @@
-"""The device a command runs on, and a model opened with progress on stderr: what every recipe that loads
-weights begins with."""
+"""The device a command runs on, and a model opened with progress on stderr.
+
+What every recipe that loads weights begins with.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,10 @@ SEGMENTS = "expandable_segments:True"
 
 
 def set_allocator() -> None:
-    """Expandable segments, unless the user chose, or CUDA runs already: then it would change nothing, and
-    allocator_line says so."""
+    """Set expandable segments, unless the user chose, or CUDA runs already.
+
+    Then it would change nothing, and allocator_line says so.
+    """
     torch = sys.modules.get("torch")
     if (torch is None or not torch.cuda.is_initialized()) and not any(
         name in os.environ for name in ALLOCATOR

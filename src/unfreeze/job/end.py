@@ -31,8 +31,10 @@ def finish(
 
 
 def result_of(events: Sequence[Event]) -> dict[str, Any]:
-    """steps, losses, speed, memory and receipt of a run, from its events alone (a resumed run counts all its
-    parts)."""
+    """Give steps, losses, speed, memory and receipt of a run, from its events alone.
+
+    A resumed run counts all its parts.
+    """
     train = [event for event in of_kind(events, TrainEvent) if event.get("loss") is not None]
     receipt, end = last(events, ReceiptEvent), last(events, EndEvent)
     return {

@@ -84,8 +84,10 @@ class Samples:
         self._run.events.emit("gap", step, when=when, **gap.as_dict(), **self._gap_warning(gap))
 
     def _gap_warning(self, gap: Gap) -> dict[str, str]:
-        """A warning field if the gap is larger than rounding explains. In bfloat16 rounding hides such gaps:
-        no limit."""
+        """Give a warning field if the gap is larger than rounding explains.
+
+        In bfloat16 rounding hides such gaps: no limit.
+        """
         import torch
 
         from unfreeze.evaluate.gap import TOLERANCE

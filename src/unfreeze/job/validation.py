@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 
 class Validation:
-    """A hook of fit(): measures before the first step (by `first`), every `every` steps (0: never in between)
-    and after the last.
+    """A hook of fit() that measures the held-out loss.
+
+    Before the first step (by `first`), every `every` steps (0: never in between) and after the last.
 
     measure  -> the held-out loss of the model as it is now.
     keep     saves the state, called where the loss is the lowest so far; -> whether there is such a save.

@@ -1,5 +1,6 @@
-"""L3, the hot ops: a folder per op with reference.py (readable torch: the oracle) and its faster candidates.
-choice/ has how one is chosen, loops/ how they are written.
+"""The hot ops: a folder per op with reference.py (readable torch: the oracle) and its faster candidates.
+
+choice/ has how one is chosen, loops/ how they are written. Layer 3.
 
 A candidate's module is imported when it is chosen, inside a function: numba takes 0.4 s, Triton is missing on
 many machines, and a run needs one device's. No other import of this room stands inside a function.

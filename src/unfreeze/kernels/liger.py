@@ -1,5 +1,7 @@
-"""Liger-Kernel's functions as candidates, where that library is installed (pip install liger-kernel). Nothing
-else in the house needs it."""
+"""Liger-Kernel's functions as candidates, where that library is installed (pip install liger-kernel).
+
+Nothing else in this package needs it.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,10 @@ def refuses(device: str, dtype: torch.dtype) -> str:
 
 
 def load_rms_norm() -> Implementation:
-    """Its RMSNorm in the Llama rounding order. Not in place: that would write dx over dy, which belongs to
-    the caller."""
+    """Its RMSNorm in the Llama rounding order.
+
+    Not in place: that would write dx over dy, which belongs to the caller.
+    """
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction  # type: ignore[import-not-found]
 
     def liger_rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -36,8 +40,10 @@ def load_rms_norm() -> Implementation:
 
 
 def load_swiglu() -> Implementation:
-    """Its SwiGLU: silu(gate) is rounded before it is multiplied. Its backward writes over gate and up, so it
-    gets copies."""
+    """Its SwiGLU: silu(gate) is rounded before it is multiplied.
+
+    Its backward writes over gate and up, so it gets copies.
+    """
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction  # type: ignore[import-not-found]
 
     def liger_swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:

@@ -1,5 +1,7 @@
-"""Llama (2, 3.x), and the parts that qwen2.py, qwen3.py and qwen3_moe.py build on: grouped-query attention
-and the pre-norm block."""
+"""Llama (2, 3.x): grouped-query attention and the pre-norm block.
+
+qwen2.py, qwen3.py and qwen3_moe.py build on both.
+"""
 
 from __future__ import annotations
 

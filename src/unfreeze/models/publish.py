@@ -38,12 +38,11 @@ def published(
     dtypes: Mapping[str, torch.dtype] | None = None,
     values: Mapping[str, Tensor] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name on disk, tensor) of every weight of `model`, in the format that `config` (a config.json)
-    declares.
+    """Give (name on disk, tensor) of every weight of `model`, in the format that `config` declares.
 
-    One parameter at a time. A weight that quantization_config covers and its `ignore` list doesn't name is
-    quantized from its values as they are (float32 ones are not rounded to bf16 first). A tied head is not
-    written.
+    `config` is a config.json. One parameter at a time. A weight that quantization_config covers and its
+    `ignore` list doesn't name is quantized from its values as they are (float32 ones are not rounded to bf16
+    first). A tied head is not written.
 
     dtypes   name on disk -> the dtype it is written in (stored_dtypes); others get config.json's, or bf16
              where it has none

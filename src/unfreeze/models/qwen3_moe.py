@@ -1,5 +1,7 @@
-"""Qwen3-MoE: Qwen3 attention, softmax routing over many experts, no shared expert. Source:
-arXiv:2505.09388."""
+"""Qwen3-MoE: Qwen3 attention, softmax routing over many experts, no shared expert.
+
+Source: arXiv:2505.09388.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,10 @@ FIELDS = Fields(
 
 
 def shape(config: Mapping[str, Any]) -> Shape:
-    """Sizes from config.json. A layer is sparse where (index + 1) is a multiple of decoder_sparse_step and it
-    isn't in mlp_only_layers."""
+    """Read the sizes from config.json.
+
+    A layer is sparse where (index + 1) is a multiple of decoder_sparse_step and it isn't in mlp_only_layers.
+    """
     step, only = int(config["decoder_sparse_step"]), set(config["mlp_only_layers"])
     experts = int(
         config["num_local_experts"] if "num_local_experts" in config else require(config, "num_experts")

@@ -1,2 +1,4 @@
-"""L4, what training minimises: pure functions (hidden_TD, lm_head, batch) -> Loss. Each owns its chunking
-over the vocabulary."""
+"""What training minimises: pure functions (hidden_TD, lm_head, batch) -> Loss.
+
+Each owns its chunking over the vocabulary. Layer 4.
+"""

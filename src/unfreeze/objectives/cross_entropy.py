@@ -1,7 +1,7 @@
-"""Cross entropy of the next token: the supervised rows of a batch through kernels/linear_cross_entropy, which
-never holds their logits.
+"""Cross entropy of the next token over the supervised rows of a batch.
 
-T tokens of a step, N supervised ones, D model width.
+By kernels/linear_cross_entropy, which never holds their logits. T tokens of a step, N supervised ones, D
+model width.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 def cross_entropy(
     hidden_TD: Tensor, lm_head: nn.Module, batch: Batch, *, block_rows: int | None = None, impl: str = "auto"
 ) -> Loss:
-    """sum_t w_t * (logsumexp(z_t) - z_t[target_t]),  z_t = lm_head(hidden_t) in float32: a SUM over the rows
-    with w_t > 0.
+    """sum_t w_t * (logsumexp(z_t) - z_t[target_t]),  z_t = lm_head(hidden_t) in float32.
 
+    A SUM over the rows with w_t > 0.
     hidden_TD float32 or bfloat16 (float64 is computed in float64), lm_head any module [N, D] -> [N, V]: a
     dense, packed or adapted Linear.
     The gradient reaches hidden_TD and every parameter of lm_head that requires one (a weight tied to the

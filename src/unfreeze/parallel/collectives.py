@@ -101,7 +101,7 @@ class Processes:
         self.rank, self.size, self._device = dist.get_rank(), dist.get_world_size(), device
 
     def share(self, items: Sequence[Item]) -> list[Item]:
-        """items[rank], items[rank + size], …
+        """Give items[rank], items[rank + size], and so on.
 
         It depends on the position only, so a run can resume exactly on another number of processes.
         """

@@ -1,5 +1,8 @@
-"""Quantized weight formats: recognised from a config.json, packed, unpacked and dequantized in plain torch,
-their bytes counted. One `Codec` interface. Importing this room imports no torch."""
+"""Quantized weight formats: recognised, packed, unpacked and dequantized in plain torch.
+
+Recognised from a config.json, their bytes counted, behind one `Codec` interface. Importing this room imports
+no torch.
+"""
 
 from unfreeze.quant.codec import Codec, Packed
 from unfreeze.quant.formats import is_ignored, not_followed, recognise

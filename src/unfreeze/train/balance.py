@@ -17,8 +17,10 @@ from unfreeze.models import Decoder
 
 
 class AfterUpdate(Protocol):
-    """Something that changes the model after each optimizer step. `tensors` are what it changes:
-    train/state.py saves and restores them."""
+    """Something that changes the model after each optimizer step.
+
+    `tensors` are what it changes: train/state.py saves and restores them.
+    """
 
     def __call__(self, expert_load: Mapping[int, Sequence[int]]) -> None: ...
 
@@ -26,9 +28,9 @@ class AfterUpdate(Protocol):
 
 
 class LossFreeBalance:
-    """bias_e += rate * sign(mean load - load_e) in each layer whose router has a selection bias
-    (e_score_correction_bias, fp32 [E]).
+    """bias_e += rate * sign(mean load - load_e) in each layer whose router has a selection bias.
 
+    The bias is e_score_correction_bias, fp32 [E].
     Called by train/fit.py after the update of the weights, with the tokens per expert of *all* micro-batches
     of the step: not once per micro-batch, not in evaluation, and a recomputation doesn't count (docs/trust.md
     M2). `num_updates` says how often it acted in this process.

@@ -1,5 +1,6 @@
-"""AdamW's two moments: in float32 (8 bytes per parameter), or in 8 bits with a scale per block of 256 (2.03
-bytes).
+"""AdamW's two moments: in float32, or in 8 bits with a scale per block of 256.
+
+8 bytes per parameter, or 2.03.
 
 Block-wise quantization after Dettmers et al. 2022, arXiv:2110.02861. Each moment has a map of its own:
     exp_avg     int8   c: m = sign(c) (c/127)² a, a the largest |m| of the block. Steps shrink with m, so

@@ -1,5 +1,6 @@
-"""The learning rate as a pure function of the step: linear warm-up, then cosine, linear, constant or
-warm-up-stable-decay.
+"""The learning rate as a pure function of the step.
+
+Linear warm-up, then cosine, linear, constant or warm-up-stable-decay.
 
 Steps count from 0. Nothing here holds state, so a resumed run cannot be at another place of its schedule than
 its step says.
@@ -66,7 +67,9 @@ class Schedule:
         return self.peak * self.factor(step)
 
     def factor(self, step: int) -> float:
-        """Warm-up (s+1)/w; then with p the part of the fall that is behind, from 0 to 1, and f = final:
+        """Warm-up (s+1)/w; then the fall of the chosen schedule.
+
+        With p the part of the fall that is behind, from 0 to 1, and f = final:
 
         cosine    f + (1-f) (1 + cos(pi p)) / 2         linear   f + (1-f) (1 - p)        constant  1
         wsd       1, and over the last decay_steps f + (1-f) (1 - sqrt p), the fall that lost least in Haegele

@@ -1,5 +1,7 @@
-"""The documents behind a step that spiked or was not finite, written to the run folder for whoever has to
-look at the data."""
+"""The documents behind a step that spiked or was not finite, written to the run folder.
+
+For whoever has to look at the data.
+"""
 
 # torch leaves tolist, vector_norm, backward and its hooks without types:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -33,11 +35,11 @@ LISTED = 8  # documents of a step that are written out
 def rank_documents(
     model: Decoder, micro_batches: Sequence[Batch], objective: Objective, recompute: RecomputePolicy
 ) -> list[dict[str, Any]]:
-    """Every document of a step: {"micro_batch", "document" (both from 1), "loss" (its mean), "supervised",
-    "tokens"}, the highest loss first.
+    """Score every document of a step, the highest loss first.
 
-    One forward pass; the objective sees one document's weights at a time. A document without supervised
-    tokens has the loss None.
+    {"micro_batch", "document" (both from 1), "loss" (its mean), "supervised", "tokens"}. One forward pass;
+    the objective sees one document's weights at a time. A document without supervised tokens has the loss
+    None.
     """
     documents: list[dict[str, Any]] = []
     for number, host_batch in enumerate(micro_batches):
@@ -58,8 +60,10 @@ def _rank(entry: dict[str, Any]) -> float:
 
 
 def entries(batch: Batch, number: int) -> list[dict[str, Any]]:
-    """The documents of micro-batch `number` (counted from 0) as they are written out, and where each starts
-    and stops in T."""
+    """List the documents of micro-batch `number` (counted from 0) as they are written out.
+
+    With where each starts and stops in T.
+    """
     starts: list[int] = batch.starts_S.tolist()
     return [
         {
@@ -81,10 +85,9 @@ def write_suspects(
     documents: Sequence[dict[str, Any]],
     describe: Describe | None = None,
 ) -> None:
-    """Append up to LISTED documents to <folder>/suspects.jsonl, a JSON object a line: step, reason, of (how
-    many there were), and what is known.
+    """Append up to LISTED documents to <folder>/suspects.jsonl, a JSON object a line.
 
-    A loss that is not finite is null.
+    step, reason, of (how many there were), and what is known. A loss that is not finite is null.
     """
     lines: list[str] = []
     for entry in documents[:LISTED]:

@@ -16,9 +16,9 @@ DAMAGED = "download or write the file again"
 
 
 def read_object(path: Path, error: type[UserError], *, next: str = DAMAGED) -> dict[str, Any]:
-    """The object in a JSON file, UTF-8 with or without a byte order mark. `error` is the class to raise,
-    `next` what it tells the user to do.
+    """Read the object in a JSON file, UTF-8 with or without a byte order mark.
 
+    `error` is the class to raise, `next` what it tells the user to do.
     Refused: larger than MAX_BYTES, and what parse_object refuses. The file must exist.
     """
     size = path.stat().st_size
@@ -46,8 +46,10 @@ def parse_object(raw: bytes, what: str, error: type[UserError], *, next: str = D
 
 
 def one_value_per_key(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A dict; ValueError where a key comes twice with different values, because readers don't agree on which
-    one counts."""
+    """Make a dict; ValueError where a key comes twice with different values.
+
+    Readers don't agree on which one counts.
+    """
     value = dict(pairs)
     if len(value) != len(pairs):
         for name, given in pairs:

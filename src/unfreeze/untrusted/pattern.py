@@ -1,7 +1,7 @@
-"""A regular expression from a file that someone else wrote. Refused: no valid pattern, or one whose matching
-can take forever.
+"""A regular expression from a file that someone else wrote.
 
-`re` backtracks: matching (a+)+$ with 40 letters takes longer than a person lives, and `re` has no timeout.
+Refused: no valid pattern, or one whose matching can take forever. `re` backtracks: matching (a+)+$ with 40
+letters takes longer than a person lives, and `re` has no timeout.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ _REPEATS = {_constants.MAX_REPEAT, _constants.MIN_REPEAT, _constants.POSSESSIVE_
 
 
 def pattern(text: object, where: str, error: type[UserError]) -> re.Pattern[str]:
-    """The compiled pattern. Raises `error`, beginning with `where`: not a text, not a pattern, a choice or a
-    repeat
-    inside a repeat, or more than MAX_WAYS to match."""
+    """Compile the pattern.
+
+    Raises `error`, beginning with `where`: not a text, not a pattern, a choice or a repeat inside a repeat,
+    or more than MAX_WAYS to match.
+    """
     if not isinstance(text, str) or len(text) > 1000:
         raise error(
             f"{where}: {str(text)[:80]!r} is not a pattern of at most 1,000 characters",
@@ -50,8 +52,10 @@ def pattern(text: object, where: str, error: type[UserError]) -> re.Pattern[str]
 
 
 def _ways(parsed: Any, *, inside: bool) -> tuple[float, bool]:
-    """(ways to divide NAME characters among the pattern's repeats, whether a choice or a repeat lies inside a
-    repeat)."""
+    """Count the ways to divide NAME characters among the pattern's repeats.
+
+    -> (ways, whether a choice or a repeat lies inside a repeat)
+    """
     ways, nested = 1.0, False
     for operation, value in parsed:
         repeats = operation in _REPEATS

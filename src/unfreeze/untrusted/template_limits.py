@@ -1,6 +1,6 @@
-"""A jinja2 sandbox that counts steps: a chat template from a checkpoint may read and join its messages, but
-not run for hours or fill the memory.
+"""A jinja2 sandbox that counts steps.
 
+A chat template from a checkpoint may read and join its messages, but not run for hours or fill the memory.
 jinja2's own sandbox keeps a template away from the interpreter and limits a range to 100,000; three nested
 ranges are still 10^15 steps. Here each turn of a loop, each item of a range and each 100 characters made by +
 * ~ % or a method costs one step, and a rendering may cost MAX_STEPS.
@@ -27,7 +27,9 @@ MAX_BITS = 10_000  # of a whole number
 
 class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """ImmutableSandboxedEnvironment whose templates raise TemplateError once they have cost MAX_STEPS.
-    `begin` before each rendering."""
+
+    `begin` before each rendering.
+    """
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 

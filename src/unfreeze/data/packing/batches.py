@@ -1,8 +1,7 @@
-"""Examples to packed batches: the only place where labels are shifted, and the iterator that knows where it
-stands.
+"""Examples to packed batches: the only place where labels are shifted.
 
-T tokens of a step, S documents. An Example holds one document, *not* shifted; `pack` lays documents end to
-end and shifts.
+Batches is the iterator, and it says where it stands. T tokens of a step, S documents. An Example holds one
+document, *not* shifted; `pack` lays documents end to end and shifts.
 """
 
 from __future__ import annotations
@@ -67,12 +66,12 @@ def pack(examples: Sequence[Example]) -> Batch:
 
 
 class Batches:
-    """Training batches without end, in an order fixed by (seed, epoch): every document once per epoch, or as
-    `order` mixes files.
+    """Training batches without end, in an order fixed by (seed, epoch).
 
-    Iterating yields (Batch, Cursor); the cursor says where the *next* batch begins, so `Batches(…,
-    start=cursor)` goes on exactly there. A batch holds whole documents, at most `tokens_per_step` tokens
-    together, put together as `packing` says (PACKERS).
+    Every document comes once per epoch, or as `order` mixes files. Iterating yields (Batch, Cursor); the
+    cursor says where the *next* batch begins, so `Batches(…, start=cursor)` goes on exactly there. A batch
+    holds whole documents, at most `tokens_per_step` tokens together, put together as `packing` says
+    (PACKERS).
 
     Raises DataError for a document longer than a step, ConfigError for a cursor that belongs to other data or
     settings.
@@ -161,8 +160,10 @@ class Batches:
         return pack([self.examples[index] for index in indices]), self.cursor()
 
     def len_steps(self, epochs: float) -> int:
-        """Steps in `epochs` passes over the data, counted from the beginning (a fraction is rounded up to a
-        whole step)."""
+        """Count the steps in `epochs` passes over the data, from the beginning.
+
+        A fraction is rounded up to a whole step.
+        """
         whole = math.floor(epochs)
         steps = sum(len(self.plan(epoch)) for epoch in range(whole))
         fraction = epochs - whole

@@ -1,7 +1,6 @@
-"""In which order an epoch visits the documents: a pure function of (seed, epoch), so that a cursor is two
-numbers.
+"""In which order an epoch visits the documents: a pure function of (seed, epoch).
 
-N documents, F files.
+So a cursor is two numbers. N documents, F files.
 """
 
 from __future__ import annotations
@@ -15,8 +14,10 @@ from unfreeze.core.errors import ConfigError
 
 
 class Order(Protocol):
-    """identity: what must be unchanged for an epoch to mean the same order; plain JSON, part of the
-    cursor."""
+    """An order of visiting documents.
+
+    identity: what must be unchanged for an epoch to mean the same order; plain JSON, part of the cursor.
+    """
 
     identity: dict[str, Any]
 
@@ -34,8 +35,9 @@ class Shuffled:
 
 
 class Mixed:
-    """File f is gone through weights_F[f] times per epoch: 2 shows each of its documents twice, 0.25 a new
-    quarter of them each epoch.
+    """Visits file f weights_F[f] times per epoch.
+
+    2 shows each of its documents twice, 0.25 a new quarter of them each epoch.
 
     Each file is an endless row of its own shuffled passes, and an epoch takes the next weight * documents of
     it: over any number of epochs no document of a file is shown more than once more often than another. Then
@@ -67,8 +69,10 @@ class Mixed:
         return np.random.default_rng([seed, epoch]).permutation(chosen).tolist()
 
     def _taken(self, file: int, epoch: int) -> np.ndarray:
-        """Documents number floor(weight * n * epoch) up to floor(weight * n * (epoch + 1)) of this file's
-        endless row."""
+        """Give an epoch's share of this file's endless row of documents.
+
+        Numbers floor(weight * n * epoch) up to floor(weight * n * (epoch + 1)).
+        """
         members, weight = self._members[file], self._weights[file]
         if not len(members):
             return members

@@ -1,8 +1,8 @@
-"""Training and validation by a hash of content: a row's side depends on what it says and on the seed, never
-on its place in the file.
+"""Training and validation by a hash of content.
 
-So a row stays on its side when others are added, removed or reordered, and equal rows are always on the same
-side: none leaks across.
+A row's side depends on what it says and on the seed, never on its place in the file. So a row stays on its
+side when others are added, removed or reordered, and equal rows are always on the same side: none leaks
+across.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ def content_digest(row: Row) -> bytes:
 
 
 def is_held_out(digest: bytes, fraction: float, seed: int) -> bool:
-    """Whether a row belongs to validation: blake2b(digest, seed) read as a number in [0, 1) is below
-    `fraction`."""
+    """Whether a row belongs to validation.
+
+    It does where blake2b(digest, seed), read as a number in [0, 1), is below `fraction`.
+    """
     drawn = hashlib.blake2b(digest + seed.to_bytes(8, "little"), digest_size=8, person=b"held out").digest()
     return int.from_bytes(drawn, "little") < fraction * 2**64
 
@@ -41,9 +43,9 @@ def is_held_out(digest: bytes, fraction: float, seed: int) -> bool:
 def split_by_content(
     examples: Sequence[Example], fraction: float, seed: int = 0
 ) -> tuple[Examples, Examples]:
-    """(training, validation): about `fraction` of the documents are held out, in file order. No tokens are
-    read.
+    """Give (training, validation), with about `fraction` of the documents held out.
 
+    Both in file order. No tokens are read.
     Raises ConfigError where one side would be empty: a share of few rows can be none.
     """
     examples = Examples.of(examples)
@@ -66,8 +68,10 @@ def split_by_content(
 
 
 def validation_batches(examples: Sequence[Example], tokens_per_batch: int) -> Iterator[Batch]:
-    """Every document once, in order, as many to a batch as `tokens_per_batch` holds; a longer one is a batch
-    of its own. Nothing is shuffled."""
+    """Pack every document once, in order, as many to a batch as `tokens_per_batch` holds.
+
+    A longer one is a batch of its own. Nothing is shuffled.
+    """
     group: list[Example] = []
     for example in examples:
         if group and sum(member.num_tokens for member in group) + example.num_tokens > tokens_per_batch:
@@ -79,8 +83,10 @@ def validation_batches(examples: Sequence[Example], tokens_per_batch: int) -> It
 
 
 def duplicates(digests_N: np.ndarray) -> list[tuple[int, int]]:
-    """(place, place of the first equal one) for every digest that stood before; in order. 16 bytes each: a
-    chance meeting is out of question."""
+    """List (place, place of the first equal one) for every digest that stood before, in order.
+
+    16 bytes each: a chance collision is out of question.
+    """
     halves_N2 = np.frombuffer(digests_N.tobytes(), dtype=[("a", "<u8"), ("b", "<u8")])
     _, first, inverse = np.unique(halves_N2, return_index=True, return_inverse=True)
     original_N = first[inverse]

@@ -37,8 +37,10 @@ def read_rows(path: str | Path, on_bad: Callable[[BadRow], None] | None = None) 
 def read_places(
     path: str | Path, on_bad: Callable[[BadRow], None] | None = None
 ) -> Iterator[tuple[Place, Row]]:
-    """As read_rows, each row with its place, by which read_at finds it again. At most one row (MAX_ROW_BYTES)
-    is held."""
+    """Read rows as read_rows does, each with its place, by which read_at finds it again.
+
+    At most one row (MAX_ROW_BYTES) is held.
+    """
     path = Path(path)
     if not path.is_file():
         raise DataError(
@@ -85,9 +87,9 @@ def _neighbours(path: Path) -> list[str]:
 
 
 def _bounded_lines(file: IO[bytes], path: Path) -> Iterator[tuple[Place, bytes]]:
-    """(place, bytes) of each line without a byte order mark. Split at \\n only: U+2028 and its kin may stand
-    inside JSON strings.
+    """Give (place, bytes) of each line, without a byte order mark.
 
+    Split at \n only: U+2028 and its kin may stand inside JSON strings.
     Of a line longer than MAX_ROW_BYTES only the beginning is given; its size is the true one.
     """
     offset, number = 0, 0

@@ -41,8 +41,10 @@ def carries_loss(item: object, row: int, where: str) -> bool:
 
 
 def message_of(item: object, row: int, where: str, *, empty: bool = False) -> Message:
-    """A message with its null fields dropped (tables write them for every row) and the rest checked. `empty`:
-    its content may be."""
+    """Check a message and drop its null fields, which tables write for every row.
+
+    `empty`: its content may be empty.
+    """
     message = {name: value for name, value in object_of(item, row, where).items() if value is not None}
     role = text_of(message.get("role"), row, f"{where}.role")
     if role not in ROLES:

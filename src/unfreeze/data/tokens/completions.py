@@ -58,8 +58,10 @@ class Completions:
         return upto[len(prompt) :] if upto.startswith(prompt) else None
 
     def alone(self, message: Message, tools: Tools, prompt: str) -> str | None:
-        """What the template writes of a turn behind a plain question, where it rewrites the turn's own past
-        (gpt-oss, behind a tool's return)."""
+        """Render a turn behind a plain question, where the template rewrites the turn's own past.
+
+        gpt-oss does, behind a tool's return.
+        """
         try:
             asked = self.prompt(ASKED, tools)
             rest = self.rest([*ASKED, message], tools, asked)
@@ -69,8 +71,11 @@ class Completions:
         return rest if block.state(asked) == block.state(prompt) else None
 
     def fits(self, prompt: str, said: str) -> bool:
-        """Not where the prompt opens a think block that nothing closes (an answer would be learned as a
-        thought), or that is opened again."""
+        """Whether `said` can be taught as the answer to `prompt`.
+
+        Not where the prompt opens a think block that nothing closes (an answer would be learned as a
+        thought), or that is opened again.
+        """
         marks = self.marks or USUAL_MARKS
         opening, closing = marks.opening.strip(), marks.closing.strip()
         return Block(marks).state(prompt) != "open" or (
@@ -85,8 +90,10 @@ class Completions:
         prompt: str,
         spelled: ThinkMarks | None,
     ) -> str | None:
-        """Reasoning between the release's marks, then content and tool calls as the template writes them.
-        None where there is no such form."""
+        """Put reasoning between the release's marks, then content and tool calls as the template writes them.
+
+        None where there is no such form.
+        """
         known = self.marks or spelled
         marks = known or USUAL_MARKS
         block = Block(marks)
@@ -109,9 +116,9 @@ class Completions:
         return marks.opening[opened:] + thought + marks.closing + block.cut(body).removeprefix(space)
 
     def _body(self, before: Sequence[Message], message: Message, tools: Tools, block: Block) -> str | None:
-        """What the template writes of a turn without its reasoning, behind its own prompt or, where that is
-        rewritten, behind a plain question.
+        """Render a turn without its reasoning.
 
+        Behind its own prompt or, where that is rewritten, behind a plain question.
         A prompt may end in something that the template does not write of a turn that was said: white space,
         or a think block, opened or empty.
         """
@@ -132,8 +139,7 @@ class Completions:
         return None
 
     def _behind_last_words(self, context: Sequence[Message], message: Message, tools: Tools) -> str | None:
-        """What the template writes of a turn, found by what stands between the last message and it, wherever
-        the texts part before.
+        """Find a turn by what stands between the last message and it, wherever the texts part before.
 
         Some templates write what belongs to the last question (a system prompt, a hint) only while it is the
         last.
@@ -183,14 +189,18 @@ def speaks_first() -> DataError:
 
 
 def _without_reasoning(message: Message) -> Message:
-    """A turn without its reasoning, and without the speaker's name, which no prompt has (Kimi writes it into
-    the header)."""
+    """Drop a turn's reasoning, and the speaker's name, which no prompt has.
+
+    Kimi writes the name into the header.
+    """
     return {name: value for name, value in message.items() if name not in (*REASONING_NAMES, "name")}
 
 
 def _behind_but_for_space(prompt: str, upto: str) -> int:
-    """Where a text goes on behind a prompt that it begins with but for white space (a template with line
-    breaks in the wrong place); else 0."""
+    """Where a text goes on behind a prompt that it begins with but for white space; else 0.
+
+    For a template with line breaks in the wrong place.
+    """
     at = 0
     for char in prompt:
         if not char.isspace():

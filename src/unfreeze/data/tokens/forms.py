@@ -1,8 +1,8 @@
-"""A row's messages in the form a chat template expects: reasoning under its own field name, tool calls with
-the release's ids, plain text.
+"""A row's messages in the form a chat template expects.
 
-`prepare` does what holds for a release. `FORMS` are the spellings that templates differ in; the right one is
-found by trying (turns.py).
+Reasoning under its own field name, tool calls with the release's ids, plain text. `prepare` does what holds
+for a release. `FORMS` are the spellings that templates differ in; the right one is found by trying
+(turns.py).
 """
 
 from __future__ import annotations
@@ -49,10 +49,9 @@ def prepare(
     release: Release,
     reasoning: Reasoning = "auto",
 ) -> Prepared:
-    """Messages as a row holds them -> as this template (its source text) reads them. Nothing of the row is
-    changed.
+    """Turn messages as a row holds them into messages as this template (its source text) reads them.
 
-    Raises DataError for a tool's return that belongs to no call.
+    Nothing of the row is changed. Raises DataError for a tool's return that belongs to no call.
     """
     # where this template reads reasoning, and so whether a row's <think> block is taken out of its content
     read = [name for name in REASONING_NAMES if re.search(rf"[.'\"]{name}\b", template)]
@@ -93,14 +92,18 @@ def prepare(
 
 
 def _text(content: object) -> object:
-    """Content given as a list of text parts, joined. A template that only takes strings would write the list
-    as Python does."""
+    """Join content given as a list of text parts.
+
+    A template that only takes strings would write the list as Python does.
+    """
     return "".join(part["text"] for part in content) if isinstance(content, list) else content
 
 
 def _taken_apart(message: Message) -> tuple[Message, ThinkMarks] | None:
-    """A turn whose content begins with a `<think>` block, with the reasoning under its own name, and the
-    marks as they were written."""
+    """Move a `<think>` block that begins a turn's content under the reasoning's own name.
+
+    With the marks as they were written.
+    """
     found = _INLINE.fullmatch(message["content"]) if isinstance(message["content"], str) else None
     if not found:
         return None
@@ -128,8 +131,10 @@ def reasoning_of(message: JsonObject) -> str:
 
 
 def _rewrite_ids(messages: list[Message], form: Callable[[str, int], str]) -> bool:
-    """Give every call the id the model itself would write, and its return the same one. Whether any id
-    changed."""
+    """Give every call the id the model itself would write, and its return the same one.
+
+    -> whether any id changed.
+    """
     changed, index = False, 0
     names: dict[str, str] = {}  # a row's own id -> the new one
     waiting: list[str] = []  # new ids of calls whose return has not come

@@ -40,8 +40,9 @@ class Encoded:
 
 
 class Encoder:
-    """How rows become examples of at most `sequence_length` tokens: the same when they are counted and when
-    they are read again.
+    """How rows become examples of at most `sequence_length` tokens.
+
+    The same when they are counted and when they are read again.
 
     truncation  of a longer example: "tail" cuts its end, "head" its beginning (a BOS stays), "drop" raises
                 Dropped, "error" raises DataError;
@@ -155,8 +156,10 @@ def renderer(
 def encode_chat(
     tokenizer: Tokenizer, messages: Sequence[JsonObject], tools: Sequence[JsonObject] | None = None
 ) -> list[int]:
-    """The prompt for generation: the conversation up to where the assistant begins to speak, tokenized as
-    training tokenizes it."""
+    """Make the prompt for generation, tokenized as training tokenizes it.
+
+    The conversation up to where the assistant begins to speak.
+    """
     return encode_rendered(tokenizer, renderer(tokenizer).prompt(messages, tools))
 
 
@@ -222,8 +225,10 @@ def end_texts(tokenizer: Tokenizer) -> list[str]:
 
 
 def quote_specials(value: V, tokenizer: Tokenizer) -> V:
-    """A copy of messages or tools in which special-token text is quoted: a user who types `<|im_end|>` ends
-    nobody's turn."""
+    """Copy messages or tools with special-token text quoted.
+
+    A user who types `<|im_end|>` ends nobody's turn.
+    """
     if isinstance(value, str):
         if QUOTE_OPEN in value or QUOTE_CLOSE in value:
             raise DataError(

@@ -1,6 +1,6 @@
-"""Check that what the user wrote is what is taught: after rendering, every word of a supervised turn must
-carry loss, and no word of another turn may.
+"""Check that what the user wrote is what is taught.
 
+After rendering, every word of a supervised turn must carry loss, and no word of another turn may.
 Two checks, because either alone can be fooled:
   words    search the values themselves in the turn's supervised text, in the spellings that templates use
            (plain, JSON, Python, HTML). A short value ("4") can be there by chance.
@@ -37,8 +37,10 @@ QUOTED = 80  # characters of a text in a message
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of rendered text that is tokenized on its own. `turn`: place of the message whose words it
-    teaches; None: it carries no loss."""
+    """A stretch of rendered text that is tokenized on its own.
+
+    `turn`: place of the message whose words it teaches; None: it carries no loss.
+    """
 
     text: str
     turn: int | None = None
@@ -62,8 +64,10 @@ class Word:
 
 
 def words_of(message: JsonObject, turn: int) -> Iterator[Word]:
-    """Everything an assistant's turn says: the name and every argument of its tool calls, content, reasoning.
-    Empty ones are left out."""
+    """List everything an assistant's turn says, without what is empty.
+
+    The name and every argument of its tool calls, content, reasoning.
+    """
     for i, call in enumerate(message.get("tool_calls") or ()):
         yield Word(turn, f"tool_calls[{i}].function.name", call["function"]["name"])
         yield from _leaves(call["function"]["arguments"], turn, f"tool_calls[{i}].function.arguments")
@@ -85,8 +89,10 @@ def _leaves(value: object, turn: int, field: str) -> Iterator[Word]:
 
 
 def spellings(word: Word) -> list[str]:
-    """How a template may write a value: as it is; in JSON (ASCII or not), Python or HTML where it is an
-    argument of a call."""
+    """List how a template may write a value.
+
+    As it is; and in JSON (ASCII or not), Python or HTML where it is an argument of a call.
+    """
     value = word.value.strip() if isinstance(word.value, str) else word.value
     if isinstance(value, str) and not word.field.startswith("tool_calls"):
         return [value]
@@ -115,8 +121,10 @@ def _unquoted(text: str) -> str:
 def check_words(
     messages: Sequence[JsonObject], taught: Sequence[int], samples: Sequence[Sequence[Segment]]
 ) -> None:
-    """Raises DataError naming the turn and field whose words are not taught, what became of them, and what to
-    do."""
+    """Check that every word of a supervised turn is taught.
+
+    Raises DataError naming the turn and field whose words are not, what became of them, and what to do.
+    """
     segments = [segment for sample in samples for segment in sample]
     for turn in taught:
         own = "\n".join(segment.text for segment in segments if segment.turn in (turn, EVERY_TURN))
@@ -129,8 +137,11 @@ def check_words(
 
 
 def refuse_missing(words: Sequence[Word], text: str, everything: str, *, own: str) -> None:
-    """Raises DataError for the first word that is not in `text`. For the message: `everything` is the whole
-    rendered conversation, which shows where the word went; `own` is the part that is taught."""
+    """Raise DataError for the first word that is not in `text`.
+
+    For the message: `everything` is the whole rendered conversation, which shows where the word went; `own`
+    is the part that is taught.
+    """
     lost = missing(words, text)
     if lost is not None:
         raise _not_taught(lost, own, everything)
@@ -219,8 +230,10 @@ class Marks:
         return self._mark(value, Word(turn, field, value)) if isinstance(value, str) else value
 
     def _mark(self, text: str, word: Word) -> str:
-        """Put the mark in the middle of the text, where no template trims, but never inside a tag a template
-        looks for."""
+        """Put the mark in the middle of the text, where no template trims.
+
+        But never inside a tag a template looks for.
+        """
         place = len(text) - len(text.lstrip()) + (len(text.strip()) + 1) // 2
         tag = text.rfind("<", 0, place)
         if tag >= 0 and (close := text.find(">", tag)) >= place:
@@ -238,11 +251,11 @@ def check_marks(
     samples: Sequence[Sequence[Segment]],
     plain: Sequence[Sequence[Segment]],
 ) -> list[str]:
-    """Raises DataError if text of a supervised turn carries no loss or is missing, or text of another turn
-    carries loss.
+    """Check by marks; -> the roles of messages that the template leaves out altogether.
 
-    -> the roles of messages that the template leaves out altogether. If the marks changed what the template
-    does, nothing is checked.
+    If the marks changed what the template does, nothing is checked.
+    Raises DataError if text of a supervised turn carries no loss or is missing, or text of another turn
+    carries loss.
     """
     # the marks must change nothing but themselves, else they tell nothing
     without = str.maketrans(dict.fromkeys(marks.words))

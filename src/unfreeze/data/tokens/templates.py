@@ -53,8 +53,10 @@ _RENDER_ERRORS = (
 
 
 class TemplateRefusal(DataError):
-    """The template cannot render these messages: by its own raise_exception (`in_its_words`), or because
-    something in it failed on them."""
+    """The template cannot render these messages.
+
+    By its own raise_exception (`in_its_words`), or because something in it failed on them.
+    """
 
     in_its_words = False
 
@@ -165,8 +167,7 @@ class ChatTemplate:
     def render_spans(
         self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] | None = None
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and the [start, end) character ranges that the template's {% generation %} blocks
-        produced."""
+        """Render; -> the text and the [start, end) character ranges of the {% generation %} blocks."""
         parts: list[str] = []
         spans: list[tuple[int, int]] = []
         length = 0

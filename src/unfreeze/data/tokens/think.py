@@ -102,8 +102,10 @@ def common_length(a: str, b: str) -> int:
 
 
 def parting(a: str, b: str) -> int:
-    """Where two texts part, taken back to the beginning of a tag that they part within (`<think>`,
-    `</think>`: before the `<`)."""
+    """Find where two texts part, taken back to the beginning of a tag that they part within.
+
+    In `<think>` against `</think>`: before the `<`.
+    """
     at = common_length(a, b)
     opened = max(a.rfind("<", 0, at), a.rfind("[", 0, at))
     inside = opened >= 0 and at - opened < MAX_TAG and not re.search(r"[>\]\s]", a[opened:at])

@@ -43,8 +43,10 @@ _RUN = re.compile(r"\s+|\S+")
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """Token bytes -> rank. Raises CheckpointError naming the line unless ranks are 0 … n-1, once each, with
-    all 256 single bytes."""
+    """Read token bytes -> rank.
+
+    Raises CheckpointError naming the line unless ranks are 0 … n-1, once each, with all 256 single bytes.
+    """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         if not line.strip():
@@ -68,8 +70,10 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 
 class TiktokenBackend:
-    """Encoding and decoding with tiktoken. `added`: id -> (text, special) from added_tokens_decoder;
-    `vocab_size` of config.json or 0."""
+    """Encoding and decoding with tiktoken.
+
+    `added`: id -> (text, special) from added_tokens_decoder; `vocab_size` of config.json or 0.
+    """
 
     def __init__(self, path: Path, added: Mapping[int, tuple[str, bool]], vocab_size: int):
         ranks = read_ranks(path)
@@ -168,8 +172,10 @@ class TiktokenStream:
 
 
 def cut_long_runs(text: str) -> Iterator[str]:
-    """Cut as the release does: every MAX_CHARS characters, and inside any run of blanks (or of non-blanks)
-    every MAX_RUN characters."""
+    """Cut a text as the release does.
+
+    Every MAX_CHARS characters, and inside any run of blanks (or of non-blanks) every MAX_RUN characters.
+    """
     for begin in range(0, len(text), MAX_CHARS):
         part = text[begin : begin + MAX_CHARS]
         cuts = [

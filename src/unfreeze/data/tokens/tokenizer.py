@@ -1,5 +1,4 @@
-"""The tokenizer of a checkpoint folder: text to ids and back, its special tokens, its end-of-turn tokens and
-its chat template.
+"""The tokenizer of a checkpoint folder: text to ids and back, special tokens, chat template.
 
 Read from tokenizer.json or tiktoken.model, tokenizer_config.json, special_tokens_map.json,
 generation_config.json, config.json, chat_template.jinja or chat_template.json. Nothing else in the folder is
@@ -99,16 +98,21 @@ class Tokenizer:
         return self._backend.encode(text, specials=specials)
 
     def decode(self, ids: Sequence[int], *, skip_specials: bool = True) -> str:
-        """Text of ids; bytes that are no UTF-8 become U+FFFD. Raises DataError for an id outside the
-        vocabulary."""
+        """Give the text of ids; bytes that are no UTF-8 become U+FFFD.
+
+        Raises DataError for an id outside the vocabulary.
+        """
         wrong = next((id for id in ids if not 0 <= id < self.vocab_size), None)
         if wrong is not None:
             raise DataError(f"token id {wrong} is outside the tokenizer's {self.vocab_size} ids")
         return self._backend.decode(ids, skip_specials=skip_specials)
 
     def stream_decoder(self, *, skip_specials: bool = True) -> StreamDecoder:
-        """`push(id)` gives the text that became certain, never part of a character; `finish()` what is left
-        at the end."""
+        """Make a decoder for ids that arrive one by one.
+
+        `push(id)` gives the text that became certain, never part of a character; `finish()` what is left at
+        the end.
+        """
         return self._backend.stream(skip_specials=skip_specials)
 
     def token_id(self, text: str) -> int | None:
@@ -150,9 +154,9 @@ def load_tokenizer(
     now: datetime | None = None,
     template_variables: Mapping[str, object] | None = None,
 ) -> Tokenizer:
-    """The tokenizer of a checkpoint folder. `now` and `template_variables` are the chat template's (see
-    ChatTemplate).
+    """Load the tokenizer of a checkpoint folder.
 
+    `now` and `template_variables` are the chat template's (see ChatTemplate).
     Raises CheckpointError if there is none, or if its files contradict each other.
     """
     folder = Path(model_dir)
@@ -317,8 +321,10 @@ def _id_of(backend: TiktokenBackend | TokenizerJson, role: str, text: str) -> in
 
 
 def _vocab_size(config: Mapping[str, object]) -> int:
-    """vocab_size of config.json; 0 where it says nothing. A name is made for each reserved id, so the number
-    is bounded."""
+    """Read vocab_size of config.json; 0 where it says nothing.
+
+    A name is made for each reserved id, so the number is bounded.
+    """
     value = config.get("vocab_size") or 0
     if type(value) is not int or not 0 <= value <= MAX_VOCAB:
         raise CheckpointError(
@@ -341,8 +347,11 @@ def _as_ids(config: Mapping[str, object], field: str, file: str) -> list[int]:
 def _template(
     folder: Path, settings: Mapping[str, object], variables: Mapping[str, object]
 ) -> ChatTemplate | None:
-    """The chat template: chat_template.jinja, chat_template.json, then tokenizer_config.json (a text, or a
-    list of named ones)."""
+    """Read the chat template.
+
+    From chat_template.jinja, chat_template.json, then tokenizer_config.json (a text, or a list of named
+    ones).
+    """
     if (folder / "chat_template.jinja").is_file():
         try:
             source: object = (folder / "chat_template.jinja").read_text(encoding="utf-8")

@@ -65,8 +65,11 @@ class TokenizerJson:
                 )
 
     def encode(self, text: str, *, specials: bool, continues: bool = False) -> list[int]:
-        """Ids of `text`. `continues`: more text stands before it, so no space is put in front
-        (SentencePiece-style files add one)."""
+        """Give the ids of `text`.
+
+        `continues`: more text stands before it, so no space is put in front (SentencePiece-style files add
+        one).
+        """
         if not text.isascii():
             # half a surrogate pair: U+FFFD, as in tiktoken
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

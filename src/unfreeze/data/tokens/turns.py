@@ -94,8 +94,11 @@ class Renderer:
         ] = {}  # shape -> the form that fits it, and what the template leaves out
 
     def __call__(self, row: Conversation) -> Rendered:
-        """Raises DataError where the template refuses the row, or where what the user wrote would not be what
-        is taught."""
+        """Render a row's conversation: its samples and what is to be noted.
+
+        Raises DataError where the template refuses the row, or where what the user wrote would not be what is
+        taught.
+        """
         prepared = self._prepare(row.messages, row.tools)
         shape = _shape(row)
         known = self._known.get(shape)
@@ -118,8 +121,10 @@ class Renderer:
         raise self._located(error, prepared) if isinstance(error, TemplateRefusal) else error
 
     def _located(self, error: TemplateRefusal, prepared: Prepared) -> DataError:
-        """A template's refusal with the turn at which it comes: the conversation up to there, and no shorter
-        one, is refused in these words."""
+        """Name the turn at which a template's refusal comes.
+
+        The conversation up to there, and no shorter one, is refused in these words.
+        """
         for count in range(1, len(prepared.messages) + 1):
             try:
                 self.template.render(
@@ -227,11 +232,11 @@ class Renderer:
     def _marked(
         self, messages: Sequence[Message], tools: Tools, words: Mapping[int, list[Word]], *, in_prompts: bool
     ) -> Sample:
-        """The conversation cut at {% generation %}. An end token right behind a block belongs to it: else the
-        end would never be learned.
+        """Cut the conversation at {% generation %}.
 
+        An end token right behind a block belongs to it: else the end would never be learned.
         in_prompts  False: raises Unstable where a block begins inside its turn's prompt, which nobody has to
-                    say
+        say
         """
         full, marked = self.template.render_spans(messages, tools)
         speakers = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
@@ -327,8 +332,10 @@ class Renderer:
         return notes
 
     def _refuse_artifacts(self, prepared: Prepared, form: Form) -> None:
-        """Raises DataError where the template writes what nobody said: None for a turn that only calls tools,
-        a list as Python or JSON has it."""
+        """Raise DataError where the template writes what nobody said.
+
+        None for a turn that only calls tools, a list as Python or JSON has it.
+        """
         given, plain = form(prepared.messages), no_null_content(prepared.messages)
         if given == plain:
             return

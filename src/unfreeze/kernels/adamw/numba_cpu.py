@@ -64,9 +64,12 @@ def _round(w, out):
 
 @Kernel
 def _step(chunks, addresses, halves, numbers, keep1, keep2, eps, scale):
-    """chunks [C, 3]: tensor, first, count. addresses [n, 5]: master, m, v, gradient, weight (0: none). halves
+    """One update of all tensors, a chunk at a time.
+
+    chunks [C, 3]: tensor, first, count. addresses [n, 5]: master, m, v, gradient, weight (0: none). halves
     [n]: gradient in bf16.
-    numbers [n, 3]: 1 - lr · decay, lr / (1 - b1^t), sqrt(1 - b2^t)."""
+    numbers [n, 3]: 1 - lr · decay, lr / (1 - b1^t), sqrt(1 - b2^t).
+    """
     for c in prange(chunks.shape[0]):
         tensor, first, count = chunks[c, 0], chunks[c, 1], chunks[c, 2]
         end = first + count

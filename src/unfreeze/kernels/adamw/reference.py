@@ -1,5 +1,7 @@
-"""AdamW by torch's own fused step, a tensor at a time, with the passes around it: gradients to float32,
-clipping, the copy to half precision."""
+"""AdamW by torch's own fused step, a tensor at a time.
+
+With the passes around it: gradients to float32, clipping, the copy to half precision.
+"""
 
 from __future__ import annotations
 

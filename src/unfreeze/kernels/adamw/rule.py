@@ -11,9 +11,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Update:
-    """One tensor and its state, changed in place. master, exp_avg, exp_avg_sq: float32 (or wider),
-    contiguous.
+    """One tensor and its state, changed in place.
 
+    master, exp_avg, exp_avg_sq: float32 (or wider), contiguous.
     gradient  float32, or the half precision it arrived in; not changed.
     weight    None, or the half precision weight that gets the rounded master.
     step      t, of this update: 1 at the first.
@@ -39,8 +39,10 @@ class Rule:
 
 
 def numbers_of(u: Update, rule: Rule) -> tuple[float, float, float]:
-    """(1 - lr · decay, lr / (1 - b1^t), sqrt(1 - b2^t)): what a step of one tensor needs of lr, decay and
-    t."""
+    """Work out what a step of one tensor needs of lr, decay and t.
+
+    (1 - lr · decay, lr / (1 - b1^t), sqrt(1 - b2^t))
+    """
     beta1, beta2 = rule.betas
     return (
         1.0 - rule.learning_rate * u.weight_decay,
@@ -50,8 +52,10 @@ def numbers_of(u: Update, rule: Rule) -> tuple[float, float, float]:
 
 
 def refuse_unread(updates: Sequence[Update], dtypes: Collection[torch.dtype]) -> None:
-    """ValueError for what a loop over addresses would misread: masters not in float32, state not contiguous,
-    gradients or weights beyond `dtypes`."""
+    """Raise ValueError for what a loop over addresses would misread.
+
+    Masters not in float32, state not contiguous, gradients or weights beyond `dtypes`.
+    """
     for u in updates:
         if u.master.dtype != torch.float32 or not all(
             x.is_contiguous() for x in (u.master, u.exp_avg, u.exp_avg_sq)

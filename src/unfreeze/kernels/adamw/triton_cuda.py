@@ -1,8 +1,7 @@
-"""AdamW on CUDA: one launch over all tensors of a dtype, each number read and written once, as numba_cpu.py
-does it on a CPU.
+"""AdamW on CUDA: one launch over all tensors of a dtype, each number read and written once.
 
-Tensors arrive as addresses in a table, so that 300 small adapters cost one launch. The table goes to the
-device from pinned memory, without a wait.
+As numba_cpu.py does it on a CPU. Tensors arrive as addresses in a table, so that 300 small adapters cost one
+launch. The table goes to the device from pinned memory, without a wait.
 """
 
 # A launch takes numbers for constexpr parameters, which the kernel's own signature doesn't say
@@ -40,8 +39,11 @@ def _step(
     WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """chunks [C, 3]: tensor, first, size of the tensor. addresses [n, 5]: master, m, v, gradient, weight.
-    numbers [n, 3]: 1 - lr · decay, lr / (1 - b1^t), sqrt(1 - b2^t). WEIGHT None: masters are the weights."""
+    """One update of all tensors of a dtype, a chunk per program.
+
+    chunks [C, 3]: tensor, first, size of the tensor. addresses [n, 5]: master, m, v, gradient, weight.
+    numbers [n, 3]: 1 - lr · decay, lr / (1 - b1^t), sqrt(1 - b2^t). WEIGHT None: masters are the weights.
+    """
     chunk = chunks + tl.program_id(0) * 3
     tensor = tl.load(chunk)
     i = tl.load(chunk + 1) + tl.arange(0, BLOCK)

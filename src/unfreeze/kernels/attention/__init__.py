@@ -1,5 +1,7 @@
-"""Causal attention inside each document of a flat packed batch. `Layout.build` once per batch,
-`packed_attention` per layer."""
+"""Causal attention inside each document of a flat packed batch.
+
+`Layout.build` once per batch, `packed_attention` per layer.
+"""
 
 from unfreeze.kernels.attention.documents import OP, attend, bucket
 from unfreeze.kernels.attention.layout import Bucket, Layout

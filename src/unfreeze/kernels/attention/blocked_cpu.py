@@ -1,10 +1,9 @@
-"""Causal attention on CPU for documents of some hundred tokens and more: a block of queries at a time against
-all keys it may see.
+"""Causal attention on CPU for documents of some hundred tokens and more, a block of queries at a time.
 
-torch's CPU flash attention stays below the rate of the same cores' GEMMs (`unfreeze kernels list --op
-attention`: by how much, per record). Here the products are GEMMs over a batch of heads, and what stands
-between them is one loop over a row of scores while it is in cache. Scores are float32 products of the exact
-inputs, as flash computes them; only P and dS are rounded to the inputs' dtype.
+Each block sees all keys it may. torch's CPU flash attention stays below the rate of the same cores' GEMMs
+(`unfreeze kernels list --op attention`: by how much, per record). Here the products are GEMMs over a batch of
+heads, and what stands between them is one loop over a row of scores while it is in cache. Scores are float32
+products of the exact inputs, as flash computes them; only P and dS are rounded to the inputs' dtype.
 
 S documents of L tokens, H query heads, G key/value heads (H = G · rep), d and v widths. A block has QUERIES
 queries of each head; queries and keys are padded with zeros to whole blocks, so that few GEMM shapes occur
@@ -76,8 +75,10 @@ def _exponentials(row, scale, shift):
 
 @Kernel
 def _softmax(scores, first, rows, scale, probs, lse):
-    """probs[r, :] = softmax of scale · scores[r, : first + r % rows + 1], zero behind; lse[r] its
-    log-sum-exp. scores are overwritten."""
+    """probs[r, :] = softmax of scale · scores[r, : first + r % rows + 1], zero behind.
+
+    lse[r] is the log-sum-exp of the same. scores are overwritten.
+    """
     for r in prange(scores.shape[0]):
         # row r is query first + r % rows of its head: it sees that many keys and itself
         seen = first + r % rows + 1
@@ -109,8 +110,10 @@ def _softmax_backward(scores, first, rows, scale, lse, delta, dprobs, probs):
 
 @Kernel
 def _take(source, first, count, head, out):
-    """out[g, l] = source[first + l, head + g] for l < count, zero behind. source [rows, heads, w], out [G, n,
-    w], converted."""
+    """out[g, l] = source[first + l, head + g] for l < count, zero behind.
+
+    source [rows, heads, w], out [G, n, w], converted.
+    """
     for g in prange(out.shape[0]):
         for n in range(out.shape[1]):
             target = out[g, n]
@@ -134,8 +137,11 @@ def _put(x, first, count, head, out):
 
 @Kernel
 def _take_blocks(source, first, count, head, repeat, out):
-    """As _take, into blocks: out[b, g, r · QUERIES + l] = source[first + b · QUERIES + l, head + g · repeat +
-    r]. out [blocks, G, rep · QUERIES, w]."""
+    """As _take, into blocks.
+
+    out[b, g, r · QUERIES + l] = source[first + b · QUERIES + l, head + g · repeat + r]. out [blocks, G, rep ·
+    QUERIES, w].
+    """
     groups = out.shape[1]
     for job in prange(out.shape[0] * groups):
         b, g = job // groups, job % groups
@@ -190,8 +196,10 @@ def _accumulate(share, total):
 
 @Kernel
 def _panels(keys, out):
-    """out[g, p, k, j] = the pair k of key 64 p + j. keys uint32 [G, n, d / 2] (two bf16 each), out [G, n /
-    64, d / 2, 64]."""
+    """out[g, p, k, j] = the pair k of key 64 p + j.
+
+    keys uint32 [G, n, d / 2] (two bf16 each), out [G, n / 64, d / 2, 64].
+    """
     for g in prange(out.shape[0]):
         for p in range(out.shape[1]):
             for k in range(out.shape[2]):
@@ -202,8 +210,10 @@ def _panels(keys, out):
 
 @Kernel
 def _scores(q, panels, keys, out):
-    """out[g, r, n] = q[g, r] · key n in float32, n < keys. q bf16 bits [G, R, d], panels as above, out [G, R,
-    keys]."""
+    """out[g, r, n] = q[g, r] · key n in float32, n < keys.
+
+    q bf16 bits [G, R, d], panels as above, out [G, R, keys].
+    """
     whole = keys // COLUMNS
     for job in prange(q.shape[0] * whole):
         g, p = job // whole, job % whole
@@ -295,8 +305,10 @@ class _Heads:
 
 
 class _Wide:
-    """Scores as a batch of float32 GEMMs: for float32 inputs, and on CPUs without the instruction of
-    bf16_tile.py."""
+    """Scores as a batch of float32 GEMMs.
+
+    For float32 inputs, and on CPUs without the instruction of bf16_tile.py.
+    """
 
     def __init__(self, heads: _Heads, q: Tensor, k: Tensor):
         self.heads, self.q, self.k, self.given = (
@@ -321,8 +333,10 @@ class _Wide:
 
 
 class _Tiled:
-    """The same sums from bf16 inputs: a product of two bf16 is exact in float32, so nothing is lost by not
-    widening them first."""
+    """The same sums from bf16 inputs.
+
+    A product of two bf16 is exact in float32, so nothing is lost by not widening them first.
+    """
 
     def __init__(self, heads: _Heads, q: Tensor, k: Tensor):
         self.heads, self.q = heads, heads.blocked("q narrow", q, q.dtype)
@@ -352,9 +366,10 @@ def _products(heads: _Heads, q: Tensor, k: Tensor) -> _Wide | _Tiled:
 def _each(
     num_documents: int, length: int, groups: int, repeat: int, width: int, work: Callable[[_Heads, int], None]
 ) -> None:
-    """work(heads, worker) for all heads of all documents, as many at once as have scores within SCORE_BYTES.
-    Each core has its own; what they write
-    doesn't overlap."""
+    """Call work(heads, worker) for all heads of all documents.
+
+    As many at once as have scores within SCORE_BYTES. Each core has its own; what they write doesn't overlap.
+    """
     spread_out = num_documents * length**2 * groups * repeat * width >= SPREAD_FROM
     workers = torch.get_num_threads() if spread_out else 1
     at_once = min(groups, max(1, SCORE_BYTES // (4 * repeat * QUERIES * length)))
@@ -371,8 +386,10 @@ def _each(
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """o [S, L, H, v], and per document and block the log-sum-exp of each group's rows, [S, blocks, G, rep ·
-    QUERIES] float32."""
+    """Give o [S, L, H, v] and the log-sum-exp of each row.
+
+    The latter per document and block for each group's rows: [S, blocks, G, rep · QUERIES] float32.
+    """
     S, L, H, _ = q.shape
     G, dtype = k.shape[2], q.dtype
     o, lse = (
@@ -416,8 +433,10 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Ten
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv in the shapes of q, k, v. With P the probabilities: dv = Pᵀ do, dP = do vᵀ, dS = scale · P
-    (dP - Σ do·o), dq = dS k, dk = dSᵀ q."""
+    """Give dq, dk, dv in the shapes of q, k, v.
+
+    With P the probabilities: dv = Pᵀ do, dP = do vᵀ, dS = scale · P (dP - Σ do·o), dq = dS k, dk = dSᵀ q.
+    """
     S, L, H, _ = q.shape
     G, dtype = k.shape[2], q.dtype
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype) for x in (q, k, v))
@@ -491,6 +510,8 @@ class _Blocked(torch.autograd.Function):
 def blocked_attention(
     q_SLHd: Tensor, k_SLGd: Tensor, v_SLGv: Tensor, scale: float, reuse: Reuse | None = None
 ) -> Tensor:
-    """Causal attention inside each of S documents of equal length -> [S, L, H, v]. float32 or bf16 on CPU;
-    `reuse` as in packed_attention."""
+    """Causal attention inside each of S documents of equal length -> [S, L, H, v].
+
+    float32 or bf16 on CPU; `reuse` as in packed_attention.
+    """
     return _Blocked.apply(q_SLHd, k_SLGd, v_SLGv, scale, reuse)

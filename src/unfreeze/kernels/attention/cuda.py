@@ -1,6 +1,6 @@
 """Attention candidates on CUDA: cuDNN's kernel, torch's flash kernel over padded values, FlexAttention.
-Shapes as in documents.py.
 
+Shapes as in documents.py.
 Their speed on a GPU is not measured yet, so none is chosen until a record says so. `reuse` is not used: a
 second visit computes again.
 """
@@ -24,8 +24,10 @@ BLOCK = 128  # queries, and keys, of a block of flex's mask: torch's own default
 
 
 def cudnn(q_SLHd: Tensor, k_SLGd: Tensor, v_SLGv: Tensor, scale: float, reuse: Reuse | None = None) -> Tensor:
-    """cuDNN's attention, which takes MLA's q, k of 192 and v of 128 on Hopper. RuntimeError where cuDNN
-    doesn't take the inputs."""
+    """cuDNN's attention, which takes MLA's q, k of 192 and v of 128 on Hopper.
+
+    RuntimeError where cuDNN doesn't take the inputs.
+    """
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return torch_attention(q_SLHd, *ungrouped(q_SLHd, k_SLGd, v_SLGv), scale)
 
@@ -55,8 +57,10 @@ def _compiled() -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=256)
 def _causal(length: int, device: torch.device) -> BlockMask:
-    """What create_block_mask gives for q >= k, of which it holds 10 · length² bytes on the way: a block of
-    queries sees the blocks of keys before it whole, and its own in part."""
+    """Give what create_block_mask gives for q >= k, without its 10 · length² bytes on the way.
+
+    A block of queries sees the blocks of keys before it whole, and its own in part.
+    """
     blocks, cut = -(-length // BLOCK), length % BLOCK > 0
     row = torch.arange(blocks, dtype=torch.int32, device=device)
     own = (row[:, None] + row) % blocks  # of block i: i first, and only that one counts

@@ -1,8 +1,7 @@
-"""Causal attention inside documents of one length, [S, L] tokens: the op that packed_attention calls once per
-bucket of its layout.
+"""Causal attention inside documents of one length, [S, L] tokens.
 
-S documents of L tokens, H query heads, G key/value heads (G divides H), d width of q and k, v width of
-values.
+The op that packed_attention calls once per bucket of its layout. S documents of L tokens, H query heads, G
+key/value heads (G divides H), d width of q and k, v width of values.
 """
 
 from __future__ import annotations
@@ -32,8 +31,9 @@ def attend(
     reuse: Reuse | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """o[s, t, h] = Σ_u softmax_u(scale · q[s, t, h]·k[s, u, g]) v[s, u, g] over u <= t, g = h·G/H  -> [S, L,
-    H, v] in q's dtype.
+    """Causal attention over S documents of equal length -> [S, L, H, v] in q's dtype.
+
+    o[s, t, h] = Σ_u softmax_u(scale · q[s, t, h]·k[s, u, g]) v[s, u, g] over u <= t, g = h·G/H
 
     The reference is torch's own scaled_dot_product_attention. It, not an explicit mask, because the reference
     runs wherever nothing is measured, and a mask holds [S, H, L, L] scores; the explicit mask is what both
@@ -44,9 +44,11 @@ def attend(
 
 
 def bucket(q_SLHd: Tensor, k_SLGd: Tensor, v_SLGv: Tensor) -> str:
-    """Document length, and whether values are as wide as keys: "under 96", "96 on", "192 on", "1024 on", with
-    ", v < d" for MLA. "other": v > d,
-    or on CUDA widths that its kernels don't take."""
+    """Name the bucket: document length, and whether values are as wide as keys.
+
+    "under 96", "96 on", "192 on", "1024 on", with ", v < d" for MLA. "other": v > d, or on CUDA widths that
+    its kernels don't take.
+    """
     length, d, v = q_SLHd.shape[1], q_SLHd.shape[3], v_SLGv.shape[3]
     if v > d or (q_SLHd.is_cuda and (d % 8 or v % 8 or d > 256)):
         return "other"
@@ -94,8 +96,10 @@ def _flex_refuses(device: str, dtype: torch.dtype) -> str:
 def _inputs(
     length: int, d: int, v: int, device: torch.device, dtype: torch.dtype, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Enough documents for 512 tokens of 4 heads on CPU, 8,192 of 16 on a GPU; two query heads share a key
-    where v = d (GQA)."""
+    """Draw q, k and v of enough documents for a measurement.
+
+    512 tokens of 4 heads on CPU, 8,192 of 16 on a GPU; two query heads share a key where v = d (GQA).
+    """
     tokens, heads = (8192, 16) if device.type == "cuda" else (512, 4)
     groups = heads // 2 if v == d else heads
     shape = (max(1, tokens // length), length)
@@ -107,8 +111,10 @@ def _inputs(
 
 
 def _cases() -> tuple[Case, ...]:
-    """A length inside each bucket; 64 / 64 as in small dense models, 96 / 64 and on a GPU 192 / 128 as in
-    MLA."""
+    """Give a length inside each bucket, at the widths of common models.
+
+    64 / 64 as in small dense models, 96 / 64 and on a GPU 192 / 128 as in MLA.
+    """
 
     def narrow(length: int) -> Callable[..., Any]:
         return lambda device, *rest: _inputs(

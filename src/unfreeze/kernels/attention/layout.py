@@ -51,11 +51,10 @@ class Layout:
 
     @staticmethod
     def build(starts: Tensor | Sequence[int], num_tokens: int, device: torch.device | str = "cpu") -> Layout:
-        """Layout for documents that begin at `starts` (on the host, ascending, the first is 0) and end at
-        `num_tokens`.
+        """Build the layout of documents that begin at `starts` and end at `num_tokens`.
 
-        All arithmetic is on the host, index tensors go to `device` once. Raises ValueError where a document
-        would be empty.
+        starts: on the host, ascending, the first is 0. All arithmetic is on the host, index tensors go to
+        `device` once. Raises ValueError where a document would be empty.
         """
         starts_S = torch.as_tensor(starts, dtype=torch.int64)
         if starts_S.device.type != "cpu":
@@ -94,8 +93,10 @@ class Layout:
 
 
 def _group(lengths: list[int]) -> list[Bucket]:
-    """Buckets for descending `lengths`: a document opens a new one where it would leave more than a quarter
-    of its row empty."""
+    """Make buckets for descending `lengths`.
+
+    A document opens a new one where it would leave more than a quarter of its row empty.
+    """
     buckets: list[Bucket] = []
     for length in lengths:
         last = buckets[-1] if buckets else None

@@ -17,8 +17,11 @@ from unfreeze.kernels.recompute import Reuse
 
 
 class _ToSlots(torch.autograd.Function):
-    """x_N = x_T[source_N]. The gradient of padding is exactly zero (no kept query sees it), so backward is a
-    gather, not a scatter-add."""
+    """x_N = x_T[source_N].
+
+    The gradient of padding is exactly zero (no kept query sees it), so backward is a gather, not a
+    scatter-add.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, source_N: Tensor, slot_T: Tensor) -> Tensor:
@@ -52,8 +55,9 @@ def packed_attention(
     reuse: Reuse | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """o[t, h] = Σ_s softmax_s(scale · q[t, h]·k[s, g]) v[s, g], g = h·G/H, over s <= t of the same document
-    -> [T, H, v].
+    """Causal attention inside each document of a packed batch -> [T, H, v].
+
+    o[t, h] = Σ_s softmax_s(scale · q[t, h]·k[s, g]) v[s, g], g = h·G/H, over s <= t of the same document
 
     Never attends across documents. v may be narrower than d (MLA: d 192, v 128). No [L, L] scores of all
     heads are ever held.

@@ -1,7 +1,7 @@
-"""Causal attention over packed documents by an explicit [T, T] mask. The oracle: quadratic in T, for tests
-and small inputs.
+"""Causal attention over packed documents by an explicit [T, T] mask.
 
-T tokens, H query heads, G key/value heads (G divides H), d width of q and k, v width of values.
+The oracle: quadratic in T, for tests and small inputs. T tokens, H query heads, G key/value heads (G divides
+H), d width of q and k, v width of values.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ def document_mask(starts: Tensor, num_tokens: int) -> Tensor:
 
 
 def reference_attention(q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, starts: Tensor, scale: float) -> Tensor:
-    """o[t, h] = Σ_s softmax_s(scale · q[t, h]·k[s, g]) v[s, g], g = h·G/H, s <= t, same document. Softmax in
-    at least float32."""
+    """o[t, h] = Σ_s softmax_s(scale · q[t, h]·k[s, g]) v[s, g], g = h·G/H, s <= t, same document.
+
+    Softmax in at least float32.
+    """
     compute = torch.promote_types(q_THd.dtype, torch.float32)
     repeat = q_THd.shape[1] // k_TGd.shape[1]
     k_THd = k_TGd.to(compute).repeat_interleave(repeat, dim=1)

@@ -1,5 +1,7 @@
-"""torch's own attention over documents of one length: what runs where no record proves a candidate. Shapes as
-in documents.py."""
+"""torch's own attention over documents of one length: what runs where no record proves a candidate.
+
+Shapes as in documents.py.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,10 @@ from unfreeze.kernels.recompute import Reuse
 
 
 class _FlashReused(torch.autograd.Function):
-    """torch's causal flash attention on CPU, whose output and log-sum-exp come from `reuse`: computed at the
-    first visit only."""
+    """torch's causal flash attention on CPU, whose output and log-sum-exp come from `reuse`.
+
+    So they are computed at the first visit only.
+    """
 
     @staticmethod
     def forward(

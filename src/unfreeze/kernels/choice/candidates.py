@@ -1,5 +1,7 @@
-"""Candidates whose work lies in a module each (numba_cpu, torch_compiled, triton_cuda), imported only where
-one of them is asked for."""
+"""Candidates whose work lies in a module each, imported only where one of them is asked for.
+
+numba_cpu, torch_compiled, triton_cuda.
+"""
 
 from __future__ import annotations
 

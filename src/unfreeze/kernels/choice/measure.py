@@ -51,8 +51,10 @@ def arguments(case: Case, device: torch.device, dtype: torch.dtype) -> Arguments
 
 
 def converted(value: object, dtype: torch.dtype) -> object:
-    """`value` with each floating point tensor in it in `dtype`, as a leaf that wants a gradient where it did.
-    A Packed weight is its codes."""
+    """Convert each floating point tensor in `value` to `dtype`.
+
+    As a leaf that wants a gradient where it did. A Packed weight becomes its codes.
+    """
     if isinstance(value, Tensor):
         return (
             value.detach().to(dtype).requires_grad_(value.requires_grad)

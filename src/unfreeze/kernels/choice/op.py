@@ -1,10 +1,8 @@
-"""What an op is: one reference, named candidates, the shapes it is measured at, and how exact a candidate
-must be.
+"""What an op is: one reference, named candidates, the shapes it is measured at, and its tolerance.
 
 The folder of an op (kernels/<op>/__init__.py) has one `OP: Op` and one public function, which asks choose()
-for the implementation and calls it.
-Reference and candidates share that function's signature; a differentiable op is differentiable in each of
-them.
+for the implementation and calls it. Reference and candidates share that function's signature; a
+differentiable op is differentiable in each of them.
 """
 
 from __future__ import annotations
@@ -62,10 +60,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Op:
-    """tolerance: largest |candidate - exact| / |exact| (Frobenius norms) of any output or input gradient, per
-    dtype; exact is the reference in
-    float64 on the same inputs, or in the dtype itself where the op is defined by its rounding (`exact_dtype`
-    None).
+    """An op with its reference, its candidates, and how exact a candidate must be.
+
+    tolerance: largest |candidate - exact| / |exact| (Frobenius norms) of any output or input gradient, per
+    dtype; exact is the reference in float64 on the same inputs, or in the dtype itself where the op is
+    defined by its rounding (`exact_dtype` None).
 
     An op that returns nothing works in place and is judged by what it left in its arguments (differentiable
     False).

@@ -16,9 +16,11 @@ from unfreeze.quant.codec import Packed
 
 
 def wrong(op: Op, name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Why that candidate may not run: it raises, or is not exact within the op's own tolerance; "" where it
-    is right. On the op's smallest case, as a CPU has it; the truth is computed on the CPU. Compiling it takes
-    about a second."""
+    """Say why that candidate may not run; "" where it is right.
+
+    It raises, or is not exact within the op's own tolerance. On the op's smallest case, as a CPU has it; the
+    truth is computed on the CPU. Compiling it takes about a second.
+    """
     case = next((case for case in op.cases if dtype in case.dtypes), None)
     if case is None or dtype not in op.tolerance:
         return f"no case in {dtype} to check it with"

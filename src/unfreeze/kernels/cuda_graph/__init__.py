@@ -1,5 +1,7 @@
-"""The same launches again and again, as a step of generation is: from the host each time, or captured once
-as a CUDA graph and replayed."""
+"""The same launches again and again, as a step of generation is.
+
+From the host each time, or captured once as a CUDA graph and replayed.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ __all__ = ["OP", "CannotCapture", "Launches", "bucket", "pays", "replay"]
 
 
 def replay(launches: Launches, impl: str = "auto") -> Tensor:
-    """launches.run(*launches.buffers), without gradients. The result is valid until the next call with these
-    launches.
+    """Run launches.run(*launches.buffers) without gradients.
 
+    The result is valid until the next call with these launches.
     Raises CannotCapture where the implementation captures and these launches ask for a value; then the errors
     of `choose`.
     """
@@ -28,8 +30,10 @@ def replay(launches: Launches, impl: str = "auto") -> Tensor:
 
 
 def bucket(rows: int) -> str:
-    """A launch costs the host the same whatever it does, so what decides is how long the device is busy with
-    it: rows."""
+    """Name the bucket by rows.
+
+    A launch costs the host the same whatever it does, so what decides is how long the device is busy with it.
+    """
     return (
         "1 row" if rows == 1 else "2 to 16 rows" if rows <= 16 else "17 to 64 rows" if rows <= 64 else "other"
     )
@@ -51,8 +55,11 @@ def _refuses(device: str, dtype: torch.dtype) -> str:
 
 
 def decoder_like(x_SD: Tensor, cached_SGNd: Tensor, *weights: Tensor) -> Tensor:
-    """A stand-in of a step: per layer two norms, attention of one query per row over what is cached, SwiGLU;
-    weights [q, o, gate_up, down] each."""
+    """Make a stand-in of a step of generation.
+
+    Per layer two norms, attention of one query per row over what is cached, SwiGLU; weights [q, o, gate_up,
+    down] each.
+    """
     groups, width = cached_SGNd.shape[1], cached_SGNd.shape[3]
     norm = weights[0]
     for q, o, gate_up, down in zip(*(weights[1 + part :: 4] for part in range(4)), strict=True):
@@ -64,8 +71,10 @@ def decoder_like(x_SD: Tensor, cached_SGNd: Tensor, *weights: Tensor) -> Tensor:
 
 
 def _case(rows: int) -> Case:
-    """28 layers of the Qwen3-0.6B shape (its query heads 128 wide, 16 over 8), 512 positions cached; two
-    narrow ones on a CPU."""
+    """28 layers of the Qwen3-0.6B shape, 512 positions cached; two narrow layers on a CPU.
+
+    Its query heads are 128 wide, 16 over 8.
+    """
 
     def inputs(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Arguments:
         layers, D, I, H, G, d, N = (

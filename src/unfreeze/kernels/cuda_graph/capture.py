@@ -1,9 +1,8 @@
-"""Launches as one CUDA graph: captured at the first call, replayed at each. Not measured on a GPU yet, so no
-record chooses it.
+"""Launches as one CUDA graph: captured at the first call, replayed at each.
 
-Before it captures, it calls twice on a stream of its own: once for what happens at a first call only (kernels
-compiled, tables copied), once with torch watching for whatever makes the host wait, which a graph cannot
-hold. That one's message is the reason given.
+Not measured on a GPU yet, so no record chooses it. Before it captures, it calls twice on a stream of its own:
+once for what happens at a first call only (kernels compiled, tables copied), once with torch watching for
+whatever makes the host wait, which a graph cannot hold. That one's message is the reason given.
 """
 
 from __future__ import annotations
@@ -19,8 +18,11 @@ from unfreeze.kernels.loops.scratch import forget_contents, held
 
 @dataclass
 class Captured:
-    """scratch: the buffers the graph writes into; another call may outgrow and replace them, and the graph
-    would write into memory given back."""
+    """A captured graph and what it needs.
+
+    scratch: the buffers the graph writes into; another call may outgrow and replace them, and the graph would
+    write into memory given back.
+    """
 
     graph: torch.cuda.CUDAGraph
     output: Tensor

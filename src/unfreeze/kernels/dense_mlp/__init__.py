@@ -1,5 +1,7 @@
-"""The dense half of a layer, x + down(swiglu(gate n, up n)) with n = norm(x), as one op: for a compiler that
-fuses what lies between the GEMMs."""
+"""The dense half of a layer, x + down(swiglu(gate n, up n)) with n = norm(x), as one op.
+
+For a compiler that fuses what lies between the GEMMs.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,9 @@ def dense_mlp(
     down: Projection,
     impl: str = "auto",
 ) -> Tensor:
-    """y = x + down(silu(gate n) · up n), n = norm_D · x / sqrt(mean(x²) + eps). x [T, D] -> y [T, D];
-    adapters inside the projections.
+    """y = x + down(silu(gate n) · up n), n = norm_D · x / sqrt(mean(x²) + eps).
 
+    x [T, D] -> y [T, D]; adapters inside the projections.
     Source: the pre-norm residual block with Shazeer 2020, arXiv:2002.05202. Errors of `choose`.
     """
     return implementation(x_TD, gate, up, down, impl)(x_TD, norm_D, eps, gate, up, down)
@@ -39,14 +41,18 @@ def dense_mlp(
 def implementation(
     x_TD: Tensor, gate: Projection, up: Projection, down: Projection, impl: str = "auto"
 ) -> Implementation:
-    """What is chosen for these inputs. A caller whose own code is the reference asks whether it is
-    OP.reference. Errors of `choose`."""
+    """Give what is chosen for these inputs.
+
+    A caller whose own code is the reference asks whether it is OP.reference. Errors of `choose`.
+    """
     return choose(OP, x_TD.device, x_TD.dtype, bucket(x_TD, gate, up, down), impl)
 
 
 def bucket(x_TD: Tensor, gate: Projection, up: Projection, down: Projection) -> str:
-    """ "adapters" (frozen weights beside them) or "all weights" train; "other": few rows, or weights in
-    another dtype than x."""
+    """Name the bucket: "adapters" (frozen weights beside them) or "all weights" train.
+
+    "other": few rows, or weights in another dtype than x.
+    """
     parts = (gate, up, down)
     if x_TD.shape[0] < FEWEST or any(part.weight.dtype != x_TD.dtype for part in parts):
         return "other"
@@ -60,8 +66,10 @@ def _load_compiled() -> Implementation:
 
 
 def _case(trains: str) -> Case:
-    """The Qwen2-0.5B shape; a GPU gets more rows. Adapters of rank 16, B drawn at random too: with B = 0 A
-    has no gradient."""
+    """The Qwen2-0.5B shape; a GPU gets more rows.
+
+    Adapters of rank 16, B drawn at random too: with B = 0 A has no gradient.
+    """
     width, inner, rank = 896, 4864, 16
 
     def inputs(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Arguments:

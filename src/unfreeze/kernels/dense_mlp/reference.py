@@ -1,7 +1,7 @@
-"""The dense block as the models' own code goes through it, op by op; tests/models/blocks/test_mlp.py holds
-the two equal to the bit.
+"""The dense block as the models' own code goes through it, op by op.
 
-T rows, D model width, I intermediate width, R adapter rank.
+tests/models/blocks/test_mlp.py holds the two equal to the bit. T rows, D model width, I intermediate width, R
+adapter rank.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from unfreeze.kernels.swiglu import swiglu
 
 @dataclass(frozen=True)
 class Projection:
-    """x Wᵀ + b + scale · (x Aᵀ) Bᵀ. weight [out, in], bias [out] or None, A [R, in] and B [out, R] or
-    None."""
+    """x Wᵀ + b + scale · (x Aᵀ) Bᵀ.
+
+    weight [out, in], bias [out] or None, A [R, in] and B [out, R] or None.
+    """
 
     weight: Tensor
     bias: Tensor | None = None

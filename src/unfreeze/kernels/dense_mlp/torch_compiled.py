@@ -1,12 +1,13 @@
-"""The dense block as torch.compile makes it of plain torch, norm, activation and residual fused around the
-GEMMs.
+"""The dense block as torch.compile makes it of plain torch.
+
+Norm, activation and residual are fused around the GEMMs.
 
 One graph serves every number of rows (they are marked dynamic: a graph that would hold for one number only is
 an error). A graph of its own is made per kind of call: with gradients or without, dtype, widths, which
 adapters there are and what trains. A model has two, the second being that of recomputation's first visit;
-MAX_KINDS bounds them, and a kind beyond runs the reference; the log says so once. The scale of an adapter is
-a tensor: the receipt sets it to 0 and back, which a number in the graph would answer with a compilation each
-time.
+MAX_KINDS bounds them. A kind beyond runs the reference, and the log says so once. The scale of an adapter is
+a tensor: the receipt sets it to 0 and back, which would cost a compilation each time if it were a number in
+the graph.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""The one hot op: routed experts with LoRA over a packed base, forward and backward. `expert_mlp` picks the
-implementation."""
+"""The one hot op: routed experts with LoRA over a packed base, forward and backward.
+
+`expert_mlp` picks the implementation.
+"""
 
 from __future__ import annotations
 
@@ -79,8 +81,10 @@ def bucket(ids_TK: Tensor, gate_up: Tensor | Packed) -> str:
 
 
 def narrow_refuses(x: Tensor, intermediate: int) -> str:
-    """Why grouped GEMMs on CUDA cannot take x [T, D] and experts of width `intermediate`; empty where they
-    can, and elsewhere."""
+    """Why grouped GEMMs on CUDA cannot take x [T, D] and experts of width `intermediate`.
+
+    Empty where they can, and elsewhere.
+    """
     if x.is_cuda and (x.shape[1] % 8 or intermediate % 8):
         return f"widths {x.shape[1]} and {intermediate}; grouped GEMMs need multiples of 8"
     return ""
@@ -104,8 +108,10 @@ def fused_refuses(device: str, dtype: torch.dtype) -> str:
 
 @functools.cache
 def _self_check(device: int) -> str:
-    """Once per GPU: grouped GEMMs have been reported wrong on transposed views, so a small problem is
-    compared with the reference."""
+    """Compare a small problem with the reference, once per GPU.
+
+    Grouped GEMMs have been reported wrong on transposed views.
+    """
     generator = torch.Generator().manual_seed(0)
     x, gate_up, down = (
         torch.randn(shape, generator=generator).bfloat16() for shape in ((24, 64), (4, 64, 64), (4, 64, 32))
@@ -165,8 +171,10 @@ def _fused() -> Implementation:
 
 
 def _inputs(rows: int, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Arguments:
-    """INT4 experts with LoRA of rank 8, 2 of 8 experts per token, about `rows` rows each. On a GPU 16 times
-    the weights."""
+    """INT4 experts with LoRA of rank 8, 2 of 8 experts per token, about `rows` rows each.
+
+    On a GPU 16 times the weights.
+    """
     E, D, I, R, K = (8, 2048, 1024, 8, 2) if device.type == "cuda" else (8, 512, 256, 8, 2)
     codec, T = Int4(32), rows * 8 // 2
 

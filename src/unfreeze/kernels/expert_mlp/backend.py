@@ -128,8 +128,10 @@ class Saved(NamedTuple):
 
 
 class Call(Generic[R]):
-    """What forward and backward of one call share: routing, base weights, and the adapters in the dtype of
-    the computation."""
+    """What forward and backward of one call share.
+
+    Routing, base weights, and the adapters in the dtype of the computation.
+    """
 
     def __init__(
         self,
@@ -147,8 +149,10 @@ class Call(Generic[R]):
         self.I, self.Q, self.P = self.down.columns, width(self.gate_up_adapter), width(self.down_adapter)
 
     def groups(self, *, both: bool) -> Iterator[Group[R]]:
-        """Groups of experts. `both`: gate_up and down are needed at once (backward), else one after the
-        other."""
+        """Divide the experts into groups.
+
+        `both`: gate_up and down are needed at once (backward), else one after the other.
+        """
         weight_bytes = (self.gate_up.nbytes(self.gate_up_adapter), self.down.nbytes(self.down_adapter))
         row_bytes = (2 * self.gate_up.columns + 3 * self.down.columns) * self.dtype.itemsize
         both = both or self.backend.keeps_workspaces
@@ -159,15 +163,19 @@ class Call(Generic[R]):
         return self.backend.workers(self.routing, 3 * self.down.columns * self.gate_up.columns)
 
     def sums(self, x_TD: Tensor) -> Tensor:
-        """Zeros [workers, T, D] float32: two workers may have rows of one token, so each adds into its
-        own."""
+        """Zeros [workers, T, D] float32.
+
+        Two workers may have rows of one token, so each adds into its own.
+        """
         shape = (self.workers(), *x_TD.shape)
         # Scratch: the page faults of fresh memory alone would cost 12 ms per 16 MB.
         return scratch("sums", shape, torch.float32, x_TD.device).zero_()
 
     def total(self, sums: Tensor) -> Tensor:
-        """[T, D] in the dtype of the computation. Summed in place: [workers, T, D] float32 is the largest
-        buffer of a call."""
+        """Add up the workers' sums to [T, D] in the dtype of the computation.
+
+        In place: [workers, T, D] float32 is the largest buffer of a call.
+        """
         for worker in range(1, len(sums)):
             sums[0] += sums[worker]
         return sums[0].to(self.dtype, copy=True)
@@ -199,9 +207,11 @@ class Gradients:
 
 
 class Backend(ABC, Generic[R]):
-    """Does the work of `fused` on one kind of device. row_stride: what the rows of a workspace are a multiple
-    of, in numbers (factors.columns). keeps_workspaces: those of gate_up and down are there at once in forward
-    too."""
+    """Does the work of `fused` on one kind of device.
+
+    row_stride         what the rows of a workspace are a multiple of, in numbers (factors.columns)
+    keeps_workspaces   those of gate_up and down are there at once in forward too
+    """
 
     row_stride = 8
     keeps_workspaces = False
@@ -232,13 +242,17 @@ class Backend(ABC, Generic[R]):
         down: Tensor | Packed,
         factors: ExpertFactors,
     ) -> Tensor | None:
-        """The result without gradients, multiplied from the codes, where so few rows ask each expert that
-        expanding it would cost more; else None."""
+        """The result without gradients, multiplied from the codes; else None.
+
+        Where so few rows ask each expert that expanding it would cost more.
+        """
 
     @abstractmethod
     def forward_group(self, call: Call[R], group: Group[R], x: Tensor, saved: Saved, y: Tensor) -> None:
-        """Adds the group's share to y [T, D] float32. Its rows of gate_up, xA and hA go to `saved` where
-        there is room for them."""
+        """Add the group's share to y [T, D] float32.
+
+        Its rows of gate_up, xA and hA go to `saved` where there is room for them.
+        """
 
     @abstractmethod
     def backward_group(
@@ -252,5 +266,8 @@ class Backend(ABC, Generic[R]):
         grads: Gradients,
         dx: Tensor | None,
     ) -> None:
-        """The group's rows of score_n (the gradient of the routing weight), its experts in `grads`, and its
-        share of dx [T, D] float32 (None: not asked for)."""
+        """Compute the group's gradients.
+
+        Its rows of score_n (the gradient of the routing weight), its experts in `grads`, and its share of dx
+        [T, D] float32 (None: not asked for).
+        """

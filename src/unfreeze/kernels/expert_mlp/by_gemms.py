@@ -1,8 +1,8 @@
-"""A group of experts as GEMMs over expanded (or dense) matrices: what the backends for CUDA and for any CPU
-share.
+"""A group of experts as GEMMs over expanded (or dense) matrices.
 
-This file has the order of the operations; the abstract methods are the operations themselves. Names and
-shapes as in backend.py. w is the routing weight of a row; A1, B1 adapt gate_up, A2, B2 adapt down.
+What the backends for CUDA and for any CPU share. This file has the order of the operations; the abstract
+methods are the operations themselves. Names and shapes as in backend.py. w is the routing weight of a row;
+A1, B1 adapt gate_up, A2, B2 adapt down.
 """
 
 from __future__ import annotations
@@ -34,14 +34,18 @@ class ByGemms(Backend[R]):
         self, a: Tensor, weights: Tensor, index: Sequence[int], group: Group[R], out: Tensor | None
     ) -> Tensor:
         """out[rows of g] = a[rows of g] @ weights[index[g]]ᵀ for each expert g of the group.
-        a [rows, M], weights [., N, M], out [rows, N]."""
+
+        a [rows, M], weights [., N, M], out [rows, N].
+        """
 
     @abstractmethod
     def nn(
         self, a: Tensor, weights: Tensor, index: Sequence[int], group: Group[R], out: Tensor | None
     ) -> Tensor:
         """out[rows of g] = a[rows of g] @ weights[index[g]].
-        a [rows, N], weights [., N, M], out [rows, M]."""
+
+        a [rows, N], weights [., N, M], out [rows, M].
+        """
 
     @abstractmethod
     def tn(self, a: Tensor, b: Tensor, group: Group[R], out: Tensor, index: Sequence[int]) -> None:
@@ -69,8 +73,10 @@ class ByGemms(Backend[R]):
         grad_gate_up: Tensor,
         score: Tensor,
     ) -> None:
-        """From dh (`grad`, not yet times w): weighted = w h; grad_gate_up[:, :2I] = w times the gradient of
-        gate_up; score = <dh, h>."""
+        """The gradient of SwiGLU from dh (`grad`, not yet times w).
+
+        weighted = w h; grad_gate_up[:, :2I] = w times the gradient of gate_up; score = <dh, h>.
+        """
 
     def forward_group(self, call: Call[R], group: Group[R], x: Tensor, saved: Saved, y: Tensor) -> None:
         D, I, adapters = x.shape[1], call.I, range(len(group.experts))
@@ -168,8 +174,10 @@ class ByGemms(Backend[R]):
 def _stack(
     base: Base, group: Group[R], adapter: Adapter | None, direction: Direction
 ) -> tuple[Tensor, Sequence[int]]:
-    """(matrices, where each of the group's experts is among them): the weight itself if no expanding is
-    needed, else a workspace."""
+    """Give (matrices, where each of the group's experts is among them).
+
+    The weight itself if no expanding is needed, else a workspace.
+    """
     dense = base.dense(adapter)
     if dense is not None:
         return dense, group.experts

@@ -1,9 +1,9 @@
-"""The expert MLP for a handful of tokens on CPU, straight from the INT4 codes: generation, where each expert
-sees one row or a few.
+"""The expert MLP for a handful of tokens on CPU, straight from the INT4 codes.
 
-The groups of `fused` would expand every expert into memory, start a GEMM of one row on it and cross Python
-thirty times an expert. Here two loops cover the whole layer: a weight row is expanded in registers,
-multiplied with up to four of the expert's rows, and forgotten (row_dots.py).
+For generation, where each expert sees one row or a few. The groups of `fused` would expand every expert into
+memory, start a GEMM of one row on it and cross Python thirty times an expert. Here two loops cover the whole
+layer: a weight row is expanded in registers, multiplied with up to four of the expert's rows, and forgotten
+(row_dots.py).
 Arithmetic in float32 with the same weights (bf16-rounded, as the checkpoint defines them) whatever the dtype
 of x.
 
@@ -99,9 +99,11 @@ def _gate_up(x, rows, weight, B, xA, scale, h):
 
 @Kernel
 def _down(h, rows, weight, B, hA, scale, y):
-    """y[token of r] += w_r · (down h[r] + scale · B hA[r]). h [n, I] in the order of `halves`, weight
-    Int4Codes [E, D, I], B [E, D, R], hA [n, R], y [T, D]. For each d the experts come in order: the same bits
-    each time."""
+    """y[token of r] += w_r · (down h[r] + scale · B hA[r]).
+
+    h [n, I] in the order of `halves`, weight Int4Codes [E, D, I], B [E, D, R], hA [n, R], y [T, D]. For each
+    d the experts come in order: the same bits each time.
+    """
     D, rank = y.shape[1], B.shape[2]
     token, weights, experts, begins = rows.token, rows.weight, rows.experts, rows.begins
     codes, scales = weight.codes, weight.scales
@@ -120,8 +122,10 @@ def _down(h, rows, weight, B, hA, scale, y):
 
 
 def supports(routing: Routing, gate_up: Packed, down: Packed) -> bool:
-    """Whether a call without gradients is one for these loops: INT4 codes in groups of 32 or a multiple, as
-    published models have, and few rows per expert in use."""
+    """Whether a call without gradients is one for these loops.
+
+    INT4 codes in groups of 32 or a multiple, as published models have, and few rows per expert in use.
+    """
     if not 0 < routing.num_rows <= ROWS_PER_EXPERT * len(routing.experts):
         return False
     return all(

@@ -43,9 +43,9 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def columns(rank: int, width: int, stride: int) -> int:
-    """Columns of an adapter of `rank` beside a matrix of `width` columns: a multiple of 8, as grouped GEMMs
-    need strides of 16 bytes.
+    """Columns of an adapter of `rank` beside a matrix of `width` columns.
 
+    A multiple of 8, as grouped GEMMs need strides of 16 bytes.
     stride 16: width and columns together are a multiple of 16. Triton then knows that each row of the
     workspace begins at 16 bytes and stores 16 at once, else 2. stride 8 adds nothing.
     """
@@ -55,11 +55,10 @@ def columns(rank: int, width: int, stride: int) -> int:
 
 @dataclass(frozen=True)
 class Adapter:
-    """One pair in the dtype of the computation, for the experts in use: A [., Q, in], B [., out, Q] with the
-    scale folded in.
+    """One pair in the dtype of the computation, for the experts in use.
 
-    Folding costs nothing (one rounding of scale * B instead of B) and leaves y = [x | x Aᵀ] [W | B]ᵀ as a
-    single GEMM.
+    A [., Q, in], B [., out, Q] with the scale folded in. Folding costs nothing (one rounding of scale * B
+    instead of B) and leaves y = [x | x Aᵀ] [W | B]ᵀ as a single GEMM.
     """
 
     A: Tensor
@@ -84,8 +83,10 @@ def width(adapter: Adapter | None) -> int:
 def gate_up_adapter(
     A: Tensor, B: Tensor, scale: float, experts: Tensor | None, dtype: torch.dtype, stride: int = 8
 ) -> Adapter:
-    """A [E, 2R, D], B [E, 2I, R] -> Adapter whose B [., 2I, Q] is block diagonal: gate rows see the gate's
-    columns, up rows the up's. stride: as in `columns`."""
+    """A [E, 2R, D], B [E, 2I, R] -> Adapter whose B [., 2I, Q] is block diagonal.
+
+    Gate rows see the gate's columns, up rows the up's. stride: as in `columns`.
+    """
     A, B = _select(A, experts), _select(B, experts)
     rank, half = B.shape[2], B.shape[1] // 2
     Q = columns(2 * rank, A.shape[2], stride)
@@ -107,8 +108,10 @@ def down_adapter(
 def adapters(
     factors: ExpertFactors, experts: Tensor | None, dtype: torch.dtype, stride: int = 8
 ) -> tuple[Adapter | None, Adapter | None]:
-    """(of gate_up, of down) for `experts` (None: all); None where `factors` has no pair. stride: as in
-    `columns`."""
+    """Give the adapters (of gate_up, of down) for `experts` (None: all).
+
+    None where `factors` has no pair. stride: as in `columns`.
+    """
     gate_up = down = None
     if factors.gate_up_A is not None and factors.gate_up_B is not None:
         gate_up = gate_up_adapter(factors.gate_up_A, factors.gate_up_B, factors.scale, experts, dtype, stride)
@@ -120,8 +123,10 @@ def adapters(
 def gate_up_grads(
     dA: Tensor, dBt: Tensor, A: Tensor, B: Tensor, scale: float, experts: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Gradients in the shape and dtype of the parameters. dA [., Q, D]; dBt [., Q, 2I] = (x Aᵀ)ᵀ dy, of which
-    the two blocks count."""
+    """Gradients in the shape and dtype of the parameters.
+
+    dA [., Q, D]; dBt [., Q, 2I] = (x Aᵀ)ᵀ dy, of which the two blocks count.
+    """
     rank, half = B.shape[2], B.shape[1] // 2
     grad_B = torch.empty((dBt.shape[0], 2 * half, rank), dtype=B.dtype, device=B.device)
     grad_B[:, :half].copy_(dBt[:, :rank, :half].transpose(1, 2))
@@ -144,8 +149,10 @@ def down_grads(
 
 
 def _select(tensor: Tensor, experts: Tensor | None) -> Tensor:
-    """The experts in use (None: all). A decode step touches a handful: converting the other factors would
-    cost more than its GEMMs."""
+    """Select the experts in use (None: all).
+
+    A decode step touches a handful: converting the other factors would cost more than its GEMMs.
+    """
     return tensor if experts is None else tensor.index_select(0, experts)
 
 

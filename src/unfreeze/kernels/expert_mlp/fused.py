@@ -1,5 +1,6 @@
-"""The expert MLP as one autograd.Function over a frozen base (packed or dense) or a trainable dense one, with
-LoRA in the same GEMMs.
+"""The expert MLP as one autograd.Function, with LoRA in the same GEMMs.
+
+Over a frozen base (packed or dense) or a trainable dense one.
 
 Nothing expanded survives a group of experts: backward expands the same codes again. Saved: x, the routing
 weights, the parameters (no copies), and backend.Saved: gate_up [n, 2I] before the activation, xA [n, Q],
@@ -149,8 +150,10 @@ def fused_expert_mlp(
     backend: Backend[R],
     reuse: Reuse | None = None,
 ) -> Tensor:
-    """As `expert_mlp`, with the work done by `backend`. Without gradients nothing is saved, unless `reuse`
-    asks for it."""
+    """As `expert_mlp`, with the work done by `backend`.
+
+    Without gradients nothing is saved, unless `reuse` asks for it.
+    """
     factors = factors or ExpertFactors()
     x_TD = x_TD.contiguous()
     problem = _Problem(backend, ids_TK, gate_up, down, factors)

@@ -1,6 +1,7 @@
-"""The CUDA backend of the expert MLP: all experts at once, torch grouped GEMMs, offsets on the device, no
-host synchronisation. Where their workspace would pass WORKSPACE bytes they go in groups, with one wait for
-the offsets per call; the results have the same bits.
+"""The CUDA backend of the expert MLP: all experts at once by torch grouped GEMMs.
+
+Offsets are on the device, without host synchronisation. Where the workspace of all experts would pass
+WORKSPACE bytes they go in groups, with one wait for the offsets per call; the results have the same bits.
 
 Runs on CPU too (bf16), which is how it is tested; speed on a GPU is not measured yet. Sorting, gathering and
 SwiGLU are the ops token_permute and swiglu, by record. torch's grouped GEMM has no `out`: what stands in a
@@ -31,8 +32,11 @@ DeviceGroup = Group[DeviceRouting]
 
 @dataclass(frozen=True)
 class Part(DeviceGroup):
-    """One of several groups. `collected`: [n, D] rows of all groups, which the last one combines: a token's
-    sum has one order, so no bit depends on the groups."""
+    """One of several groups.
+
+    `collected`: [n, D] rows of all groups, which the last one combines: a token's sum has one order, so no
+    bit depends on the groups.
+    """
 
     last: bool
     offsets: Tensor
@@ -40,8 +44,10 @@ class Part(DeviceGroup):
 
 
 class Grouped(ByGemms[DeviceRouting]):
-    """The backend that `fused` is given on CUDA. bf16; D and I multiples of 8 (16-byte strides). Ids are not
-    checked: that would synchronise."""
+    """The backend that `fused` is given on CUDA.
+
+    bf16; D and I multiples of 8 (16-byte strides). Ids are not checked: that would synchronise.
+    """
 
     row_stride = 16
     keeps_workspaces = True
@@ -65,8 +71,10 @@ class Grouped(ByGemms[DeviceRouting]):
         )
 
     def groups(self, routing: DeviceRouting, weight_bytes: int, row_bytes: int) -> Iterator[DeviceGroup]:
-        """One group where the workspace holds weight_bytes of every expert; else as few of equal size as
-        there can be."""
+        """One group where the workspace holds weight_bytes of every expert.
+
+        Else as few of equal size as there can be.
+        """
         E = routing.num_experts
         fits = max(1, workspace.WORKSPACE // max(1, weight_bytes))
         if fits >= E:
@@ -108,8 +116,10 @@ class Grouped(ByGemms[DeviceRouting]):
         factors: ExpertFactors,
         impl: str = "auto",
     ) -> Tensor:
-        """As expert_mlp without gradients: INT4 codes go into the GEMM's tiles, no expert is expanded in
-        memory. `impl`: of int4_grouped_mm."""
+        """As expert_mlp without gradients: INT4 codes go into the GEMM's tiles.
+
+        No expert is expanded in memory. `impl`: of int4_grouped_mm.
+        """
         (group,) = self.groups(routing, 0, 0)
         x_nD = self.rows("x", group, x_TD.shape[1], x_TD.dtype)
         self.gather(x_TD, group, x_nD)
@@ -142,8 +152,10 @@ class Grouped(ByGemms[DeviceRouting]):
         return torch.empty((group.num_rows, columns), dtype=dtype, device=group.weight.device)
 
     def product_rows(self, name: str, group: DeviceGroup, columns: int, dtype: torch.dtype) -> Tensor | None:
-        """None: at 65,536 rows of 7,168 a copy of y would move 1.9 GB. A part's rows of y go beside the
-        others'."""
+        """None: at 65,536 rows of 7,168 a copy of y would move 1.9 GB.
+
+        A part's rows of y go beside the others'.
+        """
         if not isinstance(group, Part) or name != "y":
             return None
         if name not in group.collected:

@@ -1,7 +1,7 @@
-"""The CPU backend of the expert MLP: experts in groups that stay in cache, a torch.mm per expert, numba loops
-around them.
+"""The CPU backend of the expert MLP: experts in groups that stay in cache, a torch.mm per expert.
 
-n rows (a token at one expert, sorted by expert, each expert's rows padded), D, I, Q, P as in factors.py.
+numba loops do what stands around the GEMMs. n rows (a token at one expert, sorted by expert, each expert's
+rows padded), D, I, Q, P as in factors.py.
 """
 
 from __future__ import annotations
@@ -118,8 +118,10 @@ class LoopCpu(ByGemms[HostRouting]):
         return min(torch.get_num_threads(), len(routing.experts))
 
     def each(self, groups: Iterator[HostGroup], workers: int, work: Callable[[HostGroup, int], None]) -> None:
-        """Each worker is a core with its own run of consecutive groups, the same at every call: what it sums
-        up has a fixed order, so a repeated step has the same bits."""
+        """Give each worker, which is a core, its own run of consecutive groups, the same at every call.
+
+        What it sums up has a fixed order, so a repeated step has the same bits.
+        """
         listed = list(groups)
         spread([listed] if workers == 1 else _shares(listed, workers), work)
 
@@ -182,8 +184,10 @@ def group_sizes(group: HostGroup) -> list[int]:
 
 
 def _shares(groups: list[HostGroup], workers: int) -> list[list[HostGroup]]:
-    """Runs of consecutive groups with about the same work: rows, and 48 per expert for expanding its weights
-    (measured, INT4)."""
+    """Divide the groups into runs of consecutive ones with about the same work.
+
+    Work is rows, and 48 per expert for expanding its weights (measured, INT4).
+    """
     costs = np.cumsum([group.num_rows + 48 * len(group.experts) for group in groups])
     cuts = np.searchsorted(costs, costs[-1] * np.arange(1, workers) / workers).tolist()
     return [groups[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(groups)], strict=True)]

@@ -1,5 +1,6 @@
-"""The loops around the GEMMs of the expert MLP on CPU: sort by expert, gather, SwiGLU forward and backward,
-weighted scatter-add.
+"""The loops around the GEMMs of the expert MLP on CPU.
+
+Sort by expert, gather, SwiGLU forward and backward, weighted scatter-add.
 
 Elements are float32, or bf16 as uint16 bits (see numba_options); arithmetic is float32 with one rounding per
 result. In-cache numba loops because torch's bf16 elementwise kernels make a pass over memory per operation.
@@ -19,8 +20,10 @@ from unfreeze.kernels.loops.numba_options import ONE, Kernel, narrow, serial, si
 
 @serial
 def count_experts(ids, counts):
-    """counts[e] = how often e stands in ids (flat). Returns where the first id outside 0..E-1 stands, or
-    -1."""
+    """counts[e] = how often e stands in ids (flat).
+
+    Returns where the first id outside 0..E-1 stands, or -1.
+    """
     for slot in range(ids.size):
         if ids[slot] < 0 or ids[slot] >= counts.size:
             return slot
@@ -30,8 +33,10 @@ def count_experts(ids, counts):
 
 @serial
 def place_rows(ids, weights, per_token, begins, token, weight, row):
-    """Stable counting sort: slot t * K + k goes to the next free row of its expert. begins[e] is advanced;
-    token is -1 beforehand."""
+    """Stable counting sort: slot t * K + k goes to the next free row of its expert.
+
+    begins[e] is advanced; token is -1 beforehand.
+    """
     for slot in range(ids.size):
         here = begins[ids[slot]]
         begins[ids[slot]] += 1
@@ -56,8 +61,10 @@ def gather(source, token, out):
 
 @Kernel
 def scatter_add(rows, token, weight, out, pieces):
-    """out[token[r]] += weight[r] * rows[r] in float32. The threads share the columns (in `pieces`), not the
-    rows: no race, a fixed order."""
+    """out[token[r]] += weight[r] * rows[r] in float32.
+
+    The threads share the columns (in `pieces`), not the rows: no race, a fixed order.
+    """
     width = rows.shape[1]
     for piece in prange(pieces):
         begin, end = piece * width // pieces, (piece + 1) * width // pieces
@@ -71,8 +78,10 @@ def scatter_add(rows, token, weight, out, pieces):
 
 @Kernel
 def swiglu(gate_up, out):
-    """out[r, :I] = silu(gate) * up, gate_up [n, 2I] with gate first. out may be wider than I; the rest is
-    left alone."""
+    """out[r, :I] = silu(gate) * up, gate_up [n, 2I] with gate first.
+
+    out may be wider than I; the rest is left alone.
+    """
     width = gate_up.shape[1] // 2
     for r in prange(gate_up.shape[0]):
         gate, up, target = gate_up[r, :width], gate_up[r, width:], out[r, :width]
@@ -83,8 +92,10 @@ def swiglu(gate_up, out):
 
 @numba.njit
 def _score(dh, gate, up):
-    """Σ_i dh[i] silu(gate[i]) up[i]. A loop of its own: with a fourth output LLVM gives up on vectorising
-    (515 us instead of 84, 128 x 512)."""
+    """Σ_i dh[i] silu(gate[i]) up[i].
+
+    A loop of its own: with a fourth output LLVM gives up on vectorising (515 us instead of 84, 128 x 512).
+    """
     # sixteen sums side by side: a float sum is vectorised only where its order is written down
     lanes = np.zeros(16, np.float32)
     whole = dh.size // 16 * 16
@@ -105,7 +116,7 @@ def _score(dh, gate, up):
 
 @Kernel
 def swiglu_backward(grad, gate_up, weight, weighted, grad_gate_up, score):
-    """From the *unweighted* gradient dh of h = silu(g) u, with w the routing weight of the row:
+    """From the *unweighted* gradient dh of h = silu(g) u, with w the routing weight of the row.
 
     weighted = w h            what dW and dA of the down projection multiply
     grad_gate_up[:, :2I] = w dh u silu'(g) | w dh silu(g)

@@ -59,8 +59,10 @@ class _Rows(NamedTuple):
 
 
 class _Factors(NamedTuple):
-    """The group's adapters as bf16 bits, of rank 0 where there is none; or their gradients in float32, empty
-    where there is none. A1 and B1 adapt gate_up, A2 and B2 down; the B are transposed."""
+    """The group's adapters as bf16 bits, or their gradients in float32.
+
+    Of rank 0, or empty, where there is none. A1 and B1 adapt gate_up, A2 and B2 down; the B are transposed.
+    """
 
     A1: np.ndarray  # [G, Q, D]
     B1: np.ndarray  # [G, Q, 2I]
@@ -110,8 +112,10 @@ def _store(a, pairs, panel, first, out):
 
 @serial
 def _add(a, pairs, panel, sums, first, token, weight, out):
-    """out[token[r], first : first + COLUMNS] += weight[r] · (a · panel)[r], in float32; nothing where the
-    token is -1 (padding)."""
+    """out[token[r], first : first + COLUMNS] += weight[r] · (a · panel)[r], in float32.
+
+    Nothing where the token is -1 (padding).
+    """
     for row in range(0, a.shape[0], ROWS):
         # Ask for the tokens' rows of `out` while the tile is computed: they lie far apart.
         for i in range(ROWS):
@@ -168,9 +172,9 @@ def _forward(x, rows, gate_up, down, factors, saved, y, buffers):
 
 @serial
 def _backward(x, dy, rows, ones, gate_up, down, factors, saved, score, grads, dx, buffers):
-    """Gradients of a group: score [n], that of the routing weights; `grads`, those of `factors`; and
-    dx[token] += … where dx has rows.
+    """Gradients of a group: score, `grads` and dx.
 
+    score [n] is that of the routing weights, `grads` those of `factors`; dx[token] += … where dx has rows.
     As in `_forward`; dy [T, D] bf16 bits, dx [T, D] float32, ones [n] float32.
     """
     D, I = x.shape[1], saved.gate_up.shape[1] // 2

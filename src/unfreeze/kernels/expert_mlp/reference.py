@@ -23,11 +23,10 @@ def reference_expert_mlp(
     factors: ExpertFactors | None = None,
     reuse: Reuse | None = None,
 ) -> Tensor:
-    """y_t = Σ_k w_tk · down_e( silu(gate_e x_t) * up_e x_t ), e = ids_tk, one expert after the other. Shapes
-    as in `expert_mlp`.
+    """y_t = Σ_k w_tk · down_e( silu(gate_e x_t) * up_e x_t ), e = ids_tk, one expert after the other.
 
-    Base and adapter are separate GEMMs, so B = 0 changes no bit. Autograd keeps each expanded expert until
-    backward: for small shapes; `reuse` unused.
+    Shapes as in `expert_mlp`. Base and adapter are separate GEMMs, so B = 0 changes no bit. Autograd keeps
+    each expanded expert until backward: for small shapes; `reuse` unused.
     """
     lora = factors or ExpertFactors()
     y_TD = torch.zeros_like(x_TD, dtype=torch.promote_types(x_TD.dtype, torch.float32))

@@ -1,10 +1,10 @@
-"""GEMMs with eight or sixteen columns in bf16, on CPUs with AVX512-bf16: what LoRA needs beside every
-expert's large ones.
+"""GEMMs with eight or sixteen columns in bf16, on CPUs with AVX512-bf16.
 
-oneDNN packs an operand for each call and looks its kernel up among those of a hundred shapes, which costs
-more than eight columns of arithmetic and leaves a compiled kernel behind for each number of rows. Here both
-operands are read in place. The instruction is the one oneDNN uses (products of bf16 pairs, summed in
-float32); numba has no name for it, hence the LLVM intrinsic. Elsewhere torch.mm, said once in the log.
+What LoRA needs beside every expert's large ones. oneDNN packs an operand for each call and looks its kernel
+up among those of a hundred shapes, which costs more than eight columns of arithmetic and leaves a compiled
+kernel behind for each number of rows. Here both operands are read in place. The instruction is the one oneDNN
+uses (products of bf16 pairs, summed in float32); numba has no name for it, hence the LLVM intrinsic.
+Elsewhere torch.mm, said once in the log.
 
 R rows, W the long side, Q columns (a multiple of 8, at most WIDEST).
 """
@@ -60,8 +60,10 @@ def supports(a: Tensor, b: Tensor) -> bool:
 
 
 def dots(a_RW: Tensor, b_QW: Tensor, out_RQ: Tensor) -> bool:
-    """out[r, q] = Σ_w a[r, w] b[q, w], rounded once to bf16. False, and nothing done, where the shapes don't
-    suit."""
+    """out[r, q] = Σ_w a[r, w] b[q, w], rounded once to bf16.
+
+    False, and nothing done, where the loops don't support the shapes.
+    """
     columns, width = b_QW.shape
     if width % 32 or columns % TILE or columns > WIDEST or not supports(a_RW, b_QW):
         return False
@@ -89,8 +91,10 @@ def outer(a_RQ: Tensor, b_RW: Tensor, out_QW: Tensor) -> bool:
 
 @instruction
 def _tile_of_dots(context, a, a_stride, b, b_stride, steps, out):  # pragma: no cover - compiled
-    """out[4 i + j] = Σ_w a[i, w] b[j, w] over 32 · steps numbers. Addresses and strides in bytes, out
-    float32."""
+    """out[4 i + j] = Σ_w a[i, w] b[j, w] over 32 · steps numbers.
+
+    Addresses and strides in bytes, out float32.
+    """
 
     def generate(_context, builder, _signature, arguments):
         a, a_stride, b, b_stride, steps, out = arguments
@@ -125,7 +129,9 @@ def _tile_of_dots(context, a, a_stride, b, b_stride, steps, out):  # pragma: no 
 # pragma: no cover - compiled
 def _tile_of_outer(context, pairs, pairs_stride, b, b_stride, steps, out, out_stride):
     """out[q, :32] = Σ_i pairs[i, q].low · b[2i, :32] + pairs[i, q].high · b[2i + 1, :32] for eight q.
-    Addresses, strides in bytes, out float32."""
+
+    Addresses, strides in bytes, out float32.
+    """
 
     def generate(_context, builder, _signature, arguments):
         pairs, pairs_stride, b, b_stride, steps, out, out_stride = arguments

@@ -42,21 +42,26 @@ def workspace_bytes(num_experts: int, hidden: int, intermediate: int, dtype: tor
 
 
 def adapter_columns(num_experts: int, hidden: int, intermediate: int) -> int:
-    """Numbers that the adapters of E experts have in the workspace per unit of rank, B block-diagonal:
-    E · (3 D + 5 I). Rank 16 pads to itself, others to multiples of 8.
+    """E · (3 D + 5 I): numbers that E adapters hold in the workspace per unit of rank.
+
+    B is block-diagonal. Rank 16 pads to itself, others to multiples of 8.
     """
     return num_experts * (3 * hidden + 5 * intermediate)
 
 
 def remembers(device: torch.device) -> bool:
-    """Whether a workspace there is asked what it holds. Not on a CPU, where a checkpoint is read into a
-    weight's memory without torch knowing of it."""
+    """Whether a workspace there is asked what it holds.
+
+    Not on a CPU, where a checkpoint is read into a weight's memory without torch knowing of it.
+    """
     return device.type != "cpu"
 
 
 class Base:
-    """One base weight, packed or dense [E, N, M], for the length of a call. `Base.stack` gives matrices as
-    one 3-D tensor."""
+    """One base weight, packed or dense [E, N, M], for the length of a call.
+
+    `Base.stack` gives matrices as one 3-D tensor.
+    """
 
     def __init__(self, weight: Tensor | Packed, dtype: torch.dtype, name: str):
         self.weight, self.dtype, self.name = weight, dtype, name
@@ -80,8 +85,10 @@ class Base:
         return (self.rows + width) * (self.columns + width) * self.dtype.itemsize
 
     def dense(self, adapter: Adapter | None) -> Tensor | None:
-        """The weight where it lies, if a GEMM can take it so: dense, of the computation's dtype, and without
-        an adapter; else None."""
+        """The weight where it lies, if a GEMM can take it so; else None.
+
+        It can where the weight is dense, of the computation's dtype, and without an adapter.
+        """
         if adapter is None and isinstance(self.weight, Tensor) and self.weight.dtype == self.dtype:
             return self.weight
         return None
@@ -89,8 +96,10 @@ class Base:
     def stack(
         self, experts: Sequence[int], positions: slice, adapter: Adapter | None, direction: Direction
     ) -> Tensor:
-        """WS [len(experts), N + Q, M + Q] for `experts`, which lie at `positions` of the adapter. Valid until
-        the next stack of this name."""
+        """WS [len(experts), N + Q, M + Q] for `experts`, which lie at `positions` of the adapter.
+
+        Valid until the next stack of this name.
+        """
         width = adapter.width if adapter else 0
         device = self.weight.device
         shape = (len(experts), self.rows + width, self.columns + width)

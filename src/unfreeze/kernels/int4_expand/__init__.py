@@ -1,5 +1,7 @@
-"""INT4 codes to bf16 or float32, into memory the caller owns. `expand` picks the candidate; reference.py is
-the oracle."""
+"""INT4 codes to bf16 or float32, into memory the caller owns.
+
+`expand` picks the candidate; reference.py is the oracle.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,9 @@ __all__ = ["OP", "bucket", "expand", "expand_reference", "expand_stack"]
 
 
 def expand(packed: Packed, expert: int | None, out: Tensor, impl: str = "auto") -> Tensor:
-    """out[o, i] = (nibble - 8) * scale, rounded once to bf16; a float32 `out` holds that bf16 number,
-    widened. Returns `out`.
+    """out[o, i] = (nibble - 8) * scale, rounded once to bf16; returns `out`.
 
+    A float32 `out` holds that bf16 number, widened.
     packed [out, in] (expert None) or [E, out, in]; out [out, in] bf16 or float32, rows may be strided (a
     block of a larger workspace).
     Every implementation equals Packed.dequantize() bit for bit where the scales are finite; what only the
@@ -33,8 +35,10 @@ def expand(packed: Packed, expert: int | None, out: Tensor, impl: str = "auto") 
 
 
 def expand_stack(packed: Packed, experts: Sequence[int], out: Tensor, impl: str = "auto") -> None:
-    """out[m] = packed[experts[m]], as `expand` of each: out [M, out, in]. In one launch where the
-    implementation can, else one after the other."""
+    """out[m] = packed[experts[m]], as `expand` of each: out [M, out, in].
+
+    In one launch where the implementation can, else one after the other.
+    """
     chosen = choose(OP, out.device, out.dtype, bucket(packed, None, out), impl)
     fill = getattr(chosen, "fill", None)
     if fill is not None:

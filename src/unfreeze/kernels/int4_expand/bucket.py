@@ -12,8 +12,10 @@ LARGE = 1 << 16  # numbers; below, what a call costs before its loop counts
 
 
 def readable(packed: Packed) -> bool:
-    """Int4 in one piece with bf16 scales and an even group (a byte then lies in one group): what the
-    candidates take."""
+    """Whether the candidates take it: Int4 in one piece with bf16 scales and an even group.
+
+    With an even group a byte lies in one group.
+    """
     if not isinstance(packed.codec, Int4) or packed.codec.group_size % 2:
         return False
     codes, scales = packed.parts["weight_packed"], packed.parts["weight_scale"]

@@ -1,5 +1,6 @@
-"""INT4 expansion on CPU as a numba loop over bytes: two nibbles in, two numbers out, so that LLVM needs no
-gather and no shuffle of words.
+"""INT4 expansion on CPU as a numba loop over bytes: two nibbles in, two numbers out.
+
+So LLVM needs no gather and no shuffle of words.
 
 Every integer operation is cast back to uint32: numba would promote to int64 and halve the vector width twice
 (3.0 instead of 9.4 G elements/s and thread, Zen 4 at 2.6 GHz). Rounding to bf16 is to nearest even in integer
@@ -25,8 +26,10 @@ from unfreeze.quant.codec import Packed
 
 @numba.njit(inline="always")
 def rounded(code, scale):
-    """Bits of float32(code - 8) * scale plus what carries into the upper half where bf16 rounds up (to
-    nearest, ties to even)."""
+    """Bits of float32(code - 8) * scale, plus the carry into the upper half where bf16 rounds up.
+
+    To nearest, ties to even.
+    """
     bits = np.float32(np.float32(np.int32(np.int32(code) - np.int32(8))) * scale).view(np.uint32)
     odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
     return np.uint32(bits + np.uint32(0x7FFF) + odd)
@@ -34,8 +37,10 @@ def rounded(code, scale):
 
 @Kernel
 def _expand_bf16(packed, scale, experts, out, matrix_stride, row_stride, half):
-    """packed uint8 [E, O, B], scale uint16 [E, O, G] -> out uint32 flat: two bf16 each, strides counted in
-    these pairs."""
+    """packed uint8 [E, O, B], scale uint16 [E, O, G] -> out uint32 flat.
+
+    Two bf16 in each uint32; strides are counted in these pairs.
+    """
     rows = packed.shape[1]
     for job in prange(experts.size * rows):
         m, o = job // rows, job % rows
@@ -54,8 +59,10 @@ def _expand_bf16(packed, scale, experts, out, matrix_stride, row_stride, half):
 
 @Kernel
 def _expand_float32(packed, scale, experts, out, matrix_stride, row_stride, half):
-    """As _expand_bf16, out uint32 flat = bits of float32: the bf16-rounded numbers, widened. Strides in
-    elements."""
+    """As _expand_bf16, with out uint32 flat the bits of float32.
+
+    The bf16-rounded numbers, widened. Strides in elements.
+    """
     rows = packed.shape[1]
     for job in prange(experts.size * rows):
         m, o = job // rows, job % rows
@@ -72,15 +79,19 @@ def _expand_float32(packed, scale, experts, out, matrix_stride, row_stride, half
 
 
 class Expander:
-    """Expands matrices of one packed stack [E, out, in]. Made once per call of an op, because the numpy views
-    cost more than a small expert."""
+    """Expands matrices of one packed stack [E, out, in].
+
+    Made once per call of an op, because the numpy views cost more than a small expert.
+    """
 
     def __init__(self, packed: Packed):
         self.shape, self.weight = packed.shape, int4_codes(packed)
 
     def fill(self, experts: Sequence[int], out: Tensor) -> None:
-        """out[m] = weight[experts[m]] for each m. out bf16 or float32 [M, out, in], last stride 1, other
-        strides free."""
+        """out[m] = weight[experts[m]] for each m.
+
+        out bf16 or float32 [M, out, in], last stride 1, other strides free.
+        """
         if out.shape != (len(experts), *self.shape[1:]) or out.stride(-1) != 1:
             raise ValueError(
                 f"out is {list(out.shape)} with strides {out.stride()}, wanted"

@@ -1,8 +1,7 @@
-"""INT4 expansion on CUDA: any number of matrices of a stack in one launch, each into its block of a
-workspace.
+"""INT4 expansion on CUDA: any number of matrices of a stack in one launch.
 
-M matrices asked for, O output rows, a program per row and block of words: a word is loaded once and gives
-eight neighbouring numbers.
+Each goes into its block of a workspace. M matrices asked for, O output rows, a program per row and block of
+words: a word is loaded once and gives eight neighbouring numbers.
 """
 
 # A launch takes numbers for constexpr parameters, and num_warps, which the kernel's own signature doesn't say
@@ -21,15 +20,19 @@ from unfreeze.quant.int4 import PER_WORD, Int4
 
 @triton.jit
 def widen(bits):
-    """int16 bits of a bf16 -> float32, subnormal ones too (which the interpreter's own conversion gets
-    wrong)."""
+    """int16 bits of a bf16 -> float32, subnormal ones too.
+
+    The interpreter's own conversion gets those wrong.
+    """
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def to_bf16(x, BY_HAND: tl.constexpr):
-    """float32 -> the nearest bf16, ties to even, as float32. BY_HAND: in integers, as the interpreter's own
-    conversion cuts off."""
+    """float32 -> the nearest bf16, ties to even, as float32.
+
+    BY_HAND: in integers, as the interpreter's own conversion cuts off.
+    """
     if BY_HAND:
         bits = x.to(tl.uint32, bitcast=True)
         odd = (bits >> 16) & 1
@@ -55,8 +58,10 @@ def _expand(
     BY_HAND: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """out[m, o, c] = (nibble - 8) * scale[o, c // GROUP], matrix m being experts[m] of the stack (CHOSEN), or
-    m."""
+    """out[m, o, c] = (nibble - 8) * scale[o, c // GROUP].
+
+    Matrix m is experts[m] of the stack (CHOSEN), or m.
+    """
     job = tl.program_id(0).to(tl.int64)
     m, o = job // rows, job % rows
     expert = m
@@ -80,9 +85,9 @@ def _expand(
 
 
 def fill(packed: Packed, experts: Tensor | None, out: Tensor) -> None:
-    """out[m] = weight[experts[m]], or weight[m] without `experts`: one launch, nothing but what is asked for
-    is read.
+    """out[m] = weight[experts[m]], or weight[m] without `experts`.
 
+    One launch, and only what is asked for is read.
     packed int4 [E, O, I] in one piece with bf16 scales; experts int on the device; out [M, O, I] bf16 or
     float32, last stride 1.
     """

@@ -1,7 +1,6 @@
-"""Rows sorted by expert, times the INT4 matrices of their experts: what a decode step of a mixture of experts
-does. No gradient.
+"""Rows sorted by expert, times the INT4 matrices of their experts.
 
-n rows, E experts, N outputs, M inputs.
+What a decode step of a mixture of experts does. No gradient. n rows, E experts, N outputs, M inputs.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ __all__ = ["OP", "bucket", "expands", "int4_grouped_mm"]
 
 
 def int4_grouped_mm(x_nM: Tensor, packed: Packed, offsets_E: Tensor, impl: str = "auto") -> Tensor:
-    """y[r] = W_e x[r] for the rows r of expert e, which end at offsets_E[e] (int32, on the device) -> [n, N]
-    in x's dtype.
+    """y[r] = W_e x[r] for the rows r of expert e -> [n, N] in x's dtype.
 
+    Rows of expert e end at offsets_E[e] (int32, on the device).
     packed [E, N, M]; W is rounded to bf16 as the format says, sums are float32. x last stride 1; rows beyond
     offsets_E[-1] are undefined.
     """
@@ -34,8 +33,10 @@ def int4_grouped_mm(x_nM: Tensor, packed: Packed, offsets_E: Tensor, impl: str =
 
 
 def bucket(x_nM: Tensor, packed: Packed, offsets_E: Tensor) -> str:
-    """Rows per expert, on average; "other" for what only the reference reads (the candidate's tiles are whole
-    groups of 8 to 128 columns)."""
+    """Name the bucket: rows per expert, on average.
+
+    "other" for what only the reference reads (the candidate's tiles are whole groups of 8 to 128 columns).
+    """
     if (
         not isinstance(packed.codec, Int4)
         or packed.codec.group_size not in (8, 16, 32, 64, 128)
@@ -50,8 +51,10 @@ def bucket(x_nM: Tensor, packed: Packed, offsets_E: Tensor) -> str:
 
 
 def expands(x_nM: Tensor, packed: Packed, offsets_E: Tensor) -> bool:
-    """Whether the chosen implementation expands whole experts in memory first, which an op with a workspace
-    of its own does better itself."""
+    """Whether the chosen implementation expands whole experts in memory first.
+
+    An op with a workspace of its own does that better itself.
+    """
     return choose(OP, x_nM.device, x_nM.dtype, bucket(x_nM, packed, offsets_E)) is OP.reference
 
 
@@ -62,8 +65,11 @@ def _load_triton() -> Implementation:
 
 
 def _drawn(device: torch.device, generator: torch.Generator, draw: Callable[..., Tensor]) -> Tensor:
-    """`draw` on `device`. A GPU has a generator of its own: on the host 352 million numbers would take 8 s of
-    a core, for each of a cell's five draws."""
+    """Call `draw` on `device`.
+
+    A GPU has a generator of its own: on the host 352 million numbers would take 8 s of a core, for each of a
+    cell's five draws.
+    """
     if device.type == "cuda":
         seed = int(torch.randint(2**31, (1,), generator=generator))
         generator = torch.Generator(device).manual_seed(seed)

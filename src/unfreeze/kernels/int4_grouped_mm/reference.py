@@ -1,5 +1,7 @@
-"""Rows times INT4 experts by expanding them: the oracle, and what runs where no faster candidate is
-proven."""
+"""Rows times INT4 experts by expanding them.
+
+The oracle, and what runs where no faster candidate is proven.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,10 @@ from unfreeze.quant.codec import Packed
 
 
 def int4_grouped_mm(x_nM: Tensor, packed: Packed, offsets_E: Tensor) -> Tensor:
-    """Shapes as in kernels.int4_grouped_mm. On CUDA in bf16 one workspace and one grouped GEMM, elsewhere
-    expert by expert (offsets on the host)."""
+    """Shapes as in kernels.int4_grouped_mm.
+
+    On CUDA in bf16 one workspace and one grouped GEMM, elsewhere expert by expert (offsets on the host).
+    """
     num_experts, N, _ = packed.shape
     if x_nM.is_cuda and x_nM.dtype == torch.bfloat16:
         weights = scratch("int4_grouped_mm", tuple(packed.shape), x_nM.dtype, x_nM.device)

@@ -1,7 +1,7 @@
-"""Rows times INT4 experts with the codes expanded inside the GEMM's tile: the weights are read from memory at
-0.5625 byte each, once per
-block of rows. Worth it for few rows per expert; beyond some hundred, expanding once and a plain grouped GEMM
-win (records decide).
+"""Rows times INT4 experts with the codes expanded inside the GEMM's tile.
+
+The weights are read from memory at 0.5625 byte each, once per block of rows. Worth it for few rows per
+expert; beyond some hundred, expanding once and a plain grouped GEMM win (records decide).
 
 n rows sorted by expert, E experts, N outputs, M inputs.
 """
@@ -42,8 +42,10 @@ def _multiply(
     GROUP: tl.constexpr,
     BY_HAND: tl.constexpr,
 ):
-    """A program per tile of ROWS rows of one expert and OUT outputs. Which expert it is, it counts from the
-    offsets; spare programs leave."""
+    """A program per tile of ROWS rows of one expert and OUT outputs.
+
+    It counts from the offsets which expert it is; spare programs leave.
+    """
     tile = tl.program_id(1)
     expert = tl.arange(0, EXPERTS)
     ends = tl.load(offsets + expert, mask=expert < num_experts, other=0)

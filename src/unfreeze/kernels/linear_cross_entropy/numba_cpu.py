@@ -1,8 +1,7 @@
-"""The softmax of one block of logits and its gradient on CPU, in the memory of the logits: a row at a time
-while it is in cache.
+"""The softmax of one block of logits and its gradient on CPU, in the memory of the logits.
 
-A row of 151,936 words is 304 kB in bf16, within a core's L2. torch reads and writes float32 copies of the
-whole block five times over.
+A row at a time while it is in cache. A row of 151,936 words is 304 kB in bf16, within a core's L2. torch
+reads and writes float32 copies of the whole block five times over.
 """
 
 from __future__ import annotations

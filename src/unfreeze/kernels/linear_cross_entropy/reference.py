@@ -9,11 +9,10 @@ from torch import Tensor
 def softmax_gradient(
     logits_NV: Tensor, targets_N: Tensor, weights_N: Tensor, wanted: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """log p = z[target] - logsumexp(z), whether no word outscores the target, and w · (softmax(z) -
-    onehot(target)) in the dtype of z.
+    """Give log p, whether no word outscores the target, and the gradient w · (softmax(z) - onehot(target)).
 
-    Computed in float32 (float64 in float64). The gradient may lie in the memory of `logits_NV`; if it is not
-    `wanted` it means nothing.
+    log p = z[target] - logsumexp(z). The gradient is in the dtype of z, and may lie in the memory of
+    `logits_NV`; if it is not `wanted` it means nothing. Computed in float32 (float64 in float64).
 
     logsumexp(z) = max z - log(max softmax(z)): the softmax is needed for the gradient anyway, and a second
     pass of exp would cost as much again (measured, 512 x 8,192 in float32 on one core: softmax 2.9 ms,

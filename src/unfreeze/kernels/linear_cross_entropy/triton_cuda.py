@@ -1,6 +1,6 @@
-"""The softmax of one block of logits and its gradient on CUDA, in the memory of the logits: a program per
-row, two walks over its words.
+"""The softmax of one block of logits and its gradient on CUDA, in the memory of the logits.
 
+A program per row, two walks over its words.
 Source of the one-pass maximum and sum: Milakov & Gimelshein 2018, arXiv:1805.02867.
 """
 

@@ -1,5 +1,6 @@
-"""The inner tile of a bf16 GEMM for CPUs with AVX512-bf16, in LLVM's own language, for numba loops that
-prepare its operands themselves.
+"""The inner tile of a bf16 GEMM for CPUs with AVX512-bf16, in LLVM's own language.
+
+For numba loops that prepare its operands themselves.
 
 The instruction (vdpbf16ps) multiplies 16 pairs of bf16 and adds each pair's two products to a float32 sum. So
 one operand is read as pairs along the inner dimension, as rows lie in memory, and the other as a *panel*: for
@@ -132,8 +133,10 @@ def narrow_tile(context, a, a_stride, panel, pairs, out, out_stride):  # pragma:
 
 @instruction
 def prefetch(context, address):  # pragma: no cover - compiled
-    """Ask for the cache line at `address`, which may lie outside of what is ours: nothing is read that could
-    fail."""
+    """Ask for the cache line at `address`, which may lie outside of what is ours.
+
+    Nothing is read that could fail.
+    """
 
     def generate(_context, builder, _signature, arguments):
         byte = ir.IntType(8).as_pointer()

@@ -1,5 +1,7 @@
-"""torch.compile as a candidate of any op written in plain torch: one graph for all shapes, and a reason where
-no compiler is at hand."""
+"""torch.compile as a candidate of any op written in plain torch: one graph for all shapes.
+
+Where no compiler is at hand, it says why.
+"""
 
 from __future__ import annotations
 

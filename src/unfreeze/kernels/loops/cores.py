@@ -1,5 +1,7 @@
-"""Work for several cores at once, each with its own share and torch kept to one thread: where shares are
-large, better than all cores on each op."""
+"""Work for several cores at once, each with its own share and torch kept to one thread.
+
+Where shares are large, that is better than all cores on each op.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,9 @@ Part = TypeVar("Part")
 
 
 def spread(shares: Sequence[Sequence[Part]], work: Callable[[Part, int], None]) -> None:
-    """work(part, worker) for every part of every share, share by share in one thread each, without gradients;
-    one share alone stays in this thread.
+    """Call work(part, worker) for every part of every share, without gradients.
 
+    Share by share in one thread each; one share alone stays in this thread.
     A share's parts keep their order, so what a worker sums up has the same bits at every call. An error is
     raised once all workers have stopped.
     """
@@ -40,8 +42,10 @@ def spread(shares: Sequence[Sequence[Part]], work: Callable[[Part, int], None]) 
 
 @functools.cache
 def _pool(workers: int) -> ThreadPoolExecutor:
-    """Threads that live as long as the process and keep torch to one core each. torch.mm and the numba loops
-    release Python's lock."""
+    """Threads that live as long as the process and keep torch to one core each.
+
+    torch.mm and the numba loops release Python's lock.
+    """
     wanted = torch.get_num_threads()
     pool = ThreadPoolExecutor(workers, "cores", torch.set_num_threads, (1,))
     for started in [pool.submit(time.sleep, 0.01) for _ in range(workers)]:

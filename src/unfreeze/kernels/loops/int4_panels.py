@@ -1,5 +1,6 @@
-"""INT4 weights expanded straight into the panels of `bf16_tile`: 64 columns at a time, which stay in a core's
-L2.
+"""INT4 weights expanded straight into the panels of `bf16_tile`: 64 columns at a time.
+
+These stay in a core's L2.
 
 A panel holds pairs of bf16. Two ways to fill it from W [N, M]:
 - `pack_int4_rows`, for y = x Wᵀ: the product's columns are rows of W. A pair is one byte of codes (low nibble
@@ -43,8 +44,10 @@ BYTES, SHORTS = ir.VectorType(ir.IntType(8), 16), ir.VectorType(I16, 16)
 
 
 def _table(builder: ir.IRBuilder, scale: Value) -> Value:
-    """The 16 values of a group, rounded to nearest even by one instruction, twice in a register of 32.
-    `scale`: address of its bf16."""
+    """The 16 values of a group, rounded to nearest even by one instruction.
+
+    They stand twice in a register of 32. `scale`: address of its bf16.
+    """
     bits = builder.shl(
         builder.zext(builder.load(builder.inttoptr(scale, I16.as_pointer()), align=2), I32), I32(16)
     )
@@ -56,8 +59,9 @@ def _table(builder: ir.IRBuilder, scale: Value) -> Value:
 
 
 def _weights(builder: ir.IRBuilder, codes: Value, scale: Value) -> Value:
-    """32 weights of one group in order, as bf16. codes: address of 16 bytes; scale: address of their bf16
-    scale.
+    """32 weights of one group in order, as bf16.
+
+    codes: address of 16 bytes; scale: address of their bf16 scale.
 
     Each byte holds two codes and fills one 32-bit lane, which is looked up as two 16-bit lanes:
 
@@ -77,8 +81,10 @@ def _weights(builder: ir.IRBuilder, codes: Value, scale: Value) -> Value:
 
 
 def _transposed(builder: ir.IRBuilder, rows: list[Value]) -> list[Value]:
-    """16 vectors of 16 words, rows and columns exchanged: four rounds of exchanging blocks of 1, 2, 4 and
-    8."""
+    """16 vectors of 16 words, rows and columns exchanged.
+
+    Four rounds of exchanging blocks of 1, 2, 4 and 8.
+    """
     step = 1
     while step < 16:
         turned = list(rows)
@@ -95,8 +101,10 @@ def _transposed(builder: ir.IRBuilder, rows: list[Value]) -> list[Value]:
 
 @instruction
 def _int4_rows(context, codes, code_stride, scales, scale_stride, out):  # pragma: no cover - compiled
-    """out[k, j] = (W[j, 2k], W[j, 2k + 1]) for 16 rows j and 16 pairs k of one group. Addresses and strides
-    in bytes; out rows of COLUMNS words."""
+    """out[k, j] = (W[j, 2k], W[j, 2k + 1]) for 16 rows j and 16 pairs k of one group.
+
+    Addresses and strides in bytes; out rows of COLUMNS words.
+    """
 
     def generate(_context, builder, _signature, arguments):
         codes, code_stride, scales, scale_stride, out = arguments
@@ -138,8 +146,10 @@ def _int4_columns(context, codes, code_stride, scales, scale_stride, out):  # pr
 
 @serial
 def pack_int4_rows(codes, scales, group_bytes, first, panel):
-    """panel[k, j] = (W[first + j, 2k], W[first + j, 2k + 1]) for k < B. codes uint8 [N, B], scales uint16 [N,
-    G], panel uint32 [>= B, COLUMNS]."""
+    """panel[k, j] = (W[first + j, 2k], W[first + j, 2k + 1]) for k < B.
+
+    codes uint8 [N, B], scales uint16 [N, G], panel uint32 [>= B, COLUMNS].
+    """
     for begin in range(0, codes.shape[1], CHUNK_BYTES):
         for j in range(0, COLUMNS, 16):
             here = codes.ctypes.data + (first + j) * codes.strides[0] + begin
@@ -162,8 +172,10 @@ def pack_int4_rows(codes, scales, group_bytes, first, panel):
 
 @serial
 def pack_int4_columns(codes, scales, group_bytes, first, panel):
-    """panel[k, j] = (W[2k, first + j], W[2k + 1, first + j]) for k < N / 2. Shapes as in `pack_int4_rows`,
-    panel [>= N / 2, COLUMNS]."""
+    """panel[k, j] = (W[2k, first + j], W[2k + 1, first + j]) for k < N / 2.
+
+    Shapes as in `pack_int4_rows`, panel [>= N / 2, COLUMNS].
+    """
     for k in range(codes.shape[0] // 2):
         for begin in range(first // 2, (first + COLUMNS) // 2, CHUNK_BYTES):
             here = codes.ctypes.data + 2 * k * codes.strides[0] + begin
@@ -183,8 +195,10 @@ def pack_int4_columns(codes, scales, group_bytes, first, panel):
 
 @serial
 def pack_bf16_columns(rows, first, panel, begin):
-    """panel[begin + k, j] = (rows[2k, first + j], rows[2k + 1, first + j]): bf16 rows [2 · pairs, .] as
-    further pairs of a panel (LoRA's factor)."""
+    """panel[begin + k, j] = (rows[2k, first + j], rows[2k + 1, first + j]).
+
+    bf16 rows [2 · pairs, .] as further pairs of a panel (LoRA's factor).
+    """
     for k in range(rows.shape[0] // 2):
         upper, lower, words = (
             rows[2 * k, first : first + COLUMNS],

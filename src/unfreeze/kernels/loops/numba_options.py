@@ -45,8 +45,10 @@ LANES = 16  # sums side by side: a float sum is vectorised only where its order 
 
 @numba.njit(inline="always")
 def exp(x):
-    """exp(x) in float32 for x within -87 .. 88 (clamped), relative error under 2e-7. Written here because
-    numba's own calls the C library for each element and is not vectorised."""
+    """exp(x) in float32 for x within -87 .. 88 (clamped), relative error under 2e-7.
+
+    Written here because numba's own calls the C library for each element and is not vectorised.
+    """
     y = np.float32(min(max(np.float32(x), np.float32(-87.0)), np.float32(88.0)))
     n = np.float32(np.floor(np.float32(np.float32(y * LOG2E) + HALF)))
     r = np.float32(np.float32(y - np.float32(n * LN2_HIGH)) - np.float32(n * LN2_LOW))  # |r| <= ln(2) / 2
@@ -91,8 +93,10 @@ def serial(function: Loop) -> Loop:
 
 
 def _compiled(function: Loop, *, parallel: bool) -> Loop:
-    """njit with the options of this room. Where neither the source folder nor the user's cache can be
-    written, it says so and compiles anew."""
+    """njit with the options of this room.
+
+    Where neither the source folder nor the user's cache can be written, it says so and compiles anew.
+    """
     options: dict[str, Any] = dict(parallel=parallel, nogil=True, boundscheck=False, error_model="numpy")
     try:
         made: Any = numba.njit(cache=True, **options)(function)
@@ -110,8 +114,11 @@ def _compiled(function: Loop, *, parallel: bool) -> Loop:
 
 @functools.cache
 def sources(room: Path) -> str:
-    """A hash of all files of kernels/ that mention numba. A compiled kernel on disk has inlined code from any
-    of them, but numba itself only compares the time of the kernel's own file."""
+    """A hash of all files of kernels/ that mention numba.
+
+    A compiled kernel on disk has inlined code from any of them, but numba itself only compares the time of
+    the kernel's own file.
+    """
     digest = hashlib.sha256()
     for text in (path.read_bytes() for path in sorted(room.rglob("*.py"))):
         if b"numba" in text:
@@ -133,8 +140,10 @@ def cache_folder() -> Path | None:
 
 
 def set_threads(elements: int) -> int:
-    """Threads for a numba loop over so many elements: torch's number, or one for a small loop. Returns the
-    number."""
+    """Set and return the threads for a numba loop over so many elements.
+
+    torch's number, or one for a small loop.
+    """
     wanted = torch.get_num_threads()
     most = max(1, min(wanted, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
     if elements < SERIAL or most == 1:
@@ -157,8 +166,10 @@ def array(tensor: Tensor) -> np.ndarray:
 
 
 def flat_rows(tensor: Tensor) -> tuple[np.ndarray, int]:
-    """A CPU tensor [rows, D] with last stride 1 as (flat memory from its first to its last element, stride of
-    a row). Shares memory."""
+    """A CPU tensor [rows, D] with last stride 1 as (flat memory, stride of a row).
+
+    The memory is shared, from the tensor's first to its last element.
+    """
     if tensor.is_contiguous():
         return array(tensor.view(-1)), tensor.shape[1]
     rows, width = tensor.shape
@@ -172,8 +183,10 @@ def widen(x):  # pragma: no cover - body below
 
 
 def narrow(x, like):  # pragma: no cover - body below
-    """float32 -> element of the kind of `like`: bf16 bits rounded to nearest even (NaN stays NaN), or float32
-    itself."""
+    """float32 -> element of the kind of `like`.
+
+    bf16 bits rounded to nearest even (NaN stays NaN), or float32 itself.
+    """
     raise NotImplementedError("only inside numba kernels")
 
 

@@ -34,8 +34,10 @@ Read = Callable[[ir.IRBuilder, list[Value], Value], tuple[Value, Value]]
 
 
 def _looks_up() -> bool:
-    """Whether numba compiles for a machine with vpermps. Where NUMBA_CPU_NAME or NUMBA_CPU_FEATURES say what
-    to compile for, it is not assumed."""
+    """Whether numba compiles for a machine with vpermps.
+
+    Where NUMBA_CPU_NAME or NUMBA_CPU_FEATURES say what to compile for, it is not assumed.
+    """
     named = numba.config.CPU_NAME or numba.config.CPU_FEATURES  # type: ignore[attr-defined]
     return not named and llvmlite.binding.get_host_cpu_features().get("avx512f", False)
 
@@ -50,8 +52,10 @@ def _splat(builder: ir.IRBuilder, value: Value) -> Value:
 
 
 def _rounded(builder: ir.IRBuilder, code: Value, scale: Value) -> Value:
-    """bf16(float32(code - 8) · scale) as float32, lane by lane: to nearest, ties to even. `code` int32
-    0..15."""
+    """bf16(float32(code - 8) · scale) as float32, lane by lane: to nearest, ties to even.
+
+    `code` int32 0..15.
+    """
     exact = builder.fmul(builder.sitofp(builder.sub(code, _int(8)), FLOAT), scale)
     bits = builder.bitcast(exact, INT)
     odd = builder.and_(builder.lshr(bits, _int(16)), _int(1))
@@ -61,8 +65,10 @@ def _rounded(builder: ir.IRBuilder, code: Value, scale: Value) -> Value:
 
 
 def _weights(builder: ir.IRBuilder, bytes_: Value, scale: Value) -> tuple[Value, Value]:
-    """32 weights of one group: (those of the low half-bytes, those of the high ones). `bytes_` int32 lanes
-    0..255."""
+    """32 weights of one group: (those of the low half-bytes, those of the high ones).
+
+    `bytes_` int32 lanes 0..255.
+    """
     high = builder.lshr(bytes_, _int(4))
     if not _looks_up():
         return _rounded(builder, builder.and_(bytes_, _int(15)), scale), _rounded(builder, high, scale)
@@ -79,8 +85,10 @@ def _load(builder: ir.IRBuilder, address: Value, offset: Value, kind: Value) -> 
 
 
 def _int4(builder: ir.IRBuilder, row: list[Value], chunk: Value) -> tuple[Value, Value]:
-    """row: addresses of codes and of scales, chunks, chunks per group. A chunk is 16 bytes: 32 weights of one
-    group."""
+    """row: addresses of codes and of scales, chunks, chunks per group.
+
+    A chunk is 16 bytes: 32 weights of one group.
+    """
     codes, scales, _, per_group = row
     group = builder.mul(builder.udiv(chunk, per_group), ir.Constant(chunk.type, 2))
     bits = builder.shl(
@@ -165,8 +173,10 @@ def _address(row):
 
 @numba.njit
 def int4_row(codes, scales, group_bytes):
-    """A weight row for row_dots. codes uint8 [in / 2], scales uint16 [groups]; group_bytes a
-    multiple of 16."""
+    """A weight row for row_dots.
+
+    codes uint8 [in / 2], scales uint16 [groups]; group_bytes a multiple of 16.
+    """
     return _address(codes), _address(scales), np.uintp(codes.size // 16), np.uintp(group_bytes // 16)
 
 
@@ -178,8 +188,10 @@ def bf16_row(weights):
 
 @numba.njit
 def row_dots(row, x, rows, out):
-    """out[j] = row · x[rows[j]] for all j. x float32 [., in] in C order, each row with its even elements
-    first, then the odd ones (halves)."""
+    """out[j] = row · x[rows[j]] for all j.
+
+    x float32 [., in] in C order, each row with its even elements first, then the odd ones (halves).
+    """
     j = 0
     while j + 4 <= rows.size:
         four = (
@@ -202,8 +214,10 @@ def row_dots(row, x, rows, out):
 
 @numba.njit
 def halves(x, out):
-    """out[t] = x[t] (float32 or bf16 bits) as float32, even elements first, then the odd ones: the order in
-    which weights come out of a word."""
+    """out[t] = x[t] (float32 or bf16 bits) as float32, even elements first, then the odd ones.
+
+    The order in which weights come out of a word.
+    """
     half = x.shape[1] // 2
     for t in range(x.shape[0]):
         for i in range(half):

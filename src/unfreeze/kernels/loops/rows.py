@@ -6,7 +6,9 @@ from torch import Tensor
 
 
 def rows_view(tensor: Tensor) -> Tensor:
-    """[..., D] as [rows, D] with last stride 1: a view where strides allow (a block of columns of a wider
-    buffer), else a copy."""
+    """[..., D] as [rows, D] with last stride 1.
+
+    A view where strides allow (a block of columns of a wider buffer), else a copy.
+    """
     flat = tensor.reshape(-1, tensor.shape[-1])
     return flat if flat.stride(-1) == 1 or flat.shape[-1] == 1 else flat.contiguous()

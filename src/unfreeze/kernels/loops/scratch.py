@@ -16,8 +16,9 @@ _contents: dict[tuple[int, str, torch.dtype, torch.device], tuple[weakref.ref[Te
 
 
 def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised memory of `shape`, the same bytes at each call with this name, dtype and device. Contents
-    last until the next such call.
+    """Uninitialised memory of `shape`, the same bytes at each call with this name, dtype and device.
+
+    Contents last until the next such call.
 
     One buffer per thread and name (on a GPU per name: backward runs in a thread of its own, on the same
     stream as forward, and a second workspace of all experts would cost gigabytes), grown in steps of an
@@ -41,8 +42,10 @@ def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch
 def scratch_of(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, source: Tensor, part: object
 ) -> tuple[Tensor, bool]:
-    """(as `scratch`, whether it still holds that part of `source`). Who gets False fills it before anything
-    else asks for that name."""
+    """Give (as `scratch`, whether it still holds that part of `source`).
+
+    Who gets False fills it before anything else asks for that name.
+    """
     key = _key(name, dtype, device)
     made_from, had = _contents.get(key, (None, None))
     filled = made_from is not None and made_from() is source and had == part
@@ -68,8 +71,10 @@ def scratch_bytes() -> int:
 
 
 def held() -> list[Tensor]:
-    """The buffers as they are now: whoever goes on using their addresses (a recorded graph) keeps them alive
-    by keeping these."""
+    """The buffers as they are now.
+
+    Whoever goes on using their addresses (a recorded graph) keeps them alive by keeping these.
+    """
     return list(_buffers.values())
 
 

@@ -47,8 +47,11 @@ def refuses(device: str, dtype: torch.dtype) -> str:
 def candidate(
     load: Callable[[], Implementation], because: str = "", buckets: tuple[str, ...] = ()
 ) -> Candidate:
-    """A Triton implementation, predicted to be faster on CUDA `because` of the bytes it moves ("": not
-    predicted). On a CPU, interpreted, it runs only where it is named: in tests of its own."""
+    """Make a candidate of a Triton implementation.
+
+    because: the bytes it moves, for which it is predicted to be faster on CUDA ("": not predicted). On a CPU,
+    interpreted, it runs only where it is named: in tests of its own.
+    """
     predicted_on = ("cuda",) if because else ()
     return Candidate(load, refuses, ("cpu",), predicted_on, because, buckets)
 

@@ -1,5 +1,7 @@
-"""RMSNorm with its own backward: it keeps x and one number per row, where autograd would keep three float32
-copies of x."""
+"""RMSNorm with its own backward: it keeps x and one number per row.
+
+Autograd would keep three float32 copies of x.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,9 @@ FEW = 1 << 16  # numbers; below, what a call costs before its loop counts: the s
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, impl: str = "auto") -> Tensor:
-    """y = weight · x / sqrt(mean(x²) + eps), the mean in float32 whatever x is: in bf16 or fp16 an all-zero
-    row with a tiny eps becomes NaN.
+    """y = weight · x / sqrt(mean(x²) + eps), the mean in float32 whatever x is.
 
+    In bf16 or fp16 an all-zero row with a tiny eps becomes NaN.
     x [..., D] -> y [..., D] in x's dtype: normalised in float32, rounded, then scaled (the rounding order of
     the Llama reference).
     Source: Zhang & Sennrich 2019.
@@ -33,8 +35,10 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, impl: str = "auto") -> 
 
 
 def bucket(x_TD: Tensor, weight_D: Tensor, eps: float) -> str:
-    """ "few" or "many" numbers, "other" where the weight has a dtype of its own (only the reference takes
-    that)."""
+    """Name the bucket: "few" or "many" numbers.
+
+    "other" where the weight has a dtype of its own (only the reference takes that).
+    """
     if weight_D.dtype != x_TD.dtype:
         return "other"
     return "few" if x_TD.numel() < FEW else "many"
@@ -51,8 +55,10 @@ class RMSNormFunctions(Protocol):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """With r = 1 / sqrt(mean(x²) + eps), n = x r and g = dy · weight:  dx = r (g - n mean(g n)),  dweight =
-    Σ_T dy n."""
+    """dx = r (g - n mean(g n)), dweight = Σ_T dy n.
+
+    With r = 1 / sqrt(mean(x²) + eps), n = x r and g = dy · weight.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_D: Tensor, eps: float, functions: RMSNormFunctions) -> Tensor:

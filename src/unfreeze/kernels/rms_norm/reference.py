@@ -31,6 +31,8 @@ def weight_gradient(dy_TD: Tensor, x_TD: Tensor, weight_D: Tensor, r_T1: Tensor)
 
 
 def plain(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """y by operations that autograd differentiates, for torch.compile; in eager mode it would keep three
-    float32 copies of x."""
+    """y by operations that autograd differentiates, for torch.compile.
+
+    In eager mode it would keep three float32 copies of x.
+    """
     return forward(x_TD, weight_D, eps)[0]

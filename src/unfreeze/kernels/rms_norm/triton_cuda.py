@@ -1,5 +1,7 @@
-"""RMSNorm on CUDA: one program per few rows, each row whole in registers. Functions as in reference.py. T
-rows, D width."""
+"""RMSNorm on CUDA: one program per few rows, each row whole in registers.
+
+Functions as in reference.py. T rows, D width.
+"""
 
 # A launch takes numbers for constexpr parameters, and num_warps, which the kernel's own signature doesn't say
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -71,8 +73,10 @@ def _weight_gradient(
 
 
 def _tile(width: int) -> tuple[int, int, int]:
-    """(rows per program, block, warps): some thousand numbers per program, so narrow rows (a head) go several
-    at a time."""
+    """Give (rows per program, block, warps).
+
+    Some thousand numbers per program, so narrow rows (a head) go several at a time.
+    """
     block = power_of_two(width)
     rows = max(1, 2048 // block)
     return rows, block, min(16, max(1, rows * block // 512))

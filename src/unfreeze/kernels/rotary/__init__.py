@@ -1,5 +1,7 @@
-"""Rotary positions on the last R elements of each head, the elements before them copied: the whole q of a
-head in one pass over memory."""
+"""Rotary positions on the last R elements of each head, the elements before them copied.
+
+The whole q of a head in one pass over memory.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,9 @@ Pairing = Literal["halves", "adjacent"]
 
 
 def rotary(x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, pairing: Pairing, impl: str = "auto") -> Tensor:
-    """y = [x_0 … x_(d-R-1) | (a cos - b sin), (b cos + a sin)], R = 2r; cos and sin [T, r] float32, one row
-    per token, for all heads.
+    """y = [x_0 … x_(d-R-1) | (a cos - b sin), (b cos + a sin)], R = 2r.
 
+    cos and sin [T, r] float32, one row per token, for all heads.
     pairing: a and b are the halves of the last R elements (Llama, Qwen), or their even and odd elements
     (DeepSeek, Kimi). y has halves in either case: q and k are permuted alike, so their product is unchanged.
     Formed in float32, rounded once. The gradient is the rotation by -angle; it keeps cos and sin only. x may
@@ -65,8 +67,10 @@ class Rotary:
 
 
 class _Rotary(torch.autograd.Function):
-    """The pairs are read as the checkpoint has them and written as halves; the gradient comes in halves and
-    leaves as the checkpoint's pairs."""
+    """The pairs are read as the checkpoint has them and written as halves.
+
+    The gradient comes in halves and leaves as the checkpoint's pairs.
+    """
 
     @staticmethod
     def forward(

@@ -1,5 +1,7 @@
-"""The rotation on CPU as one loop over tokens. rotate() as in reference.py, float32 and bf16; x and y [T, H,
-d] with last stride 1."""
+"""The rotation on CPU as one loop over tokens.
+
+rotate() as in reference.py, float32 and bf16; x and y [T, H, d] with last stride 1.
+"""
 
 from __future__ import annotations
 

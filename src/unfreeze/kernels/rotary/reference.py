@@ -1,5 +1,7 @@
-"""The rotation in plain torch: the oracle, and what runs where no faster candidate is proven. T tokens, H
-heads, d head width, r = R/2 pairs."""
+"""The rotation in plain torch: the oracle, and what runs where no faster candidate is proven.
+
+T tokens, H heads, d head width, r = R/2 pairs.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,9 @@ def rotate(
     write_adjacent: bool,
     y_THd: Tensor,
 ) -> None:
-    """y = [x's first d - R elements | (a cos - b sin, b cos + a sin)], with sin times sign, in float32
-    (float64 for float64), rounded once.
+    """y = [x's first d - R elements | (a cos - b sin, b cos + a sin)], with sin times sign.
 
+    In float32 (float64 for float64), rounded once.
     The pairs (a, b) are elements (i, i + r) of the last R, or (2i, 2i + 1) where adjacent; read from x one
     way, written to y one way.
     """

@@ -1,5 +1,7 @@
-"""The rotation on CUDA: one program per token and block of heads. rotate() as in reference.py; x and y [T, H,
-d] with last stride 1."""
+"""The rotation on CUDA: one program per token and block of heads.
+
+rotate() as in reference.py; x and y [T, H, d] with last stride 1.
+"""
 
 # A launch takes numbers for constexpr parameters, and num_warps, which the kernel's own signature doesn't say
 # pyright: reportArgumentType=false, reportCallIssue=false

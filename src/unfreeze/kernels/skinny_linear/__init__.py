@@ -1,5 +1,7 @@
-"""y = x Wᵀ + b without gradients for a few rows, as generation asks for it: the time is that of reading W
-once."""
+"""y = x Wᵀ + b without gradients for a few rows, as generation asks for it.
+
+The time is that of reading W once.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,9 @@ def is_skinny(x_TI: Tensor, weight_OI: Tensor) -> bool:
 def skinny_linear(
     x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, impl: str = "auto"
 ) -> Tensor:
-    """y[t, o] = Σ_i x[t, i] w[o, i] + b[o], summed in float32, rounded once. bf16 x [T, in], w [out, in], b
-    [out] -> bf16 [T, out].
+    """y[t, o] = Σ_i x[t, i] w[o, i] + b[o], summed in float32, rounded once.
 
+    bf16 x [T, in], w [out, in], b [out] -> bf16 [T, out].
     No gradient flows back: ask `is_skinny` first. Errors of `choose`.
     """
     return choose(OP, x_TI.device, x_TI.dtype, bucket(x_TI.shape[0]), impl)(x_TI, weight_OI, bias_O)

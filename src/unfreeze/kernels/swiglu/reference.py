@@ -1,8 +1,7 @@
-"""SwiGLU in plain torch: the oracle, and what runs where no faster candidate is proven. n rows, I
-intermediate width.
+"""SwiGLU in plain torch: the oracle, and what runs where no faster candidate is proven.
 
-gate and up are [n, I] with any row stride, so that the halves of a stacked [n, 2I] are given as they lie.
-Results go into memory of the caller.
+n rows, I intermediate width. gate and up are [n, I] with any row stride, so that the halves of a stacked [n,
+2I] are given as they lie. Results go into memory of the caller.
 """
 
 from __future__ import annotations
@@ -18,8 +17,10 @@ def forward(gate: Tensor, up: Tensor, h: Tensor) -> None:
 
 
 def backward(dh: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
-    """dgate = dh · up · silu'(gate), dup = dh · silu(gate), with silu'(g) = s + silu(g) (1 - s), s =
-    sigmoid(g)."""
+    """dgate = dh · up · silu'(gate), dup = dh · silu(gate).
+
+    silu'(g) = s + silu(g) (1 - s), s = sigmoid(g).
+    """
     torch.mul(F.silu(gate), dh, out=dup)
     dgate.copy_(torch.ops.aten.silu_backward(dh * up, gate))
 
@@ -34,11 +35,11 @@ def backward_weighted(
     dup: Tensor,
     score_n: Tensor,
 ) -> None:
-    """`backward` of rows whose h is multiplied by weight w *after* the next projection, from the unweighted
-    dh; and what that w needs:
+    """`backward` of rows whose h is multiplied by weight w *after* the next projection.
 
+    From the unweighted dh; with what the gradient of w needs, in float32:
     weighted = w h (what the gradient of the next projection multiplies), dgate and dup times w, score = <dh,
-    h> (the gradient of w). In float32.
+    h> (the gradient of w).
     """
     wide, grad, weight_n1 = _wide(gate), _wide(dh), weight_n[:, None]
     silu = F.silu(wide)

@@ -1,5 +1,6 @@
-"""Tokens to their experts and back: sort, gather, combine. `token_permute` is all three in a row, which is
-how they are measured and tested.
+"""Tokens to their experts and back: sort, gather, combine.
+
+`token_permute` is all three in a row, which is how they are measured and tested.
 
 T tokens, K experts per token, E experts, n = T K rows (a token at one expert, sorted by expert), D width.
 """
@@ -22,9 +23,9 @@ __all__ = ["OP", "TokenPermute", "bucket", "token_permute"]
 def token_permute(
     x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, num_experts: int, impl: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """(y [T, D], offsets_E int32): y_t = Σ_k w_tk x_t by way of the n rows sorted by expert, offsets_E[e]
-    where expert e's rows end.
+    """Give (y [T, D], offsets_E int32), y_t = Σ_k w_tk x_t by way of the n rows sorted by expert.
 
+    Expert e's rows end at offsets_E[e].
     The identity expert: what stands between gather and combine is the caller's. Sums are float32 in the order
     of k, without atomics, so y has the same bits at every run; dw_tk = <dy_t, row>, dx_t = Σ_k w_tk dy_t. No
     implementation waits for the device.
@@ -65,8 +66,10 @@ class PermuteFunctions(Protocol):
 
 
 class TokenPermute:
-    """An implementation: the op as autograd sees it. Whoever computes between gather and combine takes its
-    functions."""
+    """An implementation: the op as autograd sees it.
+
+    Whoever computes between gather and combine takes its functions.
+    """
 
     def __init__(self, functions: PermuteFunctions):
         self.functions = functions

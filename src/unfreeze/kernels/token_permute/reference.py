@@ -1,7 +1,7 @@
-"""Rows in expert order in plain torch: the oracle, and what runs where no faster candidate is proven. No
-function waits for the device.
+"""Rows in expert order in plain torch: the oracle, and what runs where no faster candidate is proven.
 
-T tokens, K experts per token, E experts, n = T K rows (a token at one expert), D width.
+No function waits for the device. T tokens, K experts per token, E experts, n = T K rows (a token at one
+expert), D width.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ SLAB_BYTES = 1 << 30  # of `combine`: at 65,536 tokens of 8 rows of 7,168 all ro
 
 
 def sort(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(slot_n int64, row_of_slot int64 [T K], offsets_E int32): row r is slot slot_n[r] = t K + k, expert e's
-    rows end at offsets_E[e].
+    """Give (slot_n int64, row_of_slot int64 [T K], offsets_E int32).
 
+    Row r is slot slot_n[r] = t K + k, and expert e's rows end at offsets_E[e].
     Stable: within an expert the tokens stay in order. Ids outside 0 … E-1 are not looked for (that would wait
     for the device).
     """
@@ -38,9 +38,11 @@ def gather(source_TD: Tensor, slot_n: Tensor, per_token: int, out: Tensor) -> No
 
 
 def combine(rows_nD: Tensor, row_of_slot: Tensor, weight_n: Tensor | None, out_TD: Tensor) -> None:
-    """out[t] += Σ_k weight[r] · rows[r], r the row of slot t K + k, summed in float32 in the order of k
-    (weight None: ones). No atomics: the same
-    bits at every run. out float32, or float64 for float64."""
+    """out[t] += Σ_k weight[r] · rows[r], r the row of slot t K + k.
+
+    Summed in float32 in the order of k (weight None: ones). No atomics: the same bits at every run. out
+    float32, or float64 for float64.
+    """
     tokens, width = out_TD.shape
     per_token = row_of_slot.numel() // max(1, tokens)
     # Rows in float32 take twice what they take in bf16: only a slab of tokens has them at a time. A token's

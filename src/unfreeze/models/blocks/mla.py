@@ -24,7 +24,9 @@ from unfreeze.models.blocks.passes import Pass
 
 
 class MLA(Block):
-    """q = [q_nope | rotate(q_rope)]
+    """Multi-head latent attention: keys and values come from one low-rank latent.
+
+    q = [q_nope | rotate(q_rope)]
     k = [kv_b(latent).nope | rotate(k_rope)], k_rope shared by all heads
     v = kv_b(latent).value,  where latent = norm(kv_a(x)[:c]) and k_rope = kv_a(x)[c:].
 
@@ -138,8 +140,10 @@ class MLA(Block):
         )
 
     def _kv_b(self) -> list[tuple[Tensor, Tensor | None]]:
-        """kv_b_proj as a sum of products out [H, n+v, q] · in [q, c] (None: the identity): its weight, and
-        its adapter's scale · B and A."""
+        """Give kv_b_proj as a sum of products out [H, n+v, q] · in [q, c] (None: the identity).
+
+        Its weight, and its adapter's scale · B and A.
+        """
         products: list[tuple[Tensor, Tensor | None]] = [
             (self.kv_b_proj.matrix().unflatten(0, (self.num_heads, -1)), None)
         ]

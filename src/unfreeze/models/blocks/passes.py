@@ -1,5 +1,8 @@
-"""The three passes through a decoder: packed (training, scoring), prefill (packed, and written to the cache)
-and step (one new token per sequence; also at a fixed width).
+"""The three passes through a decoder: packed, prefill and step.
+
+packed (training, scoring), prefill (packed, and written to the cache), step (one new token per sequence; also
+at a fixed width). Every layer is given the pass. It holds the rotary tables, what attention may look at, and
+the cache. A layer does not ask which pass it is.
 
 Every layer is given the pass. It holds the rotary tables, what attention may look at, and the cache. A layer
 does not ask which pass it is.

@@ -100,7 +100,9 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _llama3(frequency: float, parameters: Mapping[str, Any]) -> float:
     """Llama 3.1's scaling: long wavelengths are divided by factor, short ones kept, a linear ramp between.
-    Source: Meta's reference."""
+
+    Source: Meta's reference.
+    """
     factor, low, high = (float(parameters[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
     context = float(parameters["original_max_position_embeddings"])
     wavelength = 2 * math.pi / frequency

@@ -103,8 +103,10 @@ def work_of(
     device: torch.device,
     **asked: Any,
 ) -> Work:
-    """The Work of a run; `asked` are further fields of it. A GPU that is not here is taken to have this
-    machine's block of logits, whose rows are bounded by bytes."""
+    """Give the Work of a run; `asked` are further fields of it.
+
+    A GPU that is not here is taken to have this machine's block of logits, whose rows are bounded by bytes.
+    """
     known = device if device.type == "cpu" or torch.cuda.is_available() else torch.device("cpu")
     loss_rows, loss_bytes = block_cost(shape.vocab_size, dtype, known, trained=lora is None)
     return Work(

@@ -50,8 +50,10 @@ class Sizes:
 
 
 def measure(model: Decoder, lora: LoraConfig | None, device: str = "cpu") -> Sizes:
-    """Sizes of a model, which may be on meta and must not carry adapters yet, for a device of that kind
-    ("cpu", "cuda")."""
+    """Measure the sizes of a model for a device of that kind ("cpu", "cuda").
+
+    The model may be on meta and must not carry adapters yet.
+    """
     shape, dtype = model.shape, next(model.parameters()).dtype
     layers = [layer.bytes(dtype, device) for layer in model.layers]
     base = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])  # a tied head is listed once

@@ -1,8 +1,7 @@
-"""What a release's chat template leaves unsaid and its model says all the same: think marks, the form of
-tool-call ids, the end of a turn.
+"""What a release's chat template leaves unsaid and its model says all the same.
 
-One file per release. A release is recognised by its chat template: every text of `signature` stands in it,
-and the first that fits wins.
+Think marks, the form of tool-call ids, the end of a turn. One file per release. A release is recognised by
+its chat template: every text of `signature` stands in it, and the first that fits wins.
 """
 
 from unfreeze.data.tokens.releases import (

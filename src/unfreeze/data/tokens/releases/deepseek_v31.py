@@ -1,8 +1,8 @@
-"""DeepSeek-V3.1: one model with and without reasoning. The prompt says which: it ends in `<think>` or in
-`</think>`.
+"""DeepSeek-V3.1: one model with and without reasoning, as the prompt says.
 
-No line breaks stand around the marks. Without the template's variable `thinking` the prompt ends in
-`</think>`; `--template-variables thinking=true` teaches the thinking mode, with `<think>` in the prompt.
+It ends in `<think>` or in `</think>`. No line breaks stand around the marks. Without the template's variable
+`thinking` the prompt ends in `</think>`; `--template-variables thinking=true` teaches the thinking mode, with
+`<think>` in the prompt.
 """
 
 from unfreeze.data.tokens.releases.release import Release, ThinkMarks

@@ -1,5 +1,7 @@
-"""Gemma 4: reasoning is the channel `thought`; the larger models' prompt holds an empty one where thinking is
-not switched on."""
+"""Gemma 4: reasoning is the channel `thought`.
+
+The larger models' prompt holds an empty one where thinking is not switched on.
+"""
 
 from unfreeze.data.tokens.releases.release import Release, ThinkMarks
 

@@ -1,6 +1,6 @@
-"""gpt-oss: the harmony format. Reasoning is the analysis channel, which the template reads from a message's
-`thinking`.
+"""gpt-oss: the harmony format.
 
+Reasoning is the analysis channel, which the template reads from a message's `thinking`.
 A turn ends with `<|return|>`, a tool call with `<|call|>`; both stop generation (generation_config.json). The
 template writes both.
 """

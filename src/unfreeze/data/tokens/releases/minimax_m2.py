@@ -1,5 +1,7 @@
-"""MiniMax-M2, M2.5: the prompt opens the reasoning; the template writes no block for an answer that has
-none."""
+"""MiniMax-M2, M2.5: the prompt opens the reasoning.
+
+The template writes no block for an answer that has none.
+"""
 
 from unfreeze.data.tokens.releases.release import Release, ThinkMarks
 

@@ -16,16 +16,20 @@ class ThinkMarks:
 
 @dataclass(frozen=True)
 class Release:
-    """name        for messages; "" where the release is not known
+    """What is known of one release.
+
+    name        for messages; "" where the release is not known
     signature   texts that all stand in the source of its chat template
     source      where these facts were read
     think       marks around reasoning, for turns in which the template itself drops it; None: reasoning is
-                taught only where the template writes it
+    taught only
+                where the template writes it
     call_id     (function name, number of the call in the conversation from 0) -> the id the model itself
-                writes; None: ids stay as they are
+    writes; None:
+                ids stay as they are
     id_form     the same in words, for the note
     turn_end    the token that ends an answer where the template writes none; call_end: likewise behind tool
-                calls
+    calls
     """
 
     name: str
