@@ -64,23 +64,24 @@ def attach(
     model.requires_grad_(False)
     place = _device(model) if device is None else torch.device(device)
     for name, (candidate, projections) in chosen.items():
-        candidate.owner.adapter = make_adapter(candidate, projections, config.rank_of, config.scale_of, place)
-        candidate.owner.adapter.reset(seed, name)
+        adapter = put_adapter(candidate, projections, config.rank_of, config.scale_of, place)
+        adapter.reset(seed, name)
     return sites(model)
 
 
-def make_adapter(
+def put_adapter(
     candidate: Candidate,
     projections: frozenset[str],
     rank_of: Callable[[str], int],
     scale_of: Callable[[str], float],
     device: torch.device,
 ) -> LowRank | ExpertLowRank:
-    """An uninitialised adapter of the right shapes for a candidate."""
+    """Put an uninitialised adapter of the right shapes at a candidate, and return it."""
     owner, rank, scale = candidate.owner, rank_of(candidate.group), scale_of(candidate.group)
     if isinstance(owner, Linear):
-        return LowRank(owner.in_features, owner.out_features, rank, scale, device)
-    return ExpertLowRank(
+        owner.adapter = LowRank(owner.in_features, owner.out_features, rank, scale, device)
+        return owner.adapter
+    owner.adapter = ExpertLowRank(
         owner.num_experts,
         owner.hidden_size,
         owner.intermediate_size,
@@ -90,6 +91,7 @@ def make_adapter(
         down_scale=scale,
         device=device,
     )
+    return owner.adapter
 
 
 def detach(model: nn.Module) -> None:

@@ -110,8 +110,10 @@ def _expert_site(name: str, known: Mapping[str, Candidate]) -> str | None:
     match = EXPERT.match(name)
     if match is None or match["site"] not in known:
         return None
-    experts: int = known[match["site"]].owner.num_experts  # type: ignore[assignment]  (a module's int)
-    return match["site"] if int(match["number"]) < experts else None
+    owner = known[match["site"]].owner
+    if isinstance(owner, Linear):
+        return None
+    return match["site"] if int(match["number"]) < owner.num_experts else None
 
 
 def _pattern_name(

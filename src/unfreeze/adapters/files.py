@@ -119,7 +119,7 @@ def _is_rank(value: object) -> bool:
 
 
 def _is_alpha(value: object) -> bool:
-    return type(value) in (int, float) and 0 < value <= 1e9  # type: ignore[operator]
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1e9
 
 
 def rank_and_scale(config: Mapping[str, Any], name: str) -> tuple[int, float]:

@@ -37,7 +37,7 @@ def load_adapter(model: nn.Module, directory: str | Path) -> list[Site]:
     else:
         model.requires_grad_(False)
         for name, site in decoded.items():
-            present[name] = site.candidate.owner.adapter = _shell(site)
+            present[name] = _put_shell(site)
     with torch.no_grad():
         for name, site in decoded.items():
             for parameter, value in site.state.items():
@@ -45,8 +45,8 @@ def load_adapter(model: nn.Module, directory: str | Path) -> list[Site]:
     return sites(model)
 
 
-def _shell(site: Decoded) -> LowRank | ExpertLowRank:
-    """An adapter module of the decoded shapes, trainable, on the base's device.
+def _put_shell(site: Decoded) -> LowRank | ExpertLowRank:
+    """Put an adapter of the decoded shapes at its site, trainable, on the base's device.
 
     On the host where the base is on meta.
     """
@@ -54,8 +54,11 @@ def _shell(site: Decoded) -> LowRank | ExpertLowRank:
     tensor = next((t for t in (*owner.parameters(), *owner.buffers())), torch.empty(0))
     device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
     if isinstance(owner, Linear):
-        return LowRank(owner.in_features, owner.out_features, state["A"].shape[0], site.scale, device)
-    return ExpertLowRank(
+        owner.adapter = LowRank(
+            owner.in_features, owner.out_features, state["A"].shape[0], site.scale, device
+        )
+        return owner.adapter
+    owner.adapter = ExpertLowRank(
         owner.num_experts,
         owner.hidden_size,
         owner.intermediate_size,
@@ -65,6 +68,7 @@ def _shell(site: Decoded) -> LowRank | ExpertLowRank:
         down_scale=site.down_scale,
         device=device,
     )
+    return owner.adapter
 
 
 def _check_same(

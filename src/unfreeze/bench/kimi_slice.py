@@ -25,7 +25,7 @@ from unfreeze import models
 from unfreeze.adapters import LoraConfig
 from unfreeze.bench.synthetic import attach_random, fill_random, relative_error
 from unfreeze.core.batch import Batch
-from unfreeze.kernels.expert_mlp.factors import Adapter, down_adapter, gate_up_adapter
+from unfreeze.kernels.expert_mlp.factors import adapters
 from unfreeze.kernels.expert_mlp.grouped import Grouped
 from unfreeze.kernels.expert_mlp.workspace import Base
 from unfreeze.models.blocks.bytes import Block
@@ -193,7 +193,8 @@ class KimiSlice:
         attach_random(self.decoder, LoraConfig(rank=sizes.rank, alpha=2.0 * sizes.rank), seed)
         self.generator = torch.Generator(device=device).manual_seed(seed + 1)
         self.layer: Layer = self.decoder.layers[0]
-        self.moe: MoE = self.layer.mlp  # type: ignore[assignment]
+        assert isinstance(self.layer.mlp, MoE)
+        self.moe = self.layer.mlp
         self.gate, self.shared = self.moe.gate, self.moe.shared_experts
         self.batch = self._batch().to(device)
         self.run = self.decoder.packed_pass(self.batch)
@@ -318,7 +319,9 @@ class KimiSlice:
         y = self.moe.experts(x, ids_TK, weights)
         (dx,) = torch.autograd.grad(y, x, self.dy_TD)
         x64 = self.x_TD[chosen].double().requires_grad_()
-        rows, factors = ids_TK[chosen], self.moe.experts.adapter.factors()  # type: ignore[union-attr, operator]
+        rows, adapter = ids_TK[chosen], self.moe.experts.adapter
+        assert adapter is not None  # every expert has one
+        factors = adapter.factors()
         total = torch.zeros_like(x64)
         for expert in rows.unique().tolist():
             gate_up, down = _merged(self.moe.experts, factors, expert)
@@ -359,18 +362,15 @@ class ExpertOps:
     def __init__(self, built: KimiSlice, ids_TK: Tensor, part: Any = None):
         self.part = part or Grouped()
         experts, dtype = built.moe.experts, torch.bfloat16
-        factors = experts.adapter.factors()  # type: ignore[union-attr, operator]
+        assert experts.adapter is not None  # every expert has one
+        gate_up, down = adapters(experts.adapter.factors(), None, dtype, self.part.row_stride)
+        assert gate_up is not None and down is not None
+        self.gate_up, self.down = gate_up, down
         self.D, self.I, self.E, rows = (
             experts.hidden_size,
             experts.intermediate_size,
             experts.num_experts,
             ids_TK.numel(),
-        )
-        self.gate_up: Adapter = gate_up_adapter(
-            factors.gate_up_A, factors.gate_up_B, factors.scale, None, dtype, self.part.row_stride
-        )
-        self.down: Adapter = down_adapter(
-            factors.down_A, factors.down_B, factors.down_scale, None, dtype, self.part.row_stride
         )
         self.Q, self.P = self.gate_up.width, self.down.width
         weights = torch.rand(ids_TK.shape, device=built.device)
@@ -474,6 +474,6 @@ class ExpertOps:
         """Give the largest difference between an expanded expert and what its codec says; 0 means exact."""
         last = self.groups[-1]
         expert = last.experts[-1]
-        exact = built.moe.experts.gate_up_proj.value()[expert].dequantize()  # type: ignore[union-attr, operator]
+        exact = built.moe.experts.gate_up_proj.value()[expert].dequantize()
         found = self.gate_up_WS[-1][len(last.experts) - 1, : 2 * self.I, : self.D].detach()
-        return float((found.double() - exact.double()).abs().max())  # type: ignore[union-attr]
+        return float((found.double() - exact.double()).abs().max())

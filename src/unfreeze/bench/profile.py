@@ -259,11 +259,11 @@ def named_loops() -> Iterator[Counter[str]]:
     Panels.forward_group, Panels.backward_group = (
         experts("numba experts forward", forward),
         experts("numba experts backward", backward),
-    )  # type: ignore[method-assign]
+    )
     try:
         yield counted
     finally:
-        Kernel.__call__, Panels.forward_group, Panels.backward_group = plain, forward, backward  # type: ignore[method-assign]
+        Kernel.__call__, Panels.forward_group, Panels.backward_group = plain, forward, backward
 
 
 def page(name: str, what: str, stamp: Any, found: Profile) -> str:

@@ -196,7 +196,7 @@ def _flags(config: type[BaseModel]) -> Any:
 
 def _kind(info: FieldInfo) -> Any:
     """A field's type with its limits."""
-    return Annotated[(info.annotation, *info.metadata, Field())]  # type: ignore[valid-type]
+    return Annotated[(info.annotation, *info.metadata, Field())]
 
 
 def _flag(config: type[BaseModel], name: str) -> str:

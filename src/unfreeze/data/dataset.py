@@ -107,7 +107,7 @@ class Stats:
         ]
         return "; ".join([line, *filter(None, more)])
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """The same as plain JSON, for an event or --json."""
         counters = {"shapes": dict(self.shapes), "files": dict(self.files), "notes": dict(self.notes)}
         return {**asdict(self), "supervised_fraction": self.supervised_fraction, **counters}

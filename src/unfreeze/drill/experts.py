@@ -147,7 +147,7 @@ def routing_changes_in_recompute(sandbox: Sandbox) -> Outcome:
         model = sandbox.model(FAMILY)
         calls[recompute.__name__] = 0
         for moe in model.moe_layers().values():
-            moe.gate.choose = MethodType(restless(type(moe.gate).choose, calls, recompute.__name__), moe.gate)  # type: ignore[method-assign]
+            moe.gate.choose = MethodType(restless(type(moe.gate).choose, calls, recompute.__name__), moe.gate)
         optimizer = AdamW(model)
         train_step(
             model,

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from unfreeze import models
 from unfreeze.adapters import LoraConfig, attach
+from unfreeze.adapters.lora import LowRank
 from unfreeze.checkpoint import open_checkpoint
 from unfreeze.checkpoint.resolve import resolve
 from unfreeze.checkpoint.stream import stream
@@ -132,7 +133,7 @@ def silent_adapter(sandbox: Sandbox) -> Outcome:
     attach(model, LoraConfig(rank=2), seed=0)
     for moe in model.moe_layers().values():
         adapter = moe.experts.adapter
-        moe.experts.forward = without_adapter(moe.experts, adapter)  # type: ignore[method-assign]
+        moe.experts.forward = without_adapter(moe.experts, adapter)
     return refused(lambda: first_step(sandbox, model), says="experts: ")
 
 
@@ -169,7 +170,7 @@ def dead_sites(
                 if re.search(pattern, name) and parameter.grad is not None:
                     parameter.grad[slice(None) if experts is None else experts(len(parameter))] = 0
 
-        optimizer.collect = lossy  # type: ignore[method-assign]
+        optimizer.collect = lossy
         return refused(lambda: first_step(sandbox, model, optimizer), says=says)
 
     return plant
@@ -333,7 +334,7 @@ def meta_parameter(sandbox: Sandbox) -> Outcome:
     """An adapter built on the meta device: no file fills it."""
     manifest = open_checkpoint(sandbox.checkpoint("llama"))
     model = models.meta_model(models.shape(manifest.config), manifest, torch.float32)
-    model.lm_head.adapter = nn.Linear(32, 4, device="meta")
+    model.lm_head.adapter = LowRank(32, 256, rank=4, scale=1.0, device="meta")
     return refused(
         lambda: place(model, manifest, models.rules(model.shape), device="cpu"),
         says="has no memory and no file fills it",

@@ -148,11 +148,11 @@ def rate_off_schedule(sandbox: Sandbox) -> Outcome:
     def a_tenth(learning_rate: float, *arguments: Any, **options: Any) -> Any:
         return update(0.1 * learning_rate, *arguments, **options)
 
-    optimizer.update = a_tenth  # type: ignore[method-assign]
+    optimizer.update = a_tenth
     events = sandbox.loop(model, [sandbox.batch([30, 20])], steps=2, optimizer=optimizer)
     used = of_kind(events, TrainEvent)[0].get("learning_rate", 0.0)
     line = f"the schedule says 0.001, an update took a tenth of it, the train event says {used:g}"
-    return measured(AdamW.learning_rate.fget, line, holds=abs(used - 1e-4) < 1e-12)  # type: ignore[arg-type]
+    return measured(AdamW.learning_rate.fget, line, holds=abs(used - 1e-4) < 1e-12)
 
 
 def broken_export(sandbox: Sandbox) -> Outcome:

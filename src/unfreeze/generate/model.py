@@ -247,4 +247,4 @@ class Model:
 def sampling(options: Options) -> Sampling:
     """The Sampling of keyword options. Raises ConfigError as Sampling does, TypeError for an unknown one."""
     stop = options.get("stop") or ()
-    return Sampling(**{**options, "stop": (stop,) if isinstance(stop, str) else tuple(stop)})  # type: ignore[arg-type]
+    return Sampling(**{**options, "stop": (stop,) if isinstance(stop, str) else tuple(stop)})

@@ -49,7 +49,7 @@ class Subject:
     config: TrainingConfig
     parts: Parts
     has_data: bool
-    broken: set[str] = field(default_factory=set)
+    broken: set[str] = field(default_factory=set[str])
 
     @cached_property
     def manifest(self) -> Manifest:

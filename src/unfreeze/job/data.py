@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from unfreeze.config.tables import Data, Optimizer, Training
 from unfreeze.config.template import template_time, template_values
@@ -17,6 +17,10 @@ from unfreeze.untrusted.json_object import read_object
 if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
     from unfreeze.data import Batches, Dataset, Example, Tokenizer
+    from unfreeze.data.packing.batches import Cursor
+    from unfreeze.data.tokens.forms import Reasoning
+    from unfreeze.data.tokens.masks import Supervise
+    from unfreeze.data.tokens.turns import Turns
     from unfreeze.models.shape import Shape
     from unfreeze.train.run import Run
     from unfreeze.train.schedule import Schedule
@@ -47,13 +51,26 @@ def check_vocabulary(tokenizer: Tokenizer, shape: Shape, manifest: Manifest) -> 
     check_vocab(tokenizer, shape.vocab_size, rows)
 
 
+class Encoding(TypedDict, total=False):
+    """How rows become examples: keyword arguments of data.encode_files."""
+
+    supervise: Supervise
+    turns: Turns
+    reasoning: Reasoning
+
+
 def encode(
-    run: Run, data: Data, tokenizer: Tokenizer, max_positions: int, tokens: int, seed: int, **options: Any
+    run: Run,
+    data: Data,
+    tokenizer: Tokenizer,
+    max_positions: int,
+    tokens: int,
+    seed: int,
+    **options: Unpack[Encoding],
 ) -> Dataset:
     """The data files as examples, and a "data" event that accounts for them.
 
     An example is no longer than the model's positions and the `tokens` of a micro-batch allow.
-    `options` (supervise, turns, reasoning) are encode_files'.
     A bound below data.sequence_length is a warning where it cut, dropped or split a row, or where the
     length was asked for.
     """
@@ -111,7 +128,7 @@ def encode(
 
 
 def batches_of(
-    data: Data, examples: Sequence[Example], *, tokens: int, seed: int, start: dict[str, Any] | None = None
+    data: Data, examples: Sequence[Example], *, tokens: int, seed: int, start: Cursor | None = None
 ) -> Batches:
     """Micro-batches of `tokens` as [data] packs, mixes and shuffles them, from the cursor `start` on."""
     from unfreeze.data import Batches, Examples, Mixed
@@ -148,7 +165,7 @@ def describer(dataset: Dataset, tokenizer: Tokenizer) -> Describe:
     The rows of the data file it was made of; more than one are exact duplicates.
     """
 
-    def describe(tokens: list[int]) -> dict[str, Any]:
+    def describe(tokens: list[int]) -> dict[str, object]:
         rows = sorted({example.row for example in dataset.examples if list(example.tokens) == tokens})
         return {"rows": rows, "text": tokenizer.decode(tokens, skip_specials=False)}
 

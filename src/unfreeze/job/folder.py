@@ -10,12 +10,12 @@ import json
 import os
 import platform
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unfreeze.config.names import flat, flat_name, given
 from unfreeze.config.parse import writing
@@ -39,7 +39,7 @@ WHOLE = 2**28  # bytes of a data file up to which all of it is hashed: a second
 
 
 @contextmanager
-def live(config: TrainingConfig, common: Common, recipe: str, command: str, group: Group) -> Iterator[Run]:
+def live(config: TrainingConfig, common: Common, recipe: str, command: str, group: Group) -> Generator[Run]:
     """The opened, locked run folder, with live progress on stderr. On processes beyond 0 a silent Follower.
 
     A Ctrl-C that fit doesn't handle (before it, after it, or a second one) says what is saved and how to go
@@ -98,7 +98,9 @@ def first_start(config: TrainingConfig) -> str:
     return config.data.template_date or before or datetime.now().isoformat(timespec="seconds")
 
 
-def write_resolved(run: Run, config: TrainingConfig, recipe: str, date: str = "", **effective: Any) -> None:
+def write_resolved(
+    run: Run, config: TrainingConfig, recipe: str, date: str = "", **effective: object
+) -> None:
     """resolved_config.json: every field of the Config by its flat name.
 
     Under "effective" stands what defaults, data and machine made of it.
@@ -126,7 +128,7 @@ def contents(data: Data) -> list[str]:
 
     Of a file above 256 MiB the hash is of its first and last MiB only.
     """
-    found = []
+    found: list[str] = []
     for _, name in data.sources:
         if not Path(name).is_file():  # moved away since it was read
             found.append("absent")
@@ -147,11 +149,10 @@ def refuse_other_data(data: Data, folder: Run) -> None:
 
     An unfinished one is recognised by its cursor's fingerprint.
     """
-    before = (read_object(folder.path / RESOLVED, ConfigError).get("effective") or {}).get("contents")
+    effective: dict[str, list[str]] = read_object(folder.path / RESOLVED, ConfigError).get("effective") or {}
+    before = effective.get("contents", [])
     changed = [
-        name
-        for (_, name), old, new in zip(data.sources, before or [], contents(data), strict=False)
-        if old != new
+        name for (_, name), old, new in zip(data.sources, before, contents(data), strict=False) if old != new
     ]
     if changed:
         raise ConfigError(
@@ -172,7 +173,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     """Write a JSON file in one move."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

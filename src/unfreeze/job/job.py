@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from unfreeze.core.events import RESOLVED
 from unfreeze.core.schema import TrainEvent
 from unfreeze.core.units import format_bytes, format_count
 from unfreeze.job.data import (
+    Encoding,
     batches_of,
     check_vocabulary,
     describer,
@@ -70,7 +71,7 @@ class Parts:
     trained       what trains and is left behind: Adapters | AllWeights
     objective     what is minimised
     start         the model's name -> where training starts
-    encoding      how rows become examples (data.encode_files: supervise, turns, reasoning)
+    encoding      how rows become examples
     after_update  what changes the model after an update, such as the balancing bias
     chat          whether prompts of the user's own are asked as messages (else continued)
     on_step       called with (state, result) after each step, behind receipt and validation
@@ -80,7 +81,7 @@ class Parts:
     trained: Trained
     objective: Objective
     start: Callable[[str, Common], Manifest]
-    encoding: Mapping[str, Any] = field(default_factory=dict)
+    encoding: Encoding = field(default_factory=Encoding)
     after_update: Callable[[Decoder], Sequence[AfterUpdate]] = lambda model: ()
     chat: bool = True
     on_step: Sequence[OnStep] = ()

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
@@ -26,6 +26,7 @@ from unfreeze.job.job import Job, Parts, first_start_of, is_written, prepare, ta
 
 if TYPE_CHECKING:
     from unfreeze.core.batch import Batch
+    from unfreeze.data.packing.batches import Cursor
     from unfreeze.models import Decoder
     from unfreeze.train.state import State
     from unfreeze.train.step import Gradients, Objective, StepResult
@@ -47,7 +48,7 @@ class Loop:
         self._common, self._stack = common, ExitStack()
         self._gradients: Gradients | None = None
         self._started = 0.0
-        self._cursor: dict[str, Any] = {}
+        self._cursor: Cursor = {}
         with self._stack as opening:
             group = opening.enter_context(open_group(device))
             folder = opening.enter_context(live(config, common, parts.recipe, "", group))

@@ -6,7 +6,7 @@ Some fields can't differ, whatever is allowed (docs/trust.md R2).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TypeGuard
 
 from unfreeze.core.errors import ConfigError, nearest
 
@@ -41,7 +41,7 @@ DERIVED = {
 """Field of the config -> fields of the saved schedule and optimizer that follow from it."""
 
 
-def allowed(fields: tuple[str, ...], record: Mapping[str, Any]) -> list[str]:
+def allowed(fields: tuple[str, ...], record: Mapping[str, object]) -> list[str]:
     """The fields of --allow-changed and what follows from them.
 
     Raises ConfigError for one that is fixed, or that the config doesn't have.
@@ -61,8 +61,12 @@ def allowed(fields: tuple[str, ...], record: Mapping[str, Any]) -> list[str]:
     return [*fields, *(derived for field in fields for derived in DERIVED.get(field, ()))]
 
 
-def _names(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def _names(table: Mapping[str, object], prefix: str = "") -> Iterator[str]:
     for key, value in table.items():
         yield prefix + key
-        if isinstance(value, Mapping):
+        if _is_table(value):
             yield from _names(value, f"{prefix}{key}.")
+
+
+def _is_table(value: object) -> TypeGuard[Mapping[str, object]]:
+    return isinstance(value, Mapping)

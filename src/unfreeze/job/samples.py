@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeGuard
 
 from unfreeze.core.errors import DataError
 
@@ -161,7 +161,11 @@ def prompt_of(row: Row, tokenizer: Tokenizer) -> Prompt:
     return Prompt(_shown(before[-1]), encode_chat(tokenizer, before, row.tools))
 
 
-def _shown(message: Mapping[str, Any]) -> str:
+def _shown(message: Mapping[str, object]) -> str:
     """A message's words; its content may be a text, a list of text parts, or nothing beside tool calls."""
     content = message.get("content")
-    return "".join(part["text"] for part in content) if isinstance(content, list) else str(content or "")
+    return "".join(part["text"] for part in content) if _are_parts(content) else str(content or "")
+
+
+def _are_parts(content: object) -> TypeGuard[list[dict[str, str]]]:
+    return isinstance(content, list)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from unfreeze.config.tables import Save
@@ -147,7 +147,7 @@ def _span_bytes(tokens: Sequence[int], first: int, end: int, tokenizer: Tokenize
     return len(tokenizer.decode(tokens[:end]).encode()) - len(tokenizer.decode(tokens[:first]).encode())
 
 
-def write_best(state: State, folder: Path, write: Callable[[Path], Any]) -> None:
+def write_best(state: State, folder: Path, write: Callable[[Path], object]) -> None:
     """If an earlier save was better than the run's end: load its weights into the model and write(folder)."""
     from unfreeze.train.state import load_best
 

@@ -88,7 +88,7 @@ def _family(config: Mapping[str, Any]) -> ModuleType:
     )
 
 
-def _not_built(model_type: Any, beside: str = "") -> NoReturn:
+def _not_built(model_type: object, beside: str = "") -> NoReturn:
     """The error for a model_type without a family. It offers no nearest name.
 
     'deepseek_v32' and 'kimi_k3' are other models, and an edited model_type would make them load.
@@ -134,7 +134,7 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-def not_followed(config: Mapping[str, Any]) -> str:
+def not_followed(config: Mapping[str, object]) -> str:
     """One line that names every field of config.json that is neither read nor known to be without effect.
 
     "" where there is none.
@@ -146,7 +146,7 @@ def not_followed(config: Mapping[str, Any]) -> str:
     return f"config.json: {', '.join(fields)}: not known here and not followed" if fields else ""
 
 
-def notes(config: Mapping[str, Any]) -> list[str]:
+def notes(config: Mapping[str, object]) -> list[str]:
     """What a model computed from this config.json passes over, a line for each table of it."""
     return [printable(line) for line in (not_followed(config), formats.not_followed(config)) if line]
 

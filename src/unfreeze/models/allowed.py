@@ -37,13 +37,13 @@ class Fields:
     neutral  field -> the value at which it says what this family does anyway; goes before NEUTRAL
     """
 
-    absent: Mapping[str, Any]
+    absent: Mapping[str, object]
     read: frozenset[str] = frozenset()
     null: frozenset[str] = frozenset()
     never_null: frozenset[str] = frozenset()
-    only: Mapping[str, Callable[[Config], Any]] = field(default_factory=dict)
+    only: Mapping[str, Callable[[Config], object]] = field(default_factory=dict)
     silent: frozenset[str] = frozenset()
-    neutral: Mapping[str, Any] = field(default_factory=dict)
+    neutral: Mapping[str, object] = field(default_factory=dict)
 
     def completed(self, config: Config, given: Config) -> dict[str, Any]:
         """`given` (config without its nulls) with what is absent filled in.
@@ -98,7 +98,7 @@ in
 slices), and settings of pretraining: the forward pass and the loss of a fine-tuning run depend on none of
 them. No auto_map: it names code of the publisher's own, which a family has to know."""
 
-_NEUTRAL: dict[Any, str] = {
+_NEUTRAL: dict[object, str] = {
     "swiglu": "activation",
     0: (
         """attention_dropout hidden_dropout hidden_dropout_prob attention_probs_dropout_prob resid_pdrop
@@ -118,7 +118,7 @@ ALIASES = dict.fromkeys(("num_layers", "n_layers", "n_layer"), "num_hidden_layer
 """Second names that some publishers write beside the field itself; another value than the field's is
 named."""
 
-ONLY: dict[str, Callable[[Config], Any]] = {
+ONLY: dict[str, Callable[[Config], object]] = {
     "hidden_act": lambda config: "silu",
     "is_causal": lambda config: True,
     "is_encoder_decoder": lambda config: False,
@@ -190,12 +190,12 @@ def unknown(config: Config, table: Fields) -> list[str]:
     return found
 
 
-def _neutral(name: str, value: Any, config: Config, table: Fields) -> bool:
+def _neutral(name: str, value: object, config: Config, table: Fields) -> bool:
     neutral = {**NEUTRAL, **table.neutral}
     if name in ALIASES:
         return value is None or value == config.get(ALIASES[name])
     return value is None or value in ([], {}) or (name in neutral and value == neutral[name])
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     return "all 'full_attention', one per layer" if isinstance(value, list) else shown(value)

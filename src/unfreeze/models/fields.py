@@ -31,7 +31,7 @@ class Whole:
     def __str__(self) -> str:
         return f"a whole number from {self.low:,} to {self.high:,}"
 
-    def __call__(self, value: Any) -> bool:
+    def __call__(self, value: object) -> bool:
         return type(value) is int and self.low <= value <= self.high
 
 
@@ -64,7 +64,7 @@ class Of:
     def __str__(self) -> str:
         return self.words
 
-    def __call__(self, value: Any) -> bool:
+    def __call__(self, value: object) -> bool:
         return isinstance(value, self.type)
 
 
@@ -178,13 +178,13 @@ def check_fields(config: Mapping[str, Any]) -> None:
             )
 
 
-def _check(table: Mapping[str, Any], fields: Mapping[str, Kind], where: str) -> None:
+def _check(table: Mapping[str, object], fields: Mapping[str, Kind], where: str) -> None:
     for name, kind in fields.items():
         if table.get(name) is not None and not kind(table[name]):
             raise CheckpointError(f"{where}{name} is {shown(table[name])}; it must be {kind}", next=NEXT)
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value for a message, at most 60 characters of it.
 
     true and false as in JSON, whole numbers with thousands separators, else Python's form.

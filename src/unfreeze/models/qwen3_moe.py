@@ -14,6 +14,7 @@ from unfreeze.models.allowed import Fields, names
 from unfreeze.models.shape import MoEShape, Shape, require
 
 if TYPE_CHECKING:
+    from unfreeze.models.blocks.mlp import MLP
     from unfreeze.models.factory import Factory
     from unfreeze.models.layer import Layer
 
@@ -64,7 +65,7 @@ def layer(shape: Shape, index: int, make: Factory) -> Layer:
 
     name = f"model.layers.{index}.mlp"
     if not shape.is_moe(index):
-        mlp: Any = make.mlp(name, shape.hidden_size, shape.intermediate_size)
+        mlp: MLP | MoE = make.mlp(name, shape.hidden_size, shape.intermediate_size)
     else:
         assert shape.moe is not None
         gate = SoftmaxRouter(

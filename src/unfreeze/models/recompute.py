@@ -89,12 +89,12 @@ def _recomputed(layer: Layer, x_TD: Tensor, run: PackedPass, **what: bool) -> Te
     if not torch.is_grad_enabled():
         return _chunk_by_chunk(layer, x_TD, [(rows, chunk, Saved()) for rows, chunk in _chunks(layer, run)])
     # with a frozen embedding the first layer's input has no gradient; autograd would never come back to it
-    return _Recompute.apply(x_TD if x_TD.requires_grad else x_TD.detach().requires_grad_(), layer, run, what)  # type: ignore[return-value]
+    return _Recompute.apply(x_TD if x_TD.requires_grad else x_TD.detach().requires_grad_(), layer, run, what)
 
 
 class _Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, layer: Layer, run: PackedPass, what: dict[str, bool]) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x_TD: Tensor, layer: Layer, run: PackedPass, what: dict[str, bool]) -> Tensor:
         ctx.layer = layer
         ctx.visits = [(rows, chunk, Saved(**what, unread=True)) for rows, chunk in _chunks(layer, run)]
         ctx.save_for_backward(x_TD)
@@ -102,7 +102,7 @@ class _Recompute(torch.autograd.Function):
             return _chunk_by_chunk(layer, x_TD, ctx.visits)
 
     @staticmethod
-    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, None, None, None]:
         x_TD = ctx.saved_tensors[0].detach()
         dx_TD = None if len(ctx.visits) == 1 else torch.empty_like(x_TD)
         for rows, run, saved in reversed(ctx.visits):  # the second visit empties `saved`

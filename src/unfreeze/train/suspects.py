@@ -22,7 +22,7 @@ from unfreeze.models import Decoder
 from unfreeze.models.recompute import RecomputePolicy
 from unfreeze.train.step import Objective
 
-Describe = Callable[[list[int]], dict[str, Any]]
+Describe = Callable[[list[int]], dict[str, object]]
 """Token ids of one document -> what else is known of it, as JSON: {"row": its number in the data file,
 "text": …}."""
 

@@ -7,7 +7,9 @@ letters takes longer than a person lives, and `re` has no timeout.
 from __future__ import annotations
 
 import re
-from re import _constants, _parser  # pyright: ignore[reportAttributeAccessIssue]  # the standard library's own parser: what it reads is what is matched
+
+# the standard library's own parser: what it reads is what is matched
+from re import _constants, _parser  # pyright: ignore[reportAttributeAccessIssue]
 from typing import Any
 
 from unfreeze.core.errors import UserError

@@ -79,7 +79,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             self._width(left)
         return super().call_binop(context, operator, left, right)
 
-    def call(self, context: Any, obj: Any, *args: Any, **named: Any) -> Any:  # type: ignore[override]
+    def call(self, context: Any, obj: Any, *args: Any, **named: Any) -> Any:
         self.charge(1)
         # what a macro does with a number (a tool's argument, say) is billed where it does it
         if not isinstance(obj, jinja2.runtime.Macro):
@@ -115,7 +115,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
                 self._measure(*args, *named.values())
                 return function(first, *args, **named)
 
-            measured.jinja_pass_arg = function.jinja_pass_arg  # type: ignore[attr-defined]
+            measured.jinja_pass_arg = function.jinja_pass_arg
             return measured
 
         def plain(*args: Any, **named: Any) -> Any:

@@ -89,11 +89,16 @@ class _Dict:
         return dict.fromkeys(*args)
 
 
+class _Environment(LimitedEnvironment):
+    generation_marks: tuple[str, str] = ("", "")  # what is written around a {% generation %} block
+
+
 def _environment(*, marks: bool) -> jinja2.Environment:
-    environment = LimitedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
-    environment.generation_marks = (SPAN_OPEN, SPAN_CLOSE) if marks else ("", "")  # type: ignore[attr-defined]
+    if marks:
+        environment.generation_marks = (SPAN_OPEN, SPAN_CLOSE)
     environment.filters["tojson"] = _tojson
     environment.globals.update(raise_exception=_raise, dict=_Dict())
     return environment
@@ -186,7 +191,8 @@ class ChatTemplate:
         add_generation_prompt: bool,
         tools: Sequence[JsonObject] | None,
     ) -> str:
-        template.environment.begin()  # type: ignore[attr-defined]
+        assert isinstance(template.environment, LimitedEnvironment)
+        template.environment.begin()
         try:
             return template.render(
                 {

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +51,7 @@ def _projected(x_TI: Tensor, by: Parts) -> Tensor:
 class Compiled:
     """An implementation of the op; `backend` is torch.compile's."""
 
-    def __init__(self, backend: str | Callable[..., Any] = "inductor"):
+    def __init__(self, backend: str | Callable[..., object] = "inductor"):
         self._run = torch.compile(block, fullgraph=True, backend=backend)
         self.kinds: set[Hashable] = set()
         self.full = False

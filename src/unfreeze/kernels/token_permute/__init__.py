@@ -103,7 +103,7 @@ class _Permuted(torch.autograd.Function):
         return y.to(x_TD.dtype), offsets_E
 
     @staticmethod
-    def backward(ctx: Any, dy_TD: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy_TD: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         rows, weight_n, slot_n, row_of_slot = ctx.saved_tensors
         dy_TD = dy_TD.contiguous()
         wide = torch.promote_types(dy_TD.dtype, torch.float32)

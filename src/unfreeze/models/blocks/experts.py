@@ -5,6 +5,8 @@ T tokens, K experts per token, E experts, D model width, I expert width.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 
@@ -43,12 +45,17 @@ class ExpertWeight(PackedHolder):
         return self.weight if self.codec is None else self.packed
 
 
+class ExpertAdapter(Protocol):
+    """What adapts the E experts of a layer; a module, so that its parameters are found."""
+
+    def factors(self) -> ExpertFactors: ...
+
+
 class Experts(nn.Module):
     """E SwiGLU experts: gate_up_proj [E, 2I, D], down_proj [E, D, I].
 
     gate and up are stacked on the output dimension, gate first.
-    `adapter` is None or a module whose `factors()` gives the low-rank factors of every expert (see
-    kernels/expert_mlp).
+    `adapter.factors()` gives the low-rank factors of every expert (see kernels/expert_mlp).
     """
 
     def __init__(
@@ -72,13 +79,13 @@ class Experts(nn.Module):
 
         self.gate_up_proj = stacked(hidden_size, 2 * intermediate_size)
         self.down_proj = stacked(intermediate_size, hidden_size)
-        self.adapter: nn.Module | None = None
+        self.adapter: ExpertAdapter | None = None
         self.impl = "auto"
 
     def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, reuse: Reuse | None = None) -> Tensor:
-        factors: ExpertFactors | None = None if self.adapter is None else self.adapter.factors()  # type: ignore[operator]
+        factors = None if self.adapter is None else self.adapter.factors()
         base = (self.gate_up_proj.value(), self.down_proj.value())
-        return expert_mlp(x_TD, ids_TK, weights_TK, *base, factors, impl=self.impl, reuse=reuse)  # type: ignore[arg-type]
+        return expert_mlp(x_TD, ids_TK, weights_TK, *base, factors, impl=self.impl, reuse=reuse)
 
     def bytes(self, per_token: int, dtype: torch.dtype, device: str) -> Bytes:
         """What K = `per_token` rows of each token need, and the expert op's scratch.

@@ -5,7 +5,7 @@ T rows, in/out features.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -55,12 +55,12 @@ class _PackedLinear(torch.autograd.Function):
     """y = x · expand(W)ᵀ. W is expanded in forward and again in backward; nothing expanded is saved."""
 
     @staticmethod
-    def forward(ctx: Any, x_TI: Tensor, packed: Packed) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x_TI: Tensor, packed: Packed) -> Tensor:
         ctx.packed = packed
         return F.linear(x_TI, _expanded(packed, x_TI))
 
     @staticmethod
-    def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor, None]:
         return dy_TO @ _expanded(ctx.packed, dy_TO), None
 
 
@@ -86,17 +86,18 @@ class _ReusedLinear(torch.autograd.Function):
         bias: Tensor | None,
         packed: Packed | None,
         reuse: Reuse | Skip,
-    ) -> Tensor:  # type: ignore[override]
+    ) -> Tensor:
         ctx.packed = packed
         ctx.save_for_backward(x_TI if ctx.needs_input_grad[1] else None, weight)
         y_TO = reuse(lambda: F.linear(x_TI, _matrix(weight, packed, x_TI), bias))
         if y_TO is None:
-            shape = (*x_TI.shape[:-1], (weight if weight is not None else packed).shape[-2])  # type: ignore[union-attr]
-            return x_TI.new_zeros(shape)
+            matrix = packed if weight is None else weight
+            assert matrix is not None  # a linear layer has one of the two
+            return x_TI.new_zeros(*x_TI.shape[:-1], matrix.shape[-2])
         return y_TO
 
     @staticmethod
-    def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:
         x_TI, weight = ctx.saved_tensors
         dx = (
             dy_TO @ (_expanded(ctx.packed, dy_TO) if weight is None else weight)
@@ -112,6 +113,16 @@ def _expanded(packed: Packed, like: Tensor) -> Tensor:
     return expand(packed, None, out)
 
 
+class LinearAdapter(Protocol):
+    """What adapts one Linear: called with (x [T, in], y [T, out]) -> y + what it adds."""
+
+    def __call__(self, x_TI: Tensor, y_TO: Tensor) -> Tensor: ...
+
+    def factors(self) -> tuple[Tensor, Tensor, float]:
+        """(A [R, in], B [out, R], scale), for a layer that multiplies in another order."""
+        ...
+
+
 class Linear(PackedHolder, Block):
     """y = x Wᵀ + b (+ adapter(x)).
 
@@ -119,8 +130,7 @@ class Linear(PackedHolder, Block):
     buffers and is expanded at use.
     `reuse`: where the layer is recomputed, x Wᵀ + b of its first visit is reused at the second
     (PackedPass.reuse_linear). What an adapter adds is computed again.
-    `adapter` is None or a module (x [T, in], y [T, out]) -> y + what it adds; it is set by adapters.attach
-    and by nothing else.
+    `adapter` is set by adapters.attach and by nothing else.
     """
 
     def __init__(
@@ -140,7 +150,7 @@ class Linear(PackedHolder, Block):
         else:
             self.register_packed(codec, out_features, in_features, device=device)
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
-        self.adapter: nn.Module | None = None
+        self.adapter: LinearAdapter | None = None
 
     def forward(self, x_TI: Tensor, reuse: Reuse | Skip | None = None) -> Tensor:
         if reuse is not None:
@@ -166,8 +176,10 @@ class Linear(PackedHolder, Block):
         """
         if self.codec is not None:
             return None
-        factors = () if self.adapter is None else self.adapter.factors()  # type: ignore[operator]
-        return Projection(self.weight, self.bias, *factors)
+        if self.adapter is None:
+            return Projection(self.weight, self.bias)
+        A_RI, B_OR, scale = self.adapter.factors()
+        return Projection(self.weight, self.bias, A_RI, B_OR, scale)
 
     def matrix(self) -> Tensor:
         """W [out, in] for reading, without bias and adapter.

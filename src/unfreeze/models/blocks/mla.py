@@ -148,7 +148,7 @@ class MLA(Block):
             (self.kv_b_proj.matrix().unflatten(0, (self.num_heads, -1)), None)
         ]
         if self.kv_b_proj.adapter is not None:
-            A_Rc, B_OR, scale = self.kv_b_proj.adapter.factors()  # type: ignore[operator]
+            A_Rc, B_OR, scale = self.kv_b_proj.adapter.factors()
             products.append(((B_OR * scale).unflatten(0, (self.num_heads, -1)), A_Rc))
         return products
 
