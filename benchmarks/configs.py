@@ -42,14 +42,6 @@ from unfreeze.core.errors import UserError
 BEGIN, END = "<!-- made by benchmarks/configs.py -->\n", "<!-- end of benchmarks/configs.py -->\n"
 TOLERANCE = 1e-4
 TOKENS = [5, 17, 3, 88, 41, 2, 9, 60, 61, 62, 63, 11, 7, 30, 31, 32, 33, 34, 35, 36]
-CLASSES = {
-    "llama": "Llama",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "qwen3_moe": "Qwen3Moe",
-    "deepseek_v3": "DeepseekV3",
-    "kimi_k2": "DeepseekV3",
-}
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -226,6 +218,21 @@ def _other(name: str, value: Any) -> Any:
     return [] if isinstance(value, list) and value else {} if isinstance(value, dict) and value else 1
 
 
+def transformers_name(model_type: str) -> str:
+    """The model_type under which transformers knows a family; kimi_k2 -> deepseek_v3, its family's file.
+
+    Raises KeyError, with what to do, where transformers has neither.
+    """
+    family = models.FAMILIES[model_type].__name__.rpartition(".")[2]
+    known = [name for name in (model_type, family) if name in transformers.CONFIG_MAPPING]
+    if not known:
+        raise KeyError(
+            f"transformers {transformers.__version__} has no model_type {model_type!r}, nor one named after"
+            f" its file {family}.py: name the family's file after transformers' model_type"
+        )
+    return known[0]
+
+
 class Bench:
     """One tiny config as two checkpoints with the same weights: `ours` as published, `theirs` as
     transformers' class of the text model."""
@@ -233,9 +240,9 @@ class Bench:
     def __init__(self, config: dict[str, Any], folder: Path):
         self.config, self.ours, self.theirs = config, folder / "ours", folder / "theirs"
         text = config.get("text_config", config)
-        family = CLASSES[text["model_type"]]
-        self.model_class = getattr(transformers, f"{family}ForCausalLM")
-        self.config_class = getattr(transformers, f"{family}Config")
+        self.model_type = transformers_name(text["model_type"])
+        self.config_class = transformers.CONFIG_MAPPING[self.model_type]
+        self.model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[self.config_class]
         torch.manual_seed(0)
         model = self.model_class(self.config_class.from_dict(self._text(config))).float()
         with torch.no_grad():
@@ -259,7 +266,8 @@ class Bench:
 
     def _text(self, config: dict[str, Any]) -> dict[str, Any]:
         text = copy.deepcopy(config.get("text_config", config))
-        return text | {"model_type": "deepseek_v3"} if text.get("model_type") == "kimi_k2" else text
+        known = text.get("model_type") in models.FAMILIES
+        return text | {"model_type": self.model_type} if known else text
 
     def _transformers(self, config: dict[str, Any]) -> torch.Tensor | str:
         """Its logits, or why there are none: an error, or tensors that don't fit."""

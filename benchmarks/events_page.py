@@ -31,7 +31,12 @@ INSIDE = {
 def type_name(kind: Any) -> str:
     """int, float or null, object of list of int: the type of a field in JSON's words."""
     if is_typeddict(kind):
-        return next(heading for heading, inside in INSIDE.items() if inside is kind)
+        headings = [heading for heading, inside in INSIDE.items() if inside is kind]
+        if not headings:
+            raise KeyError(
+                f"{kind.__name__} stands inside an event: give it a heading in INSIDE, in {__file__}"
+            )
+        return headings[0]
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return " or ".join(map(type_name, inner))

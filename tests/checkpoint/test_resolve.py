@@ -12,6 +12,7 @@ import torch
 from unfreeze.checkpoint import open_checkpoint
 from unfreeze.checkpoint.resolve import resolve
 from unfreeze.core.errors import CheckpointError, ConfigError
+from unfreeze.quant.formats import FOREIGN
 
 GATE = "model.layers.0.mlp.experts.1.gate_proj."
 
@@ -128,21 +129,23 @@ def test_other_group_size_than_the_config_says(kimi, refusal) -> None:
     assert "wrong shape" in message and "group_size" in message
 
 
-@pytest.mark.parametrize(
-    "suffixes", [("qweight", "qzeros", "scales"), ("weight_packed", "weight_scale", "weight_zero_point")]
-)
-def test_another_nibble_format_is_named(kimi, refusal, suffixes: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("codes", FOREIGN)
+def test_a_format_that_is_not_read_is_named_by_its_tensors(kimi, refusal, codes: str) -> None:
     tensors = {name: tensor for name, tensor in kimi.tensors().items() if not name.startswith(GATE)}
+    assert FOREIGN[codes] in refusal(tensors | {GATE + codes: torch.zeros(32, 8, dtype=torch.int32)})
+
+
+def test_an_asymmetric_variant_with_the_same_codes_is_refused(kimi, refusal) -> None:
+    tensors = {name: tensor for name, tensor in kimi.tensors().items() if not name.startswith(GATE)}
+    suffixes = ("weight_packed", "weight_scale", "weight_zero_point")
     tensors |= {GATE + suffix: torch.zeros(32, 8, dtype=torch.int32) for suffix in suffixes}
-    message = refusal(tensors)
-    assert ("AWQ or GPTQ" if suffixes[0] == "qweight" else "wrong") in message
+    assert "wrong" in refusal(tensors)
 
 
-def test_awq_config_is_refused_by_name(tmp_path: Path, kimi) -> None:
-    manifest = open_checkpoint(
-        kimi.write(tmp_path / "m", kimi.tensors(), config={"quantization_config": {"quant_method": "awq"}})
-    )
-    with pytest.raises(ConfigError, match="awq"):
+def test_a_method_that_is_not_read_is_refused_by_name(tmp_path: Path, kimi) -> None:
+    config = {"quantization_config": {"quant_method": "made-up"}}
+    manifest = open_checkpoint(kimi.write(tmp_path / "m", kimi.tensors(), config=config))
+    with pytest.raises(ConfigError, match="made-up"):
         resolve(manifest, kimi.rules, kimi.params())
 
 

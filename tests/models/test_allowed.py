@@ -38,14 +38,6 @@ MOE = QWEN3 | {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 48,
 }
-CLASSES = {
-    "llama": "Llama",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "qwen3_moe": "Qwen3Moe",
-    "deepseek_v3": "DeepseekV3",
-    "kimi_k2": "DeepseekV3",
-}
 
 
 def refused(config: dict) -> str:
@@ -55,8 +47,8 @@ def refused(config: dict) -> str:
 
 
 @pytest.mark.parametrize("model_type", models.FAMILIES)
-def test_what_is_absent_is_what_transformers_takes_it_for(model_type):
-    theirs = getattr(transformers, f"{CLASSES[model_type]}Config")()
+def test_what_is_absent_is_what_transformers_takes_it_for(model_type, bench):
+    theirs = transformers.CONFIG_MAPPING[bench.transformers_name(model_type)]()
     table = models.FAMILIES[model_type].FIELDS
     for name, value in table.absent.items():
         assert getattr(theirs, name) == (list(value) if isinstance(value, tuple) else value), name
@@ -64,11 +56,13 @@ def test_what_is_absent_is_what_transformers_takes_it_for(model_type):
 
 
 @pytest.mark.parametrize("model_type", models.FAMILIES)
-def test_no_field_of_the_config_class_is_unknown(model_type):
+def test_no_field_of_the_config_class_is_unknown(model_type, bench):
     """Written by transformers with every default spelled out: nothing to name, and nothing to refuse but
     sizes."""
-    theirs = getattr(transformers, f"{CLASSES[model_type]}Config")().to_dict() | {"model_type": model_type}
-    assert models.not_followed(theirs) == ""
+    theirs = transformers.CONFIG_MAPPING[bench.transformers_name(model_type)]().to_dict()
+    theirs |= {"model_type": model_type}
+    unread = models.not_followed(theirs)
+    assert unread == "", "name each field in FIELDS of the family's file (models/allowed.py says how)"
     models.shape(theirs)
 
 
@@ -265,6 +259,12 @@ def test_two_spellings_of_the_rotary_table_that_disagree_are_refused():
     assert "disagree: rope_theta 500 and 10000.0" in refused(
         {**LLAMA, "rope_theta": 500, "rope_scaling": old, "rope_parameters": new}
     )
+
+
+def test_a_family_that_transformers_does_not_know_is_said(bench, monkeypatch):
+    monkeypatch.setitem(models.FAMILIES, "made_up", allowed)
+    with pytest.raises(KeyError, match=r"no model_type 'made_up'.* name the family's file"):
+        bench.transformers_name("made_up")
 
 
 def test_control_an_emptied_list_lets_them_through(monkeypatch):

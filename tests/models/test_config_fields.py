@@ -5,16 +5,11 @@ The engine and the whole table are benchmarks/configs.py's, over published confi
 and what changes numbers.
 """
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 
 from unfreeze import models
 from unfreeze.models import allowed
 
-FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "configs.py"
 COMMON = {
     "hidden_size": 512,
     "intermediate_size": 512,
@@ -65,6 +60,7 @@ CONFIGS = {
         COMMON
         | {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "rope_scaling": None}
     ),
+    "qwen3": COMMON | {"head_dim": 64, "use_sliding_window": False},
     "qwen3_moe": (
         COMMON
         | EXPERTS
@@ -118,16 +114,6 @@ ADDED = {  # fields once passed over in silence, and two that nobody follows
 }
 
 
-@pytest.fixture(scope="module")
-def bench():
-    spec = importlib.util.spec_from_file_location("configs", FILE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["configs"] = module  # a dataclass looks its module up
-    spec.loader.exec_module(module)
-    return module
-
-
 def verdicts(bench, model_type, folder, only=None) -> dict[str, str]:
     config = bench.tiny({**CONFIGS[model_type], "model_type": model_type})
     made = bench.Bench(config, folder)
@@ -140,6 +126,24 @@ def verdicts(bench, model_type, folder, only=None) -> dict[str, str]:
                 made.judge(change)
             )
     return found
+
+
+def without_config(families, configs) -> list[str]:
+    """Family files of which no model_type has a config here."""
+    missing = set(families.values()) - {families[model_type] for model_type in configs}
+    return sorted(f"{family.__name__.replace('.', '/')}.py" for family in missing)
+
+
+def test_every_family_has_a_config_here():
+    missing = without_config(models.FAMILIES, CONFIGS)
+    assert not missing, (
+        f"no config of {missing} has its fields changed: add one to CONFIGS in tests/models/test_config_fields.py"
+    )
+
+
+def test_control_a_family_without_a_config_is_seen():
+    rest = {model_type: config for model_type, config in CONFIGS.items() if model_type != "qwen3"}
+    assert "unfreeze/models/qwen3.py" in without_config(models.FAMILIES, rest)
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)

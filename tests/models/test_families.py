@@ -1,6 +1,9 @@
 """Every family against transformers: logits and gradients within 1e-4 in float32 on random small
 configurations."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
@@ -140,6 +143,67 @@ CASES = {
         {**MLA, "q_lora_rank": 40, "n_group": 1, "topk_group": 1, "rope_interleave": False},
     ),
 }
+
+
+def compared(cases) -> set[str]:
+    """The model_types that CASES compares with transformers."""
+    return {getattr(transformers, f"{family}Config").model_type for family, _ in cases.values()}
+
+
+def not_compared(families, cases) -> list[str]:
+    """Family files of which no model_type is compared."""
+    missing = set(families.values()) - {families.get(model_type) for model_type in compared(cases)}
+    return sorted(f"{family.__name__.replace('.', '/')}.py" for family in missing)
+
+
+def test_every_family_is_compared_with_transformers():
+    missing = not_compared(models.FAMILIES, CASES)
+    assert not missing, (
+        f"{missing} is compared with nothing: add a line to CASES in tests/models/test_families.py"
+    )
+
+
+def test_control_arm_a_family_without_a_case_is_seen():
+    rest = {name: case for name, case in CASES.items() if case[0] != "Qwen2"}
+    assert "unfreeze/models/qwen2.py" in not_compared(models.FAMILIES, rest)
+
+
+ROOT = Path(__file__).resolve().parents[2]
+LISTS = {  # page -> the words around its list of families
+    "README.md": r"Built families: (.*?)\.\s",
+    "docs/using.md": r"\| families \(`model_type`\) \| (.*?) \|",
+}
+
+
+def listed(page: str, pattern: str) -> set[str]:
+    """The names between ` in a page's list of families."""
+    found = re.search(pattern, page, flags=re.S)
+    return set(re.findall(r"`(\w+)`", found[1])) - {"text_config"} if found else set()
+
+
+@pytest.mark.parametrize("page", LISTS)
+def test_the_pages_list_the_families(page):
+    names = listed((ROOT / page).read_text(encoding="utf-8"), LISTS[page])
+    assert names == models.FAMILIES.keys() | models.WRAPPERS.keys(), (
+        f"{page}, in its list of families: write or remove"
+        f" {sorted(names ^ (models.FAMILIES.keys() | models.WRAPPERS.keys()))}"
+    )
+
+
+@pytest.mark.parametrize("page", LISTS)
+def test_control_arm_a_family_that_a_page_forgets_is_seen(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert "qwen2" not in listed(text.replace("`qwen2`", ""), LISTS[page])
+
+
+def test_an_error_that_points_to_contributing_names_a_row_that_is_there():
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    with pytest.raises(CheckpointError) as caught:
+        models.shape({"model_type": "made_up"})
+    row = re.search(r"CONTRIBUTING\.md, row '(.*)'", caught.value.next)
+    assert row and f"| **{row[1]}** |" in page
+
+
 DOCUMENTS = [[5, 17, 3, 88, 41, 2, 9], [11, 7], [60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70, 71]]
 
 

@@ -3,9 +3,12 @@ in silence, and a new format is one file and one line."""
 
 from __future__ import annotations
 
+import importlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +22,16 @@ from unfreeze.data import Example, pack
 from unfreeze.generate.open import open_model
 from unfreeze.quant import Int4, formats, int4, is_ignored, not_followed, recognise
 from unfreeze.quant.codec import Format, Part, Table, Unreadable, parts_nbytes
-from unfreeze.quant.formats import KNOWN, KNOWN_OF_GROUP, ONLY, foreign_format
+from unfreeze.quant.formats import (
+    FOREIGN,
+    FOREIGN_DTYPES,
+    FORMATS,
+    KNOWN,
+    KNOWN_OF_GROUP,
+    ONLY,
+    foreign_dtype,
+    foreign_format,
+)
 
 SCHEME = QuantizationScheme(
     targets=["Linear"], weights=QuantizationArgs(num_bits=4, strategy="group", group_size=32)
@@ -171,10 +183,95 @@ def test_a_table_without_a_method_is_refused_with_the_fields_it_has(table):
     assert recognise({"quantization_config": {}}) is None
 
 
-def test_foreign_formats() -> None:
-    assert "GPTQ" in foreign_format("model.layers.0.mlp.up_proj.qweight")
-    assert "FP8" in foreign_format("model.layers.0.mlp.up_proj.weight_scale_inv")
-    assert foreign_format("model.layers.0.mlp.up_proj.weight_packed") == ""
+@pytest.mark.parametrize("piece", FOREIGN)
+def test_a_tensors_name_tells_a_format_that_is_not_read(piece: str) -> None:
+    assert foreign_format(f"model.layers.0.mlp.up_proj.{piece}") == FOREIGN[piece]
+
+
+@pytest.mark.parametrize("dtype", FOREIGN_DTYPES)
+def test_a_dtype_tells_a_format_that_is_not_read(dtype: str) -> None:
+    assert foreign_dtype(dtype) == FOREIGN_DTYPES[dtype] and foreign_dtype("BF16") == ""
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=lambda format: format.key)
+def test_a_format_that_is_read_has_left_the_list_of_foreign_ones(format: Format) -> None:
+    foreign = sorted(set(format.suffixes) & FOREIGN.keys())
+    assert not foreign, f"{format.key} is read: take {foreign} out of FOREIGN in quant/formats.py"
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def forgotten(files: Collection[str], formats: Collection[Format], tests: Collection[str]) -> list[str]:
+    """What is missing for the format files of quant/, each with how to mend it."""
+    made = {
+        name: getattr(importlib.import_module(f"unfreeze.quant.{name}"), "FORMAT", None) for name in files
+    }
+    bad = [
+        f"quant/{name}.py has a FORMAT that quant/formats.py does not know: import it there and add"
+        f" {name}.FORMAT to FORMATS"
+        for name, format in made.items()
+        if format is not None and format not in formats
+    ]
+    return bad + [
+        f"quant/{name}.py has no tests/quant/test_{name}.py: equal, bit for bit and both ways, to the library that"
+        " writes the format"
+        for name, format in made.items()
+        if format is not None and f"test_{name}.py" not in tests
+    ]
+
+
+FILES = [path.stem for path in (ROOT / "src/unfreeze/quant").glob("*.py") if path.stem != "__init__"]
+HERE = [path.name for path in Path(__file__).parent.glob("test_*.py")]
+
+
+def test_every_format_file_has_its_line_and_its_test() -> None:
+    bad = forgotten(FILES, FORMATS.values(), HERE)
+    assert not bad, "\n".join(bad)
+
+
+def test_control_arm_a_forgotten_line_and_a_forgotten_test_are_seen() -> None:
+    assert "add int4.FORMAT to FORMATS" in forgotten(["int4"], [], HERE)[0]
+    assert "no tests/quant/test_int4.py" in forgotten(["int4"], FORMATS.values(), [])[0]
+
+
+REFUSED_TOO = {"quantized activations", "other bit widths", "ModelOpt", "pickle files"}
+"""What docs/using.md lists as refused beside the formats of FOREIGN."""
+
+
+def wrong_in_the_manual(page: str, readable: Collection[Format], others: Collection[str]) -> list[str]:
+    """What is wrong in the two rows of docs/using.md that list the formats, each with how to mend it."""
+    read, refused = (
+        re.search(rf"^\| {row} \| (.*) \|$", page, re.M) for row in ("formats", "refused by name")
+    )
+    assert read and refused, "docs/using.md has no rows 'formats' and 'refused by name'"
+    names = {word.strip() for word in re.split("[,;]", refused[1])}
+    titles = [title.partition(" (")[0].partition(" with ")[0] for title in others]
+    foreign = {name for title in titles for name in title.split(" or ")}
+    bad = [
+        f"row 'formats' of docs/using.md does not name {format.key.split()[-1]}"
+        for format in readable
+        if format.key.split()[-1].lower() not in read[1].lower()
+    ]
+    extra, missing = sorted(names - foreign - REFUSED_TOO), sorted(foreign - names)
+    bad += [f"row 'refused by name' of docs/using.md: remove {extra}, or add it to FOREIGN"] if extra else []
+    return bad + ([f"row 'refused by name' of docs/using.md: add {missing}"] if missing else [])
+
+
+def test_the_manual_lists_what_is_read_and_what_is_refused() -> None:
+    page = (ROOT / "docs/using.md").read_text(encoding="utf-8")
+    bad = wrong_in_the_manual(page, FORMATS.values(), FOREIGN.values())
+    assert not bad, "\n".join(bad)
+
+
+def test_control_arm_a_format_that_the_manual_forgets_is_seen() -> None:
+    page = "| formats | INT4 (pack-quantized) |\n| refused by name | NVFP4; pickle files |"
+    assert wrong_in_the_manual(page, FORMATS.values(), ["NVFP4 (x)"]) == []
+    assert wrong_in_the_manual(page, [ROW_SCALED], ["NVFP4 (x)", "MXFP4 with blocks"]) == [
+        "row 'formats' of docs/using.md does not name row-scaled",
+        "row 'refused by name' of docs/using.md: add ['MXFP4']",
+    ]
+    assert "remove ['NVFP4']" in wrong_in_the_manual(page, [], [])[0]
 
 
 @dataclass(frozen=True)

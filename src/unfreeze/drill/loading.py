@@ -33,11 +33,14 @@ from unfreeze.parallel.machine import resident_bytes
 from unfreeze.parallel.place import check_coverage, place
 from unfreeze.parallel.plan import plan_lines, plan_training
 from unfreeze.quant import Int4
+from unfreeze.quant.formats import FOREIGN
 from unfreeze.train.optim import AdamW
 from unfreeze.train.step import train_step
 
 MEMORY_STEPS = 50
 CODES = Int4().suffixes[0]
+UNREAD, UNREAD_FORMAT = next(iter(FOREIGN.items()))
+"""How the first of the formats that are not read names its codes -> its name."""
 
 
 def expanded_on_load(sandbox: Sandbox) -> Outcome:
@@ -293,7 +296,7 @@ def empty_tensor(tensors: dict[str, Tensor]) -> None:
 
 def other_packing(tensors: dict[str, Tensor]) -> None:
     for name in [name for name in tensors if name.endswith(CODES)]:
-        tensors[name.replace(CODES, "qweight")] = tensors.pop(name)
+        tensors[name.replace(CODES, UNREAD)] = tensors.pop(name)
 
 
 def lost_index_file(sandbox: Sandbox) -> Outcome:
@@ -398,7 +401,7 @@ FAULTS = [
         "L7", "a tensor that belongs to nothing", rewritten(unexpected, "model.layers.2.mlp.up_proj.weight")
     ),
     Fault("L7", "an index that names a file which is not there", lost_index_file),
-    Fault("L7", "another 4-bit format's names", rewritten(other_packing, "AWQ or GPTQ", "deepseek_v3-int4")),
+    Fault("L7", "another 4-bit format's names", rewritten(other_packing, UNREAD_FORMAT, "deepseek_v3-int4")),
     Fault("L7", "4-bit words declared as 8-bit", other_bits),
     Fault("L8", "a tensor of size zero", rewritten(empty_tensor, "[0]")),
     Fault("L8", "a parameter that no file fills", hole_in_placing),

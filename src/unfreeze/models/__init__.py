@@ -3,8 +3,7 @@
 `shape` reads config.json, `build` makes the modules, `rules` maps checkpoint names to parameters. What makes
 modules is imported on first use: a config is refused without torch.
 
-To add a family: a file with RULES, FIELDS (models/allowed.py), ignored, shape and layer, one line in
-FAMILIES, and a test against transformers in tests/models.
+To add a family: CONTRIBUTING.md, row "a model family".
 Module and parameter names are the checkpoint's own; routed experts are stacked (see deepseek_v3.RULES).
 """
 
@@ -95,7 +94,7 @@ def _not_built(model_type: object, beside: str = "") -> NoReturn:
     """
     raise CheckpointError(
         f"config.json: model_type {str(model_type)!r}{beside} is not built; built: {', '.join(FAMILIES)}",
-        next="see CONTRIBUTING.md, 'to add a model family'",
+        next="see CONTRIBUTING.md, row 'a model family'",
     )
 
 
@@ -117,7 +116,7 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
             " is; which tensors are that part's, and which of the outer fields it obeys, is not known here."
             f" Known around a text_config: {', '.join(WRAPPERS)}",
             next=(
-                "give the text model's own release, if there is one; or see CONTRIBUTING.md, 'to add a model"
+                "give the text model's own release, if there is one; or see CONTRIBUTING.md, row 'a model"
                 " family'"
             ),
         )

@@ -1,7 +1,7 @@
 """Which quantized format a checkpoint is in, by its config.json or a tensor's name.
 
 A format that is not read is refused by its name. No torch: a refusal must not wait for it.
-To add a format: a file beside this one with a Codec and a Format (quant/codec.py), and its line in FORMATS.
+To add a format: CONTRIBUTING.md, row "a quantized format".
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ FORMATS: dict[str, Format] = {
     )
 }
 
+FP8 = "FP8 with block scales (weight_scale_inv)"
 FOREIGN = {
     "qweight": "AWQ or GPTQ (qweight, qzeros, scales)",
     "qzeros": "AWQ or GPTQ (qweight, qzeros, scales)",
     "g_idx": "GPTQ with act-order (g_idx)",
     "weight_zero_point": "asymmetric pack-quantized (weight_zero_point)",
-    "weight_scale_inv": "FP8 with block scales (weight_scale_inv)",
+    "weight_scale_inv": FP8,
     "weight_global_scale": "NVFP4 (weight_global_scale)",
     "SCB": "bitsandbytes LLM.int8 (SCB)",
     "absmax": "bitsandbytes NF4 (absmax, quant_map)",
@@ -45,6 +46,8 @@ FOREIGN = {
     "down_proj_blocks": "MXFP4 (_blocks, _scales)",
 }
 """A piece of a tensor's name -> the format it belongs to, which is not read here."""
+FOREIGN_DTYPES = {"F8_E4M3": FP8, "F8_E5M2": FP8, "F8_E8M0": FP8}
+"""The dtype of a tensor -> the format whose codes have it, which is not read here."""
 
 
 def recognise(config: Table) -> tuple[Codec, list[str]] | None:
@@ -133,7 +136,7 @@ def foreign_format(name: str) -> str:
 
 def foreign_dtype(dtype: str) -> str:
     """The format whose codes have this dtype and that is not read here, or ""."""
-    return FOREIGN["weight_scale_inv"] if dtype.startswith("F8") else ""
+    return FOREIGN_DTYPES.get(dtype, "")
 
 
 def foreign_parts(module: str, names: Collection[str]) -> str:
