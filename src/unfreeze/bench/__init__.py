@@ -1,7 +1,7 @@
 """Measure one thing beside its peers in the same run, and keep what was found as rows.
 
 `unfreeze bench WHAT` appends its rows to benchmarks/results/<device>.jsonl.
-WHAT is moe, dense, load, start, decode, growth, layer, model or profile; `unfreeze bench WHAT --help`
+WHAT is moe, dense, load, start, decode, growth, layer, model, plan or profile; `unfreeze bench WHAT --help`
 says what it does, how long it takes and its flags.
 `unfreeze bench report` writes docs/performance.md from the committed rows.
 """
@@ -23,6 +23,7 @@ BENCHMARKS = {
     "growth": "time and memory per token from 4 k to 64 k tokens per step, beside what the plan states",
     "layer": "one true Kimi-K2 layer on a GPU, beside the predictions",
     "model": "LoRA training of whole models of real shape on a GPU",
+    "plan": "what the plan states of twenty small runs, beside what they took",
     "profile": "where the time of a job's step goes, per op, beside the machine's GEMM and copy rates",
     "report": "docs/performance.md from the committed rows",
 }

@@ -3,7 +3,8 @@
 The machine need not be here. It needs no weights, no GPU and no network: --model may be a config.json alone.
 It chooses where experts, adapters and activations lie, how experts are split, what is recomputed and how many
 tokens a step has, unless they are given; or it refuses with the arithmetic and with what would fit.
-Times are predicted from facts of the devices (--machines FILE for a table of your own), not measured.
+Times are predicted: from facts of the devices (--machines FILE for a table of your own), and for this machine
+from its records (`unfreeze kernels measure --to user`). Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -170,13 +171,14 @@ def _fleet(words: str, table: str) -> Fleet:
     facts = next((device for name, device in known.items() if name.lower() in here.name.lower()), None)
     count = torch.cuda.device_count() if cuda else 1
     memory = host.available if cuda else 0
-    return fleet.Fleet(here.name, count, here.available, memory, facts, kind="cuda" if cuda else "cpu")
+    kind = "cuda" if cuda else "cpu"
+    return fleet.Fleet(here.name, count, here.available, memory, facts, kind=kind, here=True)
 
 
 def plan(config: Config, machine: Fleet) -> Planned:
     """One model on one machine."""
     from unfreeze.commands.planned import Planned
-    from unfreeze.parallel.plan.choose import choose, proposals
+    from unfreeze.parallel.plan.choose import choose, proposals, rates_of
 
     sizes, counts, asked = _measured(config, machine)
     choice, fits = choose(sizes, counts, machine, asked)
@@ -186,7 +188,7 @@ def plan(config: Config, machine: Fleet) -> Planned:
         if config.simulate and choice.time
         else None
     )
-    rank = asked.work.rank
+    rank, rates = asked.work.rank, rates_of(machine, asked)
     return Planned(
         model=config.model,
         fleet=machine,
@@ -199,6 +201,7 @@ def plan(config: Config, machine: Fleet) -> Planned:
         proposals=others,
         simulated=simulated,
         usd_per_hour=config.usd_per_hour,
+        rates=rates.source if rates else "",
     )
 
 
@@ -210,7 +213,7 @@ def _measured(config: Config, machine: Fleet) -> tuple[Sizes, Counts, Asked]:
     from unfreeze.adapters.snapshot import COPY_BYTES
     from unfreeze.checkpoint import open_checkpoint
     from unfreeze.checkpoint.manifest import read_json
-    from unfreeze.parallel.plan import measure, work_of
+    from unfreeze.parallel.plan import measure, rates_here, work_of
     from unfreeze.parallel.plan.choose import Asked
     from unfreeze.parallel.plan.counts import counts
 
@@ -223,7 +226,7 @@ def _measured(config: Config, machine: Fleet) -> tuple[Sizes, Counts, Asked]:
             f"model = {config.model!r} is not a file", next="give --model a release's config.json"
         )
     if path.suffix == ".json" or (alone.is_file() and not list(path.glob("*.safetensors"))):
-        model = models.meta_from_config(read_json(alone), dtype)
+        model = models.from_config(read_json(alone), dtype)
     else:
         manifest = open_checkpoint(config.model)
         model = models.meta_model(models.shape(manifest.config), manifest, dtype)
@@ -243,7 +246,16 @@ def _measured(config: Config, machine: Fleet) -> tuple[Sizes, Counts, Asked]:
         receipt_bytes=COPY_BYTES,
     )
     recomputes = ("selective", "layers") if config.recompute == "auto" else (config.recompute,)
-    asked = Asked(work, config.tokens_per_step, config.sequence_length, recomputes)
+    rates = None
+    if machine.here:
+        rates = rates_here(
+            model.shape,
+            dtype=dtype,
+            device=torch.device(machine.kind),
+            length=config.sequence_length,
+            every_weight=lora is None,
+        )
+    asked = Asked(work, config.tokens_per_step, config.sequence_length, recomputes, rates)
     return measure(model, lora, machine.kind), counts(model), asked
 
 
@@ -252,14 +264,15 @@ def _replayed(
 ) -> dict[str, float]:
     """The step replayed with a run's routing, or with even routing (parallel/simulate.py)."""
     from unfreeze.core.schema import TrainEvent
-    from unfreeze.parallel.plan.choose import seconds_of
+    from unfreeze.parallel.plan.choose import rates_of, seconds_of
     from unfreeze.parallel.simulate import loads_of, replay
     from unfreeze.report.events import of_kind, read_events
 
     # the formula's terms for even experts; the replay has the imbalance
-    assert machine.device is not None
+    rates = rates_of(machine, asked)
+    assert rates is not None
     layout = choice.layout
-    even = seconds_of(sizes, counts, machine, machine.device, layout, asked, choice.tokens, imbalance=1.0)
+    even = seconds_of(sizes, counts, machine, rates, layout, asked, choice.tokens, imbalance=1.0)
 
     # each device's rows over the mean: 1, or as the last step of the run routed them
     loads: Sequence[Sequence[float]] = [[1.0] * layout.split]

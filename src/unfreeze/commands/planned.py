@@ -32,6 +32,7 @@ class Planned:
     proposals: Sequence[str] = ()
     simulated: Mapping[str, float] | None = None
     usd_per_hour: float | None = None
+    rates: str = ""
 
     @property
     def usd_per_million_tokens(self) -> float | None:
@@ -72,7 +73,7 @@ class Planned:
             "not_built": list(choice.not_built),
             "proposals": list(self.proposals),
             "simulated": self.simulated,
-            "source": self.fleet.device.source if self.fleet.device else None,
+            "source": self.rates or None,
         }
 
     def lines(self) -> list[str]:
@@ -100,16 +101,15 @@ class Planned:
 
         # seconds, the longest first
         if time is None:
-            lines.append("  time: not predicted, no facts of this device")
+            lines.append("  time: not predicted, no facts of this device and no records of its kernels")
         else:
             longest = sorted(time.terms.items(), key=lambda term: -term[1])[:5]
             words = ", ".join(f"{name} {seconds:.2f}" for name, seconds in longest)
             lines.append(
                 f"  {format_seconds(time.step)} a step, {time.shown:.2f} s of it for transfers: {words}"
             )
-            lines.append(
-                f"  {choice.tokens_per_second:,.0f} tokens/s, predicted, not measured{self._price()}"
-            )
+            lines.append(f"  {choice.tokens_per_second:,.0f} tokens/s, predicted{self._price()}")
+            lines.append(f"  rates: {self.rates}")
         if self.simulated:
             words = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.simulated.items())
             lines.append(f"  replayed event by event: {words}")

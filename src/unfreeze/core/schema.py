@@ -112,7 +112,10 @@ class PlanEvent(CommonFields):
     max_over_min: Annotated[Real, of("ratio", "largest over smallest of per_device")]
     expanded_avoided: Annotated[Int, of("bytes", "what expanding packed weights would add")]
     adapter_parameters: Annotated[Int, of("parameters", "trained ones")]
-    seconds_per_pass: Annotated[Real | None, of("seconds", "null where nothing is measured")]
+    seconds_per_pass: Annotated[
+        Real | None, of("seconds", "predicted, of a micro-batch and an update; null without rates")
+    ]
+    rates: NotRequired[Annotated[AnyText, of("words", "where the rates of that are from")]]
     fits: Annotated[bool, of("yes or no", "total and load within usable")]
     hardware: Annotated[Device, of("object", "the device it is made for")]
     lines: Annotated[list[AnyText], of("sentences", "the whole plan for people (`--plan`)")]

@@ -285,7 +285,9 @@ def prepare(
     dataset = encode(folder, data, tokenizer, shape.max_positions, tokens, config.seed, **parts.encoding)
 
     # bytes, with arithmetic; refuses what does not fit
-    plan = plan_of(config, parts.trained, start, shape, device)
+    plan = plan_of(
+        config, parts.trained, start, shape, device, mean_length(dataset.examples.lengths_N.tolist())
+    )
     emit_plan(folder, plan, group, start_lines(config, parts.trained, start, shape, plan))
 
     # the model, with what trains
@@ -353,9 +355,17 @@ def prepare(
 
 
 def plan_of(
-    config: TrainingConfig, trained: Trained, start: Manifest, shape: Shape, device: torch.device
+    config: TrainingConfig,
+    trained: Trained,
+    start: Manifest,
+    shape: Shape,
+    device: torch.device,
+    mean_length: float | None = None,
 ) -> Plan:
-    """What the run will take, term by term. The doctor asks the same."""
+    """What the run will take, term by term. The doctor asks the same.
+
+    mean_length: tokens of the document a token is in, on average; None: the longest's.
+    """
     from unfreeze.adapters.snapshot import COPY_BYTES
     from unfreeze.parallel.plan import plan_training
 
@@ -369,11 +379,17 @@ def plan_of(
         device=device,
         micro_batches=memory.micro_batches,
         longest=sequence_length(config.data, tokens, shape.max_positions),
+        mean_length=mean_length,
         recompute=memory.recompute,
         keep_layers=memory.keep_layers,
         optimizer_moments=config.optimizer.moments,
         receipt_bytes=COPY_BYTES,
     )
+
+
+def mean_length(lengths: Sequence[int]) -> float:
+    """Σ L² / Σ L: what attention pays a token for, half of it being pairs with those before."""
+    return sum(int(n) ** 2 for n in lengths) / max(1, sum(int(n) for n in lengths))
 
 
 def emit_plan(folder: Run, plan: Plan, group: Group, lines: Sequence[str] = ()) -> None:

@@ -24,7 +24,7 @@ from unfreeze.quant import formats
 
 if TYPE_CHECKING:
     from unfreeze.models.decoder import Decoder
-    from unfreeze.models.factory import build, meta_from_config, meta_model
+    from unfreeze.models.factory import build, from_config, meta_model
     from unfreeze.models.init import initialize
     from unfreeze.models.layer import Layer
     from unfreeze.models.recompute import (
@@ -44,10 +44,10 @@ __all__ = [
     "Shape",
     "build",
     "elementwise",
+    "from_config",
     "ignored",
     "initialize",
     "keep_inputs",
-    "meta_from_config",
     "meta_model",
     "not_followed",
     "notes",
@@ -196,7 +196,7 @@ __getattr__ = on_first_use(
         "Decoder": "unfreeze.models.decoder",
         "Layer": "unfreeze.models.layer",
         "initialize": "unfreeze.models.init",
-        **dict.fromkeys(("build", "meta_from_config", "meta_model"), "unfreeze.models.factory"),
+        **dict.fromkeys(("build", "from_config", "meta_model"), "unfreeze.models.factory"),
         **dict.fromkeys(
             ("RECOMPUTE", "elementwise", "keep_inputs", "plain", "recompute_policy", "selective"),
             "unfreeze.models.recompute",

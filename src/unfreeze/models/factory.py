@@ -124,8 +124,11 @@ def meta_model(shape: Shape, manifest: Manifest, dtype: torch.dtype) -> Decoder:
     return build(shape, dtype=dtype, device="meta", codec=codec, packed=packed)
 
 
-def meta_from_config(config: Mapping[str, Any], dtype: torch.dtype) -> Decoder:
-    """The Decoder that a release's config.json alone describes, without memory.
+def from_config(
+    config: Mapping[str, Any], dtype: torch.dtype, device: torch.device | str = "meta"
+) -> Decoder:
+    """The Decoder that a release's config.json alone describes, without memory; on another device than
+    "meta", with uninitialised weights.
 
     It is packed where its quantization_config says so.
     """
@@ -136,4 +139,4 @@ def meta_from_config(config: Mapping[str, Any], dtype: torch.dtype) -> Decoder:
         # its names are those of the files, where experts are not stacked
         return codec is not None and not is_ignored(module.replace(".experts.", ".experts.0."), ignore)
 
-    return build(models.shape(config), dtype=dtype, device="meta", codec=codec, packed=packed)
+    return build(models.shape(config), dtype=dtype, device=device, codec=codec, packed=packed)

@@ -48,6 +48,7 @@ class Fleet:
     host    bytes of host memory in all; 0: not given.
     device  its facts; None for a machine without a GPU, and for a GPU that no table knows.
     kind    "cpu" or "cuda".
+    here    whether it is this machine, whose kernels may have been measured.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Fleet:
     host: int = 0
     device: Device | None = None
     kind: Literal["cpu", "cuda"] = "cuda"
+    here: bool = False
 
 
 def fleet(words: str, table: Path | str = "") -> Fleet:

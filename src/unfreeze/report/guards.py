@@ -7,6 +7,7 @@ and balance.py. The row, the picture and its caption all take it from there.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -22,6 +23,11 @@ MOSTLY = 0.5
 GAP_FLOAT32 = 1e-4  # nats at any token; evaluate/gap.py has the reason
 # nats: mean, and at one token. The most that rounding alone made with tiny-k2 (docs/events.md)
 GAP_BFLOAT16 = (0.008, 0.2)
+
+# how far planned and measured may be apart: docs/plan_checked.md
+OFF_BYTES, OFF_SECONDS = 0.10, 0.25
+# bytes that a process on a CPU takes besides: code as it is compiled, and heap that the C library keeps
+COMPILED = (0.2 * 2**30, 0.8 * 2**30)
 
 State = Literal["ok", "look", "fault"]
 """ok: nothing to see. look: the run goes on, and its user should know. fault: its numbers can't be trusted,
@@ -41,6 +47,8 @@ def guard_rows(run: Run) -> list[GuardRow]:
     """One row per guard that this run had."""
     parts: tuple[Callable[[Run], GuardRow | None], ...] = (
         _plan,
+        _planned_peak,
+        _planned_seconds,
         _data,
         _receipt,
         _finite,
@@ -120,6 +128,49 @@ def _plan(run: Run) -> GuardRow | None:
     )
     state = "fault" if not fits else "look" if peaks and max(peaks) > usable + process else "ok"
     return GuardRow("Memory plan", state, f"{format_bytes(usable)} usable", words)
+
+
+def _planned_peak(run: Run) -> GuardRow | None:
+    """The step's planned bytes beside the measured peak.
+
+    On a CPU the peak is the process's: what it had before, and COMPILED besides.
+    """
+    plan, peaks = run.plan or {}, peak_memory(run)[1]
+    if not peaks or "terms" not in plan or "hardware" not in plan:
+        return None
+    planned = sum(plan["terms"].values())
+    lowest = highest = planned + plan["hardware"].get("process", 0)
+    if plan["hardware"].get("kind") == "cpu":
+        lowest, highest = lowest + COMPILED[0], highest + COMPILED[1]
+    measured = max(peaks)
+    off = measured < lowest * (1 - OFF_BYTES) or measured > highest * (1 + OFF_BYTES)
+    expected = format_bytes(lowest) + f" to {format_bytes(highest)}" * (highest > lowest)
+    return GuardRow(
+        "Planned peak",
+        "look" if off else "ok",
+        f"{OFF_BYTES:.0%} of {expected}",
+        f"measured {format_bytes(measured)}, planned for a step {format_bytes(planned)}",
+    )
+
+
+def _planned_seconds(run: Run) -> GuardRow | None:
+    """The planned seconds of a step beside the median step's; the first compiles, and is left out.
+
+    It asks to look only where the rates were measured on this machine.
+    """
+    plan, taken = run.plan or {}, series(run.events, "train", "seconds")[1][1:]
+    each = plan.get("seconds_per_pass")
+    if not each or not taken:
+        return None
+    planned = each * (number(run.config.get("micro_batches")) or 1)
+    measured, rates = statistics.median(taken), plan.get("rates", "")
+    off = abs(planned / measured - 1) > OFF_SECONDS if measured else True
+    return GuardRow(
+        "Planned seconds",
+        "look" if off and rates.startswith("measured on this machine") else "ok",
+        f"{OFF_SECONDS:.0%}, rates {rates or 'unknown'}",
+        f"planned {planned:.2f} s a step, measured {measured:.2f} s",
+    )
 
 
 def _data(run: Run) -> GuardRow | None:

@@ -70,7 +70,7 @@ KIMI = {
 
 @pytest.fixture(scope="module")
 def kimi():
-    model = models.meta_from_config(KIMI, torch.bfloat16)
+    model = models.from_config(KIMI, torch.bfloat16)
     return measure(model, LoraConfig(rank=16), "cuda"), counts(model)
 
 
@@ -124,7 +124,7 @@ def test_what_would_fit_is_said(kimi):
 
 def test_what_runs_today_is_chosen_before_what_is_faster():
     config = KIMI | {"num_hidden_layers": 4, "n_routed_experts": 16}
-    model = models.meta_from_config(config, torch.bfloat16)
+    model = models.from_config(config, torch.bfloat16)
     measured = measure(model, LoraConfig(rank=16), "cuda"), counts(model)
     choice, fits = choose(*measured, fleet("8xH200"), asked())
     assert fits and choice.not_built == () and choice.layout.split == 1
@@ -141,5 +141,5 @@ def test_a_published_config_is_read(shared=Path(__file__).parents[4] / "shared" 
     path = shared / "Kimi-K2-Thinking.json"
     if not path.is_file():
         pytest.skip("the published config is not on this machine")
-    ours = counts(models.meta_from_config(KIMI, torch.bfloat16))
-    assert counts(models.meta_from_config(json.loads(path.read_text()), torch.bfloat16)) == ours
+    ours = counts(models.from_config(KIMI, torch.bfloat16))
+    assert counts(models.from_config(json.loads(path.read_text()), torch.bfloat16)) == ours

@@ -1,11 +1,14 @@
 """Seconds of a step: by hand where one term is all there is, and against the replay event by event."""
 
+import math
+
 import pytest
 
-from unfreeze.parallel.fleet import fleet
+from unfreeze.parallel.fleet import Fleet, fleet
 from unfreeze.parallel.plan.counts import Counts
 from unfreeze.parallel.plan.layout import Layout
-from unfreeze.parallel.plan.seconds import seconds
+from unfreeze.parallel.plan.rates import Rates, of_device
+from unfreeze.parallel.plan.seconds import Seconds, seconds
 from unfreeze.parallel.simulate import loads_of, replay
 
 MOE = Counts(
@@ -33,7 +36,7 @@ def of(words, layout, **changes):
     machine = fleet(words)
     assert machine.device is not None
     given = {"tokens": 65536, "length": 2048, "trained": TRAINED} | changes
-    return seconds(MOE, machine, machine.device, layout, **given)
+    return seconds(MOE, machine, of_device(machine.device), layout, **given)
 
 
 def test_the_stream_of_one_h200_by_hand():
@@ -68,11 +71,16 @@ def test_the_experts_of_eight_h200_by_hand():
     rows = 8192 * 8 * 1.1
     m = rows / 48
     rate = 0.66 * 989e12 * m / (m + 128)
-    assert found.terms["experts"] == pytest.approx(60 * rows * 6 * 7168 * 2048 * 3 / rate, rel=1e-6)
+    adapter = 16 * 3 * (7168 + 2048)  # A and B of gate, up and down; their forward twice, both gradients
+    flop = rows * (6 * 7168 * 2048 * 3 + 2 * adapter * 4)
+    assert found.terms["experts"] == pytest.approx(60 * flop / rate, rel=1e-6)
 
 
 def test_sixteen_devices_compute_half_as_long_but_talk_over_the_network():
-    eight, sixteen = (of(f"{n}xH200", Layout(split=n)) for n in (8, 16))
+    eight, sixteen = (
+        of(f"{n}xH200", Layout(split=n), trained=TRAINED | {"experts": TRAINED["experts"] * 8 // n})
+        for n in (8, 16)
+    )
     assert sixteen.terms["experts"] == pytest.approx(eight.terms["experts"] / 2)
     # half the rows, 15/16 of them away instead of 7/8, over 50 GB/s instead of 450
     assert sixteen.terms["all-to-all"] / eight.terms["all-to-all"] == pytest.approx(15 / 14 / 2 * 450 / 50)
@@ -115,3 +123,66 @@ def test_uneven_routing_waits_for_the_busiest_device():
 def test_a_trace_of_routing_becomes_loads():
     assert loads_of({"model.layers.1": [3, 1, 0, 0]}, 2) == [[2.0, 0.0]]
     assert loads_of({"model.layers.1": [0, 0]}, 2) == [[1.0, 1.0]]
+
+
+def closed(terms: dict[str, float], forward: float = 1 / 3, shown: float = 0.0) -> Seconds:
+    return Seconds(terms, sum(terms.values()), shown, forward)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4, 8, 16, 64])
+def test_a_ring_all_reduce_of_gradients_is_the_textbooks(nodes):
+    """2 · bytes · (n - 1) / n over the slowest link; every device holds the dense adapters."""
+    words = f"{8 * nodes}xH200"
+    time = of(words, Layout(split=8), trained={"dense": 88_000_000, "experts": 0}, imbalance=1.0)
+    link = 450e9 if nodes == 1 else 50e9
+    n = 8 * nodes
+    by_hand = 2 * 4 * 88_000_000 * (n - 1) / n / link
+    assert time.terms["sum of gradients"] == pytest.approx(by_hand, rel=0.01)
+    without = closed({k: v for k, v in time.terms.items() if k != "sum of gradients"}, time.forward)
+    assert replay(time, 61).step - replay(without, 61).step == pytest.approx(by_hand, rel=0.01)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4, 8, 16, 48])
+def test_an_all_to_all_sends_what_is_not_at_home_five_times(nodes):
+    """5 · rows · (n - 1) / n · 2 D a layer: inside a host over its own link, else over the network."""
+    n = 8 * nodes
+    time = of(f"{n}xH200", Layout(split=n), imbalance=1.0)
+    link = 450e9 if nodes == 1 else 50e9
+    by_hand = 60 * 5 * (65536 / n * 8) * (n - 1) / n * 2 * 7168 / link
+    found = replay(time, 61)
+    taken = sum(e.end - e.start for e in found.events if e.what == "all-to-all")
+    assert taken == pytest.approx(by_hand, rel=0.01)
+    assert found.step == pytest.approx(time.step, rel=0.01)
+
+
+@pytest.mark.parametrize("layers", [1, 8, 61])
+def test_transfers_that_nothing_hides_are_added(layers):
+    """No overlap: without computation a step is its stream; the exchange comes on top of computation."""
+    stream = closed({"stream of experts": 4.0})
+    assert replay(stream, layers).step == pytest.approx(4.0, rel=0.01)
+    assert replay(closed({"dense layers": 3.0, "all-to-all": 2.0}), layers).step == pytest.approx(
+        5.0, rel=0.01
+    )
+
+
+def test_transfers_under_long_computation_cost_one_layers_worth():
+    """Full overlap: of 200 layers, each pass shows its first layer's stream alone."""
+    found = replay(closed({"dense layers": 30.0, "stream of experts": 2.0}), 200)
+    assert found.step == pytest.approx(30 + 2 * 2.0 / 2 / 200, rel=1e-6)
+    assert found.step == pytest.approx(30.0, rel=0.01)
+
+
+def test_transfers_longer_than_computation_hide_it():
+    """The link is never idle but for the last layer's computation of each pass."""
+    found = replay(closed({"dense layers": 2.0, "stream of experts": 30.0}, forward=0.5), 200)
+    assert found.step == pytest.approx(30 + 2 * 2.0 / 2 / 200, rel=1e-6)
+
+
+def test_one_process_on_this_cpu_is_replayed_as_its_formula():
+    """The seconds that docs/plan_checked.md compares with measured steps are the replay's as well."""
+    rates = Rates("here", 7e10, 55.0, 8e10, 3e10, 8e10, 5e10, math.inf, math.inf, 4e8, 1e9, 5e-6)
+    here = Fleet("here", 1, 2**36, kind="cpu")
+    given = {"tokens": 4096, "length": 512, "trained": TRAINED}
+    for recompute in ("layers", "selective", "elementwise", "nothing"):
+        time = seconds(MOE, here, rates, Layout(recompute=recompute), **given)
+        assert replay(time, 61).step == pytest.approx(time.step, rel=0.01)

@@ -32,13 +32,14 @@ def workspace_bytes(num_experts: int, hidden: int, intermediate: int, dtype: tor
 
     cuda  all experts of the layer, E · 3 D I, or as many as WORKSPACE takes (grouped.py); but in bf16 alone:
           elsewhere the reference runs, whose autograd keeps every expanded expert until backward
-    cpu   one expert, and GROUP_BYTES of a group of small ones (loop_cpu.py)
+    cpu   one expert, and a group of small ones (loop_cpu.py): GROUP_BYTES in forward, and in backward as much
+          again for the gradients of its rows
     """
     matrices = 3 * hidden * intermediate
     if device == "cuda":
         every = num_experts * matrices * dtype.itemsize
         return min(WORKSPACE, every) if dtype == torch.bfloat16 else every
-    return GROUP_BYTES + matrices * dtype.itemsize
+    return 2 * GROUP_BYTES + matrices * dtype.itemsize
 
 
 def adapter_columns(num_experts: int, hidden: int, intermediate: int) -> int:

@@ -52,15 +52,16 @@ class Attention(Block):
         """Its parts; kept are what attention gives (`attention_output`) and the linear layers' outputs."""
         linears = (self.q_proj, self.k_proj, self.v_proj, self.o_proj)
         return total((*linears, self.q_norm, self.k_norm), dtype, device) + Bytes(
-            expensive=attention_output(self.q_proj.out_features, dtype, device),
+            expensive=attention_output(
+                self.o_proj.in_features, self.q_proj.out_features // self.head_dim, dtype, device
+            ),
             linear=dtype.itemsize * sum(linear.out_features for linear in linears),
         )
 
 
-def attention_output(query_width: int, dtype: torch.dtype, device: str) -> int:
-    """Bytes per token of attention's output and its float32 log-sum-exp per head.
+def attention_output(width: int, heads: int, dtype: torch.dtype, device: str) -> int:
+    """Bytes per token of attention's output, as wide as the values, and its float32 log-sum-exp per head.
 
-    On a CPU values are padded to the query's width, so the output is as wide. A head has at least four
-    numbers, so a byte per number covers the log-sum-exp. 0 on CUDA, where a second visit computes it again.
+    0 on CUDA, where a second visit computes it again.
     """
-    return 0 if device == "cuda" else query_width * (dtype.itemsize + 1)
+    return 0 if device == "cuda" else width * dtype.itemsize + 4 * heads

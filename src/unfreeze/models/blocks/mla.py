@@ -128,15 +128,20 @@ class MLA(Block):
         return o_HSv.transpose(0, 1).to(q_nope_SHn.dtype)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
-        """Its parts; kept is what attention gives. Outputs of its linear layers are never kept."""
-        query = self.q_b_proj if self.q_proj is None else self.q_proj
-        assert query is not None
+        """Its parts; kept is what attention gives. Outputs of its linear layers are never kept.
+
+        On a CPU no gradient of the outputs of q_a, kv_a and o is alive at the worst moment.
+        """
+        no_gradient = [
+            one for one in (self.q_a_proj, self.kv_a_proj_with_mqa, self.o_proj) if one is not None
+        ]
+        less = sum(one.out_features for one in no_gradient) * dtype.itemsize if device == "cpu" else 0
         parts = (
             *(self.q_proj, self.q_a_proj, self.q_a_layernorm, self.q_b_proj),
             *(self.kv_a_proj_with_mqa, self.kv_a_layernorm, self.kv_b_proj, self.o_proj),
         )
         return total(parts, dtype, device) + Bytes(
-            expensive=attention_output(query.out_features, dtype, device)
+            peak=-less, expensive=attention_output(self.o_proj.in_features, self.num_heads, dtype, device)
         )
 
     def _kv_b(self) -> list[tuple[Tensor, Tensor | None]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from unfreeze.kernels.rms_norm import rms_norm
+from unfreeze.kernels.choice.choose import by_record
+from unfreeze.kernels.rms_norm import OP, rms_norm
 from unfreeze.models.blocks.bytes import Block, Bytes
 
 
@@ -21,5 +22,6 @@ class RMSNorm(Block):
         return rms_norm(x_TD, self.weight, self.eps)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
-        """Two float32 copies of its input."""
-        return Bytes(peak=8 * self.weight.numel())
+        """Its output and the output's gradient; where the reference runs, two float32 copies of its input."""
+        in_place = device == "cpu" and by_record(OP, torch.device(device), dtype, "many")[0] != "reference"
+        return Bytes(peak=(2 * dtype.itemsize if in_place else 8) * self.weight.numel())

@@ -9,10 +9,12 @@ sizes.py    what the plan knows of a model: its blocks say what they need (model
 terms.py    Work -> bytes per term
 propose.py  what would fit, where the run does not
 words.py    the plan for people and for plan.json
+rates.py    how fast a device works, by its makers' facts or by records; seconds.py: of a step
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -23,8 +25,13 @@ from unfreeze.config.lora import LoraConfig
 from unfreeze.kernels.linear_cross_entropy import block_cost
 from unfreeze.models.chunks import chunk_tokens
 from unfreeze.models.recompute import Recompute
+from unfreeze.parallel.fleet import Fleet
 from unfreeze.parallel.machine import hardware
+from unfreeze.parallel.plan.choose import Asked, seconds_of
+from unfreeze.parallel.plan.counts import counts
+from unfreeze.parallel.plan.layout import Layout
 from unfreeze.parallel.plan.propose import refuse_if_too_large, what_fits
+from unfreeze.parallel.plan.rates import Rates, of_records
 from unfreeze.parallel.plan.sizes import Sizes, measure
 from unfreeze.parallel.plan.terms import LOAD_BUFFERS, MOMENT_BYTES, USABLE, Plan, Work, plan, replace_work
 from unfreeze.parallel.plan.words import KERNELS, plan_fields, plan_lines
@@ -42,6 +49,7 @@ __all__ = [
     "plan_fields",
     "plan_lines",
     "plan_training",
+    "rates_here",
     "refuse_if_too_large",
     "replace_work",
     "what_fits",
@@ -62,7 +70,7 @@ def plan_training(
     optimizer_moments: Literal["float32", "int8"] = "float32",
     micro_batches: int = 1,
     longest: int | None = None,
-    tokens_per_second: float | None = None,
+    mean_length: float | None = None,
     receipt_bytes: int = 0,
 ) -> Plan:
     """The plan of a training run on one device.
@@ -70,6 +78,7 @@ def plan_training(
     tokens         of one of `micro_batches`, in documents of at most `longest`
     lora           None: every weight trains
     dtype          "bfloat16" or "float32"
+    mean_length    tokens of the document that a token is in, on average: attention's; None: `longest`
     micro_batches  with adapters it changes no byte, only what is proposed where the run does not fit
                    (--tokens-per-step is of all of them)
 
@@ -88,10 +97,35 @@ def plan_training(
         optimizer_moments=optimizer_moments,
         micro_batches=micro_batches,
         longest=longest,
-        tokens_per_second=tokens_per_second,
         receipt_bytes=receipt_bytes,
     )
-    return plan(measure(model, lora, place.type), work, hardware(place))
+    sizes, machine = measure(model, lora, place.type), hardware(place)
+    made = plan(sizes, work, machine)
+    length = round(mean_length or longest or tokens)
+    rates = rates_here(shape, dtype=kind, device=place, length=length, every_weight=lora is None)
+    if rates is None:
+        return made
+    here = Fleet(machine.name, 1, machine.available, kind="cuda" if place.type == "cuda" else "cpu")
+    asked = Asked(replace(work, micro_batches=1), tokens, length)
+    time = seconds_of(sizes, counts(model), here, rates, Layout(recompute=recompute), asked, tokens)
+    return replace(made, time=time, rates=rates.source)
+
+
+def rates_here(
+    shape: models.Shape, *, dtype: torch.dtype, device: torch.device, length: int, every_weight: bool
+) -> Rates | None:
+    """The rates of this machine for a model, where its kernels were measured. None on a GPU: its records are
+    not read yet."""
+    if device.type != "cpu":
+        return None
+    return of_records(
+        dtype,
+        torch.get_num_threads(),
+        length=length,
+        narrow=shape.mla is not None,
+        vocab=shape.vocab_size,
+        every_weight=every_weight,
+    )
 
 
 def work_of(

@@ -14,10 +14,11 @@ from itertools import product
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.units import format_bytes
 from unfreeze.models.recompute import Recompute
-from unfreeze.parallel.fleet import PER_HOST, Device, Fleet
+from unfreeze.parallel.fleet import PER_HOST, Fleet
 from unfreeze.parallel.plan.counts import Counts
 from unfreeze.parallel.plan.layout import Layout, Places, places
 from unfreeze.parallel.plan.propose import MIN_TOKENS
+from unfreeze.parallel.plan.rates import Rates, of_device
 from unfreeze.parallel.plan.seconds import IMBALANCE, Seconds, seconds
 from unfreeze.parallel.plan.sizes import Sizes
 from unfreeze.parallel.plan.terms import Work
@@ -37,12 +38,14 @@ class Asked:
     tokens      of a step on all devices; None: chosen from TOKENS
     length      tokens of a document
     recomputes  recompute policies to try
+    rates       measured ones of this machine; None: those of the device's facts, if it has any
     """
 
     work: Work
     tokens: int | None
     length: int
     recomputes: tuple[Recompute, ...] = ("selective", "layers")
+    rates: Rates | None = None
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,7 @@ def _if_it_fits(
 
 
 def _choices(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> Iterator[Choice]:
+    rates = rates_of(fleet, asked)
     for tokens in (asked.tokens,) if asked.tokens else TOKENS:
         parts = fleet.count * asked.work.micro_batches
         if tokens < MIN_TOKENS * parts:
@@ -145,16 +149,21 @@ def _choices(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> Iterat
         for layout in _layouts(counts, fleet, asked):
             found = places(sizes, counts, work, fleet, layout)
             time = None
-            if fleet.device is not None:
-                time = seconds_of(sizes, counts, fleet, fleet.device, layout, asked, tokens)
+            if rates is not None:
+                time = seconds_of(sizes, counts, fleet, rates, layout, asked, tokens)
             yield Choice(layout, tokens, found, time, tuple(layout.not_built()))
+
+
+def rates_of(fleet: Fleet, asked: Asked) -> Rates | None:
+    """How fast its devices work; None where nobody knows, and the plan has no seconds."""
+    return asked.rates or (of_device(fleet.device) if fleet.device else None)
 
 
 def seconds_of(
     sizes: Sizes,
     counts: Counts,
     fleet: Fleet,
-    device: Device,
+    rates: Rates,
     layout: Layout,
     asked: Asked,
     tokens: int,
@@ -164,7 +173,7 @@ def seconds_of(
     return seconds(
         counts,
         fleet,
-        device,
+        rates,
         layout,
         tokens=tokens,
         length=asked.length,

@@ -1,25 +1,27 @@
-"""Seconds of a step on machines that may not be here, term by term.
+"""Seconds of a step, term by term, on machines that may not be here.
 
-The formulas take facts of the device (machines.toml) and the shares of its peak that published runs reach.
+How fast each kind of work is done, rates.py says: from facts of the device (machines.toml), or from records.
 
 T tokens a step on n devices, t = T / n of each; D model width, I expert width, E experts, K per token.
 rows = t · K · imbalance, m of them per expert. v forward visits of experts: 2 where they are recomputed, else
-1; one more visit is backward, for the input's gradient.
+1; one more visit is backward, for the input's gradient, and a second where weights train.
 
-    experts    rows · 6 D I · (v + 1) / rate(m),     rate(m) = 0.66 · matrix · m / (m + 128)
-    expansion  E here · 3 D I · 2.56 B · x / memory              packed experts only: 0.56 in, 2 out; x = 2,
+    experts    rows · (6 D I · visits + 2 A · (v + 2)) / experts(m)   A adapter numbers of an expert;
+                                                                 experts(m) = R · m / (m + h)
+    expansion  E here · 3 D I · 2.56 B · x / expansion           packed experts only: 0.56 in, 2 out; x = 2,
                                                                  or v + 1 where they come in groups
-    passes     rows · 2 · (14 D + 16 I) / memory                 gather, SwiGLU, combine, and their backward
-    dense      t · 2 · N · 3 / (0.63 · matrix)                   N weights of layers; recomputed, so 3 visits
-    attention  t · A · L / 2 · (v + 2.5) / (0.4 · matrix)        A FLOP per pair, documents of L tokens
-    router     t · 2 · router · 3 / (0.75 · vector)              float32
+    passes     rows · 2 · (14 D + 16 I) / passes                 gather, SwiGLU, combine, and their backward
+    dense      t · 2 · (N · visits + A · (v + 2)) / dense        N weights of layers, A numbers of adapters
+    norms      t · 2 D · (v + 1) / 2 / norms                     two a layer; a record has both directions
+    attention  t · A · L / 2 · (v + 2.5) / attention             A FLOP per pair, documents of L tokens
+    router     t · 2 · router · visits / routers                 float32
     all-to-all 5 · rows · (n - 1) / n · 2 D / link               x, y, x again, dy, dx
     stream     bytes of experts here · 2 / host link             forward and backward, under the computation
     gather     rest · (n - 1) / n · 2 / link                     likewise
-    head       t · 2 · D V · 3 / (0.63 · matrix)
-    optimizer  26 B · trained here / memory
+    head       t · 2 · D V · 2 / head                            3 where it trains; never computed again
+    optimizer  trained here / optimizer
     sums       2 · 4 B · trained here · (c - 1) / c / link       c devices hold a copy
-    launches   layers · 200 · 3 · 5 µs                           what of it the device does not hide
+    launches   layers · 200 · 3 · launch                         what of it the device does not hide
 
     step = Σ over layers of max(compute + all-to-all, stream + gather) + head + optimizer
 
@@ -28,20 +30,18 @@ With several micro-batches t is one's, and all but optimizer and sums comes once
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from unfreeze.kernels.expert_mlp import WORKSPACE
-from unfreeze.parallel.fleet import PER_HOST, Device, Fleet
+from unfreeze.parallel.fleet import PER_HOST, Fleet
 from unfreeze.parallel.plan.counts import Counts
 from unfreeze.parallel.plan.layout import Layout
+from unfreeze.parallel.plan.rates import Rates
 
-EXPERT_SHARE, HALF_ROWS = 0.66, 128  # grouped GEMM on H100: 650 of 989 TFLOP/s, half of it at 128 rows
-DENSE_SHARE = 0.63  # 620 of 989 TFLOP/s
-ATTENTION_SHARE = 0.4
-VECTOR_SHARE = 0.75
 EXPANDED = 2.5625  # bytes per weight: 0.5625 read, 2 written
-LAUNCHES, LAUNCH = 200, 5e-6  # torch operations per layer and pass; seconds of host time each
+LAUNCHES = 200  # torch operations per layer and pass
 DISK = 3e9  # bytes per second and process, an NVMe drive each
 NETWORK = 50e9  # bytes per second and GPU between hosts, one direction: 400 Gb/s
 HOST_MEMORY = 200e9  # bytes per second of an AdamW on the host
@@ -71,7 +71,7 @@ class Seconds:
 def seconds(
     counts: Counts,
     fleet: Fleet,
-    device: Device,
+    rates: Rates,
     layout: Layout,
     *,
     tokens: int,
@@ -86,9 +86,9 @@ def seconds(
     trained: parameters that one device trains, of routed "experts" and of everything else, "dense".
     """
     n, D, I = fleet.count, counts.hidden_size, counts.expert_width
-    matrix, vector, memory = device.matrix * 1e12, device.vector * 1e12, device.memory_gb_s * 1e9
-    link = device.link_gb_s * 1e9
-    host = device.host_gb_s * 1e9
+    link, host = (
+        (fleet.device.link_gb_s * 1e9, fleet.device.host_gb_s * 1e9) if fleet.device else (math.inf, math.inf)
+    )
     t, here = tokens / n / micro_batches, sum(trained.values())
     again = {"layers": 2, "selective": 1, "elementwise": 1, "nothing": 1}[layout.recompute]
     dense_visits = 1 if layout.recompute in ("elementwise", "nothing") else 2
@@ -100,22 +100,23 @@ def seconds(
     experts_here = counts.num_experts / layout.split
     terms: dict[str, float] = dict.fromkeys(("experts", "expansion", "passes over rows"), 0.0)
     if counts.num_experts:
-        m = rows / experts_here
-        rate = EXPERT_SHARE * matrix * m / (m + HALF_ROWS)
-        flops = rows * 2 * counts.expert_weights * (again + backward)
-        terms["experts"] = counts.moe_layers * flops / rate
+        of_layer = trained.get("experts", 0) / counts.moe_layers / experts_here
+        flops = rows * 2 * (counts.expert_weights * (again + backward) + of_layer * (again + 2))
+        terms["experts"] = counts.moe_layers * flops / rates.of_experts(rows / experts_here)
         if counts.packed:
             in_groups = experts_here * counts.expert_weights * 2 > WORKSPACE
             moved = experts_here * counts.expert_weights * EXPANDED * (again + 1 if in_groups else 2)
-            terms["expansion"] = counts.moe_layers * moved / memory
-        terms["passes over rows"] = counts.moe_layers * rows * 2 * (14 * D + 16 * I) / memory
+            terms["expansion"] = counts.moe_layers * moved / rates.expansion
+        terms["passes over rows"] = counts.moe_layers * rows * 2 * (14 * D + 16 * I) / rates.passes
 
     # what every token meets
     pairs = t * length / 2
     visits = dense_visits + backward
-    terms["dense layers"] = t * 2 * counts.dense * visits / (DENSE_SHARE * matrix)
-    terms["attention"] = pairs * counts.attention * (again + 2.5) / (ATTENTION_SHARE * matrix)
-    terms["routers"] = t * 2 * counts.router * visits / (VECTOR_SHARE * vector)
+    adapters = 0 if every_weight else trained.get("dense", 0) * (dense_visits + 2)
+    terms["dense layers"] = t * 2 * (counts.dense * visits + adapters) / rates.dense
+    terms["norms"] = t * counts.num_layers * 2 * D * (dense_visits + 1) / 2 / rates.norms
+    terms["attention"] = pairs * counts.attention * (again + 2.5) / rates.attention
+    terms["routers"] = t * 2 * counts.router * visits / rates.routers
     layers = sum(terms.values())
     exchange = 0.0
     if layout.split > 1:
@@ -139,12 +140,12 @@ def seconds(
     # forward computes less than backward but streams as much
     forward = 1 / (again + 1 + backward)
     shown = sum(max(0.0, stream / 2 - (layers + exchange) * share) for share in (forward, 1 - forward))
-    launches = max(0.0, counts.num_layers * LAUNCHES * 3 * LAUNCH - layers)
+    launches = max(0.0, counts.num_layers * LAUNCHES * 3 * rates.launch - layers)
     terms |= {
         "all-to-all": exchange,
         **arriving,
-        "head": t * 2 * D * counts.vocab_size * 3 / (DENSE_SHARE * matrix),
-        "optimizer": 26 * here / memory if layout.state == "device" else 28 * here * n / HOST_MEMORY,
+        "head": t * 2 * D * counts.vocab_size * (3 if every_weight else 2) / rates.head,
+        "optimizer": here / rates.optimizer if layout.state == "device" else 28 * here * n / HOST_MEMORY,
         "launches": launches,
     }
     # gradients of what several devices hold: a sum goes there and back

@@ -10,18 +10,22 @@ T tokens of a micro-batch, D model width, V vocabulary, N rows of a block of log
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from unfreeze.checkpoint.stream import CHUNK, THREADS
 from unfreeze.models.recompute import Recompute
 from unfreeze.parallel.machine import Hardware
 from unfreeze.parallel.plan.sizes import Sizes
 
+if TYPE_CHECKING:
+    from unfreeze.parallel.plan.seconds import Seconds
+
 MOMENT_BYTES = {"float32": 8.0, "int8": 2.0 + 8.0 / 256}  # per trained parameter: train/moments.py
 GRADIENT_BYTES = 4  # adapters and their gradients are fp32
 LOAD_BUFFERS = THREADS * CHUNK  # checkpoint/stream.py: one buffer per reading thread
 # per token: tokens, targets, positions (int64), weights (float32), and which are supervised
 BATCH_BYTES = 3 * 8 + 4 + 8
+SAVED = 0.7  # of a layer's worst moment: what autograd keeps of it (0.61 to 0.77, docs/plan_checked.md)
 USABLE = 0.92  # of the free memory: allocator fragmentation and what the interpreter and BLAS take besides
 
 
@@ -37,7 +41,6 @@ class Work:
     keep_layers     how many layers, from the last, keep more than their input; None: all
     loss_rows, loss_bytes  rows of the largest block of logits, and bytes alive per logit of it
                     (kernels/linear_cross_entropy.block_cost)
-    tokens_per_second  a measured rate on this machine; None: the plan gives no time
     receipt_bytes   the most that copies of trained weights take during the first step, where every weight
                     trains (adapters/snapshot.py)
     chunk           tokens that go through a recomputed layer at once, in whole documents (models/chunks.py);
@@ -53,7 +56,6 @@ class Work:
     optimizer_moments: Literal["float32", "int8"] = "float32"
     loss_rows: int = 2048
     loss_bytes: int = 10
-    tokens_per_second: float | None = None
     micro_batches: int = 1
     receipt_bytes: int = 0
     chunk: int | None = None
@@ -78,6 +80,8 @@ class Plan:
     beside   what comes at another moment and is smaller.
     load     bytes while loading.
     avoided  bytes that packed weights would take more, expanded.
+    time     seconds of a micro-batch and an update; None where rates of the device are not known.
+    rates    where those are from, in words.
     """
 
     terms: dict[str, int]
@@ -89,6 +93,8 @@ class Plan:
     hardware: Hardware
     work: Work
     sizes: Sizes
+    time: Seconds | None = None
+    rates: str = ""
 
     @property
     def training(self) -> int:
@@ -108,11 +114,6 @@ class Plan:
     @property
     def max_over_min(self) -> float:
         return max(self.per_device) / min(self.per_device)
-
-    @property
-    def seconds_per_step(self) -> float | None:
-        """From the measured rate that was given; None: not measured."""
-        return self.work.tokens / self.work.tokens_per_second if self.work.tokens_per_second else None
 
     @property
     def fits(self) -> bool:
@@ -188,11 +189,13 @@ def _activations(sizes: Sizes, work: Work, stream: int) -> tuple[int, dict[str, 
 
     boundary   stream · (layers + 1): each layer's input, which recompute keeps, and the last one's output
     kept       T · Σ of what the last keep_layers keep (see _kept)
-    layer      T · sizes.layer, once with recompute, for every layer without. In chunks of C tokens
+    layer      T · sizes.layer, once with recompute; without, SAVED of it for every other layer, which has
+               what backward needs and no gradients yet. In chunks of C tokens
                C · sizes.layer, and the gradients of the layer's output and input, 2 · stream
     """
     if work.recompute == "nothing":
-        return 0, {}, {"all layers' activations": work.tokens * sizes.layer * sizes.num_layers}
+        layers = sizes.layer * (1 + SAVED * (sizes.num_layers - 1))
+        return 0, {}, {"all layers' activations": int(work.tokens * layers)}
     at_once = work.at_once(sizes.compute_bytes)
     chunked = at_once < work.tokens
     kept: dict[str, int] = {}

@@ -39,10 +39,10 @@ def plan_lines(plan: Plan) -> list[str]:
         )
     if plan.adapter_parameters:
         lines.append(f"  {format_count(plan.adapter_parameters)} adapter parameters")
-    if plan.seconds_per_step is None:
+    if plan.time is None:
         rate = "not measured"
     else:
-        rate = f"{format_seconds(plan.seconds_per_step)} at {work.tokens_per_second:,.0f} tokens/s"
+        rate = f"{format_seconds(plan.time.step)}, most of it {plan.time.dominating}; rates {plan.rates}"
     return [*lines, f"  time per pass: {rate}"]
 
 
@@ -58,7 +58,8 @@ def plan_fields(plan: Plan) -> dict[str, Any]:
         "max_over_min": plan.max_over_min,
         "expanded_avoided": plan.avoided,
         "adapter_parameters": plan.adapter_parameters,
-        "seconds_per_pass": plan.seconds_per_step,
+        "seconds_per_pass": plan.time.step if plan.time else None,
+        "rates": plan.rates,
         "fits": plan.fits,
         "hardware": asdict(plan.hardware),
         "lines": plan_lines(plan),

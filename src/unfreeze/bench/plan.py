@@ -1,0 +1,421 @@
+"""Compare what the plan states of twenty small runs with what they took.
+
+`unfreeze bench plan`: each run is a process of its own: a model of random weights, adapters or all of its weights, one step that
+warms up, then timed ones. About 10 minutes, on one core unless --threads says more.
+Written to docs/plan_checked.md of the checkout, or --out; the page says how each figure is measured.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from unfreeze.bench.training import Measured, command, say
+from unfreeze.config.parse import Folder, parse, writing
+from unfreeze.core.command import Common
+from unfreeze.core.errors import DataError
+from unfreeze.core.units import format_bytes
+
+if TYPE_CHECKING:
+    from unfreeze.bench.rows import Stamp
+
+MEMORY, SECONDS = 0.10, 0.25
+"""How far planned and measured may be apart."""
+TINY_K2 = Path(__file__).resolve().parents[1] / "assets" / "tiny-k2"
+KIMI = {
+    "hidden_size": 512,
+    "num_hidden_layers": 4,
+    "n_routed_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 256,
+    "intermediate_size": 1280,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 192,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "vocab_size": 8192,
+}
+COMMON = {"max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "vocab_size": 16384}
+LLAMA = COMMON | {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+}
+QWEN2 = COMMON | {
+    "model_type": "qwen2",
+    "hidden_size": 640,
+    "intermediate_size": 1728,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 10,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
+QWEN3_MOE = COMMON | {
+    "model_type": "qwen3_moe",
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_experts": 32,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 192,
+    "norm_topk_prob": True,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run. model: a family of MODELS; rank None: every weight trains."""
+
+    model: str
+    rank: int | None = 8
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    documents: int = 8
+    length: int = 512
+    recompute: Literal["layers", "selective", "elementwise", "nothing"] = "selective"
+    moments: Literal["float32", "int8"] = "float32"
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        return self.documents * self.length
+
+    @property
+    def name(self) -> str:
+        trains = "all" if self.rank is None else f"rank {self.rank}"
+        sizes = "".join(f", {value} {name}" for name, value in self.sizes.items())
+        small = ", int8 moments" if self.moments == "int8" else ""
+        return (
+            f"{self.model}{sizes}, {trains}, {self.dtype}, {self.documents} x {self.length:,},"
+            f" {self.recompute}{small}"
+        )
+
+
+CASES = (
+    Case("tiny-k2", dtype="float32", documents=32, length=128),
+    Case("tiny-k2", rank=16, documents=8, length=512, recompute="layers"),
+    Case("kimi"),
+    Case("kimi", rank=32, documents=4),
+    Case("kimi", rank=64, documents=4, moments="int8"),
+    Case("kimi", recompute="layers"),
+    Case("kimi", recompute="nothing", documents=2),
+    Case("kimi", documents=1, length=4096),
+    Case("kimi", documents=4, dtype="float32"),
+    Case("qwen3_moe", documents=4),
+    Case("qwen3_moe", documents=4, rank=32, recompute="layers"),
+    Case("qwen3_moe", documents=8, length=128, dtype="float32"),
+    Case("qwen3_moe", documents=2, rank=None),
+    Case("llama", documents=4),
+    Case("llama", documents=4, rank=64, recompute="nothing"),
+    Case("llama", documents=4, rank=None),
+    Case("llama", documents=2, rank=None, dtype="float32", recompute="layers"),
+    Case("llama", documents=2, length=2048, recompute="elementwise"),
+    Case("qwen2", documents=8, rank=16),
+    Case("qwen2", documents=4, rank=None, moments="int8", recompute="elementwise"),
+    Case("qwen2", documents=2, length=1024, rank=4, dtype="float32", recompute="layers"),
+)
+# what glibc is told in the process whose bytes are measured: give every freed block back
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+
+class Config(Measured):
+    """What is measured."""
+
+    steps: int = Field(default=3, ge=1, description="timed steps of each run; the median counts")
+    only: tuple[str, ...] = Field(default=(), description="runs whose name begins so; default: all")
+    out: Folder = Field(default="", description="the page; default: docs/plan_checked.md of the checkout")
+
+
+def main(arguments: list[str], common: Common) -> dict[str, Any]:
+    """-> file, rows: for each run the bytes and seconds, planned and measured."""
+    return measure(parse(Config, arguments, command="bench plan", description=__doc__ or ""), common)
+
+
+def measure(config: Config, common: Common, cases: Sequence[Case] = CASES) -> dict[str, Any]:
+    """The runs one after the other, each twice: for its bytes, and as a run is."""
+    from unfreeze.bench.rows import Stamp, checkout
+
+    root = checkout()
+    if root is None and not config.out:
+        raise DataError("there is no source checkout here, so no docs/plan_checked.md", next="--out FILE")
+    out = Path(config.out) if config.out else (root or Path()) / "docs" / "plan_checked.md"
+    stamp = Stamp.now("plan", command("plan", config), threads=config.threads or 1)
+    rows: list[dict[str, Any]] = []
+    for case in cases:
+        if config.only and not case.name.startswith(config.only):
+            continue
+        rows.append(checked(case, config))
+        say(common)(" | ".join(cells(rows[-1])))
+    with writing(out, "out"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(page(stamp, rows), encoding="utf-8")
+    return {"file": str(out), "rows": rows}
+
+
+def checked(case: Case, config: Config) -> dict[str, Any]:
+    """One run: what the plan states, and what was measured."""
+    threads = config.threads or 1
+    small, kept = run(case, 1, threads, GIVE_BACK)
+    side, whole = run(case, config.steps, threads, {})
+    stated = planned(case, threads)
+    process = side.loaded["process"]
+    return {
+        "name": case.name,
+        "planned_bytes": stated["bytes"],
+        "terms": stated["terms"],
+        "measured_bytes": small.peak() - kept,
+        "process_bytes": process,
+        "compiled_bytes": whole - process,
+        "peak_bytes": side.peak(),
+        "beside_bytes": side.peak() - process - stated["bytes"],
+        "planned_seconds": stated["seconds"],
+        "rates": stated["rates"],
+        "measured_seconds": side.median("cpu_seconds" if threads == 1 else "seconds"),
+    }
+
+
+def run(case: Case, steps: int, threads: int, environment: Mapping[str, str]) -> tuple[Any, int]:
+    """(the side after its steps, bytes its process keeps without the model)."""
+    from unfreeze.bench.sides import Side, Sides
+
+    arguments = {**case.__dict__, "sizes": dict(case.sizes)}
+    side = Side(case.name, "unfreeze.bench.plan:trainer", arguments, threads=threads)
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        with Sides([side], lambda line: None) as sides:
+            sides.take_turns("step", warmup=1, rounds=steps, peaks="timed")
+            return side, side.call("leave")["resident"]
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name)
+            else:
+                os.environ[name] = value
+
+
+HEAD = [
+    "run",
+    "planned",
+    "alive at once",
+    "planned / measured",
+    "peak of the process",
+    "of it beside the plan",
+    "planned s",
+    "measured s",
+    "planned / measured",
+]
+
+
+def cells(row: Mapping[str, Any]) -> list[str]:
+    """A row of the table; what is beyond the limits is marked."""
+    memory, seconds = ratios(row)
+    return [
+        row["name"],
+        format_bytes(row["planned_bytes"]),
+        format_bytes(row["measured_bytes"]),
+        marked(memory, MEMORY),
+        format_bytes(row["peak_bytes"]),
+        format_bytes(row["beside_bytes"]),
+        "–" if row["planned_seconds"] is None else f"{row['planned_seconds']:.2f}",
+        f"{row['measured_seconds']:.2f}",
+        "–" if seconds is None else marked(seconds, SECONDS),
+    ]
+
+
+def ratios(row: Mapping[str, Any]) -> tuple[float, float | None]:
+    """Planned over measured, of bytes and of seconds."""
+    memory = row["planned_bytes"] / row["measured_bytes"]
+    stated = row["planned_seconds"]
+    return memory, None if stated is None else stated / row["measured_seconds"]
+
+
+def beyond(ratio: float, limit: float) -> bool:
+    """Whether planned and measured are further apart than `limit` of the measured."""
+    return abs(ratio - 1) > limit
+
+
+def marked(ratio: float, limit: float) -> str:
+    return f"**{ratio:.2f}**" if beyond(ratio, limit) else f"{ratio:.2f}"
+
+
+def page(stamp: Stamp, rows: Sequence[Mapping[str, Any]]) -> str:
+    """docs/plan_checked.md."""
+    from unfreeze.bench.report import markdown
+
+    found = [ratios(row) for row in rows]
+    outside = sum(beyond(memory, MEMORY) for memory, _ in found)
+    timed = [seconds for _, seconds in found if seconds is not None]
+    slow = sum(beyond(seconds, SECONDS) for seconds in timed)
+    machine, rates = stamp.machine, next((row["rates"] for row in rows if row["rates"]), "none")
+    lines = [
+        "# The plan, checked",
+        f"`{stamp.command}` on {machine.name}, {machine.threads} of {machine.cores} cores, {stamp.run[:10]}.",
+        NOTES.strip(),
+        f"Memory: {len(rows) - outside} of {len(rows)} within {MEMORY:.0%}. Seconds:"
+        f" {len(timed) - slow} of {len(timed)} within {SECONDS:.0%}; rates {rates}.",
+        markdown(HEAD, [cells(row) for row in rows]),
+        REASONS.strip(),
+    ]
+    return "\n\n".join(lines) + "\n"
+
+
+NOTES = """
+A run is its model, what trains, dtype, documents x length and what is recomputed; bold is beyond the limits
+(10 % of memory, 25 % of seconds). Models have random weights.
+
+- Alive at once: peak of the process while the C library gives every freed block back, less what the process
+  had before the model was built and what it keeps when the model is gone. The plan's terms add up to it.
+- Peak of the process: as a run is. Beside the plan and the process as it began there is code that numba and
+  oneDNN compile, and heap that the C library keeps to use again: `unfreeze doctor` calls it 0.3 to 0.8 GiB.
+- Seconds: CPU time of the median step on one core, which other processes of the machine disturb least.
+"""
+REASONS = """
+Why some are outside:
+
+- tiny-k2 has matrices of 64 to 384 numbers: its products run at a fraction of the rate that was measured at
+  512 to 4,864, and what Python does between them shows. The plan is too fast for such models.
+- Latent attention (kimi, tiny-k2) is counted as if all its projections were alive with the experts' rows;
+  some are freed before. The plan is too large there.
+"""
+
+
+def config_of(model: str, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """config.json of a family, or of the checkpoint in a folder."""
+    from unfreeze.bench import kimi
+    from unfreeze.checkpoint.manifest import read_json
+
+    if model == "tiny-k2":
+        return read_json(TINY_K2 / "config.json")
+    if model == "kimi":
+        return kimi.config(**{**KIMI, **sizes})
+    return {"llama": LLAMA, "qwen2": QWEN2, "qwen3_moe": QWEN3_MOE}[model] | dict(sizes)
+
+
+def planned(case: Case, threads: int) -> dict[str, Any]:
+    """What the plan states of a run on so many threads."""
+    import torch
+
+    from unfreeze import models
+    from unfreeze.config.lora import LoraConfig
+    from unfreeze.parallel.fleet import Fleet
+    from unfreeze.parallel.machine import hardware
+    from unfreeze.parallel.plan import measure, plan, work_of
+    from unfreeze.parallel.plan.choose import Asked, seconds_of
+    from unfreeze.parallel.plan.counts import counts
+    from unfreeze.parallel.plan.layout import Layout
+    from unfreeze.parallel.plan.rates import of_records
+
+    dtype = getattr(torch, case.dtype)
+    model = models.from_config(config_of(case.model, case.sizes), dtype)
+    lora = None if case.rank is None else LoraConfig(rank=case.rank)
+    work = work_of(
+        model.shape,
+        lora,
+        tokens=case.tokens,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        recompute=case.recompute,
+        optimizer_moments=case.moments,
+        longest=case.length,
+    )
+    sizes, machine = measure(model, lora), hardware("cpu")
+    made = plan(sizes, work, machine)
+    rates = of_records(
+        dtype,
+        threads,
+        length=case.length,
+        narrow=model.shape.mla is not None,
+        vocab=model.shape.vocab_size,
+        every_weight=lora is None,
+    )
+    time = None
+    if rates is not None:
+        here = Fleet("here", 1, machine.available, kind="cpu")
+        asked, layout = Asked(work, case.tokens, case.length), Layout(recompute=case.recompute)
+        time = seconds_of(sizes, counts(model), here, rates, layout, asked, case.tokens).step
+    return {
+        "bytes": made.training,
+        "terms": made.terms,
+        "seconds": time,
+        "rates": rates.source if rates else "",
+    }
+
+
+def trainer(
+    model: str,
+    rank: int | None,
+    dtype: str,
+    documents: int,
+    length: int,
+    recompute: str,
+    moments: Any,
+    sizes: Mapping[str, int],
+) -> Any:
+    """calls: step() -> loss; leave() frees the model, so that what remains is the process's own."""
+    import torch
+
+    from unfreeze import models
+    from unfreeze.adapters import LoraConfig, attach
+    from unfreeze.bench.job import batch_of, tokens_of
+    from unfreeze.bench.sides import Worker
+    from unfreeze.bench.synthetic import fill_random
+    from unfreeze.kernels.loops.scratch import release_scratch
+    from unfreeze.objectives.cross_entropy import cross_entropy
+    from unfreeze.parallel.machine import resident_bytes
+    from unfreeze.train.optim import AdamW
+    from unfreeze.train.step import train_step
+
+    process = resident_bytes()
+    made = models.from_config(config_of(model, sizes), getattr(torch, dtype), "cpu")
+    fill_random(made, seed=0)
+    if rank is not None:
+        attach(made, LoraConfig(rank=rank), seed=0)
+    generator = torch.Generator().manual_seed(0)
+    held: dict[str, Any] = {"model": made, "optimizer": AdamW(made, moments=moments)}
+    del made
+
+    def step() -> dict[str, Any]:
+        batch = batch_of(tokens_of(generator, documents, length, held["model"].shape.vocab_size))
+        found = train_step(
+            held["model"],
+            held["optimizer"],
+            [batch],
+            cross_entropy,
+            learning_rate=1e-4,
+            max_norm=1.0,
+            recompute=models.RECOMPUTE[recompute],
+        )
+        return {"loss": found.loss}
+
+    def leave() -> dict[str, Any]:
+        held.clear()
+        release_scratch()
+        gc.collect()
+        _trim()
+        return {"resident": resident_bytes()}
+
+    return Worker({"step": step, "leave": leave}, {"process": process})
+
+
+def _trim() -> None:
+    """Give freed heap back to the system, where the C library can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

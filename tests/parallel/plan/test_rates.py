@@ -1,0 +1,109 @@
+"""Rates of a machine come from its records, and only where every op has one."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from unfreeze.kernels.choice import record
+from unfreeze.parallel.fleet import devices
+from unfreeze.parallel.plan import rates
+from unfreeze.parallel.plan.rates import of_device, of_records
+
+ASKED = {"length": 512, "narrow": False, "vocab": 8192, "every_weight": False}
+
+
+def row(op, bucket, dtype, seconds, candidate):
+    return {
+        "op": op,
+        "bucket": bucket,
+        "dtype": dtype,
+        "candidate": candidate,
+        "threads": 1,
+        "date": "2026-11-22",
+        "torch": "2",
+        "device": "x",
+        "repeats": 9,
+        "error_forward": 0.0,
+        "error_backward": 0.0,
+        "median_us": seconds * 1e6,
+        "reference_median_us": 10 * seconds * 1e6,
+        "spread_us": 0.0,
+        "reference_spread_us": 0.0,
+    }
+
+
+ROWS = [
+    row("expert_mlp", "under 64", "bfloat16", 0.01, "fused"),
+    row("expert_mlp", "64 on", "bfloat16", 0.02, "fused"),
+    row("dense_mlp", "adapters", "bfloat16", 0.2, "compiled"),
+    row("attention", "192 on", "bfloat16", 0.01, "blocked"),
+    row("linear_cross_entropy", "small vocabulary, head frozen", "bfloat16", 0.04, "numba"),
+    row("rms_norm", "many", "bfloat16", 0.004, "numba"),
+    row("adamw", "large tensors, as they are", "float32", 0.02, "numba"),
+]
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """-> write(rows): the user's own records of this device; there are no committed ones."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(record, "COMMITTED", tmp_path / "none")
+
+    def write(rows):
+        record.read.cache_clear()
+        path = record.user_folder() / f"{record.device_key(torch.device('cpu'))}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(rows))
+
+    yield write
+    record.read.cache_clear()
+
+
+def test_rates_are_the_work_of_a_case_over_its_median(mine):
+    mine(ROWS)
+    found = of_records(torch.bfloat16, 1, **ASKED)
+    assert found is not None and found.source == "measured on this machine, 2026-11-22, on 1 thread"
+    # 512 x 256 x 8192, logits and the hidden state's gradient
+    assert found.head == pytest.approx(2 * 2 * 512 * 256 * 8192 / 0.04)
+    assert found.norms == pytest.approx(2048 * 1024 / 0.004)
+    # dense_mlp's candidate runs only where it is named: the reference's time counts
+    base, adapter = 3 * 896 * 4864, 3 * 16 * (896 + 4864)
+    assert found.dense == pytest.approx(2 * 512 * (2 * base + 3 * adapter) / 2.0)
+    # both measured points lie on the curve
+    flop = {m: 8 * m * 2 * (2 * 3 * 512 * 256 + 3 * 8 * 3 * 768) for m in (16, 128)}
+    assert found.of_experts(16) == pytest.approx(flop[16] / 0.01)
+    assert found.of_experts(128) == pytest.approx(flop[128] / 0.02)
+
+
+def test_cores_multiply_what_one_thread_did(mine):
+    mine(ROWS)
+    one, two = (of_records(torch.bfloat16, cores, **ASKED) for cores in (1, 2))
+    assert one is not None and two is not None
+    assert two.head == pytest.approx(2 * one.head) and two.half_rows == pytest.approx(one.half_rows)
+
+
+@pytest.mark.parametrize("missing", range(len(ROWS)))
+def test_an_op_without_a_record_leaves_no_rates(mine, missing):
+    mine([*ROWS[:missing], *ROWS[missing + 1 :]])
+    assert of_records(torch.bfloat16, 1, **ASKED) is None
+
+
+def test_nothing_is_measured_here(mine, monkeypatch):
+    def timed(*_, **__):
+        raise AssertionError("the plan measured something")
+
+    monkeypatch.setattr("unfreeze.kernels.choice.measure.measure", timed)
+    mine([])
+    assert of_records(torch.bfloat16, 1, **ASKED) is None
+    mine(ROWS)
+    assert of_records(torch.bfloat16, 1, **ASKED) is not None
+
+
+def test_facts_of_a_device_say_that_they_are_not_measured():
+    device = devices()["H200"]
+    found = of_device(device)
+    assert "not measured" in found.source and found.experts == pytest.approx(0.66 * 989e12)
+    assert replace(found, half_rows=0.0).of_experts(1) == found.experts
+    assert rates.work_of_case("adamw", "large tensors, as they are") == 8 * 128 * 16 * 1024
