@@ -1,7 +1,7 @@
 """Compare what the plan states of twenty small runs with what they took.
 
-`unfreeze bench plan`: each run is a process of its own: a model of random weights, adapters or all of its weights, one step that
-warms up, then timed ones. About 10 minutes, on one core unless --threads says more.
+Each run of `unfreeze bench plan` is a process of its own: a model of random weights, adapters or all of its
+weights, one step that warms up, then timed ones. About 10 minutes, on one core unless --threads says more.
 Written to docs/plan_checked.md of the checkout, or --out; the page says how each figure is measured.
 """
 

@@ -184,9 +184,9 @@ def _experts(x_TD: Any, ids_TK: Any, _: Any, gate_up: Any, down: Any, factors: A
 
 
 def _rows_per_expert(bucket: str) -> float:
-    op = ops.load("expert_mlp")
-    _, ids_TK, _, gate_up, *_ = arguments(next(c for c in op.cases if c.bucket == bucket), CPU, torch.float32)
-    return ids_TK.numel() / gate_up.shape[0]
+    case = next(case for case in ops.load("expert_mlp").cases if case.bucket == bucket)
+    given: Any = arguments(case, CPU, torch.float32)
+    return given[1].numel() / given[3].shape[0]
 
 
 def _dense(x_TD: Any, norm_D: Any, eps: float, *projections: Any) -> float:
