@@ -293,6 +293,7 @@ Why some are outside:
   512 to 4,864, and what Python does between them shows. The plan is too fast for such models.
 - Latent attention (kimi, tiny-k2) is counted as if all its projections were alive with the experts' rows;
   some are freed before. The plan is too large there.
+- What is just outside moves between runs: other processes share the machine's caches and memory.
 """
 
 
