@@ -7,7 +7,9 @@ import torch
 from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from unfreeze.adapters import lora
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
 from unfreeze.config.lora import scale_of
 from unfreeze.models.blocks.experts import Experts
@@ -164,6 +166,47 @@ def test_initial_values_depend_on_seed_and_name_and_differ_between_experts():
     assert torch.equal(first.gate_up_A, again.gate_up_A) and not torch.equal(first.gate_up_A, other.gate_up_A)
     matrices = [*first.gate_up_A.unflatten(1, (2, 2)).flatten(0, 1)]
     assert all(not torch.equal(a, b) for i, a in enumerate(matrices) for b in matrices[:i])
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies to another device, for each of which a GPU's host would wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function._schema.name == "aten::copy_" and args[0].device != args[1].device:
+            self.number += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_layer_is_drawn_by_all_cores_and_copied_once(monkeypatch):
+    """Each matrix has the numbers of its own generator, however many cores draw; a device gets two copies."""
+    name, E, ranks = "model.layers.1.mlp.experts", 6, {"gate_up_rank": 2, "down_rank": 3}
+    monkeypatch.setattr(lora, "NUMBERS_PER_CORE", 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    adapter = ExpertLowRank(E, 8, 12, **ranks, scale=1.0, down_scale=1.0)
+    adapter.reset(1, name)
+    for e in range(E):
+        parts = {
+            "gate_proj": adapter.gate_up_A[e, :2],
+            "up_proj": adapter.gate_up_A[e, 2:],
+            "down_proj": adapter.down_A[e],
+        }
+        for matrix, A in parts.items():
+            alone = LowRank(A.shape[1], 4, A.shape[0], 1.0)
+            alone.reset(1, f"{name}.{e}.{matrix}")
+            assert torch.equal(A, alone.A)
+
+    elsewhere = ExpertLowRank(E, 8, 12, **ranks, scale=1.0, down_scale=1.0, device="meta")
+    with Copies() as copies:
+        elsewhere.reset(1, name)
+    assert copies.number == 2
+    with Copies() as copies:  # control arm: one by one
+        for A in elsewhere.down_A.detach():
+            A.copy_(torch.zeros(A.shape))
+    assert copies.number == E
 
 
 def test_scale_is_alpha_over_r_or_its_root():

@@ -10,12 +10,17 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unfreeze.kernels.expert_mlp import ExpertFactors
+from unfreeze.kernels.loops.cores import spread
+
+NUMBERS_PER_CORE = 1 << 20  # drawn in about 4 ms; fewer are not worth a thread
 
 
 class LowRank(nn.Module):
@@ -50,7 +55,7 @@ class LowRank(nn.Module):
     @torch.no_grad()
     def reset(self, seed: int, name: str) -> None:
         """A as PEFT initialises it (kaiming_uniform, a = sqrt 5: uniform within ±1/sqrt(in)), B zero."""
-        self.A.copy_(_random_A(seed, name, self.A.shape))
+        _draw(self.A, seed, [(name, ...)])
         self.B.zero_()
 
     def extra_repr(self) -> str:
@@ -111,16 +116,17 @@ class ExpertLowRank(nn.Module):
         """Each A from a generator of its own, B zero.
 
         A generator is named as on disk ("….experts.17.up_proj"): the same A on any number of devices.
+        The cores share a layer's matrices, and a device is given them in one copy.
         """
         if self.gate_up_A is not None and self.gate_up_B is not None and self.gate_up_rank is not None:
             rank = self.gate_up_rank
-            for e, A in enumerate(self.gate_up_A):
-                A[:rank] = _random_A(seed, f"{name}.{e}.gate_proj", (rank, A.shape[1]))
-                A[rank:] = _random_A(seed, f"{name}.{e}.up_proj", (rank, A.shape[1]))
+            halves = {"gate_proj": slice(None, rank), "up_proj": slice(rank, None)}
+            experts = range(len(self.gate_up_A))
+            parts = [(f"{name}.{e}.{half}", (e, rows)) for e in experts for half, rows in halves.items()]
+            _draw(self.gate_up_A, seed, parts)
             self.gate_up_B.zero_()
         if self.down_A is not None and self.down_B is not None:
-            for e, A in enumerate(self.down_A):
-                A.copy_(_random_A(seed, f"{name}.{e}.down_proj", A.shape))
+            _draw(self.down_A, seed, [(f"{name}.{e}.down_proj", e) for e in range(len(self.down_A))])
             self.down_B.zero_()
 
     def extra_repr(self) -> str:
@@ -130,13 +136,20 @@ class ExpertLowRank(nn.Module):
         )
 
 
-def _random_A(seed: int, name: str, shape: tuple[int, ...] | torch.Size) -> Tensor:
-    """kaiming_uniform(a = sqrt 5) from a generator seeded by (seed, name).
+def _draw(A: Tensor, seed: int, parts: Sequence[tuple[str, Any]]) -> None:
+    """kaiming_uniform(a = sqrt 5) in each part of A (its name, its index), from a generator of (seed, name).
 
-    Attaching in another order, or elsewhere, gives the same numbers.
+    Attaching in another order, elsewhere, or on another number of cores gives the same numbers.
     """
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    A = torch.empty(*shape, dtype=torch.float32)
-    nn.init.kaiming_uniform_(A, a=math.sqrt(5), generator=generator)
-    return A
+    host = A.detach() if A.device.type == "cpu" else torch.empty(A.shape, dtype=torch.float32)
+
+    def fill(part: tuple[str, Any], _: int) -> None:
+        name, index = part
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        nn.init.kaiming_uniform_(host[index], a=math.sqrt(5), generator=generator)
+
+    cores = min(torch.get_num_threads(), max(1, A.numel() // NUMBERS_PER_CORE))
+    spread([parts[core::cores] for core in range(cores)], fill)
+    if host.device != A.device:
+        A.copy_(host)

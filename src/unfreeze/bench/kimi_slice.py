@@ -376,7 +376,7 @@ class ExpertOps:
         weights = torch.rand(ids_TK.shape, device=built.device)
         routing = self.part.route(ids_TK, weights, self.E, dtype)
         self.expert_n = ids_TK.flatten().sort().values  # the expert of each row
-        self.groups = list(self.part.groups(routing, 0, 0))
+        self.groups = list(self.part.groups(routing, (0, 0), 0, both=False))
         self.bases = [
             (
                 Base(experts.gate_up_proj.value(), dtype, f"bench gate_up {i}"),
@@ -396,13 +396,13 @@ class ExpertOps:
         B as forward reads it, and A as backward does.
         """
         pairs = list(zip(self.groups, self.bases, strict=True))
-        self.gate_up_WS = [
-            base.stack(g.experts, g.positions, self.gate_up, "forward") for g, (base, _) in pairs
-        ]
-        self.down_WS = [base.stack(g.experts, g.positions, self.down, "forward") for g, (_, base) in pairs]
+        self.gate_up_WS = [base.stack(g.experts, base.name, self.Q)[0] for g, (base, _) in pairs]
+        self.down_WS = [base.stack(g.experts, base.name, self.P)[0] for g, (_, base) in pairs]
         for group, gate_up, down in zip(self.groups, self.gate_up_WS, self.down_WS, strict=True):
             gate_up[:, 2 * self.I :, : self.D].copy_(self.gate_up.A[group.positions])
+            gate_up[:, : 2 * self.I, self.D :].copy_(self.gate_up.B[group.positions])
             down[:, self.D :, : self.I].copy_(self.down.A[group.positions])
+            down[:, : self.D, self.I :].copy_(self.down.B[group.positions])
 
     def _each(self) -> Iterator[tuple[Any, range, Tensor, Tensor]]:
         for group, gate_up, down in zip(self.groups, self.gate_up_WS, self.down_WS, strict=True):

@@ -148,8 +148,9 @@ def kimi_layer(experts, tokens):
     return x, ids, meta(T, K), packed(2 * I, D), packed(D, I), factors
 
 
-@pytest.mark.parametrize("experts, most", [(48, 200), (384, 600)])  # 384 go in 8 groups
-def test_a_layer_of_kimi_k2_takes_few_operations_a_pass(experts, most, h200, monkeypatch):
+@pytest.mark.parametrize("experts", [48, 384])
+def test_a_layer_of_kimi_k2_takes_200_operations_a_pass(experts, h200, monkeypatch):
+    """384 go in five groups."""
     args = kimi_layer(experts, 8192)
     ends = [(e + 1) * 8192 * 8 // experts for e in range(experts)]
     monkeypatch.setattr(backend.DeviceRouting, "ends", ends)
@@ -158,7 +159,7 @@ def test_a_layer_of_kimi_k2_takes_few_operations_a_pass(experts, most, h200, mon
         y = fused_expert_mlp(*args, Grouped())
     with Count() as backward:
         y.backward(torch.empty_like(y))
-    assert forward.ops <= most and backward.ops <= 1.5 * most
+    assert forward.ops <= 200 and backward.ops <= 200
     release_scratch()
 
 

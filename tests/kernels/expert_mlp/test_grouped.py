@@ -68,9 +68,9 @@ def test_experts_in_groups_give_the_same_bits(routing, packed, experts_at_once, 
     one = []
     real = Grouped.groups
 
-    def counted(self, routing, weight_bytes, row_bytes):
-        monkeypatch.setattr(workspace, "WORKSPACE", weight_bytes * experts_at_once)
-        found = list(real(self, routing, weight_bytes, row_bytes))
+    def counted(self, routing, weight_bytes, row_bytes, both):
+        monkeypatch.setattr(workspace, "WORKSPACE", max(weight_bytes) * experts_at_once)
+        found = list(real(self, routing, weight_bytes, row_bytes, both=both))
         one.append(len(found))
         return iter(found)
 

@@ -42,7 +42,7 @@ def test_bit_equal_to_dequantize(rows, columns, group, dtype):
     rounding a second time."""
     packed = random_packed(3, rows, columns, group)
     out = torch.full((3, rows, columns), 7.0, dtype=dtype, device=DEVICE)
-    fill(packed, None, out)
+    fill(packed, 0, out)
     assert torch.equal(out, packed.dequantize().to(dtype))
 
 
@@ -54,7 +54,7 @@ def test_every_code_and_every_scale_bit_pattern_that_is_finite():
     )
     packed = Packed(Int4(16), {"weight_packed": codes, "weight_scale": scales})
     out = torch.empty(packed.shape, dtype=torch.float32, device=DEVICE)
-    fill(packed, None, out)
+    fill(packed, 0, out)
     assert torch.equal(out, packed.dequantize().float())
 
 
@@ -62,7 +62,7 @@ def test_nan_scales_stay_nan():
     packed = random_packed(1, 2, 64, 32)
     packed.parts["weight_scale"][0, 1, 0] = float("nan")
     out = torch.empty(1, 2, 64, dtype=torch.float32, device=DEVICE)
-    fill(packed, None, out)
+    fill(packed, 0, out)
     assert (
         bool(out[0, 1, :32].isnan().all())
         and bool(out[0, 1, 32:].isfinite().all())
@@ -85,12 +85,12 @@ def test_the_chosen_experts_into_their_block_of_a_workspace(extra):
 def test_what_it_cannot_read_is_refused():
     packed = random_packed(2, 8, 64, 32)
     with pytest.raises(ValueError, match="wanted"):
-        fill(packed, None, torch.empty(1, 8, 64, device=DEVICE))
+        fill(packed, 0, torch.empty(3, 8, 64, device=DEVICE))
     with pytest.raises(ValueError, match="float16"):
-        fill(packed, None, torch.empty(2, 8, 64, dtype=torch.float16, device=DEVICE))
+        fill(packed, 0, torch.empty(2, 8, 64, dtype=torch.float16, device=DEVICE))
     odd = Packed(packed.codec, {name: part.transpose(0, 1) for name, part in packed.parts.items()})
     with pytest.raises(ValueError, match="contiguous"):
-        fill(odd, None, torch.empty(8, 2, 64, device=DEVICE))
+        fill(odd, 0, torch.empty(8, 2, 64, device=DEVICE))
 
 
 def test_control_arm_cutting_off_instead_of_rounding_is_seen():

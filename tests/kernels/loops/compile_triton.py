@@ -128,9 +128,7 @@ def expansion(
     beside = columns(rank, inputs, Grouped.row_stride) if rank else 0
     space = on_meta(2 if chosen else E, rows + beside, inputs + beside)
     with recorded(f"bf16, {label}", kept):
-        int4_expand.fill(
-            packed(rows, inputs), on_meta(2, dtype=L) if chosen else None, space[:, :rows, :inputs]
-        )
+        int4_expand.fill(packed(rows, inputs), on_meta(2, dtype=L) if chosen else 0, space[:, :rows, :inputs])
 
 
 def expansions() -> list[Launch]:
@@ -228,7 +226,7 @@ def planted_faults(launches: list[Launch]) -> list[Launch]:
     step = next(x for x in launches if x.kernel is adamw._step and x.label == "bf16")
     kept: list[Launch] = []
     with recorded("bf16, planted", kept):
-        int4_expand.fill(packed(D, WIDTH), None, on_meta(E, D, WIDTH + 8)[:, :, :WIDTH])
+        int4_expand.fill(packed(D, WIDTH), 0, on_meta(E, D, WIDTH + 8)[:, :, :WIDTH])
     slow = Launch("bf16, planted", step.kernel, step.args, step.options | {"num_warps": 4})
     return [Launch("planted", planted, dict(x=on_meta(64, dtype=F), BLOCK=64), {}), slow, *kept]
 

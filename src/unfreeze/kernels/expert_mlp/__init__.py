@@ -19,7 +19,7 @@ from unfreeze.kernels.expert_mlp.backend import Backend
 from unfreeze.kernels.expert_mlp.factors import ExpertFactors
 from unfreeze.kernels.expert_mlp.fused import fused_expert_mlp
 from unfreeze.kernels.expert_mlp.reference import reference_expert_mlp
-from unfreeze.kernels.expert_mlp.workspace import WORKSPACE, adapter_columns, workspace_bytes
+from unfreeze.kernels.expert_mlp.workspace import WORKSPACE, adapter_columns, expert_groups, workspace_bytes
 from unfreeze.kernels.loops.scratch import release_scratch, scratch_bytes
 from unfreeze.kernels.recompute import Reuse
 from unfreeze.quant.codec import Packed
@@ -31,6 +31,7 @@ __all__ = [
     "ExpertFactors",
     "adapter_columns",
     "bucket",
+    "expert_groups",
     "expert_mlp",
     "fused_expert_mlp",
     "reference_expert_mlp",

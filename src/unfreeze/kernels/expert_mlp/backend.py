@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, NamedTuple, TypeVar
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -99,11 +99,13 @@ R = TypeVar("R", bound=Routing)
 
 @dataclass(frozen=True)
 class Group(Generic[R]):
-    """Some experts and their rows. `positions`: where they stand in routing.experts; `rows`: of all n."""
+    """Some experts and their rows. `positions`: where they stand in routing.experts; `rows`: of all n.
+    `workspace`: the name of the one that gate_up and down share; "": each has its own."""
 
     routing: R
     positions: slice
     rows: slice
+    workspace: ClassVar[str] = ""
 
     @property
     def num_rows(self) -> int:
@@ -116,7 +118,15 @@ class Group(Generic[R]):
     @cached_property
     def weight(self) -> Tensor:
         """The routing weight of each of its rows."""
-        return self.routing.weight_n[self.rows]
+        return self.rows_of(self.routing.weight_n)
+
+    def rows_of(self, whole: Tensor) -> Tensor:
+        """The group's rows of a tensor of all n."""
+        return whole[self.rows]
+
+    def experts_of(self, whole: Tensor) -> Tensor:
+        """The group's experts of a tensor of all in routing.experts."""
+        return whole[self.positions]
 
 
 class Saved(NamedTuple):
@@ -155,8 +165,7 @@ class Call(Generic[R]):
         """
         weight_bytes = (self.gate_up.nbytes(self.gate_up_adapter), self.down.nbytes(self.down_adapter))
         row_bytes = (2 * self.gate_up.columns + 3 * self.down.columns) * self.dtype.itemsize
-        both = both or self.backend.keeps_workspaces
-        return self.backend.groups(self.routing, sum(weight_bytes) if both else max(weight_bytes), row_bytes)
+        return self.backend.groups(self.routing, weight_bytes, row_bytes, both=both)
 
     def workers(self) -> int:
         """Cores that share the call."""
@@ -184,8 +193,9 @@ class Call(Generic[R]):
 class Gradients:
     """Buffers that the groups of a call write their gradients to.
 
-    Adapters: a row per expert in use, float32 as the parameters are; A's buffer is its gradient. Dense base:
-    a row per expert, in the dtype of the computation, zero for experts without rows.
+    Adapters: a row per expert in use, float32 as the parameters are; A's buffer is its gradient. None of a
+    backend whose GEMM allocates its result: that is put here, in the dtype of the computation. Dense base: a
+    row per expert, in the dtype of the computation, zero for experts without rows.
     """
 
     def __init__(self, call: Call[R], D: int, *, gate_up: bool, down: bool):
@@ -194,7 +204,8 @@ class Gradients:
 
         def factor(columns: int, length: int) -> Tensor | None:
             shape = (active, columns, length)
-            return torch.empty(shape, dtype=torch.float32, device=device) if columns else None
+            wanted = columns and call.backend.factor_buffers
+            return torch.empty(shape, dtype=torch.float32, device=device) if wanted else None
 
         def base(rows: int, columns: int) -> Tensor:
             make = torch.empty if call.experts is None else torch.zeros
@@ -209,20 +220,23 @@ class Gradients:
 class Backend(ABC, Generic[R]):
     """Does the work of `fused` on one kind of device.
 
-    row_stride         what the rows of a workspace are a multiple of, in numbers (factors.columns)
-    keeps_workspaces   those of gate_up and down are there at once in forward too
+    row_stride       what the rows of a workspace are a multiple of, in numbers (factors.columns)
+    factor_buffers   whether `Gradients` has buffers for those of adapters
     """
 
     row_stride = 8
-    keeps_workspaces = False
+    factor_buffers = True
 
     @abstractmethod
     def route(self, ids_TK: Tensor, weights_TK: Tensor, num_experts: int, dtype: torch.dtype) -> R:
         """Sort the slots by expert."""
 
     @abstractmethod
-    def groups(self, routing: R, weight_bytes: int, row_bytes: int) -> Iterator[Group[R]]:
-        """All experts of `routing` in groups; an expert costs weight_bytes, each of its rows row_bytes."""
+    def groups(
+        self, routing: R, weight_bytes: tuple[int, int], row_bytes: int, *, both: bool
+    ) -> Iterator[Group[R]]:
+        """All experts of `routing` in groups; an expert costs weight_bytes (of gate_up, of down), each of its
+        rows row_bytes. both: as in Call.groups."""
 
     @abstractmethod
     def workers(self, routing: R, weights: int) -> int:

@@ -56,8 +56,8 @@ class ByGemms(Backend[R]):
         """out[r, :D] = source[token of r]. source [T, D]; out may be wider, the rest is left alone."""
 
     @abstractmethod
-    def scatter_add(self, rows: Tensor, group: Group[R], weight: Tensor, out: Tensor) -> None:
-        """out[token of r] += weight[r] rows[r]. rows [., D], out [T, D] float32."""
+    def scatter_add(self, rows: Tensor, group: Group[R], weight: Tensor | None, out: Tensor) -> None:
+        """out[token of r] += weight[r] rows[r], without `weight` rows[r]. rows [., D], out [T, D] float32."""
 
     @abstractmethod
     def swiglu(self, gate_up: Tensor, out: Tensor) -> None:
@@ -78,39 +78,57 @@ class ByGemms(Backend[R]):
         weighted = w h; grad_gate_up[:, :2I] = w times the gradient of gate_up; score = <dh, h>.
         """
 
+    def factor(self, name: str, a: Tensor, b: Tensor, group: Group[R], grads: Gradients) -> None:
+        """The group's share of grads.`name`, a[rows of g]ᵀ @ b[rows of g] for each expert g."""
+        self.tn(a, b, group, group.experts_of(getattr(grads, name)), range(len(group.experts)))
+
+    def instead(self, name: str, product: Tensor, group: Group[R]) -> Tensor:
+        """`rows` as wide as `product`, which is read for the last time while they are written, row by row."""
+        return self.rows(name, group, product.shape[1], product.dtype)
+
+    def weighted(self, rows: Tensor, group: Group[R]) -> Tensor:
+        """w times the group's rows of a tensor of all n."""
+        return (group.rows_of(rows) * group.weight[:, None]).to(rows.dtype)
+
+    def beside(
+        self, name: str, group: Group[R], columns: tuple[int, int], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`rows` of two widths side by side: (both, left, right)."""
+        both = self.rows(name, group, sum(columns), dtype)
+        left, right = both.split(columns, dim=1)
+        return both, left, right
+
     def forward_group(self, call: Call[R], group: Group[R], x: Tensor, saved: Saved, y: Tensor) -> None:
         D, I, adapters = x.shape[1], call.I, range(len(group.experts))
 
         # xA = x A1ᵀ beside the group's rows of x: [x | xA]
-        x_rows = self.rows("x", group, D + call.Q, x.dtype)
+        x_rows, x_left, xA = self.beside("x", group, (D, call.Q), x.dtype)
         self.gather(x, group, x_rows)
-        weights, index = _stack(call.gate_up, group, call.gate_up_adapter, "forward")
+        weights, index = _operand(call.gate_up, group, call.gate_up_adapter, "forward")
         if call.gate_up_adapter:
-            A = call.gate_up_adapter.A[group.positions]
-            self.nt(x_rows[:, :D], A, adapters, group, x_rows[:, D:])
+            self.nt(x_left, group.experts_of(call.gate_up_adapter.A), adapters, group, xA)
             if saved.xA is not None:
-                saved.xA[group.rows] = x_rows[:, D:]
+                group.rows_of(saved.xA).copy_(xA)
 
         # gate_up = [x | xA] [W1 | B1]ᵀ = x W1ᵀ + (x A1ᵀ) B1ᵀ: base and adapter in one GEMM
         if saved.gate_up is not None:
-            gate_up = saved.gate_up[group.rows]
+            gate_up = group.rows_of(saved.gate_up)
         else:
             gate_up = self.rows("gate_up", group, 2 * I, x.dtype)
-        self.nt(x_rows, weights[:, : 2 * I], index, group, gate_up)
+        self.nt(x_rows, weights, index, group, gate_up)
 
         # h = silu(gate) · up, and hA = h A2ᵀ beside it: [h | hA]
-        h_rows = self.rows("h", group, I + call.P, x.dtype)
+        h_rows, h_left, hA = self.beside("h", group, (I, call.P), x.dtype)
         self.swiglu(gate_up, h_rows)
-        weights, index = _stack(call.down, group, call.down_adapter, "forward")
+        weights, index = _operand(call.down, group, call.down_adapter, "forward")
         if call.down_adapter:
-            A = call.down_adapter.A[group.positions]
-            self.nt(h_rows[:, :I], A, adapters, group, h_rows[:, I:])
+            self.nt(h_left, group.experts_of(call.down_adapter.A), adapters, group, hA)
             if saved.hA is not None:
-                saved.hA[group.rows] = h_rows[:, I:]
+                group.rows_of(saved.hA).copy_(hA)
 
         # y[token] += w [h | hA] [W2 | B2]ᵀ
         out = self.product_rows("y", group, D, x.dtype)
-        self.scatter_add(self.nt(h_rows, weights[:, :D], index, group, out), group, group.weight, y)
+        self.scatter_add(self.nt(h_rows, weights, index, group, out), group, group.weight, y)
 
     def backward_group(
         self,
@@ -125,61 +143,62 @@ class ByGemms(Backend[R]):
     ) -> None:
         assert saved.gate_up is not None
         D, I, adapters = x.shape[1], call.I, range(len(group.experts))
-        active = range(group.positions.start, group.positions.stop)  # the group's rows of grads.*_A and *_Bt
 
         # dh = dy W2 + (dy B2) A2, not yet times w: <dh, h> is the gradient of w
-        dy_rows = self.rows("dy", group, D + call.P, x.dtype)
+        dy_rows, dy_left, dyB = self.beside("dy", group, (D, call.P), x.dtype)
         self.gather(dy, group, dy_rows)
-        weights, index = _stack(call.down, group, call.down_adapter, "backward")
+        weights, index = _operand(call.down, group, call.down_adapter, "backward")
         if call.down_adapter:
-            Bt = call.down_adapter.Bt[group.positions]
-            self.nt(dy_rows[:, :D], Bt, adapters, group, dy_rows[:, D:])
+            self.nt(dy_left, group.experts_of(call.down_adapter.Bt), adapters, group, dyB)
         out = self.product_rows("dh", group, I, x.dtype)
-        dh = self.nn(dy_rows, weights[:, :, :I], index, group, out)
+        dh = self.nn(dy_rows, weights, index, group, out)
 
         # wh = w h; dgu = w times the gradient of gate_up; score = <dh, h>
-        wh, dgu_rows = self.rows("wh", group, I, x.dtype), self.rows("dgu", group, 2 * I + call.Q, x.dtype)
-        self.swiglu_backward(dh, saved.gate_up[group.rows], group, wh, dgu_rows, score_n[group.rows])
+        wh = self.instead("wh", dh, group)
+        dgu_rows, dgu, dguB = self.beside("dgu", group, (2 * I, call.Q), x.dtype)
+        gate_up, score = group.rows_of(saved.gate_up), group.rows_of(score_n)
+        self.swiglu_backward(dh, gate_up, group, wh, dgu_rows, score)
 
         # dA2 = (dy B2)ᵀ (w h); dB2ᵀ = (w hA)ᵀ dy; dW2 = dyᵀ (w h)
-        if grads.down_A is not None and grads.down_Bt is not None and saved.hA is not None:
-            whA = (saved.hA[group.rows] * group.weight[:, None]).to(x.dtype)
-            self.tn(dy_rows[:, D:], wh, group, grads.down_A, active)
-            self.tn(whA, dy_rows[:, :D], group, grads.down_Bt, active)
+        if saved.hA is not None:
+            self.factor("down_A", dyB, wh, group, grads)
+            self.factor("down_Bt", self.weighted(saved.hA, group), dy_left, group, grads)
         if grads.down is not None:
-            self.tn(dy_rows[:, :D], wh, group, grads.down, group.experts)
+            self.tn(dy_left, wh, group, grads.down, group.experts)
 
-        # dx[token] += dgu W1 + (dgu B1) A1; w is in dgu already, hence the ones
+        # dx[token] += dgu W1 + (dgu B1) A1; w is in dgu already
         if dx is not None or call.gate_up_adapter:
-            weights, index = _stack(call.gate_up, group, call.gate_up_adapter, "backward")
+            weights, index = _operand(call.gate_up, group, call.gate_up_adapter, "backward")
             if call.gate_up_adapter:
-                Bt = call.gate_up_adapter.Bt[group.positions]
-                self.nt(dgu_rows[:, : 2 * I], Bt, adapters, group, dgu_rows[:, 2 * I :])
+                self.nt(dgu, group.experts_of(call.gate_up_adapter.Bt), adapters, group, dguB)
             if dx is not None:
                 out = self.product_rows("y", group, D, x.dtype)
-                dx_rows = self.nn(dgu_rows, weights[:, :, :D], index, group, out)
-                self.scatter_add(dx_rows, group, torch.ones_like(group.weight), dx)
+                dx_rows = self.nn(dgu_rows, weights, index, group, out)
+                self.scatter_add(dx_rows, group, None, dx)
 
         # dA1 = (dgu B1)ᵀ x; dB1ᵀ = xAᵀ dgu; dW1 = dguᵀ x
         if call.gate_up_adapter or grads.gate_up is not None:
-            x_rows = self.rows("x", group, D, x.dtype)
-            self.gather(x, group, x_rows)
-            if grads.gate_up_A is not None and grads.gate_up_Bt is not None and saved.xA is not None:
-                self.tn(dgu_rows[:, 2 * I :], x_rows, group, grads.gate_up_A, active)
-                self.tn(saved.xA[group.rows], dgu_rows[:, : 2 * I], group, grads.gate_up_Bt, active)
+            x_rows = dy_left  # dy is done with
+            self.gather(x, group, dy_rows)
+            if saved.xA is not None:
+                self.factor("gate_up_A", dguB, x_rows, group, grads)
+                self.factor("gate_up_Bt", group.rows_of(saved.xA), dgu, group, grads)
             if grads.gate_up is not None:
-                self.tn(dgu_rows[:, : 2 * I], x_rows, group, grads.gate_up, group.experts)
+                self.tn(dgu, x_rows, group, grads.gate_up, group.experts)
 
 
-def _stack(
+def _operand(
     base: Base, group: Group[R], adapter: Adapter | None, direction: Direction
 ) -> tuple[Tensor, Sequence[int]]:
     """Give (matrices, where each of the group's experts is among them).
 
-    The weight itself if no expanding is needed, else a workspace.
+    The weight itself if no expanding is needed, else what that direction reads of a workspace.
     """
     dense = base.dense(adapter)
     if dense is not None:
         return dense, group.experts
-    stack = base.stack(group.experts, group.positions, adapter, direction)
-    return stack, range(len(group.experts))
+    factor = None
+    if adapter is not None:
+        factor = group.experts_of(adapter.B if direction == "forward" else adapter.A)
+    name = group.workspace or base.name
+    return base.operand(group.experts, factor, direction, name), range(len(group.experts))

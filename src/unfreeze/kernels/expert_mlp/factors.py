@@ -91,8 +91,9 @@ def gate_up_adapter(
     rank, half = B.shape[2], B.shape[1] // 2
     Q = columns(2 * rank, A.shape[2], stride)
     blocks = B.new_zeros((B.shape[0], 2 * half, Q), dtype=dtype)
-    blocks[:, :half, :rank].copy_(B[:, :half] * scale)
-    blocks[:, half:, rank : 2 * rank].copy_(B[:, half:] * scale)
+    (of_gate, of_up), (gate, up) = blocks.split(half, dim=1), (B * scale).split(half, dim=1)
+    of_gate[:, :, :rank].copy_(gate)
+    of_up[:, :, rank : 2 * rank].copy_(up)
     return Adapter(_padded(A, 1, Q, dtype), blocks)
 
 

@@ -53,9 +53,10 @@ def _forward(call: Call[R], x: Tensor, *, save: bool) -> tuple[Tensor, Saved]:
 
     saved = Saved(gate_up=buffer(2 * call.I), xA=buffer(call.Q), hA=buffer(call.P))
     y = call.sums(x)
+    of_workers = y.unbind()
 
     def work(group: Group[R], worker: int) -> None:
-        call.backend.forward_group(call, group, x, saved, y[worker])
+        call.backend.forward_group(call, group, x, saved, of_workers[worker])
 
     call.backend.each(call.groups(both=False), len(y), work)
     return call.total(y), saved
@@ -116,11 +117,11 @@ class _ExpertMLP(torch.autograd.Function):
         score_n = torch.empty(routing.num_rows, dtype=torch.float32, device=x.device)
         workers = call.workers()
         dx = call.sums(x) if need_x else None
+        of_workers = [None] * workers if dx is None else dx.unbind()
         dy = dy.to(x.dtype).contiguous()
 
         def work(group: Group[R], worker: int) -> None:
-            into = None if dx is None else dx[worker]
-            backend.backward_group(call, group, x, dy, Saved(*saved), score_n, grads, into)
+            backend.backward_group(call, group, x, dy, Saved(*saved), score_n, grads, of_workers[worker])
 
         backend.each(call.groups(both=True), workers, work)
 

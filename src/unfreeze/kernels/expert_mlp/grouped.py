@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -22,25 +24,80 @@ from torch import Tensor
 from unfreeze.kernels import int4_grouped_mm, swiglu, token_permute
 from unfreeze.kernels.choice.choose import choose
 from unfreeze.kernels.expert_mlp import workspace
-from unfreeze.kernels.expert_mlp.backend import DeviceRouting, Group
+from unfreeze.kernels.expert_mlp.backend import DeviceRouting, Gradients, Group
 from unfreeze.kernels.expert_mlp.by_gemms import ByGemms
 from unfreeze.kernels.expert_mlp.factors import Adapter, ExpertFactors, adapters
 from unfreeze.quant.codec import Packed
 
 DeviceGroup = Group[DeviceRouting]
+Made = TypeVar("Made")
+
+
+class Cuts:
+    """What each part has of a call's tensors: one operation of torch for all parts, whose number is what a
+    small group costs the host.
+
+    rows, experts: of each part. collected: [n, D] rows of all parts, which the last one combines: a token's
+    sum has one order, so no bit depends on the groups. products: gradients of adapters, which it joins.
+    """
+
+    def __init__(self, rows: list[int], experts: list[int]):
+        self.rows, self.experts = rows, experts
+        self.collected: dict[str, Tensor] = {}
+        self.products: dict[str, list[Tensor]] = {}
+        self._made: dict[tuple[str, int], tuple[Tensor, Any]] = {}
+        self._place: dict[int, tuple[Tensor, int]] = {}  # of a piece: whose it is, and which
+
+    def once(self, name: str, source: Tensor, make: Callable[[Tensor], Made]) -> Made:
+        """make(source), kept under that name."""
+        if (name, id(source)) not in self._made:
+            self._made[name, id(source)] = source, make(source)  # the source too: its id stays its own
+        return self._made[name, id(source)][1]
+
+    def of(self, whole: Tensor, sizes: list[int]) -> Sequence[Tensor]:
+        """`whole` cut along its first dimension."""
+
+        def cut(whole: Tensor) -> Sequence[Tensor]:
+            pieces = whole.split(sizes)
+            self._place |= {id(piece): (whole, number) for number, piece in enumerate(pieces)}
+            return pieces
+
+        return self.once("pieces", whole, cut)
+
+    def halves(self, piece: Tensor) -> tuple[Tensor, Tensor]:
+        """gate and up [., I] of a piece [., 2I]."""
+        whole, number = self._place[id(piece)]
+        first, second = self.once("halves", whole, lambda whole: whole.chunk(2, dim=1))
+        return self.of(first, self.rows)[number], self.of(second, self.rows)[number]
+
+    def turned(self, tensor: Tensor) -> Tensor:
+        """`tensor` with its last two dimensions exchanged; what is a piece comes of its turned whole."""
+        if id(tensor) not in self._place:
+            return self.once("turned", tensor, lambda tensor: tensor.transpose(-2, -1))
+        whole, number = self._place[id(tensor)]
+        sizes = [len(piece) for piece in self.of(whole, [])]
+        dim = 1 if whole.dim() == 2 else 0
+        return self.once("turned pieces", whole, lambda w: w.transpose(-2, -1).split(sizes, dim))[number]
 
 
 @dataclass(frozen=True)
 class Part(DeviceGroup):
-    """One of several groups.
+    """The group `number` of several, which share a workspace for gate_up and down in turn."""
 
-    `collected`: [n, D] rows of all groups, which the last one combines: a token's sum has one order, so no
-    bit depends on the groups.
-    """
-
-    last: bool
+    number: int
     offsets: Tensor
-    collected: dict[str, Tensor] = field(repr=False)
+    cuts: Cuts = field(repr=False)
+    workspace: ClassVar[str] = "base"
+
+    @property
+    def last(self) -> bool:
+        return self.number == len(self.cuts.rows) - 1
+
+    def rows_of(self, whole: Tensor) -> Tensor:
+        return self.cuts.of(whole, self.cuts.rows)[self.number]
+
+    def experts_of(self, whole: Tensor) -> Tensor:
+        return self.cuts.of(whole, self.cuts.experts)[self.number]
 
 
 class Grouped(ByGemms[DeviceRouting]):
@@ -50,7 +107,7 @@ class Grouped(ByGemms[DeviceRouting]):
     """
 
     row_stride = 16
-    keeps_workspaces = True
+    factor_buffers = False
 
     def route(
         self, ids_TK: Tensor, weights_TK: Tensor, num_experts: int, dtype: torch.dtype
@@ -70,24 +127,31 @@ class Grouped(ByGemms[DeviceRouting]):
             permute=permute,
         )
 
-    def groups(self, routing: DeviceRouting, weight_bytes: int, row_bytes: int) -> Iterator[DeviceGroup]:
-        """One group where the workspace holds weight_bytes of every expert.
+    def groups(
+        self, routing: DeviceRouting, weight_bytes: tuple[int, int], row_bytes: int, *, both: bool
+    ) -> Iterator[DeviceGroup]:
+        """One group where the workspace holds gate_up and down of every expert, whatever `both` says.
 
-        Else as few of equal size as there can be.
+        Forward then leaves what backward needs. Else as few of equal size as there can be, with one of the two
+        at a time.
         """
         E = routing.num_experts
-        fits = max(1, workspace.WORKSPACE // max(1, weight_bytes))
-        if fits >= E:
+        if sum(weight_bytes) * E <= workspace.WORKSPACE:
             yield Group(routing, slice(0, E), slice(0, routing.num_rows))
             return
+        fits = max(1, workspace.WORKSPACE // max(1, *weight_bytes))
         size = -(-E // -(-E // fits))
-        collected: dict[str, Tensor] = {}
-        for first in range(0, E, size):
-            positions = slice(first, min(E, first + size))
-            begin = routing.ends[first - 1] if first else 0
-            rows = slice(begin, routing.ends[positions.stop - 1])
-            offsets = routing.offsets_E[positions] - begin
-            yield Part(routing, positions, rows, positions.stop == E, offsets, collected)
+        begins = range(0, E, size)
+        ends = [min(E, first + size) for first in begins]
+        edges = [0, *(routing.ends[end - 1] for end in ends)]
+        cuts = Cuts([b - a for a, b in pairwise(edges)], [b - a for a, b in pairwise([0, *ends])])
+        # the offsets of each part from its own first row on
+        offsets: Sequence[Tensor] = torch._foreach_sub(  # pyright: ignore[reportPrivateImportUsage]
+            routing.offsets_E.split(cuts.experts), edges[:-1]
+        )
+        for number, first in enumerate(begins):
+            positions, rows = slice(first, ends[number]), slice(edges[number], edges[number + 1])
+            yield Part(routing, positions, rows, number, offsets[number], cuts)
 
     def decode(
         self,
@@ -120,7 +184,7 @@ class Grouped(ByGemms[DeviceRouting]):
 
         No expert is expanded in memory. `impl`: of int4_grouped_mm.
         """
-        (group,) = self.groups(routing, 0, 0)
+        (group,) = self.groups(routing, (0, 0), 0, both=False)
         x_nD = self.rows("x", group, x_TD.shape[1], x_TD.dtype)
         self.gather(x_TD, group, x_nD)
 
@@ -158,45 +222,70 @@ class Grouped(ByGemms[DeviceRouting]):
         """
         if not isinstance(group, Part) or name != "y":
             return None
-        if name not in group.collected:
+        collected = group.cuts.collected
+        if name not in collected:
             shape = (group.routing.num_rows, columns)
-            group.collected[name] = torch.empty(shape, dtype=dtype, device=group.weight.device)
-        return group.collected[name][group.rows]
+            collected[name] = torch.empty(shape, dtype=dtype, device=group.weight.device)
+        return group.rows_of(collected[name])
 
     def nt(
         self, a: Tensor, weights: Tensor, index: Sequence[int], group: DeviceGroup, out: Tensor | None
     ) -> Tensor:
         """`index` is consecutive."""
-        return self.nn(a, weights.transpose(1, 2), index, group, out)
+        return self.nn(a, _turned(weights, group), index, group, out)
 
     def nn(
         self, a: Tensor, weights: Tensor, index: Sequence[int], group: DeviceGroup, out: Tensor | None
     ) -> Tensor:
         if not len(a):  # a part that no token chose
             return a.new_empty((0, weights.shape[2])) if out is None else out
-        product = F.grouped_mm(a, weights[index[0] : index[-1] + 1], offs=_offsets(group))
+        product = F.grouped_mm(a, _of(weights, index), offs=_offsets(group))
         return product if out is None else out.copy_(product)
 
     def tn(self, a: Tensor, b: Tensor, group: DeviceGroup, out: Tensor, index: Sequence[int]) -> None:
-        """Zero for an expert without rows."""
-        into = out[index[0] : index[-1] + 1]
+        _of(out, index).copy_(self.outer(a, b, group))
+
+    def outer(self, a: Tensor, b: Tensor, group: DeviceGroup) -> Tensor:
+        """a[rows of g]ᵀ @ b[rows of g] of each expert g; zero for one without rows."""
         if not len(a):
-            into.zero_()
-            return
-        into.copy_(F.grouped_mm(a.t(), b, offs=_offsets(group)))
+            return a.new_zeros((len(group.experts), a.shape[1], b.shape[1]))
+        return F.grouped_mm(_turned(a, group), b, offs=_offsets(group))
+
+    def factor(self, name: str, a: Tensor, b: Tensor, group: DeviceGroup, grads: Gradients) -> None:
+        """The product itself is the gradient; of several parts the last one joins them."""
+        product = self.outer(a, b, group)
+        if isinstance(group, Part):
+            products = group.cuts.products.setdefault(name, [])
+            products.append(product)
+            if not group.last:
+                return
+            product = torch.cat(group.cuts.products.pop(name))
+        setattr(grads, name, product)
 
     def gather(self, source: Tensor, group: DeviceGroup, out: Tensor) -> None:
         routing = group.routing
-        routing.permute.functions.gather(source, routing.slot_n[group.rows], routing.per_token, out)
+        routing.permute.functions.gather(source, group.rows_of(routing.slot_n), routing.per_token, out)
 
-    def scatter_add(self, rows: Tensor, group: DeviceGroup, weight: Tensor, out: Tensor) -> None:
+    def weighted(self, rows: Tensor, group: DeviceGroup) -> Tensor:
+        if not isinstance(group, Part):
+            return super().weighted(rows, group)
+        weight_n = group.routing.weight_n
+        return group.rows_of(
+            group.cuts.once("weighted", rows, lambda whole: (whole * weight_n[:, None]).to(whole.dtype))
+        )
+
+    def instead(self, name: str, product: Tensor, group: DeviceGroup) -> Tensor:
+        """In place: swiglu's kernels read a number before they write to it."""
+        return product
+
+    def scatter_add(self, rows: Tensor, group: DeviceGroup, weight: Tensor | None, out: Tensor) -> None:
         """By gathering each token's K rows, not by atomic adds: the same bits at every run."""
         routing = group.routing
         if isinstance(group, Part):
             if not group.last:
                 return
-            rows = group.collected.pop("y")
-            weight = routing.weight_n if weight is group.weight else torch.ones_like(routing.weight_n)
+            rows = group.cuts.collected.pop("y")
+            weight = None if weight is None else routing.weight_n
         routing.permute.functions.combine(rows, routing.row_of_slot, weight, out)
 
     def swiglu(self, gate_up: Tensor, out: Tensor) -> None:
@@ -212,12 +301,22 @@ class Grouped(ByGemms[DeviceRouting]):
         grad_gate_up: Tensor,
         score: Tensor,
     ) -> None:
-        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = group.cuts.halves(gate_up) if isinstance(group, Part) else gate_up.chunk(2, dim=-1)
         width = gate.shape[1]
-        dgate, dup = grad_gate_up[:, :width], grad_gate_up[:, width : 2 * width]
+        dgate, dup, _ = grad_gate_up.split([width, width, grad_gate_up.shape[1] - 2 * width], dim=1)
         swiglu.functions_for(gate_up).backward_weighted(
             grad, gate, up, group.weight, weighted, dgate, dup, score
         )
+
+
+def _turned(tensor: Tensor, group: DeviceGroup) -> Tensor:
+    """With its last two dimensions exchanged."""
+    return group.cuts.turned(tensor) if isinstance(group, Part) else tensor.transpose(-2, -1)
+
+
+def _of(stack: Tensor, index: Sequence[int]) -> Tensor:
+    """Its matrices `index`, which are consecutive."""
+    return stack if len(index) == len(stack) else stack[index[0] : index[-1] + 1]
 
 
 def _offsets(group: DeviceGroup) -> Tensor:

@@ -82,11 +82,14 @@ class LoopCpu(ByGemms[HostRouting]):
         """How many rows an expert gets for `rows`."""
         return padded_rows(rows, dtype)
 
-    def groups(self, routing: HostRouting, weight_bytes: int, row_bytes: int) -> Iterator[HostGroup]:
+    def groups(
+        self, routing: HostRouting, weight_bytes: tuple[int, int], row_bytes: int, *, both: bool
+    ) -> Iterator[HostGroup]:
         """Consecutive experts up to GROUP_BYTES; always at least one."""
         first = begin = cost = rows = 0
+        weights = sum(weight_bytes) if both else max(weight_bytes)
         for position, size in enumerate(routing.sizes):
-            more = weight_bytes + size * row_bytes
+            more = weights + size * row_bytes
             if position > first and cost + more > GROUP_BYTES:
                 yield Group(routing, slice(first, position), slice(begin, begin + rows))
                 first, begin, cost, rows = position, begin + rows, 0, 0
@@ -158,7 +161,8 @@ class LoopCpu(ByGemms[HostRouting]):
         token = array(group.routing.token_n[group.rows])
         numba_kernels.gather(group.num_rows * source.shape[1], array(source), token, array(out))
 
-    def scatter_add(self, rows: Tensor, group: HostGroup, weight: Tensor, out: Tensor) -> None:
+    def scatter_add(self, rows: Tensor, group: HostGroup, weight: Tensor | None, out: Tensor) -> None:
+        weight = torch.ones_like(group.weight) if weight is None else weight
         token, pieces = array(group.routing.token_n[group.rows]), set_threads(rows.numel())
         numba_kernels.scatter_add(rows.numel(), array(rows), token, array(weight), array(out), pieces)
 

@@ -253,7 +253,9 @@ class Panels(LoopCpu):
         # the loops of `decode` take float32 rows as they are
         return round_up(rows, ROWS) if dtype == torch.bfloat16 else rows
 
-    def groups(self, routing: HostRouting, weight_bytes: int, row_bytes: int) -> Iterator[HostGroup]:
+    def groups(
+        self, routing: HostRouting, weight_bytes: tuple[int, int], row_bytes: int, *, both: bool
+    ) -> Iterator[HostGroup]:
         """GROUP_EXPERTS at a time: no buffer holds more than one expert's rows."""
         ends = np.cumsum([0, *routing.sizes]).tolist()
         for first in range(0, len(routing.experts), GROUP_EXPERTS):

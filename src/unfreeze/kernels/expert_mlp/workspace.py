@@ -23,7 +23,9 @@ from unfreeze.kernels.loops.scratch import scratch, scratch_of
 from unfreeze.quant.codec import Packed
 
 Direction = Literal["forward", "backward"]
-WORKSPACE = 4 << 30  # bytes of expanded experts at once on a GPU: 48 of Kimi-K2's at rank 16 take 4.3e9
+# bytes of expanded experts at once on a GPU. Of Kimi-K2's at rank 16, gate_up and down of 48 take 4.3e9, and
+# gate_up of 77 takes 4.6e9: its 384 experts go in five groups
+WORKSPACE = 9 << 29
 GROUP_BYTES = 4 << 20  # weights and rows of a group on a CPU: what a core's L2 and its share of L3 hold
 
 
@@ -40,6 +42,18 @@ def workspace_bytes(num_experts: int, hidden: int, intermediate: int, dtype: tor
         every = num_experts * matrices * dtype.itemsize
         return min(WORKSPACE, every) if dtype == torch.bfloat16 else every
     return 2 * GROUP_BYTES + matrices * dtype.itemsize
+
+
+def expert_groups(num_experts: int, hidden: int, intermediate: int, dtype: torch.dtype, device: str) -> int:
+    """Groups that a layer's experts go in on CUDA, without adapters.
+
+    One, or as many as WORKSPACE asks for when gate_up is there without down. 1 elsewhere, and where the
+    reference runs.
+    """
+    every = num_experts * hidden * intermediate * dtype.itemsize
+    if device != "cuda" or dtype != torch.bfloat16 or 3 * every <= WORKSPACE:
+        return 1
+    return -(-2 * every // WORKSPACE)
 
 
 def adapter_columns(num_experts: int, hidden: int, intermediate: int) -> int:
@@ -68,6 +82,7 @@ class Base:
         self.weight, self.dtype, self.name = weight, dtype, name
         _, self.rows, self.columns = weight.shape
         self._expander = None
+        self._views: tuple[Tensor, ...] = ()  # of a space, which groups of one size share: see operand
         if isinstance(weight, Packed) and weight.device.type == "cpu":
             from unfreeze.kernels.int4_expand.numba_cpu import Expander
 
@@ -94,31 +109,42 @@ class Base:
             return self.weight
         return None
 
-    def stack(
-        self, experts: Sequence[int], positions: slice, adapter: Adapter | None, direction: Direction
-    ) -> Tensor:
-        """WS [len(experts), N + Q, M + Q] for `experts`, which lie at `positions` of the adapter.
+    def stack(self, experts: Sequence[int], name: str, width: int) -> tuple[Tensor, ...]:
+        """WS [len(experts), N + Q, M + Q], Q = `width`, with W filled in; of it W, [W | B], B, [W; A], A.
 
-        Valid until the next stack of this name.
+        Valid until the next of this name.
         """
-        width = adapter.width if adapter else 0
         device = self.weight.device
         shape = (len(experts), self.rows + width, self.columns + width)
         parts = self._parts() if remembers(device) else []
         if not parts:
-            space, filled = scratch(self.name, shape, self.dtype, device), False
+            space, filled = scratch(name, shape, self.dtype, device), False
         else:
             # Experts are consecutive there. A recomputed layer's forward and backward follow each other, and
             # forward leaves what backward needs.
             content = (*(part._version for part in parts), experts[0], shape)
-            space, filled = scratch_of(self.name, shape, self.dtype, device, parts[0], content)
+            space, filled = scratch_of(name, shape, self.dtype, device, parts[0], content)
+        if not self._views or self._views[0] is not space:
+            (above, below), (left, _) = (
+                space.split([size, width], dim=dim) for dim, size in ((1, self.rows), (2, self.columns))
+            )
+            W, B = above.split([self.columns, width], dim=2)
+            self._views = (space, W, above, B, left, below[:, :, : self.columns])
         if not filled:
-            self._fill(experts, space[:, : self.rows, : self.columns])
-        if adapter and direction == "forward":
-            space[:, : self.rows, self.columns :].copy_(adapter.B[positions])
-        elif adapter:
-            space[:, self.rows :, : self.columns].copy_(adapter.A[positions])
-        return space
+            self._fill(experts, self._views[1])
+        return self._views
+
+    def operand(
+        self, experts: Sequence[int], factor: Tensor | None, direction: Direction, name: str
+    ) -> Tensor:
+        """What a GEMM of that direction reads: [W | B] (forward) or [W; A], `factor` being B or A of
+        `experts`. `name`: of the workspace."""
+        forward = direction == "forward"
+        width = 0 if factor is None else factor.shape[2 if forward else 1]
+        _, _, above, B, left, A = self.stack(experts, name, width)
+        if factor is not None:
+            (B if forward else A).copy_(factor)
+        return above if forward else left
 
     def _parts(self) -> list[Tensor]:
         """What a packed weight is expanded from; [] for a dense one, and where torch counts no versions."""

@@ -43,13 +43,9 @@ def expand_stack(packed: Packed, experts: Sequence[int], out: Tensor, impl: str 
     fill = getattr(chosen, "fill", None)
     if fill is not None:
         first = experts[0] if experts else 0
-        run = slice(first, first + len(experts))
-        if list(experts) == list(
-            range(run.start, run.stop)
-        ):  # no list for the device, which would wait for it
-            fill(Packed(packed.codec, {name: part[run] for name, part in packed.parts.items()}), None, out)
-        else:
-            fill(packed, torch.tensor(list(experts), device=out.device), out)
+        # consecutive: no list for the device, which would wait for it
+        consecutive = list(experts) == list(range(first, first + len(experts)))
+        fill(packed, first if consecutive else torch.tensor(list(experts), device=out.device), out)
         return
     for position, expert in enumerate(experts):
         chosen(packed, expert, out[position])

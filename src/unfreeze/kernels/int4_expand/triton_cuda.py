@@ -19,11 +19,12 @@ from unfreeze.quant.int4 import PER_WORD, Int4
 
 
 @triton.jit
-def widen(bits):
-    """int16 bits of a bf16 -> float32, subnormal ones too.
+def widen(x):
+    """bf16 -> float32 by its bits, subnormal ones too.
 
     The interpreter's own conversion gets those wrong.
     """
+    bits = x.to(tl.int16, bitcast=True)
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
@@ -46,6 +47,7 @@ def _expand(
     packed,
     scale,
     experts,
+    first,
     out,
     rows,
     words,
@@ -60,11 +62,11 @@ def _expand(
 ):
     """out[m, o, c] = (nibble - 8) * scale[o, c // GROUP].
 
-    Matrix m is experts[m] of the stack (CHOSEN), or m.
+    Matrix m is experts[m] of the stack (CHOSEN), or first + m.
     """
     job = tl.program_id(0).to(tl.int64)
     m, o = job // rows, job % rows
-    expert = m
+    expert = first + m
     if CHOSEN:
         expert = tl.load(experts + m).to(tl.int64)
     source = expert * rows + o
@@ -84,16 +86,19 @@ def _expand(
     tl.store(out + m * matrix_stride + o * row_stride + column, values.to(out.dtype.element_ty), mask=inside)
 
 
-def fill(packed: Packed, experts: Tensor | None, out: Tensor) -> None:
-    """out[m] = weight[experts[m]], or weight[m] without `experts`.
+def fill(packed: Packed, experts: Tensor | int, out: Tensor) -> None:
+    """out[m] = weight[experts[m]], or weight[experts + m] where that is a number: one launch.
 
-    One launch, and only what is asked for is read.
+    Nothing but what is asked for is read.
     packed int4 [E, O, I] in one piece with bf16 scales; experts int on the device; out [M, O, I] bf16 or
     float32, last stride 1.
     """
     codec = packed.codec
     codes, scales = packed.parts["weight_packed"], packed.parts["weight_scale"]
-    matrices = packed.shape[0] if experts is None else experts.numel()
+    chosen = isinstance(experts, Tensor)
+    matrices = (
+        experts.numel() if isinstance(experts, Tensor) else min(out.shape[0], packed.shape[0] - experts)
+    )
     _, rows, columns = packed.shape
     if (
         not isinstance(codec, Int4)
@@ -114,8 +119,9 @@ def fill(packed: Packed, experts: Tensor | None, out: Tensor) -> None:
     block = min(power_of_two(words), 512)
     _expand[(matrices * rows, triton.cdiv(words, block))](
         codes,
-        scales.view(torch.int16),
-        codes if experts is None else experts,
+        scales,
+        experts if chosen else codes,
+        0 if chosen else experts,
         out,
         rows,
         words,
@@ -124,7 +130,7 @@ def fill(packed: Packed, experts: Tensor | None, out: Tensor) -> None:
         out.stride(0),
         out.stride(1),
         GROUP=codec.group_size,
-        CHOSEN=experts is not None,
+        CHOSEN=chosen,
         BY_HAND=interpreted(),
         WORDS=block,
     )
@@ -139,7 +145,7 @@ class Expand:
         one = packed if expert is None else packed[expert]
         fill(
             Packed(one.codec, {name: part.unsqueeze(0) for name, part in one.parts.items()}),
-            None,
+            0,
             out.unsqueeze(0),
         )
         return out

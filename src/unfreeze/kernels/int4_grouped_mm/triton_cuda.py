@@ -97,7 +97,7 @@ def int4_grouped_mm(x_nM: Tensor, packed: Packed, offsets_E: Tensor) -> Tensor:
     _multiply[(triton.cdiv(N, outs), most)](
         x_nM,
         codes,
-        scales.view(torch.int16),
+        scales,
         offsets_E,
         y_nN,
         x_nM.stride(0),

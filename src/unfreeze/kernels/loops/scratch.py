@@ -11,6 +11,9 @@ from torch import Tensor
 _buffers: dict[
     tuple[int, str, torch.dtype, torch.device], Tensor
 ] = {}  # the first of the key is the thread (CPU)
+# The last views of a buffer, by shape: the same request gets the same tensor.
+_views: dict[tuple[int, str, torch.dtype, torch.device], dict[tuple[int, ...], Tensor]] = {}
+VIEWS = 4  # of a buffer: a workspace is asked for in two shapes in turn
 # What a buffer was filled with: the tensor it was made from, and which part of it.
 _contents: dict[tuple[int, str, torch.dtype, torch.device], tuple[weakref.ref[Tensor], object]] = {}
 
@@ -32,11 +35,18 @@ def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch
     key = _key(name, dtype, device)
     _contents.pop(key, None)
     held = _buffers.get(key)
+    views = _views.setdefault(key, {})
+    if shape in views:
+        return views[shape]
     if held is None or held.numel() < count:
         step = max(1024, 1 << max(0, count.bit_length() - 4)) if device.type == "cpu" else 1
         _buffers.pop(key, None)
+        views.clear()
         held = _buffers[key] = torch.empty(-(-count // step) * step, dtype=dtype, device=device)
-    return held[:count].view(shape)
+    if len(views) == VIEWS:
+        views.clear()
+    views[shape] = held[:count].view(shape)
+    return views[shape]
 
 
 def scratch_of(
@@ -81,4 +91,5 @@ def held() -> list[Tensor]:
 def release_scratch() -> None:
     """Forget all buffers. Not while a call runs in another thread."""
     _buffers.clear()
+    _views.clear()
     _contents.clear()

@@ -10,7 +10,13 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from unfreeze.kernels.expert_mlp import ExpertFactors, adapter_columns, expert_mlp, workspace_bytes
+from unfreeze.kernels.expert_mlp import (
+    ExpertFactors,
+    adapter_columns,
+    expert_groups,
+    expert_mlp,
+    workspace_bytes,
+)
 from unfreeze.kernels.recompute import Reuse
 from unfreeze.models.blocks.bytes import Bytes
 from unfreeze.models.blocks.linear import PackedHolder
@@ -91,17 +97,17 @@ class Experts(nn.Module):
         """What K = `per_token` rows of each token need, and the expert op's scratch.
 
         peak       gate and up of each row, 2 I; the float32 sums y and dx of a token, D each. On CUDA
-                   backward holds more of the rows of the experts at work: three of width D (dy, dx, dx
-                   gathered) and 4 I (dh, the weighted h, gradients of gate and up). All experts work at
-                   once, or 1/G of them in each of G groups, whose fullest has UNEVEN times its share
+                   backward holds more of the rows of the experts at work: two of width D (dy, then x; dx) and
+                   3 I (dh, then the weighted h; gradients of gate and up). All experts work at once, or 1/G
+                   of them in each of G groups, whose fullest has UNEVEN times its share, beside dx of all
         expensive  gate and up of each row, and an eighth for padding
         """
         K, D, I, size = per_token, self.hidden_size, self.intermediate_size, dtype.itemsize
         gate_up = K * 2 * I * size
         sizes = (self.num_experts, D, I)
-        groups = -(-self.num_experts * 3 * D * I * size // workspace_bytes(*sizes, dtype, device))
+        groups = expert_groups(*sizes, dtype, device)
         share = min(1.0, UNEVEN / groups) if groups > 1 else 1.0
-        of_rows = int(K * size * (3 * D + 4 * I) * share) if device == "cuda" else 0
+        of_rows = int(K * size * ((2 * D + 3 * I) * share + D * (groups > 1))) if device == "cuda" else 0
         return Bytes(
             peak=gate_up + 8 * D + of_rows,
             expensive=gate_up * 9 // 8,
