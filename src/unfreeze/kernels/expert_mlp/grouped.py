@@ -132,8 +132,8 @@ class Grouped(ByGemms[DeviceRouting]):
     ) -> Iterator[DeviceGroup]:
         """One group where the workspace holds gate_up and down of every expert, whatever `both` says.
 
-        Forward then leaves what backward needs. Else as few of equal size as there can be, with one of the two
-        at a time.
+        Forward then leaves what backward needs. Else as few of equal size as there can be, with one of the
+        two at a time.
         """
         E = routing.num_experts
         if sum(weight_bytes) * E <= workspace.WORKSPACE:
