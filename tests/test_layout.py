@@ -248,7 +248,6 @@ TESTED_BY = {
     "models/factory.py": "models/test_families.py",
     "models/llama.py": "models/test_families.py",
     "models/qwen3_moe.py": "models/test_families.py",
-    "kernels/loops/scratch.py": "kernels/expert_mlp/test_grouped.py",
     "parallel/plan/__init__.py": "parallel/test_plan.py",
     "parallel/plan/propose.py": "parallel/test_plan.py",
     "parallel/plan/terms.py": "parallel/test_plan.py",
