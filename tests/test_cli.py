@@ -1,8 +1,11 @@
 """The command line as scripts see it: exit codes, one line per error, no torch for --help."""
 
+import ast
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +21,64 @@ def test_help_imports_no_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert all(name in done.stdout for name in cli.COMMANDS)
+
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def forgotten(files: dict[str, str], manual: str, tests: set[str]) -> list[str]:
+    """What the command files (name -> source) lack in cli.py, docs/using.md and tests/commands.
+
+    Each with how to mend it. A file without `main` is a part of another command.
+    """
+    named = {command.module.rpartition(".")[2] for command in cli.COMMANDS.values()}
+    mains = [
+        name
+        for name, source in files.items()
+        if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in ast.parse(source).body)
+    ]
+    bad = [
+        f"commands/{name}.py has a main and no line in TRAIN, LOOK, SHIP or DEV of cli.py"
+        for name in mains
+        if name not in named
+    ]
+    bad += [
+        f"tests/commands/test_{name}.py is missing (or test_{name}_command.py)"
+        for name in mains
+        if not {f"test_{name}.py", f"test_{name}_command.py"} & tests
+    ]
+    return bad + [
+        f"docs/using.md, 'Commands', has no line `unfreeze {'dev ' * (name in cli.DEV)}{name} …`"
+        for name in cli.COMMANDS
+        if not re.search(rf"^unfreeze {'dev ' * (name in cli.DEV)}{name}\b", manual, flags=re.M)
+    ]
+
+
+FILES = {
+    path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "src/unfreeze/commands").glob("*.py")
+}
+TESTS = {path.name for path in (ROOT / "tests/commands").glob("test_*.py")} | {
+    "test_chat.py"  # chat is tested beside generate, whose engine it shares
+}
+MANUAL = (ROOT / "docs/using.md").read_text(encoding="utf-8")
+
+
+def test_every_command_has_its_line_its_words_in_the_manual_and_its_test():
+    bad = forgotten(FILES, MANUAL, TESTS)
+    assert not bad, "\n".join(bad)
+
+
+def test_control_arm_what_a_new_command_forgets_is_seen():
+    new = {"made_up": "def main(arguments, common):\n    return {}\n", "part": "def help_(): ..."}
+    assert [line.split()[0] for line in forgotten(new, MANUAL, set())] == [
+        "commands/made_up.py",
+        "tests/commands/test_made_up.py",
+    ]
+    page = MANUAL.replace("unfreeze dev drill ", "").replace("unfreeze chat ", "")
+    assert forgotten({}, page, set()) == [
+        "docs/using.md, 'Commands', has no line `unfreeze chat …`",
+        "docs/using.md, 'Commands', has no line `unfreeze dev drill …`",
+    ]
 
 
 def test_an_unknown_command_names_the_nearest_and_ends_with_2(capsys):

@@ -2,12 +2,15 @@
 answered with ours."""
 
 import io
+import re
 from contextlib import redirect_stdout
+from pathlib import Path
 
 import pytest
 
 from unfreeze import cli
 from unfreeze.config import help, synonyms
+from unfreeze.config.names import places
 from unfreeze.config.training import FIRST, HELP
 from unfreeze.recipes import pretrain, sft
 
@@ -23,7 +26,12 @@ def said(*arguments):
 def test_the_front_page_is_one_screen_under_headings(capsys):
     assert cli.main(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 24 and {"Train", "Look", "Ship"} <= set(lines) and max(map(len, lines)) <= 80
+    wide = [line for line in lines if len(line) > 80]
+    assert len(lines) <= 24, (
+        "unfreeze --help is one screen of 24 lines: put a command into DEV of cli.py, or join two"
+    )
+    assert not wide, f"shorten the summary in cli.py to fit 80 columns: {wide}"
+    assert {"Train", "Look", "Ship"} <= set(lines)
     assert cli.main(["dev"]) == 0 and set(cli.DEV) <= set(capsys.readouterr().out.split())
 
 
@@ -38,7 +46,8 @@ def test_help_shows_some_fields_and_help_all_every_one(recipe, module):
     short, full = said(recipe, "--help"), said(recipe, "--help-all")
     fields = dict(help._flat(module.Config))
     flags = {name: f"--{name.replace('_', '-')}" for name in fields}
-    assert all(f"  {flag}" in full for flag in flags.values())
+    missing = [name for name, flag in flags.items() if f"  {flag}" not in full]
+    assert not missing, f"--help-all lacks {missing}: put them under a heading of HELP in config/training.py"
     shown = [name for name, flag in flags.items() if f"  {flag} " in short]
     assert shown and set(shown) <= set(FIRST) and len(shown) <= 14
     assert max(map(len, full.splitlines())) <= 100 and "{None}" not in full and "MISSING" not in full
@@ -46,7 +55,69 @@ def test_help_shows_some_fields_and_help_all_every_one(recipe, module):
 
 def test_every_field_of_a_run_has_a_heading():
     listed = {name for names in HELP.values() for name in names}
-    assert listed == {name for module in (sft, pretrain) for name, _ in help._flat(module.Config)}
+    fields = {name for module in (sft, pretrain) for name, _ in help._flat(module.Config)}
+    assert listed == fields, (
+        f"put {sorted(fields - listed)} under a heading of HELP in config/training.py, remove"
+        f" {sorted(listed - fields)}"
+    )
+
+
+MANUAL = (Path(__file__).resolve().parents[2] / "docs" / "using.md").read_text(encoding="utf-8")
+
+
+def rows(heading: str, page: str) -> dict[str, str]:
+    """First cell -> second cell of the table of docs/using.md with this heading."""
+    table = page.partition(heading)[2].partition("\n\n")[0]
+    cells = [line.strip("| ").split(" | ", 1) for line in table.splitlines() if line.startswith("| ")]
+    return {first: second for first, second in cells}
+
+
+def flags_listed(page: str) -> dict[str, list[str]]:
+    """Group -> flags, as docs/using.md lists those of sft."""
+    return {
+        group: re.findall("`--([a-z._-]+)`", flags)
+        for group, flags in rows("| group | flags |", page).items()
+    }
+
+
+def flags_there() -> dict[str, list[str]]:
+    known = dict(help._flat(sft.Config))
+    groups = {heading.lower(): [name for name in names if name in known] for heading, names in HELP.items()}
+    return {group: [name.replace("_", "-") for name in names] for group, names in groups.items()}
+
+
+def keys_listed(page: str) -> set[tuple[str, str]]:
+    """(place, flat name) of every key, as docs/using.md lists them by table."""
+    found = set()
+    for table, keys in rows("| table | keys |", page).items():
+        prefix = f"{table.strip('`[]')}." if "`[" in table else ""
+        for key, flat in re.findall(r"`(\w+)`(?: \(`(\w+)`\))?", keys):
+            name = f"{prefix}{key}" if prefix == "lora." else flat or key
+            found |= {(f"{prefix}{key}", name)} if key != "pretrain" else set()
+    return found
+
+
+def keys_there() -> set[tuple[str, str]]:
+    return {(place, name) for module in (sft, pretrain) for name, place in places(module.Config).items()}
+
+
+def test_the_manual_lists_every_flag_and_every_key():
+    listed, there = flags_listed(MANUAL), flags_there()
+    wrong = {group: there[group] for group in there if listed.get(group) != there[group]}
+    assert not wrong, f"docs/using.md, 'The flags of `unfreeze sft`, by group': these rows must read {wrong}"
+    listed, there = keys_listed(MANUAL), keys_there()
+    assert listed == there, (
+        f"docs/using.md, table of keys by table: add {sorted(there - listed)}, remove {sorted(listed - there)}"
+        " (place, flag)"
+    )
+
+
+def test_control_arm_a_flag_or_a_key_that_the_manual_forgets_is_seen():
+    assert "warmup" not in flags_listed(MANUAL.replace(" `--warmup`", ""))["learning"]
+    assert ("optimizer.warmup", "warmup") not in keys_listed(MANUAL.replace(" `warmup`", ""))
+    assert keys_listed(MANUAL.replace("(`save_every`)", "")) - keys_listed(MANUAL) == {
+        ("save.every", "every")
+    }
 
 
 @pytest.mark.parametrize(
@@ -78,6 +149,9 @@ WAYS = [
 
 @pytest.mark.parametrize("word, says", WAYS)
 def test_a_command_of_another_tool_is_answered_with_the_shortest_way(word, says, capsys):
+    assert word not in cli.COMMANDS, (
+        f"{word} is a command now: take it out of WAYS in tests/config/test_help.py"
+    )
     assert cli.main([word]) == 2
     assert says in capsys.readouterr().err
 
@@ -85,7 +159,10 @@ def test_a_command_of_another_tool_is_answered_with_the_shortest_way(word, says,
 def test_every_synonym_names_a_field_that_exists_and_shadows_none():
     known = {name for module in (sft, pretrain) for name, _ in help._flat(module.Config)}
     assert {field for field, _ in synonyms.FIELDS.values()} <= known
-    assert not synonyms.FIELDS.keys() & known and not synonyms.COMMANDS.keys() & cli.COMMANDS.keys()
+    fields, commands = synonyms.FIELDS.keys() & known, synonyms.COMMANDS.keys() & cli.COMMANDS.keys()
+    assert not fields | commands, (
+        f"{sorted(fields | commands)} exist here: take them out of _FIELDS or _COMMANDS in config/synonyms.py"
+    )
     assert len(synonyms.FIELDS) >= 60
 
 
