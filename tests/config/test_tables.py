@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from unfreeze.config import pretrain, sft
+from unfreeze.config import pretrain, sft, training
 from unfreeze.config.names import given
 from unfreeze.config.parse import parse, read_toml
 from unfreeze.core.events import RESOLVED
@@ -22,14 +22,30 @@ NEW_FIELD = (
 RECORDED = json.loads(Path(__file__).with_name("recorded.json").read_text(encoding="utf-8"))
 
 
+def known(now: dict, before: dict) -> dict:
+    """What of `now` was there before, in the tables of `now` too."""
+    kept = {name: value for name, value in now.items() if name in before}
+    return {name: known(v, before[name]) if isinstance(v, dict) else v for name, v in kept.items()}
+
+
+def test_an_added_field_is_left_out_of_the_record_at_its_default_only(monkeypatch):
+    monkeypatch.setattr(training, "ADDED", {"clip", "lora.scaling"})
+    plain = sft.Config(model="m", data=sft.Data(files=("d",))).record()
+    assert "clip" not in plain and "scaling" not in plain["lora"] and "rank" in plain["lora"]
+    lora = sft.LoraConfig(scaling="alpha/sqrt(r)")
+    given = sft.Config(
+        model="m", data=sft.Data(files=("d",)), lora=lora, optimizer=sft.Optimizer(clip=2.0)
+    ).record()
+    assert given["clip"] == 2.0 and given["lora"]["scaling"] == "alpha/sqrt(r)"
+
+
 @pytest.mark.parametrize("before", RECORDED, ids=lambda before: " ".join(before["flags"][4:7]) or "plain")
 def test_flat_flags_give_what_they_gave_before_there_were_tables(before, tmp_path):
     config = parse(RECIPES[before["recipe"]], before["flags"], command=before["recipe"], description="")
     write_resolved(SimpleNamespace(path=tmp_path), config, before["recipe"], "2026-11-22")
     # as text: order counts. A field that came later is in `resolved` and in no record (ADDED)
     resolved = json.loads((tmp_path / RESOLVED).read_text())
-    known = {name: value for name, value in resolved.items() if name in before["resolved"]}
-    assert json.dumps(known) == json.dumps(before["resolved"])
+    assert json.dumps(known(resolved, before["resolved"])) == json.dumps(before["resolved"])
     assert json.dumps(config.record()) == json.dumps(before["record"]), NEW_FIELD
     assert given(config) == before["given"] and str(config.run_dir) == before["run_dir"]
 

@@ -80,8 +80,8 @@ CHANGES_NOTHING = {
 """Fields that change nothing of what is trained; a run may go on with other values."""
 
 ADDED = {"turns", "reasoning", "template_variables", "template_date"}
-"""Fields that saves of earlier versions don't have. At its default such a field is left out of a run's
-record, so that those runs can be resumed."""
+"""Fields that saves of earlier versions don't have, by flat name (one of a table [lora]: "lora.scaling"). At
+its default such a field is left out of a run's record, so that those runs can be resumed."""
 
 HELP = {
     "What": (
@@ -202,12 +202,11 @@ class TrainingConfig(Frozen):
 
     def record(self) -> dict[str, Any]:
         """What a run is recognised by when it resumes: every field that changes what is computed."""
-        changed = given(self)
-        fields = {
-            name: value
-            for name, value in flat(self).items()
-            if name not in CHANGES_NOTHING and (name not in ADDED or name in changed)
-        }
+        left_out = CHANGES_NOTHING | (ADDED - set(given(self)))
+        fields = {name: value for name, value in flat(self).items() if name not in left_out}
+        if isinstance(lora := fields.get("lora"), dict):
+            table = cast(dict[str, Any], lora).items()
+            fields["lora"] = {name: value for name, value in table if f"lora.{name}" not in left_out}
         files = [str(Path(file).resolve()) for file in self.data.files]
         held_out = str(Path(self.data.validation).resolve()) if self.data.validation else ""
         return {
