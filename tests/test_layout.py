@@ -134,6 +134,38 @@ def test_a_room_missing_from_the_tree_is_seen():
     }
 
 
+REPOSITORY = PACKAGE.parents[1]
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    *(f"docs/{page.name}" for page in (REPOSITORY / "docs").glob("*.md")),
+)
+TO_BE_MADE = {"docs/nightly.md"}  # by `make nightly`
+
+
+def lost(page: str, text: str) -> list[str]:
+    """Links and paths of a page that lead nowhere. A path is written in ` ` from the root, src/unfreeze or tests."""
+    links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
+    bad = [link for link in links if not (REPOSITORY / page).parent.joinpath(link).exists()]
+    paths = re.findall(r"`((?:\w+/)+\w+\.(?:py|md|toml|ipynb))`", text) if page in PAGES[:2] else []
+    roots = (REPOSITORY, PACKAGE, REPOSITORY / "tests")
+    bad += [path for path in paths if not any((root / path).exists() for root in roots)]
+    return [f"{page}: {path} is not there" for path in bad if path not in TO_BE_MADE]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_page_names_a_file_that_is_not_there(page):
+    assert not (bad := lost(page, (REPOSITORY / page).read_text(encoding="utf-8"))), "\n".join(bad)
+
+
+def test_control_arm_a_lost_link_and_a_lost_path_are_seen():
+    text = "[a](docs/gone.md) [b](docs/using.md#x) `train/fit.py` `train/gone.py` `objectives/<loss>.py`"
+    assert lost("README.md", text) == [
+        "README.md: docs/gone.md is not there",
+        "README.md: train/gone.py is not there",
+    ]
+
+
 def test_nothing_is_called_utils():
     bad = [
         str(p.relative_to(PACKAGE))
