@@ -193,9 +193,7 @@ def peak(
     )
 
 
-# What the plan still misses: swiglu's reference holds float32 copies of narrow experts' rows, and Qwen2's
-# biased projections more than its formula says.
-MISSED = ("Qwen3-30B-A3B", "Qwen2.5-7B")
+MISSED = ("Qwen2.5-7B",)  # planned 0.86 of what the references hold; why is not known
 
 
 @pytest.mark.parametrize(

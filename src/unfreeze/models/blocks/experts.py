@@ -97,9 +97,10 @@ class Experts(nn.Module):
         """What K = `per_token` rows of each token need, and the expert op's scratch.
 
         peak       gate and up of each row, 2 I; the float32 sums y and dx of a token, D each. On CUDA
-                   backward holds more of the rows of the experts at work: two of width D (dy, then x; dx) and
-                   3 I (dh, then the weighted h; gradients of gate and up). All experts work at once, or 1/G
-                   of them in each of G groups, whose fullest has UNEVEN times its share, beside dx of all
+                   backward holds more of the rows of the experts at work: two of width D (dy, then x; dx)
+                   and 3 I (dh, then the weighted h; gradients of gate and up), or before dx is there 9 I,
+                   fitted to SwiGLU's reference, which makes float32 copies. All experts work at once, or
+                   1/G of them in each of G groups, whose fullest has UNEVEN times its share, beside dx of all
         expensive  gate and up of each row, and an eighth for padding
         """
         K, D, I, size = per_token, self.hidden_size, self.intermediate_size, dtype.itemsize
@@ -107,7 +108,8 @@ class Experts(nn.Module):
         sizes = (self.num_experts, D, I)
         groups = expert_groups(*sizes, dtype, device)
         share = min(1.0, UNEVEN / groups) if groups > 1 else 1.0
-        of_rows = int(K * size * ((2 * D + 3 * I) * share + D * (groups > 1))) if device == "cuda" else 0
+        at_work = max(2 * D + 3 * I, D + 9 * I) * share
+        of_rows = int(K * size * (at_work + D * (groups > 1))) if device == "cuda" else 0
         return Bytes(
             peak=gate_up + 8 * D + of_rows,
             expensive=gate_up * 9 // 8,
