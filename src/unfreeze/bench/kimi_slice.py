@@ -390,6 +390,7 @@ class ExpertOps:
         self.gate_up_WS, self.down_WS = ([] for _ in range(2))
         self.expand()
 
+    @torch.no_grad()
     def expand(self) -> None:
         """Expand all weights of the slice to bf16 in one workspace, with the adapters beside them.
 

@@ -80,6 +80,7 @@ def width(adapter: Adapter | None) -> int:
     return adapter.width if adapter else 0
 
 
+@torch.no_grad()
 def gate_up_adapter(
     A: Tensor, B: Tensor, scale: float, experts: Tensor | None, dtype: torch.dtype, stride: int = 8
 ) -> Adapter:
