@@ -24,7 +24,7 @@ from unfreeze.bench.rows import commit, machine
 
 ROOT = Path(__file__).resolve().parents[1]
 OTHERS = ("3.12", "3.13")  # .ci/run takes 3.11
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def parts(seed: int, folder: Path) -> Iterator[tuple[str, str]]:

@@ -24,8 +24,7 @@ def execute(notebook, folder):
     notebook.cells = [cell for cell in notebook.cells if "install" not in cell.metadata.get("tags", [])]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("UNFREEZE_MODEL", str(TINY_K2))
-        for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):
-            patch.setenv(name, "1")
+        patch.setenv("OMP_NUM_THREADS", "1")
         # the kernel of this environment, and nothing of a user's
         for name in ("JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
             patch.setenv(name, str(folder / "jupyter"))

@@ -63,7 +63,6 @@ def full(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> dict[str, Any]
         **os.environ,
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         "OMP_NUM_THREADS": "1",
-        "NUMBA_NUM_THREADS": "1",
     }
     script = [
         sys.executable,

@@ -25,7 +25,6 @@ def killing(*arguments: object) -> dict[str, Any]:
         **os.environ,
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         "OMP_NUM_THREADS": "1",
-        "NUMBA_NUM_THREADS": "1",
     }
     script = Path(__file__).with_name("killing.py")
     process = subprocess.run(

@@ -242,9 +242,9 @@ def named_loops() -> Iterator[Counter[str]]:
     plain, forward, backward = Kernel.__call__, Panels.forward_group, Panels.backward_group
     counted: Counter[str] = Counter()
 
-    def recorded(self: Any, elements: int, *arguments: Any) -> Any:
-        with torch.profiler.record_function(f"numba {self.parallel.py_func.__name__.lstrip('_')}"):
-            return plain(self, elements, *arguments)
+    def recorded(self: Any, elements: int, parts: int, *arguments: Any) -> None:
+        with torch.profiler.record_function(f"numba {self.loop.py_func.__name__.lstrip('_')}"):
+            plain(self, elements, parts, *arguments)
 
     def experts(name: str, real: Callable[..., None]) -> Callable[..., None]:
         def named(self: Panels, call: Any, group: Any, x: torch.Tensor, *rest: Any) -> None:

@@ -26,10 +26,10 @@ def test_the_second_process_leaves_compiled_loops_and_its_stamp(tmp_path):
     assert len(list(tmp_path.rglob("compiled-float32-*"))) == 1
     # as a run finds it: AdamW's loop comes from the disk, nothing is compiled
     look = (
-        "import torch; from unfreeze.kernels.choice import prepare, ops; prepare.TRAINED = ('adamw',);"
-        "prepare.compile_loops(torch.float32);"
-        "from unfreeze.kernels.adamw.numba_cpu import _step; both = _step.alone.stats, _step.parallel.stats;"
-        "print(sum(sum(s.cache_hits.values()) for s in both), sum(sum(s.cache_misses.values()) for s in both))"
+        "from unfreeze.kernels.choice import ops; from unfreeze.kernels.choice.measure import arguments, visit;"
+        "from unfreeze.kernels.adamw.numba_cpu import _step, step; import torch; op = ops.load('adamw');"
+        "visit(op, step, arguments(op.cases[0], torch.device('cpu'), torch.float32)); seen = _step.loop.stats;"
+        "print(sum(seen.cache_hits.values()), sum(seen.cache_misses.values()))"
     )
     found = subprocess.run([sys.executable, "-c", look], env=environment, capture_output=True, text=True)
     assert found.stdout.split() == ["1", "0"], found.stderr

@@ -1,7 +1,6 @@
 """expand against the codec's own dequantize (itself bit-equal to compressed-tensors in tests/quant): every
 bit, every layout of `out`."""
 
-import os
 import subprocess
 import sys
 
@@ -118,32 +117,3 @@ def test_an_unwritable_cache_folder_is_said_and_survived(tmp_path):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "compiled anew in each process" in done.stderr
-
-
-def test_numba_leaves_torch_its_number_of_threads():
-    """numba's OpenMP layer sets the number of threads of the whole process at its first launch; control arm:
-    without our care it does."""
-    script = (
-        "import sys, torch\n"
-        "torch.set_num_threads(3)\n"
-        "assert torch.get_num_threads() == 3\n"
-        "import numba\n"
-        "from unfreeze.kernels.loops import numba_options\n"
-        "if sys.argv[1] == 'ours': numba_options.set_threads(10**9)\n"
-        "else: numba.set_num_threads(2)\n"
-        "print(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS, numba.threading_layer())\n"
-    )
-    seen = {}
-    for arm in ("ours", "control"):
-        done = subprocess.run(
-            [sys.executable, "-c", script, arm],
-            env=os.environ | {"NUMBA_NUM_THREADS": "2"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
-        seen[arm] = done.stdout.split()
-    assert seen["ours"][:2] == ["3", "2"]
-    if seen["control"][2] == "omp":
-        assert seen["control"][0] == "2"

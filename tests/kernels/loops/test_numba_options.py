@@ -8,8 +8,10 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
 from unfreeze.kernels.loops import numba_options
+from unfreeze.kernels.loops.cores import in_runs
 
 HELPER = 'import numba\n\n\n@numba.njit(inline="always")\ndef helper(x):\n    return x * {factor}\n'
 IMPORTS = "from staled_helper import helper\nfrom unfreeze.kernels.loops.numba_options import serial\n"
@@ -50,3 +52,54 @@ def test_control_arm_numba_alone_would_not_notice(compute, monkeypatch):
     monkeypatch.setattr(numba_options, "sources", numba_options.functools.cache(lambda room: "the same"))
     assert compute(2) == (6.0, False)
     assert compute(5) == (6.0, True)
+
+
+@pytest.fixture
+def threads():
+    """Sets torch's number of threads; it is as before afterwards."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@numba_options.Kernel
+def _squares(start, stop, x, out, done):
+    for r in range(start, stop):
+        done[r] += 1
+        for i in range(x.shape[1]):
+            out[r, i] = x[r, i] * x[r, i]
+
+
+@pytest.mark.parametrize("wanted", [1, 2, 3, 7])
+def test_threads_share_the_parts_and_each_part_is_done_once(wanted, threads):
+    threads(wanted)
+    x = np.random.default_rng(0).standard_normal((5, numba_options.SERIAL)).astype(np.float32)
+    out, done = np.empty_like(x), np.zeros(5, np.int64)
+    _squares(x.size, 5, x, out, done)
+    assert done.tolist() == [1] * 5 and np.array_equal(out, x * x)
+    assert torch.get_num_threads() == wanted
+
+
+def test_control_arm_a_run_left_out_or_done_twice_is_seen(threads, monkeypatch):
+    def overlapping(parts, workers, work):
+        work(0, 3)
+        work(2, 4)
+
+    threads(2)
+    monkeypatch.setattr(numba_options, "in_runs", overlapping)
+    x, done = np.ones((5, numba_options.SERIAL), np.float32), np.zeros(5, np.int64)
+    _squares(x.size, 5, x, np.empty_like(x), done)
+    assert done.tolist() == [1, 1, 2, 1, 0]
+
+
+def test_an_error_of_another_thread_is_raised_once_all_have_stopped(threads):
+    stopped = []
+
+    def work(start, stop):
+        if start:
+            raise ValueError(start)
+        stopped.append(start)
+
+    with pytest.raises(ValueError, match="2"):
+        in_runs(4, 2, work)
+    assert stopped == [0]

@@ -13,7 +13,6 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from numba import prange
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 from torch import Tensor
@@ -63,31 +62,31 @@ def _round(w, out):
 
 
 @Kernel
-def _step(chunks, addresses, halves, numbers, keep1, keep2, eps, scale):
+def _step(start, stop, chunks, addresses, halves, numbers, keep1, keep2, eps, scale):
     """One update of all tensors, a chunk at a time.
 
     chunks [C, 3]: tensor, first, count. addresses [n, 5]: master, m, v, gradient, weight (0: none). halves
     [n]: gradient in bf16.
     numbers [n, 3]: 1 - lr · decay, lr / (1 - b1^t), sqrt(1 - b2^t).
     """
-    for c in prange(chunks.shape[0]):
+    for c in range(start, stop):
         tensor, first, count = chunks[c, 0], chunks[c, 1], chunks[c, 2]
         end = first + count
         w = carray(_pointer(addresses[tensor, 0]), end, np.float32)
         m = carray(_pointer(addresses[tensor, 1]), end, np.float32)
         v = carray(_pointer(addresses[tensor, 2]), end, np.float32)
-        for start in range(first, end, PIECE):
-            stop = min(start + PIECE, end)
+        for at in range(first, end, PIECE):
+            till = min(at + PIECE, end)
             if halves[tensor]:
                 half = carray(_pointer(addresses[tensor, 3]), end, np.uint16)
-                _moments(half[start:stop], m[start:stop], v[start:stop], scale, keep1, keep2)
+                _moments(half[at:till], m[at:till], v[at:till], scale, keep1, keep2)
             else:
                 full = carray(_pointer(addresses[tensor, 3]), end, np.float32)
-                _moments(full[start:stop], m[start:stop], v[start:stop], scale, keep1, keep2)
+                _moments(full[at:till], m[at:till], v[at:till], scale, keep1, keep2)
             _move(
-                w[start:stop],
-                m[start:stop],
-                v[start:stop],
+                w[at:till],
+                m[at:till],
+                v[at:till],
                 numbers[tensor, 0],
                 numbers[tensor, 1],
                 numbers[tensor, 2],
@@ -95,7 +94,7 @@ def _step(chunks, addresses, halves, numbers, keep1, keep2, eps, scale):
             )
             if addresses[tensor, 4] != 0:
                 out = carray(_pointer(addresses[tensor, 4]), end, np.uint16)
-                _round(w[start:stop], out[start:stop])
+                _round(w[at:till], out[at:till])
 
 
 @torch.no_grad()
@@ -118,6 +117,7 @@ def step(updates: Sequence[Update], rule: Rule) -> list[Tensor]:
     if chunks:
         _step(
             sum(u.master.numel() for u in updates),
+            len(chunks),
             np.array(chunks, np.int64),
             np.array(addresses, np.int64),
             np.array(halves, np.bool_),

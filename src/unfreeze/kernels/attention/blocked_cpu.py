@@ -16,16 +16,14 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
 import torch
-from numba import prange
 from torch import Tensor
 
 from unfreeze.kernels.loops import bf16_cpu
 from unfreeze.kernels.loops.bf16_tile import COLUMNS, ROWS, tile
 from unfreeze.kernels.loops.cores import spread
-from unfreeze.kernels.loops.numba_options import LANES, Kernel, array, convert, exp, narrow, widen
+from unfreeze.kernels.loops.numba_options import LANES, Kernel, array, convert, exp, inner, narrow, widen
 from unfreeze.kernels.loops.scratch import scratch
 from unfreeze.kernels.recompute import Reuse
 
@@ -37,7 +35,7 @@ SCORE_BYTES = 8 << 20  # float32 scores of the heads worked on at once
 SPREAD_FROM = 1 << 26
 
 
-@numba.njit
+@inner
 def _largest(row):
     """The maximum of a row, by LANES maxima side by side: one after the other would not be vectorised."""
     lanes = np.full(LANES, -np.inf, np.float32)
@@ -53,7 +51,7 @@ def _largest(row):
     return largest
 
 
-@numba.njit
+@inner
 def _exponentials(row, scale, shift):
     """row[i] = exp(scale · row[i] - shift); their sum."""
     lanes = np.zeros(LANES, np.float32)
@@ -74,12 +72,12 @@ def _exponentials(row, scale, shift):
 
 
 @Kernel
-def _softmax(scores, first, rows, scale, probs, lse):
+def _softmax(start, stop, scores, first, rows, scale, probs, lse):
     """probs[r, :] = softmax of scale · scores[r, : first + r % rows + 1], zero behind.
 
     lse[r] is the log-sum-exp of the same. scores are overwritten.
     """
-    for r in prange(scores.shape[0]):
+    for r in range(start, stop):
         # row r is query first + r % rows of its head: it sees that many keys and itself
         seen = first + r % rows + 1
         row, target = scores[r, :seen], probs[r]
@@ -94,9 +92,9 @@ def _softmax(scores, first, rows, scale, probs, lse):
 
 
 @Kernel
-def _softmax_backward(scores, first, rows, scale, lse, delta, dprobs, probs):
+def _softmax_backward(start, stop, scores, first, rows, scale, lse, delta, dprobs, probs):
     """probs = P as in _softmax; dprobs becomes dS = scale · P (dP - delta)."""
-    for r in prange(scores.shape[0]):
+    for r in range(start, stop):
         seen = first + r % rows + 1
         row, p, d = scores[r], probs[r], dprobs[r]
         shift, off = lse[r], delta[r]
@@ -109,12 +107,12 @@ def _softmax_backward(scores, first, rows, scale, lse, delta, dprobs, probs):
 
 
 @Kernel
-def _take(source, first, count, head, out):
+def _take(start, stop, source, first, count, head, out):
     """out[g, l] = source[first + l, head + g] for l < count, zero behind.
 
     source [rows, heads, w], out [G, n, w], converted.
     """
-    for g in prange(out.shape[0]):
+    for g in range(start, stop):
         for n in range(out.shape[1]):
             target = out[g, n]
             if n < count:
@@ -126,9 +124,9 @@ def _take(source, first, count, head, out):
 
 
 @Kernel
-def _put(x, first, count, head, out):
+def _put(start, stop, x, first, count, head, out):
     """The way back: out[first + l, head + g] = x[g, l]."""
-    for g in prange(x.shape[0]):
+    for g in range(start, stop):
         for n in range(count):
             target, row = out[first + n, head + g], x[g, n]
             for i in range(target.size):
@@ -136,14 +134,14 @@ def _put(x, first, count, head, out):
 
 
 @Kernel
-def _take_blocks(source, first, count, head, repeat, out):
+def _take_blocks(start, stop, source, first, count, head, repeat, out):
     """As _take, into blocks.
 
     out[b, g, r · QUERIES + l] = source[first + b · QUERIES + l, head + g · repeat + r]. out [blocks, G, rep ·
     QUERIES, w].
     """
     groups = out.shape[1]
-    for job in prange(out.shape[0] * groups):
+    for job in range(start, stop):
         b, g = job // groups, job % groups
         for place in range(out.shape[2]):
             n, h = b * QUERIES + place % QUERIES, head + g * repeat + place // QUERIES
@@ -157,10 +155,10 @@ def _take_blocks(source, first, count, head, repeat, out):
 
 
 @Kernel
-def _put_blocks(x, first, count, head, repeat, out):
+def _put_blocks(start, stop, x, first, count, head, repeat, out):
     """The way back."""
     groups = x.shape[1]
-    for job in prange(x.shape[0] * groups):
+    for job in range(start, stop):
         b, g = job // groups, job % groups
         for place in range(x.shape[2]):
             n, h = b * QUERIES + place % QUERIES, head + g * repeat + place // QUERIES
@@ -171,10 +169,10 @@ def _put_blocks(x, first, count, head, repeat, out):
 
 
 @Kernel
-def _inner(a, b, out):
+def _inner(start, stop, a, b, out):
     """out[i, g, place] = a · b of that row; a, b [blocks, G, rep · QUERIES, w]."""
     groups, places = a.shape[1], a.shape[2]
-    for job in prange(a.shape[0] * groups):
+    for job in range(start, stop):
         i, g = job // groups, job % groups
         for place in range(places):
             left, right = a[i, g, place], b[i, g, place]
@@ -185,9 +183,9 @@ def _inner(a, b, out):
 
 
 @Kernel
-def _accumulate(share, total):
+def _accumulate(start, stop, share, total):
     """total[g, :keys] += share[g]; share [G, keys, w]."""
-    for g in prange(share.shape[0]):
+    for g in range(start, stop):
         for n in range(share.shape[1]):
             row, target = share[g, n], total[g, n]
             for i in range(row.size):
@@ -195,12 +193,12 @@ def _accumulate(share, total):
 
 
 @Kernel
-def _panels(keys, out):
+def _panels(start, stop, keys, out):
     """out[g, p, k, j] = the pair k of key 64 p + j.
 
     keys uint32 [G, n, d / 2] (two bf16 each), out [G, n / 64, d / 2, 64].
     """
-    for g in prange(out.shape[0]):
+    for g in range(start, stop):
         for p in range(out.shape[1]):
             for k in range(out.shape[2]):
                 line = out[g, p, k]
@@ -209,13 +207,13 @@ def _panels(keys, out):
 
 
 @Kernel
-def _scores(q, panels, keys, out):
+def _scores(start, stop, q, panels, keys, out):
     """out[g, r, n] = q[g, r] · key n in float32, n < keys.
 
     q bf16 bits [G, R, d], panels as above, out [G, R, keys].
     """
     whole = keys // COLUMNS
-    for job in prange(q.shape[0] * whole):
+    for job in range(start, stop):
         g, p = job // whole, job % whole
         for row in range(0, q.shape[1], ROWS):
             begin = min(row, q.shape[1] - ROWS)  # the last tile does some rows again
@@ -243,6 +241,7 @@ class _Heads:
         out = scratch(f"attention {name}", (self.groups, self.blocks * QUERIES, x.shape[-1]), dtype, x.device)
         _take(
             out.numel(),
+            self.groups,
             array(x.flatten(0, 1)),
             self.document * self.length,
             self.length,
@@ -257,6 +256,7 @@ class _Heads:
         first = self.document * self.length
         _take_blocks(
             out.numel(),
+            self.blocks * self.groups,
             array(x.flatten(0, 1)),
             first,
             self.length,
@@ -278,6 +278,7 @@ class _Heads:
         """[G, n, w] back to its place in out [S, L, heads, w]."""
         _put(
             x.numel(),
+            len(x),
             array(x),
             self.document * self.length,
             self.length,
@@ -289,6 +290,7 @@ class _Heads:
         first = self.document * self.length
         _put_blocks(
             x.numel(),
+            self.blocks * self.groups,
             array(x),
             first,
             self.length,
@@ -346,11 +348,11 @@ class _Tiled:
             "attention panels", (groups, rows // COLUMNS, width // 2, COLUMNS), torch.int32, k.device
         )
         self.panels = panels.view(torch.uint32).numpy()
-        _panels(self.k.numel(), self.k.view(torch.int32).view(torch.uint32).numpy(), self.panels)
+        _panels(self.k.numel(), groups, self.k.view(torch.int32).view(torch.uint32).numpy(), self.panels)
 
     def block(self, b: int, keys: int) -> Tensor:
         out = self.heads.scores("scores", keys, torch.float32)
-        _scores(out.numel(), array(self.q[b]), self.panels, keys, array(out))
+        _scores(out.numel(), len(out) * (keys // COLUMNS), array(self.q[b]), self.panels, keys, array(out))
         return out
 
     def narrow(self) -> tuple[Tensor, Tensor]:
@@ -413,6 +415,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Ten
             )
             _softmax(
                 scores.numel(),
+                scores.shape[0] * scores.shape[1],
                 array(scores.flatten(0, 1)),
                 b * QUERIES,
                 QUERIES,
@@ -448,7 +451,7 @@ def _backward(
         # delta = Σ do · o per query: what softmax's backward subtracts, Σ_s P dP, without a pass over P
         do, out = heads.blocked("do", grad, dtype), heads.blocked("o", o, dtype)
         delta = heads.empty("delta", 1, torch.float32)[..., 0]
-        _inner(do.numel(), array(do), array(out), array(delta))
+        _inner(do.numel(), heads.blocks * heads.groups, array(do), array(out), array(delta))
 
         # dk and dv sum over the blocks, in float32
         dq_blocks = heads.empty("dq", q.shape[-1], dtype)
@@ -468,6 +471,7 @@ def _backward(
             flat = [array(x.flatten(0, 1)) for x in (scores, dscores, probs)]
             _softmax_backward(
                 flat[0].size,
+                len(flat[0]),
                 flat[0],
                 b * QUERIES,
                 QUERIES,
@@ -482,7 +486,7 @@ def _backward(
             for total, left, right in ((dv_sum, probs, do[b]), (dk_sum, dscores, queries[b])):
                 share = scratch("attention share", (heads.groups, keys, right.shape[-1]), dtype, grad.device)
                 torch.bmm(left.transpose(1, 2), right, out=share)
-                _accumulate(share.numel(), array(share), array(total))
+                _accumulate(share.numel(), len(share), array(share), array(total))
             torch.bmm(dscores, keys_[:, :keys], out=dq_blocks[b])
         heads.put_blocks(dq_blocks, dq)
         heads.put(dk_sum, dk)

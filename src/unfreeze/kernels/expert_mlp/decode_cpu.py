@@ -18,7 +18,6 @@ from typing import NamedTuple
 import numba
 import numpy as np
 import torch
-from numba import prange
 from torch import Tensor
 
 from unfreeze.kernels.expert_mlp.backend import HostRouting, Routing
@@ -60,15 +59,15 @@ def _thin_dot(A, x):
 
 
 @Kernel
-def _thin(x, token, expert, A, out):
+def _thin(start, stop, x, token, expert, A, out):
     """out[r, q] = A[expert[r], q] · x[token[r]]."""
-    for r in prange(token.size):
+    for r in range(start, stop):
         for q in range(A.shape[1]):
             out[r, q] = _thin_dot(A[expert[r], q], x[token[r]])
 
 
 @Kernel
-def _gate_up(x, rows, weight, B, xA, scale, h):
+def _gate_up(start, stop, x, rows, weight, B, xA, scale, h):
     """h[r] = silu(gate) · up of the row's expert, in the order of `halves`.
 
     x      [T, D] in that order                weight  Int4Codes [E, 2I, D], gate rows first
@@ -78,7 +77,7 @@ def _gate_up(x, rows, weight, B, xA, scale, h):
     # out of the tuples once: numba counts a reference to an array at each access
     experts, begins, codes, scales = rows.experts, rows.begins, weight.codes, weight.scales
     blocks = (I + JOB_ROWS - 1) // JOB_ROWS
-    for job in prange(experts.size * blocks):
+    for job in range(start, stop):
         a, first = job // blocks, job % blocks * JOB_ROWS
         e, begin, end = experts[a], begins[a], begins[a + 1]
         token = rows.token[begin:end]
@@ -98,7 +97,7 @@ def _gate_up(x, rows, weight, B, xA, scale, h):
 
 
 @Kernel
-def _down(h, rows, weight, B, hA, scale, y):
+def _down(start, stop, h, rows, weight, B, hA, scale, y):
     """y[token of r] += w_r · (down h[r] + scale · B hA[r]).
 
     h [n, I] in the order of `halves`, weight Int4Codes [E, D, I], B [E, D, R], hA [n, R], y [T, D]. For each
@@ -108,7 +107,7 @@ def _down(h, rows, weight, B, hA, scale, y):
     token, weights, experts, begins = rows.token, rows.weight, rows.experts, rows.begins
     codes, scales = weight.codes, weight.scales
     order = np.arange(token.size, dtype=np.int32)
-    for block in prange((D + JOB_ROWS - 1) // JOB_ROWS):
+    for block in range(start, stop):
         values = np.empty(token.size, np.float32)
         for a in range(experts.size):
             e, begin, end = experts[a], begins[a], begins[a + 1]
@@ -151,14 +150,15 @@ def decode(
     A, B = _factors(factors.gate_up_A, factors.gate_up_B, D, 2 * I, E)
     xA = _thin_products(x, rows.token, expert_n, A)
     scale = np.float32(factors.scale)
-    _gate_up(n * 2 * I * D, x, rows, int4_codes(gate_up), B, xA, scale, h)
+    jobs = experts.size * -(-I // JOB_ROWS)
+    _gate_up(n * 2 * I * D, jobs, x, rows, int4_codes(gate_up), B, xA, scale, h)
 
     # y[token] += w · down h
     y = torch.zeros((T, D), dtype=torch.float32)
     A, B = _factors(factors.down_A, factors.down_B, I, D, E)
     hA = _thin_products(h, np.arange(n, dtype=np.int32), expert_n, A)
     scale = np.float32(factors.down_scale)
-    _down(n * I * D, h, rows, int4_codes(down), B, hA, scale, array(y))
+    _down(n * I * D, -(-D // JOB_ROWS), h, rows, int4_codes(down), B, hA, scale, array(y))
     return y.to(x_TD.dtype)
 
 
@@ -176,5 +176,5 @@ def _thin_products(x: np.ndarray, token: np.ndarray, expert: np.ndarray, A: np.n
     """A x of every row [n, R]; x in the order of `halves`."""
     out = np.empty((token.size, A.shape[1]), np.float32)
     if out.size:
-        _thin(out.size * x.shape[1], x, token, expert, A, out)
+        _thin(out.size * x.shape[1], token.size, x, token, expert, A, out)
     return out

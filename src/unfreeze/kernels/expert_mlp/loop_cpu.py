@@ -18,7 +18,7 @@ from unfreeze.kernels.expert_mlp.by_gemms import ByGemms
 from unfreeze.kernels.expert_mlp.factors import ExpertFactors
 from unfreeze.kernels.expert_mlp.workspace import GROUP_BYTES
 from unfreeze.kernels.loops.cores import spread
-from unfreeze.kernels.loops.numba_options import array, set_threads
+from unfreeze.kernels.loops.numba_options import array
 from unfreeze.kernels.loops.scratch import scratch
 from unfreeze.quant.codec import Packed
 
@@ -159,15 +159,16 @@ class LoopCpu(ByGemms[HostRouting]):
 
     def gather(self, source: Tensor, group: HostGroup, out: Tensor) -> None:
         token = array(group.routing.token_n[group.rows])
-        numba_kernels.gather(group.num_rows * source.shape[1], array(source), token, array(out))
+        numba_kernels.gather(group.num_rows * source.shape[1], token.size, array(source), token, array(out))
 
     def scatter_add(self, rows: Tensor, group: HostGroup, weight: Tensor | None, out: Tensor) -> None:
         weight = torch.ones_like(group.weight) if weight is None else weight
-        token, pieces = array(group.routing.token_n[group.rows]), set_threads(rows.numel())
-        numba_kernels.scatter_add(rows.numel(), array(rows), token, array(weight), array(out), pieces)
+        token = array(group.routing.token_n[group.rows])
+        columns = rows.shape[1]
+        numba_kernels.scatter_add(rows.numel(), columns, array(rows), token, array(weight), array(out))
 
     def swiglu(self, gate_up: Tensor, out: Tensor) -> None:
-        numba_kernels.swiglu(gate_up.numel(), array(gate_up), array(out))
+        numba_kernels.swiglu(gate_up.numel(), len(gate_up), array(gate_up), array(out))
 
     def swiglu_backward(
         self,
@@ -179,7 +180,7 @@ class LoopCpu(ByGemms[HostRouting]):
         score: Tensor,
     ) -> None:
         arrays = (array(t) for t in (grad, gate_up, group.weight, weighted, grad_gate_up, score))
-        numba_kernels.swiglu_backward(gate_up.numel(), *arrays)
+        numba_kernels.swiglu_backward(gate_up.numel(), len(gate_up), *arrays)
 
 
 def group_sizes(group: HostGroup) -> list[int]:

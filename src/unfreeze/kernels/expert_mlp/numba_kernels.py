@@ -11,11 +11,9 @@ I intermediate width.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
-from numba import prange
 
-from unfreeze.kernels.loops.numba_options import ONE, Kernel, narrow, serial, sigmoid, widen
+from unfreeze.kernels.loops.numba_options import ONE, Kernel, inner, narrow, serial, sigmoid, widen
 
 
 @serial
@@ -46,10 +44,10 @@ def place_rows(ids, weights, per_token, begins, token, weight, row):
 
 
 @Kernel
-def gather(source, token, out):
+def gather(start, stop, source, token, out):
     """out[r, :D] = source[token[r]], zero for padding. out may be wider than D; the rest is left alone."""
     width = source.shape[1]
-    for r in prange(token.size):
+    for r in range(start, stop):
         target, row = out[r, :width], source[max(token[r], 0)]
         if token[r] < 0:
             target[:] = 0
@@ -60,37 +58,34 @@ def gather(source, token, out):
 
 
 @Kernel
-def scatter_add(rows, token, weight, out, pieces):
+def scatter_add(start, stop, rows, token, weight, out):
     """out[token[r]] += weight[r] * rows[r] in float32.
 
-    The threads share the columns (in `pieces`), not the rows: no race, a fixed order.
+    The parts are columns, not rows: no race, a fixed order.
     """
-    width = rows.shape[1]
-    for piece in prange(pieces):
-        begin, end = piece * width // pieces, (piece + 1) * width // pieces
-        for r in range(token.size):
-            if token[r] >= 0:
-                w = weight[r]
-                source, target = rows[r, begin:end], out[token[r], begin:end]
-                for d in range(source.size):
-                    target[d] += np.float32(w * widen(source[d]))
+    for r in range(token.size):
+        if token[r] >= 0:
+            w = weight[r]
+            source, target = rows[r, start:stop], out[token[r], start:stop]
+            for d in range(source.size):
+                target[d] += np.float32(w * widen(source[d]))
 
 
 @Kernel
-def swiglu(gate_up, out):
+def swiglu(start, stop, gate_up, out):
     """out[r, :I] = silu(gate) * up, gate_up [n, 2I] with gate first.
 
     out may be wider than I; the rest is left alone.
     """
     width = gate_up.shape[1] // 2
-    for r in prange(gate_up.shape[0]):
+    for r in range(start, stop):
         gate, up, target = gate_up[r, :width], gate_up[r, width:], out[r, :width]
         for i in range(width):
             g = widen(gate[i])
             target[i] = narrow(np.float32(np.float32(g * sigmoid(g)) * widen(up[i])), gate[i])
 
 
-@numba.njit
+@inner
 def _score(dh, gate, up):
     """Σ_i dh[i] silu(gate[i]) up[i].
 
@@ -115,7 +110,7 @@ def _score(dh, gate, up):
 
 
 @Kernel
-def swiglu_backward(grad, gate_up, weight, weighted, grad_gate_up, score):
+def swiglu_backward(start, stop, grad, gate_up, weight, weighted, grad_gate_up, score):
     """From the *unweighted* gradient dh of h = silu(g) u, with w the routing weight of the row.
 
     weighted = w h            what dW and dA of the down projection multiply
@@ -123,7 +118,7 @@ def swiglu_backward(grad, gate_up, weight, weighted, grad_gate_up, score):
     score = <dh, h>           the gradient of w, with no second pass through the down projection
     """
     width = gate_up.shape[1] // 2
-    for r in prange(gate_up.shape[0]):
+    for r in range(start, stop):
         gate, up, dh = gate_up[r, :width], gate_up[r, width:], grad[r]
         dgate, dup, h = grad_gate_up[r, :width], grad_gate_up[r, width : 2 * width], weighted[r]
         w = weight[r]

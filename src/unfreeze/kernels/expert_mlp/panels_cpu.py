@@ -32,7 +32,7 @@ from unfreeze.kernels.int4_expand.codes import expandable
 from unfreeze.kernels.loops import bf16_cpu
 from unfreeze.kernels.loops.bf16_tile import COLUMNS, LINE, ROWS, narrow_tile, prefetch, tile
 from unfreeze.kernels.loops.int4_panels import pack_bf16_columns, pack_int4_columns, pack_int4_rows
-from unfreeze.kernels.loops.numba_options import array, narrow, serial, widen
+from unfreeze.kernels.loops.numba_options import array, inner, narrow, serial, widen
 from unfreeze.kernels.loops.scratch import scratch
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.int4 import Int4
@@ -43,9 +43,9 @@ GROUP_EXPERTS = 4  # of a group: Python is crossed once for them, and cores are 
 
 _dots, _outer = thin_cpu.dots_loop, thin_cpu.outer_loop
 _gather, _swiglu, _swiglu_backward = (
-    numba_kernels.gather.alone,
-    numba_kernels.swiglu.alone,
-    numba_kernels.swiglu_backward.alone,
+    numba_kernels.gather.loop,
+    numba_kernels.swiglu.loop,
+    numba_kernels.swiglu_backward.loop,
 )
 
 
@@ -102,7 +102,7 @@ class _Backward(NamedTuple):
     pairs_P: np.ndarray  # uint32 [r / 2, P]
 
 
-@serial
+@inner
 def _store(a, pairs, panel, first, out):
     """out[:, first : first + COLUMNS] = a · panel, rounded once to bf16. a [r, >= 2 pairs]."""
     for row in range(0, a.shape[0], ROWS):
@@ -110,7 +110,7 @@ def _store(a, pairs, panel, first, out):
         narrow_tile(here, a.strides[0], panel.ctypes.data, pairs, there, out.strides[0])
 
 
-@serial
+@inner
 def _add(a, pairs, panel, sums, first, token, weight, out):
     """out[token[r], first : first + COLUMNS] += weight[r] · (a · panel)[r], in float32.
 
@@ -131,6 +131,15 @@ def _add(a, pairs, panel, sums, first, token, weight, out):
                     target[j] += w * product[j]
 
 
+@inner
+def _copy(source, target):
+    """target[:] = source, of one shape. numba's own assignment takes 2.5 s to compile: it brings a message
+    for other shapes."""
+    for row in range(source.shape[0]):
+        for column in range(source.shape[1]):
+            target[row, column] = source[row, column]
+
+
 @serial
 def _forward(x, rows, gate_up, down, factors, saved, y, buffers):
     """y[token] += w · expert(x[token]) for a group's rows; writes `saved`.
@@ -142,14 +151,14 @@ def _forward(x, rows, gate_up, down, factors, saved, y, buffers):
     panel = buffers.panel
     for g in range(rows.experts.size):
         e, begin, end = rows.experts[g], rows.begins[g], rows.begins[g + 1]
-        here = slice(begin, end)
-        xs, hs = buffers.x[: end - begin], buffers.h[: end - begin]
+        r, here = end - begin, slice(begin, end)
+        xs, hs = buffers.x[:r], buffers.h[:r]
 
         # xA = x A1ᵀ beside the expert's rows of x: [x | xA]
-        _gather(x, rows.token[here], xs)
+        _gather(0, r, x, rows.token[here], xs)
         if Q:
             _dots(xs[:, :D], factors.A1[g], buffers.dots, xs[:, D:])
-            saved.xA[here] = xs[:, D:]
+            _copy(xs[:, D:], saved.xA[here])
 
         # gate_up = [x | xA] [W1 | B1]ᵀ, COLUMNS at a time: D / 2 pairs of W1, then Q / 2 of B1
         for first in range(0, 2 * I, COLUMNS):
@@ -158,10 +167,10 @@ def _forward(x, rows, gate_up, down, factors, saved, y, buffers):
             _store(xs, (D + Q) // 2, panel, first, saved.gate_up[here])
 
         # h = silu(gate) · up, and hA = h A2ᵀ beside it: [h | hA]
-        _swiglu(saved.gate_up[here], hs)
+        _swiglu(0, r, saved.gate_up[here], hs)
         if P:
             _dots(hs[:, :I], factors.A2[g], buffers.dots, hs[:, I:])
-            saved.hA[here] = hs[:, I:]
+            _copy(hs[:, I:], saved.hA[here])
 
         # y[token] += w · [h | hA] [W2 | B2]ᵀ
         for first in range(0, D, COLUMNS):
@@ -186,7 +195,7 @@ def _backward(x, dy, rows, ones, gate_up, down, factors, saved, score, grads, dx
         dys, dh, wh, dgu = buffers.dy[:r], buffers.dh[:r], buffers.wh[:r], buffers.dgu[:r]
 
         # dh = dy W2 + (dy B2ᵀ) A2, not yet times the routing weight
-        _gather(dy, rows.token[here], dys)
+        _gather(0, r, dy, rows.token[here], dys)
         if P:
             _dots(dys[:, :D], factors.B2[g], buffers.dots, dys[:, D:])
         for first in range(0, I, COLUMNS):
@@ -195,7 +204,7 @@ def _backward(x, dy, rows, ones, gate_up, down, factors, saved, score, grads, dx
             _store(dys, (D + P) // 2, panel, first, dh)
 
         # wh = w h; dgu = w times the gradient of gate_up; score = <dh, h>
-        _swiglu_backward(dh, saved.gate_up[here], weight[here], wh, dgu, score[here])
+        _swiglu_backward(0, r, dh, saved.gate_up[here], weight[here], wh, dgu, score[here])
 
         # dA2 = (dy B2ᵀ)ᵀ (w h); dB2 = (w hA)ᵀ dy
         if P:
@@ -218,7 +227,7 @@ def _backward(x, dy, rows, ones, gate_up, down, factors, saved, score, grads, dx
         # dA1 = (dgu B1ᵀ)ᵀ x; dB1 = xAᵀ dgu
         if Q:
             xs = buffers.x[:r]
-            _gather(x, rows.token[here], xs)
+            _gather(0, r, x, rows.token[here], xs)
             _outer(dgu[:, 2 * I :], xs, buffers.pairs_Q[: r // 2], grads.A1[g])
             _outer(saved.xA[here], dgu[:, : 2 * I], buffers.pairs_Q[: r // 2], grads.B1[g])
 

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 import numba
 import numpy as np
 import torch
-from numba import prange
 from torch import Tensor
 
 from unfreeze.kernels.int4_expand.codes import int4_codes
@@ -36,13 +35,13 @@ def rounded(code, scale):
 
 
 @Kernel
-def _expand_bf16(packed, scale, experts, out, matrix_stride, row_stride, half):
+def _expand_bf16(start, stop, packed, scale, experts, out, matrix_stride, row_stride, half):
     """packed uint8 [E, O, B], scale uint16 [E, O, G] -> out uint32 flat.
 
     Two bf16 in each uint32; strides are counted in these pairs.
     """
     rows = packed.shape[1]
-    for job in prange(experts.size * rows):
+    for job in range(start, stop):
         m, o = job // rows, job % rows
         source, scales = packed[experts[m], o], scale[experts[m], o]
         begin = m * matrix_stride + o * row_stride
@@ -58,13 +57,13 @@ def _expand_bf16(packed, scale, experts, out, matrix_stride, row_stride, half):
 
 
 @Kernel
-def _expand_float32(packed, scale, experts, out, matrix_stride, row_stride, half):
+def _expand_float32(start, stop, packed, scale, experts, out, matrix_stride, row_stride, half):
     """As _expand_bf16, with out uint32 flat the bits of float32.
 
     The bf16-rounded numbers, widened. Strides in elements.
     """
     rows = packed.shape[1]
-    for job in prange(experts.size * rows):
+    for job in range(start, stop):
         m, o = job // rows, job % rows
         source, scales = packed[experts[m], o], scale[experts[m], o]
         begin = m * matrix_stride + o * row_stride
@@ -113,6 +112,7 @@ class Expander:
         index = np.asarray(experts, dtype=np.int64)
         loop(
             out.numel(),
+            index.size * self.shape[1],
             self.weight.codes,
             self.weight.scales,
             index,

@@ -6,16 +6,14 @@ reads and writes float32 copies of the whole block five times over.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import torch
-from numba import prange
 from torch import Tensor
 
-from unfreeze.kernels.loops.numba_options import LANES, Kernel, array, exp, narrow, widen
+from unfreeze.kernels.loops.numba_options import LANES, Kernel, array, exp, inner, narrow, widen
 
 
-@numba.njit
+@inner
 def _largest(row):
     lanes = np.full(LANES, -np.inf, np.float32)
     whole = row.size // LANES * LANES
@@ -30,7 +28,7 @@ def _largest(row):
     return largest
 
 
-@numba.njit
+@inner
 def _sum_of_exponentials(row, shift):
     """sum_i exp(row[i] - shift); NaN where a number is NaN (exp itself would bound it)."""
     lanes = np.zeros(LANES, np.float32)
@@ -51,8 +49,8 @@ def _sum_of_exponentials(row, shift):
 
 
 @Kernel
-def _softmax_gradient(z, target, weight, wanted, log_p, wins):
-    for r in prange(z.shape[0]):
+def _softmax_gradient(start, stop, z, target, weight, wanted, log_p, wins):
+    for r in range(start, stop):
         row = z[r]
         at = widen(row[target[r]])
         shift = _largest(row)
@@ -77,5 +75,5 @@ def softmax_gradient(
     )
     logits_NV = logits_NV.contiguous()
     z, target, weight = (array(x.contiguous()) for x in (logits_NV, targets_N, weights_N.float()))
-    _softmax_gradient(logits_NV.numel(), z, target, weight, wanted, array(log_p_N), array(wins_N))
+    _softmax_gradient(logits_NV.numel(), len(z), z, target, weight, wanted, array(log_p_N), array(wins_N))
     return log_p_N, wins_N, logits_NV

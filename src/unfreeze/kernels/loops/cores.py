@@ -6,6 +6,7 @@ Where shares are large, that is better than all cores on each op.
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -36,6 +37,20 @@ def spread(shares: Sequence[Sequence[Part]], work: Callable[[Part, int], None]) 
     started = [_pool(len(shares)).submit(go, worker) for worker in range(len(shares))]
     # all, before an error is raised: a worker still at it would write into buffers that the next call uses
     wait(started)
+    for done in started:
+        done.result()
+
+
+def in_runs(parts: int, workers: int, work: Callable[[int, int], object]) -> None:
+    """work(start, stop) for consecutive runs of 0 .. parts, as long as each other within one; the first in
+    this thread, each other one in a thread of its own."""
+    cuts = [parts * worker // workers for worker in range(workers + 1)]
+    runs = list(itertools.pairwise(cuts))
+    started = [_pool(workers).submit(work, *run) for run in runs[1:]]
+    try:
+        work(*runs[0])
+    finally:  # all, before an error is raised, as in `spread`
+        wait(started)
     for done in started:
         done.result()
 

@@ -24,7 +24,7 @@ from numba import types
 from numba.core import cgutils
 
 from unfreeze.kernels.loops.llvm import Value, instruction
-from unfreeze.kernels.loops.numba_options import LANES, widen
+from unfreeze.kernels.loops.numba_options import LANES, inner, widen
 
 FLOAT, INT = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.IntType(32), LANES)
 
@@ -171,7 +171,7 @@ def _address(row):
     return np.uintp(row.ctypes.data)
 
 
-@numba.njit
+@inner
 def int4_row(codes, scales, group_bytes):
     """A weight row for row_dots.
 
@@ -180,13 +180,13 @@ def int4_row(codes, scales, group_bytes):
     return _address(codes), _address(scales), np.uintp(codes.size // 16), np.uintp(group_bytes // 16)
 
 
-@numba.njit
+@inner
 def bf16_row(weights):
     """A weight row for row_dots. uint16 [in], in a multiple of 32."""
     return _address(weights), np.uintp(0), np.uintp(weights.size // 32)
 
 
-@numba.njit
+@inner
 def row_dots(row, x, rows, out):
     """out[j] = row · x[rows[j]] for all j.
 
@@ -212,7 +212,7 @@ def row_dots(row, x, rows, out):
         out[j] = _dots(row, (_address(x[rows[j]]),))[0]
 
 
-@numba.njit
+@inner
 def halves(x, out):
     """out[t] = x[t] (float32 or bf16 bits) as float32, even elements first, then the odd ones.
 

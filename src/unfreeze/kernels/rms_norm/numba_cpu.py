@@ -8,10 +8,9 @@ from __future__ import annotations
 import numba
 import numpy as np
 import torch
-from numba import prange
 from torch import Tensor
 
-from unfreeze.kernels.loops.numba_options import LANES, Kernel, array, narrow, widen
+from unfreeze.kernels.loops.numba_options import LANES, Kernel, array, flat_rows, inner, narrow, widen
 
 # of rows in the sum of weight_gradient: always as many, so that its bits don't depend on the number of
 # threads
@@ -26,7 +25,7 @@ def _total(lanes):
     return total
 
 
-@numba.njit
+@inner
 def _sum_of_squares(x):
     lanes = np.zeros(LANES, np.float32)
     whole = x.size // LANES * LANES
@@ -40,7 +39,7 @@ def _sum_of_squares(x):
     return _total(lanes)
 
 
-@numba.njit
+@inner
 def _dot3(dy, weight, x):
     """Σ_i dy[i] weight[i] x[i]."""
     lanes = np.zeros(LANES, np.float32)
@@ -54,10 +53,10 @@ def _dot3(dy, weight, x):
 
 
 @Kernel
-def _forward(x, weight, eps, y, r):
-    width = x.shape[1]
-    for t in prange(x.shape[0]):
-        source, target = x[t], y[t]
+def _forward(start, stop, x, x_stride, weight, eps, y, r):
+    width = weight.size
+    for t in range(start, stop):
+        source, target = x[t * x_stride : t * x_stride + width], y[t]
         scale = np.float32(
             np.float32(1.0)
             / np.sqrt(np.float32(np.float32(_sum_of_squares(source) / np.float32(width)) + eps))
@@ -69,10 +68,11 @@ def _forward(x, weight, eps, y, r):
 
 
 @Kernel
-def _backward(dy, x, weight, r, dx):
-    width = x.shape[1]
-    for t in prange(x.shape[0]):
-        upstream, source, target, scale = dy[t], x[t], dx[t], r[t]
+def _backward(start, stop, dy, dy_stride, x, x_stride, weight, r, dx):
+    width = weight.size
+    for t in range(start, stop):
+        upstream, source = dy[t * dy_stride : t * dy_stride + width], x[t * x_stride : t * x_stride + width]
+        target, scale = dx[t], r[t]
         # n mean(g n) = x · r² Σ g x / D
         shared = np.float32(
             np.float32(np.float32(_dot3(upstream, weight, source) * scale) * scale) / np.float32(width)
@@ -85,10 +85,10 @@ def _backward(dy, x, weight, r, dx):
 
 
 @Kernel
-def _weight_gradient(dy, x, r, sums):
+def _weight_gradient(start, stop, dy, x, r, sums):
     """sums[b] = Σ dy n over the rows of block b; sums [BLOCKS, D] float32, zeros."""
     rows = (x.shape[0] + sums.shape[0] - 1) // sums.shape[0]
-    for b in prange(sums.shape[0]):
+    for b in range(start, stop):
         target = sums[b]
         for t in range(b * rows, min((b + 1) * rows, x.shape[0])):
             upstream, source, scale = dy[t], x[t], r[t]
@@ -98,20 +98,29 @@ def _weight_gradient(dy, x, r, sums):
 
 def forward(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """As reference.forward."""
-    x = x_TD.reshape(-1, x_TD.shape[-1])
+    x = _rows(x_TD)
     y, r = torch.empty(x_TD.shape, dtype=x.dtype), torch.empty(x_TD.shape[:-1], dtype=torch.float32)
-    _forward(x.numel(), array(x), array(weight_D), np.float32(eps), array(y.view(x.shape)), array(r.view(-1)))
+    _forward(
+        x.numel(),
+        x.shape[0],
+        *flat_rows(x),
+        array(weight_D),
+        np.float32(eps),
+        array(y.view(x.shape)),
+        array(r.view(-1)),
+    )
     return y, r.unsqueeze(-1)
 
 
 def backward(dy_TD: Tensor, x_TD: Tensor, weight_D: Tensor, r_T1: Tensor) -> Tensor:
     """As reference.backward."""
-    x = x_TD.reshape(-1, x_TD.shape[-1])
+    x = _rows(x_TD)
     dx = torch.empty(x_TD.shape, dtype=x.dtype)
     _backward(
         x.numel(),
-        array(dy_TD.reshape(x.shape)),
-        array(x),
+        x.shape[0],
+        *flat_rows(_rows(dy_TD)),
+        *flat_rows(x),
         array(weight_D),
         array(r_T1.reshape(-1)),
         array(dx.view(x.shape)),
@@ -126,5 +135,11 @@ def weight_gradient(dy_TD: Tensor, x_TD: Tensor, weight_D: Tensor, r_T1: Tensor)
     """
     x = x_TD.reshape(-1, x_TD.shape[-1])
     sums = torch.zeros((BLOCKS, x.shape[1]), dtype=torch.float32)
-    _weight_gradient(x.numel(), array(dy_TD.reshape(x.shape)), array(x), array(r_T1.reshape(-1)), array(sums))
+    _weight_gradient(x.numel(), BLOCKS, array(_rows(dy_TD)), array(x), array(r_T1.reshape(-1)), array(sums))
     return sums.sum(0).to(weight_D.dtype)
+
+
+def _rows(x_TD: Tensor) -> Tensor:
+    """x [T, D], the numbers of a row side by side."""
+    x = x_TD.reshape(-1, x_TD.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import numba
 import numpy as np
-from numba import prange
 from torch import Tensor
 
 from unfreeze.kernels.loops.numba_options import Kernel, array, narrow, widen
@@ -34,10 +33,10 @@ def _turned(a, b, cos, sin, sign):
 
 
 @Kernel
-def _halves_to_halves(x, x_token, x_head, cos, sin, sign, y, tokens, heads, width):
+def _halves_to_halves(start, stop, x, x_token, x_head, cos, sin, sign, y, heads, width):
     pairs = cos.shape[1]
     begin = width - 2 * pairs
-    for t in prange(tokens):
+    for t in range(start, stop):
         c, s = cos[t], sin[t]
         for h in range(heads):
             source, target = _head(x, x_token, x_head, y, t, h, heads, width, begin)
@@ -48,10 +47,10 @@ def _halves_to_halves(x, x_token, x_head, cos, sin, sign, y, tokens, heads, widt
 
 
 @Kernel
-def _adjacent_to_halves(x, x_token, x_head, cos, sin, sign, y, tokens, heads, width):
+def _adjacent_to_halves(start, stop, x, x_token, x_head, cos, sin, sign, y, heads, width):
     pairs = cos.shape[1]
     begin = width - 2 * pairs
-    for t in prange(tokens):
+    for t in range(start, stop):
         c, s = cos[t], sin[t]
         for h in range(heads):
             source, target = _head(x, x_token, x_head, y, t, h, heads, width, begin)
@@ -61,10 +60,10 @@ def _adjacent_to_halves(x, x_token, x_head, cos, sin, sign, y, tokens, heads, wi
 
 
 @Kernel
-def _halves_to_adjacent(x, x_token, x_head, cos, sin, sign, y, tokens, heads, width):
+def _halves_to_adjacent(start, stop, x, x_token, x_head, cos, sin, sign, y, heads, width):
     pairs = cos.shape[1]
     begin = width - 2 * pairs
-    for t in prange(tokens):
+    for t in range(start, stop):
         c, s = cos[t], sin[t]
         for h in range(heads):
             source, target = _head(x, x_token, x_head, y, t, h, heads, width, begin)
@@ -98,6 +97,7 @@ def rotate(
     loop = _LOOPS[read_adjacent, write_adjacent]
     loop(
         x_THd.numel(),
+        tokens,
         x,
         x_THd.stride(0),
         x_THd.stride(1),
@@ -105,7 +105,6 @@ def rotate(
         array(sin_Tr.contiguous()),
         np.float32(sign),
         array(y_THd.view(-1)),
-        tokens,
         heads,
         width,
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numba import prange
 from torch import Tensor
 
 from unfreeze.kernels.loops.numba_options import Kernel, array, narrow, widen
@@ -20,11 +19,11 @@ JOB_ROWS = 16  # weight rows of a job
 
 
 @Kernel
-def _linear(x, weight, bias, y):
+def _linear(start, stop, x, weight, bias, y):
     """x, weight, y bf16 bits [T, in], [out, in], [T, out]; bias [out] or empty."""
     order, wide = np.arange(x.shape[0]), np.empty(x.shape, np.float32)
     halves(x, wide)
-    for job in prange((weight.shape[0] + JOB_ROWS - 1) // JOB_ROWS):
+    for job in range(start, stop):
         sums = np.empty(order.size, np.float32)
         for o in range(job * JOB_ROWS, min(job * JOB_ROWS + JOB_ROWS, weight.shape[0])):
             row_dots(bf16_row(weight[o]), wide, order, sums)
@@ -42,5 +41,6 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         return F.linear(x_TI, weight_OI, bias_O)
     y = torch.empty((x_TI.shape[0], weight_OI.shape[0]), dtype=torch.bfloat16)
     bias = np.empty(0, np.uint16) if bias_O is None else array(bias_O)
-    _linear(x_TI.shape[0] * weight_OI.numel(), array(x_TI), array(weight_OI), bias, array(y))
+    jobs = -(-weight_OI.shape[0] // JOB_ROWS)
+    _linear(x_TI.shape[0] * weight_OI.numel(), jobs, array(x_TI), array(weight_OI), bias, array(y))
     return y

@@ -9,7 +9,6 @@ elements lie side by side, and one compilation serves contiguous and strided ten
 from __future__ import annotations
 
 import numpy as np
-from numba import prange
 from torch import Tensor
 
 from unfreeze.kernels.loops.numba_options import ONE, Kernel, flat_rows, narrow, sigmoid, widen
@@ -20,8 +19,8 @@ __all__ = ["backward", "backward_weighted", "forward"]
 
 
 @Kernel
-def _forward(gate, gate_stride, up, up_stride, h, h_stride, rows, width):
-    for r in prange(rows):
+def _forward(start, stop, gate, gate_stride, up, up_stride, h, h_stride, width):
+    for r in range(start, stop):
         gates, ups = (
             gate[r * gate_stride : r * gate_stride + width],
             up[r * up_stride : r * up_stride + width],
@@ -34,9 +33,9 @@ def _forward(gate, gate_stride, up, up_stride, h, h_stride, rows, width):
 
 @Kernel
 def _backward(
-    dh, dh_stride, gate, gate_stride, up, up_stride, dgate, dgate_stride, dup, dup_stride, rows, width
+    start, stop, dh, dh_stride, gate, gate_stride, up, up_stride, dgate, dgate_stride, dup, dup_stride, width
 ):
-    for r in prange(rows):
+    for r in range(start, stop):
         grads = dh[r * dh_stride : r * dh_stride + width]
         gates, ups = (
             gate[r * gate_stride : r * gate_stride + width],
@@ -57,18 +56,18 @@ def _backward(
 
 def forward(gate: Tensor, up: Tensor, h: Tensor) -> None:
     rows, width = gate.shape
-    _forward(gate.numel(), *flat_rows(gate), *flat_rows(up), *flat_rows(h), rows, width)
+    _forward(gate.numel(), rows, *flat_rows(gate), *flat_rows(up), *flat_rows(h), width)
 
 
 def backward(dh: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
     rows, width = gate.shape
     _backward(
         gate.numel(),
+        rows,
         *flat_rows(dh),
         *flat_rows(gate),
         *flat_rows(up),
         *flat_rows(dgate),
         *flat_rows(dup),
-        rows,
         width,
     )
