@@ -6,15 +6,18 @@ Where shares are large, that is better than all cores on each op.
 from __future__ import annotations
 
 import functools
-import itertools
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from queue import SimpleQueue
+from threading import Thread
 from typing import TypeVar
 
 import torch
 
 Part = TypeVar("Part")
+_Run = tuple[Callable[[int, int], object], int, int, SimpleQueue[BaseException | None]]
 
 
 def spread(shares: Sequence[Sequence[Part]], work: Callable[[Part, int], None]) -> None:
@@ -42,17 +45,43 @@ def spread(shares: Sequence[Sequence[Part]], work: Callable[[Part, int], None]) 
 
 
 def in_runs(parts: int, workers: int, work: Callable[[int, int], object]) -> None:
-    """work(start, stop) for consecutive runs of 0 .. parts, as long as each other within one; the first in
-    this thread, each other one in a thread of its own."""
+    """work(start, stop) for consecutive runs of 0 .. parts, equally long within one: a run in this thread,
+    each other one in a thread of its own.
+
+    For runs of a tenth of a millisecond and more: handing one over takes 30 microseconds (two cores of an AMD
+    EPYC), where a ThreadPoolExecutor takes 100 to 140. An error is raised once all have stopped.
+    """
     cuts = [parts * worker // workers for worker in range(workers + 1)]
-    runs = list(itertools.pairwise(cuts))
-    started = [_pool(workers).submit(work, *run) for run in runs[1:]]
+    done: SimpleQueue[BaseException | None] = SimpleQueue()
+    for worker in range(1, workers):
+        _runner(worker).put((work, cuts[worker], cuts[worker + 1], done))
     try:
-        work(*runs[0])
+        work(0, cuts[1])
     finally:  # all, before an error is raised, as in `spread`
-        wait(started)
-    for done in started:
-        done.result()
+        errors = [error for error in (done.get() for _ in range(1, workers)) if error is not None]
+    if errors:
+        raise errors[0]
+
+
+@functools.cache
+def _runner(worker: int) -> SimpleQueue[_Run]:
+    """What is put here is done by a thread that lives as long as the process."""
+    jobs: SimpleQueue[_Run] = SimpleQueue()
+
+    def serve() -> None:
+        while True:
+            work, start, stop, done = jobs.get()
+            try:
+                work(start, stop)
+                done.put(None)
+            except BaseException as error:
+                done.put(error)
+
+    Thread(target=serve, name=f"loops {worker}", daemon=True).start()
+    return jobs
+
+
+os.register_at_fork(after_in_child=_runner.cache_clear)  # a forked process has none of these threads
 
 
 @functools.cache

@@ -33,7 +33,7 @@ Loop = Callable[..., Any]
 OPTIONS: dict[str, Any] = dict(nogil=True, boundscheck=False, error_model="numpy", no_cfunc_wrapper=True)
 
 # Loops of fewer elements run on one thread: they take 10 to 100 microseconds, and handing a part to a second
-# thread takes 50.
+# thread takes 30.
 SERIAL = 1 << 18
 
 
@@ -80,7 +80,8 @@ class Kernel:
     there are few elements, or in a thread that torch has been told to keep to one core, this thread does all
     parts. Else each thread does a run of them.
 
-    numba's `prange` would do the same, but compiles a loop three times over: 1.3 to 2.3 s instead of 0.4 to 0.9.
+    numba's `prange` would do the same, but compiles a loop three times over: 1.3 to 2.3 s instead of 0.4 to
+    0.9.
     """
 
     def __init__(self, function: Loop):
