@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from unfreeze.kernels.loops import numba_options
-from unfreeze.kernels.loops.cores import in_runs
 
 HELPER = 'import numba\n\n\n@numba.njit(inline="always")\ndef helper(x):\n    return x * {factor}\n'
 IMPORTS = "from staled_helper import helper\nfrom unfreeze.kernels.loops.numba_options import serial\n"
@@ -90,16 +89,3 @@ def test_control_arm_a_run_left_out_or_done_twice_is_seen(threads, monkeypatch):
     x, done = np.ones((5, numba_options.SERIAL), np.float32), np.zeros(5, np.int64)
     _squares(x.size, 5, x, np.empty_like(x), done)
     assert done.tolist() == [1, 1, 2, 1, 0]
-
-
-def test_an_error_of_another_thread_is_raised_once_all_have_stopped(threads):
-    stopped = []
-
-    def work(start, stop):
-        if start:
-            raise ValueError(start)
-        stopped.append(start)
-
-    with pytest.raises(ValueError, match="2"):
-        in_runs(4, 2, work)
-    assert stopped == [0]

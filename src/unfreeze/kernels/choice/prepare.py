@@ -35,8 +35,9 @@ def compile_loops(dtype: torch.dtype) -> None:
     The longest is the experts' backward. The run compiles their forward meanwhile, for its samples.
     """
     device = torch.device("cpu")
-    x, ids, weights, gate_up, down, factors = arguments(expert_mlp.OP.cases[0], device, dtype)
-    backend = _OnlyBackward(expert_mlp.backend_for(x, gate_up, down))
+    of_experts: Any = arguments(expert_mlp.OP.cases[0], device, dtype)
+    x, ids, weights, gate_up, down, factors = of_experts
+    backend: Any = _OnlyBackward(expert_mlp.backend_for(x, gate_up, down))
     expert_mlp.fused_expert_mlp(x, ids, weights, gate_up, down, factors, backend).sum().backward()
     for name, number in TRAINED.items():
         op = ops.load(name)

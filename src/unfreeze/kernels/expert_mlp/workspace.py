@@ -124,15 +124,18 @@ class Base:
             # forward leaves what backward needs.
             content = (*(part._version for part in parts), experts[0], shape)
             space, filled = scratch_of(name, shape, self.dtype, device, parts[0], content)
-        if not self._views or self._views[0] is not space:
+        views = (
+            self._views
+        )  # read once: on a CPU other threads write it meanwhile, each has a space of its own
+        if not views or views[0] is not space:
             (above, below), (left, _) = (
                 space.split([size, width], dim=dim) for dim, size in ((1, self.rows), (2, self.columns))
             )
             W, B = above.split([self.columns, width], dim=2)
-            self._views = (space, W, above, B, left, below[:, :, : self.columns])
+            views = self._views = (space, W, above, B, left, below[:, :, : self.columns])
         if not filled:
-            self._fill(experts, self._views[1])
-        return self._views
+            self._fill(experts, views[1])
+        return views
 
     def operand(
         self, experts: Sequence[int], factor: Tensor | None, direction: Direction, name: str

@@ -30,6 +30,7 @@ ROOM = Path(__file__).parents[1]
 Loop = Callable[..., Any]
 """A function as numba compiles it, or compiled: of arrays and numbers, which numba types itself."""
 
+njit: Any = numba.njit  # its stubs know neither forceinline nor no_cpython_wrapper
 OPTIONS: dict[str, Any] = dict(nogil=True, boundscheck=False, error_model="numpy", no_cfunc_wrapper=True)
 
 # Loops of fewer elements run on one thread: they take 10 to 100 microseconds, and handing a part to a second
@@ -38,7 +39,7 @@ SERIAL = 1 << 18
 
 
 # For a function of a few numbers: LLVM puts its code where it is called, before loops are vectorised.
-inlined = numba.njit(forceinline=True, no_cpython_wrapper=True, **OPTIONS)
+inlined: Callable[[Loop], Loop] = njit(forceinline=True, no_cpython_wrapper=True, **OPTIONS)
 
 LOG2E = np.float32(1.4426950408889634)
 LN2_HIGH = np.float32(0.693145751953125)  # 12 bits of ln 2: n * LN2_HIGH is exact
@@ -100,7 +101,7 @@ def inner(function: Loop) -> Loop:
 
     It has no code that takes arguments from Python: less to compile.
     """
-    return numba.njit(no_cpython_wrapper=True, **OPTIONS)(function)
+    return njit(no_cpython_wrapper=True, **OPTIONS)(function)
 
 
 def serial(function: Loop) -> Loop:
@@ -109,7 +110,7 @@ def serial(function: Loop) -> Loop:
     Where neither the source folder nor the user's cache can be written, it says so and compiles anew.
     """
     try:
-        made: Any = numba.njit(cache=True, **OPTIONS)(function)
+        made = njit(cache=True, **OPTIONS)(function)
         file = made._cache._cache_file
         # what is compared with the file on disk: another stamp compiles anew
         file._source_stamp = (file._source_stamp, sources(ROOM))
@@ -119,7 +120,7 @@ def serial(function: Loop) -> Loop:
             "numba kernels are compiled anew in each process (%s); NUMBA_CACHE_DIR names a writable folder",
             error,
         )
-        return numba.njit(**OPTIONS)(function)
+        return njit(**OPTIONS)(function)
 
 
 @functools.cache
