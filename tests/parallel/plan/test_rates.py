@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from unfreeze.kernels.choice import record
+from unfreeze.kernels.choice import ops, record
+from unfreeze.kernels.choice.measure import arguments
 from unfreeze.parallel.fleet import devices
-from unfreeze.parallel.plan import rates
-from unfreeze.parallel.plan.rates import of_device, of_records
+from unfreeze.parallel.plan.rates import ROWS_PER_EXPERT, WORK, of_device, of_records
 
 ASKED = {"length": 512, "narrow": False, "vocab": 8192, "every_weight": False}
 
@@ -106,4 +106,47 @@ def test_facts_of_a_device_say_that_they_are_not_measured():
     found = of_device(device)
     assert "not measured" in found.source and found.experts == pytest.approx(0.66 * 989e12)
     assert replace(found, half_rows=0.0).of_experts(1) == found.experts
-    assert rates.work_of_case("adamw", "large tensors, as they are") == 8 * 128 * 16 * 1024
+    assert WORK["adamw", "large tensors, as they are"] == 8 * 128 * 16 * 1024
+
+
+def _experts(x_TD, ids_TK, _, gate_up, down, factors):
+    """Forward and the input's gradient; of adapters both factors' gradients too."""
+    base = gate_up.shape[1] * gate_up.shape[2] + down.shape[1] * down.shape[2]
+    parts = (factors.gate_up_A, factors.gate_up_B, factors.down_A, factors.down_B)
+    adapter = sum(part[0].numel() for part in parts)
+    return 2.0 * ids_TK.numel() * (2 * base + 3 * adapter)
+
+
+def _dense(x_TD, norm_D, eps, *projections):
+    base = sum(one.weight.numel() for one in projections)
+    adapter = sum(one.A.numel() + one.B.numel() for one in projections if one.A is not None)
+    return 2.0 * len(x_TD) * (base * (3 if projections[0].weight.requires_grad else 2) + 3 * adapter)
+
+
+def _attention(q_SLHd, k_SLGd, v_SLGv, scale: float):
+    """Causal: 2 · H · (d + v) FLOP a pair, and 2.5 times as much in backward."""
+    S, L, H, d = q_SLHd.shape
+    return 3.5 * S * L * L / 2 * 2 * H * (d + v_SLGv.shape[3])
+
+
+def _head(hidden_ND, weight_VD, *_):
+    return 2.0 * len(hidden_ND) * weight_VD.numel() * (3 if weight_VD.requires_grad else 2)
+
+
+COUNTED = {
+    "expert_mlp": _experts,
+    "dense_mlp": _dense,
+    "attention": _attention,
+    "linear_cross_entropy": _head,
+    "rms_norm": lambda x_TD, *_: float(x_TD.numel()),
+    "adamw": lambda updates, _: float(sum(update.master.numel() for update in updates)),
+}
+
+
+def test_the_work_of_each_case_is_what_its_inputs_say():
+    for (name, bucket), work in WORK.items():
+        case = next(case for case in ops.load(name).cases if case.bucket == bucket)
+        assert COUNTED[name](*arguments(case, torch.device("cpu"), torch.float32)) == work, (name, bucket)
+    experts = [case for case in ops.load("expert_mlp").cases if case.bucket in ("under 64", "64 on")]
+    given = [arguments(case, torch.device("cpu"), torch.float32) for case in experts]
+    assert tuple(one[1].numel() / one[3].shape[0] for one in given) == ROWS_PER_EXPERT

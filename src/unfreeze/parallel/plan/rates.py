@@ -9,17 +9,13 @@ A record is of one number of threads; on C cores its rate is taken C / threads t
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from unfreeze.kernels.choice import ops, record
 from unfreeze.kernels.choice.choose import by_record
-from unfreeze.kernels.choice.measure import arguments
 from unfreeze.parallel.fleet import Device
 
 EXPERT_SHARE, HALF_ROWS = 0.66, 128.0  # grouped GEMM on H100: 650 of 989 TFLOP/s, half of it at 128 rows
@@ -29,6 +25,31 @@ VECTOR_SHARE = 0.75
 LAUNCH = 5e-6  # seconds of host time of a torch operation
 OPTIMIZER_BYTES = 26  # of AdamW for a parameter: gradient, master, moments read and written, weight written
 CPU = torch.device("cpu")
+
+# What a measured case computes, forward and backward: FLOP; numbers of rms_norm, parameters of adamw. Written
+# down because making the cases' inputs takes 0.7 s of every start; a test counts them.
+WORK = {
+    ("expert_mlp", "under 64"): 215_482_368,
+    ("expert_mlp", "64 on"): 1_723_858_944,
+    ("dense_mlp", "all weights"): 40_164_655_104,
+    ("dense_mlp", "adapters"): 27_625_783_296,
+    ("attention", "under 96"): 58_720_256,
+    ("attention", "96 on"): 117_440_512,
+    ("attention", "192 on"): 469_762_048,
+    ("attention", "1024 on"): 1_879_048_192,
+    ("attention", "under 96, v < d"): 73_400_320,
+    ("attention", "96 on, v < d"): 146_800_640,
+    ("attention", "192 on, v < d"): 587_202_560,
+    ("attention", "1024 on, v < d"): 2_348_810_240,
+    ("linear_cross_entropy", "small vocabulary, head frozen"): 4_294_967_296,
+    ("linear_cross_entropy", "small vocabulary, head trained"): 6_442_450_944,
+    ("linear_cross_entropy", "large vocabulary, head frozen"): 15_032_385_536,
+    ("linear_cross_entropy", "large vocabulary, head trained"): 22_548_578_304,
+    ("rms_norm", "many"): 2_097_152,
+    ("adamw", "large tensors, as they are"): 16_777_216,
+    ("adamw", "large tensors, half precision weights"): 17_432_576,
+}
+ROWS_PER_EXPERT = 16, 128  # of the two cases of expert_mlp
 
 
 @dataclass(frozen=True)
@@ -111,7 +132,7 @@ def of_records(
 
     # r(m) = R m / (m + h) through both measured points: 1 / r = 1 / R + h / R / m
     few, many = rate["few"], rate["many"]
-    m_few, m_many = (_rows_per_expert(bucket) for bucket in ("under 64", "64 on"))
+    m_few, m_many = ROWS_PER_EXPERT
     slope = (1 / few - 1 / many) / (1 / m_few - 1 / m_many)
     experts = 1 / (1 / many - slope / m_many)
     here = all(value.own for value in timed)
@@ -160,56 +181,8 @@ def _rate(name: str, bucket: str, dtype: torch.dtype) -> _Timed | None:
     row = next((row for row in rows if row["candidate"] == runs), rows[0])
     micro = row["median_us"] if row["candidate"] == runs else row["reference_median_us"]
     own = any(record.identity(row) == record.identity(other) for other in _own_rows(key))
-    return _Timed(work_of_case(name, bucket) / micro * 1e6, row["threads"], row["date"], own)
+    return _Timed(WORK[name, bucket] / micro * 1e6, row["threads"], row["date"], own)
 
 
 def _own_rows(key: str) -> list[record.Row]:
     return record.read(record.user_folder() / f"{key}.json")
-
-
-@functools.cache
-def work_of_case(name: str, bucket: str) -> float:
-    """What a case computes, forward and backward: FLOP; numbers of rms_norm, parameters of adamw."""
-    op = ops.load(name)
-    case = next(case for case in op.cases if case.bucket == bucket)
-    return COUNTED[name](*arguments(case, CPU, torch.float32))
-
-
-def _experts(x_TD: Any, ids_TK: Any, _: Any, gate_up: Any, down: Any, factors: Any) -> float:
-    """Forward and the input's gradient; of adapters both factors' gradients too."""
-    base = gate_up.shape[1] * gate_up.shape[2] + down.shape[1] * down.shape[2]
-    parts = (factors.gate_up_A, factors.gate_up_B, factors.down_A, factors.down_B)
-    adapter = sum(part[0].numel() for part in parts)
-    return 2.0 * ids_TK.numel() * (2 * base + 3 * adapter)
-
-
-def _rows_per_expert(bucket: str) -> float:
-    case = next(case for case in ops.load("expert_mlp").cases if case.bucket == bucket)
-    given: Any = arguments(case, CPU, torch.float32)
-    return given[1].numel() / given[3].shape[0]
-
-
-def _dense(x_TD: Any, norm_D: Any, eps: float, *projections: Any) -> float:
-    base = sum(one.weight.numel() for one in projections)
-    adapter = sum(one.A.numel() + one.B.numel() for one in projections if one.A is not None)
-    return 2.0 * len(x_TD) * (base * (3 if projections[0].weight.requires_grad else 2) + 3 * adapter)
-
-
-def _attention(q_SLHd: Any, k_SLGd: Any, v_SLGv: Any, scale: float) -> float:
-    """Causal: 2 · H · (d + v) FLOP a pair, and 2.5 times as much in backward."""
-    S, L, H, d = q_SLHd.shape
-    return 3.5 * S * L * L / 2 * 2 * H * (d + v_SLGv.shape[3])
-
-
-def _head(hidden_ND: Any, weight_VD: Any, *_: Any) -> float:
-    return 2.0 * len(hidden_ND) * weight_VD.numel() * (3 if weight_VD.requires_grad else 2)
-
-
-COUNTED: Mapping[str, Callable[..., float]] = {
-    "expert_mlp": _experts,
-    "dense_mlp": _dense,
-    "attention": _attention,
-    "linear_cross_entropy": _head,
-    "rms_norm": lambda x_TD, *_: float(x_TD.numel()),
-    "adamw": lambda updates, _: float(sum(update.master.numel() for update in updates)),
-}
