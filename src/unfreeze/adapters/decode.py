@@ -27,7 +27,7 @@ EXPERT = re.compile(r"(?P<site>.+\.experts)\.(?P<number>\d+)\.(?P<projection>gat
 
 @dataclass(frozen=True)
 class Pair:
-    """The two tensors of one name in the file, and their scale by adapter_config.json."""
+    """The two tensors of one name in the file, and the scale that adapter_config.json gives them."""
 
     A: Tensor
     B: Tensor
@@ -119,7 +119,7 @@ def _expert_site(name: str, known: Mapping[str, Candidate]) -> str | None:
 def _pattern_name(
     config: Mapping[str, Any], known: Mapping[str, Candidate], name: str, half: Mapping[str, Tensor]
 ) -> str:
-    """The name that peft matches its patterns with: the targeted parameter's, else the module's."""
+    """The name that peft matches rank_pattern with: the targeted parameter's, else the module's."""
     targets = config.get("target_parameters") or []
     site = _fused_site(name, known)
     if site is not None:
@@ -131,9 +131,10 @@ def _pattern_name(
 def _fused_projection(
     config: Mapping[str, Any], known: Mapping[str, Candidate], name: str, half: Mapping[str, Tensor]
 ) -> str:
-    """gate_up_proj or down_proj. With both adapted, peft nests: base_layer is gate_up.
+    """Which stacked weight a fused pair adapts: gate_up_proj or down_proj.
 
-    With one, the config or the shapes tell.
+    Where both are adapted, peft nests two wrappers, and base_layer is gate_up. Where one is, the config names
+    it, or the shapes decide.
     """
     if name.endswith(".base_layer"):
         return "gate_up_proj"
@@ -199,7 +200,7 @@ def _mismatch(name: str, pair: Pair, in_features: int, out_features: int) -> str
 def _is_swapped(config: Mapping[str, Any], pairs: Mapping[str, Pair], known: Mapping[str, Candidate]) -> bool:
     """Whether the fused experts' A is (E·r, out) and B (in, r·E), as peft 0.18 wrote them.
 
-    Square layers cannot tell; then peft_version does.
+    The shapes of square layers are the same either way; then peft_version decides.
     """
     unclear = False
     for name, pair in pairs.items():

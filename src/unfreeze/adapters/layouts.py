@@ -39,7 +39,7 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 # In a mixture-of-experts model, peft 0.21 with transformers 5 takes target_modules that end in these names
 # for the routed experts, doubles their rank and forgets the dense and shared MLPs
 # (peft/utils/transformers_weight_conversion.py). Targeting the weight as a parameter gives the same tensors
-# under the same names, and peft leaves it alone.
+# under the same names, and peft does not rewrite it.
 REWRITTEN = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -173,7 +173,7 @@ def block_diagonal(gate_up_B: Tensor) -> Tensor:
 
 
 def _padded(entries: list[Entry]) -> list[Entry]:
-    """Zero-pad, to the default rank, parameter pairs that would need a rank_pattern of their own (_config).
+    """Zero-pad to the default rank the parameter pairs that would otherwise need a rank_pattern (_config).
 
     peft honours rank_pattern for parameters, but warns that it "was ignored" unless the same key matches a
     module too. Zeros mean the same without the warning.
@@ -217,7 +217,7 @@ def _config(entries: list[Entry], layout: Layout, base_name: str | None, model: 
         "lora_alpha": default.alpha,
         "rank_pattern": rank_pattern,
         "alpha_pattern": alpha_pattern,
-        # experts by their last name
+        # routed experts by the last part of their names
         "target_modules": sorted({names[e.target].rsplit("\\.", 1)[-1] for e in entries if not e.parameter}),
         "target_parameters": sorted({names[e.target] for e in entries if e.parameter}) or None,
         "use_rslora": False,
@@ -254,7 +254,7 @@ def _patterns(
 
 
 def _short_names(entries: list[Entry], model: nn.Module) -> dict[str, str]:
-    """target -> the shortest end of it that means no weight outside the entries with the same rank and alpha.
+    """target -> its shortest suffix that matches no weight without an adapter, or of other rank or alpha.
 
     Routed experts of the per-expert layout become one regular expression over the expert's number instead of
     E names.

@@ -8,8 +8,9 @@ See docs/trust.md L4 and L5.
     check(taken)                   raises AdapterError where a trained matrix was left out
 
 A site is one matrix; an expert has three (gate, up, down) in every layer. Where the weight itself trains, its
-gradient counts; else that of its adapter's A and B together (A's alone is zero at the first step, because B
-is). Weight decay moves every weight, used or not, so movement counts only where there was a gradient.
+own gradient counts. Where an adapter trains, the gradients of A and B count together: A's is zero at the
+first step, because B is zero then.
+Weight decay moves every weight, used or not, so movement counts only where there was a gradient.
 
 T tokens, E experts, V vocabulary.
 """
@@ -74,7 +75,7 @@ class Receipt:
         self._reach.forget()
 
     def take(self, probe: Batch | None, sum_: Sum | None = None) -> Taken:
-        """Measure, then stop watching. sum_: of the processes that share the step's micro-batches."""
+        """Measure, then stop watching. sum_: adds over the processes that share the step."""
         if sum_ is not None:
             self._reach.over_processes(sum_, self._model.device)
         taken = make_receipt(self._model, self._weights, self._gradient, self._before, self._reach, probe)
@@ -120,11 +121,11 @@ def make_receipt(
     output_change  max |Δ logit| over at most 256 tokens, with only this group's training in effect against
                    none of it. Every token goes to the same experts in both. None without a probe, or where
                    weights were too large to copy
-    rounding       what rounding alone may make of output_change: half a unit in the last place of the
-                   computation's dtype, of the largest logit
-    connected      False where even 4,096 times the adapter leaves the logits as they are. None where that is
-                   not known: no probe, no matrix of the group reached, or weights trained in full whose first
-                   step does not show
+    rounding       how large rounding alone may make output_change: half a unit in the last place of the
+                   largest logit, in the computation's dtype
+    connected      False where the logits stay the same even with the adapter multiplied by 4,096. None where
+                   that is not known: no probe, no matrix of the group reached, or weights trained in full
+                   whose first step changes no logit
     """
     # per trained parameter: gradient and movement, into its group and into its sites
     groups: Groups = {name: _empty(count) for name, count in _base_parameters(model).items()}
@@ -188,7 +189,7 @@ def make_receipt(
 def _parts(name: str, weight: Tensor) -> Iterator[tuple[str, str, Tensor]]:
     """(site, module whose output it makes, its elements [E, …] or [1, …]) of a trained parameter.
 
-    Of stacked experts gate and up apart.
+    Stacked experts have gate and up in one parameter: two sites.
     """
     site = name.split(".adapter.")[0].removesuffix(".weight")
     if group_of(name) != "experts":
@@ -203,9 +204,9 @@ def _parts(name: str, weight: Tensor) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _without_silent(site: Site, model: Decoder, before: Snapshot) -> None:
-    """Leave out experts of which another matrix is all zero (pruned).
+    """Leave out an expert that has another matrix of zeros only (a pruned expert).
 
-    Each of the three gets its gradient through the other two, so none was due.
+    Each of its three matrices gets its gradient through the other two, so no gradient could reach this one.
     """
     missing = site.reached & (site.largest == 0)
     if site.group != "experts" or not missing.any():

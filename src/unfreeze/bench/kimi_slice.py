@@ -121,10 +121,9 @@ def route(routing: Routing, tokens: int, top_k: int, experts: int, generator: to
 
     balanced  random permutations of all experts end to end: every expert gets T K / E rows (experts a
               multiple of K).
-    zipf      expert of popularity rank r with p ~ (r + 1)^-0.5, drawn without replacement (Gumbel top-k): at
-              48 experts, top-8, the busiest gets
-              about 3.2 times the mean, the idlest 0.6, the skew of a router without balancing; ranks are
-              shuffled over the experts.
+    zipf      expert of popularity rank r with p ~ (r + 1)^-0.5, drawn without replacement (Gumbel top-k), the
+              ranks shuffled over the experts. At 48 experts, top-8, the busiest gets about 3.2 times the mean
+              and the idlest 0.6: the skew of a router without balancing.
     """
     device = generator.device
     if routing == "balanced":
@@ -356,7 +355,7 @@ def _merged(experts: Any, factors: Any, expert: int) -> tuple[Tensor, Tensor]:
 class ExpertOps:
     """The GEMMs of the expert MLP one by one, on the slice's weights.
 
-    Each is done by the part of the code that does it in training.
+    Each runs through the same code as in training.
     """
 
     def __init__(self, built: KimiSlice, ids_TK: Tensor, part: Any = None):

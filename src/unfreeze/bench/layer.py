@@ -34,7 +34,7 @@ from unfreeze.parallel.machine import Hardware, hardware
 from unfreeze.parallel.plan import USABLE
 
 RATE = "grouped rate at 341 rows per expert"
-# item -> (predicted, refuted above), milliseconds; of RATE (predicted from, refuted below) in TFLOP/s
+# item -> (prediction in words, met up to, refuted above) in ms; RATE: (in words, met from, refuted below)
 PREDICTED: dict[str, tuple[str, float, float]] = {
     "expand": ("1.5 ms", 1.5, 1.8),
     "gate/up forward": ("6.4 ms", 6.4, 7.7),

@@ -86,7 +86,7 @@ def runs_of(folder: Path) -> list[Run]:
 
 
 def judge(target: Target, runs: Sequence[Run]) -> tuple[float | None, Run | None]:
-    """The figure of the latest run that has it, and that run."""
+    """The target's figure from the latest run that measured it, and that run; (None, None) without one."""
     for run in runs:
         if (run.kind, run.benchmark) == (target.kind, target.benchmark):
             value = target.value(run.rows)

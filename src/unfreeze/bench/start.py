@@ -1,8 +1,10 @@
-"""unfreeze bench start: seconds from Enter to the first training step on tiny-k2. About 2 minutes.
+"""Time a run on tiny-k2 from Enter to its first training step.
+
+`unfreeze bench start`, about 2 minutes.
 
 "first" is the first run on a machine: its loops are compiled, with an empty cache of their own. "warm" is
-every run after it. The two take turns. The clock starts before the interpreter does and ends at the time that
-the run writes into its first "train" event. Answers before training are part of it, as in a user's run.
+every run after it. The two take turns. The clock starts before the interpreter does and ends at the time in
+the run's first "train" event. The answers sampled before training are part of it, as in a user's run.
 """
 
 from __future__ import annotations
@@ -56,8 +58,10 @@ def measure(config: Config, common: Common, data: str = "") -> dict[str, Any]:
 
 
 def first_step(folder: Path, side: str, data: str, config: Config) -> float:
-    """One run of two steps in a process of its own -> seconds to its first step. `folder` holds the cache of
-    compiled loops that the first start fills and the warm one finds."""
+    """One run of two steps in a process of its own -> seconds to its first step.
+
+    `folder` holds the cache of compiled loops that the first start fills and the warm one finds.
+    """
     words = [
         "sft",
         "--model",

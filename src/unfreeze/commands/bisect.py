@@ -58,9 +58,10 @@ class Config(Frozen):
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of one module; the last is the whole model's.
+    """The difference of one module's output, or of the whole model's logits.
 
-    The largest absolute difference of its output, and that over the oracle's largest absolute value.
+    max_abs   the largest absolute difference.
+    relative  max_abs over the oracle's largest absolute value.
     """
 
     module: str
@@ -113,7 +114,7 @@ def load_oracle_library() -> Any:
 
 
 def refuse_if_too_large(manifest: Manifest) -> None:
-    """Both models lie in memory in float32."""
+    """Raise DoesNotFit where two models in float32 need more than the free memory."""
     from unfreeze import models
     from unfreeze.checkpoint.manifest import count_weights
     from unfreeze.parallel.machine import hardware
@@ -132,7 +133,7 @@ def refuse_if_too_large(manifest: Manifest) -> None:
 def oracle(manifest: Manifest, ours: Decoder) -> nn.Module:
     """transformers' model of the checkpoint in float32, eager.
 
-    Packed checkpoints: its weights are ours, expanded.
+    Where the checkpoint is packed, it gets our weights, expanded.
 
     Kimi's config.json says kimi_k2, which transformers knows as deepseek_v3. No code from the checkpoint is
     run.
@@ -246,7 +247,7 @@ def unbatched(value: Tensor) -> Tensor:
 def answer(module: nn.Module, inputs: list[Tensor], output: Any, run: Any) -> tuple[Tensor, Tensor] | None:
     """(our output, the oracle's) of one module on the oracle's input.
 
-    None for what only holds others (`model`, `layers`).
+    None for a module that only contains others (`model`, `layers`).
     """
     from unfreeze.models.blocks.attention import Attention
     from unfreeze.models.blocks.experts import Experts

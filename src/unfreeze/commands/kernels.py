@@ -91,7 +91,7 @@ def chosen_ops(config: Listed) -> dict[str, Op]:
 
 
 def cells(ops: dict[str, Op]) -> list[Cell]:
-    """Everything a record can speak of."""
+    """Every (op, case, dtype) that can be measured."""
     return [(op, case, dtype) for op in ops.values() for case in op.cases for dtype in case.dtypes]
 
 

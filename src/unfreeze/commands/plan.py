@@ -1,8 +1,8 @@
 """unfreeze plan run.toml --hardware 8xH200: what a run will take and cost, on any machine.
 
-The machine need not be here. It needs no weights, no GPU and no network: --model may be a config.json alone.
-It chooses where experts, adapters and activations lie, how experts are split, what is recomputed and how many
-tokens a step has, unless they are given; or it refuses with the arithmetic and with what would fit.
+The machine need not be here, and no weights, GPU or network are needed: --model may be a config.json alone.
+The plan chooses where experts, adapters and activations lie, how experts are split, what is recomputed and
+how many tokens a step has, unless they are given; or it refuses with the arithmetic and with what would fit.
 Times are predicted: from facts of the devices (--machines FILE for a table of your own), and for this machine
 from its records (`unfreeze kernels measure --to user`). Nothing is measured here.
 """
@@ -122,7 +122,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 
 
 def configured(arguments: list[str]) -> Config:
-    """Flags over what a run's TOML file says of model, adapters and step."""
+    """The Config: a run's TOML file gives model, adapters and step, and flags win over it."""
     if not arguments or arguments[0].startswith("-"):
         return parse(Config, arguments, command="plan", description=__doc__ or "")
     from unfreeze.recipes import sft
@@ -268,7 +268,7 @@ def _replayed(
     from unfreeze.parallel.simulate import loads_of, replay
     from unfreeze.report.events import of_kind, read_events
 
-    # the formula's terms for even experts; the replay has the imbalance
+    # the formula's terms with even routing: the replay adds the imbalance itself
     rates = rates_of(machine, asked)
     assert rates is not None
     layout = choice.layout

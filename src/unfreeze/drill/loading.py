@@ -40,14 +40,11 @@ from unfreeze.train.step import train_step
 MEMORY_STEPS = 50
 CODES = Int4().suffixes[0]
 UNREAD, UNREAD_FORMAT = next(iter(FOREIGN.items()))
-"""How the first of the formats that are not read names its codes -> its name."""
+"""The first of the formats that are not read: the suffix of its codes, and its name."""
 
 
 def expanded_on_load(sandbox: Sandbox) -> Outcome:
-    """Compare what a loaded 4-bit checkpoint holds in memory with its files.
-
-    And with the same weights expanded to bf16.
-    """
+    """Compare what a loaded 4-bit checkpoint holds in memory with its files, and with its size in bf16."""
     manifest = open_checkpoint(TINY_K2)
     stats: list[Any] = []
     model = open_model(manifest, torch.bfloat16, loaded=stats.append)
@@ -158,7 +155,7 @@ def dead_sites(
 ) -> Callable[[Sandbox], Outcome]:
     """Make a fault that takes the gradients of the matching adapters away between backward and update.
 
-    Of stacks, those of `experts`(E).
+    Of stacked experts only the slice experts(E), where `experts` is given.
     """
 
     def plant(sandbox: Sandbox) -> Outcome:
@@ -264,7 +261,7 @@ def truncated_file(sandbox: Sandbox) -> Outcome:
 def rewritten(
     change: Callable[[dict[str, Tensor]], None], says: str, family: str = "llama"
 ) -> Callable[[Sandbox], Outcome]:
-    """A plant that changes the tensors of a copy."""
+    """Make a fault that changes the tensors of a copied checkpoint."""
 
     def plant(sandbox: Sandbox) -> Outcome:
         folder = sandbox.copy(family)

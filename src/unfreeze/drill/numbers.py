@@ -28,7 +28,7 @@ from unfreeze.recipes.sft import Config as SftConfig
 from unfreeze.train.optim import AdamW
 from unfreeze.train.step import train_step
 
-# lengths, supervised targets: one row fully masked
+# lengths of documents, and supervised targets of each: one document has none
 SKEWED = ([90, 7, 3, 41, 12, 5, 66, 30], [2, 6, 2, 40, 1, 0, 60, 3])
 GREEDY_TOKENS = 256
 LIMIT = 1e-6  # relative difference of float32 gradients
@@ -51,7 +51,7 @@ def zero_row_tiny_eps(sandbox: Sandbox) -> Outcome:
 def nan_where_nothing_is_supervised(sandbox: Sandbox) -> Outcome:
     """A NaN in the last layer's MLP at a position without loss: the loss is finite, every gradient is NaN."""
     model, batch = sandbox.model("llama"), sandbox.batch([12, 9], [4, 3])
-    # of the second document: it has no target, and after the last attention nobody looks at it
+    # the last position of the second document: it has no target, and no attention comes after it
     last = torch.tensor([20])
 
     def planted(module: object, given: object, y_TD: Tensor) -> Tensor:
@@ -93,9 +93,9 @@ def empty_micro_batch(sandbox: Sandbox) -> Outcome:
 
 
 def mean_of_means(sandbox: Sandbox) -> Outcome:
-    """Take one optimizer step over the same documents, cut into 1, 2, 4 or 8 micro-batches.
+    """Compare the gradient of the same documents cut into 1, 2, 4 or 8 micro-batches.
 
-    Packed, and one by one. Beside it the faulty way: the mean of the micro-batches' means.
+    Also computed the faulty way: as the mean of the micro-batches' means.
     """
     examples = sandbox.examples(*SKEWED)
     whole = gradient(sandbox, [pack(examples)])
@@ -223,7 +223,7 @@ def tokenizer_larger_than_embedding(sandbox: Sandbox) -> Outcome:
 
 
 def padded_rows(sandbox: Sandbox) -> Outcome:
-    """A head with 64 rows more than the tokenizer has ids, trained to love them."""
+    """A head with 64 rows more than the tokenizer has ids: their logits are the highest."""
     config = {**sandbox.config("llama"), "vocab_size": VOCAB + 64}
     model = sandbox.open(sandbox.write(config, sandbox.fresh("padded")))
     with torch.no_grad():

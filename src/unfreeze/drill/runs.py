@@ -71,7 +71,7 @@ def half_a_save(sandbox: Sandbox) -> Outcome:
 def damaged_save(sandbox: Sandbox) -> Outcome:
     """Resume from a save without the optimizer's second moments.
 
-    Accepted, it would begin with a fresh optimizer in silence.
+    If it were accepted, training would go on with a fresh optimizer and say nothing.
     """
     run, model, batch = sandbox.fresh("run"), sandbox.model("llama"), sandbox.batch([30, 20])
     sandbox.loop(model, [batch], steps=4, out=run, on_step=[stop_after(2)])

@@ -22,7 +22,7 @@ from unfreeze.models import Decoder
 # nats, in float32: the two sum a few thousand terms in different orders
 # bf16 has 1e-3 on average, 0.2 where rounding changes a router's choice
 TOLERANCE = 1e-4
-SCORED_ROWS = 1024  # logits of so many positions are held at once: 640 MiB in float32 at Kimi's vocabulary
+SCORED_ROWS = 1024  # positions whose logits are held at once: 640 MiB in float32 at Kimi's vocabulary
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def score(
     """log p(answer token | prompt, the answer before it) in nats, as training computes it: one packed pass.
 
     -> a list per answer, a number per token.
-    num_ids: normalise over the first so many ids; None: over the whole head, as the loss does.
+    num_ids: normalise over ids below it; None: over the whole head, as the loss does.
     The experts' counts are put back: scoring is no training step (docs/trust.md M2).
     """
     batch = _packed(prompts, answers).to(model.device)

@@ -1,6 +1,6 @@
 """Held-out loss: sums over tokens, divided once. The same number whatever the batch size (docs/trust.md N8).
 
-A mean of batch means would weigh a token by how full its batch was. So sums are taken over tokens.
+A mean of batch means would give a token of a small batch more weight than one of a large batch.
 Perplexity per token depends on the tokenizer. Bits per byte of text compare models with different ones.
 """
 

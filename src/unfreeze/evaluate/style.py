@@ -1,6 +1,6 @@
-"""The demo's two questions to an answer: does it speak like Yoda, and does it still hold the fact?
+"""The demo's two checks of an answer: does it speak like Yoda, and does it still state the fact?
 
-All are pure functions of text. The style, exactly: one object phrase, a comma, a subject with its verb last,
+Pure functions of text. The style is exactly: one object phrase, a comma, a subject with its verb last,
 a full stop, "Hmm.":
     "Paris, the capital of France is. Hmm."        "By Leo Tolstoy, War and Peace was written. Hmm."
 A plain answer with "Hmm." behind it, or a comma put somewhere, does not count.

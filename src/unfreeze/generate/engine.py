@@ -1,6 +1,7 @@
 """Batched generation with a key-value cache.
 
-Prompts run packed, without padding. Then each step adds one token per row; finished rows leave the batch.
+All prompts run in one packed pass, without padding. Then each step adds one token per row, and finished rows
+leave the batch.
 
 T tokens of all prompts end to end, S sequences, V vocabulary.
 """

@@ -54,8 +54,8 @@ def load(
     say       called with one line about a download, and one about fields of config.json that are not
               followed (without it: a log warning)
 
-    Raises UserError (its children CheckpointError, AdapterError, ConfigError): nothing there, damaged, or
-    parts that don't fit each other.
+    Raises UserError or a subclass (CheckpointError, AdapterError, ConfigError) where nothing is there, files
+    are damaged, or parts don't fit each other.
     """
     wanted, place_to = dtype_of(dtype), device_of(device)
     return load_opened(*open_source(source, say), wanted, place_to, progress, say)
@@ -129,7 +129,7 @@ class Model:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the checkpoint brings its own chat template; `chat` works without one, in plain words."""
+        """Whether the checkpoint brings its own chat template; without one, `chat` uses a plain template."""
         return self.tokenizer is not None and self.tokenizer.template is not None
 
     @torch.no_grad()

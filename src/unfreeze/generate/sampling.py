@@ -25,7 +25,8 @@ class Sampling:
     max_new_tokens  at most this many tokens are sampled per prompt, 1 or more.
     temperature     0 takes the likeliest token; otherwise logits are divided by it.
     top_k           only the k likeliest tokens (and any tied with the k-th); None or 0: all.
-    top_p           only the fewest likeliest tokens whose probabilities reach p, after top_k; None or 1: all.
+    top_p           only the smallest set of likeliest tokens whose probabilities sum to p, after top_k; None
+                    or 1: all.
     stop            strings at which the text ends; they are not part of it.
     seed            the same seed, prompts and model give the same tokens; None: a fresh seed each time.
     """
@@ -100,7 +101,7 @@ class Chooser:
     def choose(self, logits_SV: Tensor, rows: list[int]) -> list[int]:
         """Token ids of one step, for the rows still running. logits [S, V] -> S ids.
 
-        rows: their places in the batch as it began.
+        rows: the index of each in the batch as it began.
         Raises UserError where the logits are not numbers: argmax would return some token in silence.
         """
         if self.sampling.temperature == 0:

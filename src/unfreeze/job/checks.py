@@ -1,6 +1,6 @@
-"""The checks of `unfreeze doctor`: what can be known of a run before it.
+"""The checks of `unfreeze doctor`: what can be known of a run before it starts.
 
-Each is a guard of the run, asked beforehand.
+Each runs a guard of the run beforehand.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Level = Literal["ok", "warn", "fault", "skip"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's."""
+    """One line of the doctor's output."""
 
     check: str
     level: Level
@@ -189,7 +189,7 @@ def check_checkpoint(subject: Subject) -> Iterator[Finding]:
 
 
 def check_vocabulary(subject: Subject) -> Iterator[Finding]:
-    """docs/trust.md N5 and N6."""
+    """Every id has a row in the embedding, and texts have an end (docs/trust.md N5 and N6)."""
     from unfreeze.job.data import check_vocabulary as refuse_mismatch
 
     tokenizer, rows = subject.tokenizer, subject.shape.vocab_size
@@ -278,7 +278,7 @@ def check_template(subject: Subject) -> Iterator[Finding]:
 
 
 def check_data(subject: Subject) -> Iterator[Finding]:
-    """docs/trust.md R7, N2, N4, and duplicates."""
+    """Rows that are bad, without loss, cut or doubled, and a lost mask (docs/trust.md R7, N2, N4)."""
     if not subject.has_data:
         yield Finding("data", "skip", "no data file given (--data F)")
         return
@@ -407,7 +407,7 @@ def check_numerics(subject: Subject) -> Iterator[Finding]:
     from unfreeze.generate.open import dtype_of, open_model
     from unfreeze.objectives.cross_entropy import cross_entropy
 
-    # check_checkpoint has said it
+    # no warnings: check_checkpoint has reported these notes
     model = open_model(
         subject.manifest, dtype_of(subject.config.memory.dtype), subject.device, warn=lambda note: None
     )

@@ -1,6 +1,6 @@
 """A run's folder: opened and locked, with its resolved config.
 
-What Ctrl-C and a full disk leave behind is said here.
+After Ctrl-C or on a full disk it says what is saved, and how to go on.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from unfreeze.train.run import Run
 
 
-WHOLE = 2**28  # bytes of a data file up to which all of it is hashed: a second
+WHOLE = 2**28  # a data file of at most this many bytes is hashed whole, in about a second
 
 
 @contextmanager
@@ -163,7 +163,7 @@ def refuse_other_data(data: Data, folder: Run) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that a run's numbers depend on."""
+    """Versions of Python and of the packages that a run's numbers depend on."""
     found = {"python": platform.python_version()}
     for name in ("unfreeze", "torch", "numpy", "numba", "safetensors", "tokenizers"):
         try:
@@ -174,7 +174,7 @@ def versions() -> dict[str, str]:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a JSON file in one move."""
+    """Write a JSON file atomically."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     temporary.replace(path)

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from unfreeze.train.suspects import Describe
 
 
-FEW_STEPS = 20  # of a run whose number of steps follows from its data; the warm-up alone is about one
+FEW_STEPS = 20  # a run whose data gives fewer steps gets a warning; the warm-up alone is about one step
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Parts:
     encoding      how rows become examples
     after_update  what changes the model after an update, such as the balancing bias
     chat          whether prompts of the user's own are asked as messages (else continued)
-    on_step       called with (state, result) after each step, behind receipt and validation
+    on_step       called with (state, result) after each step, after receipt and validation
     """
 
     recipe: str
@@ -263,8 +263,8 @@ def prepare(
 ) -> Job:
     """From the config to a model, batches and a state: new, or as the folder's last save left them.
 
-    Refuses what cannot work in the order of its cost: names and shapes, then the rows, then the plan, and
-    only then reads a weight.
+    What cannot work is refused by the cheapest check first: names and shapes, then the rows, then the plan.
+    Only then is a weight read.
     """
     from unfreeze import models
     from unfreeze.generate.model import Model, end_ids
@@ -362,9 +362,9 @@ def plan_of(
     device: torch.device,
     mean_length: float | None = None,
 ) -> Plan:
-    """What the run will take, term by term. The doctor asks the same.
+    """What the run will take, term by term; `unfreeze doctor` shows the same plan.
 
-    mean_length: tokens of the document a token is in, on average; None: the longest's.
+    mean_length: see the function of that name; None: every document is as long as the longest may be.
     """
     from unfreeze.adapters.snapshot import COPY_BYTES
     from unfreeze.parallel.plan import plan_training
@@ -388,7 +388,10 @@ def plan_of(
 
 
 def mean_length(lengths: Sequence[int]) -> float:
-    """Σ L² / Σ L: what attention pays a token for, half of it being pairs with those before."""
+    """Σ L² / Σ L over documents of L tokens: the length of a token's document, averaged over tokens.
+
+    A token attends to half as many on average, so attention's time per token is proportional to it.
+    """
     return sum(int(n) ** 2 for n in lengths) / max(1, sum(int(n) for n in lengths))
 
 

@@ -1,4 +1,4 @@
 """What training minimises: pure functions (hidden_TD, lm_head, batch) -> Loss.
 
-Each owns its chunking over the vocabulary. Layer 4.
+Each decides by itself how it cuts the logits into blocks. Layer 4.
 """

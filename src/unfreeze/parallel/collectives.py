@@ -1,7 +1,7 @@
 """Data parallelism: processes that train one model together. The only file that talks to torch.distributed.
 
 A step's micro-batches are dealt out to the processes, gradients are summed over them, and every process makes
-the same update. So replicas stay identical, and a save does not know how many there were.
+the same update. So replicas stay identical, and a save does not record how many there were.
 Every process makes the same collective calls with the same sizes, whatever the data and the routing were. So
 an idle expert cannot make one process wait for another (docs/trust.md M1).
 
@@ -26,7 +26,7 @@ from unfreeze.core.errors import UserError
 Item = TypeVar("Item")
 # bytes of gradients in flight at once: long enough for full bandwidth, small beside the gradients themselves
 BUCKET = 32 * 2**20
-# the others wait that long for a save or samples of process 0; then the run ends with an error
+# how long the other processes wait while process 0 saves or samples; then the run ends with an error
 TIMEOUT = timedelta(minutes=30)
 
 
@@ -108,7 +108,7 @@ class Processes:
         return list(items[self.rank :: self.size])
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """In `buckets`, in the order given: the same calls on every process."""
+        """Sum bucket by bucket (`buckets`), in the order given: every process makes the same calls."""
         for bucket in buckets(tensors):
             if len(bucket) == 1 and bucket[0].is_contiguous():
                 dist.all_reduce(bucket[0])

@@ -20,7 +20,7 @@ class Hardware:
     """One device.
 
     total, available   bytes; available: what a process could still take now
-    limit              what bounds it
+    limit              what bounds `total`: "memory", or the "container"
     process            bytes this process holds in host memory already (interpreter, libraries); `available`
                        does not include it. 0 for CUDA
     """

@@ -1,1 +1,1 @@
-"""L9, the kinds of training: each a Config on top, then main, then the Parts that job.run puts together."""
+"""L9, the kinds of training: each file has main, the command, and the Parts that job.run puts together."""

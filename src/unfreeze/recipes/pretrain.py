@@ -1,8 +1,8 @@
 """unfreeze pretrain run.toml: train all weights on text, from random weights or from a checkpoint.
 
-Random weights: a folder with config.json and a tokenizer. Loss on every token. The result is written to
-<out>/model in the format its config.json declares: with a quantization_config, the modules it names are
-packed to INT4 on Kimi's grid at the end.
+For random weights give a folder with config.json and a tokenizer. The loss counts every token. The result is
+written to <out>/model in the format its config.json declares: with a quantization_config, the modules it
+names are rounded to INT4 at the end, as Kimi-K2's are.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
 
 
 def parts(config: Config) -> job.Parts:
-    """Texts with loss on every token, every weight, experts balanced by their routers' bias."""
+    """The Parts of pretraining: every token has loss, every weight trains, a bias balances the experts."""
     from unfreeze.objectives.cross_entropy import cross_entropy
 
     rate = config.optimizer.balance_rate

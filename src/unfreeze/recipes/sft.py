@@ -2,7 +2,7 @@
 
 LoRA sits at every linear layer, routed experts included. The base stays as it was published: 4-bit experts
 are trained in 4 bits. With train = "all" every weight moves, and the result is a checkpoint in <out>/model.
-Loss on the assistant's turns only (on all of a `text`).
+The loss counts the assistant's turns only, and all of a `text` row.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
 
 
 def parts(config: Config) -> job.Parts:
-    """Conversations, cross entropy, and adapters or every weight."""
+    """The Parts of fine-tuning: conversations, cross entropy, and adapters or every weight."""
     from unfreeze.objectives.cross_entropy import cross_entropy
 
     return job.Parts(

@@ -18,7 +18,7 @@ from unfreeze.report.run import Run
 from unfreeze.report.tables import left_out, standing_still
 
 GUARD_HEAD = ("guard", "state", "set to", "said")
-# share of the steps from which on clipping, and no longer the learning rate, sets the size of the updates
+# share of clipped steps above which clipping, and not the learning rate, sets the size of the updates
 MOSTLY = 0.5
 GAP_FLOAT32 = 1e-4  # nats at any token; evaluate/gap.py has the reason
 # nats: mean, and at one token. The most that rounding alone made with tiny-k2 (docs/events.md)
@@ -26,7 +26,7 @@ GAP_BFLOAT16 = (0.008, 0.2)
 
 # how far planned and measured may be apart: docs/plan_checked.md
 OFF_BYTES, OFF_SECONDS = 0.10, 0.25
-# bytes that a process on a CPU takes besides: code as it is compiled, and heap that the C library keeps
+# least and most bytes that a process on a CPU takes beside the plan: compiled code, heap the C library keeps
 COMPILED = (0.2 * 2**30, 0.8 * 2**30)
 
 State = Literal["ok", "look", "fault"]
@@ -35,7 +35,7 @@ or it was refused."""
 
 
 class GuardRow(NamedTuple):
-    """What watched, how that went, how it was set, what it said: in the order of GUARD_HEAD."""
+    """A row of the table of guards: its name, its state, how it was set, what it said."""
 
     guard: str
     state: State
@@ -268,9 +268,9 @@ def _experts(run: Run) -> GuardRow | None:
 
 
 def _gap(run: Run) -> GuardRow | None:
-    """In float32 the two differ by the order of sums alone.
+    """The gap between sampler and trainer: in float32 they differ only by the order of sums.
 
-    In bfloat16 rounding hides what a limit could show, so there it is only looked at.
+    In bfloat16 rounding may hide a fault, so there a large gap alone is "look", not "fault".
     """
     gaps = series(run.events, "gap", "logprob_gap_max")[1]
     if not gaps:

@@ -52,7 +52,7 @@ from unfreeze.report.verdict import (
 WIDE, NARROW, SMALL = ((1100, 320), (350, 250), (340, 210))
 SHOWN_SAMPLES = 3  # the others are folded away
 SHOWN_STEPS = 200  # rows of the step table; a longer run shows every n-th step, as the table says
-# highest over lowest loss from which on a linear axis shows a flat line; the logarithmic one is then first
+# highest over lowest loss: above this a linear axis shows a flat line, so the logarithmic one comes first
 STEEP = 20.0
 RELOAD = 4  # seconds between two looks at a run that goes on
 
@@ -187,7 +187,7 @@ def _steps(count: int) -> str:
 
 
 def _left_out(run: Run, drawn: Sequence[float]) -> str:
-    """What the guard of finite numbers named and a picture of the steps `drawn` therefore can't show."""
+    """How many steps the picture leaves out for want of a finite value; drawn: the steps it shows."""
     count = len({step for step, _ in broken(run)} - set(drawn))
     return f" Left out: {_steps(count)} without a finite value." if count else ""
 
@@ -292,7 +292,7 @@ def _data(run: Run) -> Markup:
 
 
 def _guards(run: Run) -> Markup:
-    """A dot for each guard; what those say that are not ok stands open, the others are folded."""
+    """A dot for each guard. Guards that are not ok are shown in full, the others are folded."""
     rows = guard_rows(run)
     by_state = {state: [row for row in rows if row.state == state] for state in ("ok", "look", "fault")}
     return render(

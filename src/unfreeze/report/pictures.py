@@ -50,7 +50,7 @@ MOST_POINTS = 1200  # per line: about one per pixel of the widest picture; more 
 def smooth(values: Sequence[float], window: int) -> list[float]:
     """Smooth by a centred mean over `window` (odd) values.
 
-    Towards both ends the window shrinks evenly, so that nothing lags or leans.
+    Towards both ends the window shrinks on both sides alike, so that it stays centred.
     """
     prefix = [0.0]
     for value in values:
@@ -225,8 +225,8 @@ def heat_map(
 ) -> str:
     """Expert load, layers down and experts across, as SVG `width` units wide.
 
-    Strength of colour = tokens / mean of the layer, full at FULL times the mean; red: experts per layer that
-    are drawn in red.
+    Strength of colour = tokens / mean of the layer, full at FULL times the mean; red[layer][expert]: drawn
+    in red.
     Raises DataError where layers have different numbers of experts.
     """
     layers, num_experts = list(load), len(next(iter(load.values())))

@@ -44,7 +44,7 @@ class Sink(Protocol):
         """One event."""
 
     def close(self, done: bool) -> None:
-        """Flush and end. done: the run reached its end, or was interrupted in order; False: it failed."""
+        """Flush and end. done: the run reached its end, or was interrupted and saved; False: it failed."""
 
 
 class Tracked:

@@ -2,7 +2,7 @@
 
 LiveProgress is a listener of core.events.EventLog. The bar is drawn when an event comes, never by a thread:
 nothing redraws while Ctrl-C is handled, and training shares no lock with it.
-Standard output is left alone, so that `--json` keeps its last line to itself.
+Nothing here is written to standard output: with `--json` its last line is the result.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """TensorBoard: runs/<name>/tensorboard/.
 
 Show it with `tensorboard --logdir runs`, which lays all runs over one another.
-Written with the tensorboard package's own event writer; neither TensorFlow nor torch takes part.
+Written with the tensorboard package's own event writer; neither TensorFlow nor torch is needed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from unfreeze.tracking import scalars, texts
 class Sink:
     """Scalars and texts of each event at its step and time.
 
-    A resumed run purges, by TensorBoard's own mark, the steps it does again.
+    A resumed run has TensorBoard drop the steps it repeats (SessionLog.START).
     """
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any]):

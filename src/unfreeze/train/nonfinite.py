@@ -36,7 +36,7 @@ class Culprit:
     """The first place that was not finite.
 
     line       all of it in words.
-    documents  the packed documents of that micro-batch it happened in.
+    documents  which of that micro-batch's packed documents it happened in.
     """
 
     line: str
@@ -184,7 +184,7 @@ class _Watch:
     def _positions(self, tensor: Tensor) -> tuple[tuple[int, ...], str]:
         """(documents, "2 of 6 positions, none supervised") of a tensor [T, …].
 
-        Of another one, such as a block of the loss, it is rows without names.
+        A tensor of other length, such as a block of the loss, gives its number of rows and no documents.
         """
         bad_N = (
             (~tensor.detach().isfinite()).flatten(1).any(1).cpu()

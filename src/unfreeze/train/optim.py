@@ -1,7 +1,7 @@
 """AdamW over whatever is trainable: adapters (fp32 beside a bf16 base) or all weights.
 
 Weight decay is decoupled (Loshchilov and Hutter, arXiv:1711.05101).
-It falls on matrices, embeddings and stacked experts (dimension 2 or more), never on norms and biases.
+It applies to matrices, embeddings and stacked experts (dimension 2 or more), never to norms and biases.
 LoRA's A and B are decayed too, as PEFT with the Hugging Face trainer does.
 A bf16 weight is updated through an fp32 master copy: an update below 1/256 of a weight would round away.
 """
@@ -100,7 +100,7 @@ class AdamW:
     def learning_rate(self) -> float:
         """What the last update used, not what was meant (docs/trust.md R4).
 
-        On a CPU, where looking costs nothing, it is measured: how far a number of known gradient moved.
+        On a CPU, where reading costs nothing, it is measured by a probe of known gradient (_probe).
         Elsewhere it is what the kernel was given.
         """
         return self._used
@@ -140,8 +140,9 @@ class AdamW:
         """Sum the gradients of all processes in fp32, in the order of the parameters.
 
         A parameter that no token of this process reached (an expert) takes part with zeros, so every process
-        makes the same calls (docs/trust.md M1). -> whether this process has a gradient for each parameter;
-        the step adds these up with what else it exchanges, and `keep_reached` is told. [] of one process.
+        makes the same calls (docs/trust.md M1).
+        -> for each parameter, whether this process has a gradient; [] for one process. The step sums these
+        over the processes with its other numbers, and gives the sums to `keep_reached`.
         """
         if group.size == 1:
             return []
@@ -169,7 +170,7 @@ class AdamW:
     def keep_reached(self, counts: Sequence[float]) -> None:
         """Forget the zeros of parameters that no process reached: they stay without a gradient.
 
-        counts: how many processes have one, for each parameter; [] of one process.
+        counts: for each parameter, how many processes have a gradient; [] for one process.
         Raises UserError where no process reached any.
         """
         if counts and not any(counts):
@@ -180,7 +181,7 @@ class AdamW:
                 self._gradients.pop(name, None)
 
     def grad_norm(self) -> Tensor:
-        """The norm of all gradients as one vector, on the device. Nobody waits for it: see refuse_non_finite.
+        """The norm of all gradients as one vector, left on the device: the host does not wait for it here.
 
         Raises UserError where there is no gradient.
         """
@@ -200,8 +201,8 @@ class AdamW:
     def update(self, learning_rate: float, max_norm: float, norm: float | None = None) -> Update:
         """Clip by the global norm (max_norm 0: don't), then one AdamW update.
 
-        norm: the number that grad_norm() held for these gradients. None: it is read here, and a GPU waited
-        for.
+        norm: what grad_norm() gave for these gradients, as a number. None: it is read here, which
+        waits for the GPU.
         The gradients themselves stay as they came: clipping is a factor inside the update.
         Raises NonFinite before anything is changed.
         """

@@ -1,4 +1,4 @@
-"""The run folder: one process at a time, the configuration it belongs to, where it can go on, and its events.
+"""The run folder: its lock, its configuration, the save that a run resumes from, and its events.
 
 runs/<name>/lock                     held by flock while a process works here; holds its pid
 runs/<name>/events.jsonl             see core/events.py
@@ -207,7 +207,7 @@ def read_record(save_path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is missing", next=next_command)
     record = read_object(path, CheckpointError, next=next_command)
     tables = ("config", "schedule", "optimizer")
-    # absent is not null
+    # a cursor may be null, but not absent
     typed = all(isinstance(record.get(field), dict) for field in tables) and isinstance(
         record.get("cursor", 0), dict | None
     )

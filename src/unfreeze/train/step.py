@@ -6,8 +6,9 @@ its share. Accumulation over any cut of the same tokens gives the same gradient 
 micro-batch without supervised tokens adds 0 (N2).
 Processes divide the micro-batches of a step among them. Each knows all of them, so the count needs no
 exchange.
-On CUDA the host runs ahead of the device. It reads once, when all backward work is queued: loss, counts,
-norm, expert loads, and of several processes which parameters were reached and whether one was asked to stop.
+On CUDA the host runs ahead of the device. It reads from the device once a step, when all backward work is
+queued: loss, counts, norm and expert loads; with several processes also which parameters had a gradient, and
+whether a process was asked to stop.
 """
 
 # torch leaves tolist, vector_norm, backward and its hooks without types:
@@ -158,7 +159,7 @@ def forward_backward(
         "tokens read": tokens_read,
     }
 
-    # this process's share: each micro-batch's gradient already carries its share of the count
+    # this process's micro-batches: each loss is divided by the count of all, so gradients only add up
     for host_batch in group.share(micro_batches):
         batch = host_batch.to(model.device)
         hidden_TD = model.hidden(batch, recompute=recompute)
@@ -250,7 +251,7 @@ def _read(
             return value.to(dtype=torch.float64, device=model.device)
         return torch.full((), value, dtype=torch.float64, device=model.device)
 
-    # one exchange: the sums, who was reached, each layer's counts
+    # one exchange: the sums, which parameters had a gradient, each layer's counts
     loads = {layer: _counts(moe) for layer, moe in model.moe_layers().items()}
     total = torch.stack([value if isinstance(value, Tensor) else double(value) for value in sums.values()])
     parts = [total, *(counts_E.double() for counts_E in loads.values())]

@@ -15,8 +15,8 @@ from typing import Any
 from unfreeze.core.errors import UserError
 
 NAME = 100  # characters: longer than the names of modules that patterns are matched with
-# Ways to divide a name among a pattern's repeats: enough for four open-ended ones. Most ways end early: 0.1 s
-# at worst.
+# The most ways in which a pattern's repeats may divide a name: enough for four open-ended repeats. Most ways
+# fail early, so matching takes 0.1 s at worst.
 MAX_WAYS = 2 * NAME**4
 _REPEATS = {_constants.MAX_REPEAT, _constants.MIN_REPEAT, _constants.POSSESSIVE_REPEAT}
 

@@ -22,7 +22,7 @@ MAX_STEPS = 2_000_000  # of one rendering, about a second; a conversation of 1,0
 # the largest number a method or filter may be given (a width, a count), and the longest text or list made at
 # once
 MAX_NUMBER = 10_000_000
-MAX_BITS = 10_000  # of a whole number
+MAX_BITS = 10_000  # of an integer
 
 
 class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
@@ -52,13 +52,13 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             raise jinja2.TemplateError(f"it takes more than {MAX_STEPS:,} steps")
 
     def counted(self, items: Iterable[Any]) -> Iterator[Any]:
-        """What every {% for %} runs over: a step an item."""
+        """The items of a {% for %}, each charged one step."""
         for item in items:
             self.charge(1)
             yield item
 
     def joined(self, items: list[Any]) -> str:
-        """a ~ b."""
+        """a ~ b, charged by its length."""
         self._made(sum(len(item) for item in items if isinstance(item, str)))
         return "".join(map(str, items))
 
@@ -81,7 +81,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def call(self, context: Any, obj: Any, *args: Any, **named: Any) -> Any:
         self.charge(1)
-        # what a macro does with a number (a tool's argument, say) is billed where it does it
+        # a number given to a macro (a tool's argument, say) is charged where the macro uses it
         if not isinstance(obj, jinja2.runtime.Macro):
             self._measure(getattr(obj, "__self__", None), *args, *named.values())
         return super().call(context, obj, *args, **named)

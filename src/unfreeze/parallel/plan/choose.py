@@ -1,7 +1,7 @@
 """The layout a machine should run a model in: the bytes and seconds of every combination are predicted.
 
-Of those that fit, layouts that run today come first, then the fastest. Among those within 5 % of the fastest
-the one wins that needs the fewest parts that are not built.
+Of those that fit, layouts that run today come first, then the fastest. Among layouts within 5 % of the
+fastest, the one with the fewest unbuilt parts (Layout.not_built) is chosen.
 Where none fits, `proposals` says what would: fewer tokens a step, a lower rank, smaller moments.
 """
 
@@ -27,7 +27,7 @@ TOKENS = tuple(2**power for power in range(16, 8, -1))
 """Tokens of a step that are tried where the user names none, 65,536 first."""
 HOST_SIZES = (128, 256, 512, 768, 1024, 1536, 2048)  # GiB that hosts are sold with
 WAITING = 0.25  # share of a step spent waiting for transfers; above it a layout is proposed, never chosen
-CLOSE = 1.05  # how much faster the fastest may be for another layout to be as good
+CLOSE = 1.05  # a layout counts as equally fast if the fastest is at most this many times as fast
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Asked:
     tokens      of a step on all devices; None: chosen from TOKENS
     length      tokens of a document
     recomputes  recompute policies to try
-    rates       measured ones of this machine; None: those of the device's facts, if it has any
+    rates       as measured on this machine; None: from the device's entry in machines.toml, if there is one
     """
 
     work: Work
@@ -64,21 +64,21 @@ class Choice:
 
 
 def choose(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> tuple[Choice, bool]:
-    """-> (the layout, whether it fits). Where none fits, the one that is over by the least.
+    """-> (the layout, whether it fits). Where none fits, the one that exceeds its memory the least.
 
     Raises ConfigError where a step has too few tokens for the devices.
     """
-    every = list(_choices(sizes, counts, fleet, asked))
-    if not every:
+    choices = list(_choices(sizes, counts, fleet, asked))
+    if not choices:
         parts = fleet.count * asked.work.micro_batches
         raise ConfigError(
             f"{asked.tokens or TOKENS[0]:,} tokens a step are less than {MIN_TOKENS} for each of {parts:,}"
             " devices and micro-batches",
             next=f"--tokens-per-step {MIN_TOKENS * parts} or more, or fewer devices",
         )
-    fitting = [choice for choice in every if choice.places.fits and _worth_it(choice)]
+    fitting = [choice for choice in choices if choice.places.fits and _worth_it(choice)]
     if not fitting:
-        return min([c for c in every if _worth_it(c)] or every, key=_over), False
+        return min([c for c in choices if _worth_it(c)] or choices, key=_over), False
     best = max(fitting, key=_rank)
     near = [c for c in fitting if _built(c) == _built(best) and _speed(c) * CLOSE >= _speed(best)]
     return min(near, key=lambda choice: (len(choice.not_built), -_speed(choice))), True
@@ -106,9 +106,9 @@ def proposals(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> list[
     for gib in HOST_SIZES:
         if gib * 2**30 > fleet.host and fleet.kind == "cuda":
             more = replace(fleet, host=gib * 2**30)
-            at = _if_it_fits(f"{gib:,} GB of host memory", sizes, counts, more, asked)
-            if at:
-                found += at
+            lines = _if_it_fits(f"{gib:,} GB of host memory", sizes, counts, more, asked)
+            if lines:
+                found += lines
                 break
 
     # fewer tokens a step, even if it then waits for transfers
@@ -116,9 +116,9 @@ def proposals(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> list[
         if tokens >= (asked.tokens or TOKENS[0]):
             continue
         fewer = replace(asked, tokens=tokens)
-        at = _if_it_fits(f"tokens_per_step {tokens:,}", sizes, counts, fleet, fewer, slow=True)
-        if at:
-            found += at
+        lines = _if_it_fits(f"tokens_per_step {tokens:,}", sizes, counts, fleet, fewer, slow=True)
+        if lines:
+            found += lines
             break
     return found
 
@@ -155,7 +155,7 @@ def _choices(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> Iterat
 
 
 def rates_of(fleet: Fleet, asked: Asked) -> Rates | None:
-    """How fast its devices work; None where nobody knows, and the plan has no seconds."""
+    """How fast its devices work; None where that is unknown, so that the plan has no seconds."""
     return asked.rates or (of_device(fleet.device) if fleet.device else None)
 
 

@@ -3,8 +3,8 @@
 A layout says of four things whether they are on the devices, in host memory or on disk: the routed experts,
 the frozen rest, the adapters' state (float32 factors, gradients, moments) and the boundary activations (the
 inputs of layers, kept for backward).
-Each of n devices takes t = T / n of a step's T tokens. What is not built yet is planned all the same, and
-named.
+Each of n devices takes t = T / n of a step's T tokens. Layouts that the code cannot run yet are planned too;
+Layout.not_built names what they lack.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from unfreeze.parallel.plan.sizes import Sizes
 from unfreeze.parallel.plan.terms import MOMENT_BYTES, USABLE, Work, plan
 
 BUFFERS = 2  # layers on a device at once where layers stream: one computes while the next arrives
-# A buffer takes a layer's experts, or where those are more than a twelfth of the device, as many as that: on
-# an H200 the 9.5 GB of a Kimi-K2 layer, on a card of 32 GB a quarter of it at a time.
+# A buffer holds a layer's experts, but at most a twelfth of the device's memory: on an H200 the 9.5 GB of a
+# Kimi-K2 layer, on a card of 32 GB a quarter of the layer at a time.
 BUFFER_SHARE = 12
 
 

@@ -1,10 +1,10 @@
-"""How fast a device does each kind of work of a step: from its makers' facts, or from kernel records.
+"""How fast a device does each kind of work of a step: from published figures, or from kernel records.
 
     of_device    peaks (machines.toml) times the shares of them that published runs reach
     of_records   what `unfreeze kernels measure` timed: FLOP of a case over its median, for the implementation
                  that runs. Nothing is measured here, and without a record of each op there are no rates
 
-A record is of one number of threads; on C cores its rate is taken C / threads times.
+A record was measured on some number of threads; on C cores its rate is multiplied by C / threads.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ LAUNCH = 5e-6  # seconds of host time of a torch operation
 OPTIMIZER_BYTES = 26  # of AdamW for a parameter: gradient, master, moments read and written, weight written
 CPU = torch.device("cpu")
 
-# What a measured case computes, forward and backward: FLOP; numbers of rms_norm, parameters of adamw. Written
-# down because making the cases' inputs takes 0.7 s of every start; a test counts them.
+# The work of a measured case, forward and backward: FLOP, but for rms_norm numbers and for adamw parameters.
+# These are constants because counting needs the cases' inputs, and making those would take 0.7 s of every
+# start. A test counts them.
 WORK = {
     ("expert_mlp", "under 64"): 215_482_368,
     ("expert_mlp", "64 on"): 1_723_858_944,
@@ -54,12 +55,17 @@ ROWS_PER_EXPERT = 16, 128  # of the two cases of expert_mlp
 
 @dataclass(frozen=True)
 class Rates:
-    """FLOP per second of experts (at many rows each; half of it at `half_rows`), of linear layers, attention,
-    routers and the head. expansion, passes: bytes per second, infinite where experts' rate has them in it.
-    norms: numbers per second through a norm, forward and backward. optimizer: parameters per second.
-    launch: seconds of host time per torch operation.
+    """What a device does in a second.
 
-    source  where they are from, in words.
+    source             where the rates come from, in words
+    experts            FLOP per second at many rows an expert; half of that at `half_rows` rows
+    dense              FLOP per second of linear layers
+    attention, routers, head  FLOP per second of each
+    expansion, passes  bytes per second: expanding packed experts; gather, SwiGLU and combination of rows.
+                       Infinite where the rate of experts includes them
+    norms              numbers per second through a norm, forward and backward
+    optimizer          parameters per second
+    launch             seconds of host time per torch operation
     """
 
     source: str
@@ -102,19 +108,20 @@ def of_device(device: Device) -> Rates:
 def of_records(
     dtype: torch.dtype, cores: int, *, length: int, narrow: bool, vocab: int, every_weight: bool
 ) -> Rates | None:
-    """From the records of this CPU: its user's own, or the committed ones of its class. None where an op was
-    not measured.
+    """Rates from the records of this CPU: its user's own, or the committed ones of its class.
+
+    None where an op was not measured.
 
     length  of a document; narrow: values are narrower than keys (MLA).
     """
     lengths = (96, 192, 1024)
-    at = ("under 96", "96 on", "192 on", "1024 on")[sum(length >= limit for limit in lengths)]
+    length_bucket = ("under 96", "96 on", "192 on", "1024 on")[sum(length >= limit for limit in lengths)]
     half = every_weight and dtype != torch.float32
     wanted = {
         "few": ("expert_mlp", "under 64", dtype),
         "many": ("expert_mlp", "64 on", dtype),
         "dense": ("dense_mlp", "all weights" if every_weight else "adapters", dtype),
-        "attention": ("attention", at + ", v < d" * narrow, dtype),
+        "attention": ("attention", length_bucket + ", v < d" * narrow, dtype),
         "head": (
             "linear_cross_entropy",
             f"{'small' if vocab < 1 << 14 else 'large'} vocabulary,"
@@ -171,7 +178,7 @@ class _Timed:
 
 
 def _rate(name: str, bucket: str, dtype: torch.dtype) -> _Timed | None:
-    """What a record says of one op here; None where there is none of this device."""
+    """The rate of one op on this CPU, from its record; None where this device has no record of it."""
     op, key = ops.load(name), record.device_key(CPU)
     source, rows = record.speaking_for(op, CPU, dtype, bucket)
     rows = [row for row in rows if "refused" not in row]

@@ -25,7 +25,7 @@ GRADIENT_BYTES = 4  # adapters and their gradients are fp32
 LOAD_BUFFERS = THREADS * CHUNK  # checkpoint/stream.py: one buffer per reading thread
 # per token: tokens, targets, positions (int64), weights (float32), and which are supervised
 BATCH_BYTES = 3 * 8 + 4 + 8
-SAVED = 0.7  # of a layer's worst moment: what autograd keeps of it (0.61 to 0.77, docs/plan_checked.md)
+SAVED = 0.7  # of a layer's worst moment: the share that autograd keeps; a fit to small CPU runs
 USABLE = 0.92  # of the free memory: allocator fragmentation and what the interpreter and BLAS take besides
 
 
@@ -62,9 +62,9 @@ class Work:
     longest: int | None = None
 
     def at_once(self, compute_bytes: int) -> int:
-        """Tokens whose inner activations of one layer are alive together.
+        """Tokens for which one layer's inner activations are alive at the same time.
 
-        Where half precision trains: all (models/recompute.py).
+        All of them where half-precision weights train (models/recompute.py).
         """
         whole = self.recompute == "nothing" or (self.rank is None and compute_bytes < 4)
         if whole or self.chunk is None or self.longest is None:
@@ -77,11 +77,11 @@ class Plan:
     """The bytes of a run.
 
     terms    name -> bytes at the worst moment of a step; they add up.
-    beside   what comes at another moment and is smaller.
+    beside   the smaller of one layer's recompute and the loss block: it comes at another moment.
     load     bytes while loading.
-    avoided  bytes that packed weights would take more, expanded.
+    avoided  bytes that packed weights would take in addition if they were expanded.
     time     seconds of a micro-batch and an update; None where rates of the device are not known.
-    rates    where those are from, in words.
+    rates    where the rates come from, in words.
     """
 
     terms: dict[str, int]
@@ -129,8 +129,8 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware) -> Plan:
     boundary, kept, layer = _activations(sizes, work, stream)
     smaller, larger = sorted((layer, _loss(sizes, work, stream)), key=lambda moment: sum(moment.values()))
 
-    # Of the adapter of one layer's experts in the computation's dtype: itself, its gradient, and on CUDA its
-    # columns of the workspace.
+    # Copies of the adapter of one layer's experts in the computation's dtype: its factors, their gradient,
+    # and on CUDA their columns of the workspace.
     copies = 3 if hardware.kind == "cuda" else 2
     cast = copies * sizes.compute_bytes * sizes.cast_per_rank * (work.experts_rank or work.rank or 0)
     return Plan(
@@ -170,8 +170,9 @@ def _stays(sizes: Sizes, work: Work) -> dict[str, int]:
             "optimizer": int(trained * moments),
         }
 
-    # Every weight trains. Weights in half precision have fp32 masters, and their gradients are summed in fp32
-    # over more than two micro-batches; two arrive in half precision and make room for their sum.
+    # Every weight trains. Weights in half precision have fp32 masters, and gradients of several micro-batches
+    # are summed in fp32: 4 bytes a weight beside the gradient that arrives. With two micro-batches it is 2
+    # bytes, because both gradients are in half precision and each is freed when its sum is made.
     half, weights = sizes.compute_bytes < 4, sizes.elements
     sums = half * weights * {1: 0, 2: 2}.get(work.micro_batches, 4)
     stays = {
@@ -210,8 +211,8 @@ def _activations(sizes: Sizes, work: Work, stream: int) -> tuple[int, dict[str, 
 def _kept(by_layer: tuple[int, ...], work: Work, chunked: bool) -> int:
     """Bytes per token that the last keep_layers keep.
 
-    Without the largest of them: the layer at work counts its own in its term. In chunks it counts a chunk's
-    there, so all are counted here.
+    The largest is left out: the layer being computed counts its own under "one layer's recompute". With
+    chunks that term holds one chunk only, so all layers are counted here.
     """
     count = len(by_layer) if work.keep_layers is None else min(work.keep_layers, len(by_layer))
     keeping = sorted(by_layer[len(by_layer) - count :])
@@ -219,10 +220,10 @@ def _kept(by_layer: tuple[int, ...], work: Work, chunked: bool) -> int:
 
 
 def _loss(sizes: Sizes, work: Work, stream: int) -> dict[str, int]:
-    """N · V · loss_bytes for a block of N rows.
+    """N · V · loss_bytes for a block of N rows, plus 3 · stream, where stream = T · D · bytes.
 
-    3 · stream for the hidden state, its supervised rows and their gradient. Where the head trains in half
-    precision over several blocks, V · D · 4: the float32 sum of its gradient.
+    The three are the hidden state, its supervised rows and their gradient. Where the head trains in half
+    precision over several blocks, V · D · 4 comes on top: the float32 sum of its gradient.
     """
     block = min(work.loss_rows, work.tokens) * sizes.vocab_size * work.loss_bytes + 3 * stream
     if work.rank is None and sizes.compute_bytes < 4 and work.tokens > work.loss_rows:
