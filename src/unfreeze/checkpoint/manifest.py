@@ -27,11 +27,11 @@ from unfreeze.quant.formats import is_part, is_part_in, recognise
 from unfreeze.untrusted.json_object import read_object
 
 MAX_DIMS = 64  # of a tensor; PyTorch's own limit
-MAX_SIZE = 2**62  # elements or bytes: more is no file, and overflows what counts them
+MAX_SIZE = 2**62  # elements or bytes: no file has more, and int64 counters would overflow
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 INDEX = "model.safetensors.index.json"
-MODELOPT = "hf_quant_config.json"  # NVIDIA's releases; the older ones say nothing of it in config.json
-PREFIX = "language_model."  # Kimi-K2.5 puts its text model under this
+MODELOPT = "hf_quant_config.json"  # NVIDIA's; in older releases config.json has no quantization_config
+PREFIX = "language_model."  # begins the names of Kimi-K2.5's text model
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -89,7 +89,7 @@ class Manifest:
 
 
 def count_weights(tensors: Mapping[str, TensorInfo], codec: Codec | None) -> int:
-    """Weights in these tensors: the elements of each; for a packed one the weights that its codes stand for.
+    """The number of weights in these tensors: a packed weight counts as what its codes stand for.
 
     The codec knows that number from the shapes of the parts.
     """
@@ -243,7 +243,7 @@ def _compare_with_index(
 ) -> None:
     """Each tensor must be in the file the index names, and the index must name each tensor.
 
-    Where a file is damaged, only that is reported: what it should hold would be missing as well.
+    Where a file is damaged, only that is reported: the tensors it should hold would all be missing too.
     """
     damaged, other = bool(faults), f"{INDEX} is of another release"
     for name, file in weight_map.items():
@@ -401,7 +401,7 @@ def _info(file: Path, name: str, entry: object, data_start: int, faults: Faults)
 
 
 def _naturals(value: object) -> list[int] | None:
-    """`value` if it is a list of at most MAX_DIMS whole numbers from 0 up to MAX_SIZE; JSON true is none."""
+    """`value` if it is a list of at most MAX_DIMS whole numbers from 0 up to MAX_SIZE; JSON true isn't."""
     if not isinstance(value, list) or len(value) > MAX_DIMS:
         return None
     items = cast("list[object]", value)

@@ -30,12 +30,13 @@ Params = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 class Placement:
     """One tensor on disk, and the place in the model where it belongs.
 
-    index           the place is params[param][index],
-    start, stop     which is elements start:stop of the flattened parameter.
-    expanded_bytes  bytes of the expanded bf16 weight, counted once per packed weight: 0 for its other parts.
+    index           where the tensor belongs: params[param][index].
+    start, stop     the same place as elements start:stop of the flattened parameter.
+    expanded_bytes  bytes of the weight if expanded to bf16. Of a packed weight its first part has them all,
+                    the others have 0.
     expected        None: read the tensor into that place. Otherwise: read it, compare with these whole
                     numbers, keep nothing (a codec's extras).
-    variants        what the weight may be where `expected` differs, for the message.
+    variants        the likely causes where the numbers differ from `expected`, for the message.
     alias           True: `param` was filled from another tensor; read this one and compare (a tied head that
                     is stored too).
     """
@@ -62,8 +63,8 @@ def resolve(
     """Placements that cover every element of every parameter exactly once.
 
     params   name -> (dtype, shape) of what the model wants filled (parameters and persistent buffers)
-    rules    how stacked parameters stand on disk; every other name on disk is a parameter's, after
-             manifest.prefix
+    rules    how stacked parameters are stored; every other tensor on disk has the name of its parameter,
+             after manifest.prefix
     ignore   regular expressions (matched from the start of a name) of tensors that are not part of this model
     tied     alias -> name in `params`: the alias may be on disk too, or instead
 
@@ -75,7 +76,7 @@ def resolve(
     work = _Work(manifest, disk, manifest.codec(), Faults(manifest.path, total=len(disk)))
     tied = tied or {}
 
-    # each parameter from its sources; a tied one that is absent from its alias
+    # each parameter from its sources; a tied one that is not on disk from its alias
     stand_ins = {name: alias for alias, name in tied.items() if name not in disk and alias in disk}
     for param, (dtype, shape) in params.items():
         for source in sources(param, shape, rules, disk):
@@ -132,22 +133,22 @@ class _Work:
         self.placements.append(Placement(info, param, source.index, start, stop, expanded))
 
     def _packed(self, param: str, source: Source, base: str, suffix: str) -> int:
-        """For the first part of a packed weight: place its extras. -> bytes of the weight in bf16.
+        """Place the extras of a packed weight when its first part is placed.
 
-        0 for the other parts.
+        Returns the bytes of the weight expanded to bf16; 0 for its other parts.
         """
         assert self.codec is not None
         if suffix != self.codec.suffixes[0]:
             return 0
 
-        # its shape [..., out, in], which its parts know together
+        # the weight's shape [..., out, in] follows from the shapes of its parts
         names = {kept: f"{base}.{kept}" for kept in self.kept}
         parts = {kept: self.disk[name].shape for kept, name in names.items() if name in self.disk}
         if len(parts) < len(self.kept) or not all(parts.values()) or len(self.codec.shape(parts)) < 2:
             return 0  # the missing or misshapen one is reported under its own parameter
         *lead, out_features, in_features = self.codec.shape(parts)
 
-        # the extras say it too: they are compared when they are read
+        # the extras repeat the shape: stream compares them when it reads them
         for extra, expected in self.codec.disk_extras(out_features, in_features).items():
             info = self.disk.get(f"{base}.{extra}")
             if info is None:
@@ -211,7 +212,7 @@ def flat_range(shape: Sequence[int], index: Index) -> tuple[int, int]:
 
 
 def _fits(info: TensorInfo, dtype: torch.dtype) -> bool:
-    """A float may be held in another width; codes, FP8 among them, stay what they are."""
+    """A float may be read into another float dtype; codes, FP8 among them, only into their own."""
     if dtype.is_floating_point and dtype.itemsize > 1:
         return info.dtype in FLOATS
     return TORCH_DTYPE.get(info.dtype) == dtype
@@ -241,7 +242,7 @@ def _why_dtype(info: TensorInfo) -> str:
 
 
 def _why_shape(codec: Codec | None) -> str:
-    """codec: of a packed weight."""
+    """codec: that of a packed weight, None for a dense one."""
     if codec is not None:
         return f"{codec.variants} than quantization_config says, or other sizes in config.json"
     return "sizes in config.json that are not this checkpoint's"

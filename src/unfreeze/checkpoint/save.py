@@ -1,9 +1,8 @@
 """save: a checkpoint folder that other programs read (safetensors with index, per-expert names).
 
-It is there whole or not at all, whenever the process is killed.
-A file is written under a temporary name, flushed to the disk and renamed; a folder is written beside its
-place and renamed as a whole.
-An unfinished save is never under a name that anybody reads (docs/trust.md R1).
+Whenever the process is killed, the folder is there complete or not at all (docs/trust.md R1).
+A file is written under a temporary name, flushed to the disk and renamed. A folder is written under a
+temporary name beside its final one, then renamed as a whole. No reader looks for the temporary names.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from unfreeze.checkpoint.tensors import NAME
 from unfreeze.core.errors import CheckpointError
 from unfreeze.quant.codec import Codec, kept_suffixes
 
-# the ecosystem's usual shard; a save holds no more than this beyond the model itself
+# the usual size of published shards; a save needs no more memory than this beyond the model itself
 MAX_SHARD_BYTES = 5 * 10**9
 
 
@@ -88,8 +87,8 @@ def save_checkpoint(
         write_file(temporary / "config.json", json.dumps(dict(config), indent=2) + "\n")
         for name, content in (extra or {}).items():
             write_file(temporary / name, content.read_bytes() if isinstance(content, Path) else content)
-        sync_folder(temporary)  # the shards' last names
-        os.replace(temporary, folder)  # onto nothing or an empty folder
+        sync_folder(temporary)  # the shards have their final names now
+        os.replace(temporary, folder)  # there is no such folder, or an empty one
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     sync_folder(folder.parent)
@@ -104,9 +103,9 @@ def unstack(param: str, tensor: Tensor, rules: Sequence[StackRule]) -> Iterator[
 def disk_tensors(
     params: Iterable[tuple[str, Tensor]], rules: Sequence[StackRule], codec: Codec | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """All of a model's tensors as they stand on disk.
+    """All of a model's tensors as they are stored.
 
-    Experts are unstacked, and the codec's extras stand beside each packed weight.
+    Experts are unstacked, and each packed weight is followed by the codec's extras.
     """
     held: dict[str, dict[str, tuple[int, ...]]] = {}
     for param, tensor in params:

@@ -2,7 +2,7 @@
 
 On CPU a tensor whose dtype the model keeps goes from the page cache into the parameter's own memory
 (os.preadv into a slice of it), with no copy between. Another float dtype is converted through a buffer of at
-most CHUNK bytes. For CUDA the buffer is pinned, and the copy goes on from there.
+most CHUNK bytes. For CUDA the buffer is pinned memory, which is then copied to the device.
 So peak host memory is the parameters plus CHUNK bytes per thread, whatever the shards weigh (docs/trust.md
 L1).
 
@@ -31,7 +31,8 @@ from unfreeze.checkpoint.tensors import TORCH_DTYPE
 from unfreeze.core.dtypes import ITEMSIZE
 from unfreeze.core.errors import CheckpointError
 
-# bytes of one read: a system call costs nothing beside it, and the buffers (one per thread) stay small
+# bytes of one read: enough to make the cost of a system call negligible; the buffers (one per thread) stay
+# small
 CHUNK = 4 * 2**20
 MAX_PIECES = 512  # buffers of one preadv; Linux takes at most 1024 (IOV_MAX)
 THREADS = 2
@@ -44,9 +45,9 @@ Progress = Callable[[int, int], None]
 class LoadStats:
     """What loading did.
 
-    expanded_bytes  what the same weights would take with packed ones expanded to bf16.
-    rounded         tensors with a value that the dtype the model holds them in cannot represent (F32 or F16
-                    read into bf16).
+    expanded_bytes  bytes of the same weights if the packed ones were expanded to bf16.
+    rounded         number of tensors that lost precision: a value on disk (F32 or F16) has no equal in the
+                    model's dtype (bf16).
     """
 
     bytes: int
@@ -83,8 +84,8 @@ def stream(
 ) -> LoadStats:
     """Fill params (contiguous tensors on one device) from their files.
 
-    Raises CheckpointError where a file ends early, a packed tensor hasn't the shape that stands beside it, or
-    a tied tensor differs. The contents of params are then undefined, and the caller drops them
+    Raises CheckpointError where a file ends early, a packed weight disagrees with the shape stored beside it,
+    or a tied tensor differs. The contents of params are then undefined, and the caller drops them
     (parallel/place.py never lets a model see them).
     """
     started = time.perf_counter()
@@ -141,7 +142,7 @@ class _Loader:
         self._local = threading.local()
 
     def load(self, runs: Iterable[_Run]) -> Iterator[int]:
-        """Bytes of each run as it is done; raises at the end what the checks found."""
+        """Yield the bytes of each run once it is read; at the end raise what the checks found."""
         runs = list(runs)
         files = {run.file: os.open(run.file, os.O_RDONLY | os.O_CLOEXEC) for run in runs}
         try:
@@ -153,7 +154,7 @@ class _Loader:
         self._raise_if_wrong()
 
     def _read(self, run: _Run, descriptor: int) -> int:
-        """One run: a single read, then what needed a buffer is converted, copied on or compared."""
+        """Read one run, then convert, copy or compare the pieces that went through a buffer."""
         # where each piece goes: straight into the parameter, or into a slice of the thread's buffer
         targets: list[memoryview] = []
         buffered: list[tuple[_Piece, Tensor]] = []
@@ -187,7 +188,7 @@ class _Loader:
     def _staging(self, run: _Run) -> Tensor:
         """A byte buffer of this thread, pinned where it feeds a GPU.
 
-        It is used again: pinning and page faults cost more than the copy.
+        It is reused: pinning and page faults cost more than the copy.
         """
         need = sum(piece.nbytes for piece in run.pieces if self._direct(piece) is None)
         buffer: Tensor | None = getattr(self._local, "buffer", None)
@@ -200,7 +201,7 @@ class _Loader:
     def _finish(self, piece: _Piece, buffer: Tensor) -> None:
         """Convert a buffered piece into its place, or compare it."""
         placement = piece.placement
-        # A buffer slice may begin at any byte, a view of a wider dtype may not: clone such a slice.
+        # A view in a wider dtype must begin at a multiple of its itemsize: a slice that does not is cloned.
         itemsize = ITEMSIZE[placement.info.dtype]
         aligned = buffer if buffer.storage_offset() % itemsize == 0 else buffer.clone()
         source = aligned.view(TORCH_DTYPE[placement.info.dtype])
@@ -218,8 +219,8 @@ class _Loader:
 
         # a weight: convert, and see whether that rounded
         target.copy_(source)  # for CUDA: returns when the pinned buffer may be reused
-        halves = {target.dtype, source.dtype} == {torch.float16, torch.bfloat16}
-        may_round = target.dtype.itemsize < itemsize or halves
+        bf16_and_f16 = {target.dtype, source.dtype} == {torch.float16, torch.bfloat16}
+        may_round = target.dtype.itemsize < itemsize or bf16_and_f16
         if may_round and not torch.equal(target.to(source.device, source.dtype), source):
             self.rounded.add(placement.info.name)
 

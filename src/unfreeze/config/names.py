@@ -3,7 +3,8 @@
     learning_rate             flat name: flags, help, errors, records
     optimizer.learning_rate   place: TOML and code
 
-`FLAT` of a Config says which flat name stands for which place. A field that is not in it has one spelling.
+`FLAT` of a Config says which flat name stands for which place. A field that FLAT doesn't list has one
+spelling, its place.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ def table_in(annotation: Any) -> type[BaseModel] | None:
 @cache
 def places(config: type[BaseModel]) -> dict[str, str]:
     """Flat name -> place, in the order of FLAT."""
-    there = [place for place, _ in leaves(config)]
+    all_places = [place for place, _ in leaves(config)]
     flat: Mapping[str, str] = getattr(config, "FLAT", {})
-    named = {name: place for name, place in flat.items() if place in there}
-    return named | {place: place for place in there if place not in named.values()}
+    named = {name: place for name, place in flat.items() if place in all_places}
+    return named | {place: place for place in all_places if place not in named.values()}
 
 
 def flat_name(config: type[BaseModel], place: str) -> str:
-    """The flat name of a place; a place without one is its own."""
+    """The flat name of a place; a place that has none is returned as it is."""
     return next((name for name, other in places(config).items() if other == place), place)
 
 
@@ -60,9 +61,9 @@ def by_place(
     where: str,
     check: Check = lambda written, info, value: value,
 ) -> dict[str, Any]:
-    """Fields in any spelling -> place: value.
+    """{field in either spelling: value} -> {place: value}.
 
-    A table may be a mapping, or a Config, of which the fields that were set count.
+    A table may be a mapping or a Config. Of a Config only the fields that were set are taken.
     Raises ConfigError for an unknown key, a table where a value belongs (and the reverse), and for two
     spellings of one field whose values differ.
     """
@@ -119,7 +120,7 @@ def _written(config: type[BaseModel], given: Mapping[str, Any], where: str) -> I
 
 
 def _hint(config: type[BaseModel], key: str, known: list[str], *, inside: bool = False) -> str:
-    """The end of an error about an unknown key: where it belongs, its name here, or the nearest one.
+    """The end of an error about an unknown key: the place it belongs to, our name for it, or the nearest key.
 
     inside: within a table, where a field is named by its place.
     """
@@ -146,7 +147,7 @@ def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flat(config: BaseModel) -> dict[str, Any]:
-    """Every field by its flat name, as JSON values; a table whose fields have no flat names stays one."""
+    """Every field by its flat name, as JSON values; a table whose fields have no flat names stays a table."""
     dumped, made = config.model_dump(mode="json"), dict[str, Any]()
     for name, place in places(type(config)).items():
         table, _, field = place.rpartition(".")
@@ -160,7 +161,7 @@ def flat(config: BaseModel) -> dict[str, Any]:
 
 
 def given(config: BaseModel) -> list[str]:
-    """The flat names of the fields that are not at their default: with these flags the run is made again."""
+    """The flat names of the fields that are not at their default: the same flags make the same run again."""
     infos, names = dict(leaves(type(config))), dict[str, None]()
     for name, place in places(type(config)).items():
         table, _, field = place.rpartition(".")

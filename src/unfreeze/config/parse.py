@@ -99,10 +99,10 @@ def from_keywords(
 ) -> C:
     """unfreeze.sft("run.toml", rank=16, optimizer={"clip": 0.5}) -> Config; keywords win over the file.
 
-    A field of [lora] may stand without its table.
+    A field of [lora] may be given without its table: rank for lora.rank.
     Raises ConfigError that names the keyword and the nearest valid one.
     """
-    # a keyword that no field has
+    # refuse a keyword that is no field
     names = places(config)
     inner = {name.rpartition(".")[2]: name for name in names if "." in name}
     known = {*names, *config.model_fields, *inner}
@@ -159,20 +159,20 @@ def _parse_flags(config: type[BaseModel], arguments: list[str], command: str) ->
 
     tyro's message about a wrong one, a box of many lines, becomes one ConfigError.
     """
-    said = io.StringIO()
+    captured = io.StringIO()
     try:
-        with redirect_stderr(said):
+        with redirect_stderr(captured):
             return dict(tyro.cli(_flags(config), args=arguments, prog=f"unfreeze {command}"))
     except SystemExit as ended:
         if ended.code == 0:
             raise
 
-    # the message: what stands in the box above the flag's help
-    words = [line.strip(" │") for line in said.getvalue().splitlines() if not line.startswith(("╭", "╰"))]
+    # tyro's message: the lines of its box that come before the flag's help
+    words = [line.strip(" │") for line in captured.getvalue().splitlines() if not line.startswith(("╭", "╰"))]
     end = next((i for i, word in enumerate(words) if word.startswith("──")), len(words))
     message = " ".join(word for word in words[:end] if word) or "the flags cannot be read"
 
-    # an unknown flag is said in our own words, with the nearest one
+    # an unknown flag gets a message of our own, with the nearest flag
     flat = [f"--{name.replace('_', '-')}" for name in places(config)]
     dotted = [f"--{place.replace('_', '-')}" for place in places(config).values()]
     written = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
@@ -190,7 +190,7 @@ def _flags(config: type[BaseModel]) -> Any:
     """
     kinds = {place: _kind(info) for place, info in leaves(config)}
     by_name = {name: kinds[place] for name, place in places(config).items()}
-    make = cast(Any, TypedDict)  # made while running, which a type checker cannot follow
+    make = cast(Any, TypedDict)  # a class made at run time, which a type checker cannot follow
     return make("Flags", {**by_name, **kinds}, total=False)
 
 
@@ -231,9 +231,9 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def writing(folder: Path | str, field: str) -> Generator[None]:
-    """Turn what the file system refuses under `folder` into a ConfigError that names `field`.
+    """Turn the file system's refusal to write under `folder` into a ConfigError that names `field`.
 
-    A file where a folder is needed, no permission, read-only, full.
+    Such refusals: a file where a folder is needed, no permission, a read-only or a full disk.
     """
     try:
         yield
@@ -248,10 +248,10 @@ def writing(folder: Path | str, field: str) -> Generator[None]:
 
 
 def _given(config: type[BaseModel], table: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A TOML table as place: value, each value checked by its field's type and limits.
+    """A TOML table as {place: value}, each value checked by its field's type and limits.
 
-    Strictly: true is not 1, and "5" is not 5. But a list may stand for a tuple, and a whole number for a
-    float.
+    The check is strict: true is not 1, and "5" is not 5. But a list may stand for a tuple, and a whole number
+    for a float.
     """
 
     def check(written: str, info: FieldInfo, value: Any) -> Any:

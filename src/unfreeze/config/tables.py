@@ -163,7 +163,7 @@ class Memory(Frozen):
 
 
 class Save(Frozen):
-    """What is written for going on."""
+    """What is saved, so that a run can be resumed."""
 
     every: int = Field(default=0, ge=0, description="steps between saves; 0: at the end and on Ctrl-C")
     keep: int = Field(default=2, ge=1, description="how many saves of the training state are kept")
@@ -184,7 +184,7 @@ class Save(Frozen):
 
 
 class Watch(Frozen):
-    """What looks at the run while it trains."""
+    """What is watched while a run trains: validation, sampled answers, trackers, spikes of the loss."""
 
     validate_every: int = Field(
         default=0,

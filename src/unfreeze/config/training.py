@@ -62,7 +62,7 @@ FLAT = {
 }
 """Flat name -> place (table.field), in the order of help and records.
 
-Flags, help, errors and records use the flat name; both are read (names.py)."""
+Flags, help, errors and records use the flat name; a config may use either spelling (names.py)."""
 
 CHANGES_NOTHING = {
     "out",
@@ -77,11 +77,11 @@ CHANGES_NOTHING = {
     "on_spike",
     "track",
 }
-"""Fields that change nothing of what is trained; a run may go on with other values."""
+"""Fields that do not change what is computed: a run may be resumed with other values of them."""
 
 ADDED = {"turns", "reasoning", "template_variables", "template_date"}
-"""Fields that saves of earlier versions don't have, by flat name (one of a table [lora]: "lora.scaling"). At
-its default such a field is left out of a run's record, so that those runs can be resumed."""
+"""Fields that the saves of earlier versions don't have, by flat name (for one of the table [lora]:
+"lora.scaling"). A run's record leaves out such a field at its default, so that those runs can be resumed."""
 
 HELP = {
     "What": (
@@ -165,7 +165,7 @@ class TrainingConfig(Frozen):
 
     @classmethod
     def completed(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """Place -> value, with what a recipe derives from what was given.
+        """`fields` (place -> value) together with the values that a recipe derives from them.
 
         Raises ValueError for fields that exclude each other.
         """
@@ -201,7 +201,7 @@ class TrainingConfig(Frozen):
         return self.training.tokens_per_step // self.memory.micro_batches
 
     def record(self) -> dict[str, Any]:
-        """What a run is recognised by when it resumes: every field that changes what is computed."""
+        """Every field that changes what is computed: a resumed run must have the same ones as its save."""
         left_out = CHANGES_NOTHING | (ADDED - set(given(self)))
         fields = {name: value for name, value in flat(self).items() if name not in left_out}
         if isinstance(lora := fields.get("lora"), dict):

@@ -1,4 +1,4 @@
-"""Batch and Loss, the two records every part of training speaks.
+"""Batch and Loss, the two records that all parts of training exchange.
 
 T tokens of a step (all documents end to end), S sequences (documents).
 """
@@ -35,8 +35,9 @@ class Batch:
     positions_T  int64, restarts at 0 with each document; what rotary embeddings see.
     starts_S     int64 on the *host*: index in T where each document begins, starts_S[0] == 0. Document
                  boundaries are known on the host; reading them from the device would synchronise.
-    found        (weights_T, the positions where it is above 0), set by `to` for the same reason; read it
-                 through supervised(). It counts only as long as weights_T is that very tensor.
+    found        a cache: (weights_T, the positions where it is above 0). `to` fills it while the batch is on
+                 the host, so that the device is not synchronised. Read it through supervised(); it is valid
+                 only while weights_T is that same tensor.
     """
 
     tokens_T: Tensor
@@ -74,16 +75,16 @@ class Batch:
 
 @dataclass
 class Loss:
-    """A SUM over supervised tokens and the weight that carries it.
+    """A SUM over supervised tokens, and the sum of their weights.
 
-    Divided once, by the global count, in train/step.py.
+    The sum is divided once, by the count over all micro-batches and devices, in train/step.py.
 
     sum      float32 scalar, differentiable.
     count    sum of weights_T. Counts add over micro-batches and devices; means do not.
     metrics  further SUMS over the same tokens (e.g. {"correct": …}); divided by the same global count when
              logged.
-    count and metrics are numbers, or scalars on the device: train/step.py reads all of a step at once, at its
-    end.
+    count and metrics are numbers, or scalars on the device: train/step.py reads all of them at once, at the
+    end of a step.
     """
 
     sum: Tensor

@@ -61,10 +61,12 @@ def printable(text: str) -> str:
     return printable(text) if len(text) > LONGEST else text
 
 
-NEAR = 0.7  # of difflib's ratio: q_porj is 0.83 of q_proj, init 0.55 of inspect, merge 0.5 of kernels
+# The least similarity (difflib's ratio) of a name that is suggested: q_porj and q_proj have 0.83, init and
+# inspect 0.55, merge and kernels 0.5.
+NEAR = 0.7
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """For the end of an error message: `"; nearest: 'x'"` where a known name is close to `name`, else ""."""
+    """The end of an error message: `"; nearest: 'x'"` where a known name is close to `name`, else ""."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=NEAR)
     return f"; nearest: {close[0]!r}" if close else ""

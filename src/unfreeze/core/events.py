@@ -21,8 +21,8 @@ RESOLVED = "resolved_config.json"
 """The file in runs/<name>/ that says what was run: written by recipes, read by report, generate and demo."""
 
 Listener = Callable[[Event], str | None]
-"""Called with each event after it is written. A sentence it returns becomes a warning event: a sink that
-gives up says so this way."""
+"""Called with each event after it is written. If it returns a sentence, that becomes a warning event: so a
+listener that gives up can say why."""
 
 
 class EventLog:
@@ -44,7 +44,7 @@ class EventLog:
             self._file = path.open("ab", buffering=0)
 
     def emit(self, kind: str, step: int, **fields: Any) -> Event:
-        """Write one event. Raises OSError where the disk is full; the file then ends as before.
+        """Write one event. Raises OSError where the disk is full; the file is then as it was before.
 
         A field that does not conform is a programming error, and no reason to lose a run at step 9,999: the
         event is written without it, and a warning event names kind, field and value, once for each field.
@@ -97,10 +97,10 @@ def _append(file: FileIO, line: bytes) -> None:
 
 
 def truncate_after(path: Path, step: int, *, ended: bool = False) -> None:
-    """Drop the lines of a resumed run that lie after the step it resumes from, so that no step stands twice.
+    """Drop a resumed run's lines after the step it resumes from, so that no step is in the file twice.
 
-    Its end event is dropped too, because it goes on; with `ended`, its last step is behind it, and the end
-    stays.
+    The run's end event is dropped too, because the run goes on.
+    ended: the run had finished its last step, so its end event is kept.
     Raises DataError naming a damaged line; half a line at the very end is a killed run's, and dropped.
     """
     if not path.exists():

@@ -2,8 +2,8 @@
 
 N documents. Memory: about 90 bytes a document, and 8 bytes a token if the files together have up to
 HELD_BYTES. Larger data is read once to count and check it, and each document is read and encoded again when a
-batch needs it: then 40 more bytes a document instead of the tokens, and one row. The peak is the search for
-duplicates: 330 bytes a document were measured (175,000 rows, resident size).
+batch needs it: that takes 40 more bytes a document instead of the tokens, and the memory of one row. Memory
+peaks in the search for duplicates: 330 bytes a document were measured (175,000 rows, resident size).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from unfreeze.data.tokens.tokenizer import Tokenizer
 from unfreeze.data.tokens.turns import Turns
 
 ROWS_LISTED = 20
-"""So many dropped or bad rows are listed with their reason, so many truncated ones and so many duplicates;
-all are counted."""
+"""The most rows that each list of the account has: dropped or bad rows, truncated ones, duplicates. All are
+counted."""
 HELD_BYTES = 256 * 2**20
-"""Data files of more bytes together are read on demand. 256 MiB of text are some 70 million tokens, 0.5 GiB
+"""Data files with more bytes in total are read on demand. 256 MiB of text are some 70 million tokens, 0.5 GiB
 in memory."""
 
 
@@ -44,10 +44,10 @@ class Stats:
     tokens and supervised are those of the examples, supervised ones after the shift.
 
     split_rows     rows that became several examples: one per turn of the assistant, or pieces of a long text.
-                   `examples_dropped` of these carry no supervised token at this length and were left out
+                   `examples_dropped` of their examples had no supervised token at this length: left out
     truncated      rows that lost `tokens_cut` tokens together; the first are in `cuts`
-    duplicates     rows whose content stood before, as rows (`repeats` has the first with their original);
-                   they are used all the same
+    duplicates     rows whose content an earlier row has (`repeats` lists the first, each with that earlier
+                   row); they are used all the same
     efficiency     share of the token budget that packing fills in the first epoch; set where batches are
                    made, as `packing` is
     held_out       documents set aside for validation; they are in rows, examples and tokens
@@ -127,7 +127,7 @@ class Dataset:
     def leaked(self) -> int:
         """Validation documents whose content is also trained on.
 
-        0 where the split is by content; a validation file can hold some.
+        0 where the split is by content; a validation file can share rows with the data.
         """
         held_out = [] if self.validation is None else self.validation.digests_N.tolist()
         trained = set(held_out).intersection(self.examples.digests_N.tolist())
@@ -180,7 +180,7 @@ def encode_files(
     examples = Examples(store.fetch, account.columns)
     stats = account.finish(examples)
     stats.reading = "on demand" if on_demand else "memory"
-    # nothing left: say why the first rows fell
+    # nothing left: say why the first rows were dropped
     if not len(examples):
         reasons = "; ".join(item.reason for item in stats.listed[:3]) or "the file is empty"
         names = ", ".join(map(str, paths))
@@ -223,8 +223,8 @@ class OnDemand:
     def fetch(self, index: int) -> Example:
         """Read and encode document i again.
 
-        Raises DataError if the file has changed since it was counted: the run's order of documents depends on
-        it.
+        Raises DataError if the file has changed since it was first read: the run's order of documents depends
+        on its content.
         """
         source, row, offset, size, piece = self._places[5 * index : 5 * index + 5]
         path = self._paths[source]
@@ -309,15 +309,15 @@ class Account:
             )
 
     def finish(self, examples: Examples) -> Stats:
-        """Sums over the examples, and the rows that stood before."""
+        """Complete the account: the sums over the examples, and the duplicates."""
         stats = self.stats
         stats.examples = len(examples)
         stats.tokens, stats.supervised = int(examples.lengths_N.sum()), int(examples.supervised_N.sum())
         stats.longest = int(examples.lengths_N.max(initial=0))
         places = np.frombuffer(self._row_places, dtype=np.int64).reshape(-1, 2)
-        again = duplicates(np.frombuffer(self._row_digests, dtype="V16"))
-        stats.duplicates = len(again)
-        for place, first in again[:ROWS_LISTED]:
+        repeated = duplicates(np.frombuffer(self._row_digests, dtype="V16"))
+        stats.duplicates = len(repeated)
+        for place, first in repeated[:ROWS_LISTED]:
             (source, row), (first_source, first_row) = places[place].tolist(), places[first].tolist()
             where = f"row {first_row}" + (
                 f" of {self._paths[first_source].name}" if first_source != source else ""

@@ -27,7 +27,7 @@ def refuses(device: str, dtype: torch.dtype) -> str:
 
 
 def load_rms_norm() -> Implementation:
-    """Its RMSNorm in the Llama rounding order.
+    """Liger's RMSNorm, with the order of roundings that Llama has.
 
     Not in place: that would write dx over dy, which belongs to the caller.
     """
@@ -40,7 +40,7 @@ def load_rms_norm() -> Implementation:
 
 
 def load_swiglu() -> Implementation:
-    """Its SwiGLU: silu(gate) is rounded before it is multiplied.
+    """Liger's SwiGLU: silu(gate) is rounded before it is multiplied.
 
     Its backward writes over gate and up, so it gets copies.
     """

@@ -9,11 +9,11 @@ T = TypeVar("T")
 
 
 class Reuse(Protocol):
-    """A layer that is recomputed goes through an op twice.
+    """Keeps what an op computed in forward for when its layer is recomputed in backward.
 
-    First in forward, without gradients: reuse(compute) returns compute() and keeps it. Again in backward,
-    with gradients: it returns what was kept and computes nothing. What compute() returns is therefore what
-    the op saves for backward; its output is not needed then.
+    The op runs both times. In forward, without gradients, reuse(compute) returns compute() and keeps it. In
+    the recomputation, with gradients, it returns what was kept and computes nothing. So compute() must return
+    what the op saves for backward; the op's output is not needed then.
     """
 
     def __call__(self, compute: Callable[[], T], /) -> T: ...

@@ -1,7 +1,7 @@
-"""L4, one file per model family.
+"""The model families, one file each (layer 4).
 
-`shape` reads config.json, `build` makes the modules, `rules` maps checkpoint names to parameters. What makes
-modules is imported on first use: a config is refused without torch.
+`shape` reads config.json, `build` makes the modules, `rules` maps checkpoint names to parameters. The code
+that makes modules is imported on first use, so that a config is refused without importing torch.
 
 To add a family: CONTRIBUTING.md, row "a model family".
 Module and parameter names are the checkpoint's own; routed experts are stacked (see deepseek_v3.RULES).
@@ -74,8 +74,8 @@ WRAPPERS: dict[str, frozenset[str]] = {
         vision_end_token_id projection_hidden_size projection_layer_norm_eps
     """)
 }
-"""model_type around a text_config -> its fields without effect on the text model. The text model's tensors
-are then under manifest.PREFIX."""
+"""model_type of a config that wraps a text_config -> those of its fields without effect on the text model.
+The names of the text model's tensors then begin with manifest.PREFIX."""
 
 
 def _family(config: Mapping[str, Any]) -> ModuleType:
@@ -88,9 +88,10 @@ def _family(config: Mapping[str, Any]) -> ModuleType:
 
 
 def _not_built(model_type: object, beside: str = "") -> NoReturn:
-    """The error for a model_type without a family. It offers no nearest name.
+    """The error for a model_type without a family. It suggests no nearest name.
 
-    'deepseek_v32' and 'kimi_k3' are other models, and an edited model_type would make them load.
+    'deepseek_v32' and 'kimi_k3' are other models: with model_type edited to the nearest name they would load,
+    and compute something else.
     """
     raise CheckpointError(
         f"config.json: model_type {str(model_type)!r}{beside} is not built; built: {', '.join(FAMILIES)}",
@@ -101,7 +102,7 @@ def _not_built(model_type: object, beside: str = "") -> NoReturn:
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's part of a config.json: its text_config, or all of it.
 
-    Raises CheckpointError for a wrapper whose names are not known, and for one that contradicts its
+    Raises CheckpointError for a wrapper that WRAPPERS does not list, and for one that contradicts its
     text_config.
     """
     text = config.get("text_config")
@@ -146,7 +147,7 @@ def not_followed(config: Mapping[str, object]) -> str:
 
 
 def notes(config: Mapping[str, object]) -> list[str]:
-    """What a model computed from this config.json passes over, a line for each table of it."""
+    """What is ignored of this config.json: a line for its fields, and one for its quantization_config."""
     return [printable(line) for line in (not_followed(config), formats.not_followed(config)) if line]
 
 

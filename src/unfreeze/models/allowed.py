@@ -1,9 +1,9 @@
 """The allow-list of config.json: what each field does here, so that none is passed over in silence.
 
 A field is one of four things. *Read*: the family computes with it, and `absent` holds what it means when it
-isn't there. *Only*: it changes the numbers and is built at one value; any other is refused by name. *Without
-effect*: nothing in the model's arithmetic depends on it, at any value or at the one given. Anything else is
-named in a warning (`unknown`), because a program that knows it may compute something else.
+isn't there. *Only*: it changes the numbers, and one value of it is implemented; any other is refused by name.
+*Without effect*: nothing in the model's arithmetic depends on it, at any value or at the one given. Anything
+else is named in a warning (`unknown`), because a program that knows it may compute something else.
 
 The defaults of absent fields are those of the config classes of transformers 5
 (tests/models/test_allowed.py compares them), which are also those of the configuration files published
@@ -27,14 +27,14 @@ class Fields:
     """One family's table.
 
     absent   field -> its value where config.json lacks it (or holds null)
-    read     further fields that the family computes with; their absence is its own business (a size is asked
-             for by name)
-    null     of these, fields in which null is a value of its own and no absence (q_lora_rank null: no query
+    read     further fields that the family computes with; what their absence means is left to the family (an
+             absent size is an error that names it)
+    null     those fields of `absent` in which null is a value, not an absence (q_lora_rank null: no query
              latent)
-    never_null  fields for which null could be read as false or as the default: refused
-    only     field -> the one value that is built, given the config
+    never_null  fields in which null is refused: it could mean false or the default
+    only     field -> the one value that is implemented, given the config
     silent   fields without effect on this family's numbers, at any value
-    neutral  field -> the value at which it says what this family does anyway; goes before NEUTRAL
+    neutral  field -> the value that asks for what this family does anyway; takes precedence over NEUTRAL
     """
 
     absent: Mapping[str, object]
@@ -63,7 +63,7 @@ class Fields:
 
 
 def names(words: str) -> frozenset[str]:
-    """Field names from a text with blanks between."""
+    """The field names in a text, separated by blanks."""
     return frozenset(words.split())
 
 
@@ -94,9 +94,9 @@ SILENT = names("""
     max_seq_len max_seq_length seq_length n_positions n_ctx model_max_length tokenizer_model_max_length
 """)
 """Names, sampling settings, lengths that were trained on, ways to compute the same (pretraining_tp: a product
-in
-slices), and settings of pretraining: the forward pass and the loss of a fine-tuning run depend on none of
-them. No auto_map: it names code of the publisher's own, which a family has to know."""
+in slices), and settings of pretraining: the forward pass and the loss of a fine-tuning run depend on none of
+them. auto_map is not among them: it names the publisher's own code, and a family has to know what that
+computes."""
 
 _NEUTRAL: dict[object, str] = {
     "swiglu": "activation",
@@ -111,12 +111,12 @@ _NEUTRAL: dict[object, str] = {
     1: "logits_scaling logit_scale embedding_multiplier residual_multiplier mup_base_width return_dict",
 }
 NEUTRAL = {name: value for value, words in _NEUTRAL.items() for name in words.split()}
-"""Fields without effect at this value (0 is false too, 1 true); at another they are named, where the family
-doesn't read them."""
+"""Fields without effect at this value (0 is false too, 1 true). At another value a warning names them, unless
+the family reads them."""
 
 ALIASES = dict.fromkeys(("num_layers", "n_layers", "n_layer"), "num_hidden_layers")
-"""Second names that some publishers write beside the field itself; another value than the field's is
-named."""
+"""Second names that some publishers write beside the field itself. A warning names one whose value differs
+from the field's."""
 
 ONLY: dict[str, Callable[[Config], object]] = {
     "hidden_act": lambda config: "silu",
@@ -130,15 +130,15 @@ ONLY: dict[str, Callable[[Config], object]] = {
     "compression_config": lambda config: {},
     "quantization": lambda config: {},
 }
-"""Built at one value in every family. per_layer_config: sizes of single layers; compression_config: an old
-name of quantization_config; quantization: MLX's."""
+"""Fields of which every family implements one value. per_layer_config: sizes of single layers;
+compression_config: an old name of quantization_config; quantization: MLX's."""
 
 ROPE_SILENT = names("finetuned")
 ROPE_TABLES = ("rope_parameters", "rope_scaling")
 
 
 def refuse_unbuilt(config: Config, table: Fields) -> None:
-    """Raises CheckpointError for a field at another value than the one that is built, naming both.
+    """Raise CheckpointError for a field whose value is not the one that is implemented, naming both values.
 
     `config` has no nulls.
     """

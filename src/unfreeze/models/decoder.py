@@ -79,8 +79,8 @@ class Decoder(nn.Module):
         """Run the model without training it.
 
         Afterwards the experts' token counts and torch's random numbers are as before.
-        backward: a backward pass may run inside; the parameters' gradients are put away and back. Without it
-        autograd records nothing.
+        backward: a backward pass may run inside; the parameters' gradients are put aside and restored.
+        Without it autograd records nothing.
         """
         counts = {layer: moe.counts_E.clone() for layer, moe in self.moe_layers().items()}
         gradients = {name: parameter.grad for name, parameter in self.named_parameters()} if backward else {}
@@ -129,7 +129,7 @@ class Decoder(nn.Module):
         return Cache(num_sequences, capacity)
 
     def prefill(self, batch: Batch, cache: Cache) -> Tensor:
-        """Run documents through and remember them: document s fills row s of an empty cache. -> [T, D]."""
+        """Run documents through the model: document s fills row s of an empty cache. -> hidden [T, D]."""
         lengths = batch.lengths()
         if any(cache.lengths) or len(lengths) != len(cache.lengths) or max(lengths) > cache.capacity:
             raise UserError(
@@ -166,11 +166,11 @@ class Decoder(nn.Module):
         return hidden_SD
 
     def step_within(self, tokens_S: Tensor, positions_S: Tensor, cache: Cache, width: int) -> Tensor:
-        """`step` with every changing number on the device. -> [S, D].
+        """`step` with every number that changes from step to step on the device. -> [S, D].
 
         positions_S: int64, each row's position, all below `width`.
-        The launches don't depend on the values of the two tensors, so a CUDA graph can record and replay
-        them. The caller advances cache.lengths.
+        The kernel launches don't depend on the values of the two tensors, so a CUDA graph can record and
+        replay them. The caller advances cache.lengths.
         """
         rows_S = torch.arange(len(tokens_S), device=self.device)
         tables = self.shape.rope.tables(positions_S)
@@ -188,7 +188,7 @@ class Decoder(nn.Module):
 
 
 def _spans(groups: Sequence[Sequence[int]]) -> Iterator[tuple[slice, list[int]]]:
-    """Lengths of documents in groups -> (the group's tokens, where in them each document starts)."""
+    """For each group of document lengths: (the slice of its tokens, where in it each document starts)."""
     begin = 0
     for lengths in groups:
         *starts, total = itertools.accumulate(lengths, initial=0)

@@ -1,8 +1,8 @@
-"""config.json, judged before anything is built from it.
+"""Checks config.json before anything is built from it.
 
-Every field that a family reads has its type and range, and the sizes their sum.
-Sizes from a file must not decide alone how long a loop runs or how much memory is asked for: hidden_size 1e12
-is refused with arithmetic.
+Each field that a family reads is checked for its type and range, and the sizes together for what they add up
+to. Sizes from a file alone must not decide how long a loop runs or how much memory is asked for: hidden_size
+1e12 is refused, and the error has the arithmetic.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from unfreeze.core.units import format_count
 from unfreeze.models.shape import Shape
 
 NEXT = "get config.json from the model's publisher again"
-# a hundred times the widest and the most numerous published: hidden 16,384 to 65,536, experts 384 to 2,048
+# limits far above the largest published: hidden sizes of 16,384 to 65,536, and 384 to 2,048 experts
 WIDTH, COUNT = (2**20, 2**16)
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A whole number from `low` to `high`; true and 16.0 are none."""
+    """A whole number from `low` to `high`; true and 16.0 are not whole numbers."""
 
     low: int
     high: int
@@ -116,8 +116,8 @@ FIELDS: dict[str, Kind] = {
     **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), TABLE),
     "mlp_only_layers": LAYERS,
 }
-"""Fields that families read. One that is absent or null is the family's business: it has a default, or
-shape.require names it."""
+"""Fields that families read. One that is absent or null is left to the family: it has a default there, or
+shape.require names it in an error."""
 ROPE_FIELDS: dict[str, Kind] = {
     **dict.fromkeys(
         ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"),
@@ -139,7 +139,7 @@ ROPE_NEEDS = {
 def without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that are not null, in the rotary tables too.
 
-    A null is an absent field, which has a default or is asked for by name.
+    A null counts as an absent field, which has a default or is named in an error.
     """
     tables = {
         name: config[name]
@@ -154,9 +154,9 @@ def without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_fields(config: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for the first field that is not what its name says.
+    """Raise CheckpointError for the first field of a wrong type or out of range.
 
-    It has the value, and what it must be.
+    The message has the value, and what it must be.
     """
     _check(config, FIELDS, "config.json: ")
     if any(not Whole(0, 10_000)(layer) for layer in config.get("mlp_only_layers") or ()):
@@ -204,7 +204,7 @@ def shown(value: object) -> str:
 
 def check_sizes(shape: Shape) -> None:
     """Sizes that must fit each other. Raises CheckpointError naming both fields."""
-    # (what is true or not 0 where it is wrong, the words for it): attention, then experts
+    # (true or not 0 where the sizes are wrong, the message): attention, then experts
     heads, groups = shape.num_heads, shape.num_kv_heads
     width = shape.mla.rope if shape.mla else shape.head_dim
     wrong = [
@@ -238,19 +238,18 @@ def check_sizes(shape: Shape) -> None:
             raise CheckpointError(f"config.json: {words}", next=NEXT)
 
 
-ABSURD = (
-    4  # a config that asks for so many times what the files hold is no misfit to be listed tensor by tensor
-)
-SLACK = 2**20  # bytes and tensors of a tiny checkpoint may be off by more than a factor
+# a config that needs more than so many times what the files hold is refused before its tensors are listed
+ABSURD = 4
+SLACK = 2**20  # bytes beyond that factor that are still allowed: a tiny checkpoint may be off by more than it
 
 
 def check_against_files(shape: Shape, manifest: Manifest) -> None:
-    """The least that the config's sizes need, against what the files hold.
+    """Raise CheckpointError, with the sum, where the config's sizes need far more than the files hold.
 
-    It is called before a loop runs over layers and experts that may not be there.
+    It is called before a loop runs over layers and experts that may not exist.
 
-    Least: embedding V*D, layers L*2D, experts L*E*3*D*I, at half a byte each; and 6 tensors per layer. Raises
-    CheckpointError with the sum.
+    A lower bound of the need: embedding V*D, layers L*2D, experts L*E*3*D*I, at half a byte each; and 6
+    tensors per layer.
     """
     D, L = shape.hidden_size, shape.num_layers
     terms = {

@@ -42,7 +42,7 @@ class Codec(Protocol):
 
     @property
     def variants(self) -> str:
-        """What parts of another shape than expected may be: "another group_size …", for messages."""
+        """The likely causes of parts with an unexpected shape, for messages: "another group_size …"."""
         ...
 
     def parts(self, out_features: int, in_features: int) -> dict[str, Part]:
@@ -56,7 +56,7 @@ class Codec(Protocol):
         """The same format with its scales held in the dtype of the files.
 
         dtypes: name on disk -> dtype.
-        Raises CheckpointError where scales have several dtypes: a stack of experts has one.
+        Raises CheckpointError where scales have several dtypes: a stack of experts can hold only one.
         """
         ...
 
@@ -87,12 +87,12 @@ class Codec(Protocol):
 class Format(NamedTuple):
     """How a format is recognised; a line of FORMATS (quant/formats.py).
 
-    key       the quant_method; for compressed-tensors with the `format` of its groups behind a blank
+    key       the quant_method; for compressed-tensors followed by a blank and the `format` of its groups
     title     the format in words, for a refusal's list of what can be read
     read      (where the table stands, the table) -> the codec. The table is the quantization_config, or the
               `weights` of one compressed-tensors group. Raises Unreadable for whatever would be read wrongly
     known     fields of that table that are read, or without effect on weights that are packed already
-    suffixes  of the tensors that no other format has, and no dense weight
+    suffixes  the last name parts of tensors that only this format has: no other format, and no dense weight
     """
 
     key: str
@@ -103,13 +103,13 @@ class Format(NamedTuple):
 
 
 class Unreadable(Exception):
-    """What of a quantization_config cannot be read; formats.recognise adds what can."""
+    """What in a quantization_config cannot be read. formats.recognise adds to it which formats can be."""
 
 
 def refuse_other_values(table: Table, only: Mapping[str, tuple[object, str]], where: str) -> None:
-    """Raise Unreadable for a field at another value than the one that is built.
+    """Raise Unreadable for a field whose value is not the one that is implemented.
 
-    only: field -> (the value that is built, what another one means). null, an empty table and a table of
+    only: field -> (the implemented value, what another value means). null, an empty table and a table of
     format "dense" are always allowed.
     """
     for name, (built, meaning) in only.items():
@@ -142,7 +142,7 @@ class Packed:
 
     @property
     def numel(self) -> int:
-        """Weights, whatever they are packed in."""
+        """Number of weights, not of the words they are packed in."""
         return prod(self.shape)
 
     @property
@@ -167,7 +167,7 @@ class Packed:
 
 
 def kept_suffixes(codec: Codec) -> tuple[str, ...]:
-    """The codec's suffixes without its extras: what a model holds."""
+    """The suffixes of the parts that a model holds in memory: all but the codec's disk_extras."""
     extras = codec.disk_extras(0, 0)
     return tuple(suffix for suffix in codec.suffixes if suffix not in extras)
 

@@ -1,6 +1,7 @@
 """Which quantized format a checkpoint is in, by its config.json or a tensor's name.
 
-A format that is not read is refused by its name. No torch: a refusal must not wait for it.
+A format that cannot be read is refused, and the error names it. torch is not imported: a refusal must not
+wait for it.
 To add a format: CONTRIBUTING.md, row "a quantized format".
 """
 
@@ -27,7 +28,7 @@ FORMATS: dict[str, Format] = {
     format.key: format
     for format in (
         int4.FORMAT,
-        # a format's line
+        # one line per format
     )
 }
 
@@ -54,8 +55,8 @@ def recognise(config: Table) -> tuple[Codec, list[str]] | None:
     """(codec, ignore list) of a config.json, or None where the checkpoint is not quantized.
 
     Reads `quantization_config` at the top or under `text_config`.
-    Raises ConfigError, by its name, for what would be read wrongly: other formats and methods (AWQ, GPTQ,
-    FP8 …), variants of a format, quantized activations, rotated activations (transform_config), sparsity.
+    Raises ConfigError, naming what would be read wrongly: other formats and methods (AWQ, GPTQ, FP8 …),
+    variants of a format, quantized activations, rotated activations (transform_config), sparsity.
     `not_followed` names the fields that are not known here.
     """
     try:
@@ -116,7 +117,7 @@ def is_part(name: str) -> bool:
 def is_packed(module: str, names: Collection[str], codec: Codec | None = None) -> bool:
     """Whether `names` hold the weight of `module` in the codec's format (None: in any that is read here).
 
-    They do if one of them is a part of it that a dense weight doesn't have.
+    That is so if one of them is a part of the weight that only a packed weight has.
     """
     if codec is None:
         return any(f"{module}.{format.suffixes[0]}" in names for format in FORMATS.values())
@@ -130,21 +131,21 @@ def is_part_in(codec: Codec, name: str, names: Collection[str]) -> bool:
 
 
 def foreign_format(name: str) -> str:
-    """The quantized format that a tensor of this name belongs to and that is not read here, or ""."""
+    """The format that a tensor of this name belongs to, where it is one not read here; else ""."""
     return next((title for piece, title in FOREIGN.items() if piece in name.split(".")), "")
 
 
 def foreign_dtype(dtype: str) -> str:
-    """The format whose codes have this dtype and that is not read here, or ""."""
+    """The format whose codes have this dtype, where it is one not read here; else ""."""
     return FOREIGN_DTYPES.get(dtype, "")
 
 
 def foreign_parts(module: str, names: Collection[str]) -> str:
-    """The format of the parts of `module` that `names` hold and that is not read here, or ""."""
+    """The format in which `names` hold parts of `module`, where it is one not read here; else ""."""
     return next((title for piece, title in FOREIGN.items() if f"{module}.{piece}" in names), "")
 
 
-# compressed-tensors: one table for all its formats, each named by the groups of modules that have it.
+# compressed-tensors: one quantization_config holds groups of modules, and each group names its format.
 
 COMPRESSED_TENSORS = "compressed-tensors"
 ONLY: dict[str, tuple[object, str]] = {
@@ -207,7 +208,7 @@ def _tables(table: Table) -> list[tuple[Format, str, Table]]:
 
 
 def _key(group: Table, table: Table) -> str:
-    """ "compressed-tensors pack-quantized": of the group, or of all."""
+    """The key in FORMATS: "compressed-tensors " and the group's format, or else the one of all groups."""
     return f"{COMPRESSED_TENSORS} {group.get('format') or table.get('format')}"
 
 
@@ -225,7 +226,7 @@ def _groups(table: Table) -> dict[str, Table]:
 
 
 def _ignore(table: Table) -> list[str]:
-    """The modules that stay as they are. A pattern must be one that is soon matched."""
+    """Names and patterns of modules that stay unquantized. Refuses a pattern that may match forever."""
     found: object = table.get("ignore") or []
     entries = cast("list[object]", found) if isinstance(found, list) else [None]
     names = [entry for entry in entries if isinstance(entry, str)]

@@ -2,8 +2,8 @@
 
     w[o, i] = (nibble[o, i] - 8) * scale[o, i // group]            one rounding, to the dtype of the scales
 
-A group is so many input columns of a row. Eight nibbles lie in an int32, lowest bits first, along the input
-dim. A nibble is its code + 8 (offset binary, not two's complement).
+A group is `group` consecutive input columns of one row. Eight nibbles lie in an int32, lowest bits first,
+along the input dim. A nibble is its code + 8 (offset binary, not two's complement).
 At group 32 a weight takes 0.5625 byte, against 2 in bf16.
 Source: compressed-tensors "pack-quantized"; equal to it bit for bit in tests/quant/test_int4.py.
 
@@ -67,9 +67,9 @@ class Int4:
     """The codec. quant/codec.py says what each method promises.
 
     group_size   columns that share one scale.
-    scale_dtype  of the scales in the files (BF16 in Kimi's releases; other writers have F16 or F32) and so in
-                 memory: a scale rounded to another dtype moves every weight of its group. What is quantized
-                 here has BF16.
+    scale_dtype  dtype of the scales, in the files and in memory alike: rounding a scale to another dtype
+                 would change every weight of its group. BF16 in Kimi's releases, F16 or F32 from other
+                 writers; `quantize` makes BF16.
     """
 
     group_size: int = 32
@@ -103,7 +103,7 @@ class Int4:
         }
 
     def as_stored(self, dtypes: Mapping[str, str]) -> Int4:
-        """Scales in the one dtype that the files hold them in beside their codes."""
+        """This codec with the scale_dtype of the files. Only scales that have codes beside them count."""
         first: dict[str, str] = {}
         for name, dtype in dtypes.items():
             base, _, suffix = name.rpartition(".")
@@ -199,23 +199,23 @@ def _codes(grouped: Tensor, scale: Tensor) -> Tensor:
 
 
 def _exact_neighbour(grouped: Tensor, absmax: Tensor, scale: Tensor, codes: Tensor) -> None:
-    """Where absmax / 7 misses a group but the bf16 scale next to it reproduces it exactly, take that one.
+    """Where bf16(absmax / 7) does not reproduce a group and a neighbouring bf16 scale does, take that one.
 
     grouped [..., G, group], absmax [..., G]; scale [..., G] and codes [..., G, group] are changed in place.
 
-    Why: absmax of a dequantized group is bf16(7 s). Let s = m * 2^e with 128 <= m <= 255. The way back errs
-    by |bf16(7 m) - 7 m| / 7 steps of bf16:
+    Why: absmax of a dequantized group is bf16(7 s). Let s = m * 2^e with 128 <= m <= 255. Then absmax / 7 is
+    |bf16(7 m) - 7 m| / 7 steps of bf16 away from s:
     - at most 2/7 for m <= 146, and 3/7 above: both under 1/2, so rounding finds s;
     - 4/7 where 7 m lies half-way between two bf16 numbers (m >= 148, m = 4 mod 8): s comes back one step off.
     Scales made as bf16(absmax / 7) from bf16 weights never take those values (they would need
     |m - 8 n / 7| = 4/7 for an integer n). Scales from float32 weights or other writers do.
-    Among subnormal numbers (below 2^-126) steps are so coarse that absmax may be 6 s: 25, 26, 32 and 39 steps
-    are such.
+    Subnormal scales (below 2^-126) are so few steps that the largest code of a group may be 6. For an absmax
+    of 25, 26, 32 or 39 steps, 6 s / 7 then does not round to s.
     """
     import torch
 
     for step in (-1, 1):
-        # groups of which the neighbour's largest code gives absmax back
+        # groups whose absmax equals the largest code times the neighbouring scale
         alternative = (scale.view(torch.int16) + step).view(torch.bfloat16)
         code = (absmax / alternative.float()).round().clamp(max=GRID_MAX)  # 7, except among subnormal numbers
         largest = (code * alternative.float()).to(torch.bfloat16)
@@ -224,14 +224,14 @@ def _exact_neighbour(grouped: Tensor, absmax: Tensor, scale: Tensor, codes: Tens
             continue
 
         # of these: exact with the neighbour, and not without it
-        weights, there = grouped[candidates], alternative[candidates]
-        codes_there, codes_here = _codes(weights, there), codes[candidates]
-        exact_there = _expanded(codes_there, there).eq(weights).all(dim=-1)
+        weights, neighbour = grouped[candidates], alternative[candidates]
+        codes_neighbour, codes_here = _codes(weights, neighbour), codes[candidates]
+        exact_neighbour = _expanded(codes_neighbour, neighbour).eq(weights).all(dim=-1)
         exact_here = _expanded(codes_here, scale[candidates]).eq(weights).all(dim=-1)
-        better = exact_there & ~exact_here
+        better = exact_neighbour & ~exact_here
         chosen = tuple(index[better] for index in candidates)
-        scale[chosen] = there[better]
-        codes[chosen] = codes_there[better]
+        scale[chosen] = neighbour[better]
+        codes[chosen] = codes_neighbour[better]
 
 
 def _expanded(codes: Tensor, scale: Tensor) -> Tensor:
@@ -253,8 +253,8 @@ KNOWN = frozenset(
 def read(where: str, weights: Table) -> Int4:
     """The codec of the `weights` of one compressed-tensors group.
 
-    Raises Unreadable, by its name, for every variant that would be read wrongly: asymmetric, an actorder that
-    permutes columns, num_bits other than 4, channel or block strategy.
+    Raises Unreadable, naming the variant, for each one that would be read wrongly: asymmetric, an actorder
+    that permutes columns, num_bits other than 4, channel or block strategy.
     """
     refuse_other_values(weights, ONLY, f"{where}.weights")
     if weights.get("type", "int") != "int" or weights.get("num_bits") != 4:

@@ -90,7 +90,7 @@ class Tokenizer:
 
         specials   the text of a special token (`<|im_end|>`) becomes that token: True for rendered templates,
                    False for user text.
-        continues  other text stands before this one: no leading space is invented (matters for
+        continues  other text comes before this one, so no leading space is added (matters for
                    SentencePiece-style tokenizers).
         """
         if isinstance(self._backend, TokenizerJson):
@@ -98,7 +98,7 @@ class Tokenizer:
         return self._backend.encode(text, specials=specials)
 
     def decode(self, ids: Sequence[int], *, skip_specials: bool = True) -> str:
-        """Give the text of ids; bytes that are no UTF-8 become U+FFFD.
+        """The text of `ids`; bytes that are not UTF-8 become U+FFFD.
 
         Raises DataError for an id outside the vocabulary.
         """
@@ -130,7 +130,7 @@ class Tokenizer:
             text = self.chat.render(
                 [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
             )
-        except DataError:  # a template that only takes richer messages; its rows are judged one by one
+        except DataError:  # the template refuses this plain conversation; each row is checked later
             return None
         tail = text.rpartition(content)[2]
         return (
@@ -266,7 +266,7 @@ def _read_json(path: Path) -> dict[str, object]:
 
 def _added_tokens(settings: Mapping[str, object]) -> dict[int, tuple[str, bool]]:
     """added_tokens_decoder as id -> (text, special)."""
-    table: Any = settings.get("added_tokens_decoder") or {}  # whatever it is: what it lacks is caught below
+    table: Any = settings.get("added_tokens_decoder") or {}  # may be anything: a wrong type is caught below
     try:
         added = {
             int(id): (str(entry["content"]), bool(entry.get("special", False))) for id, entry in table.items()
@@ -286,7 +286,7 @@ def _added_tokens(settings: Mapping[str, object]) -> dict[int, tuple[str, bool]]
 
 
 def _encodable(text: str) -> str:
-    """A token's text that UTF-8 can write; half a surrogate pair, which JSON can spell, it cannot."""
+    """`text`, once UTF-8 can encode it: JSON can spell half a surrogate pair, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -321,9 +321,9 @@ def _id_of(backend: TiktokenBackend | TokenizerJson, role: str, text: str) -> in
 
 
 def _vocab_size(config: Mapping[str, object]) -> int:
-    """Read vocab_size of config.json; 0 where it says nothing.
+    """vocab_size of config.json; 0 where it is absent.
 
-    A name is made for each reserved id, so the number is bounded.
+    It is bounded, because a name is made for each reserved id.
     """
     value = config.get("vocab_size") or 0
     if type(value) is not int or not 0 <= value <= MAX_VOCAB:
@@ -347,10 +347,10 @@ def _as_ids(config: Mapping[str, object], field: str, file: str) -> list[int]:
 def _template(
     folder: Path, settings: Mapping[str, object], variables: Mapping[str, object]
 ) -> ChatTemplate | None:
-    """Read the chat template.
+    """The chat template, or None.
 
-    From chat_template.jinja, chat_template.json, then tokenizer_config.json (a text, or a list of named
-    ones).
+    It is in chat_template.jinja, else in chat_template.json, else in tokenizer_config.json (a text, or a list
+    of named texts).
     """
     if (folder / "chat_template.jinja").is_file():
         try:

@@ -1,11 +1,12 @@
-"""Conversations to text with a mask: which examples a row becomes, and what stands in them.
+"""Conversations to text with a mask: which examples a row becomes, and the text of each.
 
 For the assistant's turn k, with the checkpoint's own template:
   prompt      render(messages[:k], add_generation_prompt=True): what the model sees when it has to speak,
               token for token
-  rest        render(messages[:k + 1])[len(prompt):]: what the template writes from there on, if that begins
-              with the prompt
-  completion  rest, where every word of the turn stands in it; else another form (completions.py)
+  rest        render(messages[:k + 1])[len(prompt):]: what the template writes after the prompt, if this
+              rendering begins with the prompt
+  completion  the text that is taught: rest, if it has every word of the turn; else another form
+              (completions.py)
 
 A row is one example (`whole`) where each prompt and its rest stand unchanged in the rendering of the whole
 conversation, and one example per supervised turn (`each`) where the template rewrites what was said before:
@@ -43,7 +44,7 @@ Turns = Literal["auto", "whole", "each", "last"]
 """auto: whole where the template is stable, else each. whole: one example per row. each: one per supervised
 turn. last: the last turn's only."""
 
-MAX_SHAPES = 10_000  # of conversations, remembered; a further one is looked at again each time it comes
+MAX_SHAPES = 10_000  # shapes of conversations that are remembered; any other is examined anew each time
 
 V = TypeVar("V")
 Sample = list[Segment]
@@ -58,7 +59,7 @@ class Rendered:
 
 
 class Unstable(DataError):
-    """The template rewrites what was said before when a turn is added."""
+    """The template rewrites earlier turns when another is added."""
 
 
 class Quote(Protocol):
@@ -71,7 +72,7 @@ class Renderer:
     """Conversations as one chat template renders them, checked word by word (taught.py).
 
     ends    the spellings of the tokens that end a turn
-    quote   so that a user who types `<|im_end|>` ends nobody's turn
+    quote   quotes the text of special tokens, so that a user who types `<|im_end|>` does not end a turn
     """
 
     def __init__(
@@ -96,8 +97,7 @@ class Renderer:
     def __call__(self, row: Conversation) -> Rendered:
         """Render a row's conversation: its samples and what is to be noted.
 
-        Raises DataError where the template refuses the row, or where what the user wrote would not be what is
-        taught.
+        Raises DataError where the template refuses the row, or where words of the row would not be taught.
         """
         prepared = self._prepare(row.messages, row.tools)
         shape = _shape(row)
@@ -123,7 +123,7 @@ class Renderer:
     def _located(self, error: TemplateRefusal, prepared: Prepared) -> DataError:
         """Name the turn at which a template's refusal comes.
 
-        The conversation up to there, and no shorter one, is refused in these words.
+        That is the last turn of the shortest beginning of the conversation that is refused with this message.
         """
         for count in range(1, len(prepared.messages) + 1):
             try:
@@ -188,7 +188,7 @@ class Renderer:
             )
         if self.turns in ("auto", "whole") and self.template.has_generation_marks:
             ways.append(lambda: [self._marked(messages, tools, words, in_prompts=True)])
-        # of several refusals the most useful is told; of equal ones the last
+        # of several errors the most useful is raised (_usefulness); of equally useful ones the last
         errors: list[DataError] = []
         for way in ways:
             try:
@@ -235,8 +235,8 @@ class Renderer:
         """Cut the conversation at {% generation %}.
 
         An end token right behind a block belongs to it: else the end would never be learned.
-        in_prompts  False: raises Unstable where a block begins inside its turn's prompt, which nobody has to
-        say
+        in_prompts  False: raises Unstable where a block begins inside its turn's prompt, which the model is
+                    given and never writes
         """
         full, marked = self.template.render_spans(messages, tools)
         speakers = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
@@ -292,7 +292,7 @@ class Renderer:
             said = way()
             if said is not None and missing(words, said) is None and self._completions.fits(prompt, said):
                 return [Segment(prompt), Segment(self._completions.closed(said, message, words, tools), turn)]
-        # none: a word that the template drops is named, else where the template rewrites the prompt
+        # none has them: name a word that the template drops, or else the place where it rewrites the prompt
         if rest is None:
             upto = self.template.render(messages[: turn + 1], tools=tools)
             refuse_missing(words, upto, upto, own="")
@@ -310,15 +310,15 @@ class Renderer:
     def _look_closer(
         self, prepared: Prepared, form: Form, row: Conversation, samples: list[Sample]
     ) -> list[str]:
-        """The look by marks, once per shape of conversation.
+        """Check a row again with an invisible mark in each text; once per shape of conversation.
 
-        -> notes on what the template leaves out of the prompt.
+        Returns notes on what the template leaves out of the prompt.
         """
         self._refuse_artifacts(prepared, form)
         marks = Marks(prepared.messages)
         try:
             marked = self._samples(replace(prepared, messages=marks.messages), form, row)
-        except DataError:  # a template that reacts to the marks: the words were found, and that has to do
+        except DataError:  # the template reacts to the marks; that it writes the words has to suffice
             return []
         roles = check_marks(marks, self._taught(row), marked, samples)
         notes = [f"the {role}'s words are left out by this chat template" for role in roles]
@@ -332,9 +332,9 @@ class Renderer:
         return notes
 
     def _refuse_artifacts(self, prepared: Prepared, form: Form) -> None:
-        """Raise DataError where the template writes what nobody said.
+        """Raise DataError where the template writes text that no message contains.
 
-        None for a turn that only calls tools, a list as Python or JSON has it.
+        It may write None for a turn that only calls tools, or a list of contents as Python or JSON prints it.
         """
         given, plain = form(prepared.messages), no_null_content(prepared.messages)
         if given == plain:
@@ -389,9 +389,10 @@ class Renderer:
 
 
 def _usefulness(error: DataError) -> int:
-    """A word that is not taught says most.
+    """The rank of an error among several: the lowest is raised.
 
-    Then what the template itself says, how it rewrites, and last what went wrong inside it.
+    0 a word that is not taught; 1 what the template itself says; 2 how it rewrites earlier turns; 3 what went
+    wrong inside it.
     """
     if isinstance(error, TemplateRefusal):
         return 1 if error.in_its_words else 3
@@ -399,7 +400,7 @@ def _usefulness(error: DataError) -> int:
 
 
 def _shape(row: Conversation) -> tuple[object, ...]:
-    """What a template may decide by, without the words."""
+    """All that a template may branch on in a conversation, except the words."""
 
     def of(message: Message) -> tuple[object, ...]:
         calls = tuple(

@@ -3,8 +3,8 @@
 A candidate runs if a record for this device, dtype and shape bucket shows both:
 - its error, forward and backward, is within the op's tolerance;
 - its median time is at least 5 % below the reference's, and by more than the spread of both.
-Without a record the reference runs, and the log says so once; but on a GPU a candidate that moves fewer bytes
-by count is predicted, and runs once it is found right there (predicted.py).
+Without a record the reference runs, and the log says so once. But on a GPU, a candidate that by count moves
+fewer bytes is predicted to be faster, and runs if its results pass a check on that GPU (predicted.py).
 A CPU class that was never measured uses the records of the nearest measured class; that is also logged once.
 record.py says where the records lie.
 """
@@ -80,7 +80,7 @@ def by_record(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> 
     if op.preferred and not refused:
         return op.preferred, op.because
 
-    # the candidates that can run here; named_on: only where the user names them
+    # the candidates that can run here; on a device of `named_on` one runs only where the user names it
     running = [
         name
         for name, part in op.candidates.items()
@@ -105,7 +105,7 @@ def by_record(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> 
     if source != key:
         _log_borrowed(key, source)
 
-    # the fastest of the proven, as its time over the reference's
+    # of the proven ones, that with the smallest ratio of its time to the reference's
     proven = [row for row in rows if row["candidate"] in running and proves(row, op)]
     if not proven:
         return "reference", f"{len(rows)} measured, none 5 % faster within the tolerance"
@@ -132,10 +132,10 @@ def proves(row: Row, op: Op) -> bool:
 
 
 def _found_wrong(op: Op, name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Why a predicted candidate may not run; asked once per device and dtype, and a failure is said then."""
+    """Why a predicted candidate may not run, or "". Asked once per device and dtype; failures are logged."""
     key = (op.name, name, device, dtype)
     if key not in _WRONG:
-        # measure.py, which it needs, asks this module which implementation has a name
+        # imported here: predicted.py imports measure.py, which imports this module
         from unfreeze.kernels.choice.predicted import wrong
 
         _WRONG[key] = wrong(op, name, device, dtype)

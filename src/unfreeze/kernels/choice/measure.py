@@ -53,7 +53,7 @@ def arguments(case: Case, device: torch.device, dtype: torch.dtype) -> Arguments
 def converted(value: object, dtype: torch.dtype) -> object:
     """Convert each floating point tensor in `value` to `dtype`.
 
-    As a leaf that wants a gradient where it did. A Packed weight becomes its codes.
+    Each is a new leaf, which requires a gradient if the original did. A Packed weight stays as it is.
     """
     if isinstance(value, Tensor):
         return (
@@ -92,8 +92,8 @@ def visit(op: Op, implementation: Implementation, args: Arguments) -> tuple[list
     """
     wanted = [tensor for tensor in tensors(args) if tensor.requires_grad] if op.differentiable else []
     with torch.set_grad_enabled(bool(wanted)):
-        made = implementation(*args)
-    outputs = list(tensors(args if made is None else made))
+        returned = implementation(*args)
+    outputs = list(tensors(args if returned is None else returned))
     differentiated = [output for output in outputs if output.requires_grad]
     if not wanted or not differentiated:
         return outputs, []
@@ -140,7 +140,9 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 class Truth:
     """The reference's results for one case.
 
-    In float64 (Op.exact_dtype) to compare with; in the dtype itself for number, shape and dtype.
+    exact  in Op.exact_dtype (float64), or in the dtype itself where that is None: errors are measured
+           against it
+    kinds  the dtypes that outputs and gradients have in the dtype itself
     """
 
     def __init__(self, op: Op, case: Case, device: torch.device, dtype: torch.dtype):
@@ -154,7 +156,7 @@ class Truth:
         ]
 
     def errors(self, implementation: Implementation) -> Errors:
-        """Raises Wrong where outputs or gradients are of another number, shape or dtype."""
+        """The errors of an implementation. Raises Wrong where the number, a shape or a dtype differs."""
         got = visit(self.op, implementation, arguments(self.case, self.device, self.dtype))
         largest = []
         for what, ours, exact, kinds in zip(
@@ -177,9 +179,9 @@ class Truth:
 def candidates_of(
     op: Op, case: Case, device: torch.device, dtype: torch.dtype
 ) -> tuple[dict[str, Implementation], dict[str, Errors], dict[str, str]]:
-    """(those to be timed, their errors, why the others may not run).
+    """(the candidates to be timed, the errors of all, why the others may not run).
 
-    The first call of each is here, so compilation too.
+    Each is called here for the first time, so this includes its compilation.
     """
     truth = Truth(op, case, device, dtype)
     good: dict[str, Implementation] = {}
@@ -218,7 +220,7 @@ def measure(op: Op, case: Case, device: torch.device, dtype: torch.dtype, second
     times = in_turn(calls, device, seconds) if good else {}
     _UPSTREAM.clear()
 
-    # rows: of those that may not run the reason, of the others errors and times
+    # a row of a refused candidate has the reason, any other has errors and times
     common = {
         "op": op.name,
         "device": device_key(device),
@@ -263,24 +265,24 @@ def in_turn(
     """Microseconds per call of each, after a warm-up, sampled in turn (A B A B).
 
     So whatever slows the machine for a while slows all of them.
-    As many rounds as `seconds` have room for, FEWEST to MOST; fewer, but never under FEWEST, once it is clear
-    who is faster than the first.
+    It takes as many rounds as fit into `seconds`, from FEWEST to MOST. After FEWEST it stops as soon as every
+    call is clearly faster or slower than the first (`clear`).
     """
     clock = _CudaClock(device) if device.type == "cuda" else _CpuClock()
     for call in calls.values():
         call()
     once = {name: clock(call, 1) / 1e6 for name, call in calls.items()}
     once = {name: min(t, clock(calls[name], 1) / 1e6) if t < SHORT_CALL else t for name, t in once.items()}
-    inner = {
+    per_sample = {
         name: max(1, min(1000, round(SAMPLE / t))) if device.type == "cpu" else 1 for name, t in once.items()
     }
-    round_seconds = sum(once[name] * inner[name] for name in calls)
-    samples = max(FEWEST, min(MOST, int(seconds / round_seconds))) | 1
+    round_seconds = sum(once[name] * per_sample[name] for name in calls)
+    rounds = max(FEWEST, min(MOST, int(seconds / round_seconds))) | 1
     times: dict[str, list[float]] = {name: [] for name in calls}
     with _no_garbage_collection():
-        for count in range(1, samples + 1):
+        for count in range(1, rounds + 1):
             for name, call in calls.items():
-                times[name].append(clock(call, inner[name]))
+                times[name].append(clock(call, per_sample[name]))
             if count >= FEWEST and count % 2 and clear(times):
                 break
     return times
@@ -289,7 +291,8 @@ def in_turn(
 def clear(times: dict[str, list[float]]) -> bool:
     """Whether each of the others is clearly faster or slower than the first.
 
-    In every round; in the median by CLEAR times both spreads and CLEAR times 5 %.
+    It must be so in every round, and the medians must differ by CLEAR times the larger of two numbers: 5 % of
+    the first's median, and the mean of both spreads.
     """
     first, *others = times.values()
     middle, spread = median_and_spread(first)
@@ -332,7 +335,7 @@ class _CudaClock:
         self.device, self.flush = device, torch.empty(L2_BYTES, dtype=torch.uint8, device=device)
 
     def __call__(self, call: Callable[[], object], times: int) -> float:
-        """Microseconds of one call on the device; launches run ahead while the cache is overwritten."""
+        """Microseconds of one call on the device; the host queues its launches while the device waits."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.flush.zero_()
         with torch.cuda.device(self.device):

@@ -1,8 +1,8 @@
-"""Records of what was measured: where they lie, which speak for a device, how new rows replace old ones.
+"""Records of what was measured: where they lie, which apply to a device, how new rows replace old ones.
 
 A file per device class, <device_key>.json, a list of rows. Committed ones lie in kernels/records/. A user's
 own (`unfreeze kernels measure --to user`) lie in ~/.cache/unfreeze/kernels/ ($XDG_CACHE_HOME where it is set)
-and win over committed ones where they speak of the same op, dtype and bucket.
+and take precedence over committed ones of the same op, dtype and bucket.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ from unfreeze.kernels.choice.op import Op
 
 Row = dict[str, Any]
 """op, device, dtype, bucket, candidate, torch, threads, date; then either `refused` (why it may not run: it
-raised, or it is wrong), or
-error_forward, error_backward, median_us, reference_median_us, spread_us, reference_spread_us (interquartile
-ranges) and repeats."""
+raised, or its results are wrong), or error_forward, error_backward, median_us, reference_median_us,
+spread_us, reference_spread_us (interquartile ranges) and repeats."""
 
 COMMITTED = Path(__file__).parents[1] / "records"
-# each can do what those before it can
+# each has the instructions of those before it
 CPU_CLASSES = ("cpu-default", "cpu-avx2", "cpu-avx512", "cpu-avx512-bf16", "cpu-amx")
 
 
 @functools.cache
 def device_key(device: torch.device) -> str:
-    """What a record is about: a GPU's name, or the widest arithmetic of a CPU.
+    """The device class that a record is for: a GPU's name, or the widest arithmetic of a CPU.
 
     "nvidia-h200", "cpu-avx512-bf16".
     """
@@ -85,9 +84,9 @@ def read(path: Path) -> list[Row]:
 def speaking_for(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> tuple[str, list[Row]]:
     """(the device class of the rows, the rows); ("", []) where nothing was measured.
 
-    The first that there are: a user's own, the committed ones of this device, and for a CPU those of the
+    The first that exist of these: a user's own, the committed ones of this device, and for a CPU those of the
     nearest class that has any. A laptop whose class nobody measured would otherwise run the references, 20
-    times slower at int4_expand. A GPU borrows from no other GPU.
+    times slower at int4_expand. A GPU never uses the records of another GPU.
     """
     key = device_key(device)
     wanted = (op.name, str(dtype).removeprefix("torch."), bucket)
@@ -103,7 +102,7 @@ def speaking_for(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) 
 
 
 def _relatives(key: str) -> Iterator[Path]:
-    """Committed files of other CPU classes, the nearest first, of two as near the humbler."""
+    """Committed files of other CPU classes, the nearest first; of two equally near, the narrower."""
     if not key.startswith("cpu-"):
         return
 
@@ -117,17 +116,17 @@ def _relatives(key: str) -> Iterator[Path]:
 
 
 def identity(row: Row) -> tuple[str, str, str, str]:
-    """What a row speaks of: a newer one of the same identity takes its place."""
+    """What a row is about: a newer row of the same identity replaces it."""
     return row["op"], row["dtype"], row["bucket"], row["candidate"]
 
 
 def write(path: Path, new: list[Row], ops: dict[str, Op]) -> None:
-    """Put `new` in the place of the rows of the same identity.
+    """Replace the rows of the same identity by `new`.
 
-    Rows of `ops` whose candidate or bucket is gone go too, all others stay.
+    Rows of `ops` whose candidate or bucket no longer exists are dropped; all others stay.
 
     A row per line, sorted, so that a diff shows what changed. Atomic: the file is the old one or the new one.
-    OSError where it can't be written.
+    Raises OSError where it can't be written.
     """
     read.cache_clear()
     replaced = {identity(row) for row in new}

@@ -32,9 +32,9 @@ from unfreeze.quant.codec import Packed
 
 @dataclass(frozen=True)
 class Routing:
-    """The rows of a call, sorted by expert. What only one device knows stands in the subclasses.
+    """The rows of a call, sorted by expert. The subclasses have what only the host or only a GPU knows.
 
-    experts      those that groups are made of, ascending
+    experts      ids of the experts that are divided into groups, ascending
     weight_n     float32, the routing weight of each row
     row_of_slot  int64 [T K], the row of slot t K + k
     """
@@ -74,6 +74,7 @@ class DeviceRouting(Routing):
 
     slot_n     int64, row r is slot slot_n[r] = t K + k
     offsets_E  int32, where each expert's rows end
+    per_token  K
     permute    the implementation that sorted, and will gather and combine
     """
 
@@ -99,8 +100,8 @@ R = TypeVar("R", bound=Routing)
 
 @dataclass(frozen=True)
 class Group(Generic[R]):
-    """Some experts and their rows. `positions`: where they stand in routing.experts; `rows`: of all n.
-    `workspace`: the name of the one that gate_up and down share; "": each has its own."""
+    """Some experts and their rows. `positions`: their places in routing.experts; `rows`: theirs among all n.
+    `workspace`: the name of the workspace that gate_up and down share; "": each has its own."""
 
     routing: R
     positions: slice
@@ -193,9 +194,10 @@ class Call(Generic[R]):
 class Gradients:
     """Buffers that the groups of a call write their gradients to.
 
-    Adapters: a row per expert in use, float32 as the parameters are; A's buffer is its gradient. None of a
-    backend whose GEMM allocates its result: that is put here, in the dtype of the computation. Dense base: a
-    row per expert, in the dtype of the computation, zero for experts without rows.
+    Adapters: a matrix per expert in use, float32 as the parameters are; A's buffer is its gradient. Where a
+    backend's GEMM allocates its result (factor_buffers False), these are None until that result is put here,
+    in the dtype of the computation. Dense base: a matrix per expert, in the dtype of the computation, zero
+    for experts without rows.
     """
 
     def __init__(self, call: Call[R], D: int, *, gate_up: bool, down: bool):
@@ -220,8 +222,8 @@ class Gradients:
 class Backend(ABC, Generic[R]):
     """Does the work of `fused` on one kind of device.
 
-    row_stride       what the rows of a workspace are a multiple of, in numbers (factors.columns)
-    factor_buffers   whether `Gradients` has buffers for those of adapters
+    row_stride       a workspace's rows have a multiple of so many elements (factors.columns)
+    factor_buffers   whether `Gradients` allocates buffers for the gradients of adapters
     """
 
     row_stride = 8
@@ -240,7 +242,7 @@ class Backend(ABC, Generic[R]):
 
     @abstractmethod
     def workers(self, routing: R, weights: int) -> int:
-        """How many cores share a call whose experts have so many weights each."""
+        """How many cores share a call whose experts have `weights` weights each."""
 
     @abstractmethod
     def each(self, groups: Iterator[Group[R]], workers: int, work: Callable[[Group[R], int], None]) -> None:
@@ -256,9 +258,9 @@ class Backend(ABC, Generic[R]):
         down: Tensor | Packed,
         factors: ExpertFactors,
     ) -> Tensor | None:
-        """The result without gradients, multiplied from the codes; else None.
+        """The result without gradients, multiplied directly with the codes, or None.
 
-        Where so few rows ask each expert that expanding it would cost more.
+        None unless each expert has so few rows that expanding it would cost more.
         """
 
     @abstractmethod
@@ -282,6 +284,6 @@ class Backend(ABC, Generic[R]):
     ) -> None:
         """Compute the group's gradients.
 
-        Its rows of score_n (the gradient of the routing weight), its experts in `grads`, and its share of dx
-        [T, D] float32 (None: not asked for).
+        It writes the group's rows of score_n (the gradient of the routing weight) and its experts' part of
+        `grads`, and adds the group's share to dx [T, D] float32 (None: not asked for).
         """

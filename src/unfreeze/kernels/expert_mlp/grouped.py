@@ -1,11 +1,11 @@
 """The CUDA backend of the expert MLP: all experts at once by torch grouped GEMMs.
 
-Offsets are on the device, without host synchronisation. Where the workspace of all experts would pass
+Offsets are on the device, without host synchronisation. Where the workspace of all experts would exceed
 WORKSPACE bytes they go in groups, with one wait for the offsets per call; the results have the same bits.
 
 Runs on CPU too (bf16), which is how it is tested; speed on a GPU is not measured yet. Sorting, gathering and
-SwiGLU are the ops token_permute and swiglu, by record. torch's grouped GEMM has no `out`: what stands in a
-wider buffer is copied there, the rest is taken as it comes.
+SwiGLU are the ops token_permute and swiglu, by record. torch's grouped GEMM has no `out` argument: a result
+that belongs into a wider buffer is copied there, any other is used as it is returned.
 
 n = T * K rows sorted by expert, E experts, D, I, Q, P as in factors.py.
 """
@@ -34,11 +34,15 @@ Made = TypeVar("Made")
 
 
 class Cuts:
-    """What each part has of a call's tensors: one operation of torch for all parts, whose number is what a
-    small group costs the host.
+    """A call's tensors, cut for its parts.
 
-    rows, experts: of each part. collected: [n, D] rows of all parts, which the last one combines: a token's
-    sum has one order, so no bit depends on the groups. products: gradients of adapters, which it joins.
+    One torch operation cuts or transposes a tensor for all parts: for small groups it is the number of
+    operations that costs time on the host.
+
+    rows, experts  how many each part has
+    collected      [n, D], rows of all parts. The last part combines them: the order of a token's sum is then
+                   always the same, so no bit of it depends on the groups
+    products       gradients of adapters, a tensor per part, which the last part concatenates
     """
 
     def __init__(self, rows: list[int], experts: list[int]):
@@ -46,12 +50,12 @@ class Cuts:
         self.collected: dict[str, Tensor] = {}
         self.products: dict[str, list[Tensor]] = {}
         self._made: dict[tuple[str, int], tuple[Tensor, Any]] = {}
-        self._place: dict[int, tuple[Tensor, int]] = {}  # of a piece: whose it is, and which
+        self._place: dict[int, tuple[Tensor, int]] = {}  # id of a piece -> (what it was cut from, its number)
 
     def once(self, name: str, source: Tensor, make: Callable[[Tensor], Made]) -> Made:
-        """make(source), kept under that name."""
+        """make(source), computed once and kept under `name`."""
         if (name, id(source)) not in self._made:
-            self._made[name, id(source)] = source, make(source)  # the source too: its id stays its own
+            self._made[name, id(source)] = source, make(source)  # the source too: its id stays taken
         return self._made[name, id(source)][1]
 
     def of(self, whole: Tensor, sizes: list[int]) -> Sequence[Tensor]:
@@ -71,7 +75,7 @@ class Cuts:
         return self.of(first, self.rows)[number], self.of(second, self.rows)[number]
 
     def turned(self, tensor: Tensor) -> Tensor:
-        """`tensor` with its last two dimensions exchanged; what is a piece comes of its turned whole."""
+        """`tensor` with its last two dimensions transposed; a piece is cut from its transposed whole."""
         if id(tensor) not in self._place:
             return self.once("turned", tensor, lambda tensor: tensor.transpose(-2, -1))
         whole, number = self._place[id(tensor)]
@@ -82,7 +86,7 @@ class Cuts:
 
 @dataclass(frozen=True)
 class Part(DeviceGroup):
-    """The group `number` of several, which share a workspace for gate_up and down in turn."""
+    """Group `number` of several. One workspace holds the gate_up of a part, then its down."""
 
     number: int
     offsets: Tensor
@@ -103,7 +107,7 @@ class Part(DeviceGroup):
 class Grouped(ByGemms[DeviceRouting]):
     """The backend that `fused` is given on CUDA.
 
-    bf16; D and I multiples of 8 (16-byte strides). Ids are not checked: that would synchronise.
+    bf16; D and I multiples of 8 (16-byte strides). Expert ids are not checked: that would synchronise.
     """
 
     row_stride = 16
@@ -132,8 +136,8 @@ class Grouped(ByGemms[DeviceRouting]):
     ) -> Iterator[DeviceGroup]:
         """One group where the workspace holds gate_up and down of every expert, whatever `both` says.
 
-        Forward then leaves what backward needs. Else as few of equal size as there can be, with one of the
-        two at a time.
+        Forward then leaves what backward needs. Otherwise as few groups of equal size as fit, with either
+        gate_up or down in the workspace.
         """
         E = routing.num_experts
         if sum(weight_bytes) * E <= workspace.WORKSPACE:
@@ -162,10 +166,10 @@ class Grouped(ByGemms[DeviceRouting]):
         down: Tensor | Packed,
         factors: ExpertFactors,
     ) -> Tensor | None:
-        """Where a record says that multiplying with the codes beats expanding them."""
+        """The result, where a record says that multiplying with the codes beats expanding them; else None."""
         if not (isinstance(gate_up, Packed) and isinstance(down, Packed)):
             return None
-        rows = x_TD.new_empty((1, 1)).expand(ids_TK.numel(), 1)  # only how many they are matters
+        rows = x_TD.new_empty((1, 1)).expand(ids_TK.numel(), 1)  # only the number of rows matters
         if any(int4_grouped_mm.expands(rows, base, ids_TK) for base in (gate_up, down)):
             return None
         routing = self.route(ids_TK, weights_TK, gate_up.shape[0], x_TD.dtype)
@@ -212,13 +216,13 @@ class Grouped(ByGemms[DeviceRouting]):
             work(group, 0)
 
     def rows(self, name: str, group: DeviceGroup, columns: int, dtype: torch.dtype) -> Tensor:
-        """The caching allocator is the scratch here."""
+        """New memory: torch's caching allocator already reuses it, as scratch does on a CPU."""
         return torch.empty((group.num_rows, columns), dtype=dtype, device=group.weight.device)
 
     def product_rows(self, name: str, group: DeviceGroup, columns: int, dtype: torch.dtype) -> Tensor | None:
-        """None: at 65,536 rows of 7,168 a copy of y would move 1.9 GB.
+        """None, so that a GEMM's result is used without a copy: 1.9 GB for y at 65,536 rows of 7,168.
 
-        A part's rows of y go beside the others'.
+        Only of several parts the rows of y are collected in one tensor.
         """
         if not isinstance(group, Part) or name != "y":
             return None
@@ -310,7 +314,7 @@ class Grouped(ByGemms[DeviceRouting]):
 
 
 def _turned(tensor: Tensor, group: DeviceGroup) -> Tensor:
-    """With its last two dimensions exchanged."""
+    """`tensor` with its last two dimensions transposed."""
     return group.cuts.turned(tensor) if isinstance(group, Part) else tensor.transpose(-2, -1)
 
 

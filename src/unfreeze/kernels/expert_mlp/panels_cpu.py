@@ -39,7 +39,7 @@ from unfreeze.quant.int4 import Int4
 
 log = logging.getLogger(__name__)
 
-GROUP_EXPERTS = 4  # of a group: Python is crossed once for them, and cores are given whole groups
+GROUP_EXPERTS = 4  # experts per group: Python calls a loop once for all of them; a core takes whole groups
 
 _dots, _outer = thin_cpu.dots_loop, thin_cpu.outer_loop
 _gather, _swiglu, _swiglu_backward = (
@@ -61,7 +61,8 @@ class _Rows(NamedTuple):
 class _Factors(NamedTuple):
     """The group's adapters as bf16 bits, or their gradients in float32.
 
-    Of rank 0, or empty, where there is none. A1 and B1 adapt gate_up, A2 and B2 down; the B are transposed.
+    Without an adapter they have rank 0, and its gradients are empty. A1 and B1 adapt gate_up, A2 and B2 down;
+    both B are transposed.
     """
 
     A1: np.ndarray  # [G, Q, D]
@@ -79,7 +80,7 @@ class _Saved(NamedTuple):
 
 
 class _Forward(NamedTuple):
-    """Buffers of one thread: the largest expert's rows, and a tile's."""
+    """Buffers of one thread: for the rows of the group's largest expert, and for a tile."""
 
     x: np.ndarray  # [r, D + Q]: x | xA
     h: np.ndarray  # [r, I + P]: h | hA
@@ -89,6 +90,8 @@ class _Forward(NamedTuple):
 
 
 class _Backward(NamedTuple):
+    """The same for backward."""
+
     x: np.ndarray  # [r, D]
     dy: np.ndarray  # [r, D + P]: dy | dy B2
     dh: np.ndarray  # [r, I]
@@ -117,7 +120,7 @@ def _add(a, pairs, panel, sums, first, token, weight, out):
     Nothing where the token is -1 (padding).
     """
     for row in range(0, a.shape[0], ROWS):
-        # Ask for the tokens' rows of `out` while the tile is computed: they lie far apart.
+        # Prefetch the tokens' rows of `out` while the tile is computed: they lie far apart in memory.
         for i in range(ROWS):
             where = out.ctypes.data + max(token[row + i], 0) * out.strides[0] + 4 * first
             for line in range(0, 4 * COLUMNS, LINE):
@@ -133,8 +136,8 @@ def _add(a, pairs, panel, sums, first, token, weight, out):
 
 @inner
 def _copy(source, target):
-    """target[:] = source, of one shape. numba's own assignment takes 2.5 s to compile: it brings a message
-    for other shapes."""
+    """target[:] = source, of one shape. numba's own assignment takes 2.5 s to compile, because it contains
+    the error message for unequal shapes."""
     for row in range(source.shape[0]):
         for column in range(source.shape[1]):
             target[row, column] = source[row, column]
@@ -183,7 +186,8 @@ def _forward(x, rows, gate_up, down, factors, saved, y, buffers):
 def _backward(x, dy, rows, ones, gate_up, down, factors, saved, score, grads, dx, buffers):
     """Gradients of a group: score, `grads` and dx.
 
-    score [n] is that of the routing weights, `grads` those of `factors`; dx[token] += … where dx has rows.
+    score [n] is the gradient of the routing weights, `grads` are those of `factors`. dx[token] += …,
+    unless dx has no rows (it was not asked for).
     As in `_forward`; dy [T, D] bf16 bits, dx [T, D] float32, ones [n] float32.
     """
     D, I = x.shape[1], saved.gate_up.shape[1] // 2
@@ -234,7 +238,7 @@ def _backward(x, dy, rows, ones, gate_up, down, factors, saved, score, grads, dx
 
 @functools.cache
 def available() -> bool:
-    """Whether this CPU has the instruction; the log says it once."""
+    """Whether this CPU has AVX512-bf16, which makes panels pay; logged once."""
     pay = bf16_cpu.panels_pay()
     log.info(
         "INT4 experts in bfloat16: %s",
@@ -259,7 +263,7 @@ class Panels(LoopCpu):
     """The backend that `fused` is given on CPU where `supports` says so."""
 
     def padded(self, rows: int, dtype: torch.dtype) -> int:
-        # the loops of `decode` take float32 rows as they are
+        # only `decode` has float32 rows, and its loops need no padding
         return round_up(rows, ROWS) if dtype == torch.bfloat16 else rows
 
     def groups(
@@ -363,7 +367,7 @@ def _words(name: str, count: int, columns: int) -> np.ndarray:
 
 
 def _tile_buffers(inner: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A panel for an inner dimension, the sums of a tile, and the sums of a tile of dots."""
+    """A panel with `inner` rows of weights, float32 sums of a tile, and float32 sums of thin_cpu's tile."""
     cpu = torch.device("cpu")
     sums = scratch("tile", (ROWS, COLUMNS), torch.float32, cpu)
     dots = scratch("thin dots", (16,), torch.float32, cpu)

@@ -1,6 +1,6 @@
-"""INT4 weights expanded straight into the panels of `bf16_tile`: 64 columns at a time.
+"""INT4 weights expanded directly into the panels of `bf16_tile`, 64 columns at a time.
 
-These stay in a core's L2.
+A panel stays in a core's L2 cache.
 
 A panel holds pairs of bf16. Two ways to fill it from W [N, M]:
 - `pack_int4_rows`, for y = x Wᵀ: the product's columns are rows of W. A pair is one byte of codes (low nibble
@@ -9,7 +9,7 @@ A panel holds pairs of bf16. Two ways to fill it from W [N, M]:
   the other.
 Values are the format's, bit for bit: bf16(float32(code - 8) · scale); but numbers under 1e-38 become 0, as
 they do in the multiplication. A group (32 weights or more) has 16 possible values: a table in one register,
-which a nibble looks up (more in row_dots.py).
+indexed by the nibble (more in row_dots.py).
 
 N rows of W, M columns, B = M / 2 bytes of a row, `group_bytes` bytes of a group, a multiple of 16.
 """
@@ -37,7 +37,7 @@ from unfreeze.kernels.loops.bf16_tile import (
 from unfreeze.kernels.loops.llvm import Value, instruction
 from unfreeze.kernels.loops.numba_options import serial
 
-AHEAD = 32  # rows: 16 steps of `pack_int4_columns`, time for memory to answer
+AHEAD = 32  # rows to prefetch ahead: 16 steps of `pack_int4_columns`, about the latency of memory
 CHUNK_BYTES = 16  # bytes of codes at a time: 32 weights of one group
 
 BYTES, SHORTS = ir.VectorType(ir.IntType(8), 16), ir.VectorType(I16, 16)
@@ -46,7 +46,7 @@ BYTES, SHORTS = ir.VectorType(ir.IntType(8), 16), ir.VectorType(I16, 16)
 def _table(builder: ir.IRBuilder, scale: Value) -> Value:
     """The 16 values of a group, rounded to nearest even by one instruction.
 
-    They stand twice in a register of 32. `scale`: address of its bf16.
+    The register of 32 lanes has them twice (_weights says why). `scale`: address of the group's bf16 scale.
     """
     bits = builder.shl(
         builder.zext(builder.load(builder.inttoptr(scale, I16.as_pointer()), align=2), I32), I32(16)
@@ -81,21 +81,21 @@ def _weights(builder: ir.IRBuilder, codes: Value, scale: Value) -> Value:
 
 
 def _transposed(builder: ir.IRBuilder, rows: list[Value]) -> list[Value]:
-    """16 vectors of 16 words, rows and columns exchanged.
+    """16 vectors of 16 words, transposed.
 
-    Four rounds of exchanging blocks of 1, 2, 4 and 8.
+    In four rounds, which exchange blocks of 1, 2, 4 and 8 words.
     """
     step = 1
     while step < 16:
-        turned = list(rows)
+        exchanged = list(rows)
         for i in range(16):
             if i & step:
                 continue
             first = [lane if not lane & step else 16 + lane - step for lane in range(16)]
             second = [lane + step if not lane & step else 16 + lane for lane in range(16)]
-            turned[i] = builder.shuffle_vector(rows[i], rows[i + step], ir.Constant(PAIRS, first))
-            turned[i + step] = builder.shuffle_vector(rows[i], rows[i + step], ir.Constant(PAIRS, second))
-        rows, step = turned, 2 * step
+            exchanged[i] = builder.shuffle_vector(rows[i], rows[i + step], ir.Constant(PAIRS, first))
+            exchanged[i + step] = builder.shuffle_vector(rows[i], rows[i + step], ir.Constant(PAIRS, second))
+        rows, step = exchanged, 2 * step
     return rows
 
 
@@ -155,11 +155,9 @@ def pack_int4_rows(codes, scales, group_bytes, first, panel):
             here = codes.ctypes.data + (first + j) * codes.strides[0] + begin
             scale = scales.ctypes.data + (first + j) * scales.strides[0] + begin // group_bytes * 2
             if begin % LINE == 0:
-                # the next panel's: no hardware foresees rows so far apart
+                # those of the next panel: no hardware prefetcher foresees rows so far apart
                 for i in range(16):
-                    prefetch(
-                        here + (COLUMNS + i) * codes.strides[0]
-                    )  # the next panel's: no hardware foresees rows so far apart
+                    prefetch(here + (COLUMNS + i) * codes.strides[0])
                     prefetch(scale + (COLUMNS + i) * scales.strides[0])
             _int4_rows(
                 here,
@@ -197,7 +195,7 @@ def pack_int4_columns(codes, scales, group_bytes, first, panel):
 def pack_bf16_columns(rows, first, panel, begin):
     """panel[begin + k, j] = (rows[2k, first + j], rows[2k + 1, first + j]).
 
-    bf16 rows [2 · pairs, .] as further pairs of a panel (LoRA's factor).
+    Appends bf16 rows [2 · pairs, .], a LoRA factor, to a panel as further pairs.
     """
     for k in range(rows.shape[0] // 2):
         upper, lower, words = (

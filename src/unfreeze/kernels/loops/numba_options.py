@@ -1,4 +1,4 @@
-"""How this room compiles numba kernels, how tensors reach them, and bf16 inside them.
+"""How kernels/ compiles its numba loops, how tensors reach them, and bf16 inside them.
 
 numba has no bfloat16: a bf16 tensor travels as the uint16 of its bits, `widen` and `narrow` convert. Kernels
 are compiled at their first call for each dtype and kept on disk beside the source, or in the user's cache
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 ROOM = Path(__file__).parents[1]
 
 Loop = Callable[..., Any]
-"""A function as numba compiles it, or compiled: of arrays and numbers, which numba types itself."""
+"""A function of arrays and numbers, compiled by numba or about to be; numba infers their types."""
 
 njit: Any = numba.njit  # its stubs know neither forceinline nor no_cpython_wrapper
 OPTIONS: dict[str, Any] = dict(nogil=True, boundscheck=False, error_model="numpy", no_cfunc_wrapper=True)
@@ -38,7 +38,7 @@ OPTIONS: dict[str, Any] = dict(nogil=True, boundscheck=False, error_model="numpy
 SERIAL = 1 << 18
 
 
-# For a function of a few numbers: LLVM puts its code where it is called, before loops are vectorised.
+# For a function of a few numbers: LLVM inlines it before it vectorises loops.
 inlined: Callable[[Loop], Loop] = njit(forceinline=True, no_cpython_wrapper=True, **OPTIONS)
 
 LOG2E = np.float32(1.4426950408889634)
@@ -46,7 +46,7 @@ LN2_HIGH = np.float32(0.693145751953125)  # 12 bits of ln 2: n * LN2_HIGH is exa
 LN2_LOW = np.float32(1.42860677e-06)
 ONE = np.float32(1.0)
 HALF = np.float32(0.5)
-LANES = 16  # sums side by side: a float sum is vectorised only where its order is written down
+LANES = 16  # partial sums side by side: a float sum is vectorised only where the code fixes its order
 
 
 @inlined
@@ -78,8 +78,8 @@ class Kernel:
 
     The function takes `start, stop` before its own arguments and does the parts start .. stop - 1. The kernel
     is called with the number of elements it goes through, the number of parts, then those arguments. Where
-    there are few elements, or in a thread that torch has been told to keep to one core, this thread does all
-    parts. Else each thread does a run of them.
+    there are few elements, or torch.get_num_threads() is 1, the calling thread does all parts. Otherwise each
+    thread does a run of consecutive parts.
 
     numba's `prange` would do the same, but compiles a loop three times over: 1.3 to 2.3 s instead of 0.4 to
     0.9.
@@ -99,20 +99,20 @@ class Kernel:
 def inner(function: Loop) -> Loop:
     """A loop that only other loops call.
 
-    It has no code that takes arguments from Python: less to compile.
+    It gets no wrapper that takes arguments from Python: less to compile.
     """
     return njit(no_cpython_wrapper=True, **OPTIONS)(function)
 
 
 def serial(function: Loop) -> Loop:
-    """A numba loop in the thread that calls it: njit with the options of this room.
+    """A numba loop that runs in the thread that calls it: njit with OPTIONS, cached on disk.
 
     Where neither the source folder nor the user's cache can be written, it says so and compiles anew.
     """
     try:
         made = njit(cache=True, **OPTIONS)(function)
         file = made._cache._cache_file
-        # what is compared with the file on disk: another stamp compiles anew
+        # numba compares this stamp with the one in its cached file, and compiles anew where they differ
         file._source_stamp = (file._source_stamp, sources(ROOM))
         return made
     except RuntimeError as error:  # numba: "cannot cache function: no locator available"
@@ -143,7 +143,7 @@ def loop_sources() -> str:
 
 
 def cache_folder() -> Path | None:
-    """Where numba keeps this room's compiled loops; None where it has no folder that can be written."""
+    """Where numba keeps the compiled loops of kernels/; None where it has no folder that can be written."""
     try:
         return Path(FunctionCache(cache_folder).cache_path)
     except RuntimeError:  # numba: "cannot cache function: no locator available"
@@ -171,7 +171,7 @@ def flat_rows(tensor: Tensor) -> tuple[np.ndarray, int]:
 
 
 def widen(x):  # pragma: no cover - body below
-    """float32 of a kernel element: uint16 holds the bits of a bf16, float32 is itself."""
+    """A kernel element as float32: uint16 is read as the bits of a bf16, float32 stays as it is."""
     raise NotImplementedError("only inside numba kernels")
 
 

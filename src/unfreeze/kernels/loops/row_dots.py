@@ -1,6 +1,6 @@
 """Rows of a weight times float32 vectors, inside numba loops. The expanded row is never in memory.
 
-Written in LLVM's own language with vectors of 16 lanes, because numba's vectoriser finds no table lookups.
+Written in LLVM IR with vectors of 16 lanes, because numba's vectoriser does not recognise table lookups.
 
 INT4: a group of weights has 16 possible values, scale · (-8 … 7), each rounded to bf16 as the format says.
 They fill one 512-bit register, and a code of 4 bits picks its value with one instruction (vpermps);
@@ -65,7 +65,7 @@ def _rounded(builder: ir.IRBuilder, code: Value, scale: Value) -> Value:
 
 
 def _weights(builder: ir.IRBuilder, bytes_: Value, scale: Value) -> tuple[Value, Value]:
-    """32 weights of one group: (those of the low half-bytes, those of the high ones).
+    """32 weights of one group: (those of the low nibbles, those of the high ones).
 
     `bytes_` int32 lanes 0..255.
     """
@@ -76,7 +76,7 @@ def _weights(builder: ir.IRBuilder, bytes_: Value, scale: Value) -> tuple[Value,
     permute = builder.module.declare_intrinsic(
         "llvm.x86.avx512.permvar.sf.512", (), ir.FunctionType(FLOAT, (FLOAT, INT))
     )
-    # it reads the low 4 bits of each lane
+    # vpermps reads only the low 4 bits of each lane
     return builder.call(permute, (table, bytes_)), builder.call(permute, (table, high))
 
 
@@ -106,7 +106,7 @@ def _int4(builder: ir.IRBuilder, row: list[Value], chunk: Value) -> tuple[Value,
 
 
 def _bf16(builder: ir.IRBuilder, row: list[Value], chunk: Value) -> tuple[Value, Value]:
-    """row: address of the weights, -, chunks, -. A chunk is 32 weights."""
+    """row: address of the weights, unused, chunks. A chunk is 32 weights."""
     pairs = _load(builder, row[0], builder.mul(chunk, ir.Constant(chunk.type, LANES * 4)), INT)
     return builder.bitcast(builder.shl(pairs, _int(16)), FLOAT), builder.bitcast(
         builder.and_(pairs, _int(0xFFFF0000)), FLOAT
@@ -135,7 +135,7 @@ def _emit(builder: ir.IRBuilder, read: Read, row: list[Value], xs: list[Value]) 
 
 
 def _sum(builder: ir.IRBuilder, vector: Value) -> Value:
-    """The sum of 16 lanes, halves upon halves."""
+    """The sum of 16 lanes: the upper half is added to the lower, until one lane is left."""
     width = LANES
     while width > 1:
         width //= 2
@@ -157,8 +157,8 @@ def _typed(typingctx: object, row: types.UniTuple, xs: types.UniTuple):
     read = _int4 if row.count == 4 else _bf16
 
     def codegen(context, builder, signature, arguments):
-        first, second = (cgutils.unpack_tuple(builder, packed) for packed in arguments)
-        return context.make_tuple(builder, result, _emit(builder, read, first, second))
+        row_values, x_values = (cgutils.unpack_tuple(builder, packed) for packed in arguments)
+        return context.make_tuple(builder, result, _emit(builder, read, row_values, x_values))
 
     return result(types.UniTuple(types.uintp, row.count), types.UniTuple(types.uintp, xs.count)), codegen
 
@@ -182,7 +182,7 @@ def int4_row(codes, scales, group_bytes):
 
 @inner
 def bf16_row(weights):
-    """A weight row for row_dots. uint16 [in], in a multiple of 32."""
+    """A weight row for row_dots. uint16 [in]; `in` is a multiple of 32."""
     return _address(weights), np.uintp(0), np.uintp(weights.size // 32)
 
 
@@ -216,7 +216,7 @@ def row_dots(row, x, rows, out):
 def halves(x, out):
     """out[t] = x[t] (float32 or bf16 bits) as float32, even elements first, then the odd ones.
 
-    The order in which weights come out of a word.
+    Weights are unpacked from a word in this order.
     """
     half = x.shape[1] // 2
     for t in range(x.shape[0]):

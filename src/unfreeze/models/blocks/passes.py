@@ -1,8 +1,7 @@
 """The three passes through a decoder: packed, prefill and step.
 
 packed (training, scoring), prefill (packed, and written to the cache), step (one new token per sequence; also
-at a fixed width). Every layer is given the pass. It holds the rotary tables, what attention may look at, and
-the cache. A layer does not ask which pass it is.
+at a fixed width).
 
 Every layer is given the pass. It holds the rotary tables, what attention may look at, and the cache. A layer
 does not ask which pass it is.
@@ -70,7 +69,7 @@ class Cache:
     def keep(self, rows: list[int]) -> list[int]:
         """Keep only these rows: finished sequences leave the batch.
 
-        -> for each row of the cache now, which one it was.
+        Returns for each row of the cache now the index it had before.
 
         The last rows move into the freed places and nothing else is copied: at most one row where one ends.
         The memory is freed with the whole cache.
@@ -95,8 +94,8 @@ class Cache:
 class PackedPass:
     """Every document attends to itself only; nothing is cached.
 
-    saved   of the layer being visited: its first visit saves there what its second reuses. None: nothing is
-            recomputed
+    saved   results of the layer being visited: forward saves there what the recomputation in backward reuses.
+            None: nothing is recomputed
     chunks  the same pass cut into whole documents: (tokens, pass over them)
     """
 
@@ -203,7 +202,7 @@ class StepPass:
 class StepWithin(StepPass):
     """A step over the first `width` positions of the cache.
 
-    `width` is the only number of the host that its launches depend on.
+    Of the numbers on the host its kernel launches depend on `width` alone.
 
     A mask made on the device hides the positions beyond a row's own; the cache holds finite numbers there.
     """
