@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from unfreeze.commands import plan
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 
+TINY_K2 = Path(plan.__file__).resolve().parents[1] / "assets" / "tiny-k2"
 QWEN = {
     "model_type": "qwen3_moe",
     "hidden_size": 2048,
@@ -79,6 +81,57 @@ def test_a_run_file_and_flags_over_it(config, tmp_path):
     flags = planned(str(file), "--hardware", "1xH200", "--lora.rank", "8")
     assert from_file["tokens_per_step"] == flags["tokens_per_step"] == 8192
     assert flags["adapter_parameters"] == 2 * from_file["adapter_parameters"]
+    # a flag of [lora] leaves the file's other keys of it
+    file.write_text(file.read_text() + 'targets = ["attention"]\n')
+    fewer = planned(str(file), "--hardware", "1xH200")
+    same = planned(str(file), "--hardware", "1xH200", "--lora.rank", "4")
+    assert same["adapter_parameters"] == fewer["adapter_parameters"] < from_file["adapter_parameters"]
+
+
+def test_every_weight_of_packed_experts_is_refused_as_the_run_refuses_it():
+    with pytest.raises(ConfigError, match="packed in 4 bits"):
+        planned("--model", str(TINY_K2), "--train", "all", "--hardware", "1xH200")
+
+
+def test_micro_batches_are_dealt_to_the_devices(config):
+    """Eight of them on eight devices: each device computes one, as the run does."""
+    arguments = (
+        "--model",
+        config,
+        "--hardware",
+        "8xH200",
+        "--tokens-per-step",
+        "65536",
+        "--recompute",
+        "layers",
+    )
+    assert planned(*arguments, "--micro-batches", "8") == planned(*arguments)
+    halves = planned(*arguments, "--micro-batches", "16")
+    assert halves["bytes"]["device"] < planned(*arguments)["bytes"]["device"]
+
+
+def test_documents_are_no_longer_than_the_model_and_a_micro_batch_take(config):
+    positions = json.loads(Path(config).read_text())["max_position_embeddings"]
+    arguments = "--model", config, "--hardware", "1xH200", "--tokens-per-step", str(4 * positions)
+    longest = planned(*arguments, "--sequence-length", str(positions))
+    assert planned(*arguments, "--sequence-length", str(100 * positions)) == longest
+    shorter = planned(*arguments, "--sequence-length", str(positions // 2))
+    assert shorter["tokens_per_second"] > longest["tokens_per_second"]
+
+
+def test_a_config_whose_every_layer_is_dense_has_seconds(config, tmp_path):
+    fields = json.loads(Path(config).read_text()) | {"mlp_only_layers": [0], "decoder_sparse_step": 10_000}
+    path = tmp_path / "dense.json"
+    path.write_text(json.dumps(fields))
+    assert planned("--model", str(path), "--hardware", "1xH200")["tokens_per_second"] > 0
+
+
+def test_names_in_brackets_are_shown_as_they_are(config, tmp_path, capsys):
+    folder = tmp_path / "a[red]b"
+    folder.mkdir()
+    (folder / "config.json").write_bytes(Path(config).read_bytes())
+    plan.main(["--model", str(folder), "--hardware", "1xH200"], Common())
+    assert "a[red]b on 1xH200" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

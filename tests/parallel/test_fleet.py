@@ -29,7 +29,12 @@ def test_what_the_words_mean(words, count, host, kind):
     [
         ("8xH20O", "no facts of a device 'H20O'.*H200"),
         ("eight H200", "is not COUNTxDEVICE"),
-        ("0xH100", "0 devices"),
+        ("0xH100", "number of devices is 1 to 65,536"),
+        ("00xH100", "number of devices is 1 to 65,536"),
+        ("9" * 5000 + "xH200", "number of devices is 1 to 65,536"),
+        ("\u0668xH200", "is not COUNTxDEVICE"),
+        ("cpu:0GB", "0GB of memory is not within 0.1 GB"),
+        ("1xH200+" + "9" * 400 + "GB", "of memory is not within 0.1 GB"),
         ("cpu", "no facts of a device 'cpu'"),
         ("1xH100+768", "is not COUNTxDEVICE"),
         ("", "is not COUNTxDEVICE"),
@@ -53,3 +58,41 @@ def test_a_table_of_the_users_own(tmp_path):
     table.write_text("[H96]\nmemory_gib = 96\n")
     with pytest.raises(ConfigError, match=r"own\.toml"):
         fleet("2xH96", table)
+
+
+@pytest.mark.parametrize(
+    "line, says",
+    [
+        ("memory_gib = inf", "X.memory_gib"),
+        ("memory_gib = 1e-12", "X.memory_gib"),
+        ("matrix = 1e-320", "X.matrix"),
+        ('memory_gib = "80"', "X.memory_gib"),
+        ("memory_gib = true", "X.memory_gib"),
+        ("memory = 1", "X.memory"),
+        ("x = " + "[" * 3000, "machines = "),
+    ],
+)
+def test_a_table_of_devices_is_refused_by_its_field(line, says, tmp_path):
+    facts = {
+        "memory_gib": 80.0,
+        "matrix": 989.0,
+        "vector": 67.0,
+        "memory_gb_s": 3350.0,
+        "link_gb_s": 450.0,
+        "host_gb_s": 55.0,
+        "source": '"s"',
+        "date": '"2026-11-22"',
+    }
+    table = tmp_path / "machines.toml"
+    table.write_text("[X]\n" + "".join(f"{key} = {value}\n" for key, value in facts.items()))
+    assert fleet("1xX", table).memory == 80 * 2**30
+    name = line.split(" ")[0]
+    kept = "".join(f"{key} = {value}\n" for key, value in facts.items() if key != name)
+    table.write_text(f"[X]\n{kept}{line}\n")
+    with pytest.raises(ConfigError, match=says):
+        fleet("1xX", table)
+
+
+def test_a_table_that_is_no_file_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="is not a file"):
+        devices(tmp_path)

@@ -68,13 +68,20 @@ class Config(Frozen):
     )
     machines: Folder = Field(default="", description="TOML table of devices of your own")
     usd_per_hour: float | None = Field(
-        default=None, gt=0, description="what all of the hardware costs in an hour; without it, no price"
+        default=None, gt=0, le=1e6, description="what all of the hardware costs in an hour; unset: no price"
     )
     tokens_per_step: int | None = Field(
-        default=None, ge=2, description="tokens of a step on all devices; default: chosen, at most 65,536"
+        default=None,
+        ge=2,
+        le=10**12,
+        description="tokens of a step on all devices; unset: chosen, at most 65,536",
     )
-    micro_batches: int = Field(default=1, ge=1, description="parts of a device's tokens, one after the other")
-    sequence_length: int = Field(default=2048, ge=2, description="tokens of a document")
+    micro_batches: int = Field(
+        default=1, ge=1, le=10**6, description="parts of a step, dealt to the devices: at least one each"
+    )
+    sequence_length: int = Field(
+        default=2048, ge=2, le=10**9, description="tokens of a document, at most what the model takes"
+    )
     train: Literal["adapters", "all"] = Field(default="adapters", description="what trains")
     lora: LoraConfig = Field(default_factory=lambda: LoraConfig(), description="the adapters")
     dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", description="of the computation")
@@ -109,7 +116,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     from unfreeze.commands.planned import sweep_table, write_picture
 
     plans = [plan(*asked) for asked in _asked_for(config)]
-    console = Console(stderr=common.json, highlight=False, soft_wrap=True)
+    console = Console(stderr=common.json, highlight=False, markup=False, emoji=False, soft_wrap=True)
     if config.sweep:
         with writing(config.out, "out"):
             write_picture(plans, Path(config.out))
@@ -132,7 +139,7 @@ def configured(arguments: list[str]) -> Config:
     of_run = {
         "model": run.model,
         "train": run.train,
-        "lora": run.lora or given.lora,
+        "lora": _merged(run.lora, given.lora) if run.lora else given.lora,
         "tokens_per_step": run.training.tokens_per_step,
         "sequence_length": run.data.sequence_length,
         "dtype": run.memory.dtype,
@@ -141,7 +148,13 @@ def configured(arguments: list[str]) -> Config:
         "keep_layers": run.memory.keep_layers,
         "micro_batches": run.memory.micro_batches,
     }
-    return given.model_copy(update={k: v for k, v in of_run.items() if k not in given.model_fields_set})
+    kept = given.model_fields_set - {"lora"}  # its flags are in it already
+    return given.model_copy(update={k: v for k, v in of_run.items() if k not in kept})
+
+
+def _merged(file: LoraConfig, flags: LoraConfig) -> LoraConfig:
+    """The file's adapters with the fields that flags name."""
+    return LoraConfig(**file.model_dump(exclude_unset=True) | flags.model_dump(exclude_unset=True))
 
 
 def _asked_for(config: Config) -> Iterator[tuple[Config, Fleet]]:
@@ -197,7 +210,7 @@ def plan(config: Config, machine: Fleet) -> Planned:
         fits=fits,
         adapter_parameters=sizes.adapter_parameters(rank, config.lora.experts_rank),
         rank=rank or 0,
-        length=config.sequence_length,
+        length=asked.length,
         proposals=others,
         simulated=simulated,
         usd_per_hour=config.usd_per_hour,
@@ -233,6 +246,13 @@ def _measured(config: Config, machine: Fleet) -> tuple[Sizes, Counts, Asked]:
 
     # what trains, and what a step does with it
     lora = config.lora if config.train == "adapters" else None
+    counted = counts(model)
+    if lora is None and counted.packed:
+        raise ConfigError(
+            f"model = {config.model!r} is packed in 4 bits: its codes cannot be moved by gradients",
+            next="plan adapters: --train adapters",
+        )
+    length = min(config.sequence_length, model.shape.max_positions)
     work = work_of(
         model.shape,
         lora,
@@ -240,9 +260,9 @@ def _measured(config: Config, machine: Fleet) -> tuple[Sizes, Counts, Asked]:
         dtype=dtype,
         device=torch.device(machine.kind),
         optimizer_moments=config.optimizer_moments,
-        micro_batches=config.micro_batches,
+        micro_batches=-(-config.micro_batches // machine.count),
         keep_layers=config.keep_layers,
-        longest=config.sequence_length,
+        longest=length,
         receipt_bytes=COPY_BYTES,
     )
     recomputes = ("selective", "layers") if config.recompute == "auto" else (config.recompute,)
@@ -252,11 +272,11 @@ def _measured(config: Config, machine: Fleet) -> tuple[Sizes, Counts, Asked]:
             model.shape,
             dtype=dtype,
             device=torch.device(machine.kind),
-            length=config.sequence_length,
+            length=length,
             every_weight=lora is None,
         )
-    asked = Asked(work, config.tokens_per_step, config.sequence_length, recomputes, rates)
-    return measure(model, lora, machine.kind), counts(model), asked
+    asked = Asked(work, config.tokens_per_step, length, recomputes, rates)
+    return measure(model, lora, machine.kind), counted, asked
 
 
 def _replayed(

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
-from unfreeze.core.errors import ConfigError
+from unfreeze.core.errors import ConfigError, printable
 from unfreeze.core.units import format_bytes, format_count, format_seconds
 from unfreeze.parallel.fleet import Fleet
 from unfreeze.parallel.plan.choose import Choice
@@ -84,7 +82,7 @@ class Planned:
             f", {format_count(self.adapter_parameters)} adapter parameters" if self.adapter_parameters else ""
         )
         lines = [
-            f"{self.model} on {self.fleet.name}: {'fits' if self.fits else 'does not fit'}",
+            f"{printable(self.model)} on {self.fleet.name}: {'fits' if self.fits else 'does not fit'}",
             f"  weights {format_bytes(weights)}, experts {format_bytes(self.experts_per_device)} a device",
             f"  {choice.layout.words}; {choice.tokens:,} tokens a step{adapters}",
         ]
@@ -149,6 +147,8 @@ def write_picture(plans: Sequence[Planned], path: Path) -> None:
 
     Raises ConfigError for a suffix that is no kind of picture.
     """
+    from matplotlib.figure import Figure  # 0.6 s, and only here needed
+
     figure = Figure(figsize=(8, 5), layout="constrained")
     kinds = figure.canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in kinds:

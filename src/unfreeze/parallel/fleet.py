@@ -3,7 +3,6 @@
     COUNTxDEVICE[+HOST MEMORY]     devices of one kind in one host or several; a device is a table of
                                    machines.toml, which holds facts with source and date
     cpu:MEMORY                     a machine without a GPU
-    ""                             this machine
 
 Host memory and the memory of a CPU machine are counted as they are sold: 768GB is 768 GiB, 1TB is 1,024.
 """
@@ -18,24 +17,25 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from unfreeze.core.errors import ConfigError, nearest
+from unfreeze.core.errors import ConfigError, nearest, printable
 
 FACTS = Path(__file__).with_name("machines.toml")
-WORDS = re.compile(r"(?:(\d+)x)?([A-Za-z]\w*)(?:\+(\d+(?:\.\d+)?)(GB|TB))?$", re.IGNORECASE)
-CPU = re.compile(r"cpu:(\d+(?:\.\d+)?)(GB|TB)$", re.IGNORECASE)
+WORDS = re.compile(r"(?:(\d+)x)?([A-Za-z]\w*)(?:\+(\d+(?:\.\d+)?)(GB|TB))?$", re.IGNORECASE | re.ASCII)
+CPU = re.compile(r"cpu:(\d+(?:\.\d+)?)(GB|TB)$", re.IGNORECASE | re.ASCII)
+MOST_DEVICES, LEAST_GIB, MOST_GIB = 65_536, 0.1, 1e6
 PER_HOST = 8  # GPUs of one host
 
 
 class Device(BaseModel):
     """The facts of one kind of device; machines.toml says what they are and where they come from."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    memory_gib: float = Field(gt=0)
-    matrix: float = Field(gt=0)
-    vector: float = Field(gt=0)
-    memory_gb_s: float = Field(gt=0)
-    link_gb_s: float = Field(gt=0)
-    host_gb_s: float = Field(gt=0)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    memory_gib: float = Field(ge=0.1, le=1e6)
+    matrix: float = Field(ge=1e-3, le=1e9)
+    vector: float = Field(ge=1e-3, le=1e9)
+    memory_gb_s: float = Field(ge=1e-3, le=1e9)
+    link_gb_s: float = Field(ge=1e-3, le=1e9)
+    host_gb_s: float = Field(ge=1e-3, le=1e9)
     source: str
     date: str
 
@@ -78,8 +78,11 @@ def fleet(words: str, table: Path | str = "") -> Fleet:
             f"hardware: no facts of a device {name!r}{nearest(name, known)}; known: {', '.join(known)}",
             next="give --machines FILE with a table of that name, as parallel/machines.toml has them",
         )
-    if count == "0":
-        raise ConfigError("hardware: 0 devices", next="write 1xH200")
+    if count is not None and (len(count) > 9 or not 1 <= int(count) <= MOST_DEVICES):
+        raise ConfigError(
+            f"hardware = {printable(words[:60])!r}: the number of devices is 1 to {MOST_DEVICES:,}",
+            next="write 8xH200",
+        )
     device = known[names[name.lower()]]
     host = _bytes(amount, unit) if amount else 0
     return Fleet(words.strip(), int(count or 1), int(device.memory_gib * 2**30), host, device)
@@ -91,14 +94,32 @@ def devices(table: Path | str = "") -> dict[str, Device]:
     for path in (Path(table) if table else None, FACTS):
         if path is None:
             continue
+        if not path.is_file():
+            raise ConfigError(f"machines = {str(path)!r} is not a file", next="give a TOML file of devices")
         try:
             tables = tomllib.loads(path.read_text(encoding="utf-8"))
-            found = {name: Device(**facts) for name, facts in tables.items()} | found
-        except (OSError, ValueError, TypeError, ValidationError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             where = str(error).splitlines()[0]
             raise ConfigError(f"machines = {str(path)!r}: {where}", next="mend the file") from None
+        for name, facts in tables.items():
+            try:
+                found.setdefault(name, Device.model_validate(facts))
+            except ValidationError as error:
+                first = error.errors()[0]
+                field = ".".join(map(str, (name, *first["loc"])))
+                raise ConfigError(
+                    f"machines = {str(path)!r}: {printable(field)}: {first['msg']}",
+                    next="mend the file; parallel/machines.toml has one table for each device",
+                ) from None
     return found
 
 
 def _bytes(amount: str, unit: str) -> int:
-    return int(float(amount) * (2**40 if unit.upper() == "TB" else 2**30))
+    """Bytes of memory. Raises ConfigError outside 0.1 to 1,000,000 GB."""
+    gib = float(amount) * (1024 if unit.upper() == "TB" else 1)
+    if not LEAST_GIB <= gib <= MOST_GIB:
+        raise ConfigError(
+            f"hardware: {amount[:20]}{unit} of memory is not within {LEAST_GIB} GB to {MOST_GIB:,.0f} GB",
+            next="write 1xH200+768GB or cpu:24GB",
+        )
+    return int(gib * 2**30)

@@ -143,5 +143,5 @@ def test_a_step_on_cuda_equals_the_host():
 def test_attention_on_cuda_keeps_nothing_for_a_second_visit():
     """attention/sdpa.py and attention/cuda.py compute it again there; a plan that counts it adds 18 GB at 8,192
     tokens of Kimi-K2."""
-    assert attention_output(12288, torch.bfloat16, "cuda") == 0
-    assert attention_output(12288, torch.bfloat16, "cpu") == 12288 * 3
+    assert attention_output(12288, 64, torch.bfloat16, "cuda") == 0
+    assert attention_output(12288, 64, torch.bfloat16, "cpu") == 12288 * 2 + 64 * 4

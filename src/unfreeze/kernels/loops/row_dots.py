@@ -65,7 +65,7 @@ def _rounded(builder: ir.IRBuilder, code: Value, scale: Value) -> Value:
 
 
 def _weights(builder: ir.IRBuilder, bytes_: Value, scale: Value) -> tuple[Value, Value]:
-    """32 weights of one group: (those of the low nibbles, those of the high ones).
+    """32 weights of one group: (those of the low half-bytes, those of the high ones).
 
     `bytes_` int32 lanes 0..255.
     """

@@ -98,9 +98,9 @@ def proposals(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> list[
             found += _if_it_fits(f"lora.rank {rank}", sizes, counts, fleet, replace(asked, work=lower))
             if found:
                 break
-        if asked.work.optimizer_moments == "float32":
-            small = replace(asked, work=replace(asked.work, optimizer_moments="int8"))
-            found += _if_it_fits("optimizer_moments int8", sizes, counts, fleet, small)
+    if asked.work.optimizer_moments == "float32":
+        small = replace(asked, work=replace(asked.work, optimizer_moments="int8"))
+        found += _if_it_fits("optimizer_moments int8", sizes, counts, fleet, small)
 
     # more host memory
     for gib in HOST_SIZES:

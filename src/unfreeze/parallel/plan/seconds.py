@@ -99,7 +99,7 @@ def seconds(
     rows = t * counts.experts_per_token * uneven
     experts_here = counts.num_experts / layout.split
     terms: dict[str, float] = dict.fromkeys(("experts", "expansion", "passes over rows"), 0.0)
-    if counts.num_experts:
+    if counts.num_experts and counts.moe_layers:
         of_layer = trained.get("experts", 0) / counts.moe_layers / experts_here
         flops = rows * 2 * (counts.expert_weights * (again + backward) + of_layer * (again + 2))
         terms["experts"] = counts.moe_layers * flops / rates.of_experts(rows / experts_here)
@@ -110,7 +110,7 @@ def seconds(
         terms["passes over rows"] = counts.moe_layers * rows * 2 * (14 * D + 16 * I) / rates.passes
 
     # what every token meets
-    pairs = t * length / 2
+    pairs = t * min(length, t) / 2  # a micro-batch holds no longer document
     visits = dense_visits + backward
     adapters = 0 if every_weight else trained.get("dense", 0) * (dense_visits + 2)
     terms["dense layers"] = t * 2 * (counts.dense * visits + adapters) / rates.dense
