@@ -24,6 +24,10 @@ def test_the_second_process_leaves_compiled_loops_and_its_stamp(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert len(list(tmp_path.rglob("compiled-float32-*"))) == 1
+    # experts' backward is compiled, their forward is left to the run
+    names = [path.name for path in tmp_path.rglob("numba_kernels.*.nbc")]
+    assert any(name.startswith("numba_kernels.swiglu_backward") for name in names)
+    assert not any(name.startswith("numba_kernels.swiglu-") for name in names)
     # as a run finds it: AdamW's loop comes from the disk, nothing is compiled
     look = (
         "from unfreeze.kernels.choice import ops; from unfreeze.kernels.choice.measure import arguments, visit;"
@@ -43,12 +47,14 @@ def test_it_runs_beside_the_body_and_ends_with_it(tmp_path, monkeypatch, two_thr
 
 
 @pytest.mark.parametrize(
-    "device, threads, stamped", [("cuda", 2, False), ("cpu", 1, False), ("cpu", 2, True)]
+    "device, threads, stamped, rank",
+    [("cuda", 2, False, "0"), ("cpu", 1, False, "0"), ("cpu", 2, True, "0"), ("cpu", 2, False, "1")],
 )
 def test_nothing_is_started_where_there_is_nothing_to_compile(
-    device, threads, stamped, tmp_path, monkeypatch, two_threads
+    device, threads, stamped, rank, tmp_path, monkeypatch, two_threads
 ):
     monkeypatch.setattr(prepare, "cache_folder", lambda: tmp_path)
+    monkeypatch.setenv("LOCAL_RANK", rank)
     torch.set_num_threads(threads)
     if stamped:
         prepare._stamp("float32").touch()
