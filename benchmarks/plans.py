@@ -14,7 +14,7 @@ from pathlib import Path
 from unfreeze.commands.plan import Config, plan
 from unfreeze.commands.planned import write_picture
 from unfreeze.config.lora import LoraConfig
-from unfreeze.core.units import format_bytes
+from unfreeze.core.units import format_of
 from unfreeze.parallel.fleet import fleet
 
 MACHINES = {
@@ -49,10 +49,8 @@ def main() -> None:
                 rate = f"{choice.tokens_per_second:,.0f}" if planned.fits else "–"
                 not_built = "; not built yet: " + ", ".join(choice.not_built) if choice.not_built else ""
                 fits = "yes" if planned.fits else f"no: {places.over}"
-                device = (
-                    f"{format_bytes(sum(places.device.values()))} of {format_bytes(places.device_usable)}"
-                )
-                host = f"{format_bytes(sum(places.host.values()))} of {format_bytes(places.host_usable)}"
+                device = format_of(sum(places.device.values()), places.device_usable)
+                host = format_of(sum(places.host.values()), places.host_usable)
                 cells = (
                     words,
                     str(rank),

@@ -9,7 +9,7 @@ from unfreeze.core.batch import Batch
 from unfreeze.core.errors import UserError, nearest
 from unfreeze.core.events import EventLog, truncate_after
 from unfreeze.core.schema import damage
-from unfreeze.core.units import format_bytes, format_count, format_seconds
+from unfreeze.core.units import format_bytes, format_count, format_of, format_seconds
 
 
 def test_lengths_sum_to_the_tokens():
@@ -30,6 +30,13 @@ def test_lengths_sum_to_the_tokens():
 )
 def test_bytes(value, text):
     assert format_bytes(value) == text
+
+
+def test_a_part_that_is_too_much_says_so_where_a_decimal_hides_it():
+    whole = 700 * 2**30
+    assert format_of(whole, whole) == "700.0 GiB of 700.0 GiB"
+    assert format_of(whole + 5 * 2**20, whole) == "700.0 GiB of 700.0 GiB, 5.0 MiB too much"
+    assert format_of(2 * whole, whole) == "1.4 TiB of 700.0 GiB"
 
 
 def test_counts_and_seconds():

@@ -287,7 +287,7 @@ A run is its model, what trains, dtype, documents x length and what is recompute
 - Seconds: CPU time of the median step on one core, which other processes of the machine disturb least.
 """
 REASONS = """
-Why some are outside:
+Probable reasons of those outside, read from the code and not tested:
 
 - tiny-k2 has matrices of 64 to 384 numbers: its products run at a fraction of the rate that was measured at
   512 to 4,864, and what Python does between them shows. The plan is too fast for such models.

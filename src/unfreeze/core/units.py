@@ -13,6 +13,13 @@ def format_bytes(num_bytes: float) -> str:
     return f"{value:.1f} TiB"
 
 
+def format_of(part: float, whole: float) -> str:
+    """'84.0 GiB of 128.6 GiB'; how much is too much is added where a decimal would hide it."""
+    left, right = format_bytes(part), format_bytes(whole)
+    hidden = part > whole and left == right
+    return f"{left} of {right}, {format_bytes(part - whole)} too much" if hidden else f"{left} of {right}"
+
+
 def format_count(count: float) -> str:
     """1_234_567 -> '1.23 M'. Decimal units, for parameters and tokens."""
     value = float(count)
