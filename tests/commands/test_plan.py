@@ -14,6 +14,20 @@ from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 
 TINY_K2 = Path(plan.__file__).resolve().parents[1] / "assets" / "tiny-k2"
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 16384,
+    "num_hidden_layers": 126,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 8,
+    "intermediate_size": 53248,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
+"""Llama-3.1-405B's published sizes, without its scaled rotation."""
 QWEN = {
     "model_type": "qwen3_moe",
     "hidden_size": 2048,
@@ -91,6 +105,31 @@ def test_a_run_file_and_flags_over_it(config, tmp_path):
 def test_every_weight_of_packed_experts_is_refused_as_the_run_refuses_it():
     with pytest.raises(ConfigError, match="packed in 4 bits"):
         planned("--model", str(TINY_K2), "--train", "all", "--hardware", "1xH200")
+
+
+def test_flags_of_adapters_where_all_trains_are_refused(config):
+    with pytest.raises(ConfigError, match="has no adapters"):
+        planned("--model", config, "--train", "all", "--lora.rank", "8", "--hardware", "8xH200")
+
+
+def test_a_quantization_beside_the_config_is_not_planned_as_bf16(config, tmp_path):
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
+    with pytest.raises(ConfigError, match="NVFP4"):
+        planned("--model", str(tmp_path), "--hardware", "8xH200")
+
+
+def test_where_all_trains_experts_are_not_split(config):
+    assert "split" not in planned("--model", config, "--hardware", "8xB200", "--train", "all")["layout"]
+
+
+def test_what_fits_but_waits_is_proposed_with_its_wait(tmp_path):
+    """405 billion parameters on 72 devices: sharded they fit, and gathering them takes the step."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    found = planned("--model", str(tmp_path), "--hardware", "72xB200")
+    assert not found["fits"] and any(
+        line.startswith("tokens_per_step 65,536") and "of a step waits for transfers" in line
+        for line in found["proposals"]
+    )
 
 
 def test_micro_batches_are_dealt_to_the_devices(config):
@@ -191,6 +230,8 @@ def test_a_sweep_is_a_row_per_rank_and_length_and_a_picture(config, tmp_path, ca
     arguments = ["--model", config, "--hardware", "1xH100", "8xH200", "--sweep", "--out", str(picture)]
     found = plan.main([*arguments, "--usd-per-hour", "28"], Common())
     assert len(found["plans"]) == 2 * len(plan.SWEEP_RANKS) * len(plan.SWEEP_LENGTHS)
+    cells = {(one["hardware"], one["rank"], one["sequence_length"]) for one in found["plans"]}
+    assert len(cells) == len(found["plans"])
     assert picture.read_text().count("<svg") == 1
     assert len(capsys.readouterr().out.splitlines()) == len(found["plans"]) + 2
 

@@ -111,7 +111,6 @@ def open_checkpoint(source: str | Path, *, progress: Callable[[str], None] | Non
     Raises CheckpointError: nothing there, not a checkpoint, or damaged (missing shard, truncated file, an
     index that disagrees).
     """
-    # config.json, and the quantization that NVIDIA's older releases put beside it
     folder = _folder(source, progress)
     config_file = folder / "config.json"
     if not config_file.is_file():
@@ -123,14 +122,7 @@ def open_checkpoint(source: str | Path, *, progress: Callable[[str], None] | Non
         raise CheckpointError(
             f"{folder} has no config.json", next="give the folder that holds config.json and *.safetensors"
         )
-    config = read_json(config_file)
-    if (folder / MODELOPT).is_file() and not config.get("quantization_config"):
-        table = read_json(folder / MODELOPT).get("quantization")
-        config["quantization_config"] = {
-            "quant_method": "modelopt",
-            "source": MODELOPT,
-            **(table if isinstance(table, dict) else {}),
-        }
+    config = read_config(folder)
 
     # headers and index; all that is wrong with them is one error
     generation = folder / "generation_config.json"
@@ -150,6 +142,19 @@ def open_checkpoint(source: str | Path, *, progress: Callable[[str], None] | Non
         files=tuple(files),
         generation_config=read_json(generation) if generation.is_file() else {},
     )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json, with the quantization that NVIDIA's older releases put beside it."""
+    config = read_json(folder / "config.json")
+    if (folder / MODELOPT).is_file() and not config.get("quantization_config"):
+        table = read_json(folder / MODELOPT).get("quantization")
+        config["quantization_config"] = {
+            "quant_method": "modelopt",
+            "source": MODELOPT,
+            **(table if isinstance(table, dict) else {}),
+        }
+    return config
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -225,21 +225,28 @@ def _measured(config: Config, machine: Fleet) -> tuple[Sizes, Counts, Asked]:
     from unfreeze import models
     from unfreeze.adapters.snapshot import COPY_BYTES
     from unfreeze.checkpoint import open_checkpoint
-    from unfreeze.checkpoint.manifest import read_json
+    from unfreeze.checkpoint.manifest import read_config, read_json
     from unfreeze.parallel.plan import measure, rates_here, work_of
     from unfreeze.parallel.plan.choose import Asked
     from unfreeze.parallel.plan.counts import counts
 
+    if config.train == "all" and config.lora.model_fields_set:
+        raise ConfigError(
+            'train = "all" trains every weight and has no adapters',
+            next="leave --lora flags or --train all out",
+        )
+
     # the model on "meta": shapes and dtypes, no memory
     dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[config.dtype]
     path = Path(config.model)
-    alone = path if path.suffix == ".json" else path / "config.json"
     if path.suffix == ".json" and not path.is_file():
         raise ConfigError(
             f"model = {config.model!r} is not a file", next="give --model a release's config.json"
         )
-    if path.suffix == ".json" or (alone.is_file() and not list(path.glob("*.safetensors"))):
-        model = models.from_config(read_json(alone), dtype)
+    if path.suffix == ".json":
+        model = models.from_config(read_json(path), dtype)
+    elif (path / "config.json").is_file() and not list(path.glob("*.safetensors")):
+        model = models.from_config(read_config(path), dtype)
     else:
         manifest = open_checkpoint(config.model)
         model = models.meta_model(models.shape(manifest.config), manifest, dtype)

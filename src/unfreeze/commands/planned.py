@@ -41,13 +41,17 @@ class Planned:
     @property
     def experts_per_device(self) -> int:
         """Bytes of the experts that a device owns, wherever they lie."""
-        return -(-self.counts.experts_bytes // self.choice.layout.split)
+        experts = max(1, self.counts.num_experts)
+        return self.counts.experts_bytes * -(-experts // self.choice.layout.split) // experts
 
     def fields(self) -> dict[str, Any]:
         """Plain JSON values."""
         choice, time = self.choice, self.choice.time
         return {
+            "model": self.model,
             "hardware": self.fleet.name,
+            "rank": self.rank or None,
+            "sequence_length": self.length,
             "fits": self.fits,
             "bytes": {
                 "total": self.counts.experts_bytes + self.counts.rest_bytes,

@@ -11,7 +11,7 @@ from unfreeze import models
 from unfreeze.config.lora import LoraConfig
 from unfreeze.parallel.fleet import fleet
 from unfreeze.parallel.plan import Work, measure
-from unfreeze.parallel.plan.choose import Asked, choose, proposals
+from unfreeze.parallel.plan.choose import Asked, _layouts, choose, proposals
 from unfreeze.parallel.plan.counts import counts
 from unfreeze.parallel.plan.layout import WORKSPACE, Layout, places
 from unfreeze.parallel.plan.terms import USABLE
@@ -128,6 +128,15 @@ def test_what_runs_today_is_chosen_before_what_is_faster():
     measured = measure(model, LoraConfig(rank=16), "cuda"), counts(model)
     choice, fits = choose(*measured, fleet("8xH200"), asked())
     assert fits and choice.not_built == () and choice.layout.split == 1
+
+
+@pytest.mark.parametrize(
+    "devices, splits", [(1, {1}), (4, {1, 4}), (8, {1, 8}), (9, {1, 9}), (12, {1, 12}), (16, {1, 8, 16})]
+)
+def test_experts_are_split_over_all_devices_or_over_each_host(kimi, devices, splits):
+    """A host has eight; nine devices are no host and one more."""
+    layouts = _layouts(kimi[1], fleet(f"{devices}xH200"), asked())
+    assert {layout.split for layout in layouts} == splits
 
 
 def test_experts_of_a_gpu_come_in_groups_that_keep_to_the_workspace(kimi):

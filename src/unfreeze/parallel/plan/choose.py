@@ -111,9 +111,9 @@ def proposals(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> list[
                 found += lines
                 break
 
-    # fewer tokens a step, even if it then waits for transfers
+    # as many tokens a step or fewer, even if it then waits for transfers
     for tokens in TOKENS:
-        if tokens >= (asked.tokens or TOKENS[0]):
+        if tokens > (asked.tokens or TOKENS[0]):
             continue
         fewer = replace(asked, tokens=tokens)
         lines = _if_it_fits(f"tokens_per_step {tokens:,}", sizes, counts, fleet, fewer, slow=True)
@@ -136,6 +136,8 @@ def _if_it_fits(
         parts.append(f"{format_bytes(sum(best.places.host.values()))} of host memory")
     if rate is not None:
         parts.append(f"{rate:,.0f} tokens/s predicted")
+    if best.time is not None and not _worth_it(best):
+        parts.append(f"{best.time.shown / best.time.step:.0%} of a step waits for transfers")
     return [f"{words} ({', '.join(parts)}; {best.layout.words})"]
 
 
@@ -145,7 +147,7 @@ def _choices(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> Iterat
         parts = fleet.count * asked.work.micro_batches
         if tokens < MIN_TOKENS * parts:
             continue
-        work = replace(asked.work, tokens=tokens // parts)
+        work, tokens = replace(asked.work, tokens=tokens // parts), tokens // parts * parts
         for layout in _layouts(counts, fleet, asked):
             found = places(sizes, counts, work, fleet, layout)
             time = None
@@ -199,7 +201,9 @@ def _layouts(counts: Counts, fleet: Fleet, asked: Asked) -> Iterator[Layout]:
     experts = ["device", *(["host"] if host and gpu else []), *(["disk"] if frozen else [])]
     rest = ["device", *(["sharded"] if many else []), *(["host"] if host and gpu else [])]
     elsewhere = ["device", *(["host"] if host and gpu else [])]
-    splits = {1, min(fleet.count, PER_HOST), fleet.count} if counts.num_experts else {1}
+    splits = {1}
+    if counts.num_experts and frozen:
+        splits |= {fleet.count, PER_HOST if fleet.count % PER_HOST == 0 else 1}
     if not counts.num_experts:
         experts = ["device"]
     if not frozen:
