@@ -4,6 +4,7 @@ called utils (README.md, the house)."""
 import ast
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -427,3 +428,17 @@ def test_an_exemption_is_for_one_file_and_one_library():
     assert violations("recipes", "import peft", "bench/peers.py") == [] and violations(
         "recipes", "import trl", "bench/peers.py"
     )
+
+
+def test_every_file_that_is_no_code_is_in_the_package() -> None:
+    """An editable install finds them all; `pip install .` copies what package-data names."""
+    table = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = table["tool"]["setuptools"]["package-data"]["unfreeze"]
+    named = {path for pattern in patterns for path in PACKAGE.glob(pattern)}
+    data = [path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix != ".py"]
+    left_out = [
+        str(path.relative_to(REPOSITORY))
+        for path in data
+        if path.parent.name != "__pycache__" and path not in named
+    ]
+    assert not left_out, f"add them to package-data in pyproject.toml: {left_out}"

@@ -193,7 +193,14 @@ def peak(
     )
 
 
-MISSED = ("Qwen2.5-7B",)  # planned 0.86 of what the references hold; why is not known
+# The plan adds what every block holds in its own backward; counted is the worst moment, the MLP's backward. Of
+# attention and the norms only what they keep is alive then: too much is planned where experts come in groups. Of
+# Qwen2.5-7B's wide MLP, SwiGLU's reference makes two temporaries that the plan doesn't count: 0.86.
+MISSED = (
+    *(("Qwen2.5-7B", tokens, recompute) for tokens in (8192, 65536) for recompute in ("layers", "selective")),
+    *(("Kimi-K2, 384 experts, INT4", 65536, recompute) for recompute in ("layers", "selective")),
+    ("Kimi-K2, 384 experts, INT4", 8192, "selective"),
+)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +209,7 @@ MISSED = ("Qwen2.5-7B",)  # planned 0.86 of what the references hold; why is not
         pytest.param(
             *case, marks=pytest.mark.xfail(strict=True, reason="the plan misses by more than a tenth")
         )
-        if case[0] in MISSED
+        if case in MISSED
         else case
         for case in CASES
     ],
@@ -220,7 +227,9 @@ def main() -> None:
         f" {torch.__version__}. No GPU was used: a step of two layers on torch's meta device with the code of CUDA,"
         " every tensor counted. Adapters of rank 16, bf16; without weights, moments and the head's loss.",
         "References: of all ops but the experts' products. Kernels: those that run on a GPU nobody measured; they"
-        " make fewer temporaries, so the plan asks for more than they need.",
+        " make fewer temporaries, so the plan asks for more than they need. Where experts come in groups it asks for a"
+        " third too much: it adds what attention and the norms hold in their own backward to what the experts hold"
+        " in theirs.",
         "",
         "| model | tokens | recompute | planned, GB | references, GB | planned / counted | kernels, GB |"
         " planned / counted |",

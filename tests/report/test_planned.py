@@ -24,9 +24,16 @@ PLAN = {
 
 def states(folder: Path, seconds: float, peak: float, micro_batches: int = 1, **plan) -> dict[str, str]:
     train = [
-        {"kind": "train", "step": step, "loss": 1.0, "seconds": taken, "tokens": 9, "peak_bytes": int(peak)}
+        {
+            "kind": "train",
+            "step": step,
+            "loss": 1.0,
+            "seconds": taken,
+            "tokens": 9,
+            "peak_bytes": int(peak if step == 3 else peak / 2),
+        }
         # the first step compiles, one is disturbed
-        for step, taken in enumerate((9 * seconds, seconds, seconds, 5 * seconds, seconds), start=1)
+        for step, taken in enumerate((9 * seconds, seconds, 0.5 * seconds, 5 * seconds, seconds), start=1)
     ]
     folder.mkdir(exist_ok=True)
     lines = [json.dumps(event) + "\n" for event in [PLAN | plan, *train]]
@@ -35,9 +42,9 @@ def states(folder: Path, seconds: float, peak: float, micro_batches: int = 1, **
     return {row.guard: row.state for row in guard_rows(read_run(folder))}
 
 
-@pytest.mark.parametrize("peak, state", [(6.0, "ok"), (6.9, "ok"), (5.2, "ok"), (7.1, "look"), (5.0, "look")])
+@pytest.mark.parametrize("peak, state", [(6.0, "ok"), (6.9, "ok"), (5.0, "ok"), (7.1, "look"), (4.9, "look")])
 def test_a_peak_within_a_tenth_of_plan_process_and_compiled_code_is_ok(tmp_path, peak, state):
-    """5 planned, 0.5 of the process, 0.2 to 0.8 compiled: 5.7 - 10 % to 6.3 + 10 %."""
+    """5 planned, 0.5 of the process, up to 0.8 compiled: 5.5 - 10 % to 6.3 + 10 %."""
     assert states(tmp_path, 2.0, peak * GIB)["Planned peak"] == state
 
 

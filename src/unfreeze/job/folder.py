@@ -24,7 +24,9 @@ from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED
+from unfreeze.core.schema import TrainEvent
 from unfreeze.job.resume import FIXED, allowed
+from unfreeze.report.events import last, read_events
 from unfreeze.report.experts import ExpertWatch
 from unfreeze.tracking import tracking
 from unfreeze.tracking.live import LiveProgress
@@ -77,9 +79,7 @@ def live(config: TrainingConfig, common: Common, recipe: str, command: str, grou
                         write_resolved(run, config, recipe, date)
                 yield run
             except KeyboardInterrupt:
-                save = latest(run.path)
-                state = f"the run is saved as of {save.name}" if save else "nothing was trained yet"
-                raise KeyboardInterrupt(f"{state}; {again(command)}") from None
+                raise KeyboardInterrupt(f"{_left(run)}; {again(command)}") from None
             except OSError as error:
                 if error.errno not in FULL:
                     raise
@@ -89,6 +89,19 @@ def live(config: TrainingConfig, common: Common, recipe: str, command: str, grou
                 raise DiskFull(
                     f"the disk of {run.path} is full{at}; {state}", next=f"free space, then {again(command)}"
                 ) from error
+
+
+def _left(run: Run) -> str:
+    """What a run that ended at once, by Ctrl-C before its first step or by a second one, has on disk."""
+    from unfreeze.train.run import latest
+
+    save, events = latest(run.path), run.path / "events.jsonl"
+    step = last(read_events(events), TrainEvent) if events.is_file() else None
+    if save is not None:
+        return f"the run is saved as of {save.name}"
+    if step is None:
+        return "nothing was trained yet"
+    return f"ended at once, before a save: its {step['step']} steps are lost (one Ctrl-C saves first)"
 
 
 def first_start(config: TrainingConfig) -> str:

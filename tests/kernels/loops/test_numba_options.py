@@ -79,6 +79,15 @@ def test_threads_share_the_parts_and_each_part_is_done_once(wanted, threads):
     assert torch.get_num_threads() == wanted
 
 
+def test_there_are_no_more_threads_than_parts(threads, monkeypatch):
+    asked = []
+    monkeypatch.setattr(numba_options, "in_runs", lambda parts, workers, work: asked.append((parts, workers)))
+    threads(7)
+    x, done = np.ones((5, numba_options.SERIAL), np.float32), np.zeros(5, np.int64)
+    _squares(x.size, 5, x, np.empty_like(x), done)
+    assert asked == [(5, 5)]
+
+
 def test_control_arm_a_run_left_out_or_done_twice_is_seen(threads, monkeypatch):
     def overlapping(parts, workers, work):
         work(0, 3)

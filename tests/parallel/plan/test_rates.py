@@ -84,6 +84,68 @@ def test_cores_multiply_what_one_thread_did(mine):
     assert two.head == pytest.approx(2 * one.head) and two.half_rows == pytest.approx(one.half_rows)
 
 
+def test_a_record_of_two_threads_counts_for_two_cores(mine):
+    mine([one | {"threads": 2} for one in ROWS])
+    found = of_records(torch.bfloat16, 1, **ASKED)
+    assert found is not None and found.head == pytest.approx(2 * 2 * 512 * 256 * 8192 / 0.04 / 2)
+
+
+HALF_BF16 = ("adamw", "large tensors, half precision weights", "float32")
+
+
+@pytest.mark.parametrize(
+    "asked, instead",
+    [
+        ({"length": 95}, [("attention", "under 96", "bfloat16")]),
+        ({"length": 96}, [("attention", "96 on", "bfloat16")]),
+        ({"length": 191}, [("attention", "96 on", "bfloat16")]),
+        ({"length": 192}, []),
+        ({"length": 1023}, []),
+        ({"length": 1024}, [("attention", "1024 on", "bfloat16")]),
+        ({"narrow": True}, [("attention", "192 on, v < d", "bfloat16")]),
+        ({"vocab": (1 << 14) - 1}, []),
+        ({"vocab": 1 << 14}, [("linear_cross_entropy", "large vocabulary, head frozen", "bfloat16")]),
+        (
+            {"every_weight": True},
+            [
+                ("dense_mlp", "all weights", "bfloat16"),
+                ("linear_cross_entropy", "small vocabulary, head trained", "bfloat16"),
+                HALF_BF16,
+            ],
+        ),
+    ],
+)
+def test_each_kind_of_run_asks_for_its_own_records(mine, asked, instead):
+    """With the records it asks for there are rates; with those of ASKED in their place there are none."""
+    ops_of = {op for op, _, _ in instead}
+    kept = [one for one in ROWS if one["op"] not in ops_of]
+    winner = {one["op"]: one["candidate"] for one in ROWS}
+    mine([*kept, *(row(op, bucket, dtype, 0.02, winner[op]) for op, bucket, dtype in instead)])
+    assert of_records(torch.bfloat16, 1, **ASKED | asked) is not None
+    if instead:
+        mine(ROWS)
+        assert of_records(torch.bfloat16, 1, **ASKED | asked) is None
+
+
+def test_committed_records_are_of_a_class_and_those_of_another_class_are_none(mine, tmp_path, monkeypatch):
+    key = record.device_key(torch.device("cpu"))
+    mine([])
+    monkeypatch.setattr(record, "COMMITTED", tmp_path)
+    (tmp_path / f"{key}.json").write_text(json.dumps(ROWS))
+    record.read.cache_clear()
+    found = of_records(torch.bfloat16, 1, **ASKED)
+    assert found is not None and found.source.startswith(f"measured on a machine of class {key}")
+    (tmp_path / f"{key}.json").rename(tmp_path / ("cpu-avx2.json" if key != "cpu-avx2" else "cpu-sse2.json"))
+    record.read.cache_clear()
+    assert of_records(torch.bfloat16, 1, **ASKED) is None
+
+
+def test_an_op_that_was_only_refused_leaves_no_rates(mine):
+    refused = {key: value for key, value in ROWS[-1].items() if not key.endswith("_us")} | {"refused": "why"}
+    mine([*ROWS[:-1], refused])
+    assert of_records(torch.bfloat16, 1, **ASKED) is None
+
+
 @pytest.mark.parametrize("missing", range(len(ROWS)))
 def test_an_op_without_a_record_leaves_no_rates(mine, missing):
     mine([*ROWS[:missing], *ROWS[missing + 1 :]])

@@ -8,7 +8,7 @@ from unfreeze.parallel.fleet import Fleet, fleet
 from unfreeze.parallel.plan.counts import Counts
 from unfreeze.parallel.plan.layout import Layout
 from unfreeze.parallel.plan.rates import Rates, of_device
-from unfreeze.parallel.plan.seconds import Seconds, seconds
+from unfreeze.parallel.plan.seconds import EXPANDED, Seconds, seconds
 from unfreeze.parallel.simulate import loads_of, replay
 
 MOE = Counts(
@@ -50,6 +50,86 @@ def test_experts_split_inside_a_host_talk_over_its_own_link():
     """16 devices in two hosts: eight share the experts, so no row leaves its host."""
     eight, sixteen = (of(f"{n}xH200", Layout(split=8)) for n in (8, 16))
     assert sixteen.terms["all-to-all"] == pytest.approx(eight.terms["all-to-all"] / 2)
+
+
+RATES = Rates(
+    source="primes",
+    experts=1e14,
+    half_rows=100.0,
+    dense=2e14,
+    attention=3e14,
+    routers=5e12,
+    head=7e14,
+    expansion=11e11,
+    passes=13e11,
+    norms=17e9,
+    optimizer=19e9,
+    launch=0.0,
+)
+
+
+def test_every_term_by_hand():
+    """16 devices in two hosts of eight that share the experts, two micro-batches, all recomputed.
+
+    A device has t = 65,536 / 16 / 2 tokens at a time, fewer than a document asks for.
+    """
+    t, rows = 2048, 2048 * 8 * 1.1
+    layout = Layout(split=8, rest="sharded", recompute="layers")
+    found = seconds(
+        MOE, fleet("16xH200"), RATES, layout, tokens=65536, length=100_000, trained=TRAINED, micro_batches=2
+    )
+    expert, adapter = 3 * 7168 * 2048, TRAINED["experts"] / 60 / 48
+    m = rows / 48
+    layers = {
+        # forward twice, the input's gradient; of adapters two factors' gradients
+        "experts": 60 * rows * 2 * (expert * 3 + adapter * 4) / (1e14 * m / (m + 100)),
+        "expansion": 60
+        * 48
+        * expert
+        * EXPANDED
+        * 2
+        / 11e11,  # codes are remembered between forward and backward
+        "passes over rows": 60 * rows * 2 * (14 * 7168 + 16 * 2048) / 13e11,
+        "dense layers": t * 2 * (8.5e9 * 3 + 88e6 * 4) / 2e14,
+        "norms": t * 61 * 2 * 7168 * 1.5 / 17e9,
+        "attention": t * t / 2 * MOE.attention * 4.5 / 3e14,
+        "routers": t * 2 * MOE.router * 3 / 5e12,
+    }
+    exchange = 60 * 5 * rows * 7 / 8 * 2 * 7168 / 450e9
+    gather = 2 * MOE.rest_bytes * 15 / 16 / 50e9
+    head = t * 2 * 7168 * 163840 * 2 / 7e14
+    optimizer = sum(TRAINED.values()) / 19e9
+    # dense adapters are on all sixteen, experts' on two
+    sums = 2 * 4 * (88e6 * 15 / 16 + TRAINED["experts"] / 2) / 50e9
+    want = {name: 2 * each for name, each in layers.items()} | {
+        "all-to-all": 2 * exchange,
+        "gather of the rest": 2 * gather,
+        "head": 2 * head,
+        "optimizer": optimizer,
+        "sum of gradients": sums,
+    }
+    assert found.terms == pytest.approx(want)
+    compute = sum(layers.values()) + exchange
+    shown = sum(max(0.0, gather / 2 - compute * share) for share in (1 / 4, 3 / 4))
+    assert found.shown == pytest.approx(2 * shown)
+    assert found.step == pytest.approx(2 * (compute + shown + head) + optimizer + sums)
+
+
+def test_experts_that_come_in_groups_are_expanded_at_each_visit():
+    """All 384 on one device are more than its workspace: forward twice and backward, instead of twice in all."""
+    one, eight = (
+        seconds(
+            MOE,
+            fleet("8xH200"),
+            RATES,
+            Layout(split=split, recompute="layers"),
+            tokens=65536,
+            length=2048,
+            trained=TRAINED,
+        )
+        for split in (1, 8)
+    )
+    assert one.terms["expansion"] == pytest.approx(8 * eight.terms["expansion"] * 3 / 2)
 
 
 def test_micro_batches_stream_the_experts_again_and_update_once():

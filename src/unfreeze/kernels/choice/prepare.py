@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from llvmlite import binding as llvm
 
 from unfreeze.kernels import expert_mlp
 from unfreeze.kernels.choice import ops
@@ -87,7 +88,8 @@ def compiling(device: torch.device, dtype: str) -> Iterator[subprocess.Popen[byt
 def _stamp(dtype: str) -> Path | None:
     """The file that says "all compiled"; None where numba has no folder to keep anything in."""
     folder = cache_folder()
-    return None if folder is None else folder / f"compiled-{dtype}-{loop_sources()[:16]}"
+    name = f"compiled-{dtype}-{llvm.get_host_cpu_name()}-{loop_sources()[:16]}"  # numba's are of one CPU too
+    return None if folder is None else folder / name
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ class Cuts:
     def turned(self, tensor: Tensor) -> Tensor:
         """`tensor` with its last two dimensions transposed; a piece is cut from its transposed whole."""
         if id(tensor) not in self._place:
-            return self.once("turned", tensor, lambda tensor: tensor.transpose(-2, -1))
+            return tensor.transpose(-2, -1)  # not kept: it would hold a part's buffers until the last part
         whole, number = self._place[id(tensor)]
         sizes = [len(piece) for piece in self.of(whole, [])]
         dim = 1 if whole.dim() == 2 else 0

@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 
 Part = TypeVar("Part")
-_Run = tuple[Callable[[int, int], object], int, int, SimpleQueue[BaseException | None]]
+_Run = tuple[Callable[[int, int], object], int, int, list[BaseException | None], SimpleQueue[None]]
 
 
 def spread(shares: Sequence[Sequence[Part]], work: Callable[[Part, int], None]) -> None:
@@ -38,8 +38,15 @@ def spread(shares: Sequence[Sequence[Part]], work: Callable[[Part, int], None]) 
             work(part, worker)
 
     started = [_pool(len(shares)).submit(go, worker) for worker in range(len(shares))]
-    # all, before an error is raised: a worker still at it would write into buffers that the next call uses
-    wait(started)
+    # all, before an error or Ctrl-C is raised: a worker still at it would write into buffers of the next call
+    interrupts: list[BaseException] = []
+    while not all(future.done() for future in started):
+        try:
+            wait(started)
+        except KeyboardInterrupt as interrupt:
+            interrupts.append(interrupt)
+    if interrupts:
+        raise interrupts[0]
     for done in started:
         done.result()
 
@@ -52,13 +59,26 @@ def in_runs(parts: int, workers: int, work: Callable[[int, int], object]) -> Non
     EPYC), where a ThreadPoolExecutor takes 100 to 140. An error is raised once all have stopped.
     """
     cuts = [parts * worker // workers for worker in range(workers + 1)]
-    done: SimpleQueue[BaseException | None] = SimpleQueue()
-    for worker in range(1, workers):
-        _runner(worker).put((work, cuts[worker], cuts[worker + 1], done))
+    answers: list[BaseException | None] = []
+    done: SimpleQueue[None] = SimpleQueue()
+    errors: list[BaseException] = []
+    handed_over = 0
     try:
+        for worker in range(1, workers):
+            _runner(worker).put((work, cuts[worker], cuts[worker + 1], answers, done))
+            handed_over += 1
         work(0, cuts[1])
-    finally:  # all, before an error is raised, as in `spread`
-        errors = [error for error in (done.get() for _ in range(1, workers)) if error is not None]
+    except BaseException as error:
+        errors.append(error)
+
+    # All, before an error is raised: a thread still at it would write into memory that is used again. So
+    # Ctrl-C waits too, for the milliseconds that a loop takes.
+    while len(answers) < handed_over:
+        try:
+            done.get()
+        except KeyboardInterrupt as interrupt:
+            errors.append(interrupt)
+    errors += [answer for answer in answers if answer is not None]
     if errors:
         raise errors[0]
 
@@ -70,18 +90,29 @@ def _runner(worker: int) -> SimpleQueue[_Run]:
 
     def serve() -> None:
         while True:
-            work, start, stop, done = jobs.get()
-            try:
-                work(start, stop)
-                done.put(None)
-            except BaseException as error:
-                done.put(error)
+            _do(*jobs.get())
 
     Thread(target=serve, name=f"loops {worker}", daemon=True).start()
     return jobs
 
 
-os.register_at_fork(after_in_child=_runner.cache_clear)  # a forked process has none of these threads
+def _do(
+    work: Callable[[int, int], object],
+    start: int,
+    stop: int,
+    answers: list[BaseException | None],
+    done: SimpleQueue[None],
+) -> None:
+    """A run of another thread, and its answer. Nothing of it stays with the thread, which waits for the next
+    one: `work` holds all tensors of the loop."""
+    answer = None
+    try:
+        work(start, stop)
+    except BaseException as error:
+        answer = error
+    del work
+    answers.append(answer)
+    done.put(None)
 
 
 @functools.cache
@@ -96,3 +127,7 @@ def _pool(workers: int) -> ThreadPoolExecutor:
         started.result()
     torch.set_num_threads(wanted)  # the setting of a thread, but also what threads begin with that come later
     return pool
+
+
+for _threads in (_runner, _pool):  # a forked process has none of them
+    os.register_at_fork(after_in_child=_threads.cache_clear)

@@ -36,16 +36,19 @@ def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch
     _contents.pop(key, None)
     held = _buffers.get(key)
     views = _views.setdefault(key, {})
-    if shape in views:
-        return views[shape]
-    if held is None or held.numel() < count:
-        step = max(1024, 1 << max(0, count.bit_length() - 4)) if device.type == "cpu" else 1
-        _buffers.pop(key, None)
-        views.clear()
-        held = _buffers[key] = torch.empty(-(-count // step) * step, dtype=dtype, device=device)
-    if len(views) == VIEWS:
-        views.clear()
-    views[shape] = held[:count].view(shape)
+    if shape not in views:
+        if len(views) == VIEWS:
+            views.clear()
+        # Whatever the caller's mode, the next one may write with another. A write that autograd would record
+        # is refused by torch: the next caller must not inherit it.
+        with torch.inference_mode(False), torch.no_grad():
+            if held is None or held.numel() < count:
+                step = max(1024, 1 << max(0, count.bit_length() - 4)) if device.type == "cpu" else 1
+                _buffers.pop(key, None)
+                views.clear()
+                held = None  # given back before more is asked for
+                held = _buffers[key] = torch.empty(-(-count // step) * step, dtype=dtype, device=device)
+            views[shape] = held[:count].view(shape)
     return views[shape]
 
 
