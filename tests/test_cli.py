@@ -57,9 +57,7 @@ def forgotten(files: dict[str, str], manual: str, tests: set[str]) -> list[str]:
 FILES = {
     path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "src/unfreeze/commands").glob("*.py")
 }
-TESTS = {path.name for path in (ROOT / "tests/commands").glob("test_*.py")} | {
-    "test_chat.py"  # chat is tested beside generate, whose engine it shares
-}
+TESTS = {path.name for path in (ROOT / "tests/commands").glob("test_*.py")}
 MANUAL = (ROOT / "docs/using.md").read_text(encoding="utf-8")
 
 

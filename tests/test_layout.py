@@ -291,7 +291,6 @@ TESTED_BY = {
     "bench/peers.py": "bench/test_moe.py",
     "bench/targets.py": "bench/test_report.py",
     "bench/training.py": "bench/test_moe.py",
-    "commands/chat.py": "commands/test_generate.py",
     "drill/__init__.py": "drill/test_drill.py",
     "drill/experts.py": "drill/test_drill.py",
     "drill/fault.py": "drill/test_drill.py",

@@ -3,12 +3,15 @@ in .ci/run.)"""
 
 import json
 import runpy
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from unfreeze.commands import demo
 from unfreeze.commands.demo import TINY_K2, make_room
+from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 
 THRESHOLDS = Path(__file__).resolve().parents[2] / ".ci" / "demo_thresholds.py"
@@ -34,11 +37,10 @@ def test_a_folder_that_is_no_demo_is_not_touched(tmp_path):
         make_room(tmp_path / "thesis.txt")
 
 
-@pytest.mark.parametrize("step, stays", [(3, True), (10, False)])
-def test_an_unfinished_demo_stays_and_a_finished_one_is_replaced(tmp_path, step, stays, capsys):
+def demo_at(out, step):
+    """What of a demo of 10 steps is looked at, saved after `step`."""
     from unfreeze.train.run import config_hash
 
-    out = tmp_path / "demo"
     save = out / "state" / f"step-{step:06d}"
     save.mkdir(parents=True)
     (out / "resolved_config.json").write_text(json.dumps({"model": str(TINY_K2)}))
@@ -51,8 +53,71 @@ def test_an_unfinished_demo_stays_and_a_finished_one_is_replaced(tmp_path, step,
         "config_hash": config_hash({}),
     }
     (save / "state.json").write_text(json.dumps(record))
+    return out
+
+
+def test_an_unfinished_demo_stays_and_goes_on(tmp_path):
+    out = demo_at(tmp_path / "demo", 3)
     make_room(out)
-    assert out.exists() == stays and ("is replaced" in capsys.readouterr().err) == (not stays)
+    assert [path.name for path in tmp_path.iterdir()] == ["demo"] and (out / "state").is_dir()
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """demo.main with stand-ins for asking and training: the run is finished, interrupted, or raises."""
+
+    def run(out, outcome):
+        def train(config, common):
+            if outcome is Stopped:
+                raise Stopped
+            demo_at(Path(config.out), 10 if outcome else 3)
+            return {
+                "finished": outcome,
+                **dict.fromkeys(("loss_first", "loss_last", "receipt", "steps", "run")),
+            }
+
+        monkeypatch.setattr(demo.sft, "train", train)
+        monkeypatch.setattr(demo, "ask", lambda *_: ([], None))
+        monkeypatch.setattr(demo, "compare", lambda *_: {})
+        monkeypatch.setattr(demo, "write_samples", lambda *_: None)
+        demo.main(["--out", str(out)], Common(quiet=True))
+
+    return run
+
+
+def test_a_finished_demo_is_removed_only_when_the_new_one_is_finished(tmp_path, trained, capsys):
+    out = demo_at(tmp_path / "demo", 10)
+    (out / "report.html").write_text("the first")
+    old = tmp_path / "demo.before" / "report.html"
+    with pytest.raises(Stopped):
+        trained(out, Stopped)
+    assert old.read_text() == "the first" and str(old.parent) in capsys.readouterr().err
+    trained(out, False)  # interrupted
+    assert old.read_text() == "the first"
+    demo_at(out, 10)  # the same command again: it goes on to its end
+    trained(tmp_path / "other", True)
+    assert old.exists()  # control arm: another demo's end removes nothing of this one
+    make_room(out)
+    assert not old.exists()  # a second finished one takes its place
+    trained(out, True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["demo", "other"]
+
+
+def test_what_is_in_the_way_of_the_old_demo_is_not_touched(tmp_path, monkeypatch):
+    out, way = demo_at(tmp_path / "demo", 10), tmp_path / "demo.before"
+    way.mkdir()
+    (way / "thesis.txt").write_text("years of work")
+    with pytest.raises(ConfigError, match="is in the way"):
+        make_room(out)
+    assert (way / "thesis.txt").read_text() == "years of work" and (out / "state").is_dir()
+    shutil.rmtree(way)
+    monkeypatch.chdir(out)
+    with pytest.raises(ConfigError, match="where you are"):
+        make_room(Path())
 
 
 @pytest.mark.parametrize(

@@ -172,14 +172,14 @@ def test_a_bad_config_is_the_first_finding(sandbox, tmp_path):
     assert "nearest: 'learning" in found["config fault"].line and len(found) == 1
 
 
-def test_the_command_ends_with_1_on_a_fault(sandbox, capsys):
+def test_the_command_ends_with_2_on_a_fault(sandbox, capsys):
     folder = sandbox.copy("llama")
     assert cli.main(["doctor", str(folder), "--json"]) == 0
     nan_weight(folder)
-    assert cli.main(["doctor", str(folder), "--json"]) == 1
+    assert cli.main(["doctor", str(folder), "--json"]) == 2
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["faults"] == 1 and result["findings"][-1]["check"] == "numerics"
-    assert cli.main(["doctor", str(folder)]) == 1
+    assert cli.main(["doctor", str(folder)]) == 2
     assert "remedy: download the checkpoint again" in capsys.readouterr().out
 
 

@@ -1,7 +1,5 @@
-"""`unfreeze generate` and `chat` as scripts see them: text with the ids that were sampled, ids alone, a
-conversation through a pipe."""
+"""`unfreeze generate` as scripts see it: text with the ids that were sampled, and ids alone."""
 
-import io
 import json
 import shutil
 
@@ -108,25 +106,3 @@ def test_full_positions_are_one_plain_line_and_none_when_quiet(tmp_path, capsys)
 def test_a_home_folder_is_found(monkeypatch, unfreeze_json):
     monkeypatch.setenv("HOME", str(TINY_K2.parent))
     assert len(unfreeze_json("generate", "~/tiny-k2", "--tokens", 5, "--max-new-tokens", 2)["tokens"]) == 2
-
-
-def test_chat_reads_a_pipe_and_remembers_until_reset(monkeypatch, unfreeze_json):
-    monkeypatch.setattr(
-        "sys.stdin", io.StringIO("What is the capital of France?\n\n/reset\nHello.\nWho are you?\n")
-    )
-    result = unfreeze_json("chat", TINY_K2, "--max-new-tokens", 24, "--system", "Be plain.")
-    roles = [message["role"] for message in result["messages"]]
-    assert roles == ["system", "user", "assistant", "user", "assistant"]  # the first question was forgotten
-    before = result["messages"][:4]
-    assert result["messages"][4]["content"] == unfreeze.load(TINY_K2).chat(before, max_new_tokens=24)
-
-
-def test_chat_streams_to_stdout_and_says_why_an_answer_ended(monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdin", io.StringIO("What is the capital of France?\n"))
-    assert cli.main(["chat", str(TINY_K2), "--max-new-tokens", "2"]) == 0
-    said = capsys.readouterr()
-    assert (
-        said.out.strip()
-        == unfreeze.load(TINY_K2).chat("What is the capital of France?", max_new_tokens=2).strip()
-    )
-    assert "the answer ends here" in said.err

@@ -1,12 +1,16 @@
 """unfreeze chat MODEL_OR_RUN: talk with a checkpoint or a run in the terminal.
 
-/reset forgets, /quit or Ctrl-D leaves.
+/help lists what a line may say besides a question; exit or Ctrl-D leaves.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TextIO
 
 from pydantic import Field
 from tyro.conf import Positional, arg
@@ -39,23 +43,20 @@ class Config(Frozen):
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """Read a line, stream the answer, until the input ends. Returns the conversation."""
+    """Read a line, obey it or stream the answer, until the input ends. Returns the conversation."""
     config = parse(Config, arguments, command="chat", description=__doc__ or "", positional=True)
     model = load(config.model, config.dtype, config.device, common)
     settings = config.model_dump(include={"max_new_tokens", "temperature", "top_k", "top_p", "seed"})
-    start = [{"role": "system", "content": config.system}] if config.system else []
-    messages: list[dict[str, str]] = list(start)
-    talk = sys.stderr if common.json else sys.stdout
+    talk = Conversation(model, settings, sys.stderr if common.json else sys.stdout, common.quiet)
+    talk.set_system(config.system)
     if sys.stdin.isatty() and not common.quiet:
-        print(f"{config.model}. /reset forgets, /quit or Ctrl-D leaves, Ctrl-C stops an answer.", file=talk)
-    while (line := _read(talk)) not in (None, "/quit"):
-        if line == "/reset":
-            messages = list(start)
+        print(f"{config.model}. /help lists the commands, Ctrl-C stops an answer.", file=talk.out)
+    while (line := _read(talk.out)) is not None and line not in LEAVE:
+        if line.startswith("/"):
+            print(obey(talk, line), file=sys.stderr)
         elif line:
-            messages.append({"role": "user", "content": line})
-            answer = _answer(model, messages, settings, talk, common.quiet)
-            messages.append({"role": "assistant", "content": answer})
-    return {"messages": messages}
+            talk.ask(line)
+    return {"messages": talk.messages}
 
 
 def _read(talk: TextIO) -> str | None:
@@ -69,24 +70,126 @@ def _read(talk: TextIO) -> str | None:
     return line.strip() if line else None
 
 
-def _answer(model: Model, messages: list[dict[str, str]], settings: Any, talk: TextIO, quiet: bool) -> str:
-    """Print the answer as it comes. -> all of it, or what came before Ctrl-C.
+@dataclass
+class Conversation:
+    """What was said, and the model that answers. The system prompt, where there is one, is the first message.
 
-    A conversation that has grown too long is an error on stderr, and the chat goes on.
+    out: where answers are printed as they come.
     """
-    said, last = "", None
+
+    model: Model
+    settings: dict[str, Any]
+    out: TextIO
+    quiet: bool = False
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def turns(self) -> list[dict[str, str]]:
+        """The messages without the system prompt."""
+        return [message for message in self.messages if message["role"] != "system"]
+
+    def set_system(self, text: str) -> None:
+        """Another system prompt from here on; "" for none."""
+        system = [{"role": "system", "content": text}] if text else []
+        self.messages = [*system, *self.turns]
+
+    def reset(self) -> None:
+        """Forget the turns; the system prompt stays."""
+        self.messages = [message for message in self.messages if message["role"] == "system"]
+
+    def ask(self, question: str) -> None:
+        """A question, and its answer."""
+        self.messages.append({"role": "user", "content": question})
+        self.answer()
+
+    def answer(self) -> None:
+        """Print the answer as it comes, and remember it, or what came of it before Ctrl-C.
+
+        A conversation that has grown too long is an error on stderr, and the chat goes on.
+        """
+        said, last = "", None
+        try:
+            for last in self.model.stream_chat_pieces(self.messages, **self.settings):
+                said += last.text
+                print(last.text, end="", file=self.out, flush=True)
+        except KeyboardInterrupt:
+            pass
+        except UserError as error:
+            print(f"{error}\n(/reset forgets the conversation)", file=sys.stderr)
+        print(file=self.out, flush=True)
+        if last is not None and last.finish_reason == "length" and not self.quiet:
+            why = "max_new_tokens, or no position left; /reset forgets the conversation"
+            print(f"(the answer ends here: {why})", file=sys.stderr)
+        self.messages.append({"role": "assistant", "content": said})
+
+
+# Commands: functions of the conversation and of what was written behind their name -> what is said about it.
+
+
+def _help(talk: Conversation, text: str) -> str:
+    rows = [(f"{name} {command.argument}", command.does) for name, command in COMMANDS.items()]
+    return "\n".join(f"  {usage:<15} {does}" for usage, does in [*rows, ("/exit", "leave; so does Ctrl-D")])
+
+
+def _reset(talk: Conversation, text: str) -> str:
+    talk.reset()
+    return "(forgotten)"
+
+
+def _system(talk: Conversation, text: str) -> str:
+    talk.set_system(text)
+    return "(the system prompt is set)" if text else "(no system prompt)"
+
+
+def _regenerate(talk: Conversation, text: str) -> str:
+    if not talk.turns:
+        return "(nothing was asked yet)"
+    talk.messages.pop()
+    # the same seed would draw the same tokens
+    talk.settings["seed"] += 1
+    talk.answer()
+    greedy = "(without sampling an answer stays the same: unfreeze chat … --temperature 0.8)"
+    return greedy if talk.settings["temperature"] == 0 else "(answered again)"
+
+
+def _save(talk: Conversation, text: str) -> str:
+    """Write the conversation as a line of chat data. A file that exists is left as it is."""
+    row = json.dumps({"messages": talk.messages}) + "\n"
     try:
-        for last in model.stream_chat_pieces(messages, **settings):
-            said += last.text
-            print(last.text, end="", file=talk, flush=True)
-    except KeyboardInterrupt:
-        pass
-    except UserError as error:
-        print(f"{error}\n(/reset forgets the conversation)", file=sys.stderr)
-    print(file=talk, flush=True)
-    if last is not None and last.finish_reason == "length" and not quiet:
-        print(
-            "(the answer ends here: max_new_tokens, or no position left; /reset forgets the conversation)",
-            file=sys.stderr,
-        )
-    return said
+        with open(os.path.expanduser(text), "x", encoding="utf-8") as file:
+            file.write(row)
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        return f"{text} is not written: {getattr(error, 'strerror', None) or error}"
+    return f"(saved: {text}, one line of `unfreeze sft --data`)"
+
+
+class Command(NamedTuple):
+    """argument: what follows the name, "" for nothing, in brackets where it may be left out."""
+
+    argument: str
+    does: str
+    run: Callable[[Conversation, str], str]
+
+
+COMMANDS = {
+    "/help": Command("", "this list", _help),
+    "/reset": Command("", "forget the conversation; the system prompt stays", _reset),
+    "/system": Command("[TEXT]", "another system prompt from here on; without TEXT none", _system),
+    "/regenerate": Command("", "answer the last question again", _regenerate),
+    "/save": Command("FILE", "write the conversation as a row of data for `unfreeze sft`", _save),
+}
+LEAVE = ("/exit", "/quit", "exit")
+
+
+def obey(talk: Conversation, line: str) -> str:
+    """Do what a line /NAME TEXT says. -> what is said about it.
+
+    A name that is no command is answered with the list of them; the model doesn't see it.
+    """
+    name, _, text = line.partition(" ")
+    if name not in COMMANDS:
+        return f"there is no {name}; a line that begins with / is a command:\n{_help(talk, '')}"
+    argument = COMMANDS[name].argument
+    if bool(text) != bool(argument) and not argument.startswith("["):
+        return f"it is: {name} {argument}".rstrip()
+    return COMMANDS[name].run(talk, text.strip())

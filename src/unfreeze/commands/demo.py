@@ -10,6 +10,7 @@ in the training rows.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import time
@@ -23,7 +24,7 @@ from rich.table import Table
 
 from unfreeze.config import sft as fields
 from unfreeze.config.lora import LoraConfig
-from unfreeze.config.parse import Frozen, parse
+from unfreeze.config.parse import Frozen, parse, writing
 from unfreeze.config.tables import Memory, Training, Watch
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
@@ -32,6 +33,7 @@ from unfreeze.evaluate.style import compare
 from unfreeze.recipes import sft
 from unfreeze.report.html import write_report
 from unfreeze.train.run import latest, read_record
+from unfreeze.untrusted.json_object import read_object
 
 if TYPE_CHECKING:
     from unfreeze.evaluate.gap import Gap
@@ -45,7 +47,7 @@ class Config(Frozen):
 
     out: str = Field(
         default="runs/demo",
-        description="run folder; a finished demo that stands there is replaced, an unfinished one goes on",
+        description="run folder; an unfinished demo in it goes on, a finished one is replaced at the end",
     )
     epochs: float = Field(
         default=10.0,
@@ -95,6 +97,8 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     measured = compare(before, after, items)
     # answers and scores become events of the run; then a table and the last line
     write_samples(out, items, before, after, measured, (gap_before, gap_after), trained["steps"])
+    if is_demo(kept(out)):
+        shutil.rmtree(kept(out))
     if not common.quiet:
         show(items, before, after, measured, Console(stderr=common.json))
     seconds = time.perf_counter() - started
@@ -111,28 +115,48 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 
 
 def make_room(out: Path) -> None:
-    """A finished demo in the folder is replaced, an unfinished one stays and goes on.
+    """A finished demo in the folder makes room for a new one, an unfinished one stays and goes on.
 
-    Anything else is not touched.
+    The finished one is kept beside it (`kept`) until the new one is finished. Anything else is not touched.
     """
     if out.is_file():
         raise ConfigError(
-            f"{out} is a file; the demo writes a folder", next="unfreeze demo --out ANOTHER_FOLDER"
+            f"out = {str(out)!r} is a file, not a folder", next="unfreeze demo --out ANOTHER_FOLDER"
         )
     if not out.exists() or not any(out.iterdir()):
         return
-    resolved = out / RESOLVED
-    model = json.loads(resolved.read_text(encoding="utf-8")).get("model") if resolved.is_file() else None
-    if model != str(TINY_K2):
+    if not is_demo(out):
         raise ConfigError(
             f"{out} exists and is not a demo run; the demo would overwrite it",
             next="unfreeze demo --out ANOTHER_FOLDER",
         )
     save = latest(out)
     record = read_record(save) if save else None
-    if record and record["step"] >= record["schedule"]["steps"]:
-        print(f"the finished demo in {out} is replaced; --out ANOTHER_FOLDER keeps it", file=sys.stderr)
-        shutil.rmtree(out)
+    if record is None or record["step"] < record["schedule"]["steps"]:
+        return
+    old = kept(out)
+    if is_demo(old):  # of a demo before that one
+        shutil.rmtree(old)
+    if old.exists() or Path.cwd().is_relative_to(out.resolve()):
+        why = f"{old} is in the way" if old.exists() else "it is where you are"
+        raise ConfigError(
+            f"the finished demo in {out} cannot be moved: {why}", next="unfreeze demo --out ANOTHER_FOLDER"
+        )
+    with writing(out, "out"):
+        out.rename(old)
+    print(
+        f"the finished demo in {out} is now {old}, and removed when the new one is finished", file=sys.stderr
+    )
+
+
+def kept(out: Path) -> Path:
+    """Where a finished demo waits for its successor."""
+    return Path(os.path.abspath(out) + ".before")
+
+
+def is_demo(folder: Path) -> bool:
+    resolved = folder / RESOLVED
+    return resolved.is_file() and read_object(resolved, ConfigError).get("model") == str(TINY_K2)
 
 
 def ask(source: Path, items: Sequence[dict[str, str]]) -> tuple[list[str], Gap]:

@@ -3,7 +3,7 @@
 Trains nothing, writes nothing.
 
 One line per check: ok, warn (it works, look at it), fault (with the remedy) or skip (with the reason). Exit
-code 1 if there is a fault.
+code 2 if there is a fault, as of every command that meets something you can mend.
 The checks are the guards of a run, asked beforehand; what they catch is shown by `unfreeze drill`.
 """
 
@@ -58,7 +58,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
         "findings": [asdict(finding) for finding in findings],
         "faults": count["fault"],
         "warnings": count["warn"],
-        "exit_code": 1 if count["fault"] else 0,
+        "exit_code": 2 if count["fault"] else 0,
     }
 
 

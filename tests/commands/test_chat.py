@@ -1,0 +1,110 @@
+"""`unfreeze chat` through a pipe: a conversation, and the lines that are commands."""
+
+import io
+import json
+
+import pytest
+
+import unfreeze
+from unfreeze import cli
+from unfreeze.commands import chat
+from unfreeze.commands.demo import TINY_K2
+from unfreeze.generate.engine import Piece
+
+
+class Echo:
+    """Stands for a model: it answers with the number of messages and the seed, and notes what it was sent."""
+
+    def __init__(self):
+        self.sent = []
+
+    def stream_chat_pieces(self, messages, *, seed, **settings):
+        self.sent.append([message["content"] for message in messages])
+        yield Piece(0, 0, f"{len(messages)} messages, seed {seed}", None)
+
+
+@pytest.fixture
+def say(monkeypatch):
+    """say(lines, *flags) -> (exit code, the stand-in model)."""
+
+    def said(lines, *flags):
+        echo = Echo()
+        monkeypatch.setattr(chat, "load", lambda *_: echo)
+        monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n"))
+        return cli.main(["chat", "anything", *flags]), echo
+
+    return said
+
+
+def test_chat_reads_a_pipe_and_remembers_until_reset(monkeypatch, unfreeze_json):
+    monkeypatch.setattr(
+        "sys.stdin", io.StringIO("What is the capital of France?\n\n/reset\nHello.\nWho are you?\n")
+    )
+    result = unfreeze_json("chat", TINY_K2, "--max-new-tokens", 24, "--system", "Be plain.")
+    roles = [message["role"] for message in result["messages"]]
+    assert roles == ["system", "user", "assistant", "user", "assistant"]  # the first question was forgotten
+    before = result["messages"][:4]
+    assert result["messages"][4]["content"] == unfreeze.load(TINY_K2).chat(before, max_new_tokens=24)
+
+
+def test_chat_streams_to_stdout_and_says_why_an_answer_ended(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("What is the capital of France?\n"))
+    assert cli.main(["chat", str(TINY_K2), "--max-new-tokens", "2"]) == 0
+    said = capsys.readouterr()
+    assert (
+        said.out.strip()
+        == unfreeze.load(TINY_K2).chat("What is the capital of France?", max_new_tokens=2).strip()
+    )
+    assert "the answer ends here" in said.err
+
+
+@pytest.mark.parametrize("line", ["/help", "/halp", "/", "/etc/passwd is a file", "/reset now", "/save"])
+def test_a_line_that_begins_with_a_slash_never_goes_to_the_model(say, capsys, line):
+    code, model = say([line])
+    error = capsys.readouterr().err
+    assert code == 0 and model.sent == []
+    if line in ("/reset now", "/save"):
+        assert error.startswith(f"it is: {line.split()[0]}")
+    else:
+        assert all(name in error for name in (*chat.COMMANDS, "/exit"))
+        assert error.startswith(f"there is no {line.split()[0]};") == (line != "/help")
+
+
+@pytest.mark.parametrize("word", ["exit", "/exit", "/quit"])
+def test_exit_leaves(say, word):
+    assert say(["Hello.", word, "Are you still there?"])[1].sent == [["Hello."]]
+
+
+def test_system_holds_from_here_on_and_through_a_reset(say):
+    lines = ["Hello.", "/system Be brief.", "Go on.", "/reset", "Again.", "/system", "Plain."]
+    _, model = say(lines, "--system", "Be kind.")
+    sent = [" | ".join(text for text in texts if " messages" not in text) for texts in model.sent]
+    assert sent == [
+        "Be kind. | Hello.",
+        "Be brief. | Hello. | Go on.",
+        "Be brief. | Again.",
+        "Again. | Plain.",
+    ]
+
+
+def test_regenerate_answers_the_same_question_from_another_seed(say, capsys):
+    _, model = say(["/regenerate", "Hello.", "/regenerate", "Go on."], "--temperature", "1")
+    said = capsys.readouterr()
+    assert model.sent[:2] == [["Hello."]] * 2 and "nothing was asked" in said.err
+    assert said.out.split("\n")[:2] == ["1 messages, seed 0", "1 messages, seed 1"]
+    assert model.sent[2] == ["Hello.", "1 messages, seed 1", "Go on."]  # the first answer is forgotten
+    say(["Hello.", "/regenerate"])
+    assert "--temperature" in capsys.readouterr().err  # greedy: it can say nothing else
+
+
+def test_what_is_saved_is_a_row_of_data_and_no_file_is_overwritten(say, tmp_path, capsys):
+    file = tmp_path / "my talk.jsonl"
+    say(["Grüß dich.", f"/save {file}", f"/save {tmp_path}/none/x", "/save a\0b"], "--system", "Be kind.")
+    error = capsys.readouterr().err
+    (row,) = map(json.loads, file.read_text().splitlines())
+    assert [message["role"] for message in row["messages"]] == ["system", "user", "assistant"]
+    assert row["messages"][1]["content"] == "Grüß dich."
+    assert "No such file" in error and "null" in error
+    file.write_text("years of work")
+    say(["Hello.", f"/save {file}"])
+    assert file.read_text() == "years of work" and "File exists" in capsys.readouterr().err
