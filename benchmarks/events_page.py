@@ -15,12 +15,22 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from typing_extensions import is_typeddict
 
-from unfreeze.core.schema import KINDS, CommonFields, Device, ExpertBalance, GroupReceipt, LeftOut, NotedRow
+from unfreeze.core.schema import (
+    KINDS,
+    CommonFields,
+    Device,
+    ExpertBalance,
+    GroupReceipt,
+    KernelChoice,
+    LeftOut,
+    NotedRow,
+)
 
 MARKS = tuple(f"<!-- made by benchmarks/events_page.py: {end} -->" for end in ("begin", "end"))
 INSIDE = {
     "Row": NotedRow,
     "Device": Device,
+    "Kernel": KernelChoice,
     "Balance": ExpertBalance,
     "Group": GroupReceipt,
     "Left out": LeftOut,

@@ -11,7 +11,7 @@ from unfreeze.core.batch import Loss
 from unfreeze.core.schema import KINDS, faults
 from unfreeze.evaluate.gap import Gap
 
-WRITTEN = set("data plan load sample gap start train receipt save end".split())
+WRITTEN = set("data plan load sample gap start kernels train receipt save end".split())
 """The kinds that a short sft run writes."""
 
 

@@ -65,7 +65,7 @@ class Measured(Listed):
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
     """measure -> device, file, rows, unmeasured, finished, seconds. list -> device, records, ops.
 
-    ops: op, bucket, dtype, runs, why, candidates of each.
+    ops: op, bucket, dtype, runs, why, origin, candidates of each.
     """
     if arguments[:1] in (["-h"], ["--help"]):
         arguments = ["measure", *arguments]
@@ -235,7 +235,7 @@ def listing(config: Listed, common: Common) -> dict[str, Any]:
     ops, device = chosen_ops(config), pick_device(config.device, config.threads)
     listed = []
     for op, case, dtype in cells(ops):
-        runs, why = by_record(op, device, dtype, case.bucket)
+        runs, why, origin = by_record(op, device, dtype, case.bucket)
         listed.append(
             {
                 "op": op.name,
@@ -243,6 +243,7 @@ def listing(config: Listed, common: Common) -> dict[str, Any]:
                 "dtype": str(dtype).removeprefix("torch."),
                 "runs": runs,
                 "why": why,
+                "origin": origin,
                 "candidates": standing(op, case, device, dtype),
             }
         )

@@ -142,6 +142,31 @@ class StartEvent(CommonFields):
     data: Annotated[AnyText, of("file", "as configured")]
 
 
+class KernelChoice(TypedDict):
+    """Which implementation of an op runs for inputs of a kind, and what decided.
+
+    `origin` is one of "measured here", "measured on its class", "measured on a near class", "predicted, not
+    measured", "not measured" (the reference runs), "by design", "as asked".
+    """
+
+    op: Annotated[AnyText, of("name", "as `unfreeze kernels list` has it")]
+    bucket: Annotated[AnyText, of("words", "the kind of inputs")]
+    dtype: Annotated[AnyText, of("name", "of the inputs")]
+    runs: Annotated[AnyText, of("name", "of the implementation")]
+    origin: Annotated[AnyText, of("words", "what decided")]
+    why: Annotated[AnyText, of("words", "the reason with its number")]
+
+
+class KernelsEvent(CommonFields):
+    """Kernels that ran for the first time in this session.
+
+    After the first step, and after a later one that met inputs of another kind.
+    """
+
+    kind: Literal["kernels"]
+    choices: Annotated[list[KernelChoice], of("object", "in the order in which they were made")]
+
+
 class ExpertBalance(TypedDict):
     """How even a mixture-of-experts layer was in a step; null without a token.
 
@@ -289,6 +314,7 @@ Event = (
     | PlanEvent
     | LoadEvent
     | StartEvent
+    | KernelsEvent
     | TrainEvent
     | EvalEvent
     | SampleEvent

@@ -35,6 +35,7 @@ from unfreeze.job.data import (
 from unfreeze.job.device import allocator_line, pick_device, say
 from unfreeze.job.end import finish
 from unfreeze.job.folder import live, refuse_absent, refuse_other_data, write_json, write_resolved
+from unfreeze.job.kernels import KernelChoices, predicted_words
 from unfreeze.job.receipts import receipt_of
 from unfreeze.job.samples import Samples, own_prompts
 from unfreeze.job.trained import Trained
@@ -196,9 +197,9 @@ class Job:
         return recompute_policy(self.memory.recompute, self.model.layers, self.memory.keep_layers)
 
     def hooks(self) -> list[OnStep]:
-        """What looks at each finished step: the receipt, validation, then the recipe's own."""
+        """What looks at each finished step: kernels, the receipt, validation, then the recipe's own."""
         receipt = receipt_of(self.state, self.dataset, self.group, stop=self.parts.trained.strict)
-        return [*receipt, *self.validation, *self.parts.on_step]
+        return [KernelChoices(), *receipt, *self.validation, *self.parts.on_step]
 
     def write(self, *, finished: bool) -> None:
         """What was trained, at the end or an interruption; and the best save, if that was an earlier one."""
@@ -268,9 +269,11 @@ def prepare(
     """
     from unfreeze import models
     from unfreeze.generate.model import Model, end_ids
+    from unfreeze.kernels.choice.choose import choose_anew
     from unfreeze.train.optim import AdamW
     from unfreeze.train.state import start_or_resume
 
+    choose_anew()  # what this run uses, for its events
     data, training, optimizer = config.data, config.training, config.optimizer
     tokens = config.tokens_per_micro_batch
 
@@ -435,13 +438,14 @@ def start_lines(
             f"adapters of {ranks} on {', '.join(trained.lora.targets)},"
             f" {format_count(plan.adapter_parameters)} parameters"
         )
+    predicted = predicted_words(plan.hardware.kind, config.memory.dtype)
     return [
         f"model: {Path(config.model).name}, {shape.model_type}, {shape.num_layers} layers{experts}; {files}",
         (
             f"memory: {format_bytes(plan.total)} planned, {format_bytes(plan.usable)} usable; disk:"
             f" {format_bytes(written)} of {format_bytes(free)} free"
         ),
-        f"trains: {what}; {config.training.tokens_per_step:,} tokens a step",
+        f"trains: {what}; {config.training.tokens_per_step:,} tokens a step{predicted}",
     ]
 
 

@@ -26,6 +26,7 @@ from unfreeze.report.guards import (
     spikes,
     unsupervised,
 )
+from unfreeze.report.kernels import KERNEL_HEAD, kernel_rows, kernel_words
 from unfreeze.report.page import Figure, document, render, write_page
 from unfreeze.report.pictures import Points, curve, points_json, smoothing_window
 from unfreeze.report.run import Run, expert_balance, facts, flatten, read_run, result_words, started
@@ -334,15 +335,18 @@ def _evaluations(run: Run) -> Markup:
 
 
 def _details(run: Run) -> Markup:
-    """What was run, with what, how to run it again; folded: plan, resolved config, every step's numbers."""
+    """What was run, with what, how to run it again; folded: plan, kernels, resolved config, each step."""
     rows = [("Result", result_words(run)), ("Model", run.source("model")), ("Data", run.source("data"))]
     rows += [("Started", started(run)), ("Loaded", run.loaded), *machine_rows(run)]
+    rows.append(("Kernels", kernel_words(run.events)))
     every = -(-len(run.train) // SHOWN_STEPS)
     return render(
         "details.html",
         command=again(run),
         rows=[(name, value) for name, value in rows if value],
         plan=plan_lines(run.plan),
+        kernel_head=KERNEL_HEAD,
+        kernels=kernel_rows(run.events),
         config=list(flatten(run.config).items()),
         every=every,
         head=("step", *(head for head, _ in STEP_COLUMNS.values())),
@@ -393,6 +397,8 @@ def summary_lines(run_dir: Path | str) -> list[str]:
         f"  {('Data' if position == 0 else '').ljust(width)}  {line}"
         for position, line in enumerate(data_lines(run.events))
     ]
+    if kernels := kernel_words(run.events):
+        lines.append(f"  {'Kernels'.ljust(width)}  {kernels}")
     balance = expert_balance(run)
     if balance:
         worst = max(balance, key=lambda row: row[2])

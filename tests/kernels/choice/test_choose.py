@@ -88,7 +88,7 @@ def files(tmp_path, monkeypatch):
 
 def test_a_proven_record_is_chosen(files):
     files["cpu-avx2"] = [row()]
-    assert by_record(planted(), CPU, BF16, "any") == ("quick", "2.00 x the reference, 2026-01-31")
+    assert by_record(planted(), CPU, BF16, "any")[:2] == ("quick", "2.00 x the reference, 2026-01-31")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_refused_record_is_not_chosen(files):
         if not key.endswith("_us") and not key.startswith("error")
     }
     files["cpu-avx2"] = [refused]
-    assert by_record(planted(), CPU, BF16, "any") == (
+    assert by_record(planted(), CPU, BF16, "any")[:2] == (
         "reference",
         "1 measured, none 5 % faster within the tolerance",
     )
@@ -148,7 +148,7 @@ def test_the_fastest_of_several_by_its_own_ratio(files):
 )
 def test_a_record_of_something_else_says_nothing(files, other):
     files["cpu-avx2"] = [row(**other)]
-    name, why = by_record(planted(), CPU, BF16, "any")
+    name, why, _ = by_record(planted(), CPU, BF16, "any")
     assert (
         name == "reference"
         and why == "no record for cpu-avx2; unfreeze kernels measure --op double makes one"
@@ -156,20 +156,52 @@ def test_a_record_of_something_else_says_nothing(files, other):
 
 
 def test_inputs_that_no_case_stands_for_and_an_op_without_a_runner_need_no_record(files):
-    assert by_record(planted(), CPU, BF16, "odd") == ("reference", "inputs of this kind are not measured")
+    assert by_record(planted(), CPU, BF16, "odd")[:2] == ("reference", "inputs of this kind are not measured")
     alone = Op("double", lambda x: x, {"gpu": planted().candidates["gpu"]}, planted().cases, {})
-    assert by_record(alone, CPU, BF16, "any") == ("reference", "no candidate runs here")
+    assert by_record(alone, CPU, BF16, "any")[:2] == ("reference", "no candidate runs here")
 
 
 def test_a_preferred_candidate_needs_no_record_but_still_must_run(files):
-    assert by_record(planted(preferred="quick", because="it keeps a promise"), CPU, BF16, "any") == (
+    assert by_record(planted(preferred="quick", because="it keeps a promise"), CPU, BF16, "any")[:2] == (
         "quick",
         "it keeps a promise",
     )
     alone = Op(
         "double", lambda x: x, {"gpu": planted().candidates["gpu"]}, planted().cases, {}, preferred="gpu"
     )
-    assert by_record(alone, CPU, BF16, "any") == ("reference", "gpu cannot run: device cpu")
+    assert by_record(alone, CPU, BF16, "any")[:2] == ("reference", "gpu cannot run: device cpu")
+
+
+def test_a_choice_says_what_decided(files):
+    assert by_record(planted(), CPU, BF16, "any").origin == "not measured"
+    assert by_record(planted(preferred="quick"), CPU, BF16, "any").origin == "by design"
+    for file, origin in (
+        ("cpu-avx512", "measured on a near class"),
+        ("cpu-avx2", "measured on its class"),
+        ("user/cpu-avx2", "measured here"),
+    ):
+        record.read.cache_clear()
+        files[file] = [row()]
+        assert by_record(planted(), CPU, BF16, "any") == (*by_record(planted(), CPU, BF16, "any")[:2], origin)
+        record.read.cache_clear()
+        files[file] = [row(median_us=99.0)]  # a record decides for the reference too
+        assert by_record(planted(), CPU, BF16, "any")[::2] == ("reference", origin)
+
+
+def test_what_was_chosen_is_listed_until_it_is_forgotten(files):
+    files["cpu-avx2"] = [row()]
+    choosing.choose_anew()
+    for impl in ("auto", "auto", "reference"):
+        choose(planted(), CPU, BF16, "any", impl)
+    assert [(inputs.op, inputs.bucket, choice.runs) for inputs, choice in choosing.choices().items()] == [
+        ("double", "any", "quick"),
+        ("double", "any", "reference"),
+    ]
+    assert [choice.origin for choice in choosing.choices().values()] == ["measured on its class", "as asked"]
+    choosing.choose_anew()
+    assert choosing.choices() == {}
+    choose(planted(), CPU, BF16, "any")  # not lost in a dictionary of before
+    assert len(choosing.choices()) == 1
 
 
 def test_where_the_preferred_one_cannot_run_the_records_decide(files):
@@ -188,7 +220,7 @@ def test_a_cpu_without_records_goes_by_the_nearest_class_and_says_so_once(files,
     files["cpu-avx512-bf16"], files["cpu-amx"] = [row(median_us=30.0)], [row(median_us=99.0)]
     with caplog.at_level(logging.INFO):
         for bucket in ("any", "any"):
-            assert by_record(planted(), CPU, BF16, bucket) == (
+            assert by_record(planted(), CPU, BF16, bucket)[:2] == (
                 "quick",
                 "3.33 x the reference, 2026-01-31 on cpu-avx512-bf16",
             )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from unfreeze.core.errors import ConfigError
 from unfreeze.kernels import linear_cross_entropy as linear_cross_entropy_folder
+from unfreeze.kernels.choice.choose import Choice
 from unfreeze.kernels.linear_cross_entropy import (
     OP,
     block_cost,
@@ -195,9 +196,8 @@ def test_block_rows_follow_the_byte_budget_of_the_device():
 def test_the_plan_is_told_the_rows_and_bytes_of_a_block(monkeypatch):
     cpu = torch.device("cpu")
     for name, extra in (("numba", 0), ("reference", 8)):
-        monkeypatch.setattr(
-            linear_cross_entropy_folder, "by_record", lambda *key, name=name: (name, "as planted")
-        )
+        planted = Choice(name, "as planted", "as asked")
+        monkeypatch.setattr(linear_cross_entropy_folder, "by_record", lambda *key, c=planted: c)
         assert block_cost(151_936, torch.bfloat16, cpu, trained=True) == (
             CPU_BLOCK_BYTES["trained"] // (2 * 151_936),
             2 + extra,

@@ -14,20 +14,63 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import torch
 
 from unfreeze.core.errors import ConfigError, nearest
 from unfreeze.kernels.choice.op import Implementation, Op
-from unfreeze.kernels.choice.record import Row, device_key, speaking_for
+from unfreeze.kernels.choice.record import Row, device_key, is_own, speaking_for
 
-__all__ = ["by_record", "choose", "device_key", "implementation_of", "proves"]
+__all__ = [
+    "Choice",
+    "Inputs",
+    "by_record",
+    "choices",
+    "choose",
+    "choose_anew",
+    "device_key",
+    "implementation_of",
+    "proves",
+]
 
 log = logging.getLogger(__name__)
 REQUIRED_GAIN = 0.05
 
+Origin = Literal[
+    "measured here",
+    "measured on its class",
+    "measured on a near class",
+    "predicted, not measured",
+    "not measured",
+    "by design",
+    "as asked",
+]
+"""What decided: the user's own record, a committed one of this device class, one of the nearest CPU class,
+counted bytes, nothing (the reference runs), a promise beyond speed or the only one that can run, a name."""
+
+
+class Choice(NamedTuple):
+    """The name of the implementation that runs, and why in words."""
+
+    runs: str
+    why: str
+    origin: Origin
+
+
+class Inputs(NamedTuple):
+    """What a choice is made for. impl: "auto", or the name that was asked for."""
+
+    op: str
+    device: torch.device
+    dtype: torch.dtype
+    bucket: str
+    impl: str
+
+
 _WRONG: dict[tuple[str, str, torch.device, torch.dtype], str] = {}
 _CHOSEN: dict[tuple[str, torch.device, torch.dtype, str, str], Implementation] = {}
+_CHOICES: dict[Inputs, Choice] = {}
 
 
 def choose(
@@ -42,12 +85,25 @@ def choose(
 
 
 def _choose(op: Op, device: torch.device, dtype: torch.dtype, bucket: str, impl: str) -> Implementation:
-    name, reason = (impl, "as asked") if impl != "auto" else by_record(op, device, dtype, bucket)
-    implementation = implementation_of(op, name, device, dtype)
+    asked = Choice(impl, "as asked", "as asked")
+    choice = asked if impl != "auto" else by_record(op, device, dtype, bucket)
+    implementation = implementation_of(op, choice.runs, device, dtype)
     precision = str(dtype).removeprefix("torch.")
-    log.info("%s on %s in %s, %s: %s (%s)", op.name, device, precision, bucket, name, reason)
+    log.info("%s on %s in %s, %s: %s (%s)", op.name, device, precision, bucket, choice.runs, choice.why)
     _CHOSEN[op.name, device, dtype, bucket, impl] = implementation
+    _CHOICES[Inputs(op.name, device, dtype, bucket, impl)] = choice
     return implementation
+
+
+def choices() -> dict[Inputs, Choice]:
+    """What was chosen since choose_anew, in that order."""
+    return dict(_CHOICES)
+
+
+def choose_anew() -> None:
+    """Forget what was chosen, so that `choices` has what is used from here on."""
+    _CHOSEN.clear()
+    _CHOICES.clear()
 
 
 def implementation_of(op: Op, name: str, device: torch.device, dtype: torch.dtype) -> Implementation:
@@ -73,12 +129,15 @@ def _loaded(op: str, name: str, load: Callable[[], Implementation]) -> Implement
     return load()
 
 
-def by_record(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> tuple[str, str]:
-    """(name, why) of the fastest candidate that a record proves, or the reference."""
+def by_record(op: Op, device: torch.device, dtype: torch.dtype, bucket: str, *, check: bool = True) -> Choice:
+    """The fastest candidate that a record proves, or the reference.
+
+    check: whether a predicted candidate is checked on the device; without, it is taken to be right.
+    """
     # an op's preferred candidate needs no record: it is chosen for memory, not for time
     refused = op.candidates[op.preferred].refuses(device.type, dtype) if op.preferred else ""
     if op.preferred and not refused:
-        return op.preferred, op.because
+        return Choice(op.preferred, op.because, "by design")
 
     # the candidates that can run here; on a device of `named_on` one runs only where the user names it
     running = [
@@ -87,9 +146,10 @@ def by_record(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> 
         if device.type not in part.named_on and not part.refuses(device.type, dtype)
     ]
     if not running:
-        return "reference", f"{op.preferred} cannot run: {refused}" if refused else "no candidate runs here"
+        why = f"{op.preferred} cannot run: {refused}" if refused else "no candidate runs here"
+        return Choice("reference", why, "by design")
     if bucket not in {case.bucket for case in op.cases}:
-        return "reference", "inputs of this kind are not measured"
+        return Choice("reference", "inputs of this kind are not measured", "not measured")
 
     # the records of this device, or of the nearest measured CPU class
     key = device_key(device)
@@ -97,21 +157,27 @@ def by_record(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> 
     if not rows:
         for name in running:
             candidate = op.candidates[name]
-            if candidate.predicted(device.type, bucket) and not _found_wrong(op, name, device, dtype):
+            predicted = candidate.predicted(device.type, bucket)
+            if predicted and not (check and _found_wrong(op, name, device, dtype)):
                 _log_predicted(key)
-                return name, f"predicted, not measured here: {candidate.because}"
+                why = f"predicted, not measured here: {candidate.because}"
+                return Choice(name, why, "predicted, not measured")
         _log_unmeasured(key)
-        return "reference", f"no record for {key}; unfreeze kernels measure --op {op.name} makes one"
+        why = f"no record for {key}; unfreeze kernels measure --op {op.name} makes one"
+        return Choice("reference", why, "not measured")
     if source != key:
         _log_borrowed(key, source)
+        origin = "measured on a near class"
+    else:
+        origin = "measured here" if is_own(rows[0], key) else "measured on its class"
 
     # of the proven ones, that with the smallest ratio of its time to the reference's
     proven = [row for row in rows if row["candidate"] in running and proves(row, op)]
     if not proven:
-        return "reference", f"{len(rows)} measured, none 5 % faster within the tolerance"
+        return Choice("reference", f"{len(rows)} measured, none 5 % faster within the tolerance", origin)
     best = min(proven, key=lambda row: row["median_us"] / row["reference_median_us"])
     gain = f"{best['reference_median_us'] / best['median_us']:.2f} x the reference, {best['date']}"
-    return best["candidate"], gain if source == key else f"{gain} on {source}"
+    return Choice(best["candidate"], gain if source == key else f"{gain} on {source}", origin)
 
 
 def proves(row: Row, op: Op) -> bool:

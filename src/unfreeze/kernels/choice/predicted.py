@@ -1,4 +1,4 @@
-"""Whether a candidate that is predicted to be faster is right on this device, asked before its first use."""
+"""Which candidates are predicted to be faster, and whether one is right here, asked before its first use."""
 
 from __future__ import annotations
 
@@ -9,10 +9,32 @@ from dataclasses import fields, is_dataclass, replace
 import torch
 from torch import Tensor
 
-from unfreeze.kernels.choice.choose import implementation_of
+from unfreeze.kernels.choice import ops
+from unfreeze.kernels.choice.choose import by_record, implementation_of
 from unfreeze.kernels.choice.measure import Truth, arguments, relative_error, visit
 from unfreeze.kernels.choice.op import Case, Implementation, Op
 from unfreeze.quant.codec import Packed
+
+
+def expected(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """The ops of which a candidate runs there as predicted, if it passes its check, in a model of that dtype.
+
+    An op that is not computed in that dtype (adamw: float32) counts in its own.
+    """
+    found = []
+    for op in map(ops.load, ops.OPS):
+        for case in op.cases:
+            kind = dtype if dtype in case.dtypes else case.dtypes[0]
+            # an op that has no prediction there needs no look at its records
+            predicted = any(part.predicted(device.type, case.bucket) for part in op.candidates.values())
+            if predicted and _origin(op, device, kind, case.bucket) == "predicted, not measured":
+                found.append(op.name)
+                break
+    return found
+
+
+def _origin(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> str:
+    return by_record(op, device, dtype, bucket, check=False).origin
 
 
 def wrong(op: Op, name: str, device: torch.device, dtype: torch.dtype) -> str:

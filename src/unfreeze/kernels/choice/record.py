@@ -120,6 +120,11 @@ def identity(row: Row) -> tuple[str, str, str, str]:
     return row["op"], row["dtype"], row["bucket"], row["candidate"]
 
 
+def is_own(row: Row, key: str) -> bool:
+    """Whether the user measured that row, on a device of class `key`."""
+    return any(identity(row) == identity(other) for other in read(user_folder() / f"{key}.json"))
+
+
 def write(path: Path, new: list[Row], ops: dict[str, Op]) -> None:
     """Replace the rows of the same identity by `new`.
 

@@ -112,7 +112,7 @@ def block_cost(vocab: int, dtype: torch.dtype, device: torch.device, trained: bo
     With more rows than a block, a trained head in half precision also sums its gradient in float32, [V, D].
     """
     most = rows_per_block(0, vocab, dtype.itemsize, device.type, trained)
-    in_place = by_record(OP, device, dtype, _bucket(vocab, trained))[0] in ("numba", "triton")
+    in_place = by_record(OP, device, dtype, _bucket(vocab, trained)).runs in ("numba", "triton")
     return most, dtype.itemsize + (0 if in_place else 4 if dtype.itemsize >= 4 else 8)
 
 

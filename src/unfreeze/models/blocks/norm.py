@@ -23,5 +23,5 @@ class RMSNorm(Block):
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """Its output and the output's gradient; where the reference runs, two float32 copies of its input."""
-        in_place = device == "cpu" and by_record(OP, torch.device(device), dtype, "many")[0] != "reference"
+        in_place = device == "cpu" and by_record(OP, torch.device(device), dtype, "many").runs != "reference"
         return Bytes(peak=(2 * dtype.itemsize if in_place else 8) * self.weight.numel())

@@ -184,12 +184,7 @@ def _rate(name: str, bucket: str, dtype: torch.dtype) -> _Timed | None:
     rows = [row for row in rows if "refused" not in row]
     if source != key or not rows:
         return None
-    runs = by_record(op, CPU, dtype, bucket)[0]
+    runs = by_record(op, CPU, dtype, bucket).runs
     row = next((row for row in rows if row["candidate"] == runs), rows[0])
     micro = row["median_us"] if row["candidate"] == runs else row["reference_median_us"]
-    own = any(record.identity(row) == record.identity(other) for other in _own_rows(key))
-    return _Timed(WORK[name, bucket] / micro * 1e6, row["threads"], row["date"], own)
-
-
-def _own_rows(key: str) -> list[record.Row]:
-    return record.read(record.user_folder() / f"{key}.json")
+    return _Timed(WORK[name, bucket] / micro * 1e6, row["threads"], row["date"], record.is_own(row, key))
