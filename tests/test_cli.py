@@ -85,6 +85,16 @@ def test_an_unknown_command_names_the_nearest_and_ends_with_2(capsys):
     assert "nearest: 'inspect'" in error and "Traceback" not in error
 
 
+@pytest.mark.parametrize(
+    ("word", "near"),
+    [("sfft", "sft"), ("stf", "sft"), ("chta", "chat"), ("repot", "report"), ("pretrian", "pretrain")]
+    + [(far, "") for far in ("start", "show", "reset", "hello", "x", "weights", "fit")],
+)
+def test_a_command_is_suggested_only_where_it_is_near(word, near, capsys):
+    assert cli.main([word]) == 2
+    assert (f"{word!r}; nearest: {near!r}\n" if near else f"{word!r}\n") in capsys.readouterr().err
+
+
 def test_no_command_prints_the_usage_and_ends_with_2(capsys):
     assert cli.main([]) == 2
     assert "unfreeze COMMAND --help" in capsys.readouterr().out
@@ -140,3 +150,4 @@ def test_every_command_has_help(command):
     )
     assert done.returncode == 0, done.stderr
     assert f"unfreeze {command}" in done.stdout
+    assert ("--plan" in done.stdout) == (command in cli.TRAIN)  # it is a run that shows its plan

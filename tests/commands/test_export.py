@@ -1,7 +1,9 @@
 """An exported adapter in the hands of peft over transformers, everything read from the files on disk, against
 ours."""
 
+import errno
 import json
+import os
 import shutil
 import warnings
 
@@ -14,6 +16,7 @@ from safetensors.torch import load_file
 import unfreeze
 from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
+from unfreeze.core.units import format_bytes
 
 IDS = [[5, 6, 7, 8, 9, 10, 300, 401, 77], [1280, 3, 900]]
 
@@ -86,10 +89,28 @@ def test_a_whole_model_has_nothing_to_export_and_a_file_is_no_folder(run_dir, ca
     assert "has no adapter to export" in capsys.readouterr().err
     (tmp_path / "file").write_text("mine")
     assert cli.main(["export", str(run_dir), "--out", str(tmp_path / "file")]) == 2
-    error = capsys.readouterr().err
-    assert (
-        "file" in error
-        and "cannot be written" in error
-        and "--out" in error
-        and (tmp_path / "file").read_text() == "mine"
-    )
+    assert f"out = '{tmp_path}/file' is a file, not a folder" in capsys.readouterr().err
+    assert cli.main(["export", str(run_dir), "--out", str(tmp_path / "file" / "deep" / "er")]) == 2
+    assert f"deep/er': {tmp_path}/file is a file, not a folder" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("lies_there", [False, True])
+def test_a_full_disk_leaves_no_folder_and_says_the_bytes(lies_there, run_dir, capsys, monkeypatch, tmp_path):
+    out = tmp_path / "new" / "export"
+    if lies_there:
+        out.mkdir(parents=True)
+        (out / "notes.txt").write_text("mine")
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("unfreeze.checkpoint.save.os.fsync", full)
+        assert cli.main(["export", str(run_dir), "--out", str(out), "--quiet"]) == 2
+    said = capsys.readouterr().err
+    needed = sum(value.nbytes for value in load_file(run_dir / "adapter/adapter_model.safetensors").values())
+    assert f"No space left on device: {format_bytes(needed)} needed" in said and " free" in said
+    left = [path.name for path in tmp_path.rglob("*") if path.is_file()]
+    assert left == (["notes.txt"] if lies_there else []) and (tmp_path / "new").exists() == lies_there
+    assert cli.main(["export", str(run_dir), "--out", str(out), "--quiet"]) == 0  # control arm: with room

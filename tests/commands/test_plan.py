@@ -88,6 +88,18 @@ def test_given_tokens_are_kept(config):
     assert found["tokens_per_step"] == 16384
 
 
+def test_tokens_that_the_plan_chose_are_said_beside_a_runs_own(config, tmp_path, capsys):
+    file = tmp_path / "run.toml"
+    file.write_text(f'model = "{config}"\ndata = "chat.jsonl"\n')
+    for arguments, said in (
+        (["--model", config], "tokens a step (chosen; a run has 4,096 where"),
+        (["--model", config, "--tokens-per-step", "4096"], "  4,096 tokens a step,"),
+        ([str(file)], "  4,096 tokens a step,"),  # the run's own
+    ):
+        plan.main([*arguments, "--hardware", "8xH200"], Common())
+        assert said in capsys.readouterr().out
+
+
 def test_a_run_file_and_flags_over_it(config, tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(f'model = "{config}"\ndata = "chat.jsonl"\ntokens_per_step = 8192\n[lora]\nrank = 4\n')

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from unfreeze.core.batch import Batch
-from unfreeze.core.errors import UserError, nearest
+from unfreeze.core.errors import UserError
 from unfreeze.core.events import EventLog, truncate_after
 from unfreeze.core.schema import damage
 from unfreeze.core.units import format_bytes, format_count, format_of, format_seconds
@@ -49,7 +49,6 @@ def test_an_error_says_what_to_do_next():
         str(UserError("rank 0 is below 1", next="--lora.rank 8"))
         == "rank 0 is below 1\n  next: --lora.rank 8"
     )
-    assert nearest("rnak", ["rank", "alpha"]) == "; nearest: 'rank'" and nearest("zzz", ["rank"]) == ""
 
 
 def lines_of(path):

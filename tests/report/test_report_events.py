@@ -12,6 +12,7 @@ from unfreeze.core.errors import DataError
 from unfreeze.core.events import EventLog
 from unfreeze.core.schema import EndEvent, TrainEvent
 from unfreeze.report.events import data_lines, expert_load, last, read_events, sample_pairs, series, warnings
+from unfreeze.report.html import summary_lines
 
 
 def written(path: Path) -> list[dict]:
@@ -131,6 +132,18 @@ def test_data_lines_name_the_first_rows_left_out():
         data_lines([account | {"dropped": 0, "bad": 0, "listed": []}]) == ["100 rows"]
         and data_lines([]) == []
     )
+
+
+def test_a_long_account_of_the_data_is_folded_at_80_columns(tmp_path: Path):
+    whole = (
+        "2 rows (messages 2), 39 tokens, 28.2 % supervised; 0 truncated, 0 dropped, 0 bad, 0 duplicates; end"
+    )
+    (tmp_path / "events.jsonl").write_text(json.dumps({"kind": "data", "step": 0, "summary": whole}) + "\n")
+    (tmp_path / "resolved_config.json").write_text("{}")
+    _, *said = " ".join(f"{line}\n" for line in summary_lines(tmp_path)).partition("  Data ")
+    lines = "".join(said).splitlines()
+    assert len(lines) > 1 and max(map(len, lines)) <= 80
+    assert " ".join("".join(said).split()) == f"Data {whole}"  # nothing is lost
 
 
 def test_warnings_of_both_kinds():

@@ -190,6 +190,23 @@ def test_a_run_starts_in_five_lines_and_the_whole_plan_is_there_on_request():
     assert said[True][1:17] == plan["lines"]
 
 
+def test_the_lines_of_a_start_fit_80_columns_with_the_longest_numbers():
+    lost = dict.fromkeys(("truncated", "dropped", "bad", "duplicates"), 1_234_567)
+    data = {"kind": "data", "step": 0, "rows": 10**9, "tokens": 10**12, "supervised_fraction": 0.48, **lost}
+    memory = (
+        "memory: 123.4 GiB planned, 127.0 GiB usable; disk: 123.4 GiB of 127.0 GiB free, but " + "so on " * 9
+    )
+    plan = {"kind": "plan", "step": 0, "lines": [], "start": [memory]}
+    out = io.StringIO()
+    progress = LiveProgress(0, stream=out)
+    for event in (data, plan):
+        progress(event)
+    said = out.getvalue()
+    assert all(len(line) <= 80 for line in said.splitlines()) and len(said.splitlines()) == 4
+    flat = " ".join(said.split())
+    assert "1,234,567 duplicates" in flat and memory.strip() in flat  # nothing is lost
+
+
 def test_the_receipt_has_a_title_and_a_verdict():
     out = io.StringIO()
     groups = {

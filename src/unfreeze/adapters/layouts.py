@@ -17,6 +17,7 @@ E experts, D model width, I expert width, R rank of gate and of up, r rank of a 
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -78,7 +79,8 @@ def save_adapter(
 ) -> Path:
     """Write the model's adapters as adapter_model.safetensors and adapter_config.json.
 
-    Factors are float32; each file is written atomically. -> the directory.
+    Factors are float32; each file is written atomically, and a new folder is there whole or not at all.
+    -> the directory.
 
     `base_name` goes into base_model_name_or_path. `prefix` is the checkpoint's own before "model."
     ("language_model." from Kimi-K2.5 on).
@@ -91,10 +93,16 @@ def save_adapter(
     entries = _per_expert_entries(adapted) if layout == "per-expert" else _peft_entries(adapted, model)
     config = _config(entries, layout, base_name, model)
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     tensors = {f"{PREFIX}{prefix}{name}": tensor for entry in entries for name, tensor in _tensors(entry)}
-    write_safetensors(directory / WEIGHTS, tensors, {"format": "pt", "layout": layout})
-    write_file(directory / CONFIG, json.dumps(config, indent=2) + "\n")
+    new = [folder for folder in (directory, *directory.parents) if not folder.exists()]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_safetensors(directory / WEIGHTS, tensors, {"format": "pt", "layout": layout})
+        write_file(directory / CONFIG, json.dumps(config, indent=2) + "\n")
+    except OSError:
+        if new:  # no empty folder, and no half adapter in a new one
+            shutil.rmtree(new[-1], ignore_errors=True)
+        raise
     return directory
 
 

@@ -7,6 +7,7 @@ temporary name beside its final one, then renamed as a whole. No reader looks fo
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -20,10 +21,12 @@ from unfreeze.checkpoint.keymap import StackRule, sources
 from unfreeze.checkpoint.manifest import INDEX
 from unfreeze.checkpoint.tensors import NAME
 from unfreeze.core.errors import CheckpointError
+from unfreeze.core.units import format_bytes
 from unfreeze.quant.codec import Codec, kept_suffixes
 
 # the usual size of published shards; a save needs no more memory than this beyond the model itself
 MAX_SHARD_BYTES = 5 * 10**9
+FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk is full, or the user's share of it
 
 
 def write_safetensors(
@@ -34,7 +37,8 @@ def write_safetensors(
     Tensors are written as they are (any device, contiguous or not), one at a time.
     Order and padding are the safetensors library's: wide dtypes first, then by name, header padded with
     spaces to 8 bytes.
-    Raises CheckpointError for a dtype the format does not have. An existing file is replaced.
+    Raises CheckpointError for a dtype the format does not have, and OSError that says the bytes needed and
+    free where the disk is full. An existing file is replaced.
     """
     for name, tensor in tensors.items():
         if tensor.dtype not in NAME:
@@ -44,6 +48,7 @@ def write_safetensors(
             )
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     temporary = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
+    free = shutil.disk_usage(path.parent).free
     try:
         with temporary.open("wb") as file:
             file.write(_header(tensors, order, metadata))
@@ -52,6 +57,12 @@ def write_safetensors(
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        needed = format_bytes(sum(tensor.nbytes for tensor in tensors.values()))
+        words = f"{error.strerror}: {needed} needed, {format_bytes(free)} free"
+        raise OSError(error.errno, words, str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)

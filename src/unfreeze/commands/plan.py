@@ -211,6 +211,7 @@ def plan(config: Config, machine: Fleet) -> Planned:
         adapter_parameters=sizes.adapter_parameters(rank, config.lora.experts_rank),
         rank=rank or 0,
         length=asked.length,
+        tokens_chosen=config.tokens_per_step is None,
         proposals=others,
         simulated=simulated,
         usd_per_hour=config.usd_per_hour,

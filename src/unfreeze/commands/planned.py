@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unfreeze.config.tables import Training
 from unfreeze.core.errors import ConfigError, printable
 from unfreeze.core.units import format_bytes, format_count, format_of, format_seconds
 from unfreeze.parallel.fleet import Fleet
@@ -17,7 +18,10 @@ from unfreeze.report.tables import align
 
 @dataclass(frozen=True)
 class Planned:
-    """One machine's plan, for people and as JSON."""
+    """One machine's plan, for people and as JSON.
+
+    tokens_chosen: the plan chose the tokens of a step; a run never does.
+    """
 
     model: str
     fleet: Fleet
@@ -27,6 +31,7 @@ class Planned:
     adapter_parameters: int
     rank: int
     length: int
+    tokens_chosen: bool = False
     proposals: Sequence[str] = ()
     simulated: Mapping[str, float] | None = None
     usd_per_hour: float | None = None
@@ -88,7 +93,8 @@ class Planned:
         lines = [
             f"{printable(self.model)} on {self.fleet.name}: {'fits' if self.fits else 'does not fit'}",
             f"  weights {format_bytes(weights)}, experts {format_bytes(self.experts_per_device)} a device",
-            f"  {choice.layout.words}; {choice.tokens:,} tokens a step{adapters}",
+            f"  {choice.layout.words}",
+            f"  {choice.tokens:,} tokens a step{self._chosen()}{adapters}",
         ]
 
         # bytes of each place, the sum last
@@ -118,6 +124,10 @@ class Planned:
         if choice.not_built:
             lines.append(f"  not built yet: {', '.join(choice.not_built)}")
         return lines + [f"  fits with {line}" for line in self.proposals]
+
+    def _chosen(self) -> str:
+        usual = Training().tokens_per_step
+        return f" (chosen; a run has {usual:,} where --tokens-per-step is not given)" * self.tokens_chosen
 
     def _price(self) -> str:
         usd = self.usd_per_million_tokens

@@ -41,8 +41,9 @@ def text(config: type[BaseModel], command: str, description: str, *, everything:
             f"{hidden} more: unfreeze {command} --help-all. Every flag is also a key of a TOML file, the"
             " first argument."
         ]
-    plan = "  --plan (the whole memory plan)" if "lora.rank" in fields or "tokens_per_step" in fields else ""
-    lines += [f"Also: --json (result as one JSON object)  --quiet  --traceback{plan}"]
+    lines += ["Also: --json (result as one JSON object)  --quiet  --traceback"]
+    if "epochs" in fields:
+        lines += ["      --plan (shows the whole memory plan, then trains; `unfreeze plan` only plans)"]
     return "\n".join(lines)
 
 

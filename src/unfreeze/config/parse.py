@@ -235,11 +235,19 @@ def writing(folder: Path | str, field: str) -> Generator[None]:
 
     Such refusals: a file where a folder is needed, no permission, a read-only or a full disk.
     """
+    path = Path(folder)
     try:
         yield
     except OSError as error:
         if error.errno not in USERS_OWN:
             raise
+        file = next((name for name in (path, *path.parents) if name.is_file()), None)
+        if error.errno in (errno.EEXIST, errno.ENOTDIR) and file is not None:
+            inside = f": {file}" if file != path else ""
+            raise ConfigError(
+                f"{field} = {str(folder)!r}{inside} is a file, not a folder",
+                next=f"give another folder with --{field}",
+            ) from error
         at = f" at {error.filename}" if error.filename and str(error.filename) != str(folder) else ""
         raise ConfigError(
             f"{field} = {str(folder)!r} cannot be written: {error.strerror}{at}",

@@ -11,7 +11,7 @@ class Common(NamedTuple):
     json       the result as one JSON object on the last line of stdout
     quiet      no progress
     traceback  shown for errors that a user can mend, too
-    plan       the whole memory plan where a run starts
+    plan       a run shows its whole memory plan, then trains
     """
 
     json: bool = False

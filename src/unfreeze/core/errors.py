@@ -67,6 +67,11 @@ NEAR = 0.7
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of an error message: `"; nearest: 'x'"` where a known name is close to `name`, else ""."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=NEAR)
+    """The end of an error message: `"; nearest: 'x'"` where a known name is close to `name`, else "".
+
+    Close: by difflib's ratio, or with the same letters in another order (stf and sft have 0.67).
+    """
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=NEAR)
+    close = close or [other for other in names if sorted(other) == sorted(name)]
     return f"; nearest: {close[0]!r}" if close else ""

@@ -47,9 +47,10 @@ def live(config: TrainingConfig, common: Common, recipe: str, command: str, grou
     A Ctrl-C that fit doesn't handle (before it, after it, or a second one) says what is saved and how to go
     on; a full disk does too.
     """
+    from unfreeze.checkpoint.save import FULL
     from unfreeze.train.follower import Follower, open_run
     from unfreeze.train.run import Run, latest
-    from unfreeze.train.state import FULL, DiskFull
+    from unfreeze.train.state import DiskFull
 
     # what a resumed run may change, and the date of its chat template, the same on every process
     record = config.record()

@@ -9,6 +9,7 @@ missing: an older version wrote fewer.
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any, TypeVar, cast
 from unfreeze.core.errors import DataError
 from unfreeze.core.schema import LARGEST, DataEvent, Event, SampleEvent, TrainEvent, damage, kind_of
 from unfreeze.core.units import format_count
+
+COLUMNS = 80  # of a terminal
 
 Value = TypeVar("Value")
 E = TypeVar("E", bound=Event)
@@ -188,6 +191,21 @@ def data_line(account: DataEvent) -> str:
     parts = f"{account.get('rows', 0):,} rows, {format_count(account['tokens'])} tokens, {taught}"
     losses = ", ".join(f"{count:,} {name}" for name, count in lost.items() if count)
     return f"{parts}; {losses}" if losses else parts
+
+
+def folded(text: str, first: str = "", rest: str = "  ") -> list[str]:
+    """Text over lines of at most COLUMNS; a longer word stays whole.
+
+    first, rest: what the first line and the others begin with.
+    """
+    return textwrap.wrap(
+        text,
+        COLUMNS,
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def warnings(events: Sequence[Event]) -> list[tuple[int, str]]:

@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from unfreeze.core.schema import DataEvent, EvalEvent, TrainEvent
 from unfreeze.core.units import format_bytes, format_count
-from unfreeze.report.events import data_lines, last, numbers, of_kind, sample_pairs, series, warnings
+from unfreeze.report.events import data_lines, folded, last, numbers, of_kind, sample_pairs, series, warnings
 from unfreeze.report.experts import experts_section
 from unfreeze.report.guards import (
     GUARD_HEAD,
@@ -393,10 +393,9 @@ def summary_lines(run_dir: Path | str) -> list[str]:
     lines += [f"  {name.ljust(width)}  {value}" for name, value in rows]
     if run.loaded:
         lines.append(f"  {'Loaded'.ljust(width)}  {run.loaded}")
-    lines += [
-        f"  {('Data' if position == 0 else '').ljust(width)}  {line}"
-        for position, line in enumerate(data_lines(run.events))
-    ]
+    indent = " " * (width + 4)
+    for position, line in enumerate(data_lines(run.events)):
+        lines += folded(line, f"  {('Data' if position == 0 else '').ljust(width)}  ", indent)
     if kernels := kernel_words(run.events):
         lines.append(f"  {'Kernels'.ljust(width)}  {kernels}")
     balance = expert_balance(run)

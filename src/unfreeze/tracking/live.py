@@ -33,7 +33,7 @@ from unfreeze.core.schema import (
     WarningEvent,
 )
 from unfreeze.core.units import format_bytes, format_seconds
-from unfreeze.report.events import data_line, data_lines, numbers
+from unfreeze.report.events import data_line, data_lines, folded, numbers
 from unfreeze.report.run import decimal_bytes, load_words
 from unfreeze.report.tables import plan_lines, receipt_table, receipt_text, receipt_verdict
 
@@ -149,14 +149,14 @@ class LiveProgress:
             self._display.line(f"resumed after step {event['step']}")
 
     def _on_plan(self, event: PlanEvent) -> None:
-        few = [] if self._whole_plan else event.get("start")
-        for line in few or plan_lines(event):
+        few = [] if self._whole_plan else event.get("start", [])
+        for line in [part for long in few for part in folded(long)] or plan_lines(event):
             self._display.line(line)
 
     def _on_data(self, event: DataEvent) -> None:
         self._data_tokens = event.get("tokens", 0)
         _, *left_out_rows = data_lines([event])
-        for line in (f"data: {data_line(event)}", *left_out_rows):
+        for line in (*folded(f"data: {data_line(event)}"), *left_out_rows):
             self._display.line(line)
 
     def _on_load(self, event: LoadEvent) -> None:

@@ -8,7 +8,6 @@ not at all. It does not depend on the number of devices.
 
 from __future__ import annotations
 
-import errno
 import json
 import shutil
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from unfreeze.checkpoint.save import sync_folder, write_file, write_safetensors
+from unfreeze.checkpoint.save import FULL, sync_folder, write_file, write_safetensors
 from unfreeze.core.errors import CheckpointError, UserError
 from unfreeze.core.units import format_bytes
 from unfreeze.models import Decoder
@@ -31,7 +30,6 @@ from unfreeze.train.schedule import Schedule
 
 TENSORS = "tensors.safetensors"
 _RNG = "rng."
-FULL = (errno.ENOSPC, errno.EDQUOT)
 
 OnFullDisk = Literal["stop", "continue"]
 """What a save that the disk has no room for does: stop the run with DiskFull, or warn and let it go on to the
