@@ -1,9 +1,12 @@
 """bench plan: planned beside measured, and a miss is marked."""
 
+from dataclasses import replace
+
 import pytest
 
 from unfreeze.bench import plan
 from unfreeze.bench.rows import Stamp
+from unfreeze.bench.sides import SideFailed
 from unfreeze.core.command import Common
 
 GIB = 2**30
@@ -20,6 +23,25 @@ def test_a_run_is_measured_beside_its_plan(tmp_path):
     assert case.name in out.read_text() and "unfreeze bench plan" in out.read_text()
 
 
+def test_two_processes_make_a_step_together(tmp_path):
+    """The first one's bytes; and both must come, or there is no step."""
+    case = plan.Case("tiny-k2", documents=2, length=64, dtype="float32", processes=2)
+    config = plan.Config(out=str(tmp_path / "checked.md"), steps=1, threads=1)
+    (row,) = plan.measure(config, Common(quiet=True), [case])["rows"]
+    assert "2 processes of 2 x 64" in row["name"] and row["measured_seconds"] > 0
+    alone = plan.planned(replace(case, processes=1), 1)
+    # a process has its own documents: bytes and seconds are those of one that is alone
+    assert row["planned_bytes"] == alone["bytes"]
+    assert row["planned_seconds"] == alone["seconds"] == pytest.approx(alone["replayed"])
+
+
+def test_control_arm_a_process_that_cannot_start_is_said(monkeypatch):
+    for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")  # put back afterwards
+    with pytest.raises(SideFailed, match="process 1 failed at loading: KeyError: 'nonsense'"):
+        plan.Others({**plan.Case("nonsense").__dict__}, 2)
+
+
 @pytest.mark.parametrize("of_memory, of_seconds", [(1.0, 1.0), (1.09, 0.76), (0.85, 1.3), (1.2, 0.7)])
 def test_a_miss_is_marked_and_counted(of_memory, of_seconds):
     row = {
@@ -29,12 +51,14 @@ def test_a_miss_is_marked_and_counted(of_memory, of_seconds):
         "peak_bytes": 2 * GIB,
         "beside_bytes": GIB,
         "planned_seconds": of_seconds,
+        "replayed_seconds": of_seconds * 1.04,
         "measured_seconds": 1.0,
         "rates": "somewhere",
     }
     missed = of_memory in (0.85, 1.2)
     text = plan.page(Stamp.now("plan", "unfreeze bench plan"), [row])
     assert (f"**{of_memory:.2f}**" in text, f"**{of_seconds:.2f}**" in text) == (missed, missed)
+    assert "The replay is at most 4.0% from the formula" in text and f"| {of_seconds * 1.04:.2f} |" in text
     assert f"Memory: {int(not missed)} of 1 within 10%. Seconds: {int(not missed)} of 1 within 25%" in text
 
 

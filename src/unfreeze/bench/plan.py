@@ -1,4 +1,4 @@
-"""Compare what the plan states of twenty small runs with what they took.
+"""Compare what the plan states of some twenty small runs with what they took.
 
 Each run of `unfreeze bench plan` is a process of its own: a model of random weights, adapters or all of its
 weights, one step that warms up, then timed ones. About 10 minutes, on one core unless --threads says more.
@@ -10,7 +10,10 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-from collections.abc import Mapping, Sequence
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -81,7 +84,12 @@ QWEN3_MOE = COMMON | {
 
 @dataclass(frozen=True)
 class Case:
-    """One run. model: a family of MODELS; rank None: every weight trains."""
+    """One run.
+
+    model      a family, or "tiny-k2"
+    rank       None: every weight trains
+    documents  of each of the `processes`, which sum their gradients (gloo)
+    """
 
     model: str
     rank: int | None = 8
@@ -91,9 +99,11 @@ class Case:
     recompute: Literal["layers", "selective", "elementwise", "nothing"] = "selective"
     moments: Literal["float32", "int8"] = "float32"
     sizes: Mapping[str, int] = field(default_factory=dict)
+    processes: int = 1
 
     @property
     def tokens(self) -> int:
+        """Of one process."""
         return self.documents * self.length
 
     @property
@@ -101,8 +111,9 @@ class Case:
         trains = "all" if self.rank is None else f"rank {self.rank}"
         sizes = "".join(f", {value} {name}" for name, value in self.sizes.items())
         small = ", int8 moments" if self.moments == "int8" else ""
+        many = f"{self.processes} processes of " if self.processes > 1 else ""
         return (
-            f"{self.model}{sizes}, {trains}, {self.dtype}, {self.documents} x {self.length:,},"
+            f"{self.model}{sizes}, {trains}, {self.dtype}, {many}{self.documents} x {self.length:,},"
             f" {self.recompute}{small}"
         )
 
@@ -129,6 +140,8 @@ CASES = (
     Case("qwen2", documents=8, rank=16),
     Case("qwen2", documents=4, rank=None, moments="int8", recompute="elementwise"),
     Case("qwen2", documents=2, length=1024, rank=4, dtype="float32", recompute="layers"),
+    Case("kimi", rank=16, documents=4, processes=2),
+    Case("llama", rank=None, documents=2, processes=2),
 )
 # what glibc is told in the process whose bytes are measured: give every freed block back
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
@@ -185,6 +198,7 @@ def checked(case: Case, config: Config) -> dict[str, Any]:
         "peak_bytes": side.peak(),
         "beside_bytes": side.peak() - process - stated["bytes"],
         "planned_seconds": stated["seconds"],
+        "replayed_seconds": stated["replayed"],
         "rates": stated["rates"],
         "measured_seconds": side.median("cpu_seconds" if threads == 1 else "seconds"),
     }
@@ -218,6 +232,7 @@ HEAD = [
     "peak of the process",
     "of it beside the plan",
     "planned s",
+    "replayed s",
     "measured s",
     "planned / measured",
 ]
@@ -233,7 +248,10 @@ def cells(row: Mapping[str, Any]) -> list[str]:
         marked(memory, MEMORY),
         format_bytes(row["peak_bytes"]),
         format_bytes(row["beside_bytes"]),
-        "–" if row["planned_seconds"] is None else f"{row['planned_seconds']:.2f}",
+        *(
+            "–" if row[f"{by}_seconds"] is None else f"{row[f'{by}_seconds']:.2f}"
+            for by in ("planned", "replayed")
+        ),
         f"{row['measured_seconds']:.2f}",
         "–" if seconds is None else marked(seconds, SECONDS),
     ]
@@ -269,11 +287,19 @@ def page(stamp: Stamp, rows: Sequence[Mapping[str, Any]]) -> str:
         f"`{stamp.command}` on {machine.name}, {machine.threads} of {machine.cores} cores, {stamp.run[:10]}.",
         NOTES.strip(),
         f"Memory: {len(rows) - outside} of {len(rows)} within {MEMORY:.0%}. Seconds:"
-        f" {len(timed) - slow} of {len(timed)} within {SECONDS:.0%}; rates {rates}.",
+        f" {len(timed) - slow} of {len(timed)} within {SECONDS:.0%}; rates {rates}.{apart(rows)}",
         markdown(HEAD, [cells(row) for row in rows]),
         REASONS.strip(),
     ]
     return "\n\n".join(lines) + "\n"
+
+
+def apart(rows: Sequence[Mapping[str, Any]]) -> str:
+    """How far the replay is from the closed formula at most; "" where neither has seconds."""
+    both = [(row["replayed_seconds"], row["planned_seconds"]) for row in rows if row["planned_seconds"]]
+    if not both:
+        return ""
+    return f" The replay is at most {max(abs(replay / s - 1) for replay, s in both):.1%} from the formula."
 
 
 NOTES = """
@@ -285,6 +311,8 @@ A run is its model, what trains, dtype, documents x length and what is recompute
 - Peak of the process: as a run is. Beside the plan and the process as it began there is code that numba and
   oneDNN compile, and heap that the C library keeps to use again: `unfreeze doctor` calls it 0.3 to 0.8 GiB.
 - Seconds: CPU time of the median step on one core, which other processes of the machine disturb least.
+  Planned by the closed formula; replayed event by event (`unfreeze plan --simulate`).
+- Of several processes, each with its own documents, the bytes and seconds are the first one's.
 """
 REASONS = """
 Probable reasons of those outside, read from the code and not tested:
@@ -293,6 +321,8 @@ Probable reasons of those outside, read from the code and not tested:
   512 to 4,864, and what Python does between them shows. The plan is too fast for such models.
 - Latent attention (kimi, tiny-k2) is counted as if all its projections were alive with the experts' rows;
   some are freed before. The plan is too large there.
+- Several processes sum gradients in float32: where every weight trains in half precision, 4 bytes of each
+  are held after backward instead of 2, and the buckets that are sent. The plan does not count that moment.
 - What is just outside moves between runs: other processes share the machine's caches and memory.
 """
 
@@ -310,7 +340,7 @@ def config_of(model: str, sizes: Mapping[str, int]) -> dict[str, Any]:
 
 
 def planned(case: Case, threads: int) -> dict[str, Any]:
-    """What the plan states of a run on so many threads."""
+    """What the plan states of a run on so many threads: bytes of a process, seconds by formula and replay."""
     import torch
 
     from unfreeze import models
@@ -322,6 +352,7 @@ def planned(case: Case, threads: int) -> dict[str, Any]:
     from unfreeze.parallel.plan.counts import counts
     from unfreeze.parallel.plan.layout import Layout
     from unfreeze.parallel.plan.rates import of_records
+    from unfreeze.parallel.simulate import replay
 
     dtype = getattr(torch, case.dtype)
     model = models.from_config(config_of(case.model, case.sizes), dtype)
@@ -346,15 +377,18 @@ def planned(case: Case, threads: int) -> dict[str, Any]:
         vocab=model.shape.vocab_size,
         every_weight=lora is None,
     )
-    time = None
+    time = replayed = None
     if rates is not None:
-        here = Fleet("here", 1, machine.available, kind="cpu")
-        asked, layout = Asked(work, case.tokens, case.length), Layout(recompute=case.recompute)
-        time = seconds_of(sizes, counts(model), here, rates, layout, asked, case.tokens).step
+        here = Fleet("here", case.processes, machine.available, kind="cpu")
+        tokens = case.tokens * case.processes
+        asked, layout = Asked(work, tokens, case.length), Layout(recompute=case.recompute)
+        time = seconds_of(sizes, counts(model), here, rates, layout, asked, tokens)
+        replayed = replay(time, model.shape.num_layers).step
     return {
         "bytes": made.training,
         "terms": made.terms,
-        "seconds": time,
+        "seconds": time and time.step,
+        "replayed": replayed,
         "rates": rates.source if rates else "",
     }
 
@@ -368,8 +402,14 @@ def trainer(
     recompute: str,
     moments: Any,
     sizes: Mapping[str, int],
+    processes: int = 1,
+    rank_of_process: int = 0,
 ) -> Any:
-    """calls: step() -> loss; leave() frees the model, so that what remains is the process's own."""
+    """calls: step() -> loss; leave() frees the model, so that what remains is the process's own.
+
+    Process 0 starts the others, and makes each step together with them.
+    """
+    arguments = dict(locals())  # for the other processes
     import torch
 
     from unfreeze import models
@@ -379,11 +419,12 @@ def trainer(
     from unfreeze.bench.synthetic import fill_random
     from unfreeze.kernels.loops.scratch import release_scratch
     from unfreeze.objectives.cross_entropy import cross_entropy
+    from unfreeze.parallel.collectives import open_group
     from unfreeze.parallel.machine import resident_bytes
     from unfreeze.train.optim import AdamW
     from unfreeze.train.step import train_step
 
-    process = resident_bytes()
+    process, stack = resident_bytes(), ExitStack()
     made = models.from_config(config_of(model, sizes), getattr(torch, dtype), "cpu")
     fill_random(made, seed=0)
     if rank is not None:
@@ -391,21 +432,30 @@ def trainer(
     generator = torch.Generator().manual_seed(0)
     held: dict[str, Any] = {"model": made, "optimizer": AdamW(made, moments=moments)}
     del made
+    if processes > 1 and rank_of_process == 0:
+        held["others"] = Others(arguments, processes)
 
     def step() -> dict[str, Any]:
-        batch = batch_of(tokens_of(generator, documents, length, held["model"].shape.vocab_size))
-        found = train_step(
-            held["model"],
-            held["optimizer"],
-            [batch],
-            cross_entropy,
-            learning_rate=1e-4,
-            max_norm=1.0,
-            recompute=models.RECOMPUTE[recompute],
-        )
+        vocab = held["model"].shape.vocab_size
+        batches = [batch_of(tokens_of(generator, documents, length, vocab)) for _ in range(processes)]
+        with held["others"].stepping() if "others" in held else nullcontext():
+            if "group" not in held:
+                held["group"] = stack.enter_context(open_group(torch.device("cpu")))
+            found = train_step(
+                held["model"],
+                held["optimizer"],
+                batches,
+                cross_entropy,
+                learning_rate=1e-4,
+                max_norm=1.0,
+                recompute=models.RECOMPUTE[recompute],
+                group=held["group"],
+            )
         return {"loss": found.loss}
 
     def leave() -> dict[str, Any]:
+        if "others" in held:
+            held["others"].stop()
         held.clear()
         release_scratch()
         gc.collect()
@@ -413,6 +463,50 @@ def trainer(
         return {"resident": resident_bytes()}
 
     return Worker({"step": step, "leave": leave}, {"process": process})
+
+
+class Others:
+    """The other processes of a run, started and told to step by process 0.
+
+    They meet in a group of torch.distributed at their first step.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], processes: int):
+        import torch
+
+        from unfreeze.bench.sides import Side
+
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        os.environ |= {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        self._sides = [
+            Side(
+                f"process {rank}",
+                "unfreeze.bench.plan:trainer",
+                {**arguments, "rank_of_process": rank},
+                threads=torch.get_num_threads(),
+            )
+            for rank in range(1, processes)
+        ]
+        for rank, side in enumerate(self._sides, start=1):
+            os.environ["RANK"] = str(rank)
+            side.start()
+        os.environ["RANK"] = "0"
+        self._pool = ThreadPoolExecutor(len(self._sides))
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """They make a step while the body does. Raises SideFailed if one of them could not."""
+        steps = [self._pool.submit(side.call, "step") for side in self._sides]
+        yield
+        for made in steps:
+            made.result()
+
+    def stop(self) -> None:
+        for side in self._sides:
+            side.stop()
+        self._pool.shutdown()
 
 
 def _trim() -> None:

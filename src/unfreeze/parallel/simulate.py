@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from unfreeze.parallel.plan.layout import BUFFERS
 from unfreeze.parallel.plan.seconds import Seconds
 
-LAYER_TERMS = ("expansion", "passes over rows", "dense layers", "attention", "routers")
 FROM_HOST = ("stream of experts", "stream of the rest")
 TAIL = ("head", "optimizer", "launches", "sum of gradients")
+APART = {"experts", "all-to-all", "gather of the rest", *FROM_HOST, *TAIL}
+"""Terms that are not what every device computes alike in each layer; all others are."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def replay(time: Seconds, layers: int, loads: Sequence[Sequence[float]] = ((1.0,
     clock = for_weights = for_devices = 0.0
     for direction, share in (("forward", time.forward), ("backward", 1 - time.forward)):
         order = range(layers) if direction == "forward" else range(layers - 1, -1, -1)
-        compute = share / layers * sum(time.terms.get(name, 0.0) for name in LAYER_TERMS)
+        compute = share / layers * sum(s for name, s in time.terms.items() if name not in APART)
         experts = share / layers * time.terms.get("experts", 0.0)
         exchange = share / layers * time.terms.get("all-to-all", 0.0)
         # both passes stream every layer once, over the link to the host or between devices

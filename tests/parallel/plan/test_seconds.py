@@ -258,11 +258,26 @@ def test_transfers_longer_than_computation_hide_it():
     assert found.step == pytest.approx(30 + 2 * 2.0 / 2 / 200, rel=1e-6)
 
 
-def test_one_process_on_this_cpu_is_replayed_as_its_formula():
-    """The seconds that docs/plan_checked.md compares with measured steps are the replay's as well."""
-    rates = Rates("here", 7e10, 55.0, 8e10, 3e10, 8e10, 5e10, math.inf, math.inf, 4e8, 1e9, 5e-6)
-    here = Fleet("here", 1, 2**36, kind="cpu")
-    given = {"tokens": 4096, "length": 512, "trained": TRAINED}
-    for recompute in ("layers", "selective", "elementwise", "nothing"):
-        time = seconds(MOE, here, rates, Layout(recompute=recompute), **given)
-        assert replay(time, 61).step == pytest.approx(time.step, rel=0.01)
+CPU = Rates("here", 7e10, 55.0, 8e10, 3e10, 8e10, 5e10, math.inf, math.inf, 4e6, 1e9, 5e-6)
+
+
+@pytest.mark.parametrize("recompute", ["layers", "selective", "elementwise", "nothing"])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_processes_of_this_cpu_are_replayed_as_their_formula(recompute, processes):
+    """The seconds that docs/plan_checked.md compares with measured steps are the replay's as well.
+
+    Norms are slow here, so that every term shows.
+    """
+    here, given = Fleet("here", processes, 2**36, kind="cpu"), {"tokens": 4096, "length": 512}
+    time = seconds(MOE, here, CPU, Layout(recompute=recompute), trained=TRAINED, **given)
+    assert all(second > 1e-6 * time.step for second in time.terms.values())
+    assert replay(time, 61).step == pytest.approx(time.step, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["norms", "attention", "head", "experts"])
+def test_control_arm_a_term_that_the_replay_forgets_is_seen(name):
+    time = seconds(
+        MOE, Fleet("here", 1, 2**36, kind="cpu"), CPU, Layout(), tokens=4096, length=512, trained=TRAINED
+    )
+    fewer = {term: second for term, second in time.terms.items() if term != name}
+    assert replay(closed(fewer, time.forward), 61).step < time.step * (1 - 1e-3)
