@@ -282,6 +282,65 @@ def test_this_machine_needs_no_gpu_and_no_network(config):
     assert found["source"] is None or "measured on" in found["source"]
 
 
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["--hardware"], "hardware names no machine"),
+        (["--hardware", "8xH200", "8xh200"], "names '8xH200' twice|names '8xh200' twice"),
+        (["--hardware", "8xH200", "--hardware", "1xH200"], "--hardware is given twice"),
+        (["--out", "x.svg"], "out is the picture of a sweep"),
+        (["--trace", "runs/x"], "trace is what --simulate replays"),
+        (["--simulate", "--sweep"], "a sweep shows many"),
+        (["--recompute", "layers", "--keep-layers", "3"], "keep_layers has no effect"),
+        (["--rank", "8"], "there is no flag --rank; it is called --lora.rank here"),
+    ],
+)
+def test_what_would_change_nothing_is_refused_by_name(config, arguments, says):
+    with pytest.raises(ConfigError, match=says):
+        planned("--model", config, *arguments)
+
+
+def test_control_arm_the_same_flags_where_they_have_an_effect(config, tmp_path):
+    picture = str(tmp_path / "x.svg")
+    planned("--model", config, "--hardware", "8xH200", "1xH200", "--sweep", "--out", picture)
+    kept = ["--model", config, "--hardware", "1xH200", "--tokens-per-step", "16384", "--keep-layers", "3"]
+    auto, named = planned(*kept), planned(*kept, "--recompute", "selective")
+    assert auto == named and "recompute selective" in auto["layout"]
+    assert auto["bytes"]["device"] < planned(*kept[:-2], "--recompute", "selective")["bytes"]["device"]
+
+
+def trace_of(folder, layers, experts):
+    """A run folder whose last step routed all but evenly."""
+    load = {str(layer): [2] + [1] * (experts - 1) for layer in range(layers)}
+    event = {"kind": "train", "step": 1, "time": 1.0, "loss": 1.0, "grad_norm": 1.0, "expert_load": load}
+    (folder / "events.jsonl").write_text(json.dumps(event) + "\n")
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "layers, experts, says",
+    [
+        (47, 128, "it has 47 layers with experts, the planned one has 48"),
+        (48, 64, "it has 64 experts a layer, the planned one has 128"),
+    ],
+)
+def test_the_routing_of_another_model_is_refused(config, tmp_path, layers, experts, says):
+    arguments = "--model", config, "--hardware", "8xH200", "--simulate", "--trace"
+    with pytest.raises(ConfigError, match=says):
+        planned(*arguments, trace_of(tmp_path, layers, experts))
+    assert planned(*arguments, trace_of(tmp_path, 48, 128))["simulated"]["step"] > 0  # control arm
+
+
+def test_what_a_replay_cannot_say_is_said(config, tmp_path):
+    trace = trace_of(tmp_path, 48, 128)
+    arguments = "--model", config, "--simulate"
+    one = planned(*arguments, "--trace", trace, "--hardware", "1xH200")
+    assert one["notes"] == ["the trace changes nothing: every device has all experts"]
+    none = planned(*arguments, "--hardware", "cpu:100GB")
+    assert none["simulated"] is None and "not replayed" in none["notes"][0]
+    assert planned(*arguments, "--hardware", "1xH200")["notes"] == []
+
+
 def test_a_run_without_routing_is_no_trace(config, tmp_path):
     (tmp_path / "events.jsonl").write_text("")
     with pytest.raises(ConfigError, match="no routing"):

@@ -75,3 +75,22 @@ def test_the_command_to_repeat_is_the_one_given_under_torchrun_too(monkeypatch):
     assert typed("sft", ["run.toml", "--out", "a b"]) == "unfreeze sft run.toml --out 'a b'"
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert typed("sft", ["run.toml"]) == "torchrun --nproc-per-node 2 -m unfreeze sft run.toml"
+
+
+def test_a_flag_of_several_values_is_given_once():
+    """The values of the first time would be lost; of a flag with one value the last wins, as ever."""
+
+    def flags(*words):
+        return parse(Config, ["--model", "m", *words], command="sft", description="")
+
+    for again in (["--lora.targets", "mlp"], ["--lora.targets=mlp"]):
+        with pytest.raises(ConfigError, match=r"--lora\.targets is given twice"):
+            flags("--lora.targets", "experts", *again)
+    made = flags("--lora.targets", "experts", "mlp", "--steps", "3", "--steps", "4")
+    assert made.lora.targets == ("experts", "mlp") and made.steps == 4
+
+
+def test_a_field_of_a_table_without_its_table_is_named():
+    for flag in ("--targets", "--experts_rank", "--rank"):
+        with pytest.raises(ConfigError, match=f"it is called --lora.{flag[2:].replace('_', '-')} here"):
+            parse(Config, ["--model", "m", flag, "8"], command="sft", description="")

@@ -9,7 +9,7 @@ from its records (`unfreeze kernels measure --to user`). Nothing is measured her
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -131,7 +131,9 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 def configured(arguments: list[str]) -> Config:
     """The Config: a run's TOML file gives model, adapters and step, and flags win over it."""
     if not arguments or arguments[0].startswith("-"):
-        return parse(Config, arguments, command="plan", description=__doc__ or "")
+        config = parse(Config, arguments, command="plan", description=__doc__ or "")
+        _refuse_without_effect(config, config.model_fields_set)
+        return config
     from unfreeze.recipes import sft
 
     run = from_keywords(sft.Config, {}, function="plan", file=arguments[0])
@@ -149,7 +151,44 @@ def configured(arguments: list[str]) -> Config:
         "micro_batches": run.memory.micro_batches,
     }
     kept = given.model_fields_set - {"lora"}  # its flags are in it already
-    return given.model_copy(update={k: v for k, v in of_run.items() if k not in kept})
+    config = given.model_copy(update={k: v for k, v in of_run.items() if k not in kept})
+    _refuse_without_effect(config, given.model_fields_set)
+    return config
+
+
+def _refuse_without_effect(config: Config, given: Set[str]) -> None:
+    """What flags (`given`) ask for and would change nothing. Raises ConfigError that names it."""
+    names = [words.strip().lower() for words in config.hardware]
+    twice = next((words for words in config.hardware if names.count(words.strip().lower()) > 1), "")
+    keeps = "selective", "elementwise"
+    for wrong, said, instead in (
+        (
+            "hardware" in given and not names,
+            "hardware names no machine",
+            "--hardware 8xH200, or leave it out",
+        ),
+        (bool(twice), f"hardware names {twice!r} twice", "give each machine once"),
+        (
+            "out" in given and not config.sweep,
+            "out is the picture of a sweep",
+            "add --sweep, or leave --out out",
+        ),
+        (config.trace and not config.simulate, "trace is what --simulate replays", "add --simulate"),
+        (
+            config.simulate and config.sweep,
+            "simulate replays one plan, and a sweep shows many",
+            "leave --simulate or --sweep out",
+        ),
+        (
+            "keep_layers" in given
+            and config.keep_layers is not None
+            and config.recompute not in ("auto", *keeps),
+            f"keep_layers has no effect where recompute = {config.recompute!r}",
+            f"--recompute {' or '.join(keeps)}",
+        ),
+    ):
+        if wrong:
+            raise ConfigError(said, next=instead)
 
 
 def _merged(file: LoraConfig, flags: LoraConfig) -> LoraConfig:
@@ -196,11 +235,13 @@ def plan(config: Config, machine: Fleet) -> Planned:
     sizes, counts, asked = _measured(config, machine)
     choice, fits = choose(sizes, counts, machine, asked)
     others = [] if fits else proposals(sizes, counts, machine, asked)
-    simulated = (
-        _replayed(config.trace, sizes, counts, machine, asked, choice)
-        if config.simulate and choice.time
-        else None
-    )
+    simulated, notes = None, []
+    if config.simulate and choice.time:
+        simulated = _replayed(config.trace, sizes, counts, machine, asked, choice)
+        if config.trace and choice.layout.split == 1:
+            notes.append("the trace changes nothing: every device has all experts")
+    elif config.simulate:
+        notes.append("not replayed: a replay needs the seconds of the formula")
     rank, rates = asked.work.rank, rates_of(machine, asked)
     return Planned(
         model=config.model,
@@ -214,6 +255,7 @@ def plan(config: Config, machine: Fleet) -> Planned:
         tokens_chosen=config.tokens_per_step is None,
         proposals=others,
         simulated=simulated,
+        notes=notes,
         usd_per_hour=config.usd_per_hour,
         rates=rates.source if rates else "",
     )
@@ -274,6 +316,8 @@ def _measured(config: Config, machine: Fleet) -> tuple[Sizes, Counts, Asked]:
         receipt_bytes=COPY_BYTES,
     )
     recomputes = ("selective", "layers") if config.recompute == "auto" else (config.recompute,)
+    if config.keep_layers is not None and config.recompute == "auto":
+        recomputes = ("selective",)  # the other keeps no layer
     rates = None
     if machine.here:
         rates = rates_here(
@@ -285,6 +329,20 @@ def _measured(config: Config, machine: Fleet) -> tuple[Sizes, Counts, Asked]:
         )
     asked = Asked(work, config.tokens_per_step, length, recomputes, rates)
     return measure(model, lora, machine.kind), counted, asked
+
+
+def _refuse_other_routing(trace: str, load: Mapping[str, Sequence[int]], counts: Counts) -> None:
+    """Raises ConfigError where the run's model has other layers or experts than the planned one."""
+    for what, theirs, ours in (
+        ("layers with experts", {len(load)}, counts.moe_layers),
+        ("experts a layer", {len(tokens) for tokens in load.values()}, counts.num_experts),
+    ):
+        if theirs != {ours}:
+            found = " and ".join(f"{number:,}" for number in sorted(theirs))
+            raise ConfigError(
+                f"trace = {trace!r} is of another model: it has {found} {what}, the planned one has {ours:,}",
+                next="give a run of the same model, or leave --trace out for even routing",
+            )
 
 
 def _replayed(
@@ -309,6 +367,7 @@ def _replayed(
         traces = [load for event in events if (load := event.get("expert_load"))]
         if not traces:
             raise ConfigError(f"{trace} has no routing in its events", next="give a run of a MoE model")
+        _refuse_other_routing(trace, traces[-1], counts)
         loads = loads_of(traces[-1], layout.split)
     found = replay(even, counts.num_layers, loads)
     return {

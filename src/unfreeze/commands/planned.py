@@ -34,6 +34,7 @@ class Planned:
     tokens_chosen: bool = False
     proposals: Sequence[str] = ()
     simulated: Mapping[str, float] | None = None
+    notes: Sequence[str] = ()
     usd_per_hour: float | None = None
     rates: str = ""
 
@@ -80,6 +81,7 @@ class Planned:
             "not_built": list(choice.not_built),
             "proposals": list(self.proposals),
             "simulated": self.simulated,
+            "notes": list(self.notes),
             "source": self.rates or None,
         }
 
@@ -121,6 +123,7 @@ class Planned:
         if self.simulated:
             words = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.simulated.items())
             lines.append(f"  replayed event by event: {words}")
+        lines += [f"  {note}" for note in self.notes]
         if choice.not_built:
             lines.append(f"  not built yet: {', '.join(choice.not_built)}")
         return lines + [f"  fits with {line}" for line in self.proposals]

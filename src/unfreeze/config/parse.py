@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
-from typing import Annotated, Any, TypedDict, TypeVar, cast
+from typing import Annotated, Any, TypedDict, TypeVar, cast, get_args, get_origin
 
 import tyro
 from pydantic import (
@@ -159,6 +159,7 @@ def _parse_flags(config: type[BaseModel], arguments: list[str], command: str) ->
 
     tyro's message about a wrong one, a box of many lines, becomes one ConfigError.
     """
+    _refuse_repeated(config, arguments)
     captured = io.StringIO()
     try:
         with redirect_stderr(captured):
@@ -179,8 +180,30 @@ def _parse_flags(config: type[BaseModel], arguments: list[str], command: str) ->
     known = {*flat, *dotted}
     if unknown := next((flag for flag in written if flag.replace("_", "-") not in known), ""):
         near = [*flat, *dotted] if "." in unknown else flat
-        message = f"there is no flag {unknown}{field_hint(unknown, near, flag=True)}"
+        # the last word of a dotted flag: --rank for --lora.rank
+        ends = {flag.rpartition(".")[2]: flag for flag in flat if "." in flag}
+        inner = ends.get(unknown.lstrip("-").replace("_", "-"))
+        hint = f"; it is called {inner} here" if inner else field_hint(unknown, near, flag=True)
+        message = f"there is no flag {unknown}{hint}"
     raise ConfigError(message, next=f"unfreeze {command} --help")
+
+
+def _refuse_repeated(config: type[BaseModel], arguments: Sequence[str]) -> None:
+    """A flag of several values that is given twice would lose those of the first time."""
+    infos = dict(leaves(config))
+    several = {
+        f"--{spelling.replace('_', '-')}"
+        for name, place in places(config).items()
+        if any(
+            get_origin(kind) is tuple
+            for kind in (infos[place].annotation, *get_args(infos[place].annotation))
+        )
+        for spelling in (name, place)
+    }
+    written = [argument.partition("=")[0].replace("_", "-") for argument in arguments]
+    twice = next((flag for flag in written if flag in several and written.count(flag) > 1), "")
+    if twice:
+        raise ConfigError(f"{twice} is given twice", next=f"give its values after one {twice}: {twice} A B")
 
 
 def _flags(config: type[BaseModel]) -> Any:
