@@ -247,6 +247,7 @@ def test_a_stray_file_is_seen():
 
 TESTS = Path(__file__).parent
 LONG = 80  # lines; a shorter file is a part of its caller, tested through it
+LONGEST = 500  # lines of a source file; a longer one has a seam somewhere
 # source file -> the test file that covers it, where that doesn't bear its name
 TESTED_BY = {
     "commands/planned.py": "commands/test_plan.py",
@@ -304,6 +305,7 @@ TESTED_BY = {
     "job/folder.py": "recipes/test_sft.py",
     "job/job.py": "recipes/test_sft.py",
     "job/loop.py": "test_api.py",
+    "job/plan.py": "commands/test_doctor.py",
     "job/samples.py": "recipes/test_sft.py",
     "report/page.py": "report/test_html.py",
     "report/events.py": "report/test_report_events.py",
@@ -323,6 +325,15 @@ def mirror(file: str) -> str:
     """train/fit.py -> train/test_fit.py"""
     folder, _, name = file.rpartition("/")
     return f"{folder}/test_{name}".removeprefix("/")
+
+
+def too_long(sources: dict[str, int]) -> list[str]:
+    """Source files (path -> lines) beyond LONGEST."""
+    return [
+        f"{file} has {lines} lines, at most {LONGEST}: cut it at a natural seam, or delete"
+        for file, lines in sources.items()
+        if lines > LONGEST
+    ]
 
 
 def untested(sources: dict[str, int], tests: set[str], named: dict[str, str]) -> list[str]:
@@ -360,14 +371,18 @@ def untested(sources: dict[str, int], tests: set[str], named: dict[str, str]) ->
     ]
 
 
-def test_every_long_source_file_has_a_test_of_its_name_or_is_named():
+def test_every_long_source_file_has_a_test_and_none_is_too_long():
     sources = {
         path.relative_to(PACKAGE).as_posix(): len(path.read_text(encoding="utf-8").splitlines())
         for path in PACKAGE.rglob("*.py")
     }
     tests = {path.relative_to(TESTS).as_posix() for path in TESTS.rglob("test_*.py")}
-    bad = untested(sources, tests, TESTED_BY)
+    bad = untested(sources, tests, TESTED_BY) + too_long(sources)
     assert not bad, "\n".join(bad)
+
+
+def test_a_file_that_has_grown_too_long_is_seen():
+    assert too_long({"a.py": LONGEST}) == [] and "a.py has 501" in too_long({"a.py": LONGEST + 1})[0]
 
 
 def test_the_mirror_sees_a_planted_gap():

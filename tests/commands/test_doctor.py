@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from unfreeze import cli
 from unfreeze.commands.doctor import Config, findings_of
 from unfreeze.drill.sandbox import ROWS, Sandbox
-from unfreeze.job import checks, job
+from unfreeze.job import checks
+from unfreeze.job import plan as run_plan
 from unfreeze.train.run import Run
 
 
@@ -154,7 +155,7 @@ def test_too_little_memory_and_disk_are_faults_with_the_arithmetic(sandbox, monk
     from unfreeze.parallel.machine import Hardware
 
     model = sandbox.checkpoint("llama")
-    monkeypatch.setattr(job.shutil, "disk_usage", lambda path: SimpleNamespace(free=10_000))
+    monkeypatch.setattr(run_plan.shutil, "disk_usage", lambda path: SimpleNamespace(free=10_000))
     assert "9.8 KiB free for" in findings(model=model)["disk fault"].line
     monkeypatch.setattr(
         "unfreeze.parallel.plan.hardware", lambda device: Hardware("cpu", "small", 1, 2**20, 2**20)

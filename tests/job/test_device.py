@@ -15,7 +15,7 @@ import torch
 
 from unfreeze.core.errors import ConfigError
 from unfreeze.job.device import ALLOCATOR, SEGMENTS, allocator_line, pick_device, set_allocator
-from unfreeze.job.job import emit_plan
+from unfreeze.job.plan import emit_plan
 from unfreeze.parallel.collectives import ALONE
 from unfreeze.parallel.machine import hardware
 from unfreeze.parallel.plan import Sizes, Work, plan, plan_lines

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Literal
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.errors import DataError, UserError
 from unfreeze.core.units import format_bytes
-from unfreeze.job.job import Parts, disk_bytes, plan_of
+from unfreeze.job.job import Parts
+from unfreeze.job.plan import disk_bytes, plan_of
 from unfreeze.report.run import writer
 
 if TYPE_CHECKING:

@@ -20,207 +20,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unfreeze.kernels.attention import blocked_loops as loops
+from unfreeze.kernels.attention.blocked_loops import QUERIES
 from unfreeze.kernels.loops import bf16_cpu
-from unfreeze.kernels.loops.bf16_tile import COLUMNS, ROWS, tile
+from unfreeze.kernels.loops.bf16_tile import COLUMNS
 from unfreeze.kernels.loops.cores import spread
-from unfreeze.kernels.loops.numba_options import LANES, Kernel, array, convert, exp, inner, narrow, widen
+from unfreeze.kernels.loops.numba_options import array
 from unfreeze.kernels.loops.scratch import scratch
 from unfreeze.kernels.recompute import Reuse
 
-# queries of a block: the half block above the diagonal that is computed in vain is 1/8 of the work at L = 512
-QUERIES = 128
 SCORE_BYTES = 8 << 20  # float32 scores of the heads worked on at once
 # multiply-adds of a call from which cores get heads of their own: 0.3 ms of work, against 0.1 ms to hand it
 # out
 SPREAD_FROM = 1 << 26
-
-
-@inner
-def _largest(row):
-    """The maximum of a row, by LANES maxima side by side: one after the other would not be vectorised."""
-    lanes = np.full(LANES, -np.inf, np.float32)
-    whole = row.size // LANES * LANES
-    for i in range(0, whole, LANES):
-        for j in range(LANES):
-            lanes[j] = max(lanes[j], row[i + j])
-    for i in range(whole, row.size):
-        lanes[0] = max(lanes[0], row[i])
-    largest = lanes[0]
-    for j in range(1, LANES):
-        largest = max(largest, lanes[j])
-    return largest
-
-
-@inner
-def _exponentials(row, scale, shift):
-    """row[i] = exp(scale · row[i] - shift); their sum."""
-    lanes = np.zeros(LANES, np.float32)
-    whole = row.size // LANES * LANES
-    for i in range(0, whole, LANES):
-        for j in range(LANES):
-            e = exp(np.float32(np.float32(scale * row[i + j]) - shift))
-            row[i + j] = e
-            lanes[j] += e
-    for i in range(whole, row.size):
-        e = exp(np.float32(np.float32(scale * row[i]) - shift))
-        row[i] = e
-        lanes[0] += e
-    total = np.float32(0.0)
-    for j in range(LANES):
-        total += lanes[j]
-    return total
-
-
-@Kernel
-def _softmax(start, stop, scores, first, rows, scale, probs, lse):
-    """probs[r, :] = softmax of scale · scores[r, : first + r % rows + 1], zero behind.
-
-    lse[r] is the log-sum-exp of the same. scores are overwritten.
-    """
-    for r in range(start, stop):
-        # row r is query first + r % rows of its head: it sees that many keys and itself
-        seen = first + r % rows + 1
-        row, target = scores[r, :seen], probs[r]
-        # the maximum is subtracted, so that no exponential overflows
-        shift = np.float32(scale * _largest(row))
-        total = _exponentials(row, scale, shift)
-        lse[r] = np.float32(shift + np.float32(np.log(total)))
-        share = np.float32(np.float32(1.0) / total)
-        for i in range(seen):
-            target[i] = narrow(np.float32(row[i] * share), target[i])
-        target[seen:] = 0
-
-
-@Kernel
-def _softmax_backward(start, stop, scores, first, rows, scale, lse, delta, dprobs, probs):
-    """probs = P as in _softmax; dprobs becomes dS = scale · P (dP - delta)."""
-    for r in range(start, stop):
-        seen = first + r % rows + 1
-        row, p, d = scores[r], probs[r], dprobs[r]
-        shift, off = lse[r], delta[r]
-        for i in range(seen):
-            e = exp(np.float32(np.float32(scale * row[i]) - shift))
-            p[i] = narrow(e, p[i])
-            d[i] = narrow(np.float32(np.float32(scale * e) * np.float32(widen(d[i]) - off)), d[i])
-        p[seen:] = 0
-        d[seen:] = 0
-
-
-@Kernel
-def _take(start, stop, source, first, count, head, out):
-    """out[g, l] = source[first + l, head + g] for l < count, zero behind.
-
-    source [rows, heads, w], out [G, n, w], converted.
-    """
-    for g in range(start, stop):
-        for n in range(out.shape[1]):
-            target = out[g, n]
-            if n < count:
-                row = source[first + n, head + g]
-                for i in range(target.size):
-                    target[i] = convert(row[i], target[i])
-            else:
-                target[:] = 0
-
-
-@Kernel
-def _put(start, stop, x, first, count, head, out):
-    """The way back: out[first + l, head + g] = x[g, l]."""
-    for g in range(start, stop):
-        for n in range(count):
-            target, row = out[first + n, head + g], x[g, n]
-            for i in range(target.size):
-                target[i] = convert(row[i], target[i])
-
-
-@Kernel
-def _take_blocks(start, stop, source, first, count, head, repeat, out):
-    """As _take, into blocks.
-
-    out[b, g, r · QUERIES + l] = source[first + b · QUERIES + l, head + g · repeat + r]. out [blocks, G, rep ·
-    QUERIES, w].
-    """
-    groups = out.shape[1]
-    for job in range(start, stop):
-        b, g = job // groups, job % groups
-        for place in range(out.shape[2]):
-            n, h = b * QUERIES + place % QUERIES, head + g * repeat + place // QUERIES
-            target = out[b, g, place]
-            if n < count:
-                row = source[first + n, h]
-                for i in range(target.size):
-                    target[i] = convert(row[i], target[i])
-            else:
-                target[:] = 0
-
-
-@Kernel
-def _put_blocks(start, stop, x, first, count, head, repeat, out):
-    """The way back."""
-    groups = x.shape[1]
-    for job in range(start, stop):
-        b, g = job // groups, job % groups
-        for place in range(x.shape[2]):
-            n, h = b * QUERIES + place % QUERIES, head + g * repeat + place // QUERIES
-            if n < count:
-                target, row = out[first + n, h], x[b, g, place]
-                for i in range(target.size):
-                    target[i] = convert(row[i], target[i])
-
-
-@Kernel
-def _inner(start, stop, a, b, out):
-    """out[i, g, place] = a · b of that row; a, b [blocks, G, rep · QUERIES, w]."""
-    groups, places = a.shape[1], a.shape[2]
-    for job in range(start, stop):
-        i, g = job // groups, job % groups
-        for place in range(places):
-            left, right = a[i, g, place], b[i, g, place]
-            total = np.float32(0.0)
-            for w in range(left.size):
-                total += np.float32(widen(left[w]) * widen(right[w]))
-            out[i, g, place] = total
-
-
-@Kernel
-def _accumulate(start, stop, share, total):
-    """total[g, :keys] += share[g]; share [G, keys, w]."""
-    for g in range(start, stop):
-        for n in range(share.shape[1]):
-            row, target = share[g, n], total[g, n]
-            for i in range(row.size):
-                target[i] += widen(row[i])
-
-
-@Kernel
-def _panels(start, stop, keys, out):
-    """out[g, p, k, j] = the pair k of key 64 p + j.
-
-    keys uint32 [G, n, d / 2] (two bf16 each), out [G, n / 64, d / 2, 64].
-    """
-    for g in range(start, stop):
-        for p in range(out.shape[1]):
-            for k in range(out.shape[2]):
-                line = out[g, p, k]
-                for j in range(COLUMNS):
-                    line[j] = keys[g, p * COLUMNS + j, k]
-
-
-@Kernel
-def _scores(start, stop, q, panels, keys, out):
-    """out[g, r, n] = q[g, r] · key n in float32, n < keys.
-
-    q bf16 bits [G, R, d], panels as above, out [G, R, keys].
-    """
-    whole = keys // COLUMNS
-    for job in range(start, stop):
-        g, p = job // whole, job % whole
-        for row in range(0, q.shape[1], ROWS):
-            begin = min(row, q.shape[1] - ROWS)  # the last tile does some rows again
-            here = q.ctypes.data + g * q.strides[0] + begin * q.strides[1]
-            there = out.ctypes.data + g * out.strides[0] + begin * out.strides[1] + 4 * COLUMNS * p
-            panel = panels.ctypes.data + g * panels.strides[0] + p * panels.strides[1]
-            tile(here, q.strides[1], panel, panels.shape[2], there, out.strides[1])
 
 
 class _Heads:
@@ -239,7 +51,7 @@ class _Heads:
     def plain(self, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Keys or values as scratch [G, blocks · QUERIES, w]."""
         out = scratch(f"attention {name}", (self.groups, self.blocks * QUERIES, x.shape[-1]), dtype, x.device)
-        _take(
+        loops.take(
             out.numel(),
             self.groups,
             array(x.flatten(0, 1)),
@@ -254,7 +66,7 @@ class _Heads:
         """Queries, or what is as many, as scratch [blocks, G, rep · QUERIES, w]."""
         out = self.empty(name, x.shape[-1], dtype)
         first = self.document * self.length
-        _take_blocks(
+        loops.take_blocks(
             out.numel(),
             self.blocks * self.groups,
             array(x.flatten(0, 1)),
@@ -276,7 +88,7 @@ class _Heads:
 
     def put(self, x: Tensor, out: Tensor) -> None:
         """[G, n, w] back to its place in out [S, L, heads, w]."""
-        _put(
+        loops.put(
             x.numel(),
             len(x),
             array(x),
@@ -288,7 +100,7 @@ class _Heads:
 
     def put_blocks(self, x: Tensor, out: Tensor) -> None:
         first = self.document * self.length
-        _put_blocks(
+        loops.put_blocks(
             x.numel(),
             self.blocks * self.groups,
             array(x),
@@ -348,11 +160,13 @@ class _Tiled:
             "attention panels", (groups, rows // COLUMNS, width // 2, COLUMNS), torch.int32, k.device
         )
         self.panels = panels.view(torch.uint32).numpy()
-        _panels(self.k.numel(), groups, self.k.view(torch.int32).view(torch.uint32).numpy(), self.panels)
+        loops.panels(self.k.numel(), groups, self.k.view(torch.int32).view(torch.uint32).numpy(), self.panels)
 
     def block(self, b: int, keys: int) -> Tensor:
         out = self.heads.scores("scores", keys, torch.float32)
-        _scores(out.numel(), len(out) * (keys // COLUMNS), array(self.q[b]), self.panels, keys, array(out))
+        loops.scores(
+            out.numel(), len(out) * (keys // COLUMNS), array(self.q[b]), self.panels, keys, array(out)
+        )
         return out
 
     def narrow(self) -> tuple[Tensor, Tensor]:
@@ -413,7 +227,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Ten
             sums = scratch(
                 "attention sums", (heads.groups * heads.repeat * QUERIES,), torch.float32, o.device
             )
-            _softmax(
+            loops.softmax(
                 scores.numel(),
                 scores.shape[0] * scores.shape[1],
                 array(scores.flatten(0, 1)),
@@ -451,7 +265,7 @@ def _backward(
         # delta = Σ do · o per query: what softmax's backward subtracts, Σ_s P dP, without a pass over P
         do, out = heads.blocked("do", grad, dtype), heads.blocked("o", o, dtype)
         delta = heads.empty("delta", 1, torch.float32)[..., 0]
-        _inner(do.numel(), heads.blocks * heads.groups, array(do), array(out), array(delta))
+        loops.dots(do.numel(), heads.blocks * heads.groups, array(do), array(out), array(delta))
 
         # dk and dv sum over the blocks, in float32
         dq_blocks = heads.empty("dq", q.shape[-1], dtype)
@@ -469,7 +283,7 @@ def _backward(
             probs = heads.scores("probs", keys, dtype)
             sums = lse[heads.document, b, heads.begin : heads.begin + heads.groups].flatten()
             flat = [array(x.flatten(0, 1)) for x in (scores, dscores, probs)]
-            _softmax_backward(
+            loops.softmax_backward(
                 flat[0].size,
                 len(flat[0]),
                 flat[0],
@@ -486,7 +300,7 @@ def _backward(
             for total, left, right in ((dv_sum, probs, do[b]), (dk_sum, dscores, queries[b])):
                 share = scratch("attention share", (heads.groups, keys, right.shape[-1]), dtype, grad.device)
                 torch.bmm(left.transpose(1, 2), right, out=share)
-                _accumulate(share.numel(), len(share), array(share), array(total))
+                loops.accumulate(share.numel(), len(share), array(share), array(total))
             torch.bmm(dscores, keys_[:, :keys], out=dq_blocks[b])
         heads.put_blocks(dq_blocks, dq)
         heads.put(dk_sum, dk)
