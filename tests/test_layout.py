@@ -290,6 +290,7 @@ TESTED_BY = {
     "bench/kimi.py": "bench/test_moe.py",
     "bench/kimi_slice.py": "bench/test_layer.py",
     "bench/peers.py": "bench/test_moe.py",
+    "bench/plan_page.py": "bench/test_plan.py",
     "bench/targets.py": "bench/test_report.py",
     "bench/training.py": "bench/test_moe.py",
     "drill/__init__.py": "drill/test_drill.py",

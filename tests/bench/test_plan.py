@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from unfreeze.bench import plan
+from unfreeze.bench.plan_page import page
 from unfreeze.bench.rows import Stamp
 from unfreeze.bench.sides import SideFailed
 from unfreeze.core.command import Common
@@ -56,7 +57,7 @@ def test_a_miss_is_marked_and_counted(of_memory, of_seconds):
         "rates": "somewhere",
     }
     missed = of_memory in (0.85, 1.2)
-    text = plan.page(Stamp.now("plan", "unfreeze bench plan"), [row])
+    text = page(Stamp.now("plan", "unfreeze bench plan"), [row])
     assert (f"**{of_memory:.2f}**" in text, f"**{of_seconds:.2f}**" in text) == (missed, missed)
     assert "The replay is at most 4.0% from the formula" in text and f"| {of_seconds * 1.04:.2f} |" in text
     assert f"Memory: {int(not missed)} of 1 within 10%. Seconds: {int(not missed)} of 1 within 25%" in text

@@ -16,21 +16,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
+from unfreeze.bench.plan_page import cells, page
 from unfreeze.bench.training import Measured, command, say
 from unfreeze.config.parse import Folder, parse, writing
 from unfreeze.core.command import Common
 from unfreeze.core.errors import DataError
-from unfreeze.core.units import format_bytes
 
-if TYPE_CHECKING:
-    from unfreeze.bench.rows import Stamp
-
-MEMORY, SECONDS = 0.10, 0.25
-"""How far planned and measured may be apart."""
 TINY_K2 = Path(__file__).resolve().parents[1] / "assets" / "tiny-k2"
 KIMI = {
     "hidden_size": 512,
@@ -222,109 +217,6 @@ def run(case: Case, steps: int, threads: int, environment: Mapping[str, str]) ->
                 os.environ.pop(name)
             else:
                 os.environ[name] = value
-
-
-HEAD = [
-    "run",
-    "planned",
-    "alive at once",
-    "planned / measured",
-    "peak of the process",
-    "of it beside the plan",
-    "planned s",
-    "replayed s",
-    "measured s",
-    "planned / measured",
-]
-
-
-def cells(row: Mapping[str, Any]) -> list[str]:
-    """A row of the table; what is beyond the limits is marked."""
-    memory, seconds = ratios(row)
-    return [
-        row["name"],
-        format_bytes(row["planned_bytes"]),
-        format_bytes(row["measured_bytes"]),
-        marked(memory, MEMORY),
-        format_bytes(row["peak_bytes"]),
-        format_bytes(row["beside_bytes"]),
-        *(
-            "–" if row[f"{by}_seconds"] is None else f"{row[f'{by}_seconds']:.2f}"
-            for by in ("planned", "replayed")
-        ),
-        f"{row['measured_seconds']:.2f}",
-        "–" if seconds is None else marked(seconds, SECONDS),
-    ]
-
-
-def ratios(row: Mapping[str, Any]) -> tuple[float, float | None]:
-    """Planned over measured, of bytes and of seconds."""
-    memory = row["planned_bytes"] / row["measured_bytes"]
-    stated = row["planned_seconds"]
-    return memory, None if stated is None else stated / row["measured_seconds"]
-
-
-def beyond(ratio: float, limit: float) -> bool:
-    """Whether planned and measured are further apart than `limit` of the measured."""
-    return abs(ratio - 1) > limit
-
-
-def marked(ratio: float, limit: float) -> str:
-    return f"**{ratio:.2f}**" if beyond(ratio, limit) else f"{ratio:.2f}"
-
-
-def page(stamp: Stamp, rows: Sequence[Mapping[str, Any]]) -> str:
-    """docs/plan_checked.md."""
-    from unfreeze.bench.report import markdown
-
-    found = [ratios(row) for row in rows]
-    outside = sum(beyond(memory, MEMORY) for memory, _ in found)
-    timed = [seconds for _, seconds in found if seconds is not None]
-    slow = sum(beyond(seconds, SECONDS) for seconds in timed)
-    machine, rates = stamp.machine, next((row["rates"] for row in rows if row["rates"]), "none")
-    lines = [
-        "# The plan, checked",
-        f"`{stamp.command}` on {machine.name}, {machine.threads} of {machine.cores} cores, {stamp.run[:10]}.",
-        NOTES.strip(),
-        f"Memory: {len(rows) - outside} of {len(rows)} within {MEMORY:.0%}. Seconds:"
-        f" {len(timed) - slow} of {len(timed)} within {SECONDS:.0%}; rates {rates}.{apart(rows)}",
-        markdown(HEAD, [cells(row) for row in rows]),
-        REASONS.strip(),
-    ]
-    return "\n\n".join(lines) + "\n"
-
-
-def apart(rows: Sequence[Mapping[str, Any]]) -> str:
-    """How far the replay is from the closed formula at most; "" where neither has seconds."""
-    both = [(row["replayed_seconds"], row["planned_seconds"]) for row in rows if row["planned_seconds"]]
-    if not both:
-        return ""
-    return f" The replay is at most {max(abs(replay / s - 1) for replay, s in both):.1%} from the formula."
-
-
-NOTES = """
-A run is its model, what trains, dtype, documents x length and what is recomputed; bold is beyond the limits
-(10 % of memory, 25 % of seconds). Models have random weights.
-
-- Alive at once: peak of the process while the C library gives every freed block back, less what the process
-  had before the model was built and what it keeps when the model is gone. The plan's terms add up to it.
-- Peak of the process: as a run is. Beside the plan and the process as it began there is code that numba and
-  oneDNN compile, and heap that the C library keeps to use again: `unfreeze doctor` calls it 0.3 to 0.8 GiB.
-- Seconds: CPU time of the median step on one core, which other processes of the machine disturb least.
-  Planned by the closed formula; replayed event by event (`unfreeze plan --simulate`).
-- Of several processes, each with its own documents, the bytes and seconds are the first one's.
-"""
-REASONS = """
-Probable reasons of those outside, read from the code and not tested:
-
-- tiny-k2 has matrices of 64 to 384 numbers: its products run at a fraction of the rate that was measured at
-  512 to 4,864, and what Python does between them shows. The plan is too fast for such models.
-- Latent attention (kimi, tiny-k2) is counted as if all its projections were alive with the experts' rows;
-  some are freed before. The plan is too large there.
-- Several processes sum gradients in float32: where every weight trains in half precision, 4 bytes of each
-  are held after backward instead of 2, and the buckets that are sent. The plan does not count that moment.
-- What is just outside moves between runs: other processes share the machine's caches and memory.
-"""
 
 
 def config_of(model: str, sizes: Mapping[str, int]) -> dict[str, Any]:
