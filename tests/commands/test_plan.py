@@ -237,6 +237,24 @@ def test_every_weight(config):
     assert not found["fits"] and found["adapter_parameters"] == 0
 
 
+def test_every_weight_that_does_not_fit_is_told_adapters_that_do(config):
+    """Control arm: where adapters do not fit either, what they need is said with them."""
+    one, four = (
+        planned("--model", config, "--hardware", m, "--train", "all") for m in ("1xH200", "1xRTX4090")
+    )
+    assert any(line.startswith("--train adapters, rank 16 (") for line in one["proposals"])
+    assert any(line.startswith("--train adapters, ") and "host memory" in line for line in four["proposals"])
+    assert planned("--model", config, "--hardware", "1xH200")["fits"]
+    assert not planned("--model", config, "--hardware", "1xRTX4090")["fits"]
+
+
+def test_a_refusal_has_a_proposal_or_a_reason(config):
+    for hardware in ("cpu:8GB", "cpu:1GB", "1xRTX4090", "8xH100"):
+        for arguments in (["--train", "all"], ["--lora.rank", "4096"], ["--tokens-per-step", "65536"]):
+            found = planned("--model", config, "--hardware", hardware, *arguments)
+            assert found["fits"] or found["proposals"] or "alone" in found["reason"], (hardware, arguments)
+
+
 def test_a_sweep_is_a_row_per_rank_and_length_and_a_picture(config, tmp_path, capsys):
     picture = tmp_path / "out" / "plan.svg"
     arguments = ["--model", config, "--hardware", "1xH100", "8xH200", "--sweep", "--out", str(picture)]

@@ -10,6 +10,7 @@ from its records (`unfreeze kernels measure --to user`). Nothing is measured her
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -23,6 +24,7 @@ from unfreeze.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from unfreeze.commands.planned import Planned
+    from unfreeze.models import Decoder
     from unfreeze.parallel.fleet import Fleet
     from unfreeze.parallel.plan.choose import Asked, Choice
     from unfreeze.parallel.plan.counts import Counts
@@ -115,7 +117,8 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
         )
     from unfreeze.commands.planned import sweep_table, write_picture
 
-    plans = [plan(*asked) for asked in _asked_for(config)]
+    opened = open_model(config)
+    plans = [plan(*asked, opened) for asked in _asked_for(config)]
     console = Console(stderr=common.json, highlight=False, markup=False, emoji=False, soft_wrap=True)
     if config.sweep:
         with writing(config.out, "out"):
@@ -227,14 +230,15 @@ def _fleet(words: str, table: str) -> Fleet:
     return fleet.Fleet(here.name, count, here.available, memory, facts, kind=kind, here=True)
 
 
-def plan(config: Config, machine: Fleet) -> Planned:
-    """One model on one machine."""
+def plan(config: Config, machine: Fleet, opened: Opened | None = None) -> Planned:
+    """One model on one machine. opened: the model, where it is planned for several."""
     from unfreeze.commands.planned import Planned
-    from unfreeze.parallel.plan.choose import choose, proposals, rates_of
+    from unfreeze.parallel.plan.choose import choose, rates_of
 
-    sizes, counts, asked = _measured(config, machine)
+    opened = opened or open_model(config)
+    sizes, counts, asked = _measured(config, machine, opened)
     choice, fits = choose(sizes, counts, machine, asked)
-    others = [] if fits else proposals(sizes, counts, machine, asked)
+    others, reason = ([], "") if fits else _instead(config, machine, opened, sizes, asked)
     simulated, notes = None, []
     if config.simulate and choice.time:
         simulated = _replayed(config.trace, sizes, counts, machine, asked, choice)
@@ -254,6 +258,7 @@ def plan(config: Config, machine: Fleet) -> Planned:
         length=asked.length,
         tokens_chosen=config.tokens_per_step is None,
         proposals=others,
+        reason=reason,
         simulated=simulated,
         notes=notes,
         usd_per_hour=config.usd_per_hour,
@@ -261,25 +266,50 @@ def plan(config: Config, machine: Fleet) -> Planned:
     )
 
 
-def _measured(config: Config, machine: Fleet) -> tuple[Sizes, Counts, Asked]:
-    """(bytes of the parts, counts, what is asked), from a checkpoint's headers or a config.json alone."""
+def _instead(
+    config: Config, machine: Fleet, opened: Opened, sizes: Sizes, asked: Asked
+) -> tuple[list[str], str]:
+    """(what fits instead, why nothing does where that is so)."""
+    from unfreeze.parallel.plan.choose import if_it_fits, proposals, too_large
+
+    found = proposals(sizes, opened.counts, machine, asked)
+    if config.train == "all" and not opened.counts.packed:
+        # adapters instead of every weight, at their default rank
+        others = config.model_copy(update={"train": "adapters"})
+        with_adapters, counts, smaller = _measured(others, machine, opened)
+        given, words = (with_adapters, counts, machine, smaller), f"--train adapters, rank {config.lora.rank}"
+        fewer = [f"--train adapters, {line}" for line in proposals(*given)[:1]]
+        found = (if_it_fits(words, *given) or fewer) + found
+    return found, "" if found else too_large(sizes, opened.counts, machine, asked)
+
+
+@dataclass
+class Opened:
+    """A model on "meta" (shapes, dtypes, no memory) and what its blocks say: the same in every plan of it."""
+
+    model: Decoder
+    counts: Counts
+    found: dict[tuple[str, tuple[str, ...] | None], Sizes] = field(default_factory=dict)
+
+    def sizes(self, lora: LoraConfig | None, kind: str) -> Sizes:
+        """For a device of that kind; the adapters' rank is not in it."""
+        from unfreeze.parallel.plan import measure
+
+        key = kind, lora and lora.targets
+        if key not in self.found:
+            self.found[key] = measure(self.model, lora, kind)
+        return self.found[key]
+
+
+def open_model(config: Config) -> Opened:
+    """From a checkpoint's headers or a config.json alone."""
     import torch
 
     from unfreeze import models
-    from unfreeze.adapters.snapshot import COPY_BYTES
     from unfreeze.checkpoint import open_checkpoint
     from unfreeze.checkpoint.manifest import read_config, read_json
-    from unfreeze.parallel.plan import measure, rates_here, work_of
-    from unfreeze.parallel.plan.choose import Asked
     from unfreeze.parallel.plan.counts import counts
 
-    if config.train == "all" and config.lora.model_fields_set:
-        raise ConfigError(
-            'train = "all" trains every weight and has no adapters',
-            next="leave --lora flags or --train all out",
-        )
-
-    # the model on "meta": shapes and dtypes, no memory
     dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[config.dtype]
     path = Path(config.model)
     if path.suffix == ".json" and not path.is_file():
@@ -293,10 +323,27 @@ def _measured(config: Config, machine: Fleet) -> tuple[Sizes, Counts, Asked]:
     else:
         manifest = open_checkpoint(config.model)
         model = models.meta_model(models.shape(manifest.config), manifest, dtype)
+    return Opened(model, counts(model))
+
+
+def _measured(config: Config, machine: Fleet, opened: Opened) -> tuple[Sizes, Counts, Asked]:
+    """(bytes of the parts, counts, what is asked)."""
+    import torch
+
+    from unfreeze.adapters.snapshot import COPY_BYTES
+    from unfreeze.parallel.plan import rates_here, work_of
+    from unfreeze.parallel.plan.choose import Asked
+
+    if config.train == "all" and config.lora.model_fields_set:
+        raise ConfigError(
+            'train = "all" trains every weight and has no adapters',
+            next="leave --lora flags or --train all out",
+        )
+    model, counted = opened.model, opened.counts
+    dtype = next(model.parameters()).dtype
 
     # what trains, and what a step does with it
     lora = config.lora if config.train == "adapters" else None
-    counted = counts(model)
     if lora is None and counted.packed:
         raise ConfigError(
             f"model = {config.model!r} is packed in 4 bits: its codes cannot be moved by gradients",
@@ -328,7 +375,7 @@ def _measured(config: Config, machine: Fleet) -> tuple[Sizes, Counts, Asked]:
             every_weight=lora is None,
         )
     asked = Asked(work, config.tokens_per_step, length, recomputes, rates)
-    return measure(model, lora, machine.kind), counted, asked
+    return opened.sizes(lora, machine.kind), counted, asked
 
 
 def _refuse_other_routing(trace: str, load: Mapping[str, Sequence[int]], counts: Counts) -> None:

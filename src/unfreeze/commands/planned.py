@@ -33,6 +33,7 @@ class Planned:
     length: int
     tokens_chosen: bool = False
     proposals: Sequence[str] = ()
+    reason: str = ""
     simulated: Mapping[str, float] | None = None
     notes: Sequence[str] = ()
     usd_per_hour: float | None = None
@@ -80,6 +81,7 @@ class Planned:
             "dominating": time.dominating if time else None,
             "not_built": list(choice.not_built),
             "proposals": list(self.proposals),
+            "reason": self.reason or None,
             "simulated": self.simulated,
             "notes": list(self.notes),
             "source": self.rates or None,
@@ -126,6 +128,7 @@ class Planned:
         lines += [f"  {note}" for note in self.notes]
         if choice.not_built:
             lines.append(f"  not built yet: {', '.join(choice.not_built)}")
+        lines += [f"  nothing found that fits: {self.reason}"] * bool(self.reason)
         return lines + [f"  fits with {line}" for line in self.proposals]
 
     def _chosen(self) -> str:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,12 @@ import torch
 
 from unfreeze import models
 from unfreeze.config.lora import LoraConfig
+from unfreeze.kernels.expert_mlp import WORKSPACE
 from unfreeze.parallel.fleet import fleet
 from unfreeze.parallel.plan import Work, measure
-from unfreeze.parallel.plan.choose import Asked, _layouts, choose, proposals
+from unfreeze.parallel.plan.choose import CPU_SIZES, Asked, _choices, _layouts, choose, proposals, too_large
 from unfreeze.parallel.plan.counts import counts
-from unfreeze.parallel.plan.layout import WORKSPACE, Layout, places
+from unfreeze.parallel.plan.layout import Layout, places
 from unfreeze.parallel.plan.terms import USABLE
 
 GB = 1e9
@@ -66,6 +68,20 @@ KIMI = {
     },
 }
 """Kimi-K2-Thinking's published sizes."""
+
+
+DENSE = {
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "intermediate_size": 8192,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -146,9 +162,84 @@ def test_experts_of_a_gpu_come_in_groups_that_keep_to_the_workspace(kimi):
     assert WORKSPACE <= whole.device["expert workspace"] < 1.4 * WORKSPACE
 
 
+def test_in_float32_the_reference_expands_every_expert_of_a_device():
+    """Its autograd keeps them; in bf16 they keep to the workspace."""
+    config = {name: value for name, value in KIMI.items() if name != "quantization_config"}
+    bytes_of = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        model = models.from_config(config | {"num_hidden_layers": 2}, dtype)
+        measured = measure(model, LoraConfig(rank=1), "cuda"), counts(model)
+        work = replace(asked(1).work, tokens=512)
+        found = places(*measured, work, fleet("8xH200"), Layout(split=8)).device["expert workspace"]
+        bytes_of[dtype] = found
+    every = 48 * 3 * 7168 * 2048
+    assert bytes_of[torch.float32] > 4 * every
+    assert 2 * every < bytes_of[torch.bfloat16] < WORKSPACE + every // 100
+
+
 def test_a_published_config_is_read(shared=Path(__file__).parents[4] / "shared" / "data" / "configs"):
     path = shared / "Kimi-K2-Thinking.json"
     if not path.is_file():
         pytest.skip("the published config is not on this machine")
     ours = counts(models.from_config(KIMI, torch.bfloat16))
     assert counts(models.from_config(json.loads(path.read_text()), torch.bfloat16)) == ours
+
+
+def changed(before, words):
+    """The Asked and host memory that a proposal's words name."""
+    parts = dict(part.strip().split(" ", 1) for part in words.split(",") if not part.strip()[0].isdigit())
+    work = replace(
+        before.work,
+        rank=int(parts.get("lora.rank", before.work.rank)),
+        optimizer_moments=parts.get("optimizer_moments", before.work.optimizer_moments),
+    )
+    tokens = parts.get("tokens_per_step", "").replace(",", "")
+    return replace(before, work=work, tokens=int(tokens) if tokens else before.tokens)
+
+
+def test_where_no_single_change_is_enough_several_are_proposed_and_they_fit(kimi):
+    """One 24 GB card for Kimi-K2 at rank 64: neither a rank nor a host alone is enough."""
+    small, what = fleet("1xRTX4090"), asked(64)
+    (line, *_) = proposals(*kimi, small, what)
+    rank, host = line.split(" (")[0].split(", ")
+    assert host.endswith("GB of host memory")
+    gib = int(host.split()[0].replace(",", ""))
+    both = changed(what, rank)
+    # experts on disk: it fits, and waits, which choose() never takes by itself
+    assert both.work.rank < 64 and "of a step waits" in line
+    alone = (replace(small, host=gib * 2**30), what), (small, both)
+    for machine, fewer in alone:  # control arm: each of the two alone is not
+        assert not any(c.places.fits for c in _choices(*kimi, machine, fewer))
+    assert any(c.places.fits for c in _choices(*kimi, alone[0][0], both))
+    # nor would a larger rank do
+    twice = replace(both, work=replace(both.work, rank=2 * both.work.rank))
+    assert not any(c.places.fits for c in _choices(*kimi, alone[0][0], twice))
+
+
+def test_a_machine_without_a_gpu_is_told_the_memory_it_would_need(kimi):
+    (line,) = proposals(*kimi, fleet("cpu:24GB"), asked(16))
+    words = line.split(" (")[0]
+    assert choose(*kimi, fleet(words), asked(16))[1]
+    smaller = next(f"cpu:{a}GB" for a, b in pairwise(CPU_SIZES) if f"cpu:{b}GB" == words)
+    assert not choose(*kimi, fleet(smaller), asked(16))[1]  # control arm: the size before it is too small
+
+
+def test_a_device_too_small_for_every_weight_is_told_the_next_larger_one():
+    """Every weight of a dense model trains on each device: more of them don't help, a larger one does."""
+    model = models.from_config(DENSE, torch.bfloat16)
+    dense, every = (measure(model, None, "cuda"), counts(model)), asked(None)
+    card = replace(fleet("1xRTX4090"), memory=8 * dense[0].elements)
+    found = proposals(*dense, card, every)
+    named = next(line for line in found if line.startswith("1x"))
+    assert choose(*dense, fleet(named.split(" (")[0]), every)[1] and not choose(*dense, card, every)[1]
+
+
+def test_what_is_too_large_by_itself_is_named(kimi):
+    """A CPU of 1 GB: with the least that can be asked, the frozen rest alone is 21.8 GiB."""
+    said = too_large(*kimi, fleet("cpu:1GB"), asked(16))
+    assert said.startswith(
+        "even with lora.rank 1, optimizer_moments int8, tokens_per_step 512: the frozen rest"
+    )
+    assert "alone 21.8 GiB" in said and "a device has 942.1 MiB usable" in said
+    # nothing alone is too large: the sum is said
+    assert "a step " in too_large(*kimi, fleet("cpu:24GB"), asked(16))

@@ -3,8 +3,10 @@
 import math
 
 import pytest
+import torch
 
 from unfreeze.parallel.fleet import Fleet, fleet
+from unfreeze.parallel.plan import seconds as timing
 from unfreeze.parallel.plan.counts import Counts
 from unfreeze.parallel.plan.layout import Layout
 from unfreeze.parallel.plan.rates import Rates, of_device
@@ -130,6 +132,16 @@ def test_experts_that_come_in_groups_are_expanded_at_each_visit():
         for split in (1, 8)
     )
     assert one.terms["expansion"] == pytest.approx(8 * eight.terms["expansion"] * 3 / 2)
+
+
+@pytest.mark.parametrize("groups, visits", [(1, 2), (2, 3)])
+def test_the_op_says_how_many_groups_there_are(groups, visits, monkeypatch):
+    asked = []
+    monkeypatch.setattr(timing, "expert_groups", lambda *sizes: asked.append(sizes) or groups)
+    found = seconds(MOE, fleet("8xH200"), RATES, Layout(split=7), tokens=65536, length=2048, trained=TRAINED)
+    assert asked == [(55, 7168, 2048, torch.bfloat16, "cuda")]
+    by_hand = 60 * 384 / 7 * 3 * 7168 * 2048 * EXPANDED * visits / RATES.expansion
+    assert found.terms["expansion"] == pytest.approx(by_hand)
 
 
 def test_micro_batches_stream_the_experts_again_and_update_once():

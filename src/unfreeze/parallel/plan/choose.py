@@ -7,14 +7,15 @@ Where none fits, `proposals` says what would: fewer tokens a step, a lower rank,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.units import format_bytes
 from unfreeze.models.recompute import Recompute
-from unfreeze.parallel.fleet import PER_HOST, Fleet
+from unfreeze.parallel.fleet import PER_HOST, Fleet, devices
 from unfreeze.parallel.plan.counts import Counts
 from unfreeze.parallel.plan.layout import Layout, Places, places
 from unfreeze.parallel.plan.propose import MIN_TOKENS
@@ -26,6 +27,8 @@ from unfreeze.parallel.plan.terms import Work
 TOKENS = tuple(2**power for power in range(16, 8, -1))
 """Tokens of a step that are tried where the user names none, 65,536 first."""
 HOST_SIZES = (128, 256, 512, 768, 1024, 1536, 2048)  # GiB that hosts are sold with
+CPU_SIZES = (8, 16, 32, 64, 96, 128, 192, *HOST_SIZES[1:], 3072, 4096)  # GiB of a machine without a GPU
+MOST = 64  # devices that are proposed
 WAITING = 0.25  # share of a step spent waiting for transfers; above it a layout is proposed, never chosen
 CLOSE = 1.05  # a layout counts as equally fast if the fastest is at most this many times as fast
 
@@ -85,8 +88,12 @@ def choose(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> tuple[Ch
 
 
 def proposals(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> list[str]:
-    """What fits instead, one line each, with its bytes."""
-    found = []
+    """What fits instead, one line each, with its bytes.
+
+    First one change each: a lower rank, smaller moments, more host memory, fewer tokens. Where none of these
+    is enough, several together, and the next larger machine.
+    """
+    found: list[str] = []
 
     # smaller state: half the rank, a quarter …; moments in int8
     if asked.work.rank is not None:
@@ -95,18 +102,18 @@ def proposals(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> list[
             lower = replace(
                 asked.work, rank=rank, experts_rank=None if experts is None else min(experts, rank)
             )
-            found += _if_it_fits(f"lora.rank {rank}", sizes, counts, fleet, replace(asked, work=lower))
+            found += if_it_fits(f"lora.rank {rank}", sizes, counts, fleet, replace(asked, work=lower))
             if found:
                 break
     if asked.work.optimizer_moments == "float32":
         small = replace(asked, work=replace(asked.work, optimizer_moments="int8"))
-        found += _if_it_fits("optimizer_moments int8", sizes, counts, fleet, small)
+        found += if_it_fits("optimizer_moments int8", sizes, counts, fleet, small)
 
     # more host memory
     for gib in HOST_SIZES:
         if gib * 2**30 > fleet.host and fleet.kind == "cuda":
             more = replace(fleet, host=gib * 2**30)
-            lines = _if_it_fits(f"{gib:,} GB of host memory", sizes, counts, more, asked)
+            lines = if_it_fits(f"{gib:,} GB of host memory", sizes, counts, more, asked)
             if lines:
                 found += lines
                 break
@@ -116,17 +123,115 @@ def proposals(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> list[
         if tokens > (asked.tokens or TOKENS[0]):
             continue
         fewer = replace(asked, tokens=tokens)
-        lines = _if_it_fits(f"tokens_per_step {tokens:,}", sizes, counts, fleet, fewer, slow=True)
+        lines = if_it_fits(f"tokens_per_step {tokens:,}", sizes, counts, fleet, fewer, slow=True)
         if lines:
             found += lines
             break
-    return found
+    if found:
+        return found
+    return _together(sizes, counts, fleet, asked) + _larger_machine(sizes, counts, fleet, asked)
 
 
-def _if_it_fits(
+def too_large(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> str:
+    """Why nothing fits: what alone is larger than its place with the least that can be asked, or the sum."""
+    least = {name: values[-1] for name, values in _options(fleet, asked).items()}
+    choice = min(_choices(sizes, counts, *_changed(fleet, asked, least)), key=_over)
+    places, where = choice.places, choice.places.over
+    terms, usable = (
+        (places.device, places.device_usable) if where == "device" else (places.host, places.host_usable)
+    )
+    name, size = max(terms.items(), key=lambda term: term[1])
+    asks = _words_of(fleet, asked, least)
+    even = f"even with {asks}: " if asks else ""
+    what = f"{name} alone {format_bytes(size)}"
+    if size <= usable:
+        what = f"a step {format_bytes(sum(terms.values()))}, most of it {name}"
+    return f"{even}{what}, a {where} has {format_bytes(usable)} usable"
+
+
+def _together(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> list[str]:
+    """Several changes at once, none larger than it must be with those after it at their utmost.
+
+    Kept as they are as long as possible: host memory, then the rank, the moments, the tokens. [] where not
+    even all of them fit. A layout that mostly waits is taken only where no other fits.
+    """
+    options = _options(fleet, asked)
+    for slow in (False, True):
+
+        def fits(changes: Mapping[str, Any], slow: bool = slow) -> bool:
+            choices = _choices(sizes, counts, *_changed(fleet, asked, changes), only_fitting=True)
+            return any(slow or _worth_it(choice) for choice in choices)
+
+        changes = {name: values[-1] for name, values in options.items()}
+        if not fits(changes):
+            continue
+        for name, values in options.items():
+            changes[name] = next(value for value in values if fits(changes | {name: value}))
+        words = _words_of(fleet, asked, changes)
+        return if_it_fits(words, sizes, counts, *_changed(fleet, asked, changes), slow=slow)
+    return []
+
+
+def _options(fleet: Fleet, asked: Asked) -> dict[str, list[Any]]:
+    """Name of a change -> its values: as it is, then milder to harder."""
+    work, parts = asked.work, fleet.count * asked.work.micro_batches
+    most = asked.tokens or TOKENS[0]
+    hosts = [gib * 2**30 for gib in HOST_SIZES if gib * 2**30 > fleet.host]
+    movable = fleet.kind == "cuda" and work.rank is not None  # where every weight trains, nothing leaves
+    return {
+        "host": [fleet.host, *(hosts if movable else [])],
+        "rank": [work.rank, *(_halves(work.rank) if work.rank else [])],
+        "moments": list(dict.fromkeys([work.optimizer_moments, "int8"])),
+        "tokens": [asked.tokens, *(t for t in TOKENS if MIN_TOKENS * parts <= t < most)],
+    }
+
+
+def _changed(fleet: Fleet, asked: Asked, changes: Mapping[str, Any]) -> tuple[Fleet, Asked]:
+    work, rank = asked.work, changes["rank"]
+    experts = None if work.experts_rank is None else min(work.experts_rank, rank)
+    work = replace(work, rank=rank, experts_rank=experts, optimizer_moments=changes["moments"])
+    return replace(fleet, host=changes["host"]), replace(asked, work=work, tokens=changes["tokens"])
+
+
+def _words_of(fleet: Fleet, asked: Asked, changes: Mapping[str, Any]) -> str:
+    """'lora.rank 4, tokens_per_step 512': what differs from what was asked."""
+    words = []
+    if changes["rank"] != asked.work.rank:
+        words.append(f"lora.rank {changes['rank']}")
+    if changes["moments"] != asked.work.optimizer_moments:
+        words.append(f"optimizer_moments {changes['moments']}")
+    if changes["tokens"] != asked.tokens:
+        words.append(f"tokens_per_step {changes['tokens']:,}")
+    if changes["host"] != fleet.host:
+        words.append(f"{changes['host'] // 2**30:,} GB of host memory")
+    return ", ".join(words)
+
+
+def _larger_machine(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> list[str]:
+    """The next larger machine that fits: more memory of a CPU; more devices, or the next larger one."""
+    if fleet.kind == "cpu":
+        larger = [(f"cpu:{gib:,}GB", replace(fleet, memory=gib * 2**30)) for gib in CPU_SIZES]
+        larger = [(words, machine) for words, machine in larger if machine.memory > fleet.memory]
+    else:
+        counts_of = [fleet.count * 2**power for power in range(1, 7) if fleet.count * 2**power <= MOST]
+        larger = [(f"{n} such devices", replace(fleet, count=n)) for n in counts_of]
+        known = sorted(devices().items(), key=lambda item: item[1].memory_gib)
+        larger += [
+            (f"{fleet.count}x{name}", replace(fleet, memory=int(facts.memory_gib * 2**30), device=facts))
+            for name, facts in known
+            if facts.memory_gib * 2**30 > fleet.memory
+        ]
+    for words, machine in larger:
+        if lines := if_it_fits(words, sizes, counts, machine, asked):
+            return lines
+    return []
+
+
+def if_it_fits(
     words: str, sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked, *, slow: bool = False
 ) -> list[str]:
-    fitting = [c for c in _choices(sizes, counts, fleet, asked) if c.places.fits and (slow or _worth_it(c))]
+    choices = _choices(sizes, counts, fleet, asked, only_fitting=True)
+    fitting = [choice for choice in choices if slow or _worth_it(choice)]
     if not fitting:
         return []
     best = max(fitting, key=_rank)
@@ -141,7 +246,9 @@ def _if_it_fits(
     return [f"{words} ({', '.join(parts)}; {best.layout.words})"]
 
 
-def _choices(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> Iterator[Choice]:
+def _choices(
+    sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked, *, only_fitting: bool = False
+) -> Iterator[Choice]:
     rates = rates_of(fleet, asked)
     for tokens in (asked.tokens,) if asked.tokens else TOKENS:
         parts = fleet.count * asked.work.micro_batches
@@ -150,6 +257,8 @@ def _choices(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> Iterat
         work, tokens = replace(asked.work, tokens=tokens // parts), tokens // parts * parts
         for layout in _layouts(counts, fleet, asked):
             found = places(sizes, counts, work, fleet, layout)
+            if only_fitting and not found.fits:
+                continue
             time = None
             if rates is not None:
                 time = seconds_of(sizes, counts, fleet, rates, layout, asked, tokens)

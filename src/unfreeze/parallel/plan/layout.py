@@ -12,7 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from unfreeze.kernels.expert_mlp import WORKSPACE
+import torch
+
+from unfreeze.kernels.expert_mlp import workspace_bytes
 from unfreeze.models.recompute import Recompute
 from unfreeze.parallel.fleet import Fleet
 from unfreeze.parallel.machine import Hardware
@@ -94,7 +96,8 @@ def places(sizes: Sizes, counts: Counts, work: Work, fleet: Fleet, layout: Layou
     workspace = sizes.workspace
     if fleet.kind == "cuda":
         held = -(-counts.num_experts // layout.split)
-        workspace = min(WORKSPACE, held * counts.expert_weights * sizes.compute_bytes)
+        dtype = torch.bfloat16 if sizes.compute_bytes == 2 else torch.float32
+        workspace = workspace_bytes(held, counts.hidden_size, counts.expert_width, dtype, fleet.kind)
     local = replace(
         sizes,
         base=0,

@@ -34,7 +34,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from unfreeze.kernels.expert_mlp import WORKSPACE
+import torch
+
+from unfreeze.kernels.expert_mlp import expert_groups
 from unfreeze.parallel.fleet import PER_HOST, Fleet
 from unfreeze.parallel.plan.counts import Counts
 from unfreeze.parallel.plan.layout import Layout
@@ -104,8 +106,9 @@ def seconds(
         flops = rows * 2 * (counts.expert_weights * (again + backward) + of_layer * (again + 2))
         terms["experts"] = counts.moe_layers * flops / rates.of_experts(rows / experts_here)
         if counts.packed:
-            in_groups = experts_here * counts.expert_weights * 2 > WORKSPACE
-            moved = experts_here * counts.expert_weights * EXPANDED * (again + 1 if in_groups else 2)
+            held = -(-counts.num_experts // layout.split)
+            groups = expert_groups(held, D, I, torch.bfloat16, fleet.kind)
+            moved = experts_here * counts.expert_weights * EXPANDED * (again + 1 if groups > 1 else 2)
             terms["expansion"] = counts.moe_layers * moved / rates.expansion
         terms["passes over rows"] = counts.moe_layers * rows * 2 * (14 * D + 16 * I) / rates.passes
 
