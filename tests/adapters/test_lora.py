@@ -1,5 +1,6 @@
 """LowRank and ExpertLowRank against the merged weight in float64, and against peft's initial distribution."""
 
+import hashlib
 import math
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from unfreeze.adapters import lora
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
 from unfreeze.config.lora import scale_of
+from unfreeze.kernels.loops.cores import spread
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.quant.int4 import Int4
@@ -207,6 +209,32 @@ def test_a_layer_is_drawn_by_all_cores_and_copied_once(monkeypatch):
         for A in elsewhere.down_A.detach():
             A.copy_(torch.zeros(A.shape))
     assert copies.number == E
+
+
+def test_one_thread_and_two_draw_the_numbers_of_each_matrix_own_generator(monkeypatch):
+    """uniform within ±1/sqrt(in) from a generator seeded by the first 63 bits of sha256("seed:name")."""
+    name, shares = "model.layers.1.mlp.experts", []
+    monkeypatch.setattr(lora, "NUMBERS_PER_CORE", 8)
+    monkeypatch.setattr(lora, "spread", lambda parts, work: (shares.append(len(parts)), spread(parts, work)))
+    drawn, threads = {}, torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            adapter = ExpertLowRank(5, 8, 12, gate_up_rank=2, down_rank=3, scale=1.0, down_scale=1.0)
+            adapter.reset(7, name)
+            drawn[count] = adapter
+    finally:
+        torch.set_num_threads(threads)
+    assert shares == [1, 1, 2, 2]  # two threads did draw
+
+    for e in range(5):
+        for matrix, rows in (("gate_proj", slice(2)), ("up_proj", slice(2, 4)), ("down_proj", slice(3))):
+            digest = hashlib.sha256(f"7:{name}.{e}.{matrix}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            bound = 1 / math.sqrt(12 if matrix == "down_proj" else 8)
+            found = [a.down_A[e] if matrix == "down_proj" else a.gate_up_A[e, rows] for a in drawn.values()]
+            alone = torch.empty(found[0].shape).uniform_(-bound, bound, generator=generator)
+            assert all(torch.equal(A, alone) for A in found)
 
 
 def test_scale_is_alpha_over_r_or_its_root():

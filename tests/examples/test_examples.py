@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from unfreeze import cli
 from unfreeze.config.parse import parse
 from unfreeze.recipes import pretrain, sft
 
@@ -23,6 +24,23 @@ def test_an_example_is_accepted_by_its_recipe(path, monkeypatch):
             name.startswith("build/tiny-k2/") and "generate.py --out build/tiny-k2" in path.read_text()
         )
         assert made_by_generator or (ROOT / name).exists(), f"{path.name} names {name}, which no clone has"
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_says_where_its_paths_count_from_and_so_does_the_error(
+    path, monkeypatch, tmp_path, capsys
+):
+    assert "count from the folder that the command is given in" in path.read_text().split("model =")[0]
+    monkeypatch.chdir(tmp_path)
+    recipe = "pretrain" if path.stem.startswith("pretrain") else "sft"
+    assert cli.main([recipe, str(path)]) == 2
+    assert f".jsonl' is not a file in {tmp_path}\n" in capsys.readouterr().err
+    data = tmp_path / "chat.jsonl"
+    data.write_text("{}")
+    assert cli.main([recipe, str(path), "--data", str(data)]) == 2
+    assert f" does not exist in {tmp_path}\n" in capsys.readouterr().err
+    assert cli.main([recipe, str(path), "--data", str(tmp_path / "none.jsonl")]) == 2
+    assert "none.jsonl' is not a file\n" in capsys.readouterr().err  # where a path is whole, nothing is added
 
 
 def test_there_are_examples():

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from unfreeze.kernels.expert_mlp import ExpertFactors
 from unfreeze.kernels.loops.cores import spread
 
-NUMBERS_PER_CORE = 1 << 20  # drawn in about 4 ms; fewer are not worth a thread
+NUMBERS_PER_CORE = 1 << 20  # fewer are drawn sooner than a thread is handed them
 
 
 class LowRank(nn.Module):

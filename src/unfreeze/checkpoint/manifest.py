@@ -20,7 +20,7 @@ from typing import Any, cast
 from unfreeze.checkpoint import hub
 from unfreeze.checkpoint.faults import Faults
 from unfreeze.core.dtypes import ITEMSIZE
-from unfreeze.core.errors import CheckpointError, nearest
+from unfreeze.core.errors import CheckpointError, looked_in, nearest
 from unfreeze.core.events import RESOLVED
 from unfreeze.quant.codec import Codec, as_table
 from unfreeze.quant.formats import is_part, is_part_in, recognise
@@ -213,7 +213,7 @@ def _folder(source: str | Path, progress: Callable[[str], None] | None) -> Path:
         except CheckpointError as error:  # "models/tinyk2" may be a mistyped path as well as an id
             raise CheckpointError(error.message + hint, next=error.next) from error
     raise CheckpointError(
-        f"{text} does not exist{hint}",
+        f"{text} does not exist{looked_in(text)}{hint}",
         next='give an existing folder, or a Hugging Face id written "org/name"',
     )
 

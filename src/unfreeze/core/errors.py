@@ -7,6 +7,7 @@ Exit codes: a UserError ends a command with 2, anything else with 1 (see cli.py)
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
 
 
@@ -64,6 +65,14 @@ def printable(text: str) -> str:
 # The least similarity (difflib's ratio) of a name that is suggested: q_porj and q_proj have 0.83, init and
 # inspect 0.55, merge and kernels 0.5.
 NEAR = 0.7
+
+
+def looked_in(path: str) -> str:
+    """Where a path that isn't there was looked for: " in /the/current/folder" where it is relative, else "".
+
+    Relative paths, those in a TOML file too, count from the folder that the command is given in.
+    """
+    return "" if os.path.isabs(path) else f" in {os.getcwd()}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -22,7 +22,7 @@ from unfreeze.config.parse import writing
 from unfreeze.config.tables import Data
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
-from unfreeze.core.errors import ConfigError
+from unfreeze.core.errors import ConfigError, looked_in
 from unfreeze.core.events import RESOLVED
 from unfreeze.core.schema import TrainEvent
 from unfreeze.job.resume import FIXED, allowed
@@ -217,5 +217,6 @@ def refuse_absent(files: Iterable[tuple[str, str]]) -> None:
     for field, path in files:
         if not Path(path).is_file():
             raise ConfigError(
-                f"{field} = {path!r} is not a file", next=f"give --{field} an existing .jsonl or .txt file"
+                f"{field} = {path!r} is not a file{looked_in(path)}",
+                next=f"give --{field} an existing .jsonl or .txt file",
             )

@@ -30,8 +30,7 @@ from unfreeze.kernels.loops.scratch import scratch
 from unfreeze.kernels.recompute import Reuse
 
 SCORE_BYTES = 8 << 20  # float32 scores of the heads worked on at once
-# multiply-adds of a call from which cores get heads of their own: 0.3 ms of work, against 0.1 ms to hand it
-# out
+# multiply-adds of a call from which cores get heads of their own; less work is not worth handing out
 SPREAD_FROM = 1 << 26
 
 

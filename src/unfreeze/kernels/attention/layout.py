@@ -17,8 +17,7 @@ from torch import Tensor
 
 from unfreeze.core.batch import send
 
-# documents up to this length share one bucket: their padding costs less than a second attention call (about
-# 0.1 ms)
+# documents up to this length share one bucket: their padding costs less than a second attention call
 SHORT_DOCUMENT = 64
 FILL = 0.75  # longer documents join a bucket if they fill at least this share of its length
 

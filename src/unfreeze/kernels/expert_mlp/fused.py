@@ -48,7 +48,7 @@ def _forward(call: Call[R], x: Tensor, *, save: bool) -> tuple[Tensor, Saved]:
 
     def buffer(columns: int) -> Tensor | None:
         # Rounded up so that layers and steps ask for the same size again: chunks of many sizes leave the heap
-        # in pieces (0.3 GB of 3.4 here).
+        # in pieces.
         return x.new_empty((round_up(n, 2048), columns))[:n] if save and columns else None
 
     saved = Saved(gate_up=buffer(2 * call.I), xA=buffer(call.Q), hA=buffer(call.P))

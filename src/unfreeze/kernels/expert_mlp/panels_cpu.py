@@ -136,8 +136,8 @@ def _add(a, pairs, panel, sums, first, token, weight, out):
 
 @inner
 def _copy(source, target):
-    """target[:] = source, of one shape. numba's own assignment takes 2.5 s to compile, because it contains
-    the error message for unequal shapes."""
+    """target[:] = source, of one shape. numba's own assignment is slow to compile: it contains the error
+    message for unequal shapes."""
     for row in range(source.shape[0]):
         for column in range(source.shape[1]):
             target[row, column] = source[row, column]

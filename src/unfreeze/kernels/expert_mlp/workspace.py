@@ -124,9 +124,7 @@ class Base:
             # forward leaves what backward needs.
             content = (*(part._version for part in parts), experts[0], shape)
             space, filled = scratch_of(name, shape, self.dtype, device, parts[0], content)
-        views = (
-            self._views
-        )  # read once: on a CPU other threads write it meanwhile, each has a space of its own
+        views = self._views  # read once: another thread may put the views of its own space there
         if not views or views[0] is not space:
             (above, below), (left, _) = (
                 space.split([size, width], dim=dim) for dim, size in ((1, self.rows), (2, self.columns))

@@ -55,8 +55,8 @@ def in_runs(parts: int, workers: int, work: Callable[[int, int], object]) -> Non
     """work(start, stop) for consecutive runs of 0 .. parts, equally long within one: a run in this thread,
     each other one in a thread of its own.
 
-    For runs of a tenth of a millisecond and more: handing one over takes 30 microseconds (two cores of an AMD
-    EPYC), where a ThreadPoolExecutor takes 100 to 140. An error is raised once all have stopped.
+    Short runs are not worth handing over; a ThreadPoolExecutor takes several times as long for it
+    (docs/decisions.md, 77). An error is raised once all have stopped.
     """
     cuts = [parts * worker // workers for worker in range(workers + 1)]
     answers: list[BaseException | None] = []

@@ -33,8 +33,8 @@ Loop = Callable[..., Any]
 njit: Any = numba.njit  # its stubs know neither forceinline nor no_cpython_wrapper
 OPTIONS: dict[str, Any] = dict(nogil=True, boundscheck=False, error_model="numpy", no_cfunc_wrapper=True)
 
-# Loops of fewer elements run on one thread: they take 10 to 100 microseconds, and handing a part to a second
-# thread takes 30.
+# Loops of fewer elements run on one thread: handing a part to a second one takes about as long as they do
+# (docs/decisions.md, 77).
 SERIAL = 1 << 18
 
 
@@ -81,8 +81,7 @@ class Kernel:
     there are few elements, or torch.get_num_threads() is 1, the calling thread does all parts. Otherwise each
     thread does a run of consecutive parts.
 
-    numba's `prange` would do the same, but compiles a loop three times over: 1.3 to 2.3 s instead of 0.4 to
-    0.9.
+    numba's `prange` would do the same, but compiles a loop three times over (docs/decisions.md, 77).
     """
 
     def __init__(self, function: Loop):
