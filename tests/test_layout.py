@@ -287,7 +287,6 @@ TESTED_BY = {
     "parallel/plan/terms.py": "parallel/test_plan.py",
     "quant/codec.py": "quant/test_int4.py",
     "bench/job.py": "bench/test_moe.py",
-    "bench/kimi.py": "bench/test_moe.py",
     "bench/kimi_slice.py": "bench/test_layer.py",
     "bench/peers.py": "bench/test_moe.py",
     "bench/plan_page.py": "bench/test_plan.py",

@@ -9,67 +9,8 @@ from unfreeze.core.errors import UserError
 from unfreeze.generate.engine import Completion, Engine, batch_of
 from unfreeze.generate.sampling import Chooser, Sampling
 
-SMALL = {
-    "vocab_size": 89,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 320,
-    "rms_norm_eps": 1e-5,
-    "initializer_range": 0.25,
-}
-YARN = {
-    "type": "yarn",
-    "factor": 8.0,
-    "original_max_position_embeddings": 40,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}
-MLA = {
-    "model_type": "kimi_k2",
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 24,
-    "q_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "n_routed_experts": 8,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "routed_scaling_factor": 2.0,
-    "rope_scaling": YARN,
-    "rope_theta": 50000.0,
-}
-KINDS = {
-    "gqa": {
-        "model_type": "llama",
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-    },
-    "gqa-qk-norm": {
-        "model_type": "qwen3",
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-    },
-    "mla-yarn": MLA,
-    "mla-yarn-no-q-latent": {**MLA, "q_lora_rank": None},
-}
+KINDS = ("gqa", "gqa-qk-norm", "mla-yarn", "mla-yarn-no-q-latent")  # of conftest.py
 PROMPTS = [[3, 17, 42, 8, 60, 11, 5], [70, 2], list(range(20, 51))]
-
-
-def build(kind, **changes):
-    model = models.build(models.shape({**SMALL, **KINDS[kind], **changes}), dtype=torch.float32, device="cpu")
-    models.initialize(model, seed=1)
-    return model.eval().requires_grad_(False)
 
 
 def uncached(model, prompts, sampling):
@@ -104,7 +45,7 @@ def tokens(completions):
 
 @pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1]], ids=["batched", "single"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_cached_equals_uncached_for_256_tokens(kind, prompts):
+def test_cached_equals_uncached_for_256_tokens(build, kind, prompts):
     """Sampled at temperature 1, because greedy random models soon repeat themselves; a seed makes the draw a
     function of the logits."""
     model, sampling = build(kind), Sampling(max_new_tokens=256, temperature=1.0, seed=0)
@@ -115,20 +56,20 @@ def test_cached_equals_uncached_for_256_tokens(kind, prompts):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_cached_equals_the_model_run_anew_for_each_token(kind, temperature):
+def test_cached_equals_the_model_run_anew_for_each_token(build, kind, temperature):
     model, sampling = build(kind), Sampling(max_new_tokens=24, temperature=temperature, seed=0)
     assert tokens(Engine(model).generate(PROMPTS, sampling)) == uncached(model, PROMPTS, sampling)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_is_the_same_single_and_batched(kind):
+def test_greedy_is_the_same_single_and_batched(build, kind):
     model, sampling = build(kind), Sampling(max_new_tokens=64)
     single = [Engine(model).generate([prompt], sampling)[0] for prompt in PROMPTS]
     assert Engine(model).generate(PROMPTS, sampling) == single
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_position_off_by_one_in_the_cache_would_be_seen(kind, monkeypatch):
+def test_a_position_off_by_one_in_the_cache_would_be_seen(build, kind, monkeypatch):
     """Control arm: new tokens rotated as if they stood one place later."""
     model, sampling = build(kind), Sampling(max_new_tokens=24)
     expected = tokens(Engine(model).generate(PROMPTS, sampling))
@@ -144,16 +85,16 @@ def test_a_position_off_by_one_in_the_cache_would_be_seen(kind, monkeypatch):
     assert tokens(Engine(model).generate(PROMPTS, sampling)) != expected
 
 
-def test_the_cache_of_latent_attention_is_the_latent(monkeypatch):
+def test_the_cache_of_latent_attention_is_the_latent(build, monkeypatch):
     """(24 latent + 8 rotary) numbers per position and layer, where keys and values would be 4 heads x (24 +
     12)."""
     model = build("mla-yarn")
     cache = model.new_cache(2, 10)
     model.prefill(batch_of([[1, 2, 3], [4]]), cache)
-    assert cache.nbytes == 2 * 10 * (24 + 8) * 4 * SMALL["num_hidden_layers"]
+    assert cache.nbytes == 2 * 10 * (24 + 8) * 4 * model.shape.num_layers
 
 
-def test_rows_that_finish_leave_the_batch_and_change_no_other(monkeypatch):
+def test_rows_that_finish_leave_the_batch_and_change_no_other(build, monkeypatch):
     """Stop ids end rows at different steps; each row is what it is alone, and the number of rows computed
     shrinks."""
     model = build("gqa")
@@ -178,7 +119,7 @@ def test_rows_that_finish_leave_the_batch_and_change_no_other(monkeypatch):
     assert sum(sizes) == sum(len(done.tokens) - 1 for done in expected) and sizes[0] == 3
 
 
-def test_stream_yields_each_token_once_in_order():
+def test_stream_yields_each_token_once_in_order(build):
     engine, sampling = Engine(build("gqa")), Sampling(max_new_tokens=12)
     rows = [[] for _ in PROMPTS]
     for step in engine.stream(PROMPTS, sampling):
@@ -188,7 +129,7 @@ def test_stream_yields_each_token_once_in_order():
     assert all([p.finish_reason for p in row] == [None] * 11 + ["length"] for row in rows)
 
 
-def test_stream_leaves_the_callers_grad_mode_alone():
+def test_stream_leaves_the_callers_grad_mode_alone(build):
     for _ in Engine(build("gqa")).stream([[1]], Sampling(max_new_tokens=3)):
         assert torch.is_grad_enabled()
 
@@ -209,7 +150,7 @@ class Letters:
         return self._Stream()
 
 
-def test_padded_rows_of_the_head_are_never_sampled():
+def test_padded_rows_of_the_head_are_never_sampled(build):
     """docs/trust.md N5. The control arm is the same run without a tokenizer, which does sample them."""
     model, sampling = build("gqa"), Sampling(max_new_tokens=100, temperature=2.0, seed=0)
     with_names, without = Engine(model, tokenizer=Letters()), Engine(model)
@@ -217,7 +158,7 @@ def test_padded_rows_of_the_head_are_never_sampled():
     assert max(without.generate([[1]], sampling)[0].tokens) >= 27
 
 
-def test_stop_strings_end_the_text_across_tokens():
+def test_stop_strings_end_the_text_across_tokens(build):
     engine, sampling = (
         Engine(build("gqa"), tokenizer=Letters()),
         {"max_new_tokens": 60, "temperature": 1.0, "seed": 4},
@@ -231,7 +172,7 @@ def test_stop_strings_end_the_text_across_tokens():
     assert stop not in "".join(streamed)
 
 
-def test_text_held_back_for_a_stop_string_comes_at_the_end():
+def test_text_held_back_for_a_stop_string_comes_at_the_end(build):
     engine, sampling = (
         Engine(build("gqa"), tokenizer=Letters()),
         {"max_new_tokens": 10, "temperature": 1.0, "seed": 4},
@@ -241,7 +182,7 @@ def test_text_held_back_for_a_stop_string_comes_at_the_end():
     assert held.text == text and held.finish_reason == "length"
 
 
-def test_max_new_tokens_is_bounded_by_the_positions_and_the_completion_says_so(recwarn):
+def test_max_new_tokens_is_bounded_by_the_positions_and_the_completion_says_so(build, recwarn):
     engine = Engine(build("gqa", max_position_embeddings=16))
     long, short = engine.generate([PROMPTS[0], PROMPTS[1]], Sampling(max_new_tokens=50))
     assert (len(long.tokens), len(short.tokens)) == (9, 14)
@@ -259,15 +200,15 @@ def test_max_new_tokens_is_bounded_by_the_positions_and_the_completion_says_so(r
         ([[1] * 320], "320 tokens, the model 320 positions"),
     ],
 )
-def test_prompts_that_cannot_be_continued_are_refused_before_work(prompts, message):
+def test_prompts_that_cannot_be_continued_are_refused_before_work(build, prompts, message):
     with pytest.raises(UserError, match=message):
         Engine(build("gqa")).stream(prompts, Sampling())
 
 
-def test_stop_strings_without_a_tokenizer_are_refused():
+def test_stop_strings_without_a_tokenizer_are_refused(build):
     with pytest.raises(UserError, match="need a tokenizer"):
         Engine(build("gqa")).stream([[1]], Sampling(stop=("x",)))
 
 
-def test_no_prompts_no_completions():
+def test_no_prompts_no_completions(build):
     assert Engine(build("gqa")).generate([], Sampling()) == []

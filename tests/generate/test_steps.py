@@ -28,48 +28,7 @@ from unfreeze.kernels.expert_mlp.grouped import Grouped
 from unfreeze.models.blocks import experts
 from unfreeze.models.blocks.passes import StepWithin
 
-SMALL = {
-    "vocab_size": 89,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 320,
-    "rms_norm_eps": 1e-5,
-    "initializer_range": 0.25,
-}
-MLA = {
-    "model_type": "kimi_k2",
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 24,
-    "q_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "n_routed_experts": 8,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "routed_scaling_factor": 2.0,
-}
-KINDS = {
-    "gqa": {
-        "model_type": "llama",
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-    },
-    "gqa-qk-norm": {
-        "model_type": "qwen3",
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-    },
-    "mla-moe": MLA,
-}
+KINDS = ("gqa", "gqa-qk-norm", "mla-moe")  # of conftest.py
 PROMPTS = [[3, 17, 42, 8, 60, 11, 5], [70, 2], list(range(20, 33)), [9]]
 SAMPLED = Sampling(max_new_tokens=40, temperature=1.0, seed=0)
 plain = partial(Replayed, impl="reference")
@@ -81,12 +40,6 @@ def narrow(monkeypatch):
     monkeypatch.setattr(steps_file, "NARROWEST", 8)
     monkeypatch.setattr(choose, "_CHOSEN", {})
     steps_file._say.cache_clear()
-
-
-def build(kind, dtype=torch.float32):
-    model = models.build(models.shape({**SMALL, **KINDS[kind]}), dtype=dtype, device="cpu")
-    models.initialize(model, seed=1)
-    return model.eval().requires_grad_(False)
 
 
 def generated(model, steps, prompts=PROMPTS, sampling=SAMPLED, **how):
@@ -102,7 +55,7 @@ def same(ours, theirs, atol=1e-5):
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_a_step_within_a_width_equals_a_step_across_every_edge(kind, rows):
+def test_a_step_within_a_width_equals_a_step_across_every_edge(build, kind, rows):
     """float32, the same tokens through both: 1e-5 of logits of size 1 to 10, and the caches hold the same
     numbers."""
     model = build(kind)
@@ -121,7 +74,7 @@ def test_a_step_within_a_width_equals_a_step_across_every_edge(kind, rows):
 
 
 @torch.no_grad()
-def test_control_arm_without_its_mask_a_step_sees_what_is_not_there(monkeypatch):
+def test_control_arm_without_its_mask_a_step_sees_what_is_not_there(build, monkeypatch):
     model = build("gqa")
     one, other = model.new_cache(4, 64), model.new_cache(4, 64)
     for cache in (one, other):
@@ -139,12 +92,12 @@ def test_control_arm_without_its_mask_a_step_sees_what_is_not_there(monkeypatch)
 @pytest.mark.parametrize("sampling", [SAMPLED, replace(SAMPLED, temperature=0.0)], ids=["sampled", "greedy"])
 @pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1]], ids=["batched", "single"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_generation_is_the_same_token_for_token(kind, prompts, sampling):
+def test_generation_is_the_same_token_for_token(build, kind, prompts, sampling):
     model = build(kind)
     same(generated(model, plain, prompts, sampling), generated(model, launched, prompts, sampling))
 
 
-def test_rows_that_finish_leave_the_batch_in_the_middle_of_a_width():
+def test_rows_that_finish_leave_the_batch_in_the_middle_of_a_width(build):
     model = build("gqa")
     whole = generated(model, launched)
     stop_ids = frozenset({whole[0].tokens[4], whole[2].tokens[11], whole[3].tokens[20]})
@@ -167,7 +120,7 @@ def test_widths():
 
 
 @torch.no_grad()
-def test_a_full_cache_is_refused_as_an_ordinary_step_refuses_it():
+def test_a_full_cache_is_refused_as_an_ordinary_step_refuses_it(build):
     model = build("gqa")
     cache = model.new_cache(1, 2)
     model.prefill(batch_of([[1, 2]]), cache)
@@ -253,7 +206,7 @@ def grouped(monkeypatch):
 
 @pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1]], ids=["batched", "single"])
 @pytest.mark.parametrize("kind", ["gqa", "gqa-qk-norm"])
-def test_replaying_gives_the_tokens_of_launching(kind, prompts, taped):
+def test_replaying_gives_the_tokens_of_launching(build, kind, prompts, taped):
     model = build(kind)
     same(generated(model, partial(Replayed, impl="taped"), prompts), generated(model, launched, prompts))
     assert len(taped.recorded) == len({16, 32, 64}) and taped.replayed > 25, (
@@ -261,7 +214,7 @@ def test_replaying_gives_the_tokens_of_launching(kind, prompts, taped):
     )
 
 
-def test_latent_attention_and_experts_are_replayed_too(taped, monkeypatch):
+def test_latent_attention_and_experts_are_replayed_too(build, taped, monkeypatch):
     """In bf16, which grouped GEMMs take: the same launches on the same numbers, so the same bits as launching
     within the width."""
     grouped(monkeypatch)
@@ -271,7 +224,7 @@ def test_latent_attention_and_experts_are_replayed_too(taped, monkeypatch):
     assert taped.replayed > 25
 
 
-def test_rows_that_finish_are_recorded_anew(taped):
+def test_rows_that_finish_are_recorded_anew(build, taped):
     model = build("gqa")
     whole = generated(model, launched)
     stop_ids = frozenset({whole[0].tokens[4], whole[2].tokens[11]})
@@ -282,7 +235,7 @@ def test_rows_that_finish_are_recorded_anew(taped):
     assert len({rows for rows, _ in taped.recorded}) > 1
 
 
-def test_control_arm_a_number_of_the_host_in_the_step_would_be_replayed_as_it_was(taped, monkeypatch):
+def test_control_arm_a_number_of_the_host_in_the_step_would_be_replayed_as_it_was(build, taped, monkeypatch):
     model = build("gqa")
     want, within = generated(model, launched), models.Decoder.step_within
 
@@ -296,7 +249,7 @@ def test_control_arm_a_number_of_the_host_in_the_step_would_be_replayed_as_it_wa
     assert [d.tokens for d in generated(model, partial(Replayed, impl="taped"))] != [d.tokens for d in want]
 
 
-def test_experts_that_ask_for_values_are_refused_with_the_reason_said_once(taped, caplog):
+def test_experts_that_ask_for_values_are_refused_with_the_reason_said_once(build, taped, caplog):
     """The reference of the experts, as it runs in float64 here and in float32 on CUDA, asks which experts
     there are."""
     model = build("mla-moe", torch.float64)
@@ -308,7 +261,7 @@ def test_experts_that_ask_for_values_are_refused_with_the_reason_said_once(taped
         same(found, generated(model, launched))
 
 
-def test_a_record_decides(taped, tmp_path):
+def test_a_record_decides(build, taped, tmp_path):
     model = build("gqa")
     same(generated(model, by_record), generated(model, launched))
     assert taped.replayed == 0, "no record: launched"
@@ -345,7 +298,7 @@ def test_a_record_decides(taped, tmp_path):
 @pytest.mark.parametrize(
     "kind, dtype", [("gqa", torch.float32), ("gqa-qk-norm", torch.float32), ("mla-moe", torch.bfloat16)]
 )
-def test_a_cuda_graph_gives_the_tokens_of_launching(kind, dtype, prompts, monkeypatch):
+def test_a_cuda_graph_gives_the_tokens_of_launching(build, kind, dtype, prompts, monkeypatch):
     """In float32 those of ordinary steps; in bf16 attention over another width may round otherwise, so those
     of steps within the same width."""
     model = build(kind, dtype).cuda()
@@ -361,7 +314,7 @@ def test_a_cuda_graph_gives_the_tokens_of_launching(kind, dtype, prompts, monkey
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_on_cuda_experts_in_float32_are_refused_and_generation_goes_on(caplog):
+def test_on_cuda_experts_in_float32_are_refused_and_generation_goes_on(build, caplog):
     model = build("mla-moe").cuda()
     with caplog.at_level(logging.WARNING, logger="unfreeze"):
         ours = generated(model, partial(Replayed, impl="cuda_graph"))

@@ -6,8 +6,12 @@ vocabulary 8192; 0.9 GB with INT4 experts.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from unfreeze.checkpoint.manifest import read_json
+
+TINY_K2 = Path(__file__).resolve().parents[1] / "assets" / "tiny-k2"
 SIZES: dict[str, int] = {
     "hidden_size": 1024,
     "num_hidden_layers": 8,
@@ -30,71 +34,19 @@ layers would be 11 GB."""
 
 
 def config(**sizes: int) -> dict[str, Any]:
-    """config.json of the checkpoint; `sizes` replace those of SIZES."""
+    """config.json of the checkpoint: tiny-k2's, with the published positions; `sizes` replace those of SIZES.
+
+    model_type is what transformers, one of the sides, calls the architecture.
+    """
+    ours = read_json(TINY_K2 / "config.json")
     return {
+        **ours,
         **SIZES,
         **sizes,
-        "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
+        "max_position_embeddings": 262144,
+        "rope_scaling": ours["rope_scaling"] | {"factor": 64.0, "original_max_position_embeddings": 4096},
         "bos_token_id": 0,
         "eos_token_id": 1,
-        "first_k_dense_replace": 1,
-        "hidden_act": "silu",
-        "initializer_range": 0.02,
-        "max_position_embeddings": 262144,
-        "moe_layer_freq": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "num_nextn_predict_layers": 0,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 50000.0,
-        "routed_scaling_factor": 2.827,
-        "scoring_func": "sigmoid",
-        "tie_word_embeddings": False,
-        "topk_method": "noaux_tc",
-        "torch_dtype": "bfloat16",
-        "rope_scaling": {
-            "beta_fast": 1.0,
-            "beta_slow": 1.0,
-            "factor": 64.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 4096,
-            "type": "yarn",
-        },
-        "quantization_config": {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "quantization_status": "compressed",
-            "kv_cache_scheme": None,
-            "config_groups": {
-                "group_0": {
-                    "targets": ["Linear"],
-                    "input_activations": None,
-                    "output_activations": None,
-                    "weights": {
-                        "num_bits": 4,
-                        "type": "int",
-                        "symmetric": True,
-                        "strategy": "group",
-                        "group_size": 32,
-                        "dynamic": False,
-                        "actorder": None,
-                        "block_structure": None,
-                        "observer": "minmax",
-                        "observer_kwargs": {},
-                    },
-                }
-            },
-            "ignore": [
-                "lm_head",
-                "re:.*self_attn.*",
-                "re:.*shared_experts.*",
-                r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
-            ],
-        },
+        "pad_token_id": None,
     }

@@ -26,7 +26,6 @@ from unfreeze.config.parse import Folder, parse, writing
 from unfreeze.core.command import Common
 from unfreeze.core.errors import DataError
 
-TINY_K2 = Path(__file__).resolve().parents[1] / "assets" / "tiny-k2"
 KIMI = {
     "hidden_size": 512,
     "num_hidden_layers": 4,
@@ -225,7 +224,7 @@ def config_of(model: str, sizes: Mapping[str, int]) -> dict[str, Any]:
     from unfreeze.checkpoint.manifest import read_json
 
     if model == "tiny-k2":
-        return read_json(TINY_K2 / "config.json")
+        return read_json(kimi.TINY_K2 / "config.json")
     if model == "kimi":
         return kimi.config(**{**KIMI, **sizes})
     return {"llama": LLAMA, "qwen2": QWEN2, "qwen3_moe": QWEN3_MOE}[model] | dict(sizes)
