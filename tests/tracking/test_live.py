@@ -207,6 +207,27 @@ def test_the_lines_of_a_start_fit_80_columns_with_the_longest_numbers():
     assert "1,234,567 duplicates" in flat and memory.strip() in flat  # nothing is lost
 
 
+@pytest.mark.parametrize("expanded, says", [(0, "preparing step 1, 8 kernels"), (2 * 10**12, "; 8 kernels")])
+def test_predicted_kernels_are_said_once_in_a_line_that_is_there(expanded, says):
+    plan = {"kind": "plan", "step": 0, "lines": ["whole"], "start": ["memory"]}
+    load = {"kind": "load", "step": 0, "bytes": 594 * 10**9, "seconds": 200.0, "expanded_bytes": expanded}
+    start = {"kind": "start", "step": 0, "steps": 3}
+
+    def said(*events):
+        out = io.StringIO()
+        progress = LiveProgress(0, stream=out)
+        for event in events:
+            progress(event)
+        return out.getvalue().splitlines()
+
+    predicted = plan | {"predicted_kernels": [f"op {n}" for n in range(8)]}
+    lines = said(predicted, load, start)
+    assert f"{says} predicted" in lines[1] and len(lines[1]) <= 80
+    assert len(lines) == len(said(plan, load, start)) and "predicted" not in " ".join(said(plan, load, start))
+    # a model that is not loaded
+    assert said(predicted, start) == ["memory", "preparing step 1, 8 kernels predicted"]
+
+
 def test_the_receipt_has_a_title_and_a_verdict():
     out = io.StringIO()
     groups = {

@@ -120,6 +120,9 @@ class PlanEvent(CommonFields):
     hardware: Annotated[Device, of("object", "the device it is made for")]
     lines: Annotated[list[AnyText], of("sentences", "the whole plan for people (`--plan`)")]
     start: NotRequired[Annotated[list[AnyText], of("sentences", "what a terminal says of it")]]
+    predicted_kernels: NotRequired[
+        Annotated[list[AnyText], of("ops", "whose kernel runs unmeasured where the model has the op")]
+    ]
 
 
 class LoadEvent(CommonFields):

@@ -33,7 +33,7 @@ from unfreeze.job.data import (
 from unfreeze.job.device import pick_device, say
 from unfreeze.job.end import finish
 from unfreeze.job.folder import live, refuse_absent, refuse_other_data, write_resolved
-from unfreeze.job.kernels import KernelChoices
+from unfreeze.job.kernels import KernelChoices, predicted_ops
 from unfreeze.job.plan import emit_plan, mean_length, plan_of, start_lines
 from unfreeze.job.receipts import receipt_of
 from unfreeze.job.samples import Samples, own_prompts
@@ -289,7 +289,8 @@ def prepare(
     plan = plan_of(
         config, parts.trained, start, shape, device, mean_length(dataset.examples.lengths_N.tolist())
     )
-    emit_plan(folder, plan, group, start_lines(config, parts.trained, start, shape, plan))
+    predicted = predicted_ops(device, config.memory.dtype)
+    emit_plan(folder, plan, group, start_lines(config, parts.trained, start, shape, plan), predicted)
 
     # the model, with what trains
     model = load(start, config.memory.dtype, config.seed, device, folder, common)

@@ -7,20 +7,21 @@ from typing import TYPE_CHECKING
 from unfreeze.core.schema import KernelChoice
 
 if TYPE_CHECKING:
+    import torch
+
     from unfreeze.train.state import State
     from unfreeze.train.step import StepResult
 
 
-def predicted_words(device: str, dtype: str) -> str:
-    """What a run's start says of kernels that run unmeasured on "cpu" or "cuda"; "" where there are none."""
-    import torch
+def predicted_ops(device: torch.device, dtype: str) -> list[str]:
+    """Ops of which a kernel runs unmeasured on that device, once it is checked.
 
+    Ops that the model does not have are among them: what ran, the events say.
+    """
     from unfreeze.generate.open import dtype_of
     from unfreeze.kernels.choice.predicted import expected
 
-    ops = expected(torch.device(device), dtype_of(dtype))
-    count = "1 op" if len(ops) == 1 else f"up to {len(ops)} ops"
-    return f"; kernels of {count} predicted, not measured" if ops else ""
+    return expected(device, dtype_of(dtype))
 
 
 class KernelChoices:

@@ -12,7 +12,6 @@ from unfreeze.core.units import format_bytes, format_count
 from unfreeze.job.data import sequence_length
 from unfreeze.job.device import allocator_line
 from unfreeze.job.folder import write_json
-from unfreeze.job.kernels import predicted_words
 from unfreeze.job.trained import Trained
 
 if TYPE_CHECKING:
@@ -66,10 +65,14 @@ def mean_length(lengths: Sequence[int]) -> float:
     return sum(int(n) ** 2 for n in lengths) / max(1, sum(int(n) for n in lengths))
 
 
-def emit_plan(folder: Run, plan: Plan, group: Group, lines: Sequence[str] = ()) -> None:
+def emit_plan(
+    folder: Run, plan: Plan, group: Group, lines: Sequence[str] = (), predicted: Sequence[str] = ()
+) -> None:
     """Write and show the plan, then refuse what does not fit.
 
-    lines: what a terminal shows instead of the whole plan (start_lines).
+    lines      what a terminal shows instead of the whole plan (start_lines)
+    predicted  ops whose kernel runs unmeasured (kernels.predicted_ops)
+
     On CUDA the plan says how the allocator was set (docs/trust.md L2).
     """
     from unfreeze.parallel.plan import plan_fields, refuse_if_too_large
@@ -82,6 +85,8 @@ def emit_plan(folder: Run, plan: Plan, group: Group, lines: Sequence[str] = ()) 
         line, grows = allocator_line()
         fields["lines"] = [*fields["lines"], f"  {line}"]
         fields |= {} if grows else {"warning": line}
+    if predicted:
+        fields["predicted_kernels"] = list(predicted)
     write_json(folder.path / "plan.json", fields)
     folder.events.emit("plan", folder.step, **fields)
     refuse_if_too_large(plan)
@@ -106,14 +111,13 @@ def start_lines(
             f"adapters of {ranks} on {', '.join(trained.lora.targets)},"
             f" {format_count(plan.adapter_parameters)} parameters"
         )
-    predicted = predicted_words(plan.hardware.kind, config.memory.dtype)
     return [
         f"model: {Path(config.model).name}, {shape.model_type}, {shape.num_layers} layers{experts}; {files}",
         (
             f"memory: {format_bytes(plan.total)} planned, {format_bytes(plan.usable)} usable; disk:"
             f" {format_bytes(written)} of {format_bytes(free)} free"
         ),
-        f"trains: {what}; {config.training.tokens_per_step:,} tokens a step{predicted}",
+        f"trains: {what}; {config.training.tokens_per_step:,} tokens a step",
     ]
 
 

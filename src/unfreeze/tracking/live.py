@@ -33,7 +33,7 @@ from unfreeze.core.schema import (
     WarningEvent,
 )
 from unfreeze.core.units import format_bytes, format_seconds
-from unfreeze.report.events import data_line, data_lines, folded, numbers
+from unfreeze.report.events import COLUMNS, data_line, data_lines, folded, numbers
 from unfreeze.report.run import decimal_bytes, load_words
 from unfreeze.report.tables import plan_lines, receipt_table, receipt_text, receipt_verdict
 
@@ -119,6 +119,7 @@ class LiveProgress:
     ):
         self.total_steps = total_steps
         self._whole_plan, self._data_tokens = whole_plan, 0.0
+        self._predicted = ""  # how many kernels run unmeasured, until it is said
         self.seconds_between = seconds_between
         self._display = _Display(quiet, stream)
         self._inside = False
@@ -145,10 +146,15 @@ class LiveProgress:
 
     def _on_start(self, event: StartEvent) -> None:
         self.total_steps = event.get("steps", self.total_steps)
+        if self._predicted:  # nothing was loaded
+            self._display.line(f"preparing step 1, {self._predicted}")
+            self._predicted = ""
         if event.get("resumed"):
             self._display.line(f"resumed after step {event['step']}")
 
     def _on_plan(self, event: PlanEvent) -> None:
+        if ops := event.get("predicted_kernels"):
+            self._predicted = f"{len(ops)} kernel{'s' * (len(ops) > 1)} predicted"
         few = [] if self._whole_plan else event.get("start", [])
         for line in [part for long in few for part in folded(long)] or plan_lines(event):
             self._display.line(line)
@@ -160,7 +166,10 @@ class LiveProgress:
             self._display.line(line)
 
     def _on_load(self, event: LoadEvent) -> None:
-        self._display.line(f"loaded {load_words(event)}; preparing step 1 (compiles once)")
+        loaded, first = f"loaded {load_words(event)}; ", "preparing step 1"
+        kernels, self._predicted = self._predicted, ""
+        whole = f"{loaded}{first}, {kernels}" if kernels else f"{loaded}{first} (compiles once)"
+        self._display.line(loaded + kernels if kernels and len(whole) > COLUMNS else whole)
 
     def _on_receipt(self, event: ReceiptEvent) -> None:
         groups = {name: values for name, values in event.get("groups", {}).items() if values.get("trained")}
