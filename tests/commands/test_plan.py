@@ -266,6 +266,17 @@ def test_a_sweep_is_a_row_per_rank_and_length_and_a_picture(config, tmp_path, ca
     assert len(capsys.readouterr().out.splitlines()) == len(found["plans"]) + 2
 
 
+def test_a_sweep_opens_its_model_once(config, tmp_path, monkeypatch):
+    opened = []
+    monkeypatch.setattr(plan, "open_model", lambda c, real=plan.open_model: opened.append(c) or real(c))
+    sweep = "--model", config, "--hardware", "1xH100", "8xH200", "--sweep", "--out", str(tmp_path / "x.svg")
+    planned(*sweep)
+    assert len(opened) == 1
+    rank_8 = [one for one in planned(*sweep)["plans"] if one["rank"] == 8 and one["hardware"] == "8xH200"]
+    alone = planned("--model", config, "--hardware", "8xH200", "--lora.rank", "8")
+    assert alone in rank_8  # what is kept between plans is not another rank's
+
+
 def test_a_replay_beside_the_formula(config):
     found = planned("--model", config, "--hardware", "8xH200", "--simulate")
     assert found["simulated"]["step"] <= found["seconds"]["step"] * 1.001
