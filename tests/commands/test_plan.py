@@ -317,6 +317,7 @@ def test_this_machine_needs_no_gpu_and_no_network(config):
         (["--hardware"], "hardware names no machine"),
         (["--hardware", "8xH200", "8xh200"], "names '8xH200' twice|names '8xh200' twice"),
         (["--hardware", "8xH200", "--hardware", "1xH200"], "--hardware is given twice"),
+        (["--machines", "x.toml", "--hardware", "cpu:24GB"], "machines has no effect"),
         (["--out", "x.svg"], "out is the picture of a sweep"),
         (["--trace", "runs/x"], "trace is what --simulate replays"),
         (["--simulate", "--sweep"], "a sweep shows many"),

@@ -172,6 +172,11 @@ def _refuse_without_effect(config: Config, given: Set[str]) -> None:
         ),
         (bool(twice), f"hardware names {twice!r} twice", "give each machine once"),
         (
+            bool(config.machines and names) and all(words.startswith("cpu:") for words in names),
+            "machines has no effect: it holds GPUs, and hardware names none",
+            "leave --machines out",
+        ),
+        (
             "out" in given and not config.sweep,
             "out is the picture of a sweep",
             "add --sweep, or leave --out out",
