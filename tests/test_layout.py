@@ -284,6 +284,7 @@ TESTED_BY = {
     "models/qwen3_moe.py": "models/test_families.py",
     "parallel/plan/__init__.py": "parallel/test_plan.py",
     "parallel/plan/propose.py": "parallel/test_plan.py",
+    "parallel/plan/sizes.py": "parallel/test_plan.py",
     "parallel/plan/terms.py": "parallel/test_plan.py",
     "quant/codec.py": "quant/test_int4.py",
     "bench/job.py": "bench/test_moe.py",

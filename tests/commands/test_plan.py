@@ -145,14 +145,15 @@ def test_what_fits_but_waits_is_proposed_with_its_wait(tmp_path):
 
 
 def test_micro_batches_are_dealt_to_the_devices(config):
-    """Eight of them on eight devices: each device computes one, as the run does."""
+    """Eight of them on eight devices: each device computes one, as the run does. Of two halves the activations
+    are half, and at these many tokens that is more than the gradients, which are there beside the second's."""
     arguments = (
         "--model",
         config,
         "--hardware",
         "8xH200",
         "--tokens-per-step",
-        "65536",
+        "262144",
         "--recompute",
         "layers",
     )

@@ -104,8 +104,8 @@ Probable reasons of those outside, read from the code and not tested:
 
 - tiny-k2 has matrices of 64 to 384 numbers: its products run at a fraction of the rate that was measured at
   512 to 4,864, and what Python does between them shows. The plan is too fast for such models.
-- Latent attention (kimi, tiny-k2) is counted as if all its projections were alive with the experts' rows;
-  some are freed before. The plan is too large there.
+- Attention on a CPU keeps blocks of scores of one document, up to 24 MiB, and copies of its keys. They depend
+  on its length, not on the tokens, and are in no term. The plan is too small for one long document.
 - Several processes sum gradients in float32: where every weight trains in half precision, 4 bytes of each
   are held after backward instead of 2, and the buckets that are sent. The plan does not count that moment.
 - What is just outside moves between runs: other processes share the machine's caches and memory.

@@ -17,7 +17,7 @@ Verdict = Literal["met", "missed", "not measured"]
 Value = Callable[[Sequence[Row]], float | None]
 # the plan counts weights and buffers; names, headers and the readers' stacks are some MiB beside 0.9 GB
 PROMISE = 1.02
-SLOPE = 0.15  # parallel/plan states activations within 15 %
+SLOPE = 0.15  # what tests/parallel/test_plan.py allows the plan of a small run in chunks
 
 
 @dataclass(frozen=True)

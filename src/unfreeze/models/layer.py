@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from unfreeze.models.blocks.bytes import Block, Bytes, total
+from unfreeze.models.blocks.bytes import Block, Bytes
 from unfreeze.models.blocks.mlp import with_residual
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.passes import Pass
@@ -26,8 +26,10 @@ class Layer(Block):
         return with_residual(self.mlp, self.post_attention_layernorm, x_TD, run)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
-        """Its parts, and one more tensor in the computation's dtype, as wide as the layer's first norm."""
-        # Where attention has norms of its own, the factors were fitted with that width, not with D.
-        first = next(module for module in self.modules() if isinstance(module, RMSNorm))
-        parts = (self.self_attn, self.mlp, self.input_layernorm, self.post_attention_layernorm)
-        return total(parts, dtype, device) + Bytes(peak=dtype.itemsize * first.weight.numel())
+        """Its parts in order, and during all of its backward 2 D.
+
+        They are its output, and the sum behind attention, whose place its gradient takes.
+        """
+        sums = Bytes(held=2 * dtype.itemsize * self.input_layernorm.weight.numel())
+        parts = (self.input_layernorm, self.self_attn, self.post_attention_layernorm, self.mlp)
+        return sum((part.bytes(dtype, device) for part in parts), sums)

@@ -158,8 +158,20 @@ def test_experts_are_split_over_all_devices_or_over_each_host(kimi, devices, spl
 def test_experts_of_a_gpu_come_in_groups_that_keep_to_the_workspace(kimi):
     sizes, found = kimi
     whole = places(sizes, found, asked().work, fleet("1xH200+768GB"), Layout("host"))
-    assert sizes.workspace == WORKSPACE
-    assert WORKSPACE <= whole.device["expert workspace"] < 1.4 * WORKSPACE
+    assert sizes.workspace == 77 * 2 * 7168 * 2048 * 2 < WORKSPACE
+    assert sizes.workspace <= whole.device["expert workspace"] < 1.4 * WORKSPACE
+
+
+def test_a_share_of_the_experts_has_the_rows_of_a_layer_of_so_many(kimi):
+    """48 of 384 on each of eight devices go at once, not in five groups."""
+    work = replace(asked().work, tokens=8192)
+    model = models.build(models.shape(KIMI | {"n_routed_experts": 48}), dtype=torch.bfloat16)
+    few = measure(model, LoraConfig(rank=16), "cuda")
+    router = 4 * (384 - 48)  # its scores are of all experts
+    for split, layer in ((1, kimi[0].layer), (8, few.layer + router)):
+        found = places(*kimi, work, fleet("8xH200"), Layout(split=split)).device
+        assert found["one layer's recompute"] == 8192 * layer
+    assert few.layer > 1.2 * kimi[0].layer
 
 
 def test_in_float32_the_reference_expands_every_expert_of_a_device():

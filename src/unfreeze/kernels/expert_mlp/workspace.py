@@ -32,15 +32,17 @@ GROUP_BYTES = 4 << 20  # weights and rows of a group on a CPU: what a core's L2 
 def workspace_bytes(num_experts: int, hidden: int, intermediate: int, dtype: torch.dtype, device: str) -> int:
     """Bytes of expanded weights that one call holds at once, without adapters.
 
-    cuda  all experts of the layer, E · 3 D I, or as many as WORKSPACE takes (grouped.py); but in bf16 alone:
-          elsewhere the reference runs, whose autograd keeps every expanded expert until backward
+    cuda  all experts of the layer, E · 3 D I, or where WORKSPACE doesn't take them a group's gate_up, 2 D I
+          each (grouped.py); but in bf16 alone: elsewhere the reference runs, whose autograd keeps every
+          expanded expert until backward
     cpu   one expert, and a group of small ones (loop_cpu.py): GROUP_BYTES in forward, and in backward as much
           again for the gradients of its rows
     """
     matrices = 3 * hidden * intermediate
     if device == "cuda":
-        every = num_experts * matrices * dtype.itemsize
-        return min(WORKSPACE, every) if dtype == torch.bfloat16 else every
+        groups = expert_groups(num_experts, hidden, intermediate, dtype, device)
+        of_one = matrices if groups == 1 else 2 * hidden * intermediate
+        return -(-num_experts // groups) * of_one * dtype.itemsize
     return 2 * GROUP_BYTES + matrices * dtype.itemsize
 
 
@@ -56,11 +58,14 @@ def expert_groups(num_experts: int, hidden: int, intermediate: int, dtype: torch
     return -(-2 * every // WORKSPACE)
 
 
-def adapter_columns(num_experts: int, hidden: int, intermediate: int) -> int:
+def adapter_columns(num_experts: int, hidden: int, intermediate: int, groups: int = 1) -> int:
     """E · (3 D + 5 I): numbers that E adapters hold in the workspace per unit of rank.
 
+    In one of several groups those of its gate_up, 2 D + 4 I each.
     B is block-diagonal. Rank 16 pads to itself, others to multiples of 8.
     """
+    if groups > 1:
+        return -(-num_experts // groups) * (2 * hidden + 4 * intermediate)
     return num_experts * (3 * hidden + 5 * intermediate)
 
 

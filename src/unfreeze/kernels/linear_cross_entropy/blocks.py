@@ -114,6 +114,7 @@ class _Dense(torch.autograd.Function):
                 dweight.add(dlogits_BV, hidden_BD)
             if dbias_V is not None:
                 dbias_V += dlogits_BV.sum(0, dtype=answer.dtype)
+            del dlogits_BV  # or two blocks are alive while the next one's logits are made
         ctx.save_for_backward(
             dhidden_ND,
             None if dweight is None else dweight.value(),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels.rotary import rotary
-from unfreeze.models.blocks.bytes import Block, Bytes, total
+from unfreeze.models.blocks.bytes import Block, Bytes
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.passes import Pass
@@ -49,19 +49,32 @@ class Attention(Block):
         return self.o_proj(run.attend(q_THd, k, v, self.head_dim**-0.5).flatten(1), run.reuse_linear)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
-        """Its parts; kept are what attention gives (`attention_output`) and the linear layers' outputs."""
-        linears = (self.q_proj, self.k_proj, self.v_proj, self.o_proj)
-        return total((*linears, self.q_norm, self.k_norm), dtype, device) + Bytes(
-            expensive=attention_output(
-                self.o_proj.in_features, self.q_proj.out_features // self.head_dim, dtype, device
-            ),
-            linear=dtype.itemsize * sum(linear.out_features for linear in linears),
-        )
+        """Held and own: as attention itself (`attention_bytes`); held besides what q_norm and k_norm take.
+
+        Kept are attention's output and the linear layers' outputs.
+        """
+        q, k, D = self.q_proj.out_features, self.k_proj.out_features, self.o_proj.out_features
+        heads = q // self.head_dim
+        attend = attention_bytes(heads, k // self.head_dim, self.head_dim, self.head_dim, dtype, device)
+        normed = q + k if self.q_norm is not None else 0
+        return Bytes(held=normed * dtype.itemsize, linear=(q + 2 * k + D) * dtype.itemsize) + attend
 
 
-def attention_output(width: int, heads: int, dtype: torch.dtype, device: str) -> int:
-    """Bytes per token of attention's output, as wide as the values, and its float32 log-sum-exp per head.
+def attention_bytes(
+    heads: int, key_heads: int, width: int, value_width: int, dtype: torch.dtype, device: str
+) -> Bytes:
+    """Of attention between its projections, H query and G key heads, d and v wide.
 
-    0 on CUDA, where a second visit computes it again.
+    Held: q, k, v, the output and its float32 log-sum-exp per head. Own: gradients of the output and of q, k,
+    v. A flash kernel on CUDA also sums dq in float32, and has dk and dv per query head until it adds up those
+    of a group. Source: FlashAttention-2, arXiv:2307.08691, 3.1.
+    Kept are output and log-sum-exp; nothing on CUDA, where a second visit computes them again.
     """
-    return 0 if device == "cuda" else width * dtype.itemsize + 4 * heads
+    size = dtype.itemsize
+    q, k, v, o = heads * width, key_heads * width, key_heads * value_width, heads * value_width
+    output = o * size + 4 * heads
+    own = (o + q + k + v) * size
+    if device == "cuda":
+        own += 4 * q + (q + o) * size * (heads != key_heads)
+    kept = 0 if device == "cuda" else output
+    return Bytes(held=(q + k + v) * size + output, own=own, expensive=kept)

@@ -96,23 +96,35 @@ class Experts(nn.Module):
     def bytes(self, per_token: int, dtype: torch.dtype, device: str) -> Bytes:
         """What K = `per_token` rows of each token need, and the expert op's scratch.
 
-        peak       gate and up of each row, 2 I; the float32 sums y and dx of a token, D each. On CUDA
-                   backward holds more of the rows of the experts at work: two of width D (dy, then x; dx)
-                   and 3 I (dh, then the weighted h; gradients of gate and up), or before dx is there 9 I,
-                   fitted to SwiGLU's reference, which makes float32 copies. All experts work at once, or
-                   1/G of them in each of G groups, whose fullest has UNEVEN times its share, beside dx of all
-        expensive  gate and up of each row, and an eighth for padding
+        held       gate and up of each row, 2 I
+        own        the float32 sum dx of a token, D, beside what it is rounded to, or on CUDA the rows at work
+                   (`bytes_at_work`)
+        expensive  gate and up of each row, on a CPU an eighth more for padding
+        adapter_per_rank  the factors in the computation's dtype, and their gradient, on a CPU in float32
         """
         K, D, I, size = per_token, self.hidden_size, self.intermediate_size, dtype.itemsize
         gate_up = K * 2 * I * size
         sizes = (self.num_experts, D, I)
         groups = expert_groups(*sizes, dtype, device)
-        share = min(1.0, UNEVEN / groups) if groups > 1 else 1.0
-        at_work = max(2 * D + 3 * I, D + 9 * I) * share
-        of_rows = int(K * size * (at_work + D * (groups > 1))) if device == "cuda" else 0
+        of_rows = bytes_at_work(K, D, I, size, groups) if device == "cuda" else 0
         return Bytes(
-            peak=gate_up + 8 * D + of_rows,
-            expensive=gate_up * 9 // 8,
+            held=gate_up,
+            own=4 * D + max(of_rows, D * size),
+            expensive=gate_up if device == "cuda" else gate_up * 9 // 8,
             scratch=workspace_bytes(*sizes, dtype, device),
-            scratch_per_rank=adapter_columns(*sizes),
+            scratch_per_rank=adapter_columns(*sizes, groups) if device == "cuda" else 0,
+            adapter_per_rank=adapter_columns(*sizes) * (2 * size if device == "cuda" else size + 4),
         )
+
+
+def bytes_at_work(per_token: int, hidden: int, intermediate: int, size: int, groups: int) -> int:
+    """Bytes per token of the rows that backward has on CUDA, numbers of `size` bytes.
+
+    Of each row two of width D (dy, then x; dx) and 3 I (dh, then the weighted h; gradients of gate and up).
+    All experts work at once, or 1/G of them in each of G groups, whose fullest has UNEVEN times its share,
+    beside dx of all rows.
+    """
+    row = 2 * hidden + 3 * intermediate
+    if groups == 1:
+        return per_token * size * row
+    return int(per_token * size * (row * min(1.0, UNEVEN / groups) + hidden))

@@ -16,7 +16,6 @@ from unfreeze.kernels.dense_mlp import Projection
 from unfreeze.kernels.int4_expand import expand
 from unfreeze.kernels.recompute import Reuse
 from unfreeze.kernels.skinny_linear import is_skinny, skinny_linear
-from unfreeze.models.blocks.bytes import Block, Bytes
 from unfreeze.models.blocks.saved import Skip
 from unfreeze.quant.codec import Codec, Packed
 
@@ -123,7 +122,7 @@ class LinearAdapter(Protocol):
         ...
 
 
-class Linear(PackedHolder, Block):
+class Linear(PackedHolder):
     """y = x Wᵀ + b (+ adapter(x)).
 
     x [T, in] -> y [T, out]. `codec` None: W is a parameter `weight` [out, in]; otherwise W stays packed in
@@ -164,10 +163,6 @@ class Linear(PackedHolder, Block):
             if self.bias is not None:
                 y_TO = y_TO + self.bias
         return y_TO if self.adapter is None else self.adapter(x_TI, y_TO)
-
-    def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
-        """Its output, and as much again for the output's gradient or an activation's result."""
-        return Bytes(peak=2 * self.out_features * dtype.itemsize)
 
     def projection(self) -> Projection | None:
         """This layer as tensors, for an op made of several layers (kernels/dense_mlp).

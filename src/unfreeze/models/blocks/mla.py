@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels.rotary import Pairing, rotary
-from unfreeze.models.blocks.attention import attention_output
-from unfreeze.models.blocks.bytes import Block, Bytes, total
+from unfreeze.models.blocks.attention import attention_bytes
+from unfreeze.models.blocks.bytes import Block, Bytes
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.passes import Pass
@@ -128,21 +128,14 @@ class MLA(Block):
         return o_HSv.transpose(0, 1).to(q_nope_SHn.dtype)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
-        """Its parts; kept is what attention gives. Outputs of its linear layers are never kept.
-
-        On a CPU no gradient of the outputs of q_a, kv_a and o is alive at the worst moment.
+        """Held: of attention (`attention_bytes`, whose values are a view of kv_b_proj's output), inputs of
+        kv_b_proj and of the norms, and q_a_layernorm's output. Outputs of linear layers are never kept.
         """
-        no_gradient = [
-            one for one in (self.q_a_proj, self.kv_a_proj_with_mqa, self.o_proj) if one is not None
-        ]
-        less = sum(one.out_features for one in no_gradient) * dtype.itemsize if device == "cpu" else 0
-        parts = (
-            *(self.q_proj, self.q_a_proj, self.q_a_layernorm, self.q_b_proj),
-            *(self.kv_a_proj_with_mqa, self.kv_a_layernorm, self.kv_b_proj, self.o_proj),
-        )
-        return total(parts, dtype, device) + Bytes(
-            peak=-less, expensive=attention_output(self.o_proj.in_features, self.num_heads, dtype, device)
-        )
+        H, size = self.num_heads, dtype.itemsize
+        query = 0 if self.q_a_proj is None else 2 * self.q_a_proj.out_features
+        latent = 2 * self.kv_a_proj_with_mqa.out_features
+        before = Bytes(held=(query + latent + H * self.nope) * size)
+        return before + attention_bytes(H, H, self.nope + self.rope, self.value, dtype, device)
 
     def _kv_b(self) -> list[tuple[Tensor, Tensor | None]]:
         """Give kv_b_proj as a sum of products out [H, n+v, q] · in [q, c] (None: the identity).

@@ -11,7 +11,7 @@ from torch import Tensor
 from unfreeze.core.errors import ConfigError
 from unfreeze.kernels import dense_mlp
 from unfreeze.kernels.swiglu import swiglu
-from unfreeze.models.blocks.bytes import Block, Bytes, total
+from unfreeze.models.blocks.bytes import Block, Bytes
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.passes import Pass
@@ -35,10 +35,15 @@ class MLP(Block):
         return self.down_proj(swiglu(self.gate_proj(x_TD, reuse), self.up_proj(x_TD, reuse)), skip)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
-        """Its linear layers. down_proj's output is never kept: no gradient needs it."""
-        linears = (self.gate_proj, self.up_proj, self.down_proj)
-        kept = dtype.itemsize * (self.gate_proj.out_features + self.up_proj.out_features)
-        return total(linears, dtype, device) + Bytes(linear=kept)
+        """Held: gate, up and h, 3 I. No gradient needs down_proj's output.
+
+        Own: 5 I is alive in SwiGLU's backward (gate, up, dh, dgate, dup), and later the last two beside two
+        gradients of the input, of the product and of its adapter: 2 I + 2 D.
+        """
+        D, I = self.down_proj.out_features, self.gate_proj.out_features
+        worst = max(5 * I, 2 * I + 2 * D)
+        size = dtype.itemsize
+        return Bytes(held=3 * I * size, own=(worst - 3 * I) * size, linear=2 * I * size)
 
 
 def with_residual(mlp: Block, norm: RMSNorm, x_TD: Tensor, run: Pass) -> Tensor:

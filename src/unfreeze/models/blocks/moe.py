@@ -9,6 +9,8 @@ T tokens, D model width, E experts, K experts per token.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -130,9 +132,18 @@ class MoE(Block):
         return y_TD if self.shared_experts is None else y_TD + self.shared_experts(x_TD, run)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
-        """The experts for K rows of each token, and the shared experts."""
+        """The router, the experts for K rows of each token, and the shared experts.
+
+        Of the router the scores in float32, and in its backward the gradient of its float32 input, D, which
+        is rounded. Where there are shared experts, the gradient that they give is there during the experts'.
+        """
+        D, size = self.experts.hidden_size, dtype.itemsize
+        router = Bytes(held=4 * self.experts.num_experts, own=(4 + size) * D)
         routed = self.experts.bytes(self.gate.top_k, dtype, device)
-        return routed if self.shared_experts is None else routed + self.shared_experts.bytes(dtype, device)
+        if self.shared_experts is None:
+            return router + routed
+        routed = replace(routed, own=routed.own + D * size)
+        return router + routed + self.shared_experts.bytes(dtype, device)
 
     def _choose(self, scores_TE: Tensor) -> Tensor:
         ids_TK = self.gate.choose(scores_TE)

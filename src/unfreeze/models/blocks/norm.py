@@ -22,6 +22,11 @@ class RMSNorm(Block):
         return rms_norm(x_TD, self.weight, self.eps)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
-        """Its output and the output's gradient; where the reference runs, two float32 copies of its input."""
-        in_place = device == "cpu" and by_record(OP, torch.device(device), dtype, "many").runs != "reference"
-        return Bytes(peak=(2 * dtype.itemsize if in_place else 8) * self.weight.numel())
+        """Held: its output, for the products that follow, and a float32 per row.
+
+        Own: gradients of output and input, of which one has the place of the output. Where a CPU runs the
+        reference, two float32 copies besides.
+        """
+        width, size = self.weight.numel(), dtype.itemsize
+        reference = device == "cpu" and by_record(OP, torch.device(device), dtype, "many").runs == "reference"
+        return Bytes(held=width * size + 4, own=width * (size + 8 * reference))

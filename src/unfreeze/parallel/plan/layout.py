@@ -14,7 +14,8 @@ from typing import Literal
 
 import torch
 
-from unfreeze.kernels.expert_mlp import workspace_bytes
+from unfreeze.kernels.expert_mlp import expert_groups, workspace_bytes
+from unfreeze.models.blocks.experts import bytes_at_work
 from unfreeze.models.recompute import Recompute
 from unfreeze.parallel.fleet import Fleet
 from unfreeze.parallel.machine import Hardware
@@ -93,21 +94,36 @@ def places(sizes: Sizes, counts: Counts, work: Work, fleet: Fleet, layout: Layou
     experts_here = -(-counts.num_experts // layout.split) / counts.num_experts if counts.num_experts else 1.0
 
     # one device's own model: its share of the experts' adapters, its share of the workspace
-    workspace = sizes.workspace
+    workspace, layer = sizes.workspace, sizes.layer
     if fleet.kind == "cuda":
-        held = -(-counts.num_experts // layout.split)
+        held, widths = -(-counts.num_experts // layout.split), (counts.hidden_size, counts.expert_width)
         dtype = torch.bfloat16 if sizes.compute_bytes == 2 else torch.float32
-        workspace = workspace_bytes(held, counts.hidden_size, counts.expert_width, dtype, fleet.kind)
+        workspace = workspace_bytes(held, *widths, dtype, "cuda")
+        # fewer experts go in fewer groups, so more of their rows are at work at once
+        mine, undivided = (
+            bytes_at_work(
+                counts.experts_per_token,
+                *widths,
+                sizes.compute_bytes,
+                expert_groups(experts, *widths, dtype, "cuda"),
+            )
+            for experts in (held, counts.num_experts)
+        )
+        layer += mine - undivided
     local = replace(
         sizes,
         base=0,
+        layer=layer,
         workspace=workspace,
         cast_per_rank=int(sizes.cast_per_rank * experts_here),
         experts_per_rank=int(sizes.experts_per_rank * experts_here),
     )
     work = replace(work, recompute=layout.recompute)
     here = Hardware(fleet.kind, fleet.name, 1, fleet.memory, fleet.memory)
-    terms = dict(plan(local, work, here).terms)
+    state, boundary = ("adapter", "gradients", "optimizer"), "boundary activations"
+    in_host = [*(state if layout.state == "host" else ()), *([boundary] if layout.boundary == "host" else ())]
+    made = plan(local, work, here, elsewhere=in_host)
+    terms = dict(made.terms)
     del terms["base"]
     host: dict[str, int] = {}
 
@@ -128,7 +144,6 @@ def places(sizes: Sizes, counts: Counts, work: Work, fleet: Fleet, layout: Layou
 
     # what trains: float32 factors, gradients and moments; where they are in host memory, a device has the
     # factors and gradients of BUFFERS layers in the computation's dtype
-    state = ("adapter", "gradients", "optimizer")
     if layout.state == "host":
         trained = sizes.adapter_parameters(work.rank, work.experts_rank)
         host["adapters, gradients, optimizer"] = int(trained * (8 + MOMENT_BYTES[work.optimizer_moments]))
@@ -136,7 +151,8 @@ def places(sizes: Sizes, counts: Counts, work: Work, fleet: Fleet, layout: Layou
         terms = {name: size for name, size in terms.items() if name not in state}
         terms["adapters of two layers"] = 2 * BUFFERS * local.compute_bytes * numbers // counts.num_layers
     if layout.boundary == "host":
-        host["boundary activations"] = n * terms.pop("boundary activations", 0)
+        at_once = terms.pop(boundary, 0)
+        host[boundary] = n * made.beside.get(boundary, at_once)
     return Places(
         device={"experts": experts, "the frozen rest": rest, **{k: v for k, v in terms.items() if v}},
         host={name: size for name, size in host.items() if size},

@@ -17,12 +17,14 @@ class Sizes:
     expanded        the same with every packed weight expanded to the computation's dtype
     elements        number of weights: what trains if every weight trains
     layer           bytes per token at the worst moment of the largest layer's backward
+    held            bytes per token that each layer's forward leaves for its backward
+    own             bytes per token that a layer's backward has at most beside what it holds
     kept            bytes per token of what attention and experts made, layer by layer
     products        bytes per token of outputs of linear layers, likewise
     workspace       bytes of the expert op's scratch before adapters; 0 without experts
     dense_per_rank, experts_per_rank   adapter parameters per unit of rank
-    cast_per_rank   elements per unit of rank that the expert op holds of one layer's adapter in the
-                    computation's dtype
+    cast_per_rank   bytes per unit of rank that the expert op holds of one layer's adapter: copies of its
+                    factors, their gradient, and on CUDA their columns of the workspace
     tables          bytes per token of the rotary cos and sin, float32
     """
 
@@ -33,6 +35,8 @@ class Sizes:
     num_layers: int
     vocab_size: int
     layer: int
+    held: tuple[int, ...] = ()
+    own: int = 0
     kept: tuple[int, ...] = ()
     products: tuple[int, ...] = ()
     workspace: int = 0
@@ -58,6 +62,7 @@ def measure(model: Decoder, lora: LoraConfig | None, device: str = "cpu") -> Siz
     layers = [layer.bytes(dtype, device) for layer in model.layers]
     base = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])  # a tied head is listed once
     packed = model.packed_weights()
+    cast = max(layer.adapter_per_rank + layer.scratch_per_rank * dtype.itemsize for layer in layers)
     dense_per_rank, experts_per_rank = per_rank(lora, model) if lora else (0, 0)
     return Sizes(
         base=base,
@@ -68,11 +73,13 @@ def measure(model: Decoder, lora: LoraConfig | None, device: str = "cpu") -> Siz
         num_layers=shape.num_layers,
         vocab_size=shape.vocab_size,
         layer=max(layer.peak for layer in layers),
+        held=tuple(layer.held for layer in layers),
+        own=max(layer.own for layer in layers),
         kept=tuple(layer.expensive for layer in layers),
         products=tuple(layer.linear for layer in layers),
         workspace=max(layer.scratch for layer in layers),
         dense_per_rank=dense_per_rank,
         experts_per_rank=experts_per_rank,
-        cast_per_rank=max(layer.scratch_per_rank for layer in layers) if experts_per_rank else 0,
+        cast_per_rank=cast if experts_per_rank else 0,
         tables=8 * len(shape.rope.inverse_frequency),
     )

@@ -1,14 +1,16 @@
 """The arithmetic: what a run asks for -> bytes per term.
 
-Peak = what stays (base, adapter, gradients, optimizer) + what a step holds at its worst moment: boundary
-activations, what recompute keeps, the expert workspace, and the larger of one layer's recompute and the loss
-block. Loading comes at another time: the base and a read buffer per thread.
+Peak = what stays (base, adapter, optimizer, expert workspace) + what a step holds at its worst moment: the
+loss, the last layer's backward or the first layer's. From layer to layer boundary activations and what
+recompute keeps go, and gradients come (see `_moments`).
+Loading comes at another time: the base and a read buffer per thread.
 
 T tokens of a micro-batch, D model width, V vocabulary, N rows of a block of logits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,7 +27,6 @@ GRADIENT_BYTES = 4  # adapters and their gradients are fp32
 LOAD_BUFFERS = THREADS * CHUNK  # checkpoint/stream.py: one buffer per reading thread
 # per token: tokens, targets, positions (int64), weights (float32), and which are supervised
 BATCH_BYTES = 3 * 8 + 4 + 8
-SAVED = 0.7  # of a layer's worst moment: the share that autograd keeps; a fit to small CPU runs
 USABLE = 0.92  # of the free memory: allocator fragmentation and what the interpreter and BLAS take besides
 
 
@@ -77,7 +78,7 @@ class Plan:
     """The bytes of a run.
 
     terms    name -> bytes at the worst moment of a step; they add up.
-    beside   the smaller of one layer's recompute and the loss block: it comes at another moment.
+    beside   name -> bytes of what is larger at another moment than at the worst.
     load     bytes while loading.
     avoided  bytes that packed weights would take in addition if they were expanded.
     time     seconds of a micro-batch and an update; None where rates of the device are not known.
@@ -120,30 +121,25 @@ class Plan:
         return self.total <= self.usable
 
 
-def plan(sizes: Sizes, work: Work, hardware: Hardware) -> Plan:
+def plan(sizes: Sizes, work: Work, hardware: Hardware, elsewhere: Collection[str] = ()) -> Plan:
     """Bytes per term. Weights, adapter, gradients and optimizer are exact.
 
-    A step's activations are within about 15 % (tests/parallel).
+    A step's activations are within 10 % at true size (docs/peak.md).
+    elsewhere: names of terms that lie in another memory, so that they don't make a moment worse.
     """
-    stream = work.tokens * sizes.hidden_size * sizes.compute_bytes
-    boundary, kept, layer = _activations(sizes, work, stream)
-    smaller, larger = sorted((layer, _loss(sizes, work, stream)), key=lambda moment: sum(moment.values()))
-
-    # Copies of the adapter of one layer's experts in the computation's dtype: its factors, their gradient,
-    # and on CUDA their columns of the workspace.
-    copies = 3 if hardware.kind == "cuda" else 2
-    cast = copies * sizes.compute_bytes * sizes.cast_per_rank * (work.experts_rank or work.rank or 0)
+    moments = _moments(sizes, work)
+    worst = max(moments, key=lambda terms: sum(size for name, size in terms.items() if name not in elsewhere))
+    beside = {name: max(terms.get(name, 0) for terms in moments) for terms in moments for name in terms}
+    cast = sizes.cast_per_rank * (work.experts_rank or work.rank or 0)
     return Plan(
         terms={
             "base": sizes.base,
             **_stays(sizes, work),
             "batch and rotary tables": work.tokens * (BATCH_BYTES + sizes.tables),
-            "boundary activations": boundary,
-            **kept,
-            **larger,
+            **worst,
             "expert workspace": sizes.workspace + cast,
         },
-        beside=smaller,
+        beside={name: size for name, size in beside.items() if size > worst.get(name, 0)},
         load=sizes.base + LOAD_BUFFERS,
         usable=int(hardware.available * USABLE),
         avoided=sizes.expanded - sizes.base,
@@ -164,68 +160,97 @@ def _stays(sizes: Sizes, work: Work) -> dict[str, int]:
     moments = MOMENT_BYTES[work.optimizer_moments]
     if work.rank is not None:
         trained = sizes.adapter_parameters(work.rank, work.experts_rank)
-        return {
-            "adapter": trained * 4,
-            "gradients": trained * GRADIENT_BYTES,
-            "optimizer": int(trained * moments),
-        }
+        return {"adapter": trained * 4, "optimizer": int(trained * moments)}
 
-    # Every weight trains. Weights in half precision have fp32 masters, and gradients of several micro-batches
-    # are summed in fp32: 4 bytes a weight beside the gradient that arrives. With two micro-batches it is 2
-    # bytes, because both gradients are in half precision and each is freed when its sum is made.
-    half, weights = sizes.compute_bytes < 4, sizes.elements
-    sums = half * weights * {1: 0, 2: 2}.get(work.micro_batches, 4)
-    stays = {
-        "adapter": 0,
-        "gradients": weights * sizes.compute_bytes + sums,
-        "optimizer": int(weights * (moments + 4 * half)),
-    }
+    # Every weight trains. Weights in half precision have fp32 masters.
+    weights = sizes.elements
+    stays = {"adapter": 0, "optimizer": int(weights * (moments + 4 * (sizes.compute_bytes < 4)))}
     if work.receipt_bytes:  # copies of what the optimizer updates: fp32
         stays["copies for the receipt"] = min(weights * max(sizes.compute_bytes, 4), work.receipt_bytes)
     return stays
 
 
-def _activations(sizes: Sizes, work: Work, stream: int) -> tuple[int, dict[str, int], dict[str, int]]:
-    """(boundary, kept, layer), where stream = T · D · bytes.
+def _gradients(sizes: Sizes, work: Work) -> tuple[int, int]:
+    """(all gradients, those that are there when the last layer's backward begins).
 
-    boundary   stream · (layers + 1): each layer's input, which recompute keeps, and the last one's output
-    kept       T · Σ of what the last keep_layers keep (see _kept)
-    layer      T · sizes.layer, once with recompute; without, SAVED of it for every other layer, which has
-               what backward needs and no gradients yet. In chunks of C tokens
-               C · sizes.layer, and the gradients of the layer's output and input, 2 · stream
+    The latter are all where a micro-batch came before, else the head's where it trains, V · D.
     """
+    if work.rank is not None:
+        every = sizes.adapter_parameters(work.rank, work.experts_rank) * GRADIENT_BYTES
+        head = 0
+    else:
+        # Gradients of several micro-batches in half precision are summed in fp32: 4 bytes a weight beside the
+        # gradient that arrives. With two micro-batches it is 2 bytes, because both gradients are in half
+        # precision and each is freed when its sum is made.
+        sums = {1: 0, 2: 2}.get(work.micro_batches, 4) * (sizes.compute_bytes < 4)
+        every = sizes.elements * (sizes.compute_bytes + sums)
+        head = min(every, sizes.vocab_size * sizes.hidden_size * sizes.compute_bytes)
+    return every, every if work.micro_batches > 1 else head
+
+
+def _moments(sizes: Sizes, work: Work) -> list[dict[str, int]]:
+    """What is alive at the three moments of which one is the worst, but what stays. stream = T · D · bytes.
+
+    loss   the layers' inputs and the last one's output, stream · (L + 1); T · Σ of what the last keep_layers
+           keep (see `_kept`); the loss block
+    last   the same inputs and the gradient of the last output; what layers keep, but the one at work, which
+           counts its own: T · sizes.layer. In chunks of C tokens C · sizes.layer, what all layers keep, and
+           the gradient of the layer's input, stream
+    first  one input and one gradient, 2 · stream; T · sizes.layer, in chunks as above; all gradients
+    Without recompute a layer's inputs count among what it holds: T · Σ sizes.held, at the end T · the last's.
+    """
+    stream = work.tokens * sizes.hidden_size * sizes.compute_bytes
+    every, early = _gradients(sizes, work)
+    loss = _loss(sizes, work, stream)
     if work.recompute == "nothing":
-        layers = sizes.layer * (1 + SAVED * (sizes.num_layers - 1))
-        return 0, {}, {"all layers' activations": int(work.tokens * layers)}
+        one, name = {"boundary activations": stream}, "all layers' activations"
+        held = work.tokens * sum(sizes.held)
+        return [
+            {"gradients": early, **one, name: held, "loss block": loss},
+            {"gradients": early, **one, name: held + work.tokens * sizes.own},
+            {"gradients": every, **one, name: work.tokens * sizes.layer},
+        ]
     at_once = work.at_once(sizes.compute_bytes)
     chunked = at_once < work.tokens
-    kept: dict[str, int] = {}
+    boundary = {"boundary activations": stream * (sizes.num_layers + 1)}
+    layer = {"one layer's recompute": at_once * sizes.layer + stream * chunked}
+
+    def others(kept: Sequence[int]) -> int:
+        return sum(kept) if chunked else sum(kept) - max(kept, default=0)
+
+    def own(kept: Sequence[int]) -> int:
+        return kept[0] if chunked else 0
+
+    return [
+        {"gradients": early, **boundary, **_kept(sizes, work, sum), "loss block": loss},
+        {"gradients": early, **boundary, **_kept(sizes, work, others), **layer},
+        {"gradients": every, "boundary activations": 2 * stream, **_kept(sizes, work, own), **layer},
+    ]
+
+
+def _kept(sizes: Sizes, work: Work, count: Callable[[Sequence[int]], int]) -> dict[str, int]:
+    """Bytes that the last keep_layers keep; count: of which layers, given each one's bytes per token."""
+    by_name: dict[str, tuple[int, ...]] = {}
     if work.recompute in ("selective", "elementwise"):
-        kept["kept of attention and experts"] = work.tokens * _kept(sizes.kept, work, chunked)
+        by_name["kept of attention and experts"] = sizes.kept
     if work.recompute == "elementwise":
-        kept["kept of linear layers"] = work.tokens * _kept(sizes.products, work, chunked)
-    layer = {"one layer's recompute": at_once * sizes.layer + 2 * stream * chunked}
-    return stream * (sizes.num_layers + 1), kept, layer
+        by_name["kept of linear layers"] = sizes.products
+    first = 0 if work.keep_layers is None else max(0, sizes.num_layers - work.keep_layers)
+    return {
+        name: work.tokens * count([kept if layer >= first else 0 for layer, kept in enumerate(by_layer)])
+        for name, by_layer in by_name.items()
+    }
 
 
-def _kept(by_layer: tuple[int, ...], work: Work, chunked: bool) -> int:
-    """Bytes per token that the last keep_layers keep.
-
-    The largest is left out: the layer being computed counts its own under "one layer's recompute". With
-    chunks that term holds one chunk only, so all layers are counted here.
-    """
-    count = len(by_layer) if work.keep_layers is None else min(work.keep_layers, len(by_layer))
-    keeping = sorted(by_layer[len(by_layer) - count :])
-    return sum(keeping if chunked else keeping[:-1])
-
-
-def _loss(sizes: Sizes, work: Work, stream: int) -> dict[str, int]:
-    """N · V · loss_bytes for a block of N rows, plus 3 · stream, where stream = T · D · bytes.
+def _loss(sizes: Sizes, work: Work, stream: int) -> int:
+    """N · (V · loss_bytes + D · bytes) for a block of N rows and the gradient of its rows, plus 3 · stream.
 
     The three are the hidden state, its supervised rows and their gradient. Where the head trains in half
     precision over several blocks, V · D · 4 comes on top: the float32 sum of its gradient.
     """
-    block = min(work.loss_rows, work.tokens) * sizes.vocab_size * work.loss_bytes + 3 * stream
+    rows = min(work.loss_rows, work.tokens)
+    row = sizes.vocab_size * work.loss_bytes + sizes.hidden_size * sizes.compute_bytes
+    block = rows * row + 3 * stream
     if work.rank is None and sizes.compute_bytes < 4 and work.tokens > work.loss_rows:
         block += sizes.vocab_size * sizes.hidden_size * 4
-    return {"loss block": block}
+    return block

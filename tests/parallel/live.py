@@ -1,0 +1,81 @@
+"""Bytes of torch's memory alive at once, counted by torch's own dispatch: on meta too, where nothing lies."""
+
+import functools
+import sys
+import weakref
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Live(TorchDispatchMode):
+    """Bytes of all storages that live, beyond those `there` before, and the most there ever were.
+
+    Autograd adds a second gradient in place to a first that nobody else holds; under a dispatch mode it makes
+    a third tensor. Such a sum is counted as what runs without one. allowing: False counts the third.
+    """
+
+    def __init__(self, there=(), allowing=True):
+        super().__init__()
+        alone()
+        self.allowing = allowing
+        self.now = self.peak = 0
+        self.sizes = {tensor.untyped_storage()._cdata: 0 for tensor in there}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        in_place = self.allowing and function is ADD and references(args[0]) == alone() and by_autograd()
+        out = function(*args, **(kwargs or {}))
+        if in_place:
+            key = args[0].untyped_storage()._cdata
+            self.now -= self.sizes.get(key, 0)
+            self.sizes[key] = 0
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.count(tensor.untyped_storage())
+        return out
+
+    def count(self, storage):
+        key = storage._cdata
+        if key not in self.sizes:
+            self.sizes[key] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self.gone, key)
+
+    def gone(self, key):
+        self.now -= self.sizes.pop(key, 0)
+
+
+ADD = torch.ops.aten.add.Tensor
+
+
+def references(tensor):
+    """To the tensor in C++, to its storage, and in Python."""
+    storage = tensor.untyped_storage()
+    return tensor._use_count(), torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(tensor)
+
+
+@functools.cache
+def alone():
+    """`references` of a gradient that autograd alone holds, as a dispatch mode sees them."""
+    seen = []
+
+    class Look(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is ADD:
+                seen.append(references(args[0]))
+            return function(*args, **(kwargs or {}))
+
+    x = torch.ones(2, requires_grad=True) * 1
+    with Look():
+        torch.stack((x * 2, x * 3)).sum().backward()
+    return seen[-1]
+
+
+def by_autograd():
+    """Whether autograd itself runs the operation, not a line of Python."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_name in ("_fn", "inner"):  # torch's own around a dispatch mode
+        frame = frame.f_back
+    return frame.f_code.co_name == "_engine_run_backward"
