@@ -178,7 +178,8 @@ def test_ctrl_c_saves_and_the_same_command_goes_on_bit_for_bit(capsys, data, tmp
 @pytest.mark.parametrize(
     "change, words",
     [
-        (["--data", "nowhere.jsonl"], "is not a file"),
+        (["--validation", "nowhere.jsonl"], "is not a file"),
+        (["--data", "nowhere.jsonl"], "--data is given twice"),
         (["--lora.targets", "atention"], "nearest"),
         (["--model", "no/such/model/here"], "does not exist"),
         (["--learning-rate", "0"], "learning_rate = 0"),

@@ -397,7 +397,7 @@ def summary_lines(run_dir: Path | str) -> list[str]:
     for position, line in enumerate(data_lines(run.events)):
         lines += folded(line, f"  {('Data' if position == 0 else '').ljust(width)}  ", indent)
     if kernels := kernel_words(run.events):
-        lines.append(f"  {'Kernels'.ljust(width)}  {kernels}")
+        lines += folded(kernels, f"  {'Kernels'.ljust(width)}  ", indent)
     balance = expert_balance(run)
     if balance:
         worst = max(balance, key=lambda row: row[2])
