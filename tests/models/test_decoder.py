@@ -1,6 +1,8 @@
 """Decoder: recomputation with a frozen embedding, and what prefill and step refuse. The arithmetic itself:
 test_families.py."""
 
+import builtins
+
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
@@ -310,3 +312,20 @@ def test_keep_layers_says_nothing_about_other_ways():
         models.recompute_policy(name, made().layers, 1) is models.RECOMPUTE[name]
         for name in ("layers", "nothing")
     )
+
+
+def test_a_recomputed_layer_needs_no_sympy(monkeypatch):
+    """torch.autograd.backward with a gradient imports it (control arm): a quarter of a second of step 1."""
+    real, imported = builtins.__import__, []
+    monkeypatch.setattr(
+        builtins, "__import__", lambda name, *rest: imported.append(name) or real(name, *rest)
+    )
+    x, dy = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4)
+    with torch.enable_grad():
+        arriving = recompute._Arriving.apply(torch.sin(x), dy)
+    arriving.backward()
+    assert not any("symbolic_shapes" in name for name in imported)
+    ours, x.grad = x.grad, None
+    torch.autograd.backward(torch.sin(x), dy)
+    assert any("symbolic_shapes" in name for name in imported)
+    torch.testing.assert_close(ours, x.grad, rtol=0, atol=0)

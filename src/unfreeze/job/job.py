@@ -96,25 +96,23 @@ def run(config: TrainingConfig, parts: Parts, common: Common, command: str = "")
     refuse_absent(config.data.sources)
     start = first_start_of(config, parts, common)
 
-    from unfreeze.kernels.choice.prepare import compiling
-    from unfreeze.parallel.collectives import open_group
+    from unfreeze.kernels.choice.ahead import compiling
 
     memory = config.memory
-    device = pick_device(memory.device, memory.threads)
-    with (
-        compiling(device, memory.dtype),
-        open_group(device) as group,
-        live(config, common, parts.recipe, command, group) as folder,
-    ):
-        end = partial(
-            finish, folder.path, common, command, **parts.trained.as_result(target_of(folder, parts))
-        )
-        if group.any(is_written(folder, parts)):
-            group.on_rank0(lambda: refuse_other_data(config.data, folder))
-            return group.on_rank0(lambda: end(already_finished=True)) or {}
-        job = prepare(config, parts, common, device, group, folder, start)
-        job.write(finished=job.fit())
-        return group.on_rank0(lambda: end(best=job.state.best)) or {}
+    with compiling(memory.device, memory.threads, memory.dtype):  # before torch is imported
+        from unfreeze.parallel.collectives import open_group
+
+        device = pick_device(memory.device, memory.threads)
+        with open_group(device) as group, live(config, common, parts.recipe, command, group) as folder:
+            end = partial(
+                finish, folder.path, common, command, **parts.trained.as_result(target_of(folder, parts))
+            )
+            if group.any(is_written(folder, parts)):
+                group.on_rank0(lambda: refuse_other_data(config.data, folder))
+                return group.on_rank0(lambda: end(already_finished=True)) or {}
+            job = prepare(config, parts, common, device, group, folder, start)
+            job.write(finished=job.fit())
+            return group.on_rank0(lambda: end(best=job.state.best)) or {}
 
 
 def target_of(folder: Run, parts: Parts) -> Path:

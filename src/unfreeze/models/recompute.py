@@ -108,13 +108,30 @@ class _Recompute(torch.autograd.Function):
         for rows, run, saved in reversed(ctx.visits):  # the second visit empties `saved`
             x_CD, saved.second = x_TD[rows].requires_grad_(), True
             with torch.enable_grad(), run.visiting(saved):
-                y_CD = ctx.layer(x_CD, run)
-            torch.autograd.backward(y_CD, dy_TD[rows])
+                arriving = _Arriving.apply(ctx.layer(x_CD, run), dy_TD[rows])
+            arriving.backward()
             if dx_TD is None:
                 return x_CD.grad, None, None, None
             dx_TD[rows] = x_CD.grad
-            del y_CD, x_CD
+            del arriving, x_CD
         return dx_TD, None, None, None
+
+
+class _Arriving(torch.autograd.Function):
+    """`_Arriving.apply(y, dy).backward()` is torch.autograd.backward(y, dy).
+
+    torch would compare the shapes of y and dy with sympy. Its import takes a quarter of a second of a run's
+    first step.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y_CD: Tensor, dy_CD: Tensor) -> Tensor:
+        ctx.save_for_backward(dy_CD)
+        return y_CD.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.saved_tensors[0], None
 
 
 def _chunks(layer: Layer, run: PackedPass) -> Sequence[tuple[slice, PackedPass]]:

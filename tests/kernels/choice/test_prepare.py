@@ -7,20 +7,19 @@ import sys
 import pytest
 import torch
 
-from unfreeze.kernels.choice import prepare
+from unfreeze.kernels.choice import ahead, prepare
 
 
 @pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+def several_cores(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
 
 
 def test_the_second_process_leaves_compiled_loops_and_its_stamp(tmp_path):
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", prepare.__name__, "float32"]
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "2"}
+    command = [sys.executable, "-m", ahead.COMPILER, "float32", "cpu"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert len(list(tmp_path.rglob("compiled-float32-*"))) == 1
@@ -45,24 +44,52 @@ def test_the_second_process_leaves_compiled_loops_and_its_stamp(tmp_path):
     assert found.stdout.split() == ["1", "0"], found.stderr
 
 
-def test_it_runs_beside_the_body_and_ends_with_it(tmp_path, monkeypatch, two_threads):
-    monkeypatch.setattr(prepare, "cache_folder", lambda: tmp_path)
-    with prepare.compiling(torch.device("cpu"), "float32") as process:
+def test_it_runs_beside_the_body_and_ends_with_it(tmp_path, monkeypatch, several_cores):
+    monkeypatch.setattr(ahead, "stamp", lambda dtype: tmp_path / dtype)
+    with ahead.compiling("cpu", 2, "float32") as process:
         assert process is not None and process.poll() is None
     assert process.returncode < 0  # by a signal, not when it was done
 
 
 @pytest.mark.parametrize(
-    "device, threads, stamped, rank",
-    [("cuda", 2, False, "0"), ("cpu", 1, False, "0"), ("cpu", 2, True, "0"), ("cpu", 2, False, "1")],
+    "device, threads, set_for_all, stamped, rank",
+    [
+        ("cuda", 2, "", False, "0"),
+        ("cuda:1", 0, "", False, "0"),
+        ("cpu", 1, "", False, "0"),
+        ("auto", 0, "1", False, "0"),
+        ("cpu", 2, "", True, "0"),
+        ("cpu", 2, "", False, "1"),
+    ],
 )
 def test_nothing_is_started_where_there_is_nothing_to_compile(
-    device, threads, stamped, rank, tmp_path, monkeypatch, two_threads
+    device, threads, set_for_all, stamped, rank, tmp_path, monkeypatch, several_cores
 ):
-    monkeypatch.setattr(prepare, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(ahead, "stamp", lambda dtype: tmp_path / dtype)
     monkeypatch.setenv("LOCAL_RANK", rank)
-    torch.set_num_threads(threads)
+    monkeypatch.setenv("OMP_NUM_THREADS", set_for_all)
     if stamped:
-        prepare._stamp("float32").touch()
-    with prepare.compiling(torch.device(device), "float32") as process:
+        (tmp_path / "float32").touch()
+    with ahead.compiling(device, threads, "float32") as process:
         assert process is None
+
+
+@pytest.mark.parametrize("device, threads, gpu", [("auto", 2, True), ("cpu", 1, False)])
+def test_the_second_process_ends_at_once_where_the_run_needs_no_loops(device, threads, gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    compiled = []
+    monkeypatch.setattr(prepare, "compile_loops", compiled.append)
+    monkeypatch.setattr(prepare, "stamp", lambda dtype: None)
+    prepare.prepare("float32", device)
+    assert compiled == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    prepare.prepare("float32", device)
+    assert compiled == [torch.float32]
+
+
+def test_the_second_process_starts_before_torch_is_imported():
+    look = f"import sys, {ahead.__name__}; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True)
+    assert found.stdout.strip() == "False", found.stderr

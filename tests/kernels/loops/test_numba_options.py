@@ -1,6 +1,7 @@
 """The kernels on disk follow every source they were inlined from; without that an edited helper would go on
 computing its old result."""
 
+import functools
 import importlib
 import os
 import sys
@@ -9,6 +10,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from numba.core.cpu import CPUContext
 
 from unfreeze.kernels.loops import numba_options
 
@@ -48,7 +50,7 @@ def test_an_edit_in_an_inlined_file_is_compiled(compute):
 
 
 def test_control_arm_numba_alone_would_not_notice(compute, monkeypatch):
-    monkeypatch.setattr(numba_options, "sources", numba_options.functools.cache(lambda room: "the same"))
+    monkeypatch.setattr(numba_options, "sources", functools.cache(lambda room: "the same"))
     assert compute(2) == (6.0, False)
     assert compute(5) == (6.0, True)
 
@@ -98,3 +100,20 @@ def test_control_arm_a_run_left_out_or_done_twice_is_seen(threads, monkeypatch):
     x, done = np.ones((5, numba_options.SERIAL), np.float32), np.zeros(5, np.int64)
     _squares(x.size, 5, x, np.empty_like(x), done)
     assert done.tolist() == [1, 1, 2, 1, 0]
+
+
+@pytest.mark.parametrize("by, made", [(numba_options.LINKED, 1), (numba_options.OPTIONS, 2)])
+def test_machine_code_is_made_of_the_loop_alone(by, made, monkeypatch):
+    """Control arm: without LINKED numba makes some of the inner function too."""
+    asked = []
+    real = CPUContext.get_executable
+    monkeypatch.setattr(
+        CPUContext,
+        "get_executable",
+        lambda self, library, description, env: (
+            asked.append(description) or real(self, library, description, env)
+        ),
+    )
+    twice = numba_options.njit(**by)(lambda x: 2 * x)
+    loop = numba_options.njit(**numba_options.OPTIONS)(lambda x: twice(x) + 1)
+    assert loop(20) == 41 and len(asked) == made

@@ -1,31 +1,23 @@
-"""The first run on a machine compiles its CPU loops, some 20 seconds of one core in bf16.
+"""The second process of a first run: it compiles the CPU loops of backward and of the optimizer.
 
-A second process compiles those of backward and of the optimizer while the run reads the model and answers the
-samples. Step 1 of tiny-k2 then comes after 16.4 s instead of 26.5 (decision 77).
+    python -m unfreeze.kernels.choice.prepare bfloat16 auto
 
-Both keep what they compile in numba's cache on disk, where the next run finds it. A stamp beside the cache
-says that all of it is there; it is named after the loops' source, so that edited loops are compiled anew.
+What starts it, and why, is in ahead.py.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from llvmlite import binding as llvm
 
 from unfreeze.kernels import expert_mlp
 from unfreeze.kernels.choice import ops
 from unfreeze.kernels.choice.choose import choose
 from unfreeze.kernels.choice.measure import arguments, visit
 from unfreeze.kernels.expert_mlp.backend import Backend
-from unfreeze.kernels.loops.numba_options import cache_folder, loop_sources
+from unfreeze.kernels.loops.on_disk import stamp
 
 # After the experts' backward, which takes longest: each op and which of its cases. The smallest, but
 # "few" rows of rms_norm have no loop.
@@ -61,38 +53,15 @@ class _OnlyBackward:
     def forward_group(self, *_: object) -> None: ...
 
 
-@contextmanager
-def compiling(device: torch.device, dtype: str) -> Iterator[subprocess.Popen[bytes] | None]:
-    """While the body runs, a second process compiles the loops; it ends with the body.
-
-    None where there is nothing to compile (a GPU, one thread, or all of it done before), and in all processes
-    of a host but the first.
-
-    dtype: a name of torch's, "bfloat16" or "float32".
-    """
-    stamp = _stamp(dtype)
-    first = os.environ.get("LOCAL_RANK", "0") == "0"
-    if not first or device.type != "cpu" or torch.get_num_threads() < 2 or stamp is None or stamp.exists():
-        yield None
+def prepare(dtype: str, device: str) -> None:
+    """compile_loops and the stamp, unless the run takes a GPU or one thread: it has nothing to compile then,
+    or no core to spare."""
+    if (device != "cpu" and torch.cuda.is_available()) or torch.get_num_threads() < 2:
         return
-    command = [sys.executable, "-m", __name__, dtype]
-    quiet = subprocess.DEVNULL
-    process = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def _stamp(dtype: str) -> Path | None:
-    """The file that says "all compiled"; None where numba has no folder to keep anything in."""
-    folder = cache_folder()
-    name = f"compiled-{dtype}-{llvm.get_host_cpu_name()}-{loop_sources()[:16]}"  # numba's are of one CPU too
-    return None if folder is None else folder / name
+    compile_loops(getattr(torch, dtype))
+    if (made := stamp(dtype)) is not None:
+        made.touch()
 
 
 if __name__ == "__main__":
-    compile_loops(getattr(torch, sys.argv[1]))
-    if (made := _stamp(sys.argv[1])) is not None:
-        made.touch()
+    prepare(*sys.argv[1:])

@@ -7,25 +7,25 @@ where the source folder is read-only.
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numba
 import numpy as np
 import torch
+from numba import _dynfunc
 from numba.core import types
-from numba.core.caching import FunctionCache
+from numba.core.compiler import Compiler, DefaultPassBuilder
+from numba.core.compiler_machinery import register_pass
+from numba.core.typed_passes import NativeLowering
 from numba.extending import overload
 from torch import Tensor
 
 from unfreeze.kernels.loops.cores import in_runs
+from unfreeze.kernels.loops.on_disk import ROOM, sources
 
 log = logging.getLogger(__name__)
-ROOM = Path(__file__).parents[1]
 
 Loop = Callable[..., Any]
 """A function of arrays and numbers, compiled by numba or about to be; numba infers their types."""
@@ -33,13 +33,52 @@ Loop = Callable[..., Any]
 njit: Any = numba.njit  # its stubs know neither forceinline nor no_cpython_wrapper
 OPTIONS: dict[str, Any] = dict(nogil=True, boundscheck=False, error_model="numpy", no_cfunc_wrapper=True)
 
+
+@register_pass(mutates_CFG=True, analysis_only=False)
+class _LoweringAlone(NativeLowering):
+    """numba's pass from its own representation to LLVM's, without machine code after it."""
+
+    _name = "lowering_alone"
+
+    def run_pass(self, state: Any) -> bool:
+        context = state.targetctx
+        context.get_executable = _no_code  # in place of the method, for this pass
+        try:
+            return super().run_pass(state)
+        finally:
+            del context.get_executable
+
+
+class _LinkedAlone(Compiler):
+    """numba's compiler for a function that is only ever linked into others.
+
+    numba makes machine code of each function, also where no wrapper could call it. That was a tenth of the
+    time in which the loops of tiny-k2 compile.
+    """
+
+    def define_pipelines(self) -> list[Any]:
+        pipeline = DefaultPassBuilder.define_nopython_pipeline(self.state)
+        lowering = {NativeLowering: _LoweringAlone}
+        pipeline.passes = [(lowering.get(step, step), why) for step, why in pipeline.passes]
+        pipeline.finalize()
+        return [pipeline]
+
+
+def _no_code(library: Any, description: Any, env: Any) -> Any:
+    """What numba's get_executable gives for a function without a wrapper: one that Python can't call."""
+    return _dynfunc.make_function(description.lookup_module(), description.qualname, "", 0, env, (library,))
+
+
+# For functions that only loops call: LLVM links them into the loop, and Python has no way in.
+LINKED: dict[str, Any] = OPTIONS | dict(no_cpython_wrapper=True, pipeline_class=_LinkedAlone)
+
 # Loops of fewer elements run on one thread: handing a part to a second one takes about as long as they do
 # (docs/decisions.md, 77).
 SERIAL = 1 << 18
 
 
 # For a function of a few numbers: LLVM inlines it before it vectorises loops.
-inlined: Callable[[Loop], Loop] = njit(forceinline=True, no_cpython_wrapper=True, **OPTIONS)
+inlined: Callable[[Loop], Loop] = njit(forceinline=True, **LINKED)
 
 LOG2E = np.float32(1.4426950408889634)
 LN2_HIGH = np.float32(0.693145751953125)  # 12 bits of ln 2: n * LN2_HIGH is exact
@@ -98,9 +137,9 @@ class Kernel:
 def inner(function: Loop) -> Loop:
     """A loop that only other loops call.
 
-    It gets no wrapper that takes arguments from Python: less to compile.
+    It gets no wrapper that takes arguments from Python, and no machine code of its own: less to compile.
     """
-    return njit(no_cpython_wrapper=True, **OPTIONS)(function)
+    return njit(**LINKED)(function)
 
 
 def serial(function: Loop) -> Loop:
@@ -120,33 +159,6 @@ def serial(function: Loop) -> Loop:
             error,
         )
         return njit(**OPTIONS)(function)
-
-
-@functools.cache
-def sources(room: Path) -> str:
-    """A hash of all files of kernels/ that mention numba.
-
-    A compiled kernel on disk has inlined code from any of them, but numba itself only compares the time of
-    the kernel's own file.
-    """
-    digest = hashlib.sha256()
-    for text in (path.read_bytes() for path in sorted(room.rglob("*.py"))):
-        if b"numba" in text:
-            digest.update(text)
-    return digest.hexdigest()
-
-
-def loop_sources() -> str:
-    """What tells this version of the loops from another: `sources` of kernels/."""
-    return sources(ROOM)
-
-
-def cache_folder() -> Path | None:
-    """Where numba keeps the compiled loops of kernels/; None where it has no folder that can be written."""
-    try:
-        return Path(FunctionCache(cache_folder).cache_path)
-    except RuntimeError:  # numba: "cannot cache function: no locator available"
-        return None
 
 
 def array(tensor: Tensor) -> np.ndarray:

@@ -1,0 +1,48 @@
+"""The first run on a machine compiles its CPU loops, some 20 seconds of one core in bf16.
+
+A second process (prepare.py) compiles those of backward and of the optimizer. It starts before this one
+imports torch, which takes 2 s in each, and goes on while the run reads the model and answers the samples
+(decision 77).
+
+Both keep what they compile in numba's cache on disk, where the next run finds it. A stamp beside the cache
+says that all of it is there; it is named after the loops' source, so that edited loops are compiled anew.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from unfreeze.kernels.loops.on_disk import stamp
+
+COMPILER = "unfreeze.kernels.choice.prepare"
+
+
+@contextmanager
+def compiling(device: str, threads: int, dtype: str) -> Iterator[subprocess.Popen[bytes] | None]:
+    """While the body runs, a second process compiles the loops; it ends with the body.
+
+    None where there is nothing to compile (a GPU, one thread, or all of it done before), and in all processes
+    of a host but the first. The second process looks again, with torch: it ends at once where "auto" is a GPU
+    or torch takes one thread.
+
+    device: a name of torch's or "auto"      threads: of the run; 0: the machine's
+    dtype: a name of torch's, "bfloat16" or "float32"
+    """
+    one_thread = 1 in (threads, os.cpu_count()) or (not threads and os.environ.get("OMP_NUM_THREADS") == "1")
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    made = None if one_thread or not first or device.startswith("cuda") else stamp(dtype)
+    if made is None or made.exists():
+        yield None
+        return
+    quiet = subprocess.DEVNULL
+    command = [sys.executable, "-m", COMPILER, dtype, device]
+    process = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait()

@@ -1,0 +1,44 @@
+"""Compiled loops on disk: where numba keeps them, and what tells one version from another. Without torch."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+
+from llvmlite import binding as llvm
+from numba.core.caching import FunctionCache
+
+ROOM = Path(__file__).parents[1]
+
+
+@functools.cache
+def sources(room: Path) -> str:
+    """A hash of all files of kernels/ that mention numba.
+
+    A compiled kernel on disk has inlined code from any of them, but numba itself only compares the time of
+    the kernel's own file.
+    """
+    digest = hashlib.sha256()
+    for text in (path.read_bytes() for path in sorted(room.rglob("*.py"))):
+        if b"numba" in text:
+            digest.update(text)
+    return digest.hexdigest()
+
+
+def cache_folder() -> Path | None:
+    """Where numba keeps the compiled loops of kernels/; None where it has no folder that can be written."""
+    try:
+        return Path(FunctionCache(cache_folder).cache_path)
+    except RuntimeError:  # numba: "cannot cache function: no locator available"
+        return None
+
+
+def stamp(dtype: str) -> Path | None:
+    """The file that says "all loops of a run in `dtype` are compiled".
+
+    None where numba has no folder to keep anything in.
+    """
+    folder = cache_folder()
+    name = f"compiled-{dtype}-{llvm.get_host_cpu_name()}-{sources(ROOM)[:16]}"  # numba's are of one CPU too
+    return None if folder is None else folder / name
