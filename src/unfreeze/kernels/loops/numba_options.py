@@ -14,7 +14,7 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from numba import _dynfunc
+from numba import _dynfunc  # type: ignore[attr-defined]  # C, without stubs
 from numba.core import types
 from numba.core.compiler import Compiler, DefaultPassBuilder
 from numba.core.compiler_machinery import register_pass
