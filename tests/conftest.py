@@ -31,6 +31,14 @@ ROWS = [
 ]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory):
+    """Encoded rows and measured records of these tests, not those of the user."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture
 def unfreeze_json(capsys):
     """`unfreeze COMMAND … --json --quiet` -> its result; it must end with 0."""

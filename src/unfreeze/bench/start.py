@@ -2,8 +2,8 @@
 
 `unfreeze bench start`, about 2 minutes.
 
-"first" is the first run on a machine: its loops are compiled, with an empty cache of their own. "warm" is
-every run after it. The two take turns. The clock starts before the interpreter does and ends at the time in
+"first" is the first run on a machine: its loops are compiled and its rows encoded, with an empty cache of its
+own. "warm" is every run after it. The two take turns. The clock starts before the interpreter does and ends at the time in
 the run's first "train" event. The answers sampled before training are part of it, as in a user's run.
 """
 
@@ -60,7 +60,8 @@ def measure(config: Config, common: Common, data: str = "") -> dict[str, Any]:
 def first_step(folder: Path, side: str, data: str, config: Config) -> float:
     """One run of two steps in a process of its own -> seconds to its first step.
 
-    `folder` holds the cache of compiled loops that the first start fills and the warm one finds.
+    `folder` holds the caches of compiled loops and encoded rows that the first start fills and the warm one
+    finds.
     """
     words = [
         "sft",
@@ -77,7 +78,8 @@ def first_step(folder: Path, side: str, data: str, config: Config) -> float:
     threads = ["--threads", str(config.threads)] if config.threads else []
     run = [sys.executable, "-m", "unfreeze", *words, *threads, "--out", str(folder / side)]
     started = time.time()
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(folder / "cache")}
+    cache = str(folder / "cache")
+    environment = os.environ | {"NUMBA_CACHE_DIR": cache, "XDG_CACHE_HOME": cache}
     done = subprocess.run(run, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"the run that was to be timed ended with {done.returncode}: {done.stderr[-500:]}")

@@ -104,12 +104,12 @@ def show(config: Config) -> dict[str, Any]:
     from unfreeze.config.template import template_time, template_values
 
     folder = model_folder(config.model)
-    from unfreeze.data import Batches, encode_files, load_tokenizer
+    from unfreeze.data import Batches, encoded_files, load_tokenizer
 
     now, variables = template_time(config.template_date), template_values(config.template_variables)
     tokenizer = load_tokenizer(folder, now=now, template_variables=variables)
     length = min(config.sequence_length, config.tokens_per_step)
-    dataset = encode_files(
+    dataset = encoded_files(
         config.data,
         tokenizer,
         length,

@@ -83,7 +83,7 @@ class DataEvent(CommonFields, total=False):
     held_out: Annotated[Int, of("documents", "set aside for validation")]
     packing: Annotated[AnyText, of("name", "how documents are packed")]
     efficiency: Annotated[Real | None, of("share, 0 to 1", "of the token budget that packing fills")]
-    reading: Annotated[AnyText, of("name", '"memory" or "on demand"')]
+    reading: Annotated[AnyText, of("name", '"memory", "disk" or "on demand"')]
     files: Annotated[dict[AnyText, Int], of("rows", "file -> rows")]
 
 

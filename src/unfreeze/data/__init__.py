@@ -5,12 +5,13 @@ tokens/    Row -> Examples                template -> text with taught words mar
 packing/   Examples -> Batch, Cursor      the order of an epoch, packing, the one shift of labels
 
 Before training encode_files (dataset.py) goes through all rows once: it counts, checks and keeps an account.
+encoded_files (encoded.py) keeps what it gave on disk, for other processes and the next start.
 Training then reads from the outside in, each line an iterator or a lookup over the one below it:
 
     Batches                  -> (Batch, Cursor), without end                          packing/batches.py
       order(epoch)           -> numbers of documents, a pure function of the seed     packing/order.py
       plan(epoch)            -> these numbers, cut into batches                       packing/batches.py
-        Examples[number]     -> Example: from memory, or read again from its file     examples.py, dataset.py
+        Examples[number]     -> Example: from memory, disk, or its file read again    examples.py, dataset.py
           read_at(place)     -> Row                                                   rows/files.py
           Encoder(row)       -> tokens and weights                                    tokens/masks.py
             Renderer(row)    -> text, cut into what is given and what is taught       tokens/turns.py
@@ -26,6 +27,7 @@ from unfreeze.core.lazy import on_first_use
 
 if TYPE_CHECKING:
     from unfreeze.data.dataset import Dataset, Stats, encode_file, encode_files
+    from unfreeze.data.encoded import encoded_files
     from unfreeze.data.examples import Example, Examples
     from unfreeze.data.packing.batches import Batches, Cursor, pack
     from unfreeze.data.packing.order import Mixed, Shuffled
@@ -65,6 +67,7 @@ __all__ = [
     "encode_file",
     "encode_files",
     "encode_prompt",
+    "encoded_files",
     "has_tokenizer",
     "load_tokenizer",
     "pack",
@@ -77,6 +80,7 @@ __getattr__ = on_first_use(
     __name__,
     {
         **dict.fromkeys("Dataset Stats encode_file encode_files".split(), "unfreeze.data.dataset"),
+        "encoded_files": "unfreeze.data.encoded",
         **dict.fromkeys("Example Examples".split(), "unfreeze.data.examples"),
         **dict.fromkeys("Encoder encode_chat encode_prompt".split(), "unfreeze.data.tokens.masks"),
         **dict.fromkeys("Mixed Shuffled".split(), "unfreeze.data.packing.order"),

@@ -1,9 +1,10 @@
 """Data files as examples, and an account of every row: used, cut, dropped or bad; duplicates; held out.
 
-N documents. Memory: about 90 bytes a document, and 8 bytes a token if the files together have up to
-HELD_BYTES. Larger data is read once to count and check it, and each document is read and encoded again when a
-batch needs it: that takes 40 more bytes a document instead of the tokens, and the memory of one row. Memory
-peaks in the search for duplicates: 330 bytes a document were measured (175,000 rows, resident size).
+N documents. Memory: about 90 bytes a document. Tokens lie on disk (encoded.py); or in memory, 8 bytes each, if
+the files together have up to HELD_BYTES. Larger data for which the disk has no room is read once to count and
+check it, and each document is read and encoded again when a batch needs it: that takes 40 more bytes a
+document instead of the tokens, and the memory of one row. Memory peaks in the search for duplicates: 330 bytes
+a document were measured (175,000 rows, resident size).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, Protocol
 
 import numpy as np
 
@@ -35,6 +36,9 @@ counted."""
 HELD_BYTES = 256 * 2**20
 """Data files with more bytes in total are read on demand. 256 MiB of text are some 70 million tokens, 0.5 GiB
 in memory."""
+
+Reading = Literal["memory", "disk", "on demand"]
+"""Where a batch finds its documents: in memory, encoded on disk (encoded.py), or in the data files."""
 
 
 @dataclass
@@ -68,7 +72,7 @@ class Stats:
     held_out: int = 0
     packing: str = ""
     efficiency: float | None = None
-    reading: Literal["memory", "on demand"] = "memory"
+    reading: Reading = "memory"
     listed: list[BadRow] = field(default_factory=list)
     cuts: list[BadRow] = field(default_factory=list)
     repeats: list[BadRow] = field(default_factory=list)
@@ -150,12 +154,14 @@ def encode_files(
     reasoning: Reasoning = "auto",
     on_bad_row: Literal["error", "skip"] = "error",
     held_bytes: int = HELD_BYTES,
+    store: Store | None = None,
 ) -> Dataset:
     """Every row of the files, one file after the other, as examples of at most `sequence_length` tokens.
 
     How a row becomes examples: see Encoder. Rows that keep no supervised token are dropped and counted in
-    stats; a bad row raises DataError, or is counted with on_bad_row "skip". Files of more than `held_bytes`
-    together are read on demand; the result is the same.
+    stats; a bad row raises DataError, or is counted with on_bad_row "skip".
+    store: where tokens are kept. None: in memory, or nowhere if the files have more than `held_bytes`
+    together: they are then read on demand. The result is the same.
     Raises DataError if nothing is left.
     """
     if sequence_length < 2:
@@ -163,10 +169,10 @@ def encode_files(
             f"sequence_length is {sequence_length}, at least 2: a token is predicted from the one before it"
         )
     paths = [Path(path) for path in paths]
-    # where tokens are kept: in memory, or nowhere, and each document is encoded again when a batch needs it
     encoder = Encoder(tokenizer, sequence_length, truncation, supervise, turns=turns, reasoning=reasoning)
-    on_demand = sum(path.stat().st_size for path in paths if path.is_file()) > held_bytes
-    store: Held | OnDemand = OnDemand(paths, encoder) if on_demand else Held()
+    if store is None:
+        on_demand = sum(path.stat().st_size for path in paths if path.is_file()) > held_bytes
+        store = OnDemand(paths, encoder) if on_demand else Held()
     account = Account(paths, skip=on_bad_row == "skip")
     # every row once: encoded, counted, its lengths and checksum noted (account.columns)
     for source, path in enumerate(paths):
@@ -179,7 +185,7 @@ def encode_files(
                 account.columns.add(example)
     examples = Examples(store.fetch, account.columns)
     stats = account.finish(examples)
-    stats.reading = "on demand" if on_demand else "memory"
+    stats.reading = store.reading
     # nothing left: say why the first rows were dropped
     if not len(examples):
         reasons = "; ".join(item.reason for item in stats.listed[:3]) or "the file is empty"
@@ -191,8 +197,24 @@ def encode_files(
     return Dataset(examples, stats)
 
 
+class Store(Protocol):
+    """Where the tokens of documents are kept."""
+
+    reading: Reading
+
+    def add(self, place: Place, encoded: Sequence[Example]) -> None:
+        """Keep the documents of the row at `place`."""
+        ...
+
+    def fetch(self, index: int) -> Example:
+        """Document `index`, counted in the order of `add`."""
+        ...
+
+
 class Held:
     """Documents in memory: 8 bytes a token (int32, float32)."""
+
+    reading: Reading = "memory"
 
     def __init__(self) -> None:
         self._examples: list[Example] = []
@@ -208,6 +230,8 @@ class Held:
 
 class OnDemand:
     """Documents as places in their files (40 bytes each); read and encoded again at every visit."""
+
+    reading: Reading = "on demand"
 
     def __init__(self, paths: Sequence[Path], encoder: Encoder):
         self._paths, self._encoder = paths, encoder

@@ -133,6 +133,11 @@ class Examples(Sequence[Example]):
         """
         return hashlib.sha256(self.checksums_N.tobytes()).hexdigest()[:16]
 
+    def columns(self) -> dict[str, bytes]:
+        """The Columns by name, to be written."""
+        table = {"numbers": self._table, "digests": self.digests_N, "checksums": self.checksums_N}
+        return {name: array_N.tobytes() for name, array_N in table.items()}
+
     def __len__(self) -> int:
         return len(self._table)
 

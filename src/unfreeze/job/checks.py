@@ -78,12 +78,12 @@ class Subject:
     @cached_property
     def dataset(self) -> Dataset:
         """The data as the run would encode it, bad rows counted instead of refused."""
-        from unfreeze.data import encode_files
+        from unfreeze.data import encoded_files
         from unfreeze.job.data import sequence_length
 
         data, tokens = self.config.data, self.config.tokens_per_micro_batch
         length = sequence_length(data, tokens, self.shape.max_positions)
-        return encode_files(
+        return encoded_files(
             data.files,
             self.tokenizer,
             length,

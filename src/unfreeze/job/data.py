@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from unfreeze.data.tokens.masks import Supervise
     from unfreeze.data.tokens.turns import Turns
     from unfreeze.models.shape import Shape
+    from unfreeze.parallel.collectives import Group
     from unfreeze.train.run import Run
     from unfreeze.train.schedule import Schedule
     from unfreeze.train.suspects import Describe
@@ -66,6 +67,7 @@ def encode(
     max_positions: int,
     tokens: int,
     seed: int,
+    group: Group,
     **options: Unpack[Encoding],
 ) -> Dataset:
     """The data files as examples, and a "data" event that accounts for them.
@@ -74,11 +76,11 @@ def encode(
     A bound below data.sequence_length is a warning where it cut, dropped or split a row, or where the
     length was asked for.
     """
-    from unfreeze.data import encode_files, split_by_content
+    from unfreeze.data import encoded_files, split_by_content
 
     length = sequence_length(data, tokens, max_positions)
     read = partial(
-        encode_files,
+        encoded_files,
         tokenizer=tokenizer,
         sequence_length=length,
         truncation=data.truncation,
@@ -86,7 +88,9 @@ def encode(
         **options,
     )
 
-    # training rows, and what is held out of them or beside them
+    # training rows, and what is held out of them or beside them; of several processes one encodes, and the
+    # others read its store
+    group.on_rank0(lambda: len(read(data.files).examples) if group.size > 1 else 0)
     dataset = read(data.files)
     stats = dataset.stats
     warnings: list[str] = []

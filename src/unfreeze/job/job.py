@@ -281,7 +281,9 @@ def prepare(
     check_vocabulary(tokenizer, shape, start)
 
     # rows -> conversations -> tokens and weights
-    dataset = encode(folder, data, tokenizer, shape.max_positions, tokens, config.seed, **parts.encoding)
+    dataset = encode(
+        folder, data, tokenizer, shape.max_positions, tokens, config.seed, group, **parts.encoding
+    )
 
     # bytes, with arithmetic; refuses what does not fit
     plan = plan_of(

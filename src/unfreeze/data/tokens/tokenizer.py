@@ -7,6 +7,7 @@ looked at, and nothing in it is executed.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,18 @@ from unfreeze.data.tokens.tokenizer_json import TokenizerJson
 from unfreeze.untrusted.json_object import read_object
 
 TOKEN_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+FILES = (
+    "tokenizer.json",
+    "tiktoken.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""All that is read of a checkpoint folder here."""
 
 MAX_VOCAB = 2**24  # ids; a hundred times the largest published
 PUBLISHED = "use the tokenizer files that were published with this model"
@@ -55,6 +68,8 @@ class Tokenizer:
                   the template's end of turn
     special_ids   control tokens: skipped in decoding, never made from user text
     template      the checkpoint's chat template, or None (see `chat`)
+    identity      a hash of what it was made of: two of one identity encode alike; "" where its template tells
+                  the time of the clock
     """
 
     def __init__(
@@ -67,8 +82,10 @@ class Tokenizer:
         eos_ids: frozenset[int],
         add_bos: bool,
         template: ChatTemplate | None,
+        identity: str = "",
     ):
         self._backend = backend
+        self.identity = identity
         self.vocab_size = backend.vocab_size
         self.named_size = backend.named_size
         self.base_size = backend.base_size
@@ -211,7 +228,22 @@ def load_tokenizer(
         eos_ids=eos_ids,
         add_bos=add_bos,
         template=template,
+        identity=_identity(folder, template, template_variables or {}),
     )
+
+
+def _identity(folder: Path, template: ChatTemplate | None, variables: Mapping[str, object]) -> str:
+    """Tokenizer.identity: the bytes of every file that is read, the variables, and the time if it is told."""
+    tells_time = template is not None and "strftime_now" in template.source
+    now = template.now if template is not None and tells_time else None
+    if tells_time and now is None:
+        return ""
+    digest = hashlib.blake2b(repr((sorted(variables.items()), now)).encode(), digest_size=16)
+    for name in FILES:
+        path = folder / name
+        content = path.read_bytes() if path.is_file() else b""
+        digest.update(f"{name} {len(content)}".encode() + content)
+    return digest.hexdigest()
 
 
 def check_vocab(tokenizer: Tokenizer, vocab_size: int, rows: Mapping[str, int] | None = None) -> VocabSpec:

@@ -1,0 +1,246 @@
+"""Encoded rows on disk, found again by what they were made of.
+
+Encoding a row takes some 0.4 ms, so a million take minutes. Its tokens are therefore kept, and every process
+and every later start reads them: mapped into memory, so that their number does not matter.
+
+A store is a folder of ~/.cache/unfreeze/encoded ($XDG_CACHE_HOME where it is set), named after its key:
+  tokens    int32, one document after the other        weights   float32, the same
+  numbers, digests, checksums   the Columns            account.json   the Stats, and a hash of the Columns
+
+key: a hash of the data files (path, size, times), of the tokenizer's files and its chat template's variables,
+of the bounds and masks that were asked for, and of the code in this folder. Whatever changes makes another
+store. At most KEPT_BYTES are kept; the stores that were not read for longest go first.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import mmap
+import os
+import shutil
+from array import array
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unfreeze.core.errors import DataError
+from unfreeze.data.dataset import Dataset, Reading, Stats, encode_files
+from unfreeze.data.examples import Columns, Example, Examples
+from unfreeze.data.rows.row import BadRow, Place
+from unfreeze.data.tokens.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+KEPT_BYTES = 32 * 2**30
+"""4 billion tokens: 8 bytes each."""
+LEAST_BYTES = 2**16
+"""Smaller data is encoded at each start: that takes a tenth of a second."""
+COLUMNS = {"numbers": 40, "digests": 16, "checksums": 16}
+"""Files of the Columns and their bytes a document."""
+
+
+def encoded_files(
+    paths: Sequence[str | Path], tokenizer: Tokenizer, sequence_length: int, **options: Any
+) -> Dataset:
+    """encode_files, or what it gave for the same files and options before.
+
+    Where no store can be written, nothing is kept.
+    """
+    encode = partial(encode_files, paths, tokenizer, sequence_length, **options)
+    name = key([Path(path) for path in paths], tokenizer.identity, {"length": sequence_length, **options})
+    if not name:
+        return encode()
+    if (found := read(name)) is not None:
+        return found
+    try:
+        store = Writing(name)
+    except OSError:
+        return encode()
+    try:
+        return store.finish(encode(store=store))
+    except OSError as error:  # most likely a full disk
+        log.warning("encoded rows are not kept in %s, the next start encodes them again: %s", root(), error)
+        return encode()
+    finally:
+        store.discard()
+
+
+def root() -> Path:
+    """The folder of all stores."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unfreeze" / "encoded"
+
+
+def key(paths: Sequence[Path], tokenizer: str, options: Mapping[str, object]) -> str:
+    """What the encoded rows are a function of, as 32 hex digits; "" where they are not to be kept.
+
+    tokenizer: Tokenizer.identity; "" where it may encode otherwise next time
+    """
+    if not tokenizer or not all(path.is_file() for path in paths):
+        return ""
+    found = [path.stat() for path in paths]
+    if sum(file.st_size for file in found) < LEAST_BYTES:
+        return ""
+    files = [
+        (str(path.resolve()), file.st_size, file.st_mtime_ns, file.st_ctime_ns)
+        for path, file in zip(paths, found, strict=True)
+    ]
+    made_of = json.dumps([files, tokenizer, sorted(options.items()), _code()])
+    return hashlib.blake2b(made_of.encode(), digest_size=16).hexdigest()
+
+
+@functools.cache
+def _code() -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+class Writing:
+    """A store that is being written. It gets its name once it is whole, so that no reader sees half of it."""
+
+    reading: Reading = "disk"
+
+    def __init__(self, name: str):
+        self.folder = root() / name
+        self._part = root() / f".{name}.{os.getpid()}"
+        shutil.rmtree(self._part, ignore_errors=True)
+        self._part.mkdir(parents=True)
+        self._tokens, self._weights = ((self._part / name).open("wb") for name in ("tokens", "weights"))
+
+    def add(self, place: Place, encoded: Sequence[Example]) -> None:
+        for example in encoded:
+            self._tokens.write(array("i", example.tokens).tobytes())
+            self._weights.write(array("f", example.weights).tobytes())
+
+    def fetch(self, index: int) -> Example:
+        raise NotImplementedError("a store is read when it is whole: finish()")
+
+    def finish(self, dataset: Dataset) -> Dataset:
+        """The same dataset, read from the store. Raises OSError where it can't be written."""
+        self._tokens.close()
+        self._weights.close()
+        for name, bytes_ in dataset.examples.columns().items():
+            (self._part / name).write_bytes(bytes_)
+        account = {"stats": dataset.stats.as_dict(), "columns": _columns_hash(self._part)}
+        (self._part / "account.json").write_text(json.dumps(account), encoding="utf-8")
+        with suppress(OSError):  # another process was faster: its store has the same content
+            self._part.rename(self.folder)
+        make_room(self.folder)
+        if (found := read(self.folder.name)) is None:
+            raise FileNotFoundError(self.folder)
+        return found
+
+    def discard(self) -> None:
+        """Remove what was written, where it is not whole."""
+        self._tokens.close()
+        self._weights.close()
+        shutil.rmtree(self._part, ignore_errors=True)
+
+
+def read(name: str) -> Dataset | None:
+    """A whole store; None where there is none.
+
+    A damaged one is removed, to be made anew.
+    """
+    folder = root() / name
+    if not folder.is_dir():
+        return None
+    try:
+        account = json.loads((folder / "account.json").read_text(encoding="utf-8"))
+        stats = _stats(account["stats"])
+        if account["columns"] != _columns_hash(folder):
+            raise ValueError("other columns than were written")
+        examples = Examples(_Mapped(folder, stats).fetch, _columns(folder))
+        os.utime(folder / "account.json")  # when it was last read
+        return Dataset(examples, stats)
+    except (OSError, ValueError, KeyError, TypeError):
+        shutil.rmtree(folder, ignore_errors=True)
+        return None
+
+
+def make_room(newest: Path, kept: int = KEPT_BYTES) -> None:
+    """Remove the stores that were not read for longest, until `kept` bytes are left; never `newest`."""
+    stores: list[tuple[float, int, Path]] = []
+    for account in root().glob("[!.]*/account.json"):
+        with suppress(OSError):  # another process removes too
+            size = sum(path.stat().st_size for path in account.parent.iterdir())
+            stores.append((account.stat().st_mtime, size, account.parent))
+    total = sum(size for _, size, _ in stores)
+    for _, size, folder in sorted(stores):
+        if total <= kept:
+            return
+        if folder != newest:
+            shutil.rmtree(folder, ignore_errors=True)
+            total -= size
+
+
+class _Mapped:
+    """Documents of a store; the system reads a page when it is asked for, and can forget it."""
+
+    def __init__(self, folder: Path, stats: Stats):
+        self._folder = folder
+        columns = _columns(folder)
+        self._table = np.frombuffer(columns.numbers, dtype=np.int64).reshape(-1, 5)
+        self._digests, self._checksums = columns.digests, columns.checksums
+        self._ends = np.cumsum(self._table[:, 0])
+        self._tokens, self._weights = (_map(folder / name) for name in ("tokens", "weights"))
+        whole = len(self._tokens) == len(self._weights) == 4 * int(self._ends[-1])
+        if not whole or len(self._table) != stats.examples:
+            raise ValueError("fewer tokens than were written")
+
+    def fetch(self, index: int) -> Example:
+        """Document `index`. Raises DataError where its tokens are not those that were written."""
+        length, _, cut, row, source = self._table[index].tolist()
+        end = 4 * int(self._ends[index])
+        tokens, weights = array("i"), array("f")
+        tokens.frombytes(self._tokens[end - 4 * length : end])
+        weights.frombytes(self._weights[end - 4 * length : end])
+        digests = slice(16 * index, 16 * index + 16)
+        example = Example(tokens, weights, row, cut, source, bytes(self._digests[digests]))
+        if example.checksum != self._checksums[digests]:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise DataError(
+                f"{self._folder}: encoded row {row} is damaged on disk; the folder was removed",
+                next="run the same command again: the rows are encoded anew",
+            )
+        return example
+
+
+def _map(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _columns(folder: Path) -> Any:
+    """The Columns of a store, mapped."""
+    columns: Any = Columns()
+    for name in COLUMNS:
+        setattr(columns, name, _map(folder / name))
+    sizes = {len(getattr(columns, name)) / width for name, width in COLUMNS.items()}
+    if len(sizes) > 1:
+        raise ValueError("columns of different lengths")
+    return columns
+
+
+def _columns_hash(folder: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name in COLUMNS:
+        digest.update((folder / name).read_bytes())
+    return digest.hexdigest()
+
+
+def _stats(plain: dict[str, Any]) -> Stats:
+    """Stats.as_dict read back."""
+    given = {field.name: plain[field.name] for field in fields(Stats)}
+    lists = {name: [BadRow(**row) for row in given[name]] for name in ("listed", "cuts", "repeats")}
+    return Stats(**given | lists | {name: Counter(given[name]) for name in ("shapes", "files", "notes")})

@@ -1,0 +1,165 @@
+"""Encoded rows on disk: what is read back is what was encoded, whatever else lies there."""
+
+import json
+import os
+
+import pytest
+
+from unfreeze.commands.demo import TINY_K2
+from unfreeze.core.errors import DataError
+from unfreeze.data import encode_files, encoded, load_tokenizer
+from unfreeze.data.encoded import encoded_files
+
+LENGTH = 64
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(encoded, "LEAST_BYTES", 0)
+    return tmp_path / "cache" / "unfreeze" / "encoded"
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """-> write(rows): a data file."""
+
+    def write(rows, name="chat.jsonl"):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(TINY_K2)
+
+
+CHAT = [{"question": f"What is {n} and {n}?", "answer": f"{2 * n}, it is. Hmm."} for n in range(20)]
+CHAT += [CHAT[3], {"text": "A long text. " * 40}]
+
+
+def same(first, second):
+    assert list(first.examples) == list(second.examples)
+    assert first.examples.fingerprint() == second.examples.fingerprint()
+    assert first.stats.as_dict() | {"reading": ""} == second.stats.as_dict() | {"reading": ""}
+
+
+def counted(monkeypatch):
+    """-> a list that gets an entry each time files are encoded."""
+    calls, real = [], encoded.encode_files
+    monkeypatch.setattr(
+        encoded, "encode_files", lambda *given, **more: calls.append(1) or real(*given, **more)
+    )
+    return calls
+
+
+@pytest.mark.parametrize("options", [{}, {"truncation": "split"}, {"supervise": "all", "turns": "each"}])
+def test_what_is_read_back_is_what_was_encoded(options, store, rows, tokenizer, monkeypatch):
+    if options.get("truncation") == "split":
+        path = rows([row for row in CHAT if "text" in row])
+    else:
+        path = rows(CHAT)
+    calls = counted(monkeypatch)
+    plain = encode_files([path], tokenizer, LENGTH, **options)
+    first = encoded_files([path], tokenizer, LENGTH, **options)
+    again = encoded_files([path], tokenizer, LENGTH, **options)
+    same(plain, first)
+    same(plain, again)
+    assert len(calls) == 1 and again.stats.reading == "disk" and len(list(store.iterdir())) == 1
+
+
+@pytest.mark.parametrize("change", ["row", "length", "option", "tokenizer", "code", "variables"])
+def test_whatever_changes_makes_another_store(change, store, rows, tokenizer, tmp_path, monkeypatch):
+    path, length, options = rows(CHAT), LENGTH, {}
+    encoded_files([path], tokenizer, length)
+    if change == "row":
+        rows([*CHAT[:-1], {"question": "And now?", "answer": "Other, it is."}])
+    if change == "length":
+        length -= 1
+    if change == "option":
+        options = {"supervise": "all"}
+    if change == "tokenizer":
+        folder = tmp_path / "model"
+        folder.mkdir()
+        for file in TINY_K2.glob("*token*"):
+            (folder / file.name).write_bytes(file.read_bytes())
+        tokenizer = load_tokenizer(folder)
+    if change == "variables":
+        tokenizer = load_tokenizer(TINY_K2, template_variables={"thinking": True})
+    if change == "code":
+        monkeypatch.setattr(encoded, "_code", lambda: "other")
+    changed = encoded_files([path], tokenizer, length, **options)
+    assert len(list(store.iterdir())) == 2
+    same(changed, encode_files([path], tokenizer, length, **options))
+
+
+@pytest.mark.parametrize("file", ["tokens", "weights", "numbers", "digests", "checksums", "account.json"])
+@pytest.mark.parametrize("how", ["cut", "gone", "other"])
+def test_a_damaged_store_is_made_anew(file, how, store, rows, tokenizer, monkeypatch):
+    path, calls = rows(CHAT), counted(monkeypatch)
+    plain = encoded_files([path], tokenizer, LENGTH)
+    (folder,) = store.iterdir()
+    content = (folder / file).read_bytes()
+    if how == "gone":
+        (folder / file).unlink()
+    else:
+        (folder / file).write_bytes(content[:-4] if how == "cut" else bytes([content[0] ^ 1]) + content[1:])
+    found = encoded_files([path], tokenizer, LENGTH)
+    if how == "other" and file in ("tokens", "weights"):  # not looked at before the document is used
+        with pytest.raises(DataError, match="row 1 is damaged on disk; the folder was removed"):
+            list(found.examples)
+        found = encoded_files([path], tokenizer, LENGTH)
+    same(plain_of(path, tokenizer), found)
+    assert len(calls) == 2 and plain.stats.rows == found.stats.rows
+
+
+def plain_of(path, tokenizer):
+    return encode_files([path], tokenizer, LENGTH)
+
+
+def test_a_template_that_tells_the_clock_and_small_data_are_not_kept(store, rows, tokenizer, monkeypatch):
+    path = rows(CHAT)
+    monkeypatch.setattr(tokenizer, "identity", "")
+    encoded_files([path], tokenizer, LENGTH)
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(store.parents[1]))
+    encoded_files([path], tokenizer, LENGTH)  # fewer bytes than LEAST_BYTES
+    assert not store.exists()
+
+
+def test_a_row_that_is_refused_leaves_no_store(store, rows, tokenizer):
+    path = rows([*CHAT, {"neither": "of these"}])
+    with pytest.raises(DataError):
+        encoded_files([path], tokenizer, LENGTH)
+    assert list(store.iterdir()) == []
+
+
+@pytest.mark.parametrize("step", ["begin", "add", "finish"])
+def test_without_room_nothing_is_kept_and_the_rows_are_encoded_all_the_same(
+    step, store, rows, tokenizer, monkeypatch
+):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(encoded.Writing, {"begin": "__init__"}.get(step, step), full)
+    path = rows(CHAT)
+    found = encoded_files([path], tokenizer, LENGTH)
+    same(plain_of(path, tokenizer), found)
+    assert found.stats.reading == "memory" and (not store.exists() or list(store.iterdir()) == [])
+
+
+def test_the_stores_not_read_for_longest_make_room(store, rows, tokenizer):
+    paths = [rows(CHAT, f"{n}.jsonl") for n in range(3)]
+    for number, path in enumerate(paths):
+        encoded_files([path], tokenizer, LENGTH)
+        newest = max(store.iterdir(), key=lambda folder: (folder / "account.json").stat().st_mtime_ns)
+        os.utime(newest / "account.json", (number, number))
+    folders = sorted(store.iterdir(), key=lambda folder: (folder / "account.json").stat().st_mtime)
+    size = sum(path.stat().st_size for path in folders[0].iterdir())
+    encoded.make_room(folders[2], kept=2 * size + size // 2)
+    assert sorted(store.iterdir()) == sorted(folders[1:])
+    encoded.make_room(folders[1], kept=0)
+    assert list(store.iterdir()) == [folders[1]]
