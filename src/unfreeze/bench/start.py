@@ -2,9 +2,10 @@
 
 `unfreeze bench start`, about 2 minutes.
 
-"first" is the first run on a machine: its loops are compiled and its rows encoded, with an empty cache of its
-own. "warm" is every run after it. The two take turns. The clock starts before the interpreter does and ends at the time in
-the run's first "train" event. The answers sampled before training are part of it, as in a user's run.
+"first" is the first run on a machine: its loops are compiled and its rows encoded, with an empty cache of
+its own. "warm" is every run after it. The two take turns. The clock starts before the interpreter does and
+ends at the time in the run's first "train" event. The answers sampled before training are part of it, as in a
+user's run.
 """
 
 from __future__ import annotations

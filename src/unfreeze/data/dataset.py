@@ -1,10 +1,10 @@
 """Data files as examples, and an account of every row: used, cut, dropped or bad; duplicates; held out.
 
-N documents. Memory: about 90 bytes a document. Tokens lie on disk (encoded.py); or in memory, 8 bytes each, if
-the files together have up to HELD_BYTES. Larger data for which the disk has no room is read once to count and
-check it, and each document is read and encoded again when a batch needs it: that takes 40 more bytes a
-document instead of the tokens, and the memory of one row. Memory peaks in the search for duplicates: 330 bytes
-a document were measured (175,000 rows, resident size).
+N documents. Memory: about 90 bytes a document. Tokens lie on disk (encoded.py); or in memory, 8 bytes each,
+if the files together have up to HELD_BYTES. Larger data for which the disk has no room is read once to count
+and check it, and each document is read and encoded again when a batch needs it: that takes 40 more bytes a
+document instead of the tokens, and the memory of one row. Memory peaks in the search for duplicates: 330
+bytes a document were measured (175,000 rows, resident size).
 """
 
 from __future__ import annotations
