@@ -239,8 +239,11 @@ def _columns_hash(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _stats(plain: dict[str, Any]) -> Stats:
+def _stats(plain: Mapping[str, Any]) -> Stats:
     """Stats.as_dict read back."""
-    given = {field.name: plain[field.name] for field in fields(Stats)}
-    lists = {name: [BadRow(**row) for row in given[name]] for name in ("listed", "cuts", "repeats")}
-    return Stats(**given | lists | {name: Counter(given[name]) for name in ("shapes", "files", "notes")})
+    given: dict[str, Any] = {field.name: plain[field.name] for field in fields(Stats)}
+    for name in ("listed", "cuts", "repeats"):
+        given[name] = [BadRow(**row) for row in given[name]]
+    for name in ("shapes", "files", "notes"):
+        given[name] = Counter(given[name])
+    return Stats(**given)
