@@ -14,7 +14,7 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -257,6 +257,8 @@ def planned(case: Case, threads: int) -> dict[str, Any]:
         recompute=case.recompute,
         optimizer_moments=case.moments,
         longest=case.length,
+        micro_batches=case.processes,
+        processes=case.processes,
     )
     sizes, machine = measure(model, lora), hardware("cpu")
     made = plan(sizes, work, machine)
@@ -272,7 +274,10 @@ def planned(case: Case, threads: int) -> dict[str, Any]:
     if rates is not None:
         here = Fleet("here", case.processes, machine.available, kind="cpu")
         tokens = case.tokens * case.processes
-        asked, layout = Asked(work, tokens, case.length), Layout(recompute=case.recompute)
+        asked, layout = (
+            Asked(replace(work, micro_batches=1), tokens, case.length),
+            Layout(recompute=case.recompute),
+        )
         time = seconds_of(sizes, counts(model), here, rates, layout, asked, tokens)
         replayed = replay(time, model.shape.num_layers).step
     return {

@@ -106,7 +106,5 @@ Probable reasons of those outside, read from the code and not tested:
   512 to 4,864, and what Python does between them shows. The plan is too fast for such models.
 - Attention on a CPU keeps blocks of scores of one document, up to 24 MiB, and copies of its keys. They depend
   on its length, not on the tokens, and are in no term. The plan is too small for one long document.
-- Several processes sum gradients in float32: where every weight trains in half precision, 4 bytes of each
-  are held after backward instead of 2, and the buckets that are sent. The plan does not count that moment.
 - What is just outside moves between runs: other processes share the machine's caches and memory.
 """

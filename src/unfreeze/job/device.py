@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from unfreeze.core.command import Common
+from unfreeze.core.lazy import importing
 from unfreeze.tracking.live import LoadProgress
 
 if TYPE_CHECKING:
@@ -61,10 +62,11 @@ def pick_device(name: str, threads: int = 0) -> torch.device:
     Raises ConfigError for a device that isn't here.
     """
     set_allocator()
-    import torch
+    with importing():
+        import torch
 
-    from unfreeze.generate.open import device_of
-    from unfreeze.parallel.collectives import local_device
+        from unfreeze.generate.open import device_of
+        from unfreeze.parallel.collectives import local_device
 
     if threads:
         torch.set_num_threads(threads)

@@ -18,6 +18,7 @@ from unfreeze.config.tables import Memory, Save
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
 from unfreeze.core.events import RESOLVED
+from unfreeze.core.lazy import importing
 from unfreeze.core.schema import TrainEvent
 from unfreeze.job.data import (
     Encoding,
@@ -96,13 +97,15 @@ def run(config: TrainingConfig, parts: Parts, common: Common, command: str = "")
     refuse_absent(config.data.sources)
     start = first_start_of(config, parts, common)
 
-    from unfreeze.kernels.choice.ahead import compiling
+    with importing():
+        from unfreeze.kernels.choice.ahead import compiling
 
     memory = config.memory
     with compiling(memory.device, memory.threads, memory.dtype):  # before torch is imported
+        device = pick_device(memory.device, memory.threads)
+
         from unfreeze.parallel.collectives import open_group
 
-        device = pick_device(memory.device, memory.threads)
         with open_group(device) as group, live(config, common, parts.recipe, command, group) as folder:
             end = partial(
                 finish, folder.path, common, command, **parts.trained.as_result(target_of(folder, parts))
@@ -286,9 +289,8 @@ def prepare(
     )
 
     # bytes, with arithmetic; refuses what does not fit
-    plan = plan_of(
-        config, parts.trained, start, shape, device, mean_length(dataset.examples.lengths_N.tolist())
-    )
+    lengths = dataset.examples.lengths_N.tolist()
+    plan = plan_of(config, parts.trained, start, shape, device, mean_length(lengths), group.size)
     predicted = predicted_ops(device, config.memory.dtype)
     emit_plan(folder, plan, group, start_lines(config, parts.trained, start, shape, plan), predicted)
 

@@ -31,6 +31,7 @@ def plan_of(
     shape: Shape,
     device: torch.device,
     mean_length: float | None = None,
+    processes: int = 1,
 ) -> Plan:
     """What the run will take, term by term; `unfreeze doctor` shows the same plan.
 
@@ -54,6 +55,7 @@ def plan_of(
         keep_layers=memory.keep_layers,
         optimizer_moments=config.optimizer.moments,
         receipt_bytes=COPY_BYTES,
+        processes=processes,
     )
 
 

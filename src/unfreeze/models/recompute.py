@@ -108,12 +108,13 @@ class _Recompute(torch.autograd.Function):
         for rows, run, saved in reversed(ctx.visits):  # the second visit empties `saved`
             x_CD, saved.second = x_TD[rows].requires_grad_(), True
             with torch.enable_grad(), run.visiting(saved):
-                arriving = _Arriving.apply(ctx.layer(x_CD, run), dy_TD[rows])
+                y_CD = ctx.layer(x_CD, run)
+                arriving = _Arriving.apply(y_CD, dy_TD[rows])
             arriving.backward()
             if dx_TD is None:
                 return x_CD.grad, None, None, None
             dx_TD[rows] = x_CD.grad
-            del arriving, x_CD
+            del arriving, y_CD, x_CD
         return dx_TD, None, None, None
 
 

@@ -72,6 +72,7 @@ def plan_training(
     longest: int | None = None,
     mean_length: float | None = None,
     receipt_bytes: int = 0,
+    processes: int = 1,
 ) -> Plan:
     """The plan of a training run on one device.
 
@@ -81,6 +82,7 @@ def plan_training(
     mean_length    tokens of the document that a token is in, on average: attention's; None: `longest`
     micro_batches  with adapters it changes no byte, only what is proposed where the run does not fit
                    (--tokens-per-step is of all of them)
+    processes      among which the micro-batches are dealt; the plan is of one of them
 
     Reads nothing but the manifest and allocates nothing. Call `refuse_if_too_large` on the result.
     """
@@ -98,6 +100,7 @@ def plan_training(
         micro_batches=micro_batches,
         longest=longest,
         receipt_bytes=receipt_bytes,
+        processes=processes,
     )
     sizes, machine = measure(model, lora, place.type), hardware(place)
     made = plan(sizes, work, machine)

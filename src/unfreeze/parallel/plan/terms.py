@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from unfreeze.checkpoint.stream import CHUNK, THREADS
 from unfreeze.models.recompute import Recompute
+from unfreeze.parallel.collectives import BUCKET
 from unfreeze.parallel.machine import Hardware
 from unfreeze.parallel.plan.sizes import Sizes
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from unfreeze.parallel.plan.seconds import Seconds
 
 MOMENT_BYTES = {"float32": 8.0, "int8": 2.0 + 8.0 / 256}  # per trained parameter: train/moments.py
-GRADIENT_BYTES = 4  # adapters and their gradients are fp32
+GRADIENT_BYTES = 4  # adapters, their gradients, and sums of gradients are fp32
 LOAD_BUFFERS = THREADS * CHUNK  # checkpoint/stream.py: one buffer per reading thread
 # per token: tokens, targets, positions (int64), weights (float32), and which are supervised
 BATCH_BYTES = 3 * 8 + 4 + 8
@@ -47,6 +48,7 @@ class Work:
     chunk           tokens that go through a recomputed layer at once, in whole documents (models/chunks.py);
                     None: all
     longest         tokens of the longest document; None: as many as there are
+    processes       among which the micro-batches are dealt; they sum their gradients after backward
     """
 
     tokens: int
@@ -61,6 +63,7 @@ class Work:
     receipt_bytes: int = 0
     chunk: int | None = None
     longest: int | None = None
+    processes: int = 1
 
     def at_once(self, compute_bytes: int) -> int:
         """Tokens for which one layer's inner activations are alive at the same time.
@@ -175,6 +178,7 @@ def _gradients(sizes: Sizes, work: Work) -> tuple[int, int]:
 
     The latter are all where a micro-batch came before, else the head's where it trains, V · D.
     """
+    own_batches = -(-work.micro_batches // work.processes)
     if work.rank is not None:
         every = sizes.adapter_parameters(work.rank, work.experts_rank) * GRADIENT_BYTES
         head = 0
@@ -182,14 +186,29 @@ def _gradients(sizes: Sizes, work: Work) -> tuple[int, int]:
         # Gradients of several micro-batches in half precision are summed in fp32: 4 bytes a weight beside the
         # gradient that arrives. With two micro-batches it is 2 bytes, because both gradients are in half
         # precision and each is freed when its sum is made.
-        sums = {1: 0, 2: 2}.get(work.micro_batches, 4) * (sizes.compute_bytes < 4)
+        sums = {1: 0, 2: 2}.get(own_batches, 4) * (sizes.compute_bytes < 4)
         every = sizes.elements * (sizes.compute_bytes + sums)
         head = min(every, sizes.vocab_size * sizes.hidden_size * sizes.compute_bytes)
-    return every, every if work.micro_batches > 1 else head
+    return every, every if own_batches > 1 else head
 
 
 def _moments(sizes: Sizes, work: Work) -> list[dict[str, int]]:
-    """What is alive at the three moments of which one is the worst, but what stays. stream = T · D · bytes.
+    """What is alive at the moments of which one is the worst: those of `_micro_batch`, and `_exchange`."""
+    return [*_micro_batch(sizes, work), *([_exchange(sizes, work)] if work.processes > 1 else [])]
+
+
+def _exchange(sizes: Sizes, work: Work) -> dict[str, int]:
+    """After backward, where processes sum their gradients: in fp32, 4 bytes a trained weight.
+
+    The tensors that are sent together lie in one buffer of at most BUCKET bytes (train/optim.py).
+    """
+    trained = sizes.elements if work.rank is None else sizes.adapter_parameters(work.rank, work.experts_rank)
+    sums = trained * GRADIENT_BYTES
+    return {"gradients": sums, "gradients on their way": min(BUCKET, sums)}
+
+
+def _micro_batch(sizes: Sizes, work: Work) -> list[dict[str, int]]:
+    """What is alive at three moments of a micro-batch, but what stays. stream = T · D · bytes.
 
     loss   the layers' inputs and the last one's output, stream · (L + 1); T · Σ of what the last keep_layers
            keep (see `_kept`); the loss block
