@@ -7,6 +7,7 @@ What starts it, and why, is in ahead.py.
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Any
 
@@ -58,6 +59,7 @@ def prepare(dtype: str, device: str) -> None:
     or no core to spare."""
     if (device != "cpu" and torch.cuda.is_available()) or torch.get_num_threads() < 2:
         return
+    gc.disable()  # a short process needs no search for garbage
     compile_loops(getattr(torch, dtype))
     if (made := stamp(dtype)) is not None:
         made.touch()
