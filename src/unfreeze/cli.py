@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from unfreeze.config.synonyms import command_hint
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError, UserError, nearest
+from unfreeze.core.garbage import put_off, take_up
 
 
 class Command(NamedTuple):
@@ -100,7 +101,11 @@ def main(arguments: list[str] | None = None) -> int:
     if process():  # under torchrun the first process speaks for all; errors are said by each
         common = common._replace(json=False, quiet=True)
     arguments = [argument for argument in arguments if argument not in FLAGS]
-    return _guarded(lambda: _dispatch(arguments[0] if arguments else "", arguments[1:], common), common)
+    put_off()
+    try:
+        return _guarded(lambda: _dispatch(arguments[0] if arguments else "", arguments[1:], common), common)
+    finally:
+        take_up()
 
 
 def process() -> int:

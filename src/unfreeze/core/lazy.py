@@ -1,11 +1,9 @@
-"""Imports: names of a package on first use (PEP 562), so that it imports no torch; large libraries faster."""
+"""Names of a package that are imported on first use (PEP 562): importing the package imports no torch."""
 
 from __future__ import annotations
 
-import gc
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -25,19 +23,3 @@ def on_first_use(package: str, home: Mapping[str, str]) -> Callable[[str], Any]:
         return value
 
     return __getattr__
-
-
-@contextmanager
-def importing() -> Iterator[None]:
-    """Around the import of a large library: Python does not look for garbage meanwhile.
-
-    All of the objects that come with torch stay, and looking through them again and again takes a fifth of
-    its import.
-    """
-    wanted = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if wanted:
-            gc.enable()

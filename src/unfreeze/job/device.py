@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from unfreeze.core.command import Common
-from unfreeze.core.lazy import importing
+from unfreeze.core.garbage import take_up
 from unfreeze.tracking.live import LoadProgress
 
 if TYPE_CHECKING:
@@ -62,11 +62,10 @@ def pick_device(name: str, threads: int = 0) -> torch.device:
     Raises ConfigError for a device that isn't here.
     """
     set_allocator()
-    with importing():
-        import torch
+    import torch
 
-        from unfreeze.generate.open import device_of
-        from unfreeze.parallel.collectives import local_device
+    from unfreeze.generate.open import device_of
+    from unfreeze.parallel.collectives import local_device
 
     if threads:
         torch.set_num_threads(threads)
@@ -88,5 +87,6 @@ def load(source: str, dtype: str, device: str, common: Common) -> Model:
     from unfreeze.generate.model import load_opened
     from unfreeze.generate.open import dtype_of
 
+    take_up()  # everything is imported
     with LoadProgress(quiet=common.quiet) as progress:
         return load_opened(found, manifest, dtype_of(dtype), place, progress, say(common))

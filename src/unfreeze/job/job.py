@@ -18,7 +18,7 @@ from unfreeze.config.tables import Memory, Save
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
 from unfreeze.core.events import RESOLVED
-from unfreeze.core.lazy import importing
+from unfreeze.core.garbage import take_up
 from unfreeze.core.schema import TrainEvent
 from unfreeze.job.data import (
     Encoding,
@@ -97,8 +97,7 @@ def run(config: TrainingConfig, parts: Parts, common: Common, command: str = "")
     refuse_absent(config.data.sources)
     start = first_start_of(config, parts, common)
 
-    with importing():
-        from unfreeze.kernels.choice.ahead import compiling
+    from unfreeze.kernels.choice.ahead import compiling
 
     memory = config.memory
     with compiling(memory.device, memory.threads, memory.dtype):  # before torch is imported
@@ -169,6 +168,7 @@ class Job:
         for hook in self.validation:
             hook.first()
         reset_peak_bytes(self.device)
+        take_up()  # everything is imported
         fitted = fit(
             state,
             self.batches,
