@@ -1,7 +1,7 @@
 """Python's search for garbage, put off while a command starts.
 
-The 400,000 objects that come with torch and the other libraries all stay. Looking through them again and again
-takes 0.3 s of the 4 s to the first step of a small run (docs/decisions.md, 81).
+The 400,000 objects that come with torch and the other libraries all stay. Looking through them again and
+again takes 0.3 s of the 4 s to the first step of a small run (docs/decisions.md, 81).
 """
 
 from __future__ import annotations
@@ -21,6 +21,6 @@ def put_off() -> None:
 
 
 def take_up() -> None:
-    """From here on search as before put_off. Where that was not called, in a user's program, nothing changes."""
+    """From here on search as before put_off. Without that call, in a user's program, nothing changes."""
     if _usual:
         gc.set_threshold(*_usual.pop())
