@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import time
 
 import pytest
 
@@ -149,6 +151,25 @@ def test_without_room_nothing_is_kept_and_the_rows_are_encoded_all_the_same(
     found = encoded_files([path], tokenizer, LENGTH)
     same(plain_of(path, tokenizer), found)
     assert found.stats.reading == "memory" and (not store.exists() or list(store.iterdir()) == [])
+
+
+def test_more_than_half_of_the_free_disk_is_not_taken(store, rows, tokenizer, monkeypatch):
+    path = rows(CHAT)
+    needed = encoded.BYTES_A_BYTE * path.stat().st_size
+    usage = shutil.disk_usage(path.parent)
+    for free, kept in ((2 * needed - 1, 0), (2 * needed, 1)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage._replace(free=free))
+        same(plain_of(path, tokenizer), encoded_files([path], tokenizer, LENGTH))
+        assert len(list(store.iterdir())) == kept
+
+
+def test_others_may_not_look_and_what_a_killed_process_left_goes_after_a_day(store, rows, tokenizer):
+    for name, age in (("killed", 2 * encoded.ABANDONED), ("at work", 60)):
+        (encoded.made(store) / f".{name}").mkdir()
+        os.utime(store / f".{name}", (time.time() - age,) * 2)
+    encoded_files([rows(CHAT)], tokenizer, LENGTH)
+    assert store.stat().st_mode & 0o777 == 0o700
+    assert [path.name for path in store.iterdir() if path.name.startswith(".")] == [".at work"]
 
 
 def test_the_stores_not_read_for_longest_make_room(store, rows, tokenizer):

@@ -21,6 +21,7 @@ import logging
 import mmap
 import os
 import shutil
+import time
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
+import tokenizers
 
 from unfreeze.core.errors import DataError
 from unfreeze.data.dataset import Dataset, Reading, Stats, encode_files
@@ -44,6 +47,10 @@ KEPT_BYTES = 32 * 2**30
 """4 billion tokens: 8 bytes each."""
 LEAST_BYTES = 2**16
 """Smaller data is encoded at each start: that takes a tenth of a second."""
+BYTES_A_BYTE = 2
+"""Of a store, for each of the data files: 8 bytes for a token, which is some four characters."""
+ABANDONED = 24 * 3600
+"""Seconds after which a store that nobody finished is removed: its process was killed."""
 COLUMNS = {"numbers": 40, "digests": 16, "checksums": 16}
 """Files of the Columns and their bytes a document."""
 
@@ -53,7 +60,7 @@ def encoded_files(
 ) -> Dataset:
     """encode_files, or what it gave for the same files and options before.
 
-    Where no store can be written, nothing is kept.
+    Where no store can be written, or it would take more than half of what the disk has free, nothing is kept.
     """
     encode = partial(encode_files, paths, tokenizer, sequence_length, **options)
     name = key([Path(path) for path in paths], tokenizer.identity, {"length": sequence_length, **options})
@@ -62,8 +69,11 @@ def encoded_files(
     if (found := read(name)) is not None:
         return found
     try:
-        store = Writing(name)
+        needed, free = BYTES_A_BYTE * _size(paths), shutil.disk_usage(made(root())).free
+        store = Writing(name) if 2 * needed <= free else None
     except OSError:
+        store = None
+    if store is None:
         return encode()
     try:
         return store.finish(encode(store=store))
@@ -72,6 +82,17 @@ def encoded_files(
         return encode()
     finally:
         store.discard()
+
+
+def _size(paths: Sequence[str | Path]) -> int:
+    return sum(Path(path).stat().st_size for path in paths)
+
+
+def made(folder: Path) -> Path:
+    """The folder, made if need be. Others may not look into it: rows can be private."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
 
 
 def root() -> Path:
@@ -86,9 +107,9 @@ def key(paths: Sequence[Path], tokenizer: str, options: Mapping[str, object]) ->
     """
     if not tokenizer or not all(path.is_file() for path in paths):
         return ""
-    found = [path.stat() for path in paths]
-    if sum(file.st_size for file in found) < LEAST_BYTES:
+    if _size(paths) < LEAST_BYTES:
         return ""
+    found = [path.stat() for path in paths]
     files = [
         (str(path.resolve()), file.st_size, file.st_mtime_ns, file.st_ctime_ns)
         for path, file in zip(paths, found, strict=True)
@@ -99,7 +120,8 @@ def key(paths: Sequence[Path], tokenizer: str, options: Mapping[str, object]) ->
 
 @functools.cache
 def _code() -> str:
-    digest = hashlib.blake2b(digest_size=16)
+    libraries = f"{jinja2.__version__} {tokenizers.__version__}"
+    digest = hashlib.blake2b(libraries.encode(), digest_size=16)
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -114,7 +136,7 @@ class Writing:
         self.folder = root() / name
         self._part = root() / f".{name}.{os.getpid()}"
         shutil.rmtree(self._part, ignore_errors=True)
-        self._part.mkdir(parents=True)
+        self._part.mkdir()
         self._tokens, self._weights = ((self._part / name).open("wb") for name in ("tokens", "weights"))
 
     def add(self, place: Place, encoded: Sequence[Example]) -> None:
@@ -170,6 +192,9 @@ def read(name: str) -> Dataset | None:
 
 def make_room(newest: Path, kept: int = KEPT_BYTES) -> None:
     """Remove the stores that were not read for longest, until `kept` bytes are left; never `newest`."""
+    for part in root().glob(".*"):
+        if time.time() - part.stat().st_mtime > ABANDONED:
+            shutil.rmtree(part, ignore_errors=True)
     stores: list[tuple[float, int, Path]] = []
     for account in root().glob("[!.]*/account.json"):
         with suppress(OSError):  # another process removes too
