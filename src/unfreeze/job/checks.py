@@ -14,7 +14,7 @@ from unfreeze.config.training import TrainingConfig
 from unfreeze.core.errors import DataError, UserError
 from unfreeze.core.units import format_bytes
 from unfreeze.job.job import Parts
-from unfreeze.job.plan import disk_bytes, plan_of
+from unfreeze.job.plan import ROOM, disk_of, plan_of
 from unfreeze.report.run import writer
 
 if TYPE_CHECKING:
@@ -353,14 +353,11 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
 
 def check_disk(subject: Subject) -> Iterator[Finding]:
     """Room for the saves of the state, and for the adapter or the model."""
-    needed, free = disk_bytes(subject.config, subject.parts.trained, subject.manifest, subject.plan)
-    what = f"{subject.config.save.keep + 1} saves, {subject.parts.trained.name}"
-    line = (
-        f"{format_bytes(free)} free for {subject.config.run_dir}; the run writes at most"
-        f" {format_bytes(needed)} ({what})"
-    )
-    if free < needed:
-        yield Finding("disk", "fault", line, "free space, give --out on another disk, or lower --keep-saves")
+    what = subject.parts.trained.name
+    disk = disk_of(subject.config, subject.parts.trained, subject.manifest, subject.plan)
+    line = disk.words(what)
+    if disk.free < disk.needed:
+        yield Finding("disk", "fault", line, ROOM)
     else:
         yield Finding("disk", "ok", line)
 

@@ -35,7 +35,7 @@ from unfreeze.job.device import pick_device, say
 from unfreeze.job.end import finish
 from unfreeze.job.folder import live, refuse_absent, refuse_other_data, write_resolved
 from unfreeze.job.kernels import KernelChoices, predicted_ops
-from unfreeze.job.plan import emit_plan, mean_length, plan_of, start_lines
+from unfreeze.job.plan import check_room, disk_of, emit_plan, mean_length, plan_of, start_lines
 from unfreeze.job.receipts import receipt_of
 from unfreeze.job.samples import Samples, own_prompts
 from unfreeze.job.trained import Trained
@@ -293,6 +293,8 @@ def prepare(
     plan = plan_of(config, parts.trained, start, shape, device, mean_length(lengths), group.size)
     predicted = predicted_ops(device, config.memory.dtype)
     emit_plan(folder, plan, group, start_lines(config, parts.trained, start, shape, plan), predicted)
+    disk = disk_of(config, parts.trained, start, plan)
+    group.on_rank0(lambda: check_room(disk, folder, parts.trained.name))
 
     # the model, with what trains
     model = load(start, config.memory.dtype, config.seed, device, folder, common)

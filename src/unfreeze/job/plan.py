@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unfreeze.config.training import TrainingConfig
+from unfreeze.core.errors import DoesNotFit
 from unfreeze.core.units import format_bytes, format_count
 from unfreeze.job.data import sequence_length
 from unfreeze.job.device import allocator_line
@@ -102,7 +104,7 @@ def start_lines(
         f", {shape.experts_per_token} of {shape.num_experts} experts a token" if shape.num_experts else ""
     )
     files = f"{format_bytes(start.nbytes)} in files" if start.tensors else "no weights yet"
-    written, free = disk_bytes(config, trained, start, plan)
+    disk = disk_of(config, trained, start, plan)
     if trained.lora is None:
         what = "every weight"
     else:
@@ -117,20 +119,59 @@ def start_lines(
         f"model: {Path(config.model).name}, {shape.model_type}, {shape.num_layers} layers{experts}; {files}",
         (
             f"memory: {format_bytes(plan.total)} planned, {format_bytes(plan.usable)} usable; disk:"
-            f" {format_bytes(written)} of {format_bytes(free)} free"
+            f" {format_bytes(disk.needed)} of {format_bytes(disk.free)} free"
         ),
         f"trains: {what}; {config.training.tokens_per_step:,} tokens a step",
     ]
 
 
-def disk_bytes(config: TrainingConfig, trained: Trained, start: Manifest, plan: Plan) -> tuple[int, int]:
-    """(bytes the run writes at most, bytes free where it writes).
+@dataclass(frozen=True)
+class Disk:
+    """What a run writes, and the bytes that are free where it writes.
 
-    It writes saves of the state, one more than are kept, and the result.
+    save    bytes of a save of the state          saves   saves at most: one more than are kept, because a new
+    result  bytes of what is trained, at the end          one is whole before an old one goes
     """
+
+    folder: Path
+    save: int
+    saves: int
+    result: int
+    free: int
+
+    @property
+    def needed(self) -> int:
+        """Bytes that the run writes at most."""
+        return self.saves * self.save + self.result
+
+    def words(self, what: str) -> str:
+        """The sum; `what` is trained."""
+        return (
+            f"{format_bytes(self.free)} free for {self.folder}; the run writes at most"
+            f" {format_bytes(self.needed)} ({self.saves} saves of {format_bytes(self.save)}, {what})"
+        )
+
+
+ROOM = "free space, give --out on another disk, or lower --keep-saves"
+
+
+def disk_of(config: TrainingConfig, trained: Trained, start: Manifest, plan: Plan) -> Disk:
+    """What the run takes of the disk of its folder, and what is free there."""
     folder = config.run_dir.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.is_dir())
     each = (plan.terms["adapter"] or plan.terms["base"]) + plan.terms["optimizer"]
-    # a save is whole before an old one goes
-    written = (config.save.keep + 1) * each + trained.written_bytes(start, plan.terms["adapter"])
-    return written, shutil.disk_usage(existing).free
+    result = trained.written_bytes(start, plan.terms["adapter"])
+    free = shutil.disk_usage(existing).free
+    return Disk(config.run_dir, each, config.save.keep + 1, result, free)
+
+
+def check_room(disk: Disk, folder: Run, what: str) -> None:
+    """Before training: refuse where not even one save and the result fit, warn where not all saves do.
+
+    A run that goes on has saves already, and is not asked.
+    """
+    if folder.step or disk.needed <= disk.free:
+        return
+    if disk.save + disk.result > disk.free:
+        raise DoesNotFit(f"disk: {disk.words(what)}", next=ROOM)
+    folder.events.emit("warning", 0, message=f"disk: {disk.words(what)}: {ROOM}")

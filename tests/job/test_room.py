@@ -1,0 +1,52 @@
+"""A disk that is too small is refused or warned about before a run trains."""
+
+import json
+import shutil
+
+import pytest
+
+from unfreeze import cli
+from unfreeze.commands.demo import TINY_K2
+from unfreeze.job import plan as run_plan
+
+
+@pytest.fixture
+def sft(chat_rows, tmp_path, monkeypatch, capsys):
+    """-> sft(free, *flags): exit code, what stderr says, and the events of a run of two steps."""
+    out = tmp_path / "run"
+    real = shutil.disk_usage(tmp_path)
+
+    def run(free, *flags):
+        monkeypatch.setattr(run_plan.shutil, "disk_usage", lambda _: real._replace(free=int(free)))
+        line = ["sft", "--model", TINY_K2, "--data", chat_rows, "--steps", 2, "--out", out, *flags]
+        code = cli.main([*map(str, line), "--tokens-per-step", "256", "--quiet"])
+        events = out / "events.jsonl"
+        lines = events.read_text(encoding="utf-8").splitlines() if events.is_file() else []
+        return code, capsys.readouterr().err, [json.loads(line) for line in lines]
+
+    return run
+
+
+def test_no_room_for_a_save_is_refused_before_a_weight_is_read(sft):
+    code, said, events = sft(0)
+    assert code == 2 and "0 B free" in said and "the run writes at most" in said, said
+    assert "--keep-saves" in said and not any(event["kind"] in ("load", "train") for event in events)
+
+
+@pytest.mark.parametrize("free, warned", [(3.0, False), (0.9, True)])
+def test_room_for_some_saves_is_a_warning_and_for_all_is_none(free, warned, sft, monkeypatch):
+    disks = []
+    real = run_plan.disk_of
+    monkeypatch.setattr("unfreeze.job.job.disk_of", lambda *given: disks.append(real(*given)) or disks[-1])
+    sft(0)
+    code, _, events = sft(free * disks[0].needed)
+    assert code == 0
+    said = [event["message"] for event in events if event["kind"] == "warning"]
+    assert any(message.startswith("disk: ") for message in said) is warned
+
+
+def test_a_run_that_goes_on_is_not_asked(sft):
+    code, _, _ = sft(2**40)
+    assert code == 0
+    _, said, _ = sft(0, "--steps", 4)
+    assert "the run writes at most" not in said
