@@ -1,6 +1,7 @@
 """tiktoken.model read natively: equal to tiktoken itself, and to a byte-pair encoder written out by hand."""
 
 import base64
+import json
 import random
 import time
 import unicodedata
@@ -233,3 +234,15 @@ def test_a_damaged_file_is_named(spoil, says, tiktoken_folder):
     path.write_bytes(b"\n".join(spoil(path.read_bytes().splitlines())))
     with pytest.raises(CheckpointError, match=says):
         load_tokenizer(path.parent)
+
+
+def test_an_added_token_without_text_is_refused(tiktoken_folder):
+    """tiktoken finds an empty text everywhere, again and again, until memory is full: found by fuzzing."""
+    folder = tiktoken_folder()
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    first = next(iter(settings["added_tokens_decoder"]))
+    settings["added_tokens_decoder"][first]["content"] = ""
+    path.write_text(json.dumps(settings), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=f"the added token {first} has no text"):
+        load_tokenizer(folder)

@@ -58,6 +58,8 @@ def read_ranks(path: Path) -> dict[bytes, int]:
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error):
             raise CheckpointError(f"{path.name} line {number} is not `base64 rank`: {line[:60]!r}") from None
+    if b"" in ranks:
+        raise CheckpointError(f"{path.name}: the token of rank {ranks[b'']} has no bytes")
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise CheckpointError(
             f"{path.name}: {len(ranks)} different tokens, but their ranks are not 0 … {len(ranks) - 1} once"
@@ -105,6 +107,11 @@ class TiktokenBackend:
         if len(self._ids) != len(names):
             raise CheckpointError(
                 f"tokenizer_config.json: two of the {len(added)} added tokens have the same text"
+            )
+        if "" in self._ids:  # tiktoken would find it in every text again and again, until memory is full
+            raise CheckpointError(
+                f"tokenizer_config.json: the added token {self._ids['']} has no text",
+                next="use the tokenizer files that were published with this model",
             )
         # reserved ids are special; an added token is where its entry says so
         self.special_ids = frozenset(id for id in names if id not in added or added[id][1])
