@@ -132,6 +132,20 @@ def test_a_template_that_tells_the_clock_and_small_data_are_not_kept(store, rows
     assert not store.exists()
 
 
+def test_who_skips_bad_rows_and_who_refuses_them_share_a_store_without_any(
+    store, rows, tokenizer, monkeypatch
+):
+    path, calls = rows(CHAT), counted(monkeypatch)
+    encoded_files([path], tokenizer, LENGTH, on_bad_row="skip")
+    encoded_files([path], tokenizer, LENGTH, truncation="tail", turns="auto")
+    assert len(calls) == 1 and len(list(store.iterdir())) == 1
+    path = rows([*CHAT, {"neither": "of these"}])
+    skipped = encoded_files([path], tokenizer, LENGTH, on_bad_row="skip")
+    assert skipped.stats.bad == 1
+    with pytest.raises(DataError):
+        encoded_files([path], tokenizer, LENGTH)
+
+
 def test_a_row_that_is_refused_leaves_no_store(store, rows, tokenizer):
     path = rows([*CHAT, {"neither": "of these"}])
     with pytest.raises(DataError):

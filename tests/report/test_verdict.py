@@ -76,6 +76,21 @@ def made(folder: Path, events: list[dict[str, Any]], config: dict[str, Any] | No
     return folder
 
 
+@pytest.mark.parametrize(
+    "tokens, said",
+    [
+        (100, "learnt 30 % of 1,219 answers of"),
+        (300, "learnt 1,219 answers of"),
+        (3000, "learnt 1,219 answers of"),
+    ],
+)
+def test_a_run_within_its_first_epoch_says_how_much_it_saw(tokens, said, tmp_path):
+    steps = [step | {"tokens": tokens} for step in train(3, 2, 1)]
+    events = [START, DATA | {"tokens": 1000}, *steps, END]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert said in verdict(read_run(tmp_path))
+
+
 @pytest.mark.parametrize("events, words", SAID)
 def test_the_sentence(tmp_path: Path, events: list[dict[str, Any]], words: str):
     assert verdict(read_run(made(tmp_path, [START, DATA, *events]))) == words

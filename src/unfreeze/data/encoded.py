@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import json
 import logging
 import mmap
@@ -51,6 +52,11 @@ BYTES_A_BYTE = 2
 """Of a store, for each of the data files: 8 bytes for a token, which is some four characters."""
 ABANDONED = 24 * 3600
 """Seconds after which a store that nobody finished is removed: its process was killed."""
+ENCODING = {
+    name: inspect.signature(encode_files).parameters[name].default
+    for name in ("truncation", "supervise", "turns", "reasoning")
+}
+"""Options of encode_files that say what a row becomes, and what they are where they are not given."""
 COLUMNS = {"numbers": 40, "digests": 16, "checksums": 16}
 """Files of the Columns and their bytes a document."""
 
@@ -63,10 +69,13 @@ def encoded_files(
     Where no store can be written, or it would take more than half of what the disk has free, nothing is kept.
     """
     encode = partial(encode_files, paths, tokenizer, sequence_length, **options)
-    name = key([Path(path) for path in paths], tokenizer.identity, {"length": sequence_length, **options})
+    asked = {name: options.get(name, usual) for name, usual in ENCODING.items()}
+    name = key([Path(path) for path in paths], tokenizer.identity, {"length": sequence_length, **asked})
     if not name:
         return encode()
-    if (found := read(name)) is not None:
+    # whether bad rows are skipped or refused changes nothing where there are none
+    refused = options.get("on_bad_row", "error") == "error"
+    if (found := read(name)) is not None and not (refused and found.stats.bad):
         return found
     try:
         needed, free = BYTES_A_BYTE * _size(paths), shutil.disk_usage(made(root())).free

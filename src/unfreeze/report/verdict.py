@@ -54,7 +54,10 @@ def verdict(run: Run) -> str:
 
 
 def _what(run: Run) -> str:
-    """'1,219 answers of yoda_train.jsonl'; without an account of the data only the file."""
+    """'1,219 answers of yoda_train.jsonl'; in a third of an epoch '33 % of 1,219 answers …'.
+
+    Without an account of the data only the file.
+    """
     configured = run.config.get("data") or run.source("data")
     files = [Path(str(file)).name for file in (configured if isinstance(configured, list) else [configured])]
     where = files[0] if len(files) == 1 else f"{len(files)} files"
@@ -63,7 +66,10 @@ def _what(run: Run) -> str:
         return where or "its data"
     nouns = {NOUNS.get(shape, "conversations") for shape in account.get("shapes", {})}
     noun = nouns.pop() if len(nouns) == 1 else "documents"
-    return f"{account['examples']:,} {noun}" + (f" of {where}" if where else "")
+    # Of a run that ended within its first epoch: how much of the data that was.
+    trained, there = sum(event.get("tokens") or 0 for event in run.train), account.get("tokens") or 0
+    seen = f"{100 * trained / there:.0f} % of " if 0 < trained < 0.8 * there else ""
+    return f"{seen}{account['examples']:,} {noun}" + (f" of {where}" if where else "")
 
 
 def _measured(run: Run) -> tuple[str, bool]:
