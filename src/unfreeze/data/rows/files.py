@@ -42,6 +42,21 @@ def read_places(
     At most one row (MAX_ROW_BYTES) is held.
     """
     path = Path(path)
+    parse = parser(path)
+    for place, raw in raw_rows(path):
+        try:
+            yield place, parse(raw, place)
+        except DataError as error:
+            if on_bad is None:
+                raise refused(path, error) from None
+            on_bad(BadRow(place.row, error.message))
+
+
+def raw_rows(path: Path) -> Iterator[tuple[Place, bytes]]:
+    """The bytes of each row, and where they lie: all that one process has to read in order.
+
+    What they mean can be found out elsewhere, by `parser`.
+    """
     if not path.is_file():
         raise DataError(
             f"no data file at {path}{nearest(path.name, _neighbours(path))}", next="--data FILE.jsonl"
@@ -50,23 +65,28 @@ def read_places(
         raise DataError(
             f"{path.name}: ending {path.suffix!r} is not read; .jsonl (one JSON object per line) or .txt"
         )
-    parse = _parser(path)
     with path.open("rb") as file:
-        for place, raw in _documents(file, path) if path.suffix == ".txt" else _lines(file, path):
-            try:
-                if place.size > MAX_ROW_BYTES:
-                    raise DataError(
-                        f"row {place.row}: {format_bytes(place.size)} in one row, at most"
-                        f" {format_bytes(MAX_ROW_BYTES)}; is a line break missing?"
-                    )
-                yield place, parse(raw, place.row)
-            except DataError as error:
-                if on_bad is None:
-                    raise DataError(
-                        f"{path.name}, {error.message}",
-                        next=error.next or "mend the row, or --on-bad-row skip",
-                    ) from None
-                on_bad(BadRow(place.row, error.message))
+        yield from _documents(file, path) if path.suffix == ".txt" else _lines(file, path)
+
+
+def parser(path: Path) -> Callable[[bytes, Place], Row]:
+    """What makes a Row of the bytes of one. It raises DataError that names the row."""
+    parse = _parse_text if path.suffix == ".txt" else _parse_json
+
+    def bounded(raw: bytes, place: Place) -> Row:
+        if place.size > MAX_ROW_BYTES:
+            raise DataError(
+                f"row {place.row}: {format_bytes(place.size)} in one row, at most"
+                f" {format_bytes(MAX_ROW_BYTES)}; is a line break missing?"
+            )
+        return parse(raw, place.row)
+
+    return bounded
+
+
+def refused(path: Path, error: DataError) -> DataError:
+    """A bad row's error with the name of its file and what to do."""
+    return DataError(f"{path.name}, {error.message}", next=error.next or "mend the row, or --on-bad-row skip")
 
 
 def read_at(file: IO[bytes], path: Path, place: Place) -> Row:
@@ -75,11 +95,7 @@ def read_at(file: IO[bytes], path: Path, place: Place) -> Row:
     Raises DataError if the file has changed and holds no row there.
     """
     file.seek(place.offset)
-    return _parser(path)(file.read(place.size), place.row)
-
-
-def _parser(path: Path) -> Callable[[bytes, int], Row]:
-    return _parse_text if path.suffix == ".txt" else _parse_json
+    return parser(path)(file.read(place.size), place)
 
 
 def _neighbours(path: Path) -> list[str]:
