@@ -8,6 +8,7 @@ import pytest
 from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.job import plan as run_plan
+from unfreeze.report.html import summary_lines
 
 
 @pytest.fixture
@@ -24,6 +25,7 @@ def sft(chat_rows, tmp_path, monkeypatch, capsys):
         lines = events.read_text(encoding="utf-8").splitlines() if events.is_file() else []
         return code, capsys.readouterr().err, [json.loads(line) for line in lines]
 
+    run.out = out
     return run
 
 
@@ -45,8 +47,13 @@ def test_room_for_some_saves_is_a_warning_and_for_all_is_none(free, warned, sft,
     assert any(message.startswith("disk: ") for message in said) is warned
 
 
-def test_a_run_that_goes_on_is_not_asked(sft):
-    code, _, _ = sft(2**40)
+def test_a_run_that_goes_on_is_not_asked_and_knows_how_long_a_save_took(sft):
+    code, _, events = sft(2**40)
     assert code == 0
-    _, said, _ = sft(0, "--steps", 4)
+    plan, save = (next(event for event in events if event["kind"] == kind) for kind in ("plan", "save"))
+    assert plan["save_bytes"] == pytest.approx(save["bytes"], abs=20_000)  # random numbers, a step a matrix
+    assert "every 10 min" in plan["start"][2] and "the last time" not in str(plan["lines"])
+    _, said, events = sft(0, "--steps", 4, "--allow-changed", "steps")
     assert "the run writes at most" not in said
+    assert "the last time" in [event for event in events if event["kind"] == "plan"][-1]["lines"][-1]
+    assert any(line.startswith("  Saves") for line in summary_lines(sft.out))

@@ -142,11 +142,18 @@ def endless(start: dict[str, Any] | None) -> Iterator[tuple[Batch, dict[str, Any
 
 
 def session(
-    folder: Path, group: Group, until: int, exchanges: list[int] | None = None, late: bool = False
+    folder: Path,
+    group: Group,
+    until: int,
+    exchanges: list[int] | None = None,
+    late: bool = False,
+    clock: Iterator[float] | None = None,
+    due: list[bool] | None = None,
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Train to step `until` of STEPS, as if a Ctrl-C came during it; on this process.
 
-    late: it comes behind the step, in a hook. exchanges: collectives of each step, hooks and saves aside."""
+    late: it comes behind the step, in a hook. exchanges: collectives of each step, hooks and saves aside.
+    clock: saves are made by it, after 5 minutes, instead of each step; due: whether a step's result asks."""
     losses: list[float] = []
     calls = [0]
 
@@ -157,6 +164,8 @@ def session(
 
     def look(state: Any, result: Any) -> None:
         losses.append(result.loss)
+        if due is not None:
+            due.append(result.save)
         if exchanges is not None:
             exchanges.append(calls[0])
         if late:
@@ -195,7 +204,9 @@ def session(
                 cross_entropy,
                 recompute=models.keep_inputs,
                 micro_batches=2,
-                save_every=1,
+                save_every=0 if clock else 1,
+                save_minutes=5 if clock else 0,
+                clock=time.monotonic if clock is None else lambda: next(clock),
                 on_step=[look],
                 group=group,
             )
@@ -299,6 +310,10 @@ def main(folder: Path) -> None:
         facts["losses"], _ = session(folder / "resumed", group, until=4, exchanges=exchanges)
         facts["exchanges"] = exchanges
         facts["buckets"] = len(list(buckets(list(AdamW(decoder()).masters.values()))))
+        # the clock of the first process: 200 s between two looks; the second's would save at every step
+        by_clock, due = [200.0 * i if group.rank == 0 else 1e6 * i for i in range(100)], []
+        session(folder / "by-clock", group, until=STEPS, clock=iter(by_clock), due=due, exchanges=exchanges)
+        facts["due"] = due
         facts["late"] = len(session(folder / "late", group, until=2, late=True)[0])
         facts["unreached by all"] = says(lambda: AdamW(starved).keep_reached([0.0] * 4))
     (folder / f"facts-{os.environ['RANK']}.json").write_text(json.dumps(facts))
@@ -428,11 +443,20 @@ def test_resume_on_one_then_two_then_one_process(two):
 
 
 def test_a_step_of_two_processes_exchanges_gradients_and_one_tensor(two):
-    """Sums, loads, who was reached and who was told to stop: one exchange. The control arm is
+    """Sums, loads, who was reached, who was told to stop and whether a save is due: one exchange, where saves
+    are made by the clock too. The control arm is
     `train/test_no_sync.py`, where an exchange that waits is planted."""
     for facts in two[1]:
-        assert facts["exchanges"] == 2 * [facts["buckets"] + 1]
+        assert facts["exchanges"] == (2 + STEPS) * [facts["buckets"] + 1]
         assert facts["unreached by all"] == "UserError: no gradient reached any of 6 trainable parameters"
+
+
+def test_the_clock_of_the_first_process_says_to_all_at_which_steps_they_save(two):
+    """The second's would say so at every step."""
+    folder, facts, _ = two
+    assert [each["due"] for each in facts] == 2 * [[False, True] * (STEPS // 2)]
+    events = [json.loads(line) for line in (folder / "by-clock" / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["kind"] == "save"] == [2, 4, 6]
 
 
 def test_a_signal_behind_the_read_ends_all_processes_after_the_next_step(two):

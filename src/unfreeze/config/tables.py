@@ -165,7 +165,14 @@ class Memory(Frozen):
 class Save(Frozen):
     """What is saved, so that a run can be resumed."""
 
-    every: int = Field(default=0, ge=0, description="steps between saves; 0: at the end and on Ctrl-C")
+    every: int = Field(
+        default=0, ge=0, description="steps between saves; 0: by minutes, at the end and on Ctrl-C"
+    )
+    minutes: float = Field(
+        default=10.0,
+        ge=0,
+        description="minutes after which a run saves again, beside `save_every`; 0: never by the clock",
+    )
     keep: int = Field(default=2, ge=1, description="how many saves of the training state are kept")
     on_full_disk: Literal["stop", "continue"] = Field(
         default="stop",

@@ -48,6 +48,7 @@ FLAT = {
     "on_spike": "watch.on_spike",
     "seed": "seed",
     "save_every": "save.every",
+    "save_minutes": "save.minutes",
     "keep_saves": "save.keep",
     "on_full_disk": "save.on_full_disk",
     "allow_changed": "save.allow_changed",
@@ -67,6 +68,7 @@ Flags, help, errors and records use the flat name; a config may use either spell
 CHANGES_NOTHING = {
     "out",
     "save_every",
+    "save_minutes",
     "keep_saves",
     "on_full_disk",
     "allow_changed",
@@ -117,7 +119,16 @@ HELP = {
         "device",
         "threads",
     ),
-    "Output": ("out", "save_every", "keep_saves", "validate_every", "samples", "prompts", "track"),
+    "Output": (
+        "out",
+        "save_every",
+        "save_minutes",
+        "keep_saves",
+        "validate_every",
+        "samples",
+        "prompts",
+        "track",
+    ),
     "When things go wrong": ("on_bad_row", "on_spike", "on_full_disk", "allow_changed"),
 }
 """Every field under a heading of --help-all."""

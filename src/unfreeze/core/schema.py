@@ -119,6 +119,7 @@ class PlanEvent(CommonFields):
     fits: Annotated[bool, of("yes or no", "total and load within usable")]
     hardware: Annotated[Device, of("object", "the device it is made for")]
     lines: Annotated[list[AnyText], of("sentences", "the whole plan for people (`--plan`)")]
+    save_bytes: NotRequired[Annotated[Int, of("bytes", "of a save of the training state, on disk")]]
     start: NotRequired[Annotated[list[AnyText], of("sentences", "what a terminal says of it")]]
     predicted_kernels: NotRequired[
         Annotated[list[AnyText], of("ops", "whose kernel runs unmeasured where the model has the op")]
@@ -292,6 +293,8 @@ class SaveEvent(CommonFields):
 
     kind: Literal["save"]
     path: Annotated[AnyText, of("folder inside the run folder", "written, synced and renamed")]
+    bytes: NotRequired[Annotated[Int, of("bytes", "of its tensors")]]
+    seconds: NotRequired[Annotated[Real, of("seconds", "that writing took; no step was made meanwhile")]]
 
 
 class WarningEvent(CommonFields):

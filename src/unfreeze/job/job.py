@@ -177,6 +177,7 @@ class Job:
             micro_batches=self.memory.micro_batches,
             max_norm=self.max_norm,
             save_every=saves.every,
+            save_minutes=saves.minutes,
             keep_saves=saves.keep,
             on_full_disk=saves.on_full_disk,
             group=self.group,
@@ -292,8 +293,9 @@ def prepare(
     lengths = dataset.examples.lengths_N.tolist()
     plan = plan_of(config, parts.trained, start, shape, device, mean_length(lengths), group.size)
     predicted = predicted_ops(device, config.memory.dtype)
-    emit_plan(folder, plan, group, start_lines(config, parts.trained, start, shape, plan), predicted)
     disk = disk_of(config, parts.trained, start, plan)
+    lines = start_lines(config, parts.trained, start, shape, plan, disk)
+    emit_plan(folder, plan, group, lines, predicted, disk=disk)
     group.on_rank0(lambda: check_room(disk, folder, parts.trained.name))
 
     # the model, with what trains

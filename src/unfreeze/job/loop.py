@@ -43,11 +43,12 @@ class Loop:
         start = first_start_of(config, parts, common)
 
         from unfreeze.parallel.collectives import open_group
+        from unfreeze.train.timer import SaveTimer
 
         device = pick_device(config.memory.device, config.memory.threads)
         self._common, self._stack = common, ExitStack()
         self._gradients: Gradients | None = None
-        self._started = 0.0
+        self._started, self._save_is_due = 0.0, False
         self._cursor: Cursor = {}
         with self._stack as opening:
             group = opening.enter_context(open_group(device))
@@ -60,6 +61,7 @@ class Loop:
             self.job: Job = prepare(config, parts, common, device, group, folder, start)
             self._stack = opening.pop_all()  # all went well: closed by close()
         self._hooks, self._judge = self.job.hooks(), self.job.spike_guard()
+        self._timer = SaveTimer(config.save.minutes)
         self._open = True
 
     @property
@@ -82,6 +84,7 @@ class Loop:
 
         state, saves = self.state, self.job.saves
         emit_start(state)
+        self._timer.restart()
         for hook in self.job.validation:
             hook.first()
         try:
@@ -92,8 +95,10 @@ class Loop:
                     self.job.batches, self.job.memory.micro_batches, before, state.schedule.steps
                 )
                 yield micro_batches
-                if saves.every and state.step > before and state.step % saves.every == 0:
+                due = self._save_is_due or (saves.every and state.step % saves.every == 0)
+                if due and state.step > before:
                     self.job.group.on_rank0(partial(save, state, saves.keep, saves.on_full_disk))
+                    self._timer.restart()
         finally:
             self.close()
 
@@ -115,6 +120,7 @@ class Loop:
             objective or self.job.parts.objective,
             recompute=self.job.recompute,
             group=self.job.group,
+            save=lambda: self.job.group.rank == 0 and self._timer.due(),
         )
         return self._gradients
 
@@ -134,6 +140,7 @@ class Loop:
         result = optim_step(
             state.optimizer, gradients, learning_rate=rate, max_norm=self.job.max_norm, judge=self._judge
         )
+        self._save_is_due = result.save
         advance(state, result, self._cursor, self._started, self._hooks)
         return result
 

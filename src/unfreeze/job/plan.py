@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from unfreeze.config.tables import Save
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.errors import DoesNotFit
-from unfreeze.core.units import format_bytes, format_count
+from unfreeze.core.schema import SaveEvent
+from unfreeze.core.units import format_bytes, format_count, format_seconds
 from unfreeze.job.data import sequence_length
 from unfreeze.job.device import allocator_line
 from unfreeze.job.folder import write_json
 from unfreeze.job.trained import Trained
+from unfreeze.report.events import last, read_events
 
 if TYPE_CHECKING:
     import torch
@@ -70,12 +73,19 @@ def mean_length(lengths: Sequence[int]) -> float:
 
 
 def emit_plan(
-    folder: Run, plan: Plan, group: Group, lines: Sequence[str] = (), predicted: Sequence[str] = ()
+    folder: Run,
+    plan: Plan,
+    group: Group,
+    lines: Sequence[str] = (),
+    predicted: Sequence[str] = (),
+    *,
+    disk: Disk | None = None,
 ) -> None:
     """Write and show the plan, then refuse what does not fit.
 
     lines      what a terminal shows instead of the whole plan (start_lines)
     predicted  ops whose kernel runs unmeasured (kernels.predicted_ops)
+    disk       what the run writes; a run that goes on knows how long a save took
 
     On CUDA the plan says how the allocator was set (docs/trust.md L2).
     """
@@ -85,6 +95,12 @@ def emit_plan(
     if group.size > 1:
         each = f"{group.size} processes, each with this plan"
         fields["lines"] = [*fields["lines"], f"  {each}; process 0 speaks, and what it measures is its own"]
+    if disk is not None:
+        fields["save_bytes"] = disk.save
+        before = last(read_events(folder.path / "events.jsonl"), SaveEvent) if folder.step else None
+        seconds = before.get("seconds") if before else None
+        took = "" if seconds is None else f", {format_seconds(seconds)} the last time"
+        fields["lines"] = [*fields["lines"], f"  on disk: {disk.said}{took}"]
     if plan.hardware.kind == "cuda":
         line, grows = allocator_line()
         fields["lines"] = [*fields["lines"], f"  {line}"]
@@ -97,14 +113,13 @@ def emit_plan(
 
 
 def start_lines(
-    config: TrainingConfig, trained: Trained, start: Manifest, shape: Shape, plan: Plan
+    config: TrainingConfig, trained: Trained, start: Manifest, shape: Shape, plan: Plan, disk: Disk
 ) -> list[str]:
-    """The plan in three lines: what is trained on what, and what that takes."""
+    """The plan in four lines: what is trained on what, and what that takes."""
     experts = (
         f", {shape.experts_per_token} of {shape.num_experts} experts a token" if shape.num_experts else ""
     )
     files = f"{format_bytes(start.nbytes)} in files" if start.tensors else "no weights yet"
-    disk = disk_of(config, trained, start, plan)
     if trained.lora is None:
         what = "every weight"
     else:
@@ -117,10 +132,8 @@ def start_lines(
         )
     return [
         f"model: {Path(config.model).name}, {shape.model_type}, {shape.num_layers} layers{experts}; {files}",
-        (
-            f"memory: {format_bytes(plan.total)} planned, {format_bytes(plan.usable)} usable; disk:"
-            f" {format_bytes(disk.needed)} of {format_bytes(disk.free)} free"
-        ),
+        f"memory: {format_bytes(plan.total)} planned, {format_bytes(plan.usable)} usable",
+        f"disk: {format_bytes(disk.needed)} of {format_bytes(disk.free)} free; {disk.said}",
         f"trains: {what}; {config.training.tokens_per_step:,} tokens a step",
     ]
 
@@ -131,6 +144,7 @@ class Disk:
 
     save    bytes of a save of the state          saves   saves at most: one more than are kept, because a new
     result  bytes of what is trained, at the end          one is whole before an old one goes
+    when    when the run saves
     """
 
     folder: Path
@@ -138,11 +152,20 @@ class Disk:
     saves: int
     result: int
     free: int
+    when: Save
 
     @property
     def needed(self) -> int:
         """Bytes that the run writes at most."""
         return self.saves * self.save + self.result
+
+    @property
+    def said(self) -> str:
+        """'a save is 6.6 MiB, every 10 min and 50 steps'."""
+        minutes, steps = self.when.minutes, self.when.every
+        often = [f"{minutes:g} min"] * (minutes > 0) + [f"{steps:,} steps"] * (steps > 0)
+        when = f"every {' and '.join(often)}" if often else "at the end"
+        return f"a save is {format_bytes(self.save)}, {when}"
 
     def words(self, what: str) -> str:
         """The sum; `what` is trained."""
@@ -162,7 +185,7 @@ def disk_of(config: TrainingConfig, trained: Trained, start: Manifest, plan: Pla
     each = (plan.terms["adapter"] or plan.terms["base"]) + plan.terms["optimizer"]
     result = trained.written_bytes(start, plan.terms["adapter"])
     free = shutil.disk_usage(existing).free
-    return Disk(config.run_dir, each, config.save.keep + 1, result, free)
+    return Disk(config.run_dir, each, config.save.keep + 1, result, free, config.save)
 
 
 def check_room(disk: Disk, folder: Run, what: str) -> None:

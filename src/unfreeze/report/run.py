@@ -195,6 +195,10 @@ def facts(run: Run) -> list[tuple[str, str]]:
         rows.append(("Tokens per second", f"{run.tokens_per_second:,.0f}"))
     if peaks:
         rows.append(("Peak memory", format_bytes(max(peaks))))
+    if saves := series(run.events, "save", "seconds")[1]:
+        sizes = series(run.events, "save", "bytes")[1]
+        each = f"{format_bytes(max(sizes))}, " if sizes else ""
+        rows.append(("Saves", f"{len(saves):,} of {each}{format_seconds(max(saves))} at most"))
     if tokens:
         rows.append(("Tokens", format_count(tokens)))
     if tokens and supervised:

@@ -29,6 +29,7 @@ from unfreeze.train.optim import NonFinite
 from unfreeze.train.state import OnFullDisk, State, save
 from unfreeze.train.step import Judge, Objective, StepResult, accept, train_step
 from unfreeze.train.suspects import Describe
+from unfreeze.train.timer import SaveTimer
 
 Cursor = dict[str, Any]
 OnStep = Callable[[State, StepResult], None]
@@ -61,12 +62,14 @@ def fit(
     micro_batches: int = 1,
     max_norm: float = 1.0,
     save_every: int = 0,
+    save_minutes: float = 0,
     keep_saves: int = 2,
     on_full_disk: OnFullDisk = "stop",
     on_step: Sequence[OnStep] = (),
     judge: Judge = accept,
     group: Group = ALONE,
     describe: Describe | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Fitted:
     """Train from state.step to the last step of state.schedule.
 
@@ -75,6 +78,7 @@ def fit(
     micro_batches  batches per optimizer step; the gradient is that of all their tokens at once.
     max_norm       limit of the global gradient norm; 0 doesn't clip.
     save_every     steps between saves; 0: none. At the end and on an interruption it always saves.
+    save_minutes   of `clock` since the last save, after which it saves; 0: never. Process 0's clock decides.
     on_full_disk   "continue": a save without room on the disk is a warning, except the last of this call.
     group          every process calls fit with equal batches and an equal state; process 0 saves.
     describe       where a step is not finite, what suspects.jsonl says of a document beside its tokens (its
@@ -87,6 +91,7 @@ def fit(
     group.check_replicas(state.tensors())
     losses: list[float] = []
     tokens, seconds = 0, 0.0
+    timer = SaveTimer(save_minutes, clock)
     with Interrupt() as interrupt:
         for step in range(state.step, steps):
             # forward, backward and update; at a NaN the step is run again to find where it came up
@@ -104,6 +109,7 @@ def fit(
                     group=group,
                     judge=judge,
                     stop=lambda: interrupt.requested,
+                    save=lambda: group.rank == 0 and timer.due(),
                 )
             except NonFinite as error:
                 line = investigate(
@@ -127,9 +133,12 @@ def fit(
             # Several processes agree on it by the step's one read: a later signal is for the next step.
             stop = result.stop or (group.size == 1 and interrupt.requested)
             last = stop or state.step == steps
-            if last or (save_every and state.step % save_every == 0):
+            due = result.save or (save_every and state.step % save_every == 0)
+            if last or due:
                 group.check_replicas(state.tensors())
                 group.on_rank0(partial(save, state, keep_saves, "stop" if last else on_full_disk))
+            if due or state.saved == state.step:  # a hook may have saved too
+                timer.restart()
             if stop:
                 break
     fitted = Fitted(

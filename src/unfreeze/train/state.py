@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,6 +47,7 @@ class State:
 
     step    finished optimizer steps.
     cursor  where the next batch of data begins, as the batch iterator said.
+    saved   the step of the newest save that this process made, None before one.
     best    {"step", "loss"} of the lowest validation loss so far, None without validation. Every save
             contains it, so it is always as old as the save; a separate file could be older or newer.
     """
@@ -58,6 +60,7 @@ class State:
     step: int = 0
     cursor: dict[str, Any] | None = None
     best: dict[str, Any] | None = None
+    saved: int | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """The live tensors that training changes, under the names they are saved by."""
@@ -95,7 +98,7 @@ def start_or_resume(
 
 
 def save(state: State, keep: int = 2, on_full_disk: OnFullDisk = "stop") -> Path | None:
-    """Write runs/<name>/state/step-<step> and return it. Emits a "save" event.
+    """Write runs/<name>/state/step-<step> and return it. Emits a "save" event with its bytes and seconds.
 
     A step is saved once. Kept are the newest `keep` saves and that of state.best.
     Order: write under .tmp, fsync files and folder, rename, fsync the parent; only then are older saves
@@ -109,6 +112,7 @@ def save(state: State, keep: int = 2, on_full_disk: OnFullDisk = "stop") -> Path
     tensors = {name: tensor.contiguous() for name, tensor in state.tensors().items()} | _rng_tensors(
         state.model.device
     )
+    started = time.perf_counter()
     try:
         _write(final, tensors, _record(state))
     except OSError as error:
@@ -119,11 +123,18 @@ def save(state: State, keep: int = 2, on_full_disk: OnFullDisk = "stop") -> Path
             "warning", state.step, message=f"{failure.message}; training goes on without it"
         )
         return None
+    seconds, state.saved = time.perf_counter() - started, state.step
     best = save_name(state.best["step"]) if state.best else None
     for old in saves(state.run.path)[:-keep]:
         if old.name != best:
             _remove(old)
-    state.run.events.emit("save", state.step, path=str(final.relative_to(state.run.path)))
+    state.run.events.emit(
+        "save",
+        state.step,
+        path=str(final.relative_to(state.run.path)),
+        bytes=sum(tensor.nbytes for tensor in tensors.values()),
+        seconds=seconds,
+    )
     return final
 
 

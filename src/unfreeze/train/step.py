@@ -7,8 +7,8 @@ micro-batch without supervised tokens adds 0 (N2).
 Processes divide the micro-batches of a step among them. Each knows all of them, so the count needs no
 exchange.
 On CUDA the host runs ahead of the device. It reads from the device once a step, when all backward work is
-queued: loss, counts, norm and expert loads; with several processes also which parameters had a gradient, and
-whether a process was asked to stop.
+queued: loss, counts, norm and expert loads; with several processes also which parameters had a gradient,
+whether a process was asked to stop, and whether a save is due.
 """
 
 # torch leaves tolist, vector_norm, backward and its hooks without types:
@@ -66,6 +66,7 @@ class StepResult:
     expert_load        MoE layer -> tokens each expert was given in this step's forward passes.
     applied, warning   what the judge decided and said.
     stop               whether a process was asked to end the run before the step's one read.
+    save               whether a process said then that a save is due.
     """
 
     loss: float
@@ -79,6 +80,7 @@ class StepResult:
     applied: bool = True
     warning: str = ""
     stop: bool = False
+    save: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class Gradients:
 
     loss, metrics  sums over all micro-batches divided by the one global count.
     norm           of all gradients as one vector, before clipping.
-    stop           as in StepResult.
+    stop, save     as in StepResult.
     """
 
     micro_batches: Sequence[Batch]
@@ -96,6 +98,7 @@ class Gradients:
     norm: float
     expert_load: dict[int, list[int]]
     stop: bool = False
+    save: bool = False
 
 
 def train_step(
@@ -110,13 +113,14 @@ def train_step(
     group: Group = ALONE,
     judge: Judge = accept,
     stop: Callable[[], bool] = bool,
+    save: Callable[[], bool] = bool,
 ) -> StepResult:
     """forward_backward, then optim_step.
 
     w -= AdamW(g), g = grad of sum_m loss_m / max(sum_m count_m, 1), clipped to max_norm.
     """
     gradients = forward_backward(
-        model, optimizer, micro_batches, objective, recompute=recompute, group=group, stop=stop
+        model, optimizer, micro_batches, objective, recompute=recompute, group=group, stop=stop, save=save
     )
     return optim_step(optimizer, gradients, learning_rate=learning_rate, max_norm=max_norm, judge=judge)
 
@@ -130,11 +134,13 @@ def forward_backward(
     recompute: RecomputePolicy,
     group: Group = ALONE,
     stop: Callable[[], bool] = bool,
+    save: Callable[[], bool] = bool,
 ) -> Gradients:
     """The gradient of sum_m loss_m / max(sum_m count_m, 1). Earlier gradients are forgotten; no weight moves.
 
     micro_batches: on the host, all of the step on every process. The result is the same on every process.
     stop: whether this process was asked to end the run; called once, just before the read.
+    save: whether this process finds that a save is due; called then too. One that does is enough for all.
 
     Raises NonFinite if the loss, a hidden state (supervised or not, docs/trust.md N1) or a gradient is not
     finite, ConfigError for more processes than micro-batches, DataError if the processes read different data,
@@ -174,7 +180,7 @@ def forward_backward(
 
     # all processes: gradients summed, then the one read, then what may be wrong with the step
     reached = optimizer.sum_gradients(group)
-    own["stop"] = float(stop())
+    own["stop"], own["save"] = float(stop()), float(save())
     sums, counts, norm, expert_load = _read(model, own, reached, optimizer.grad_norm(), group)
     optimizer.keep_reached(counts)
     if sums["tokens read"] != group.size * tokens_read:
@@ -199,7 +205,8 @@ def forward_backward(
         for name, value in sums.items()
         if name.startswith("metric ")
     }
-    return Gradients(micro_batches, sums["loss"] / divisor, metrics, norm, expert_load, stop=sums["stop"] > 0)
+    asked = {name: sums[name] > 0 for name in ("stop", "save")}
+    return Gradients(micro_batches, sums["loss"] / divisor, metrics, norm, expert_load, **asked)
 
 
 def optim_step(
@@ -223,6 +230,7 @@ def optim_step(
         applied=verdict.apply,
         warning=verdict.warning,
         stop=gradients.stop,
+        save=gradients.save,
     )
 
 
