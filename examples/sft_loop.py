@@ -123,7 +123,7 @@ def main(config: Config) -> None:
     base = str(Path(config.model).resolve()) if Path(config.model).is_dir() else config.model
     save_adapter(decoder, folder / "adapter", base_name=base, prefix=manifest.prefix)
     verify_adapter(decoder, folder / "adapter")
-    print(f"next: unfreeze chat {folder / 'adapter'}    unfreeze export {folder / 'adapter'} --layout peft")
+    print(f"next: unfreeze chat {folder / 'adapter'}    unfreeze export {folder / 'adapter'} --for vllm")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import html
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from unfreeze.commands import export as exporting
 from unfreeze.config.parse import from_keywords
@@ -94,12 +94,12 @@ class FinishedRun:
         write_report(self.path)
         return Report(self.path / "report.html", page(read_run(self.path)))
 
-    def export(self, layout: Literal["per-expert", "peft"] = "per-expert", out: str | Path = "") -> Path:
-        """The adapter in a layout that other tools load, read again and compared. -> the folder.
+    def export(self, reader: exporting.Reader = "peft", out: str | Path = "") -> Path:
+        """The adapter as another program reads it, read again and compared. -> the folder.
 
-        As `unfreeze export`.
+        As `unfreeze export --for READER`.
         """
-        config = exporting.Config(run=str(self.path), layout=layout, out=str(out))
+        config = exporting.Config(run=str(self.path), reader=reader, out=str(out))
         return Path(exporting.export(config, Common(quiet=True))["path"])
 
     def __repr__(self) -> str:

@@ -23,6 +23,7 @@ BASE = {
 CASES = {
     "llama": ("Llama", {"num_attention_heads": 4, "num_key_value_heads": 2}),
     "qwen2": ("Qwen2", {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}),
     "deepseek": (
         "DeepseekV3",
         {

@@ -18,7 +18,10 @@ O_PROJ = "base_model.model.model.layers.1.self_attn.o_proj"
 @pytest.fixture
 def saved(tiny, tmp_path):
     save_adapter(
-        tiny.trained(tiny.model("deepseek"), LoraConfig(rank=4, alpha=8.0)), tmp_path, base_name="the/base"
+        tiny.trained(tiny.model("deepseek"), LoraConfig(rank=4, alpha=8.0)),
+        tmp_path,
+        "per-expert",
+        base_name="the/base",
     )
     return tmp_path
 

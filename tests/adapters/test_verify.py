@@ -64,7 +64,7 @@ def test_a_wrong_axis_order_is_caught(tiny, tmp_path, bug):
 
 def test_two_experts_exchanged_are_caught(tiny, tmp_path):
     model = tiny.trained(tiny.model("deepseek"), LoraConfig(rank=4, alpha=8.0))
-    save_adapter(model, tmp_path)
+    save_adapter(model, tmp_path, "per-expert")
     one, two = FUSED + "0.up_proj.lora_B.weight", FUSED + "1.up_proj.lora_B.weight"
     edit(tmp_path, lambda t: t.update({one: t[two], two: t[one].clone()}))
     with pytest.raises(AdapterError, match="2 differences"):

@@ -52,22 +52,31 @@ def far(ours, theirs) -> float:
     return max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
 
 
-def test_peft_over_transformers_gives_our_logits_from_disk(run_dir, unfreeze_json, tmp_path):
-    path = unfreeze_json("export", run_dir, "--layout", "peft", "--out", tmp_path / "peft")["path"]
+def test_peft_reads_the_adapter_of_a_run_as_it_lies_there(run_dir, tmp_path):
     base = oracle(tmp_path / "copy")
     assert far(unfreeze.load(TINY_K2).logits(IDS), logits(base)) < 1e-4
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        tuned = peft.PeftModel.from_pretrained(base, path).eval()
+        tuned = peft.PeftModel.from_pretrained(base, run_dir / "adapter").eval()
     ours = unfreeze.load(run_dir).logits(IDS)
     assert far(ours, logits(tuned)) < 1e-4
     assert far(ours, unfreeze.load(TINY_K2).logits(IDS)) > 1e-2  # control: the adapter does something
 
 
-@pytest.mark.parametrize("layout", ["per-expert", "peft"])
-def test_an_export_loads_with_the_logits_of_the_run(layout, run_dir, unfreeze_json, tmp_path):
-    result = unfreeze_json("export", run_dir, "--layout", layout, "--out", tmp_path / layout)
-    assert result["layout"] == layout and result["verified"]["nonzero"] == result["verified"]["matrices"] > 0
+@pytest.mark.parametrize(
+    ("flag", "reader", "layout"),
+    [
+        ("--for", "peft", "peft"),
+        ("--for", "vllm", "per-expert"),
+        ("--for", "sglang", "per-expert"),
+        ("--layout", "vllm", "per-expert"),
+        ("--layout", "per-expert", "per-expert"),
+    ],
+)
+def test_an_export_loads_with_the_logits_of_the_run(flag, reader, layout, run_dir, unfreeze_json, tmp_path):
+    result = unfreeze_json("export", run_dir, flag, reader, "--out", tmp_path / layout)
+    assert result["layout"] == layout and result["for"] == reader.replace("per-expert", "vllm")
+    assert result["verified"]["nonzero"] == result["verified"]["matrices"] > 0
     # float32 products in another order of ranks (the fused layout pads), so equal to rounding, not to the bit
     assert far(unfreeze.load(result["path"]).logits(IDS), unfreeze.load(run_dir).logits(IDS)) < 1e-5
     names = load_file(tmp_path / layout / "adapter_model.safetensors")
@@ -75,13 +84,18 @@ def test_an_export_loads_with_the_logits_of_the_run(layout, run_dir, unfreeze_js
 
 
 def test_without_out_it_lies_in_the_run_and_says_what_was_verified(run_dir, capsys):
-    assert cli.main(["export", str(run_dir), "--layout", "peft"]) == 0
+    assert cli.main(["export", str(run_dir), "--for", "vllm"]) == 0
     error = capsys.readouterr().err
     assert (
-        (run_dir / "export-peft" / "adapter_config.json").is_file()
+        (run_dir / "export-vllm" / "adapter_config.json").is_file()
         and "read again and equal" in error
         and "load" in error
     )
+
+
+def test_two_readers_at_once_are_refused(run_dir, capsys):
+    assert cli.main(["export", str(run_dir), "--for", "sglang", "--layout", "peft"]) == 2
+    assert "for sglang and layout peft are two readers" in capsys.readouterr().err
 
 
 def test_a_whole_model_has_nothing_to_export_and_a_file_is_no_folder(run_dir, capsys, tmp_path):

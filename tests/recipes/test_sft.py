@@ -231,7 +231,7 @@ def test_bad_rows_are_skipped_counted_and_never_sampled(capsys, tmp_path, read_e
         "Who are you?"
     ) == 2  # two rows, though they ask the same
     assert "bad rows skipped" in (run / "report.html").read_text()
-    assert "next: unfreeze chat" in error and "--layout peft" in error
+    assert "next: unfreeze chat" in error and "--for vllm" in error
     resolved = json.loads((run / "resolved_config.json").read_text())
     assert (
         resolved["effective"]["sequence_length"] == 256

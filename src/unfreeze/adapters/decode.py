@@ -178,7 +178,8 @@ def _assemble(
             if (pair.A.shape[1], pair.B.shape[0]) != (owner.in_features, owner.out_features):
                 faults.append(_mismatch(name, pair, owner.in_features, owner.out_features))
                 continue
-            decoded[name] = Decoded(known[name], {"A": pair.A, "B": pair.B}, pair.scale)
+            rank = _used_rank(pair.A, pair.B)
+            decoded[name] = Decoded(known[name], {"A": pair.A[:rank], "B": pair.B[:, :rank]}, pair.scale)
     for site in dict.fromkeys(site for site, _ in by_expert):
         decoded[site] = _stacked(known[site], {p: by_expert[s, p] for s, p in by_expert if s == site}, faults)
     if swapped:
@@ -238,8 +239,8 @@ def _fused(target: Decoded, projection: str, pair: Pair, swapped: bool, faults: 
         target.state.update(gate_up_A=A, gate_up_B=B)
         target.scale = pair.scale
     else:
-        A, B = _trim(A, B)
-        target.state.update(down_A=A, down_B=B)
+        rank = _used_rank(A, B)
+        target.state.update(down_A=A[:, :rank], down_B=B[:, :, :rank])
         target.down_scale = pair.scale
 
 
@@ -256,14 +257,16 @@ def _split_gate_up(A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat((A, A), dim=1), B
 
 
-def _trim(A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
-    """Drop the rank's zero padding (layouts._padded).
+def _used_rank(A: Tensor, B: Tensor) -> int:
+    """The rank without its zero padding (layouts.py): A […, r, in], B [..., out, r].
 
-    That is, trailing rows of A and columns of B that are zero for every expert.
+    That is, without trailing rows of A whose columns of B are zero too, for every expert. Such a pair adds
+    nothing, and no gradient ever reaches it.
     """
+    if A.dim() == 2:
+        A, B = A[None], B[None]
     used = (A != 0).any(-1).any(0) | (B != 0).any(1).any(0)
-    rank = int(used.nonzero().max()) + 1 if used.any() else A.shape[1]
-    return A[:, :rank], B[:, :, :rank]
+    return int(used.nonzero().max()) + 1 if used.any() else A.shape[-2]
 
 
 def _stacked(
@@ -309,9 +312,13 @@ def _stacked(
         if (gate_A.shape, result.scale) != (up_A.shape, up_scale):
             faults.append(f"{candidate.name}: gate_proj and up_proj differ in rank or scale")
             return result
+        rank = max(_used_rank(gate_A, gate_B), _used_rank(up_A, up_B))
         result.state.update(
-            gate_up_A=torch.cat((gate_A, up_A), dim=1), gate_up_B=torch.cat((gate_B, up_B), dim=1)
+            gate_up_A=torch.cat((gate_A[:, :rank], up_A[:, :rank]), dim=1),
+            gate_up_B=torch.cat((gate_B, up_B), dim=1)[:, :, :rank],
         )
     if "down_proj" in stacked:
-        result.state["down_A"], result.state["down_B"], result.down_scale = stacked["down_proj"]
+        A, B, result.down_scale = stacked["down_proj"]
+        rank = _used_rank(A, B)
+        result.state["down_A"], result.state["down_B"] = A[:, :rank], B[:, :, :rank]
     return result

@@ -1,15 +1,18 @@
 """Adapters on disk, the writing side: which tensors, under which names, with which adapter_config.json.
 
 Two layouts, both in adapter_model.safetensors under PEFT's prefix "base_model.model.":
-  per-expert   every routed expert has its own two-dimensional pairs:
-               ….experts.{e}.{gate,up,down}_proj.lora_{A,B}.weight (vLLM, prime-rl)
   peft         one fused pair per stacked parameter (`target_parameters`, peft >= 0.19); the expert is slowest
                in A and *fastest* in B
                gate_up: ….experts.base_layer.lora_A (E·r, D), lora_B (2I, r·E)
                down:    ….experts.lora_A (E·r, I), lora_B (D, r·E)
-Dense layers are the same in both. The scale is always written as lora_alpha / r, the rule every reader knows,
-per site where sites differ. The layout's name stands in the safetensors header. In adapter_config.json it
-stands for per-expert only, because peft warns about keys it does not know.
+               Where ranks or scales differ, rank_pattern and alpha_pattern say so: peft follows them.
+  per-expert   every routed expert has its own two-dimensional pairs:
+               ….experts.{e}.{gate,up,down}_proj.lora_{A,B}.weight (vLLM, SGLang, prime-rl)
+               One r and one lora_alpha for all, because its readers know no patterns, or not all of them:
+               lower ranks are padded with zeros, and a scale other than lora_alpha / r is multiplied into B.
+The scale is always written as lora_alpha / r, the rule every reader knows. The layout's name stands in the
+safetensors header. In adapter_config.json it stands for per-expert only, because peft warns about keys it
+does not know.
 
 E experts, D model width, I expert width, R rank of gate and of up, r rank of a fused pair (2R for gate_up).
 """
@@ -34,7 +37,7 @@ from unfreeze.core.errors import AdapterError
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.targets import candidates
 
-Layout = Literal["per-expert", "peft"]
+Layout = Literal["peft", "per-expert"]
 PREFIX = "base_model.model."
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 # In a mixture-of-experts model, peft 0.21 with transformers 5 takes target_modules that end in these names
@@ -72,7 +75,7 @@ class Entry:
 def save_adapter(
     model: nn.Module,
     directory: str | Path,
-    layout: Layout = "per-expert",
+    layout: Layout = "peft",
     base_name: str | None = None,
     *,
     prefix: str = "",
@@ -119,7 +122,27 @@ def _per_expert_entries(adapted: list[Site]) -> list[Entry]:
                 Entry(name, name, False, site.name, a, b, scale)
                 for name, a, b in zip(names, A, B, strict=True)
             ]
-    return entries
+    return _uniform(entries)
+
+
+def _uniform(entries: list[Entry]) -> list[Entry]:
+    """The same ΔW with one rank and one scale for all: the largest rank, and the commonest scale.
+
+    A lower rank is padded with zeros. Another scale s' becomes B · (s' / s), which rounds B once to float32
+    (not at all where the ratio is a power of two).
+    """
+    rank = max(entry.rank for entry in entries)
+    scale = Counter(entry.scale for entry in entries).most_common(1)[0][0]
+
+    def uniform(entry: Entry) -> Entry:
+        A, B, more = entry.A.detach(), entry.B.detach(), rank - entry.rank
+        if entry.scale != scale:
+            B = (B.double() * (entry.scale / scale)).float()
+        if more:
+            A, B = nn.functional.pad(A, (0, 0, 0, more)), nn.functional.pad(B, (0, more))
+        return replace(entry, A=A, B=B, scale=scale)
+
+    return [uniform(entry) for entry in entries]
 
 
 def projections(adapter: ExpertLowRank) -> dict[str, tuple[Tensor, Tensor, float]]:
@@ -215,7 +238,10 @@ def _default(entries: list[Entry]) -> Entry:
 def _config(entries: list[Entry], layout: Layout, base_name: str | None, model: nn.Module) -> dict[str, Any]:
     """adapter_config.json with the fields peft reads."""
     default = _default(entries)
-    names = _short_names(entries, model)
+    if layout == "per-expert":
+        names = {entry.target: entry.target.rsplit(".", 1)[-1] for entry in entries}
+    else:
+        names = _short_names(entries, model)
     rank_pattern, alpha_pattern = _patterns(entries, names, default)
     config: dict[str, Any] = {
         "peft_type": "LORA",
@@ -225,8 +251,7 @@ def _config(entries: list[Entry], layout: Layout, base_name: str | None, model: 
         "lora_alpha": default.alpha,
         "rank_pattern": rank_pattern,
         "alpha_pattern": alpha_pattern,
-        # routed experts by the last part of their names
-        "target_modules": sorted({names[e.target].rsplit("\\.", 1)[-1] for e in entries if not e.parameter}),
+        "target_modules": sorted({names[e.target] for e in entries if not e.parameter}),
         "target_parameters": sorted({names[e.target] for e in entries if e.parameter}) or None,
         "use_rslora": False,
         "lora_dropout": 0.0,
@@ -262,33 +287,19 @@ def _patterns(
 
 
 def _short_names(entries: list[Entry], model: nn.Module) -> dict[str, str]:
-    """target -> its shortest suffix that matches no weight without an adapter, or of other rank or alpha.
-
-    Routed experts of the per-expert layout become one regular expression over the expert's number instead of
-    E names.
-    """
+    """target -> its shortest suffix that matches no weight without an adapter, or of other rank or alpha."""
     groups = {entry.target: (entry.rank, entry.alpha) for entry in entries}
     names = [p for c in candidates(model) for p in c.projections]
     universe = {name: groups.get(name) for n in names for name in (n, f"{n}.weight")}
-    routed = {target: group for target, group in groups.items() if _expert_number(target)}
-    # a dense "gate_proj" of another rank must not get a short name with which experts.17.gate_proj also ends
-    universe |= routed
-    uniform = len(set(routed.values())) == 1
     short: dict[str, str] = {}
     for target, group in groups.items():
         parts = target.split(".")
-        if target in routed:
-            layer = "experts" if uniform else ".".join(parts[:-2])
-            short[target] = rf"{layer}\.\d+\.{parts[-1]}"
-        else:
-            # "mlp.experts.down_proj", not "down_proj"
-            least = 3 if "experts" in parts else 2 if parts[-1] == "weight" else 1
-            ends = (".".join(parts[-length:]) for length in range(min(least, len(parts)), len(parts) + 1))
-            short[target] = next(
-                end
-                for end in ends
-                if all(g == group for n, g in universe.items() if f".{n}".endswith(f".{end}"))
-            )
+        # "mlp.experts.down_proj", not "down_proj"
+        least = 3 if "experts" in parts else 2 if parts[-1] == "weight" else 1
+        ends = (".".join(parts[-length:]) for length in range(min(least, len(parts)), len(parts) + 1))
+        short[target] = next(
+            end for end in ends if all(g == group for n, g in universe.items() if f".{n}".endswith(f".{end}"))
+        )
     return short
 
 

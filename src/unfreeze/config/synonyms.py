@@ -56,7 +56,7 @@ dpo orpo kto simpo preference reward | preference training is not built; sft on 
 grpo ppo rl rlhf gspo | reinforcement learning is not built; sft on answers you kept is the shortest way
     today
 distill distillation | distillation is not built; sft on the teacher's answers is the shortest way today
-merge merge-lora fuse | unfreeze export RUN --layout peft, then merge_and_unload() of the peft library
+merge merge-lora fuse | not built; merge_and_unload() of the peft library, which reads RUN/adapter
     (unpacked models)
 quantize gguf convert | not built; pretrain packs to INT4 at its end where config.json has a
     quantization_config

@@ -53,5 +53,5 @@ def next_command(run_dir: Path, result: dict[str, Any], command: str, export: bo
     if not result["finished"]:
         return f"interrupted after step {result['steps']}, all is saved; {again(command)}"
     name = shlex.quote(str(run_dir))
-    use = f"unfreeze export {name} --layout peft" if export else f'unfreeze generate {name} --prompt "…"'
+    use = f"unfreeze export {name} --for vllm" if export else f'unfreeze generate {name} --prompt "…"'
     return f"next: unfreeze chat {name}    {use}"

@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unfreeze import models
 from unfreeze.config.training import portable
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.units import format_bytes, format_count
@@ -51,8 +52,12 @@ class Adapters:
         attach(model, self.lora, self._seed)
 
     def written_bytes(self, manifest: Manifest, adapter: int) -> int:
-        """What `write` leaves on the disk; `adapter` is the plan's."""
-        return adapter
+        """What `write` leaves on the disk at most; `adapter` is the plan's.
+
+        peft's fused pairs of routed experts hold zeros beside gate's and up's blocks, and beside down's rank
+        (adapters/layouts.py): up to as many as numbers.
+        """
+        return adapter * (2 if models.shape(manifest.config).num_experts else 1)
 
     def write(self, state: State, manifest: Manifest, model_name: str, folder: Path) -> None:
         """The adapter, read again and compared."""
