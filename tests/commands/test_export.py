@@ -77,8 +77,14 @@ def test_an_export_loads_with_the_logits_of_the_run(flag, reader, layout, run_di
     result = unfreeze_json("export", run_dir, flag, reader, "--out", tmp_path / layout)
     assert result["layout"] == layout and result["for"] == reader.replace("per-expert", "vllm")
     assert result["verified"]["nonzero"] == result["verified"]["matrices"] > 0
-    # float32 products in another order of ranks (the fused layout pads), so equal to rounding, not to the bit
-    assert far(unfreeze.load(result["path"]).logits(IDS), unfreeze.load(run_dir).logits(IDS)) < 1e-5
+    # float32 products in another order of ranks (the fused layout pads), so equal to rounding, not to the bit;
+    # vLLM is not given kv_b_proj, which it never applies
+    lost = far(unfreeze.load(result["path"]).logits(IDS), unfreeze.load(run_dir).logits(IDS))
+    dropped = {name.rsplit(".", 1)[-1] for name in result["dropped"]}
+    if result["for"] == "vllm":
+        assert dropped == {"kv_b_proj"} and lost > 1e-4
+    else:
+        assert not dropped and lost < 1e-5
     names = load_file(tmp_path / layout / "adapter_model.safetensors")
     assert any(".experts.15.up_proj." in name for name in names) == (layout == "per-expert")
 
@@ -89,6 +95,9 @@ def test_without_out_it_lies_in_the_run_and_says_what_was_verified(run_dir, caps
     assert (
         (run_dir / "export-vllm" / "adapter_config.json").is_file()
         and "read again and equal" in error
+        and "vllm 0.33.0 does not apply kv_b_proj" in error
+        and "issues/48974" in error
+        and "next time: --lora.targets kv_a_proj_with_mqa o_proj" in error
         and "load" in error
     )
 

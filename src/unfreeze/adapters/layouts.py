@@ -25,19 +25,20 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from unfreeze.adapters.attach import Site, sites
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
+from unfreeze.adapters.readers import Drop, Layout, Reader
 from unfreeze.checkpoint.save import write_file, write_safetensors
 from unfreeze.core.errors import AdapterError
 from unfreeze.models.blocks.experts import Experts
+from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.targets import candidates
 
-Layout = Literal["peft", "per-expert"]
 PREFIX = "base_model.model."
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 # In a mixture-of-experts model, peft 0.21 with transformers 5 takes target_modules that end in these names
@@ -79,6 +80,7 @@ def save_adapter(
     base_name: str | None = None,
     *,
     prefix: str = "",
+    reader: Reader | None = None,
 ) -> Path:
     """Write the model's adapters as adapter_model.safetensors and adapter_config.json.
 
@@ -86,14 +88,26 @@ def save_adapter(
     -> the directory.
 
     `base_name` goes into base_model_name_or_path. `prefix` is the checkpoint's own before "model."
-    ("language_model." from Kimi-K2.5 on).
-    Raises AdapterError where the model has no adapter. Call verify.verify_adapter afterwards: it re-reads the
-    file.
+    ("language_model." from Kimi-K2.5 on). `reader`: a program whose rules are followed (readers.py), its
+    layout included.
+    Raises AdapterError where the model has no adapter, or none that the reader applies. Call
+    verify.verify_adapter afterwards: it re-reads the file.
     """
     adapted = sites(model)
     if not adapted:
         raise AdapterError("there is no adapter to save: the model has none attached")
-    entries = _per_expert_entries(adapted) if layout == "per-expert" else _peft_entries(adapted, model)
+    layout = reader.layout if reader else layout
+    if reader:
+        left_out = dropped(model, reader)
+        adapted = [site for site in adapted if site.name not in left_out]
+        if not adapted:
+            raise AdapterError(
+                f"there is no adapter to save: {reader.name} applies none of {', '.join(left_out)}"
+            )
+    if layout == "per-expert":
+        entries = _uniform(_per_expert_entries(adapted, model, reader))
+    else:
+        entries = _peft_entries(adapted, model)
     config = _config(entries, layout, base_name, model)
     directory = Path(directory)
     tensors = {f"{PREFIX}{prefix}{name}": tensor for entry in entries for name, tensor in _tensors(entry)}
@@ -109,20 +123,62 @@ def save_adapter(
     return directory
 
 
-def _per_expert_entries(adapted: list[Site]) -> list[Entry]:
+def dropped(model: nn.Module, reader: Reader) -> dict[str, Drop]:
+    """Name of a site -> why the reader doesn't apply its adapter."""
+    linear = [c.name for c in candidates(model) if isinstance(c.owner, Linear)]
+    return reader.dropped([site.name for site in sites(model) if isinstance(site.owner, Linear)], linear)
+
+
+def _per_expert_entries(adapted: list[Site], model: nn.Module, reader: Reader | None) -> list[Entry]:
     entries: list[Entry] = []
     for site in adapted:
         adapter = site.adapter
         if isinstance(adapter, LowRank):
             entries.append(Entry(site.name, site.name, False, site.name, adapter.A, adapter.B, adapter.scale))
             continue
-        for projection, (A, B, scale) in projections(adapter).items():
+        pairs = projections(adapter)
+        if reader and reader.experts_whole:
+            pairs |= _zero_projections(pairs)
+        for projection, (A, B, scale) in pairs.items():
             names = [f"{site.name}.{e}.{projection}" for e in range(A.shape[0])]
             entries += [
                 Entry(name, name, False, site.name, a, b, scale)
                 for name, a, b in zip(names, A, B, strict=True)
             ]
-    return _uniform(entries)
+    return entries + (_zero_siblings(entries, model, reader) if reader else [])
+
+
+def _zero_siblings(entries: list[Entry], model: nn.Module, reader: Reader) -> list[Entry]:
+    """Adapters of zeros for the linear layers that the reader fuses with adapted ones."""
+    owners = {c.name: c.owner for c in candidates(model) if isinstance(c.owner, Linear)}
+    known = {entry.site for entry in entries}
+    made: dict[str, Entry] = {}
+    for entry in entries:
+        parent, _, leaf = entry.site.rpartition(".")
+        group = next((group for group in reader.together if leaf in group), ())
+        for name in (f"{parent}.{other}" for other in group):
+            if name in known or name in made or name not in owners or entry.site not in owners:
+                continue
+            owner = owners[name]
+            A, B = torch.zeros(entry.rank, owner.in_features), torch.zeros(owner.out_features, entry.rank)
+            made[name] = Entry(name, name, False, name, A, B, entry.scale)
+    return list(made.values())
+
+
+def _zero_projections(
+    there: Mapping[str, tuple[Tensor, Tensor, float]],
+) -> dict[str, tuple[Tensor, Tensor, float]]:
+    """projection -> a pair of zeros for every expert, for those that are not adapted."""
+    (A, B, scale), down = next(iter(there.values())), "down_proj" in there
+    # D model width and I expert width, from the shapes of what is there
+    D, I = (B.shape[1], A.shape[2]) if down else (A.shape[2], B.shape[1])
+    E, R = A.shape[:2]
+    sizes = {"gate_proj": (D, I), "up_proj": (D, I), "down_proj": (I, D)}
+    return {
+        name: (torch.zeros(E, R, inner), torch.zeros(E, outer, R), scale)
+        for name, (inner, outer) in sizes.items()
+        if name not in there
+    }
 
 
 def _uniform(entries: list[Entry]) -> list[Entry]:

@@ -10,25 +10,29 @@ vllm, sglang: two-dimensional tensors per expert, with one r and one lora_alpha 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from tyro.conf import Positional, arg
 
+from unfreeze.checkpoint.manifest import read_json
 from unfreeze.config.parse import Folder, Frozen, ModelName, parse, writing
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.job.device import say
 from unfreeze.tracking.live import LoadProgress
 
+if TYPE_CHECKING:
+    from unfreeze.adapters import Site
+    from unfreeze.adapters.readers import Drop
+    from unfreeze.adapters.readers import Reader as ReaderRules
+    from unfreeze.checkpoint import Manifest
+    from unfreeze.models import Decoder
+
 Reader = Literal["peft", "vllm", "sglang"]
-LAYOUT: dict[Reader, Literal["peft", "per-expert"]] = {
-    "peft": "peft",
-    "vllm": "per-expert",
-    "sglang": "per-expert",
-}
 
 
 class Config(Frozen):
@@ -70,7 +74,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 def export(config: Config, common: Common) -> dict[str, Any]:
     """Load the run's adapter on its base, write it, verify ΔW of every site in the written file.
 
-    -> path, for, layout, verified.
+    -> path, for, layout, verified, dropped (the names that the reader doesn't apply).
     """
     from unfreeze.generate.source import open_source
 
@@ -85,19 +89,68 @@ def export(config: Config, common: Common) -> dict[str, Any]:
             f"{config.run} has no adapter to export; it is a whole model", next=f"use {source.base} as it is"
         )
     from unfreeze.adapters import load_adapter, save_adapter, verify_adapter
+    from unfreeze.adapters.layouts import dropped
+    from unfreeze.adapters.readers import READERS
     from unfreeze.generate.open import open_model
 
     with LoadProgress(quiet=common.quiet) as progress:
         model = open_model(manifest, progress=progress)
     load_adapter(model, source.adapter)
-    layout = LAYOUT[config.read_by]
+    reader = READERS[config.read_by]
+    left_out = dropped(model, reader)
     target = Path(config.out) if config.out else Path(config.run) / f"export-{config.read_by}"
     with writing(target, "out"):
-        save_adapter(model, target, layout, base_name=source.base, prefix=manifest.prefix)
-    verified = verify_adapter(model, target)
+        save_adapter(model, target, base_name=source.base, prefix=manifest.prefix, reader=reader)
+    verified = verify_adapter(model, target, without=left_out)
+    for line in _said_of(reader, left_out, model, manifest, target):
+        say(common)(line)
     say(common)(
-        f"{target}: for {config.read_by}; {verified.matrices} matrices at {verified.sites} places read"
+        f"{target}: for {reader.name}; {verified.matrices} matrices at {verified.sites} places read"
         f" again and equal ({verified.nonzero} not zero, largest relative difference"
         f" {verified.max_difference:.1g})"
     )
-    return {"path": str(target), "for": config.read_by, "layout": layout, "verified": asdict(verified)}
+    return {
+        "path": str(target),
+        "for": reader.name,
+        "layout": reader.layout,
+        "verified": asdict(verified),
+        "dropped": list(left_out),
+    }
+
+
+def _targets(kept: Sequence[Site], model: Decoder) -> list[str]:
+    """lora.targets that name these sites: a group where all of it is meant, else the layers' own names."""
+    from unfreeze.models.targets import candidates
+
+    found: dict[str, None] = {}
+    for site in kept:
+        group = {c.name.rsplit(".", 1)[-1] for c in candidates(model) if c.group == site.group}
+        ours = {other.name.rsplit(".", 1)[-1] for other in kept if other.group == site.group}
+        found |= dict.fromkeys([site.group] if group == ours else sorted(ours))
+    return list(found)
+
+
+def _said_of(
+    reader: ReaderRules, left_out: Mapping[str, Drop], model: Decoder, manifest: Manifest, target: Path
+) -> Iterator[str]:
+    """What the reader does not apply and why, what avoids it, and the flag that it needs."""
+    from unfreeze.adapters import sites
+
+    of, kept = f"{reader.name} {reader.version}", sites(model)
+    model_type = str(manifest.config.get("model_type"))
+    if issue := (reader.refuses or {}).get(model_type):
+        yield f"warning: {of} loads no adapters of {model_type}: {issue}"
+    for drop in dict.fromkeys(left_out.values()):
+        names = [name for name, why in left_out.items() if why is drop]
+        leaves = sorted({name.rsplit(".", 1)[-1] for name in names})
+        issue = f" ({drop.issue})" if drop.issue else ""
+        yield (
+            f"warning: {of} does not apply {' and '.join(leaves)}: {drop.why}{issue}. {len(names)} of"
+            f" {len(kept)} adapted places are left out, so it answers as another model than you trained"
+        )
+    if left_out:
+        targets = " ".join(_targets([site for site in kept if site.name not in left_out], model))
+        yield f"next time: --lora.targets {targets} trains what {reader.name} applies"
+    rank = int(read_json(target / "adapter_config.json")["r"])
+    if flag := reader.room_for(rank):
+        yield f"rank {rank}: start {reader.name} with {flag}"
