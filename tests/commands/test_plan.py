@@ -335,9 +335,9 @@ def test_control_arm_the_same_flags_where_they_have_an_effect(config, tmp_path):
     picture = str(tmp_path / "x.svg")
     planned("--model", config, "--hardware", "8xH200", "1xH200", "--sweep", "--out", picture)
     kept = ["--model", config, "--hardware", "1xH200", "--tokens-per-step", "16384", "--keep-layers", "3"]
-    auto, named = planned(*kept), planned(*kept, "--recompute", "selective")
-    assert auto == named and "recompute selective" in auto["layout"]
-    assert auto["bytes"]["device"] < planned(*kept[:-2], "--recompute", "selective")["bytes"]["device"]
+    auto, named = planned(*kept), planned(*kept, "--recompute", "elementwise")
+    assert auto == named and "recompute elementwise" in auto["layout"]
+    assert auto["bytes"]["device"] < planned(*kept[:-2], "--recompute", "elementwise")["bytes"]["device"]
 
 
 def trace_of(folder, layers, experts):

@@ -17,7 +17,7 @@ from unfreeze.job.resume import DERIVED, FIXED, allowed
 from unfreeze.recipes.sft import Config
 from unfreeze.report import verdict
 from unfreeze.report.run import read_run
-from unfreeze.train.run import Run
+from unfreeze.train.run import Run, config_hash
 
 RECORD = Config(model="m", data=("d.jsonl",)).record()
 
@@ -214,6 +214,10 @@ def test_a_run_of_the_code_before_there_were_tables_goes_on(interrupted: list[st
     shutil.copytree(interrupted[at], out)
     resolved, state = out / "resolved_config.json", out / "state" / "step-000002" / "state.json"
     new = json.loads(state.read_text())
+    # its default of then; one that goes on keeps it (job/test_recompute.py)
+    assert new["config"]["recompute"] == "auto" and old["state.json"]["config"]["recompute"] == "selective"
+    new["config"]["recompute"] = "selective"
+    new["config_hash"] = config_hash(new["config"])
     assert list(new["config"].items()) == list(old["state.json"]["config"].items()), (
         "earlier runs could not be resumed: name a new field of the config in ADDED in config/training.py"
     )

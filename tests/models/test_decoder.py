@@ -13,6 +13,7 @@ from unfreeze.core.errors import UserError
 from unfreeze.kernels.attention import sdpa
 from unfreeze.kernels.expert_mlp import fused
 from unfreeze.models import decoder, recompute
+from unfreeze.parallel.plan.fastest import SAME_BITS
 
 CONFIG = {
     "model_type": "qwen3_moe",
@@ -111,6 +112,17 @@ def test_chunks_of_whole_documents_give_the_gradients_and_expert_counts_of_all_a
             cut[name], gradient, rtol=1e-5, atol=1e-6 * float(gradient.abs().max()), msg=name
         )
     torch.testing.assert_close(counts, whole_counts)
+
+
+def test_what_is_kept_changes_no_bit_of_a_gradient_where_layers_are_visited_in_pieces(monkeypatch):
+    """So a run may go on with another of SAME_BITS (parallel/plan/fastest.py). "nothing" is none of them: it
+    takes all documents at once, so its products have other shapes and its sums another order."""
+    policies = [models.RECOMPUTE[name] for name in SAME_BITS]
+    (visits, first, _), *others = [in_chunks(monkeypatch, policy) for policy in policies]
+    assert len(visits) > 4 and first and in_chunks(monkeypatch, models.plain)[0] == [23] * 2
+    for _, found, _ in others:
+        assert found.keys() == first.keys()
+        assert [name for name in first if not torch.equal(found[name], first[name])] == []
 
 
 def test_chunks_that_forget_where_documents_start_are_found_out(monkeypatch):

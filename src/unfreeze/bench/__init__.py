@@ -1,8 +1,8 @@
 """Measure one thing beside its peers in the same run, and keep what was found as rows.
 
 `unfreeze bench WHAT` appends its rows to benchmarks/results/<device>.jsonl.
-WHAT is moe, dense, load, start, decode, growth, layer, model, plan or profile; `unfreeze bench WHAT --help`
-says what it does, how long it takes and its flags.
+WHAT is moe, dense, recompute, load, start, decode, growth, layer, model, plan or profile;
+`unfreeze bench WHAT --help` says what it does, how long it takes and its flags.
 `unfreeze bench report` writes docs/performance.md from the committed rows.
 """
 
@@ -17,6 +17,7 @@ from unfreeze.core.errors import ConfigError, nearest
 BENCHMARKS = {
     "moe": "LoRA on every expert of an INT4 checkpoint, beside transformers + peft",
     "dense": "full fine-tuning of the Qwen2-0.5B shape in bf16, beside transformers",
+    "recompute": "LoRA on the Qwen3-0.6B shape, with what is recomputed chosen or named",
     "load": "opening a checkpoint, beside a raw read of its files",
     "start": "seconds from Enter to the first training step, the first time and after it",
     "decode": "generation from the INT4 checkpoint, beside transformers' generate",

@@ -153,7 +153,7 @@ def latest(runs: Sequence[Run]) -> list[Run]:
     )
 
 
-ORDER = ("moe", "dense", "load", "start", "decode", "growth", "layer", "model")
+ORDER = ("moe", "dense", "recompute", "load", "start", "decode", "growth", "layer", "model")
 
 
 def profiles_beside(page: Path) -> list[str]:
@@ -486,6 +486,7 @@ def written_number(value: Any) -> str:
 TABLES: dict[str, Callable[[Sequence[Row]], list[str]]] = {
     "moe": training_tables,
     "dense": training_tables,
+    "recompute": training_tables,
     "load": load_tables,
     "decode": decode_tables,
     "growth": growth_tables,

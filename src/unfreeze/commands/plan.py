@@ -338,6 +338,7 @@ def _measured(config: Config, machine: Fleet, opened: Opened) -> tuple[Sizes, Co
     from unfreeze.adapters.snapshot import COPY_BYTES
     from unfreeze.parallel.plan import rates_here, work_of
     from unfreeze.parallel.plan.choose import Asked
+    from unfreeze.parallel.plan.fastest import FASTEST_FIRST
 
     if config.train == "all" and config.lora.model_fields_set:
         raise ConfigError(
@@ -367,9 +368,9 @@ def _measured(config: Config, machine: Fleet, opened: Opened) -> tuple[Sizes, Co
         longest=length,
         receipt_bytes=COPY_BYTES,
     )
-    recomputes = ("selective", "layers") if config.recompute == "auto" else (config.recompute,)
+    recomputes = FASTEST_FIRST if config.recompute == "auto" else (config.recompute,)
     if config.keep_layers is not None and config.recompute == "auto":
-        recomputes = ("selective",)  # the other keeps no layer
+        recomputes = ("elementwise", "selective")  # the others keep all layers, or none
     rates = None
     if machine.here:
         rates = rates_here(

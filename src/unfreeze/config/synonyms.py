@@ -37,7 +37,7 @@ lora.targets | groups, names or globs | lora_target lora_target_modules target_m
 lora.scaling | alpha/sqrt(r) | use_rslora rslora
 train | adapters or all | finetuning_type adapter full_finetuning
 dtype | bfloat16 or float32 | bf16 fp16 torch_dtype precision compute_dtype
-recompute | layers, selective, elementwise or nothing | gradient_checkpointing activation_checkpointing
+recompute | auto, layers, selective, elementwise or nothing | gradient_checkpointing activation_checkpointing
     use_gradient_checkpointing
 optimizer_moments | AdamW's moments: float32 or int8 | optim optimizer adam_8bit
 threads | CPU threads | num_threads num_workers

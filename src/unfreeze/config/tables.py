@@ -141,12 +141,12 @@ class Memory(Frozen):
             " float32 masters"
         ),
     )
-    recompute: Literal["layers", "selective", "elementwise", "nothing"] = Field(
-        default="selective",
+    recompute: Literal["auto", "layers", "selective", "elementwise", "nothing"] = Field(
+        default="auto",
         description=(
-            "layers: keep only each layer's input; selective: and what attention and experts made;"
-            " elementwise: and what linear layers made, so that no GEMM is done twice (the choice for dense"
-            " models); nothing: keep all"
+            "auto: the fastest that fits in the free memory, kept when the run goes on; layers: keep only"
+            " each layer's input; selective: and what attention and experts made; elementwise: and what"
+            " linear layers made, so that no GEMM is done twice; nothing: keep all"
         ),
     )
     keep_layers: int | None = Field(

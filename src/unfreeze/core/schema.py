@@ -119,6 +119,7 @@ class PlanEvent(CommonFields):
     fits: Annotated[bool, of("yes or no", "total and load within usable")]
     hardware: Annotated[Device, of("object", "the device it is made for")]
     lines: Annotated[list[AnyText], of("sentences", "the whole plan for people (`--plan`)")]
+    recompute: NotRequired[Annotated[AnyText, of("name", "what is computed again in backward")]]
     save_bytes: NotRequired[Annotated[Int, of("bytes", "of a save of the training state, on disk")]]
     start: NotRequired[Annotated[list[AnyText], of("sentences", "what a terminal says of it")]]
     predicted_kernels: NotRequired[

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -35,7 +36,15 @@ from unfreeze.job.device import pick_device, say
 from unfreeze.job.end import finish
 from unfreeze.job.folder import live, refuse_absent, refuse_other_data, write_resolved
 from unfreeze.job.kernels import KernelChoices, predicted_ops
-from unfreeze.job.plan import check_room, disk_of, emit_plan, mean_length, plan_of, start_lines
+from unfreeze.job.plan import (
+    agreed_plan,
+    as_it_began,
+    check_room,
+    disk_of,
+    emit_plan,
+    mean_length,
+    start_lines,
+)
 from unfreeze.job.receipts import receipt_of
 from unfreeze.job.samples import Samples, own_prompts
 from unfreeze.job.trained import Trained
@@ -105,7 +114,10 @@ def run(config: TrainingConfig, parts: Parts, common: Common, command: str = "")
 
         from unfreeze.parallel.collectives import open_group
 
-        with open_group(device) as group, live(config, common, parts.recipe, command, group) as folder:
+        with ExitStack() as opened:
+            group = opened.enter_context(open_group(device))
+            config = as_it_began(config, group)
+            folder = opened.enter_context(live(config, common, parts.recipe, command, group))
             end = partial(
                 finish, folder.path, common, command, **parts.trained.as_result(target_of(folder, parts))
             )
@@ -291,7 +303,9 @@ def prepare(
 
     # bytes, with arithmetic; refuses what does not fit
     lengths = dataset.examples.lengths_N.tolist()
-    plan = plan_of(config, parts.trained, start, shape, device, mean_length(lengths), group.size)
+    length = mean_length(lengths)
+    plan = agreed_plan(config, parts.trained, start, shape, device, length, folder, group)
+    memory = config.memory.model_copy(update={"recompute": plan.work.recompute})
     predicted = predicted_ops(device, config.memory.dtype)
     disk = disk_of(config, parts.trained, start, plan)
     lines = start_lines(config, parts.trained, start, shape, plan, disk)
@@ -345,7 +359,7 @@ def prepare(
     return Job(
         parts,
         config.model,
-        config.memory,
+        memory,
         config.save,
         watch.on_spike,
         optimizer.clip,

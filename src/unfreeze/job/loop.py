@@ -23,6 +23,7 @@ from unfreeze.job.device import pick_device
 from unfreeze.job.end import finish
 from unfreeze.job.folder import live, refuse_absent
 from unfreeze.job.job import Job, Parts, first_start_of, is_written, prepare, target_of
+from unfreeze.job.plan import as_it_began
 
 if TYPE_CHECKING:
     from unfreeze.core.batch import Batch
@@ -52,6 +53,7 @@ class Loop:
         self._cursor: Cursor = {}
         with self._stack as opening:
             group = opening.enter_context(open_group(device))
+            config = as_it_began(config, group)
             folder = opening.enter_context(live(config, common, parts.recipe, "", group))
             if group.any(is_written(folder, parts)):
                 raise ConfigError(

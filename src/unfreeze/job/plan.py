@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast, get_args
 
-from unfreeze.config.tables import Save
+from unfreeze.config.tables import Memory, Save
 from unfreeze.config.training import TrainingConfig
-from unfreeze.core.errors import DoesNotFit
-from unfreeze.core.schema import SaveEvent
+from unfreeze.core.errors import ConfigError, DoesNotFit
+from unfreeze.core.events import RESOLVED
+from unfreeze.core.schema import PlanEvent, SaveEvent
 from unfreeze.core.units import format_bytes, format_count, format_seconds
 from unfreeze.job.data import sequence_length
 from unfreeze.job.device import allocator_line
 from unfreeze.job.folder import write_json
 from unfreeze.job.trained import Trained
-from unfreeze.report.events import last, read_events
+from unfreeze.report.events import last, of_kind, read_events
+from unfreeze.untrusted.json_object import read_object
 
 if TYPE_CHECKING:
     import torch
@@ -37,15 +40,25 @@ def plan_of(
     device: torch.device,
     mean_length: float | None = None,
     processes: int = 1,
+    recompute: str = "",
+    began: str = "",
 ) -> Plan:
     """What the run will take, term by term; `unfreeze doctor` shows the same plan.
 
-    mean_length: see the function of that name; None: every document is as long as the longest may be.
+    mean_length  see the function of that name; None: every document is as long as the longest may be.
+    recompute    instead of the config's
+    began        what a run with recompute = "auto" chose when it began: now only what gives the same bits
     """
     from unfreeze.adapters.snapshot import COPY_BYTES
     from unfreeze.parallel.plan import plan_training
+    from unfreeze.parallel.plan.fastest import FASTEST_FIRST, SAME_BITS
 
     memory, tokens = config.memory, config.tokens_per_micro_batch
+    among: Sequence[Any] = FASTEST_FIRST
+    if memory.keep_layers is not None:
+        among = ("elementwise", "selective")  # the others keep all layers, or none
+    if began:
+        among = SAME_BITS[SAME_BITS.index(began) :] if began in SAME_BITS else (began,)
     return plan_training(
         shape,
         start,
@@ -56,12 +69,60 @@ def plan_of(
         micro_batches=memory.micro_batches,
         longest=sequence_length(config.data, tokens, shape.max_positions),
         mean_length=mean_length,
-        recompute=memory.recompute,
+        recompute=cast(Any, recompute or memory.recompute),
+        among=among,
+        sharing=int(os.environ.get("LOCAL_WORLD_SIZE", processes)) if device.type == "cpu" else 1,
         keep_layers=memory.keep_layers,
         optimizer_moments=config.optimizer.moments,
         receipt_bytes=COPY_BYTES,
         processes=processes,
     )
+
+
+def agreed_plan(
+    config: TrainingConfig,
+    trained: Trained,
+    start: Manifest,
+    shape: Shape,
+    device: torch.device,
+    length: float,
+    folder: Run,
+    group: Group,
+) -> Plan:
+    """The plan with what is recomputed: as asked, or chosen, the same on all processes.
+
+    A run that goes on keeps what it began with. Where that does not fit any more, it takes what gives the
+    same numbers to the bit, and says so.
+    """
+    from unfreeze.parallel.plan.fastest import FASTEST_FIRST
+
+    given = config, trained, start, shape, device, length, group.size
+    if config.memory.recompute != "auto":
+        return plan_of(*given)
+    plans = of_kind(read_events(folder.path / "events.jsonl"), PlanEvent) if folder.step else []
+    began = group.texts(plans[0].get("recompute", "") if plans else "")[0]
+    plan = plan_of(*given, began=began if began in FASTEST_FIRST else "")
+    least = max(group.texts(plan.work.recompute), key=lambda name: FASTEST_FIRST.index(cast(Any, name)))
+    if least != plan.work.recompute:
+        plan = replace(plan_of(*given, recompute=least), why="another process has less free memory")
+    if began and began != least:
+        message = (
+            f"recompute = {least} from here on, because {began} no longer fits; the numbers stay the same"
+        )
+        folder.events.emit("warning", folder.step, message=message)
+    return plan
+
+
+def as_it_began(config: TrainingConfig, group: Group) -> TrainingConfig:
+    """The config of a run that goes on: recompute = "auto" is what the run was told when it began."""
+    path = config.run_dir / RESOLVED
+    named = read_object(path, ConfigError).get("recompute") if path.is_file() else None
+    named = group.texts(str(named or ""))[0]
+    if config.memory.recompute != "auto" or named not in get_args(
+        Memory.model_fields["recompute"].annotation
+    ):
+        return config
+    return config.model_copy(update={"memory": config.memory.model_copy(update={"recompute": named})})
 
 
 def mean_length(lengths: Sequence[int]) -> float:
@@ -130,9 +191,10 @@ def start_lines(
             f"adapters of {ranks} on {', '.join(trained.lora.targets)},"
             f" {format_count(plan.adapter_parameters)} parameters"
         )
+    chosen = f"; recompute = {plan.work.recompute}, {plan.why}" if plan.why else ""
     return [
         f"model: {Path(config.model).name}, {shape.model_type}, {shape.num_layers} layers{experts}; {files}",
-        f"memory: {format_bytes(plan.total)} planned, {format_bytes(plan.usable)} usable",
+        f"memory: {format_bytes(plan.total)} planned, {format_bytes(plan.usable)} usable{chosen}",
         f"disk: {format_bytes(disk.needed)} of {format_bytes(disk.free)} free; {disk.said}",
         f"trains: {what}; {config.training.tokens_per_step:,} tokens a step",
     ]

@@ -14,6 +14,7 @@ rates.py    how fast a device works, by its makers' facts or by records; seconds
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ from unfreeze.parallel.fleet import Fleet
 from unfreeze.parallel.machine import hardware
 from unfreeze.parallel.plan.choose import Asked, seconds_of
 from unfreeze.parallel.plan.counts import counts
+from unfreeze.parallel.plan.fastest import FASTEST_FIRST, fastest
 from unfreeze.parallel.plan.layout import Layout
 from unfreeze.parallel.plan.propose import refuse_if_too_large, what_fits
 from unfreeze.parallel.plan.rates import Rates, of_records
@@ -65,7 +67,8 @@ def plan_training(
     tokens: int,
     dtype: str,
     device: torch.device | str,
-    recompute: Recompute = "layers",
+    recompute: Recompute | Literal["auto"] = "layers",
+    among: Sequence[Recompute] = FASTEST_FIRST,
     keep_layers: int | None = None,
     optimizer_moments: Literal["float32", "int8"] = "float32",
     micro_batches: int = 1,
@@ -73,6 +76,7 @@ def plan_training(
     mean_length: float | None = None,
     receipt_bytes: int = 0,
     processes: int = 1,
+    sharing: int = 1,
 ) -> Plan:
     """The plan of a training run on one device.
 
@@ -83,6 +87,7 @@ def plan_training(
     micro_batches  with adapters it changes no byte, only what is proposed where the run does not fit
                    (--tokens-per-step is of all of them)
     processes      among which the micro-batches are dealt; the plan is of one of them
+    recompute      "auto": the first of `among` that fits (fastest.py); `sharing` processes have one memory
 
     Reads nothing but the manifest and allocates nothing. Call `refuse_if_too_large` on the result.
     """
@@ -94,7 +99,7 @@ def plan_training(
         tokens=tokens,
         dtype=kind,
         device=place,
-        recompute=recompute,
+        recompute=among[-1] if recompute == "auto" else recompute,
         keep_layers=keep_layers,
         optimizer_moments=optimizer_moments,
         micro_batches=micro_batches,
@@ -104,13 +109,16 @@ def plan_training(
     )
     sizes, machine = measure(model, lora, place.type), hardware(place)
     made = plan(sizes, work, machine)
+    if recompute == "auto":
+        made = fastest(made, among, sharing=sharing)
     length = round(mean_length or longest or tokens)
     rates = rates_here(shape, dtype=kind, device=place, length=length, every_weight=lora is None)
     if rates is None:
         return made
     here = Fleet(machine.name, 1, machine.available, kind="cuda" if place.type == "cuda" else "cpu")
-    asked = Asked(replace(work, micro_batches=1), tokens, length)
-    time = seconds_of(sizes, counts(model), here, rates, Layout(recompute=recompute), asked, tokens)
+    asked = Asked(replace(made.work, micro_batches=1), tokens, length)
+    layout = Layout(recompute=made.work.recompute)
+    time = seconds_of(sizes, counts(model), here, rates, layout, asked, tokens)
     return replace(made, time=time, rates=rates.source)
 
 

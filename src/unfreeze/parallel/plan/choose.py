@@ -17,6 +17,7 @@ from unfreeze.core.units import format_bytes
 from unfreeze.models.recompute import Recompute
 from unfreeze.parallel.fleet import PER_HOST, Fleet, devices
 from unfreeze.parallel.plan.counts import Counts
+from unfreeze.parallel.plan.fastest import FASTEST_FIRST
 from unfreeze.parallel.plan.layout import Layout, Places, places
 from unfreeze.parallel.plan.propose import MIN_TOKENS
 from unfreeze.parallel.plan.rates import Rates, of_device
@@ -47,7 +48,7 @@ class Asked:
     work: Work
     tokens: int | None
     length: int
-    recomputes: tuple[Recompute, ...] = ("selective", "layers")
+    recomputes: tuple[Recompute, ...] = FASTEST_FIRST
     rates: Rates | None = None
 
 

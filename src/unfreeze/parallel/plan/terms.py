@@ -86,6 +86,7 @@ class Plan:
     avoided  bytes that packed weights would take in addition if they were expanded.
     time     seconds of a micro-batch and an update; None where rates of the device are not known.
     rates    where the rates come from, in words.
+    why      why `work.recompute` was chosen, in words; "" where it was asked for.
     """
 
     terms: dict[str, int]
@@ -99,6 +100,7 @@ class Plan:
     sizes: Sizes
     time: Seconds | None = None
     rates: str = ""
+    why: str = ""
 
     @property
     def training(self) -> int:

@@ -30,6 +30,9 @@ def plan_lines(plan: Plan) -> list[str]:
         lines.append(f"  beside it: this process {format_bytes(device.process)}, and {KERNELS}")
     lines.append(f"  1 device, largest / smallest {plan.max_over_min:.2f}; {work.tokens:,} tokens per pass")
 
+    if plan.why:
+        lines.append(f"  recompute = {work.recompute}: {plan.why}")
+
     # what does not add to the sum
     moments = plan.beside | {"loading": plan.load}
     lines += [f"  at another moment: {name} {format_bytes(size)}" for name, size in moments.items()]
@@ -61,6 +64,7 @@ def plan_fields(plan: Plan) -> dict[str, Any]:
         "seconds_per_pass": plan.time.step if plan.time else None,
         "rates": plan.rates,
         "fits": plan.fits,
+        "recompute": plan.work.recompute,
         "hardware": asdict(plan.hardware),
         "lines": plan_lines(plan),
     }

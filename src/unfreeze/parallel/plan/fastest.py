@@ -1,0 +1,37 @@
+"""recompute = "auto": the fastest choice that fits in the free memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from unfreeze.core.units import format_bytes
+from unfreeze.models.recompute import Recompute
+from unfreeze.parallel.plan.terms import Plan, replace_work
+
+FASTEST_FIRST: tuple[Recompute, ...] = ("nothing", "elementwise", "selective", "layers")
+"""What is computed again in backward, the least first; each keeps less than the one before it."""
+SAME_BITS: tuple[Recompute, ...] = ("elementwise", "selective", "layers")
+"""Among these a run may change, and its numbers stay the same to the bit: all visit a layer in equal pieces.
+"nothing" takes all tokens at once, so products and sums are cut otherwise (tests/models/test_decoder.py)."""
+COMPILED = int(0.8 * 2**30)
+"""Bytes that a choice which keeps more than "layers" leaves free on a CPU: what compiled code takes at most
+(words.KERNELS), which is in no term."""
+
+
+def fastest(made: Plan, among: Sequence[Recompute] = FASTEST_FIRST, *, sharing: int = 1) -> Plan:
+    """The plan with the first of `among` that fits; with the last where none does. Its `why` says so.
+
+    made     the plan with any of them.
+    sharing  processes that share the memory, which is 1 on a GPU.
+    """
+    usable = made.usable if sharing == 1 else made.usable // sharing
+    room = usable - (COMPILED if made.hardware.kind == "cpu" else 0)
+    before = ""
+    for choice in among:
+        found = replace_work(made, recompute=choice)
+        if found.total <= room or choice == among[-1]:
+            why = f"the fastest that fits{before}" if found.fits else f"it takes the least{before}"
+            return replace(found, why=why)
+        before = f"; {choice} would take {format_bytes(found.total)}"
+    raise ValueError("among is empty")
