@@ -25,6 +25,7 @@ from unfreeze.core.errors import ConfigError
 if TYPE_CHECKING:
     from unfreeze.commands.planned import Planned
     from unfreeze.models import Decoder
+    from unfreeze.models.recompute import Recompute
     from unfreeze.parallel.fleet import Fleet
     from unfreeze.parallel.plan.choose import Asked, Choice
     from unfreeze.parallel.plan.counts import Counts
@@ -368,7 +369,7 @@ def _measured(config: Config, machine: Fleet, opened: Opened) -> tuple[Sizes, Co
         longest=length,
         receipt_bytes=COPY_BYTES,
     )
-    recomputes = FASTEST_FIRST if config.recompute == "auto" else (config.recompute,)
+    recomputes: tuple[Recompute, ...] = FASTEST_FIRST if config.recompute == "auto" else (config.recompute,)
     if config.keep_layers is not None and config.recompute == "auto":
         recomputes = ("elementwise", "selective")  # the others keep all layers, or none
     rates = None
