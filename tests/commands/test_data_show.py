@@ -47,10 +47,7 @@ def test_everything_is_counted_and_named(unfreeze_json, file):
     ) == (7, 3, 3, 1, 1, 1)
     assert {item["row"]: item["reason"].partition(" (")[0] for item in stats["listed"]} == {
         2: "row 2: broken JSON at column 2: Expecting property name enclosed in double quotes",
-        3: (
-            "row 3: fields ['question'] fit no shape; nearest shape question/answer, field 'answer' is"
-            " missing"
-        ),
+        3: "row 3: field 'answer' is missing, there are: question",
         5: "row 5: field messages is empty",
         7: "row 7: 0 of 60 tokens supervised",
     }

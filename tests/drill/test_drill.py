@@ -367,10 +367,10 @@ CONTROLS = {
     "R4 a learning rate that is not the schedule's": rate_as_meant,
     "R5 an exported adapter that lost one expert": no_verification,
     **dict.fromkeys([name for name in FAULTS if name.startswith("R7")], bad_rows_vanish),
-    "R7 a line of 10 MB": lambda patch: patch.setattr("unfreeze.data.rows.files.MAX_ROW_BYTES", 1_000_000),
+    "R7 a line of 10 MB": lambda patch: patch.setattr("unfreeze.data.rows.lines.MAX_ROW_BYTES", 1_000_000),
     "R7 a row longer than the sequence": out(Account, "_count"),
     "R7 a byte order mark": lambda patch: patch.setattr(
-        "unfreeze.data.rows.files._without_bom", lambda line, path: line
+        "unfreeze.data.rows.lines.without_bom", lambda line, path: line
     ),
     "R8 two runs in one folder": no_lock,
 }

@@ -34,13 +34,15 @@ def test_an_example_says_where_its_paths_count_from_and_so_does_the_error(
     monkeypatch.chdir(tmp_path)
     recipe = "pretrain" if path.stem.startswith("pretrain") else "sft"
     assert cli.main([recipe, str(path)]) == 2
-    assert f".jsonl' is not a file in {tmp_path}\n" in capsys.readouterr().err
+    assert f".jsonl' is not a file or folder in {tmp_path}\n" in capsys.readouterr().err
     data = tmp_path / "chat.jsonl"
     data.write_text("{}")
     assert cli.main([recipe, str(path), "--data", str(data)]) == 2
     assert f" does not exist in {tmp_path}\n" in capsys.readouterr().err
     assert cli.main([recipe, str(path), "--data", str(tmp_path / "none.jsonl")]) == 2
-    assert "none.jsonl' is not a file\n" in capsys.readouterr().err  # where a path is whole, nothing is added
+    assert (
+        "none.jsonl' is not a file or folder\n" in capsys.readouterr().err
+    )  # where a path is whole, nothing is added
 
 
 def test_there_are_examples():

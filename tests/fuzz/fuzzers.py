@@ -603,7 +603,12 @@ def plant_rows(random: Random, folder: Path) -> None:
         raw = raw.decode("utf-8", "replace").encode(
             random.choice(["utf-16", "utf-16-le", "utf-32", "latin-1"]), "replace"
         )
-    (folder / random.choice(["d.jsonl", "d.jsonl", "d.json", "d.txt"])).write_bytes(raw)
+    name = random.choice(["d.jsonl", "d.jsonl", "d.json", "d.txt", "array.json", "d.csv"])
+    if name == "array.json":
+        raw = b"[" + raw.replace(b"\n", b",") + random.choice([b"]", b"]", b"]\n", b""])
+    if name == "d.csv":
+        raw = random.choice([b"messages,text\n", b"prompt,completion,id\n", b"text\n", b""]) + raw
+    (folder / name).write_bytes(raw)
 
 
 def read_data(folder: Path) -> None:
@@ -611,7 +616,9 @@ def read_data(folder: Path) -> None:
     (path,) = folder.iterdir()
     bad: list[BadRow] = []
     good = list(read_rows(path, bad.append))
-    if path.suffix != ".txt":
+    if path.name in ("d.jsonl", "d.json") and not path.read_bytes().removeprefix(
+        b"\xef\xbb\xbf"
+    ).lstrip().startswith(b"["):
         raw = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
         assert len(good) + len(bad) == sum(1 for line in raw.split(b"\n") if line.strip()), "rows vanished"
     list(read_rows(path))

@@ -408,7 +408,7 @@ def test_a_report_of_damaged_numbers(fuzzers, tmp_path):
         b"\x80",
         b"\xef\xbb\xbf\xff",
         b"\xff\xfe",
-        b"[" * 100_000,
+        b'{"text": ' + b"[" * 100_000,
         b'{"text": ' + HUGE.encode() + b"}",
         b'{"text": "\\ud800"}',
         b'{"text": "a", "text": "b"}',

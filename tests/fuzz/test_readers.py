@@ -21,7 +21,8 @@ from unfreeze.adapters import files
 from unfreeze.checkpoint import manifest
 from unfreeze.config import parse as config
 from unfreeze.core import errors, events
-from unfreeze.data.rows import files as row_files
+from unfreeze.data.rows import lines as row_files
+from unfreeze.data.rows.row import Place
 from unfreeze.data.tokens import templates, tokenizer
 from unfreeze.train import run
 
@@ -105,12 +106,16 @@ def as_it_is(value: Any, *_: Any, **__: Any) -> Any:
 
 
 ARMS = {  # guards, each taken away alone: (reader, where, name, what stands in its place)
-    "bad bytes": ("rows", row_files, "_decode", lambda raw, row: raw.decode()),
+    "bad bytes": ("rows", row_files, "decode", lambda raw, row: raw.decode()),
     "rows that vanish": (
         "rows",
-        row_files,
-        "_lines",
-        lambda path: ((i, line) for i, line in enumerate(path.open("rb"), 1) if line.startswith(b"{")),
+        row_files.JsonLines,
+        "rows",
+        lambda file: (
+            (Place(i, 0, len(line)), line)
+            for i, line in enumerate(file.path.open("rb"), 1)
+            if line.startswith(b"{")
+        ),
     ),
     "layout": ("checkpoint", manifest, "_check_layout", nothing),
     "sizes of numbers": (

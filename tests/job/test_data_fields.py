@@ -7,7 +7,7 @@ import pytest
 
 from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
-from unfreeze.config.parse import parse
+from unfreeze.config.parse import from_keywords, parse
 from unfreeze.core.errors import ConfigError
 from unfreeze.recipes.sft import Config
 
@@ -134,9 +134,86 @@ def test_fields_that_do_not_go_together(files, more, says):
 
 def test_files_that_are_not_there_are_refused_before_the_model_is_opened(files, capsys):
     for more, says in (
-        ([], "data = 'absent.jsonl' is not a file"),
-        (["--validation", "absent.txt"], "validation = 'absent.txt' is not a file"),
+        ([], "data = 'absent.jsonl' is not a file or folder"),
+        (["--validation", "absent.txt"], "validation = 'absent.txt' is not a file or folder"),
     ):
         data = [files[0], files[1] if more else "absent.jsonl"]
         assert cli.main(["sft", "--model", "nowhere", "--data", *map(str, data), *more]) == 2
         assert says in capsys.readouterr().err
+
+
+def test_a_pattern_and_a_folder_are_kept_as_written_and_a_new_file_is_refused(
+    sft, files, tmp_path, monkeypatch, capsys
+):
+    """What --data became stands in the run's record; a run goes on, or is found finished, with the same files only."""
+    monkeypatch.chdir(tmp_path)
+    said, _ = sft("--data-weights", 0.5, data=["*.jsonl"])
+    assert said["files"] == {"a.jsonl": 20, "b.jsonl": 6} and said["efficiency"]
+    resolved = json.loads((tmp_path / "run" / "resolved_config.json").read_text())
+    assert resolved["data"] == str(tmp_path / "*.jsonl") and resolved["data_weights"] == [0.5]
+    assert resolved["data_files"] == dict.fromkeys(map(str, files), "*.jsonl")
+    command = ["sft", "--model", str(TINY_K2), "--data", "*.jsonl", "--data-weights", "0.5", "--out", "run"]
+    command += "--tokens-per-step 128 --steps 1 --samples 1 --lora.rank 1 --dtype float32".split()
+    assert cli.main(command) == 0 and "was finished before" in capsys.readouterr().err
+    (tmp_path / "c.jsonl").write_text(files[0].read_text())
+    assert cli.main(command) == 2
+    assert f'data_files.{tmp_path / "c.jsonl"}: absent -> "*.jsonl"' in capsys.readouterr().err
+
+
+def test_columns_of_a_csv_file_and_held_out_rows_of_a_folder(sft, tmp_path):
+    data = tmp_path / "t.csv"
+    data.write_text("task,reply\n" + "".join(f"What is {i}?,{i}\n" for i in range(20)))
+    (tmp_path / "held").mkdir()
+    (tmp_path / "held" / "h.csv").write_text("task,reply\nWho?,I.\n")
+    (tmp_path / "held" / "i.csv").write_text("task,reply\nWho else?,You.\n")
+    columns = "prompt=task,completion=reply"
+    said, _ = sft("--columns", columns, "--validation", tmp_path / "held", data=[data])
+    assert said["shapes"] == {"prompt/completion": 20} and said["held_out"] == 2
+    resolved = json.loads((tmp_path / "run" / "resolved_config.json").read_text())
+    assert resolved["columns"] == ["prompt=task", "completion=reply"]
+
+
+@pytest.mark.parametrize(
+    "columns, says",
+    [
+        ("promt=task", "'promt' is no field of a row; nearest: 'prompt'"),
+        ("prompt", "'prompt' is not FIELD=COLUMN"),
+        ("prompt=question,prompt=answer", "the field 'prompt' is named twice"),
+        (
+            "prompt=qestion,completion=answer",
+            "row 1: there is no column 'qestion'; nearest: 'question'; there are: answer",
+        ),
+    ],
+)
+def test_wrong_columns_are_named(columns, says, files, capsys):
+    more = ["--data", str(files[0]), "--columns", columns, "--out", str(files[0].parent / "run")]
+    assert cli.main(["sft", "--model", str(TINY_K2), *more]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_columns_as_a_table_in_toml_and_in_python(tmp_path, files):
+    toml = tmp_path / "run.toml"
+    toml.write_text(
+        f'model = "m"\n[data]\nfiles = "{files[0]}"\n[data.columns]\nprompt = "a, b"\ncompletion = "answer"\n'
+    )
+    config = parse(Config, [str(toml)], command="sft", description="")
+    assert config.data.columns == ("prompt=a, b", "completion=answer")
+    given = {"prompt": "a, b", "completion": "answer"}
+    same = from_keywords(Config, {"model": "m", "data": str(files[0]), "columns": given}, function="sft")
+    assert same.data.columns == config.data.columns
+    with pytest.raises(ConfigError, match=r"data.files is a table"):
+        from_keywords(Config, {"model": "m", "data": {"files": {"a": "b"}}}, function="sft")
+
+
+@pytest.mark.parametrize(
+    "written, name",
+    [
+        ("d/chat.jsonl", "m-chat"),
+        ("d/chat.v2.jsonl.gz", "m-chat.v2"),
+        ("d/*.jsonl", "m-d"),
+        ("d/", "m-d"),
+        ("hf:org/name:config:test", "m-name"),
+    ],
+)
+def test_a_run_is_named_after_what_the_user_wrote(written, name):
+    assert from_keywords(Config, {"model": "m", "data": written}, function="sft").run_dir.name == name

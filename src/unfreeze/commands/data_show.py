@@ -7,7 +7,7 @@ and how full packing makes a step.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.text import Text as Line
 from tyro.conf import Positional, arg
 
+from unfreeze.config.columns import Columns
 from unfreeze.config.parse import Files, Frozen, ModelName, parse
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError, nearest
-from unfreeze.job.folder import refuse_absent
 
 if TYPE_CHECKING:
     from unfreeze.data import Dataset, Example, Examples, Tokenizer
@@ -36,7 +36,10 @@ class Config(Frozen):
     """What a training run with the same flags would see."""
 
     data: Annotated[Files, Positional, arg(metavar="F")] = Field(
-        min_length=1, description="data files: .jsonl or .txt"
+        min_length=1, description="data files, folders, patterns or hf:org/name, as sft's"
+    )
+    columns: Columns = Field(
+        default=(), description="FIELD=COLUMN where the files' fields have other names, as sft's"
     )
     model: ModelName = Field(
         description="checkpoint folder, or Hugging Face id org/name: its tokenizer and chat template are used"
@@ -92,17 +95,21 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
             f"data takes the subcommand show, got {given}", next="unfreeze data show FILE.jsonl --model MODEL"
         )
     config = parse(Config, arguments[1:], command="data show", description=__doc__ or "", positional=True)
-    refuse_absent(("data", file) for file in config.data)
-    facts = show(config)
+    say = partial(print, file=sys.stderr) if not common.quiet else lambda line: None
+    facts = show(config, say)
     if not common.quiet:
         _print(facts, Console(stderr=common.json, highlight=False))
     return facts
 
 
-def show(config: Config) -> dict[str, Any]:
+def show(config: Config, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
     """The account of the data as plain JSON. Bad rows are counted and listed, never raised."""
     from unfreeze.config.template import template_time, template_values
+    from unfreeze.data.rows.columns import renames_of
+    from unfreeze.data.rows.sources import files_of
 
+    renames_of(config.columns)
+    files = [path for name in config.data for path in files_of(name, say=say)]
     folder = model_folder(config.model)
     from unfreeze.data import Batches, encoded_files, load_tokenizer
 
@@ -110,7 +117,7 @@ def show(config: Config) -> dict[str, Any]:
     tokenizer = load_tokenizer(folder, now=now, template_variables=variables)
     length = min(config.sequence_length, config.tokens_per_step)
     dataset = encoded_files(
-        config.data,
+        files,
         tokenizer,
         length,
         truncation=config.truncation,
@@ -118,6 +125,7 @@ def show(config: Config) -> dict[str, Any]:
         turns=config.turns,
         reasoning=config.reasoning,
         on_bad_row="skip",
+        columns=config.columns,
     )
     batches = Batches(dataset.examples, config.tokens_per_step, seed=0, packing=config.packing)
     dataset.stats.packing, dataset.stats.efficiency = config.packing, batches.efficiency()

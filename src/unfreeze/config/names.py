@@ -16,6 +16,7 @@ from typing import Any, cast, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from unfreeze.config.columns import AsTable
 from unfreeze.config.synonyms import field_hint
 from unfreeze.core.errors import ConfigError
 
@@ -74,7 +75,7 @@ def by_place(
         if place not in infos:  # a table that is empty, or None
             found.setdefault(place, raw)
             continue
-        if isinstance(raw, Mapping):
+        if isinstance(raw, Mapping) and not any(isinstance(mark, AsTable) for mark in infos[place].metadata):
             raise ConfigError(f"{where}: {written} is a table; it should be a value", next="mend the key")
         value = check(written, infos[place], raw)
         if place in spelled and found[place] != value:

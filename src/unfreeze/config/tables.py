@@ -5,11 +5,17 @@ Each field's flat name stands in FLAT (training.py).
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
+from unfreeze.config.columns import Columns
 from unfreeze.config.parse import Files, Folder, Frozen
+
+HUB = "hf:"
+"""What a data set of the Hub begins with, where a file is expected."""
 
 
 class Data(Frozen):
@@ -18,8 +24,15 @@ class Data(Frozen):
     files: Files = Field(
         min_length=1,
         description=(
-            "files of JSON Lines (messages, prompt/completion, question/answer, instruction/output,"
-            " conversations or text) or .txt"
+            "files of rows (.jsonl .json .csv .parquet .arrow; messages, prompt/completion, question/answer,"
+            " instruction/output, conversations or text) or .txt; folders, patterns such as 'd/*.jsonl', or"
+            " hf:org/name[:config][:split]"
+        ),
+    )
+    columns: Columns = Field(
+        default=(),
+        description=(
+            "the files' own names of a row's fields, FIELD=COLUMN: prompt=instruction,completion=output"
         ),
     )
     weights: tuple[float, ...] = Field(
@@ -29,7 +42,9 @@ class Data(Frozen):
             " quarter each epoch"
         ),
     )
-    validation: Folder = Field(default="", description="file whose rows are held out for validation")
+    validation: Folder = Field(
+        default="", description="file whose rows are held out for validation; as `data`"
+    )
     validation_fraction: float = Field(
         default=0.0,
         ge=0,
@@ -74,11 +89,48 @@ class Data(Frozen):
         default="error", description="a row that cannot be read: stop, naming it, or skip and count it"
     )
 
+    _written: Data | None = PrivateAttr(default=None)
+    _found: dict[str, tuple[str, ...]] = PrivateAttr(default_factory=dict)
+
+    def found(self, files: Mapping[str, Sequence[str]]) -> Self:
+        """The same with the files that its folders, patterns and names of the Hub stand for, name -> files.
+
+        A weight becomes that of each of its files.
+        """
+        each = [tuple(files[name]) for name in self.files]
+        weights = [weight for weight, inside in zip(self.weights, each, strict=False) for _ in inside]
+        made = self.model_copy(
+            update={"files": tuple(file for inside in each for file in inside), "weights": tuple(weights)}
+        )
+        made._written, made._found = self, {name: tuple(inside) for name, inside in files.items()}
+        return made
+
+    @property
+    def written(self) -> Data:
+        """As the user wrote it, before `found`."""
+        return self._written or self
+
+    @property
+    def held_out(self) -> tuple[str, ...]:
+        """The files of `validation`."""
+        return self._found.get(self.validation, (self.validation,)) if self.validation else ()
+
     @property
     def sources(self) -> list[tuple[str, str]]:
         """Every file that rows are read from, with the flat name of the field that says so."""
-        held_out = [("validation", self.validation)] if self.validation else []
-        return [*(("data", file) for file in self.files), *held_out]
+        return [*(("data", file) for file in self.files), *(("validation", file) for file in self.held_out)]
+
+    def became(self) -> dict[str, str]:
+        """Each file that a folder, a pattern or a name of the Hub stands for -> what stood for it.
+
+        Of the Hub's the folder of the cache is left out: another machine has it elsewhere.
+        """
+        return {
+            "/".join(Path(file).parts[-2:]) if name.startswith(HUB) else str(Path(file).resolve()): name
+            for name, inside in self._found.items()
+            if inside != (name,)
+            for file in inside
+        }
 
 
 class Training(Frozen):

@@ -6,20 +6,22 @@ A flat name is a TOML key, a flag, and a keyword in Python.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from glob import has_magic
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Self, cast
 
 from pydantic import Field, model_validator
 
 from unfreeze.config.names import by_place, flat, given, nested
 from unfreeze.config.parse import Folder, Frozen, ModelName
-from unfreeze.config.tables import Data, Memory, Optimizer, Save, Training, Watch
+from unfreeze.config.tables import HUB, Data, Memory, Optimizer, Save, Training, Watch
 from unfreeze.config.template import template_time, template_values
 
 FLAT = {
     "model": "model",
     "data": "data.files",
     "data_weights": "data.weights",
+    "columns": "data.columns",
     "validation": "data.validation",
     "validation_fraction": "data.validation_fraction",
     "out": "out",
@@ -81,7 +83,7 @@ CHANGES_NOTHING = {
 }
 """Fields that do not change what is computed: a run may be resumed with other values of them."""
 
-ADDED = {"turns", "reasoning", "template_variables", "template_date"}
+ADDED = {"columns", "turns", "reasoning", "template_variables", "template_date"}
 """Fields that the saves of earlier versions don't have, by flat name (for one of the table [lora]:
 "lora.scaling"). A run's record leaves out such a field at its default, so that those runs can be resumed."""
 
@@ -90,6 +92,7 @@ HELP = {
         "model",
         "data",
         "data_weights",
+        "columns",
         "validation",
         "validation_fraction",
         "train",
@@ -192,7 +195,7 @@ class TrainingConfig(Frozen):
         if data.weights and len(data.weights) != len(data.files):
             raise ValueError(
                 f"data_weights has {len(data.weights)} numbers for {len(data.files)} data files: one for"
-                " each, in the same order"
+                " each file, folder or pattern, in the same order"
             )
         template_values(data.template_variables)
         template_time(data.template_date)
@@ -201,10 +204,15 @@ class TrainingConfig(Frozen):
         return self
 
     @property
+    def as_written(self) -> Self:
+        """With the data as the user wrote it: a folder or a pattern, not what it became."""
+        return self.model_copy(update={"data": self.data.written})
+
+    @property
     def run_dir(self) -> Path:
         if self.out:
             return Path(self.out)
-        data = "+".join(Path(file).stem for file in self.data.files)
+        data = "+".join(map(_stem, self.data.written.files))
         return Path("runs") / f"{Path(self.model).name}-{data}"
 
     @property
@@ -214,18 +222,30 @@ class TrainingConfig(Frozen):
     def record(self) -> dict[str, Any]:
         """Every field that changes what is computed: a resumed run must have the same ones as its save."""
         left_out = CHANGES_NOTHING | (ADDED - set(given(self)))
-        fields = {name: value for name, value in flat(self).items() if name not in left_out}
+        fields = {name: value for name, value in flat(self.as_written).items() if name not in left_out}
         if isinstance(lora := fields.get("lora"), dict):
             table = cast(dict[str, Any], lora).items()
             fields["lora"] = {name: value for name, value in table if f"lora.{name}" not in left_out}
-        files = [str(Path(file).resolve()) for file in self.data.files]
-        held_out = str(Path(self.data.validation).resolve()) if self.data.validation else ""
+        files = [_placed(file) for file in self.data.written.files]
         return {
             **fields,
             "model": portable(self.model),
             "data": files[0] if len(files) == 1 else files,
-            "validation": held_out,
+            "validation": _placed(self.data.validation) if self.data.validation else "",
+            **({"data_files": became} if (became := self.data.became()) else {}),
         }
+
+
+def _placed(written: str) -> str:
+    """A file, folder or pattern from the root on; a name of the Hub as it is."""
+    return written if written.startswith(HUB) else str(Path(written).resolve())
+
+
+def _stem(written: str) -> str:
+    """A short name of the data: chat of chat.jsonl.gz, d of d/*.jsonl, name of hf:org/name:config."""
+    path = Path(written.removeprefix(HUB).split(":")[0]) if written.startswith(HUB) else Path(written)
+    plain = next((part for part in (path, *path.parents) if not has_magic(part.name)), path)
+    return Path(plain.stem).stem if plain.suffix == ".gz" else plain.stem or "data"
 
 
 def portable(model: str) -> str:

@@ -1,6 +1,6 @@
 """L3, data: from files to packed batches in three steps, a folder each.
 
-rows/      a file's line -> Row           a Conversation or a Text, checked field by field
+rows/      a file's row -> Row            a Conversation or a Text, checked field by field
 tokens/    Row -> Examples                template -> text with taught words marked -> tokens and weights
 packing/   Examples -> Batch, Cursor      the order of an epoch, packing, the one shift of labels
 
@@ -12,7 +12,7 @@ Training then reads from the outside in, each line an iterator or a lookup over 
       order(epoch)           -> numbers of documents, a pure function of the seed     packing/order.py
       plan(epoch)            -> these numbers, cut into batches                       packing/batches.py
         Examples[number]     -> Example: from memory, disk, or its file read again    examples.py, dataset.py
-          read_at(place)     -> Row                                                   rows/files.py
+          Again(place)       -> Row                                                   rows/files.py
           Encoder(row)       -> tokens and weights                                    tokens/masks.py
             Renderer(row)    -> text, cut into what is given and what is taught       tokens/turns.py
       pack(examples)         -> Batch                                                 packing/batches.py

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.core.units import format_count
 from unfreeze.data.examples import Columns, Example, Examples
 from unfreeze.data.packing.split import content_digest, duplicates
-from unfreeze.data.rows.files import read_at, read_places
+from unfreeze.data.rows.files import Again, read_places, text_bytes
 from unfreeze.data.rows.row import BadRow, Place, Row
 from unfreeze.data.tokens.forms import Reasoning
 from unfreeze.data.tokens.masks import Dropped, Encoded, Encoder, Supervise, Truncation
@@ -153,6 +153,7 @@ def encode_files(
     turns: Turns = "auto",
     reasoning: Reasoning = "auto",
     on_bad_row: Literal["error", "skip"] = "error",
+    columns: Sequence[str] = (),
     held_bytes: int = HELD_BYTES,
     store: Store | None = None,
 ) -> Dataset:
@@ -160,6 +161,7 @@ def encode_files(
 
     How a row becomes examples: see Encoder. Rows that keep no supervised token are dropped and counted in
     stats; a bad row raises DataError, or is counted with on_bad_row "skip".
+    columns: the files' own names of a row's fields (rows/columns.py).
     store: where tokens are kept. None: in memory, or nowhere if the files have more than `held_bytes`
     together: they are then read on demand. The result is the same.
     Raises DataError if nothing is left.
@@ -171,13 +173,13 @@ def encode_files(
     paths = [Path(path) for path in paths]
     encoder = Encoder(tokenizer, sequence_length, truncation, supervise, turns=turns, reasoning=reasoning)
     if store is None:
-        on_demand = sum(path.stat().st_size for path in paths if path.is_file()) > held_bytes
-        store = OnDemand(paths, encoder) if on_demand else Held()
+        on_demand = sum(text_bytes(path) for path in paths if path.is_file()) > held_bytes
+        store = OnDemand(paths, encoder, columns) if on_demand else Held()
     account = Account(paths, skip=on_bad_row == "skip")
     # every row once: encoded, counted, its lengths and checksum noted (account.columns)
     for source, path in enumerate(paths):
         for place, row in read_places(
-            path, partial(account.unreadable, source) if on_bad_row == "skip" else None
+            path, partial(account.unreadable, source) if on_bad_row == "skip" else None, columns
         ):
             encoded = account.encode(row, source, encoder)
             store.add(place, encoded)
@@ -233,11 +235,11 @@ class OnDemand:
 
     reading: Reading = "on demand"
 
-    def __init__(self, paths: Sequence[Path], encoder: Encoder):
-        self._paths, self._encoder = paths, encoder
+    def __init__(self, paths: Sequence[Path], encoder: Encoder, columns: Sequence[str] = ()):
+        self._paths, self._encoder, self._columns = paths, encoder, columns
         self._places = array("q")
         self._checksums = bytearray()
-        self._files: dict[int, IO[bytes]] = {}
+        self._files: dict[int, Again] = {}
 
     def add(self, place: Place, encoded: Sequence[Example]) -> None:
         for piece, example in enumerate(encoded):
@@ -252,14 +254,14 @@ class OnDemand:
         """
         source, row, offset, size, piece = self._places[5 * index : 5 * index + 5]
         path = self._paths[source]
-        if source not in self._files:
-            self._files[source] = path.open("rb")
         changed = DataError(
             f"{path.name}, row {row}: the file changed while it was trained on",
             next="start again with a file that stays as it is",
         )
         try:
-            pieces = self._encoder(read_at(self._files[source], path, Place(row, offset, size))).examples
+            if source not in self._files:
+                self._files[source] = Again(path, self._columns)
+            pieces = self._encoder(self._files[source](Place(row, offset, size))).examples
         except DataError:
             raise changed from None
         if piece >= len(pieces) or pieces[piece].checksum != self._checksums[16 * index : 16 * index + 16]:

@@ -39,6 +39,7 @@ import tokenizers
 from unfreeze.core.errors import DataError
 from unfreeze.data.dataset import Dataset, Reading, Stats, encode_files
 from unfreeze.data.examples import Columns, Example, Examples
+from unfreeze.data.rows.files import text_bytes
 from unfreeze.data.rows.row import BadRow, Place
 from unfreeze.data.tokens.tokenizer import Tokenizer
 
@@ -54,7 +55,7 @@ ABANDONED = 24 * 3600
 """Seconds after which a store that nobody finished is removed: its process was killed."""
 ENCODING = {
     name: inspect.signature(encode_files).parameters[name].default
-    for name in ("truncation", "supervise", "turns", "reasoning")
+    for name in ("truncation", "supervise", "turns", "reasoning", "columns")
 }
 """Options of encode_files that say what a row becomes, and what they are where they are not given."""
 COLUMNS = {"numbers": 40, "digests": 16, "checksums": 16}
@@ -94,7 +95,7 @@ def encoded_files(
 
 
 def _size(paths: Sequence[str | Path]) -> int:
-    return sum(Path(path).stat().st_size for path in paths)
+    return sum(text_bytes(Path(path)) for path in paths)
 
 
 def made(folder: Path) -> Path:

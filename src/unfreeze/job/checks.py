@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.errors import DataError, UserError
 from unfreeze.core.units import format_bytes
+from unfreeze.job.folder import with_files
 from unfreeze.job.job import Parts
 from unfreeze.job.plan import ROOM, disk_of, plan_of
 from unfreeze.report.run import writer
@@ -81,7 +82,8 @@ class Subject:
         from unfreeze.data import encoded_files
         from unfreeze.job.data import sequence_length
 
-        data, tokens = self.config.data, self.config.tokens_per_micro_batch
+        tokens = self.config.tokens_per_micro_batch
+        data = with_files(self.config).data
         length = sequence_length(data, tokens, self.shape.max_positions)
         return encoded_files(
             data.files,
@@ -89,6 +91,7 @@ class Subject:
             length,
             truncation=data.truncation,
             on_bad_row="skip",
+            columns=data.columns,
             **self.parts.encoding,
         )
 

@@ -85,6 +85,7 @@ def encode(
         sequence_length=length,
         truncation=data.truncation,
         on_bad_row=data.on_bad_row,
+        columns=data.columns,
         **options,
     )
 
@@ -95,7 +96,7 @@ def encode(
     stats = dataset.stats
     warnings: list[str] = []
     if data.validation:
-        held_out = read([data.validation])
+        held_out = read(data.held_out)
         dataset = replace(dataset, validation=held_out.examples)
         if held_out.stats.truncated + held_out.stats.dropped + held_out.stats.bad:
             warnings.append(f"validation file: {held_out.stats.summary()}")

@@ -10,19 +10,19 @@ import json
 import os
 import platform
 import shlex
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from unfreeze.config.names import flat, flat_name, given
 from unfreeze.config.parse import writing
 from unfreeze.config.tables import Data
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
-from unfreeze.core.errors import ConfigError, looked_in
+from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED
 from unfreeze.core.schema import TrainEvent
 from unfreeze.job.resume import FIXED, allowed
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from unfreeze.parallel.collectives import Group
     from unfreeze.train.run import Run
 
+
+C = TypeVar("C", bound=TrainingConfig)
 
 WHOLE = 2**28  # a data file of at most this many bytes is hashed whole, in about a second
 
@@ -131,7 +133,7 @@ def write_resolved(
             "contents": contents(config.data),
         }
     date = date or read_object(run.path / RESOLVED, ConfigError).get("template_date", "")
-    fields = {**flat(config), **config.record(), "out": str(config.run_dir), "template_date": date}
+    fields = {**flat(config.as_written), **config.record(), "out": str(config.run_dir), "template_date": date}
     write_json(
         run.path / RESOLVED, {"recipe": recipe, **fields, **({"effective": effective} if effective else {})}
     )
@@ -212,11 +214,15 @@ def typed(recipe: str, arguments: Sequence[str]) -> str:
     )
 
 
-def refuse_absent(files: Iterable[tuple[str, str]]) -> None:
-    """A data file (field, path) that isn't there is refused before the model is loaded."""
-    for field, path in files:
-        if not Path(path).is_file():
-            raise ConfigError(
-                f"{field} = {path!r} is not a file{looked_in(path)}",
-                next=f"give --{field} an existing .jsonl or .txt file",
-            )
+def with_files(config: C, say: Callable[[str], None] = lambda line: None) -> C:
+    """The config with the files that its data names stand for; `say` is told which.
+
+    Data that isn't there, or of a form that isn't read, is refused before the model is loaded.
+    """
+    from unfreeze.data.rows.columns import renames_of
+    from unfreeze.data.rows.sources import files_of
+
+    renames_of(config.data.columns)
+    data = config.data.written
+    found = {name: [str(path) for path in files_of(name, field, say)] for field, name in data.sources}
+    return config.model_copy(update={"data": data.found(found)})

@@ -34,7 +34,7 @@ from unfreeze.job.data import (
 )
 from unfreeze.job.device import pick_device, say
 from unfreeze.job.end import finish
-from unfreeze.job.folder import live, refuse_absent, refuse_other_data, write_resolved
+from unfreeze.job.folder import live, refuse_other_data, with_files, write_resolved
 from unfreeze.job.kernels import KernelChoices, predicted_ops
 from unfreeze.job.plan import (
     agreed_plan,
@@ -103,7 +103,7 @@ def run(config: TrainingConfig, parts: Parts, common: Common, command: str = "")
     -> the run's result, as `finish` gives it.
     """
     # what can be refused without torch and before there is a folder
-    refuse_absent(config.data.sources)
+    config = with_files(config, say(common))
     start = first_start_of(config, parts, common)
 
     from unfreeze.kernels.choice.ahead import compiling
@@ -345,7 +345,9 @@ def prepare(
     speaker = Model(model, tokenizer, stop_ids=end_ids(start, tokenizer))
     watch = config.watch
     own = own_prompts(watch.prompts, tokenizer, chat=parts.chat)
-    samples = Samples(folder, speaker, tokenizer, data.files, dataset.examples, watch.samples, own)
+    samples = Samples(
+        folder, speaker, tokenizer, data.files, dataset.examples, watch.samples, own, columns=data.columns
+    )
     validation = validation_of(
         state,
         dataset,

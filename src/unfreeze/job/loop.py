@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
-from unfreeze.job.device import pick_device
+from unfreeze.job.device import pick_device, say
 from unfreeze.job.end import finish
-from unfreeze.job.folder import live, refuse_absent
+from unfreeze.job.folder import live, with_files
 from unfreeze.job.job import Job, Parts, first_start_of, is_written, prepare, target_of
 from unfreeze.job.plan import as_it_began
 
@@ -40,7 +40,7 @@ class Loop:
     """
 
     def __init__(self, config: TrainingConfig, parts: Parts, common: Common):
-        refuse_absent(config.data.sources)
+        config = with_files(config, say(common))
         start = first_start_of(config, parts, common)
 
         from unfreeze.parallel.collectives import open_group

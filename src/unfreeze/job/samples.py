@@ -48,11 +48,13 @@ class Samples:
         examples: Sequence[Example],
         count: int,
         own: Sequence[Prompt] = (),
+        *,
+        columns: Sequence[str] = (),
     ):
         self._run, self._speaker = run, speaker
         self._prompts = list(own)
         room = speaker.decoder.shape.max_positions - ANSWER
-        for row in rows_used(data, examples, count):
+        for row in rows_used(data, examples, count, columns):
             try:
                 prompt = prompt_of(row, tokenizer)
                 if len(prompt.tokens) > room:
@@ -121,7 +123,9 @@ def own_prompts(texts: Sequence[str], tokenizer: Tokenizer, *, chat: bool) -> li
     ]
 
 
-def rows_used(data: Sequence[str], examples: Sequence[Example], count: int) -> list[Row]:
+def rows_used(
+    data: Sequence[str], examples: Sequence[Example], count: int, columns: Sequence[str] = ()
+) -> list[Row]:
     """The first `count` rows of the files that became examples. Reads no further than the last of them."""
     from unfreeze.data import Examples, read_rows
 
@@ -133,7 +137,7 @@ def rows_used(data: Sequence[str], examples: Sequence[Example], count: int) -> l
     for source in sorted({source for source, _ in wanted}):
         missing = {number for file, number in wanted if file == source}
         # bad rows are counted by data.encode_files, not here
-        for row in read_rows(Path(data[source]), lambda bad: None):
+        for row in read_rows(Path(data[source]), lambda bad: None, columns):
             if row.row in missing:
                 found[source, row.row] = row
                 missing.remove(row.row)

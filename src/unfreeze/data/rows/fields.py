@@ -56,7 +56,7 @@ def json_type(value: object) -> str:
         int: "a number",
         float: "a number",
     }
-    return "null" if value is None else f"{names[type(value)]} ({str(value)[:40]})"
+    return "null" if value is None else f"{names.get(type(value), type(value).__name__)} ({str(value)[:40]})"
 
 
 def json_of(text: str, row: int, where: str) -> object:

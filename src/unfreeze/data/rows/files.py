@@ -1,49 +1,117 @@
-"""Data files to rows, one after the other: JSON Lines (shapes.py), or plain text.
+"""Data files to rows, one after the other, in whichever form they are.
+
+    .jsonl .json       JSON Lines, or one JSON array               lines.py
+    .txt               documents                                   lines.py
+    .csv .tsv          a table with a header line                  tables.py
+    .parquet .arrow .feather   tables, with pyarrow                tables.py
+    ….gz               any of the first four, packed with gzip
 
 Every complaint names the row (its line in the file) and the field.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import Any, Protocol
 
 from unfreeze.core.errors import DataError, nearest
 from unfreeze.core.units import format_bytes
-from unfreeze.data.rows.fields import json_type, refuse_constant
-from unfreeze.data.rows.row import BadRow, Place, Row, Text
-from unfreeze.data.rows.shapes import row_from_dict
+from unfreeze.data.rows import lines
+from unfreeze.data.rows.columns import renames_of
+from unfreeze.data.rows.lines import JsonArray, JsonLines, TextFile, is_array, parse_json, parse_text
+from unfreeze.data.rows.row import BadRow, Place, Row
+from unfreeze.data.rows.tables import Arrow, Csv, Parquet, parse_cells
 
-DOCUMENT_MARK = "<|endoftext|>"
-"""A line that holds only this separates the documents of a .txt file (the TinyStories convention)."""
-
-MAX_ROW_BYTES = 64 * 2**20
-"""A longer line (or document of a text file) is a bad row: it bounds what reading holds in memory. 64 MiB are
-some 16 million tokens."""
+PACKED = 4
+"""Bytes of text in a byte of gzip, about."""
 
 
-def read_rows(path: str | Path, on_bad: Callable[[BadRow], None] | None = None) -> Iterator[Row]:
-    """The rows of a .jsonl (or .json) or .txt file, one after the other; the file is never held whole.
+class Reader(Protocol):
+    """The rows of one file as they stand in it; what they mean is found out by `parser`."""
+
+    def rows(self) -> Iterator[tuple[Place, Any]]: ...
+    def at(self, place: Place) -> Any: ...
+
+
+Renames = Mapping[str, str]
+Open = Callable[[Path, Renames], Reader]
+Parse = Callable[[Any, int, Renames], Row]
+
+
+def _json(path: Path, renames: Renames) -> Reader:
+    return JsonArray(path, renames) if is_array(path) else JsonLines(path, renames)
+
+
+FORMS: dict[str, tuple[Open, Parse]] = {
+    ".jsonl": (_json, parse_json),
+    ".json": (_json, parse_json),
+    ".txt": (TextFile, parse_text),
+    ".csv": (Csv, parse_cells),
+    ".tsv": (Csv, parse_cells),
+    ".parquet": (Parquet, parse_cells),
+    ".arrow": (Arrow, parse_cells),
+    ".feather": (Arrow, parse_cells),
+}
+UNPACK = {".zst": "zstd -d", ".bz2": "bunzip2", ".xz": "unxz", ".zip": "unzip"}
+
+
+def ending(path: Path) -> str:
+    """The ending that says a file's form: ".jsonl" of chat.jsonl.gz."""
+    return Path(path.stem).suffix.lower() if path.suffix.lower() == ".gz" else path.suffix.lower()
+
+
+def is_data(path: Path) -> bool:
+    """Whether a file's ending is one that is read."""
+    packed = path.suffix.lower() == ".gz" and ending(path) in (".parquet", ".arrow", ".feather")
+    return ending(path) in FORMS and not packed
+
+
+def refuse_form(path: Path) -> None:
+    """Raise DataError for a file whose ending is not read."""
+    if not is_data(path):
+        unpack = UNPACK.get(path.suffix.lower())
+        raise DataError(
+            f"{path.name}: ending {path.suffix!r} is not read",
+            next=f"{unpack} {path}" if unpack else f"write it as one of {' '.join(FORMS)}",
+        )
+
+
+def reader(path: str | Path, columns: Sequence[str] = ()) -> Reader:
+    """The reader of a file's form. `columns`: see columns.py.
+
+    Raises DataError for a file that is absent, of no known form, or a table without a known column.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(
+            f"no data file at {path}{nearest(path.name, _neighbours(path))}", next="--data FILE.jsonl"
+        )
+    refuse_form(path)
+    return FORMS[ending(path)][0](path, renames_of(columns))
+
+
+def read_rows(
+    path: str | Path, on_bad: Callable[[BadRow], None] | None = None, columns: Sequence[str] = ()
+) -> Iterator[Row]:
+    """The rows of a data file, one after the other; the file is never held whole.
 
     A bad row raises DataError; with `on_bad` it is handed over instead and reading goes on (count them:
     nothing may vanish).
-    .txt: documents are separated by lines `<|endoftext|>` if the file has any, else by blank lines.
     """
-    return (row for _, row in read_places(path, on_bad))
+    return (row for _, row in read_places(path, on_bad, columns))
 
 
 def read_places(
-    path: str | Path, on_bad: Callable[[BadRow], None] | None = None
+    path: str | Path, on_bad: Callable[[BadRow], None] | None = None, columns: Sequence[str] = ()
 ) -> Iterator[tuple[Place, Row]]:
-    """Read rows as read_rows does, each with its place, by which read_at finds it again.
+    """Read rows as read_rows does, each with its place, by which Again finds it.
 
-    At most one row (MAX_ROW_BYTES) is held.
+    At most one row (MAX_ROW_BYTES) is held, of a table ROWS of them.
     """
     path = Path(path)
-    parse = parser(path)
-    for place, raw in raw_rows(path):
+    rows, parse = raw_rows(path, columns), parser(path, columns)
+    for place, raw in rows:
         try:
             yield place, parse(raw, place)
         except DataError as error:
@@ -52,34 +120,26 @@ def read_places(
             on_bad(BadRow(place.row, error.message))
 
 
-def raw_rows(path: Path) -> Iterator[tuple[Place, bytes]]:
-    """The bytes of each row, and where they lie: all that one process has to read in order.
+def raw_rows(path: Path, columns: Sequence[str] = ()) -> Iterator[tuple[Place, Any]]:
+    """Each row as it stands in its file, and its place: all that one process has to read in order.
 
-    What they mean can be found out elsewhere, by `parser`.
+    What it means can be found out elsewhere, by `parser`: it is bytes, or a dict of plain values.
     """
-    if not path.is_file():
-        raise DataError(
-            f"no data file at {path}{nearest(path.name, _neighbours(path))}", next="--data FILE.jsonl"
-        )
-    if path.suffix not in (".jsonl", ".json", ".txt"):
-        raise DataError(
-            f"{path.name}: ending {path.suffix!r} is not read; .jsonl (one JSON object per line) or .txt"
-        )
-    with path.open("rb") as file:
-        yield from _documents(file, path) if path.suffix == ".txt" else _lines(file, path)
+    return reader(path, columns).rows()
 
 
-def parser(path: Path) -> Callable[[bytes, Place], Row]:
-    """What makes a Row of the bytes of one. It raises DataError that names the row."""
-    parse = _parse_text if path.suffix == ".txt" else _parse_json
+def parser(path: Path, columns: Sequence[str] = ()) -> Callable[[Any, Place], Row]:
+    """What makes a Row of one of raw_rows; the file is not opened. It raises DataError that names the row."""
+    refuse_form(path)
+    parse, renames = FORMS[ending(path)][1], renames_of(columns)
 
-    def bounded(raw: bytes, place: Place) -> Row:
-        if place.size > MAX_ROW_BYTES:
+    def bounded(raw: Any, place: Place) -> Row:
+        if place.size > lines.MAX_ROW_BYTES:
             raise DataError(
                 f"row {place.row}: {format_bytes(place.size)} in one row, at most"
-                f" {format_bytes(MAX_ROW_BYTES)}; is a line break missing?"
+                f" {format_bytes(lines.MAX_ROW_BYTES)}; is a line break missing?"
             )
-        return parse(raw, place.row)
+        return parse(raw, place.row, renames)
 
     return bounded
 
@@ -89,119 +149,22 @@ def refused(path: Path, error: DataError) -> DataError:
     return DataError(f"{path.name}, {error.message}", next=error.next or "mend the row, or --on-bad-row skip")
 
 
-def read_at(file: IO[bytes], path: Path, place: Place) -> Row:
-    """One row again, from the file opened for reading bytes.
+class Again:
+    """Rows of a file that were read before, by their places."""
 
-    Raises DataError if the file has changed and holds no row there.
-    """
-    file.seek(place.offset)
-    return parser(path)(file.read(place.size), place)
+    def __init__(self, path: Path, columns: Sequence[str] = ()):
+        self._reader, self._parse = reader(path, columns), parser(path, columns)
+
+    def __call__(self, place: Place) -> Row:
+        """Raises DataError if the file has changed and holds no row there."""
+        return self._parse(self._reader.at(place), place)
+
+
+def text_bytes(path: Path) -> int:
+    """Bytes of text in a file, about: unpacked."""
+    size = path.stat().st_size
+    return PACKED * size if path.suffix.lower() in (".gz", ".parquet") else size
 
 
 def _neighbours(path: Path) -> list[str]:
     return [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-
-
-def _bounded_lines(file: IO[bytes], path: Path) -> Iterator[tuple[Place, bytes]]:
-    """Give (place, bytes) of each line, without a byte order mark.
-
-    Split at \n only: U+2028 and its kin may stand inside JSON strings.
-    Of a line longer than MAX_ROW_BYTES only the beginning is given; its size is the true one.
-    """
-    offset, number = 0, 0
-    while line := file.readline(MAX_ROW_BYTES + 1):
-        number += 1
-        size = len(line)
-        while not line.endswith(b"\n") and size > MAX_ROW_BYTES and (rest := file.readline(MAX_ROW_BYTES)):
-            size += len(rest)
-            if rest.endswith(b"\n"):
-                break
-        whole, mark = line, 0
-        if number == 1:
-            whole = _without_bom(line, path)
-            mark = len(line) - len(whole)
-        yield Place(number, offset + mark, size - mark), whole
-        offset += size
-
-
-def _lines(file: IO[bytes], path: Path) -> Iterator[tuple[Place, bytes]]:
-    """The lines that are not blank."""
-    return ((place, line) for place, line in _bounded_lines(file, path) if line.strip())
-
-
-def _documents(file: IO[bytes], path: Path) -> Iterator[tuple[Place, bytes]]:
-    """(place, bytes) of each document of a text file; its row is its first line's."""
-    mark = DOCUMENT_MARK.encode()
-    marked = any(line.strip() == mark for _, line in _bounded_lines(file, path))
-    file.seek(0)
-    first: Place | None = None
-    lines: list[bytes] = []
-    size = 0
-    for place, line in _bounded_lines(file, path):
-        ends = line.strip() == mark if marked else not line.strip()
-        if ends or (first is None and not line.strip()):
-            if first is not None:
-                yield Place(first.row, first.offset, size), b"".join(lines)
-            first, lines, size = None, [], 0
-            continue
-        first = first or place
-        size += place.size
-        if size <= MAX_ROW_BYTES:
-            lines.append(line)
-    if first is not None:
-        yield Place(first.row, first.offset, size), b"".join(lines)
-
-
-def _without_bom(line: bytes, path: Path) -> bytes:
-    if line.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise DataError(
-            f"{path.name} is UTF-16; UTF-8 is read",
-            next=f"iconv -f UTF-16 -t UTF-8 {path} > utf8{path.suffix}",
-        )
-    return line.removeprefix(b"\xef\xbb\xbf")
-
-
-def _decode(raw: bytes, row: int) -> str:
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"row {row}: byte {error.start + 1} (0x{raw[error.start]:02x}) is not UTF-8"
-        ) from None
-
-
-def _parse_text(raw: bytes, row: int) -> Row:
-    return Text(_decode(raw, row).strip(), row)
-
-
-def _parse_json(raw: bytes, row: int) -> Row:
-    text = _decode(raw, row)
-    try:
-        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=refuse_constant)
-    except json.JSONDecodeError as error:
-        if row == 1 and text.lstrip().startswith("["):
-            raise DataError(
-                "row 1: this is a JSON array, not one object per line",
-                next="jq -c '.[]' data.json > data.jsonl",
-            ) from None
-        raise DataError(
-            f"row {row}: broken JSON at column {min(error.pos, len(text.rstrip())) + 1}: {error.msg}"
-        ) from None
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # duplicate keys, NaN, numbers of thousands of digits, endless nesting
-        raise DataError(f"row {row}: broken JSON: {str(error) or type(error).__name__}") from None
-    if not isinstance(value, dict):
-        hint = "jq -c '.[]' data.json > data.jsonl" if isinstance(value, list) else ""
-        raise DataError(f"row {row}: expected a JSON object, got {json_type(value)}", next=hint)
-    return row_from_dict(value, row)
-
-
-def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"field {twice!r} stands twice")
-    return result

@@ -8,13 +8,15 @@ question/answer      two texts: a user's turn and the assistant's
 instruction/output   alpaca: instruction, input?, output, system?: instruction, blank line, input; output
 text                 text: one document, loss on all of it
 
-Shapes may be mixed in one file. Fields that belong to no shape (id, source, …) are left alone.
+Shapes may be mixed in one file. Fields that belong to no shape (id, source, …) are left alone. Rows of other
+trainings (preference pairs, rewards) are recognised and refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from unfreeze.config.synonyms import COMMANDS
 from unfreeze.core.errors import DataError, nearest
 from unfreeze.data.rows.fields import MAX_DEPTH, deeper_than, json_of, list_of, object_of, text_of
 from unfreeze.data.rows.messages import carries_loss, message_of, tool_call_of, tools_of
@@ -34,38 +36,95 @@ SHAREGPT_ROLES = {
 Fields = Mapping[str, object]
 
 
-def row_from_dict(fields: Fields, row: int = 0) -> Row:
+def row_from_dict(fields: Fields, row: int = 0, named: Iterable[str] = ()) -> Row:
     """One JSON object as a Row: the first shape whose fields it has.
 
-    Raises DataError naming the nearest shape if none fits.
+    named: fields that --columns names; a shape that has one of them goes before the others.
+    Raises DataError naming the field that is missing.
     """
     if deeper_than(fields, MAX_DEPTH):
         raise DataError(f"row {row}: nested deeper than {MAX_DEPTH} levels", next="flatten the row")
-    for shape, (needed, build) in SHAPES.items():
-        if all(fields.get(name) is not None for name in needed):
-            result = build(fields, row, shape)
-            if isinstance(result, Conversation):
-                _check_conversation(result)
-            return result
-    raise DataError(_no_shape(fields, row), next="rename the fields to one of: " + ", ".join(SHAPES))
+    named = set(named)
+    whole = [
+        shape for shape, (needed, _) in SHAPES.items() if all(fields.get(name) is not None for name in needed)
+    ]
+    asked = [shape for shape in whole if named.intersection(SHAPES[shape][0])]
+    if not asked:
+        _refuse_other_training(fields, row)
+    if whole:
+        shape = (asked or whole)[0]
+        result = SHAPES[shape][1](fields, row, shape)
+        if isinstance(result, Conversation):
+            _check_conversation(result)
+        return result
+    empty = _null(fields)
+    if empty:
+        raise DataError(f"row {row}: field {empty!r} is null")
+    raise _no_shape(list(fields), row)
 
 
-def _no_shape(fields: Fields, row: int) -> str:
-    if not fields:
-        return f"row {row}: the object is empty"
+def check_names(names: Iterable[str], there: Iterable[str], what: str) -> None:
+    """Refuse a table none of whose rows can have a shape.
 
-    def score(needed: Iterable[str]) -> tuple[int, int]:
-        return sum(fields.get(name) is not None for name in needed), sum(
-            bool(nearest(name, fields)) for name in needed
+    names: its columns, as --columns names them; there: as they stand in the file
+    """
+    names = list(names)
+    shapes = [needed for needed, _ in SHAPES.values()] + [("chosen", "rejected")]
+    if not any(set(needed) <= set(names) for needed in shapes):
+        error = _no_shape(list(there), 0)
+        raise DataError(f"{what}: {error.message.removeprefix('row 0: ')}", next=error.next)
+
+
+def _refuse_other_training(fields: Fields, row: int) -> None:
+    """Rows with which sft would teach what they call bad."""
+    label = fields.get("label")
+    if fields.get("chosen") is not None and fields.get("rejected") is not None:
+        taught = "messages" if isinstance(fields["chosen"], list) and "prompt" not in fields else "completion"
+        raise DataError(
+            f"row {row}: a pair of answers (chosen, rejected); {COMMANDS['dpo']}",
+            next=f"--columns {taught}=chosen",
+        )
+    if "completion" in fields and (isinstance(label, bool) or str(label).lower() in ("true", "false")):
+        raise DataError(
+            f"row {row}: an answer with a label (completion, label: KTO); {COMMANDS['kto']}",
+            next="keep the rows whose label is true, and leave the label out",
+        )
+    if fields.get("completions") is not None and fields.get("labels") is not None:
+        raise DataError(
+            f"row {row}: steps with labels (completions, labels: a reward model's); {COMMANDS['reward']}",
+            next="give rows of prompt and completion",
         )
 
-    shape, (needed, _) = max(SHAPES.items(), key=lambda item: score(item[1][0]))
-    missing = next(name for name in needed if fields.get(name) is None)
-    if missing in fields:
-        return f"row {row}: field {missing!r} is null"
-    return (
-        f"row {row}: fields {sorted(fields)} fit no shape; nearest shape {shape}, field {missing!r} is"
-        f" missing{nearest(missing, fields)}"
+
+def _null(fields: Fields) -> str | None:
+    """The field that keeps a row from the shape that is nearest to it, where it is there and null."""
+    needed = max((needed for needed, _ in SHAPES.values()), key=lambda names: _score(names, fields))
+    return next((name for name in needed if name in fields and fields[name] is None), None)
+
+
+def _score(needed: Sequence[str], fields: Mapping[str, object] | Sequence[str]) -> tuple[int, int]:
+    """How near a shape is: its fields that are there, then those that are nearly there."""
+    there = [name for name in fields if not isinstance(fields, Mapping) or fields[name] is not None]
+    return sum(name in there for name in needed), sum(bool(nearest(name, fields)) for name in needed)
+
+
+def _no_shape(names: Sequence[str], row: int) -> DataError:
+    """What is missing, in one sentence, and what to do."""
+    if not names:
+        return DataError(f"row {row}: the object is empty", next="remove the row, or --on-bad-row skip")
+    there = ", ".join(sorted(names)[:20])
+    needed = max((needed for needed, _ in SHAPES.values()), key=lambda fields: _score(fields, names))
+    missing = next((name for name in needed if name not in names), needed[0])
+    near = nearest(missing, names).removeprefix("; nearest: ").strip("'")
+    if near:
+        return DataError(f"row {row}: field {missing!r} is missing", next=f"--columns {missing}={near}")
+    if any(name in names for name in needed):
+        return DataError(
+            f"row {row}: field {missing!r} is missing, there are: {there}", next=f"--columns {missing}=NAME"
+        )
+    return DataError(
+        f"row {row}: no field is known, there are: {there}",
+        next=f"--columns prompt=NAME,completion=NAME, or rename them to one of: {', '.join(SHAPES)}",
     )
 
 
@@ -146,6 +205,12 @@ SHAPES: dict[str, tuple[tuple[str, ...], Callable[[Fields, int, str], Row]]] = {
     "instruction/output": (("instruction", "output"), _alpaca_row),
     "text": (("text",), _text_row),
 }
+
+
+NEEDED = frozenset(name for needed, _ in SHAPES.values() for name in needed)
+"""Fields that make a shape."""
+NAMES = (*sorted(NEEDED), "input", "system", "tools", "chosen", "rejected", "label", "completions", "labels")
+"""Fields that are read."""
 
 
 def _turns(system: list[Message], user: str, assistant: str, row: int, shape: str) -> Conversation:

@@ -1,0 +1,110 @@
+"""`hf:org/name[:config][:split]`: a data set of the Hugging Face Hub, or a folder in its layout.
+
+The library `datasets` (extra [data]) downloads it once and keeps it as Arrow files; these are read, mapped
+into memory. Only its readers of text rows are let in: no script of a repository is run, no pickle is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from unfreeze.config.tables import HUB
+from unfreeze.core.errors import DataError, nearest
+
+READERS = ("json", "csv", "parquet", "arrow", "text")
+"""The readers of `datasets` that are used."""
+
+
+def hub_files(written: str, field: str) -> list[Path]:
+    """The Arrow files of a data set's split.
+
+    The configuration may be left out where there is one, or one is the default; the split where there is one,
+    or one is called train. Raises DataError for everything that can be wrong.
+    """
+    name, *rest = written.removeprefix(HUB).split(":")
+    if not name or len(rest) > 2 or any("[" in part for part in rest):
+        raise DataError(
+            f"{field} = {written!r} is not of the form hf:org/name[:config][:split]",
+            next="a split's part cannot be named; --steps trains on less",
+        )
+    try:
+        import datasets  # an extra, and 1 s
+        from datasets.exceptions import DatasetNotFoundError, DatasetsError
+    except ImportError:
+        raise DataError(
+            f"{field} = {written!r} is read with the library datasets, which is not installed",
+            next="pip install 'unfreeze[data]'",
+        ) from None
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what is wrong is said below, once
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    try:
+        return _files(datasets, name, rest)
+    except DatasetNotFoundError:
+        raise DataError(
+            f"{field} = {written!r}: {name} is neither a folder here nor a data set you can read on the Hub",
+            next="check the spelling; for a private or gated one: hf auth login",
+        ) from None
+    except (DatasetsError, OSError, ValueError, RuntimeError) as error:
+        cause = str(error.__cause__ or error).strip().partition("\n")[0][:300]
+        raise DataError(
+            f"{field} = {written!r} cannot be read: {cause}",
+            next="go online, mend the data set, or give --data its files",
+        ) from None
+
+
+def _files(datasets: Any, name: str, rest: Sequence[str]) -> list[Path]:
+    # which configuration and which split
+    source = str(Path(name).resolve()) if Path(name).is_dir() else name
+    configs = datasets.get_dataset_config_names(source)
+    config, split = (rest[0], rest[1]) if len(rest) == 2 else (None, None)
+    if len(rest) == 1:
+        config, split = (rest[0], None) if rest[0] in configs else (None, rest[0])
+    if config is not None and config not in configs:
+        raise _unknown("configuration", config, configs, name)
+    if config is None and len(configs) > 1:
+        config = datasets.get_dataset_default_config_name(source)
+        if config is None and split is not None:
+            raise _unknown("configuration", split, configs, name)
+        if config is None:
+            raise DataError(
+                f"{HUB}{name} has {len(configs)} configurations: {', '.join(configs[:20])}",
+                next=f"--data {HUB}{name}:{configs[0]}",
+            )
+    builder = datasets.load_dataset_builder(source, config)
+    if (reader := type(builder).__module__.rpartition(".")[2]) not in READERS:
+        raise DataError(
+            f"{HUB}{name} is read by the {reader!r} reader of datasets; rows of text are read:"
+            f" {', '.join(READERS)}",
+            next="write it as .jsonl",
+        )
+    splits = datasets.get_dataset_split_names(source, config)
+    split = split or ("train" if "train" in splits else splits[0] if len(splits) == 1 else None)
+    if split is None:
+        raise DataError(
+            f"{HUB}{name} has {len(splits)} splits, none of them train: {', '.join(splits[:20])}",
+            next=f"--data {HUB}{name}:{splits[0]}",
+        )
+    if split not in splits:
+        raise _unknown("split", split, splits, f"{name}:{config}" if config in rest else name)
+
+    cache = None
+    if Path(source).is_dir():
+        # datasets 5.2 gives the old rows of a folder whose card names configurations after its files changed
+        made_of = repr([(files, files.origin_metadata) for files in builder.config.data_files.values()])
+        digest = hashlib.blake2b(made_of.encode(), digest_size=8).hexdigest()
+        cache = str(Path(datasets.config.HF_DATASETS_CACHE) / f"folder-{digest}")
+    found = datasets.load_dataset(source, config, split=split, cache_dir=cache)
+    return [Path(file["filename"]) for file in found.cache_files]
+
+
+def _unknown(what: str, word: str, known: Sequence[str], name: str) -> DataError:
+    """name: the data set, with its configuration where a split is unknown"""
+    return DataError(
+        f"{HUB}{name} has no {what} {word!r}{nearest(word, known)}; there are: {', '.join(known[:20])}",
+        next=f"--data {HUB}{name}:{known[0]}",
+    )

@@ -1,0 +1,248 @@
+"""Rows that are lines of a file: JSON Lines, plain text, and the elements of a JSON array. Gzip is unpacked.
+
+A line is found by its bytes (Place), so it can be read again later, and be parsed in another process.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, cast
+
+from unfreeze.core.errors import DataError
+from unfreeze.core.units import format_bytes
+from unfreeze.data.rows.columns import renamed
+from unfreeze.data.rows.fields import json_type, refuse_constant
+from unfreeze.data.rows.row import Place, Row, Text
+from unfreeze.data.rows.shapes import row_from_dict
+
+DOCUMENT_MARK = "<|endoftext|>"
+"""A line that holds only this separates the documents of a .txt file (the TinyStories convention)."""
+
+MAX_ROW_BYTES = 64 * 2**20
+"""A longer line (or document of a text file) is a bad row: it bounds what reading holds in memory. 64 MiB are
+some 16 million tokens."""
+CHUNK = 2**18
+"""Bytes of a JSON array that are read at a time."""
+
+
+class JsonLines:
+    """One JSON object a line; blank lines are skipped."""
+
+    def __init__(self, path: Path, renames: Mapping[str, str]):
+        self.path = path
+        self._file: IO[bytes] | None = None
+
+    def rows(self) -> Iterator[tuple[Place, bytes]]:
+        """(place, bytes) of each row."""
+        with opened(self.path) as file:
+            yield from (found for found in bounded_lines(file, self.path) if found[1].strip())
+
+    def at(self, place: Place) -> bytes:
+        """The bytes of one row again."""
+        if self._file is None:
+            self._file = open_bytes(self.path)
+        self._file.seek(place.offset)
+        return self._file.read(place.size)
+
+
+class TextFile(JsonLines):
+    """Documents: what stands between lines `<|endoftext|>` if the file has any, else between blank lines."""
+
+    def rows(self) -> Iterator[tuple[Place, bytes]]:
+        """(place, bytes) of each document; its row is its first line's."""
+        mark = DOCUMENT_MARK.encode()
+        with opened(self.path) as file:
+            marked = any(line.strip() == mark for _, line in bounded_lines(file, self.path))
+            file.seek(0)
+            first: Place | None = None
+            lines: list[bytes] = []
+            size = 0
+            for place, line in bounded_lines(file, self.path):
+                ends = line.strip() == mark if marked else not line.strip()
+                if ends or (first is None and not line.strip()):
+                    if first is not None:
+                        yield Place(first.row, first.offset, size), b"".join(lines)
+                    first, lines, size = None, [], 0
+                    continue
+                first = first or place
+                size += place.size
+                if size <= MAX_ROW_BYTES:
+                    lines.append(line)
+            if first is not None:
+                yield Place(first.row, first.offset, size), b"".join(lines)
+
+
+_TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|["{}\[\],]', re.DOTALL)
+"""A whole JSON string, a quote whose string goes on beyond the bytes at hand, or a bracket or comma."""
+
+
+class JsonArray(JsonLines):
+    """The elements of one JSON array, `[{…}, {…}]`; a row's number is its place in the array, from 1.
+
+    At most one element and CHUNK bytes are held.
+    """
+
+    def rows(self) -> Iterator[tuple[Place, bytes]]:
+        with opened(self.path) as file:
+            head = without_bom(file.read(CHUNK), self.path)
+            base = file.tell() - len(head)
+            begin = head.index(b"[") + 1
+            # the bytes at hand and where they begin in the file, the element's start, how far they are read
+            held, base, start, at, depth, row = head[begin:], base + begin, 0, 0, 1, 0
+            while True:
+                for match in _TOKEN.finditer(held, at):
+                    at = match.end()
+                    token = match[0]
+                    if token == b'"':
+                        at = match.start()
+                        break
+                    if token in (b"{", b"["):
+                        depth += 1
+                    elif token in (b"}", b"]"):
+                        depth -= 1
+                    if depth == 0 or (depth == 1 and token == b","):
+                        element = held[start : match.start()]
+                        if row or depth or element.strip():
+                            row += 1
+                            yield Place(row, base + start, len(element)), element
+                        start = match.end()
+                        if depth == 0:
+                            _nothing_more(held[start:], file, self.path, row)
+                            return
+                else:
+                    at = len(held)
+                if len(held) - start > MAX_ROW_BYTES:
+                    raise DataError(
+                        f"{self.path.name}, row {row + 1}: more than {format_bytes(MAX_ROW_BYTES)} in one"
+                        " row; is a bracket missing?"
+                    )
+                # a long string is looked at again with twice as many bytes, so that time stays proportional
+                more = file.read(max(CHUNK, len(held) - start))
+                if not more:
+                    raise DataError(
+                        f"{self.path.name}, row {row + 1}: the file ends within its JSON array",
+                        next="download or write the file again",
+                    )
+                held, base, at, start = held[start:] + more, base + start, at - start, 0
+
+
+def _nothing_more(rest: bytes, file: IO[bytes], path: Path, row: int) -> None:
+    while not rest.strip() and (rest := file.read(CHUNK)):
+        pass
+    if rest.strip():
+        raise DataError(
+            f"{path.name}, row {row}: the JSON array ends there, and more follows: {rest.strip()[:20]!r}",
+            next="one array a file, or one JSON object a line",
+        )
+
+
+def parse_json(raw: bytes, row: int, renames: Mapping[str, str]) -> Row:
+    """A row of JsonLines or JsonArray."""
+    return row_from_dict(renamed(json_object(raw, row), renames, row), row, renames)
+
+
+def parse_text(raw: bytes, row: int, renames: Mapping[str, str]) -> Row:
+    """A row of a TextFile; it has no fields."""
+    return Text(decode(raw, row).strip(), row)
+
+
+def is_array(path: Path) -> bool:
+    """Whether a JSON file begins with `[`."""
+    with opened(path) as file:
+        return without_bom(file.read(CHUNK), path).lstrip().startswith(b"[")
+
+
+def open_bytes(path: Path) -> IO[bytes]:
+    """The file's bytes, unpacked where its name ends in .gz."""
+    return cast(IO[bytes], gzip.open(path)) if path.suffix.lower() == ".gz" else path.open("rb")
+
+
+@contextmanager
+def opened(path: Path) -> Generator[IO[bytes]]:
+    """open_bytes; a damaged gzip file is a DataError."""
+    with open_bytes(path) as file:
+        try:
+            yield file
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise DataError(
+                f"{path.name} cannot be unpacked as gzip: {error}", next="download or write the file again"
+            ) from None
+
+
+def bounded_lines(file: IO[bytes], path: Path) -> Iterator[tuple[Place, bytes]]:
+    """Give (place, bytes) of each line, without a byte order mark.
+
+    Split at \n only: U+2028 and its kin may stand inside JSON strings.
+    Of a line longer than MAX_ROW_BYTES only the beginning is given; its size is the true one.
+    """
+    offset, number = 0, 0
+    while line := file.readline(MAX_ROW_BYTES + 1):
+        number += 1
+        size = len(line)
+        while not line.endswith(b"\n") and size > MAX_ROW_BYTES and (rest := file.readline(MAX_ROW_BYTES)):
+            size += len(rest)
+            if rest.endswith(b"\n"):
+                break
+        whole, mark = line, 0
+        if number == 1:
+            whole = without_bom(line, path)
+            mark = len(line) - len(whole)
+        yield Place(number, offset + mark, size - mark), whole
+        offset += size
+
+
+def without_bom(line: bytes, path: Path) -> bytes:
+    if line.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise DataError(
+            f"{path.name} is UTF-16; UTF-8 is read",
+            next=f"iconv -f UTF-16 -t UTF-8 {path} > utf8{path.suffix}",
+        )
+    return line.removeprefix(b"\xef\xbb\xbf")
+
+
+def decode(raw: bytes, row: int) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"row {row}: byte {error.start + 1} (0x{raw[error.start]:02x}) is not UTF-8",
+            next="iconv -f WINDOWS-1252 -t UTF-8 FILE > utf8 (if it is from Windows), or --on-bad-row skip",
+        ) from None
+
+
+def json_object(raw: bytes, row: int) -> dict[str, Any]:
+    """The JSON object of a row."""
+    text = decode(raw, row)
+    try:
+        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=refuse_constant)
+    except json.JSONDecodeError as error:
+        over_lines = row == 1 and text.strip() == "{"
+        raise DataError(
+            f"row {row}: broken JSON at column {min(error.pos, len(text.rstrip())) + 1}: {error.msg}",
+            next="one object a line: jq -c . FILE > rows.jsonl (if it is one object over several lines)"
+            if over_lines
+            else "",
+        ) from None
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # duplicate keys, NaN, numbers of thousands of digits, endless nesting
+        raise DataError(f"row {row}: broken JSON: {str(error) or type(error).__name__}") from None
+    if not isinstance(value, dict):
+        raise DataError(f"row {row}: expected a JSON object, got {json_type(value)}")
+    return value
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"field {twice!r} stands twice")
+    return result

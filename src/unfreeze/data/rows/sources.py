@@ -1,0 +1,96 @@
+"""What --data names, as files: a file, a pattern, a folder, or a data set of the Hub (hub.py)."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from unfreeze.config.tables import HUB
+from unfreeze.core.errors import ConfigError, looked_in, nearest
+from unfreeze.data.rows.files import ending, is_data, refuse_form
+from unfreeze.data.rows.hub import hub_files
+
+FORMS = "a .jsonl, .json, .csv, .parquet, .arrow or .txt file, a folder of them, a pattern, or hf:org/name"
+SHOWN = 8
+"""Names in a message."""
+
+
+def files_of(written: str, field: str = "data", say: Callable[[str], None] = lambda line: None) -> list[Path]:
+    """The files that `written` stands for, in the order they are read; `say` is told which.
+
+    A file          itself
+    a pattern       what it matches (* ? [] **), sorted; a name that exists is no pattern
+    a folder        the data files in it, not those in its folders, sorted. A .txt beside files of other forms
+                    is left out: it is a licence, most likely
+    hf:…            the Arrow files that the library `datasets` makes of it
+
+    Raises ConfigError where there is none, DataError for a file that is not read.
+    """
+    if written.startswith(HUB):
+        found = hub_files(written, field)
+        say(f"{field}: {written} is {len(found)} Arrow file{'s' * (len(found) > 1)} in {found[0].parent}")
+        return found
+    path = Path(written)
+    if path.is_dir():
+        return _folder(path, field, say)
+    if path.is_file():
+        refuse_form(path)
+        return [path]
+    if glob.has_magic(written):
+        return _pattern(written, field, say)
+    raise ConfigError(
+        f"{field} = {written!r} is not a file or folder{looked_in(written)}{_near(path)}",
+        next=f"give --{field} {FORMS}"
+        if not _like_an_id(written)
+        else f"--{field} {HUB}{written} reads a data set of the Hub",
+    )
+
+
+def _folder(path: Path, field: str, say: Callable[[str], None]) -> list[Path]:
+    inside = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
+    found = [entry for entry in inside if entry.is_file() and is_data(entry)]
+    rows = [entry for entry in found if ending(entry) != ".txt"]
+    found = rows or found
+    if not found:
+        deeper = next(
+            (entry for entry in inside if entry.is_dir() and any(map(is_data, entry.iterdir()))), None
+        )
+        raise ConfigError(
+            f"{field} = {os.fspath(path)!r}: the folder holds no data file"
+            + (f" ({_names([entry.name for entry in inside])})" if inside else ": it is empty"),
+            next=f"--{field} {deeper}" if deeper else f"give --{field} {FORMS}",
+        )
+    left = [entry.name + "/" * entry.is_dir() for entry in inside if entry not in found]
+    say(
+        f"{field}: {path} holds {_names([entry.name for entry in found])}"
+        + (f"; left out: {_names(left)}" if left else "")
+    )
+    return found
+
+
+def _pattern(written: str, field: str, say: Callable[[str], None]) -> list[Path]:
+    found = [Path(name) for name in sorted(glob.glob(written, recursive=True)) if not Path(name).is_dir()]
+    if not found:
+        raise ConfigError(
+            f"{field} = {written!r} matches no file{looked_in(written)}", next=f"give --{field} {FORMS}"
+        )
+    for path in found:
+        refuse_form(path)
+    say(f"{field}: {written} matches {_names([os.fspath(path) for path in found])}")
+    return found
+
+
+def _names(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    count = f"{len(names)} files: " if len(names) > 1 else ""
+    return f"{count}{', '.join(names[:SHOWN])}{more}"
+
+
+def _near(path: Path) -> str:
+    return nearest(path.name, [entry.name for entry in path.parent.iterdir()]) if path.parent.is_dir() else ""
+
+
+def _like_an_id(written: str) -> bool:
+    return written.count("/") == 1 and not written.startswith((".", "/", "~")) and not Path(written).suffix

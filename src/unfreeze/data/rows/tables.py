@@ -1,0 +1,336 @@
+"""Rows that are rows of a table: csv (with a header line), Parquet, and Arrow or Feather.
+
+Only columns that a row can use are read. A nested value may stand in a column as JSON text.
+A cell that is empty, or null, is a field that is absent.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from unfreeze.core.errors import DataError
+from unfreeze.data.rows import lines
+from unfreeze.data.rows.columns import refuse_missing, renamed
+from unfreeze.data.rows.fields import json_of
+from unfreeze.data.rows.row import Place, Row
+from unfreeze.data.rows.shapes import NAMES, check_names, row_from_dict
+
+ROWS = 256
+"""Rows of a Parquet file that are held as Python objects at a time."""
+Cells = dict[str, Any]
+"""Of a row, by the names of their columns. Plain values: they can go to another process."""
+Wrong = tuple[str, str]
+"""What is wrong with a record, and what to do next."""
+EXTRA = "pip install 'unfreeze[data]'"
+
+
+class Csv:
+    """Comma-separated values; semicolons and tabs are seen by the header line.
+
+    A row's number is the line it begins in; the header is line 1. Quoted cells may hold line breaks.
+    """
+
+    def __init__(self, path: Path, renames: Mapping[str, str]):
+        self.path = path
+        self._file: IO[bytes] | None = None
+        with lines.opened(path) as file:
+            first = next(lines.bounded_lines(file, path), None)
+        if first is None or not first[1].strip():
+            raise DataError(
+                f"{path.name} is empty" if first is None else f"{path.name}, row 1: the header line is blank",
+                next="a csv file begins with the names of its columns: prompt,completion",
+            )
+        header = lines.decode(first[1], 1)
+        self._delimiter = max(",;\t", key=header.count) if path.suffix.lower() != ".tsv" else "\t"
+        self._names = self._record(header, 1)
+        given = [name for name in self._names if name]
+        twice = next((name for name in given if given.count(name) > 1), None)
+        if twice is not None:
+            raise DataError(f"{path.name}, row 1: column {twice!r} stands twice", next="rename one of them")
+        _check_header(path, given, renames, "row 1: the first line of a csv file names its columns")
+
+    def rows(self) -> Iterator[tuple[Place, Cells | Wrong]]:
+        """(place, cells) of each record, or what is wrong with it."""
+        csv.field_size_limit(lines.MAX_ROW_BYTES)
+        with lines.opened(self.path) as file:
+            counted = _Counted(lines.bounded_lines(file, self.path))
+            records = csv.reader(counted, delimiter=self._delimiter, strict=True)
+            next(records)
+            while True:
+                counted.begin()
+                found: Cells | Wrong
+                try:
+                    if not (cells := next(records)):  # a blank line has none
+                        continue
+                    found = self._named_cells(cells, counted.row)
+                except StopIteration:
+                    return
+                except DataError as error:
+                    found = error.message, error.next
+                except csv.Error as error:
+                    if "end of data" in str(error) or "field limit" in str(error):
+                        raise DataError(
+                            f"{self.path.name}, row {counted.row}: a quote is opened there and never closed",
+                            next='close it; a quote inside a cell is written twice: ""',
+                        ) from None
+                    found = f"row {counted.row}: {error}", 'quote the cell: "…"'
+                yield Place(counted.row, counted.offset, counted.size), found
+
+    def _named_cells(self, cells: list[str], row: int) -> Cells:
+        if len(cells) != len(self._names):
+            raise DataError(
+                f"row {row}: {len(cells)} cells, the header has {len(self._names)}",
+                next='a cell that holds a comma or a line break is quoted: "a, b"',
+            )
+        return {name: cell or None for name, cell in zip(self._names, cells, strict=True) if name}
+
+    def at(self, place: Place) -> Cells:
+        """One record again."""
+        if self._file is None:
+            self._file = lines.open_bytes(self.path)
+        self._file.seek(place.offset)
+        text = lines.decode(self._file.read(place.size), place.row)
+        return self._named_cells(self._record(text, place.row), place.row)
+
+    def _record(self, text: str, row: int) -> list[str]:
+        """The cells of one record; the header's without space around them."""
+        try:
+            cells = next(csv.reader([text], delimiter=self._delimiter, strict=True))
+        except csv.Error as error:
+            raise DataError(f"{self.path.name}, row {row}: {error}", next='quote the cell: "…"') from None
+        return [cell.strip() for cell in cells] if row == 1 else cells
+
+
+class _Counted:
+    """Lines for csv.reader; knows which bytes the record at hand was made of."""
+
+    def __init__(self, found: Iterator[tuple[Place, bytes]]):
+        self._found = found
+        self.begin()
+
+    def begin(self) -> None:
+        self.row, self.offset, self.size = 0, 0, 0
+
+    def __iter__(self) -> _Counted:
+        return self
+
+    def __next__(self) -> str:
+        place, raw = next(self._found)
+        if not self.size:
+            self.row, self.offset = place.row, place.offset
+        self.size += place.size
+        if self.size > lines.MAX_ROW_BYTES:
+            raise csv.Error("larger than field limit")
+        return lines.decode(raw, self.row)
+
+
+class Parquet:
+    """A Parquet file, a page at a time; a row's number is its place in the file, from 1."""
+
+    def __init__(self, path: Path, renames: Mapping[str, str]):
+        pyarrow = needs_pyarrow(path)
+        from pyarrow import parquet
+
+        self.path = path
+        with _readable(path, "Parquet"):
+            self._file = parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False)
+            self._schema = self._file.schema_arrow
+        self._keep = _kept(path, self._schema.names, renames)
+        self._plain = _converters(pyarrow, self._schema)
+        self._group: tuple[int, Any] = (-1, None)
+
+    def rows(self) -> Iterator[tuple[Place, Cells]]:
+        """(place, fields) of each row."""
+        number = 0
+        with _readable(self.path, "Parquet"):
+            for batch in self._file.iter_batches(batch_size=ROWS, columns=self._keep):
+                for place, fields in _fields(batch, self._plain, number):
+                    number = place.row
+                    yield place, fields
+
+    def at(self, place: Place) -> Cells:
+        """One row again. Its row group is read for it, unless it was the last one read."""
+        counts = [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
+        with _readable(self.path, "Parquet"):
+            group, inside = _find(counts, place.offset)
+            if self._group[0] != group:
+                self._group = (group, self._file.read_row_group(group, columns=self._keep))
+            return next(_fields(self._group[1].slice(inside, 1), self._plain, place.row - 1))[1]
+
+
+class Arrow:
+    """An Arrow file or stream (also Feather version 2), mapped into memory, a record batch at a time."""
+
+    def __init__(self, path: Path, renames: Mapping[str, str]):
+        pyarrow = needs_pyarrow(path)
+        self.path, self._pyarrow = path, pyarrow
+        with _readable(path, "Arrow"):
+            self._mapped = pyarrow.memory_map(str(path))
+            self._is_file = self._mapped.read(6) == b"ARROW1"
+            self._schema = self._reader().schema
+        self._keep = _kept(path, self._schema.names, renames)
+        self._plain = _converters(pyarrow, self._schema)
+        self._table: Any = None
+
+    def _reader(self) -> Any:
+        self._mapped.seek(0)
+        ipc = self._pyarrow.ipc
+        return ipc.open_file(self._mapped) if self._is_file else ipc.open_stream(self._mapped)
+
+    def _batches(self) -> Iterator[Any]:
+        reader = self._reader()
+        if self._is_file:
+            yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
+        else:
+            yield from reader
+
+    def rows(self) -> Iterator[tuple[Place, Cells]]:
+        """(place, fields) of each row."""
+        number = 0
+        with _readable(self.path, "Arrow"):
+            for batch in self._batches():
+                for start in range(0, batch.num_rows, ROWS):
+                    for place, fields in _fields(
+                        batch.slice(start, ROWS).select(self._keep), self._plain, number
+                    ):
+                        number = place.row
+                        yield place, fields
+
+    def at(self, place: Place) -> Cells:
+        """One row again. What is not compressed stays in the file, mapped."""
+        with _readable(self.path, "Arrow"):
+            if self._table is None:
+                self._table = self._reader().read_all().select(self._keep)
+            return next(_fields(self._table.slice(place.offset, 1), self._plain, place.row - 1))[1]
+
+
+def needs_pyarrow(path: Path) -> Any:
+    """The library, or how to install it."""
+    try:
+        import pyarrow  # an extra, and 0.2 s
+        import pyarrow.ipc
+    except ImportError:
+        raise DataError(
+            f"{path.name}: {path.suffix} files are read with pyarrow, which is not installed", next=EXTRA
+        ) from None
+    return pyarrow
+
+
+class _readable:
+    """What pyarrow cannot read becomes one DataError."""
+
+    def __init__(self, path: Path, form: str):
+        self._path, self._form = path, form
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None or isinstance(error, DataError | GeneratorExit):
+            return
+        if isinstance(error, OSError | ValueError | KeyError | TypeError):  # pyarrow's own are kinds of these
+            first = str(error).strip().partition("\n")[0][:200]
+            raise DataError(
+                f"{self._path.name} cannot be read as {self._form}: {first}",
+                next="download or write the file again",
+            ) from None
+
+
+def _kept(path: Path, names: Sequence[str], renames: Mapping[str, str]) -> list[str]:
+    """The columns that are read."""
+    _check_header(path, names, renames, "the columns")
+    return [name for name in names if name in NAMES or name in renames.values()]
+
+
+def _check_header(path: Path, names: Sequence[str], renames: Mapping[str, str], what: str) -> None:
+    """Refuse a table whose columns make no row, before it is gone through."""
+    refuse_missing(renames, names, path.name)
+    check_names(
+        [*renames, *(name for name in names if name not in renames.values())], names, f"{path.name}, {what}"
+    )
+
+
+def parse_cells(raw: Cells | Wrong, row: int, renames: Mapping[str, str]) -> Row:
+    """A row of any table."""
+    if isinstance(raw, tuple):
+        raise DataError(raw[0], next=raw[1])
+    return row_from_dict(_from_json(renamed(raw, renames, row), row), row, renames)
+
+
+def _from_json(fields: dict[str, Any], row: int) -> dict[str, Any]:
+    """Lists of messages that stand in a column as JSON text; a prompt's and a completion's where both are."""
+    parsed: dict[str, Any] = {}
+    for name in ("messages", "conversations"):
+        text = fields.get(name)
+        if isinstance(text, str):
+            try:
+                parsed[name] = json_of(text, row, name)
+            except DataError as error:
+                raise DataError(
+                    error.message, next="write the column with json.dumps(…), or the table as .parquet"
+                ) from None
+    pair = {name: _messages(fields.get(name)) for name in ("prompt", "completion")}
+    return {**fields, **parsed, **(pair if all(pair.values()) else {})}
+
+
+def _messages(value: object) -> list[Any] | None:
+    """A list of messages written as JSON text, else None."""
+    if not isinstance(value, str) or not value.startswith('[{"'):
+        return None
+    try:
+        found = json.loads(value)
+    except ValueError:
+        return None
+    same = isinstance(found, list) and all(isinstance(item, dict) and "role" in item for item in found)
+    return found if same else None
+
+
+def _fields(
+    batch: Any, plain: Mapping[str, Callable[[Any], Any]], before: int
+) -> Iterator[tuple[Place, Cells]]:
+    """(place, fields) of the rows of a table or a batch; `before` rows came before it."""
+    size = batch.nbytes // max(1, batch.num_rows)
+    for i, fields in enumerate(batch.to_pylist(maps_as_pydicts="strict")):
+        if batch.nbytes > lines.MAX_ROW_BYTES:
+            size = len(repr(fields))
+            if size > lines.MAX_ROW_BYTES:
+                fields = {}
+        yield (
+            Place(before + i + 1, before + i, size),
+            {name: plain[name](value) if value is not None else None for name, value in fields.items()},
+        )
+
+
+def _converters(pyarrow: Any, schema: Any) -> dict[str, Callable[[Any], Any]]:
+    return {field.name: _converter(pyarrow, field.type) for field in schema}
+
+
+def _converter(pyarrow: Any, kind: Any) -> Callable[[Any], Any]:
+    """A function that turns a value of this Arrow type into what a JSON row would hold.
+
+    A struct has every key in every row, so its nulls are keys that the row doesn't have. JSON that `datasets`
+    keeps as text is parsed.
+    """
+    types = pyarrow.types
+    if types.is_struct(kind):
+        inner = {kind.field(i).name: _converter(pyarrow, kind.field(i).type) for i in range(kind.num_fields)}
+        return lambda value: {name: inner[name](item) for name, item in value.items() if item is not None}
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        each = _converter(pyarrow, kind.value_type)
+        return lambda value: [None if item is None else each(item) for item in value]
+    if getattr(kind, "extension_name", "") == "arrow.json":
+        return lambda value: json.loads(value) if isinstance(value, str) else value
+    # a date, a decimal, a duration: no row holds one
+    return lambda value: value if isinstance(value, str | bytes | int | float | dict) else str(value)
+
+
+def _find(counts: Sequence[int], index: int) -> tuple[int, int]:
+    """Which group holds row `index`, and where in it."""
+    ends = np.cumsum(counts)
+    group = int(np.searchsorted(ends, index, side="right"))
+    return group, index - int(ends[group] - counts[group])

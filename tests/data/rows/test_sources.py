@@ -1,0 +1,81 @@
+"""Files, patterns, folders: which files --data stands for."""
+
+import pytest
+
+from unfreeze.core.errors import ConfigError, UserError
+from unfreeze.data.rows.sources import files_of
+
+ROW = '{"text": "a"}\n'
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    for name in (
+        "d/b.jsonl",
+        "d/a.csv",
+        "d/LICENSE.txt",
+        "d/README.md",
+        "d/.hidden.jsonl",
+        "d/in/c.jsonl",
+        "e/x/y",
+    ):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(ROW)
+    (tmp_path / "odd[1].jsonl").write_text(ROW)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "written, files, said",
+    [
+        ("d/b.jsonl", ["d/b.jsonl"], []),
+        ("odd[1].jsonl", ["odd[1].jsonl"], []),
+        ("d/*.jsonl", ["d/b.jsonl"], ["data: d/*.jsonl matches d/b.jsonl"]),
+        ("d/**/*.jsonl", ["d/b.jsonl", "d/in/c.jsonl"], ["data: d/**/*.jsonl matches 2 files: d/b.jsonl, d/in/c.jsonl"]),
+        ("d", ["d/a.csv", "d/b.jsonl"],
+         ["data: d holds 2 files: a.csv, b.jsonl; left out: 3 files: LICENSE.txt, README.md, in/"]),
+        ("d/in/", ["d/in/c.jsonl"], ["data: d/in holds c.jsonl"]),
+    ],
+)  # fmt: skip
+def test_files_in_order_and_what_is_said_of_them(written, files, said, folder):
+    lines: list[str] = []
+    assert list(map(str, files_of(written, say=lines.append))) == files and lines == said
+
+
+@pytest.mark.parametrize(
+    "written, says, next",
+    [
+        ("d/c.jsonl", "data = 'd/c.jsonl' is not a file or folder in .*", "--data a .jsonl"),
+        ("d/bb.jsonl", "nearest: 'b.jsonl'", ".parquet"),
+        ("d/*.parquet", r"'d/\*.parquet' matches no file in", "hf:org/name"),
+        ("d/*", "README.md: ending '.md' is not read", ".jsonl .json"),
+        ("d/README.md", "README.md: ending '.md' is not read", ".jsonl .json"),
+        ("empty", "'empty': the folder holds no data file: it is empty", "--data"),
+        ("e", r"'e': the folder holds no data file \(x\)", "--data"),
+        (
+            "tatsu-lab/alpaca",
+            "'tatsu-lab/alpaca' is not a file or folder",
+            "--data hf:tatsu-lab/alpaca reads",
+        ),
+    ],
+)
+def test_what_is_no_data_is_named_with_a_next_step(written, says, next, folder):
+    with pytest.raises(UserError, match=says) as error:
+        files_of(written)
+    assert next in error.value.next
+
+
+def test_a_folder_of_texts_is_read_where_it_holds_nothing_else(folder):
+    (folder / "empty" / "a.txt").write_text("a")
+    assert [path.name for path in files_of("empty")] == ["a.txt"]
+
+
+def test_a_folder_whose_files_lie_deeper_names_that_one(folder):
+    (folder / "top" / "data").mkdir(parents=True)
+    (folder / "top" / "data" / "a.jsonl").write_text(ROW)
+    with pytest.raises(ConfigError) as error:
+        files_of("top", "validation")
+    assert error.value.next == "--validation top/data"
