@@ -92,7 +92,7 @@ def test_plain_markers_where_there_is_no_terminal_and_colours_where_there_is(unf
     plain, colour = printed(facts, False), printed(facts, True)
     assert f"[[{GOOD['answer']}<|im_end|>]]" in plain and "\x1b[" not in plain
     assert "\x1b[1;32m" in colour and "[[" not in colour
-    for said in ("row 3: fields", "row 4: says the same as row 1", "lengths in tokens", "% supervised"):
+    for said in ("row 3: field ", "row 4: says the same as row 1", "lengths in tokens", "% supervised"):
         assert said in plain and said in colour
 
 
@@ -113,7 +113,7 @@ def test_rows_and_words_that_are_not_there(capsys, file):
         (["data", "shwo", str(file)], "nearest: 'show'"),
         (
             ["data", "show", str(file), "--model", str(TINY_K2), "--row", "3"],
-            "row 3 is not among the documents: row 3: fields",
+            "row 3 is not among the documents: row 3: field",
         ),
         (["data", "show", "absent.jsonl", "--model", str(TINY_K2)], "is not a file"),
         (["data", "show", str(file), "--model", "nowhere"], "neither a folder nor a Hugging Face id"),

@@ -56,13 +56,6 @@ class Data(Frozen):
         ge=2,
         description="longest document in tokens; bounded by tokens per micro-batch and the model's positions",
     )
-    packing: Literal["none", "first_fit", "best_fit"] = Field(
-        default="first_fit",
-        description=(
-            "documents of a micro-batch: one alone, or as many as fit, first or best. The fill is in the data"
-            " line"
-        ),
-    )
     truncation: Literal["tail", "head", "error", "drop", "split"] = Field(
         default="tail",
         description=(
@@ -151,6 +144,13 @@ class Training(Frozen):
         default=4096,
         ge=2,
         description="tokens of one optimizer step, all micro-batches together; whole documents are packed",
+    )
+    packing: Literal["none", "first_fit", "best_fit"] = Field(
+        default="first_fit",
+        description=(
+            "documents of a micro-batch: one alone, or as many as fit, first or best. The fill is in the data"
+            " line"
+        ),
     )
 
 

@@ -30,7 +30,7 @@ FLAT = {
     "tokens_per_step": "training.tokens_per_step",
     "micro_batches": "memory.micro_batches",
     "sequence_length": "data.sequence_length",
-    "packing": "data.packing",
+    "packing": "training.packing",
     "truncation": "data.truncation",
     "template_variables": "data.template_variables",
     "template_date": "data.template_date",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 
 from unfreeze.config.tables import Data, Optimizer, Training
 from unfreeze.config.template import template_time, template_values
@@ -52,6 +52,9 @@ def check_vocabulary(tokenizer: Tokenizer, shape: Shape, manifest: Manifest) -> 
     check_vocab(tokenizer, shape.vocab_size, rows)
 
 
+Packing = Literal["none", "first_fit", "best_fit"]
+
+
 class Encoding(TypedDict, total=False):
     """How rows become examples: keyword arguments of data.encode_files."""
 
@@ -67,6 +70,7 @@ def encode(
     max_positions: int,
     tokens: int,
     seed: int,
+    packing: Packing,
     group: Group,
     **options: Unpack[Encoding],
 ) -> Dataset:
@@ -106,8 +110,8 @@ def encode(
     stats.held_out = len(dataset.validation or ())
 
     # the account, then what is wrong with the data
-    batches = batches_of(data, dataset.examples, tokens=tokens, seed=seed)
-    stats.packing, stats.efficiency = data.packing, batches.efficiency()
+    batches = batches_of(data, dataset.examples, tokens=tokens, seed=seed, packing=packing)
+    stats.packing, stats.efficiency = packing, batches.efficiency()
     run.events.emit("data", run.step, **stats.as_dict(), summary=stats.summary())
     if leaked := dataset.leaked():
         warnings.append(f"{leaked} of {stats.held_out} validation documents are also in the training data")
@@ -133,14 +137,20 @@ def encode(
 
 
 def batches_of(
-    data: Data, examples: Sequence[Example], *, tokens: int, seed: int, start: Cursor | None = None
+    data: Data,
+    examples: Sequence[Example],
+    *,
+    tokens: int,
+    seed: int,
+    packing: Packing,
+    start: Cursor | None = None,
 ) -> Batches:
-    """Micro-batches of `tokens` as [data] packs, mixes and shuffles them, from the cursor `start` on."""
+    """Micro-batches of `tokens`, packed, as [data] mixes and shuffles them, from the cursor `start` on."""
     from unfreeze.data import Batches, Examples, Mixed
 
     examples = Examples.of(examples)
     order = Mixed(examples.sources_N, data.weights, seed) if data.weights else None
-    return Batches(examples, tokens, seed, start, packing=data.packing, order=order)
+    return Batches(examples, tokens, seed, start, packing=packing, order=order)
 
 
 def sequence_length(data: Data, tokens: int, max_positions: int) -> int:

@@ -298,7 +298,15 @@ def prepare(
 
     # rows -> conversations -> tokens and weights
     dataset = encode(
-        folder, data, tokenizer, shape.max_positions, tokens, config.seed, group, **parts.encoding
+        folder,
+        data,
+        tokenizer,
+        shape.max_positions,
+        tokens,
+        config.seed,
+        training.packing,
+        group,
+        **parts.encoding,
     )
 
     # bytes, with arithmetic; refuses what does not fit
@@ -317,7 +325,9 @@ def prepare(
     parts.trained.attach(model)
 
     # the order of the data, from where the last save was; and how many steps that is
-    batches = batches_of(data, dataset.examples, tokens=tokens, seed=config.seed, start=folder.cursor)
+    batches = batches_of(
+        data, dataset.examples, tokens=tokens, seed=config.seed, packing=training.packing, start=folder.cursor
+    )
     steps = num_steps(training, batches, config.memory.micro_batches)
     if folder.step == 0 and training.steps is None and steps < FEW_STEPS:
         more = (
