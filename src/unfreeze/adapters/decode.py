@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unfreeze.adapters.files import rank_and_scale
+from unfreeze.config.adapter import rank_and_scale
 from unfreeze.core.errors import AdapterError, nearest
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.targets import Candidate, candidates

@@ -34,13 +34,12 @@ from unfreeze.adapters.attach import Site, sites
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
 from unfreeze.adapters.readers import Drop, Layout, Reader
 from unfreeze.checkpoint.save import write_file, write_safetensors
+from unfreeze.config.adapter import CONFIG, PREFIX, WEIGHTS
 from unfreeze.core.errors import AdapterError
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.targets import candidates
 
-PREFIX = "base_model.model."
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 # In a mixture-of-experts model, peft 0.21 with transformers 5 takes target_modules that end in these names
 # for the routed experts, doubles their rank and forgets the dense and shared MLPs
 # (peft/utils/transformers_weight_conversion.py). Targeting the weight as a parameter gives the same tensors

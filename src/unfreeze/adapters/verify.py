@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from unfreeze.adapters.attach import sites
-from unfreeze.adapters.files import rank_and_scale, read_files
+from unfreeze.adapters.files import read_files
 from unfreeze.adapters.layouts import projections
 from unfreeze.adapters.lora import LowRank
+from unfreeze.config.adapter import rank_and_scale
 from unfreeze.core.errors import AdapterError
 
 NUM_PROBES = 4  # one random vector already misses a wrong ΔW with probability 0

@@ -4,12 +4,15 @@
 # pyright: reportIncompatibleVariableOverride=false
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Any, Literal, cast
 
 from pydantic import Field
 
 from unfreeze.config import tables
+from unfreeze.config.adapter import lora_of
 from unfreeze.config.lora import LoraConfig
+from unfreeze.config.parse import Folder
 from unfreeze.config.training import TrainingConfig
 
 ALL_RATE = 2e-5
@@ -55,6 +58,13 @@ class Config(TrainingConfig):
             " adapters"
         ),
     )
+    adapter: Folder = Field(
+        default="",
+        description=(
+            "run or adapter folder (this tool's or peft's) whose adapter is trained on; it keeps its ranks,"
+            " scales and places, so the fields of [lora] are not given"
+        ),
+    )
     data: Data
     optimizer: Optimizer = Optimizer()
     lora: LoraConfig | None = Field(default_factory=lambda: LoraConfig(), description="the adapters")
@@ -65,10 +75,38 @@ class Config(TrainingConfig):
         if fields.get("train") != "all":
             if fields.get("lora", True) is None:
                 raise ValueError('train = "adapters" needs [lora]; its defaults are an empty table')
-            return fields
+            return _continued(fields)
+        if fields.get("adapter"):
+            raise ValueError(
+                'train = "all" trains every weight and has no adapters: remove adapter, or give train ='
+                ' "adapters"'
+            )
         if any(place.partition(".")[0] == "lora" and fields[place] is not None for place in fields):
             raise ValueError(
                 'train = "all" trains every weight and has no adapters: remove [lora] and --lora flags, or'
                 ' give train = "adapters"'
             )
         return {"optimizer.learning_rate": ALL_RATE, **fields, "lora": None}
+
+
+def _plain(value: Any) -> Any:
+    return list(cast(Iterable[Any], value)) if isinstance(value, (list, tuple)) else value
+
+
+def _continued(fields: dict[str, Any]) -> dict[str, Any]:
+    """`fields` with the [lora] of the adapter that is trained on, if there is one.
+
+    A field of [lora] that is given beside it must say the same.
+    """
+    source = fields.get("adapter")
+    if not isinstance(source, str) or not source:
+        return fields
+    own = {f"lora.{name}": value for name, value in lora_of(source).items()}
+    for place in own.keys() & fields.keys():
+        given, has = fields[place], own[place]
+        if _plain(given) != _plain(has):
+            raise ValueError(
+                f"{place} = {given!r}, but the adapter of {source} has {has!r}; an adapter that is trained on"
+                f" keeps its own: remove {place}"
+            )
+    return {**fields, **own}

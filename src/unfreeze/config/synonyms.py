@@ -35,7 +35,8 @@ lora.rank | columns of B | r lora_r lora_rank adapter_rank
 lora.alpha | the numerator of the scale alpha / rank | lora_alpha
 lora.targets | groups, names or globs | lora_target lora_target_modules target_modules
 lora.scaling | alpha/sqrt(r) | use_rslora rslora
-train | adapters or all | finetuning_type adapter full_finetuning
+train | adapters or all | finetuning_type full_finetuning
+adapter | a run's or an adapter's folder, trained on | lora_model_dir adapter_name_or_path adapter_path
 dtype | bfloat16 or float32 | bf16 fp16 torch_dtype precision compute_dtype
 recompute | auto, layers, selective, elementwise or nothing | gradient_checkpointing activation_checkpointing
     use_gradient_checkpointing

@@ -59,6 +59,7 @@ FLAT = {
     "track": "watch.track",
     "samples": "watch.samples",
     "train": "train",
+    "adapter": "adapter",
     "turns": "data.turns",
     "reasoning": "data.reasoning",
     "balance_rate": "optimizer.balance_rate",
@@ -83,7 +84,7 @@ CHANGES_NOTHING = {
 }
 """Fields that do not change what is computed: a run may be resumed with other values of them."""
 
-ADDED = {"columns", "turns", "reasoning", "template_variables", "template_date"}
+ADDED = {"adapter", "columns", "turns", "reasoning", "template_variables", "template_date"}
 """Fields that the saves of earlier versions don't have, by flat name (for one of the table [lora]:
 "lora.scaling"). A run's record leaves out such a field at its default, so that those runs can be resumed."""
 
@@ -96,6 +97,7 @@ HELP = {
         "validation",
         "validation_fraction",
         "train",
+        "adapter",
         "turns",
         "reasoning",
         "template_variables",
@@ -227,6 +229,8 @@ class TrainingConfig(Frozen):
             table = cast(dict[str, Any], lora).items()
             fields["lora"] = {name: value for name, value in table if f"lora.{name}" not in left_out}
         files = [_placed(file) for file in self.data.written.files]
+        if fields.get("adapter"):
+            fields["adapter"] = portable(str(fields["adapter"]))
         return {
             **fields,
             "model": portable(self.model),

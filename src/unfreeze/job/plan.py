@@ -189,7 +189,7 @@ def start_lines(
         )
         what = (
             f"adapters of {ranks} on {', '.join(trained.lora.targets)},"
-            f" {format_count(plan.adapter_parameters)} parameters"
+            f" {format_count(plan.adapter_parameters)} parameters{trained.begins}"
         )
     chosen = f"; recompute = {plan.work.recompute}, {plan.why}" if plan.why else ""
     return [

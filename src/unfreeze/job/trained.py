@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unfreeze import models
+from unfreeze.config.adapter import adapter_folder
 from unfreeze.config.training import portable
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.units import format_bytes, format_count
@@ -38,6 +39,7 @@ class Adapters:
     """
 
     name, marker, strict, when_interrupted = "adapter", "adapter_config.json", True, True
+    begins = ""  # how they begin, for the plan's line
 
     def __init__(self, lora: LoraConfig, seed: int):
         self.lora = lora
@@ -73,6 +75,20 @@ class Adapters:
         return {"export": True}
 
 
+class Continued(Adapters):
+    """Adapters that begin as a folder's, with its ranks, scales and places. The optimizer begins anew."""
+
+    def __init__(self, lora: LoraConfig, seed: int, source: str):
+        super().__init__(lora, seed)
+        self.source = source
+        self.begins = f", going on from {source}"
+
+    def attach(self, model: Decoder) -> None:
+        from unfreeze.adapters import load_adapter
+
+        load_adapter(model, adapter_folder(self.source))
+
+
 class AllWeights:
     """Every parameter, written to <out>/model as a checkpoint in the format its config.json declares.
 
@@ -87,6 +103,7 @@ class AllWeights:
     """
 
     name, marker, strict, when_interrupted = "model", "config.json", False, False
+    begins = ""
     lora: LoraConfig | None = None
 
     def check(self, manifest: Manifest) -> None:

@@ -14,7 +14,7 @@ from unfreeze.config.sft import Config
 from unfreeze.core.command import Common
 from unfreeze.job import job
 from unfreeze.job.folder import typed
-from unfreeze.job.trained import Adapters, AllWeights
+from unfreeze.job.trained import Adapters, AllWeights, Continued, Trained
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
@@ -34,8 +34,16 @@ def parts(config: Config) -> job.Parts:
 
     return job.Parts(
         recipe="sft",
-        trained=AllWeights() if config.lora is None else Adapters(config.lora, config.seed),
+        trained=_trained(config),
         objective=cross_entropy,
         start=job.open_weights,
         encoding={"turns": config.data.turns, "reasoning": config.data.reasoning},
     )
+
+
+def _trained(config: Config) -> Trained:
+    if config.lora is None:
+        return AllWeights()
+    if config.adapter:
+        return Continued(config.lora, config.seed, config.adapter)
+    return Adapters(config.lora, config.seed)

@@ -1,0 +1,212 @@
+"""An adapter on disk without its tensors: its folder, its adapter_config.json, its settings as [lora].
+
+No torch: an adapter that cannot be trained on is refused before anything is imported.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from unfreeze.core.errors import AdapterError
+from unfreeze.core.events import RESOLVED
+from unfreeze.untrusted.json_object import parse_object, read_object
+from unfreeze.untrusted.pattern import pattern
+
+CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+MAX_HEADER = 100_000_000  # bytes; the safetensors library reads no larger one
+AGAIN = "get the adapter again from its publisher, or export it again: unfreeze export RUN"
+REFUSED = {
+    "use_dora": False,
+    "lora_bias": False,
+    "fan_in_fan_out": False,
+    "modules_to_save": None,
+    "trainable_token_indices": None,
+}
+# what these do to an adapter's meaning is not built; None, false and empty mean that they are off
+REFUSED_IF_SET = (
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "layer_replication",
+    "monteclora_config",
+    "use_bdlora",
+    "use_qalora",
+    "velora_config",
+)
+# ways to begin that change the base's weights too: the saved factors belong to that other base
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+
+
+def adapter_folder(source: str | Path) -> Path:
+    """The folder of an adapter: of a run RUN/adapter, else the folder itself.
+
+    Raises AdapterError where there is none.
+    """
+    folder = Path(source).expanduser()
+    if (folder / RESOLVED).is_file():
+        if (folder / "adapter" / CONFIG).is_file():
+            return folder / "adapter"
+        raise AdapterError(
+            f"run {folder} has no adapter/{CONFIG}: it has saved none, or trained every weight",
+            next="give a run that trained adapters, or an adapter's folder",
+        )
+    if not (folder / CONFIG).is_file():
+        raise AdapterError(
+            f"{folder} is no run and has no {CONFIG}",
+            next="give a run's folder, or a folder with adapter_config.json and adapter_model.safetensors",
+        )
+    return folder
+
+
+def lora_of(source: str | Path) -> dict[str, Any]:
+    """The fields of [lora] that describe an adapter: its own run's, or as read from its two files.
+
+    Where ranks differ within the dense layers or within the experts, the largest stands for all.
+    Raises AdapterError where the adapter is not plain LoRA, by the name of what it is.
+    """
+    folder = adapter_folder(source)
+    config = read_object(folder / CONFIG, AdapterError)
+    check_config(config, folder / CONFIG)
+    resolved = Path(source).expanduser() / RESOLVED
+    if resolved.is_file():
+        lora = read_object(resolved, AdapterError).get("lora")
+        if isinstance(lora, dict):
+            return dict(cast(dict[str, Any], lora))
+    return _from_files(folder, config)
+
+
+def _from_files(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    dense: dict[str, int] = {}
+    experts: dict[str, int] = {}
+    ours = False
+    stacked = [target for target in config.get("target_parameters") or () if ".experts." in f".{target}"]
+    for name, entry in _header(folder).items():
+        if name == "__metadata__":
+            ours = entry.get("layout") == "peft"
+            continue
+        layer, _, half = name.removeprefix(PREFIX).rpartition(".lora_")
+        shape: Any = entry.get("shape")
+        if not half.startswith("A") or not isinstance(shape, list):
+            continue
+        rows = next((size for size in cast(list[Any], shape) if isinstance(size, int)), 0)
+        fused = layer.endswith((".experts", ".experts.base_layer"))
+        if not fused and not _is_rank(rows):
+            raise AdapterError(f"{folder / WEIGHTS}: {name} has {rows} rows, which is no rank", next=AGAIN)
+        leaf = layer.rsplit(".", 1)[-1]
+        if ".experts." not in f"{layer}.":
+            parent = layer.split(".")[-2] if "." in layer else "*"
+            dense[f"*.{parent}.{leaf}"] = max(dense.get(f"*.{parent}.{leaf}", 0), rows)
+        elif fused:  # peft's rank stands in the config
+            alone = bool(stacked) and not any(target.endswith("down_proj") for target in stacked)
+            projection = "gate_up_proj" if alone or leaf == "base_layer" else "down_proj"
+            parameter = f"{layer.removesuffix('.base_layer')}.{projection}"
+            experts[f"*.experts.{projection}"] = rank_and_scale(config, parameter)[0]
+        else:
+            projection = "down_proj" if leaf == "down_proj" else "gate_up_proj"
+            experts[f"*.experts.{projection}"] = rows
+    if ours and "*.experts.gate_up_proj" in experts:  # gate's and up's blocks lie side by side (layouts.py)
+        experts = dict.fromkeys(experts, experts["*.experts.gate_up_proj"] // 2)
+    if not dense and not experts:
+        raise AdapterError(f"{folder / WEIGHTS} has no LoRA factors", next=AGAIN)
+    rank, in_experts = max(dense.values(), default=0), max(experts.values(), default=0)
+    layer = next(iter(dense or experts)).removeprefix("*.")
+    scale = rank_and_scale(config, layer)[1]
+    return {
+        "rank": rank or in_experts,
+        "alpha": float(f"{scale * (rank or in_experts):.15g}"),
+        "targets": tuple([*dense, *experts]),
+        "experts_rank": in_experts if in_experts and in_experts != (rank or in_experts) else None,
+        "scaling": "alpha/r",
+    }
+
+
+def _header(folder: Path) -> dict[str, dict[str, Any]]:
+    """The header of adapter_model.safetensors: name -> {"shape": …}, and "__metadata__"."""
+    path = folder / WEIGHTS
+    if not path.is_file():
+        pickle = " only adapter_model.bin, a pickle," if (folder / "adapter_model.bin").is_file() else ""
+        raise AdapterError(f"{folder} has{pickle} no {WEIGHTS}", next=AGAIN)
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= min(MAX_HEADER, path.stat().st_size):
+            raise AdapterError(f"{path}: damaged file: a header of {length:,} bytes", next=AGAIN)
+        header = parse_object(file.read(length), str(path), AdapterError)
+    if not all(isinstance(value, dict) for value in header.values()):
+        raise AdapterError(f"{path}: damaged file: its header does not describe tensors", next=AGAIN)
+    return header
+
+
+def check_config(config: Mapping[str, Any], path: Path) -> None:
+    """adapter_config.json: plain LoRA, and every field of its type.
+
+    Raises AdapterError naming the first that isn't.
+    """
+    if config.get("peft_type") != "LORA":
+        raise AdapterError(f"{path}: peft_type is {config.get('peft_type')!r}; only 'LORA' can be loaded")
+    for name, plain in REFUSED.items():
+        if config.get(name) not in (plain, None, False, []):
+            raise AdapterError(f"{path}: {name} = {config[name]!r} is not built; only plain LoRA is")
+    for name in REFUSED_IF_SET:
+        if config.get(name):
+            raise AdapterError(f"{path}: {name} = {config[name]!r:.60} is not built; only plain LoRA is")
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
+        raise AdapterError(
+            f"{path}: init_lora_weights = {start!r:.60} changed the weights of the base too, so its factors"
+            " belong to another base",
+            next="convert it in peft: save_pretrained(…, path_initial_model_for_weight_conversion=…)",
+        )
+    if config.get("bias", "none") != "none":
+        raise AdapterError(f"{path}: bias = {config['bias']!r} is not built; built: 'none'")
+    for name, table, kind in (("r", "rank_pattern", _is_rank), ("lora_alpha", "alpha_pattern", _is_alpha)):
+        written = cast(Any, config.get(table) or {})
+        if not isinstance(written, dict):
+            raise AdapterError(f"{path}: {table} is a {type(written).__name__}, not an object", next=AGAIN)
+        patterns = cast(dict[str, Any], written)
+        for key, value in {name: config.get(name), **patterns}.items():
+            if not kind(value):
+                what = (
+                    "a whole number from 1 to 65,536"
+                    if kind is _is_rank
+                    else "a positive number, at most 1e9"
+                )
+                raise AdapterError(f"{path}: {key} is {value!r:.60}; it must be {what}", next=AGAIN)
+        for key in patterns:
+            pattern(key, f"{path}: {table}", AdapterError)
+    if not isinstance(config.get("use_rslora"), bool | None):
+        raise AdapterError(
+            f"{path}: use_rslora is {config['use_rslora']!r:.60}; it must be true or false", next=AGAIN
+        )
+    targets = cast(Any, config.get("target_parameters") or [])
+    if not isinstance(targets, list) or not all(isinstance(x, str) for x in cast(list[Any], targets)):
+        raise AdapterError(f"{path}: target_parameters is not a list of names", next=AGAIN)
+
+
+def _is_rank(value: object) -> bool:
+    return type(value) is int and 1 <= value <= 65_536
+
+
+def _is_alpha(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1e9
+
+
+def rank_and_scale(config: Mapping[str, Any], name: str) -> tuple[int, float]:
+    """peft's rule: the first pattern that matches the end of `name`, else r and lora_alpha.
+
+    The scale is alpha / r, or alpha / sqrt(r) with use_rslora.
+    """
+
+    def lookup(patterns: Mapping[str, Any] | None, default: Any) -> Any:
+        return next(
+            (value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", name)), default
+        )
+
+    rank, alpha = (
+        lookup(config.get("rank_pattern"), config["r"]),
+        lookup(config.get("alpha_pattern"), config["lora_alpha"]),
+    )
+    return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
