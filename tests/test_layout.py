@@ -250,12 +250,12 @@ LONG = 80  # lines; a shorter file is a part of its caller, tested through it
 LONGEST = 500  # lines of a source file; a longer one has a seam somewhere
 # source file -> the test file that covers it, where that doesn't bear its name
 TESTED_BY = {
+    "config/sft.py": "recipes/test_continue.py",
     "commands/planned.py": "commands/test_plan.py",
     "parallel/plan/counts.py": "parallel/plan/test_choose.py",
     "parallel/plan/layout.py": "parallel/plan/test_choose.py",
     "parallel/simulate.py": "parallel/plan/test_seconds.py",
     "adapters/decode.py": "adapters/test_read.py",
-    "adapters/files.py": "adapters/test_read.py",
     "adapters/output_change.py": "adapters/test_receipt.py",
     "config/synonyms.py": "config/test_help.py",
     "config/training.py": "recipes/test_sft.py",

@@ -33,6 +33,7 @@ from unfreeze.adapters import LoraConfig, attach, load_adapter, save_adapter, si
 from unfreeze.checkpoint import open_checkpoint, save_checkpoint
 from unfreeze.checkpoint.tensors import TORCH_DTYPE
 from unfreeze.commands.inspect import inspect
+from unfreeze.config.adapter import lora_of
 from unfreeze.config.parse import parse
 from unfreeze.config.training import FLAT
 from unfreeze.core.errors import UserError
@@ -967,6 +968,7 @@ def read_adapter(folder: Path) -> None:
     locate(folder)
     model = good_model((folder / "family").read_text())
     try:
+        lora_of(folder)
         load_adapter(model, folder)
     except UserError:
         assert not sites(model) and all(parameter.requires_grad for parameter in model.parameters()), (

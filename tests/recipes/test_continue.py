@@ -116,27 +116,12 @@ def test_what_contradicts_it_is_refused_without_a_folder(more, said, first, agai
     assert not out.exists()
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"use_dora": True}, "use_dora = True is not built"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save = ['lm_head']"),
-        ({"bias": "lora_only"}, "bias = 'lora_only'"),
-        ({"lora_bias": True}, "lora_bias = True"),
-        ({"init_lora_weights": "pissa_niter_4"}, "changed the weights of the base too"),
-        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
-        ({"layer_replication": [[0, 1]]}, "layer_replication"),
-        ({"use_qalora": True}, "use_qalora"),
-        ({"kasa_config": {"beta": 1}}, "kasa_config"),
-        ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
-    ],
-)
-def test_an_adapter_that_is_not_plain_lora_is_refused_by_name(change, said, first, again, capsys, tmp_path):
+def test_an_adapter_that_is_not_plain_lora_is_refused_without_a_folder(first, again, capsys, tmp_path):
     shutil.copytree(first[0] / "adapter", tmp_path / "odd")
     path = tmp_path / "odd" / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"use_dora": True}))
     arguments, out = again
-    assert said in sft(capsys, *arguments, "--adapter", tmp_path / "odd", code=2)
+    assert "use_dora = True is not built" in sft(capsys, *arguments, "--adapter", tmp_path / "odd", code=2)
     assert not out.exists()
 
 
