@@ -15,6 +15,7 @@ import math
 import re
 import tomllib
 from collections.abc import Callable
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
@@ -966,9 +967,10 @@ def plant_adapter(random: Random, folder: Path) -> None:
 def read_adapter(folder: Path) -> None:
     """Loaded whole, or the model is as it was."""
     locate(folder)
+    with suppress(UserError):
+        lora_of(folder)
     model = good_model((folder / "family").read_text())
     try:
-        lora_of(folder)
         load_adapter(model, folder)
     except UserError:
         assert not sites(model) and all(parameter.requires_grad for parameter in model.parameters()), (
