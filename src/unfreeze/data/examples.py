@@ -42,7 +42,7 @@ class Example:
     @property
     def num_supervised(self) -> int:
         """Targets that carry loss after the shift."""
-        return sum(1 for weight in self.weights[1:] if weight)
+        return sum(map(bool, self.weights[1:]))
 
     @property
     def checksum(self) -> bytes:

@@ -39,6 +39,10 @@ class Completions:
         """
         return written_marks(self.template) or self.template.release.think
 
+    @cached_property
+    def _block(self) -> Block:
+        return Block(self.marks or USUAL_MARKS)
+
     def prompt(self, messages: Sequence[Message], tools: Tools) -> str:
         """The conversation up to where the assistant begins to speak."""
         return self.template.render(messages, add_generation_prompt=True, tools=tools)
@@ -67,7 +71,7 @@ class Completions:
             rest = self.rest([*ASKED, message], tools, asked)
         except TemplateRefusal:
             return None
-        block = Block(self.marks or USUAL_MARKS)
+        block = self._block
         return rest if block.state(asked) == block.state(prompt) else None
 
     def fits(self, prompt: str, said: str) -> bool:
@@ -78,7 +82,7 @@ class Completions:
         """
         marks = self.marks or USUAL_MARKS
         opening, closing = marks.opening.strip(), marks.closing.strip()
-        return Block(marks).state(prompt) != "open" or (
+        return self._block.state(prompt) != "open" or (
             closing in said and not said.lstrip().startswith(opening)
         )
 

@@ -7,6 +7,7 @@ for a release. `FORMS` are the spellings that templates differ in; the right one
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -54,14 +55,14 @@ def prepare(
     Nothing of the row is changed. Raises DataError for a tool's return that belongs to no call.
     """
     # where this template reads reasoning, and so whether a row's <think> block is taken out of its content
-    read = [name for name in REASONING_NAMES if re.search(rf"[.'\"]{name}\b", template)]
+    read = _read(template)
     # no place for reasoning; it may take it out of content
     cuts = not read and release.think is None and "think>" in template
     splits = cuts or (
         reasoning != "inline" and (bool(read) or release.think is not None or "</think>" in template)
     )
     joins = reasoning == "inline" and not cuts
-    fields = read or ["reasoning_content"]
+    fields = read or ("reasoning_content",)
     # each turn twice: as the template reads it, and as the row wrote it
     prepared: list[Message] = []
     written: list[Message] = []
@@ -89,6 +90,12 @@ def prepare(
         )
     schemas = None if tools is None else [dict(tool) for tool in tools]
     return Prepared(prepared, schemas, tuple(notes), spelled, written if left_in else None)
+
+
+@functools.lru_cache(maxsize=64)
+def _read(template: str) -> tuple[str, ...]:
+    """The names under which a template's source reads reasoning."""
+    return tuple(name for name in REASONING_NAMES if re.search(rf"[.'\"]{name}\b", template))
 
 
 def _text(content: object) -> object:

@@ -236,7 +236,7 @@ def quote_specials(value: V, tokenizer: Tokenizer) -> V:
                 " tokens"
             )
         specials = tokenizer.special_pattern
-        quoted = specials.sub(rf"{QUOTE_OPEN}\g<0>{QUOTE_CLOSE}", value) if specials else value
+        quoted = specials.sub(_quoted, value) if specials else value
         return cast(V, quoted)
     if isinstance(value, Mapping):
         return cast(V, {key: quote_specials(item, tokenizer) for key, item in value.items()})
@@ -245,8 +245,14 @@ def quote_specials(value: V, tokenizer: Tokenizer) -> V:
     return value
 
 
+def _quoted(found: re.Match[str]) -> str:
+    return f"{QUOTE_OPEN}{found[0]}{QUOTE_CLOSE}"
+
+
 def encode_rendered(tokenizer: Tokenizer, text: str, *, continues: bool = False) -> list[int]:
     """Ids of rendered text: special tokens are recognised, except where they are quoted."""
+    if QUOTE_OPEN not in text and QUOTE_CLOSE not in text:
+        return tokenizer.encode(text, specials=True, continues=continues) if text else []
     ids: list[int] = []
     for i, piece in enumerate(_QUOTED.split(text)):
         # a template that cuts strings can part a pair of quotes

@@ -115,7 +115,7 @@ def missing(words: Sequence[Word], text: str) -> Word | None:
 
 def _unquoted(text: str) -> str:
     """Without the quotes around special-token text, and without marks."""
-    return _INVISIBLE.sub("", text)
+    return text if text.isascii() else _INVISIBLE.sub("", text)
 
 
 def check_words(

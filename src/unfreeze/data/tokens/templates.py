@@ -9,9 +9,10 @@ tests/data/tokens/test_templates.py.
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import jinja2.ext
@@ -21,6 +22,7 @@ from jinja2.parser import Parser
 from unfreeze.core.errors import CheckpointError, DataError
 from unfreeze.data.rows.row import JsonObject
 from unfreeze.data.tokens.releases import release_of
+from unfreeze.data.tokens.stepwise import MARK, Pieces, marked, pieces
 from unfreeze.untrusted.template_limits import LimitedEnvironment
 
 PLAIN_TEMPLATE = (
@@ -120,6 +122,22 @@ def _raise(message: str) -> str:
     raise jinja2.TemplateError(message)
 
 
+class _Last(NamedTuple):
+    """The conversation that was rendered last, in pieces."""
+
+    messages: list[JsonObject]
+    tools: Sequence[JsonObject] | None
+    pieces: Pieces
+
+    def begins_with(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] | None) -> bool:
+        """Whether it begins with these very messages: the same objects, which nobody changes."""
+        return (
+            tools is self.tools
+            and len(messages) <= len(self.messages)
+            and all(map(operator.is_, messages, self.messages))
+        )
+
+
 class ChatTemplate:
     """A compiled chat template.
 
@@ -149,8 +167,15 @@ class ChatTemplate:
             self._plain = _environment(marks=False).from_string(source)
             self._marked = _environment(marks=True).from_string(source)
             self._for_tools = _environment(marks=False).from_string(tool_source) if tool_source else None
+            steps = _environment(marks=False)
+            stepwise = marked(steps.parse(source))
+            self._steps = None if stepwise is None else steps.from_string(stepwise.tree)
+            self._least = 0 if stepwise is None else stepwise.least
         except (jinja2.TemplateError, RecursionError, OverflowError, ValueError, UnicodeError) as error:
             raise CheckpointError(f"the chat template cannot be compiled: {error}") from None
+
+        self._last: _Last | None = None
+        self._prompt: str | None = None  # what a stepwise template writes behind the messages as a prompt
 
     def _strftime(self, form: str) -> str:
         return (self.now or datetime.now()).strftime(form)
@@ -166,8 +191,27 @@ class ChatTemplate:
 
         Raises TemplateRefusal where the template refuses the messages (its own `raise_exception` included).
         """
-        template = self._for_tools if tools and self._for_tools is not None else self._plain
-        return self._run(template, messages, add_generation_prompt, tools)
+        if tools and self._for_tools is not None:
+            return self._run(self._for_tools, messages, add_generation_prompt, tools)
+        if self._steps is None or len(messages) < self._least:
+            return self._run(self._plain, messages, add_generation_prompt, tools)
+        # the beginning of the conversation that was rendered last, or else that and all its beginnings
+        last = self._last
+        if last is None or not last.begins_with(messages, tools):
+            if add_generation_prompt:
+                return self._run(self._plain, messages, add_generation_prompt, tools)
+            text = self._run(self._steps, messages, False, tools)
+            if (cut := pieces(text, len(messages))) is None:
+                return text.replace(MARK, "")
+            self._last = last = _Last(list(messages), tools, cut)
+        upto = last.pieces.upto(len(messages))
+        if upto is None:
+            return self._run(self._plain, messages, add_generation_prompt, tools)
+        if not add_generation_prompt:
+            return upto + last.pieces.behind
+        if self._prompt is None:
+            self._prompt = self._run(self._steps, messages, True, tools).rpartition(MARK)[2]
+        return upto + self._prompt
 
     def render_spans(
         self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] | None = None
@@ -193,17 +237,17 @@ class ChatTemplate:
     ) -> str:
         assert isinstance(template.environment, LimitedEnvironment)
         template.environment.begin()
+        given = {
+            **template.environment.globals,
+            "strftime_now": self._strftime,
+            **self.variables,
+            "messages": list(messages),
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            return template.render(
-                {
-                    "strftime_now": self._strftime,
-                    **self.variables,
-                    "messages": list(messages),
-                    "tools": tools,
-                    "documents": None,
-                    "add_generation_prompt": add_generation_prompt,
-                }
-            )
+            return template.environment.rendered(template, given)
         except _RENDER_ERRORS as error:
             refusal = TemplateRefusal(
                 f"the chat template refuses these messages: {error or type(error).__name__}"

@@ -24,7 +24,8 @@ class Block:
     """A think block at the end of a prompt, or at the beginning of what follows."""
 
     def __init__(self, marks: ThinkMarks):
-        opening, closing = re.escape(marks.opening.strip()), re.escape(marks.closing.strip())
+        self._ends = (marks.opening.strip(), marks.closing.strip())
+        opening, closing = map(re.escape, self._ends)
         # </think> says by itself what it closes, <|end|> does not
         alone = "?" if marks.closing.strip().startswith("</") else ""
         self._at_end = re.compile(
@@ -34,6 +35,8 @@ class Block:
 
     def state(self, prompt: str) -> Literal["", "open", "closed"]:
         """Whether a prompt ends within a think block ("open"), behind one ("closed"), or in neither."""
+        if not prompt.rstrip().endswith(self._ends):
+            return ""
         found = self._at_end.search(prompt)
         return "closed" if found and found["close"] else "open" if found and found["opened"] else ""
 

@@ -41,6 +41,8 @@ MAX_CHARS = 400_000
 MAX_RUN = 25_000
 """Longest run of only blanks or only non-blanks given to tiktoken at once (its pattern backtracks over a run;
 the release's number)."""
+BEGINNING = 5
+"""Characters by which added tokens are looked for together: 239 of Kimi-K2's share theirs."""
 _RUN = re.compile(r"\s+|\S+")
 
 
@@ -120,6 +122,10 @@ class TiktokenBackend:
             path.name, pat_str=KIMI_PATTERN, mergeable_ranks=ranks, special_tokens=self._ids
         )
         self.adds_bos = False
+        # most texts hold few added tokens, and tiktoken copies the set it is given at each call
+        self._beginnings: dict[str, list[str]] = {}
+        for text in self._ids:
+            self._beginnings.setdefault(text[:BEGINNING], []).append(text)
 
     def encode(self, text: str, *, specials: bool) -> list[int]:
         """Ids of `text`; with `specials` the text of a special token becomes that token.
@@ -128,7 +134,8 @@ class TiktokenBackend:
         """
         allowed = self._ids.keys() if specials else self._ordinary_added
         if len(text) <= MAX_RUN:
-            return self._encoding.encode(text, allowed_special=set(allowed), disallowed_special=())
+            present = self._present(text).intersection(allowed) if allowed else set[str]()
+            return self._encoding.encode(text, allowed_special=present, disallowed_special=())
         ids: list[int] = []
         present = sorted((added for added in allowed if added in text), key=len, reverse=True)
         pieces = re.split("(" + "|".join(map(re.escape, present)) + ")", text) if present else [text]
@@ -139,6 +146,16 @@ class TiktokenBackend:
                 for part in cut_long_runs(piece):
                     ids.extend(self._encoding.encode_ordinary(part))
         return ids
+
+    def _present(self, text: str) -> set[str]:
+        """The added tokens whose text stands in `text`."""
+        return {
+            added
+            for beginning, texts in self._beginnings.items()
+            if beginning in text
+            for added in texts
+            if added in text
+        }
 
     def decode(self, ids: Sequence[int], *, skip_specials: bool) -> str:
         return b"".join(map(self._bytes, self._kept(ids, skip_specials))).decode("utf-8", errors="replace")
