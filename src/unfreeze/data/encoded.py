@@ -23,24 +23,22 @@ import mmap
 import os
 import shutil
 import time
-from array import array
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import numpy as np
 import tokenizers
 
 from unfreeze.core.errors import DataError
-from unfreeze.data.dataset import Dataset, Reading, Stats, encode_files
+from unfreeze.data.account import Reading, Stats
+from unfreeze.data.dataset import Dataset, encode_files
+from unfreeze.data.encoding import Part, stats_of
 from unfreeze.data.examples import Columns, Example, Examples
 from unfreeze.data.rows.files import text_bytes
-from unfreeze.data.rows.row import BadRow, Place
+from unfreeze.data.stores import Documents
 from unfreeze.data.tokens.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -149,10 +147,9 @@ class Writing:
         self._part.mkdir()
         self._tokens, self._weights = ((self._part / name).open("wb") for name in ("tokens", "weights"))
 
-    def add(self, place: Place, encoded: Sequence[Example]) -> None:
-        for example in encoded:
-            self._tokens.write(array("i", example.tokens).tobytes())
-            self._weights.write(array("f", example.weights).tobytes())
+    def add(self, part: Part) -> None:
+        self._tokens.write(part.tokens)
+        self._weights.write(part.weights)
 
     def fetch(self, index: int) -> Example:
         raise NotImplementedError("a store is read when it is whole: finish()")
@@ -189,7 +186,7 @@ def read(name: str) -> Dataset | None:
         return None
     try:
         account = json.loads((folder / "account.json").read_text(encoding="utf-8"))
-        stats = _stats(account["stats"])
+        stats = stats_of(account["stats"])
         if account["columns"] != _columns_hash(folder):
             raise ValueError("other columns than were written")
         examples = Examples(_Mapped(folder, stats).fetch, _columns(folder))
@@ -219,33 +216,23 @@ def make_room(newest: Path, kept: int = KEPT_BYTES) -> None:
             total -= size
 
 
-class _Mapped:
+class _Mapped(Documents):
     """Documents of a store; the system reads a page when it is asked for, and can forget it."""
 
     def __init__(self, folder: Path, stats: Stats):
+        super().__init__(_columns(folder), *(_map(folder / name) for name in ("tokens", "weights")))
         self._folder = folder
-        columns = _columns(folder)
-        self._table = np.frombuffer(columns.numbers, dtype=np.int64).reshape(-1, 5)
-        self._digests, self._checksums = columns.digests, columns.checksums
-        self._ends = np.cumsum(self._table[:, 0])
-        self._tokens, self._weights = (_map(folder / name) for name in ("tokens", "weights"))
         whole = len(self._tokens) == len(self._weights) == 4 * int(self._ends[-1])
         if not whole or len(self._table) != stats.examples:
             raise ValueError("fewer tokens than were written")
 
     def fetch(self, index: int) -> Example:
         """Document `index`. Raises DataError where its tokens are not those that were written."""
-        length, _, cut, row, source = self._table[index].tolist()
-        end = 4 * int(self._ends[index])
-        tokens, weights = array("i"), array("f")
-        tokens.frombytes(self._tokens[end - 4 * length : end])
-        weights.frombytes(self._weights[end - 4 * length : end])
-        digests = slice(16 * index, 16 * index + 16)
-        example = Example(tokens, weights, row, cut, source, bytes(self._digests[digests]))
-        if example.checksum != self._checksums[digests]:
+        example = super().fetch(index)
+        if example.checksum != self._columns.checksums[16 * index : 16 * index + 16]:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise DataError(
-                f"{self._folder}: encoded row {row} is damaged on disk; the folder was removed",
+                f"{self._folder}: encoded row {example.row} is damaged on disk; the folder was removed",
                 next="run the same command again: the rows are encoded anew",
             )
         return example
@@ -272,13 +259,3 @@ def _columns_hash(folder: Path) -> str:
     for name in COLUMNS:
         digest.update((folder / name).read_bytes())
     return digest.hexdigest()
-
-
-def _stats(plain: Mapping[str, Any]) -> Stats:
-    """Stats.as_dict read back."""
-    given: dict[str, Any] = {field.name: plain[field.name] for field in fields(Stats)}
-    for name in ("listed", "cuts", "repeats"):
-        given[name] = [BadRow(**row) for row in given[name]]
-    for name in ("shapes", "files", "notes"):
-        given[name] = Counter(given[name])
-    return Stats(**given)

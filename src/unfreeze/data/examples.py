@@ -24,7 +24,7 @@ class Example:
     weights[0] is 0 by construction: nothing precedes the first token, so nothing can predict it.
     row      its line in data file number `source`
     cut      tokens truncation took off
-    digest   16 bytes over the row's content (data/packing/split.py), equal for rows that say the same; pieces
+    digest   16 bytes over the row's content (data/rows/row.py), equal for rows that say the same; pieces
     of one text share it
     """
 
@@ -60,6 +60,20 @@ class Columns:
         self.numbers = array("q")
         self.digests = bytearray()
         self.checksums = bytearray()
+
+    @classmethod
+    def of(cls, numbers: bytes, digests: bytes, checksums: bytes) -> Columns:
+        columns = cls()
+        columns.numbers.frombytes(numbers)
+        columns.digests += digests
+        columns.checksums += checksums
+        return columns
+
+    def extend(self, others: Columns) -> None:
+        """Those of the documents that follow."""
+        self.numbers.extend(others.numbers)
+        self.digests += others.digests
+        self.checksums += others.checksums
 
     def add(self, example: Example) -> None:
         self.numbers.extend(

@@ -16,7 +16,8 @@ from unfreeze.data import (
     split_by_content,
     validation_batches,
 )
-from unfreeze.data.packing.split import content_digest, duplicates
+from unfreeze.data.account import duplicates
+from unfreeze.data.rows.row import content_digest
 
 
 def rows(count, offset=0):

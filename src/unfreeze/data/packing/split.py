@@ -8,7 +8,6 @@ across.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -17,18 +16,6 @@ from unfreeze.core.batch import Batch
 from unfreeze.core.errors import ConfigError
 from unfreeze.data.examples import Example, Examples
 from unfreeze.data.packing.batches import pack
-from unfreeze.data.rows.row import Row, Text
-
-
-def content_digest(row: Row) -> bytes:
-    """blake2b-128 of what the row says (messages and tools, or text), whatever shape it was written in."""
-    content = (
-        row.text
-        if isinstance(row, Text)
-        else json.dumps([row.messages, row.tools], sort_keys=True, ensure_ascii=False)
-    )
-    kind = b"text" if isinstance(row, Text) else b"chat"
-    return hashlib.blake2b(kind + content.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def is_held_out(digest: bytes, fraction: float, seed: int) -> bool:
@@ -80,17 +67,3 @@ def validation_batches(examples: Sequence[Example], tokens_per_batch: int) -> It
         group.append(example)
     if group:
         yield pack(group)
-
-
-def duplicates(digests_N: np.ndarray) -> list[tuple[int, int]]:
-    """List (place, place of the first equal one) for every digest that stood before, in order.
-
-    16 bytes each: a chance collision is out of question.
-    """
-    halves_N2 = np.frombuffer(digests_N.tobytes(), dtype=[("a", "<u8"), ("b", "<u8")])
-    _, first, inverse = np.unique(halves_N2, return_index=True, return_inverse=True)
-    original_N = first[inverse]
-    return [
-        (int(place), int(original_N[place]))
-        for place in np.flatnonzero(original_N != np.arange(len(original_N)))
-    ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -56,6 +58,17 @@ class Text:
 
 
 Row = Conversation | Text
+
+
+def content_digest(row: Row) -> bytes:
+    """blake2b-128 of what the row says (messages and tools, or text), whatever shape it was written in."""
+    content = (
+        row.text
+        if isinstance(row, Text)
+        else json.dumps([row.messages, row.tools], sort_keys=True, ensure_ascii=False)
+    )
+    kind = b"text" if isinstance(row, Text) else b"chat"
+    return hashlib.blake2b(kind + content.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,9 @@ MAX_VOCAB = 2**24  # ids; a hundred times the largest published
 PUBLISHED = "use the tokenizer files that were published with this model"
 
 
+Origin = tuple[Path, datetime | None, Mapping[str, object]]
+
+
 class StreamDecoder(Protocol):
     """Ids in, text out, whole characters only."""
 
@@ -68,6 +71,7 @@ class Tokenizer:
                   the template's end of turn
     special_ids   control tokens: skipped in decoding, never made from user text
     template      the checkpoint's chat template, or None (see `chat`)
+    origin        arguments of load_tokenizer that make it again in another process, or None
     identity      a hash of what it was made of: two of one identity encode alike; "" where its template tells
                   the time of the clock
     """
@@ -83,9 +87,10 @@ class Tokenizer:
         add_bos: bool,
         template: ChatTemplate | None,
         identity: str = "",
+        origin: Origin | None = None,
     ):
         self._backend = backend
-        self.identity = identity
+        self.identity, self.origin = identity, origin
         self.vocab_size = backend.vocab_size
         self.named_size = backend.named_size
         self.base_size = backend.base_size
@@ -229,6 +234,7 @@ def load_tokenizer(
         add_bos=add_bos,
         template=template,
         identity=_identity(folder, template, template_variables or {}),
+        origin=(folder.resolve(), now, template_variables or {}),
     )
 
 

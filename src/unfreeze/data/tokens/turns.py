@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from unfreeze.core.errors import DataError
 from unfreeze.data.rows.messages import read_messages
@@ -48,6 +48,8 @@ MAX_SHAPES = 10_000  # shapes of conversations that are remembered; any other is
 
 V = TypeVar("V")
 Sample = list[Segment]
+Shape = tuple[Any, ...]
+Known = tuple[Form, list[str]]
 
 
 @dataclass(frozen=True)
@@ -90,9 +92,10 @@ class Renderer:
         self.turns: Turns = turns
         self.reasoning: Reasoning = reasoning
         self.supervise_all = supervise_all
-        self._known: dict[
-            tuple[object, ...], tuple[Form, list[str]]
-        ] = {}  # shape -> the form that fits it, and what the template leaves out
+        # shape -> the form that fitted its first row, and what the template left out there
+        self.known: dict[Shape, Known] = {}
+        # where that is wanted: what was found in rows whose shape was not known (encoding.py)
+        self.looked: list[tuple[Shape, Known | None]] | None = None
 
     def __call__(self, row: Conversation) -> Rendered:
         """Render a row's conversation: its samples and what is to be noted.
@@ -101,24 +104,37 @@ class Renderer:
         """
         prepared = self._prepare(row.messages, row.tools)
         shape = _shape(row)
-        known = self._known.get(shape)
+        known = first = self.known.get(shape)
         errors: list[DataError] = []
         for form in [known[0], *FORMS] if known else FORMS:
             try:
                 samples = self._samples(prepared, form, row)
                 if known is None or form is not known[0]:
                     known = (form, self._look_closer(prepared, form, row, samples))
-                    if len(self._known) < MAX_SHAPES:
-                        self._known[shape] = known
+                    if first is None:
+                        self._learned(shape, known)
             except DataError as error:
                 errors.append(error)
                 continue
             return Rendered(samples, (*prepared.notes, *known[1], *self._notes(samples, row)))
+        if first is None:
+            self._learned(shape, None)
         error = next(
             (error for error in errors if not isinstance(error, TemplateRefusal)),
             min(errors, key=_usefulness),
         )
         raise self._located(error, prepared) if isinstance(error, TemplateRefusal) else error
+
+    def _learned(self, shape: Shape, known: Known | None) -> None:
+        if self.looked is not None:
+            self.looked.append((shape, known))
+        if known is not None:
+            self.learn(shape, known)
+
+    def learn(self, shape: Shape, known: Known) -> None:
+        """Remember what the first row of a shape told."""
+        if len(self.known) < MAX_SHAPES:
+            self.known[shape] = known
 
     def _located(self, error: TemplateRefusal, prepared: Prepared) -> DataError:
         """Name the turn at which a template's refusal comes.
@@ -399,8 +415,8 @@ def _usefulness(error: DataError) -> int:
     return 2 if isinstance(error, Unstable) else 0
 
 
-def _shape(row: Conversation) -> tuple[object, ...]:
-    """All that a template may branch on in a conversation, except the words."""
+def _shape(row: Conversation) -> Shape:
+    """All that a template may branch on in a conversation, except the words; plain values."""
 
     def of(message: Message) -> tuple[object, ...]:
         calls = tuple(
@@ -409,14 +425,14 @@ def _shape(row: Conversation) -> tuple[object, ...]:
         content = message.get("content")
         return (
             message["role"],
-            type(content),
+            type(content).__name__,
             bool(content),
             bool(message.get("reasoning_content")),
             calls,
             tuple(message),
         )
 
-    return (*map(of, row.messages), bool(row.tools), row.context)
+    return (*map(of, row.messages), bool(row.tools), tuple(sorted(row.context)))
 
 
 def _refuse_unstable(

@@ -1,0 +1,293 @@
+"""Rows encoded by all cores: a process for each, which reads batches and answers with what became of them.
+
+    Batch ->  [length, marshal]  -> worker: Coder -> [length, marshal] -> Part
+
+A worker is `python -c`, not a fork and not multiprocessing: it imports what encoding takes, never torch and
+never the user's script. It ends when its pipe closes, so none outlives this process, however that ends. It is
+in a group of its own, so Ctrl-C reaches this process alone, which then ends it.
+
+The result is bit for bit that of one process. All that a Renderer remembers of earlier rows is what it found
+in the first row of each shape. A worker finds that in the first row it sees itself, and says so; where that
+is not what the first row of all told, the rest is encoded here.
+"""
+
+from __future__ import annotations
+
+import json
+import marshal
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, suppress
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any
+
+from unfreeze.core.errors import DataError
+from unfreeze.data.encoding import Batch, Coder, Part, Spec
+from unfreeze.data.rows.files import text_bytes
+from unfreeze.data.rows.row import Place
+from unfreeze.data.tokens.forms import FORMS
+from unfreeze.data.tokens.tokenizer import Tokenizer, load_tokenizer
+
+Progress = Callable[[int, int], None]
+"""Is told how many rows and bytes of the files are encoded, after each batch."""
+
+PAYS = 3.0
+"""Seconds the rest must take in one process for workers to be started: each takes about one to begin."""
+TRIED = 0.3
+"""Seconds of encoding here before that is judged."""
+AHEAD = 2
+"""Batches for each worker that are read before the first of them is finished."""
+MOST = 64
+SINGLE = dict.fromkeys(
+    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), "1"
+) | {"TOKENIZERS_PARALLELISM": "false"}
+"""A worker is one of as many as there are cores: no library in it starts threads of its own."""
+
+
+def num_workers() -> int:
+    """One for each core that this process may run on."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MOST)
+
+
+def encoded_parts(
+    batches: Iterator[Batch],
+    coder: Coder,
+    spec: Spec,
+    tokenizer: Tokenizer,
+    workers: int | None,
+    progress: Progress | None,
+) -> Generator[Part]:
+    """What becomes of the batches, in their order, made here or by `workers` processes (see encode_files)."""
+    count = num_workers() if workers is None else workers
+    may = count > (1 if workers is None else 0) and tokenizer.origin is not None
+    left = sum(text_bytes(Path(path)) for path in spec.paths if os.path.isfile(path))
+    started, done, rows = time.perf_counter(), 0, 0
+    pool: Workers | None = None
+    try:
+        # here, until it shows that workers pay and they are ready
+        while pool is None or not pool.ready():
+            if may and pool is None:
+                spent = time.perf_counter() - started
+                if workers or (spent > TRIED and spent / max(done, 1) * (left - done) > PAYS):
+                    pool = Workers(count, spec, tokenizer)
+                    if workers:
+                        break
+            batch = next(batches, None)
+            if batch is None:
+                return
+            yield coder(batch)
+            rows, done = rows + len(batch.rows), done + batch.num_bytes
+            if progress is not None:
+                progress(rows, done)
+        # then by them; by this one again from the first row on that they would encode otherwise
+        for batch, part in pool.parts(batches):
+            if part is not None and not agrees(part, coder):
+                pool.given_up, part = True, None
+            part = part or coder(batch)
+            yield part
+            rows, done = rows + len(batch.rows), done + batch.num_bytes
+            if progress is not None:
+                progress(rows, done)
+    finally:
+        if pool is not None:
+            pool.close()
+
+
+def agrees(part: Part, coder: Coder) -> bool:
+    """Whether what a worker found in the first rows of their shapes is what was found before, if it was.
+
+    What is new is learned.
+    """
+    render = coder.encoder.render
+    for shape, form, left_out in part.looked:
+        known = None if form is None else (FORMS[form], left_out)
+        if shape in render.known:
+            if render.known[shape] != known:
+                return False
+        elif known is not None:
+            render.learn(shape, known)
+    return True
+
+
+class Workers:
+    """Processes that encode, each with a thread here that feeds it."""
+
+    def __init__(self, count: int, spec: Spec, tokenizer: Tokenizer):
+        assert tokenizer.origin is not None
+        folder, now, variables = tokenizer.origin
+        hello = {
+            "spec": asdict(spec),
+            "folder": str(folder),
+            "now": now and now.isoformat(),
+            "variables": dict(variables),
+            "identity": tokenizer.identity,
+        }
+        self._workers = [Worker(hello) for _ in range(count)]
+        self._threads = ThreadPoolExecutor(count, "encode")
+        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._own = threading.local()
+        self.given_up = False
+        # one call for each thread takes its worker and waits for its first word
+        together = threading.Barrier(count)
+        self._greeted = [self._threads.submit(self._greet, together) for _ in range(count)]
+
+    def _greet(self, together: threading.Barrier) -> None:
+        self._own.worker = self._idle.get()
+        together.wait()
+        self._own.worker.greet()
+
+    def ready(self) -> bool:
+        """Whether all of them can begin."""
+        return all(greeted.done() for greeted in self._greeted)
+
+    def parts(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, Part | None]]:
+        """Every batch and what became of it, in order; None where it is to be encoded here.
+
+        All are once `given_up` is set, and those that hold more than plain values (a table's dates).
+
+        A worker gets batches in their order too. Raises DataError where one of them died.
+        """
+        for greeted in self._greeted:
+            greeted.result()
+        waiting: deque[tuple[Batch, Future[Part | None]]] = deque()
+        broken: BaseException | None = None
+        while True:
+            while broken is None and len(waiting) < AHEAD * len(self._workers):
+                try:
+                    batch = next(batches, None)
+                except Exception as error:  # a file that cannot be read on: first comes what stands before it
+                    broken = error
+                    break
+                if batch is None:
+                    break
+                waiting.append((batch, self._threads.submit(self._encode, batch)))
+            if not waiting:
+                break
+            batch, made = waiting.popleft()
+            part = made.result()
+            yield batch, None if self.given_up else part
+        if broken is not None:
+            raise broken
+
+    def _encode(self, batch: Batch) -> Part | None:
+        if self.given_up:
+            return None
+        try:
+            packed = marshal.dumps((batch.source, [(tuple(place), raw) for place, raw in batch.rows]))
+        except ValueError:
+            return None
+        return self._own.worker.encode(packed)
+
+    def close(self) -> None:
+        """End them, whatever they are doing."""
+        for worker in self._workers:
+            worker.kill()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        for worker in self._workers:
+            worker.close()
+
+
+class Worker:
+    """One process, seen from here."""
+
+    def __init__(self, hello: dict[str, Any]):
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
+        self._hello = hello
+        code = f"import sys; sys.path[:] = {[*sys.path]!r}; from unfreeze.data import workers; workers.main()"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            env=os.environ | SINGLE,
+            process_group=0 if os.name == "posix" else None,
+        )
+
+    def greet(self) -> None:
+        """Tell it how to encode, and wait until it can."""
+        self._asked(marshal.dumps(json.dumps(self._hello)))
+
+    def encode(self, batch: bytes) -> Part:
+        return Part.unpack(self._asked(batch))
+
+    def _asked(self, question: bytes) -> bytes:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            send(self._process.stdin, question)
+            answer = receive(self._process.stdout)
+        except (OSError, ValueError):
+            answer = None
+        if answer is None:
+            raise self._dead()
+        return answer
+
+    def _dead(self) -> DataError:
+        code = self._process.wait()
+        self._said.seek(0)
+        last = self._said.read().decode("utf-8", "replace").strip().rpartition("\n")[2]
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
+        return DataError(
+            f"a process that encodes rows {how}" + (f": {last}" if last else ""),
+            next="free memory if it ran out (signal 9), and run the same command again",
+        )
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def close(self) -> None:
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout, self._said):
+            if pipe is not None:
+                with suppress(OSError):  # what was still to be written has no reader
+                    pipe.close()
+
+
+def send(pipe: IO[bytes], content: bytes) -> None:
+    pipe.write(len(content).to_bytes(8, "little"))
+    pipe.write(content)
+    pipe.flush()
+
+
+def receive(pipe: IO[bytes]) -> bytes | None:
+    """One message; None where the other side has ended."""
+    size = pipe.read(8)
+    if len(size) < 8:
+        return None
+    content = pipe.read(length := int.from_bytes(size, "little"))
+    return content if len(content) == length else None
+
+
+def main() -> None:
+    """A worker's life: told how, then a Part for each batch, until the pipe closes."""
+    # what libraries print goes to stderr: stdout carries the answers
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    questions = sys.stdin.buffer
+    if (hello := receive(questions)) is None:
+        return
+    told = json.loads(marshal.loads(hello))
+    now = told["now"] and datetime.fromisoformat(told["now"])
+    tokenizer = load_tokenizer(told["folder"], now=now or None, template_variables=told["variables"])
+    if tokenizer.identity != told["identity"]:
+        raise SystemExit(f"the tokenizer's files in {told['folder']} changed meanwhile")
+    spec = Spec(**told["spec"])
+    coder = Coder(spec, spec.encoder(tokenizer))
+    with suppress(BrokenPipeError), closing(answers):
+        send(answers, b"ready")
+        while (question := receive(questions)) is not None:
+            source, rows = marshal.loads(question)
+            part = coder(Batch(source, [(Place(*place), raw) for place, raw in rows]))
+            send(answers, part.pack())

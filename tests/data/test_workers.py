@@ -1,0 +1,199 @@
+"""Rows encoded by several processes: the same as by one, whatever the rows are and however it ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from unfreeze.commands.demo import TINY_K2
+from unfreeze.core.errors import DataError
+from unfreeze.data import encode_files, encoding, load_tokenizer, workers
+
+CALL = {"id": "1", "function": {"name": "add", "arguments": {"a": 1}}}
+TALK = [{"role": "user", "content": "Hi <|im_end|>"}, {"role": "assistant", "content": "Hello, I say."}]
+KINDS = [
+    {"question": "What is {n}?", "answer": "{n}, it is."},
+    {"messages": [{"role": "system", "content": "Be {n}."}, *TALK, *TALK]},
+    {"messages": [*TALK, {"role": "user", "content": "{n}"}, {"role": "assistant", "tool_calls": [CALL]}]},
+    {"messages": [TALK[0], {"role": "assistant", "content": "So {n}.", "reasoning_content": "Hmm."}]},
+    {"conversations": [{"from": "human", "value": "{n}?"}, {"from": "gpt", "value": "{n}!"}]},
+    {"prompt": "P {n}", "completion": "C {n}"},
+    {"instruction": "I", "input": "{n}", "output": "O"},
+    {"text": "A text of {n}. Long, it is, and longer still it gets."},
+    {"question": "What is the same?", "answer": "This row is."},
+    {"question": "Q" * 400, "answer": "Cut off before it begins."},
+    {"question": "Q", "answer": "Cut off at its end, this is. " * 20},
+    {"neither": "of these"},
+    {"messages": [{"role": "user", "content": "no answer"}]},
+    "not an object",
+]
+
+
+def filled(value, n):
+    return json.loads(json.dumps(value).replace("{n}", str(n)))
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """A file of every kind of row, good and bad, and a text file; few rows to a batch."""
+    monkeypatch.setattr(encoding, "BATCH_ROWS", 5)
+    rows = [filled(kind, n) for n in range(6) for kind in KINDS[n % 3 :]]
+    (tmp_path / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{broken\n")
+    (tmp_path / "some.txt").write_text("A text.\n\nAnother text.\n\nA text.\n" * 5)
+    return [tmp_path / "all.jsonl", tmp_path / "some.txt"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(TINY_K2)
+
+
+def same(first, second):
+    assert list(first.examples) == list(second.examples)
+    assert first.examples.fingerprint() == second.examples.fingerprint()
+    assert first.examples.columns() == second.examples.columns()
+    one, other = first.stats.as_dict(), second.stats.as_dict()
+    assert one == other and [list(one[name]) for name in ("shapes", "notes", "files")] == [
+        list(other[name]) for name in ("shapes", "notes", "files")
+    ]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"truncation": "head", "turns": "each", "supervise": "all", "held_bytes": 0}]
+)
+def test_as_one_process_encodes_them(options, files, tokenizer):
+    options = {"on_bad_row": "skip", **options}
+    alone = encode_files(files, tokenizer, 64, workers=0, **options)
+    seen = []
+    together = encode_files(
+        files, tokenizer, 64, workers=2, progress=lambda *given: seen.append(given), **options
+    )
+    same(alone, together)
+    stats = alone.stats
+    assert stats.bad and stats.truncated and stats.duplicates and stats.notes
+    assert bool(stats.dropped) == (not options.get("supervise"))
+    assert seen == sorted(seen) and seen[-1][0] == stats.rows
+
+
+def test_the_first_bad_row_is_named(files, tokenizer):
+    said = []
+    for count in (0, 2):
+        with pytest.raises(DataError) as error:
+            encode_files(files, tokenizer, 64, workers=count)
+        said.append((error.value.message, error.value.next))
+    assert said[0] == said[1] and "all.jsonl, row 12" in said[0][0]
+    assert not psutil.Process().children()
+
+
+FIRST = (
+    "{% for m in messages %}{% if m.content is string and 'X' in m.content %}{{ raise_exception('no X') }}"
+    "{% endif %}<|im_start|>{{ m.role }} {{ m.content if m.content is string else 'P ' ~ m.content[0].text }}"
+    "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+)
+"""The first row's words decide in which form all rows of its shape are rendered."""
+
+
+@pytest.mark.parametrize("planted", [False, True], ids=["", "planted"])
+def test_what_the_first_row_of_a_shape_tells_holds_for_all(
+    planted, tmp_path, json_folder, monkeypatch, tokenizer
+):
+    monkeypatch.setattr(encoding, "BATCH_ROWS", 4)
+    path = tmp_path / "rows.jsonl"
+    rows = [{"question": "X" if n == 0 else f"Y{n}", "answer": f"Good {n}."} for n in range(24)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    other = load_tokenizer(json_folder(FIRST))
+    alone = encode_files([path], other, 64, workers=0)
+    if planted:
+        monkeypatch.setattr(workers, "agrees", lambda *_: True)
+    together = encode_files([path], other, 64, workers=2)
+    if planted:
+        assert alone.examples.fingerprint() != together.examples.fingerprint()
+    else:
+        same(alone, together)
+
+
+def test_a_worker_that_dies_is_one_clear_error(files, tokenizer, monkeypatch):
+    killed = []
+
+    def kill(self, batch):
+        if not killed:
+            killed.append(self._process.pid)
+            os.kill(self._process.pid, signal.SIGKILL)
+        return encode(self, batch)
+
+    encode = workers.Worker.encode
+    monkeypatch.setattr(workers.Worker, "encode", kill)
+    with pytest.raises(DataError, match="a process that encodes rows was killed by signal 9") as error:
+        encode_files(files, tokenizer, 64, workers=2, on_bad_row="skip")
+    assert killed and "memory" in error.value.next and not psutil.Process().children()
+
+
+def test_a_tokenizer_that_changes_meanwhile_is_refused(files, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "identity", "other")
+    with pytest.raises(DataError, match=r"ended with 1: the tokenizer's files in .* changed meanwhile"):
+        encode_files(files, tokenizer, 64, workers=1, on_bad_row="skip")
+
+
+RUN = """
+import sys
+from unfreeze.data import encode_files, encoding, load_tokenizer
+encoding.BATCH_ROWS = 5
+def progress(rows, size):
+    import psutil
+    children = [child.pid for child in psutil.Process().children()]
+    print(len([m for m in ("torch", "numba") if m in sys.modules]), *children, flush=True)
+encode_files(sys.argv[1:2], load_tokenizer(sys.argv[2]), 64, workers=2, progress=progress)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_no_worker_outlives_the_process(how, tmp_path):
+    path = tmp_path / "many.jsonl"
+    path.write_text("".join(json.dumps(filled(KINDS[1], n)) + "\n" for n in range(60_000)))
+    # the script has no guard against being imported anew, as a user's may not have
+    script = tmp_path / "script.py"
+    script.write_text(RUN)
+    run = subprocess.Popen(
+        [sys.executable, str(script), str(path), str(TINY_K2)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    _, *pids = map(int, run.stdout.readline().split())
+    assert len(pids) == 2
+    os.killpg(run.pid, how)  # as a terminal does with Ctrl-C
+    said = run.communicate(timeout=20)[1].decode()
+    assert run.returncode == -how if how == signal.SIGKILL else said.count("KeyboardInterrupt") == 1, said
+    deadline = time.monotonic() + 10
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(alive, pids))
+
+
+def alive(pid):
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_what_a_worker_imports_needs_no_torch():
+    code = "import sys; from unfreeze.data import workers; print({'torch', 'numba', 'pydantic'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("seconds, started", [(0.0, True), (1e9, False)])
+def test_workers_are_started_where_they_pay(seconds, started, files, tokenizer, monkeypatch):
+    monkeypatch.setattr(workers, "TRIED", 0.0)
+    monkeypatch.setattr(workers, "PAYS", seconds)
+    monkeypatch.setattr(workers, "num_workers", lambda: 2)
+    made, real = [], workers.Workers
+    monkeypatch.setattr(workers, "Workers", lambda *given: made.append(1) or real(*given))
+    same(
+        encode_files(files, tokenizer, 64, on_bad_row="skip"),
+        encode_files(files, tokenizer, 64, on_bad_row="skip", workers=0),
+    )
+    assert bool(made) == started
