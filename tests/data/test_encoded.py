@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import time
+from datetime import datetime
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,9 @@ from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.errors import DataError
 from unfreeze.data import encode_files, encoded, load_tokenizer
 from unfreeze.data.encoded import encoded_files
+from unfreeze.data.tokens import templates
+from unfreeze.data.tokens.tiktoken_bpe import TiktokenBackend
+from unfreeze.data.tokens.tokenizer_json import TokenizerJson
 
 LENGTH = 64
 
@@ -124,7 +129,7 @@ def plain_of(path, tokenizer):
 
 def test_a_template_that_tells_the_clock_and_small_data_are_not_kept(store, rows, tokenizer, monkeypatch):
     path = rows(CHAT)
-    monkeypatch.setattr(tokenizer, "identity", "")
+    monkeypatch.setattr(tokenizer, "told", lambda: None)
     encoded_files([path], tokenizer, LENGTH)
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(store.parents[1]))
@@ -198,3 +203,72 @@ def test_the_stores_not_read_for_longest_make_room(store, rows, tokenizer):
     assert sorted(store.iterdir()) == sorted(folders[1:])
     encoded.make_room(folders[1], kept=0)
     assert list(store.iterdir()) == [folders[1]]
+
+
+DATED = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+
+
+@pytest.mark.parametrize("form, kept", [("%d %b %Y", True), ("%d %b %Y %H", False)])
+def test_a_template_that_tells_the_day_has_a_store_a_day(form, kept, store, rows, json_folder, monkeypatch):
+    other = load_tokenizer(json_folder(DATED.replace("%d %b %Y", form)))
+    path, calls = rows(CHAT), counted(monkeypatch)
+    for day in (1, 1, 2):
+        told = datetime(2026, 5, day, 10 + len(calls), 30)
+        monkeypatch.setattr(templates, "datetime", type("Clock", (datetime,), {"now": lambda *_, t=told: t}))
+        same(encode_files([path], other, LENGTH), encoded_files([path], other, LENGTH))
+    assert len(calls) == (2 if kept else 3)
+    assert len(list(store.iterdir()) if store.exists() else []) == (2 if kept else 0)
+    # a run tells one time, whatever the clock says: one store for each that differs in what is told
+    for hour in (1, 2):
+        fixed = load_tokenizer(other.origin[0], now=datetime(2026, 5, 3, hour))
+        encoded_files([path], fixed, LENGTH)
+    assert len(list(store.iterdir())) == (3 if kept else 2)
+
+
+def test_midnight_while_rows_are_encoded_keeps_no_store(store, rows, json_folder, monkeypatch):
+    other = load_tokenizer(json_folder(DATED))
+    told = iter(("first", "second"))
+    monkeypatch.setattr(other, "told", lambda: next(told))
+    found = encoded_files([rows(CHAT)], other, LENGTH)
+    assert list(store.iterdir()) == [] and len(list(found.examples)) == found.stats.examples
+
+
+@pytest.mark.parametrize("engine", ["tiktoken", "tokenizers"])
+def test_another_version_of_the_tokenizers_library_is_another_tokenizer(engine, json_folder, monkeypatch):
+    folder = TINY_K2 if engine == "tiktoken" else json_folder()
+    before = load_tokenizer(folder).identity
+    assert load_tokenizer(folder).identity == before
+    for other, backend in (("tiktoken", TiktokenBackend), ("tokenizers", TokenizerJson)):
+        with monkeypatch.context() as patch:
+            patch.setattr(backend, "library", "0.0")
+            assert (load_tokenizer(folder).identity == before) == (other != engine)
+
+
+def test_other_processes_may_remove_the_same_stores(store, rows, tokenizer, monkeypatch):
+    for n in range(2):
+        encoded_files([rows(CHAT, f"{n}.jsonl")], tokenizer, LENGTH)
+    real = Path.iterdir
+    (store / ".gone").mkdir()
+
+    def vanishing(folder):
+        found = list(real(folder))
+        if folder == store:
+            for path in found[:2]:
+                shutil.rmtree(path)
+        return iter(found)
+
+    monkeypatch.setattr(Path, "iterdir", vanishing)
+    encoded.make_room(store / "none", kept=0)
+
+
+def test_a_store_that_is_still_written_to_is_not_abandoned(store, rows, tokenizer):
+    part = encoded.made(store) / ".other"
+    part.mkdir()
+    (part / "tokens").write_bytes(b"some")
+    old = time.time() - 2 * encoded.ABANDONED
+    os.utime(part, (old, old))  # a folder's time is that of its first file
+    encoded_files([rows(CHAT)], tokenizer, LENGTH)
+    assert part.exists()
+    os.utime(part / "tokens", (old, old))
+    encoded.make_room(store / "none")
+    assert not part.exists()

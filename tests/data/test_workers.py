@@ -143,7 +143,7 @@ RUN = """
 import sys
 from unfreeze.data import encode_files, encoding, load_tokenizer
 encoding.BATCH_ROWS = 5
-def progress(rows, size):
+def progress(*done):
     import psutil
     children = [child.pid for child in psutil.Process().children()]
     print(len([m for m in ("torch", "numba") if m in sys.modules]), *children, flush=True)

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from unfreeze.tracking.live import LiveProgress, LoadProgress
+from unfreeze.tracking.live import EncodeProgress, LiveProgress, LoadProgress
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
 
@@ -246,3 +246,23 @@ def test_the_receipt_has_a_title_and_a_verdict():
     }
     LiveProgress(0, stream=out)({"kind": "receipt", "step": 1, "groups": groups, "exceptions": [dead]})
     assert "receipt of step 1: no gradient: model.layers.1.self_attn.q_b_proj" in out.getvalue()
+
+
+def test_encoding_is_shown_once_it_takes_a_second_and_never_when_quiet():
+    out, now = io.StringIO(), [0.0]
+    with EncodeProgress(stream=out, clock=lambda: now[0]) as progress:
+        for second in (0.5, 2.0, 4.0, 8.0):
+            now[0] = second
+            progress(int(1000 * second), int(100 * second), 1000)
+    assert out.getvalue().splitlines() == [
+        "encode  2,000 rows  1,000 rows/s  8.0 s left",
+        "encode  8,000 rows  1,000 rows/s  2.0 s left",
+    ]
+    with EncodeProgress(quiet=True, stream=out, clock=lambda: now[0]) as progress:
+        now[0] = 100.0
+        progress(1, 1, 2)
+    terminal = Terminal()
+    with EncodeProgress(stream=terminal, clock=lambda: now[0]) as progress:
+        now[0] = 200.0
+        progress(300, 1, 2)
+    assert "300 rows  3 rows/s" in terminal.getvalue()

@@ -22,6 +22,7 @@ from unfreeze.config.columns import Columns
 from unfreeze.config.parse import Files, Frozen, ModelName, parse
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError, nearest
+from unfreeze.tracking.live import EncodeProgress
 
 if TYPE_CHECKING:
     from unfreeze.data import Dataset, Example, Examples, Tokenizer
@@ -96,13 +97,15 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
         )
     config = parse(Config, arguments[1:], command="data show", description=__doc__ or "", positional=True)
     say = partial(print, file=sys.stderr) if not common.quiet else lambda line: None
-    facts = show(config, say)
+    facts = show(config, say, quiet=common.quiet)
     if not common.quiet:
         _print(facts, Console(stderr=common.json, highlight=False))
     return facts
 
 
-def show(config: Config, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+def show(
+    config: Config, say: Callable[[str], None] = lambda line: None, *, quiet: bool = True
+) -> dict[str, Any]:
     """The account of the data as plain JSON. Bad rows are counted and listed, never raised."""
     from unfreeze.config.template import template_time, template_values
     from unfreeze.data.rows.columns import renames_of
@@ -116,17 +119,19 @@ def show(config: Config, say: Callable[[str], None] = lambda line: None) -> dict
     now, variables = template_time(config.template_date), template_values(config.template_variables)
     tokenizer = load_tokenizer(folder, now=now, template_variables=variables)
     length = min(config.sequence_length, config.tokens_per_step)
-    dataset = encoded_files(
-        files,
-        tokenizer,
-        length,
-        truncation=config.truncation,
-        supervise=config.supervise,
-        turns=config.turns,
-        reasoning=config.reasoning,
-        on_bad_row="skip",
-        columns=config.columns,
-    )
+    with EncodeProgress(quiet=quiet) as progress:
+        dataset = encoded_files(
+            files,
+            tokenizer,
+            length,
+            truncation=config.truncation,
+            supervise=config.supervise,
+            turns=config.turns,
+            reasoning=config.reasoning,
+            on_bad_row="skip",
+            columns=config.columns,
+            progress=progress,
+        )
     batches = Batches(dataset.examples, config.tokens_per_step, seed=0, packing=config.packing)
     dataset.stats.packing, dataset.stats.efficiency = config.packing, batches.efficiency()
     return {

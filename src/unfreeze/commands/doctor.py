@@ -43,7 +43,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     """-> findings (check, level, line, remedy), faults, warnings, exit_code."""
     config = parse(Config, arguments, command="doctor", description=__doc__ or "", positional=True)
     findings = []
-    for finding in findings_of(config):
+    for finding in findings_of(config, quiet=common.quiet):
         findings.append(finding)
         if not common.quiet:
             print(as_text(finding), file=sys.stderr if common.json else sys.stdout, flush=True)
@@ -74,14 +74,15 @@ def as_text(finding: Finding) -> str:
     )
 
 
-def findings_of(config: Config) -> Iterator[Finding]:
+def findings_of(config: Config, *, quiet: bool = True) -> Iterator[Finding]:
     """The findings one by one; a config that cannot be read is the first and only one."""
     try:
         examined = run_config(config)
     except UserError as error:
         yield Finding("config", "fault", error.message, error.next)
         return
-    yield from examine(examined, sft.parts(examined), has_data=bool(config.data or config.config))
+    has_data = bool(config.data or config.config)
+    yield from examine(examined, sft.parts(examined), has_data=has_data, quiet=quiet)
 
 
 def run_config(config: Config) -> sft.Config:

@@ -8,8 +8,9 @@ A store is a folder of ~/.cache/unfreeze/encoded ($XDG_CACHE_HOME where it is se
   numbers, digests, checksums   the Columns            account.json   the Stats, and a hash of the Columns
 
 key: a hash of the data files (path, size, times), of the tokenizer's files and its chat template's variables,
-of the bounds and masks that were asked for, and of the code in this folder. Whatever changes makes another
-store. At most KEPT_BYTES are kept; the stores that were not read for longest go first.
+of what the template tells of the date, of the bounds and masks that were asked for, of the code in this
+folder and the libraries' versions. Whatever changes makes another store. At most KEPT_BYTES are kept; the
+stores that were not read for longest go first.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import tokenizers
 
 from unfreeze.core.errors import DataError
 from unfreeze.data.account import Reading, Stats
@@ -69,7 +69,9 @@ def encoded_files(
     """
     encode = partial(encode_files, paths, tokenizer, sequence_length, **options)
     asked = {name: options.get(name, usual) for name, usual in ENCODING.items()}
-    name = key([Path(path) for path in paths], tokenizer.identity, {"length": sequence_length, **asked})
+    told = tokenizer.told()
+    given = {"length": sequence_length, "told": told, **asked}
+    name = key([Path(path) for path in paths], tokenizer.identity, given) if told is not None else ""
     if not name:
         return encode()
     # whether bad rows are skipped or refused changes nothing where there are none
@@ -84,7 +86,10 @@ def encoded_files(
     if store is None:
         return encode()
     try:
-        return store.finish(encode(store=store))
+        found = store.finish(encode(store=store))
+        if tokenizer.told() != told:  # midnight came in between: what is mapped stays, for this process
+            shutil.rmtree(store.folder, ignore_errors=True)
+        return found
     except OSError as error:  # most likely a full disk
         log.warning("encoded rows are not kept in %s, the next start encodes them again: %s", root(), error)
         return encode()
@@ -111,7 +116,7 @@ def root() -> Path:
 def key(paths: Sequence[Path], tokenizer: str, options: Mapping[str, object]) -> str:
     """What the encoded rows are a function of, as 32 hex digits; "" where they are not to be kept.
 
-    tokenizer: Tokenizer.identity; "" where it may encode otherwise next time
+    tokenizer: Tokenizer.identity; "" where it is not known
     """
     if not tokenizer or not all(path.is_file() for path in paths):
         return ""
@@ -128,8 +133,7 @@ def key(paths: Sequence[Path], tokenizer: str, options: Mapping[str, object]) ->
 
 @functools.cache
 def _code() -> str:
-    libraries = f"{jinja2.__version__} {tokenizers.__version__}"
-    digest = hashlib.blake2b(libraries.encode(), digest_size=16)
+    digest = hashlib.blake2b(jinja2.__version__.encode(), digest_size=16)
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -199,14 +203,17 @@ def read(name: str) -> Dataset | None:
 
 def make_room(newest: Path, kept: int = KEPT_BYTES) -> None:
     """Remove the stores that were not read for longest, until `kept` bytes are left; never `newest`."""
-    for part in root().glob(".*"):
-        if time.time() - part.stat().st_mtime > ABANDONED:
-            shutil.rmtree(part, ignore_errors=True)
+    folders = sorted(root().iterdir())
+    for part in (folder for folder in folders if folder.name.startswith(".")):
+        with suppress(OSError):  # another process removes or finishes it
+            written = max(file.stat().st_mtime for file in (part, *part.iterdir()))
+            if time.time() - written > ABANDONED:
+                shutil.rmtree(part, ignore_errors=True)
     stores: list[tuple[float, int, Path]] = []
-    for account in root().glob("[!.]*/account.json"):
+    for folder in (folder for folder in folders if not folder.name.startswith(".")):
         with suppress(OSError):  # another process removes too
-            size = sum(path.stat().st_size for path in account.parent.iterdir())
-            stores.append((account.stat().st_mtime, size, account.parent))
+            size = sum(path.stat().st_size for path in folder.iterdir())
+            stores.append(((folder / "account.json").stat().st_mtime, size, folder))
     total = sum(size for _, size, _ in stores)
     for _, size, folder in sorted(stores):
         if total <= kept:

@@ -38,8 +38,8 @@ from unfreeze.data.rows.row import Place
 from unfreeze.data.tokens.forms import FORMS
 from unfreeze.data.tokens.tokenizer import Tokenizer, load_tokenizer
 
-Progress = Callable[[int, int], None]
-"""Is told how many rows and bytes of the files are encoded, after each batch."""
+Progress = Callable[[int, int, int], None]
+"""Is told how many rows and bytes of the files are encoded, and of how many bytes, after each batch."""
 
 PAYS = 3.0
 """Seconds the rest must take in one process for workers to be started: each takes about one to begin."""
@@ -71,7 +71,7 @@ def encoded_parts(
     """What becomes of the batches, in their order, made here or by `workers` processes (see encode_files)."""
     count = num_workers() if workers is None else workers
     may = count > (1 if workers is None else 0) and tokenizer.origin is not None
-    left = sum(text_bytes(Path(path)) for path in spec.paths if os.path.isfile(path))
+    total = sum(text_bytes(Path(path)) for path in spec.paths if os.path.isfile(path))
     started, done, rows = time.perf_counter(), 0, 0
     pool: Workers | None = None
     try:
@@ -79,7 +79,7 @@ def encoded_parts(
         while pool is None or not pool.ready():
             if may and pool is None:
                 spent = time.perf_counter() - started
-                if workers or (spent > TRIED and spent / max(done, 1) * (left - done) > PAYS):
+                if workers or (spent > TRIED and spent / max(done, 1) * (total - done) > PAYS):
                     pool = Workers(count, spec, tokenizer)
                     if workers:
                         break
@@ -89,7 +89,7 @@ def encoded_parts(
             yield coder(batch)
             rows, done = rows + len(batch.rows), done + batch.num_bytes
             if progress is not None:
-                progress(rows, done)
+                progress(rows, done, total)
         # then by them; by this one again from the first row on that they would encode otherwise
         for batch, part in pool.parts(batches):
             if part is not None and not agrees(part, coder):
@@ -98,7 +98,7 @@ def encoded_parts(
             yield part
             rows, done = rows + len(batch.rows), done + batch.num_bytes
             if progress is not None:
-                progress(rows, done)
+                progress(rows, done, total)
     finally:
         if pool is not None:
             pool.close()

@@ -17,6 +17,7 @@ from unfreeze.job.folder import with_files
 from unfreeze.job.job import Parts
 from unfreeze.job.plan import ROOM, disk_of, plan_of
 from unfreeze.report.run import writer
+from unfreeze.tracking.live import EncodeProgress
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +52,7 @@ class Subject:
     config: TrainingConfig
     parts: Parts
     has_data: bool
+    quiet: bool = True
     broken: set[str] = field(default_factory=set[str])
 
     @cached_property
@@ -85,15 +87,17 @@ class Subject:
         tokens = self.config.tokens_per_micro_batch
         data = with_files(self.config).data
         length = sequence_length(data, tokens, self.shape.max_positions)
-        return encoded_files(
-            data.files,
-            self.tokenizer,
-            length,
-            truncation=data.truncation,
-            on_bad_row="skip",
-            columns=data.columns,
-            **self.parts.encoding,
-        )
+        with EncodeProgress(quiet=self.quiet) as progress:
+            return encoded_files(
+                data.files,
+                self.tokenizer,
+                length,
+                truncation=data.truncation,
+                on_bad_row="skip",
+                columns=data.columns,
+                progress=progress,
+                **self.parts.encoding,
+            )
 
     @cached_property
     def device(self) -> torch.device:
@@ -110,9 +114,9 @@ class Subject:
 Check = Callable[[Subject], Iterator[Finding]]
 
 
-def examine(config: TrainingConfig, parts: Parts, *, has_data: bool) -> Iterator[Finding]:
+def examine(config: TrainingConfig, parts: Parts, *, has_data: bool, quiet: bool = True) -> Iterator[Finding]:
     """Every check in order. What needs a part that is broken is skipped, naming the part."""
-    subject = Subject(config, parts, has_data)
+    subject = Subject(config, parts, has_data, quiet)
     for name, check, needs in CHECKS:
         lacking = [part for part in needs if part in subject.broken]
         if lacking:

@@ -12,6 +12,7 @@ from unfreeze.config.tables import Data, Optimizer, Training
 from unfreeze.config.template import template_time, template_values
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED
+from unfreeze.tracking.live import EncodeProgress
 from unfreeze.untrusted.json_object import read_object
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ def encode(
     seed: int,
     packing: Packing,
     group: Group,
+    *,
+    quiet: bool = True,
     **options: Unpack[Encoding],
 ) -> Dataset:
     """The data files as examples, and a "data" event that accounts for them.
@@ -83,7 +86,7 @@ def encode(
     from unfreeze.data import encoded_files, split_by_content
 
     length = sequence_length(data, tokens, max_positions)
-    read = partial(
+    encoded = partial(
         encoded_files,
         tokenizer=tokenizer,
         sequence_length=length,
@@ -93,9 +96,13 @@ def encode(
         **options,
     )
 
-    # training rows, and what is held out of them or beside them; of several processes one encodes, and the
-    # others read its store
-    group.on_rank0(lambda: len(read(data.files).examples) if group.size > 1 else 0)
+    def read(files: Sequence[str]) -> Dataset:
+        """Of several processes one encodes, on all cores, and the others read its store."""
+        with EncodeProgress(quiet=quiet) as progress:
+            found = group.on_rank0(lambda: encoded(files, progress=progress))
+        return found or encoded(files, workers=0)
+
+    # training rows, and what is held out of them or beside them
     dataset = read(data.files)
     stats = dataset.stats
     warnings: list[str] = []

@@ -306,6 +306,7 @@ def prepare(
         config.seed,
         training.packing,
         group,
+        quiet=common.quiet,
         **parts.encoding,
     )
 

@@ -279,3 +279,43 @@ class LoadProgress:
             if done < total:
                 words += f"  {format_seconds((total - done) * seconds / done)} left"
         return words
+
+
+class EncodeProgress:
+    """Progress of encoding data files: rows, rows/s and time left, once it has taken `after` seconds.
+
+    A context manager that is called with (rows, bytes_done, bytes_total).
+    """
+
+    def __init__(
+        self,
+        quiet: bool = False,
+        stream: TextIO | None = None,
+        after: float = 1.0,
+        seconds_between: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._clock, self._display = clock, _Display(quiet, stream)
+        self._between = 0.1 if self._display.may_draw else seconds_between
+        self._began, self._next = clock(), after
+
+    def __enter__(self) -> EncodeProgress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._display.close()
+
+    def __call__(self, rows: int, bytes_done: int, bytes_total: int) -> None:
+        seconds = self._clock() - self._began
+        if self._display.quiet or seconds < self._next:
+            return
+        self._next = seconds + self._between
+        words = f"{rows:,} rows  {rows / seconds:,.0f} rows/s"
+        if 0 < bytes_done < bytes_total:
+            words += f"  {format_seconds((bytes_total - bytes_done) * seconds / bytes_done)} left"
+        if self._display.may_draw:
+            self._display.draw("encode", min(bytes_done, bytes_total), bytes_total, words)
+        else:
+            self._display.line(f"encode  {words}")

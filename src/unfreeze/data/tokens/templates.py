@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
 import jinja2
 import jinja2.ext
-import jinja2.nodes
+from jinja2 import nodes
 from jinja2.parser import Parser
 
 from unfreeze.core.errors import CheckpointError, DataError
@@ -71,10 +72,10 @@ class _Generation(jinja2.ext.Extension):
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own interface
 
-    def parse(self, parser: Parser) -> jinja2.nodes.Node:
+    def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
     def _mark(self, caller: Callable[[], str]) -> str:
         opening, closing = getattr(self.environment, "generation_marks", ("", ""))
@@ -174,11 +175,24 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError, OverflowError, ValueError, UnicodeError) as error:
             raise CheckpointError(f"the chat template cannot be compiled: {error}") from None
 
+        self._formats = [formats_of(source), formats_of(tool_source or "")]
         self._last: _Last | None = None
         self._prompt: str | None = None  # what a stepwise template writes behind the messages as a prompt
 
     def _strftime(self, form: str) -> str:
         return (self.now or datetime.now()).strftime(form)
+
+    def told(self) -> str | None:
+        """What it tells of the time in any rendering of today; "" for nothing.
+
+        None where that is not known: it tells more than the day, by the clock.
+        """
+        now, told = self.now or datetime.now(), []
+        for formats in self._formats:
+            if formats is None or (self.now is None and not all(map(_DAY.fullmatch, formats))):
+                return None if self.now is None else repr(self.now)
+            told += [(form, now.strftime(form)) for form in formats]
+        return repr(sorted(told)) if told else ""
 
     def render(
         self,
@@ -254,6 +268,30 @@ class ChatTemplate:
             )
             refusal.in_its_words = type(error) is jinja2.TemplateError
             raise refusal from None
+
+
+_DAY = re.compile(r"(?:[^%]|%-?[aAbBdeFjmuwxyYCDhgGUVW%])*")
+"""A form of strftime that tells the day at most."""
+
+
+def formats_of(source: str) -> set[str] | None:
+    """The forms in which a template asks for the time; None where they are not written out."""
+    if "strftime_now" not in source:
+        return set()
+    tree = _environment(marks=False).parse(source)
+    calls = [
+        call
+        for call in tree.find_all(nodes.Call)
+        if isinstance(call.node, nodes.Name) and call.node.name == "strftime_now"
+    ]
+    known = {id(call.node) for call in calls} | {id(test.node) for test in tree.find_all(nodes.Test)}
+    forms = [call.args[0] for call in calls if len(call.args) == 1 and not call.kwargs]
+    if len(forms) < len(calls) or any(
+        name.name == "strftime_now" and id(name) not in known for name in tree.find_all(nodes.Name)
+    ):
+        return None
+    texts = {form.value for form in forms if isinstance(form, nodes.Const) and isinstance(form.value, str)}
+    return texts if len(texts) == len({getattr(form, "value", None) for form in forms}) else None
 
 
 def plain_template(variables: Mapping[str, object], *, add_bos: bool) -> ChatTemplate:

@@ -81,6 +81,8 @@ class TiktokenBackend:
     `added`: id -> (text, special) from added_tokens_decoder; `vocab_size` of config.json or 0.
     """
 
+    library = f"tiktoken {tiktoken.__version__}"
+
     def __init__(self, path: Path, added: Mapping[int, tuple[str, bool]], vocab_size: int):
         ranks = read_ranks(path)
         self.base_size = len(ranks)

@@ -72,8 +72,8 @@ class Tokenizer:
     special_ids   control tokens: skipped in decoding, never made from user text
     template      the checkpoint's chat template, or None (see `chat`)
     origin        arguments of load_tokenizer that make it again in another process, or None
-    identity      a hash of what it was made of: two of one identity encode alike; "" where its template tells
-                  the time of the clock
+    identity      a hash of what it was made of, the library that encodes among it: two of one identity encode
+                  alike while their templates tell the same (`told`)
     """
 
     def __init__(
@@ -106,6 +106,10 @@ class Tokenizer:
         self.special_pattern = re.compile("|".join(spelled)) if spelled else None  # longest first
         turn_end = self._turn_end()
         self.eos_ids = eos_ids if turn_end is None else eos_ids | {turn_end}
+
+    def told(self) -> str | None:
+        """What its chat template tells of the time; None where that may change before the day ends."""
+        return self.chat.told()
 
     def encode(self, text: str, *, specials: bool, continues: bool = False) -> list[int]:
         """Ids of `text`; BOS is never added here.
@@ -233,18 +237,14 @@ def load_tokenizer(
         eos_ids=eos_ids,
         add_bos=add_bos,
         template=template,
-        identity=_identity(folder, template, template_variables or {}),
+        identity=_identity(folder, backend.library, template_variables or {}),
         origin=(folder.resolve(), now, template_variables or {}),
     )
 
 
-def _identity(folder: Path, template: ChatTemplate | None, variables: Mapping[str, object]) -> str:
-    """Tokenizer.identity: the bytes of every file that is read, the variables, and the time if it is told."""
-    tells_time = template is not None and "strftime_now" in template.source
-    now = template.now if template is not None and tells_time else None
-    if tells_time and now is None:
-        return ""
-    digest = hashlib.blake2b(repr((sorted(variables.items()), now)).encode(), digest_size=16)
+def _identity(folder: Path, library: str, variables: Mapping[str, object]) -> str:
+    """Tokenizer.identity: the bytes of every file that is read, the variables, the library's version."""
+    digest = hashlib.blake2b(repr((sorted(variables.items()), library)).encode(), digest_size=16)
     for name in FILES:
         path = folder / name
         content = path.read_bytes() if path.is_file() else b""

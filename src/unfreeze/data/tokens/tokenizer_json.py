@@ -24,6 +24,8 @@ class TokenizerJson:
     `added`: id -> (text, special) from tokenizer_config.json, for ids the file lacks.
     """
 
+    library = f"tokenizers {tokenizers.__version__}"
+
     def __init__(self, path: Path, added: Mapping[int, tuple[str, bool]]):
         try:
             self._backend = tokenizers.Tokenizer.from_file(str(path))
