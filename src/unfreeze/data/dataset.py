@@ -50,7 +50,9 @@ class Dataset:
 
         0 where the split is by content; a validation file can share rows with the data.
         """
-        held_out = [] if self.validation is None else self.validation.digests_N.tolist()
+        if self.validation is None:
+            return 0
+        held_out = self.validation.digests_N.tolist()
         trained = set(held_out).intersection(self.examples.digests_N.tolist())
         return sum(digest in trained for digest in held_out)
 

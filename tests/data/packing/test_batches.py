@@ -190,7 +190,7 @@ def test_best_fit_equals_its_definition_and_fills_more_than_one_by_one():
             expected[min(fitting)[1]].append(index)
         else:
             expected.append([index])
-    assert batches.plan(0) == expected
+    assert list(batches.plan(0)) == expected
     fill = {
         packing: Batches(examples, 100, 0, packing=packing).efficiency()
         for packing in ("none", "first_fit", "best_fit")

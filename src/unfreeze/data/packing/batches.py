@@ -6,10 +6,12 @@ document, *not* shifted; `pack` lays documents end to end and shifts.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,17 +20,15 @@ from unfreeze.core.batch import Batch
 from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.data.examples import Example, Examples
 from unfreeze.data.packing.order import Order, Shuffled
+from unfreeze.data.packing.packers import PACKERS, Packing, Plan
 
 Cursor = dict[str, Any]
 """Where the next batch begins: {"epoch", "position"} and what must be unchanged for that to mean the same
 place:
 {"seed", "tokens_per_step", "packing", "fingerprint"} and data_weights where files are mixed. Plain JSON."""
 
-Packing = Literal["none", "first_fit", "best_fit"]
-
-MAX_OPEN_BATCHES = 64
-"""First fit looks back at this many unfinished batches, so the search is O(documents · 64). With documents of
-a tenth of a step, less than 1 % of the token budget then stays unused (held by its test)."""
+PLANS = 2
+"""Plans that are kept: a run asks for the first epoch's for its account, its steps and its batches."""
 
 
 def pack(examples: Sequence[Example]) -> Batch:
@@ -65,6 +65,9 @@ def pack(examples: Sequence[Example]) -> Batch:
     )
 
 
+_plans: OrderedDict[tuple[str, int], Plan] = OrderedDict()
+
+
 class Batches:
     """Training batches without end, in an order fixed by (seed, epoch).
 
@@ -90,20 +93,17 @@ class Batches:
         if not examples:
             raise DataError("no documents to train on")
         self.examples = Examples.of(examples)
-        self.lengths = self.examples.lengths_N.tolist()
         # a step holds whole documents, so the longest must fit
-        longest = int(self.examples.lengths_N.argmax())
-        if self.lengths[longest] > tokens_per_step:
+        place = int(self.examples.lengths_N.argmax())
+        longest = int(self.examples.lengths_N[place])
+        if longest > tokens_per_step:
             raise DataError(
-                f"row {self.examples.rows_N[longest]} has {self.lengths[longest]} tokens, tokens_per_step is"
+                f"row {self.examples.rows_N[place]} has {longest} tokens, tokens_per_step is"
                 f" {tokens_per_step}; a step holds whole documents",
-                next=(
-                    f"--tokens-per-step {self.lengths[longest]} or more, or --sequence-length"
-                    f" {tokens_per_step} or less"
-                ),
+                next=(f"--tokens-per-step {longest} or more, or --sequence-length {tokens_per_step} or less"),
             )
         self.tokens_per_step = tokens_per_step
-        self.order = order or Shuffled(len(self.lengths), seed)
+        self.order = order or Shuffled(len(self.examples), seed)
         self.packing: Packing = packing
         # what a cursor is compared with: (epoch, position) means the same place only under these
         self._identity = {
@@ -112,7 +112,9 @@ class Batches:
             "packing": packing,
             "fingerprint": self.examples.fingerprint(),
         }
-        self._plans: dict[int, list[list[int]]] = {}
+        # what plans are kept by: an order can also depend on which document is of which file
+        files = hashlib.blake2b(self.examples.sources_N.tobytes(), digest_size=16).hexdigest()
+        self._made_of = json.dumps([self._identity, files], sort_keys=True)
         self.epoch, self.position = 0, 0
         if start is not None:
             self._resume(start)
@@ -133,16 +135,19 @@ class Batches:
             )
         self.epoch, self.position = epoch, position
 
-    def plan(self, epoch: int) -> list[list[int]]:
+    def plan(self, epoch: int) -> Plan:
         """The batches of an epoch as lists of example indices.
 
         A pure function of (lengths, tokens_per_step, packing, order, epoch).
         """
-        if epoch not in self._plans:  # one plan is kept: epochs come in order
-            self._plans = {
-                epoch: PACKERS[self.packing](self.order(epoch), self.lengths, self.tokens_per_step)
-            }
-        return self._plans[epoch]
+        made_of = (self._made_of, epoch)
+        if made_of not in _plans:
+            order, lengths = self.order(epoch), self.examples.lengths_N.tolist()
+            _plans[made_of] = Plan(order, PACKERS[self.packing](order, lengths, self.tokens_per_step))
+            while len(_plans) > PLANS:
+                _plans.popitem(last=False)
+        _plans.move_to_end(made_of)
+        return _plans[made_of]
 
     def cursor(self) -> Cursor:
         """Where the next batch begins."""
@@ -171,70 +176,4 @@ class Batches:
 
     def efficiency(self) -> float:
         """Share of the token budget that the first epoch's batches fill (1.0 = every step full)."""
-        return efficiency(self.plan(0), self.lengths, self.tokens_per_step)
-
-
-def efficiency(plan: Sequence[Sequence[int]], lengths: Sequence[int], capacity: int) -> float:
-    """Tokens in the batches of a plan, supervised or not, over what the batches could hold."""
-    return sum(lengths[index] for batch in plan for index in batch) / (max(len(plan), 1) * capacity)
-
-
-def first_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Put each document into the first unfinished batch that has room.
-
-    Batches come out in the order they were begun.
-
-    At most MAX_OPEN_BATCHES stay unfinished: beyond it the oldest is closed.
-    """
-    batches: list[list[int]] = []
-    open_batches: list[tuple[int, int]] = []  # (index into batches, room left), oldest first
-    shortest = min(lengths)
-    for index in order:
-        length = lengths[index]
-        slot = next((slot for slot, (_, room) in enumerate(open_batches) if room >= length), None)
-        if slot is None:
-            open_batches.append((len(batches), capacity))
-            batches.append([])
-            slot = len(open_batches) - 1
-        batch, room = open_batches[slot]
-        batches[batch].append(index)
-        open_batches[slot] = (batch, room - length)
-        if room - length < shortest:
-            del open_batches[slot]
-        elif len(open_batches) > MAX_OPEN_BATCHES:
-            del open_batches[0]
-    return batches
-
-
-def best_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Put each document into the unfinished batch that it fills best.
-
-    Batches come out in the order they were begun.
-
-    O(N log N): unfinished batches are kept sorted by the room they have left, and all stay open.
-    """
-    batches: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (room left, index into batches), least room first
-    shortest = min(lengths)
-    for index in order:
-        slot = bisect_left(rooms, (lengths[index], 0))
-        room, batch = rooms.pop(slot) if slot < len(rooms) else (capacity, len(batches))
-        if batch == len(batches):
-            batches.append([])
-        batches[batch].append(index)
-        if room - lengths[index] >= shortest:
-            insort(rooms, (room - lengths[index], batch))
-    return batches
-
-
-def one_by_one(order: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Every document is a batch of its own."""
-    return [[index] for index in order]
-
-
-PACKERS: dict[str, Callable[[Sequence[int], Sequence[int], int], list[list[int]]]] = {
-    "none": one_by_one,
-    "first_fit": first_fit,
-    "best_fit": best_fit,
-}
-"""How an epoch's documents become batches: (order, lengths, capacity) -> lists of document indices."""
+        return self.plan(0).efficiency(self.examples.lengths_N, self.tokens_per_step)

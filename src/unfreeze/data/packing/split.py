@@ -42,7 +42,7 @@ def split_by_content(
             next="--validation-fraction 0.05",
         )
     held_N = np.array(
-        [is_held_out(digest.tobytes(), fraction, seed) for digest in examples.digests_N], dtype=bool
+        [is_held_out(digest, fraction, seed) for digest in examples.digests_N.tolist()], dtype=bool
     )
     if held_N.all() or not held_N.any():
         side = "training" if held_N.all() else "validation"
