@@ -10,6 +10,7 @@ from unfreeze.commands.demo import TINY_K2
 from unfreeze.config.parse import from_keywords, parse
 from unfreeze.core.errors import ConfigError
 from unfreeze.recipes.sft import Config
+from unfreeze.report.html import summary_lines
 
 
 def rows(count, name):
@@ -217,3 +218,19 @@ def test_columns_as_a_table_in_toml_and_in_python(tmp_path, files):
 )
 def test_a_run_is_named_after_what_the_user_wrote(written, name):
     assert from_keywords(Config, {"model": "m", "data": written}, function="sft").run_dir.name == name
+
+
+def test_a_mixture_and_great_losses_are_said_at_the_start_and_in_the_summary(sft, files, tmp_path):
+    long = {"question": "Why?", "answer": "Because. " * 300}
+    files[1].write_text("".join(json.dumps(row) + "\n" for row in [long] * 6))
+    data, warned = sft("--data-weights", 1, 0.5, "--steps", 1)
+    assert [line.partition(",")[0] for line in data["mixture"]] == [
+        "a.jsonl x 1: 20 of 20 documents an epoch",
+        "b.jsonl x 0.5: 3 of 6 documents an epoch",
+    ]
+    assert data["summary"].endswith("; ".join(data["mixture"]))
+    cut, doubled = (line for line in warned if " rows (" in line)
+    assert cut.startswith("6 of 26 rows (23 %) are cut at 128 tokens") and "--truncation split" in cut
+    assert doubled.startswith("5 of 26 rows (19 %) are there before (row 2: says the same as row 1)")
+    lines = "\n".join(summary_lines(tmp_path / "run"))
+    assert f"warning, step 0: {cut}" in lines and f"warning, step 0: {doubled}" in lines

@@ -83,7 +83,7 @@ class Config(Frozen):
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """Show what a run would train on; -> stats, vocabulary, lengths, samples.
+    """Show what a run would train on; -> stats, warnings, vocabulary, lengths, samples.
 
     vocabulary: base, total, padded. lengths: min, median, p95, max, histogram. samples: row, tokens, texts,
     weights of each.
@@ -108,6 +108,7 @@ def show(
 ) -> dict[str, Any]:
     """The account of the data as plain JSON. Bad rows are counted and listed, never raised."""
     from unfreeze.config.template import template_time, template_values
+    from unfreeze.data.remarks import losses
     from unfreeze.data.rows.columns import renames_of
     from unfreeze.data.rows.sources import files_of
 
@@ -136,6 +137,7 @@ def show(
     dataset.stats.packing, dataset.stats.efficiency = config.packing, batches.efficiency()
     return {
         "stats": dataset.stats.as_dict(),
+        "warnings": losses(dataset.stats, length),
         "summary": dataset.stats.summary(),
         "vocabulary": vocabulary(folder, tokenizer),
         "lengths": lengths(dataset.examples),
@@ -260,6 +262,8 @@ def _print(facts: dict[str, Any], console: Console) -> None:
 
     # the account and the lengths, a bar per bucket
     say(facts["summary"], style="bold")
+    for warning in facts["warnings"]:
+        say(f"warning: {warning}")
     sizes = facts["lengths"]
     say(
         f"lengths in tokens before truncation: min {sizes['min']}, median {sizes['median']}, p95"

@@ -104,6 +104,16 @@ class Data(Frozen):
         return self._written or self
 
     @property
+    def names(self) -> list[str]:
+        """Of each file what the user wrote for it, in short: chat.jsonl, data, *.jsonl, hf:org/name."""
+        named = self.written.files
+        return [
+            name if name.startswith(HUB) else Path(name).name
+            for name in named
+            for _ in self._found.get(name, (name,))
+        ]
+
+    @property
     def held_out(self) -> tuple[str, ...]:
         """The files of `validation`."""
         return self._found.get(self.validation, (self.validation,)) if self.validation else ()

@@ -85,6 +85,7 @@ class DataEvent(CommonFields, total=False):
     efficiency: Annotated[Real | None, of("share, 0 to 1", "of the token budget that packing fills")]
     reading: Annotated[AnyText, of("name", '"memory", "disk" or "on demand"')]
     files: Annotated[dict[AnyText, Int], of("rows", "file -> rows")]
+    mixture: Annotated[list[AnyText], of("sentence", "what data_weights made of each file")]
 
 
 class Device(TypedDict, total=False):

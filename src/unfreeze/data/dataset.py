@@ -19,7 +19,7 @@ from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.data.account import Account, Reading, Stats
 from unfreeze.data.encoding import Coder, Spec, batches
 from unfreeze.data.examples import Columns, Examples
-from unfreeze.data.rows.files import text_bytes
+from unfreeze.data.rows.files import read_places, text_bytes
 from unfreeze.data.stores import Held, OnDemand, Store
 from unfreeze.data.tokens.forms import Reasoning
 from unfreeze.data.tokens.masks import Supervise, Truncation
@@ -114,12 +114,27 @@ def encode_files(
     examples = Examples(store.fetch, documents)
     stats = account.finish(examples)
     stats.reading = store.reading
-    # nothing left: say why the first rows were dropped
     if not len(examples):
-        reasons = "; ".join(item.reason for item in stats.listed[:3]) or "the file is empty"
-        names = ", ".join(map(str, paths))
-        raise DataError(
-            f"{names}: no row left to train on, of {stats.rows}: {reasons}",
-            next=f"look at the rows: unfreeze data show {paths[0]} --model MODEL",
-        )
+        raise _nothing_left(stats, paths, columns)
     return Dataset(examples, stats)
+
+
+def _nothing_left(stats: Stats, paths: Sequence[Path], columns: Sequence[str]) -> DataError:
+    """Why no row can be trained on, each reason once, and what to do about the first."""
+    names = ", ".join(map(str, paths[:3])) + (f" and {len(paths) - 3} more files" if len(paths) > 3 else "")
+    if not stats.rows:
+        return DataError(
+            f"{names}: no row in it; the file is empty",
+            next='give --data a file with rows, such as {"prompt": "…", "completion": "…"} on each line',
+        )
+    first = {item.reason.partition(": ")[2]: item.reason for item in reversed(stats.listed)}
+    reasons = "; ".join(list(reversed(first.values()))[:3])
+    remedy = "" if stats.bad else "--sequence-length higher, or mend the rows"
+    for path in paths:
+        try:
+            next(iter(read_places(path, None, columns)), None)
+        except DataError as error:
+            remedy = remedy or error.next
+    return DataError(
+        f"{names}: no row left to train on, of {stats.rows}: {reasons}", next=remedy or "mend the rows"
+    )

@@ -71,7 +71,7 @@ def encode(
     max_positions: int,
     tokens: int,
     seed: int,
-    packing: Packing,
+    training: Training,
     group: Group,
     *,
     quiet: bool = True,
@@ -84,6 +84,7 @@ def encode(
     length was asked for.
     """
     from unfreeze.data import encoded_files, split_by_content
+    from unfreeze.data.remarks import losses, mixture
 
     length = sequence_length(data, tokens, max_positions)
     encoded = partial(
@@ -112,14 +113,26 @@ def encode(
         if held_out.stats.truncated + held_out.stats.dropped + held_out.stats.bad:
             warnings.append(f"validation file: {held_out.stats.summary()}")
     elif data.validation_fraction:
-        training, validation = split_by_content(dataset.examples, data.validation_fraction, seed)
-        dataset = replace(dataset, examples=training, validation=validation)
+        taught, validation = split_by_content(dataset.examples, data.validation_fraction, seed)
+        dataset = replace(dataset, examples=taught, validation=validation)
     stats.held_out = len(dataset.validation or ())
 
     # the account, then what is wrong with the data
-    batches = batches_of(data, dataset.examples, tokens=tokens, seed=seed, packing=packing)
-    stats.packing, stats.efficiency = packing, batches.efficiency()
-    run.events.emit("data", run.step, **stats.as_dict(), summary=stats.summary())
+    batches = batches_of(data, dataset.examples, tokens=tokens, seed=seed, packing=training.packing)
+    stats.packing, stats.efficiency = training.packing, batches.efficiency()
+    mixed: list[str] = []
+    if data.weights:
+        micro_batches = training.tokens_per_step // tokens
+        passes = num_steps(training, batches, micro_batches) * micro_batches / batches.len_steps(1)
+        mixed = mixture(dataset.examples, data.names, data.weights, passes)
+    run.events.emit(
+        "data",
+        run.step,
+        **stats.as_dict(),
+        **({"mixture": mixed} if mixed else {}),
+        summary="; ".join([stats.summary(), *mixed]),
+    )
+    warnings += losses(stats, length)
     if leaked := dataset.leaked():
         warnings.append(f"{leaked} of {stats.held_out} validation documents are also in the training data")
     for message in warnings if run.step == 0 else ():

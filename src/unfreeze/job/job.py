@@ -304,7 +304,7 @@ def prepare(
         shape.max_positions,
         tokens,
         config.seed,
-        training.packing,
+        training,
         group,
         quiet=common.quiet,
         **parts.encoding,

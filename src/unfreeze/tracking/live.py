@@ -162,7 +162,8 @@ class LiveProgress:
     def _on_data(self, event: DataEvent) -> None:
         self._data_tokens = event.get("tokens", 0)
         _, *left_out_rows = data_lines([event])
-        for line in (*folded(f"data: {data_line(event)}"), *left_out_rows):
+        mixed = [line for words in event.get("mixture", []) for line in folded(f"mixture: {words}")]
+        for line in (*folded(f"data: {data_line(event)}"), *mixed, *left_out_rows):
             self._display.line(line)
 
     def _on_load(self, event: LoadEvent) -> None:

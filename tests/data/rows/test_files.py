@@ -201,6 +201,18 @@ def test_mixed_shapes_blank_lines_bom_and_line_separators_inside_strings(tmp_pat
             r"conversations\[0\]\.from is 'humen'; .*nearest: 'human'",
         ),
         ({"conversations": [{"from": "human", "value": 1}]}, r"conversations\[0\]\.value is a number"),
+        (
+            {"prompt": "Q", "chosen": "A", "rejected": "B"},
+            r"a pair of answers \(chosen, rejected\); preference training is not built",
+        ),
+        (
+            {"prompt": "Q", "completion": "A", "label": True},
+            r"an answer with a label \(completion, label: KTO\); preference training is not built",
+        ),
+        (
+            {"prompt": "Q", "completions": ["A", "B"], "labels": [True, False]},
+            r"steps with labels \(completions, labels: a reward model's\); preference training is not built",
+        ),
         ('{"question": "Q\\ud83d", "answer": "A"}', r"field question has half a surrogate pair \(.ud83d\)"),
     ],
 )
@@ -338,3 +350,39 @@ def test_every_row_is_found_again_at_its_place(tmp_path_factory, lines, end, bom
     again = Again(path)
     for place, row in reversed(found):
         assert again(place) == row
+
+
+@pytest.mark.parametrize(
+    "row, next",
+    [
+        ({"prompt": "Q", "chosen": "A", "rejected": "B"}, "--columns completion=chosen"),
+        ({"chosen": TALK, "rejected": TALK}, "--columns messages=chosen"),
+        ({"question": "Q", "answr": "A"}, "--columns answer=answr"),
+        ({"prompt": "Q", "reply": "A"}, "--columns completion=NAME"),
+        ({"query": "Q", "reply": "A"}, "--columns prompt=NAME,completion=NAME"),
+    ],
+)
+def test_the_next_step_of_a_row_without_a_shape_is_a_command(row, next, tmp_path):
+    """And that command, with its NAME filled in, reads the row."""
+    with pytest.raises(DataError) as error:
+        rows_of(tmp_path, row)
+    assert error.value.next.startswith(next)
+    names = ["Q" in str(row[name]) and name for name in row]
+    columns = (
+        next.removeprefix("--columns ").replace("prompt=NAME", f"prompt={names[0]}").replace("NAME", "reply")
+    )
+    (read,) = read_rows(tmp_path / "data.jsonl", columns=columns.split(","))
+    assert isinstance(read, Conversation) and read.messages == TALK
+
+
+def test_a_field_named_by_columns_goes_before_the_order_of_shapes(tmp_path):
+    """A row of two shapes; without columns the first one is taken."""
+    row = {"messages": TALK, "task": "Do.", "reply": "Done.", "hint": "h"}
+    assert rows_of(tmp_path, row)[0].shape == "messages"
+    columns = ["prompt=task", "completion=reply", "system=hint"]
+    (read,) = read_rows(tmp_path / "data.jsonl", columns=columns)
+    assert [message["content"] for message in read.messages] == ["h", "Do.", "Done."]
+    (tmp_path / "data.jsonl").write_text(
+        '{"task": "Do.", "reply": "Done."}'
+    )  # an optional column may be absent
+    assert len(next(read_rows(tmp_path / "data.jsonl", columns=columns)).messages) == 2

@@ -1,0 +1,79 @@
+"""What is said of data beside its account: that much of it is lost or doubled, and what a mixture became."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from unfreeze.data.dataset import Stats
+    from unfreeze.data.examples import Examples
+
+MUCH = 0.1
+"""Share of the rows, or of the tokens, from which on a loss is a warning."""
+
+
+def losses(stats: Stats, length: int) -> list[str]:
+    """A warning for each of: cut, dropped, bad, doubled, where it is more than a tenth; each with its remedy.
+
+    length: tokens at which rows were cut
+    """
+    said: list[str] = []
+    cut = stats.tokens_cut / max(1, stats.tokens + stats.tokens_cut)
+    if stats.truncated > MUCH * stats.rows or cut > MUCH:
+        said.append(
+            f"{_rows(stats.truncated, stats)} cut at {length} tokens, {stats.tokens_cut:,} tokens"
+            f" ({100 * cut:.0f} %) are lost: --sequence-length higher (and --tokens-per-step, if it is"
+            " below), or --truncation split for texts"
+        )
+    if stats.dropped > MUCH * stats.rows:
+        reason = next((item.reason for item in stats.listed if "supervised" in item.reason), "")
+        said.append(
+            f"{_rows(stats.dropped, stats)} dropped{f' ({reason})' if reason else ''}:"
+            " --sequence-length higher"
+        )
+    if stats.bad > MUCH * stats.rows:
+        reason = f" ({stats.listed[0].reason})" if stats.listed else ""
+        said.append(f"{_rows(stats.bad, stats)} bad and left out{reason}: unfreeze data show lists them")
+    if stats.duplicates > MUCH * stats.rows:
+        first = f" ({stats.repeats[0].reason})" if stats.repeats else ""
+        said.append(f"{_rows(stats.duplicates, stats)} there before{first}: remove them, or they count twice")
+    return said
+
+
+def _rows(count: int, stats: Stats) -> str:
+    verb = "is" if count == 1 else "are"
+    return f"{count:,} of {stats.rows:,} rows ({100 * count / max(1, stats.rows):.0f} %) {verb}"
+
+
+def mixture(examples: Examples, names: Sequence[str], weights: Sequence[float], epochs: float) -> list[str]:
+    """What weights made of the data, a line for each name in the order of their first file.
+
+    names, weights   of each file; files of one folder or pattern have one name
+    epochs           of the run: a document of weight w is shown w * epochs times, on average
+    Share of the tokens: w_f T_f / sum of w T, with T_f the tokens of file f.
+    """
+    sources_N, lengths_N = examples.sources_N, examples.lengths_N
+    count = len(names)
+    documents_F = np.bincount(sources_N, minlength=count)
+    tokens_F = np.bincount(sources_N, weights=lengths_N, minlength=count)
+    shown_F = tokens_F * np.asarray(weights)
+    total = max(float(shown_F.sum()), 1.0)
+    said: list[str] = []
+    for name in dict.fromkeys(names):
+        files = [i for i, other in enumerate(names) if other == name]
+        weight = weights[files[0]]
+        documents = int(documents_F[files].sum())
+        shown = sum(int(weight * documents_F[i]) for i in files)
+        how = (
+            f"{shown:,} of {documents:,} documents"
+            if weight <= 1
+            else f"{documents:,} documents {shown:,} times"
+        )
+        said.append(
+            f"{name} x {weight:g}: {how} an epoch, {100 * float(shown_F[files].sum()) / total:.1f} %"
+            f" of the tokens, each {weight * epochs:.3g} times in {epochs:.3g} epochs"
+        )
+    return said
