@@ -266,6 +266,7 @@ TESTED_BY = {
     "data/encoding.py": "data/test_workers.py",
     "data/rows/row.py": "data/packing/test_split.py",
     "data/stores.py": "data/test_examples.py",
+    "job/proposal.py": "commands/test_init.py",
     "data/rows/fields.py": "data/rows/test_files.py",
     "data/rows/messages.py": "data/rows/test_files.py",
     "data/rows/shapes.py": "data/rows/test_files.py",

@@ -45,6 +45,7 @@ LOOK = {
     "data": Command(
         "unfreeze.commands.data_show", "data show F --model M", "what of the data will be taught"
     ),
+    "init": Command("unfreeze.commands.init", "init MODEL DATA", "write a run.toml for them, with reasons"),
     "inspect": Command("unfreeze.commands.inspect", "inspect MODEL", "what is in a checkpoint"),
     "plan": Command("unfreeze.commands.plan", "plan --model M", "what a run takes and costs, anywhere"),
     "doctor": Command("unfreeze.commands.doctor", "doctor MODEL --data F", "look for faults before training"),

@@ -143,7 +143,7 @@ WAYS = [
     ("merge", "merge_and_unload"),
     ("dpo", "is not built"),
     ("train", "unfreeze sft --model"),
-    ("init", "examples/"),
+    ("wizard", "unfreeze init MODEL DATA"),
 ]
 
 

@@ -66,8 +66,7 @@ serve server api | not built; unfreeze chat RUN talks in the terminal, unfreeze 
 eval evaluate lm-eval perplexity | unfreeze sft … --validation FILE measures held-out loss; other
     evaluations are not built
 push upload push-to-hub | not built; unfreeze export RUN, then: hf upload org/name FOLDER
-init new config wizard | examples/sft-tiny-k2.toml is a file to start from; unfreeze sft --help-all lists all
-    fields
+new config wizard | unfreeze init MODEL DATA writes a run.toml with its reasons
 download fetch pull | unfreeze inspect org/name downloads what it reads; training downloads the rest
 infer inference run talk | unfreeze chat MODEL_OR_RUN
 preprocess prepare tokenize | unfreeze data show FILE --model MODEL; training encodes by itself

@@ -296,7 +296,7 @@ def check_data(subject: Subject) -> Iterator[Finding]:
         first = "; ".join(bad.reason for bad in stats.listed[:3])
         yield Finding(
             "data",
-            "fault",
+            "warn" if subject.config.data.on_bad_row == "skip" else "fault",
             f"{stats.bad} of {stats.rows} rows cannot be read: {first}",
             "mend the rows, or --on-bad-row skip",
         )

@@ -1,0 +1,125 @@
+"""unfreeze init MODEL DATA: write a run.toml for this model, this data and this machine, with its reasons.
+
+It looks at what `unfreeze doctor` looks at and trains nothing. `unfreeze sft run.toml` trains with it.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+from tyro.conf import Positional, arg
+
+from unfreeze.config import sft as sft_config
+from unfreeze.config.columns import Columns
+from unfreeze.config.parse import Files, Folder, Frozen, ModelName, parse, writing
+from unfreeze.core.command import Common
+from unfreeze.core.errors import ConfigError
+from unfreeze.job.checks import examine
+from unfreeze.job.proposal import Choice, Proposal
+from unfreeze.recipes import sft
+
+
+class Config(Frozen):
+    model: Annotated[ModelName, Positional, arg(metavar="MODEL")] = Field(
+        description="checkpoint folder, or Hugging Face id org/name"
+    )
+    data: Annotated[Files, Positional, arg(metavar="DATA")] = Field(
+        min_length=1, description="data files, folders, patterns or hf:org/name, as sft's"
+    )
+    columns: Columns = Field(
+        default=(), description="FIELD=COLUMN where the files' fields have other names, as sft's"
+    )
+    file: Folder = Field(default="run.toml", description="the file to write; one that exists is left alone")
+
+
+def main(arguments: list[str], common: Common) -> dict[str, Any]:
+    """Write the file. -> file, fields (place -> value), findings (what the doctor warns of), next."""
+    config = parse(Config, arguments, command="init", description=__doc__ or "", positional=True)
+    path = Path(config.file)
+    if path.exists():
+        raise ConfigError(f"{path} exists and is left as it is", next="give another name: --file other.toml")
+    say = partial(print, file=sys.stderr) if not common.quiet else lambda line: None
+    choices = proposal_of(config, common, say).choices()
+    text = written(config, choices)
+    with writing(path.parent, "file"):
+        partly = path.with_name(f".{path.name}.unfinished")
+        partly.write_text(text, encoding="utf-8")
+        try:
+            found = findings(str(partly))
+            if path.exists():  # it has appeared meanwhile
+                raise ConfigError(f"{path} exists and is left as it is", next="--file other.toml")
+            partly.replace(path)
+        finally:
+            partly.unlink(missing_ok=True)
+    again = f"unfreeze sft {shlex.quote(str(path))}"
+    if not common.quiet:
+        out = sys.stderr if common.json else sys.stdout
+        print(text, end="", file=out)
+        for line in found:
+            say(line)
+        print(f"\nwritten: {path}\nnext: {again}", file=out)
+    values = {choice.place: choice.value for choice in choices}
+    return {"file": str(path), "fields": values, "findings": found, "next": again}
+
+
+def proposal_of(config: Config, common: Common, say: Callable[[str], None]) -> Proposal:
+    """What is known of model and data before rows are read; data that isn't there is refused first."""
+    from unfreeze.commands.inspect import inspect
+    from unfreeze.job.folder import with_files
+    from unfreeze.job.job import open_weights
+
+    fields = {"model": config.model, "data": {"files": config.data, "columns": config.columns}}
+    with_files(sft_config.Config.model_validate(fields), say)
+    manifest = open_weights(config.model, common)
+    parameters = inspect(str(manifest.path))["parameters"]
+    return Proposal(config.model, config.data, config.columns, manifest, parameters)
+
+
+def findings(file: str) -> list[str]:
+    """The doctor's warnings of a run with this file. Raises ConfigError where it finds a fault.
+
+    A run folder that another run has is only a warning: --out names another.
+    """
+    examined = parse(sft_config.Config, [file], command="sft", description="")
+    said: list[str] = []
+    for finding in examine(examined, sft.parts(examined), has_data=True):
+        if finding.level == "fault" and finding.check != "run":
+            raise ConfigError(f"{finding.check}: {finding.line}", next=finding.remedy)
+        if finding.level in ("warn", "fault"):
+            said.append(f"warning: {finding.check}: {finding.line}: {finding.remedy}")
+    return said
+
+
+def written(config: Config, choices: Sequence[Choice]) -> str:
+    """The file: tables of keys, each with its reason beside it."""
+    files: Any = config.data[0] if len(config.data) == 1 else list(config.data)
+    renames = dict(column.split("=", 1) for column in config.columns)
+    tables: dict[str, list[str]] = {"data": [f"files = {_toml(files)}"]}
+    if renames:
+        tables["data"].append(f"columns = {_toml(renames)}")
+    for choice in choices:
+        table, _, name = choice.place.rpartition(".")
+        line = f"{name} = {_toml(choice.value)}"
+        tables.setdefault(table, []).append(f"{line:<28}# {choice.reason}")
+    lines = [
+        f"# unfreeze sft {config.file}      (made by unfreeze init; every key: unfreeze sft --help-all)",
+        "# Paths count from the folder that the command is given in.",
+        f"model = {_toml(config.model)}",
+    ]
+    for table, keys in tables.items():
+        lines += ["", f"[{table}]", *keys]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: object) -> str:
+    """A value as TOML; JSON's text, numbers and lists are TOML too."""
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
+    return json.dumps(value, ensure_ascii=False)

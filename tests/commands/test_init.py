@@ -1,0 +1,164 @@
+"""unfreeze init: a run.toml whose numbers follow from data, model and memory, and which sft takes unchanged."""
+
+import json
+import math
+import tomllib
+from types import SimpleNamespace
+
+import pytest
+
+from unfreeze import cli
+from unfreeze.config.parse import parse
+from unfreeze.config.sft import Config
+from unfreeze.core.errors import DoesNotFit
+from unfreeze.data import encode_file, load_tokenizer
+from unfreeze.drill.sandbox import Sandbox
+from unfreeze.job import proposal
+from unfreeze.job.proposal import Proposal
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return Sandbox(tmp_path_factory.mktemp("init")).checkpoint("llama")
+
+
+def rows(folder, count, words=3, name="chat.csv"):
+    lines = [f"What is {i}?,{'It is. ' * (words + i % 5)}Hmm." for i in range(count)]
+    (folder / name).write_text("task,reply\n" + "\n".join(lines) + "\n")
+    return folder / name
+
+
+COLUMNS = "prompt=task,completion=reply"
+
+
+def test_the_file_is_what_sft_takes_and_its_reasons_are_true(
+    checkpoint, tmp_path, monkeypatch, unfreeze_json
+):
+    monkeypatch.chdir(tmp_path)
+    rows(tmp_path, 6)
+    made = unfreeze_json("init", checkpoint, "chat.csv", "--columns", COLUMNS)
+    text = (tmp_path / "run.toml").read_text()
+    config = parse(Config, ["run.toml"], command="sft", description="")
+    assert made["next"] == "unfreeze sft run.toml" and not list(tmp_path.glob(".*"))
+    assert config.model == str(checkpoint) and config.data.files == ("chat.csv",)
+    assert config.data.columns == ("prompt=task", "completion=reply")
+    table = tomllib.loads(text)
+    assert all(
+        table[place.split(".")[0]][place.split(".")[1]] == value for place, value in made["fields"].items()
+    )
+    # oracle: the rows encoded at the model's own length
+    examples = encode_file("chat.csv", load_tokenizer(checkpoint), 512, columns=COLUMNS.split(",")).examples
+    longest = max(example.num_tokens for example in examples)
+    assert f"the longest of 6 documents has {longest} tokens" in text
+    assert config.data.sequence_length == math.ceil(longest / 64) * 64
+    assert config.data.validation_fraction == 0 and all("# " in line for line in text.splitlines() if " = " in line[:40] and "[" not in line and not line.startswith(("model", "files", "columns")))  # fmt: skip
+    # it trains, unchanged
+    result = unfreeze_json("sft", "run.toml", "--samples", 0)
+    assert result["finished"] and result["steps"] == round(config.training.epochs)
+
+
+def test_a_file_that_is_there_is_left_alone(checkpoint, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows(tmp_path, 3)
+    (tmp_path / "run.toml").write_text("mine")
+    assert cli.main(["init", str(checkpoint), "chat.csv", "--columns", COLUMNS]) == 2
+    assert "run.toml exists and is left as it is" in capsys.readouterr().err
+    assert (tmp_path / "run.toml").read_text() == "mine"
+    assert (
+        cli.main(["init", str(checkpoint), "chat.csv", "--columns", COLUMNS, "--file", "b.toml", "--quiet"])
+        == 0
+    )
+    assert (tmp_path / "b.toml").is_file()
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        ([], "unfreeze init needs MODEL and DATA"),
+        (["MODEL"], "unfreeze init needs DATA"),
+        (["MODEL", "nowhere.jsonl"], "'nowhere.jsonl' is not a file or folder"),
+        (["/nowhere", "chat.csv"], "/nowhere does not exist"),
+        (["MODEL", "chat.csv"], "row 1: the first line of a csv file names its columns: no field is known"),
+    ],
+)
+def test_what_is_missing_is_named_and_nothing_is_written(
+    arguments, says, checkpoint, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    rows(tmp_path, 3)
+    assert cli.main(["init", *[word.replace("MODEL", str(checkpoint)) for word in arguments]]) == 2
+    assert says in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["chat.csv"]
+
+
+@pytest.fixture
+def proposed(checkpoint, tmp_path):
+    """-> propose(rows, words): {place: value} and the reasons."""
+
+    def propose(count, words=3, parameters=10**9):
+        from unfreeze.checkpoint import open_checkpoint
+
+        path = rows(tmp_path, count, words)
+        made = Proposal(
+            str(checkpoint), [str(path)], COLUMNS.split(","), open_checkpoint(str(checkpoint)), parameters
+        )
+        choices = made.choices()
+        return {choice.place: choice.value for choice in choices}, {
+            choice.place: choice.reason for choice in choices
+        }
+
+    return propose
+
+
+def test_more_data_has_more_tokens_a_step_fewer_passes_and_held_out_rows(proposed):
+    small, why = proposed(6)
+    large, _ = proposed(900)
+    assert small["training.epochs"] == proposal.MOST_EPOCHS and "the data is small" in why["training.epochs"]
+    assert large["training.epochs"] == 3 and large["data.validation_fraction"] == proposal.HELD_OUT
+    assert large["training.tokens_per_step"] >= small["training.tokens_per_step"] == 512
+    assert small["optimizer.learning_rate"] == 2e-4
+    assert proposed(6, parameters=int(40e9))[0]["optimizer.learning_rate"] == 1e-4
+
+
+def test_what_does_not_fit_is_made_smaller_step_by_step(proposed, monkeypatch):
+    """Micro-batches first (the same gradient), then the rank, then the length; where nothing fits it is refused."""
+    real, asked = proposal.plan_of, []
+
+    def of(limit):
+        def plan_of(config, *rest):
+            asked.append((config.data.sequence_length, config.memory.micro_batches, config.lora.rank))
+            plan = real(config, *rest)
+            fits = config.tokens_per_micro_batch * config.lora.rank <= limit
+            return SimpleNamespace(fits=fits, total=1, usable=2, adapter_parameters=plan.adapter_parameters)
+
+        return plan_of
+
+    monkeypatch.setattr(proposal, "plan_of", of(128 * 16))
+    values, _ = proposed(6)
+    assert values["memory.micro_batches"] == 4 and values["lora.rank"] == 16
+    monkeypatch.setattr(proposal, "plan_of", of(values["data.sequence_length"] * 4))
+    values, why = proposed(6)
+    assert (
+        values["lora.rank"] == 4
+        and values["lora.alpha"] == 8
+        and "more memory than is here" in why["lora.rank"]
+    )
+    tiny = SimpleNamespace(fits=False)
+    monkeypatch.setattr(proposal, "plan_of", lambda *given: tiny)
+    with pytest.raises(DoesNotFit):
+        monkeypatch.setattr("unfreeze.parallel.plan.refuse_if_too_large", refuse)
+        proposed(6)
+
+
+def refuse(plan):
+    if not plan.fits:
+        raise DoesNotFit("peak 2 GiB, 1 GiB usable")
+
+
+def test_bad_rows_are_left_out_and_said(checkpoint, tmp_path, monkeypatch, unfreeze_json):
+    monkeypatch.chdir(tmp_path)
+    good = [json.dumps({"prompt": f"What is {i}?", "completion": "It is."}) for i in range(5)]
+    (tmp_path / "chat.jsonl").write_text("\n".join([*good, "{"]))
+    made = unfreeze_json("init", checkpoint, "chat.jsonl")
+    assert made["fields"]["data.on_bad_row"] == "skip"
+    assert "1 of 6 rows cannot be read" in (tmp_path / "run.toml").read_text()
