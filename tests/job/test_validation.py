@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,12 +19,16 @@ from safetensors.torch import load_file
 import unfreeze
 from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
+from unfreeze.config.parse import parse
+from unfreeze.config.sft import Config
+from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import EventLog
 from unfreeze.data import Example, load_tokenizer
 from unfreeze.evaluate import perplexity
 from unfreeze.evaluate.perplexity import Heldout
 from unfreeze.job.validation import Validation, supervised_bytes
 from unfreeze.models import Decoder
+from unfreeze.report.html import summary_lines
 
 ANSWERS = [{"question": f"What is number {i}?", "answer": f"Number {i}, it is. Hmm."} for i in range(24)]
 
@@ -255,6 +260,7 @@ def test_a_lowest_loss_whose_save_had_no_room_is_not_the_best(room: bool):
         schedule=SimpleNamespace(steps=9),
         step=0,
         best={"step": 1, "loss": 3.0},
+        stale=0,
     )
     losses = iter([2.0, 2.5])
     hook = Validation(state, lambda: Heldout(next(losses), 1.0, None, 1), every=2, keep=keep)
@@ -264,6 +270,56 @@ def test_a_lowest_loss_whose_save_had_no_room_is_not_the_best(room: bool):
         {"step": 2, "loss": 2.0} if room else {"step": 1, "loss": 3.0}
     )
     assert len(kept) == (1 if room else 2)  # 2.5 at step 4 is tried where 2.0 could not be kept
+
+
+PATIENT = ["--validate-every", 1, "--steps", 8, "--save-every", 1, "--keep-saves", 9]
+LOSSES = [9.0, 3.0, 2.0, 5.0, math.nan, 2.0]  # before the first step, then of each
+
+
+def test_early_stop_ends_after_so_many_validations_without_gain_and_resumes_within_them(
+    rows: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    """Three after step 2: a higher loss, none, and the same. A kill between them changes nothing."""
+    flags = ["--validation", rows[1], *PATIENT, "--early-stop", 3]
+
+    def run(out: Path, losses: list[float], *more: object) -> list[dict[str, Any]]:
+        monkeypatch.setattr(perplexity, "heldout", scripted(dict(enumerate(losses))))
+        sft(rows, out, *flags, *more)
+        return events(out, "early_stop")
+
+    whole = tmp_path / "whole"
+    (stopped,) = run(whole, LOSSES)
+    wanted = {"step": 5, "validations": 3, "best_step": 2, "best_loss": 2.0}
+    assert {name: stopped[name] for name in wanted} == wanted
+    assert trained(whole)[-1][0] == 5 and events(whole, "end")[0]["reason"] == "done"
+    summary = "\n".join(summary_lines(whole))
+    assert "stopped early after step 5 of 8" in summary and "the best was step 2 (2.0000)" in summary
+    assert unfreeze.load(whole).logits([[5, 6]])[0].shape  # the last state; the best is beside it
+    assert {"adapter", "adapter-best"} <= {path.name for path in whole.iterdir()}
+
+    # a run that was killed after step 4, in the middle of its patience
+    killed = tmp_path / "killed"
+    shutil.copytree(whole, killed)
+    for name in ("state/step-000005", "adapter", "adapter-best"):
+        shutil.rmtree(killed / name)
+    (again,) = run(killed, LOSSES[5:])
+    assert {name: again[name] for name in wanted} == wanted and trained(killed) == trained(whole)
+
+    # it is finished: nothing is trained or measured again; with more patience it goes on
+    assert run(killed, []) == [again]
+    assert run(killed, [1.0] + 9 * [1.5], "--early-stop", 9, "--allow-changed", "early_stop") == [again]
+    assert trained(killed)[-1][0] == 8
+
+
+def test_early_stop_is_refused_before_work_without_validations(rows: tuple[Path, Path], tmp_path: Path):
+    for flags, said in (([], "nothing is held out"), (["--validation", rows[1]], "say by validate_every")):
+        with pytest.raises(ConfigError, match=said):
+            parse(
+                Config,
+                ["--model", "m", "--data", "d", "--early-stop", "3", *map(str, flags)],
+                command="sft",
+                description="",
+            )
 
 
 def test_bytes_of_a_span_leave_special_tokens_out_and_count_unicode():

@@ -45,6 +45,7 @@ threads | CPU threads | num_threads num_workers
 save_every | steps | save_steps save_interval checkpoint_every
 keep_saves | how many | save_total_limit max_checkpoints
 validate_every | steps | eval_steps eval_every eval_interval val_every
+early_stop | validations without gain | early_stopping early_stopping_patience patience
 track | tensorboard, wandb or trackio | report_to logger log_with use_wandb
 seed | a whole number | random_seed data_seed
 turns | only the assistant's turns are ever taught | train_on_inputs completion_only_loss

@@ -263,6 +263,14 @@ class Watch(Frozen):
             " after the last"
         ),
     )
+    early_stop: int = Field(
+        default=0,
+        ge=0,
+        description=(
+            "validations in a row without a lower held-out loss after which the run ends; 0: never. The"
+            " result is the last state, the best step's is kept beside it"
+        ),
+    )
     samples: int = Field(
         default=4,
         ge=0,

@@ -55,6 +55,7 @@ FLAT = {
     "on_full_disk": "save.on_full_disk",
     "allow_changed": "save.allow_changed",
     "validate_every": "watch.validate_every",
+    "early_stop": "watch.early_stop",
     "prompts": "watch.prompts",
     "track": "watch.track",
     "samples": "watch.samples",
@@ -84,7 +85,7 @@ CHANGES_NOTHING = {
 }
 """Fields that do not change what is computed: a run may be resumed with other values of them."""
 
-ADDED = {"adapter", "columns", "turns", "reasoning", "template_variables", "template_date"}
+ADDED = {"adapter", "columns", "turns", "reasoning", "template_variables", "template_date", "early_stop"}
 """Fields that the saves of earlier versions don't have, by flat name (for one of the table [lora]:
 "lora.scaling"). A run's record leaves out such a field at its default, so that those runs can be resumed."""
 
@@ -103,7 +104,15 @@ HELP = {
         "template_variables",
         "template_date",
     ),
-    "How long": ("epochs", "steps", "tokens_per_step", "sequence_length", "packing", "truncation"),
+    "How long": (
+        "epochs",
+        "steps",
+        "early_stop",
+        "tokens_per_step",
+        "sequence_length",
+        "packing",
+        "truncation",
+    ),
     "Learning": (
         "learning_rate",
         "schedule",
@@ -201,6 +210,13 @@ class TrainingConfig(Frozen):
             )
         template_values(data.template_variables)
         template_time(data.template_date)
+        if self.watch.early_stop and not (data.validation or data.validation_fraction):
+            raise ValueError(
+                "early_stop looks at the held-out loss, and nothing is held out: give validation or"
+                " validation_fraction"
+            )
+        if self.watch.early_stop and not self.watch.validate_every:
+            raise ValueError("early_stop counts validations: say by validate_every how often there is one")
         if data.validation and data.validation_fraction:
             raise ValueError("validation and validation_fraction both say what is held out: give one of them")
         return self

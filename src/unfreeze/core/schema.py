@@ -306,6 +306,15 @@ class WarningEvent(CommonFields):
     message: Annotated[AnyText, of("sentence")]
 
 
+class EarlyStopEvent(CommonFields):
+    """The run ends before its last step: validation after validation found no lower held-out loss."""
+
+    kind: Literal["early_stop"]
+    validations: Annotated[Int, of("validations", "in a row without a lower loss")]
+    best_step: NotRequired[Annotated[Int, of("finished optimizer steps", "where the loss was lowest")]]
+    best_loss: NotRequired[Annotated[Real, of("nats per supervised token", "held out, at that step")]]
+
+
 class EndEvent(CommonFields):
     """The loop ended in order; a killed run has none."""
 
@@ -330,6 +339,7 @@ Event = (
     | ReceiptEvent
     | SaveEvent
     | WarningEvent
+    | EarlyStopEvent
     | EndEvent
 )
 

@@ -367,6 +367,7 @@ def prepare(
         group,
         tokens=tokens,
         every=watch.validate_every,
+        patience=watch.early_stop,
         saves=config.save,
     )
     return Job(

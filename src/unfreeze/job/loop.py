@@ -76,7 +76,7 @@ class Loop:
 
     @property
     def batches(self) -> Iterator[list[Batch]]:
-        """The micro-batches of one step after the other, up to the last step of the schedule.
+        """The micro-batches of one step after the other, up to the last step, or an early stop.
 
         A step counts when optim_step has run.
         """
@@ -90,7 +90,7 @@ class Loop:
         for hook in self.job.validation:
             hook.first()
         try:
-            while state.step < state.schedule.steps:
+            while not state.finished:
                 before = state.step
                 self._started = time.perf_counter()
                 micro_batches, self._cursor = take(
@@ -157,7 +157,7 @@ class Loop:
             return
         self._open = False
         job, state = self.job, self.state
-        finished = state.step >= state.schedule.steps
+        finished = state.finished
         with self._stack:
             job.group.on_rank0(partial(save, state, job.saves.keep))
             state.run.events.emit(

@@ -72,7 +72,7 @@ def plan_of(
         longest=sequence_length(config.data, tokens, shape.max_positions),
         mean_length=mean_length,
         recompute=cast(Any, recompute or memory.recompute),
-        among=among,
+        among=cast(Any, among),
         sharing=int(os.environ.get("LOCAL_WORLD_SIZE", processes)) if device.type == "cpu" else 1,
         keep_layers=memory.keep_layers,
         optimizer_moments=config.optimizer.moments,

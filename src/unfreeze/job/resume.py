@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TypeGuard
 
+from unfreeze.config.training import ADDED
 from unfreeze.core.errors import ConfigError, nearest
 
 _PLACE = "the saved place in the data would be another place"
@@ -46,7 +47,7 @@ def allowed(fields: tuple[str, ...], record: Mapping[str, object]) -> list[str]:
 
     Raises ConfigError for one that is fixed, or that the config doesn't have.
     """
-    known = set(_names(record))
+    known = set(_names(record)) | ADDED  # these are left out of a record at their default
     for field in fields:
         if field in FIXED:
             raise ConfigError(

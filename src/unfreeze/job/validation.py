@@ -34,6 +34,8 @@ class Validation:
     keep     saves the state, called where the loss is the lowest so far; -> whether there is such a save.
              State.best then names it.
     between  answers or other looks at the model in between, called with the step.
+    patience the run ends after so many validations in a row without a lower loss (State.ended); 0: never.
+    agreed   whether any process says so: all must end at the same step.
     """
 
     def __init__(
@@ -44,6 +46,8 @@ class Validation:
         every: int,
         keep: Callable[[State], bool],
         between: Callable[[int], None] = lambda step: None,
+        patience: int = 0,
+        agreed: Callable[[bool], bool] = lambda value: value,
     ):
         self._state, self._measure, self._every, self._keep, self._between = (
             state,
@@ -52,6 +56,7 @@ class Validation:
             keep,
             between,
         )
+        self._patience, self._agreed = patience, agreed
 
     def first(self) -> None:
         """The loss before training, as an event of step 0; a run that is resumed has it already."""
@@ -68,9 +73,19 @@ class Validation:
             if not last:
                 self._between(state.step)
         if loss is not None and (state.best is None or loss < state.best["loss"]):
-            before, state.best = state.best, {"step": state.step, "loss": loss}  # the save must hold it
+            before, state.best = state.best, {"step": state.step, "loss": loss}
+            state.stale = 0  # the save must hold both
             if not self._keep(state):
                 state.best = before
+        else:
+            state.stale += 1
+        if self._patience and not last and self._agreed(state.stale >= self._patience):
+            self._end_early(state)
+
+    def _end_early(self, state: State) -> None:
+        state.ended = True
+        best = {f"best_{name}": value for name, value in (state.best or {}).items()}
+        state.run.events.emit("early_stop", state.step, validations=state.stale, **best)
 
     def _evaluate(self, state: State) -> float | None:
         """The event; -> the loss, None where it is not finite."""
@@ -94,6 +109,7 @@ def validation_of(
     *,
     tokens: int,
     every: int,
+    patience: int,
     saves: Save,
 ) -> list[Validation]:
     """The Validation in batches of `tokens`; none where nothing is held out.
@@ -115,7 +131,9 @@ def validation_of(
     def keep(state: State) -> bool:
         return group.any(group.on_rank0(partial(save, state, saves.keep, saves.on_full_disk)) is not None)
 
-    return [Validation(state, measure, every=every, keep=keep, between=partial(samples.say, "during"))]
+    between = partial(samples.say, "during")
+    options = {"every": every, "patience": patience}
+    return [Validation(state, measure, keep=keep, between=between, agreed=group.any, **options)]
 
 
 def supervised_bytes(examples: Sequence[Example], tokenizer: Tokenizer) -> int:

@@ -21,6 +21,7 @@ from typing import Any, Literal, cast
 from unfreeze.core.errors import DataError
 from unfreeze.core.events import RESOLVED
 from unfreeze.core.schema import (
+    EarlyStopEvent,
     EndEvent,
     Event,
     GroupReceipt,
@@ -187,6 +188,8 @@ def facts(run: Run) -> list[tuple[str, str]]:
     if held_out := series(run.events, "eval", "loss")[1]:
         ends = f"{held_out[0]:.3f} → {held_out[-1]:.3f}"
         rows.append(("Held-out loss", f"{ends}, lowest {min(held_out):.3f}"))
+    if early := last(run.events, EarlyStopEvent):
+        rows.append(("Stopped early", early_words(early)))
     of = f" of {run.steps_planned:,}" if run.steps_planned else ""
     rows.append(("Steps", f"{run.steps_done:,}{of}"))
     if run.train:
@@ -206,6 +209,18 @@ def facts(run: Run) -> list[tuple[str, str]]:
     if run.groups:
         rows.append(("Trained parameters", format_count(trained_parameters(run.groups))))
     return rows
+
+
+def early_words(early: EarlyStopEvent) -> str:
+    """Why the run ended before its last step, which step was best, and what the result is."""
+    said = f"{early.get('validations', 0):,} validations without a lower held-out loss"
+    if "best_step" not in early:
+        return f"{said}; the result is step {early['step']:,}"
+    loss = f" ({early['best_loss']:.4f})" if "best_loss" in early else ""
+    return (
+        f"{said}; the result is step {early['step']:,}, the best was step {early['best_step']:,}{loss}, kept"
+        " in the folder ending in -best"
+    )
 
 
 def load_words(load: LoadEvent) -> str:
@@ -237,7 +252,8 @@ def result_words(run: Run) -> str:
     """One phrase on how the run ended."""
     of = f" of {run.steps_planned:,}" if run.steps_planned else ""
     if run.state == "done":
-        return "finished"
+        early = last(run.events, EarlyStopEvent)
+        return f"finished, stopped early after step {run.steps_done:,}{of}" if early else "finished"
     if run.state == "interrupted":
         return f"interrupted after step {run.steps_done:,}{of}"
     return f"unfinished: {run.steps_done:,}{of} steps so far"

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from unfreeze.core.schema import (
     DataEvent,
+    EarlyStopEvent,
     EndEvent,
     EvalEvent,
     Event,
@@ -34,7 +35,7 @@ from unfreeze.core.schema import (
 )
 from unfreeze.core.units import format_bytes, format_seconds
 from unfreeze.report.events import COLUMNS, data_line, data_lines, folded, numbers
-from unfreeze.report.run import decimal_bytes, load_words
+from unfreeze.report.run import decimal_bytes, early_words, load_words
 from unfreeze.report.tables import plan_lines, receipt_table, receipt_text, receipt_verdict
 
 # steps over which tokens/s and time left are averaged: steady, yet it follows a change within seconds
@@ -189,6 +190,9 @@ class LiveProgress:
 
     def _on_save(self, event: SaveEvent) -> None:
         self._display.line(f"step {event['step']}: saved {event.get('path', '')}")
+
+    def _on_early_stop(self, event: EarlyStopEvent) -> None:
+        self._display.line(f"step {event['step']}: stops early: {early_words(event)}")
 
     def _on_warning(self, event: WarningEvent) -> None:
         self._display.line(f"warning, step {event['step']}: {event.get('message', '')}")

@@ -71,7 +71,7 @@ def fit(
     describe: Describe | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Fitted:
-    """Train from state.step to the last step of state.schedule.
+    """Train from state.step to the last step of state.schedule, or to where a hook sets state.ended.
 
     batches        endless iterator of (Batch on the host, cursor behind it), from state.cursor on.
     recompute      one of models.RECOMPUTE.
@@ -132,17 +132,17 @@ def fit(
             # a save where one is due, and always at the end
             # Several processes agree on it by the step's one read: a later signal is for the next step.
             stop = result.stop or (group.size == 1 and interrupt.requested)
-            last = stop or state.step == steps
+            last = stop or state.finished
             due = result.save or (save_every and state.step % save_every == 0)
             if last or due:
                 group.check_replicas(state.tensors())
                 group.on_rank0(partial(save, state, keep_saves, "stop" if last else on_full_disk))
             if due or state.saved == state.step:  # a hook may have saved too
                 timer.restart()
-            if stop:
+            if last:
                 break
     fitted = Fitted(
-        reason="done" if state.step >= steps else "interrupted",
+        reason="done" if state.finished else "interrupted",
         steps=state.step,
         loss_first=losses[0] if losses else None,
         loss_last=losses[-1] if losses else None,

@@ -40,8 +40,8 @@ class Run:
     saved         the record of the save to go on from (state.json), None for a fresh run.
     step, cursor  where it goes on: number of finished steps and the data position (0 and None for a fresh
                   run).
-    finished      whether that save is of the last step of its schedule, and nothing was changed that could
-                  ask for more.
+    finished      whether that save is of the last step of its schedule or was ended early, and nothing was
+                  changed that could ask for more.
     changed       "field: saved -> now" of each change that allow_changed let through.
 
     Use as a context manager: leaving it closes the events and frees the lock. (A killed process frees the
@@ -103,9 +103,9 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        return (
-            self.saved is not None and not self.changed and self.step >= int(self.saved["schedule"]["steps"])
-        )
+        if self.saved is None or self.changed:
+            return False
+        return bool(self.saved.get("ended")) or self.step >= int(self.saved["schedule"]["steps"])
 
     def refuse_changes(self, saved: Any, now: Any, prefix: str = "") -> None:
         """Raise ConfigError with every field that changed and is fixed, or is not named by allow_changed."""
@@ -211,7 +211,7 @@ def read_record(save_path: Path) -> dict[str, Any]:
     typed = all(isinstance(record.get(field), dict) for field in tables) and isinstance(
         record.get("cursor", 0), dict | None
     )
-    typed = typed and _is_best(record.get("best"))
+    typed = typed and _is_best(record.get("best")) and type(record.get("stale", 0)) is int
     steps = (record.get("step"), record["schedule"].get("steps")) if typed else ()
     named = SAVE_NAME.fullmatch(save_path.name)
     if named and record.get("step") != int(named[1]):

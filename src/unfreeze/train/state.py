@@ -47,6 +47,8 @@ class State:
 
     step    finished optimizer steps.
     cursor  where the next batch of data begins, as the batch iterator said.
+    stale   validations in a row that found no lower loss than the best. Every save contains it.
+    ended   whether the run ends at this step, before its schedule does.
     saved   the step of the newest save that this process made, None before one.
     best    {"step", "loss"} of the lowest validation loss so far, None without validation. Every save
             contains it, so it is always as old as the save; a separate file could be older or newer.
@@ -60,7 +62,14 @@ class State:
     step: int = 0
     cursor: dict[str, Any] | None = None
     best: dict[str, Any] | None = None
+    stale: int = 0
+    ended: bool = False
     saved: int | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether no step follows."""
+        return self.ended or self.step >= self.schedule.steps
 
     def tensors(self) -> dict[str, Tensor]:
         """The live tensors that training changes, under the names they are saved by."""
@@ -94,6 +103,7 @@ def start_or_resume(
     run.refuse_changes(run.saved["optimizer"], plain_json(optimizer.settings), "optimizer.")
     _load_tensors(run.save_path / TENSORS, state.tensors())
     state.step, state.cursor, state.best = run.step, run.cursor, run.saved.get("best")
+    state.stale = run.saved.get("stale", 0)
     return state
 
 
@@ -146,6 +156,8 @@ def _record(state: State) -> dict[str, Any]:
         "schedule": asdict(state.schedule),
         "optimizer": state.optimizer.settings,
         "best": state.best,
+        "stale": state.stale,
+        "ended": state.ended,
         "config": state.run.config,
         "config_hash": config_hash(state.run.config),
         "torch": torch.__version__,
