@@ -71,6 +71,7 @@ DEV = {
 }
 HEADINGS = {"Train": TRAIN, "Look": LOOK, "Ship": SHIP}
 COMMANDS = {**TRAIN, **LOOK, **SHIP, **DEV}
+SWEPT = ("sft", "pretrain")  # of which `--sweep FIELD=A,B` makes several runs
 FLAGS = {"--json": "json", "--quiet": "quiet", "--traceback": "traceback", "--plan": "plan"}
 
 
@@ -136,7 +137,11 @@ def _dispatch(name: str, arguments: list[str], common: Common) -> int:
         raise ConfigError(
             f"there is no command {name!r}{command_hint(name, COMMANDS)}", next="unfreeze --help"
         )
-    result: dict[str, Any] = importlib.import_module(COMMANDS[name].module).main(arguments, common)
+    result: dict[str, Any]
+    if name in SWEPT and "--sweep" in {argument.partition("=")[0] for argument in arguments}:
+        result = importlib.import_module("unfreeze.commands.sweep").sweep(name, arguments, common)
+    else:
+        result = importlib.import_module(COMMANDS[name].module).main(arguments, common)
     if common.json:
         print(json.dumps(result), flush=True)
     return int(result.get("exit_code", 0))

@@ -1,6 +1,7 @@
-"""unfreeze compare runs/a runs/b …: config differences, curves on one picture, and a table.
+"""unfreeze compare runs/a runs/b …: results best first, config differences, curves on one picture.
 
-In the terminal and as one HTML page.
+In the terminal and as one HTML page. Best is the lowest validation loss of a run where all have one, else the
+last loss of training.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ class Config(Frozen):
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """Compare; -> runs, differences, caution, html.
+    """Compare; -> runs, ranked_by, differences, caution, html.
 
-    runs: a row of results each; differences: field -> values; html: path of the page.
+    runs: a row of results each, best first; differences: field -> values; html: path of the page.
     """
     config = parse(Config, arguments, command="compare", description=__doc__ or "", positional=True)
-    runs = compare.read_runs(config.runs)
+    runs = compare.ranked(compare.read_runs(config.runs))
     names = [name.replace("/", "-") for name in compare.names(runs)]
     target = (
         Path(config.html)
@@ -58,7 +59,10 @@ def show(runs: list[Run], console: Console) -> None:
     results = [compare.result(run, name).cells() for run, name in zip(runs, names, strict=True)]
     rows = [(head, *(cells[i] for cells in results)) for i, head in enumerate(compare.RESULT_HEAD) if i]
     differences = [(field, *values) for field, values in compare.differences(runs).items()]
-    for title, lines in (("results", rows), ("configuration", differences)):
+    for title, lines in (
+        (f"results, best first {compare.ranking(runs).words}", rows),
+        ("configuration", differences),
+    ):
         table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
         for head in ("", *names):
             table.add_column(Text(head), overflow="fold")

@@ -44,6 +44,7 @@ def text(config: type[BaseModel], command: str, description: str, *, everything:
     lines += ["Also: --json (result as one JSON object)  --quiet  --traceback"]
     if "epochs" in fields:
         lines += ["      --plan (shows the whole memory plan, then trains; `unfreeze plan` only plans)"]
+        lines += ["      --sweep FIELD=A,B … (a run for each combination, then their comparison)"]
     return "\n".join(lines)
 
 

@@ -71,7 +71,7 @@ new config wizard | unfreeze init MODEL DATA writes a run.toml with its reasons
 download fetch pull | unfreeze inspect org/name downloads what it reads; training downloads the rest
 infer inference run talk | unfreeze chat MODEL_OR_RUN
 preprocess prepare tokenize | unfreeze data show FILE --model MODEL; training encodes by itself
-sweep search | not built; unfreeze compare RUN RUN … shows several runs side by side
+sweep search | unfreeze sft … --sweep learning_rate=1e-4,2e-4 runs and compares each combination
 resume continue | give the same command again: a run goes on where it stopped
 """
 

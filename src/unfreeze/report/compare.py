@@ -6,10 +6,11 @@ data differ, the page says so.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.schema import EvalEvent
@@ -22,6 +23,7 @@ from unfreeze.report.tables import ABSENT
 
 WIDE, NARROW, SMALL = (1100, 380), (350, 260), (360, 220)
 OWN = ("out", "track", "effective.given")  # fields that name the run itself, who looks on, or other fields
+GIVEN = ("template_date",)  # fields that a run fills in itself: shown where one of the runs was told them
 # where one of these differs, so may the tokenizer or the texts, and losses measure different things
 UNCOMPARABLE = ("model", "data")
 
@@ -127,15 +129,52 @@ def result(run: Run, name: str) -> Result:
     )
 
 
+class Ranking(NamedTuple):
+    """By what runs are ranked: a field of Result, and words. "" where no run has a loss."""
+
+    field: Literal["best_validation", "loss_last", ""]
+    words: str
+
+
+def ranking(runs: Sequence[Run]) -> Ranking:
+    """By the best validation loss where every run that trained has one, else by the last training loss."""
+    results = [result(run, "") for run in runs]
+    if not any(each.loss_last is not None for each in results):
+        return Ranking("", "(no run has a loss: as given)")
+    if all(each.best_validation is not None for each in results if each.steps):
+        return Ranking("best_validation", "by best validation loss")
+    return Ranking("loss_last", "by final training loss, because not all runs have validation")
+
+
+def ranked(runs: Sequence[Run]) -> list[Run]:
+    """The runs, the lowest loss first; without one last, and equal ones as given."""
+    field = ranking(runs).field
+
+    def loss(run: Run) -> float:
+        value = getattr(result(run, ""), field) if field else None
+        return math.inf if value is None else value
+
+    return sorted(runs, key=loss)
+
+
 def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
     """Give each field that is not the same in all runs, with its value in each.
 
     Fields are dotted, as a flag is spelled; a dash where a run has none.
     """
     configs = [flatten(run.config) for run in runs]
-    fields = dict.fromkeys(field for config in configs for field in config if field not in OWN)
+    told = {name for run in runs for name in _given(run)}
+    own = {*OWN, *(field for field in GIVEN if field not in told)}
+    fields = dict.fromkeys(field for config in configs for field in config if field not in own)
     values = {field: [config.get(field, ABSENT) for config in configs] for field in fields}
     return {field: row for field, row in values.items() if len(set(row)) > 1}
+
+
+def _given(run: Run) -> list[str]:
+    """The fields that were not at their default, as the run wrote them down."""
+    effective = run.config.get("effective")
+    given = effective.get("given") if isinstance(effective, dict) else None
+    return [str(name) for name in given] if isinstance(given, list) else []
 
 
 def caution(runs: Sequence[Run]) -> str:
@@ -147,10 +186,12 @@ def caution(runs: Sequence[Run]) -> str:
 def as_dict(runs: Sequence[Run]) -> dict[str, Any]:
     """Give the comparison as plain JSON.
 
-    runs (one Result each), differences (field -> values in the same order), caution.
+    runs (one Result each), ranked_by (a field of Result), differences (field -> values in the same order),
+    caution.
     """
     rows = [vars(result(run, name)) for run, name in zip(runs, names(runs), strict=True)]
-    return {"runs": rows, "differences": differences(runs), "caution": caution(runs)}
+    by = ranking(runs).field or None
+    return {"runs": rows, "ranked_by": by, "differences": differences(runs), "caution": caution(runs)}
 
 
 def page(runs: Sequence[Run]) -> str:
@@ -164,6 +205,7 @@ def page(runs: Sequence[Run]) -> str:
         title=title,
         runs=[(label, f"{result_words(run)}: {run.path}") for label, run in zip(labels, runs, strict=True)],
         caution=caution(runs),
+        order=ranking(runs).words,
         head=RESULT_HEAD,
         results=[result(run, name).cells() for run, name in zip(runs, labels, strict=True)],
         large=large,

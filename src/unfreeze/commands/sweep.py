@@ -1,0 +1,170 @@
+"""unfreeze sft … --sweep FIELD=A,B [FIELD=C,D]: a run for every combination of the values, then a comparison.
+
+Each run is a process of its own in <out>/FIELD=VALUE, one after the other. A run can be resumed like any
+other: the same command again goes on where the sweep stopped, and finished runs are not trained again. One
+that fails does not stop the rest.
+"""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+from unfreeze.commands import compare
+from unfreeze.config import pretrain, sft
+from unfreeze.config.names import leaves, places
+from unfreeze.config.parse import parse
+from unfreeze.config.training import TrainingConfig
+from unfreeze.core.command import Common
+from unfreeze.core.errors import ConfigError
+from unfreeze.job.folder import refuse_absent
+
+RECIPES: dict[str, type[TrainingConfig]] = {"sft": sft.Config, "pretrain": pretrain.Config}
+FLAG = "--sweep"
+MOST = 12  # runs: as many as `unfreeze compare` can tell apart
+NEVER = {"out": "each run has a folder of its own", "allow_changed": "it is of a run that goes on"}
+EXAMPLE = f"{FLAG} learning_rate=1e-4,2e-4"
+
+Launch = Callable[[list[str]], int]
+"""The arguments of `unfreeze` -> its exit code."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of the sweep: its name, the arguments that make it, its folder."""
+
+    name: str
+    arguments: list[str]
+    folder: Path
+
+
+def process(arguments: list[str]) -> int:
+    """Run unfreeze in a process of its own; its exit code.
+
+    A Ctrl-C reaches it too: it saves, and this waits for it. A second one ends it at once.
+    """
+    child = subprocess.Popen([sys.executable, "-m", "unfreeze", *arguments], stdout=subprocess.DEVNULL)
+    interrupted = False
+    while True:
+        try:
+            code = child.wait()
+        except KeyboardInterrupt:
+            if interrupted:
+                child.kill()
+                raise
+            interrupted = True
+            continue
+        if interrupted:
+            raise KeyboardInterrupt
+        return code
+
+
+def sweep(recipe: str, arguments: list[str], common: Common, launch: Launch = process) -> dict[str, Any]:
+    """All runs, then the comparison of those that have steps.
+
+    -> sweep (field -> values), failed (run -> exit code), exit_code (the highest), and what `unfreeze
+    compare` gives.
+    Raises ConfigError for a field or a value that is none, before any run starts.
+    """
+    fields, points = planned(recipe, arguments)
+    flags = [f"--{name}" for name in ("quiet", "traceback", "plan") if getattr(common, name)]
+    failed: dict[str, int] = {}
+    for number, point in enumerate(points, 1):
+        if not common.quiet:
+            print(f"\nrun {number} of {len(points)}: {point.name}", file=sys.stderr, flush=True)
+        try:
+            code = launch([recipe, *point.arguments, *flags])
+        except KeyboardInterrupt:
+            again = shlex.join(["unfreeze", recipe, *arguments])
+            said = f"in run {number} of {len(points)}, {point.name}; give the same command again: {again}"
+            raise KeyboardInterrupt(said) from None
+        if code:
+            failed[point.name] = code
+    made = [point.folder for point in points if (point.folder / "events.jsonl").is_file()]
+    compared = compare.main([str(folder) for folder in made], common) if len(made) > 1 else {"runs": []}
+    if failed and not common.quiet:
+        words = ", ".join(f"{name} (exit code {code})" for name, code in failed.items())
+        print(f"failed: {words}; the same command again tries these once more", file=sys.stderr)
+    return {"sweep": fields, "failed": failed, "exit_code": max(failed.values(), default=0), **compared}
+
+
+def planned(recipe: str, arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[Point]]:
+    """(field -> its values, every combination of them as a run), each checked as its command would be."""
+    if recipe not in RECIPES:
+        raise ConfigError(f"unfreeze {recipe} has no {FLAG}", next=f"unfreeze sft … {EXAMPLE}")
+    rest, written = _split(arguments)
+    fields = _fields(RECIPES[recipe], rest, written)
+    combinations = list(product(*fields.values()))
+    if not 2 <= len(combinations) <= MOST:
+        raise ConfigError(
+            f"{FLAG} makes {len(combinations)} {'run' if len(combinations) == 1 else 'runs'}; 2 to {MOST} are"
+            " run and compared",
+            next="give fewer values, or one field after the other" if len(combinations) > MOST else EXAMPLE,
+        )
+    points: list[Point] = []
+    for values in combinations:
+        swept = [word for name, value in zip(fields, values, strict=True) for word in (_flag(name), value)]
+        config = parse(RECIPES[recipe], [*rest, *swept], command=recipe, description="")
+        name = ",".join(f"{field}={value}" for field, value in zip(fields, values, strict=True))
+        folder = config.run_dir / name.replace("/", "-")
+        points.append(Point(name, [*rest, *swept, "--out", str(folder)], folder))
+    refuse_absent(config.data.sources)
+    return fields, points
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(the other arguments, what stands after --sweep)."""
+    rest: list[str] = []
+    written: list[str] = []
+    inside = False
+    for word in arguments:
+        if word == FLAG:
+            inside = True
+        elif word.startswith(FLAG + "="):
+            written.append(word.removeprefix(FLAG + "="))
+            inside = True
+        elif inside and not word.startswith("-"):
+            written.append(word)
+        else:
+            inside = False
+            rest.append(word)
+    return rest, written
+
+
+def _fields(
+    config: type[TrainingConfig], rest: Sequence[str], written: Sequence[str]
+) -> dict[str, list[str]]:
+    """Field -> values. Raises ConfigError for what is no FIELD=VALUE,VALUE, or cannot be swept."""
+    given = {word.partition("=")[0].replace("_", "-") for word in rest if word.startswith("--")}
+    infos = dict(leaves(config))
+    fields: dict[str, list[str]] = {}
+    for each in written:
+        name, equals, text = each.partition("=")
+        name = name.lstrip("-").replace("-", "_")
+        values = [value.strip() for value in text.split(",")]
+        if not equals or not name or not all(values):
+            raise ConfigError(f"{FLAG} {each!r} is not FIELD=VALUE,VALUE", next=EXAMPLE)
+        place = places(config).get(name, name)
+        kind = infos[place].annotation if place in infos else None
+        several = any(get_origin(part) is tuple for part in (kind, *get_args(kind)))
+        wrong = NEVER.get(name) or ("one run takes several values of it" if several else "")
+        if wrong:
+            raise ConfigError(f"{name} cannot be swept: {wrong}", next=EXAMPLE)
+        if name in fields or _flag(name) in given:
+            raise ConfigError(f"{name} is given twice", next=f"give it once, after {FLAG}")
+        if len(set(values)) < len(values):
+            raise ConfigError(f"{FLAG} {each!r} names a value twice", next="give each value once")
+        fields[name] = values
+    if not fields:
+        raise ConfigError(f"{FLAG} needs FIELD=VALUE,VALUE", next=EXAMPLE)
+    return fields
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
