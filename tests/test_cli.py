@@ -143,6 +143,22 @@ def test_json_is_the_last_line_of_stdout(planted, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"run": "runs/x", "steps": 3}
 
 
+def test_ctrl_c_while_it_is_still_imported_is_no_traceback():
+    """At the import of cli, which the installed command and `python -m unfreeze` make first."""
+    code = (
+        "import sys, signal, importlib.abc\n"
+        "class Slow(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'unfreeze.cli': signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Slow())\n"
+        "from unfreeze.__main__ import main\n"
+        "sys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "interrupted: give the same command again\n")
+    assert 'unfreeze = "unfreeze.__main__:main"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("command", list(cli.COMMANDS))
 def test_every_command_has_help(command):
     done = subprocess.run(

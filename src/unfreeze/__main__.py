@@ -1,7 +1,22 @@
-"""Run the command line by `python -m unfreeze`, or `torchrun --nproc-per-node 2 -m unfreeze sft …`."""
+"""Start the command line: `unfreeze`, `python -m unfreeze`, or under torchrun `-m unfreeze sft …`.
+
+Nothing is imported before a Ctrl-C is looked for: the first tenth of a second is imports, and ends like the
+rest.
+"""
 
 import sys
 
-from unfreeze.cli import main
 
-sys.exit(main())
+def main() -> int:
+    """The exit code of the command line; 130 where Ctrl-C comes before it is there."""
+    try:
+        from unfreeze import cli
+
+        return cli.main()
+    except KeyboardInterrupt:
+        print("interrupted: give the same command again", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -62,6 +62,36 @@ def planned(*arguments):
     return plan.main(list(arguments), Common(quiet=True))
 
 
+def said(capsys, *arguments):
+    found = plan.main(list(arguments), Common())
+    return found, capsys.readouterr().out.splitlines()
+
+
+def test_what_does_not_fit_ends_with_exit_code_2_and_its_json_is_whole(config, tmp_path):
+    refused = planned("--model", config, "--hardware", "1xRTX4090")
+    fits = planned("--model", config, "--hardware", "1xH200")
+    assert not refused["fits"] and refused["exit_code"] == 2
+    assert fits["fits"] and refused.keys() - {"exit_code"} == fits.keys()
+    # of several machines one is enough
+    both = planned("--model", config, "--hardware", "1xRTX4090", "1xH200")
+    assert "exit_code" not in both and [each["fits"] for each in both["plans"]] == [False, True]
+
+
+def test_what_is_not_built_is_said_first(config, capsys):
+    found, lines = said(capsys, "--model", config, "--hardware", "1xRTX4090+128GB")
+    assert found["fits"] and found["not_built"]
+    assert lines[0].endswith(f": not built yet: {', '.join(found['not_built'])}; it would fit")
+    assert "not built" not in "".join(lines[1:])
+
+
+def test_a_dense_model_has_no_line_of_experts_and_no_row_of_0_bytes(config, tmp_path, capsys):
+    (tmp_path / "dense.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 2}))
+    _, dense = said(capsys, "--model", str(tmp_path / "dense.json"), "--hardware", "8xH200")
+    assert "experts" not in "\n".join(dense) and not any(line.endswith(" 0 B") for line in dense)
+    _, mixture = said(capsys, "--model", config, "--hardware", "1xH200")
+    assert any(line.strip().startswith("experts") for line in mixture)
+
+
 def test_a_config_alone_with_a_price(config):
     found = planned("--model", config, "--hardware", "1xH100", "--usd-per-hour", "3.6")
     assert found["fits"] and found["not_built"] == []
@@ -306,8 +336,8 @@ def test_this_machine_needs_no_gpu_and_no_network(config):
     )
     words = ["plan", "--model", config, "--train", "all", "--json", "--quiet"]
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == (0 if found["fits"] else plan.DOES_NOT_FIT), done.stderr
     assert (found["tokens_per_second"] is None) == (found["source"] is None)
     assert found["source"] is None or "measured on" in found["source"]
 

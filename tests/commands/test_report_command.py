@@ -37,6 +37,15 @@ def test_a_folder_without_a_run_is_said(tmp_path, capsys):
         assert "events.jsonl is missing" in capsys.readouterr().err
 
 
+def test_a_run_that_is_not_there_is_said_with_one_that_is(run_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["report", "runs/nope"]) == 2
+    said = capsys.readouterr().err
+    assert f"there is no run runs/nope in {tmp_path}" in said and "next: unfreeze report RUN" in said
+    assert cli.main(["report", str(run_dir.parent / "thre steps")]) == 2
+    assert f"next: unfreeze report {run_dir}" in capsys.readouterr().err
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """As a run holds its folder."""

@@ -150,8 +150,8 @@ def test_two_spellings_with_one_value_are_read(tmp_path):
         ("optimizer = 'adamw_8bit'", "unknown key optimizer; it is called optimizer_moments here"),
         ("memory = 3", r"memory = 3 should be a table \[memory\]"),
         ("[training.steps]\na = 1", "training.steps is a table; it should be a value"),
-        ("[save]\nkeep = 0", "save.keep = 0: Input should be greater than or equal to 1"),
-        ("[save]\nkeep = '2'", "save.keep = '2': Input should be a valid integer"),
+        ("[save]\nkeep = 0", "save.keep = 0: must be at least 1"),
+        ("[save]\nkeep = '2'", "save.keep = '2' is not a whole number"),
     ],
 )
 def test_what_is_wrong_in_a_table_is_named_with_the_nearest_right_key(tmp_path, text, words):

@@ -48,6 +48,16 @@ def test_a_peak_within_a_tenth_of_plan_process_and_compiled_code_is_ok(tmp_path,
     assert states(tmp_path, 2.0, peak * GIB)["Planned peak"] == state
 
 
+def test_the_row_says_plainly_what_was_planned_and_what_it_took(tmp_path):
+    states(tmp_path, 2.0, 6 * GIB)
+    row = next(row for row in guard_rows(read_run(tmp_path)) if row.guard == "Planned peak")
+    assert row.setting == "between 5.5 GiB and 6.3 GiB, or 10% beside it"
+    assert row.said == (
+        "took 6.0 GiB at most; planned were 5.0 GiB for a step + 512.0 MiB for the process itself + up to"
+        " 819.2 MiB of compiled code"
+    )
+
+
 def test_a_gpus_peak_is_the_plans_alone(tmp_path):
     gpu = {"hardware": {"kind": "cuda", "process": 0}}
     assert states(tmp_path, 2.0, 5.4 * GIB, **gpu)["Planned peak"] == "ok"

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 SWEEP_RANKS, SWEEP_LENGTHS = (4, 8, 16, 32), (2048, 8192)
 HERE = "this machine"
+DOES_NOT_FIT = 2
 
 
 class Config(Frozen):
@@ -110,7 +111,10 @@ class Config(Frozen):
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """-> the plan of the first machine (Planned.fields). With several, or --sweep, `plans` has all."""
+    """-> the plan of the first machine (Planned.fields). With several, or --sweep, `plans` has all.
+
+    exit_code 2 where it fits none of them: what a run would end with.
+    """
     config = configured(arguments)
     if not config.model:
         raise ConfigError(
@@ -129,7 +133,8 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
         lines = [line for planned in plans for line in planned.lines()]
     if not common.quiet:
         console.print("\n".join(lines))
-    return plans[0].fields() | ({"plans": [p.fields() for p in plans]} if len(plans) > 1 else {})
+    found = plans[0].fields() | ({"plans": [p.fields() for p in plans]} if len(plans) > 1 else {})
+    return found | ({} if any(planned.fits for planned in plans) else {"exit_code": DOES_NOT_FIT})
 
 
 def configured(arguments: list[str]) -> Config:

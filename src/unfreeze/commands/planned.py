@@ -94,10 +94,17 @@ class Planned:
         adapters = (
             f", {format_count(self.adapter_parameters)} adapter parameters" if self.adapter_parameters else ""
         )
+        fits = "fits" if self.fits else "does not fit"
+        if choice.not_built:
+            would = "it would fit" if self.fits else "it would not fit either"
+            fits = f"not built yet: {', '.join(choice.not_built)}; {would}"
+        experts, layout = f", experts {format_bytes(self.experts_per_device)} a device", choice.layout.words
+        if not self.counts.num_experts:
+            experts, layout = "", layout.partition("; ")[2]
         lines = [
-            f"{printable(self.model)} on {self.fleet.name}: {'fits' if self.fits else 'does not fit'}",
-            f"  weights {format_bytes(weights)}, experts {format_bytes(self.experts_per_device)} a device",
-            f"  {choice.layout.words}",
+            f"{printable(self.model)} on {self.fleet.name}: {fits}",
+            f"  weights {format_bytes(weights)}{experts}",
+            f"  {layout}",
             f"  {choice.tokens:,} tokens a step{self._chosen()}{adapters}",
         ]
 
@@ -108,7 +115,8 @@ class Planned:
         ):
             if terms:
                 total = format_of(sum(terms.values()), usable)
-                rows = [*((name, format_bytes(size)) for name, size in terms.items()), (place, total)]
+                named = ((name, format_bytes(size)) for name, size in terms.items() if size)
+                rows = [*named, (place, total)]
                 lines += [f"  {line}" for line in align(rows).splitlines()]
 
         # seconds, the longest first
@@ -126,8 +134,6 @@ class Planned:
             words = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.simulated.items())
             lines.append(f"  replayed event by event: {words}")
         lines += [f"  {note}" for note in self.notes]
-        if choice.not_built:
-            lines.append(f"  not built yet: {', '.join(choice.not_built)}")
         lines += [f"  nothing found that fits: {self.reason}"] * bool(self.reason)
         return lines + [f"  fits with {line}" for line in self.proposals]
 

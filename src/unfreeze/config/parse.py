@@ -29,6 +29,7 @@ from pydantic.fields import FieldInfo
 from unfreeze.config.help import text as help_text
 from unfreeze.config.names import by_place, flat_name, leaves, nested, places
 from unfreeze.config.synonyms import field_hint
+from unfreeze.config.words import wrong, wrong_flag
 from unfreeze.core.errors import ConfigError
 
 
@@ -185,7 +186,26 @@ def _parse_flags(config: type[BaseModel], arguments: list[str], command: str) ->
         inner = ends.get(unknown.lstrip("-").replace("_", "-"))
         hint = f"; it is called {inner} here" if inner else field_hint(unknown, near, flag=True)
         message = f"there is no flag {unknown}{hint}"
+    else:
+        message = _wrong_flag(config, arguments) or message
     raise ConfigError(message, next=f"unfreeze {command} --help")
+
+
+def _wrong_flag(config: type[BaseModel], arguments: Sequence[str]) -> str:
+    """The first flag whose values are none, in words; "" where each is one."""
+    infos = dict(leaves(config))
+    known = {
+        f"--{spelling.replace('_', '-')}": infos[place]
+        for name, place in places(config).items()
+        for spelling in (name, place)
+    }
+    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    at = [i for i, word in enumerate(words) if word.startswith("--")]
+    for start, end in zip(at, [*at[1:], len(words)], strict=True):
+        info = known.get(words[start].replace("_", "-"))
+        if info is not None and (said := wrong_flag(words[start], words[start + 1 : end], info.annotation)):
+            return said
+    return ""
 
 
 def _refuse_repeated(config: type[BaseModel], arguments: Sequence[str]) -> None:
@@ -291,9 +311,8 @@ def _given(config: type[BaseModel], table: Mapping[str, Any], where: str) -> dic
         try:
             return typed.validate_python(given, strict=True)
         except ValidationError as error:
-            message = error.errors()[0]["msg"]
             raise ConfigError(
-                f"{where}: {written} = {value!r:.60}: {message}", next="mend the value"
+                f"{where}: {wrong(written, cast(object, value), error.errors()[0])}", next="mend the value"
             ) from None
 
     return by_place(config, table, where, check)
@@ -306,6 +325,7 @@ def _explain(config: type[BaseModel], error: ValidationError) -> str:
         if not item["loc"]:  # a check of several fields: its message says in words what is wrong
             lines.append(item["msg"].partition(", ")[2])
             continue
-        name = flat_name(config, ".".join(str(part) for part in item["loc"]))
-        lines.append(f"{name} = {item.get('input')!r}: {item['msg']}")
+        place = [str(part) for part in item["loc"] if not isinstance(part, int)]
+        whole: dict[str, Any] = {**item, "loc": ()}  # the item of a list that is wrong, without the list
+        lines.append(wrong(flat_name(config, ".".join(place)), item.get("input"), whole))
     return "; ".join(lines)

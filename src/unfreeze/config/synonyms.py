@@ -107,4 +107,8 @@ def field_hint(
 def command_hint(word: str, known: Iterable[str]) -> str:
     """The end of an error about an unknown command."""
     plain = word.lower().replace("_", "-")
-    return f"; {COMMANDS[plain]}" if plain in COMMANDS else nearest(word, known)
+    near = nearest(word, known)
+    if plain not in COMMANDS and not near:
+        # the same letters in another order: trian is answered as train is
+        plain = next((word for word in COMMANDS if sorted(word) == sorted(plain)), plain)
+    return f"; {COMMANDS[plain]}" if plain in COMMANDS else near

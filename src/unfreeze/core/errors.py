@@ -80,7 +80,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
     Close: by difflib's ratio, or with the same letters in another order (stf and sft have 0.67).
     """
+    near = near_word(name, known)
+    return f"; nearest: {near!r}" if near else ""
+
+
+def near_word(name: str, known: Iterable[str]) -> str:
+    """The known name that `nearest` names, "" without one."""
     names = list(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=NEAR)
     close = close or [other for other in names if sorted(other) == sorted(name)]
-    return f"; nearest: {close[0]!r}" if close else ""
+    return close[0] if close else ""

@@ -194,10 +194,13 @@ def start_lines(
             f"adapters of {ranks} on {', '.join(trained.lora.targets)},"
             f" {format_count(plan.adapter_parameters)} parameters{trained.begins}"
         )
+    beside = ""
+    if plan.hardware.process:
+        beside = f" (the process's {format_bytes(plan.hardware.process)} and compiled code come beside it)"
     chosen = f"; recompute = {plan.work.recompute}, {plan.why}" if plan.why else ""
     return [
         f"model: {Path(config.model).name}, {shape.model_type}, {shape.num_layers} layers{experts}; {files}",
-        f"memory: {format_bytes(plan.total)} planned, {format_bytes(plan.usable)} usable{chosen}",
+        f"memory: {format_bytes(plan.total)} planned, {format_bytes(plan.usable)} usable{beside}{chosen}",
         f"disk: {format_bytes(disk.needed)} of {format_bytes(disk.free)} free; {disk.said}",
         f"trains: {what}; {config.training.tokens_per_step:,} tokens a step",
     ]

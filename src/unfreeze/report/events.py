@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from unfreeze.core.errors import DataError
+from unfreeze.core.errors import DataError, looked_in, near_word
 from unfreeze.core.schema import LARGEST, DataEvent, Event, SampleEvent, TrainEvent, damage, kind_of
 from unfreeze.core.units import format_count
 
@@ -32,8 +32,15 @@ def read_events(path: Path | str) -> list[Event]:
     """
     path = Path(path)
     if not path.is_file():
-        next_command = "unfreeze report RUN_FOLDER (the folder named by --out)"
-        raise DataError(f"no events in {path.parent}: {path.name} is missing", next=next_command)
+        folder = path.parent
+        runs = sorted(run.parent for run in folder.parent.glob("*/events.jsonl"))
+        near = near_word(folder.name, [run.name for run in runs])
+        shown = next((run for run in runs if run.name == near), runs[0] if runs else None)
+        here = f"unfreeze report {shown}" if shown else "unfreeze report RUN (the folder named by --out)"
+        if not folder.is_dir():
+            there = f"; {len(runs):,} in {folder.parent}" if runs else ""
+            raise DataError(f"there is no run {folder}{looked_in(str(folder))}{there}", next=here)
+        raise DataError(f"{folder} is not a run: {path.name} is missing", next=here)
     lines = path.read_bytes().split(b"\n")
     # Every event is written with its newline in one flush, so only what follows the last newline can be a cut
     # write.

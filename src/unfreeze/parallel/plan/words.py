@@ -17,14 +17,15 @@ KERNELS = "0.3 to 0.8 GiB for kernels as they are compiled"
 def plan_lines(plan: Plan) -> list[str]:
     """The plan for people, a term a line."""
     device, work = plan.hardware, plan.work
-    width = max(len(name) for name in plan.terms)
+    terms = {name: size for name, size in plan.terms.items() if size}  # a dense model has no expert workspace
+    width = max(map(len, terms))
     lines = [
         f"plan for {device.name}: {device.cores} cores, {format_bytes(device.total)},"
         f" {format_bytes(plan.usable)} usable now"
     ]
 
     # the terms, their sum, and what the process takes besides
-    lines += [f"  {name:<{width}}  {format_bytes(size):>10}" for name, size in plan.terms.items()]
+    lines += [f"  {name:<{width}}  {format_bytes(size):>10}" for name, size in terms.items()]
     lines.append(f"  {'total':<{width}}  {format_bytes(plan.total):>10}  of {format_bytes(plan.usable)}")
     if device.process:
         lines.append(f"  beside it: this process {format_bytes(device.process)}, and {KERNELS}")

@@ -1,0 +1,82 @@
+"""What is wrong with a value, in words of people: pydantic finds it, this says it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import TypeAdapter, ValidationError
+
+IS_NO = {
+    "int": "a whole number",
+    "float": "a number",
+    "finite": "a finite number",
+    "string": "text",
+    "bool": "true or false",
+    "tuple": "a list",
+    "list": "a list",
+}
+"""What the name of pydantic's fault begins with -> what the value should have been."""
+MUST = {
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be more than {gt}",
+    "less_than_equal": "must be at most {le}",
+    "less_than": "must be less than {lt}",
+    "too_short": "needs at least {min_length}",
+    "too_long": "takes at most {max_length}",
+}
+"""Name of pydantic's fault -> the limit."""
+KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+
+
+def wrong(name: str, value: object, fault: Mapping[str, Any]) -> str:
+    """ "steps = 'three' is not a whole number"; for an item of a list also the item.
+
+    fault: one of ValidationError.errors().
+    """
+    inside = any(isinstance(part, int) for part in fault["loc"])
+    subject = f"{name} = {value!r:.60}" + (f": {fault['input']!r:.60}" if inside else "")
+    kind, context = fault["type"], fault.get("ctx", {})
+    if kind in MUST:
+        return f"{subject}: {MUST[kind].format(**context)}"
+    if kind == "literal_error":
+        return f"{subject} is none of {context['expected'].replace(' or ', ', ')}"
+    if (word := IS_NO.get(kind.partition("_")[0])) and kind != "string_too_short":
+        return f"{subject} is not {word}"
+    message = fault["msg"].removeprefix("Value error, ").replace("Input should be", "should be")
+    return f"{subject}: {message}"
+
+
+def wrong_flag(flag: str, values: Sequence[str], annotation: Any) -> str:
+    """What is wrong with the values given to a flag, "" where nothing is.
+
+    "--steps = 'three' is not a whole number", "--steps needs a value: a whole number".
+    """
+    kinds = [kind for kind in (annotation, *get_args(annotation)) if get_origin(kind) is tuple]
+    inner = get_args(kinds[0])[0] if kinds else annotation
+    if bool in (inner, *get_args(inner)):
+        return ""
+    if not values:
+        return f"{flag} needs {'values' if kinds else 'a value'}: {expected(inner)}"
+    if not kinds and len(values) > 1:
+        return f"{flag} takes one value; {values[1]!r} is one more"
+    typed: TypeAdapter[Any] = TypeAdapter(inner)
+    for value in values:
+        try:
+            typed.validate_python(value)
+        except ValidationError as error:
+            faults = [fault for fault in error.errors() if not fault["type"].startswith("none")]
+            return wrong(flag, value, {**(faults or error.errors())[0], "loc": ()})
+    return ""
+
+
+def expected(annotation: Any) -> str:
+    """'a whole number', 'one of cosine, linear'; 'text' where it is neither."""
+    parts = [part for part in (annotation, *get_args(annotation)) if part is not NoneType]
+    for part in parts:
+        if part in KINDS:
+            return KINDS[part]
+        if get_origin(part) is Literal:
+            return f"one of {', '.join(map(str, get_args(part)))}"
+    return "text"

@@ -1,0 +1,87 @@
+"""What a newcomer types wrong is answered in plain words: values, flags, commands; README's file can be read."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import unfreeze
+from unfreeze import cli
+from unfreeze.config.parse import parse
+from unfreeze.config.sft import Config
+from unfreeze.core.errors import ConfigError
+
+PYDANTIC = re.compile(r"Input should|valid (integer|number|tuple|string)|type_error|instantiated|parse for")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--steps", "three"], "--steps = 'three' is not a whole number"),
+        (["--steps=3.5"], "--steps = '3.5' is not a whole number"),
+        (["--steps"], "--steps needs a value: a whole number"),
+        (["--schedule"], "--schedule needs a value: one of cosine, linear, constant, wsd"),
+        (["--steps", "3", "4"], "--steps takes one value; '4' is one more"),
+        (["--learning-rate", "fast"], "--learning-rate = 'fast' is not a number"),
+        (["--lora.rank", "x"], "--lora.rank = 'x' is not a whole number"),
+        (["--data-weights", "1", "two"], "--data-weights = 'two' is not a number"),
+        (["--schedule", "cosin"], "--schedule = 'cosin' is none of 'cosine', 'linear', 'constant', 'wsd'"),
+        (["--track", "wandb", "foo"], "--track = 'foo' is none of 'tensorboard', 'wandb', 'trackio'"),
+        (["--model", "m", "--data", "d", "--steps", "0"], "steps = 0: must be at least 1"),
+        (["--model", "m", "--data", "d", "--warmup", "2"], "warmup = 2.0: must be at most 1"),
+        (["--model", "m", "--data", "d", "--clip", "nan"], "clip = nan is not a finite number"),
+        (["--model", "m", "--data"], "data = (): needs at least 1"),
+        # the flag that is none comes before the fields that are missing
+        (["--modle", "x"], "there is no flag --modle; nearest: '--model'"),
+    ],
+)
+def test_a_wrong_flag_is_said_in_words_of_people(flags, said):
+    with pytest.raises(ConfigError) as caught:
+        parse(Config, flags, command="sft", description="")
+    assert said in caught.value.message and not PYDANTIC.search(caught.value.message)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"steps": "three"}, "steps = 'three' is not a whole number"),
+        ({"steps": True}, "steps = True is not a whole number"),
+        ({"data_weights": "x"}, "data_weights = 'x' is not a list"),
+        ({"data_weights": [1, "x"]}, "data_weights = [1, 'x']: 'x' is not a number"),
+        ({"prompts": [1]}, "prompts = [1]: 1 is not text"),
+        ({"track": ["foo"]}, "track = ['foo']: 'foo' is none of 'tensorboard', 'wandb', 'trackio'"),
+        ({"rank": "x"}, "lora.rank = 'x' is not a whole number"),
+        ({"save_minutes": -1}, "save_minutes = -1: must be at least 0"),
+    ],
+)
+def test_a_wrong_value_in_python_is_too(given, said):
+    with pytest.raises(ConfigError) as caught:
+        unfreeze.sft(**{"model": "m", "data": "d.jsonl", **given})
+    assert said in caught.value.message and not PYDANTIC.search(caught.value.message)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("trian", "unfreeze sft --model MODEL"),
+        ("comapre", "nearest: 'compare'"),
+        ("dotcor", "nearest: 'doctor'"),
+        ("sewep", "--sweep learning_rate=1e-4,2e-4"),
+    ],
+)
+def test_swapped_letters_of_a_command_find_it(word, said, capsys):
+    assert cli.main([word]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_control_arm_a_word_that_is_near_nothing_gets_no_suggestion(capsys):
+    assert cli.main(["xyzzy"]) == 2
+    assert capsys.readouterr().err.startswith("ConfigError: there is no command 'xyzzy'\n")
+
+
+def test_the_readmes_file_is_a_run(tmp_path):
+    readme = Path(cli.__file__).resolve().parents[2] / "README.md"
+    (block,) = re.findall(r"```toml\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "run.toml").write_text(block)
+    config = parse(Config, [str(tmp_path / "run.toml")], command="sft", description="")
+    assert len(block.splitlines()) <= 8 and config.data.files == ("chat.jsonl",)
