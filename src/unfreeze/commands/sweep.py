@@ -23,7 +23,7 @@ from unfreeze.config.parse import parse
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
-from unfreeze.job.folder import refuse_absent
+from unfreeze.job.folder import with_files
 
 RECIPES: dict[str, type[TrainingConfig]] = {"sft": sft.Config, "pretrain": pretrain.Config}
 FLAG = "--sweep"
@@ -114,7 +114,7 @@ def planned(recipe: str, arguments: Sequence[str]) -> tuple[dict[str, list[str]]
         name = ",".join(f"{field}={value}" for field, value in zip(fields, values, strict=True))
         folder = config.run_dir / name.replace("/", "-")
         points.append(Point(name, [*rest, *swept, "--out", str(folder)], folder))
-    refuse_absent(config.data.sources)
+    with_files(config)  # absent data is refused once, and here
     return fields, points
 
 
