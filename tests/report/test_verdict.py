@@ -79,7 +79,7 @@ def made(folder: Path, events: list[dict[str, Any]], config: dict[str, Any] | No
 @pytest.mark.parametrize(
     "tokens, said",
     [
-        (100, "learnt 30 % of 1,219 answers of"),
+        (100, "was trained on 30 % of 1,219 answers of"),
         (300, "learnt 1,219 answers of"),
         (3000, "learnt 1,219 answers of"),
     ],

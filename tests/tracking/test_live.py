@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import re
+import subprocess
 import sys
 
 import pytest
@@ -158,6 +159,47 @@ def test_the_bar_shows_step_epoch_loss_and_time_left_on_a_narrow_terminal(
         all(words in shown for words in ("step 3/9500", "epoch 1.5", "loss 10.720", "2 h 38 min left"))
         and len(shown) <= columns
     )
+
+
+def test_the_epoch_never_goes_back(terminal: Terminal):
+    """The last step of an epoch has fewer tokens; they count for what they are."""
+    with LiveProgress(40, stream=terminal) as progress:
+        progress(
+            {"kind": "data", "step": 0, "rows": 4, "tokens": 1000, "supervised_fraction": 0.5, "summary": ""}
+        )
+        for step in range(1, 41):
+            progress(train(step) | {"tokens": 500 if step < 40 else 20})
+    epochs = [float(words) for words in re.findall(r"epoch ([\d.]+)", terminal.getvalue())]
+    assert epochs == sorted(epochs) and epochs[-1] == 19.5, epochs
+
+
+def test_a_resumed_run_goes_on_at_its_epoch_and_names_its_next_step():
+    out = io.StringIO()
+    progress = LiveProgress(40, stream=out)
+    progress(
+        {"kind": "data", "step": 30, "rows": 4, "tokens": 1000, "supervised_fraction": 0.5, "summary": ""}
+    )
+    progress({"kind": "load", "step": 30, "bytes": 1, "seconds": 1.0, "expanded_bytes": 1, "rounded": 0})
+    progress(train(31) | {"tokens": 500})
+    assert "preparing step 31" in out.getvalue() and "epoch 15.5" in out.getvalue(), out.getvalue()
+
+
+BROKEN_PIPE = """
+import json, sys
+from unfreeze.tracking.live import LiveProgress
+progress = LiveProgress(3)
+for step in range(200):
+    progress({"kind": "warning", "step": step, "message": "x" * 1000})
+print("said to nobody", file=sys.stderr, flush=True)
+print("went on")
+"""
+
+
+def test_a_run_outlives_the_reader_of_its_output():
+    run = subprocess.Popen([sys.executable, "-c", BROKEN_PIPE], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert run.stderr is not None and run.stdout is not None
+    run.stderr.close()
+    assert run.stdout.read() == b"went on\n" and run.wait() == 0
 
 
 def test_a_run_starts_in_five_lines_and_the_whole_plan_is_there_on_request():

@@ -39,22 +39,24 @@ def evaluations(run: Run) -> dict[str, tuple[list[int], list[float]]]:
 def verdict(run: Run) -> str:
     """'tiny-k2 learnt 1,219 answers of yoda_train.jsonl in 2 min 20 s: style 0 → 98 %, facts 100 → 99 %.'
 
-    "learnt" only of a finished run whose scores, held-out loss or, without these, loss of training say so.
+    "learnt" only of a finished run that saw all of its data, and whose scores, held-out loss or, without
+    these, loss of training say so.
     """
-    model, what = Path(run.source("model")).name or "The model", _what(run)
+    model, (share, things) = Path(run.source("model")).name or "The model", _what(run)
+    what = f"{share}{things}"
     if not run.train:
         return f"{model} has made no training step."
     measured, better = _measured(run)
     time, said = format_seconds(run.seconds), f": {measured}." if measured else "."
     if run.state == "done":
-        return f"{model} {'learnt' if better else 'was trained on'} {what} in {time}{said}"
+        return f"{model} {'learnt' if better and not share else 'was trained on'} {what} in {time}{said}"
     of = f" of {run.steps_planned:,}" if run.steps_planned else ""
     stood = "interrupted" if run.state == "interrupted" else "unfinished"
     return f"{model} on {what}, {stood} after step {run.steps_done:,}{of} and {time}{said}"
 
 
-def _what(run: Run) -> str:
-    """'1,219 answers of yoda_train.jsonl'; in a third of an epoch '33 % of 1,219 answers …'.
+def _what(run: Run) -> tuple[str, str]:
+    """('', '1,219 answers of yoda_train.jsonl'); in a third of an epoch ('33 % of ', '1,219 answers …').
 
     Without an account of the data only the file.
     """
@@ -63,13 +65,13 @@ def _what(run: Run) -> str:
     where = files[0] if len(files) == 1 else f"{len(files)} files"
     account = last(run.events, DataEvent)
     if account is None or "examples" not in account:
-        return where or "its data"
+        return "", where or "its data"
     nouns = {NOUNS.get(shape, "conversations") for shape in account.get("shapes", {})}
     noun = nouns.pop() if len(nouns) == 1 else "documents"
     # Of a run that ended within its first epoch: how much of the data that was.
     trained, there = sum(event.get("tokens") or 0 for event in run.train), account.get("tokens") or 0
     seen = f"{100 * trained / there:.0f} % of " if 0 < trained < 0.8 * there else ""
-    return f"{seen}{account['examples']:,} {noun}" + (f" of {where}" if where else "")
+    return seen, f"{account['examples']:,} {noun}" + (f" of {where}" if where else "")
 
 
 def _measured(run: Run) -> tuple[str, bool]:

@@ -7,6 +7,7 @@ Nothing here is written to standard output: with `--json` its last line is the r
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections import deque
@@ -52,6 +53,16 @@ class _Status(ProgressColumn):
         return Text(task.fields["status"], no_wrap=True, overflow="ellipsis")
 
 
+class _Console(Console):
+    """A run outlives the reader of its output (`… 2>&1 | head`), where rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.file.fileno())  # what others still print goes there too
+        os.close(nowhere)
+
+
 class _Display:
     """A rich bar on a terminal, lines on any other stream, nothing when quiet.
 
@@ -62,7 +73,7 @@ class _Display:
         self.quiet = quiet
         self.stream = sys.stderr if stream is None else stream
         # no wrapping in a file: a line stays a line
-        self.console = Console(
+        self.console = _Console(
             file=self.stream, highlight=False, soft_wrap=not self.stream.isatty(), force_jupyter=False
         )
         self.may_draw = not quiet and self.stream.isatty() and not self.console.is_dumb_terminal
@@ -125,6 +136,7 @@ class LiveProgress:
         self._display = _Display(quiet, stream)
         self._inside = False
         self._steps = 0
+        self._trained_tokens = 0.0
         self._recent: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # (tokens, seconds) of the last steps
         self._last_line = float("-inf")
 
@@ -148,7 +160,7 @@ class LiveProgress:
     def _on_start(self, event: StartEvent) -> None:
         self.total_steps = event.get("steps", self.total_steps)
         if self._predicted:  # nothing was loaded
-            self._display.line(f"preparing step 1, {self._predicted}")
+            self._display.line(f"preparing step {event['step'] + 1}, {self._predicted}")
             self._predicted = ""
         if event.get("resumed"):
             self._display.line(f"resumed after step {event['step']}")
@@ -168,7 +180,7 @@ class LiveProgress:
             self._display.line(line)
 
     def _on_load(self, event: LoadEvent) -> None:
-        loaded, first = f"loaded {load_words(event)}; ", "preparing step 1"
+        loaded, first = f"loaded {load_words(event)}; ", f"preparing step {event['step'] + 1}"
         kernels, self._predicted = self._predicted, ""
         whole = f"{loaded}{first}, {kernels}" if kernels else f"{loaded}{first} (compiles once)"
         self._display.line(loaded + kernels if kernels and len(whole) > COLUMNS else whole)
@@ -204,6 +216,9 @@ class LiveProgress:
     def _on_train(self, event: TrainEvent) -> None:
         self._recent.append((event.get("tokens", 0), event.get("seconds", 0.0)))
         self._steps += 1
+        if self._steps == 1:  # of a resumed run: the steps before it, taken for as long as this one
+            self._trained_tokens = (event["step"] - 1) * event.get("tokens", 0)
+        self._trained_tokens += event.get("tokens", 0)
         step, status = event["step"], self._status(event)
         if self._inside and self._display.may_draw:
             self._display.draw(f"step {step}/{self.total_steps}", step, self.total_steps, status)
@@ -219,7 +234,7 @@ class LiveProgress:
         # the first step of a process compiles kernels, so it is left out of the forecast
         timed = [duration for _, duration in self._recent][1 if self._steps <= WINDOW else 0 :]
         left = (self.total_steps - event["step"]) * sum(timed) / len(timed) if timed else 0.0
-        epoch = event["step"] * tokens / len(self._recent) / self._data_tokens if self._data_tokens else 0.0
+        epoch = self._trained_tokens / self._data_tokens if self._data_tokens else 0.0
         parts = [  # what people watch comes first: a narrow terminal cuts the end
             f"epoch {epoch:.1f}" if epoch else "",
             f"loss {loss:.3f}" if loss is not None else "loss not finite",

@@ -6,26 +6,11 @@ S documents of L tokens, H query heads, G key/value heads (H = G · rep), d and 
 import numpy as np
 
 from unfreeze.kernels.loops.bf16_tile import COLUMNS, ROWS, tile
+from unfreeze.kernels.loops.lanes import largest, total
 from unfreeze.kernels.loops.numba_options import LANES, Kernel, convert, exp, inner, narrow, widen
 
 # queries of a block: the half block above the diagonal that is computed in vain is 1/8 of the work at L = 512
 QUERIES = 128
-
-
-@inner
-def _largest(row):
-    """The maximum of a row, by LANES maxima side by side: one after the other would not be vectorised."""
-    lanes = np.full(LANES, -np.inf, np.float32)
-    whole = row.size // LANES * LANES
-    for i in range(0, whole, LANES):
-        for j in range(LANES):
-            lanes[j] = max(lanes[j], row[i + j])
-    for i in range(whole, row.size):
-        lanes[0] = max(lanes[0], row[i])
-    largest = lanes[0]
-    for j in range(1, LANES):
-        largest = max(largest, lanes[j])
-    return largest
 
 
 @inner
@@ -42,10 +27,7 @@ def _exponentials(row, scale, shift):
         e = exp(np.float32(np.float32(scale * row[i]) - shift))
         row[i] = e
         lanes[0] += e
-    total = np.float32(0.0)
-    for j in range(LANES):
-        total += lanes[j]
-    return total
+    return total(lanes)
 
 
 @Kernel
@@ -59,10 +41,10 @@ def softmax(start, stop, scores, first, rows, scale, probs, lse):
         seen = first + r % rows + 1
         row, target = scores[r, :seen], probs[r]
         # the maximum is subtracted, so that no exponential overflows
-        shift = np.float32(scale * _largest(row))
-        total = _exponentials(row, scale, shift)
-        lse[r] = np.float32(shift + np.float32(np.log(total)))
-        share = np.float32(np.float32(1.0) / total)
+        shift = np.float32(scale * largest(row))
+        denominator = _exponentials(row, scale, shift)
+        lse[r] = np.float32(shift + np.float32(np.log(denominator)))
+        share = np.float32(np.float32(1.0) / denominator)
         for i in range(seen):
             target[i] = narrow(np.float32(row[i] * share), target[i])
         target[seen:] = 0
@@ -153,10 +135,10 @@ def dots(start, stop, a, b, out):
         i, g = job // groups, job % groups
         for place in range(places):
             left, right = a[i, g, place], b[i, g, place]
-            total = np.float32(0.0)
+            dot = np.float32(0.0)
             for w in range(left.size):
-                total += np.float32(widen(left[w]) * widen(right[w]))
-            out[i, g, place] = total
+                dot += np.float32(widen(left[w]) * widen(right[w]))
+            out[i, g, place] = dot
 
 
 @Kernel

@@ -10,22 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unfreeze.kernels.loops.lanes import largest, total
 from unfreeze.kernels.loops.numba_options import LANES, Kernel, array, exp, inner, narrow, widen
-
-
-@inner
-def _largest(row):
-    lanes = np.full(LANES, -np.inf, np.float32)
-    whole = row.size // LANES * LANES
-    for i in range(0, whole, LANES):
-        for j in range(LANES):
-            lanes[j] = max(lanes[j], widen(row[i + j]))
-    for i in range(whole, row.size):
-        lanes[0] = max(lanes[0], widen(row[i]))
-    largest = lanes[0]
-    for j in range(1, LANES):
-        largest = max(largest, lanes[j])
-    return largest
 
 
 @inner
@@ -42,10 +28,7 @@ def _sum_of_exponentials(row, shift):
         z = widen(row[i])
         e = exp(np.float32(z - shift))
         lanes[i - whole] += e if z == z else np.float32(np.nan)
-    total = np.float32(0.0)
-    for j in range(LANES):
-        total += lanes[j]
-    return total
+    return total(lanes)
 
 
 @Kernel
@@ -53,15 +36,15 @@ def _softmax_gradient(start, stop, z, target, weight, wanted, log_p, wins):
     for r in range(start, stop):
         row = z[r]
         at = widen(row[target[r]])
-        shift = _largest(row)
-        total = _sum_of_exponentials(row, shift)
-        log_p[r] = np.float32(np.float32(at - shift) - np.float32(np.log(total)))
+        shift = largest(row)
+        denominator = _sum_of_exponentials(row, shift)
+        log_p[r] = np.float32(np.float32(at - shift) - np.float32(np.log(denominator)))
         wins[r] = at >= shift
         if wanted:
-            share = np.float32(weight[r] / total)
+            share = np.float32(weight[r] / denominator)
             for i in range(row.size):
                 row[i] = narrow(np.float32(exp(np.float32(widen(row[i]) - shift)) * share), row[i])
-            p = np.float32(exp(np.float32(at - shift)) / total)
+            p = np.float32(exp(np.float32(at - shift)) / denominator)
             row[target[r]] = narrow(np.float32(np.float32(p - np.float32(1.0)) * weight[r]), row[0])
 
 

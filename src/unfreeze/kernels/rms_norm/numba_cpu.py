@@ -5,24 +5,16 @@ torch makes seven passes over memory and three float32 copies.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
+from unfreeze.kernels.loops.lanes import total
 from unfreeze.kernels.loops.numba_options import LANES, Kernel, array, flat_rows, inner, narrow, widen
 
 # of rows in the sum of weight_gradient: always as many, so that its bits don't depend on the number of
 # threads
 BLOCKS = 16
-
-
-@numba.njit(inline="always")
-def _total(lanes):
-    total = np.float32(0.0)
-    for j in range(LANES):
-        total += lanes[j]
-    return total
 
 
 @inner
@@ -36,7 +28,7 @@ def _sum_of_squares(x):
     for i in range(whole, x.size):
         v = widen(x[i])
         lanes[i - whole] += np.float32(v * v)
-    return _total(lanes)
+    return total(lanes)
 
 
 @inner
@@ -49,7 +41,7 @@ def _dot3(dy, weight, x):
             lanes[j] += np.float32(np.float32(widen(dy[i + j]) * widen(weight[i + j])) * widen(x[i + j]))
     for i in range(whole, x.size):
         lanes[i - whole] += np.float32(np.float32(widen(dy[i]) * widen(weight[i])) * widen(x[i]))
-    return _total(lanes)
+    return total(lanes)
 
 
 @Kernel

@@ -1,0 +1,37 @@
+"""Reductions over a row in LANES partial results side by side: LLVM makes vector instructions of them.
+
+A plain loop over floats is a chain: each addition waits for the one before it, and the compiler may not
+change their order. Lane j takes the numbers j, j + LANES, …; the order is fixed, and with it every bit.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+from unfreeze.kernels.loops.numba_options import LANES, inner, widen
+
+
+@numba.njit(inline="always")
+def total(lanes):
+    """Σ_j lanes[j], from left to right, in float32."""
+    result = np.float32(0.0)
+    for j in range(LANES):
+        result += lanes[j]
+    return result
+
+
+@inner
+def largest(row):
+    """max_i row[i] in float32; -inf for an empty row."""
+    lanes = np.full(LANES, -np.inf, np.float32)
+    whole = row.size // LANES * LANES
+    for i in range(0, whole, LANES):
+        for j in range(LANES):
+            lanes[j] = max(lanes[j], widen(row[i + j]))
+    for i in range(whole, row.size):
+        lanes[0] = max(lanes[0], widen(row[i]))
+    result = lanes[0]
+    for j in range(1, LANES):
+        result = max(result, lanes[j])
+    return result
