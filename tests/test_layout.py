@@ -251,6 +251,7 @@ LONGEST = 500  # lines of a source file; a longer one has a seam somewhere
 # source file -> the test file that covers it, where that doesn't bear its name
 TESTED_BY = {
     "config/sft.py": "recipes/test_continue.py",
+    "models/blocks/attention.py": "models/test_families.py",
     "commands/planned.py": "commands/test_plan.py",
     "parallel/plan/counts.py": "parallel/plan/test_choose.py",
     "parallel/plan/layout.py": "parallel/plan/test_choose.py",

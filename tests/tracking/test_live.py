@@ -196,7 +196,9 @@ print("went on")
 
 
 def test_a_run_outlives_the_reader_of_its_output():
-    run = subprocess.Popen([sys.executable, "-c", BROKEN_PIPE], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    run = subprocess.Popen(
+        [sys.executable, "-c", BROKEN_PIPE], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     assert run.stderr is not None and run.stdout is not None
     run.stderr.close()
     assert run.stdout.read() == b"went on\n" and run.wait() == 0

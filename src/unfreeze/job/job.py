@@ -36,15 +36,7 @@ from unfreeze.job.device import pick_device, say
 from unfreeze.job.end import finish
 from unfreeze.job.folder import live, refuse_other_data, with_files, write_resolved
 from unfreeze.job.kernels import KernelChoices, predicted_ops
-from unfreeze.job.plan import (
-    agreed_plan,
-    as_it_began,
-    check_room,
-    disk_of,
-    emit_plan,
-    mean_length,
-    start_lines,
-)
+from unfreeze.job.plan import agreed_plan, as_it_began, check_room, disk_of, emit_plan, start_lines
 from unfreeze.job.receipts import receipt_of
 from unfreeze.job.samples import Samples, own_prompts
 from unfreeze.job.trained import Trained
@@ -312,8 +304,7 @@ def prepare(
 
     # bytes, with arithmetic; refuses what does not fit
     lengths = dataset.examples.lengths_N.tolist()
-    length = mean_length(lengths)
-    plan = agreed_plan(config, parts.trained, start, shape, device, length, folder, group)
+    plan = agreed_plan(config, parts.trained, start, shape, device, lengths, folder, group)
     memory = config.memory.model_copy(update={"recompute": plan.work.recompute})
     predicted = predicted_ops(device, config.memory.dtype)
     disk = disk_of(config, parts.trained, start, plan)

@@ -40,16 +40,16 @@ def plan_of(
     start: Manifest,
     shape: Shape,
     device: torch.device,
-    mean_length: float | None = None,
+    lengths: Sequence[int] = (),
     processes: int = 1,
     recompute: str = "",
     began: str = "",
 ) -> Plan:
     """What the run will take, term by term; `unfreeze doctor` shows the same plan.
 
-    mean_length  see the function of that name; None: every document is as long as the longest may be.
-    recompute    instead of the config's
-    began        what a run with recompute = "auto" chose when it began: now only what gives the same bits
+    lengths    of the documents, in tokens; none: each is as long as the longest may be
+    recompute  instead of the config's
+    began      what a run with recompute = "auto" chose when it began: now only what gives the same bits
     """
     from unfreeze.adapters.snapshot import COPY_BYTES
     from unfreeze.parallel.plan import plan_training
@@ -60,7 +60,7 @@ def plan_of(
     if memory.keep_layers is not None:
         among = ("elementwise", "selective")  # the others keep all layers, or none
     if began:
-        among = SAME_BITS[SAME_BITS.index(began) :] if began in SAME_BITS else (began,)
+        among = SAME_BITS[SAME_BITS.index(began) :] if began in SAME_BITS else (cast(Any, began),)
     return plan_training(
         shape,
         start,
@@ -69,8 +69,8 @@ def plan_of(
         dtype=memory.dtype,
         device=device,
         micro_batches=memory.micro_batches,
-        longest=sequence_length(config.data, tokens, shape.max_positions),
-        mean_length=mean_length,
+        longest=max(lengths, default=sequence_length(config.data, tokens, shape.max_positions)),
+        mean_length=mean_length(lengths) if lengths else None,
         recompute=cast(Any, recompute or memory.recompute),
         among=cast(Any, among),
         sharing=int(os.environ.get("LOCAL_WORLD_SIZE", processes)) if device.type == "cpu" else 1,
@@ -87,7 +87,7 @@ def agreed_plan(
     start: Manifest,
     shape: Shape,
     device: torch.device,
-    length: float,
+    lengths: Sequence[int],
     folder: Run,
     group: Group,
 ) -> Plan:
@@ -98,7 +98,7 @@ def agreed_plan(
     """
     from unfreeze.parallel.plan.fastest import FASTEST_FIRST
 
-    given = config, trained, start, shape, device, length, group.size
+    given = config, trained, start, shape, device, lengths, group.size
     if config.memory.recompute != "auto":
         return plan_of(*given)
     plans = of_kind(read_events(folder.path / "events.jsonl"), PlanEvent) if folder.step else []

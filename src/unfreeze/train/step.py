@@ -177,6 +177,7 @@ def forward_backward(
         new = {"loss": loss.sum.detach(), "counted": loss.count, "not finite": not_finite}
         for name, value in (new | {f"metric {name}": value for name, value in loss.metrics.items()}).items():
             own[name] = own.get(name, 0.0) + (value.double() if isinstance(value, Tensor) else value)
+        del loss, new  # they keep what the layers saved until the next micro-batch has its own
 
     # all processes: gradients summed, then the one read, then what may be wrong with the step
     reached = optimizer.sum_gradients(group)

@@ -4,7 +4,7 @@ nothing."""
 import pytest
 import torch
 
-from unfreeze.kernels.attention import blocked_cpu, reference_attention
+from unfreeze.kernels.attention import blocked_cpu, reference_attention, workspace
 from unfreeze.kernels.attention.blocked_cpu import blocked_attention
 from unfreeze.kernels.loops import bf16_cpu
 
@@ -68,7 +68,7 @@ def test_large_scores_do_not_overflow():
 def test_heads_in_several_parts_give_the_same(monkeypatch):
     tensors, grad = made(1, 260, 6, 3, 16, 16, torch.float32)
     whole = torch.autograd.grad(blocked_attention(*tensors, 0.25), tensors, grad)
-    monkeypatch.setattr(blocked_cpu, "SCORE_BYTES", 1)
+    monkeypatch.setattr(workspace, "SCORE_BYTES", 1)
     parts = torch.autograd.grad(blocked_attention(*tensors, 0.25), tensors, grad)
     for one, other in zip(whole, parts, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)

@@ -21,17 +21,13 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels.attention import blocked_loops as loops
-from unfreeze.kernels.attention.blocked_loops import QUERIES
+from unfreeze.kernels.attention.workspace import QUERIES, shared_out
 from unfreeze.kernels.loops import bf16_cpu
 from unfreeze.kernels.loops.bf16_tile import COLUMNS
 from unfreeze.kernels.loops.cores import spread
 from unfreeze.kernels.loops.numba_options import array
 from unfreeze.kernels.loops.scratch import scratch
 from unfreeze.kernels.recompute import Reuse
-
-SCORE_BYTES = 8 << 20  # float32 scores of the heads worked on at once
-# multiply-adds of a call from which cores get heads of their own; less work is not worth handing out
-SPREAD_FROM = 1 << 26
 
 
 class _Heads:
@@ -183,19 +179,15 @@ def _each(
 ) -> None:
     """Call work(heads, worker) for all heads of all documents.
 
-    As many at once as have scores within SCORE_BYTES. Each core has its own; what they write doesn't overlap.
+    Each core has its own; what they write doesn't overlap.
     """
-    spread_out = num_documents * length**2 * groups * repeat * width >= SPREAD_FROM
-    workers = torch.get_num_threads() if spread_out else 1
-    at_once = min(groups, max(1, SCORE_BYTES // (4 * repeat * QUERIES * length)))
-    if num_documents < workers:  # then a document's heads are shared
-        at_once = min(at_once, -(-groups // workers))
+    pair = groups * repeat * width
+    workers, at_once = shared_out(num_documents, length, groups, repeat, pair, torch.get_num_threads())
     jobs = [
         _Heads(document, length, begin, min(groups - begin, at_once), repeat)
         for document in range(num_documents)
         for begin in range(0, groups, at_once)
     ]
-    workers = min(workers, len(jobs))
     cuts = [worker * len(jobs) // workers for worker in range(workers + 1)]
     spread([jobs[begin:end] for begin, end in itertools.pairwise(cuts)], work)
 

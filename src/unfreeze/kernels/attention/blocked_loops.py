@@ -5,12 +5,10 @@ S documents of L tokens, H query heads, G key/value heads (H = G · rep), d and 
 
 import numpy as np
 
+from unfreeze.kernels.attention.workspace import QUERIES
 from unfreeze.kernels.loops.bf16_tile import COLUMNS, ROWS, tile
 from unfreeze.kernels.loops.lanes import largest, total
 from unfreeze.kernels.loops.numba_options import LANES, Kernel, convert, exp, inner, narrow, widen
-
-# queries of a block: the half block above the diagonal that is computed in vain is 1/8 of the work at L = 512
-QUERIES = 128
 
 
 @inner

@@ -52,6 +52,11 @@ def bucket(q_SLHd: Tensor, k_SLGd: Tensor, v_SLGv: Tensor) -> str:
     length, d, v = q_SLHd.shape[1], q_SLHd.shape[3], v_SLGv.shape[3]
     if v > d or (q_SLHd.is_cuda and (d % 8 or v % 8 or d > 256)):
         return "other"
+    return bucket_of(length, d, v)
+
+
+def bucket_of(length: int, d: int, v: int) -> str:
+    """Its name for documents of so many tokens, v at most d."""
     names = _NARROW if v < d else _EQUAL
     return names[sum(length >= limit for limit in LENGTHS)]
 

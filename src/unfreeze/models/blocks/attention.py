@@ -77,4 +77,5 @@ def attention_bytes(
     if device == "cuda":
         own += 4 * q + (q + o) * size * (heads != key_heads)
     kept = 0 if device == "cuda" else output
-    return Bytes(held=(q + k + v) * size + output, own=own, expensive=kept)
+    shape = heads, key_heads, width, value_width
+    return Bytes((q + k + v) * size + output, own, expensive=kept, attention=shape)

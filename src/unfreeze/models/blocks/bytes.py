@@ -24,6 +24,8 @@ class Bytes:
                rank
     adapter_per_rank  bytes per unit of rank of the copies of an expert adapter's factors, and of their
                gradient
+    attention  (H query heads, G key heads, width of both, width of values): its workspace on a CPU grows with
+               the longest document, which the plan knows
     """
 
     held: int = 0
@@ -33,6 +35,7 @@ class Bytes:
     scratch: int = 0
     scratch_per_rank: int = 0
     adapter_per_rank: int = 0
+    attention: tuple[int, int, int, int] | None = None
 
     @property
     def peak(self) -> int:
@@ -52,6 +55,7 @@ class Bytes:
             self.scratch + after.scratch,
             self.scratch_per_rank + after.scratch_per_rank,
             self.adapter_per_rank + after.adapter_per_rank,
+            self.attention or after.attention,
         )
 
 

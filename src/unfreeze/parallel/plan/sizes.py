@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import nn
+
 from unfreeze.config.lora import LoraConfig
 from unfreeze.models import Decoder
 from unfreeze.models.targets import per_rank
@@ -16,6 +18,8 @@ class Sizes:
     base            bytes of parameters and buffers as they will lie in memory (packed weights packed)
     expanded        the same with every packed weight expanded to the computation's dtype
     elements        number of weights: what trains if every weight trains
+    last_elements   of them, those whose gradients come last: of the first layer and, unless it is tied to the
+                    head, of the embedding
     layer           bytes per token at the worst moment of the largest layer's backward
     held            bytes per token that each layer's forward leaves for its backward
     own             bytes per token that a layer's backward has at most beside what it holds
@@ -26,6 +30,7 @@ class Sizes:
     cast_per_rank   bytes per unit of rank that the expert op holds of one layer's adapter: copies of its
                     factors, their gradient, and on CUDA their columns of the workspace
     tables          bytes per token of the rotary cos and sin, float32
+    attention       (H query heads, G key heads, width of both, width of values) of each kind of layer
     """
 
     base: int
@@ -44,7 +49,9 @@ class Sizes:
     experts_per_rank: int = 0
     cast_per_rank: int = 0
     elements: int = 0
+    last_elements: int = 0
     tables: int = 0
+    attention: tuple[tuple[int, int, int, int], ...] = ()
 
     def adapter_parameters(self, rank: int | None, experts_rank: int | None) -> int:
         """Dense sites at `rank`, routed experts at `experts_rank` (or `rank`); 0 without adapters."""
@@ -63,11 +70,13 @@ def measure(model: Decoder, lora: LoraConfig | None, device: str = "cpu") -> Siz
     base = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])  # a tied head is listed once
     packed = model.packed_weights()
     cast = max(layer.adapter_per_rank + layer.scratch_per_rank * dtype.itemsize for layer in layers)
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
     dense_per_rank, experts_per_rank = per_rank(lora, model) if lora else (0, 0)
     return Sizes(
         base=base,
         expanded=base + sum(weight.numel * dtype.itemsize - weight.nbytes for weight in packed),
         elements=sum(p.numel() for p in model.parameters()),
+        last_elements=_elements(model.layers[0]) + (0 if tied else _elements(model.model.embed_tokens)),
         compute_bytes=dtype.itemsize,
         hidden_size=shape.hidden_size,
         num_layers=shape.num_layers,
@@ -82,4 +91,9 @@ def measure(model: Decoder, lora: LoraConfig | None, device: str = "cpu") -> Siz
         experts_per_rank=experts_per_rank,
         cast_per_rank=cast if experts_per_rank else 0,
         tables=8 * len(shape.rope.inverse_frequency),
+        attention=tuple({layer.attention for layer in layers if layer.attention}),
     )
+
+
+def _elements(part: nn.Module) -> int:
+    return sum(p.numel() for p in part.parameters())

@@ -1,6 +1,6 @@
 """The arithmetic: what a run asks for -> bytes per term.
 
-Peak = what stays (base, adapter, optimizer, expert workspace) + what a step holds at its worst moment: the
+Peak = what stays (base, adapter, optimizer, workspaces) + what a step holds at its worst moment: the
 loss, the last layer's backward or the first layer's. From layer to layer boundary activations and what
 recompute keeps go, and gradients come (see `_moments`).
 Loading comes at another time: the base and a read buffer per thread.
@@ -12,9 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
 from unfreeze.checkpoint.stream import CHUNK, THREADS
+from unfreeze.kernels.attention.workspace import workspace_bytes
 from unfreeze.models.recompute import Recompute
 from unfreeze.parallel.collectives import BUCKET
 from unfreeze.parallel.machine import Hardware
@@ -143,6 +147,7 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware, elsewhere: Collection[str
             "batch and rotary tables": work.tokens * (BATCH_BYTES + sizes.tables),
             **worst,
             "expert workspace": sizes.workspace + cast,
+            "attention workspace": _attention(sizes, work, hardware.kind),
         },
         beside={name: size for name, size in beside.items() if size > worst.get(name, 0)},
         load=sizes.base + LOAD_BUFFERS,
@@ -175,23 +180,26 @@ def _stays(sizes: Sizes, work: Work) -> dict[str, int]:
     return stays
 
 
-def _gradients(sizes: Sizes, work: Work) -> tuple[int, int]:
-    """(all gradients, those that are there when the last layer's backward begins).
+def _gradients(sizes: Sizes, work: Work) -> tuple[int, int, int]:
+    """(all gradients, those that are there when the last layer's backward begins, when the first's does).
 
-    The latter are all where a micro-batch came before, else the head's where it trains, V · D.
+    Early are the sums of the micro-batches before, and the head's where it trains, V · D. At the first layer
+    its own and the embedding's are still to come (sizes.last_elements).
     """
     own_batches = -(-work.micro_batches // work.processes)
     if work.rank is not None:
         every = sizes.adapter_parameters(work.rank, work.experts_rank) * GRADIENT_BYTES
-        head = 0
-    else:
-        # Gradients of several micro-batches in half precision are summed in fp32: 4 bytes a weight beside the
-        # gradient that arrives. With two micro-batches it is 2 bytes, because both gradients are in half
-        # precision and each is freed when its sum is made.
-        sums = {1: 0, 2: 2}.get(own_batches, 4) * (sizes.compute_bytes < 4)
-        every = sizes.elements * (sizes.compute_bytes + sums)
-        head = min(every, sizes.vocab_size * sizes.hidden_size * sizes.compute_bytes)
-    return every, every if own_batches > 1 else head
+        return every, every if own_batches > 1 else 0, every
+
+    # Gradients of several micro-batches in half precision are summed in fp32: 4 bytes a weight beside the
+    # gradient that arrives. With two micro-batches it is 2 bytes, because both gradients are in half
+    # precision and each is freed when its sum is made. In fp32 what arrives is added in place.
+    half = sizes.compute_bytes < 4
+    sums = sizes.elements * ({1: 0, 2: 2}.get(own_batches, 4) if half else 4 * (own_batches > 1))
+    came = sizes.compute_bytes * (half or own_batches == 1)  # bytes of a number that arrives
+    arriving = sizes.elements * came
+    head, last = sizes.vocab_size * sizes.hidden_size * came, sizes.last_elements * came
+    return sums + arriving, sums + min(head, arriving), sums + arriving - last
 
 
 def _moments(sizes: Sizes, work: Work) -> list[dict[str, int]]:
@@ -210,18 +218,21 @@ def _exchange(sizes: Sizes, work: Work) -> dict[str, int]:
 
 
 def _micro_batch(sizes: Sizes, work: Work) -> list[dict[str, int]]:
-    """What is alive at three moments of a micro-batch, but what stays. stream = T · D · bytes.
+    """What is alive at four moments of a micro-batch, but what stays. stream = T · D · bytes.
 
     loss   the layers' inputs and the last one's output, stream · (L + 1); T · Σ of what the last keep_layers
            keep (see `_kept`); the loss block
     last   the same inputs and the gradient of the last output; what layers keep, but the one at work, which
            counts its own: T · sizes.layer. In chunks of C tokens C · sizes.layer, what all layers keep, and
            the gradient of the layer's input, stream
-    first  one input and one gradient, 2 · stream; T · sizes.layer, in chunks as above; all gradients
+    first  one input and one gradient, 2 · stream; T · sizes.layer, in chunks as above; the gradients that
+           have come by then
+    end    all gradients, and what the first layer gave back, 2 · stream
     Without recompute a layer's inputs count among what it holds: T · Σ sizes.held, at the end T · the last's.
     """
     stream = work.tokens * sizes.hidden_size * sizes.compute_bytes
-    every, early = _gradients(sizes, work)
+    every, early, late = _gradients(sizes, work)
+    end = {"gradients": every, "boundary activations": 2 * stream}
     loss = _loss(sizes, work, stream)
     if work.recompute == "nothing":
         one, name = {"boundary activations": stream}, "all layers' activations"
@@ -229,7 +240,8 @@ def _micro_batch(sizes: Sizes, work: Work) -> list[dict[str, int]]:
         return [
             {"gradients": early, **one, name: held, "loss block": loss},
             {"gradients": early, **one, name: held + work.tokens * sizes.own},
-            {"gradients": every, **one, name: work.tokens * sizes.layer},
+            {"gradients": late, **one, name: work.tokens * sizes.layer},
+            end,
         ]
     at_once = work.at_once(sizes.compute_bytes)
     chunked = at_once < work.tokens
@@ -245,8 +257,20 @@ def _micro_batch(sizes: Sizes, work: Work) -> list[dict[str, int]]:
     return [
         {"gradients": early, **boundary, **_kept(sizes, work, sum), "loss block": loss},
         {"gradients": early, **boundary, **_kept(sizes, work, others), **layer},
-        {"gradients": every, "boundary activations": 2 * stream, **_kept(sizes, work, own), **layer},
+        {"gradients": late, "boundary activations": 2 * stream, **_kept(sizes, work, own), **layer},
+        end,
     ]
+
+
+def _attention(sizes: Sizes, work: Work, kind: str) -> int:
+    """On a CPU the blocks of its longest document; a GPU's kernels keep them on the chip."""
+    if kind != "cpu":
+        return 0
+    dtype, length = {2: torch.bfloat16, 4: torch.float32}[sizes.compute_bytes], work.longest or work.tokens
+    sized = partial(
+        workspace_bytes, tokens=work.tokens, length=length, dtype=dtype, threads=torch.get_num_threads()
+    )
+    return max((sized(*shape) for shape in sizes.attention), default=0)
 
 
 def _kept(sizes: Sizes, work: Work, count: Callable[[Sequence[int]], int]) -> dict[str, int]:
