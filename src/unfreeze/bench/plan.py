@@ -238,11 +238,10 @@ def planned(case: Case, threads: int) -> dict[str, Any]:
     from unfreeze.config.lora import LoraConfig
     from unfreeze.parallel.fleet import Fleet
     from unfreeze.parallel.machine import hardware
-    from unfreeze.parallel.plan import measure, plan, work_of
+    from unfreeze.parallel.plan import measure, plan, rates_here, work_of
     from unfreeze.parallel.plan.choose import Asked, seconds_of
     from unfreeze.parallel.plan.counts import counts
     from unfreeze.parallel.plan.layout import Layout
-    from unfreeze.parallel.plan.rates import of_records
     from unfreeze.parallel.simulate import replay
 
     dtype = getattr(torch, case.dtype)
@@ -262,13 +261,14 @@ def planned(case: Case, threads: int) -> dict[str, Any]:
     )
     sizes, machine = measure(model, lora), hardware("cpu")
     made = plan(sizes, work, machine)
-    rates = of_records(
-        dtype,
-        threads,
+    rates = rates_here(
+        model.shape,
+        dtype=dtype,
+        device=torch.device("cpu"),
         length=case.length,
-        narrow=model.shape.mla is not None,
-        vocab=model.shape.vocab_size,
         every_weight=lora is None,
+        optimizer_moments=case.moments,
+        threads=threads,
     )
     time = replayed = None
     if rates is not None:

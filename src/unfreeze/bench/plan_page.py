@@ -100,11 +100,7 @@ A run is its model, what trains, dtype, documents x length and what is recompute
 - Of several processes, each with its own documents, the bytes and seconds are the first one's.
 """
 REASONS = """
-Probable reasons of those outside, read from the code and not tested:
-
-- tiny-k2 has matrices of 64 to 384 numbers: its products run at a fraction of the rate that was measured at
-  512 to 4,864, and what Python does between them shows. The plan is too fast for such models.
-- Attention on a CPU keeps blocks of scores of one document, up to 24 MiB, and copies of its keys. They depend
-  on its length, not on the tokens, and are in no term. The plan is too small for one long document.
-- What is just outside moves between runs: other processes share the machine's caches and memory.
+Where seconds are missing, no rate was measured: int8 moments have no record, and tiny-k2 is narrower than
+half of the narrowest measured model (its matrices of 64 to 384 numbers reach a fraction of the rate). What is
+just outside moves between runs: other processes share the machine's caches and memory.
 """

@@ -6,11 +6,24 @@ from dataclasses import replace
 import pytest
 import torch
 
+from unfreeze import models
 from unfreeze.kernels.choice import ops, record
 from unfreeze.kernels.choice.measure import arguments
 from unfreeze.parallel.fleet import devices
+from unfreeze.parallel.plan import rates_here
 from unfreeze.parallel.plan.rates import ROWS_PER_EXPERT, WORK, of_device, of_records
 
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 8192,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 4096,
+}
 ASKED = {"length": 512, "narrow": False, "vocab": 8192, "every_weight": False}
 
 
@@ -150,6 +163,30 @@ def test_an_op_that_was_only_refused_leaves_no_rates(mine):
 def test_an_op_without_a_record_leaves_no_rates(mine, missing):
     mine([*ROWS[:missing], *ROWS[missing + 1 :]])
     assert of_records(torch.bfloat16, 1, **ASKED) is None
+
+
+@pytest.mark.parametrize(
+    ("width", "moments", "device", "there"),
+    [
+        (256, "float32", "cpu", True),
+        (255, "float32", "cpu", False),
+        (256, "int8", "cpu", False),
+        (256, "float32", "cuda", False),
+    ],
+)
+def test_there_are_seconds_only_for_what_was_measured(mine, width, moments, device, there):
+    mine(ROWS)
+    shape = replace(models.shape(LLAMA), hidden_size=width)
+    rates = rates_here(
+        shape,
+        dtype=torch.bfloat16,
+        device=torch.device(device),
+        length=512,
+        every_weight=False,
+        optimizer_moments=moments,
+        threads=1,
+    )
+    assert (rates is not None) is there
 
 
 def test_nothing_is_measured_here(mine, monkeypatch):

@@ -33,7 +33,7 @@ from unfreeze.parallel.plan.counts import counts
 from unfreeze.parallel.plan.fastest import FASTEST_FIRST, fastest
 from unfreeze.parallel.plan.layout import Layout
 from unfreeze.parallel.plan.propose import refuse_if_too_large, what_fits
-from unfreeze.parallel.plan.rates import Rates, of_records
+from unfreeze.parallel.plan.rates import LEAST_WIDTH, Rates, of_records
 from unfreeze.parallel.plan.sizes import Sizes, measure
 from unfreeze.parallel.plan.terms import LOAD_BUFFERS, MOMENT_BYTES, USABLE, Plan, Work, plan, replace_work
 from unfreeze.parallel.plan.words import KERNELS, plan_fields, plan_lines
@@ -112,7 +112,14 @@ def plan_training(
     if recompute == "auto":
         made = fastest(made, among, sharing=sharing)
     length = round(mean_length or longest or tokens)
-    rates = rates_here(shape, dtype=kind, device=place, length=length, every_weight=lora is None)
+    rates = rates_here(
+        shape,
+        dtype=kind,
+        device=place,
+        length=length,
+        every_weight=lora is None,
+        optimizer_moments=optimizer_moments,
+    )
     if rates is None:
         return made
     here = Fleet(machine.name, 1, machine.available, kind="cuda" if place.type == "cuda" else "cpu")
@@ -123,15 +130,26 @@ def plan_training(
 
 
 def rates_here(
-    shape: models.Shape, *, dtype: torch.dtype, device: torch.device, length: int, every_weight: bool
+    shape: models.Shape,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    length: int,
+    every_weight: bool,
+    optimizer_moments: str = "float32",
+    threads: int | None = None,
 ) -> Rates | None:
-    """The rates of this machine for a model, where its kernels were measured. None on a GPU: its records are
-    not read yet."""
-    if device.type != "cpu":
+    """The rates of this machine for a model, where its kernels were measured.
+
+    None on a GPU: its records are not read yet. None too for a model narrower than half of what was measured
+    (a matrix of tiny-k2 reaches a fraction of the rate), and for int8 moments, which have no record.
+    threads: that will be used; None: torch's setting.
+    """
+    if device.type != "cpu" or optimizer_moments != "float32" or shape.hidden_size < LEAST_WIDTH:
         return None
     return of_records(
         dtype,
-        torch.get_num_threads(),
+        threads or torch.get_num_threads(),
         length=length,
         narrow=shape.mla is not None,
         vocab=shape.vocab_size,

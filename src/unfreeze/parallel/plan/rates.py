@@ -50,6 +50,7 @@ WORK = {
     ("adamw", "large tensors, as they are"): 16_777_216,
     ("adamw", "large tensors, half precision weights"): 17_432_576,
 }
+LEAST_WIDTH = 256  # half of the hidden size of the narrowest measured case, the experts'
 ROWS_PER_EXPERT = 16, 128  # of the two cases of expert_mlp
 
 
