@@ -1,7 +1,7 @@
 """Measure one thing beside its peers in the same run, and keep what was found as rows.
 
 `unfreeze bench WHAT` appends its rows to benchmarks/results/<device>.jsonl.
-WHAT is moe, dense, recompute, load, start, decode, growth, layer, model, plan or profile;
+WHAT is moe, dense, recompute, load, start, data, decode, growth, layer, model, plan or profile;
 `unfreeze bench WHAT --help` says what it does, how long it takes and its flags.
 `unfreeze bench report` writes docs/performance.md from the committed rows.
 """
@@ -20,6 +20,7 @@ BENCHMARKS = {
     "recompute": "LoRA on the Qwen3-0.6B shape, with what is recomputed chosen or named",
     "load": "opening a checkpoint, beside a raw read of its files",
     "start": "seconds from Enter to the first training step, the first time and after it",
+    "data": "rows a second from data files to tokens, beside datasets.map with transformers' template",
     "decode": "generation from the INT4 checkpoint, beside transformers' generate",
     "growth": "time and memory per token from 4 k to 64 k tokens per step, beside what the plan states",
     "layer": "one true Kimi-K2 layer on a GPU, beside the predictions",

@@ -208,3 +208,58 @@ def generator(checkpoint: str, device: str = "cpu") -> Worker:
         }
 
     return Worker({"generate": generate})
+
+
+def tokenized(files: list[str], model: str, processes: int, first: int) -> dict[str, Any]:
+    """Tokens by datasets.map with apply_chat_template, in `processes`; for `bench data`.
+
+    The tokenizer is tiktoken.model as transformers converts it, or the folder's tokenizer.json.
+    """
+    import json
+    import tempfile
+    from pathlib import Path
+
+    from unfreeze.bench.encode_side import peak_bytes
+    from unfreeze.data.tokens.tiktoken_bpe import KIMI_PATTERN
+
+    transformers = library("transformers")
+    try:
+        import datasets
+    except ImportError:
+        raise ConfigError(
+            "this side needs datasets, which is not installed", next='pip install "unfreeze[data]"'
+        ) from None
+    folder = Path(model)
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    if (folder / "tokenizer.json").is_file():
+        fast = transformers.AutoTokenizer.from_pretrained(folder)
+    else:
+        slow = importlib.import_module("transformers.convert_slow_tokenizer")
+        converter = slow.TikTokenConverter(vocab_file=str(folder / "tiktoken.model"), pattern=KIMI_PATTERN)
+        made, added = converter.converted(), settings["added_tokens_decoder"]
+        # ids behind the ranks, in order; a gap is filled by a name of its own
+        for id in range(made.get_vocab_size(), max(map(int, added)) + 1):
+            entry = added.get(str(id), {"content": f"<|reserved_token_{id}|>"})
+            made.add_special_tokens([entry["content"]])
+        fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made)
+        fast.chat_template = settings["chat_template"]
+    datasets.disable_progress_bars()
+
+    def tokens(batch: dict[str, Any]) -> dict[str, Any]:
+        ids = fast.apply_chat_template(batch["messages"], tokenize=True, return_dict=True)["input_ids"]
+        return {"ids": ids}
+
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as cache:
+        rows = datasets.load_dataset("json", data_files=files, split="train", cache_dir=cache)
+        loaded = time.perf_counter()
+        done = rows.map(tokens, batched=True, num_proc=processes, remove_columns=rows.column_names)
+        seconds = time.perf_counter() - began
+        return {
+            "seconds": seconds,
+            "load_seconds": loaded - began,
+            "rows": len(done),
+            "tokens": sum(map(len, done[: len(done)]["ids"])),
+            "peak_bytes": peak_bytes(processes),
+            "ids": done[:first]["ids"],
+        }

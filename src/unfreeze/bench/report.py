@@ -153,7 +153,7 @@ def latest(runs: Sequence[Run]) -> list[Run]:
     )
 
 
-ORDER = ("moe", "dense", "recompute", "load", "start", "decode", "growth", "layer", "model")
+ORDER = ("moe", "dense", "recompute", "load", "start", "data", "decode", "growth", "layer", "model")
 
 
 def profiles_beside(page: Path) -> list[str]:
