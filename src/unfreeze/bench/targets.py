@@ -223,6 +223,14 @@ TARGETS = (
         SECONDS,
     ),
     Target(
+        "rows encoded, against datasets.map with transformers' template and as many processes",
+        "cpu",
+        "data",
+        field("datasets + transformers", "first_side_rate"),
+        "least",
+        2.0,
+    ),
+    Target(
         "decoding, batch 1, against transformers' generate",
         "cpu",
         "decode",

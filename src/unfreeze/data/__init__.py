@@ -4,7 +4,8 @@ rows/      a file's row -> Row            a Conversation or a Text, checked fiel
 tokens/    Row -> Examples                template -> text with taught words marked -> tokens and weights
 packing/   Examples -> Batch, Cursor      the order of an epoch, packing, the one shift of labels
 
-Before training encode_files (dataset.py) goes through all rows once: it counts, checks and keeps an account.
+Before training encode_files (dataset.py) goes through all rows once: it counts, checks and keeps an account,
+by all cores (encoding.py says what becomes of a batch of rows, workers.py which process does it).
 encoded_files (encoded.py) keeps what it gave on disk, for other processes and the next start.
 Training then reads from the outside in, each line an iterator or a lookup over the one below it:
 
