@@ -28,6 +28,9 @@ class Config(Frozen):
     model: Annotated[ModelName, Positional, arg(metavar="MODEL_OR_RUN")] = Field(
         description="checkpoint or run folder, adapter folder, or Hugging Face id"
     )
+    base: ModelName = Field(
+        default="", description="base checkpoint of an adapter, where the one it names is not here"
+    )
     system: str = Field(default="", description="system prompt; empty: none")
     max_new_tokens: int = Field(default=400, ge=1, description="tokens of one answer at most")
     temperature: float = Field(default=0.0, ge=0, description="0 is greedy")
@@ -45,7 +48,7 @@ class Config(Frozen):
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
     """Read a line, obey it or stream the answer, until the input ends. Returns the conversation."""
     config = parse(Config, arguments, command="chat", description=__doc__ or "", positional=True)
-    model = load(config.model, config.dtype, config.device, common)
+    model = load(config.model, config.dtype, config.device, common, config.base)
     settings = config.model_dump(include={"max_new_tokens", "temperature", "top_k", "top_p", "seed"})
     talk = Conversation(model, settings, sys.stderr if common.json else sys.stdout, common.quiet)
     talk.set_system(config.system)

@@ -22,7 +22,11 @@ from unfreeze.checkpoint.manifest import read_json
 from unfreeze.config.parse import Folder, Frozen, ModelName, parse, writing
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
+from unfreeze.core.events import RESOLVED
+from unfreeze.job.card import hub_id, write_beside
 from unfreeze.job.device import say
+from unfreeze.job.push import check_push, push
+from unfreeze.job.trained import TOKENIZER_FILES
 from unfreeze.tracking.live import LoadProgress
 
 if TYPE_CHECKING:
@@ -45,7 +49,17 @@ class Config(Frozen):
     layout: Literal["peft", "vllm", "sglang", "per-expert"] | None = Field(
         default=None, description="earlier name of --for; per-expert stands for vllm"
     )
+    base: ModelName = Field(
+        default="", description="base checkpoint of an adapter, where the one it names is not here"
+    )
+    base_id: str = Field(
+        default="", description="Hub id org/name that the export names as its base; default: what it has"
+    )
     out: Folder = Field(default="", description="folder to write; default RUN/export-<reader>")
+    push: str = Field(
+        default="", description="also upload it to the Hub as org/name, private where that is new"
+    )
+    yes: bool = Field(default=False, description="upload without asking")
 
     @model_validator(mode="after")
     def _one_reader(self) -> Config:
@@ -74,7 +88,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 def export(config: Config, common: Common) -> dict[str, Any]:
     """Load the run's adapter on its base, write it, verify ΔW of every site in the written file.
 
-    -> path, for, layout, verified, dropped (the names that the reader doesn't apply).
+    -> path, pushed, for, layout, verified, dropped (the names that the reader doesn't apply).
     """
     from unfreeze.generate.source import open_source
 
@@ -83,10 +97,18 @@ def export(config: Config, common: Common) -> dict[str, Any]:
             f"{config.run} is not a folder",
             next="give a run's folder (runs/<name>), or the folder of an adapter",
         )
-    source, manifest = open_source(config.run, say(common))
+    if config.push:
+        check_push(config.push, yes=config.yes, common=common)
+    source, manifest = open_source(config.run, say(common), config.base)
     if source.adapter is None:
         raise ConfigError(
             f"{config.run} has no adapter to export; it is a whole model", next=f"use {source.base} as it is"
+        )
+    name = config.base_id or _named(source.adapter) or source.base
+    if config.push and not hub_id(name):
+        raise ConfigError(
+            f"the adapter names its base as {name}, which nobody else has",
+            next="give the base's id on the Hub: --base-id org/name",
         )
     from unfreeze.adapters import load_adapter, save_adapter, verify_adapter
     from unfreeze.adapters.layouts import dropped
@@ -100,7 +122,9 @@ def export(config: Config, common: Common) -> dict[str, Any]:
     left_out = dropped(model, reader)
     target = Path(config.out) if config.out else Path(config.run) / f"export-{config.read_by}"
     with writing(target, "out"):
-        save_adapter(model, target, base_name=source.base, prefix=manifest.prefix, reader=reader)
+        save_adapter(model, target, base_name=name, prefix=manifest.prefix, reader=reader)
+        run = Path(config.run) if (Path(config.run) / RESOLVED).is_file() else None
+        write_beside(target, manifest, name, run, TOKENIZER_FILES)
     verified = verify_adapter(model, target, without=left_out)
     for line in _said_of(reader, left_out, model, manifest, target):
         say(common)(line)
@@ -109,13 +133,22 @@ def export(config: Config, common: Common) -> dict[str, Any]:
         f" again and equal ({verified.nonzero} not zero, largest relative difference"
         f" {verified.max_difference:.1g})"
     )
+    address = push(target, config.push, yes=config.yes) if config.push else ""
+    if config.push:
+        say(common)(f"uploaded: {address}" if address else "not uploaded")
     return {
         "path": str(target),
+        "pushed": address,
         "for": reader.name,
         "layout": reader.layout,
         "verified": asdict(verified),
         "dropped": list(left_out),
     }
+
+
+def _named(adapter: Path) -> str:
+    """The base that an adapter names."""
+    return str(read_json(adapter / "adapter_config.json").get("base_model_name_or_path") or "")
 
 
 def _targets(kept: Sequence[Site], model: Decoder) -> list[str]:

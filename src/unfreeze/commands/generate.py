@@ -24,6 +24,9 @@ class Config(Frozen):
     model: Annotated[ModelName, Positional, arg(metavar="MODEL_OR_RUN")] = Field(
         description="checkpoint or run folder, adapter folder, or Hugging Face id"
     )
+    base: ModelName = Field(
+        default="", description="base checkpoint of an adapter, where the one it names is not here"
+    )
     prompt: str = Field(default="", description="the text to continue, or the question")
     tokens: tuple[int, ...] = Field(
         default=(),
@@ -65,7 +68,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
         raise ConfigError(
             "mode chat takes a text; tokens are continued as they are", next="--prompt TEXT --mode chat"
         )
-    model = load(config.model, config.dtype, config.device, common)
+    model = load(config.model, config.dtype, config.device, common, config.base)
     as_chat = config.mode == "chat" or (config.mode == "auto" and model.has_chat_template)
     if model.has_chat_template and not config.tokens:
         how = (

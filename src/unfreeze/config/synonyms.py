@@ -66,7 +66,7 @@ serve server api | not built; unfreeze chat RUN talks in the terminal, unfreeze 
     that vLLM and SGLang read
 eval evaluate lm-eval perplexity | unfreeze sft … --validation FILE measures held-out loss; other
     evaluations are not built
-push upload push-to-hub | not built; unfreeze export RUN, then: hf upload org/name FOLDER
+push upload push-to-hub | unfreeze export RUN --for peft --push org/name --base-id org/base
 new config wizard | unfreeze init MODEL DATA writes a run.toml with its reasons
 download fetch pull | unfreeze inspect org/name downloads what it reads; training downloads the rest
 infer inference run talk | unfreeze chat MODEL_OR_RUN

@@ -30,8 +30,8 @@ class Source:
     template_variables: tuple[str, ...] = ()
 
 
-def locate(source: str | Path) -> Source:
-    """The Source that a name stands for.
+def locate(source: str | Path, base: str = "") -> Source:
+    """The Source that a name stands for. `base`: what an adapter goes on, whatever it names.
 
     A checkpoint folder or id stands for itself; a run folder for its adapter on its base, or for the model/
     it trained; an adapter folder for itself on its base_model_name_or_path.
@@ -39,17 +39,19 @@ def locate(source: str | Path) -> Source:
     name its base.
     """
     folder = Path(source).expanduser()
+    if base:
+        return _on_base(folder, base)
     if (folder / RESOLVED).is_file():
         return _locate_run(folder)
     if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
-        base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
-        if not isinstance(base, str) or not base:
+        named = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+        if not isinstance(named, str) or not named:
             raise CheckpointError(
                 f"{folder / ADAPTER_CONFIG} has no base_model_name_or_path, so the model it belongs to is"
                 " unknown",
-                next=f"write the base checkpoint's folder or id into {ADAPTER_CONFIG}",
+                next="give the base checkpoint's folder or id: --base DIR",
             )
-        return Source(base, folder)
+        return Source(named, folder)
     # beside other runs: a name mistyped, no Hugging Face id
     if not folder.exists() and any(folder.parent.glob(f"*/{RESOLVED}")):
         runs = sorted(path.parent.name for path in folder.parent.glob(f"*/{RESOLVED}"))
@@ -57,6 +59,18 @@ def locate(source: str | Path) -> Source:
             f"{folder} does not exist{nearest(folder.name, runs)}", next=f"ls {folder.parent}"
         )
     return Source(str(folder) if folder.exists() else str(source))
+
+
+def _on_base(folder: Path, base: str) -> Source:
+    """An adapter's folder, or a run's adapter, on a base of the user's."""
+    if (folder / RESOLVED).is_file() and (folder / "adapter" / ADAPTER_CONFIG).is_file():
+        variables = tuple(map(str, read_json(folder / RESOLVED).get("template_variables") or ()))
+        return Source(base, folder / "adapter", variables)
+    if (folder / ADAPTER_CONFIG).is_file():
+        return Source(base, folder)
+    raise CheckpointError(
+        f"base = {base!r} is for an adapter, and {folder} is none", next="leave --base away"
+    )
 
 
 def _locate_run(folder: Path) -> Source:
@@ -78,20 +92,23 @@ def _locate_run(folder: Path) -> Source:
     return Source(base, folder / "adapter", variables)
 
 
-def open_source(source: str | Path, progress: Callable[[str], None] | None = None) -> tuple[Source, Manifest]:
-    """What a name stands for, and the manifest of its base.
+def open_source(
+    source: str | Path, progress: Callable[[str], None] | None = None, base: str = ""
+) -> tuple[Source, Manifest]:
+    """What a name stands for, and the manifest of its base (for an adapter: `base`, where that is given).
 
     Raises UserError where nothing is there, or where its family isn't built or its quantization cannot be
     read.
     """
-    found = locate(source)
+    found = locate(source, base)
     try:
         manifest = open_checkpoint(found.base, progress=progress)
     except CheckpointError as error:
         if found.adapter is None:
             raise
+        here = "" if base else "if the base lies elsewhere: --base DIR; else: "
         raise CheckpointError(
-            f"{found.adapter} is an adapter of {found.base}: {error.message}", next=error.next
+            f"{found.adapter} is an adapter of {found.base}: {error.message}", next=f"{here}{error.next}"
         ) from error
     refuse_unread(manifest)
     return found, manifest

@@ -77,11 +77,11 @@ def say(common: Common) -> Callable[[str], None]:
     return lambda line: None if common.quiet else print(line, file=sys.stderr, flush=True)
 
 
-def load(source: str, dtype: str, device: str, common: Common) -> Model:
+def load(source: str, dtype: str, device: str, common: Common, base: str = "") -> Model:
     """unfreeze.load with a bar for the weights and a line for a download."""
     from unfreeze.generate.source import open_source
 
-    found, manifest = open_source(source, say(common))
+    found, manifest = open_source(source, say(common), base)
     place = pick_device(device)
 
     from unfreeze.generate.model import load_opened

@@ -14,6 +14,7 @@ from unfreeze.config.adapter import adapter_folder
 from unfreeze.config.training import portable
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.units import format_bytes, format_count
+from unfreeze.job.card import write_beside
 
 if TYPE_CHECKING:
     from unfreeze.adapters import LoraConfig
@@ -65,10 +66,9 @@ class Adapters:
         """The adapter, read again and compared."""
         from unfreeze.adapters import save_adapter, verify_adapter
 
-        model = state.model
-        verify_adapter(
-            model, save_adapter(model, folder, base_name=portable(model_name), prefix=manifest.prefix)
-        )
+        model, base = state.model, portable(model_name)
+        verify_adapter(model, save_adapter(model, folder, base_name=base, prefix=manifest.prefix))
+        write_beside(folder, manifest, base, state.run.path, TOKENIZER_FILES)
 
     def as_result(self, folder: Path) -> dict[str, Any]:
         """For finish(): what a run's result names."""

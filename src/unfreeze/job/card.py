@@ -1,0 +1,112 @@
+"""What lies beside an adapter for whoever gets it: the tokenizer's files, and a model card (README.md).
+
+The card's front matter is the Hub's: base_model, library_name, license, tags. No path of this machine stands
+on it: files and folders by their last names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from unfreeze.core.events import RESOLVED
+from unfreeze.core.schema import DataEvent
+from unfreeze.report.events import last
+from unfreeze.report.run import facts, read_run
+from unfreeze.report.verdict import again, verdict
+
+if TYPE_CHECKING:
+    from unfreeze.checkpoint import Manifest
+
+CARD = "README.md"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+LICENSE = re.compile(
+    r"^(license(?:_name|_link)?):[ \t]*[\"']?([^\s\"'\[\]{}]{1,200})[\"']?[ \t]*$", re.MULTILINE
+)
+PEFT = """Training on in peft makes another model: where gate and up of a routed expert stand in one pair, the
+zeros beside their blocks train there too. `unfreeze sft --adapter FOLDER` trains on what is here.
+"""
+USE = """## Use
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("{base}")
+model = PeftModel.from_pretrained(model, "FOLDER_OR_ID_OF_THIS_ADAPTER")
+```
+"""
+
+
+def write_beside(folder: Path, manifest: Manifest, base: str, run: Path | None, files: Sequence[str]) -> None:
+    """Put the card and the base's tokenizer files into an adapter's folder.
+
+    base: folder or Hub id. run: the run that made it, None where it isn't known.
+    """
+    from unfreeze.checkpoint.save import write_file
+
+    for name in files:
+        if (manifest.path / name).is_file():
+            shutil.copyfile(manifest.path / name, folder / name)
+    has_experts = any(".experts." in name for name in manifest.tensors)
+    write_file(folder / CARD, card(base, manifest.path, run, has_experts=has_experts))
+
+
+def hub_id(base: str) -> str:
+    """The base as the Hub knows it, "" for a folder of this machine."""
+    return base if HUB_ID.fullmatch(base) and not Path(base).exists() else ""
+
+
+def card(base: str, base_folder: Path, run: Path | None, *, has_experts: bool) -> str:
+    """The text of README.md."""
+    identity = hub_id(base)
+    name = identity or Path(base).name
+    lines = ["---"]
+    lines += [f"base_model: {identity}"] if identity else []
+    lines += ["library_name: peft", "pipeline_tag: text-generation", *license_of(base_folder)]
+    lines += ["tags:", "- lora", "- unfreeze", "---", ""]
+    lines += [f"# {run.resolve().name if run else f'Adapter for {name}'}", ""]
+    lines += [f"A LoRA adapter for {name}, made with unfreeze.", ""]
+    if run is not None and (run / RESOLVED).is_file():
+        lines += _of_run(run)
+    lines += [USE.format(base=name)]
+    lines += [PEFT] if has_experts else []
+    return "\n".join(lines)
+
+
+def _of_run(folder: Path) -> Iterator[str]:
+    """What was trained on what, with its figures and the command."""
+    run = read_run(folder)
+    data = last(run.events, DataEvent)
+    yield from (verdict(run), "", "| | |", "|---|---|")
+    if data is not None:
+        files = data.get("files") or {}
+        names = ", ".join(f"{Path(name).name} ({rows:,} rows)" for name, rows in files.items())
+        yield from ([f"| Data | {names} |"] if names else [])
+        taught = f"{data['supervised_fraction']:.0%} taught"
+        yield f"| Examples | {data['examples']:,}, {data['tokens']:,} tokens, {taught} |"
+    lora: dict[str, Any] = run.config.get("lora") or {}
+    for name, value in lora.items():
+        words = ", ".join(map(str, cast(list[Any], value))) if isinstance(value, list) else value
+        yield from ([f"| lora.{name} | {words} |"] if value is not None else [])
+    yield from (f"| {name} | {value} |" for name, value in facts(run))
+    words = [Path(word).name if word.startswith("/") else word for word in shlex.split(again(run))]
+    yield from ("", "```", shlex.join(words), "```", "")
+
+
+def license_of(base_folder: Path) -> list[str]:
+    """license, license_name and license_link of the base's own card, as lines of front matter."""
+    path = base_folder / CARD
+    if not path.is_file():
+        return []
+    with path.open(encoding="utf-8", errors="replace") as file:
+        head = file.read(20_000)
+    if not head.startswith("---"):
+        return []
+    front = head[3:].partition("\n---")[0]
+    return [f"{name}: {json.dumps(value)}" for name, value in LICENSE.findall(front)]

@@ -1,0 +1,167 @@
+"""The card beside an adapter, read by the Hub's own library, and the upload against a stand-in of the Hub."""
+
+import base64
+import json
+import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from huggingface_hub import ModelCard
+
+from unfreeze import cli
+from unfreeze.commands.demo import TINY_K2
+from unfreeze.job.card import card, hub_id, license_of
+
+
+def test_a_runs_adapter_has_a_card_that_the_hub_reads_and_the_tokenizer(run_dir):
+    folder = run_dir / "adapter"
+    read = ModelCard.load(folder / "README.md")
+    assert read.data.library_name == "peft" and read.data.tags == ["lora", "unfreeze"]
+    assert read.data.base_model is None  # a folder of this machine is no id
+    text = (folder / "README.md").read_text()
+    assert "Held-out" in text or "Loss" in text
+    assert "chat" in text and "lora.rank" in text and "unfreeze sft --model tiny-k2" in text
+    assert str(run_dir.parent) not in text and str(TINY_K2.parent) not in text
+    assert "Training on in peft makes another model" in text
+    assert (folder / "tiktoken.model").read_bytes() == (TINY_K2 / "tiktoken.model").read_bytes()
+
+
+def test_the_base_is_named_by_its_id_with_its_licence(tmp_path):
+    (tmp_path / "README.md").write_text(
+        "---\ntags: [a]\nlicense: other\nlicense_name: modified-mit\n---\n# x\n"
+    )
+    read = ModelCard(card("org/base-7b", tmp_path, None, has_experts=False))
+    assert (read.data.base_model, read.data.license, read.data.license_name) == (
+        "org/base-7b",
+        "other",
+        "modified-mit",
+    )
+    assert "another model" not in read.text
+    (tmp_path / "README.md").write_text("license: mit\n")  # no front matter
+    assert license_of(tmp_path) == [] and not hub_id("/a/b") and not hub_id("base")
+
+
+class Hub(BaseHTTPRequestHandler):
+    """What huggingface_hub asks for when it makes a repository and commits small files."""
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+        self.server.asked.append((self.path, self.headers.get("Authorization")))
+        if self.path.endswith("/repos/create"):
+            made = json.loads(body)
+            self.server.made = made
+            self.say({"url": "https://huggingface.co/org/name", "name": "org/name", "id": "org/name"})
+        elif "/preupload/" in self.path:
+            files = json.loads(body)["files"]
+            self.say(
+                {
+                    "files": [
+                        {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files
+                    ]
+                }
+            )
+        elif "/commit/" in self.path:
+            for line in body.decode().splitlines():
+                row = json.loads(line)
+                if row["key"] == "file":
+                    self.server.files[row["value"]["path"]] = base64.b64decode(row["value"]["content"])
+            self.say(
+                {
+                    "success": True,
+                    "commitOid": "0" * 40,
+                    "commitUrl": "https://huggingface.co/org/name/commit/0",
+                }
+            )
+        else:
+            self.say({"errors": [], "warnings": []})
+
+    def do_GET(self):
+        self.server.asked.append((self.path, self.headers.get("Authorization")))
+        self.say(
+            {
+                "id": "org/name",
+                "modelId": "org/name",
+                "sha": "0" * 40,
+                "siblings": [],
+                "tags": [],
+                "private": True,
+            }
+        )
+
+    def say(self, value):
+        raw = json.dumps(value).encode()
+        self.send_response(self.server.status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(raw)))
+        self.end_headers()
+        self.wfile.write(raw)
+
+    def log_message(self, *words):
+        """Silent."""
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.asked, server.files, server.made, server.status = [], {}, None, 200
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("HF_TOKEN", "hf_made_up")
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    yield server
+    server.shutdown()
+
+
+def export(run_dir, tmp_path, *more):
+    return cli.main(["export", str(run_dir), "--for", "peft", "--out", str(tmp_path / "out"), *more])
+
+
+def test_push_uploads_what_lies_in_the_folder_after_a_yes(hub, run_dir, tmp_path, capsys):
+    asked = ["--push", "org/name", "--base-id", "org/base", "--yes"]
+    assert export(run_dir, tmp_path, *asked) == 0, capsys.readouterr().err
+    assert "uploaded: http://127.0.0.1" in capsys.readouterr().err
+    here = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert hub.files == here and {"README.md", "adapter_config.json", "tiktoken.model"} <= here.keys()
+    assert hub.made.get("visibility", hub.made.get("private")) in ("private", True) and (
+        "Bearer hf_made_up" in {who for _, who in hub.asked}
+    )
+    assert json.loads(here["adapter_config.json"])["base_model_name_or_path"] == "org/base"
+    assert ModelCard(here["README.md"].decode()).data.base_model == "org/base"
+
+
+def test_nothing_is_uploaded_without_a_yes_a_base_that_others_have_or_a_right_name(
+    hub, run_dir, tmp_path, capsys, monkeypatch
+):
+    given = ["--push", "org/name", "--base-id", "org/base"]
+    assert export(run_dir, tmp_path, *given) == 2  # nobody can be asked
+    assert "next: --yes" in capsys.readouterr().err
+    assert export(run_dir, tmp_path, "--push", "org/name", "--yes") == 2
+    assert "--base-id org/name" in capsys.readouterr().err
+    assert export(run_dir, tmp_path, "--push", "name", "--base-id", "org/base", "--yes") == 2
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stdin.readline", lambda: "n\n", raising=False)
+    assert export(run_dir, tmp_path, *given) == 0
+    assert "Go on? [y/N]" in (said := capsys.readouterr().err) and "not uploaded" in said
+    assert not hub.asked
+    hub.status = 403
+    assert export(run_dir, tmp_path, *given, "--yes") == 2
+    assert "org/name did not take the adapter: 403" in (said := capsys.readouterr().err)
+    assert "hf auth login" in said
+
+
+def test_an_adapter_goes_on_a_base_that_lies_elsewhere(run_dir, tmp_path, unfreeze_json, capsys):
+    shutil.copytree(run_dir / "adapter", tmp_path / "sent")
+    path = tmp_path / "sent" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": "no/where"}))
+    asked = ["--prompt", "Hello", "--max-new-tokens", "3", "--device", "cpu"]
+    there = unfreeze_json("generate", run_dir, *asked)
+    assert (
+        unfreeze_json("generate", tmp_path / "sent", *asked, "--base", TINY_K2)["tokens"] == there["tokens"]
+    )
+    assert cli.main(["generate", str(tmp_path / "sent"), *asked]) == 2
+    assert "if the base lies elsewhere: --base DIR" in capsys.readouterr().err
+    assert cli.main(["generate", str(TINY_K2), *asked, "--base", str(TINY_K2)]) == 2
+    assert "base = " in capsys.readouterr().err
