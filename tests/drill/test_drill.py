@@ -18,7 +18,7 @@ import torch
 from unfreeze import cli, drill
 from unfreeze.checkpoint.faults import Faults
 from unfreeze.core.command import Common
-from unfreeze.core.errors import ConfigError
+from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.data.dataset import Account
 from unfreeze.data.packing.batches import Batches
 from unfreeze.drill import loading, numbers, processes, runs
@@ -220,10 +220,20 @@ def rate_as_meant(patch):
 
 
 def bad_rows_vanish(patch):
-    from unfreeze.data import dataset
+    from unfreeze.data import encoding
 
-    real = dataset.read_places
-    patch.setattr(dataset, "read_places", lambda path, on_bad=None: real(path, nothing))
+    real = encoding.raw_rows
+
+    def good_ones(path, columns=()):
+        parse = encoding.parser(path, columns)
+        for place, raw in real(path, columns):
+            try:
+                parse(raw, place)
+            except DataError:
+                continue
+            yield place, raw
+
+    patch.setattr(encoding, "raw_rows", good_ones)
 
 
 def read_as_four_bits(patch):

@@ -78,6 +78,19 @@ def test_every_form_gives_the_same_tokens(rows, tokenizer, tmp_path):
             assert list(on_demand.examples[i].tokens) == list(want[i].tokens), path.name
 
 
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
+def test_rows_of_tables_go_to_other_processes(name, tokenizer, tmp_path):
+    """What a reader gives is plain: bad rows too."""
+    write(tmp_path, TALKS)
+    with (tmp_path / "a.csv").open("a") as file:
+        file.write("x,y,z\n")
+    here, there = (
+        encode_file(tmp_path / name, tokenizer, 512, on_bad_row="skip", workers=count) for count in (0, 1)
+    )
+    assert here.examples.fingerprint() == there.examples.fingerprint()
+    assert here.stats.as_dict() == there.stats.as_dict() and here.stats.bad == (name == "a.csv")
+
+
 def test_rows_are_those_that_datasets_reads(tmp_path):
     """datasets.load_dataset on the same files: cell by cell."""
     write(tmp_path, PAIRS)
