@@ -1,5 +1,7 @@
 """One rendering for a conversation and all its beginnings: only where the template cannot look ahead."""
 
+import time
+
 import pytest
 
 from unfreeze.data.tokens import stepwise
@@ -119,6 +121,13 @@ def test_the_styles_of_releases(templates, counted):
         assert (template._steps is not None) == (name in known), name
         for messages in (TALK, TALK[1:]):
             assert renderings(template, messages) == renderings(each_time(source), messages)
+
+
+def test_a_template_of_many_sets_is_not_looked_at_for_long():
+    source = "".join(f"{{% set a{n} = a{n + 1} %}}" for n in range(5000)) + LOOP
+    began = time.process_time()
+    assert ChatTemplate(source, VARIABLES)._steps is None
+    assert time.process_time() - began < 10  # compared with each other they take minutes
 
 
 def test_other_messages_and_other_tools_are_rendered_anew():

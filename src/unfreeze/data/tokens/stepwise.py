@@ -19,6 +19,8 @@ MESSAGES, PROMPT = "messages", "add_generation_prompt"
 MARK = f"\U000f0004{secrets.token_hex(8)}\U000f0004"
 """Written before each message and behind the last. Drawn anew in each process: no message can hold it."""
 
+MOST_SETS = 200
+"""Of a template that is looked at: each {% set %} is compared with each other."""
 _BEHIND = frozenset(("first", "index", "index0", "previtem", "cycle", "changed"))
 """Of a loop: what depends on the messages so far only."""
 _REFUSED = (
@@ -106,6 +108,8 @@ def _loop(tree: nodes.Template) -> tuple[int, frozenset[str], int] | None:
     """
     names, least = {MESSAGES}, 1
     sets = [node for node in tree.find_all(nodes.Assign) if isinstance(node.target, nodes.Name)]
+    if len(sets) > MOST_SETS:
+        return None
     for _ in sets:
         names |= {node.target.name for node in sets if _sequence(node.node, names) is not None}  # type: ignore[attr-defined]
     for node in sets:

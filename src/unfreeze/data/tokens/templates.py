@@ -172,10 +172,10 @@ class ChatTemplate:
             stepwise = marked(steps.parse(source))
             self._steps = None if stepwise is None else steps.from_string(stepwise.tree)
             self._least = 0 if stepwise is None else stepwise.least
+            self._formats = [formats_of(source), formats_of(tool_source or "")]
         except (jinja2.TemplateError, RecursionError, OverflowError, ValueError, UnicodeError) as error:
             raise CheckpointError(f"the chat template cannot be compiled: {error}") from None
 
-        self._formats = [formats_of(source), formats_of(tool_source or "")]
         self._last: _Last | None = None
         self._prompt: str | None = None  # what a stepwise template writes behind the messages as a prompt
 
