@@ -35,6 +35,18 @@ def test_clean_files_have_no_fault(sandbox, family):
     assert [f.check for f in found.values()] == [name for name, _, _ in checks.CHECKS]
 
 
+def test_data_of_any_form_is_looked_through(sandbox, tmp_path):
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "a.csv").write_text("task,reply\n" + "".join(f"{i}?,{i}.\n" for i in range(4)))
+    config = Config(
+        model=str(sandbox.checkpoint("llama")),
+        data=str(tmp_path / "d"),
+        columns=("prompt=task", "completion=reply"),
+    )
+    (found,) = [finding for finding in findings_of(config) if finding.check == "data"]
+    assert found.level == "ok" and "4 rows (prompt/completion 4)" in found.line
+
+
 def cut_file(folder):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])

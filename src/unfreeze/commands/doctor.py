@@ -17,6 +17,7 @@ from typing import Annotated, Any
 from pydantic import Field
 from tyro.conf import Positional, arg
 
+from unfreeze.config.columns import Columns
 from unfreeze.config.parse import Folder, Frozen, ModelName, parse
 from unfreeze.core.command import Common
 from unfreeze.core.errors import UserError
@@ -35,6 +36,9 @@ class Config(Frozen):
         description=(
             "data file to look through, as `unfreeze sft --data` takes it; default: that of --config, or none"
         ),
+    )
+    columns: Columns = Field(
+        default=(), description="FIELD=COLUMN where the file's fields have other names, as sft's"
     )
     config: Folder = Field(default="", description="TOML file of `unfreeze sft`; default: sft's own defaults")
 
@@ -88,6 +92,7 @@ def findings_of(config: Config, *, quiet: bool = True) -> Iterator[Finding]:
 def run_config(config: Config) -> sft.Config:
     """The sft run that is examined: of --config, with MODEL and --data on top."""
     on_top = ["--model", config.model, *(["--data", config.data] if config.data else [])]
+    on_top += ["--columns", *config.columns] if config.columns else []
     needed = [] if config.data or config.config else ["--data", "none"]
     return parse(
         sft.Config,
