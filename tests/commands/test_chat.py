@@ -2,8 +2,11 @@
 
 import io
 import json
+import shutil
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import unfreeze
 from unfreeze import cli
@@ -16,7 +19,7 @@ class Echo:
     """Stands for a model: it answers with the number of messages and the seed, and notes what it was sent."""
 
     def __init__(self):
-        self.sent = []
+        self.sent, self.decoder = [], torch.nn.Module()
 
     def stream_chat_pieces(self, messages, *, seed, **settings):
         self.sent.append([message["content"] for message in messages])
@@ -107,4 +110,45 @@ def test_what_is_saved_is_a_row_of_data_and_no_file_is_overwritten(say, tmp_path
     assert "No such file" in error and "null" in error
     file.write_text("years of work")
     say(["Hello.", f"/save {file}"])
-    assert file.read_text() == "years of work" and "File exists" in capsys.readouterr().err
+    assert file.read_text() == "years of work" and "another name" in capsys.readouterr().err
+
+
+def test_a_late_system_prompt_is_saved_with_the_conversation(say, tmp_path):
+    say(["Hello.", "/system Be brief.", f"/save {tmp_path / 'talk.jsonl'}"])
+    (row,) = map(json.loads, (tmp_path / "talk.jsonl").read_text().splitlines())
+    assert row["messages"][0] == {"role": "system", "content": "Be brief."}
+
+
+def test_adapters_are_switched_and_each_answers_as_if_it_were_alone(
+    run_dir, monkeypatch, unfreeze_json, capsys, tmp_path
+):
+    other = tmp_path / "other"
+    shutil.copytree(run_dir / "adapter", other)
+    factors = load_file(other / "adapter_model.safetensors")
+    mirrored = {name: -tensor if "lora_B" in name else tensor for name, tensor in factors.items()}
+    save_file(mirrored, other / "adapter_model.safetensors", {"layout": "peft"})
+    question = "What is the capital of France?"
+    names = ["three steps", "other", "base", "three steps"]
+    lines = [
+        line
+        for name in names
+        for line in (f"/use {name}", "/reset", question, f"/save {tmp_path}/{name}.jsonl")
+    ]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join([*lines, "/use nobody", "/help"]) + "\n"))
+    asked = ["--max-new-tokens", 12, "--device", "cpu", "--adapters", other]
+    unfreeze_json("chat", run_dir, *asked)
+
+    def saved(name):
+        return json.loads((tmp_path / f"{name}.jsonl").read_text())["messages"][-1]["content"]
+
+    alone = {"three steps": run_dir, "other": other, "base": TINY_K2}
+    said = {name: unfreeze.load(path).chat(question, max_new_tokens=12) for name, path in alone.items()}
+    assert {name: saved(name) for name in alone} == said and len(set(said.values())) == 3
+
+
+def test_use_names_what_is_there(run_dir, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("/use bas\n/use base\n/help\n"))
+    assert cli.main(["chat", str(run_dir), "--device", "cpu"]) == 0
+    error = capsys.readouterr().err
+    assert "there is no 'bas' here; nearest: 'base'" in error
+    assert "adapters: base (now), three steps; the conversation goes on" in error

@@ -10,18 +10,21 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TextIO
 
 from pydantic import Field
 from tyro.conf import Positional, arg
 
-from unfreeze.config.parse import Frozen, ModelName, parse
+from unfreeze.config.adapter import adapter_folder
+from unfreeze.config.parse import Files, Frozen, ModelName, parse
 from unfreeze.core.command import Common
 from unfreeze.core.errors import UserError
 from unfreeze.job.device import load
 
 if TYPE_CHECKING:
     from unfreeze.generate.model import Model
+    from unfreeze.generate.switch import Switch
 
 
 class Config(Frozen):
@@ -30,6 +33,9 @@ class Config(Frozen):
     )
     base: ModelName = Field(
         default="", description="base checkpoint of an adapter, where the one it names is not here"
+    )
+    adapters: Files = Field(
+        default=(), description="more runs or adapters of the same base; /use NAME switches between them"
     )
     system: str = Field(default="", description="system prompt; empty: none")
     max_new_tokens: int = Field(default=400, ge=1, description="tokens of one answer at most")
@@ -48,9 +54,17 @@ class Config(Frozen):
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
     """Read a line, obey it or stream the answer, until the input ends. Returns the conversation."""
     config = parse(Config, arguments, command="chat", description=__doc__ or "", positional=True)
+    more = [(name_of(source), adapter_folder(source)) for source in config.adapters]
     model = load(config.model, config.dtype, config.device, common, config.base)
     settings = config.model_dump(include={"max_new_tokens", "temperature", "top_k", "top_p", "seed"})
-    talk = Conversation(model, settings, sys.stderr if common.json else sys.stdout, common.quiet)
+    from unfreeze.generate.switch import Switch
+
+    switch = Switch(model.decoder, name_of(config.model))
+    first = switch.now
+    for name, folder in more:
+        switch.load(name, folder)
+    switch.use(first)
+    talk = Conversation(model, settings, sys.stderr if common.json else sys.stdout, common.quiet, switch)
     talk.set_system(config.system)
     if sys.stdin.isatty() and not common.quiet:
         print(f"{config.model}. /help lists the commands, Ctrl-C stops an answer.", file=talk.out)
@@ -60,6 +74,12 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
         elif line:
             talk.ask(line)
     return {"messages": talk.messages}
+
+
+def name_of(source: str) -> str:
+    """What an adapter is called: its run's folder, or its own."""
+    path = Path(source).resolve()
+    return path.parent.name if path.name == "adapter" else path.name
 
 
 def _read(talk: TextIO) -> str | None:
@@ -84,6 +104,7 @@ class Conversation:
     settings: dict[str, Any]
     out: TextIO
     quiet: bool = False
+    switch: Switch | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
 
     @property
@@ -131,7 +152,23 @@ class Conversation:
 
 def _help(talk: Conversation, text: str) -> str:
     rows = [(f"{name} {command.argument}", command.does) for name, command in COMMANDS.items()]
-    return "\n".join(f"  {usage:<15} {does}" for usage, does in [*rows, ("/exit", "leave; so does Ctrl-D")])
+    lines = [f"  {usage:<15} {does}" for usage, does in [*rows, ("/exit", "leave; so does Ctrl-D")]]
+    return "\n".join([*lines, *([f"  {_adapters(talk.switch)}"] if talk.switch else [])])
+
+
+def _adapters(switch: Switch) -> str:
+    """ "adapters: mine (now), base"."""
+    return "adapters: " + ", ".join(f"{name} (now)" if name == switch.now else name for name in switch.names)
+
+
+def _use(talk: Conversation, text: str) -> str:
+    if talk.switch is None:
+        return "there are no adapters here"
+    try:
+        talk.switch.use(text)
+    except UserError as error:
+        return str(error)
+    return f"({_adapters(talk.switch)}; the conversation goes on, /reset forgets it)"
 
 
 def _reset(talk: Conversation, text: str) -> str:
@@ -161,6 +198,8 @@ def _save(talk: Conversation, text: str) -> str:
     try:
         with open(os.path.expanduser(text), "x", encoding="utf-8") as file:
             file.write(row)
+    except FileExistsError:
+        return f"{text}: File exists, and stays as it is; /save under another name"
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         return f"{text} is not written: {getattr(error, 'strerror', None) or error}"
     return f"(saved: {text}, one line of `unfreeze sft --data`)"
@@ -179,6 +218,7 @@ COMMANDS = {
     "/reset": Command("", "forget the conversation; the system prompt stays", _reset),
     "/system": Command("[TEXT]", "another system prompt from here on; without TEXT none", _system),
     "/regenerate": Command("", "answer the last question again", _regenerate),
+    "/use": Command("NAME", "answer with another adapter from here on, or with the base", _use),
     "/save": Command("FILE", "write the conversation as a row of data for `unfreeze sft`", _save),
 }
 LEAVE = ("/exit", "/quit", "exit")

@@ -1,0 +1,60 @@
+"""Several adapters of one model, of which one or none is attached."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from unfreeze.adapters import detach, load_adapter, sites
+from unfreeze.core.errors import UserError, nearest
+
+BASE = "base"
+
+
+class Switch:
+    """The adapters that were loaded, by name. "base" is the model without any.
+
+    All stay in memory; switching moves no tensor.
+    """
+
+    def __init__(self, model: nn.Module, name: str):
+        """`name`: of the adapter that the model carries already, if it does."""
+        self._model = model
+        self._adapters: dict[str, dict[str, nn.Module]] = {BASE: {}}
+        self.now = BASE
+        if sites(model):
+            self._keep(name)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._adapters)
+
+    def load(self, name: str, folder: Path) -> None:
+        """Load an adapter beside the others, and attach it. Raises AdapterError as load_adapter does."""
+        before = self.now
+        detach(self._model)
+        try:
+            load_adapter(self._model, folder)
+        except UserError:
+            self.use(before)
+            raise
+        self._model.requires_grad_(False)
+        self._keep(name)
+
+    def use(self, name: str) -> None:
+        """Attach the adapter of that name and no other. Raises UserError for a name that isn't there."""
+        if name not in self._adapters:
+            known = ", ".join(self._adapters)
+            raise UserError(
+                f"there is no {name!r} here{nearest(name, self._adapters)}", next=f"one of {known}"
+            )
+        detach(self._model)
+        for place, adapter in self._adapters[name].items():
+            self._model.get_submodule(place).adapter = adapter
+        self.now = name
+
+    def _keep(self, name: str) -> None:
+        free = (f"{name}-{n}" if n > 1 else name for n in range(1, len(self._adapters) + 2))
+        self.now = next(other for other in free if other not in self._adapters)
+        self._adapters[self.now] = {site.name: site.adapter for site in sites(self._model)}
