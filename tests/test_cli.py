@@ -1,6 +1,7 @@
 """The command line as scripts see it: exit codes, one line per error, no torch for --help."""
 
 import ast
+import io
 import json
 import re
 import subprocess
@@ -141,6 +142,22 @@ def test_json_is_the_last_line_of_stdout(planted, capsys):
     planted({"run": "runs/x", "steps": 3})
     assert cli.main(["planted", "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"run": "runs/x", "steps": 3}
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
+def test_a_terminal_that_knows_no_arrow_is_no_fault(encoding, planted, monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
+
+    class Says(dict):
+        def get(self, *_):
+            print("loss 5 → 1")
+            return 0
+
+    planted(Says())
+    assert cli.main(["planted"]) == 0
+    sys.stdout.flush()
+    assert written.getvalue() == b"loss 5 ? 1\n"
 
 
 def test_ctrl_c_while_it_is_still_imported_is_no_traceback():

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
 import sys
@@ -103,11 +104,18 @@ def main(arguments: list[str] | None = None) -> int:
     if process():  # under torchrun the first process speaks for all; errors are said by each
         common = common._replace(json=False, quiet=True)
     arguments = [argument for argument in arguments if argument not in FLAGS]
+    speak_here()
     put_off()
     try:
         return _guarded(lambda: _dispatch(arguments[0] if arguments else "", arguments[1:], common), common)
     finally:
         take_up()
+
+
+def speak_here() -> None:
+    """What a terminal has no sign for is shown as "?": one of Windows, or a pipe, may know no arrow."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
 
 
 def process() -> int:

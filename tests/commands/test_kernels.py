@@ -178,6 +178,10 @@ def test_progress_names_threads_medians_and_refusals(room, capsys):
     )
     assert " us, error " in said[1] and "; reference " in said[1] and said[-1].startswith("4 rows in ")
     assert cli.main(["kernels", "list", "--device", "cpu"]) == 0
+    short = capsys.readouterr().out.splitlines()
+    assert any(line.split()[:2] == ["hundredfold", "quick"] for line in short) and "--all" in short[-1]
+    assert len(short) == 2 + len({line.split()[0] for line in short[1:-1]})  # a line for each op
+    assert cli.main(["kernels", "list", "--device", "cpu", "--all"]) == 0
     table = capsys.readouterr().out
     assert "hundredfold" in table and "quick" in table and "hundredfold gpu: it needs a GPU" in table
 

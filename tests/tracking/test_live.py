@@ -92,7 +92,13 @@ def test_other_events_are_said_once():
     progress({"kind": "end", "step": 8, "reason": "done", "tokens_per_second": 1234.5})
     text = out.getvalue()
     load = "loaded 2.00 GB at 2.00 GB/s, 8.00 GB if expanded; preparing step 1"
-    for words in ("peak 1.0 GiB", "resumed after step 4", load, "attention", "eval loss 0.25, style 0.5"):
+    for words in (
+        "peak 1.0 GiB",
+        "resumed after step 4",
+        load,
+        "attention",
+        "step 8: held-out loss 0.25, style 0.5",
+    ):
         assert text.count(words) == 1, words
     data = ("data: 3 rows, 1 dropped", "left out: row 2: empty")
     for words in (*data, "saved runs/[a]/state", "warning, step 8: one row skipped", "done after step 8"):

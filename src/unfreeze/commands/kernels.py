@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -38,6 +39,12 @@ class Listed(Frozen):
     op: tuple[str, ...] = Field(default=(), description="ops, such as rms_norm attention; default: all")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda if there is one")
     threads: int = Field(default=0, ge=0, description="CPU threads of torch and numba; 0: as many as cores")
+
+
+class Shown(Listed):
+    """And how much of it."""
+
+    all: bool = Field(default=False, description="a row for each shape bucket and dtype, with the reasons")
 
 
 class Measured(Listed):
@@ -75,7 +82,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
             f"kernels takes the subcommand measure or list, got {given}", next="unfreeze kernels list"
         )
     config = parse(
-        Measured if arguments[0] == "measure" else Listed,
+        Measured if arguments[0] == "measure" else Shown,
         arguments[1:],
         command=f"kernels {arguments[0]}",
         description=__doc__ or "",
@@ -226,7 +233,7 @@ def save(file: Path, rows: list[Row], ops: dict[str, Op]) -> None:
         ) from error
 
 
-def listing(config: Listed, common: Common) -> dict[str, Any]:
+def listing(config: Shown, common: Common) -> dict[str, Any]:
     """What runs here and why, for every op, shape bucket and dtype."""
     from unfreeze.job.device import pick_device
     from unfreeze.kernels.choice.choose import by_record
@@ -249,7 +256,7 @@ def listing(config: Listed, common: Common) -> dict[str, Any]:
         )
     result = {"device": device_key(device), "ops": listed}
     if not (common.quiet or common.json):
-        show(result)
+        show(result) if config.all else show_ops(result)
     return result
 
 
@@ -274,6 +281,19 @@ def standing(op: Op, case: Case, device: torch.device, dtype: torch.dtype) -> di
             )
             said[name] += ", runs only where impl names it" * (device.type in candidate.named_on)
     return said
+
+
+def show_ops(result: dict[str, Any]) -> None:
+    """A line per op: what runs, and for how many kinds of inputs."""
+    runs: dict[str, Counter[str]] = {}
+    for entry in result["ops"]:
+        runs.setdefault(entry["op"], Counter())[entry["runs"]] += 1
+    width = max(map(len, runs), default=0)
+    print(f"{result['device']}: what runs, and for how many kinds of inputs")
+    for op, counts in runs.items():
+        words = ", ".join(f"{name} {count}" for name, count in counts.most_common())
+        print(f"  {op:<{width}}  {words}")
+    print("why, kind by kind: unfreeze dev kernels list --all")
 
 
 def show(result: dict[str, Any]) -> None:

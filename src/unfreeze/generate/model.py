@@ -6,6 +6,7 @@ V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from unfreeze.adapters.read import load_adapter
 from unfreeze.checkpoint.manifest import Manifest
 from unfreeze.config.template import template_values
-from unfreeze.core.errors import ConfigError, UserError
+from unfreeze.core.errors import ConfigError, UserError, nearest
 from unfreeze.data.tokens.masks import encode_chat, encode_prompt
 from unfreeze.data.tokens.tokenizer import Tokenizer, check_vocab, has_tokenizer, load_tokenizer
 from unfreeze.generate.engine import Completion, Engine, Piece, batch_of, check_tokens
@@ -245,6 +246,12 @@ class Model:
 
 
 def sampling(options: Options) -> Sampling:
-    """The Sampling of keyword options. Raises ConfigError as Sampling does, TypeError for an unknown one."""
+    """The Sampling of keyword options. Raises ConfigError as Sampling does, and for an unknown one."""
+    known = [field.name for field in fields(Sampling)]
+    if unknown := next((name for name in options if name not in known), ""):
+        raise ConfigError(
+            f"there is no option {unknown!r} of sampling{nearest(unknown, known)}",
+            next=f"one of {', '.join(known)}",
+        )
     stop = options.get("stop") or ()
     return Sampling(**{**options, "stop": (stop,) if isinstance(stop, str) else tuple(stop)})

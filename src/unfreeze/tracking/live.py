@@ -197,8 +197,7 @@ class LiveProgress:
             self._display.line(receipt_text(groups))
 
     def _on_eval(self, event: EvalEvent) -> None:
-        words = [f"{name} {value:.4g}" for name, value in numbers(event).items()]
-        self._display.line(f"step {event['step']}: eval {', '.join(words)}")
+        self._display.line(f"step {event['step']}: {eval_words(event)}")
 
     def _on_save(self, event: SaveEvent) -> None:
         self._display.line(f"step {event['step']}: saved {event.get('path', '')}")
@@ -243,6 +242,16 @@ class LiveProgress:
             format_bytes(peak) if peak is not None else "",
         ]
         return "  ".join(part for part in parts if part)
+
+
+def eval_words(event: EvalEvent) -> str:
+    """'held-out loss 2.104, perplexity 8.199, 1.02 bits per byte (8,408 tokens, 1.7 s)'."""
+    known = {"loss": "held-out loss {:.4g}", "bits_per_byte": "{:.4g} bits per byte"}
+    about = {"tokens": "{:,.0f} tokens", "seconds": "{:.1f} s"}
+    values = numbers(event)
+    said = [known.get(name, name + " {:.4g}").format(v) for name, v in values.items() if name not in about]
+    beside = [form.format(values[name]) for name, form in about.items() if name in values]
+    return ", ".join(said) + (f" ({', '.join(beside)})" if beside else "")
 
 
 class LoadProgress:
