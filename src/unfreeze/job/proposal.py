@@ -16,7 +16,7 @@ from unfreeze.config.names import nested
 from unfreeze.config.sft import Config
 from unfreeze.core.units import format_bytes, format_count
 from unfreeze.job.folder import with_files
-from unfreeze.job.plan import mean_length, plan_of
+from unfreeze.job.plan import plan_of
 from unfreeze.job.trained import Adapters
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Proposal:
         trained.check(self.manifest)
         lengths = self.dataset.examples.lengths_N.clip(max=config.tokens_per_micro_batch).tolist()
         device = pick_device(config.memory.device)
-        return plan_of(config, trained, self.manifest, self.shape, device, mean_length(lengths))
+        return plan_of(config, trained, self.manifest, self.shape, device, lengths)
 
     def choices(self) -> list[Choice]:
         """Every choice, in the order of the file. Raises DoesNotFit where nothing of it fits."""
