@@ -185,3 +185,11 @@ def test_a_config_without_tables_or_with_its_own_map():
     assert (
         nested({"lora": {}, "lora.rank": 2}) == nested({"lora.rank": 2, "lora": {}}) == {"lora": {"rank": 2}}
     )
+
+
+def test_a_field_that_moved_is_read_where_earlier_files_have_it(tmp_path):
+    toml = tmp_path / "run.toml"
+    toml.write_text('model = "m"\n[data]\nfiles = "chat.jsonl"\npacking = "best_fit"\n')
+    assert parse(sft.Config, [str(toml)], command="sft", description="").training.packing == "best_fit"
+    for moved, place in sft.Config.MOVED.items():
+        assert moved not in dict(leaves(sft.Config)) and place in dict(leaves(sft.Config))

@@ -93,7 +93,9 @@ def test_every_weight_learns_and_the_result_is_a_checkpoint(
     plan = json.loads((run / "plan.json").read_text())
     parameters = sum(entry["parameters"] for entry in result["receipt"].values())
     width = 4 if dtype == "float32" else 2
-    assert plan["terms"]["gradients"] == width * parameters and plan["adapter_parameters"] == 0
+    assert (plan["terms"] | plan["beside"])["gradients"] == width * parameters and plan[
+        "adapter_parameters"
+    ] == 0
     assert plan["terms"]["optimizer"] == (8 if dtype == "float32" else 12) * parameters
     saved = load_file(run / "state" / "step-000012" / "tensors.safetensors")
     moments = sum(

@@ -136,11 +136,11 @@ def test_control_arm_a_cached_pass_at_other_positions_is_said(capsys, data, tmp_
     )
 
 
-@pytest.mark.parametrize("layout", ["per-expert", "peft"])
-def test_export_is_verified_and_loads_with_the_same_logits(capsys, data, tmp_path, layout):
+@pytest.mark.parametrize("reader", ["sglang", "peft"])
+def test_export_is_verified_and_loads_with_the_same_logits(capsys, data, tmp_path, reader):
     run = tmp_path / "run"
     sft(capsys, *command(data, run, "--steps", 3, "--lora.rank", 2))
-    assert cli.main(["export", str(run), "--layout", layout, "--json", "--quiet"]) == 0
+    assert cli.main(["export", str(run), "--for", reader, "--json", "--quiet"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     ids = [[5, 6, 7, 8, 9]]
     torch.testing.assert_close(

@@ -4,7 +4,7 @@
     optimizer.learning_rate   place: TOML and code
 
 `FLAT` of a Config says which flat name stands for which place. A field that FLAT doesn't list has one
-spelling, its place.
+spelling, its place. `MOVED` says where a field stands now that earlier files have in another table.
 """
 
 from __future__ import annotations
@@ -101,7 +101,11 @@ def _written(config: type[BaseModel], given: Mapping[str, Any], where: str) -> I
             if not inner:
                 yield key, name, {}
             for field, of in inner.items():
-                if (own := field.replace("-", "_")) not in tables[name].model_fields:
+                own = field.replace("-", "_")
+                if (moved := getattr(config, "MOVED", {}).get(f"{name}.{own}")) is not None:
+                    yield f"{key}.{field}", moved, of
+                    continue
+                if own not in tables[name].model_fields:
                     hint = _hint(config, field, list(tables[name].model_fields), inside=True)
                     raise ConfigError(
                         f"{where}: unknown key {key}.{field}{hint}", next="mend or remove the key"

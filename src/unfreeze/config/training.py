@@ -69,6 +69,9 @@ FLAT = {
 
 Flags, help, errors and records use the flat name; a config may use either spelling (names.py)."""
 
+MOVED = {"data.packing": "training.packing"}
+"""Where an earlier version's file has a field -> where it stands now. Both are read."""
+
 CHANGES_NOTHING = {
     "out",
     "save_every",
@@ -168,6 +171,7 @@ class TrainingConfig(Frozen):
     """The fields of every training recipe, in tables."""
 
     FLAT: ClassVar[dict[str, str]] = FLAT
+    MOVED: ClassVar[dict[str, str]] = MOVED
     HELP: ClassVar[dict[str, tuple[str, ...]]] = HELP
     FIRST: ClassVar[tuple[str, ...]] = FIRST
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-import numpy as np
-
 from unfreeze.config.tables import Memory, Save
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.errors import ConfigError, DoesNotFit
@@ -132,6 +130,8 @@ def mean_length(lengths: Sequence[int]) -> float:
 
     A token attends to half as many on average, so attention's time per token is proportional to it.
     """
+    import numpy as np
+
     lengths_N = np.asarray(lengths, dtype=np.int64)
     return int((lengths_N * lengths_N).sum()) / max(1, int(lengths_N.sum()))
 
