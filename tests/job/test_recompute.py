@@ -56,8 +56,8 @@ def test_a_run_says_what_it_chose_and_keeps_it_when_it_goes_on(began, chat_rows,
     _, events = sft(chat_rows, out, "--steps", 4, "--save-every", 2)
     first, again = plans(events)
     assert first["recompute"] == again["recompute"] == "nothing"
-    assert "recompute = nothing, the fastest that fits" in first["start"][1]
-    assert "and compiled code come beside it)" in first["start"][1]
+    assert " with this process; disk: " in first["start"][1]
+    assert any("recompute = nothing: the fastest that fits" in line for line in first["lines"]), first["lines"]
     assert not any(line.endswith(" 0 B") for line in first["lines"])
     assert any("recompute = nothing" in line for line in first["lines"])
     assert json.loads((out / "resolved_config.json").read_text())["recompute"] == "auto"

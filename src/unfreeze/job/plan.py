@@ -179,7 +179,7 @@ def emit_plan(
 def start_lines(
     config: TrainingConfig, trained: Trained, start: Manifest, shape: Shape, plan: Plan, disk: Disk
 ) -> list[str]:
-    """The plan in four lines: what is trained on what, and what that takes."""
+    """The plan in three lines: what is trained on what, and what that takes."""
     experts = (
         f", {shape.experts_per_token} of {shape.num_experts} experts a token" if shape.num_experts else ""
     )
@@ -194,14 +194,12 @@ def start_lines(
             f"adapters of {ranks} on {', '.join(trained.lora.targets)},"
             f" {format_count(plan.adapter_parameters)} parameters{trained.begins}"
         )
-    beside = ""
-    if plan.hardware.process:
-        beside = f" (the process's {format_bytes(plan.hardware.process)} and compiled code come beside it)"
-    chosen = f"; recompute = {plan.work.recompute}, {plan.why}" if plan.why else ""
+    process = " with this process" if plan.hardware.process else ""
+    taken = format_bytes(plan.total + plan.hardware.process)
+    room = format_bytes(plan.usable + plan.hardware.process)
     return [
         f"model: {Path(config.model).name}, {shape.model_type}, {shape.num_layers} layers{experts}; {files}",
-        f"memory: {format_bytes(plan.total)} planned, {format_bytes(plan.usable)} usable{beside}{chosen}",
-        f"disk: {format_bytes(disk.needed)} of {format_bytes(disk.free)} free; {disk.said}",
+        f"memory: {taken} of {room}{process}; disk: {format_bytes(disk.needed)} of {format_bytes(disk.free)}",
         f"trains: {what}; {config.training.tokens_per_step:,} tokens a step",
     ]
 
