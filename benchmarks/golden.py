@@ -40,6 +40,8 @@ COMMON = [
     "3",
     "--save-every",
     "3",
+    "--recompute",  # named: a new default is not a new number
+    "selective",
 ]
 COMPARED = {
     "train": ("step", "loss", "grad_norm", "learning_rate", "tokens", "supervised_tokens", "expert_load"),
