@@ -140,7 +140,8 @@ def test_a_tokenizer_that_changes_meanwhile_is_refused(files, tokenizer, monkeyp
 
 
 RUN = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell started with &
 from unfreeze.data import encode_files, encoding, load_tokenizer
 encoding.BATCH_ROWS = 5
 def progress(*done):

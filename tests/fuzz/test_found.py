@@ -342,7 +342,7 @@ def test_toml_values_of_another_type_or_out_of_range(tmp_path, line, words):
     [
         ("--steps abc", "--steps"),
         ("--lora.rnak 3", "nearest: '--lora.rank'"),
-        ("--steps", "Missing value"),
+        ("--steps", "--steps needs a value"),
         ("--learning-rate nan", "finite"),
         ("--dtype int8", "'int8'"),
     ],

@@ -57,7 +57,9 @@ def test_a_run_says_what_it_chose_and_keeps_it_when_it_goes_on(began, chat_rows,
     first, again = plans(events)
     assert first["recompute"] == again["recompute"] == "nothing"
     assert " with this process; disk: " in first["start"][1]
-    assert any("recompute = nothing: the fastest that fits" in line for line in first["lines"]), first["lines"]
+    assert any("recompute = nothing: the fastest that fits" in line for line in first["lines"]), first[
+        "lines"
+    ]
     assert not any(line.endswith(" 0 B") for line in first["lines"])
     assert any("recompute = nothing" in line for line in first["lines"])
     assert json.loads((out / "resolved_config.json").read_text())["recompute"] == "auto"

@@ -111,7 +111,7 @@ if __name__ == "__main__":
     (base / "roomy").mkdir()
     found |= {"again": again, "roomy": loop(base / "roomy", "stop", full_from=99)}
     if len(sys.argv) > 2:
-        found["command"] = command(small_disk(base / "command", "640k"), sys.argv[2:])
+        found["command"] = command(small_disk(base / "command", "896k"), sys.argv[2:])
         (base / "roomy command").mkdir()
         cli.main([*sys.argv[2:], "--quiet", "--out", str(base / "roomy command" / "run")])
         found["expected"] = train_losses(base / "roomy command" / "run")

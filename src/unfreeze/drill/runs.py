@@ -158,7 +158,7 @@ def rate_off_schedule(sandbox: Sandbox) -> Outcome:
 def broken_export(sandbox: Sandbox) -> Outcome:
     """A written adapter in which one expert's B is lost."""
     model, folder = adapted(sandbox), sandbox.fresh("adapter")
-    save_adapter(model, folder, base_name="base")
+    save_adapter(model, folder, "per-expert", base_name="base")
     file = folder / "adapter_model.safetensors"
     tensors = load_file(file)
     name = next(name for name in tensors if ".experts.3." in name and name.endswith("lora_B.weight"))
