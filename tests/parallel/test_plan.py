@@ -437,7 +437,10 @@ def test_terms_add_up_and_the_plan_is_json():
     said = json.loads(json.dumps(plan_fields(made), allow_nan=False))
     assert said["total"] == made.total and said["seconds_per_pass"] == 2.0 and said["max_over_min"] == 1.0
     text = "\n".join(plan_lines(made))
-    assert all(name in text for name, size in made.terms.items() if size) and "16.0 GiB of expanded weights avoided" in text
+    assert (
+        all(name in text for name, size in made.terms.items() if size)
+        and "16.0 GiB of expanded weights avoided" in text
+    )
     assert any("not measured" in line for line in plan_lines(plan(SIZES, Work(tokens=4096, rank=8), MACHINE)))
 
 
