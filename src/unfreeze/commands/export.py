@@ -23,7 +23,7 @@ from unfreeze.config.parse import Folder, Frozen, ModelName, parse, writing
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED
-from unfreeze.job.card import hub_id, write_beside
+from unfreeze.job.card import CARD, hub_id, write_beside
 from unfreeze.job.device import say
 from unfreeze.job.push import check_push, push
 from unfreeze.job.trained import TOKENIZER_FILES
@@ -105,11 +105,14 @@ def export(config: Config, common: Common) -> dict[str, Any]:
             f"{config.run} has no adapter to export; it is a whole model", next=f"use {source.base} as it is"
         )
     name = config.base_id or _named(source.adapter) or source.base
-    if config.push and not hub_id(name):
+    if config.push and not (config.base_id or hub_id(name)):
         raise ConfigError(
             f"the adapter names its base as {name}, which nobody else has",
             next="give the base's id on the Hub: --base-id org/name",
         )
+    target = Path(config.out) if config.out else Path(config.run) / f"export-{config.read_by}"
+    if target.resolve() in (source.adapter.resolve(), manifest.path.resolve()):
+        raise ConfigError(f"out = {target} is what is exported", next="give another folder")
     from unfreeze.adapters import load_adapter, save_adapter, verify_adapter
     from unfreeze.adapters.layouts import dropped
     from unfreeze.adapters.readers import READERS
@@ -120,7 +123,6 @@ def export(config: Config, common: Common) -> dict[str, Any]:
     load_adapter(model, source.adapter)
     reader = READERS[config.read_by]
     left_out = dropped(model, reader)
-    target = Path(config.out) if config.out else Path(config.run) / f"export-{config.read_by}"
     with writing(target, "out"):
         save_adapter(model, target, base_name=name, prefix=manifest.prefix, reader=reader)
         run = Path(config.run) if (Path(config.run) / RESOLVED).is_file() else None
@@ -133,7 +135,8 @@ def export(config: Config, common: Common) -> dict[str, Any]:
         f" again and equal ({verified.nonzero} not zero, largest relative difference"
         f" {verified.max_difference:.1g})"
     )
-    address = push(target, config.push, yes=config.yes) if config.push else ""
+    files = {"adapter_model.safetensors", "adapter_config.json", CARD, *TOKENIZER_FILES}
+    address = push(target, config.push, files, yes=config.yes) if config.push else ""
     if config.push:
         say(common)(f"uploaded: {address}" if address else "not uploaded")
     return {

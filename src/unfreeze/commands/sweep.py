@@ -7,6 +7,7 @@ that fails does not stop the rest.
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -96,6 +97,11 @@ def sweep(recipe: str, arguments: list[str], common: Common, launch: Launch = pr
 
 def planned(recipe: str, arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[Point]]:
     """(field -> its values, every combination of them as a run), each checked as its command would be."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            f"{FLAG} starts a run after the other, and torchrun started this process for one run",
+            next=f"give the values of {FLAG} one by one under torchrun",
+        )
     if recipe not in RECIPES:
         raise ConfigError(f"unfreeze {recipe} has no {FLAG}", next=f"unfreeze sft … {EXAMPLE}")
     rest, written = _split(arguments)

@@ -23,10 +23,12 @@ import logging
 import mmap
 import os
 import shutil
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -131,10 +133,20 @@ def key(paths: Sequence[Path], tokenizer: str, options: Mapping[str, object]) ->
     return hashlib.blake2b(made_of.encode(), digest_size=16).hexdigest()
 
 
+def _version_of(library: str) -> str:
+    """The version of a library, "" where it is not installed."""
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return ""
+
+
 @functools.cache
 def _code() -> str:
-    digest = hashlib.blake2b(jinja2.__version__.encode(), digest_size=16)
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
+    versions = [jinja2.__version__, sys.version, *(_version_of(name) for name in ("pyarrow", "datasets"))]
+    digest = hashlib.blake2b(json.dumps(versions).encode(), digest_size=16)
+    package = Path(__file__).parents[1]
+    for path in sorted(path for room in ("data", "untrusted") for path in (package / room).rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -194,10 +206,14 @@ def read(name: str) -> Dataset | None:
         if account["columns"] != _columns_hash(folder):
             raise ValueError("other columns than were written")
         examples = Examples(_Mapped(folder, stats).fetch, _columns(folder))
-        os.utime(folder / "account.json")  # when it was last read
+        with suppress(OSError):  # a cache that can't be written can be read
+            os.utime(folder / "account.json")  # when it was last read
         return Dataset(examples, stats)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         shutil.rmtree(folder, ignore_errors=True)
+        return None
+    except OSError as error:  # no memory or file handle is left: that says nothing of the store
+        log.warning("encoded rows in %s cannot be read now and are encoded again: %s", folder, error)
         return None
 
 

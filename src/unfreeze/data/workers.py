@@ -14,6 +14,7 @@ is not what the first row of all told, the rest is encoded here.
 from __future__ import annotations
 
 import json
+import logging
 import marshal
 import os
 import queue
@@ -41,13 +42,16 @@ from unfreeze.data.tokens.tokenizer import Tokenizer, load_tokenizer
 Progress = Callable[[int, int, int], None]
 """Is told how many rows and bytes of the files are encoded, and of how many bytes, after each batch."""
 
+log = logging.getLogger(__name__)
+
 PAYS = 3.0
 """Seconds the rest must take in one process for workers to be started: each takes about one to begin."""
 TRIED = 0.3
 """Seconds of encoding here before that is judged."""
 AHEAD = 2
 """Batches for each worker that are read before the first of them is finished."""
-MOST = 64
+MOST = 16
+"""Each holds a tokenizer, some 50 to 400 MB."""
 SINGLE = dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), "1"
 ) | {"TOKENIZERS_PARALLELISM": "false"}
@@ -80,8 +84,12 @@ def encoded_parts(
             if may and pool is None:
                 spent = time.perf_counter() - started
                 if workers or (spent > TRIED and spent / max(done, 1) * (total - done) > PAYS):
-                    pool = Workers(count, spec, tokenizer)
-                    if workers:
+                    try:
+                        pool = Workers(count, spec, tokenizer)
+                    except (OSError, RuntimeError) as error:  # no process, thread or memory is left for them
+                        log.warning("rows are encoded by this process alone: %s", error)
+                        may = False
+                    if workers and pool is not None:
                         break
             batch = next(batches, None)
             if batch is None:
@@ -133,20 +141,25 @@ class Workers:
             "variables": dict(variables),
             "identity": tokenizer.identity,
         }
-        self._workers = [Worker(hello) for _ in range(count)]
+        self._workers: list[Worker] = []
         self._threads = ThreadPoolExecutor(count, "encode")
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
-        for worker in self._workers:
-            self._idle.put(worker)
         self._own = threading.local()
         self.given_up = False
         # one call for each thread takes its worker and waits for its first word
-        together = threading.Barrier(count)
-        self._greeted = [self._threads.submit(self._greet, together) for _ in range(count)]
+        self._together = threading.Barrier(count)
+        try:
+            for _ in range(count):
+                self._workers.append(Worker(hello))
+                self._idle.put(self._workers[-1])
+            self._greeted = [self._threads.submit(self._greet) for _ in range(count)]
+        except BaseException:
+            self.close()
+            raise
 
-    def _greet(self, together: threading.Barrier) -> None:
+    def _greet(self) -> None:
         self._own.worker = self._idle.get()
-        together.wait()
+        self._together.wait()
         self._own.worker.greet()
 
     def ready(self) -> bool:
@@ -193,6 +206,7 @@ class Workers:
 
     def close(self) -> None:
         """End them, whatever they are doing."""
+        self._together.abort()  # of threads that wait for one that never came
         for worker in self._workers:
             worker.kill()
         self._threads.shutdown(wait=True, cancel_futures=True)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from unfreeze.checkpoint.manifest import inside
+from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED
 from unfreeze.core.schema import DataEvent
 from unfreeze.report.events import last
@@ -46,13 +47,22 @@ model = PeftModel.from_pretrained(model, "FOLDER_OR_ID_OF_THIS_ADAPTER")
 def write_beside(folder: Path, manifest: Manifest, base: str, run: Path | None, files: Sequence[str]) -> None:
     """Put the card and the base's tokenizer files into an adapter's folder.
 
+    Raises ConfigError where somebody else's README stands there, and CheckpointError where a tokenizer file
+    is a link that leads out of the checkpoint.
+
     base: folder or Hub id. run: the run that made it, None where it isn't known.
     """
     from unfreeze.checkpoint.save import write_file
 
+    theirs = folder / CARD
+    if theirs.is_file() and "- unfreeze" not in theirs.read_text(encoding="utf-8", errors="replace"):
+        raise ConfigError(
+            f"{theirs} is a README that unfreeze did not write; it would be replaced",
+            next="give another folder",
+        )
     for name in files:
         if (manifest.path / name).is_file():
-            shutil.copyfile(manifest.path / name, folder / name)
+            write_file(folder / name, inside(manifest.path / name).read_bytes())
     has_experts = any(".experts." in name for name in manifest.tensors)
     write_file(folder / CARD, card(base, manifest.path, run, has_experts=has_experts))
 
@@ -104,7 +114,7 @@ def license_of(base_folder: Path) -> list[str]:
     path = base_folder / CARD
     if not path.is_file():
         return []
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with inside(path).open(encoding="utf-8", errors="replace") as file:
         head = file.read(20_000)
     if not head.startswith("---"):
         return []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 from unfreeze.core.command import Common
@@ -22,18 +23,18 @@ def check_push(repository: str, *, yes: bool, common: Common) -> None:
         )
 
 
-def push(folder: Path, repository: str, *, yes: bool) -> str:
-    """Upload the files of a folder. -> the address, "" where the question was answered with no.
+def push(folder: Path, repository: str, names: Collection[str], *, yes: bool) -> str:
+    """Upload those files of a folder. -> the address, "" where the question was answered with no.
 
     A repository that isn't there is made, private. HF_ENDPOINT, HF_TOKEN and `hf auth login` as everywhere.
     Raises ConfigError with the Hub's own words where it refuses.
     """
-    files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name in names)
     size = format_bytes(sum(path.stat().st_size for path in files))
     if not yes:
-        names = ", ".join(path.name for path in files)
+        listed = ", ".join(path.name for path in files)
         print(
-            f"upload to {repository} (private where it is new): {names}; {size}. Go on? [y/N] ",
+            f"upload to {repository} (private where it is new): {listed}; {size}. Go on? [y/N] ",
             end="",
             file=sys.stderr,
         )
@@ -42,9 +43,8 @@ def push(folder: Path, repository: str, *, yes: bool) -> str:
             return ""
 
     # 0.4 s, and for --push alone
-    import httpx
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
 
     hub = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
     try:
@@ -55,7 +55,7 @@ def push(folder: Path, repository: str, *, yes: bool) -> str:
             allow_patterns=[path.name for path in files],
             commit_message="Upload a LoRA adapter",
         )
-    except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as error:
+    except (HTTPError, OSError, ValueError) as error:
         words = str(error).strip().splitlines()
         raise ConfigError(
             f"{repository} did not take the adapter: {words[0] if words else type(error).__name__}",

@@ -93,7 +93,7 @@ def fit(
     tokens, seconds = 0, 0.0
     timer = SaveTimer(save_minutes, clock)
     with Interrupt() as interrupt:
-        for step in range(state.step, steps):
+        for step in range(state.step, state.step if state.ended else steps):
             # forward, backward and update; at a NaN the step is run again to find where it came up
             started = time.perf_counter()
             batch_list, cursor = take(batches, micro_batches, step, steps)

@@ -104,6 +104,7 @@ def start_or_resume(
     _load_tensors(run.save_path / TENSORS, state.tensors())
     state.step, state.cursor, state.best = run.step, run.cursor, run.saved.get("best")
     state.stale = run.saved.get("stale", 0)
+    state.ended = bool(run.saved.get("ended")) and not run.changed  # stopped early: only its end is left
     return state
 
 

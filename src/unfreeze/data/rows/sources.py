@@ -50,7 +50,16 @@ def files_of(written: str, field: str = "data", say: Callable[[str], None] = lam
 
 def _folder(path: Path, field: str, say: Callable[[str], None]) -> list[Path]:
     inside = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
-    found = [entry for entry in inside if entry.is_file() and is_data(entry)]
+    # of a folder that datasets' save_to_disk wrote, what map() left there and its own notes are no rows
+    saved = (path / "state.json").is_file()
+    notes = ("state.json", "dataset_info.json")
+    found = [
+        entry
+        for entry in inside
+        if entry.is_file()
+        and is_data(entry)
+        and not (saved and (entry.name in notes or entry.name.startswith("cache-")))
+    ]
     rows = [entry for entry in found if ending(entry) != ".txt"]
     found = rows or found
     if not found:
@@ -71,7 +80,9 @@ def _folder(path: Path, field: str, say: Callable[[str], None]) -> list[Path]:
 
 
 def _pattern(written: str, field: str, say: Callable[[str], None]) -> list[Path]:
-    found = [Path(name) for name in sorted(glob.glob(written, recursive=True)) if not Path(name).is_dir()]
+    matched = [Path(name) for name in sorted(glob.glob(written, recursive=True)) if not Path(name).is_dir()]
+    # a file once, not by each link that leads to it
+    found = list({path.resolve(): path for path in reversed(matched)}.values())[::-1]
     if not found:
         raise ConfigError(
             f"{field} = {written!r} matches no file{looked_in(written)}", next=f"give --{field} {FORMS}"

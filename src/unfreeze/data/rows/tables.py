@@ -73,11 +73,22 @@ class Csv:
                     return
                 except DataError as error:
                     found = error.message, error.next
+                    if counted.open:
+                        raise DataError(
+                            f"{self.path.name}, {error.message}",
+                            next="write the file again in UTF-8: where this record ends cannot be told",
+                        ) from None
                 except csv.Error as error:
                     if "end of data" in str(error) or "field limit" in str(error):
                         raise DataError(
                             f"{self.path.name}, row {counted.row}: a quote is opened there and never closed",
                             next='close it; a quote inside a cell is written twice: ""',
+                        ) from None
+                    if counted.lines > 1:
+                        raise DataError(
+                            f"{self.path.name}, row {counted.row}: {error}; where this record ends cannot be"
+                            " told",
+                            next='a quote inside a cell is written twice: ""',
                         ) from None
                     found = f"row {counted.row}: {error}", 'quote the cell: "…"'
                 yield Place(counted.row, counted.offset, counted.size), found
@@ -116,6 +127,8 @@ class _Counted:
 
     def begin(self) -> None:
         self.row, self.offset, self.size = 0, 0, 0
+        self.lines = 0  # of the record at hand
+        self.open = False  # whether a line could not be decoded that may be a part of a record
 
     def __iter__(self) -> _Counted:
         return self
@@ -125,9 +138,14 @@ class _Counted:
         if not self.size:
             self.row, self.offset = place.row, place.offset
         self.size += place.size
+        self.lines += 1
         if self.size > lines.MAX_ROW_BYTES:
             raise csv.Error("larger than field limit")
-        return lines.decode(raw, self.row)
+        try:
+            return lines.decode(raw, self.row)
+        except DataError:
+            self.open = self.lines > 1 or raw.count(b'"') % 2 == 1
+            raise
 
 
 class Parquet:
@@ -243,6 +261,9 @@ class _readable:
 
 def _kept(path: Path, names: Sequence[str], renames: Mapping[str, str]) -> list[str]:
     """The columns that are read."""
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise DataError(f"{path.name}: column {twice!r} stands twice", next="rename one of them")
     _check_header(path, names, renames, "the columns")
     return [name for name in names if name in NAMES or name in renames.values()]
 

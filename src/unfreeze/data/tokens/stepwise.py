@@ -180,8 +180,9 @@ def _looks_back(node: nodes.Node) -> bool:
         return node.name != "loop"
     if isinstance(node, nodes.Getattr) and isinstance(node.node, nodes.Name) and node.node.name == "loop":
         return node.attr in _BEHIND
-    if isinstance(node, nodes.For):  # another loop: `loop` is its own in its body
-        return all(map(_looks_back, (node.target, node.iter, *([node.test] if node.test else []))))
+    if isinstance(node, nodes.For):  # another loop: `loop` is its own in its body, but not in its else
+        outside = (node.target, node.iter, *([node.test] if node.test else []), *node.else_)
+        return all(map(_looks_back, outside))
     return all(map(_looks_back, node.iter_child_nodes()))
 
 
