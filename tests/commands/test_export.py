@@ -137,3 +137,15 @@ def test_a_full_disk_leaves_no_folder_and_says_the_bytes(lies_there, run_dir, ca
     left = [path.name for path in tmp_path.rglob("*") if path.is_file()]
     assert left == (["notes.txt"] if lies_there else []) and (tmp_path / "new").exists() == lies_there
     assert cli.main(["export", str(run_dir), "--out", str(out), "--quiet"]) == 0  # control arm: with room
+
+
+def test_what_is_exported_is_not_written_over(run_dir, capsys):
+    assert cli.main(["export", str(run_dir), "--out", str(run_dir / "adapter")]) == 2
+    assert "is what is exported" in capsys.readouterr().err
+
+
+def test_somebody_elses_readme_stays(run_dir, capsys, tmp_path):
+    (tmp_path / "README.md").write_text("mine")
+    assert cli.main(["export", str(run_dir), "--out", str(tmp_path)]) == 2
+    assert "unfreeze did not write" in capsys.readouterr().err
+    assert (tmp_path / "README.md").read_text() == "mine"

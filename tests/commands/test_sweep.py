@@ -118,3 +118,9 @@ def test_the_command_line_sends_it_there_and_only_training_has_it(line, monkeypa
 
 def test_each_run_is_a_process_of_its_own():
     assert sweep.process(["--version"]) == 0 and sweep.process(["sft", "--steps"]) == 2
+
+
+def test_under_torchrun_it_is_refused(line, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="one by one under torchrun"):
+        sweep.planned("sft", [*line, "--sweep", "seed=1,2"])

@@ -1,5 +1,6 @@
 """Encoded rows on disk: what is read back is what was encoded, whatever else lies there."""
 
+import errno
 import json
 import os
 import shutil
@@ -272,3 +273,18 @@ def test_a_store_that_is_still_written_to_is_not_abandoned(store, rows, tokenize
     os.utime(part / "tokens", (old, old))
     encoded.make_room(store / "none")
     assert not part.exists()
+
+
+def test_an_error_of_the_machine_leaves_the_store_where_it_is(store, rows, tokenizer, monkeypatch):
+    """No memory or file handle is left: that says nothing of what was written."""
+    path = rows(CHAT)
+    encoded_files([path], tokenizer, 64)
+    (folder,) = [entry for entry in store.iterdir() if not entry.name.startswith(".")]
+
+    def no_memory(path):
+        raise OSError(errno.ENOMEM, "no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(encoded, "_map", no_memory)
+        assert encoded.read(folder.name) is None and folder.is_dir()
+    assert encoded.read(folder.name) is not None

@@ -198,3 +198,28 @@ def test_workers_are_started_where_they_pay(seconds, started, files, tokenizer, 
         encode_files(files, tokenizer, 64, on_bad_row="skip", workers=0),
     )
     assert bool(made) == started
+
+
+def test_without_room_for_workers_this_process_encodes_alone(files, tokenizer, monkeypatch, caplog):
+    def none_left(*_, **__):
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    alone = encode_files(files, tokenizer, 64, workers=0, on_bad_row="skip")
+    monkeypatch.setattr(workers.subprocess, "Popen", none_left)
+    found = encode_files(files, tokenizer, 64, workers=2, on_bad_row="skip")
+    assert found.stats.as_dict() == alone.stats.as_dict() and "this process alone" in caplog.text
+
+
+def test_a_thread_that_cannot_start_ends_the_others(files, tokenizer, monkeypatch):
+    started = []
+    real = workers.ThreadPoolExecutor.submit
+
+    def one(self, *given):
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(1)
+        return real(self, *given)
+
+    monkeypatch.setattr(workers.ThreadPoolExecutor, "submit", one)
+    assert encode_files(files, tokenizer, 64, workers=2, on_bad_row="skip").stats.rows
+    assert started and not psutil.Process().children()

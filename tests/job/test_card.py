@@ -165,3 +165,13 @@ def test_an_adapter_goes_on_a_base_that_lies_elsewhere(run_dir, tmp_path, unfree
     assert "if the base lies elsewhere: --base DIR" in capsys.readouterr().err
     assert cli.main(["generate", str(TINY_K2), *asked, "--base", str(TINY_K2)]) == 2
     assert "base = " in capsys.readouterr().err
+
+
+def test_a_link_in_a_checkpoint_does_not_bring_other_files_along(run_dir, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(TINY_K2, base)
+    (tmp_path / "secret").write_text("token")
+    (base / "special_tokens_map.json").symlink_to(tmp_path / "secret")
+    out = tmp_path / "out"
+    assert cli.main(["export", str(run_dir), "--base", str(base), "--out", str(out)]) == 2
+    assert not any(path.read_text(errors="replace") == "token" for path in out.glob("*") if path.is_file())

@@ -305,6 +305,15 @@ def test_early_stop_ends_after_so_many_validations_without_gain_and_resumes_with
     (again,) = run(killed, LOSSES[5:])
     assert {name: again[name] for name in wanted} == wanted and trained(killed) == trained(whole)
 
+    # one that was killed after its last save, before the result was written: only that is left to do
+    late = tmp_path / "late"
+    shutil.copytree(whole, late)
+    for name in ("adapter", "adapter-best"):
+        shutil.rmtree(late / name)
+    run(late, [])
+    assert trained(late) == trained(whole)
+    assert {"adapter", "adapter-best"} <= {path.name for path in late.iterdir()}
+
     # it is finished: nothing is trained or measured again; with more patience it goes on
     assert run(killed, []) == [again]
     assert run(killed, [1.0] + 9 * [1.5], "--early-stop", 9, "--allow-changed", "early_stop") == [again]

@@ -79,3 +79,15 @@ def test_a_folder_whose_files_lie_deeper_names_that_one(folder):
     with pytest.raises(ConfigError) as error:
         files_of("top", "validation")
     assert error.value.next == "--validation top/data"
+
+
+def test_what_datasets_left_in_a_saved_folder_is_no_data(folder):
+    for name in ("data-00000-of-00001.arrow", "cache-1a2b.arrow", "state.json", "dataset_info.json"):
+        (folder / "empty" / name).write_text("{}")
+    assert [path.name for path in files_of("empty")] == ["data-00000-of-00001.arrow"]
+
+
+def test_a_file_that_two_paths_lead_to_is_read_once(folder):
+    (folder / "d" / "again").symlink_to(folder / "d" / "in")
+    found = [path.name for path in files_of("d/**/*.jsonl")]
+    assert sorted(found) == ["b.jsonl", "c.jsonl"]

@@ -213,3 +213,25 @@ def test_a_table_is_never_held_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "ROWS", 1000)
     list(read_rows(tmp_path / "a.parquet"))
     assert max(made) == 1000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'prompt,completion\n"caf\xe9\nWhat is 2+2?",4\nok,fine\n',
+        b'prompt,completion\n"a\nb"c\nWhat?",4\nok,fine\n',
+    ],
+)
+def test_where_a_bad_record_ends_cannot_be_told_no_row_is_made_of_its_rest(text, tmp_path):
+    (tmp_path / "data.csv").write_bytes(text)
+    bad: list[BadRow] = []
+    with pytest.raises(DataError, match="row 2"):
+        list(read_places(tmp_path / "data.csv", bad.append))
+
+
+def test_a_column_that_stands_twice_is_refused(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    table = pa.table([["a"], ["b"], ["c"]], names=["prompt", "completion", "completion"])
+    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "data.parquet")
+    with pytest.raises(DataError, match="column 'completion' stands twice"):
+        list(read_rows(tmp_path / "data.parquet"))

@@ -31,6 +31,8 @@ LOOKS_AHEAD = {
     "next": LOOP.replace("[", "{{ (loop.nextitem or {}).role }}["),
     "by number": LOOP.replace("[", "{{ (messages[loop.index0 + 1] or {}).role }}["),
     "from behind": "{{ messages[-1].content }}" + LOOP,
+    "else of an inner loop": "{% for m in messages %}{{ m.content }}{% for c in [] %}{{ c }}{% else %}"
+    "{% if loop.last %}!{% endif %}{% endfor %}{% endfor %}",
     "second loop": "{% for m in messages %}{{ m.role }}{% endfor %}" + LOOP,
     "reversed": LOOP.replace("messages", "messages[::-1]"),
     "alias": "{% set all = messages %}{% set ns = namespace(m=all) %}{{ ns.m | length }}" + LOOP,
