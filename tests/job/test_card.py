@@ -175,3 +175,16 @@ def test_a_link_in_a_checkpoint_does_not_bring_other_files_along(run_dir, tmp_pa
     out = tmp_path / "out"
     assert cli.main(["export", str(run_dir), "--base", str(base), "--out", str(out)]) == 2
     assert not any(path.read_text(errors="replace") == "token" for path in out.glob("*") if path.is_file())
+
+
+def test_the_card_of_an_export_is_about_its_reader_and_what_it_leaves_out(run_dir, tmp_path):
+    assert (
+        cli.main(["export", str(run_dir), "--for", "vllm", "--out", str(tmp_path / "vllm"), "--quiet"]) == 0
+    )
+    text = (tmp_path / "vllm" / "README.md").read_text()
+    assert "PeftModel" not in text and "library_name: peft" not in text and "laid out for vllm" in text
+    assert (
+        "does not apply" in text and "kv_b_proj" in text and ModelCard(text).data.tags == ["lora", "unfreeze"]
+    )
+    # control arm: peft's own
+    assert "PeftModel" in (run_dir / "adapter" / "README.md").read_text()

@@ -296,6 +296,8 @@ def test_early_stop_ends_after_so_many_validations_without_gain_and_resumes_with
     assert "stopped early after step 5 of 8" in summary and "the best was step 2 (2.0000)" in summary
     assert unfreeze.load(whole).logits([[5, 6]])[0].shape  # the last state; the best is beside it
     assert {"adapter", "adapter-best"} <= {path.name for path in whole.iterdir()}
+    cards = [(whole / name / "README.md").read_text() for name in ("adapter", "adapter-best")]
+    assert ["lowest held-out loss" in text for text in cards] == [False, True]
 
     # a run that was killed after step 4, in the middle of its patience
     killed = tmp_path / "killed"

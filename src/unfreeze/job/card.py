@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
 
 CARD = "README.md"
+BEST = "adapter-best"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 LICENSE = re.compile(
     r"^(license(?:_name|_link)?):[ \t]*[\"']?([^\s\"'\[\]{}]{1,200})[\"']?[ \t]*$", re.MULTILINE
@@ -44,13 +45,23 @@ model = PeftModel.from_pretrained(model, "FOLDER_OR_ID_OF_THIS_ADAPTER")
 """
 
 
-def write_beside(folder: Path, manifest: Manifest, base: str, run: Path | None, files: Sequence[str]) -> None:
+def write_beside(
+    folder: Path,
+    manifest: Manifest,
+    base: str,
+    run: Path | None,
+    files: Sequence[str],
+    *,
+    reader: str = "peft",
+    left_out: Sequence[str] = (),
+) -> None:
     """Put the card and the base's tokenizer files into an adapter's folder.
 
     Raises ConfigError where somebody else's README stands there, and CheckpointError where a tokenizer file
     is a link that leads out of the checkpoint.
 
-    base: folder or Hub id. run: the run that made it, None where it isn't known.
+    base: folder or Hub id. run: the run that made it, None where it isn't known. left_out: modules that are
+    not in the file, because the reader doesn't apply them.
     """
     from unfreeze.checkpoint.save import write_file
 
@@ -64,7 +75,15 @@ def write_beside(folder: Path, manifest: Manifest, base: str, run: Path | None, 
         if (manifest.path / name).is_file():
             write_file(folder / name, inside(manifest.path / name).read_bytes())
     has_experts = any(".experts." in name for name in manifest.tensors)
-    write_file(folder / CARD, card(base, manifest.path, run, has_experts=has_experts))
+    text = card(base, manifest.path, run, has_experts=has_experts, reader=reader)
+    if folder.name == BEST:
+        text += "This is the state of the lowest held-out loss. The figures above are of the whole run.\n"
+    if left_out:
+        text += (
+            f"{reader} does not apply {', '.join(left_out)}: their factors are left out here, and the answers"
+            " differ from the run's.\n"
+        )
+    write_file(folder / CARD, text)
 
 
 def hub_id(base: str) -> str:
@@ -72,18 +91,21 @@ def hub_id(base: str) -> str:
     return base if HUB_ID.fullmatch(base) and not Path(base).exists() else ""
 
 
-def card(base: str, base_folder: Path, run: Path | None, *, has_experts: bool) -> str:
-    """The text of README.md."""
+def card(base: str, base_folder: Path, run: Path | None, *, has_experts: bool, reader: str = "peft") -> str:
+    """The text of README.md. It says how to load the adapter in peft; other readers have their own pages."""
     identity = hub_id(base)
     name = identity or Path(base).name
     lines = ["---"]
     lines += [f"base_model: {identity}"] if identity else []
-    lines += ["library_name: peft", "pipeline_tag: text-generation", *license_of(base_folder)]
+    lines += ["library_name: peft"] if reader == "peft" else []
+    lines += ["pipeline_tag: text-generation", *license_of(base_folder)]
     lines += ["tags:", "- lora", "- unfreeze", "---", ""]
     lines += [f"# {run.resolve().name if run else f'Adapter for {name}'}", ""]
     lines += [f"A LoRA adapter for {name}, made with unfreeze.", ""]
     if run is not None and (run / RESOLVED).is_file():
         lines += _of_run(run)
+    if reader != "peft":
+        return "\n".join([*lines, f"The files are laid out for {reader}.", ""])
     lines += [USE.format(base=name)]
     lines += [PEFT] if has_experts else []
     return "\n".join(lines)
