@@ -126,7 +126,9 @@ def export(config: Config, common: Common) -> dict[str, Any]:
     with writing(target, "out"):
         save_adapter(model, target, base_name=name, prefix=manifest.prefix, reader=reader)
         run = Path(config.run) if (Path(config.run) / RESOLVED).is_file() else None
-        write_beside(target, manifest, name, run, TOKENIZER_FILES, reader=reader.name, left_out=left_out)
+        write_beside(
+            target, manifest, name, run, TOKENIZER_FILES, reader=reader.name, left_out=list(left_out)
+        )
     verified = verify_adapter(model, target, without=left_out)
     for line in _said_of(reader, left_out, model, manifest, target):
         say(common)(line)
