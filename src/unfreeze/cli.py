@@ -53,7 +53,7 @@ LOOK = {
 }
 SHIP = {
     "export": Command(
-        "unfreeze.commands.export", "export RUN --layout L", "a run's adapter for other programs"
+        "unfreeze.commands.export", "export RUN --for vllm", "a run's adapter for other programs"
     )
 }
 DEV = {

@@ -194,3 +194,10 @@ def test_versions_and_machine_are_recorded_and_shown(tmp_path: Path):
 def test_without_a_config_there_is_no_command(tmp_path: Path):
     run = read_run(made(tmp_path, train(1.0)))
     assert again(run) == "" and machine_rows(run) == []
+
+
+@pytest.mark.parametrize("fraction, trained", [(0.1, "1,097"), (0.0, "1,219")])
+def test_rows_that_were_held_out_are_not_learnt(fraction, trained, tmp_path):
+    events = [START, DATA | {"held_out": 122}, *train(3, 2), END]
+    run = made(tmp_path, events, {"data": "yoda.jsonl", "validation_fraction": fraction})
+    assert f"learnt {trained} answers of yoda.jsonl" in verdict(read_run(run))

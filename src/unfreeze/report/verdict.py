@@ -71,7 +71,9 @@ def _what(run: Run) -> tuple[str, str]:
     # Of a run that ended within its first epoch: how much of the data that was.
     trained, there = sum(event.get("tokens") or 0 for event in run.train), account.get("tokens") or 0
     seen = f"{100 * trained / there:.0f} % of " if 0 < trained < 0.8 * there else ""
-    return seen, f"{account['examples']:,} {noun}" + (f" of {where}" if where else "")
+    # what a fraction held out of the files is not trained on; a validation file is not counted there
+    held_out = account.get("held_out", 0) if run.config.get("validation_fraction") else 0
+    return seen, f"{account['examples'] - held_out:,} {noun}" + (f" of {where}" if where else "")
 
 
 def _measured(run: Run) -> tuple[str, bool]:
