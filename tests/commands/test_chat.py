@@ -147,8 +147,10 @@ def test_adapters_are_switched_and_each_answers_as_if_it_were_alone(
 
 
 def test_use_names_what_is_there(run_dir, monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdin", io.StringIO("/use bas\n/use base\n/help\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("/use bas\n/use base\n/use\n/foo\n"))
     assert cli.main(["chat", str(run_dir), "--device", "cpu"]) == 0
     error = capsys.readouterr().err
     assert "there is no 'bas' here; nearest: 'base'" in error
     assert "adapters: base (now), three steps; the conversation goes on" in error
+    assert "(adapters: base (now), three steps)\n" in error
+    assert error.rstrip().endswith("adapters: base (now), three steps") and "  /use [NAME] " in error

@@ -29,8 +29,10 @@ def findings(**fields):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "deepseek_v3-int4"])
-def test_clean_files_have_no_fault(sandbox, family):
-    found = findings(model=sandbox.checkpoint(family), data=sandbox.rows())
+def test_clean_files_have_no_fault(sandbox, family, tmp_path):
+    (tmp_path / "run.toml").write_text("steps = 8\n")
+    given = {"config": tmp_path / "run.toml", "data": sandbox.rows()}
+    found = findings(model=sandbox.checkpoint(family), **given)
     assert {f.level for f in found.values() if f.check != "machine"} == {"ok"}
     assert [f.check for f in found.values()] == [name for name, _, _ in checks.CHECKS]
 
@@ -45,6 +47,17 @@ def test_data_of_any_form_is_looked_through(sandbox, tmp_path):
     )
     (found,) = [finding for finding in findings_of(config) if finding.check == "data"]
     assert found.level == "ok" and "4 rows (prompt/completion 4)" in found.line
+
+
+@pytest.mark.parametrize("toml, warned", [("", "3 steps"), ("epochs = 40", ""), ("steps = 3", "")])
+def test_few_steps_are_said_as_a_run_says_them(toml, warned, sandbox, tmp_path):
+    (tmp_path / "run.toml").write_text(toml)
+    given = {"config": tmp_path / "run.toml", "data": sandbox.rows()}
+    found = findings(model=sandbox.checkpoint("llama"), **given)
+    if warned:
+        assert warned in found["steps warn"].line and "--epochs 40" in found["steps warn"].remedy
+    else:
+        assert "steps of 4,096 tokens" in found["steps ok"].line
 
 
 def cut_file(folder):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import tomllib
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from unfreeze.core.errors import DoesNotFit
 from unfreeze.data import encode_file, load_tokenizer
 from unfreeze.drill.sandbox import Sandbox
 from unfreeze.job import proposal
+from unfreeze.job.data import ENOUGH_STEPS
 from unfreeze.job.proposal import Proposal
 
 
@@ -54,7 +56,7 @@ def test_the_file_is_what_sft_takes_and_its_reasons_are_true(
     assert config.data.validation_fraction == 0 and all("# " in line for line in text.splitlines() if " = " in line[:40] and "[" not in line and not line.startswith(("model", "files", "columns")))  # fmt: skip
     # it trains, unchanged
     result = unfreeze_json("sft", "run.toml", "--samples", 0)
-    assert result["finished"] and result["steps"] == round(config.training.epochs)
+    assert result["finished"] and result["steps"] == round(config.training.epochs) == ENOUGH_STEPS
 
 
 def test_a_file_that_is_there_is_left_alone(checkpoint, tmp_path, monkeypatch, capsys):
@@ -113,11 +115,24 @@ def proposed(checkpoint, tmp_path):
 def test_more_data_has_more_tokens_a_step_fewer_passes_and_held_out_rows(proposed):
     small, why = proposed(6)
     large, _ = proposed(900)
-    assert small["training.epochs"] == proposal.MOST_EPOCHS and "the data is small" in why["training.epochs"]
+    assert small["training.epochs"] == ENOUGH_STEPS and "the data is small" in why["training.epochs"]
     assert large["training.epochs"] == 3 and large["data.validation_fraction"] == proposal.HELD_OUT
     assert large["training.tokens_per_step"] >= small["training.tokens_per_step"] == 512
     assert small["optimizer.learning_rate"] == 2e-4
     assert proposed(6, parameters=int(40e9))[0]["optimizer.learning_rate"] == 1e-4
+
+
+def test_the_steps_are_counted_as_the_run_counts_them(checkpoint, tmp_path, monkeypatch, unfreeze_json):
+    """240 rows of which some are held out, packed; control arm: the tokens over a step's are another number."""
+    monkeypatch.chdir(tmp_path)
+    rows(tmp_path, 240)
+    unfreeze_json("init", checkpoint, "chat.csv", "--columns", COLUMNS)
+    text, table = (tmp_path / "run.toml").read_text(), tomllib.loads((tmp_path / "run.toml").read_text())
+    said = int(re.search(r"epochs = .*; ([\d,]+) steps in all", text)[1].replace(",", ""))
+    result = unfreeze_json("sft", "run.toml", "--samples", 0)
+    examples = encode_file("chat.csv", load_tokenizer(checkpoint), 512, columns=COLUMNS.split(",")).examples
+    training, tokens = table["training"], int(examples.lengths_N.sum())
+    assert result["steps"] == said != tokens * training["epochs"] // training["tokens_per_step"]
 
 
 def test_what_does_not_fit_is_made_smaller_step_by_step(proposed, monkeypatch):

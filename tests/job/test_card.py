@@ -42,6 +42,16 @@ def test_the_base_is_named_by_its_id_with_its_licence(tmp_path):
     assert license_of(tmp_path) == [] and not hub_id("/a/b") and not hub_id("base")
 
 
+def test_an_id_that_is_given_is_an_id_though_a_folder_has_its_name(run_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "base").mkdir(parents=True)
+    assert not hub_id("org/base")  # control arm: one that nobody gave may be the folder
+    given = ["export", str(run_dir), "--out", "out", "--quiet", "--base-id"]
+    assert cli.main([*given, "org/base"]) == 0
+    assert ModelCard.load(tmp_path / "out" / "README.md").data.base_model == "org/base"
+    assert cli.main([*given, "base"]) == 2 and "is no id of the Hub" in capsys.readouterr().err
+
+
 class Hub(BaseHTTPRequestHandler):
     """What huggingface_hub asks for when it makes a repository and commits small files."""
 

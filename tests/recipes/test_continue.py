@@ -81,6 +81,23 @@ def test_the_first_validation_is_the_last_of_the_run_before(source, first, again
     assert {name: tensor.shape for name, tensor in after.items()} == shapes
 
 
+def test_the_model_is_the_adapters_base_unless_one_is_given(first, again, capsys, tmp_path):
+    (_, base, *arguments), out = again
+    assert sft(capsys, *arguments, "--adapter", first[0])["finished"]
+    assert json.loads((out / "resolved_config.json").read_text())["model"] == str(base)
+    shutil.rmtree(out)
+    sent = tmp_path / "sent"
+    shutil.copytree(first[0] / "adapter", sent)
+    named = json.loads((sent / "adapter_config.json").read_text())
+    (sent / "adapter_config.json").write_text(json.dumps({**named, "base_model_name_or_path": "/no/where"}))
+    said = sft(capsys, *arguments, "--adapter", sent, code=2)
+    assert "is an adapter of /no/where: " in said and "--model DIR" in said and not out.exists()
+    assert sft(capsys, "--model", base, *arguments, "--adapter", sent)["finished"]  # control arm
+    (sent / "adapter_config.json").write_text(json.dumps({**named, "base_model_name_or_path": None}))
+    assert "so the adapter's base is unknown" in sft(capsys, *arguments, "--adapter", sent, code=2)
+    assert "needs --model" in sft(capsys, *arguments, code=2)  # without --adapter
+
+
 def test_without_it_a_run_begins_elsewhere(first, again, capsys):
     """Control arm."""
     arguments, out = again

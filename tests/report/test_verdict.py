@@ -35,6 +35,14 @@ def evals(**scores: tuple[float, float]) -> list[dict[str, Any]]:
     ]
 
 
+def answers(*pairs: tuple[str, str]) -> list[dict[str, Any]]:
+    return [
+        {"kind": "sample", "step": step, "when": when, "index": index, "prompt": "?", "text": pair[i]}
+        for i, (when, step) in enumerate((("before", 0), ("after", 3)))
+        for index, pair in enumerate(pairs)
+    ]
+
+
 LEARNT = "tiny-k2 learnt 1,219 answers of yoda.jsonl in 1 min 30 s: "
 TRAINED = "tiny-k2 was trained on 1,219 answers of yoda.jsonl in 1 min 30 s: "
 SAID = [
@@ -49,6 +57,17 @@ SAID = [
     ([*train(3, 2, 1), *evals(loss=(2.5, 2.75)), END], TRAINED + "held-out loss 2.500 → 2.750."),
     ([*train(3, 2, 1), END], LEARNT + "loss 3.000 → 1.000."),
     ([*train(1, 2, 3), END], TRAINED + "loss 1.000 → 3.000."),
+    (
+        [*train(3, 2, 1), *answers(("a", "a"), ("b", "b")), END],
+        TRAINED + "loss 3.000 → 1.000; its 2 sample answers are the same as before.",
+    ),
+    (
+        [*train(3, 2, 1), *evals(loss=(2.5, 1.75)), *answers(("a", "a")), END],
+        TRAINED + "held-out loss 2.500 → 1.750; its sample answer is the same as before.",
+    ),
+    # control arms: one answer that changed, and scores
+    ([*train(3, 2, 1), *answers(("a", "a"), ("b", "c")), END], LEARNT + "loss 3.000 → 1.000."),
+    ([*train(3, 2, 1), *evals(style=(0.0, 98.0)), *answers(("a", "a")), END], LEARNT + "style 0 → 98 %."),
     ([*train(1, 1, 1), END], TRAINED + "loss 1.000 → 1.000."),
     (
         train(3, 2),

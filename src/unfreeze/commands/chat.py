@@ -164,6 +164,8 @@ def _adapters(switch: Switch) -> str:
 def _use(talk: Conversation, text: str) -> str:
     if talk.switch is None:
         return "there are no adapters here"
+    if not text:
+        return f"({_adapters(talk.switch)})"
     try:
         talk.switch.use(text)
     except UserError as error:
@@ -218,7 +220,9 @@ COMMANDS = {
     "/reset": Command("", "forget the conversation; the system prompt stays", _reset),
     "/system": Command("[TEXT]", "another system prompt from here on; without TEXT none", _system),
     "/regenerate": Command("", "answer the last question again", _regenerate),
-    "/use": Command("NAME", "answer with another adapter from here on, or with the base", _use),
+    "/use": Command(
+        "[NAME]", "answer with this adapter (or base) from here on; without NAME list them", _use
+    ),
     "/save": Command("FILE", "write the conversation as a row of data for `unfreeze sft`", _save),
 }
 LEAVE = ("/exit", "/quit", "exit")

@@ -23,7 +23,7 @@ from unfreeze.config.parse import Folder, Frozen, ModelName, parse, writing
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED
-from unfreeze.job.card import CARD, hub_id, write_beside
+from unfreeze.job.card import CARD, HUB_ID, hub_id, write_beside
 from unfreeze.job.device import say
 from unfreeze.job.push import check_push, push
 from unfreeze.job.trained import TOKENIZER_FILES
@@ -62,8 +62,10 @@ class Config(Frozen):
     yes: bool = Field(default=False, description="upload without asking")
 
     @model_validator(mode="after")
-    def _one_reader(self) -> Config:
+    def _consistent(self) -> Config:
         """`layout` is an earlier name of `for`."""
+        if self.base_id and not HUB_ID.fullmatch(self.base_id):
+            raise ValueError(f"base_id = {self.base_id!r} is no id of the Hub: org/name")
         if self.layout and "reader" in self.model_fields_set and self.reader != self.earlier:
             raise ValueError(f"for {self.reader} and layout {self.layout} are two readers: give --for alone")
         return self
@@ -127,7 +129,14 @@ def export(config: Config, common: Common) -> dict[str, Any]:
         save_adapter(model, target, base_name=name, prefix=manifest.prefix, reader=reader)
         run = Path(config.run) if (Path(config.run) / RESOLVED).is_file() else None
         write_beside(
-            target, manifest, name, run, TOKENIZER_FILES, reader=reader.name, left_out=list(left_out)
+            target,
+            manifest,
+            name,
+            run,
+            TOKENIZER_FILES,
+            reader=reader.name,
+            left_out=list(left_out),
+            base_id=config.base_id,
         )
     verified = verify_adapter(model, target, without=left_out)
     for line in _said_of(reader, left_out, model, manifest, target):

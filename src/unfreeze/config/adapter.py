@@ -79,6 +79,22 @@ def lora_of(source: str | Path) -> dict[str, Any]:
     return _from_files(folder, config)
 
 
+def base_of(source: str | Path) -> str:
+    """What a run or an adapter names as its base: a folder or a Hub id.
+
+    Raises AdapterError where it names none.
+    """
+    folder = adapter_folder(source)
+    run = Path(source).expanduser() / RESOLVED
+    file, key = (run, "model") if run.is_file() else (folder / CONFIG, "base_model_name_or_path")
+    named = read_object(file, AdapterError).get(key)
+    if not isinstance(named, str) or not named:
+        raise AdapterError(
+            f"{file} has no {key}, so the adapter's base is unknown", next="give it: --model DIR"
+        )
+    return named
+
+
 def _from_files(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     dense: dict[str, int] = {}
     experts: dict[str, int] = {}

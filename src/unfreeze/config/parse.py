@@ -140,11 +140,12 @@ def _plain(value: Any) -> Any:
 
 
 def _missing(config: type[BaseModel], fields: Mapping[str, Any]) -> list[str]:
-    """The flat names of required fields that nobody gave."""
+    """The flat names of required fields that nobody gave, and no other field says (SAID_BY)."""
+    said_by: Mapping[str, str] = getattr(config, "SAID_BY", {})
     return [
         flat_name(config, place)
         for place, info in leaves(config)
-        if info.is_required() and place not in fields
+        if info.is_required() and place not in fields and not fields.get(said_by.get(place, ""))
     ]
 
 

@@ -5,12 +5,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 from pydantic import Field
 
 from unfreeze.config import tables
-from unfreeze.config.adapter import lora_of
+from unfreeze.config.adapter import base_of, lora_of
 from unfreeze.config.lora import LoraConfig
 from unfreeze.config.parse import Folder
 from unfreeze.config.training import TrainingConfig
@@ -51,6 +51,8 @@ class Optimizer(tables.Optimizer):
 class Config(TrainingConfig):
     """Everything a fine-tuning run depends on."""
 
+    SAID_BY: ClassVar[dict[str, str]] = {"model": "adapter"}
+
     train: Literal["adapters", "all"] = Field(
         default="adapters",
         description=(
@@ -62,7 +64,7 @@ class Config(TrainingConfig):
         default="",
         description=(
             "run or adapter folder (this tool's or peft's) whose adapter is trained on; it keeps its ranks,"
-            " scales and places, so the fields of [lora] are not given"
+            " scales and places, so the fields of [lora] are not given; nor is model, where its base is here"
         ),
     )
     data: Data
@@ -94,7 +96,7 @@ def _plain(value: Any) -> Any:
 
 
 def _continued(fields: dict[str, Any]) -> dict[str, Any]:
-    """`fields` with the [lora] of the adapter that is trained on, if there is one.
+    """`fields` with the [lora] and the base of the adapter that is trained on, if there is one.
 
     A field of [lora] that is given beside it must say the same.
     """
@@ -109,4 +111,4 @@ def _continued(fields: dict[str, Any]) -> dict[str, Any]:
                 f"{place} = {given!r}, but the adapter of {source} has {has!r}; an adapter that is trained on"
                 f" keeps its own: remove {place}"
             )
-    return {**fields, **own}
+    return {**({} if fields.get("model") else {"model": base_of(source)}), **fields, **own}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from unfreeze.config import sft as fields
+from unfreeze.config.tables import Training
 from unfreeze.core.errors import UserError
 from unfreeze.drill.sandbox import ROWS, TINY_K2, Sandbox
 from unfreeze.job.checks import examine
@@ -81,7 +82,7 @@ def alarms_of(run: CleanRun, sandbox: Sandbox) -> list[str]:
 
 def doctored(model: str, data: str) -> list[str]:
     """What the doctor warns of, the machine aside: it isn't the run's."""
-    config = sft.Config(model=model, data=fields.Data(files=(data,)))
+    config = sft.Config(model=model, data=fields.Data(files=(data,)), training=Training(steps=8))
     findings = examine(config, sft.parts(config), has_data=True)
     return [
         f"doctor, {f.check}: {f.line}"

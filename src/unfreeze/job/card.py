@@ -54,14 +54,15 @@ def write_beside(
     *,
     reader: str = "peft",
     left_out: Sequence[str] = (),
+    base_id: str = "",
 ) -> None:
     """Put the card and the base's tokenizer files into an adapter's folder.
 
     Raises ConfigError where somebody else's README stands there, and CheckpointError where a tokenizer file
     is a link that leads out of the checkpoint.
 
-    base: folder or Hub id. run: the run that made it, None where it isn't known. left_out: modules that are
-    not in the file, because the reader doesn't apply them.
+    base: folder or Hub id; base_id: what the user says is its id. run: the run that made it, None where it
+    isn't known. left_out: modules that are not in the file, because the reader doesn't apply them.
     """
     from unfreeze.checkpoint.save import write_file
 
@@ -75,7 +76,7 @@ def write_beside(
         if (manifest.path / name).is_file():
             write_file(folder / name, inside(manifest.path / name).read_bytes())
     has_experts = any(".experts." in name for name in manifest.tensors)
-    text = card(base, manifest.path, run, has_experts=has_experts, reader=reader)
+    text = card(base, manifest.path, run, has_experts=has_experts, reader=reader, base_id=base_id)
     if folder.name == BEST:
         text += "This is the state of the lowest held-out loss. The figures above are of the whole run.\n"
     if left_out:
@@ -91,9 +92,17 @@ def hub_id(base: str) -> str:
     return base if HUB_ID.fullmatch(base) and not Path(base).exists() else ""
 
 
-def card(base: str, base_folder: Path, run: Path | None, *, has_experts: bool, reader: str = "peft") -> str:
+def card(
+    base: str,
+    base_folder: Path,
+    run: Path | None,
+    *,
+    has_experts: bool,
+    reader: str = "peft",
+    base_id: str = "",
+) -> str:
     """The text of README.md. It says how to load the adapter in peft; other readers have their own pages."""
-    identity = hub_id(base)
+    identity = base_id or hub_id(base)
     name = identity or Path(base).name
     lines = ["---"]
     lines += [f"base_model: {identity}"] if identity else []

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.errors import DataError, UserError
 from unfreeze.core.units import format_bytes
+from unfreeze.job.data import few_steps, steps_of
 from unfreeze.job.folder import with_files
 from unfreeze.job.job import Parts
 from unfreeze.job.plan import ROOM, disk_of, plan_of
@@ -335,6 +336,17 @@ def check_data(subject: Subject) -> Iterator[Finding]:
         )
 
 
+def check_steps(subject: Subject) -> Iterator[Finding]:
+    """How many steps the run makes of the data."""
+    if not subject.has_data:
+        yield Finding("steps", "skip", "no data file given (--data F)")
+        return
+    training, steps = subject.config.training, steps_of(subject.config, subject.dataset.examples)
+    few, remedy = few_steps(training, steps)
+    line = f"{steps:,} steps of {training.tokens_per_step:,} tokens"
+    yield Finding("steps", "warn" if few else "ok", few or line, remedy)
+
+
 def check_memory(subject: Subject) -> Iterator[Finding]:
     """The plan of the run: does it fit."""
     from unfreeze.parallel.plan import KERNELS, refuse_if_too_large
@@ -450,6 +462,7 @@ CHECKS: tuple[tuple[str, Check, tuple[str, ...]], ...] = (
     ("vocabulary", check_vocabulary, ("checkpoint",)),
     ("template", check_template, ("vocabulary",)),
     ("data", check_data, ("vocabulary",)),
+    ("steps", check_steps, ("data",)),
     ("memory", check_memory, ("checkpoint",)),
     ("disk", check_disk, ("checkpoint",)),
     ("run", check_run, ()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 
 from unfreeze.config.tables import Data, Optimizer, Training
 from unfreeze.config.template import template_time, template_values
+from unfreeze.config.training import TrainingConfig
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED
 from unfreeze.tracking.live import EncodeProgress
@@ -181,6 +183,34 @@ def sequence_length(data: Data, tokens: int, max_positions: int) -> int:
 def num_steps(training: Training, batches: Batches, micro_batches: int) -> int:
     """Optimizer steps: as given, or as many as `epochs` need."""
     return training.steps or max(1, -(-batches.len_steps(training.epochs) // micro_batches))
+
+
+ENOUGH_STEPS = 40
+"""A run of fewer is warned about, and `unfreeze init` proposes epochs until there are as many. Of 30 rows
+tiny-k2 learns at the defaults of sft from a loss of 5.25 to 3.70, 2.47 and 0.59 in 20, 40 and 80 steps."""
+
+
+def steps_of(config: TrainingConfig, examples: Sequence[Example]) -> int:
+    """The steps of a run on these documents; what validation_fraction holds out of them is not trained on."""
+    from unfreeze.data import split_by_content
+
+    data, tokens, packing = config.data, config.tokens_per_micro_batch, config.training.packing
+    if data.validation_fraction:
+        examples, _ = split_by_content(examples, data.validation_fraction, config.seed)
+    batches = batches_of(data, examples, tokens=tokens, seed=config.seed, packing=packing)
+    return num_steps(config.training, batches, config.memory.micro_batches)
+
+
+def few_steps(training: Training, steps: int) -> tuple[str, str]:
+    """(what is wrong, the remedy) where epochs give fewer than ENOUGH_STEPS, else two empty texts."""
+    if training.steps is not None or steps >= ENOUGH_STEPS:
+        return "", ""
+    return (
+        f"{training.epochs:g} epochs of this data are only {steps} steps of {training.tokens_per_step:,}"
+        " tokens, which teach little",
+        f"--epochs {math.ceil(training.epochs * ENOUGH_STEPS / steps):,}, or --tokens-per-step"
+        f" {max(2, training.tokens_per_step // 8):,}",
+    )
 
 
 def schedule_of(optimizer: Optimizer, steps: int) -> Schedule:

@@ -7,7 +7,6 @@ validation, guards, receipt, report.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -27,6 +26,7 @@ from unfreeze.job.data import (
     check_vocabulary,
     describer,
     encode,
+    few_steps,
     num_steps,
     open_tokenizer,
     schedule_of,
@@ -59,9 +59,6 @@ if TYPE_CHECKING:
     from unfreeze.train.state import AfterUpdate, State
     from unfreeze.train.step import Objective
     from unfreeze.train.suspects import Describe
-
-
-FEW_STEPS = 20  # a run whose data gives fewer steps gets a warning; the warm-up alone is about one step
 
 
 @dataclass(frozen=True)
@@ -321,16 +318,8 @@ def prepare(
         data, dataset.examples, tokens=tokens, seed=config.seed, packing=training.packing, start=folder.cursor
     )
     steps = num_steps(training, batches, config.memory.micro_batches)
-    if folder.step == 0 and training.steps is None and steps < FEW_STEPS:
-        more = (
-            f"--epochs {math.ceil(training.epochs * FEW_STEPS / steps):,}, or --tokens-per-step"
-            f" {max(2, training.tokens_per_step // 8):,}"
-        )
-        message = (
-            f"{training.epochs:g} epochs of this data are only {steps} steps of {training.tokens_per_step:,}"
-            f" tokens, which teach little: {more}"
-        )
-        folder.events.emit("warning", 0, message=message)
+    if folder.step == 0 and (few := few_steps(training, steps))[0]:
+        folder.events.emit("warning", 0, message=": ".join(few))
 
     # weights, optimizer and schedule: new, or as the last save has them
     state = start_or_resume(

@@ -15,6 +15,7 @@ from unfreeze.config.lora import LoraConfig
 from unfreeze.config.names import nested
 from unfreeze.config.sft import Config
 from unfreeze.core.units import format_bytes, format_count
+from unfreeze.job.data import ENOUGH_STEPS, steps_of
 from unfreeze.job.folder import with_files
 from unfreeze.job.plan import plan_of
 from unfreeze.job.trained import Adapters
@@ -29,9 +30,6 @@ LONGEST = 32_768
 """Tokens of the longest document that is proposed."""
 STEPS_AN_EPOCH = 50
 """Fewer tokens a step are proposed rather than fewer steps."""
-FEWEST = 60
-"""Steps of a run; more epochs are proposed rather than fewer steps, up to MOST_EPOCHS."""
-MOST_EPOCHS = 10
 LARGE_MODEL = 20e9
 """Parameters from which on half the learning rate is proposed: QLoRA (arXiv:2305.14314) took 2e-4 for 7 and
 13 billion, 1e-4 for 33 and 65."""
@@ -66,10 +64,12 @@ class Proposal:
     @cached_property
     def dataset(self) -> Dataset:
         """The rows at the greatest length, so that their own lengths are seen; bad ones are counted."""
+        return self._encoded(min(self.shape.max_positions, LONGEST))
+
+    def _encoded(self, length: int) -> Dataset:
         from unfreeze.data import encoded_files, load_tokenizer
 
         data = with_files(self.config({})).data
-        length = min(self.shape.max_positions, LONGEST)
         tokenizer = load_tokenizer(self.manifest.path)
         return encoded_files(data.files, tokenizer, length, on_bad_row="skip", columns=data.columns)
 
@@ -106,7 +106,9 @@ class Proposal:
             }
             plan = self.plan(self.config(values))
             if plan.fits:
-                return [*self._data(length), *self._training(values), *self._memory(values, plan)]
+                data = list(self._data(length))
+                made = {**values, **{choice.place: choice.value for choice in data}}
+                return [*data, *self._training(made), *self._memory(values, plan)]
             tried = tried or plan
         assert tried is not None
         refuse_if_too_large(tried)
@@ -142,15 +144,19 @@ class Proposal:
             yield Choice("data.validation_fraction", HELD_OUT, held)
 
     def _training(self, values: Mapping[str, Any]) -> Iterator[Choice]:
-        tokens, stats = int(values["training.tokens_per_step"]), self.dataset.stats
-        steps = max(1, stats.tokens / tokens)
+        tokens, stats, length = int(values["training.tokens_per_step"]), self.dataset.stats, self._length()
+        cut = int(values["data.sequence_length"]) < length
+        examples = (self._encoded(int(values["data.sequence_length"])) if cut else self.dataset).examples
+
+        def steps(epochs: float) -> int:
+            return steps_of(self.config({**values, "training.epochs": epochs}), examples)
+
         epochs = 3.0 if stats.tokens < 20e6 else 1.0
         why = "usual for some thousand rows" if epochs == 3 else "with this much data one pass teaches most"
-        if steps * epochs < FEWEST:
-            epochs = float(min(MOST_EPOCHS, math.ceil(FEWEST / steps)))
-            why = f"the data is small: {epochs:g} passes are {steps * epochs:.0f} steps"
-        yield Choice("training.epochs", epochs, f"{why}; about {steps * epochs:,.0f} steps in all")
-        reason = f"{format_count(stats.tokens)} tokens are about {steps:,.0f} steps an epoch"
+        if steps(epochs) < ENOUGH_STEPS:
+            epochs, why = float(math.ceil(ENOUGH_STEPS / steps(1))), "the data is small"
+        yield Choice("training.epochs", epochs, f"{why}; {steps(epochs):,} steps in all")
+        reason = f"{format_count(stats.tokens)} tokens are {steps(1):,} steps an epoch"
         yield Choice("training.tokens_per_step", tokens, reason)
         large = (self.parameters or 0) >= LARGE_MODEL
         rate = 1e-4 if large else 2e-4

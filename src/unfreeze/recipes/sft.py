@@ -7,14 +7,20 @@ The loss counts the assistant's turns only, and all of a `text` row.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+from unfreeze.config.adapter import base_of
 from unfreeze.config.parse import parse
 from unfreeze.config.sft import Config
 from unfreeze.core.command import Common
+from unfreeze.core.errors import CheckpointError
 from unfreeze.job import job
 from unfreeze.job.folder import typed
 from unfreeze.job.trained import Adapters, AllWeights, Continued, Trained
+
+if TYPE_CHECKING:
+    from unfreeze.checkpoint import Manifest
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
@@ -36,9 +42,22 @@ def parts(config: Config) -> job.Parts:
         recipe="sft",
         trained=_trained(config),
         objective=cross_entropy,
-        start=job.open_weights,
+        start=job.open_weights if not config.adapter else partial(_base_weights, config.adapter),
         encoding={"turns": config.data.turns, "reasoning": config.data.reasoning},
     )
+
+
+def _base_weights(adapter: str, model: str, common: Common) -> Manifest:
+    """job.open_weights; where the base that the adapter itself names is not here, that is said."""
+    try:
+        return job.open_weights(model, common)
+    except CheckpointError as error:
+        if model != base_of(adapter):
+            raise
+        raise CheckpointError(
+            f"{adapter} is an adapter of {model}: {error.message}",
+            next=f"if the base lies elsewhere: --model DIR; else: {error.next}",
+        ) from error
 
 
 def _trained(config: Config) -> Trained:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from unfreeze.core.schema import DataEvent, EvalEvent
 from unfreeze.core.units import format_seconds
-from unfreeze.report.events import last, numbers, of_kind, series
+from unfreeze.report.events import last, numbers, of_kind, sample_pairs, series
 from unfreeze.report.run import Run, flatten, leaves
 
 UNITS = {  # field of an eval event -> what it is, its unit: core/schema.py's five, and the scores of the demo
@@ -40,7 +40,8 @@ def verdict(run: Run) -> str:
     """'tiny-k2 learnt 1,219 answers of yoda_train.jsonl in 2 min 20 s: style 0 → 98 %, facts 100 → 99 %.'
 
     "learnt" only of a finished run that saw all of its data, and whose scores, held-out loss or, without
-    these, loss of training say so.
+    these, loss of training say so. A run without scores whose sample answers stayed the same learnt nothing
+    that is seen in them.
     """
     model, (share, things) = Path(run.source("model")).name or "The model", _what(run)
     what = f"{share}{things}"
@@ -88,11 +89,18 @@ def _measured(run: Run) -> tuple[str, bool]:
         return ", ".join(words[:4]), any(ys[-1] > ys[0] for ys in scores.values()) or all(
             len(ys) == 1 for ys in scores.values()
         )
+    answers = [pair for _, *pair in sample_pairs(run.events) if None not in pair]
+    same = bool(answers) and all(before == after for before, after in answers)
+    unchanged = f"; {_answers(len(answers))} the same as before" if same else ""
     if "loss" in found:
         ys = found["loss"][1]
-        return f"held-out loss {change(ys, 3)}", len(ys) == 1 or min(ys) < ys[0]
+        return f"held-out loss {change(ys, 3)}{unchanged}", not same and (len(ys) == 1 or min(ys) < ys[0])
     ys = series(run.events, "train", "loss")[1]
-    return (f"loss {change(ys, 3)}", ys[-1] < ys[0]) if ys else ("", False)
+    return (f"loss {change(ys, 3)}{unchanged}", not same and ys[-1] < ys[0]) if ys else ("", False)
+
+
+def _answers(answers: int) -> str:
+    return "its sample answer is" if answers == 1 else f"its {answers} sample answers are"
 
 
 def _unit_of(name: str) -> str:
