@@ -258,8 +258,9 @@ def planned(case: Case, threads: int) -> dict[str, Any]:
         longest=case.length,
         micro_batches=case.processes,
         processes=case.processes,
+        threads=threads,
     )
-    sizes, machine = measure(model, lora), hardware("cpu")
+    sizes, counted, machine = measure(model, lora), counts(model), hardware("cpu")
     made = plan(sizes, work, machine)
     rates = rates_here(
         model.shape,
@@ -267,6 +268,7 @@ def planned(case: Case, threads: int) -> dict[str, Any]:
         device=torch.device("cpu"),
         length=case.length,
         every_weight=lora is None,
+        packed=counted.packed,
         optimizer_moments=case.moments,
         threads=threads,
     )
@@ -278,7 +280,7 @@ def planned(case: Case, threads: int) -> dict[str, Any]:
             Asked(replace(work, micro_batches=1), tokens, case.length),
             Layout(recompute=case.recompute),
         )
-        time = seconds_of(sizes, counts(model), here, rates, layout, asked, tokens)
+        time = seconds_of(sizes, counted, here, rates, layout, asked, tokens)
         replayed = replay(time, model.shape.num_layers).step
     return {
         "bytes": made.training,

@@ -385,6 +385,7 @@ def _measured(config: Config, machine: Fleet, opened: Opened) -> tuple[Sizes, Co
             device=torch.device(machine.kind),
             length=length,
             every_weight=lora is None,
+            packed=counted.packed,
             optimizer_moments=config.optimizer_moments,
         )
     asked = Asked(work, config.tokens_per_step, length, recomputes, rates)

@@ -9,9 +9,10 @@ import torch
 from unfreeze import models
 from unfreeze.kernels.choice import ops, record
 from unfreeze.kernels.choice.measure import arguments
+from unfreeze.kernels.expert_mlp import bucket as bucket_of
 from unfreeze.parallel.fleet import devices
 from unfreeze.parallel.plan import rates_here
-from unfreeze.parallel.plan.rates import ROWS_PER_EXPERT, WORK, of_device, of_records
+from unfreeze.parallel.plan.rates import DOCUMENTS, ROWS_PER_EXPERT, WORK, of_device, of_records
 
 LLAMA = {
     "model_type": "llama",
@@ -24,7 +25,7 @@ LLAMA = {
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 4096,
 }
-ASKED = {"length": 512, "narrow": False, "vocab": 8192, "every_weight": False}
+ASKED = {"length": 512, "narrow": False, "vocab": 8192, "every_weight": False, "experts": "packed"}
 
 
 def row(op, bucket, dtype, seconds, candidate):
@@ -51,6 +52,7 @@ ROWS = [
     row("expert_mlp", "under 64", "bfloat16", 0.01, "fused"),
     row("expert_mlp", "64 on", "bfloat16", 0.02, "fused"),
     row("dense_mlp", "adapters", "bfloat16", 0.2, "compiled"),
+    row("attention", "96 on", "bfloat16", 0.006, "blocked"),
     row("attention", "192 on", "bfloat16", 0.01, "blocked"),
     row("linear_cross_entropy", "small vocabulary, head frozen", "bfloat16", 0.04, "numba"),
     row("rms_norm", "many", "bfloat16", 0.004, "numba"),
@@ -106,21 +108,32 @@ def test_a_record_of_two_threads_counts_for_two_cores(mine):
 HALF_BF16 = ("adamw", "large tensors, half precision weights", "float32")
 
 
+def attention(*buckets):
+    return [("attention", bucket, "bfloat16") for bucket in buckets]
+
+
 @pytest.mark.parametrize(
     "asked, instead",
     [
-        ({"length": 95}, [("attention", "under 96", "bfloat16")]),
-        ({"length": 96}, [("attention", "96 on", "bfloat16")]),
-        ({"length": 191}, [("attention", "96 on", "bfloat16")]),
-        ({"length": 192}, []),
-        ({"length": 1023}, []),
-        ({"length": 1024}, [("attention", "1024 on", "bfloat16")]),
-        ({"narrow": True}, [("attention", "192 on, v < d", "bfloat16")]),
+        ({"length": 64}, attention("under 96")),
+        ({"length": 65}, attention("under 96", "96 on")),
+        ({"length": 128}, attention("under 96", "96 on")),
+        ({"length": 129}, []),
+        ({"length": 512}, []),
+        ({"length": 513}, attention("192 on", "1024 on")),
+        ({"length": 1025}, attention("1024 on", "2048 on")),
+        ({"length": 4096}, attention("1024 on", "2048 on")),
+        ({"narrow": True}, attention("96 on, v < d", "192 on, v < d")),
         ({"vocab": (1 << 14) - 1}, []),
         ({"vocab": 1 << 14}, [("linear_cross_entropy", "large vocabulary, head frozen", "bfloat16")]),
         (
-            {"every_weight": True},
+            {"experts": "unpacked"},
+            [("expert_mlp", f"{rows}, unpacked", "bfloat16") for rows in ("under 64", "64 on")],
+        ),
+        (
+            {"every_weight": True, "experts": "all weights"},
             [
+                *(("expert_mlp", f"{rows}, all weights", "bfloat16") for rows in ("under 64", "64 on")),
                 ("dense_mlp", "all weights", "bfloat16"),
                 ("linear_cross_entropy", "small vocabulary, head trained", "bfloat16"),
                 HALF_BF16,
@@ -129,15 +142,55 @@ HALF_BF16 = ("adamw", "large tensors, half precision weights", "float32")
     ],
 )
 def test_each_kind_of_run_asks_for_its_own_records(mine, asked, instead):
-    """With the records it asks for there are rates; with those of ASKED in their place there are none."""
+    """With the records it asks for there are rates; without one of them, those of ASKED there, none."""
     ops_of = {op for op, _, _ in instead}
     kept = [one for one in ROWS if one["op"] not in ops_of]
     winner = {one["op"]: one["candidate"] for one in ROWS}
-    mine([*kept, *(row(op, bucket, dtype, 0.02, winner[op]) for op, bucket, dtype in instead)])
+    rows = [row(op, bucket, dtype, 0.02, winner[op]) for op, bucket, dtype in instead]
+    mine([*kept, *rows])
     assert of_records(torch.bfloat16, 1, **ASKED | asked) is not None
-    if instead:
-        mine(ROWS)
-        assert of_records(torch.bfloat16, 1, **ASKED | asked) is None
+    for missing in range(len(rows)):
+        mine([*ROWS, *rows[:missing], *rows[missing + 1 :]])
+        known = instead[missing] in {(one["op"], one["bucket"], one["dtype"]) for one in ROWS}
+        assert (of_records(torch.bfloat16, 1, **ASKED | asked) is not None) is known
+
+
+def test_a_model_without_experts_needs_no_record_of_them(mine):
+    mine([one for one in ROWS if one["op"] != "expert_mlp"])
+    assert of_records(torch.bfloat16, 1, **ASKED | {"experts": None}) is not None
+    assert of_records(torch.bfloat16, 1, **ASKED) is None  # control arm
+
+
+@pytest.mark.parametrize("few, many", [(0.01, 0.01), (0.02, 0.01), (0.001, 0.02)])
+def test_records_that_no_curve_goes_through_leave_the_rate_at_many_rows(mine, few, many):
+    """128 rows an expert in the time of 16 or less; 16 in less than an eighth of 128's."""
+    seconds = {"under 64": few, "64 on": many}
+    mine([one | {"median_us": seconds.get(one["bucket"], 0.01) * 1e6} for one in ROWS])
+    found = of_records(torch.bfloat16, 1, **ASKED)
+    assert found is not None and found.half_rows == 0
+    assert found.of_experts(1) == found.of_experts(1000) == pytest.approx(1_723_858_944 / many)
+
+
+def test_a_tokens_attention_lies_on_a_line_between_measured_lengths(mine):
+    """One document of 1,024 tokens in 20 ms, of 2,048 in 60: a token takes 19.5 and 29.3 us, of 4,096 48.8."""
+    long = [
+        row("attention", "1024 on", "bfloat16", 0.02, "b"),
+        row("attention", "2048 on", "bfloat16", 0.06, "b"),
+    ]
+    mine([*ROWS, *(one | {"candidate": "blocked"} for one in long)])
+    token_1k, token_2k = 0.02 / 1024, 0.06 / 2048
+
+    def seconds(length):
+        """Of a token, with 4 heads of 64 and 64: 3.5 · L / 2 · 2 · 4 · 128 FLOP."""
+        found = of_records(torch.bfloat16, 1, **ASKED | {"length": length})
+        assert found is not None
+        return 3.5 * length / 2 * 2 * 4 * 128 / found.attention
+
+    assert seconds(1024) == pytest.approx(token_1k) and seconds(2048) == pytest.approx(token_2k)
+    assert seconds(1536) == pytest.approx((token_1k + token_2k) / 2)
+    assert seconds(4096) == pytest.approx(token_2k + 2 * (token_2k - token_1k))
+    # control arm: with the rate at 1,024 tokens a longer document took more
+    assert seconds(4096) < 4 * token_1k
 
 
 def test_committed_records_are_of_a_class_and_those_of_another_class_are_none(mine, tmp_path, monkeypatch):
@@ -183,6 +236,7 @@ def test_there_are_seconds_only_for_what_was_measured(mine, width, moments, devi
         device=torch.device(device),
         length=512,
         every_weight=False,
+        packed=True,
         optimizer_moments=moments,
         threads=1,
     )
@@ -209,8 +263,10 @@ def test_facts_of_a_device_say_that_they_are_not_measured():
 
 
 def _experts(x_TD, ids_TK, _, gate_up, down, factors):
-    """Forward and the input's gradient; of adapters both factors' gradients too."""
+    """Forward and the input's gradient, and the weights' where they train; of adapters both factors' too."""
     base = gate_up.shape[1] * gate_up.shape[2] + down.shape[1] * down.shape[2]
+    if factors is None:
+        return 2.0 * ids_TK.numel() * base * (3 if gate_up.requires_grad else 2)
     parts = (factors.gate_up_A, factors.gate_up_B, factors.down_A, factors.down_B)
     adapter = sum(part[0].numel() for part in parts)
     return 2.0 * ids_TK.numel() * (2 * base + 3 * adapter)
@@ -246,6 +302,16 @@ def test_the_work_of_each_case_is_what_its_inputs_say():
     for (name, bucket), work in WORK.items():
         case = next(case for case in ops.load(name).cases if case.bucket == bucket)
         assert COUNTED[name](*arguments(case, torch.device("cpu"), torch.float32)) == work, (name, bucket)
-    experts = [case for case in ops.load("expert_mlp").cases if case.bucket in ("under 64", "64 on")]
-    given = [arguments(case, torch.device("cpu"), torch.float32) for case in experts]
-    assert tuple(one[1].numel() / one[3].shape[0] for one in given) == ROWS_PER_EXPERT
+    cases = ops.load("expert_mlp").cases
+    assert {("expert_mlp", case.bucket) for case in cases} == {key for key in WORK if key[0] == "expert_mlp"}
+    given = [arguments(case, torch.device("cpu"), torch.float32) for case in cases]
+    rows = [one[1].numel() / one[3].shape[0] for one in given]
+    assert rows == [*ROWS_PER_EXPERT] * 3
+    asked = [bucket_of(one[1], one[3]) for one in given]
+    assert asked == [case.bucket for case in cases]
+    of_attention = {case.bucket: case for case in ops.load("attention").cases if "v < d" not in case.bucket}
+    lengths = {
+        name: arguments(case, torch.device("cpu"), torch.float32)[0].shape[1]
+        for name, case in of_attention.items()
+    }
+    assert lengths == DOCUMENTS

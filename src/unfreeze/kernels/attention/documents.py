@@ -19,8 +19,9 @@ from unfreeze.kernels.choice.op import Candidate, Case, Implementation, Op
 from unfreeze.kernels.loops import compiled
 from unfreeze.kernels.recompute import Reuse
 
-# where buckets part: blocked_cpu pads to 128 queries, and from 1,024 tokens on scores outgrow the caches
-LENGTHS = (96, 192, 1024)
+# where buckets part: blocked_cpu pads to 128 queries, from 1,024 tokens on scores outgrow the caches, from
+# 2,048 on what is done once for a token hardly counts
+LENGTHS = (96, 192, 1024, 2048)
 
 
 def attend(
@@ -46,8 +47,8 @@ def attend(
 def bucket(q_SLHd: Tensor, k_SLGd: Tensor, v_SLGv: Tensor) -> str:
     """Name the bucket: document length, and whether values are as wide as keys.
 
-    "under 96", "96 on", "192 on", "1024 on", with ", v < d" for MLA. "other": v > d, or on CUDA widths that
-    its kernels don't take.
+    "under 96", "96 on", "192 on", "1024 on", "2048 on", with ", v < d" for MLA. "other": v > d, or on CUDA
+    widths that its kernels don't take.
     """
     length, d, v = q_SLHd.shape[1], q_SLHd.shape[3], v_SLGv.shape[3]
     if v > d or (q_SLHd.is_cuda and (d % 8 or v % 8 or d > 256)):
@@ -103,7 +104,8 @@ def _inputs(
 ) -> tuple[Tensor, Tensor, Tensor, float]:
     """Draw q, k and v of enough documents for a measurement.
 
-    512 tokens of 4 heads on CPU, 8,192 of 16 on a GPU; two query heads share a key where v = d (GQA).
+    512 tokens or a document of 4 heads on CPU, 8,192 of 16 on a GPU. Two query heads share a key where v = d
+    (GQA).
     """
     tokens, heads = (8192, 16) if device.type == "cuda" else (512, 4)
     groups = heads // 2 if v == d else heads
@@ -126,7 +128,7 @@ def _cases() -> tuple[Case, ...]:
             length, *((192, 128) if device.type == "cuda" else (96, 64)), device, *rest
         )
 
-    lengths = (64, 128, 512, 1024)
+    lengths = (64, 128, 512, 1024, 2048)
     equal = [
         Case(name, functools.partial(_inputs, length, 64, 64))
         for name, length in zip(_EQUAL, lengths, strict=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -77,8 +77,14 @@ def expert_mlp(
 
 
 def bucket(ids_TK: Tensor, gate_up: Tensor | Packed) -> str:
-    """Rows per expert, on average: "under 64" or "64 on"."""
-    return "64 on" if ids_TK.numel() >= MANY * gate_up.shape[0] else "under 64"
+    """Rows per expert, on average, "under 64" or "64 on", and what the base is.
+
+    Packed and frozen: "". In x's dtype: ", unpacked", or ", all weights" where it trains.
+    """
+    rows = "64 on" if ids_TK.numel() >= MANY * gate_up.shape[0] else "under 64"
+    if isinstance(gate_up, Packed):
+        return rows + SUFFIX["packed"]
+    return rows + SUFFIX["all weights" if gate_up.requires_grad else "unpacked"]
 
 
 def narrow_refuses(x: Tensor, intermediate: int) -> str:
@@ -171,8 +177,14 @@ def _fused() -> Implementation:
     return fused
 
 
-def _inputs(rows: int, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Arguments:
-    """INT4 experts with LoRA of rank 8, 2 of 8 experts per token, about `rows` rows each.
+Base = Literal["packed", "unpacked", "all weights"]
+SUFFIX: dict[Base, str] = {"packed": "", "unpacked": ", unpacked", "all weights": ", all weights"}
+
+
+def _inputs(
+    rows: int, kind: Base, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+) -> Arguments:
+    """2 of 8 experts per token, about `rows` rows each: INT4 or not, with LoRA of rank 8, or trained whole.
 
     On a GPU 16 times the weights.
     """
@@ -183,10 +195,14 @@ def _inputs(rows: int, device: torch.device, dtype: torch.dtype, generator: torc
         return torch.randn(shape, generator=generator) * scale
 
     bases = [randn(E, 2 * I, D, scale=D**-0.5), randn(E, D, I, scale=I**-0.5)]
-    packed = [
-        Packed(codec, {name: part.to(device) for name, part in codec.quantize(base.bfloat16()).items()})
-        for base in bases
-    ]
+    given = (
+        [
+            Packed(codec, {name: part.to(device) for name, part in codec.quantize(base.bfloat16()).items()})
+            for base in bases
+        ]
+        if kind == "packed"
+        else [base.to(device, dtype).requires_grad_(kind == "all weights") for base in bases]
+    )
     pairs = (
         randn(E, 2 * R, D, scale=D**-0.5),
         randn(E, 2 * I, R, scale=0.1),
@@ -196,14 +212,23 @@ def _inputs(rows: int, device: torch.device, dtype: torch.dtype, generator: torc
     factors = ExpertFactors(*(pair.to(device).requires_grad_() for pair in pairs), scale=2.0, down_scale=2.0)
     ids = torch.rand(T, E, generator=generator).topk(K, dim=1).indices.to(device)
     weights = torch.rand(T, K, generator=generator).to(device).requires_grad_()
-    return randn(T, D).to(device, dtype).requires_grad_(), ids, weights, *packed, factors
+    x = randn(T, D).to(device, dtype).requires_grad_()
+    return x, ids, weights, *given, None if kind == "all weights" else factors
+
+
+def _cases() -> tuple[Case, ...]:
+    return tuple(
+        Case(name + suffix, functools.partial(_inputs, rows, kind))
+        for kind, suffix in SUFFIX.items()
+        for name, rows in (("under 64", 16), ("64 on", 128))
+    )
 
 
 OP = Op(
     name="expert_mlp",
     reference=reference_expert_mlp,
     candidates={"fused": Candidate(_fused, fused_refuses)},
-    cases=(Case("under 64", functools.partial(_inputs, 16)), Case("64 on", functools.partial(_inputs, 128))),
+    cases=_cases(),
     # float32: sums of some hundred terms. bf16: 2^-9 per rounding and about five roundings in a row.
     tolerance={torch.float32: 1e-5, torch.bfloat16: 0.015},
     preferred="fused",

@@ -33,7 +33,7 @@ from unfreeze.parallel.plan.counts import counts
 from unfreeze.parallel.plan.fastest import FASTEST_FIRST, fastest
 from unfreeze.parallel.plan.layout import Layout
 from unfreeze.parallel.plan.propose import refuse_if_too_large, what_fits
-from unfreeze.parallel.plan.rates import LEAST_WIDTH, Rates, of_records
+from unfreeze.parallel.plan.rates import LEAST_WIDTH, Base, Rates, of_records
 from unfreeze.parallel.plan.sizes import Sizes, measure
 from unfreeze.parallel.plan.terms import LOAD_BUFFERS, MOMENT_BYTES, USABLE, Plan, Work, plan, replace_work
 from unfreeze.parallel.plan.words import KERNELS, plan_fields, plan_lines
@@ -112,12 +112,14 @@ def plan_training(
     if recompute == "auto":
         made = fastest(made, among, sharing=sharing)
     length = round(mean_length or longest or tokens)
+    counted = counts(model)
     rates = rates_here(
         shape,
         dtype=kind,
         device=place,
         length=length,
         every_weight=lora is None,
+        packed=counted.packed,
         optimizer_moments=optimizer_moments,
     )
     if rates is None:
@@ -125,7 +127,7 @@ def plan_training(
     here = Fleet(machine.name, 1, machine.available, kind="cuda" if place.type == "cuda" else "cpu")
     asked = Asked(replace(made.work, micro_batches=1), tokens, length)
     layout = Layout(recompute=made.work.recompute)
-    time = seconds_of(sizes, counts(model), here, rates, layout, asked, tokens)
+    time = seconds_of(sizes, counted, here, rates, layout, asked, tokens)
     return replace(made, time=time, rates=rates.source)
 
 
@@ -136,6 +138,7 @@ def rates_here(
     device: torch.device,
     length: int,
     every_weight: bool,
+    packed: bool,
     optimizer_moments: str = "float32",
     threads: int | None = None,
 ) -> Rates | None:
@@ -143,10 +146,11 @@ def rates_here(
 
     None on a GPU: its records are not read yet. None too for a model narrower than half of what was measured
     (a matrix of tiny-k2 reaches a fraction of the rate), and for int8 moments, which have no record.
-    threads: that will be used; None: torch's setting.
+    packed: whether experts are in 4 bits. threads: that will be used; None: torch's setting.
     """
     if device.type != "cpu" or optimizer_moments != "float32" or shape.hidden_size < LEAST_WIDTH:
         return None
+    frozen: Base = "packed" if packed else "unpacked"
     return of_records(
         dtype,
         threads or torch.get_num_threads(),
@@ -154,6 +158,7 @@ def rates_here(
         narrow=shape.mla is not None,
         vocab=shape.vocab_size,
         every_weight=every_weight,
+        experts=("all weights" if every_weight else frozen) if shape.num_experts else None,
     )
 
 

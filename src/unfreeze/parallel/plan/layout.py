@@ -89,7 +89,7 @@ class Places:
 
 
 def places(sizes: Sizes, counts: Counts, work: Work, fleet: Fleet, layout: Layout) -> Places:
-    """The bytes of a step. `work.tokens` are one device's."""
+    """The bytes of a step. `work.tokens` and `work.micro_batches` are one device's."""
     n = fleet.count
     experts_here = -(-counts.num_experts // layout.split) / counts.num_experts if counts.num_experts else 1.0
 
@@ -118,7 +118,10 @@ def places(sizes: Sizes, counts: Counts, work: Work, fleet: Fleet, layout: Layou
         cast_per_rank=int(sizes.cast_per_rank * experts_here),
         experts_per_rank=int(sizes.experts_per_rank * experts_here),
     )
-    work = replace(work, recompute=layout.recompute)
+    # each device is a process of its own with as many micro-batches, and they sum their gradients
+    work = replace(
+        work, recompute=layout.recompute, micro_batches=work.micro_batches * n, processes=work.processes * n
+    )
     here = Hardware(fleet.kind, fleet.name, 1, fleet.memory, fleet.memory)
     state, boundary = ("adapter", "gradients", "optimizer"), "boundary activations"
     in_host = [*(state if layout.state == "host" else ()), *([boundary] if layout.boundary == "host" else ())]

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
 
 import torch
 
@@ -32,16 +34,22 @@ CPU = torch.device("cpu")
 WORK = {
     ("expert_mlp", "under 64"): 215_482_368,
     ("expert_mlp", "64 on"): 1_723_858_944,
+    ("expert_mlp", "under 64, unpacked"): 215_482_368,
+    ("expert_mlp", "64 on, unpacked"): 1_723_858_944,
+    ("expert_mlp", "under 64, all weights"): 301_989_888,
+    ("expert_mlp", "64 on, all weights"): 2_415_919_104,
     ("dense_mlp", "all weights"): 40_164_655_104,
     ("dense_mlp", "adapters"): 27_625_783_296,
     ("attention", "under 96"): 58_720_256,
     ("attention", "96 on"): 117_440_512,
     ("attention", "192 on"): 469_762_048,
     ("attention", "1024 on"): 1_879_048_192,
+    ("attention", "2048 on"): 7_516_192_768,
     ("attention", "under 96, v < d"): 73_400_320,
     ("attention", "96 on, v < d"): 146_800_640,
     ("attention", "192 on, v < d"): 587_202_560,
     ("attention", "1024 on, v < d"): 2_348_810_240,
+    ("attention", "2048 on, v < d"): 9_395_240_960,
     ("linear_cross_entropy", "small vocabulary, head frozen"): 4_294_967_296,
     ("linear_cross_entropy", "small vocabulary, head trained"): 6_442_450_944,
     ("linear_cross_entropy", "large vocabulary, head frozen"): 15_032_385_536,
@@ -52,6 +60,10 @@ WORK = {
 }
 LEAST_WIDTH = 256  # half of the hidden size of the narrowest measured case, the experts'
 ROWS_PER_EXPERT = 16, 128  # of the two cases of expert_mlp
+DOCUMENTS = {"under 96": 64, "96 on": 128, "192 on": 512, "1024 on": 1024, "2048 on": 2048}
+"""Bucket of attention -> tokens of a document in its case."""
+Base = Literal["packed", "unpacked", "all weights"]
+"""What routed experts are: frozen in 4 bits, frozen in the computation's dtype, or trained."""
 
 
 @dataclass(frozen=True)
@@ -107,22 +119,28 @@ def of_device(device: Device) -> Rates:
 
 
 def of_records(
-    dtype: torch.dtype, cores: int, *, length: int, narrow: bool, vocab: int, every_weight: bool
+    dtype: torch.dtype,
+    cores: int,
+    *,
+    length: int,
+    narrow: bool,
+    vocab: int,
+    every_weight: bool,
+    experts: Base | None,
 ) -> Rates | None:
     """Rates from the records of this CPU: its user's own, or the committed ones of its class.
 
     None where an op was not measured.
 
     length  of a document; narrow: values are narrower than keys (MLA).
+    experts  what they are; None: the model has none.
     """
-    lengths = (96, 192, 1024)
-    length_bucket = ("under 96", "96 on", "192 on", "1024 on")[sum(length >= limit for limit in lengths)]
     half = every_weight and dtype != torch.float32
+    base = "" if experts in (None, "packed") else f", {experts}"
     wanted = {
-        "few": ("expert_mlp", "under 64", dtype),
-        "many": ("expert_mlp", "64 on", dtype),
+        "few": ("expert_mlp", f"under 64{base}", dtype),
+        "many": ("expert_mlp", f"64 on{base}", dtype),
         "dense": ("dense_mlp", "all weights" if every_weight else "adapters", dtype),
-        "attention": ("attention", length_bucket + ", v < d" * narrow, dtype),
         "head": (
             "linear_cross_entropy",
             f"{'small' if vocab < 1 << 14 else 'large'} vocabulary,"
@@ -132,27 +150,25 @@ def of_records(
         "norms": ("rms_norm", "many", dtype),
         "optimizer": ("adamw", f"large tensors, {HALF if half else 'as they are'}", torch.float32),
     }
+    if experts is None:
+        del wanted["few"], wanted["many"]
     found = {name: _rate(*cell) for name, cell in wanted.items()}
-    timed = [rate for rate in found.values() if rate is not None]
+    found["attention"] = _attention(length, narrow, dtype)
+    timed = {name: rate for name, rate in found.items() if rate is not None}
     if len(timed) < len(found):
         return None
-    rate = {name: value.each * cores / value.threads for name, value in zip(found, timed, strict=True)}
-
-    # r(m) = R m / (m + h) through both measured points: 1 / r = 1 / R + h / R / m
-    few, many = rate["few"], rate["many"]
-    m_few, m_many = ROWS_PER_EXPERT
-    slope = (1 / few - 1 / many) / (1 / m_few - 1 / m_many)
-    experts = 1 / (1 / many - slope / m_many)
-    here = all(value.own for value in timed)
-    key, dates = record.device_key(CPU), sorted(value.date for value in timed)
-    threads = max(value.threads for value in timed)
+    rate = {name: value.each * cores / value.threads for name, value in timed.items()}
+    many, half_rows = _of_rows(rate["few"], rate["many"]) if experts else (math.inf, 0.0)
+    here = all(value.own for value in timed.values())
+    key, dates = record.device_key(CPU), sorted(value.date for value in timed.values())
+    threads = max(value.threads for value in timed.values())
     return Rates(
         source=(
             f"{'measured on this machine' if here else f'measured on a machine of class {key}'},"
             f" {dates[0]}, on {threads} {'thread' if threads == 1 else 'threads'}"
         ),
-        experts=experts,
-        half_rows=max(0.0, slope * experts),
+        experts=many,
+        half_rows=half_rows,
         dense=rate["dense"],
         attention=rate["attention"],
         routers=rate["dense"],
@@ -163,6 +179,44 @@ def of_records(
         optimizer=rate["optimizer"],
         launch=LAUNCH,
     )
+
+
+def _of_rows(few: float, many: float) -> tuple[float, float]:
+    """(R, h) of the curve R m / (m + h) through both measured rates: 1 / r = 1 / R + h / R / m.
+
+    Through no such curve go rates of which the one at many rows is lower, or more than as many times higher;
+    then it is that rate at any number of rows.
+    """
+    m_few, m_many = ROWS_PER_EXPERT
+    slope = (1 / few - 1 / many) / (1 / m_few - 1 / m_many)
+    left = 1 / many - slope / m_many
+    if slope <= 0 or left <= 0:
+        return many, 0.0
+    return 1 / left, slope / left
+
+
+def _attention(length: int, narrow: bool, dtype: torch.dtype) -> _Timed | None:
+    """FLOP per second with documents of `length`, between the two measured lengths that it lies between.
+
+    A token's seconds are s(L) = a + b L: what is done for it once, and for each token it sees. Through both
+    measured points, and beyond the longest on the same line; below the shortest its rate.
+    """
+    lengths = list(DOCUMENTS.items())
+    (lower, low), (upper, high) = next(
+        (pair for pair in pairwise(lengths) if length <= pair[1][1]), (lengths[-2], lengths[-1])
+    )
+    suffix = ", v < d" * narrow
+    first, second = (_rate("attention", name + suffix, dtype) for name in (lower, upper))
+    if first is None or (length <= low and low == lengths[0][1]):
+        return first
+    if second is None:
+        return None
+    # in units of a FLOP per token and key: a rate is L / s
+    before, after = (tokens * timed.threads / timed.each for tokens, timed in ((low, first), (high, second)))
+    seconds = before + (after - before) * (length - low) / (high - low)
+    threads = max(first.threads, second.threads)
+    date, own = min(first.date, second.date), first.own and second.own
+    return _Timed(length / seconds * threads, threads, date, own)
 
 
 HALF = "half precision weights"

@@ -20,6 +20,7 @@ class Sizes:
     elements        number of weights: what trains if every weight trains
     last_elements   of them, those whose gradients come last: of the first layer and, unless it is tied to the
                     head, of the embedding
+    largest         weights of the largest tensor
     layer           bytes per token at the worst moment of the largest layer's backward
     held            bytes per token that each layer's forward leaves for its backward
     own             bytes per token that a layer's backward has at most beside what it holds
@@ -50,6 +51,7 @@ class Sizes:
     cast_per_rank: int = 0
     elements: int = 0
     last_elements: int = 0
+    largest: int = 0
     tables: int = 0
     attention: tuple[tuple[int, int, int, int], ...] = ()
 
@@ -77,6 +79,7 @@ def measure(model: Decoder, lora: LoraConfig | None, device: str = "cpu") -> Siz
         expanded=base + sum(weight.numel * dtype.itemsize - weight.nbytes for weight in packed),
         elements=sum(p.numel() for p in model.parameters()),
         last_elements=_elements(model.layers[0]) + (0 if tied else _elements(model.model.embed_tokens)),
+        largest=max(p.numel() for p in model.parameters()),
         compute_bytes=dtype.itemsize,
         hidden_size=shape.hidden_size,
         num_layers=shape.num_layers,

@@ -53,6 +53,7 @@ class Work:
                     None: all
     longest         tokens of the longest document; None: as many as there are
     processes       among which the micro-batches are dealt; they sum their gradients after backward
+    threads         of a CPU, which have scratch of their own; None: torch's setting
     """
 
     tokens: int
@@ -68,6 +69,12 @@ class Work:
     chunk: int | None = None
     longest: int | None = None
     processes: int = 1
+    threads: int | None = None
+
+    @property
+    def own_batches(self) -> int:
+        """Micro-batches of the busiest process."""
+        return -(-self.micro_batches // self.processes)
 
     def at_once(self, compute_bytes: int) -> int:
         """Tokens for which one layer's inner activations are alive at the same time.
@@ -186,7 +193,7 @@ def _gradients(sizes: Sizes, work: Work) -> tuple[int, int, int]:
     Early are the sums of the micro-batches before, and the head's where it trains, V · D. At the first layer
     its own and the embedding's are still to come (sizes.last_elements).
     """
-    own_batches = -(-work.micro_batches // work.processes)
+    own_batches = work.own_batches
     if work.rank is not None:
         every = sizes.adapter_parameters(work.rank, work.experts_rank) * GRADIENT_BYTES
         return every, every if own_batches > 1 else 0, every
@@ -210,11 +217,18 @@ def _moments(sizes: Sizes, work: Work) -> list[dict[str, int]]:
 def _exchange(sizes: Sizes, work: Work) -> dict[str, int]:
     """After backward, where processes sum their gradients: in fp32, 4 bytes a trained weight.
 
-    The tensors that are sent together lie in one buffer of at most BUCKET bytes (train/optim.py).
+    Tensors go together as copies in one buffer of at most BUCKET bytes; a larger one goes alone, without a
+    copy (parallel/collectives.py). A gradient in half precision is there until its fp32 sum has come back:
+    2 bytes a number of what is on its way (train/optim.py).
+    What nccl holds for itself is in no term.
     """
     trained = sizes.elements if work.rank is None else sizes.adapter_parameters(work.rank, work.experts_rank)
     sums = trained * GRADIENT_BYTES
-    return {"gradients": sums, "gradients on their way": min(BUCKET, sums)}
+    together, alone = min(BUCKET, sums), 0
+    if work.rank is None and sizes.compute_bytes < 4 and work.own_batches == 1:
+        together += together // 2
+        alone = sizes.compute_bytes * sizes.largest
+    return {"gradients": sums, "gradients on their way": max(together, alone)}
 
 
 def _micro_batch(sizes: Sizes, work: Work) -> list[dict[str, int]]:
@@ -267,9 +281,8 @@ def _attention(sizes: Sizes, work: Work, kind: str) -> int:
     if kind != "cpu":
         return 0
     dtype, length = {2: torch.bfloat16, 4: torch.float32}[sizes.compute_bytes], work.longest or work.tokens
-    sized = partial(
-        workspace_bytes, tokens=work.tokens, length=length, dtype=dtype, threads=torch.get_num_threads()
-    )
+    threads = work.threads or torch.get_num_threads()
+    sized = partial(workspace_bytes, tokens=work.tokens, length=length, dtype=dtype, threads=threads)
     return max((sized(*shape) for shape in sizes.attention), default=0)
 
 
