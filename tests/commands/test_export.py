@@ -14,9 +14,13 @@ import transformers
 from safetensors.torch import load_file
 
 import unfreeze
-from unfreeze import cli
+from unfreeze import cli, models
+from unfreeze.adapters import LoraConfig
+from unfreeze.checkpoint import open_checkpoint
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.units import format_bytes
+from unfreeze.job.end import next_command
+from unfreeze.job.plan import export_note
 
 IDS = [[5, 6, 7, 8, 9, 10, 300, 401, 77], [1280, 3, 900]]
 
@@ -98,8 +102,21 @@ def test_without_out_it_lies_in_the_run_and_says_what_was_verified(run_dir, caps
         and "vllm 0.33.0 does not apply kv_b_proj" in error
         and "issues/48974" in error
         and "next time: --lora.targets kv_a_proj_with_mqa o_proj" in error
-        and "load" in error
     )
+
+
+def test_a_run_that_names_the_export_says_what_it_leaves_out_and_what_avoids_that(run_dir):
+    manifest = open_checkpoint(TINY_K2)
+    shape = models.shape(manifest.config)
+    said = export_note(LoraConfig(), manifest, shape)
+    assert said.startswith("vllm does not apply kv_b_proj; ")
+    assert said in " ".join(next_command(run_dir, {"finished": True}, "", True).split())
+    others = tuple(said.partition("--lora.targets ")[2].split())
+    # control arm: nothing is said of these, of no adapters, and of a run's line without the export
+    assert (
+        export_note(LoraConfig(targets=others), manifest, shape) == "" == export_note(None, manifest, shape)
+    )
+    assert "kv_b_proj" not in next_command(run_dir, {"finished": True}, "", False)
 
 
 def test_two_readers_at_once_are_refused(run_dir, capsys):

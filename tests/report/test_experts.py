@@ -42,8 +42,9 @@ def test_a_dead_expert_is_said_once_with_layer_steps_and_remedy(tmp_path: Path):
         (
             2,
             (
-                "expert load: layer 3: 1 of 4 experts got no token in steps 1 to 2, 1,000 each if even (1); "
-                "they don't learn; broader data or, in pretrain, a higher balance_rate reaches them"
+                "expert load: layer 3: 1 of 4 experts got no token in steps 1 to 2 and learn nothing (1; an"
+                " even share is 1,000 tokens). Broader data or, in pretrain, a higher balance_rate reaches"
+                " them"
             ),
         )
     ]
@@ -57,8 +58,8 @@ def test_an_overloaded_expert_is_said(tmp_path: Path):
     assert said == (
         14,
         (
-            "expert load: layer 3: expert 0 got 50% of all tokens in steps 1 to 14, 6% if even; the others"
-            " learn less; in pretrain a higher balance_rate spreads them"
+            "expert load: layer 3: expert 0 got 50% of all tokens in steps 1 to 14 (an even share is 6%),"
+            " so the others learn less. In pretrain a higher balance_rate spreads them"
         ),
     )
 

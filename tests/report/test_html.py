@@ -350,10 +350,10 @@ def test_header_captions_and_expert_numbers_equal_the_events(run_dir: Path):
     source, parsed = page(run_dir)
     first, final = train_event(1)["loss"], train_event(40)["loss"]
     assert f"{first:.3f} → {final:.3f}" in parsed.texts
-    load = "7.3 MB at 0.73 GB/s, 24.0 MB if expanded"
+    load = "7.3 MB at 0.73 GB/s (24.0 MB unpacked)"
     for words in (
         "40 of 40",
-        "1 min 20 s",
+        "1 min 20 s; 1 min 20 s with loading and compiling",
         "1,034",
         "381.5 MiB",
         "finished",
@@ -466,7 +466,12 @@ def test_summary_lines(run_dir: Path):
     ]
     joined = "\n".join(lines)
     losses = f"{train_event(1)['loss']:.3f} → {train_event(40)['loss']:.3f}"
-    for words in (losses, "40 of 40", "max/mean 1.75 (layer 10), 1 dead", "warning, step 3: row 17"):
+    for words in (
+        losses,
+        "40 of 40",
+        "busiest 1.75 times an even share (layer 10), 1 without a token",
+        "warning, step 3: row 17",
+    ):
         assert words in joined
 
 

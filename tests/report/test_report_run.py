@@ -46,6 +46,19 @@ def test_facts(tmp_path: Path):
     assert started(run) == "1970-01-01 00:01 UTC" and run.loaded == "" and run.name == tmp_path.name
 
 
+def test_time_and_memory_say_what_they_count(tmp_path: Path):
+    start, end = {"kind": "start", "step": 0}, {"kind": "end", "step": 3, "time": 160.0}
+    plan = {"kind": "plan", "step": 0, "total": 2**20, "hardware": {"kind": "cpu", "process": 2**20}}
+    found = dict(facts(read_run(made(tmp_path, start, plan, end))))
+    # from the first event, at 60 s, to the last
+    assert found["Training time"] == "6.0 s; 1 min 40 s with loading and compiling"
+    assert found["Peak memory"] == "whole process 2.0 MiB, planned 2.0 MiB"
+    plan["hardware"] = {"kind": "cuda"}
+    found = dict(facts(read_run(made(tmp_path, start, plan, start, end))))
+    assert found["Training time"] == "6.0 s"  # control arm: two sessions, with a pause between them
+    assert found["Peak memory"] == "GPU 2.0 MiB, planned 1.0 MiB"
+
+
 @pytest.mark.parametrize(
     ("end", "words"),
     [

@@ -91,7 +91,7 @@ def test_other_events_are_said_once():
     progress({"kind": "warning", "step": 8, "message": "one row skipped"})
     progress({"kind": "end", "step": 8, "reason": "done", "tokens_per_second": 1234.5})
     text = out.getvalue()
-    load = "loaded 2.00 GB at 2.00 GB/s, 8.00 GB if expanded; preparing step 1"
+    load = "loaded 2.00 GB at 2.00 GB/s (8.00 GB unpacked); preparing step 1"
     for words in (
         "peak 1.0 GiB",
         "resumed after step 4",
@@ -137,7 +137,23 @@ def test_load_progress_says_rate_and_time_left():
             now[0] = float(second)
             progress(second * 500_000_000, 5_000_000_000)
     lines = out.getvalue().splitlines()
-    assert lines == ["load  2.50 GB of 5.00 GB  0.50 GB/s  5.0 s left", "load  5.00 GB of 5.00 GB  0.50 GB/s"]
+    assert lines == ["load  2.50 GB of 5.00 GB  0.50 GB/s  5.0 s left", "load  5.00 GB of 5.00 GB"]
+
+
+def test_what_is_loaded_at_once_has_no_line():
+    out = io.StringIO()
+    with LoadProgress(stream=out, clock=lambda: 1.0) as progress:
+        progress(1, 2)
+        progress(2, 2)
+    assert out.getvalue() == ""
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_compiling_is_announced_where_it_comes(compiles):
+    out = io.StringIO()
+    load = {"kind": "load", "step": 0, "bytes": 2_000_000, "seconds": 1.0, "compiles": compiles}
+    LiveProgress(0, stream=out)(load)
+    assert ("(compiles once)" in out.getvalue()) == compiles
 
 
 def test_load_progress_bar(terminal: Terminal):
@@ -286,7 +302,7 @@ def test_the_receipt_has_a_title_and_a_verdict():
     }
     LiveProgress(0, stream=out)({"kind": "receipt", "step": 1, "groups": groups, "exceptions": []})
     assert out.getvalue().startswith(
-        "receipt of step 1: all 4 matrices that a gradient came to moved; frozen: norms\n"
+        "receipt of step 1: all 4 matrices that got a gradient moved; frozen: norms\n"
     )
     dead = {
         "group": "attention",

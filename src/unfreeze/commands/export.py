@@ -10,7 +10,7 @@ vllm, sglang: two-dimensional tensors per expert, with one r and one lora_alpha 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -30,7 +30,6 @@ from unfreeze.job.trained import TOKENIZER_FILES
 from unfreeze.tracking.live import LoadProgress
 
 if TYPE_CHECKING:
-    from unfreeze.adapters import Site
     from unfreeze.adapters.readers import Drop
     from unfreeze.adapters.readers import Reader as ReaderRules
     from unfreeze.checkpoint import Manifest
@@ -165,23 +164,12 @@ def _named(adapter: Path) -> str:
     return str(read_json(adapter / "adapter_config.json").get("base_model_name_or_path") or "")
 
 
-def _targets(kept: Sequence[Site], model: Decoder) -> list[str]:
-    """lora.targets that name these sites: a group where all of it is meant, else the layers' own names."""
-    from unfreeze.models.targets import candidates
-
-    found: dict[str, None] = {}
-    for site in kept:
-        group = {c.name.rsplit(".", 1)[-1] for c in candidates(model) if c.group == site.group}
-        ours = {other.name.rsplit(".", 1)[-1] for other in kept if other.group == site.group}
-        found |= dict.fromkeys([site.group] if group == ours else sorted(ours))
-    return list(found)
-
-
 def _said_of(
     reader: ReaderRules, left_out: Mapping[str, Drop], model: Decoder, manifest: Manifest, target: Path
 ) -> Iterator[str]:
     """What the reader does not apply and why, what avoids it, and the flag that it needs."""
     from unfreeze.adapters import sites
+    from unfreeze.models.targets import targets_of
 
     of, kept = f"{reader.name} {reader.version}", sites(model)
     model_type = str(manifest.config.get("model_type"))
@@ -196,7 +184,7 @@ def _said_of(
             f" {len(kept)} adapted places are left out, so it answers as another model than you trained"
         )
     if left_out:
-        targets = " ".join(_targets([site for site in kept if site.name not in left_out], model))
+        targets = " ".join(targets_of([site.name for site in kept if site.name not in left_out], model))
         yield f"next time: --lora.targets {targets} trains what {reader.name} applies"
     rank = int(read_json(target / "adapter_config.json")["r"])
     if flag := reader.room_for(rank):

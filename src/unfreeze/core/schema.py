@@ -123,6 +123,7 @@ class PlanEvent(CommonFields):
     recompute: NotRequired[Annotated[AnyText, of("name", "what is computed again in backward")]]
     save_bytes: NotRequired[Annotated[Int, of("bytes", "of a save of the training state, on disk")]]
     start: NotRequired[Annotated[list[AnyText], of("sentences", "what a terminal says of it")]]
+    export_note: NotRequired[Annotated[AnyText, of("sentence", "what vLLM would not apply of the adapters")]]
     predicted_kernels: NotRequired[
         Annotated[list[AnyText], of("ops", "whose kernel runs unmeasured where the model has the op")]
     ]
@@ -136,6 +137,7 @@ class LoadEvent(CommonFields):
     seconds: Annotated[Real, of("seconds")]
     expanded_bytes: Annotated[Int, of("bytes", "the same weights with packed ones expanded to bf16")]
     rounded: Annotated[Int, of("tensors", "that lost precision in the dtype of the computation")]
+    compiles: NotRequired[Annotated[bool, of("yes or no", "no run has made a step here in this dtype")]]
 
 
 class StartEvent(CommonFields):

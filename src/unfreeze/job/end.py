@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from unfreeze.core.command import Common
-from unfreeze.core.schema import EndEvent, Event, ReceiptEvent, TrainEvent
+from unfreeze.core.schema import EndEvent, Event, PlanEvent, ReceiptEvent, TrainEvent
 from unfreeze.job.folder import again
-from unfreeze.report.events import last, of_kind, read_events, tokens_per_second
+from unfreeze.report.events import folded, last, of_kind, read_events, tokens_per_second
 from unfreeze.report.html import summary_lines, write_report
 
 
@@ -53,5 +53,9 @@ def next_command(run_dir: Path, result: dict[str, Any], command: str, export: bo
     if not result["finished"]:
         return f"interrupted after step {result['steps']}, all is saved; {again(command)}"
     name = shlex.quote(str(run_dir))
-    use = f"unfreeze export {name} --for vllm" if export else f'unfreeze generate {name} --prompt "…"'
-    return f"next: unfreeze chat {name}    {use}"
+    if not export:
+        return f'next: unfreeze chat {name}    unfreeze generate {name} --prompt "…"'
+    plan = last(read_events(run_dir / "events.jsonl"), PlanEvent)
+    note = plan.get("export_note", "") if plan else ""
+    said = [f"next: unfreeze chat {name}    unfreeze export {name} --for vllm", *folded(note, "  ")]
+    return "\n".join(said)

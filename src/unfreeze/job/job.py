@@ -35,8 +35,16 @@ from unfreeze.job.data import (
 from unfreeze.job.device import pick_device, say
 from unfreeze.job.end import finish
 from unfreeze.job.folder import live, refuse_other_data, with_files, write_resolved
-from unfreeze.job.kernels import KernelChoices, predicted_ops
-from unfreeze.job.plan import agreed_plan, as_it_began, check_room, disk_of, emit_plan, start_lines
+from unfreeze.job.kernels import KernelChoices, compiles, predicted_ops
+from unfreeze.job.plan import (
+    agreed_plan,
+    as_it_began,
+    check_room,
+    disk_of,
+    emit_plan,
+    export_note,
+    start_lines,
+)
 from unfreeze.job.receipts import receipt_of
 from unfreeze.job.samples import Samples, own_prompts
 from unfreeze.job.trained import Trained
@@ -200,7 +208,7 @@ class Job:
     def hooks(self) -> list[OnStep]:
         """What looks at each finished step: kernels, the receipt, validation, then the recipe's own."""
         receipt = receipt_of(self.state, self.dataset, self.group, stop=self.parts.trained.strict)
-        return [KernelChoices(), *receipt, *self.validation, *self.parts.on_step]
+        return [KernelChoices(self.memory.dtype), *receipt, *self.validation, *self.parts.on_step]
 
     def write(self, *, finished: bool) -> None:
         """What was trained, at the end or an interruption; and the best save, if that was an earlier one."""
@@ -306,7 +314,8 @@ def prepare(
     predicted = predicted_ops(device, config.memory.dtype)
     disk = disk_of(config, parts.trained, start, plan)
     lines = start_lines(config, parts.trained, start, shape, plan, disk)
-    emit_plan(folder, plan, group, lines, predicted, disk=disk)
+    note = export_note(parts.trained.lora, start, shape)
+    emit_plan(folder, plan, group, lines, predicted, disk=disk, note=note)
     group.on_rank0(lambda: check_room(disk, folder, parts.trained.name))
 
     # the model, with what trains
@@ -381,7 +390,8 @@ def load(
     from unfreeze.generate.open import dtype_of, open_model
 
     def loaded(stats: LoadStats) -> None:
-        folder.events.emit("load", folder.step, **asdict(stats))
+        first = compiles(device, dtype_name)
+        folder.events.emit("load", folder.step, **asdict(stats), **({"compiles": True} if first else {}))
 
     def warn(message: str) -> None:
         if folder.step == 0:  # a resumed run doesn't repeat the warnings of its start

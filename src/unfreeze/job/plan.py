@@ -20,11 +20,13 @@ from unfreeze.job.device import allocator_line
 from unfreeze.job.folder import write_json
 from unfreeze.job.trained import Trained
 from unfreeze.report.events import last, of_kind, read_events
+from unfreeze.report.run import decimal_bytes, memory_of
 from unfreeze.untrusted.json_object import read_object
 
 if TYPE_CHECKING:
     import torch
 
+    from unfreeze.adapters import LoraConfig
     from unfreeze.checkpoint import Manifest
     from unfreeze.models import Shape
     from unfreeze.parallel.collectives import Group
@@ -144,12 +146,14 @@ def emit_plan(
     predicted: Sequence[str] = (),
     *,
     disk: Disk | None = None,
+    note: str = "",
 ) -> None:
     """Write and show the plan, then refuse what does not fit.
 
     lines      what a terminal shows instead of the whole plan (start_lines)
     predicted  ops whose kernel runs unmeasured (kernels.predicted_ops)
     disk       what the run writes; a run that goes on knows how long a save took
+    note       export_note
 
     On CUDA the plan says how the allocator was set (docs/trust.md L2).
     """
@@ -169,6 +173,8 @@ def emit_plan(
         line, grows = allocator_line()
         fields["lines"] = [*fields["lines"], f"  {line}"]
         fields |= {} if grows else {"warning": line}
+    if note:
+        fields |= {"export_note": note, "lines": [*fields["lines"], f"  {note}"]}
     if predicted:
         fields["predicted_kernels"] = list(predicted)
     write_json(folder.path / "plan.json", fields)
@@ -183,7 +189,7 @@ def start_lines(
     experts = (
         f", {shape.experts_per_token} of {shape.num_experts} experts a token" if shape.num_experts else ""
     )
-    files = f"{format_bytes(start.nbytes)} in files" if start.tensors else "no weights yet"
+    files = f"{decimal_bytes(start.nbytes)} in files" if start.tensors else "no weights yet"
     if trained.lora is None:
         what = "every weight"
     else:
@@ -194,14 +200,40 @@ def start_lines(
             f"adapters of {ranks} on {', '.join(trained.lora.targets)},"
             f" {format_count(plan.adapter_parameters)} parameters{trained.begins}"
         )
-    process = " with this process" if plan.hardware.process else ""
     taken = format_bytes(plan.total + plan.hardware.process)
     room = format_bytes(plan.usable + plan.hardware.process)
     return [
         f"model: {Path(config.model).name}, {shape.model_type}, {shape.num_layers} layers{experts}; {files}",
-        f"memory: {taken} of {room}{process}; disk: {format_bytes(disk.needed)} of {format_bytes(disk.free)}",
+        f"memory: {memory_of(plan.hardware.kind)} {taken} of {room};"
+        f" disk: {format_bytes(disk.needed)} of {format_bytes(disk.free)}",
         f"trains: {what}; {config.training.tokens_per_step:,} tokens a step",
     ]
+
+
+def export_note(lora: LoraConfig | None, start: Manifest, shape: Shape) -> str:
+    """What vLLM, for which a run's last line names the export, would not apply of these adapters; else ""."""
+    import torch
+
+    from unfreeze import models
+    from unfreeze.adapters.readers import READERS
+    from unfreeze.models.blocks.linear import Linear
+    from unfreeze.models.targets import candidates, resolve, targets_of
+
+    if lora is None:
+        return ""
+    reader, model_type = READERS["vllm"], str(start.config.get("model_type"))
+    if issue := (reader.refuses or {}).get(model_type):
+        return f"vllm loads no adapters of {model_type}: {issue}"
+    model = models.meta_model(shape, start, torch.float32)
+    linear = [candidate.name for candidate in candidates(model) if isinstance(candidate.owner, Linear)]
+    chosen = resolve(model, lora.targets)
+    left_out = reader.dropped([name for name in chosen if name in linear], linear)
+    if not left_out:
+        return ""
+    leaves = " and ".join(sorted({name.rsplit(".", 1)[-1] for name in left_out}))
+    targets = targets_of(chosen.keys() - left_out.keys(), model)
+    remedy = f"; to train only what it applies: --lora.targets {' '.join(targets)}" if targets else ""
+    return f"vllm does not apply {leaves}{remedy}"
 
 
 @dataclass(frozen=True)

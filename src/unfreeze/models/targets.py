@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -83,6 +83,18 @@ def resolve(model: nn.Module, targets: Sequence[str]) -> dict[str, tuple[Candida
             _, before = chosen.get(candidate.name, (candidate, frozenset()))
             chosen[candidate.name] = (candidate, before | projections)
     return {c.name: chosen[c.name] for c in known if c.name in chosen}
+
+
+def targets_of(kept: Collection[str], model: nn.Module) -> list[str]:
+    """lora.targets that name these modules: a group where all of it is meant, else the layers' own names."""
+    leaves: dict[str, tuple[set[str], set[str]]] = {}  # group -> (of all of it, of what is kept)
+    for candidate in candidates(model):
+        every, ours = leaves.setdefault(candidate.group, (set(), set()))
+        leaf = candidate.name.rsplit(".", 1)[-1]
+        every.add(leaf)
+        ours |= {leaf} if candidate.name in kept else set()
+    named = ([group] if ours == every else sorted(ours) for group, (every, ours) in leaves.items() if ours)
+    return list(dict.fromkeys(name for names in named for name in names))
 
 
 def _matches(target: str, candidate: Candidate, projection: str) -> bool:

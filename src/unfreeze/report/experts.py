@@ -71,8 +71,8 @@ class ExpertWatch:
                 (
                     "dead",
                     (
-                        f"layer {layer}: {num_dead} of {num_experts} experts got no token in {steps},"
-                        f" {share:,.0f} each if even ({first}); they don't learn; broader data or, in"
+                        f"layer {layer}: {num_dead} of {num_experts} experts got no token in {steps} and"
+                        f" learn nothing ({first}; an even share is {share:,.0f} tokens). Broader data or, in"
                         " pretrain, a higher balance_rate reaches them"
                     ),
                 )
@@ -86,8 +86,8 @@ class ExpertWatch:
                     "overloaded",
                     (
                         f"layer {layer}: expert {busiest} got {counts_E[busiest] / tokens:.0%} of all tokens"
-                        f" in {steps}, {even:.0%} if even; the others learn less; in pretrain a higher"
-                        " balance_rate spreads them"
+                        f" in {steps} (an even share is {even:.0%}), so the others learn less. In pretrain a"
+                        " higher balance_rate spreads them"
                     ),
                 )
             )

@@ -205,7 +205,7 @@ def _receipt(run: Run) -> GuardRow | None:
     )
     out = left_out(run.exceptions)
     found = [*([f"asked for, and not moved: {', '.join(still)}"] if still else []), *out]
-    said = "; ".join(found) or f"every matrix that a gradient came to moved: {', '.join(asked)}"
+    said = "; ".join(found) or f"every matrix that got a gradient moved: {', '.join(asked)}"
     return GuardRow("Receipt of the first step", "fault" if found else "ok", "always", said)
 
 
@@ -268,7 +268,7 @@ def _experts(run: Run) -> GuardRow | None:
     said += [balance.unused_words()] if balance.unused else []
     said += [f"layer {balance.shown}: {balance.gone_words()}"] if balance.gone[balance.shown] else []
     look = bool(said) or balance.has_risen
-    said = said or ["no expert found dead or overloaded"]
+    said = said or ["no expert without tokens or with most of them"]
     said += [f"max violation {balance.rise_words()}, mean of the layers"] if len(balance.columns) > 1 else []
     return GuardRow("Expert load", "look" if look else "ok", "always", "; ".join(said))
 

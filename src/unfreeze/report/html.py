@@ -396,14 +396,14 @@ def summary_lines(run_dir: Path | str) -> list[str]:
     indent = " " * (width + 4)
     for position, line in enumerate(data_lines(run.events)):
         lines += folded(line, f"  {('Data' if position == 0 else '').ljust(width)}  ", indent)
-    if kernels := kernel_words(run.events):
+    if "not measured" in (kernels := kernel_words(run.events)):
         lines += folded(kernels, f"  {'Kernels'.ljust(width)}  ", indent)
     balance = expert_balance(run)
     if balance:
         worst = max(balance, key=lambda row: row[2])
         lines.append(
-            f"  {'Experts'.ljust(width)}  max/mean {worst[2]:.2f} (layer {worst[0]}),"
-            f" {sum(row[3] for row in balance):,} dead"
+            f"  {'Experts'.ljust(width)}  busiest {worst[2]:.2f} times an even share (layer {worst[0]}),"
+            f" {sum(row[3] for row in balance):,} without a token"
         )
     lines += [f"  asked for, and not moved: {group}" for group in standing_still(run.groups)]
     lines += [f"  {line}" for line in left_out(run.exceptions)]

@@ -28,15 +28,22 @@ def kernel_rows(events: Sequence[Event]) -> list[tuple[str, ...]]:
 
 
 def kernel_words(events: Sequence[Event]) -> str:
-    """How many choices each origin decided: "9 measured on its class, 2 predicted, not measured (rotary)".
+    """How many choices each origin decided: "9 fixed; 2 predicted, not measured (rotary)".
 
     "" where a run has not said. Ops that run as predicted are named: nobody has measured them there.
     """
     choices = kernel_choices(events)
     counted = Counter(str(choice.get("origin", "unknown")) for choice in choices)
     named = sorted({choice.get("op", "") for choice in choices if choice.get("origin") == PREDICTED})
-    words = [f"{count} {origin}" for origin, count in counted.most_common()]
+    words = [f"{count} {PLAIN.get(origin, origin)}" for origin, count in counted.most_common()]
     return "; ".join(f"{w} ({', '.join(named)})" if w.endswith(f" {PREDICTED}") else w for w in words)
 
 
 PREDICTED = "predicted, not measured"
+PLAIN = {
+    "measured here": "chosen by measurements on this machine",
+    "measured on its class": "chosen by measurements on such a processor",
+    "measured on a near class": "chosen by measurements on a similar processor",
+    "by design": "fixed",
+}
+"""Origin -> what it is called where no table explains it."""

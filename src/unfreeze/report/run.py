@@ -193,15 +193,15 @@ def facts(run: Run) -> list[tuple[str, str]]:
     of = f" of {run.steps_planned:,}" if run.steps_planned else ""
     rows.append(("Steps", f"{run.steps_done:,}{of}"))
     if run.train:
-        rows.append(("Training time", format_seconds(run.seconds)))
+        rows.append(("Training time", _time_words(run)))
     if run.tokens_per_second is not None:
         rows.append(("Tokens per second", f"{run.tokens_per_second:,.0f}"))
     if peaks:
-        rows.append(("Peak memory", format_bytes(max(peaks))))
+        rows.append(("Peak memory", _peak_words(run, max(peaks))))
     if saves := series(run.events, "save", "seconds")[1]:
         sizes = series(run.events, "save", "bytes")[1]
-        each = f"{format_bytes(max(sizes))}, " if sizes else ""
-        rows.append(("Saves", f"{len(saves):,} of {each}{format_seconds(max(saves))} at most"))
+        each = f"{format_bytes(max(sizes))} each, " if sizes else ""
+        rows.append(("Saves", f"{len(saves):,}, {each}at most {format_seconds(max(saves))}"))
     if tokens:
         rows.append(("Tokens", format_count(tokens)))
     if tokens and supervised:
@@ -209,6 +209,30 @@ def facts(run: Run) -> list[tuple[str, str]]:
     if run.groups:
         rows.append(("Trained parameters", format_count(trained_parameters(run.groups))))
     return rows
+
+
+def _time_words(run: Run) -> str:
+    """'56 s; 1 min 09 s with loading and compiling', of a run in one session."""
+    end, sessions = last(run.events, EndEvent), of_kind(run.events, StartEvent)
+    words = format_seconds(run.seconds)
+    begun, ended = run.events[0].get("time"), end.get("time") if end else None
+    if begun is None or ended is None or len(sessions) != 1:
+        return words
+    return f"{words}; {format_seconds(ended - begun)} with loading and compiling"
+
+
+def _peak_words(run: Run, peak: float) -> str:
+    """'whole process 557.8 MiB, planned 546.5 MiB': what the plan says at the start, in its words."""
+    plan = run.plan or {}
+    if "total" not in plan or "hardware" not in plan:
+        return format_bytes(peak)
+    planned = format_bytes(plan["total"] + plan["hardware"].get("process", 0))
+    return f"{memory_of(plan['hardware'].get('kind', ''))} {format_bytes(peak)}, planned {planned}"
+
+
+def memory_of(kind: str) -> str:
+    """What a run's memory is counted of, on a device of that kind."""
+    return "GPU" if kind == "cuda" else "whole process"
 
 
 def early_words(early: EarlyStopEvent) -> str:
@@ -226,14 +250,14 @@ def early_words(early: EarlyStopEvent) -> str:
 def load_words(load: LoadEvent) -> str:
     """Say what was read, how fast, the expanded size that was avoided, and what lost precision.
 
-    '0.92 GB at 2.10 GB/s, 3.25 GB if expanded'
+    '0.92 GB at 2.10 GB/s (3.25 GB unpacked)'
     """
     size, seconds = load.get("bytes", 0), load.get("seconds", 0.0)
     words = decimal_bytes(size)
     if seconds:
         words += f" at {decimal_bytes(size / seconds)}/s"
     if (expanded := load.get("expanded_bytes", 0)) > size:
-        words += f", {decimal_bytes(expanded)} if expanded"
+        words += f" ({decimal_bytes(expanded)} unpacked)"
     if rounded := load.get("rounded", 0):
         tensors = "tensor" if rounded == 1 else "tensors"
         words += f"; {rounded:,} {tensors} rounded to the dtype of the computation"

@@ -106,7 +106,7 @@ def receipt_verdict(groups: Groups, exceptions: Sequence[LeftOut]) -> str:
         return "; ".join([*([f"did not move: {', '.join(still)}"] if still else []), *out])
     count = sum(values.get("sites_moved", 0) for values in groups.values())
     frozen = [group for group, values in groups.items() if not values.get("trained")]
-    moved = f"all {count:,} matrices that a gradient came to moved" if count else "every trained group moved"
+    moved = f"all {count:,} matrices that got a gradient moved" if count else "every trained group moved"
     return moved + (f"; frozen: {', '.join(frozen)}" if frozen else "")
 
 

@@ -182,7 +182,8 @@ class LiveProgress:
     def _on_load(self, event: LoadEvent) -> None:
         loaded, first = f"loaded {load_words(event)}; ", f"preparing step {event['step'] + 1}"
         kernels, self._predicted = self._predicted, ""
-        whole = f"{loaded}{first}, {kernels}" if kernels else f"{loaded}{first} (compiles once)"
+        once = " (compiles once)" if event.get("compiles") else ""
+        whole = f"{loaded}{first}, {kernels}" if kernels else f"{loaded}{first}{once}"
         self._display.line(loaded + kernels if kernels and len(whole) > COLUMNS else whole)
 
     def _on_receipt(self, event: ReceiptEvent) -> None:
@@ -289,10 +290,10 @@ class LoadProgress:
     def __call__(self, bytes_done: int, bytes_total: int) -> None:
         now, finished = self._clock(), bytes_done >= bytes_total
         drawing = self._inside and self._display.may_draw
-        # 0.1 s between redraws: a checkpoint of 69,120 tensors calls this once per tensor
-        if self._display.quiet or (
-            not finished and now - self._shown < (0.1 if drawing else self.seconds_between)
-        ):
+        # 0.1 s between redraws: a checkpoint of 69,120 tensors calls this once per tensor. What is done
+        # before its first line has none
+        soon = now - self._shown < (0.1 if drawing else self.seconds_between)
+        if self._display.quiet or (soon and not (finished and (drawing or self._shown > self._began))):
             return
         self._shown = now
         status = self._status(bytes_done, bytes_total, now - self._began)
@@ -303,10 +304,9 @@ class LoadProgress:
 
     def _status(self, done: int, total: int, seconds: float) -> str:
         words = f"{decimal_bytes(done)} of {decimal_bytes(total)}"
-        if seconds > 0 and done > 0:
-            words += f"  {decimal_bytes(done / seconds)}/s"
-            if done < total:
-                words += f"  {format_seconds((total - done) * seconds / done)} left"
+        if seconds > 0 and 0 < done < total:
+            left = format_seconds((total - done) * seconds / done)
+            words += f"  {decimal_bytes(done / seconds)}/s  {left} left"
         return words
 
 

@@ -34,11 +34,11 @@ def cache_folder() -> Path | None:
         return None
 
 
-def stamp(dtype: str) -> Path | None:
-    """The file that says "all loops of a run in `dtype` are compiled".
+def stamp(dtype: str, what: str = "compiled") -> Path | None:
+    """The file that says "all loops of a run in `dtype` are compiled", or another thing of such runs.
 
     None where numba has no folder to keep anything in.
     """
     folder = cache_folder()
-    name = f"compiled-{dtype}-{llvm.get_host_cpu_name()}-{sources(ROOM)[:16]}"  # numba's are of one CPU too
+    name = f"{what}-{dtype}-{llvm.get_host_cpu_name()}-{sources(ROOM)[:16]}"  # numba's are of one CPU too
     return None if folder is None else folder / name
