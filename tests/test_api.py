@@ -9,7 +9,7 @@ import pytest
 
 import unfreeze
 from unfreeze import cli
-from unfreeze.core.errors import ConfigError
+from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.drill.sandbox import TINY_K2
 
 FIELDS = {
@@ -172,6 +172,24 @@ def test_a_toml_file_and_keywords_on_top(tmp_path, chat_rows):
     recorded = json.loads((tmp_path / "run" / "resolved_config.json").read_text())
     assert len(run.losses) == 1 and recorded["steps"] == 1 and recorded["lora"]["rank"] == 2
     assert recorded["clip"] == 0.5
+
+
+def test_rows_become_a_file_of_the_run_and_the_same_rows_the_same_run(tmp_path, chat_rows, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [json.loads(line) for line in chat_rows.read_text().splitlines()]
+    fields = {**FIELDS, "steps": 1, "quiet": True}
+    run = unfreeze.sft(model=TINY_K2, data=rows, **fields)
+    (file,) = run.path.glob("rows-*.jsonl")
+    assert [json.loads(line) for line in file.read_text().splitlines()] == rows
+    assert run.path.parent.name == "runs" and run.path.name == f"tiny-k2-{file.stem}"
+    # control arms: a list of paths, other rows, and the same call again, which trains nothing
+    of_paths = unfreeze.sft(model=TINY_K2, data=[chat_rows], out=tmp_path / "paths", **fields)
+    assert of_paths.losses == run.losses
+    assert unfreeze.sft(model=TINY_K2, data=rows[:-1], **fields).path != run.path
+    again = unfreeze.sft(model=TINY_K2, data=rows, **fields)
+    assert again.path == run.path and len(again.losses) == 1
+    with pytest.raises(DataError, match="a row is not JSON: Object of type set"):
+        unfreeze.sft(model=TINY_K2, data=[{"text": {"a"}}], **fields)
 
 
 def test_importing_unfreeze_and_naming_its_functions_brings_no_torch():

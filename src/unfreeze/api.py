@@ -12,16 +12,19 @@ for batch in job.batches:
 
 from __future__ import annotations
 
+import hashlib
 import html
+import json
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from unfreeze.commands import export as exporting
-from unfreeze.config.parse import from_keywords
+from unfreeze.config.parse import from_keywords, writing
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
+from unfreeze.core.errors import DataError
 from unfreeze.core.schema import Event, GroupReceipt, TrainEvent
 from unfreeze.job import job
 from unfreeze.recipes import pretrain as pretraining
@@ -144,7 +147,7 @@ def sft(
     """Fine-tune, as `unfreeze sft`.
 
     config     a TOML file.
-    fields     any field of it, on top; rank=16 stands for lora.rank.
+    fields     any field of it, on top; rank=16 stands for lora.rank. data may be a list of rows (dicts).
     objective  (hidden_TD, lm_head, batch) -> Loss, in place of cross entropy.
     on_step    called with (state, result) after each step.
 
@@ -178,7 +181,7 @@ def prepare(
     """
     from unfreeze.job.loop import Loop
 
-    made = from_keywords(fine_tuning.Config, fields, function="prepare", file=config)
+    made = _config(fine_tuning.Config, fields, "prepare", config)
     return Loop(made, _with(fine_tuning.parts(made), objective, ()), Common(quiet=quiet))
 
 
@@ -192,9 +195,34 @@ def _run(
     on_step: Sequence[OnStep],
     quiet: bool,
 ) -> FinishedRun:
-    config = from_keywords(kind, fields, function=name, file=file)
+    config = _config(kind, fields, name, file)
     result = job.run(config, _with(parts(config), objective, on_step), Common(quiet=quiet), "the same call")
     return FinishedRun(result.get("run", config.run_dir))
+
+
+def _config(kind: type[C], fields: dict[str, Any], function: str, file: str | Path | None) -> C:
+    """from_keywords, where `data` may also be rows: they become a file of the run folder.
+
+    A file, because a run that goes on, its report and its card look rows up again. It is named after what it
+    holds, so other rows are another file and, where `out` is not given, another run.
+    """
+    rows = fields.get("data")
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        return from_keywords(kind, fields, function=function, file=file)
+    try:
+        lines = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"data: a row is not JSON: {error}", next="texts, numbers, lists and dicts; or give a file"
+        ) from None
+    name = f"rows-{hashlib.sha256(lines).hexdigest()[:8]}.jsonl"
+    config = from_keywords(kind, {**fields, "data": name}, function=function, file=file)
+    path = config.run_dir / name
+    with writing(config.run_dir, "out"):
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(lines)
+    data = config.data.model_copy(update={"files": (str(path),)})
+    return config.model_copy(update={"data": data, "out": str(config.run_dir)})
 
 
 def _with(parts: job.Parts, objective: Objective | None, on_step: Sequence[OnStep]) -> job.Parts:

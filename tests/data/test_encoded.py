@@ -1,6 +1,7 @@
 """Encoded rows on disk: what is read back is what was encoded, whatever else lies there."""
 
 import errno
+import gzip
 import json
 import os
 import shutil
@@ -177,10 +178,30 @@ def test_more_than_half_of_the_free_disk_is_not_taken(store, rows, tokenizer, mo
     path = rows(CHAT)
     needed = encoded.BYTES_A_BYTE * path.stat().st_size
     usage = shutil.disk_usage(path.parent)
-    for free, kept in ((2 * needed - 1, 0), (2 * needed, 1)):
+    for free, kept in ((2 * needed - 1, 0), (4 * needed, 1)):  # these short rows take twice the estimate
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage._replace(free=free))
         same(plain_of(path, tokenizer), encoded_files([path], tokenizer, LENGTH))
         assert len(list(store.iterdir())) == kept
+
+
+@pytest.mark.parametrize("held, reading", [(None, "memory"), (1000, "on demand")])
+def test_packed_rows_that_turn_out_larger_are_not_kept(
+    held, reading, store, rows, tokenizer, monkeypatch, caplog
+):
+    """500 equal rows pack to far less than a fourth; control arm: a disk that takes them."""
+    path = rows(CHAT[:1] * 500)
+    packed = path.with_name("chat.jsonl.gz")
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    usage, asked = shutil.disk_usage(path.parent), {} if held is None else {"held_bytes": held}
+    plain = plain_of(packed, tokenizer)
+    estimated = encoded.BYTES_A_BYTE * encoded.text_bytes(packed)
+    for free, kept in ((4 * estimated, 0), (10**9, 1)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage._replace(free=free))
+        found = encoded_files([packed], tokenizer, LENGTH, **asked)
+        assert found.examples.fingerprint() == plain.examples.fingerprint()
+        assert len(list(store.iterdir())) == kept and found.stats.reading == ("disk" if kept else reading)
+        assert ("more than half of what the disk had free" in caplog.text) == (not kept)
+        caplog.clear()
 
 
 def test_others_may_not_look_and_what_a_killed_process_left_goes_after_a_day(store, rows, tokenizer):

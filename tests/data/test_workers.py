@@ -1,6 +1,7 @@
 """Rows encoded by several processes: the same as by one, whatever the rows are and however it ends."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -117,20 +118,49 @@ def test_what_the_first_row_of_a_shape_tells_holds_for_all(
         same(alone, together)
 
 
-def test_a_worker_that_dies_is_one_clear_error(files, tokenizer, monkeypatch):
-    killed = []
+@pytest.mark.parametrize("when", ["encode", "greet"])
+def test_where_a_worker_is_killed_this_process_encodes_on(when, files, tokenizer, monkeypatch, caplog):
+    killed, alone = [], encode_files(files, tokenizer, 64, workers=0, on_bad_row="skip")
 
-    def kill(self, batch):
+    def kill(self, *given):
         if not killed:
             killed.append(self._process.pid)
             os.kill(self._process.pid, signal.SIGKILL)
-        return encode(self, batch)
+        return real(self, *given)
 
-    encode = workers.Worker.encode
-    monkeypatch.setattr(workers.Worker, "encode", kill)
-    with pytest.raises(DataError, match="a process that encodes rows was killed by signal 9") as error:
-        encode_files(files, tokenizer, 64, workers=2, on_bad_row="skip")
-    assert killed and "memory" in error.value.next and not psutil.Process().children()
+    real = getattr(workers.Worker, when)
+    monkeypatch.setattr(workers.Worker, when, kill)
+    same(alone, encode_files(files, tokenizer, 64, workers=2, on_bad_row="skip"))
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert killed and "was killed by signal 9, for memory most likely: the rest is encoded by this" in said
+    assert not psutil.Process().children()
+
+
+@pytest.mark.parametrize(
+    "own, files, quota",
+    [
+        ("0::/a/b\n", {"a/cpu.max": "150000 100000\n", "a/b/cpu.max": "max 100000\n"}, 1.5),
+        ("0::/\n", {"cpu.max": "300000 100000\n"}, 3.0),
+        (
+            "5:cpu,cpuacct:/d\n",
+            {"cpu/d/cpu.cfs_quota_us": "50000\n", "cpu/d/cpu.cfs_period_us": "100000\n"},
+            0.5,
+        ),
+        # control arms: no limit, another controller, no control groups
+        ("5:cpu:/d\n", {"cpu/d/cpu.cfs_quota_us": "-1\n", "cpu/d/cpu.cfs_period_us": "100000\n"}, math.inf),
+        ("5:cpuset:/d\n", {"cpu/d/cpu.cfs_quota_us": "1\n", "cpu/d/cpu.cfs_period_us": "1\n"}, math.inf),
+        ("", {}, math.inf),
+    ],
+)
+def test_a_containers_quota_bounds_the_workers(own, files, quota, tmp_path, monkeypatch):
+    (tmp_path / "own").write_text(own)
+    for name, text in files.items():
+        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / name).write_text(text)
+    assert workers.cpu_quota(tmp_path / "groups", tmp_path / "own") == quota
+    monkeypatch.setattr(workers, "cpu_quota", lambda: quota)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    assert workers.num_workers() == min(8, math.ceil(quota) if quota < math.inf else 8)
 
 
 def test_a_tokenizer_that_changes_meanwhile_is_refused(files, tokenizer, monkeypatch):
@@ -169,6 +199,7 @@ def test_no_worker_outlives_the_process(how, tmp_path):
     assert len(pids) == 2
     os.killpg(run.pid, how)  # as a terminal does with Ctrl-C
     said = run.communicate(timeout=20)[1].decode()
+    assert "was killed" not in said  # by itself
     assert run.returncode == -how if how == signal.SIGKILL else said.count("KeyboardInterrupt") == 1, said
     deadline = time.monotonic() + 10
     while any(map(alive, pids)) and time.monotonic() < deadline:

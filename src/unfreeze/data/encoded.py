@@ -15,11 +15,13 @@ stores that were not read for longest go first.
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import inspect
 import json
 import logging
+import math
 import mmap
 import os
 import shutil
@@ -36,7 +38,7 @@ import jinja2
 
 from unfreeze.core.errors import DataError
 from unfreeze.data.account import Reading, Stats
-from unfreeze.data.dataset import Dataset, encode_files
+from unfreeze.data.dataset import HELD_BYTES, Dataset, encode_files
 from unfreeze.data.encoding import Part, stats_of
 from unfreeze.data.examples import Columns, Example, Examples
 from unfreeze.data.rows.files import text_bytes
@@ -82,7 +84,7 @@ def encoded_files(
         return found
     try:
         needed, free = BYTES_A_BYTE * _size(paths), shutil.disk_usage(made(root())).free
-        store = Writing(name) if 2 * needed <= free else None
+        store = Writing(name, free // 2) if 2 * needed <= free else None
     except OSError:
         store = None
     if store is None:
@@ -94,7 +96,9 @@ def encoded_files(
         return found
     except OSError as error:  # most likely a full disk
         log.warning("encoded rows are not kept in %s, the next start encodes them again: %s", root(), error)
-        return encode()
+        # packed files hold more than text_bytes supposed: what is written says how much
+        large = store.written > BYTES_A_BYTE * options.get("held_bytes", HELD_BYTES)
+        return encode(held_bytes=0) if large else encode()
     finally:
         store.discard()
 
@@ -156,7 +160,9 @@ class Writing:
 
     reading: Reading = "disk"
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, most: float = math.inf):
+        """most: bytes of tokens and weights; beyond, `add` raises OSError (sizes of files are estimates)."""
+        self.written, self._most = 0, most
         self.folder = root() / name
         self._part = root() / f".{name}.{os.getpid()}"
         shutil.rmtree(self._part, ignore_errors=True)
@@ -164,6 +170,9 @@ class Writing:
         self._tokens, self._weights = ((self._part / name).open("wb") for name in ("tokens", "weights"))
 
     def add(self, part: Part) -> None:
+        self.written += len(part.tokens) + len(part.weights)
+        if self.written > self._most:
+            raise OSError(errno.ENOSPC, "they take more than half of what the disk had free")
         self._tokens.write(part.tokens)
         self._weights.write(part.weights)
 

@@ -16,8 +16,10 @@ from __future__ import annotations
 import json
 import logging
 import marshal
+import math
 import os
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
@@ -59,9 +61,35 @@ SINGLE = dict.fromkeys(
 
 
 def num_workers() -> int:
-    """One for each core that this process may run on."""
+    """One for each core that this process may run on, and that a container's quota pays for."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, MOST)
+    return math.ceil(min(cores, MOST, cpu_quota()))
+
+
+def cpu_quota(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
+    """Seconds of CPU in a second that the tightest control group of this process allows; inf where none does.
+
+    quota / period: of cpu.max (cgroup v2), of cpu.cfs_quota_us and cpu.cfs_period_us (v1).
+    """
+    least, v1 = math.inf, ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+    for line in _text(own).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root, files = (groups / "cpu", v1) if controllers else (groups, ("cpu.max",))
+        inner = root / path.lstrip("/")
+        for folder in (inner, *(parent for parent in inner.parents if parent.is_relative_to(root))):
+            said = " ".join(_text(folder / file) for file in files).split()
+            if len(said) == 2 and said[0].isdigit() and int(said[1]):  # "max" or -1: no limit
+                least = min(least, int(said[0]) / int(said[1]))
+    return least
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:  # another version of cgroups, another system
+        return ""
 
 
 def encoded_parts(
@@ -171,10 +199,14 @@ class Workers:
 
         All are once `given_up` is set, and those that hold more than plain values (a table's dates).
 
-        A worker gets batches in their order too. Raises DataError where one of them died.
+        A worker gets batches in their order too. Where one was killed, all that is left is encoded here.
+        Raises DataError where one ended by itself.
         """
         for greeted in self._greeted:
-            greeted.result()
+            try:
+                greeted.result()
+            except Killed as error:
+                self._alone(error)
         waiting: deque[tuple[Batch, Future[Part | None]]] = deque()
         broken: BaseException | None = None
         while True:
@@ -202,16 +234,31 @@ class Workers:
             packed = marshal.dumps((batch.source, [(tuple(place), raw) for place, raw in batch.rows]))
         except ValueError:
             return None
-        return self._own.worker.encode(packed)
+        try:
+            return self._own.worker.encode(packed)
+        except Killed as error:
+            self._alone(error)
+            return None
+
+    def _alone(self, error: Killed) -> None:
+        """From here on this process encodes."""
+        if not self.given_up:
+            self.given_up = True
+            log.warning("%s: the rest is encoded by this process alone", error.message)
 
     def close(self) -> None:
         """End them, whatever they are doing."""
+        self.given_up = True  # they are killed by us
         self._together.abort()  # of threads that wait for one that never came
         for worker in self._workers:
             worker.kill()
         self._threads.shutdown(wait=True, cancel_futures=True)
         for worker in self._workers:
             worker.close()
+
+
+class Killed(DataError):
+    """A worker was ended by a signal: by the kernel for memory, most likely."""
 
 
 class Worker:
@@ -250,13 +297,13 @@ class Worker:
 
     def _dead(self) -> DataError:
         code = self._process.wait()
+        if code < 0:
+            memory = ", for memory most likely" if code == -signal.SIGKILL else ""
+            return Killed(f"a process that encodes rows was killed by signal {-code}{memory}")
         self._said.seek(0)
         last = self._said.read().decode("utf-8", "replace").strip().rpartition("\n")[2]
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
-        return DataError(
-            f"a process that encodes rows {how}" + (f": {last}" if last else ""),
-            next="free memory if it ran out (signal 9), and run the same command again",
-        )
+        said = f"a process that encodes rows ended with {code}" + (f": {last}" if last else "")
+        return DataError(said, next="run the same command again")
 
     def kill(self) -> None:
         self._process.kill()

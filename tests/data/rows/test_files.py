@@ -1,6 +1,7 @@
 """Data files: six shapes, and for every bad row its number and field."""
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -9,9 +10,16 @@ from hypothesis import strategies as st
 from unfreeze.core.errors import DataError
 from unfreeze.data import BadRow, Conversation, Text, read_rows
 from unfreeze.data.rows import lines
-from unfreeze.data.rows.files import Again, read_places
+from unfreeze.data.rows.files import FORMS, Again, read_places
 
 TALK = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+
+
+def test_every_form_stands_in_the_one_list_of_them():
+    text = (Path(__file__).parents[3] / "docs" / "data.md").read_text(encoding="utf-8")
+    listed = text.partition("| given | read |")[2].partition("\n\n")[0]
+    assert [ending for ending in (*FORMS, ".gz") if f"{ending}`" not in listed] == []
+    assert ".docx`" not in listed  # control arm
 
 
 def rows_of(tmp_path, *lines: str | bytes | dict, name="data.jsonl", on_bad=None):
