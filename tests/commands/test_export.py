@@ -166,3 +166,4 @@ def test_somebody_elses_readme_stays(run_dir, capsys, tmp_path):
     assert cli.main(["export", str(run_dir), "--out", str(tmp_path)]) == 2
     assert "unfreeze did not write" in capsys.readouterr().err
     assert (tmp_path / "README.md").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]  # refused before any work

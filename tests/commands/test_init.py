@@ -11,7 +11,7 @@ import pytest
 from unfreeze import cli
 from unfreeze.config.parse import parse
 from unfreeze.config.sft import Config
-from unfreeze.core.errors import DoesNotFit
+from unfreeze.core.errors import ConfigError, DoesNotFit
 from unfreeze.data import encode_file, load_tokenizer
 from unfreeze.drill.sandbox import Sandbox
 from unfreeze.job import proposal
@@ -177,3 +177,15 @@ def test_bad_rows_are_left_out_and_said(checkpoint, tmp_path, monkeypatch, unfre
     made = unfreeze_json("init", checkpoint, "chat.jsonl")
     assert made["fields"]["data.on_bad_row"] == "skip"
     assert "1 of 6 rows cannot be read" in (tmp_path / "run.toml").read_text()
+
+
+def test_names_that_toml_or_a_comment_could_not_hold(tmp_path):
+    from unfreeze.commands import init
+
+    names = ["a\x7fb.jsonl", "a\nb.jsonl", "ä.jsonl", 'a"b.jsonl']
+    for name in names:
+        assert tomllib.loads(f"name = {init._toml(name)}") == {"name": name}
+    text = init.written(init.Config(model="org/name", data=("a.jsonl",), file="x\nlearning_rate = 1"), [])
+    assert tomllib.loads(text) == {"model": "org/name", "data": {"files": "a.jsonl"}}
+    with pytest.raises(ConfigError, match="is not UTF-8"):
+        init._toml("a\udcff.jsonl")

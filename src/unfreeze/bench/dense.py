@@ -17,8 +17,17 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from unfreeze.bench.training import MeasuredInTurn, Placed, appended_to, command, float64, show, step_in_turn
-from unfreeze.config.parse import Folder, parse
+from unfreeze.bench.training import (
+    Trained,
+    appended_to,
+    both_sizes,
+    command,
+    float64,
+    settings_of,
+    show,
+    step_in_turn,
+)
+from unfreeze.config.parse import parse
 from unfreeze.core.command import Common
 
 Named = Literal["unfreeze", "transformers", "transformers-liger"]
@@ -35,7 +44,7 @@ CHECKED = {"num_hidden_layers": 2, "vocab_size": 16384}
 """What is smaller in the model that the float64 comparison runs on."""
 
 
-class Config(Placed, MeasuredInTurn):
+class Config(Trained):
     """What is measured."""
 
     sides: tuple[Named, ...] = Field(
@@ -46,10 +55,6 @@ class Config(Placed, MeasuredInTurn):
         description=(
             "of unfreeze: what is computed twice; elementwise: no GEMM is, the choice for dense models"
         ),
-    )
-    checkpoint: Folder = Field(
-        default="",
-        description="folder where the random checkpoint is, or is made and kept; default: a temporary one",
     )
 
 
@@ -96,23 +101,10 @@ def measure(
     from unfreeze.bench.rows import Stamp
     from unfreeze.bench.sides import Side
 
-    model, small = (
-        qwen2(**(sizes or {})),
-        qwen2(**{**(sizes or {}), **(CHECKED if checked is None else checked)}),
-    )
+    model, small = both_sizes(qwen2, sizes, CHECKED if checked is None else checked)
     stamp = Stamp.now("dense", command("dense", config), config.device, threads=config.threads or None)
-    settings = {
-        "shape": {name: model[name] for name in SIZES},
-        "checked": {name: small[name] for name in SIZES if small[name] != model[name]},
-        "dtype": "bfloat16",
-        "documents": documents,
-        "length": length,
-        "tokens_per_step": documents * length,
-        "steps": config.steps,
-        "warmup": config.warmup,
-        "recompute": config.recompute,
-        "device": config.device,
-    }
+    settings = settings_of(model, small, SIZES, config, documents, length)
+    settings |= {"recompute": config.recompute}
     refused = {"transformers-liger": liger_refuses(config.device)}
     with checkpoints(config.checkpoint, model, small) as (checkpoint, small_checkpoint):
         exact = float64(str(small_checkpoint), None, length, common)

@@ -21,8 +21,17 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field
 
-from unfreeze.bench.training import MeasuredInTurn, Placed, appended_to, command, float64, show, step_in_turn
-from unfreeze.config.parse import Folder, parse
+from unfreeze.bench.training import (
+    Trained,
+    appended_to,
+    both_sizes,
+    command,
+    float64,
+    settings_of,
+    show,
+    step_in_turn,
+)
+from unfreeze.config.parse import parse
 from unfreeze.core.command import Common
 
 Named = Literal["unfreeze", "unfreeze-nothing", "peft-experts", "peft-attention"]
@@ -41,14 +50,10 @@ WAYS = {
 }
 
 
-class Config(Placed, MeasuredInTurn):
+class Config(Trained):
     """What is measured."""
 
     sides: tuple[Named, ...] = Field(default=get_args(Named), min_length=1, description="which sides")
-    checkpoint: Folder = Field(
-        default="",
-        description="folder where the random checkpoint is, or is made and kept; default: a temporary one",
-    )
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
@@ -72,27 +77,11 @@ def measure(
     from unfreeze.bench.checkpoints import checkpoints
     from unfreeze.bench.rows import Stamp
 
-    model, small = (
-        kimi.config(**(sizes or {})),
-        kimi.config(**{**(sizes or {}), **(kimi.CHECKED if checked is None else checked)}),
-    )
+    model, small = both_sizes(kimi.config, sizes, kimi.CHECKED if checked is None else checked)
     stamp = Stamp.now("moe", command("moe", config), config.device, threads=config.threads or None)
-    shape = {name: model[name] for name in kimi.SIZES}
     tokens, rows = documents * length, []
-    settings = {
-        "shape": shape,
-        "checked": {name: small[name] for name in kimi.SIZES if small[name] != model[name]},
-        "rank": RANK,
-        "alpha": 2 * RANK,
-        "targets": ["attention", "experts"],
-        "dtype": "bfloat16",
-        "documents": documents,
-        "length": length,
-        "tokens_per_step": tokens,
-        "steps": config.steps,
-        "warmup": config.warmup,
-        "device": config.device,
-    }
+    settings = settings_of(model, small, kimi.SIZES, config, documents, length)
+    settings |= {"rank": RANK, "alpha": 2 * RANK, "targets": ["attention", "experts"]}
     with checkpoints(config.checkpoint, model, small) as (checkpoint, small_checkpoint):
         exact = float64(str(small_checkpoint), LORA, length, common)
         for turn, names in enumerate(TURNS, start=1):

@@ -15,9 +15,18 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from unfreeze.bench.training import MeasuredInTurn, Placed, appended_to, command, float64, show, step_in_turn
+from unfreeze.bench.training import (
+    Trained,
+    appended_to,
+    both_sizes,
+    command,
+    float64,
+    settings_of,
+    show,
+    step_in_turn,
+)
 from unfreeze.config.lora import LoraConfig
-from unfreeze.config.parse import Folder, parse
+from unfreeze.config.parse import parse
 from unfreeze.core.command import Common
 
 Named = Literal["auto", "nothing", "elementwise", "selective", "layers"]
@@ -35,15 +44,11 @@ CHECKED = {"num_hidden_layers": 2, "vocab_size": 16384}
 """What is smaller in the model that the float64 comparison runs on."""
 
 
-class Config(Placed, MeasuredInTurn):
+class Config(Trained):
     """What is measured."""
 
     sides: tuple[Named, ...] = Field(
         default=("auto", "selective"), min_length=1, description="what is recomputed on each side"
-    )
-    checkpoint: Folder = Field(
-        default="",
-        description="folder where the random checkpoint is, or is made and kept; default: a temporary one",
     )
 
 
@@ -112,25 +117,12 @@ def measure(
     from unfreeze.bench.rows import Stamp
     from unfreeze.bench.sides import Side
 
-    model, small = (
-        qwen3(**(sizes or {})),
-        qwen3(**{**(sizes or {}), **(CHECKED if checked is None else checked)}),
-    )
+    model, small = both_sizes(qwen3, sizes, CHECKED if checked is None else checked)
     stamp = Stamp.now(
         "recompute", command("recompute", config), config.device, threads=config.threads or None
     )
-    settings = {
-        "shape": {name: model[name] for name in SIZES},
-        "checked": {name: small[name] for name in SIZES if small[name] != model[name]},
-        "dtype": "bfloat16",
-        "rank": RANK,
-        "documents": documents,
-        "length": length,
-        "tokens_per_step": documents * length,
-        "steps": config.steps,
-        "warmup": config.warmup,
-        "device": config.device,
-    }
+    settings = settings_of(model, small, SIZES, config, documents, length)
+    settings |= {"rank": RANK}
     lora = {"rank": RANK}
     recompute = {
         name: chosen(model, config.device, documents, length) if name == "auto" else name

@@ -9,7 +9,7 @@ its memory.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field
@@ -52,6 +52,45 @@ class MeasuredInTurn(Measured):
 
     steps: int = Field(default=3, ge=1, description="timed steps of each side; the median counts")
     warmup: int = Field(default=1, ge=0, description="steps of each side before those")
+
+
+class Trained(Placed, MeasuredInTurn):
+    """And those of benchmarks of whole training steps on a checkpoint that is made for them."""
+
+    checkpoint: Folder = Field(
+        default="",
+        description="folder where the random checkpoint is, or is made and kept; default: a temporary one",
+    )
+
+
+def both_sizes(
+    made: Callable[..., dict[str, Any]], sizes: Mapping[str, int] | None, smaller: Mapping[str, int]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """config.json of the model at `sizes`, and of the one with `smaller` for the float64 comparison."""
+    return made(**(sizes or {})), made(**{**(sizes or {}), **smaller})
+
+
+def settings_of(
+    model: Mapping[str, Any],
+    small: Mapping[str, Any],
+    names: Iterable[str],
+    config: Trained,
+    documents: int,
+    length: int,
+) -> dict[str, Any]:
+    """What every row of a training benchmark says of its job. names: the sizes in config.json."""
+    names = tuple(names)
+    return {
+        "shape": {name: model[name] for name in names},
+        "checked": {name: small[name] for name in names if small[name] != model[name]},
+        "dtype": "bfloat16",
+        "documents": documents,
+        "length": length,
+        "tokens_per_step": documents * length,
+        "steps": config.steps,
+        "warmup": config.warmup,
+        "device": config.device,
+    }
 
 
 def float64(checked: str, lora: Mapping[str, Any] | None, length: int, common: Common) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def written(config: Config, choices: Sequence[Choice]) -> str:
         line = f"{name} = {_toml(choice.value)}"
         tables.setdefault(table, []).append(f"{line:<28}# {choice.reason}")
     lines = [
-        f"# unfreeze sft {config.file}      (made by unfreeze init; every key: unfreeze sft --help-all)",
+        f"# unfreeze sft {_shown(config.file)}  (made by unfreeze init; every key: unfreeze sft --help-all)",
         "# Paths count from the folder that the command is given in.",
         f"model = {_toml(config.model)}",
     ]
@@ -118,8 +118,19 @@ def written(config: Config, choices: Sequence[Choice]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _shown(name: str) -> str:
+    """A file's name within a comment: one line, whatever is in it."""
+    return name if name.isprintable() else json.dumps(name)
+
+
 def _toml(value: object) -> str:
-    """A value as TOML; JSON's text, numbers and lists are TOML too."""
+    """A value as TOML: JSON's text, numbers and lists are TOML too, but for U+007F.
+
+    Raises ConfigError for a name that is not UTF-8, which TOML cannot hold.
+    """
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
-    return json.dumps(value, ensure_ascii=False)
+    text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ConfigError(f"the name {value!a} is not UTF-8: a TOML file cannot hold it", next="rename it")
+    return text

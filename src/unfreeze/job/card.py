@@ -58,20 +58,13 @@ def write_beside(
 ) -> None:
     """Put the card and the base's tokenizer files into an adapter's folder.
 
-    Raises ConfigError where somebody else's README stands there, and CheckpointError where a tokenizer file
-    is a link that leads out of the checkpoint.
-
     base: folder or Hub id; base_id: what the user says is its id. run: the run that made it, None where it
     isn't known. left_out: modules that are not in the file, because the reader doesn't apply them.
+
+    Raises CheckpointError where a tokenizer file is a link that leads out of the checkpoint.
     """
     from unfreeze.checkpoint.save import write_file
 
-    theirs = folder / CARD
-    if theirs.is_file() and "- unfreeze" not in theirs.read_text(encoding="utf-8", errors="replace"):
-        raise ConfigError(
-            f"{theirs} is a README that unfreeze did not write; it would be replaced",
-            next="give another folder",
-        )
     for name in files:
         if (manifest.path / name).is_file():
             write_file(folder / name, inside(manifest.path / name).read_bytes())
@@ -85,6 +78,16 @@ def write_beside(
             " differ from the run's.\n"
         )
     write_file(folder / CARD, text)
+
+
+def refuse_other_readme(folder: Path) -> None:
+    """Raises ConfigError where somebody else's README stands in the folder: the card would replace it."""
+    theirs = folder / CARD
+    if theirs.is_file() and "- unfreeze" not in theirs.read_text(encoding="utf-8", errors="replace"):
+        raise ConfigError(
+            f"{theirs} is a README that unfreeze did not write; it would be replaced",
+            next="give another folder",
+        )
 
 
 def hub_id(base: str) -> str:

@@ -235,3 +235,14 @@ def test_a_column_that_stands_twice_is_refused(tmp_path):
     pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "data.parquet")
     with pytest.raises(DataError, match="column 'completion' stands twice"):
         list(read_rows(tmp_path / "data.parquet"))
+
+
+def test_a_quote_meant_as_text_does_not_swallow_rows(tmp_path):
+    """In a tab-separated file a cell that opens with a quote runs over tabs and lines to the next quote."""
+    path = tmp_path / "data.tsv"
+    path.write_text('prompt\tcompletion\n"Hello\tone\ntwo\ttwo\nthe end"\tfour\n')
+    with pytest.raises(DataError, match=r"data\.tsv, row 2: a cell that begins with a quote") as error:
+        list(read_rows(path))
+    assert '"""Hello"" she said"' in error.value.next
+    path.write_text('prompt\tcompletion\n"""Hello"" she said"\t"one\nline"\n')  # control arm: what it says
+    assert next(iter(read_rows(path))).prompt == '"Hello" she said'

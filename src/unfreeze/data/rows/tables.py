@@ -30,6 +30,10 @@ Wrong = tuple[str, str]
 EXTRA = "pip install 'unfreeze[data]'"
 
 
+class _Swallowed(DataError):
+    """A record that is more likely several: a cell opened with a quote that was meant as text."""
+
+
 class Csv:
     """Comma-separated values; semicolons and tabs are seen by the header line.
 
@@ -71,6 +75,8 @@ class Csv:
                     found = self._named_cells(cells, counted.row)
                 except StopIteration:
                     return
+                except _Swallowed:
+                    raise
                 except DataError as error:
                     found = error.message, error.next
                     if counted.open:
@@ -94,6 +100,12 @@ class Csv:
                 yield Place(counted.row, counted.offset, counted.size), found
 
     def _named_cells(self, cells: list[str], row: int) -> Cells:
+        if self._delimiter == "\t" and any("\t" in cell and "\n" in cell for cell in cells):
+            raise _Swallowed(
+                f"{self.path.name}, row {row}: a cell that begins with a quote goes on over tabs and line"
+                " breaks: the rows after it may be in it",
+                next='a quote that is text is doubled and its cell quoted: """Hello"" she said"',
+            )
         if len(cells) != len(self._names):
             raise DataError(
                 f"row {row}: {len(cells)} cells, the header has {len(self._names)}",

@@ -107,14 +107,18 @@ def _loop(tree: nodes.Template) -> tuple[int, frozenset[str], int] | None:
     nothing else.
     """
     names, least = {MESSAGES}, 1
-    sets = [node for node in tree.find_all(nodes.Assign) if isinstance(node.target, nodes.Name)]
+    sets = [
+        (node.target.name, node.node)
+        for node in tree.find_all(nodes.Assign)
+        if isinstance(node.target, nodes.Name)
+    ]
     if len(sets) > MOST_SETS:
         return None
     for _ in sets:
-        names |= {node.target.name for node in sets if _sequence(node.node, names) is not None}  # type: ignore[attr-defined]
-    for node in sets:
-        taken = _sequence(node.node, names)
-        if node.target.name in names:  # type: ignore[attr-defined]
+        names |= {name for name, value in sets if _sequence(value, names) is not None}
+    for name, value in sets:
+        taken = _sequence(value, names)
+        if name in names:
             if taken is None:
                 return None
             least += taken
@@ -133,8 +137,8 @@ def _over(node: nodes.Node, names: set[str]) -> bool:
 
 def _iterated(loop: nodes.For) -> nodes.Node:
     """What a loop goes over, out of the filter that counts it (untrusted/template_limits.py)."""
-    counted = isinstance(loop.iter, nodes.Filter) and loop.iter.name == "_counted"
-    return loop.iter.node if counted and loop.iter.node is not None else loop.iter  # type: ignore[attr-defined]
+    over = loop.iter
+    return over.node if isinstance(over, nodes.Filter) and over.name == "_counted" and over.node else over
 
 
 def _sequence(node: nodes.Node, names: set[str] | frozenset[str]) -> int | None:
@@ -145,8 +149,9 @@ def _sequence(node: nodes.Node, names: set[str] | frozenset[str]) -> int | None:
         return None
     inner, part = _sequence(node.node, names), node.arg
     start = part.start.value if isinstance(part.start, nodes.Const) else None
-    whole = part.stop is None and part.step is None and isinstance(start, int) and start >= 0
-    return inner + start if inner is not None and whole else None  # type: ignore[operator]
+    if inner is None or part.stop is not None or part.step is not None:
+        return None
+    return inner + start if isinstance(start, int) and start >= 0 else None
 
 
 def _only_known_uses(tree: nodes.Template, loop: nodes.For, names: frozenset[str]) -> bool:
