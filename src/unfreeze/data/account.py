@@ -148,7 +148,10 @@ class Account:
         self._row_digests += digest
         self._row_places.extend((source, row.row))
         self._count(row, source, encoded)
-        return [replace(example, source=source, digest=digest) for example in encoded.examples]
+        return [
+            Example(example.tokens, example.weights, example.row, example.cut, source, digest)
+            for example in encoded.examples
+        ]
 
     def _count(self, row: Row, source: int, encoded: Encoded) -> None:
         stats, cuts = self.stats, [example for example in encoded.examples if example.cut]

@@ -245,4 +245,4 @@ def test_a_quote_meant_as_text_does_not_swallow_rows(tmp_path):
         list(read_rows(path))
     assert '"""Hello"" she said"' in error.value.next
     path.write_text('prompt\tcompletion\n"""Hello"" she said"\t"one\nline"\n')  # control arm: what it says
-    assert next(iter(read_rows(path))).prompt == '"Hello" she said'
+    assert next(iter(read_rows(path))).messages[0]["content"] == '"Hello" she said'

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from unfreeze.core.errors import DataError
 
@@ -31,6 +30,11 @@ def object_of(value: object, row: int, where: str) -> dict[str, object]:
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
+def half_surrogate(text: str) -> re.Match[str] | None:
+    """Half a pair of surrogates in a text: JSON can spell one, UTF-8 cannot hold it."""
+    return None if text.isascii() else _LONE_SURROGATE.search(text)
+
+
 def text_of(value: object, row: int, where: str, *, empty: bool = False) -> str:
     if value is None:
         raise DataError(f"row {row}: field {where} is missing")
@@ -38,8 +42,7 @@ def text_of(value: object, row: int, where: str, *, empty: bool = False) -> str:
         raise DataError(f"row {row}: field {where} is {json_type(value)}, expected a text")
     if not empty and not value.strip():
         raise DataError(f"row {row}: field {where} is empty")
-    found = _LONE_SURROGATE.search(value)
-    if found:
+    if found := half_surrogate(value):
         raise DataError(
             f"row {row}: field {where} has half a surrogate pair (\\u{ord(found.group()):04x}) at character"
             f" {found.start()}"
@@ -84,14 +87,13 @@ def deeper_than(value: object, most: int) -> bool:
 
     What walks a row goes a level at a time into the stack.
     """
-    level: list[object] = [value]
-    for _ in range(most + 1):
+    level: list[Any] = [value]
+    for _ in range(most):
         level = [
             item
             for node in level
-            for item in (
-                node.values() if isinstance(node, Mapping) else node if isinstance(node, list) else ()
-            )
+            for item in (node.values() if isinstance(node, dict) else node)
+            if isinstance(item, dict | list)
         ]
         if not level:
             return False

@@ -220,7 +220,7 @@ def json_object(raw: bytes, row: int) -> dict[str, Any]:
     """The JSON object of a row."""
     text = decode(raw, row)
     try:
-        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=refuse_constant)
+        value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
         over_lines = row == 1 and text.strip() == "{"
         raise DataError(
@@ -246,3 +246,7 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"field {twice!r} stands twice")
     return result
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=refuse_constant)
+"""Made once: json.loads makes one for each row."""

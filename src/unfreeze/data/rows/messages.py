@@ -7,9 +7,10 @@ A message keeps its fields but for those that are null. Reasoning is reasoning_c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeGuard
 
 from unfreeze.core.errors import DataError, nearest
-from unfreeze.data.rows.fields import json_of, json_type, list_of, object_of, text_of
+from unfreeze.data.rows.fields import half_surrogate, json_of, json_type, list_of, object_of, text_of
 from unfreeze.data.rows.row import REASONING_NAMES, Message, Tool
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -45,6 +46,8 @@ def message_of(item: object, row: int, where: str, *, empty: bool = False) -> Me
 
     `empty`: its content may be empty.
     """
+    if _is_plain(item):
+        return dict(item)
     message = {name: value for name, value in object_of(item, row, where).items() if value is not None}
     role = text_of(message.get("role"), row, f"{where}.role")
     if role not in ROLES:
@@ -70,6 +73,16 @@ def message_of(item: object, row: int, where: str, *, empty: bool = False) -> Me
         **message,
         "content": _content(message.get("content"), row, f"{where}.content", empty=may_be_empty),
     }
+
+
+def _is_plain(item: object) -> TypeGuard[dict[str, str]]:
+    """Whether it is a role and a text and nothing else, as most are: nothing is left to check."""
+    if not isinstance(item, dict) or len(item) != 2:
+        return False
+    content = item.get("content")
+    if item.get("role") not in ROLES or type(content) is not str or not content.strip():
+        return False
+    return not half_surrogate(content)
 
 
 def _one_reasoning(message: Message, row: int, where: str) -> Message:

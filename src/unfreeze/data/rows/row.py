@@ -60,13 +60,12 @@ class Text:
 Row = Conversation | Text
 
 
+_SORTED = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
+
+
 def content_digest(row: Row) -> bytes:
     """blake2b-128 of what the row says (messages and tools, or text), whatever shape it was written in."""
-    content = (
-        row.text
-        if isinstance(row, Text)
-        else json.dumps([row.messages, row.tools], sort_keys=True, ensure_ascii=False)
-    )
+    content = row.text if isinstance(row, Text) else _SORTED.encode([row.messages, row.tools])
     kind = b"text" if isinstance(row, Text) else b"chat"
     return hashlib.blake2b(kind + content.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 

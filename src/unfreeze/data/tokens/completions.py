@@ -156,6 +156,11 @@ class Completions:
         upto = self.template.render([*marked, _without_reasoning(message)], tools=tools).partition(HERE)[2]
         return upto[len(prompt) :] if prompt and upto.startswith(prompt) else None
 
+    def first_end(self, text: str) -> int | None:
+        """Where the first end token in a text ends."""
+        found = self._end.search(text) if self._end else None
+        return found.end() if found else None
+
     def closed(self, said: str, message: Message, words: list[Word], tools: Tools) -> str:
         """A turn up to its end token: the first one behind all its words.
 

@@ -114,7 +114,7 @@ class Encoder:
         cut = _without_head if self.truncation == "head" else _without_tail
         tokens, weights = cut(tokens, weights, self.sequence_length, self.tokenizer)
         example = Example(tokens, weights, row.row, whole - len(tokens))
-        if not example.num_supervised:
+        if not any(weights[1:]):
             why = f" (truncated before the answer? the whole row has {whole})" if example.cut else ""
             raise Dropped(
                 f"row {row.row}: 0 of {example.num_tokens} tokens supervised{why}",

@@ -13,7 +13,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jinja2
 import jinja2.ext
@@ -24,6 +24,7 @@ from unfreeze.core.errors import CheckpointError, DataError
 from unfreeze.data.rows.row import JsonObject
 from unfreeze.data.tokens.releases import release_of
 from unfreeze.data.tokens.stepwise import MARK, Pieces, marked, pieces
+from unfreeze.data.tokens.tracing import Trace, Traces, TracingEnvironment
 from unfreeze.untrusted.template_limits import LimitedEnvironment
 
 PLAIN_TEMPLATE = (
@@ -92,16 +93,17 @@ class _Dict:
         return dict.fromkeys(*args)
 
 
-class _Environment(LimitedEnvironment):
-    generation_marks: tuple[str, str] = ("", "")  # what is written around a {% generation %} block
+E = TypeVar("E", bound=LimitedEnvironment)
 
 
-def _environment(*, marks: bool) -> jinja2.Environment:
-    environment = _Environment(
+class _MarkingEnvironment(LimitedEnvironment):
+    generation_marks = (SPAN_OPEN, SPAN_CLOSE)
+
+
+def _environment(kind: type[E]) -> E:
+    environment = kind(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
-    if marks:
-        environment.generation_marks = (SPAN_OPEN, SPAN_CLOSE)
     environment.filters["tojson"] = _tojson
     environment.globals.update(raise_exception=_raise, dict=_Dict())
     return environment
@@ -164,11 +166,14 @@ class ChatTemplate:
         self.now = now
         self.release = release_of(source)
         self.has_generation_marks = "endgeneration" in source
+        self._tells_time = "strftime_now" in source
         try:
-            self._plain = _environment(marks=False).from_string(source)
-            self._marked = _environment(marks=True).from_string(source)
-            self._for_tools = _environment(marks=False).from_string(tool_source) if tool_source else None
-            steps = _environment(marks=False)
+            self._plain = _environment(LimitedEnvironment).from_string(source)
+            self._marked = _environment(_MarkingEnvironment).from_string(source)
+            tools = tool_source and _environment(LimitedEnvironment).from_string(tool_source)
+            self._for_tools = tools or None
+            self._traces = Traces(_environment(TracingEnvironment), source)
+            steps = _environment(LimitedEnvironment)
             stepwise = marked(steps.parse(source))
             self._steps = None if stepwise is None else steps.from_string(stepwise.tree)
             self._least = 0 if stepwise is None else stepwise.least
@@ -207,6 +212,15 @@ class ChatTemplate:
         """
         if tools and self._for_tools is not None:
             return self._run(self._for_tools, messages, add_generation_prompt, tools)
+        if tools is None and (self.now is not None or not self._tells_time):
+            traced = self._traces.text(
+                messages,
+                (add_generation_prompt, self.now if self._tells_time else None),
+                lambda: self._given(messages, add_generation_prompt, tools),
+                lambda: self._run(self._plain, messages, add_generation_prompt, tools),
+            )
+            if traced is not None:
+                return traced
         if self._steps is None or len(messages) < self._least:
             return self._run(self._plain, messages, add_generation_prompt, tools)
         # the beginning of the conversation that was rendered last, or else that and all its beginnings
@@ -226,6 +240,10 @@ class ChatTemplate:
         if self._prompt is None:
             self._prompt = self._run(self._steps, messages, True, tools).rpartition(MARK)[2]
         return upto + self._prompt
+
+    def trace(self, messages: Sequence[JsonObject], prompt: bool) -> Trace | None:
+        """What it writes of these messages as words and holes (tracing.py), once they have been rendered."""
+        return self._traces.trace(messages, (prompt, self.now if self._tells_time else None))
 
     def render_spans(
         self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] | None = None
@@ -251,8 +269,21 @@ class ChatTemplate:
     ) -> str:
         assert isinstance(template.environment, LimitedEnvironment)
         template.environment.begin()
-        given = {
-            **template.environment.globals,
+        given = self._given(messages, add_generation_prompt, tools)
+        try:
+            return template.environment.rendered(template, {**template.environment.globals, **given})
+        except _RENDER_ERRORS as error:
+            refusal = TemplateRefusal(
+                f"the chat template refuses these messages: {error or type(error).__name__}"
+            )
+            refusal.in_its_words = type(error) is jinja2.TemplateError
+            raise refusal from None
+
+    def _given(
+        self, messages: Sequence[JsonObject], add_generation_prompt: bool, tools: Sequence[JsonObject] | None
+    ) -> dict[str, Any]:
+        """The variables that a template reads."""
+        return {
             "strftime_now": self._strftime,
             **self.variables,
             "messages": list(messages),
@@ -260,14 +291,6 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        try:
-            return template.environment.rendered(template, given)
-        except _RENDER_ERRORS as error:
-            refusal = TemplateRefusal(
-                f"the chat template refuses these messages: {error or type(error).__name__}"
-            )
-            refusal.in_its_words = type(error) is jinja2.TemplateError
-            raise refusal from None
 
 
 _DAY = re.compile(r"(?:[^%]|%-?[aAbBdeFjmuwxyYCDhgGUVW%])*")
@@ -278,7 +301,7 @@ def formats_of(source: str) -> set[str] | None:
     """The forms in which a template asks for the time; None where they are not written out."""
     if "strftime_now" not in source:
         return set()
-    tree = _environment(marks=False).parse(source)
+    tree = _environment(LimitedEnvironment).parse(source)
     calls = [
         call
         for call in tree.find_all(nodes.Call)

@@ -25,6 +25,7 @@ from unfreeze.data.rows.messages import read_messages
 from unfreeze.data.rows.row import Conversation, JsonObject, Message
 from unfreeze.data.tokens.completions import Completions, Tools, speaks_first
 from unfreeze.data.tokens.forms import FORMS, Form, Prepared, Reasoning, no_null_content, prepare
+from unfreeze.data.tokens.outlines import Outlines
 from unfreeze.data.tokens.releases import ThinkMarks
 from unfreeze.data.tokens.taught import (
     EVERY_TURN,
@@ -92,6 +93,13 @@ class Renderer:
         self.turns: Turns = turns
         self.reasoning: Reasoning = reasoning
         self.supervise_all = supervise_all
+        self._outlines = Outlines(
+            template,
+            self._completions,
+            quote,
+            whole=turns in ("auto", "whole"),
+            each=turns != "whole" and not template.has_generation_marks,
+        )
         # shape -> the form that fitted its first row, and what the template left out there
         self.known: dict[Shape, Known] = {}
         # where that is wanted: what was found in rows whose shape was not known (encoding.py)
@@ -102,6 +110,9 @@ class Renderer:
 
         Raises DataError where the template refuses the row, or where words of the row would not be taught.
         """
+        key = None if self.supervise_all else self._outlines.key(row)
+        if key is not None and (found := self._outlines.find(key, row)):
+            return Rendered(*found)
         prepared = self._prepare(row.messages, row.tools)
         shape = _shape(row)
         known = first = self.known.get(shape)
@@ -116,7 +127,10 @@ class Renderer:
             except DataError as error:
                 errors.append(error)
                 continue
-            return Rendered(samples, (*prepared.notes, *known[1], *self._notes(samples, row)))
+            notes = (*prepared.notes, *known[1], *self._notes(samples, row))
+            if key is not None and form is FORMS[0]:
+                self._outlines.learn(key, row, self._taught(row), samples, notes)
+            return Rendered(samples, notes)
         if first is None:
             self._learned(shape, None)
         error = next(
