@@ -1,6 +1,6 @@
 """Encode conversations of some 300 tokens, beside datasets.map with transformers' apply_chat_template.
 
-`unfreeze bench data`, about 3 minutes; needs the `datasets` library.
+`unfreeze bench data`, about 4 minutes; needs the `datasets` library.
 
 Sides, in turn, each in a fresh process with caches of its own: all cores, one process, and the peer with as
 many processes. The clock runs from the files to tokens with weights; loading the tokenizer is not part of it.
@@ -43,7 +43,7 @@ RUN = (
 class Config(Measured):
     """What is measured."""
 
-    rows: int = Field(default=20_000, ge=1, description="conversations of some 300 tokens")
+    rows: int = Field(default=60_000, ge=1, description="conversations of some 300 tokens")
     pairs: int = Field(default=3, ge=1, description="runs of each side, in turn; the median counts")
     model: Folder = Field(
         default="", description="checkpoint folder with the tokenizer and template; default: tiny-k2's"
@@ -99,8 +99,8 @@ def write_rows(path: Path, count: int) -> None:
         for _ in range(count):
             messages = [{"role": "system", "content": "Short answers, please."}] * (draw.random() < 0.3)
             for _ in range(draw.choice((1, 2, 2, 3))):
-                messages.append({"role": "user", "content": said("question", 1, 3)})
-                messages.append({"role": "assistant", "content": said("answer", 2, 6)})
+                messages.append({"role": "user", "content": said("question", 1, 4)})
+                messages.append({"role": "assistant", "content": said("answer", 4, 10)})
             file.write(json.dumps({"messages": messages}) + "\n")
 
 

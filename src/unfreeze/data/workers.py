@@ -46,8 +46,8 @@ Progress = Callable[[int, int, int], None]
 
 log = logging.getLogger(__name__)
 
-PAYS = 3.0
-"""Seconds the rest must take in one process for workers to be started: each takes about one to begin."""
+PAYS = 1.5
+"""Seconds the rest must take in one process for workers to be started: each takes half of one to begin."""
 TRIED = 0.3
 """Seconds of encoding here before that is judged."""
 AHEAD = 2
