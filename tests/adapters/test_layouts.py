@@ -3,6 +3,7 @@ into ours."""
 
 import json
 import warnings
+import weakref
 from dataclasses import replace
 
 import peft
@@ -214,6 +215,25 @@ def test_the_per_expert_layout_has_a_pair_per_expert_and_names_itself(tiny, tmp_
     assert config["rank_pattern"] == config["alpha_pattern"] == {}
     with safe_open(tmp_path / WEIGHTS, "pt") as file:
         assert file.metadata()["layout"] == "per-expert"
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_padded_tensors_are_made_one_at_a_time(at_once, tiny, tmp_path, monkeypatch):
+    model = tiny.trained(tiny.model("qwen3-moe"), LoraConfig(rank=8, experts_rank=2))
+    made, most, real = [], [0], layouts.Entry.tensor
+
+    def watched(entry, half):
+        most[0] = max(most[0], sum(before() is not None for before in made))
+        tensor = real(entry, half)
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(layouts.Entry, "tensor", watched)
+    if at_once:  # control arm
+        made_anew = layouts.Tensors
+        monkeypatch.setattr(layouts, "Tensors", lambda *given: dict(made_anew(*given)))
+    save_adapter(model, tmp_path, "per-expert")
+    assert (most[0] > 50) == at_once and most[0] <= (2 if not at_once else len(made))
 
 
 def test_a_prefix_is_written_and_read_over(tiny, tmp_path):

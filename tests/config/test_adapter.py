@@ -44,6 +44,22 @@ def test_ranks_scale_and_places_come_from_the_tensors_and_the_patterns(tmp_path)
 
 
 @pytest.mark.parametrize(
+    ("layer", "pattern", "more", "alpha"),
+    [
+        ("self_attn.q_proj", "model.layers.1.self_attn.q_proj", {}, 3),
+        ("self_attn.q_proj", "layers.1.self_attn.q_proj", {}, 3),
+        ("mlp.gate_proj", "mlp.gate_proj.weight", {"target_parameters": ["mlp.gate_proj.weight"]}, 3),
+        # control arms: another layer; a module that is no parameter
+        ("self_attn.q_proj", "model.layers.0.self_attn.q_proj", {}, 8),
+        ("mlp.gate_proj", "mlp.gate_proj.weight", {}, 8),
+    ],
+)
+def test_patterns_of_whole_names_are_matched_as_peft_matches_them(layer, pattern, more, alpha, tmp_path):
+    config = {**PLAIN, "alpha_pattern": {pattern: 3}, **more}
+    assert lora_of(made(tmp_path, {f"{layer}.lora_A": (4, 8)}, config))["alpha"] == alpha
+
+
+@pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"use_dora": True}, "use_dora = True is not built"),

@@ -142,6 +142,19 @@ def test_an_adapter_that_is_not_plain_lora_is_refused_without_a_folder(first, ag
     assert not out.exists()
 
 
+def test_the_zeros_that_an_export_needs_are_named_as_such(rows, capsys, tmp_path):
+    run, given = tmp_path / "run", ["--data", rows, "--steps", 1]
+    sft(capsys, "--model", TINY_K2, *given, "--out", run, "--lora.targets", "q_a_proj", "--lora.rank", 2)
+    for reader in ("sglang", "peft"):
+        out = tmp_path / reader
+        assert cli.main(["export", str(run), "--for", reader, "--out", str(out), "--quiet"]) == 0
+    asked = [*given, "--out", tmp_path / "again", "--adapter"]
+    said = sft(capsys, *asked, tmp_path / "sglang", code=2)
+    assert "A and B of 4 of its matrices (kv_a_proj_with_mqa) are zeros only" in said
+    assert "with the run itself, or with its export for peft" in said
+    assert sft(capsys, *asked, tmp_path / "peft")["finished"]  # control arm
+
+
 FUSED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 FOREIGN = {
     "llama": {"target_modules": ["q_proj", "down_proj"], "use_rslora": True, "rank_pattern": {"q_proj": 2}},

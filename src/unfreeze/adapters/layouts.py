@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,8 @@ REWRITTEN = ("gate_proj", "up_proj", "down_proj")
 class Entry:
     """One pair of factors as a file holds it.
 
-    A [r, in] and B [out, r], or stacked A [E, r, in] and B [E, out, r].
+    A [r, in] and B [out, r], or stacked A [E, r, in] and B [E, out, r]. What is written of them, `tensor`,
+    has `pad` more ranks of zeros, and B times `factor`.
     """
 
     key: str  # name in the file between PREFIX and ".lora_A.weight"
@@ -61,15 +62,48 @@ class Entry:
     A: Tensor
     B: Tensor
     scale: float
+    pad: int = 0
+    factor: float = 1.0
 
     @property
     def rank(self) -> int:
-        return self.A.shape[-2]
+        return self.A.shape[-2] + self.pad
 
     @property
     def alpha(self) -> float:
         # scale was alpha / rank: the division's rounding is undone
         return float(f"{self.scale * self.rank:.15g}")
+
+    def tensor(self, half: str) -> Tensor:
+        """A or B as the file holds it; stacked: flattened with the expert slowest in A and fastest in B."""
+        matrix = (self.A if half == "A" else self.B).detach()
+        if half == "B" and self.factor != 1.0:
+            matrix = (matrix.double() * self.factor).float()
+        if self.pad:
+            matrix = nn.functional.pad(matrix, (0, 0, 0, self.pad) if half == "A" else (0, self.pad))
+        if matrix.dim() == 3:
+            matrix = matrix.flatten(0, 1) if half == "A" else matrix.permute(1, 2, 0).flatten(1)
+        return matrix.contiguous()
+
+
+class Tensors(Mapping[str, Tensor]):
+    """The tensors of a file, each made when it is asked for: all padded ones at once may take several times
+    what the adapter takes."""
+
+    def __init__(self, entries: Sequence[Entry], prefix: str):
+        self._of = {
+            f"{prefix}{entry.key}.lora_{half}.weight": (entry, half) for entry in entries for half in "AB"
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry, half = self._of[name]
+        return entry.tensor(half)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._of)
+
+    def __len__(self) -> int:
+        return len(self._of)
 
 
 def save_adapter(
@@ -109,7 +143,7 @@ def save_adapter(
         entries = _peft_entries(adapted, model)
     config = _config(entries, layout, base_name, model)
     directory = Path(directory)
-    tensors = {f"{PREFIX}{prefix}{name}": tensor for entry in entries for name, tensor in _tensors(entry)}
+    tensors = Tensors(entries, f"{PREFIX}{prefix}")
     new = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -159,7 +193,7 @@ def _zero_siblings(entries: list[Entry], model: nn.Module, reader: Reader) -> li
             if name in known or name in made or name not in owners or entry.site not in owners:
                 continue
             owner = owners[name]
-            A, B = torch.zeros(entry.rank, owner.in_features), torch.zeros(owner.out_features, entry.rank)
+            A, B = _zeros(entry.rank, owner.in_features), _zeros(owner.out_features, entry.rank)
             made[name] = Entry(name, name, False, name, A, B, entry.scale)
     return list(made.values())
 
@@ -174,10 +208,15 @@ def _zero_projections(
     E, R = A.shape[:2]
     sizes = {"gate_proj": (D, I), "up_proj": (D, I), "down_proj": (I, D)}
     return {
-        name: (torch.zeros(E, R, inner), torch.zeros(E, outer, R), scale)
+        name: (_zeros(E, R, inner), _zeros(E, outer, R), scale)
         for name, (inner, outer) in sizes.items()
         if name not in there
     }
+
+
+def _zeros(*sizes: int) -> Tensor:
+    """One zero seen as many."""
+    return torch.zeros(()).expand(*sizes)
 
 
 def _uniform(entries: list[Entry]) -> list[Entry]:
@@ -189,15 +228,9 @@ def _uniform(entries: list[Entry]) -> list[Entry]:
     rank = max(entry.rank for entry in entries)
     scale = Counter(entry.scale for entry in entries).most_common(1)[0][0]
 
-    def uniform(entry: Entry) -> Entry:
-        A, B, more = entry.A.detach(), entry.B.detach(), rank - entry.rank
-        if entry.scale != scale:
-            B = (B.double() * (entry.scale / scale)).float()
-        if more:
-            A, B = nn.functional.pad(A, (0, 0, 0, more)), nn.functional.pad(B, (0, more))
-        return replace(entry, A=A, B=B, scale=scale)
-
-    return [uniform(entry) for entry in entries]
+    return [
+        replace(entry, pad=rank - entry.rank, factor=entry.scale / scale, scale=scale) for entry in entries
+    ]
 
 
 def projections(adapter: ExpertLowRank) -> dict[str, tuple[Tensor, Tensor, float]]:
@@ -272,8 +305,7 @@ def _padded(entries: list[Entry]) -> list[Entry]:
         named_anyway = (entry.rank, entry.alpha) in in_modules
         if not entry.parameter or more <= 0 or entry.scale != default.scale or named_anyway:
             return entry
-        A, B = entry.A.detach(), entry.B.detach()
-        return replace(entry, A=nn.functional.pad(A, (0, 0, 0, more)), B=nn.functional.pad(B, (0, more)))
+        return replace(entry, pad=more)
 
     return [pad(entry) for entry in entries]
 
@@ -362,11 +394,3 @@ def _expert_number(target: str) -> bool:
     """Is this "….experts.17.up_proj"?"""
     parts = target.split(".")
     return len(parts) > 2 and parts[-3] == "experts" and parts[-2].isdigit()
-
-
-def _tensors(entry: Entry) -> list[tuple[str, Tensor]]:
-    """The two tensors of an entry; stacked ones flattened with the expert slowest in A and fastest in B."""
-    A, B = entry.A.detach(), entry.B.detach()
-    if A.dim() == 3:
-        A, B = A.flatten(0, 1), B.permute(1, 2, 0).flatten(1)
-    return [(f"{entry.key}.lora_A.weight", A.contiguous()), (f"{entry.key}.lora_B.weight", B.contiguous())]

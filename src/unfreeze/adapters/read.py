@@ -15,6 +15,7 @@ from torch import nn
 from unfreeze.adapters.attach import Site, sites
 from unfreeze.adapters.decode import Decoded, decode
 from unfreeze.adapters.files import read_files
+from unfreeze.adapters.layouts import projections
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
 from unfreeze.core.errors import AdapterError
 from unfreeze.models.blocks.linear import Linear
@@ -43,6 +44,19 @@ def load_adapter(model: nn.Module, directory: str | Path) -> list[Site]:
             for parameter, value in site.state.items():
                 getattr(present[name], parameter).copy_(value)
     return sites(model)
+
+
+def untrainable(model: nn.Module) -> list[str]:
+    """Names of adapted matrices whose A and B are zeros only: each gets its gradient through the other."""
+    found: list[str] = []
+    for site in sites(model):
+        adapter = site.adapter
+        if isinstance(adapter, LowRank):
+            pairs = {site.name: (adapter.A, adapter.B)}
+        else:
+            pairs = {f"{site.name}.{name}": pair[:2] for name, pair in projections(adapter).items()}
+        found += [name for name, (A, B) in pairs.items() if not A.any() and not B.any()]
+    return found
 
 
 def _put_shell(site: Decoded) -> LowRank | ExpertLowRank:

@@ -34,24 +34,27 @@ def write_safetensors(
 ) -> None:
     """Write one safetensors file atomically.
 
-    Tensors are written as they are (any device, contiguous or not), one at a time.
+    Tensors are written as they are (any device, contiguous or not), one at a time, and asked for twice: a
+    mapping may make each when it is asked for.
     Order and padding are the safetensors library's: wide dtypes first, then by name, header padded with
     spaces to 8 bytes.
     Raises CheckpointError for a dtype the format does not have, and OSError that says the bytes needed and
     free where the disk is full. An existing file is replaced.
     """
+    sizes: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
+        sizes[name] = torch.empty_like(tensor, device="meta")
         if tensor.dtype not in NAME:
             raise CheckpointError(
                 f"{name} is {tensor.dtype}, which safetensors files here do not hold; known:"
                 f" {', '.join(NAME.values())}"
             )
-    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    order = sorted(sizes, key=lambda name: (-sizes[name].dtype.itemsize, name))
     temporary = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
     free = shutil.disk_usage(path.parent).free
     try:
         with temporary.open("wb") as file:
-            file.write(_header(tensors, order, metadata))
+            file.write(_header(sizes, order, metadata))
             for name in order:
                 file.write(_raw(tensors[name]))
             file.flush()
@@ -60,7 +63,7 @@ def write_safetensors(
     except OSError as error:
         if error.errno not in FULL:
             raise
-        needed = format_bytes(sum(tensor.nbytes for tensor in tensors.values()))
+        needed = format_bytes(sum(tensor.nbytes for tensor in sizes.values()))
         words = f"{error.strerror}: {needed} needed, {format_bytes(free)} free"
         raise OSError(error.errno, words, str(path)) from error
     finally:

@@ -98,8 +98,10 @@ def base_of(source: str | Path) -> str:
 def _from_files(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     dense: dict[str, int] = {}
     experts: dict[str, int] = {}
+    whole: dict[str, str] = {}  # target -> the name that peft matches patterns with, of the first layer
     ours = False
-    stacked = [target for target in config.get("target_parameters") or () if ".experts." in f".{target}"]
+    parameters: list[str] = config.get("target_parameters") or []
+    stacked = [target for target in parameters if ".experts." in f".{target}"]
     for name, entry in _header(folder).items():
         if name == "__metadata__":
             ours = entry.get("layout") == "peft"
@@ -114,23 +116,26 @@ def _from_files(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
             raise AdapterError(f"{folder / WEIGHTS}: {name} has {rows} rows, which is no rank", next=AGAIN)
         leaf = layer.rsplit(".", 1)[-1]
         if ".experts." not in f"{layer}.":
-            parent = layer.split(".")[-2] if "." in layer else "*"
-            dense[f"*.{parent}.{leaf}"] = max(dense.get(f"*.{parent}.{leaf}", 0), rows)
+            target = f"*.{layer.split('.')[-2] if '.' in layer else '*'}.{leaf}"
+            dense[target] = max(dense.get(target, 0), rows)
+            as_parameter = any(f".{layer}.weight".endswith(f".{named}") for named in parameters)
+            whole.setdefault(target, f"{layer}.weight" if as_parameter else layer)
         elif fused:  # peft's rank stands in the config
             alone = bool(stacked) and not any(target.endswith("down_proj") for target in stacked)
             projection = "gate_up_proj" if alone or leaf == "base_layer" else "down_proj"
             parameter = f"{layer.removesuffix('.base_layer')}.{projection}"
             experts[f"*.experts.{projection}"] = rank_and_scale(config, parameter)[0]
+            whole.setdefault(f"*.experts.{projection}", parameter)
         else:
             projection = "down_proj" if leaf == "down_proj" else "gate_up_proj"
             experts[f"*.experts.{projection}"] = rows
+            whole.setdefault(f"*.experts.{projection}", layer)
     if ours and "*.experts.gate_up_proj" in experts:  # gate's and up's blocks lie side by side (layouts.py)
         experts = dict.fromkeys(experts, experts["*.experts.gate_up_proj"] // 2)
     if not dense and not experts:
         raise AdapterError(f"{folder / WEIGHTS} has no LoRA factors", next=AGAIN)
     rank, in_experts = max(dense.values(), default=0), max(experts.values(), default=0)
-    layer = next(iter(dense or experts)).removeprefix("*.")
-    scale = rank_and_scale(config, layer)[1]
+    scale = rank_and_scale(config, whole[next(iter(dense or experts))])[1]
     return {
         "rank": rank or in_experts,
         "alpha": float(f"{scale * (rank or in_experts):.15g}"),

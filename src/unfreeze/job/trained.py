@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from unfreeze import models
 from unfreeze.config.adapter import adapter_folder
 from unfreeze.config.training import portable
-from unfreeze.core.errors import ConfigError
+from unfreeze.core.errors import AdapterError, ConfigError
 from unfreeze.core.units import format_bytes, format_count
 from unfreeze.job.card import write_beside
 
@@ -85,8 +85,16 @@ class Continued(Adapters):
 
     def attach(self, model: Decoder) -> None:
         from unfreeze.adapters import load_adapter
+        from unfreeze.adapters.read import untrainable
 
         load_adapter(model, adapter_folder(self.source))
+        if zero := untrainable(model):
+            leaves = ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in zero))
+            raise AdapterError(
+                f"{self.source}: A and B of {len(zero):,} of its matrices ({leaves}) are zeros only, which no"
+                " gradient can change. An export for vLLM or SGLang has such beside what was trained",
+                next="--adapter with the run itself, or with its export for peft",
+            )
 
 
 class AllWeights:

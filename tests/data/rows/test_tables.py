@@ -16,6 +16,7 @@ from unfreeze.data.rows.files import Again, read_places, reader
 pandas = pytest.importorskip("pandas")
 pyarrow = pytest.importorskip("pyarrow")
 feather = pytest.importorskip("pyarrow.feather")
+parquet = pytest.importorskip("pyarrow.parquet")
 datasets = pytest.importorskip("datasets")
 
 ASKED = ["What is 6 * 7?", "Write a table:\na,b", 'Say "no".', "Grüße, wer?", "=1+1;\t'x'"]
@@ -246,3 +247,22 @@ def test_a_quote_meant_as_text_does_not_swallow_rows(tmp_path):
     assert '"""Hello"" she said"' in error.value.next
     path.write_text('prompt\tcompletion\n"""Hello"" she said"\t"one\nline"\n')  # control arm: what it says
     assert next(iter(read_rows(path))).messages[0]["content"] == '"Hello" she said'
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_a_cell_that_is_not_utf8_is_a_bad_row_and_not_a_bad_file(form, tmp_path):
+    texts = [b"a", b"caf\xe9", b"c"]
+    column = pyarrow.array(texts, type=pyarrow.binary()).view(pyarrow.string())
+    table = pyarrow.table({"prompt": ["1", "2", "3"], "completion": column})
+    path = tmp_path / f"rows.{form}"
+    if form == "parquet":
+        parquet.write_table(table, path)
+    else:
+        with pyarrow.ipc.new_file(path, table.schema) as file:
+            file.write_table(table)
+    bad = []
+    rows = list(read_rows(path, bad.append))
+    assert [row.messages[1]["content"] for row in rows] == ["a", "c"] and [row.row for row in rows] == [1, 3]
+    assert [found.row for found in bad] == [2] and "row 2: not UTF-8" in bad[0].reason
+    with pytest.raises(DataError, match=rf"rows\.{form}, row 2: not UTF-8"):
+        list(read_rows(path))

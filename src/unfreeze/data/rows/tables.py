@@ -175,7 +175,7 @@ class Parquet:
         self._plain = _converters(pyarrow, self._schema)
         self._group: tuple[int, Any] = (-1, None)
 
-    def rows(self) -> Iterator[tuple[Place, Cells]]:
+    def rows(self) -> Iterator[tuple[Place, Cells | Wrong]]:
         """(place, fields) of each row."""
         number = 0
         with _readable(self.path, "Parquet"):
@@ -184,7 +184,7 @@ class Parquet:
                     number = place.row
                     yield place, fields
 
-    def at(self, place: Place) -> Cells:
+    def at(self, place: Place) -> Cells | Wrong:
         """One row again. Its row group is read for it, unless it was the last one read."""
         counts = [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
         with _readable(self.path, "Parquet"):
@@ -220,7 +220,7 @@ class Arrow:
         else:
             yield from reader
 
-    def rows(self) -> Iterator[tuple[Place, Cells]]:
+    def rows(self) -> Iterator[tuple[Place, Cells | Wrong]]:
         """(place, fields) of each row."""
         number = 0
         with _readable(self.path, "Arrow"):
@@ -232,7 +232,7 @@ class Arrow:
                         number = place.row
                         yield place, fields
 
-    def at(self, place: Place) -> Cells:
+    def at(self, place: Place) -> Cells | Wrong:
         """One row again. What is not compressed stays in the file, mapped."""
         with _readable(self.path, "Arrow"):
             if self._table is None:
@@ -325,10 +325,17 @@ def _messages(value: object) -> list[Any] | None:
 
 def _fields(
     batch: Any, plain: Mapping[str, Callable[[Any], Any]], before: int
-) -> Iterator[tuple[Place, Cells]]:
-    """(place, fields) of the rows of a table or a batch; `before` rows came before it."""
+) -> Iterator[tuple[Place, Cells | Wrong]]:
+    """(place, fields) of the rows of a table or a batch; `before` rows came before it.
+
+    A row whose text is not UTF-8 is what is wrong with it.
+    """
     size = batch.nbytes // max(1, batch.num_rows)
-    for i, fields in enumerate(batch.to_pylist(maps_as_pydicts="strict")):
+    for i, fields in enumerate(_rows(batch)):
+        if isinstance(fields, UnicodeDecodeError):
+            wrong = f"row {before + i + 1}: not UTF-8: {fields.reason}", "write the row again in UTF-8"
+            yield Place(before + i + 1, before + i, size), wrong
+            continue
         if batch.nbytes > lines.MAX_ROW_BYTES:
             size = len(repr(fields))
             if size > lines.MAX_ROW_BYTES:
@@ -337,6 +344,18 @@ def _fields(
             Place(before + i + 1, before + i, size),
             {name: plain[name](value) if value is not None else None for name, value in fields.items()},
         )
+
+
+def _rows(batch: Any) -> Iterator[Cells | UnicodeDecodeError]:
+    """The rows of a batch; each by itself where the text of one cannot be decoded."""
+    try:
+        yield from batch.to_pylist(maps_as_pydicts="strict")
+    except UnicodeDecodeError:
+        for i in range(batch.num_rows):
+            try:
+                yield from batch.slice(i, 1).to_pylist(maps_as_pydicts="strict")
+            except UnicodeDecodeError as error:
+                yield error
 
 
 def _converters(pyarrow: Any, schema: Any) -> dict[str, Callable[[Any], Any]]:
