@@ -60,7 +60,7 @@ def main() -> None:
                     host if places.host else "–",
                     rate,
                     choice.time.dominating if choice.time else "–",
-                    choice.layout.words + not_built,
+                    choice.layout.words(planned.counts.num_experts) + not_built,
                 )
                 page.append(f"| {' | '.join(cells)} |")
         refused = [p for p in plans if not p.fits and p.proposals]

@@ -88,6 +88,10 @@ def test_a_dense_model_has_no_line_of_experts_and_no_row_of_0_bytes(config, tmp_
     (tmp_path / "dense.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 2}))
     _, dense = said(capsys, "--model", str(tmp_path / "dense.json"), "--hardware", "8xH200")
     assert "experts" not in "\n".join(dense) and not any(line.endswith(" 0 B") for line in dense)
+    found = planned("--model", str(tmp_path / "dense.json"), "--hardware", "8xH200")
+    assert "experts" not in found["layout"] and all(found["bytes"]["device_terms"].values())
+    refused = planned("--model", str(tmp_path / "dense.json"), "--hardware", "1xRTX4090", "--train", "all")
+    assert refused["proposals"] and not any("experts" in line for line in refused["proposals"])
     _, mixture = said(capsys, "--model", config, "--hardware", "1xH200")
     assert any(line.strip().startswith("experts") for line in mixture)
 
@@ -164,14 +168,83 @@ def test_where_all_trains_experts_are_not_split(config):
     assert "split" not in planned("--model", config, "--hardware", "8xB200", "--train", "all")["layout"]
 
 
+def flags_of(line, arguments):
+    """The arguments of a plan with what a proposal changes: "lora.rank 8, waiting 0.93 (…)"."""
+    found = list(arguments)
+    hardware = found.index("--hardware") + 1
+
+    def give(flag, value):
+        if flag in found:
+            found[found.index(flag) + 1] = value
+        else:
+            found.extend((flag, value))
+
+    for words in line.split(" (")[0].split(", "):
+        name, _, value = words.partition(" ")
+        if name in ("lora.rank", "optimizer_moments", "tokens_per_step", "waiting"):
+            give("--" + name.replace("_", "-"), value.replace(",", ""))
+        elif words.endswith("of host memory"):
+            gib = words.split()[0].replace(",", "")
+            found[hardware] = f"{found[hardware].partition('+')[0]}+{gib}GB"
+        elif words == "--train adapters":
+            give("--train", "adapters")
+        elif name == "rank":
+            give("--lora.rank", value)
+        elif value == "such devices":
+            count, _, rest = found[hardware].partition("x")
+            assert count.isdigit()
+            found[hardware] = f"{name}x{rest}"
+        else:
+            assert not value, words
+            found[hardware] = words.replace(",", "")
+    return found
+
+
+REFUSED = [
+    ("LLAMA", "72xB200"),
+    ("LLAMA", "8xH100+1TB", "--tokens-per-step", "4096"),
+    ("LLAMA", "1xH200+768GB", "--micro-batches", "16"),
+    ("LLAMA", "cpu:24GB"),
+    ("QWEN", "1xRTX4090"),
+    ("QWEN", "1xRTX4090", "--lora.rank", "512", "--tokens-per-step", "65536"),
+    ("QWEN", "1xRTX4090+128GB", "--recompute", "nothing", "--tokens-per-step", "16384"),
+    ("QWEN", "1xL40S", "--train", "all"),
+    ("QWEN", "cpu:8GB", "--optimizer-moments", "int8"),
+]
+
+
+@pytest.mark.parametrize("model, hardware, arguments", [(m, h, rest) for m, h, *rest in REFUSED])
+def test_what_a_refusal_proposes_fits(tmp_path, model, hardware, arguments):
+    """Each proposal, given as flags, is a plan that fits."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"LLAMA": LLAMA, "QWEN": QWEN}[model]))
+    asked = ["--model", str(path), "--hardware", hardware, *arguments]
+    refused = planned(*asked)
+    assert not refused["fits"] and refused["proposals"]
+    for line in refused["proposals"]:
+        assert planned(*flags_of(line, asked))["fits"], line
+
+
 def test_what_fits_but_waits_is_proposed_with_its_wait(tmp_path):
     """405 billion parameters on 72 devices: sharded they fit, and gathering them takes the step."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    found = planned("--model", str(tmp_path), "--hardware", "72xB200")
-    assert not found["fits"] and any(
-        line.startswith("tokens_per_step 65,536") and "of a step waits for transfers" in line
-        for line in found["proposals"]
-    )
+    arguments = "--model", str(tmp_path), "--hardware", "72xB200"
+    (line,) = (line for line in planned(*arguments)["proposals"] if "of a step waits for transfers" in line)
+    name, share = line.split(" (")[0].split()
+    assert name == "waiting" and 0.25 < float(share) < 1
+    found = planned(*arguments, "--waiting", share)
+    assert found["fits"] and 0.25 < found["seconds"]["shown"] / found["seconds"]["step"] <= float(share)
+    assert not planned(*arguments)["fits"]  # control arm
+
+
+def test_what_waits_for_a_few_tokens_is_told_how_many_are_enough(tmp_path):
+    """405 billion parameters stream from host memory once a pass, whatever a step has."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    arguments = ["--model", str(tmp_path), "--hardware", "8xH100+1TB", "--tokens-per-step"]
+    more = [line for line in planned(*arguments, "4096")["proposals"] if line.startswith("tokens_per_step")]
+    tokens = more[0].split()[1].replace(",", "")
+    assert int(tokens) > 4096 and planned(*arguments, tokens)["fits"]
+    assert not planned(*arguments, str(int(tokens) // 2))["fits"]  # control arm
 
 
 def test_micro_batches_are_dealt_to_the_devices(config):

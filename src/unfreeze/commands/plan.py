@@ -49,7 +49,7 @@ class Config(Frozen):
             "keep_layers",
             "optimizer_moments",
         ),
-        "Where": ("hardware", "machines", "usd_per_hour"),
+        "Where": ("hardware", "machines", "usd_per_hour", "waiting"),
         "More": ("sweep", "out", "simulate", "trace"),
     }
     FIRST: ClassVar[tuple[str, ...]] = (
@@ -73,6 +73,14 @@ class Config(Frozen):
     machines: Folder = Field(default="", description="TOML table of devices of your own")
     usd_per_hour: float | None = Field(
         default=None, gt=0, le=1e6, description="what all of the hardware costs in an hour; unset: no price"
+    )
+    waiting: float = Field(
+        default=0.25,
+        ge=0,
+        le=1,
+        description=(
+            "share of a step that may be spent waiting for transfers; what waits longer is only proposed"
+        ),
     )
     tokens_per_step: int | None = Field(
         default=None,
@@ -388,7 +396,7 @@ def _measured(config: Config, machine: Fleet, opened: Opened) -> tuple[Sizes, Co
             packed=counted.packed,
             optimizer_moments=config.optimizer_moments,
         )
-    asked = Asked(work, config.tokens_per_step, length, recomputes, rates)
+    asked = Asked(work, config.tokens_per_step, length, recomputes, rates, config.waiting)
     return opened.sizes(lora, machine.kind), counted, asked
 
 

@@ -74,7 +74,7 @@ class Planned:
             },
             "adapter_parameters": self.adapter_parameters,
             "tokens_per_step": choice.tokens,
-            "layout": choice.layout.words,
+            "layout": choice.layout.words(self.counts.num_experts),
             "seconds": None if time is None else {"step": time.step, "shown": time.shown, **time.terms},
             "tokens_per_second": choice.tokens_per_second,
             "usd_per_million_tokens": self.usd_per_million_tokens,
@@ -98,13 +98,11 @@ class Planned:
         if choice.not_built:
             would = "it would fit" if self.fits else "it would not fit either"
             fits = f"not built yet: {', '.join(choice.not_built)}; {would}"
-        experts, layout = f", experts {format_bytes(self.experts_per_device)} a device", choice.layout.words
-        if not self.counts.num_experts:
-            experts, layout = "", layout.partition("; ")[2]
+        experts = f", experts {format_bytes(self.experts_per_device)} a device"
         lines = [
             f"{printable(self.model)} on {self.fleet.name}: {fits}",
-            f"  weights {format_bytes(weights)}{experts}",
-            f"  {layout}",
+            f"  weights {format_bytes(weights)}{experts * (self.counts.num_experts > 0)}",
+            f"  {choice.layout.words(self.counts.num_experts)}",
             f"  {choice.tokens:,} tokens a step{self._chosen()}{adapters}",
         ]
 

@@ -9,11 +9,21 @@ import pytest
 import torch
 
 from unfreeze import models
+from unfreeze.commands import plan
 from unfreeze.config.lora import LoraConfig
 from unfreeze.kernels.expert_mlp import WORKSPACE
 from unfreeze.parallel.fleet import fleet
 from unfreeze.parallel.plan import Work, measure
-from unfreeze.parallel.plan.choose import CPU_SIZES, Asked, _choices, _layouts, choose, proposals, too_large
+from unfreeze.parallel.plan.choose import (
+    CPU_SIZES,
+    WAITING,
+    Asked,
+    _choices,
+    _layouts,
+    choose,
+    proposals,
+    too_large,
+)
 from unfreeze.parallel.plan.counts import counts
 from unfreeze.parallel.plan.layout import Layout, places
 from unfreeze.parallel.plan.terms import USABLE
@@ -213,16 +223,18 @@ def test_where_no_single_change_is_enough_several_are_proposed_and_they_fit(kimi
     """One 24 GB card for Kimi-K2 at rank 64: neither a rank nor a host alone is enough."""
     small, what = fleet("1xRTX4090"), asked(64)
     (line, *_) = proposals(*kimi, small, what)
-    rank, host = line.split(" (")[0].split(", ")
-    assert host.endswith("GB of host memory")
+    rank, host, waiting = line.split(" (")[0].split(", ")
+    assert host.endswith("GB of host memory") and waiting.startswith("waiting 0.")
     gib = int(host.split()[0].replace(",", ""))
     both = changed(what, rank)
-    # experts on disk: it fits, and waits, which choose() never takes by itself
+    # experts on disk: it fits, and waits, which choose() takes only where it may
     assert both.work.rank < 64 and "of a step waits" in line
     alone = (replace(small, host=gib * 2**30), what), (small, both)
     for machine, fewer in alone:  # control arm: each of the two alone is not
         assert not any(c.places.fits for c in _choices(*kimi, machine, fewer))
     assert any(c.places.fits for c in _choices(*kimi, alone[0][0], both))
+    patient = replace(both, waiting=float(waiting.split()[1]))
+    assert [choose(*kimi, alone[0][0], one)[1] for one in (both, patient)] == [False, True]
     # nor would a larger rank do
     twice = replace(both, work=replace(both.work, rank=2 * both.work.rank))
     assert not any(c.places.fits for c in _choices(*kimi, alone[0][0], twice))
@@ -244,6 +256,10 @@ def test_a_device_too_small_for_every_weight_is_told_the_next_larger_one():
     found = proposals(*dense, card, every)
     named = next(line for line in found if line.startswith("1x"))
     assert choose(*dense, fleet(named.split(" (")[0]), every)[1] and not choose(*dense, card, every)[1]
+
+
+def test_the_commands_default_is_the_planners():
+    assert plan.Config().waiting == WAITING == asked().waiting
 
 
 def test_what_is_too_large_by_itself_is_named(kimi):

@@ -7,6 +7,7 @@ Where none fits, `proposals` says what would: fewer tokens a step, a lower rank,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -30,7 +31,7 @@ TOKENS = tuple(2**power for power in range(16, 8, -1))
 HOST_SIZES = (128, 256, 512, 768, 1024, 1536, 2048)  # GiB that hosts are sold with
 CPU_SIZES = (8, 16, 32, 64, 96, 128, 192, *HOST_SIZES[1:], 3072, 4096)  # GiB of a machine without a GPU
 MOST = 64  # devices that are proposed
-WAITING = 0.25  # share of a step spent waiting for transfers; above it a layout is proposed, never chosen
+WAITING = 0.25  # share of a step spent waiting for transfers; above it a layout is proposed, not chosen
 CLOSE = 1.05  # a layout counts as equally fast if the fastest is at most this many times as fast
 
 
@@ -43,6 +44,7 @@ class Asked:
     length      tokens of a document
     recomputes  recompute policies to try
     rates       as measured on this machine; None: from the device's entry in machines.toml, if there is one
+    waiting     share of a step that may be spent waiting for transfers
     """
 
     work: Work
@@ -50,6 +52,7 @@ class Asked:
     length: int
     recomputes: tuple[Recompute, ...] = FASTEST_FIRST
     rates: Rates | None = None
+    waiting: float = WAITING
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,11 @@ class Choice:
     def tokens_per_second(self) -> float | None:
         return self.tokens / self.time.step if self.time else None
 
+    @property
+    def waits(self) -> float:
+        """Share of the step that waits for transfers; 0 where it has no seconds."""
+        return self.time.shown / self.time.step if self.time else 0.0
+
 
 def choose(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> tuple[Choice, bool]:
     """-> (the layout, whether it fits). Where none fits, the one that exceeds its memory the least.
@@ -80,9 +88,10 @@ def choose(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> tuple[Ch
             " devices and micro-batches",
             next=f"--tokens-per-step {MIN_TOKENS * parts} or more, or fewer devices",
         )
-    fitting = [choice for choice in choices if choice.places.fits and _worth_it(choice)]
+    worth_it = [choice for choice in choices if choice.waits <= asked.waiting]
+    fitting = [choice for choice in worth_it if choice.places.fits]
     if not fitting:
-        return min([c for c in choices if _worth_it(c)] or choices, key=_over), False
+        return min(worth_it or choices, key=_over), False
     best = max(fitting, key=_rank)
     near = [c for c in fitting if _built(c) == _built(best) and _speed(c) * CLOSE >= _speed(best)]
     return min(near, key=lambda choice: (len(choice.not_built), -_speed(choice))), True
@@ -91,8 +100,9 @@ def choose(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> tuple[Ch
 def proposals(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> list[str]:
     """What fits instead, one line each, with its bytes.
 
-    First one change each: a lower rank, smaller moments, more host memory, fewer tokens. Where none of these
-    is enough, several together, and the next larger machine.
+    First one change each: a lower rank, smaller moments, more host memory, fewer tokens, or more, which wait
+    less for what arrives once a pass; and to wait longer. Where none of these is enough, several together,
+    and the next larger machine.
     """
     found: list[str] = []
 
@@ -119,14 +129,23 @@ def proposals(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> list[
                 found += lines
                 break
 
-    # as many tokens a step or fewer, even if it then waits for transfers
-    for tokens in TOKENS:
-        if tokens > (asked.tokens or TOKENS[0]):
-            continue
-        fewer = replace(asked, tokens=tokens)
-        lines = if_it_fits(f"tokens_per_step {tokens:,}", sizes, counts, fleet, fewer, slow=True)
+    # fewer tokens a step than were asked for, or more: each as close to them as fits. Without any asked for
+    # all were tried already
+    fewer = [tokens for tokens in TOKENS if asked.tokens and tokens < asked.tokens]
+    more = [tokens for tokens in reversed(TOKENS) if asked.tokens and tokens > asked.tokens]
+    for numbers in (fewer, more):
+        for tokens in numbers:
+            other = replace(asked, tokens=tokens)
+            if lines := if_it_fits(f"tokens_per_step {tokens:,}", sizes, counts, fleet, other):
+                found += lines
+                break
+
+    # as many tokens or fewer, even if it then waits for transfers
+    for tokens in (asked.tokens, *fewer):
+        words = "" if tokens == asked.tokens else f"tokens_per_step {tokens:,}"
+        lines = if_it_fits(words, sizes, counts, fleet, replace(asked, tokens=tokens), slow=True)
         if lines:
-            found += lines
+            found += [line for line in lines if line not in found]
             break
     if found:
         return found
@@ -161,7 +180,7 @@ def _together(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> list[
 
         def fits(changes: Mapping[str, Any], slow: bool = slow) -> bool:
             choices = _choices(sizes, counts, *_changed(fleet, asked, changes), only_fitting=True)
-            return any(slow or _worth_it(choice) for choice in choices)
+            return any(slow or choice.waits <= asked.waiting for choice in choices)
 
         changes = {name: values[-1] for name, values in options.items()}
         if not fits(changes):
@@ -231,8 +250,12 @@ def _larger_machine(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) ->
 def if_it_fits(
     words: str, sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked, *, slow: bool = False
 ) -> list[str]:
+    """[what is changed, with the bytes and speed of the layout], or [] where it does not fit.
+
+    slow: also one that waits longer than asked; how long is then one of the changes.
+    """
     choices = _choices(sizes, counts, fleet, asked, only_fitting=True)
-    fitting = [choice for choice in choices if slow or _worth_it(choice)]
+    fitting = [choice for choice in choices if slow or choice.waits <= asked.waiting]
     if not fitting:
         return []
     best = max(fitting, key=_rank)
@@ -241,10 +264,12 @@ def if_it_fits(
     if best.places.host:
         parts.append(f"{format_bytes(sum(best.places.host.values()))} of host memory")
     if rate is not None:
-        parts.append(f"{rate:,.0f} tokens/s predicted")
-    if best.time is not None and not _worth_it(best):
-        parts.append(f"{best.time.shown / best.time.step:.0%} of a step waits for transfers")
-    return [f"{words} ({', '.join(parts)}; {best.layout.words})"]
+        parts.append(f"{rate:,.{0 if rate >= 10 else 1}f} tokens/s predicted")
+    if best.waits > asked.waiting:
+        longer = f"waiting {math.ceil(best.waits * 100) / 100:.2f}"
+        words = f"{words}, {longer}" if words else longer
+        parts.append(f"{best.waits:.0%} of a step waits for transfers")
+    return [f"{words} ({', '.join(parts)}; {best.layout.words(counts.num_experts)})"]
 
 
 def _choices(
@@ -321,11 +346,6 @@ def _layouts(counts: Counts, fleet: Fleet, asked: Asked) -> Iterator[Layout]:
     combinations = product(experts, rest, elsewhere, elsewhere, sorted(splits), asked.recomputes)
     for where, others, state, boundary, split, recompute in combinations:
         yield Layout(where, others, state, boundary, split, recompute)  # type: ignore[arg-type]
-
-
-def _worth_it(choice: Choice) -> bool:
-    """Whether the step computes for most of its time, rather than waiting for transfers."""
-    return choice.time is None or choice.time.shown <= WAITING * choice.time.step
 
 
 def _built(choice: Choice) -> bool:

@@ -10,6 +10,7 @@ Layout.not_built names what they lack.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -21,7 +22,7 @@ from unfreeze.parallel.fleet import Fleet
 from unfreeze.parallel.machine import Hardware
 from unfreeze.parallel.plan.counts import Counts
 from unfreeze.parallel.plan.sizes import Sizes
-from unfreeze.parallel.plan.terms import MOMENT_BYTES, USABLE, Work, plan
+from unfreeze.parallel.plan.terms import MOMENT_BYTES, USABLE, Plan, Work, plan
 
 BUFFERS = 2  # layers on a device at once where layers stream: one computes while the next arrives
 # A buffer holds a layer's experts, but at most a twelfth of the device's memory: on an H200 the 9.5 GB of a
@@ -56,12 +57,11 @@ class Layout:
         }
         return [words for words, needed in needs.items() if needed]
 
-    @property
-    def words(self) -> str:
-        """In one line."""
-        experts = f"experts on {self.experts}" + (f", split over {self.split}" if self.split > 1 else "")
-        return (
-            f"{experts}; rest on {self.rest}; adapter state on {self.state}; boundary on {self.boundary};"
+    def words(self, num_experts: int) -> str:
+        """In one line; of experts only where the model has some."""
+        split = f", split over {self.split}" if self.split > 1 else ""
+        return f"experts on {self.experts}{split}; " * (num_experts > 0) + (
+            f"rest on {self.rest}; adapter state on {self.state}; boundary on {self.boundary};"
             f" recompute {self.recompute}"
         )
 
@@ -91,41 +91,16 @@ class Places:
 def places(sizes: Sizes, counts: Counts, work: Work, fleet: Fleet, layout: Layout) -> Places:
     """The bytes of a step. `work.tokens` and `work.micro_batches` are one device's."""
     n = fleet.count
-    experts_here = -(-counts.num_experts // layout.split) / counts.num_experts if counts.num_experts else 1.0
+    experts_here = _share(counts, layout.split)
+    local = _local(sizes, counts, fleet.kind, layout.split)
 
-    # one device's own model: its share of the experts' adapters, its share of the workspace
-    workspace, layer = sizes.workspace, sizes.layer
-    if fleet.kind == "cuda":
-        held, widths = -(-counts.num_experts // layout.split), (counts.hidden_size, counts.expert_width)
-        dtype = torch.bfloat16 if sizes.compute_bytes == 2 else torch.float32
-        workspace = workspace_bytes(held, *widths, dtype, "cuda")
-        # fewer experts go in fewer groups, so more of their rows are at work at once
-        mine, undivided = (
-            bytes_at_work(
-                counts.experts_per_token,
-                *widths,
-                sizes.compute_bytes,
-                expert_groups(experts, *widths, dtype, "cuda"),
-            )
-            for experts in (held, counts.num_experts)
-        )
-        layer += mine - undivided
-    local = replace(
-        sizes,
-        base=0,
-        layer=layer,
-        workspace=workspace,
-        cast_per_rank=int(sizes.cast_per_rank * experts_here),
-        experts_per_rank=int(sizes.experts_per_rank * experts_here),
-    )
     # each device is a process of its own with as many micro-batches, and they sum their gradients
     work = replace(
         work, recompute=layout.recompute, micro_batches=work.micro_batches * n, processes=work.processes * n
     )
-    here = Hardware(fleet.kind, fleet.name, 1, fleet.memory, fleet.memory)
     state, boundary = ("adapter", "gradients", "optimizer"), "boundary activations"
-    in_host = [*(state if layout.state == "host" else ()), *([boundary] if layout.boundary == "host" else ())]
-    made = plan(local, work, here, elsewhere=in_host)
+    in_host = (*(state if layout.state == "host" else ()), *([boundary] if layout.boundary == "host" else ()))
+    made = _step(local, work, Hardware(fleet.kind, fleet.name, 1, fleet.memory, fleet.memory), in_host)
     terms = dict(made.terms)
     del terms["base"]
     host: dict[str, int] = {}
@@ -157,9 +132,50 @@ def places(sizes: Sizes, counts: Counts, work: Work, fleet: Fleet, layout: Layou
         at_once = terms.pop(boundary, 0)
         host[boundary] = n * made.beside.get(boundary, at_once)
     return Places(
-        device={"experts": experts, "the frozen rest": rest, **{k: v for k, v in terms.items() if v}},
+        device={k: v for k, v in {"experts": experts, "the frozen rest": rest, **terms}.items() if v},
         host={name: size for name, size in host.items() if size},
         device_usable=int(fleet.memory * USABLE),
         host_usable=int(fleet.host * USABLE),
         disk=counts.experts_bytes * n // layout.split if layout.experts == "disk" else 0,
     )
+
+
+def _share(counts: Counts, split: int) -> float:
+    """Of the experts, what the fullest of `split` devices holds."""
+    return -(-counts.num_experts // split) / counts.num_experts if counts.num_experts else 1.0
+
+
+# the same for all layouts that differ in where experts and the frozen rest lie: a tenth of a refusal's time
+@lru_cache(maxsize=64)
+def _local(sizes: Sizes, counts: Counts, kind: str, split: int) -> Sizes:
+    """One device's own model without the base: its share of the experts' adapters and of the workspace."""
+    experts_here = _share(counts, split)
+    workspace, layer = sizes.workspace, sizes.layer
+    if kind == "cuda":
+        held, widths = -(-counts.num_experts // split), (counts.hidden_size, counts.expert_width)
+        dtype = torch.bfloat16 if sizes.compute_bytes == 2 else torch.float32
+        workspace = workspace_bytes(held, *widths, dtype, "cuda")
+        # fewer experts go in fewer groups, so more of their rows are at work at once
+        mine, undivided = (
+            bytes_at_work(
+                counts.experts_per_token,
+                *widths,
+                sizes.compute_bytes,
+                expert_groups(experts, *widths, dtype, "cuda"),
+            )
+            for experts in (held, counts.num_experts)
+        )
+        layer += mine - undivided
+    return replace(
+        sizes,
+        base=0,
+        layer=layer,
+        workspace=workspace,
+        cast_per_rank=int(sizes.cast_per_rank * experts_here),
+        experts_per_rank=int(sizes.experts_per_rank * experts_here),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _step(local: Sizes, work: Work, here: Hardware, in_host: tuple[str, ...]) -> Plan:
+    return plan(local, work, here, elsewhere=in_host)

@@ -145,7 +145,8 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware, elsewhere: Collection[str
     """
     moments = _moments(sizes, work)
     worst = max(moments, key=lambda terms: sum(size for name, size in terms.items() if name not in elsewhere))
-    beside = {name: max(terms.get(name, 0) for terms in moments) for terms in moments for name in terms}
+    names = {name for terms in moments for name in terms}
+    beside = {name: max(terms.get(name, 0) for terms in moments) for name in sorted(names)}
     cast = sizes.cast_per_rank * (work.experts_rank or work.rank or 0)
     return Plan(
         terms={
