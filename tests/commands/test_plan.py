@@ -162,6 +162,14 @@ def test_a_quantization_beside_the_config_is_not_planned_as_bf16(config, tmp_pat
     (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
     with pytest.raises(ConfigError, match="NVFP4"):
         planned("--model", str(tmp_path), "--hardware", "8xH200")
+    with pytest.raises(ConfigError, match="NVFP4"):
+        planned("--model", config, "--hardware", "8xH200")
+    copy = tmp_path / "release.json"
+    copy.write_bytes(Path(config).read_bytes())
+    assert planned("--model", str(copy), "--hardware", "8xH200")["fits"]  # control arm: not beside this one
+    (tmp_path / "release.hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    with pytest.raises(ConfigError, match="FP8"):
+        planned("--model", str(copy), "--hardware", "8xH200")
 
 
 def test_where_all_trains_experts_are_not_split(config):
@@ -201,7 +209,7 @@ def flags_of(line, arguments):
 
 
 REFUSED = [
-    ("LLAMA", "72xB200"),
+    ("LLAMA", "72xL40S"),
     ("LLAMA", "8xH100+1TB", "--tokens-per-step", "4096"),
     ("LLAMA", "1xH200+768GB", "--micro-batches", "16"),
     ("LLAMA", "cpu:24GB"),
@@ -226,9 +234,9 @@ def test_what_a_refusal_proposes_fits(tmp_path, model, hardware, arguments):
 
 
 def test_what_fits_but_waits_is_proposed_with_its_wait(tmp_path):
-    """405 billion parameters on 72 devices: sharded they fit, and gathering them takes the step."""
+    """405 billion parameters on 72 cards without NVLink: sharded they fit, and gathering them takes the step."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    arguments = "--model", str(tmp_path), "--hardware", "72xB200"
+    arguments = "--model", str(tmp_path), "--hardware", "72xL40S"
     (line,) = (line for line in planned(*arguments)["proposals"] if "of a step waits for transfers" in line)
     name, share = line.split(" (")[0].split()
     assert name == "waiting" and 0.25 < float(share) < 1
@@ -269,9 +277,26 @@ def test_documents_are_no_longer_than_the_model_and_a_micro_batch_take(config):
     positions = json.loads(Path(config).read_text())["max_position_embeddings"]
     arguments = "--model", config, "--hardware", "1xH200", "--tokens-per-step", str(4 * positions)
     longest = planned(*arguments, "--sequence-length", str(positions))
-    assert planned(*arguments, "--sequence-length", str(100 * positions)) == longest
+    longer = planned(*arguments, "--sequence-length", str(100 * positions))
+    assert longer["notes"] == ["documents have at most 40,960 tokens: the model takes no longer ones"]
+    assert longer | {"notes": []} == longest
     shorter = planned(*arguments, "--sequence-length", str(positions // 2))
     assert shorter["tokens_per_second"] > longest["tokens_per_second"]
+
+
+def test_a_device_has_a_whole_document_where_the_plan_chooses(config):
+    """A run cuts documents to what a device has at once; where that is asked for, it is said."""
+    arguments = "--model", config, "--hardware", "64xH200", "--sequence-length", "8192"
+    chosen = planned(*arguments)
+    assert chosen["tokens_per_step"] >= 64 * 8192 and chosen["notes"] == []
+    given = planned(*arguments, "--tokens-per-step", "65536")
+    assert given["notes"] == [
+        "documents are cut to 1,024 tokens, a device's at once; whole ones of 8,192: --tokens-per-step 524288"
+    ]
+    assert planned(*arguments, "--tokens-per-step", "524288")["notes"] == []
+    # control arm: where whole ones don't fit, cut ones are planned, and said
+    cut = planned("--model", config, "--hardware", "1xH100", "--sequence-length", "40960")
+    assert cut["fits"] and cut["tokens_per_step"] < 40960 and "documents are cut to" in cut["notes"][0]
 
 
 def test_a_config_whose_every_layer_is_dense_has_seconds(config, tmp_path):

@@ -16,6 +16,9 @@ GIB = 2**30
         ("8xh100+1TB", 8, 1024 * GIB, "cuda"),
         ("RTX5090+512gb", 1, 512 * GIB, "cuda"),
         ("cpu:24GB", 1, 0, "cpu"),
+        (" 8 × H200 + 768 GiB", 8, 768 * GIB, "cuda"),
+        ("1xRTX 5090", 1, 0, "cuda"),
+        ("CPU: 24 GiB", 1, 0, "cpu"),
     ],
 )
 def test_what_the_words_mean(words, count, host, kind):
@@ -28,14 +31,16 @@ def test_what_the_words_mean(words, count, host, kind):
     "words, says",
     [
         ("8xH20O", "no facts of a device 'H20O'.*H200"),
-        ("eight H200", "is not COUNTxDEVICE"),
+        ("eight H200", "no facts of a device 'eightH200'"),
+        ("8xH200, 1xH100", "is not COUNTxDEVICE"),
+        ("H" * 5000, "device 'H{60}'"),
         ("0xH100", "number of devices is 1 to 65,536"),
         ("00xH100", "number of devices is 1 to 65,536"),
         ("9" * 5000 + "xH200", "number of devices is 1 to 65,536"),
         ("\u0668xH200", "is not COUNTxDEVICE"),
         ("cpu:0GB", "0GB of memory is not within 0.1 GB"),
         ("1xH200+" + "9" * 400 + "GB", "of memory is not within 0.1 GB"),
-        ("cpu", "no facts of a device 'cpu'"),
+        ("cpu", "write .*cpu:24GB"),
         ("1xH100+768", "is not COUNTxDEVICE"),
         ("", "is not COUNTxDEVICE"),
     ],

@@ -144,11 +144,16 @@ def open_checkpoint(source: str | Path, *, progress: Callable[[str], None] | Non
     )
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json, with the quantization that NVIDIA's older releases put beside it."""
-    config = read_json(folder / "config.json")
-    if (folder / MODELOPT).is_file() and not config.get("quantization_config"):
-        table = read_json(folder / MODELOPT).get("quantization")
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json of a folder, or the file itself, with what NVIDIA's older releases put beside it.
+
+    That is the quantization: hf_quant_config.json, or NAME.hf_quant_config.json beside NAME.json.
+    """
+    file = path if path.is_file() else path / "config.json"
+    beside = file.with_name(MODELOPT if file.name == "config.json" else f"{file.stem}.{MODELOPT}")
+    config = read_json(file)
+    if beside.is_file() and not config.get("quantization_config"):
+        table = read_json(beside).get("quantization")
         config["quantization_config"] = {
             "quant_method": "modelopt",
             "source": MODELOPT,

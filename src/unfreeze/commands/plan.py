@@ -86,7 +86,9 @@ class Config(Frozen):
         default=None,
         ge=2,
         le=10**12,
-        description="tokens of a step on all devices; unset: chosen, at most 65,536",
+        description=(
+            "tokens of a step on all devices; unset: chosen, at most 65,536 or a document for each device"
+        ),
     )
     micro_batches: int = Field(
         default=1, ge=1, le=10**6, description="parts of a step, dealt to the devices: at least one each"
@@ -265,6 +267,7 @@ def plan(config: Config, machine: Fleet, opened: Opened | None = None) -> Planne
             notes.append("the trace changes nothing: every device has all experts")
     elif config.simulate:
         notes.append("not replayed: a replay needs the seconds of the formula")
+    notes += _cut(config, machine, asked, choice)
     rank, rates = asked.work.rank, rates_of(machine, asked)
     return Planned(
         model=config.model,
@@ -302,6 +305,19 @@ def _instead(
     return found, "" if found else too_large(sizes, opened.counts, machine, asked)
 
 
+def _cut(config: Config, machine: Fleet, asked: Asked, choice: Choice) -> list[str]:
+    """That documents are shorter than asked for, where they are."""
+    if not choice.whole:
+        parts = machine.count * asked.work.micro_batches
+        return [
+            f"documents are cut to {choice.tokens // parts:,} tokens, a device's at once; whole ones of"
+            f" {asked.length:,}: --tokens-per-step {asked.length * parts}"
+        ]
+    if config.sequence_length > asked.length:
+        return [f"documents have at most {asked.length:,} tokens: the model takes no longer ones"]
+    return []
+
+
 @dataclass
 class Opened:
     """A model on "meta" (shapes, dtypes, no memory) and what its blocks say: the same in every plan of it."""
@@ -326,7 +342,7 @@ def open_model(config: Config) -> Opened:
 
     from unfreeze import models
     from unfreeze.checkpoint import open_checkpoint
-    from unfreeze.checkpoint.manifest import read_config, read_json
+    from unfreeze.checkpoint.manifest import read_config
     from unfreeze.parallel.plan.counts import counts
 
     dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[config.dtype]
@@ -335,9 +351,7 @@ def open_model(config: Config) -> Opened:
         raise ConfigError(
             f"model = {config.model!r} is not a file", next="give --model a release's config.json"
         )
-    if path.suffix == ".json":
-        model = models.from_config(read_json(path), dtype)
-    elif (path / "config.json").is_file() and not list(path.glob("*.safetensors")):
+    if path.suffix == ".json" or ((path / "config.json").is_file() and not list(path.glob("*.safetensors"))):
         model = models.from_config(read_config(path), dtype)
     else:
         manifest = open_checkpoint(config.model)
@@ -420,6 +434,7 @@ def _replayed(
     """The step replayed with a run's routing, or with even routing (parallel/simulate.py)."""
     from unfreeze.core.schema import TrainEvent
     from unfreeze.parallel.plan.choose import rates_of, seconds_of
+    from unfreeze.parallel.plan.layout import share
     from unfreeze.parallel.simulate import loads_of, replay
     from unfreeze.report.events import of_kind, read_events
 
@@ -429,8 +444,10 @@ def _replayed(
     layout = choice.layout
     even = seconds_of(sizes, counts, machine, rates, layout, asked, choice.tokens, imbalance=1.0)
 
-    # each device's rows over the mean: 1, or as the last step of the run routed them
-    loads: Sequence[Sequence[float]] = [[1.0] * layout.split]
+    # each device's rows over the mean: by the experts it has, or as the last step of the run routed them
+    loads: Sequence[Sequence[float]] = [[1.0]]
+    if layout.split > 1:
+        loads = loads_of({"": [1] * counts.num_experts}, layout.split)
     if trace:
         events = of_kind(read_events(Path(trace) / "events.jsonl"), TrainEvent)
         traces = [load for event in events if (load := event.get("expert_load"))]
@@ -438,7 +455,9 @@ def _replayed(
             raise ConfigError(f"{trace} has no routing in its events", next="give a run of a MoE model")
         _refuse_other_routing(trace, traces[-1], counts)
         loads = loads_of(traces[-1], layout.split)
-    found = replay(even, counts.num_layers, loads)
+    # the formula's terms are the fullest device's
+    fullest = share(counts, layout.split) * layout.split
+    found = replay(even, counts.num_layers, [[rows / fullest for rows in load] for load in loads])
     return {
         "step": found.step,
         "waits for weights": found.for_weights,

@@ -5,6 +5,7 @@
     cpu:MEMORY                     a machine without a GPU
 
 Host memory and the memory of a CPU machine are counted as they are sold: 768GB is 768 GiB, 1TB is 1,024.
+Spaces and the size of letters don't matter.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from unfreeze.core.errors import ConfigError, nearest, printable
 
 FACTS = Path(__file__).with_name("machines.toml")
-WORDS = re.compile(r"(?:(\d+)x)?([A-Za-z]\w*)(?:\+(\d+(?:\.\d+)?)(GB|TB))?$", re.IGNORECASE | re.ASCII)
-CPU = re.compile(r"cpu:(\d+(?:\.\d+)?)(GB|TB)$", re.IGNORECASE | re.ASCII)
+WORDS = re.compile(r"(?:(\d+)x)?([A-Za-z]\w*)(?:\+(\d+(?:\.\d+)?)(Gi?B|Ti?B))?$", re.IGNORECASE | re.ASCII)
+CPU = re.compile(r"cpu:(\d+(?:\.\d+)?)(Gi?B|Ti?B)$", re.IGNORECASE | re.ASCII)
 MOST_DEVICES, LEAST_GIB, MOST_GIB = 65_536, 0.1, 1e6
 PER_HOST = 8  # GPUs of one host
 
@@ -62,12 +63,13 @@ class Fleet:
 
 def fleet(words: str, table: Path | str = "") -> Fleet:
     """What `words` name. Raises ConfigError that shows the form, or names the nearest device."""
-    if match := CPU.fullmatch(words.strip()):
+    plain = "".join(words.split()).replace("×", "x")
+    if match := CPU.fullmatch(plain):
         return Fleet(words.strip(), 1, _bytes(*match.groups()), kind="cpu")
-    match = WORDS.fullmatch(words.strip())
-    if match is None:
+    match = WORDS.fullmatch(plain)
+    if match is None or plain.lower() == "cpu":
         raise ConfigError(
-            f"hardware = {words!r} is not COUNTxDEVICE[+MEMORY] or cpu:MEMORY",
+            f"hardware = {printable(words[:60])!r} is not COUNTxDEVICE[+MEMORY] or cpu:MEMORY",
             next="write 8xH200, 1xH200+768GB or cpu:24GB",
         )
     count, name, amount, unit = match.groups()
@@ -75,7 +77,7 @@ def fleet(words: str, table: Path | str = "") -> Fleet:
     names = {key.lower(): key for key in known}
     if name.lower() not in names:
         raise ConfigError(
-            f"hardware: no facts of a device {name!r}{nearest(name, known)}; known: {', '.join(known)}",
+            f"hardware: no facts of a device {name[:60]!r}{nearest(name, known)}; known: {', '.join(known)}",
             next="give --machines FILE with a table of that name, as parallel/machines.toml has them",
         )
     if count is not None and (len(count) > 9 or not 1 <= int(count) <= MOST_DEVICES):
@@ -116,7 +118,7 @@ def devices(table: Path | str = "") -> dict[str, Device]:
 
 def _bytes(amount: str, unit: str) -> int:
     """Bytes of memory. Raises ConfigError outside 0.1 to 1,000,000 GB."""
-    gib = float(amount) * (1024 if unit.upper() == "TB" else 1)
+    gib = float(amount) * (1024 if unit.upper().startswith("T") else 1)
     if not LEAST_GIB <= gib <= MOST_GIB:
         raise ConfigError(
             f"hardware: {amount[:20]}{unit} of memory is not within {LEAST_GIB} GB to {MOST_GIB:,.0f} GB",

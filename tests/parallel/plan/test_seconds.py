@@ -98,11 +98,12 @@ def test_every_term_by_hand():
         "routers": t * 2 * MOE.router * 3 / 5e12,
     }
     exchange = 60 * 5 * rows * 7 / 8 * 2 * 7168 / 450e9
-    gather = 2 * MOE.rest_bytes * 15 / 16 / 50e9
+    # a host's eight ports bring what all its devices get: 400 GB/s, less than the 450 between its devices
+    gather = 2 * MOE.rest_bytes * 15 / 16 / 400e9
     head = t * 2 * 7168 * 163840 * 2 / 7e14
     optimizer = sum(TRAINED.values()) / 19e9
-    # dense adapters are on all sixteen, experts' on two
-    sums = 2 * 4 * (88e6 * 15 / 16 + TRAINED["experts"] / 2) / 50e9
+    # dense adapters are on all sixteen; experts' on two, each pair with a port of its own
+    sums = 2 * 4 * (88e6 * 15 / 16 / 400e9 + TRAINED["experts"] / 2 / 50e9)
     want = {name: 2 * each for name, each in layers.items()} | {
         "all-to-all": 2 * exchange,
         "gather of the rest": 2 * gather,
@@ -115,6 +116,28 @@ def test_every_term_by_hand():
     shown = sum(max(0.0, gather / 2 - compute * share) for share in (1 / 4, 3 / 4))
     assert found.shown == pytest.approx(2 * shown)
     assert found.step == pytest.approx(2 * (compute + shown + head) + optimizer + sums)
+
+
+def test_the_ports_of_a_host_bring_what_its_devices_share():
+    """12 devices: the second host has four ports. Eight are one host, without any."""
+    shared = Layout(rest="sharded")
+    gather = {n: of(f"{n}xH200", shared).terms["gather of the rest"] for n in (8, 12, 16)}
+    assert gather[8] == pytest.approx(2 * MOE.rest_bytes * 7 / 8 / 450e9)
+    assert gather[12] == pytest.approx(2 * MOE.rest_bytes * 11 / 12 / 200e9)
+    assert gather[16] == pytest.approx(2 * MOE.rest_bytes * 15 / 16 / 400e9)
+
+
+def test_experts_that_do_not_divide_evenly_make_the_fullest_device_slower():
+    """384 experts on 512 devices: 384 have one and 128 none, so these wait for 4/3 of the mean. On 128: three each."""
+    trained = TRAINED | {"experts": 10_192_158_720 // 384}
+    few, many = (of(f"{n}xH200", Layout(split=n), trained=trained, tokens=2**20) for n in (128, 512))
+    rows = 2**20 / 512 * 8 * 1.1
+    rates = of_device(fleet("1xH200").device)
+    flops = 60 * rows * 4 / 3 * 2 * (3 * 7168 * 2048 * 3 + trained["experts"] / 60 * 4)
+    assert many.terms["experts"] == pytest.approx(flops / rates.of_experts(rows / 0.75))
+    # what every device computes alike is a quarter; experts are a third
+    assert many.terms["routers"] == pytest.approx(few.terms["routers"] / 4)
+    assert many.terms["passes over rows"] == pytest.approx(few.terms["passes over rows"] / 3)
 
 
 def test_experts_that_come_in_groups_are_expanded_at_each_visit():
@@ -140,7 +163,7 @@ def test_the_op_says_how_many_groups_there_are(groups, visits, monkeypatch):
     monkeypatch.setattr(timing, "expert_groups", lambda *sizes: asked.append(sizes) or groups)
     found = seconds(MOE, fleet("8xH200"), RATES, Layout(split=7), tokens=65536, length=2048, trained=TRAINED)
     assert asked == [(55, 7168, 2048, torch.bfloat16, "cuda")]
-    by_hand = 60 * 384 / 7 * 3 * 7168 * 2048 * EXPANDED * visits / RATES.expansion
+    by_hand = 60 * 55 * 3 * 7168 * 2048 * EXPANDED * visits / RATES.expansion
     assert found.terms["expansion"] == pytest.approx(by_hand)
 
 
@@ -223,10 +246,13 @@ def closed(terms: dict[str, float], forward: float = 1 / 3, shown: float = 0.0) 
 
 @pytest.mark.parametrize("nodes", [1, 2, 4, 8, 16, 64])
 def test_a_ring_all_reduce_of_gradients_is_the_textbooks(nodes):
-    """2 · bytes · (n - 1) / n over the slowest link; every device holds the dense adapters."""
+    """2 · bytes · (n - 1) / n over the slowest link; every device holds the dense adapters.
+
+    Between hosts that is all eight ports of one: as many rings, each through a port of its own.
+    """
     words = f"{8 * nodes}xH200"
     time = of(words, Layout(split=8), trained={"dense": 88_000_000, "experts": 0}, imbalance=1.0)
-    link = 450e9 if nodes == 1 else 50e9
+    link = 450e9 if nodes == 1 else 8 * 50e9
     n = 8 * nodes
     by_hand = 2 * 4 * 88_000_000 * (n - 1) / n / link
     assert time.terms["sum of gradients"] == pytest.approx(by_hand, rel=0.01)

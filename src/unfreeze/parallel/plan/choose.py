@@ -19,7 +19,7 @@ from unfreeze.models.recompute import Recompute
 from unfreeze.parallel.fleet import PER_HOST, Fleet, devices
 from unfreeze.parallel.plan.counts import Counts
 from unfreeze.parallel.plan.fastest import FASTEST_FIRST
-from unfreeze.parallel.plan.layout import Layout, Places, places
+from unfreeze.parallel.plan.layout import Layout, Places, places, share
 from unfreeze.parallel.plan.propose import MIN_TOKENS
 from unfreeze.parallel.plan.rates import Rates, of_device
 from unfreeze.parallel.plan.seconds import IMBALANCE, Seconds, seconds
@@ -27,7 +27,8 @@ from unfreeze.parallel.plan.sizes import Sizes
 from unfreeze.parallel.plan.terms import Work
 
 TOKENS = tuple(2**power for power in range(16, 8, -1))
-"""Tokens of a step that are tried where the user names none, 65,536 first."""
+"""Tokens of a step that are tried where the user names none, 65,536 first; and, if that is more, as many as
+give each device a whole document."""
 HOST_SIZES = (128, 256, 512, 768, 1024, 1536, 2048)  # GiB that hosts are sold with
 CPU_SIZES = (8, 16, 32, 64, 96, 128, 192, *HOST_SIZES[1:], 3072, 4096)  # GiB of a machine without a GPU
 MOST = 64  # devices that are proposed
@@ -57,13 +58,17 @@ class Asked:
 
 @dataclass(frozen=True)
 class Choice:
-    """One layout at one number of tokens: bytes by place, and seconds where the device's facts are known."""
+    """One layout at one number of tokens: bytes by place, and seconds where the device's facts are known.
+
+    whole: a device's micro-batch has room for the longest document; else a run cuts documents.
+    """
 
     layout: Layout
     tokens: int
     places: Places
     time: Seconds | None
     not_built: tuple[str, ...]
+    whole: bool = True
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -84,7 +89,7 @@ def choose(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> tuple[Ch
     if not choices:
         parts = fleet.count * asked.work.micro_batches
         raise ConfigError(
-            f"{asked.tokens or TOKENS[0]:,} tokens a step are less than {MIN_TOKENS} for each of {parts:,}"
+            f"{asked.tokens:,} tokens a step are less than {MIN_TOKENS} for each of {parts:,}"
             " devices and micro-batches",
             next=f"--tokens-per-step {MIN_TOKENS * parts} or more, or fewer devices",
         )
@@ -92,6 +97,7 @@ def choose(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> tuple[Ch
     fitting = [choice for choice in worth_it if choice.places.fits]
     if not fitting:
         return min(worth_it or choices, key=_over), False
+    fitting = [choice for choice in fitting if choice.whole] or fitting
     best = max(fitting, key=_rank)
     near = [c for c in fitting if _built(c) == _built(best) and _speed(c) * CLOSE >= _speed(best)]
     return min(near, key=lambda choice: (len(choice.not_built), -_speed(choice))), True
@@ -276,8 +282,10 @@ def _choices(
     sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked, *, only_fitting: bool = False
 ) -> Iterator[Choice]:
     rates = rates_of(fleet, asked)
-    for tokens in (asked.tokens,) if asked.tokens else TOKENS:
-        parts = fleet.count * asked.work.micro_batches
+    parts = fleet.count * asked.work.micro_batches
+    documents = asked.length * parts
+    tried = (documents, *TOKENS) if documents > TOKENS[0] else TOKENS
+    for tokens in (asked.tokens,) if asked.tokens else tried:
         if tokens < MIN_TOKENS * parts:
             continue
         work, tokens = replace(asked.work, tokens=tokens // parts), tokens // parts * parts
@@ -288,7 +296,8 @@ def _choices(
             time = None
             if rates is not None:
                 time = seconds_of(sizes, counts, fleet, rates, layout, asked, tokens)
-            yield Choice(layout, tokens, found, time, tuple(layout.not_built()))
+            whole = work.tokens >= asked.length
+            yield Choice(layout, tokens, found, time, tuple(layout.not_built()), whole)
 
 
 def rates_of(fleet: Fleet, asked: Asked) -> Rates | None:
@@ -314,19 +323,19 @@ def seconds_of(
         layout,
         tokens=tokens,
         length=asked.length,
-        trained=_trained(sizes, asked.work, layout.split),
+        trained=_trained(sizes, counts, asked.work, layout.split),
         every_weight=asked.work.rank is None,
         micro_batches=asked.work.micro_batches,
         imbalance=imbalance,
     )
 
 
-def _trained(sizes: Sizes, work: Work, split: int) -> dict[str, int]:
-    """Parameters that one device trains."""
+def _trained(sizes: Sizes, counts: Counts, work: Work, split: int) -> dict[str, int]:
+    """Parameters that the fullest device trains."""
     if work.rank is None:
         return {"dense": sizes.elements}
     experts = sizes.experts_per_rank * (work.experts_rank or work.rank)
-    return {"dense": sizes.dense_per_rank * work.rank, "experts": experts // split}
+    return {"dense": sizes.dense_per_rank * work.rank, "experts": int(experts * share(counts, split))}
 
 
 def _layouts(counts: Counts, fleet: Fleet, asked: Asked) -> Iterator[Layout]:
@@ -357,8 +366,8 @@ def _speed(choice: Choice) -> float:
     return choice.tokens_per_second or float(choice.tokens)
 
 
-def _rank(choice: Choice) -> tuple[bool, float]:
-    return _built(choice), _speed(choice)
+def _rank(choice: Choice) -> tuple[bool, bool, float]:
+    return choice.whole, _built(choice), _speed(choice)
 
 
 def _over(choice: Choice) -> float:

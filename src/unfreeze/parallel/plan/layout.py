@@ -91,7 +91,7 @@ class Places:
 def places(sizes: Sizes, counts: Counts, work: Work, fleet: Fleet, layout: Layout) -> Places:
     """The bytes of a step. `work.tokens` and `work.micro_batches` are one device's."""
     n = fleet.count
-    experts_here = _share(counts, layout.split)
+    experts_here = share(counts, layout.split)
     local = _local(sizes, counts, fleet.kind, layout.split)
 
     # each device is a process of its own with as many micro-batches, and they sum their gradients
@@ -140,7 +140,7 @@ def places(sizes: Sizes, counts: Counts, work: Work, fleet: Fleet, layout: Layou
     )
 
 
-def _share(counts: Counts, split: int) -> float:
+def share(counts: Counts, split: int) -> float:
     """Of the experts, what the fullest of `split` devices holds."""
     return -(-counts.num_experts // split) / counts.num_experts if counts.num_experts else 1.0
 
@@ -149,7 +149,7 @@ def _share(counts: Counts, split: int) -> float:
 @lru_cache(maxsize=64)
 def _local(sizes: Sizes, counts: Counts, kind: str, split: int) -> Sizes:
     """One device's own model without the base: its share of the experts' adapters and of the workspace."""
-    experts_here = _share(counts, split)
+    experts_here = share(counts, split)
     workspace, layer = sizes.workspace, sizes.layer
     if kind == "cuda":
         held, widths = -(-counts.num_experts // split), (counts.hidden_size, counts.expert_width)

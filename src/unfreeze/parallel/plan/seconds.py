@@ -3,8 +3,10 @@
 How fast each kind of work is done, rates.py says: from facts of the device (machines.toml), or from records.
 
 T tokens a step on n devices, t = T / n of each; D model width, I expert width, E experts, K per token.
-rows = t · K · imbalance, m of them per expert. v forward visits of experts: 2 where they are recomputed, else
-1; one more visit is backward, for the input's gradient, and a second where weights train.
+rows = t · K · imbalance · fullest of the device with the most experts, ⌈E / s⌉ where s devices share them:
+fullest = ⌈E / s⌉ s / E; m = t · K · imbalance · s / E rows per expert. v forward visits of experts: 2 where
+they are recomputed, else 1; one more visit is backward, for the input's gradient, and a second where weights
+train.
 
     experts    rows · (6 D I · visits + 2 A · (v + 2)) / experts(m)   A adapter numbers of an expert;
                                                                  experts(m) = R · m / (m + h)
@@ -25,6 +27,8 @@ rows = t · K · imbalance, m of them per expert. v forward visits of experts: 2
 
     step = Σ over layers of max(compute + all-to-all, stream + gather) + head + optimizer
 
+link: NVLink inside a host; between hosts a port for each GPU, which all-to-all has to itself, while what all
+GPUs of a host get alike comes through all of its ports.
 With several micro-batches t is one's, and all but optimizer and sums comes once for each of them.
 """
 
@@ -45,7 +49,7 @@ from unfreeze.parallel.plan.rates import Rates
 EXPANDED = 2.5625  # bytes per weight: 0.5625 read, 2 written
 LAUNCHES = 200  # torch operations per layer and pass
 DISK = 3e9  # bytes per second and process, an NVMe drive each
-NETWORK = 50e9  # bytes per second and GPU between hosts, one direction: 400 Gb/s
+NETWORK = 50e9  # bytes per second and GPU between hosts, one direction: a port of 400 Gb/s each
 HOST_MEMORY = 200e9  # bytes per second of an AdamW on the host
 IMBALANCE = 1.1  # busiest device over the mean, where experts are split
 
@@ -97,18 +101,17 @@ def seconds(
     backward = 2 if every_weight else 1
 
     # routed experts
-    uneven = imbalance if layout.split > 1 else 1.0
-    rows = t * counts.experts_per_token * uneven
-    experts_here = counts.num_experts / layout.split
+    mean_rows = t * counts.experts_per_token * (imbalance if layout.split > 1 else 1.0)
+    held, mean_held = -(-counts.num_experts // layout.split), counts.num_experts / layout.split
+    rows = mean_rows * (held / mean_held if layout.split > 1 else 1.0)
     terms: dict[str, float] = dict.fromkeys(("experts", "expansion", "passes over rows"), 0.0)
     if counts.num_experts and counts.moe_layers:
-        of_layer = trained.get("experts", 0) / counts.moe_layers / experts_here
+        of_layer = trained.get("experts", 0) / counts.moe_layers / held
         flops = rows * 2 * (counts.expert_weights * (again + backward) + of_layer * (again + 2))
-        terms["experts"] = counts.moe_layers * flops / rates.of_experts(rows / experts_here)
+        terms["experts"] = counts.moe_layers * flops / rates.of_experts(mean_rows / mean_held)
         if counts.packed:
-            held = -(-counts.num_experts // layout.split)
             groups = expert_groups(held, D, I, torch.bfloat16, fleet.kind)
-            moved = experts_here * counts.expert_weights * EXPANDED * (again + 1 if groups > 1 else 2)
+            moved = held * counts.expert_weights * EXPANDED * (again + 1 if groups > 1 else 2)
             terms["expansion"] = counts.moe_layers * moved / rates.expansion
         terms["passes over rows"] = counts.moe_layers * rows * 2 * (14 * D + 16 * I) / rates.passes
 
@@ -135,8 +138,9 @@ def seconds(
     if layout.rest == "host":
         arriving["stream of the rest"] = 2 * counts.rest_bytes / host
     by_host = sum(arriving.values())
-    slowest = link if n <= PER_HOST else NETWORK
-    gather = 2 * counts.rest_bytes * (n - 1) / n / slowest if layout.rest == "sharded" else 0.0
+    # what all GPUs of a host get alike comes through all its ports; the last host may have fewer
+    alike = link if n <= PER_HOST else min(link, NETWORK * (n % PER_HOST or PER_HOST))
+    gather = 2 * counts.rest_bytes * (n - 1) / n / alike if layout.rest == "sharded" else 0.0
     arriving["gather of the rest"] = gather
     stream = max(by_host, gather)
 
@@ -153,8 +157,9 @@ def seconds(
     }
     # gradients of what several devices hold: a sum goes there and back
     copies = {"dense": n, "experts": n // layout.split}
+    over = {"dense": alike, "experts": NETWORK if layout.split > 1 else alike}
     terms["sum of gradients"] = sum(
-        2 * 4 * numbers * (copies[part] - 1) / copies[part] / slowest for part, numbers in trained.items()
+        2 * 4 * numbers * (copies[part] - 1) / copies[part] / over[part] for part, numbers in trained.items()
     )
     once = {"optimizer", "sum of gradients"}
     terms = {name: s * (1 if name in once else micro_batches) for name, s in terms.items() if s}
