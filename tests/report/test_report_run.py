@@ -40,7 +40,7 @@ def test_facts(tmp_path: Path):
         "Tokens per second": "500",
         "Peak memory": "2.0 MiB",
         "Tokens": "3 K",
-        "Supervised tokens": "750 (25%)",
+        "Supervised tokens": "750; 25% of all",
     }
     assert expert_balance(run) == [("0", 12, 2.25, 0), ("1", 0, 0.0, 3)]
     assert started(run) == "1970-01-01 00:01 UTC" and run.loaded == "" and run.name == tmp_path.name
@@ -52,11 +52,11 @@ def test_time_and_memory_say_what_they_count(tmp_path: Path):
     found = dict(facts(read_run(made(tmp_path, start, plan, end))))
     # from the first event, at 60 s, to the last
     assert found["Training time"] == "6.0 s; 1 min 40 s with loading and compiling"
-    assert found["Peak memory"] == "whole process 2.0 MiB, planned 2.0 MiB"
+    assert found["Peak memory"] == "2.0 MiB; whole process, planned 2.0 MiB"
     plan["hardware"] = {"kind": "cuda"}
     found = dict(facts(read_run(made(tmp_path, start, plan, start, end))))
     assert found["Training time"] == "6.0 s"  # control arm: two sessions, with a pause between them
-    assert found["Peak memory"] == "GPU 2.0 MiB, planned 1.0 MiB"
+    assert found["Peak memory"] == "2.0 MiB; GPU, planned 1.0 MiB"
 
 
 @pytest.mark.parametrize(

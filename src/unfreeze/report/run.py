@@ -177,7 +177,10 @@ def writer(folder: Path) -> str:
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
-    """(name, value) of the run's main numbers, leaving out what the run does not say."""
+    """(name, value) of the run's main numbers, leaving out what the run does not say.
+
+    What stands behind a semicolon explains the number: the page writes it small.
+    """
     losses = series(run.events, "train", "loss")[1]
     peaks = series(run.events, "train", "peak_bytes")[1]
     tokens = sum(series(run.events, "train", "tokens")[1])
@@ -187,7 +190,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
         rows.append(("Loss", " → ".join(f"{loss:.3f}" for loss in [*losses[:1], *losses[1:][-1:]])))
     if held_out := series(run.events, "eval", "loss")[1]:
         ends = f"{held_out[0]:.3f} → {held_out[-1]:.3f}"
-        rows.append(("Held-out loss", f"{ends}, lowest {min(held_out):.3f}"))
+        rows.append(("Held-out loss", f"{ends}; lowest {min(held_out):.3f}"))
     if early := last(run.events, EarlyStopEvent):
         rows.append(("Stopped early", early_words(early)))
     of = f" of {run.steps_planned:,}" if run.steps_planned else ""
@@ -201,11 +204,11 @@ def facts(run: Run) -> list[tuple[str, str]]:
     if saves := series(run.events, "save", "seconds")[1]:
         sizes = series(run.events, "save", "bytes")[1]
         each = f"{format_bytes(max(sizes))} each, " if sizes else ""
-        rows.append(("Saves", f"{len(saves):,}, {each}at most {format_seconds(max(saves))}"))
+        rows.append(("Saves", f"{len(saves):,}; {each}at most {format_seconds(max(saves))}"))
     if tokens:
         rows.append(("Tokens", format_count(tokens)))
     if tokens and supervised:
-        rows.append(("Supervised tokens", f"{format_count(supervised)} ({supervised / tokens:.0%})"))
+        rows.append(("Supervised tokens", f"{format_count(supervised)}; {supervised / tokens:.0%} of all"))
     if run.groups:
         rows.append(("Trained parameters", format_count(trained_parameters(run.groups))))
     return rows
@@ -222,12 +225,12 @@ def _time_words(run: Run) -> str:
 
 
 def _peak_words(run: Run, peak: float) -> str:
-    """'whole process 557.8 MiB, planned 546.5 MiB': what the plan says at the start, in its words."""
+    """'557.8 MiB; whole process, planned 546.5 MiB': what the plan says at the start, in its words."""
     plan = run.plan or {}
     if "total" not in plan or "hardware" not in plan:
         return format_bytes(peak)
     planned = format_bytes(plan["total"] + plan["hardware"].get("process", 0))
-    return f"{memory_of(plan['hardware'].get('kind', ''))} {format_bytes(peak)}, planned {planned}"
+    return f"{format_bytes(peak)}; {memory_of(plan['hardware'].get('kind', ''))}, planned {planned}"
 
 
 def memory_of(kind: str) -> str:
