@@ -163,6 +163,8 @@ def emit_plan(
     if group.size > 1:
         each = f"{group.size} processes, each with this plan"
         fields["lines"] = [*fields["lines"], f"  {each}; process 0 speaks, and what it measures is its own"]
+    if note:
+        fields |= {"export_note": note, "lines": [*fields["lines"], f"  {note}"]}
     if disk is not None:
         fields["save_bytes"] = disk.save
         before = last(read_events(folder.path / "events.jsonl"), SaveEvent) if folder.step else None
@@ -173,8 +175,6 @@ def emit_plan(
         line, grows = allocator_line()
         fields["lines"] = [*fields["lines"], f"  {line}"]
         fields |= {} if grows else {"warning": line}
-    if note:
-        fields |= {"export_note": note, "lines": [*fields["lines"], f"  {note}"]}
     if predicted:
         fields["predicted_kernels"] = list(predicted)
     write_json(folder.path / "plan.json", fields)
