@@ -273,6 +273,15 @@ def test_micro_batches_are_dealt_to_the_devices(config):
     assert halves["bytes"]["device"] < planned(*arguments)["bytes"]["device"]
 
 
+def test_a_run_on_several_devices_is_told_how_many_micro_batches_it_needs(config, capsys):
+    """A run of eight processes and one micro-batch is refused at its first step."""
+    needs = "  a micro-batch for each device: a run needs --micro-batches 8"
+    arguments = "--model", config, "--hardware"
+    assert needs in said(capsys, *arguments, "8xH200")[1]
+    for enough in (["8xH200", "--micro-batches", "8"], ["1xH200"]):
+        assert not any("a run needs" in line for line in said(capsys, *arguments, *enough)[1])
+
+
 def test_documents_are_no_longer_than_the_model_and_a_micro_batch_take(config):
     positions = json.loads(Path(config).read_text())["max_position_embeddings"]
     arguments = "--model", config, "--hardware", "1xH200", "--tokens-per-step", str(4 * positions)
@@ -294,6 +303,8 @@ def test_a_device_has_a_whole_document_where_the_plan_chooses(config):
         "documents are cut to 1,024 tokens, a device's at once; whole ones of 8,192: --tokens-per-step 524288"
     ]
     assert planned(*arguments, "--tokens-per-step", "524288")["notes"] == []
+    # what does not fit is shown at its least, and nobody asked for that
+    assert planned("--model", config, "--hardware", "1xRTX4090")["notes"] == []
     # control arm: where whole ones don't fit, cut ones are planned, and said
     cut = planned("--model", config, "--hardware", "1xH100", "--sequence-length", "40960")
     assert cut["fits"] and cut["tokens_per_step"] < 40960 and "documents are cut to" in cut["notes"][0]

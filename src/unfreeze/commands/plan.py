@@ -267,7 +267,8 @@ def plan(config: Config, machine: Fleet, opened: Opened | None = None) -> Planne
             notes.append("the trace changes nothing: every device has all experts")
     elif config.simulate:
         notes.append("not replayed: a replay needs the seconds of the formula")
-    notes += _cut(config, machine, asked, choice)
+    if fits or config.tokens_per_step:
+        notes += _cut(config, machine, asked, choice)
     rank, rates = asked.work.rank, rates_of(machine, asked)
     return Planned(
         model=config.model,
@@ -279,6 +280,7 @@ def plan(config: Config, machine: Fleet, opened: Opened | None = None) -> Planne
         rank=rank or 0,
         length=asked.length,
         tokens_chosen=config.tokens_per_step is None,
+        micro_batches=config.micro_batches,
         proposals=others,
         reason=reason,
         simulated=simulated,

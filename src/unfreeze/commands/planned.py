@@ -21,6 +21,7 @@ class Planned:
     """One machine's plan, for people and as JSON.
 
     tokens_chosen: the plan chose the tokens of a step; a run never does.
+    micro_batches: as asked for; a run refuses to have fewer than devices.
     """
 
     model: str
@@ -32,6 +33,7 @@ class Planned:
     rank: int
     length: int
     tokens_chosen: bool = False
+    micro_batches: int = 1
     proposals: Sequence[str] = ()
     reason: str = ""
     simulated: Mapping[str, float] | None = None
@@ -105,6 +107,9 @@ class Planned:
             f"  {choice.layout.words(self.counts.num_experts)}",
             f"  {choice.tokens:,} tokens a step{self._chosen()}{adapters}",
         ]
+
+        if self.micro_batches < self.fleet.count:
+            lines.append(f"  a micro-batch for each device: a run needs --micro-batches {self.fleet.count}")
 
         # bytes of each place, the sum last
         for place, terms, usable in (
