@@ -5,6 +5,7 @@ Shapes as in documents.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unfreeze.kernels.recompute import Reuse
+
+FLASH = (torch.float32, torch.bfloat16, torch.float16)
+"""What torch's CPU flash kernel is used for."""
 
 
 class _FlashReused(torch.autograd.Function):
@@ -37,9 +41,9 @@ class _FlashReused(torch.autograd.Function):
 
 
 def sdpa(q_SLHd: Tensor, k_SLGd: Tensor, v_SLGv: Tensor, scale: float, reuse: Reuse | None = None) -> Tensor:
-    """As `attend`, by F.scaled_dot_product_attention; torch chooses the kernel. `reuse` is used on CPU.
+    """As `attend`, by torch's kernels. `reuse` is used on CPU.
 
-    torch's CPU flash kernel takes equal widths only (else it holds all scores), so there the narrower ones
+    torch's CPU flash kernel takes equal widths only (else torch holds all scores), so there the narrower ones
     are padded with zeros. On CUDA no kernel takes grouped keys in float32, and torch would hold all scores
     several times: there each query head has its own.
     """
@@ -52,12 +56,18 @@ def sdpa(q_SLHd: Tensor, k_SLGd: Tensor, v_SLGv: Tensor, scale: float, reuse: Re
     q, k, v = (
         F.pad(x, (0, widest - x.shape[-1])) if x.shape[-1] < widest else x for x in (q_SLHd, k_SLGd, v_SLGv)
     )
-    if reuse is None:
+    if q.dtype not in FLASH:
         return torch_attention(q, k, v, scale)[..., :width]
-    repeat = q.shape[2] // k.shape[2]
-    k, v = (x.repeat_interleave(repeat, dim=2) if repeat > 1 else x for x in (k, v))
-    o: Tensor = _FlashReused.apply(*(x.transpose(1, 2) for x in (q, k, v)), scale, reuse)
+    # the same operations with and without `reuse`: what is recomputed then changes no bit of a gradient.
+    # torch's own function sums the gradients of grouped keys in another order
+    k, v = ungrouped(q, k, v)
+    o: Tensor = _FlashReused.apply(*(x.transpose(1, 2) for x in (q, k, v)), scale, reuse or _made)
     return o.transpose(1, 2)[..., :width]
+
+
+def _made(make: Callable[[], Any]) -> Any:
+    """What `reuse` is where nothing is recomputed."""
+    return make()
 
 
 def ungrouped(q_SLHd: Tensor, k_SLGd: Tensor, v_SLGv: Tensor) -> tuple[Tensor, Tensor]:
