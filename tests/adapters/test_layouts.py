@@ -295,6 +295,14 @@ FUSED = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_pro
         ),
         ("deepseek", {"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj"]}),
         ("deepseek", {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]}),
+        # another weight of the experts in each layer
+        (
+            "qwen3-moe",
+            {
+                "target_modules": ["q_proj"],
+                "target_parameters": ["layers.0.mlp.experts.gate_up_proj", "layers.1.mlp.experts.down_proj"],
+            },
+        ),
         # rewritten by peft to the fused experts
         ("deepseek", {"target_modules": ["q_a_proj", "gate_proj", "up_proj", "down_proj"]}),
         ("qwen3-moe", {"target_modules": ["q_proj", "v_proj"], **FUSED}),

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from unfreeze.adapters import LoraConfig, attach, load_adapter, save_adapter, sites
 from unfreeze.adapters.layouts import CONFIG, WEIGHTS
+from unfreeze.config.adapter import lora_of
 from unfreeze.core.errors import AdapterError
 
 EXPERT = "base_model.model.model.layers.1.mlp.experts.2.up_proj"
@@ -80,6 +81,7 @@ def test_a_misfit_is_counted_and_named_and_the_model_stays_as_it_was(tiny, saved
         ({"bias": "all"}, "bias = 'all'"),
         ({"r": None}, "r is None"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"init_lora_weights": "lora_ga"}, "changed the weights of the base too"),
         ({"r": 8}, "rank 8 by adapter_config"),
     ],
 )
@@ -89,6 +91,34 @@ def test_a_config_of_another_kind_is_refused_by_name(tiny, saved, change, said):
     with pytest.raises(AdapterError, match="adapter") as error:
         load_adapter(tiny.model("deepseek"), saved)
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize("start", [True, False, "gaussian", "eva", "orthogonal", "mica"])
+def test_a_start_that_leaves_the_base_as_it_was_is_loaded(tiny, saved, start):
+    """Control arm."""
+    config = json.loads((saved / CONFIG).read_text())
+    (saved / CONFIG).write_text(json.dumps(config | {"init_lora_weights": start}))
+    assert load_adapter(tiny.model("deepseek"), saved)
+
+
+@pytest.mark.parametrize(
+    ("place", "what"),
+    [
+        ("model.layers.1.mlp.gate", "a router"),
+        ("lm_head", "the output head"),
+        ("model.embed_tokens", "the emb"),
+    ],
+)
+def test_factors_of_router_head_and_embeddings_are_named(tiny, saved, place, what):
+    load_adapter(tiny.model("deepseek"), saved)  # control arm
+    pair = {f"base_model.model.{place}.lora_{half}.weight": torch.ones(4, 4) for half in "AB"}
+    edit(saved, lambda tensors: tensors.update(pair))
+    for read in (lambda: load_adapter(tiny.model("deepseek"), saved), lambda: lora_of(saved)):
+        with pytest.raises(AdapterError, match=f"2 of .* tensors adapt {what}") as error:
+            read()
+        assert (
+            error.value.next == f"train the adapter in peft with exclude_modules=['{place.split('.')[-1]}']"
+        )
 
 
 def test_an_adapter_of_another_model_and_missing_or_damaged_files(tiny, saved, tmp_path):

@@ -43,6 +43,17 @@ def test_ranks_scale_and_places_come_from_the_tensors_and_the_patterns(tmp_path)
     assert (found["rank"], found["alpha"], found["experts_rank"]) == (4, 16, None)  # 8 / sqrt(4) = 16 / 4
 
 
+def test_a_layers_experts_are_those_that_its_own_names_say(tmp_path):
+    tensors = {"mlp.experts.lora_A": (4 * 6, 8)}
+
+    def places(*targets):
+        return lora_of(made(tmp_path, tensors, {**PLAIN, "r": 6, "target_parameters": targets}))["targets"]
+
+    both = ("layers.0.mlp.experts.down_proj", "layers.1.mlp.experts.gate_up_proj")
+    assert places(*both) == ("*.experts.gate_up_proj",)
+    assert places(both[1], both[0].replace("0", "1")) == ("*.experts.down_proj",)  # control arm: its own too
+
+
 @pytest.mark.parametrize(
     ("layer", "pattern", "more", "alpha"),
     [

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unfreeze.config.adapter import rank_and_scale
+from unfreeze.config.adapter import named_parameters, rank_and_scale
 from unfreeze.core.errors import AdapterError, nearest
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.targets import Candidate, candidates
@@ -134,16 +134,11 @@ def _fused_projection(
     """Which stacked weight a fused pair adapts: gate_up_proj or down_proj.
 
     Where both are adapted, peft nests two wrappers, and base_layer is gate_up. Where one is, the config names
-    it, or the shapes decide.
+    it, for this layer or for all, or the shapes decide.
     """
     if name.endswith(".base_layer"):
         return "gate_up_proj"
-    named = {
-        p
-        for p in ("gate_up_proj", "down_proj")
-        for t in config.get("target_parameters") or []
-        if t.endswith("." + p) or t == p
-    }
+    named = named_parameters(config, name)
     if len(named) == 1:
         return named.pop()
     owner: Any = known[name].owner

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unfreeze.adapters.layouts import CONFIG, PREFIX, WEIGHTS
 from unfreeze.checkpoint.manifest import conversion, inside
-from unfreeze.config.adapter import AGAIN, check_config
+from unfreeze.config.adapter import AGAIN, check_config, check_places
 from unfreeze.core.errors import AdapterError
 from unfreeze.untrusted.json_object import read_object
 
@@ -35,6 +35,7 @@ def read_files(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"{directory}: damaged file: {error}", next="get the adapter again from its publisher"
         ) from error
     check_config(config, directory / CONFIG)
+    check_places(tensors, directory / WEIGHTS)
     faults = [
         f"{name} is {tensor.dtype}" for name, tensor in tensors.items() if not tensor.is_floating_point()
     ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,7 +38,11 @@ REFUSED_IF_SET = (
     "velora_config",
 )
 # ways to begin that change the base's weights too: the saved factors belong to that other base
-CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+WITHOUT = {"gate": "a router", "lm_head": "the output head", "embed_tokens": "the embeddings"}
+"""Layers that peft can adapt and that get no adapter here, by the last part of their names."""
+_FACTOR = re.compile(r"\.(?:base_layer|lora_\w+)\b.*")
 
 
 def adapter_folder(source: str | Path) -> Path:
@@ -101,8 +105,8 @@ def _from_files(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     whole: dict[str, str] = {}  # target -> the name that peft matches patterns with, of the first layer
     ours = False
     parameters: list[str] = config.get("target_parameters") or []
-    stacked = [target for target in parameters if ".experts." in f".{target}"]
-    for name, entry in _header(folder).items():
+    check_places(header := _header(folder), folder / WEIGHTS)
+    for name, entry in header.items():
         if name == "__metadata__":
             ours = entry.get("layout") == "peft"
             continue
@@ -121,9 +125,10 @@ def _from_files(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
             as_parameter = any(f".{layer}.weight".endswith(f".{named}") for named in parameters)
             whole.setdefault(target, f"{layer}.weight" if as_parameter else layer)
         elif fused:  # peft's rank stands in the config
-            alone = bool(stacked) and not any(target.endswith("down_proj") for target in stacked)
+            site = layer.removesuffix(".base_layer")
+            alone = named_parameters(config, site) == {"gate_up_proj"}
             projection = "gate_up_proj" if alone or leaf == "base_layer" else "down_proj"
-            parameter = f"{layer.removesuffix('.base_layer')}.{projection}"
+            parameter = f"{site}.{projection}"
             experts[f"*.experts.{projection}"] = rank_and_scale(config, parameter)[0]
             whole.setdefault(f"*.experts.{projection}", parameter)
         else:
@@ -159,6 +164,30 @@ def _header(folder: Path) -> dict[str, dict[str, Any]]:
     if not all(isinstance(value, dict) for value in header.values()):
         raise AdapterError(f"{path}: damaged file: its header does not describe tensors", next=AGAIN)
     return header
+
+
+def named_parameters(config: Mapping[str, Any], experts: str) -> set[str]:
+    """Which of gate_up_proj and down_proj of a layer's experts target_parameters names; peft's rule."""
+    targets = config.get("target_parameters") or ()
+    return {
+        name
+        for name in ("gate_up_proj", "down_proj")
+        if any(f".{experts}.{name}".endswith(f".{target}") for target in targets)
+    }
+
+
+def check_places(names: Iterable[str], path: Path) -> None:
+    """Raise AdapterError where tensors belong to a router, the output head or the embeddings."""
+    modules = {name: _FACTOR.sub("", name) for name in names}
+    leaves = {name: module.rpartition(".")[2] for name, module in modules.items() if module != name}
+    found = {name: leaf for name, leaf in leaves.items() if leaf in WITHOUT}
+    if found:
+        what = " and ".join(dict.fromkeys(WITHOUT[leaf] for leaf in found.values()))
+        raise AdapterError(
+            f"{path}: {len(found)} of {len(modules)} tensors adapt {what}, which has no adapter here; first:"
+            f" {next(iter(found))}",
+            next=f"train the adapter in peft with exclude_modules={sorted(set(found.values()))}",
+        )
 
 
 def check_config(config: Mapping[str, Any], path: Path) -> None:
