@@ -95,7 +95,7 @@ def test_kimis_quantization_config_is_read_at_the_top_or_under_text_config() -> 
         ({"format": "nvfp4-pack-quantized"}, "nvfp4"),
         ({"quant_method": "awq"}, 'quant_method "awq"'),
         ({"quant_method": "gptq"}, 'quant_method "gptq"'),
-        ({"quant_method": "fp8"}, 'quant_method "fp8"'),
+        ({"quant_method": "fbgemm_fp8"}, 'quant_method "fbgemm_fp8"'),
         ({"quant_method": None, "quant_algo": "NVFP4"}, 'quant_method "modelopt", quant_algo "NVFP4"'),
         (
             {"transform_config": {"config_groups": {"v": {"type": "hadamard", "apply": []}}}},
@@ -234,7 +234,7 @@ def test_control_arm_a_forgotten_line_and_a_forgotten_test_are_seen() -> None:
     assert "no tests/quant/test_int4.py" in forgotten(["int4"], FORMATS.values(), [])[0]
 
 
-REFUSED_TOO = {"quantized activations", "other bit widths", "ModelOpt", "pickle files"}
+REFUSED_TOO = {"FP8 with one scale", "quantized activations", "other bit widths", "ModelOpt", "pickle files"}
 """What docs/using.md lists as refused beside the formats of FOREIGN."""
 
 
@@ -264,7 +264,7 @@ def test_the_manual_lists_what_is_read_and_what_is_refused() -> None:
 
 
 def test_control_arm_a_format_that_the_manual_forgets_is_seen() -> None:
-    page = "| formats | INT4 (pack-quantized) |\n| refused by name | NVFP4; pickle files |"
+    page = "| formats | INT4 (pack-quantized), FP8 |\n| refused by name | NVFP4; pickle files |"
     assert wrong_in_the_manual(page, FORMATS.values(), ["NVFP4 (x)"]) == []
     assert wrong_in_the_manual(page, [ROW_SCALED], ["NVFP4 (x)", "MXFP4 with blocks"]) == [
         "row 'formats' of docs/using.md does not name row-scaled",

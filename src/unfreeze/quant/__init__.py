@@ -6,6 +6,7 @@ no torch.
 
 from unfreeze.quant.codec import Codec, Packed
 from unfreeze.quant.formats import is_ignored, not_followed, recognise
+from unfreeze.quant.fp8 import Fp8
 from unfreeze.quant.int4 import Int4
 
-__all__ = ["Codec", "Int4", "Packed", "is_ignored", "not_followed", "recognise"]
+__all__ = ["Codec", "Fp8", "Int4", "Packed", "is_ignored", "not_followed", "recognise"]

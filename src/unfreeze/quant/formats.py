@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence, Set
 from typing import cast
 
 from unfreeze.core.errors import ConfigError
-from unfreeze.quant import int4
+from unfreeze.quant import fp8, int4
 from unfreeze.quant.codec import (
     Codec,
     Format,
@@ -28,17 +28,16 @@ FORMATS: dict[str, Format] = {
     format.key: format
     for format in (
         int4.FORMAT,
+        fp8.FORMAT,
         # one line per format
     )
 }
 
-FP8 = "FP8 with block scales (weight_scale_inv)"
 FOREIGN = {
     "qweight": "AWQ or GPTQ (qweight, qzeros, scales)",
     "qzeros": "AWQ or GPTQ (qweight, qzeros, scales)",
     "g_idx": "GPTQ with act-order (g_idx)",
     "weight_zero_point": "asymmetric pack-quantized (weight_zero_point)",
-    "weight_scale_inv": FP8,
     "weight_global_scale": "NVFP4 (weight_global_scale)",
     "SCB": "bitsandbytes LLM.int8 (SCB)",
     "absmax": "bitsandbytes NF4 (absmax, quant_map)",
@@ -47,8 +46,8 @@ FOREIGN = {
     "down_proj_blocks": "MXFP4 (_blocks, _scales)",
 }
 """A piece of a tensor's name -> the format it belongs to, which is not read here."""
-FOREIGN_DTYPES = {"F8_E4M3": FP8, "F8_E5M2": FP8, "F8_E8M0": FP8}
-"""The dtype of a tensor -> the format whose codes have it, which is not read here."""
+FOREIGN_DTYPES = {"F8_E4M3": "FP8 of a form that config.json does not name", "F8_E5M2": "FP8 e5m2"}
+"""The dtype of a tensor -> the format whose codes have it, where nothing says how they are read."""
 
 
 def recognise(config: Table) -> tuple[Codec, list[str]] | None:
@@ -226,15 +225,27 @@ def _groups(table: Table) -> dict[str, Table]:
 
 
 def _ignore(table: Table) -> list[str]:
-    """Names and patterns of modules that stay unquantized. Refuses a pattern that may match forever."""
-    found: object = table.get("ignore") or []
-    entries = cast("list[object]", found) if isinstance(found, list) else [None]
-    names = [entry for entry in entries if isinstance(entry, str)]
-    if len(names) < len(entries):
-        raise Unreadable("quantization_config.ignore is not a list of names")
+    """Names and patterns of modules that stay unquantized. Refuses a pattern that may match forever.
+
+    modules_to_not_convert holds beginnings of names, or their last parts; the head is always left out.
+    """
+    if _method(table) == "fp8":
+        names = _names(table, "modules_to_not_convert")
+        ends = [f"re:(?:.*\\.)?{re.escape(name)}$" for name in ["lm_head", *names]]
+        return ends + [f"re:{re.escape(name)}\\." for name in names]
+    names = _names(table, "ignore")
     for entry in names:
         if entry.startswith("re:"):
             pattern(entry[3:], "config.json: quantization_config.ignore", ConfigError)
+    return names
+
+
+def _names(table: Table, field: str) -> list[str]:
+    found: object = table.get(field) or []
+    entries = cast("list[object]", found) if isinstance(found, list) else [None]
+    names = [entry for entry in entries if isinstance(entry, str)]
+    if len(names) < len(entries):
+        raise Unreadable(f"quantization_config.{field} is not a list of names")
     return names
 
 

@@ -144,6 +144,7 @@ class Linear(PackedHolder):
     ):
         super().__init__()
         self.in_features, self.out_features, self.codec = in_features, out_features, codec
+        self.dtype = dtype
         if codec is None:
             self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
         else:
@@ -179,9 +180,9 @@ class Linear(PackedHolder):
     def matrix(self) -> Tensor:
         """W [out, in] for reading, without bias and adapter.
 
-        The parameter itself, or the packed weight expanded to bf16, its own precision.
+        The parameter itself, or the packed weight expanded to the dtype of the computation.
         """
-        return self.weight if self.codec is None else self.packed.dequantize()
+        return self.weight if self.codec is None else self.packed.dequantize().to(self.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}" + (f", {self.codec.name}" if self.codec else "")
