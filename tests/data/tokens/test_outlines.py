@@ -7,9 +7,9 @@ import pytest
 
 from unfreeze.core.errors import DataError
 from unfreeze.data.rows.shapes import row_from_dict
-from unfreeze.data.tokens import outlines
+from unfreeze.data.tokens import outlines, tracing
 from unfreeze.data.tokens.outlines import DIFFERS, Outlines, begins, between, end_of
-from unfreeze.data.tokens.templates import ChatTemplate
+from unfreeze.data.tokens.templates import PLAIN_TEMPLATE, ChatTemplate
 from unfreeze.data.tokens.tracing import Hole
 from unfreeze.data.tokens.turns import Renderer
 
@@ -119,6 +119,21 @@ def test_without_the_look_at_end_tokens_a_turn_would_end_too_late(monkeypatch):
     ]
     short = [row_from_dict({"messages": messages}, 1) for messages in answers]  # "s" stands in "</s>"
     assert differences(source, "auto", monkeypatch, short)[0]
+
+
+@pytest.mark.parametrize("limit", [tracing.MOST_WORK, 10**12])
+def test_rows_near_the_limits_of_the_sandbox_go_the_long_way(limit, monkeypatch):
+    """There they are refused or not whatever rows were before them; 10**12 is the control arm."""
+    monkeypatch.setattr(tracing, "MOST_WORK", limit)
+    renderer = Renderer(ChatTemplate(PLAIN_TEMPLATE, {**VARIABLES, "eos_token": "</s>"}), ENDS, quote)
+
+    def row(text):
+        turns = [{"role": role, "content": text} for role in ("user", "assistant") * 100]
+        return row_from_dict({"messages": turns}, 1)
+
+    renderer(row("a b"))
+    assert renderer._outlines.find(renderer._outlines.key(row("c d")), row("c d"))
+    assert (renderer._outlines.key(row("a" * 600)) is None) == (limit < 10**12)
 
 
 def test_parts_begin_with_others_or_differ_or_texts_decide():

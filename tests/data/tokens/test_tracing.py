@@ -46,6 +46,9 @@ LOOKS = {
     "find": "{{ m.content.find('a') }}",
     "text in words": "{{ m.content in 'abc' }}",
     "text not in words": "{{ m.content not in 'abc' }}",
+    "text in words, in a chain": "{{ 'a' != m.content in 'abc' }}{{ 'a' == m.content not in 'b' }}",
+    "joined with safe words": "{{ ('<' | safe) + m.content }}{{ m.content + ('x' | e) }}",
+    "autoescape": "{% autoescape true %}{{ m.content }}{% endautoescape %}",
     "text in a text": "{{ m.content in m.content + 'a' }}",
     "words in joined": "{{ '>a' in ('>' + m.content) }}",
     "compared": "{{ m.content < 'b' }}",
@@ -153,7 +156,14 @@ def test_the_second_conversation_of_a_shape_is_not_rendered(templates, monkeypat
 
 @pytest.mark.parametrize(
     ("name", "without"),
-    [("asked", "questions"), ("json", "guards"), ("text in words", "watch"), ("macro asked", "seal")],
+    [
+        ("asked", "questions"),
+        ("json", "guards"),
+        ("text in words", "watch"),
+        ("text in words, in a chain", "watch"),
+        ("macro asked", "seal"),
+        ("autoescape", "refusals"),
+    ],
 )
 def test_without_its_guards_a_trace_would_be_wrong(name, without, monkeypatch):
     """The control arm. A trace is compared with the conversation it was made for: others show that it is wrong."""
@@ -161,6 +171,8 @@ def test_without_its_guards_a_trace_would_be_wrong(name, without, monkeypatch):
         monkeypatch.setattr(tracing.Trace, "holds", lambda *_: True)
     if without == "guards":
         monkeypatch.setattr(tracing, "_kept_from", lambda function: function)
+    if without == "refusals":
+        monkeypatch.setattr(tracing, "_REFUSED", tracing._REFUSED[:-2])
     if without == "watch":
         monkeypatch.setattr(tracing, "_not_a_text", lambda value: value)
     if without == "seal":
@@ -195,6 +207,25 @@ def test_what_is_not_only_texts_is_rendered(templates):
         said(template, [{"role": "user", "content": "a", **field}])
     template.render([{"role": "user", "content": "a"}], tools=[{"type": "function"}])
     assert not template._traces._traces
+
+
+GATHERS = "{% set ns = namespace(t='') %}{% for m in messages %}{% set ns.t = ns.t + m.content %}{% endfor %}{{ ns.t }}"
+
+
+@pytest.mark.parametrize("limit", [tracing.MOST_WORK, 10**12])
+def test_a_row_is_refused_or_not_whatever_rows_were_before_it(limit, monkeypatch):
+    """A template that gathers what it has written costs the square of the messages; 10**12 is the control arm."""
+    monkeypatch.setattr(tracing, "MOST_WORK", limit)
+
+    def row(text):
+        return [{"role": "user", "content": text} for _ in range(600)]
+
+    template = ChatTemplate(GATHERS, VARIABLES)
+    assert said(template, row("a")) == "a" * 600 and is_traced(template)
+    steps = "takes more than 2,000,000 steps"
+    assert steps in said(untraced(GATHERS), row("a" * 1500))
+    assert (steps in said(template, row("a" * 1500))) == (limit < 10**12)
+    assert said(template, row("b" * 20)) == "b" * 12_000  # far from the limits, by the trace
 
 
 def test_the_time_is_of_the_trace():

@@ -21,7 +21,7 @@ from unfreeze.data.tokens.completions import Completions
 from unfreeze.data.tokens.taught import Segment
 from unfreeze.data.tokens.templates import ChatTemplate
 from unfreeze.data.tokens.think import USUAL_MARKS
-from unfreeze.data.tokens.tracing import MOST_ANSWERS, Hole, Parts, Question, Trace
+from unfreeze.data.tokens.tracing import MOST_ANSWERS, Hole, Parts, Question, Trace, is_short
 
 MOST_OUTLINES = 10_000
 """Shapes that have outlines."""
@@ -92,7 +92,7 @@ class Outlines:
             if any(mark in content for mark in self._marks):
                 return None
             key += (message["role"], next(iter(message)), not content)
-        return tuple(key)
+        return tuple(key) if is_short(row.messages) else None
 
     def find(
         self, key: tuple[object, ...], row: Conversation

@@ -35,7 +35,10 @@ MOST_TRACES = 20_000
 MOST_ANSWERS = 8
 """Traces of one shape, one for each set of answers to the template's questions."""
 MOST_TEXT = 1_000_000
-"""Characters of a conversation that a trace is used for: the sandbox's limits are far above."""
+"""Characters of a conversation that a trace is used for."""
+MOST_WORK = 20_000_000
+"""Of characters times messages: what a template that gathers all it has written at each message may cost. The
+sandbox refuses some 10 times as much: whether a row is refused never hangs on the rows before it."""
 _TOKEN = secrets.token_hex(8)
 _OPEN, _CLOSE = f"\U000f0005{_TOKEN}", "\U000f0006"
 _HOLE = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
@@ -59,7 +62,10 @@ _REFUSED = (
     nodes.Extends,
     nodes.AssignBlock,
     nodes.FilterBlock,
+    nodes.EvalContextModifier,
+    nodes.ScopedEvalContextModifier,
 )
+"""Their texts would be made unseen; the last two are {% autoescape %}."""
 
 Shape = tuple[Any, ...]
 
@@ -316,7 +322,8 @@ class TracingEnvironment(LimitedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if not isinstance(left, _Text) and not isinstance(right, _Text):
             return super().call_binop(context, operator, left, right)
-        if operator != "+" or not isinstance(left, str) or not isinstance(right, str):
+        # a text that is marked as safe escapes what it is joined with
+        if operator != "+" or any(type(side) not in (str, _Text) for side in (left, right)):
             raise Looked
         return self._sealed("".join((left, right)))
 
@@ -347,12 +354,18 @@ def _not_a_text(value: Any) -> Any:
 
 
 class _Watched(NodeTransformer):
-    """`x in y` -> `(x | _asked) in y`: a str that is asked for a text in it would answer by its marks."""
+    """`x in y` -> `(x | _asked) in y`: a str that is asked for a text in it would answer by its marks.
+
+    So too where x stands within a chain, `w == x in y`.
+    """
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
-        if any(operand.op in ("in", "notin") for operand in node.ops):
-            node.expr = nodes.Filter(node.expr, "_asked", [], [], None, None, lineno=node.lineno)
+        before: nodes.Compare | nodes.Operand = node
+        for operand in node.ops:
+            if operand.op in ("in", "notin"):
+                before.expr = nodes.Filter(before.expr, "_asked", [], [], None, None, lineno=node.lineno)
+            before = operand
         return node
 
 
@@ -412,8 +425,7 @@ class Traces:
         last, shapes = self._last
         if len(messages) > len(last) or not all(map(operator.is_, messages, last)):
             found = [*map(shape_of, messages)]
-            short = None not in found and sum(map(_length, messages)) <= MOST_TEXT
-            shapes = tuple(found) if short else (None,)
+            shapes = tuple(found) if None not in found and is_short(messages) else (None,)
             self._last = (list(messages), shapes)
         return None if shapes == (None,) else shapes[: len(messages)]
 
@@ -432,5 +444,7 @@ class Traces:
             return Trace(None, conversation.questions)
 
 
-def _length(message: JsonObject) -> int:
-    return sum(len(value) for value in message.values() if type(value) is str)
+def is_short(messages: Sequence[JsonObject]) -> bool:
+    """Whether a rendering of these messages is sure to stay within the sandbox's limits."""
+    length = sum(len(value) for message in messages for value in message.values() if type(value) is str)
+    return length <= MOST_TEXT and length * len(messages) <= MOST_WORK
