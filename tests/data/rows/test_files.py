@@ -1,6 +1,7 @@
 """Data files: six shapes, and for every bad row its number and field."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -368,6 +369,8 @@ def test_every_row_is_found_again_at_its_place(tmp_path_factory, lines, end, bom
         ({"question": "Q", "answr": "A"}, "--columns answer=answr"),
         ({"prompt": "Q", "reply": "A"}, "--columns completion=NAME"),
         ({"query": "Q", "reply": "A"}, "--columns prompt=NAME,completion=NAME"),
+        ({"Question": "Q", "Answer": "A"}, "--columns question=Question,answer=Answer"),
+        ({"PROMPT": "Q", "reply": "A"}, "--columns prompt=PROMPT,completion=NAME"),
     ],
 )
 def test_the_next_step_of_a_row_without_a_shape_is_a_command(row, next, tmp_path):
@@ -381,6 +384,41 @@ def test_the_next_step_of_a_row_without_a_shape_is_a_command(row, next, tmp_path
     )
     (read,) = read_rows(tmp_path / "data.jsonl", columns=columns.split(","))
     assert isinstance(read, Conversation) and read.messages == TALK
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.csv"])
+def test_the_next_step_keeps_the_columns_that_were_given(name, tmp_path):
+    """The remedy is all of --columns, so that giving it is the last time."""
+    lines = {"data.jsonl": '{"Question": "Q", "Answer": "A"}\n', "data.csv": "Question,Answer\nQ,A\n"}
+    (tmp_path / name).write_text(lines[name])
+    for first in ([], ["question=Question"], ["answer=Answer"]):
+        with pytest.raises(DataError, match="missing") as error:
+            list(read_rows(tmp_path / name, columns=first))
+        columns = error.value.next.removeprefix("--columns ").split(",")
+        assert sorted(columns) == ["answer=Answer", "question=Question"]
+        (row,) = read_rows(tmp_path / name, columns=columns)
+        assert row.messages == TALK
+
+
+def test_roles_of_other_forms_are_renamed_by_the_line_that_is_named(tmp_path):
+    talk = [{"role": "human", "content": "Q"}, {"role": "gpt", "content": "A"}]
+    with pytest.raises(DataError, match="human is user here, gpt is assistant here") as error:
+        rows_of(tmp_path, {"messages": talk})
+    command = error.value.next.removeprefix("rename them: ").replace("OLD", "data").replace("NEW", "new")
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+    assert [row.messages for row in read_rows(tmp_path / "new.jsonl")] == [TALK]
+    # control arm: a slip of the pen is no other form
+    with pytest.raises(DataError, match="nearest: 'user'") as error:
+        rows_of(tmp_path, {"messages": [{"role": "usr", "content": "Q"}]})
+    assert "sed" not in error.value.next
+
+
+def test_turns_of_another_form_under_messages_are_read_as_conversations(tmp_path):
+    talk = [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]
+    with pytest.raises(DataError, match="has from and value") as error:
+        rows_of(tmp_path, {"messages": talk})
+    columns = [error.value.next.removeprefix("--columns ")]
+    assert [row.messages for row in read_rows(tmp_path / "data.jsonl", columns=columns)] == [TALK]
 
 
 def test_a_field_named_by_columns_goes_before_the_order_of_shapes(tmp_path):

@@ -14,6 +14,14 @@ from unfreeze.data.rows.fields import half_surrogate, json_of, json_type, list_o
 from unfreeze.data.rows.row import REASONING_NAMES, Message, Tool
 
 ROLES = ("system", "user", "assistant", "tool")
+ELSEWHERE = {
+    "human": "user",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "function": "tool",
+}
+"""Roles of other forms of rows -> ours."""
 MESSAGE_FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
 
 
@@ -49,11 +57,14 @@ def message_of(item: object, row: int, where: str, *, empty: bool = False) -> Me
     if _is_plain(item):
         return dict(item)
     message = {name: value for name, value in object_of(item, row, where).items() if value is not None}
+    if "role" not in message and "from" in message and where.startswith("messages["):
+        raise DataError(
+            f"row {row}: field {where} has from and value, not role and content",
+            next="--columns conversations=messages",
+        )
     role = text_of(message.get("role"), row, f"{where}.role")
     if role not in ROLES:
-        raise DataError(
-            f"row {row}: field {where}.role is {role!r}; known: {', '.join(ROLES)}{nearest(role, ROLES)}"
-        )
+        raise _unknown_role(role, row, where)
     message = {name: value for name, value in message.items() if name not in ("weight", "train")}
     for name in message:
         if name not in (*MESSAGE_FIELDS, *REASONING_NAMES) and nearest(name, MESSAGE_FIELDS):
@@ -73,6 +84,17 @@ def message_of(item: object, row: int, where: str, *, empty: bool = False) -> Me
         **message,
         "content": _content(message.get("content"), row, f"{where}.content", empty=may_be_empty),
     }
+
+
+def _unknown_role(role: str, row: int, where: str) -> DataError:
+    """With the line that renames the roles of another form, where it is one of them."""
+    hint, next = nearest(role, ROLES), ""
+    if role in ELSEWHERE:
+        others = ("human", "gpt") if role in ("human", "gpt") else (role,)
+        hint = "; " + ", ".join(f"{name} is {ELSEWHERE[name]} here" for name in others)
+        swaps = (f's/("role": *)"{name}"/\\1"{ELSEWHERE[name]}"/g' for name in others)
+        next = f"rename them: sed -E '{'; '.join(swaps)}' OLD.jsonl > NEW.jsonl"
+    return DataError(f"row {row}: field {where}.role is {role!r}; known: {', '.join(ROLES)}{hint}", next=next)
 
 
 def _is_plain(item: object) -> TypeGuard[dict[str, str]]:

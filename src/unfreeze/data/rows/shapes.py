@@ -14,10 +14,11 @@ trainings (preference pairs, rewards) are recognised and refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 
 from unfreeze.config.synonyms import COMMANDS
-from unfreeze.core.errors import DataError, nearest
+from unfreeze.core.errors import DataError, near_word, nearest
 from unfreeze.data.rows.fields import MAX_DEPTH, deeper_than, json_of, list_of, object_of, text_of
 from unfreeze.data.rows.messages import carries_loss, message_of, tool_call_of, tools_of
 from unfreeze.data.rows.row import Conversation, Message, Row, Text, Tool
@@ -36,19 +37,19 @@ SHAREGPT_ROLES = {
 Fields = Mapping[str, object]
 
 
-def row_from_dict(fields: Fields, row: int = 0, named: Iterable[str] = ()) -> Row:
+def row_from_dict(fields: Fields, row: int = 0, renames: Mapping[str, str] | None = None) -> Row:
     """One JSON object as a Row: the first shape whose fields it has.
 
-    named: fields that --columns names; a shape that has one of them goes before the others.
-    Raises DataError naming the field that is missing.
+    renames: field -> column, as --columns gave them; a shape that has one of them goes before the others.
+    Raises DataError naming the fields that are missing.
     """
     if deeper_than(fields, MAX_DEPTH):
         raise DataError(f"row {row}: nested deeper than {MAX_DEPTH} levels", next="flatten the row")
-    named = set(named)
+    renames = renames or {}
     whole = [
         shape for shape, (needed, _) in SHAPES.items() if all(fields.get(name) is not None for name in needed)
     ]
-    asked = [shape for shape in whole if named.intersection(SHAPES[shape][0])]
+    asked = [shape for shape in whole if renames.keys() & SHAPES[shape][0]]
     if not asked:
         _refuse_other_training(fields, row)
     if whole:
@@ -60,18 +61,18 @@ def row_from_dict(fields: Fields, row: int = 0, named: Iterable[str] = ()) -> Ro
     empty = _null(fields)
     if empty:
         raise DataError(f"row {row}: field {empty!r} is null")
-    raise _no_shape(list(fields), row)
+    raise _no_shape(list(fields), row, renames)
 
 
-def check_names(names: Iterable[str], there: Iterable[str], what: str) -> None:
+def check_names(there: Sequence[str], renames: Mapping[str, str], what: str) -> None:
     """Refuse a table none of whose rows can have a shape.
 
-    names: its columns, as --columns names them; there: as they stand in the file
+    there: its columns, as they stand in the file; renames: field -> column, as --columns gave them
     """
-    names = list(names)
+    names = [*renames, *(name for name in there if name not in renames.values())]
     shapes = [needed for needed, _ in SHAPES.values()] + [("chosen", "rejected")]
     if not any(set(needed) <= set(names) for needed in shapes):
-        error = _no_shape(list(there), 0)
+        error = _no_shape(names, 0, renames)
         raise DataError(f"{what}: {error.message.removeprefix('row 0: ')}", next=error.next)
 
 
@@ -105,27 +106,43 @@ def _null(fields: Fields) -> str | None:
 def _score(needed: Sequence[str], fields: Mapping[str, object] | Sequence[str]) -> tuple[int, int]:
     """How near a shape is: its fields that are there, then those that are nearly there."""
     there = [name for name in fields if not isinstance(fields, Mapping) or fields[name] is not None]
-    return sum(name in there for name in needed), sum(bool(nearest(name, fields)) for name in needed)
+    return sum(name in there for name in needed), sum(bool(_near(name, list(fields))) for name in needed)
 
 
-def _no_shape(names: Sequence[str], row: int) -> DataError:
-    """What is missing, in one sentence, and what to do."""
+def _no_shape(names: Sequence[str], row: int, renames: Mapping[str, str]) -> DataError:
+    """What is missing of the nearest shape, in one sentence, and the whole of --columns that gives it.
+
+    names: the row's fields, renamed already
+    """
     if not names:
         return DataError(f"row {row}: the object is empty", next="remove the row, or --on-bad-row skip")
-    there = ", ".join(sorted(names)[:20])
+    there = ", ".join(sorted(renames.get(name, name) for name in names)[:20])
     needed = max((needed for needed, _ in SHAPES.values()), key=lambda fields: _score(fields, names))
-    missing = next((name for name in needed if name not in names), needed[0])
-    near = nearest(missing, names).removeprefix("; nearest: ").strip("'")
-    if near:
-        return DataError(f"row {row}: field {missing!r} is missing", next=f"--columns {missing}={near}")
-    if any(name in names for name in needed):
+    missing = [name for name in needed if name not in names]
+    near: dict[str, str] = {}
+    for name in missing:
+        left = [other for other in names if other not in (*needed, *renames, *near.values())]
+        if word := _near(name, left):
+            near[name] = word
+    if not near and len(missing) == len(needed):
         return DataError(
-            f"row {row}: field {missing!r} is missing, there are: {there}", next=f"--columns {missing}=NAME"
+            f"row {row}: no field is known, there are: {there}",
+            next=f"--columns prompt=NAME,completion=NAME, or rename them to one of: {', '.join(SHAPES)}",
         )
+    several = len(missing) > 1
+    said = f"field{'s' * several} {' and '.join(map(repr, missing))} {'are' if several else 'is'} missing"
+    columns = {**renames, **dict.fromkeys(missing, "NAME"), **near}
+    pairs = ",".join(f"{ours}={column}" for ours, column in columns.items())
     return DataError(
-        f"row {row}: no field is known, there are: {there}",
-        next=f"--columns prompt=NAME,completion=NAME, or rename them to one of: {', '.join(SHAPES)}",
+        f"row {row}: {said}" + (f", there are: {there}" if len(near) < len(missing) else ""),
+        next=f"--columns {shlex.quote(pairs) if ' ' in pairs else pairs}",
     )
+
+
+def _near(name: str, others: Sequence[str]) -> str:
+    """The field that is most likely meant by `name`, in any case of letters; "" without one."""
+    lower = {other.lower(): other for other in others}
+    return lower.get(near_word(name, lower), "")
 
 
 def _messages_row(fields: Fields, row: int, shape: str) -> Row:

@@ -283,9 +283,7 @@ def _kept(path: Path, names: Sequence[str], renames: Mapping[str, str]) -> list[
 def _check_header(path: Path, names: Sequence[str], renames: Mapping[str, str], what: str) -> None:
     """Refuse a table whose columns make no row, before it is gone through."""
     refuse_missing(renames, names, path.name)
-    check_names(
-        [*renames, *(name for name in names if name not in renames.values())], names, f"{path.name}, {what}"
-    )
+    check_names(names, renames, f"{path.name}, {what}")
 
 
 def parse_cells(raw: Cells | Wrong, row: int, renames: Mapping[str, str]) -> Row:
