@@ -1,4 +1,4 @@
-"""unfreeze demo: the main job on the built-in tiny-k2, in about two minutes on two CPU cores.
+"""unfreeze demo: the main job on the built-in tiny-k2, in two or three minutes on two CPU cores.
 
 tiny-k2 has Kimi-K2-Thinking's format with INT4 experts.
 It asks tiny-k2 held-out questions, trains LoRA on every linear layer and all routed experts so that it

@@ -78,7 +78,8 @@ def fleet(words: str, table: Path | str = "") -> Fleet:
     if name.lower() not in names:
         raise ConfigError(
             f"hardware: no facts of a device {name[:60]!r}{nearest(name, known)}; known: {', '.join(known)}",
-            next="give --machines FILE with a table of that name, as parallel/machines.toml has them",
+            next=f"write [{name[:20]}] with {', '.join(Device.model_fields)} of its data sheet into a file,"
+            " and give --machines FILE",
         )
     if count is not None and (len(count) > 9 or not 1 <= int(count) <= MOST_DEVICES):
         raise ConfigError(
