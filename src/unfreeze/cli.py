@@ -78,7 +78,7 @@ FLAGS = {"--json": "json", "--quiet": "quiet", "--traceback": "traceback", "--pl
 
 def usage() -> str:
     """The text of `unfreeze --help`: at most 24 lines of 80 columns."""
-    lines = ["unfreeze trains open-weight language models in the format they were published in."]
+    lines = ["unfreeze trains open-weight language models in the format they came in."]
     for heading, commands in HEADINGS.items():
         lines += ["", heading, *_listed(commands, "unfreeze")]
     return "\n".join([*lines, "", f"unfreeze COMMAND --help: its flags   unfreeze dev: {', '.join(DEV)}"])
