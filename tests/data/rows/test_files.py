@@ -69,6 +69,23 @@ def encode(line) -> bytes:
             "question/answer",
             [{"role": "system", "content": "S"}, *TALK],
         ),
+        ({"system": "S", "messages": TALK}, "messages", [{"role": "system", "content": "S"}, *TALK]),
+        (
+            {"system": "S", "messages": [{"role": "system", "content": "S"}, *TALK]},
+            "messages",
+            [{"role": "system", "content": "S"}, *TALK],
+        ),
+        (
+            {"system": "S", "prompt": TALK[:1], "completion": TALK[1:]},
+            "prompt/completion",
+            [{"role": "system", "content": "S"}, *TALK],
+        ),
+        (
+            {"instruction": "Q", "output": "A", "system": "S", "history": [["Q", "A"]]},
+            "instruction/output",
+            [{"role": "system", "content": "S"}, *TALK, *TALK],
+        ),
+        ({"instruction": "Q", "output": "A", "history": []}, "instruction/output", TALK),
         ({"messages": [{**TALK[0], "tool_calls": None}, TALK[1]], "prompt": "x"}, "messages", TALK),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "Q"}]}, TALK[1]]},
@@ -92,6 +109,41 @@ def test_tools_and_reasoning_are_kept(tmp_path):
         (row,) = rows_of(tmp_path, {"messages": talk, "tools": tools})
         assert isinstance(row, Conversation) and row.tools == [tool]
         assert row.messages[1] == {**turn, "content": None} and row.messages[2:] == talk[2:]
+
+
+def test_the_first_form_of_openai_is_read_as_tools(tmp_path):
+    """A function_call beside a content was trained without it, and functions were not in the prompt."""
+    function = {"name": "look", "parameters": {"type": "object"}}
+    asked = {"name": "look", "arguments": '{"at": "sky"}'}
+    turns = [
+        TALK[0],
+        {"role": "assistant", "content": None, "function_call": asked},
+        {"role": "function", "name": "look", "content": "blue"},
+        {"role": "assistant", "content": "I see.", "function_call": asked},
+    ]
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "sky"}}}
+    (row,) = rows_of(tmp_path, {"messages": turns, "functions": [function]})
+    assert isinstance(row, Conversation) and row.tools == [{"type": "function", "function": function}]
+    assert [turn.get("tool_calls") for turn in row.messages] == [None, [call], None, [call]]
+    assert row.messages[2] == {"role": "tool", "name": "look", "content": "blue"}
+    assert "function_call" not in row.messages[3] and row.messages[3]["content"] == "I see."
+    both = {**turns[1], "tool_calls": [call]}
+    with pytest.raises(DataError, match=r"messages\[1\] has function_call and tool_calls"):
+        rows_of(tmp_path, {"messages": [TALK[0], both]})
+
+
+@pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}, {"training": False}, {"loss": False}])
+def test_a_turn_without_loss_is_one_in_every_shape_of_turns(flag, tmp_path):
+    theirs = [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]
+    for name, talk in (("messages", TALK), ("conversations", theirs)):
+        twice = [talk[0], {**talk[1], **flag}, *talk]
+        for system, place in (({}, 1), ({"system": "S"}, 2)):
+            (row,) = rows_of(tmp_path, {name: twice, **system})
+            assert isinstance(row, Conversation) and row.context == {place}
+            assert row.messages[place] == TALK[1]  # the template is not shown the flag
+        on = dict.fromkeys(flag, 1 if "weight" in flag else True)  # control arm
+        (row,) = rows_of(tmp_path, {name: [talk[0], {**talk[1], **on}, *talk]})
+        assert isinstance(row, Conversation) and row.context == set()
 
 
 def test_mixed_shapes_blank_lines_bom_and_line_separators_inside_strings(tmp_path):
@@ -309,7 +361,7 @@ def test_any_bytes_are_rows_or_one_data_error(line, tmp_path_factory):
         try:
             rows_of(tmp_path_factory.getbasetemp(), line, name=name)
         except DataError as error:
-            assert "row" in error.message or "UTF-16" in error.message
+            assert any(said in error.message for said in ("row", "UTF-16", "by its first bytes"))
 
 
 @pytest.mark.parametrize("name", ["large.jsonl", "large.txt"])
@@ -361,6 +413,9 @@ def test_every_row_is_found_again_at_its_place(tmp_path_factory, lines, end, bom
         assert again(place) == row
 
 
+THEIRS = [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]
+
+
 @pytest.mark.parametrize(
     "row, next",
     [
@@ -371,6 +426,10 @@ def test_every_row_is_found_again_at_its_place(tmp_path_factory, lines, end, bom
         ({"query": "Q", "reply": "A"}, "--columns prompt=NAME,completion=NAME"),
         ({"Question": "Q", "Answer": "A"}, "--columns question=Question,answer=Answer"),
         ({"PROMPT": "Q", "reply": "A"}, "--columns prompt=PROMPT,completion=NAME"),
+        ({"chat": TALK}, "--columns messages=chat"),
+        ({"conversations": TALK}, "--columns messages=conversations"),
+        ({"messages": THEIRS}, "--columns conversations=messages"),
+        ({"turns": THEIRS}, "--columns conversations=turns"),
     ],
 )
 def test_the_next_step_of_a_row_without_a_shape_is_a_command(row, next, tmp_path):
@@ -419,6 +478,35 @@ def test_turns_of_another_form_under_messages_are_read_as_conversations(tmp_path
         rows_of(tmp_path, {"messages": talk})
     columns = [error.value.next.removeprefix("--columns ")]
     assert [row.messages for row in read_rows(tmp_path / "data.jsonl", columns=columns)] == [TALK]
+
+
+@pytest.mark.parametrize(
+    ("row", "says", "next"),
+    [
+        (
+            {"data": [{"prompt": "Q", "completion": "A"}]},
+            "the rows are a list in field 'data'",
+            "'.data[]' FILE",
+        ),
+        (TALK[0], "one message (role, content), not a row", "'{messages: .}' FILE"),
+        (
+            {"messages": [TALK[0], {**TALK[1], "train_detail": [{"train": False}]}]},
+            "marks parts of a turn",
+            "split",
+        ),
+        (
+            {"system": "S", "messages": [{"role": "system", "content": "T"}, *TALK]},
+            "two system prompts",
+            "keep",
+        ),
+        ({"instruction": "Q", "output": "A", "history": [["Q"]]}, "history[0] has 1 texts", ""),
+        ({"messages": [TALK[0], {**TALK[1], "loss": 0.5}]}, "messages[1].loss is a number", ""),
+    ],
+)
+def test_what_would_be_left_out_in_silence_is_named(row, says, next, tmp_path):
+    with pytest.raises(DataError) as error:
+        rows_of(tmp_path, row)
+    assert says in error.value.message and next in error.value.next
 
 
 def test_a_field_named_by_columns_goes_before_the_order_of_shapes(tmp_path):

@@ -158,6 +158,60 @@ def test_a_csv_file_that_cannot_be_read_is_named(text, says, next, tmp_path):
     assert "data.csv" in error.value.message and next in error.value.next
 
 
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        ('prompt, completion\n"a", "b, c"\n', [("a", "b, c")]),
+        ('"prompt"; "completion"\n"a"; b\n', [("a", "b")]),
+        ("prompt,completion\na, b\n", [("a", " b")]),  # control arm: no space in the header
+        ('prompt;completion;"a,b,c,d"\nx;y;z\n', [("x", "y")]),
+    ],
+)
+def test_the_header_says_what_stands_between_cells(text, rows, tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text(text)
+    assert [tuple(turn["content"] for turn in row.messages) for row in read_rows(path)] == rows
+    again = Again(path)
+    assert [
+        tuple(turn["content"] for turn in again(place).messages) for place, _ in read_places(path)
+    ] == rows
+
+
+@pytest.mark.parametrize("kind", ["list_view", "large_list_view", "list_", "large_list"])
+def test_every_kind_of_list_is_a_list(kind, tmp_path):
+    turn = pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.string_view())])
+    table = pyarrow.table(
+        {"messages": pyarrow.array([TALKS[0]["messages"]], type=getattr(pyarrow, kind)(turn))}
+    )
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with pyarrow.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
+        file.write_table(table)
+    for name in ("a.parquet", "a.arrow"):
+        (row,) = read_rows(tmp_path / name)
+        assert row.messages == TALKS[0]["messages"]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.txt"])
+def test_a_file_that_is_another_by_its_first_bytes_is_named_with_the_command(name, tmp_path):
+    rows = pyarrow.Table.from_pylist(PAIRS)
+    path = tmp_path / name
+    parquet.write_table(rows, path)
+    with pytest.raises(DataError, match=f"{name} is .parquet by its first bytes") as error:
+        list(read_rows(path))
+    assert error.value.next == f"mv {path} {tmp_path / 'a.parquet'}"
+    for begin, said in (
+        (b"\x1f\x8b\x08", "is .gz by"),
+        (b"PK\x03\x04", "packed file"),
+        (b"ARROW1\0\0", "is .arrow"),
+    ):
+        path.write_bytes(begin + b"\0" * 9)
+        with pytest.raises(DataError, match=said):
+            list(read_rows(path))
+    plain = tmp_path / "b.txt"
+    plain.write_text("PAR1 and ARROW1 are words.")  # control arm
+    assert len(list(read_rows(plain))) == 1
+
+
 def test_bad_records_of_a_csv_file_are_skipped_and_counted(tmp_path):
     (tmp_path / "data.csv").write_bytes(b'prompt,completion\na,b\na,b,c\n\n"x"y,z\na,caf\xe9\n"m\nn",o\n')
     bad: list[BadRow] = []

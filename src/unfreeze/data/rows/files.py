@@ -12,7 +12,9 @@ Every complaint names the row (its line in the file) and the field.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from os import SEEK_END
 from pathlib import Path
+from shlex import quote
 from typing import Any, Protocol
 
 from unfreeze.core.errors import DataError, nearest
@@ -46,6 +48,7 @@ def _json(path: Path, renames: Renames) -> Reader:
 FORMS: dict[str, tuple[Open, Parse]] = {
     ".jsonl": (_json, parse_json),
     ".json": (_json, parse_json),
+    ".ndjson": (_json, parse_json),
     ".txt": (TextFile, parse_text),
     ".csv": (Csv, parse_cells),
     ".tsv": (Csv, parse_cells),
@@ -88,7 +91,36 @@ def reader(path: str | Path, columns: Sequence[str] = ()) -> Reader:
             f"no data file at {path}{nearest(path.name, _neighbours(path))}", next="--data FILE.jsonl"
         )
     refuse_form(path)
+    _refuse_other(path)
     return FORMS[ending(path)][0](path, renames_of(columns))
+
+
+BEGINS = {b"PAR1": ".parquet", b"ARROW1\0\0": ".arrow", b"\x1f\x8b": ".gz", b"PK\x03\x04": ".xlsx"}
+"""First bytes of files that are no text. A Parquet file ends as it begins."""
+
+
+def _refuse_other(path: Path) -> None:
+    """Raise DataError for a text file that is not one by its first bytes."""
+    if ending(path) in (".parquet", ".arrow", ".feather") or path.suffix.lower() == ".gz":
+        return
+    with path.open("rb") as file:
+        first = file.read(8)
+        file.seek(-min(4, path.stat().st_size), SEEK_END)
+        last = file.read(4)
+    kind = next((kind for begin, kind in BEGINS.items() if first.startswith(begin)), None)
+    if kind == ".parquet" and last != b"PAR1":
+        return
+    if kind == ".xlsx":
+        raise DataError(
+            f"{path.name} is a packed file (xlsx or zip) by its first bytes",
+            next="save it as CSV UTF-8, or unzip it",
+        )
+    if kind:
+        named = path.with_name(f"{path.name}.gz" if kind == ".gz" else f"{path.stem}{kind}")
+        raise DataError(
+            f"{path.name} is {kind} by its first bytes, not {path.suffix}",
+            next=f"mv {quote(str(path))} {quote(str(named))}",
+        )
 
 
 def read_rows(

@@ -14,14 +14,12 @@ from unfreeze.data.rows.fields import half_surrogate, json_of, json_type, list_o
 from unfreeze.data.rows.row import REASONING_NAMES, Message, Tool
 
 ROLES = ("system", "user", "assistant", "tool")
-ELSEWHERE = {
-    "human": "user",
-    "gpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "function": "tool",
-}
+ELSEWHERE = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 """Roles of other forms of rows -> ours."""
+FLAGS = ("train", "training", "loss")
+"""Whether a turn carries loss, as our rows, axolotl's and ms-swift's name it."""
+DETAILS = ("train_detail", "training_detail")
+"""axolotl's stretches of characters that carry loss."""
 MESSAGE_FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
 
 
@@ -39,14 +37,23 @@ def read_messages(messages: Sequence[Mapping[str, object]]) -> list[Message]:
 
 
 def carries_loss(item: object, row: int, where: str) -> bool:
-    """A turn's "weight" (0 or 1, as OpenAI's files have it) or "train" (true or false)."""
+    """A turn's "weight" (0 or 1, as OpenAI's files have it) or one of FLAGS (true or false)."""
     message = object_of(item, row, where)
-    weight, train = message.get("weight"), message.get("train")
+    if len(message) == 2:  # who and what, as most are
+        return True
+    weight = message.get("weight")
     if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
         raise DataError(f"row {row}: field {where}.weight is {weight!r}; a turn's weight is 0 or 1")
-    if train is not None and not isinstance(train, bool):
-        raise DataError(f"row {row}: field {where}.train is {json_type(train)}, expected true or false")
-    return weight != 0 and train is not False
+    for name in FLAGS:
+        if not isinstance(flag := message.get(name), bool | None):
+            raise DataError(f"row {row}: field {where}.{name} is {json_type(flag)}, expected true or false")
+    for name in DETAILS:
+        if message.get(name):
+            raise DataError(
+                f"row {row}: field {where}.{name} marks parts of a turn; loss is on whole turns only",
+                next='leave it out, or split the turn and give its parts "train": true or false',
+            )
+    return weight != 0 and all(message.get(name) is not False for name in FLAGS)
 
 
 def message_of(item: object, row: int, where: str, *, empty: bool = False) -> Message:
@@ -63,9 +70,17 @@ def message_of(item: object, row: int, where: str, *, empty: bool = False) -> Me
             next="--columns conversations=messages",
         )
     role = text_of(message.get("role"), row, f"{where}.role")
+    if role == "function":  # OpenAI's first form of a tool's return, and of its call
+        role = message["role"] = "tool"
+    if "function_call" in message:
+        if message.get("tool_calls"):
+            raise DataError(
+                f"row {row}: field {where} has function_call and tool_calls", next="keep one of them"
+            )
+        message["tool_calls"] = [message.pop("function_call")]
     if role not in ROLES:
         raise _unknown_role(role, row, where)
-    message = {name: value for name, value in message.items() if name not in ("weight", "train")}
+    message = {name: value for name, value in message.items() if name not in ("weight", *FLAGS, *DETAILS)}
     for name in message:
         if name not in (*MESSAGE_FIELDS, *REASONING_NAMES) and nearest(name, MESSAGE_FIELDS):
             raise DataError(f"row {row}: field {where}.{name} is not known{nearest(name, MESSAGE_FIELDS)}")
@@ -173,8 +188,11 @@ def _content(value: object, row: int, where: str, *, empty: bool) -> object:
 
 
 def tools_of(fields: Mapping[str, object], row: int) -> list[Tool] | None:
-    """`tools` as a list of JSON schemas, or as the same list written into a string."""
-    tools = fields.get("tools")
+    """`tools` as a list of JSON schemas, or as the same list written into a string.
+
+    OpenAI's first form of it is `functions`.
+    """
+    tools = fields.get("tools") or fields.get("functions")
     if isinstance(tools, str) and tools.strip():
         tools = json_of(tools, row, "tools")
     if not tools:

@@ -1,11 +1,12 @@
 """The shapes a JSON row may have. A row takes the first whose fields it has; `Row.shape` says which.
 
-messages             messages: [{role, content, reasoning_content?, tool_calls?}, …]: as it stands
+messages             messages: [{role, content, reasoning_content?, tool_calls?}, …], system?: as it stands
 conversations        ShareGPT: conversations: [{from, value}, …], system?, tools?: human -> user, gpt ->
                      assistant, function_call and observation -> a tool call and its return
 prompt/completion    two texts, or two lists of messages: what is asked, what is taught
 question/answer      two texts: a user's turn and the assistant's
-instruction/output   alpaca: instruction, input?, output, system?: instruction, blank line, input; output
+instruction/output   alpaca: instruction, input?, output, system?, history?: instruction, blank line, input;
+                     output
 text                 text: one document, loss on all of it
 
 Shapes may be mixed in one file. Fields that belong to no shape (id, source, …) are left alone. Rows of other
@@ -58,6 +59,7 @@ def row_from_dict(fields: Fields, row: int = 0, renames: Mapping[str, str] | Non
         if isinstance(result, Conversation):
             _check_conversation(result)
         return result
+    _refuse_within(fields, row)
     empty = _null(fields)
     if empty:
         raise DataError(f"row {row}: field {empty!r} is null")
@@ -95,6 +97,30 @@ def _refuse_other_training(fields: Fields, row: int) -> None:
             f"row {row}: steps with labels (completions, labels: a reward model's); {COMMANDS['reward']}",
             next="give rows of prompt and completion",
         )
+
+
+def _refuse_within(fields: Fields, row: int) -> None:
+    """A row that is within the object, under another name, or around it."""
+    if {"role", "content"} <= fields.keys():
+        raise DataError(
+            f"row {row}: one message (role, content), not a row of messages",
+            next="jq -c '{messages: .}' FILE > rows.jsonl (if a line is a list of messages)",
+        )
+    for name, value in fields.items():
+        first = value[0] if isinstance(value, list) and value else None
+        if not isinstance(first, dict):
+            continue
+        for shape, keys in (("messages", {"role", "content"}), ("conversations", {"from", "value"})):
+            if keys <= first.keys():
+                raise DataError(
+                    f"row {row}: field {shape!r} is missing; field {name!r} looks like it",
+                    next=f"--columns {shape}={name}",
+                )
+        if any(set(needed) <= first.keys() for needed, _ in SHAPES.values()):
+            raise DataError(
+                f"row {row}: the rows are a list in field {name!r}",
+                next=f"jq -c '.{name}[]' FILE > rows.jsonl",
+            )
 
 
 def _null(fields: Fields) -> str | None:
@@ -154,21 +180,37 @@ def _conversation(
     items: Sequence[tuple[str, object]], fields: Fields, row: int, shape: str, prompt: int = 0
 ) -> Conversation:
     """Messages with their places in the row; the first `prompt` of them are asked, not taught."""
-    messages = [message_of(item, row, where) for where, item in items]
-    asked = {i for i, (where, item) in enumerate(items) if i < prompt or not carries_loss(item, row, where)}
+    turns = [
+        (message_of(item, row, where), carries_loss(item, row, where) and i >= prompt)
+        for i, (where, item) in enumerate(items)
+    ]
+    return _with_system(turns, fields, row, shape)
+
+
+def _with_system(turns: Sequence[tuple[Message, bool]], fields: Fields, row: int, shape: str) -> Conversation:
+    """Turns, and whether each carries loss, behind the row's system prompt."""
+    system = _system(fields, row)
+    if system and turns and turns[0][0]["role"] == "system":
+        if turns[0][0]["content"] != system[0]["content"]:
+            raise DataError(
+                f"row {row}: field system and the first turn are two system prompts", next="keep one of them"
+            )
+        system = []
+    messages = [*system, *(message for message, _ in turns)]
+    asked = {i for i, (_, loss) in enumerate(turns, len(system)) if not loss}
     context = frozenset(i for i in asked if messages[i]["role"] == "assistant")
     return Conversation(messages, tools_of(fields, row), row, shape, context)
 
 
 def _sharegpt_row(fields: Fields, row: int, shape: str) -> Row:
-    messages: list[Message] = _system(fields, row)
+    turns: list[tuple[Message, bool]] = []
     for i, item in enumerate(list_of(fields["conversations"], row, "conversations")):
         where = f"conversations[{i}]"
         turn = object_of(item, row, where)
         if "from" not in turn and "role" in turn:
             raise DataError(
                 f"row {row}: field {where} has role and content, not from and value",
-                next="rename conversations to messages",
+                next="--columns messages=conversations",
             )
         name = text_of(turn.get("from"), row, f"{where}.from")
         if name not in SHAREGPT_ROLES:
@@ -179,12 +221,11 @@ def _sharegpt_row(fields: Fields, row: int, shape: str) -> Row:
         role = SHAREGPT_ROLES[name]
         value = text_of(turn.get("value"), row, f"{where}.value", empty=role in ("system", "tool"))
         calls = _function_calls(value, row, f"{where}.value") if name == "function_call" else None
-        messages.append(
-            {"role": role, "content": None, "tool_calls": calls}
-            if calls
-            else {"role": role, "content": value}
-        )
-    return Conversation(messages, tools_of(fields, row), row, shape)
+        said: Message = {"role": role, "content": value}
+        if calls:
+            said = {"role": role, "content": None, "tool_calls": calls}
+        turns.append((said, carries_loss(item, row, where)))
+    return _with_system(turns, fields, row, shape)
 
 
 def _pair_row(first: str, second: str) -> Callable[[Fields, int, str], Row]:
@@ -207,7 +248,24 @@ def _alpaca_row(fields: Fields, row: int, shape: str) -> Row:
     given = fields.get("input")
     context = "" if given is None else text_of(given, row, "input", empty=True)
     user = f"{instruction}\n\n{context}" if context.strip() else instruction
-    return _turns(_system(fields, row), user, text_of(fields["output"], row, "output"), row, shape)
+    before = _system(fields, row) + _history(fields.get("history"), row)
+    return _turns(before, user, text_of(fields["output"], row, "output"), row, shape)
+
+
+def _history(value: object, row: int) -> list[Message]:
+    """The earlier turns of a row of LLaMA-Factory: [[instruction, answer], …]; its answers are taught too."""
+    if isinstance(value, str) and value.strip():
+        value = json_of(value, row, "history")
+    turns: list[Message] = []
+    for i, item in enumerate(list_of(value or [], row, "history", empty=True)):
+        pair = list_of(item, row, f"history[{i}]")
+        if len(pair) != 2:
+            raise DataError(
+                f"row {row}: field history[{i}] has {len(pair)} texts, not a question and an answer"
+            )
+        texts = [text_of(text, row, f"history[{i}][{j}]") for j, text in enumerate(pair)]
+        turns += [{"role": "user", "content": texts[0]}, {"role": "assistant", "content": texts[1]}]
+    return turns
 
 
 def _text_row(fields: Fields, row: int, shape: str) -> Row:
@@ -226,7 +284,8 @@ SHAPES: dict[str, tuple[tuple[str, ...], Callable[[Fields, int, str], Row]]] = {
 
 NEEDED = frozenset(name for needed, _ in SHAPES.values() for name in needed)
 """Fields that make a shape."""
-NAMES = (*sorted(NEEDED), "input", "system", "tools", "chosen", "rejected", "label", "completions", "labels")
+BESIDE = "input system history tools functions chosen rejected label completions labels".split()
+NAMES = (*sorted(NEEDED), *BESIDE)
 """Fields that are read."""
 
 

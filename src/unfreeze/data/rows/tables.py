@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,6 +29,9 @@ Cells = dict[str, Any]
 Wrong = tuple[str, str]
 """What is wrong with a record, and what to do next."""
 EXTRA = "pip install 'unfreeze[data]'"
+
+
+_QUOTED = re.compile(r'"[^"]*"')
 
 
 class _Swallowed(DataError):
@@ -51,7 +55,10 @@ class Csv:
                 next="a csv file begins with the names of its columns: prompt,completion",
             )
         header = lines.decode(first[1], 1)
-        self._delimiter = max(",;\t", key=header.count) if path.suffix.lower() != ".tsv" else "\t"
+        bare = _QUOTED.sub("", header)
+        self._delimiter = max(",;\t", key=bare.count) if path.suffix.lower() != ".tsv" else "\t"
+        # `prompt, completion` and then `"a", "b"`: a quote behind the space opens a cell
+        self._spaced = self._delimiter != "\t" and f"{self._delimiter} " in bare
         self._names = self._record(header, 1)
         given = [name for name in self._names if name]
         twice = next((name for name in given if given.count(name) > 1), None)
@@ -64,7 +71,7 @@ class Csv:
         csv.field_size_limit(lines.MAX_ROW_BYTES)
         with lines.opened(self.path) as file:
             counted = _Counted(lines.bounded_lines(file, self.path))
-            records = csv.reader(counted, delimiter=self._delimiter, strict=True)
+            records = self._reader(counted)
             next(records)
             while True:
                 counted.begin()
@@ -121,10 +128,13 @@ class Csv:
         text = lines.decode(self._file.read(place.size), place.row)
         return self._named_cells(self._record(text, place.row), place.row)
 
+    def _reader(self, texts: Iterable[str]) -> Iterator[list[str]]:
+        return csv.reader(texts, delimiter=self._delimiter, strict=True, skipinitialspace=self._spaced)
+
     def _record(self, text: str, row: int) -> list[str]:
         """The cells of one record; the header's without space around them."""
         try:
-            cells = next(csv.reader([text], delimiter=self._delimiter, strict=True))
+            cells = next(self._reader([text]))
         except csv.Error as error:
             raise DataError(f"{self.path.name}, row {row}: {error}", next='quote the cell: "…"') from None
         return [cell.strip() for cell in cells] if row == 1 else cells
@@ -370,13 +380,19 @@ def _converter(pyarrow: Any, kind: Any) -> Callable[[Any], Any]:
     if types.is_struct(kind):
         inner = {kind.field(i).name: _converter(pyarrow, kind.field(i).type) for i in range(kind.num_fields)}
         return lambda value: {name: inner[name](item) for name, item in value.items() if item is not None}
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+    if any(is_kind(kind) for is_kind in _lists(types)):
         each = _converter(pyarrow, kind.value_type)
         return lambda value: [None if item is None else each(item) for item in value]
     if getattr(kind, "extension_name", "") == "arrow.json":
         return lambda value: json.loads(value) if isinstance(value, str) else value
     # a date, a decimal, a duration: no row holds one
     return lambda value: value if isinstance(value, str | bytes | int | float | dict) else str(value)
+
+
+def _lists(types: Any) -> list[Callable[[Any], bool]]:
+    """Whether an Arrow type is a list, of any kind; views of lists are known from pyarrow 16 on."""
+    names = ("is_list", "is_large_list", "is_fixed_size_list", "is_list_view", "is_large_list_view")
+    return [getattr(types, name) for name in names if hasattr(types, name)]
 
 
 def _find(counts: Sequence[int], index: int) -> tuple[int, int]:
