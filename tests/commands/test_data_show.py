@@ -3,6 +3,7 @@ duplicates by row and field."""
 
 import io
 import json
+import shutil
 
 import pytest
 from rich.console import Console
@@ -55,6 +56,21 @@ def test_everything_is_counted_and_named(unfreeze_json, file):
     assert len(stats["cuts"]) == 1 and stats["cuts"][0]["reason"].startswith("row 6: 60 of ")
     assert facts["vocabulary"] == {"base": 1280, "total": 1536, "padded": 1536}
     assert stats["packing"] == "first_fit" and 0 < stats["efficiency"] < 1
+
+
+def test_the_length_is_bounded_by_the_models_positions_as_a_runs_is(unfreeze_json, file, tmp_path):
+    def shown(positions):
+        folder = tmp_path / str(positions)
+        shutil.copytree(TINY_K2, folder)
+        table = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(table | {"max_position_embeddings": positions}))
+        return unfreeze_json("data", "show", file, "--model", folder)
+
+    facts = shown(60)
+    assert facts["stats"]["truncated"] == 1 and facts["stats"]["dropped"] == 1
+    assert any("the model takes 60 positions at most" in line for line in facts["warnings"])
+    # control arm
+    assert shown(4096)["stats"]["truncated"] == 0
 
 
 def test_samples_hold_the_document_and_its_mask_token_by_token(unfreeze_json, file):

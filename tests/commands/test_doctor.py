@@ -49,6 +49,19 @@ def test_data_of_any_form_is_looked_through(sandbox, tmp_path):
     assert found.level == "ok" and "4 rows (prompt/completion 4)" in found.line
 
 
+@pytest.mark.parametrize("toml, works", [("", False), ("tokens_per_step = 256", True)])
+def test_a_longer_length_is_advised_where_the_model_takes_it(toml, works, sandbox, tmp_path):
+    (tmp_path / "run.toml").write_text(toml)
+    (tmp_path / "long.jsonl").write_text(
+        json.dumps({"question": "Why? " * 10, "answer": "word " * 2000}) + "\n"
+    )
+    given = {"config": tmp_path / "run.toml", "data": tmp_path / "long.jsonl"}
+    found = findings(model=sandbox.checkpoint("llama"), **given)["data warn"]
+    assert ("--sequence-length" in found.remedy) == works and "split" not in found.remedy
+    assert ("the model takes 512 positions at most" in found.remedy) != works
+    assert f"cut at {256 if works else 512} tokens" in found.line
+
+
 @pytest.mark.parametrize("toml, warned", [("", "3 steps"), ("epochs = 40", ""), ("steps = 3", "")])
 def test_few_steps_are_said_as_a_run_says_them(toml, warned, sandbox, tmp_path):
     (tmp_path / "run.toml").write_text(toml)

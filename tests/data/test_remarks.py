@@ -42,10 +42,7 @@ BAD = {"question": "Why?"}
 @pytest.mark.parametrize(
     "row, says",
     [
-        (
-            LONG,
-            "rows ({share} %) are cut at 64 tokens, .* are lost: --sequence-length higher .* --truncation split",
-        ),
+        (LONG, "rows ({share} %) are cut at 64 tokens, .* are lost: --sequence-length higher .*below\\)$"),
         (LATE, "rows ({share} %) are dropped .*0 of 64 tokens supervised.*: --sequence-length higher"),
         (BAD, "rows ({share} %) are bad and left out .*field 'answer' is missing"),
         (talk(0), "rows ({share} %) are there before .*says the same as row 1.*: remove them"),
@@ -61,6 +58,19 @@ def test_more_than_a_tenth_is_a_warning_with_its_remedy(row, says, encoded):
     assert bool(said) == (few.tokens_cut > 0.1 * (few.tokens + few.tokens_cut)) and (row is LONG) == bool(
         said
     )
+
+
+def test_the_remedy_is_one_that_can_work(encoded):
+    """Not a length that the model does not take, and no split of conversations."""
+    rows = [talk(i) for i in range(4)] + [LONG]
+    (bounded,) = losses(encoded(rows).stats, 64, 64)
+    assert bounded.endswith("the model takes 64 positions at most: shorten the rows, or --truncation drop")
+    # control arms: a model that takes more, and texts
+    (free,) = losses(encoded(rows).stats, 64, 128)
+    assert "--sequence-length higher" in free and "split" not in free
+    texts = [{"text": f"{i} " * 200} for i in range(4)]
+    (of_texts,) = losses(encoded(texts).stats, 64, 64)
+    assert of_texts.endswith("--truncation drop, or --truncation split for texts")
 
 
 def test_a_single_row_that_loses_most_tokens_is_a_warning(encoded):

@@ -53,7 +53,9 @@ class Config(Frozen):
     )
     sequence_length: int = Field(default=2048, ge=2, description="longest document in tokens")
     tokens_per_step: int = Field(
-        default=4096, ge=2, description="tokens that are packed together; bounds sequence_length"
+        default=4096,
+        ge=2,
+        description="tokens that are packed together; bounds sequence_length, as the model's positions do",
     )
     truncation: Literal["tail", "head", "error", "drop", "split"] = Field(
         default="tail",
@@ -106,7 +108,10 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 def show(
     config: Config, say: Callable[[str], None] = lambda line: None, *, quiet: bool = True
 ) -> dict[str, Any]:
-    """The account of the data as plain JSON. Bad rows are counted and listed, never raised."""
+    """The account of the data as plain JSON. Bad rows are counted and listed, never raised.
+
+    A document is no longer than tokens_per_step and the model's positions allow, as in a run.
+    """
     from unfreeze.config.template import template_time, template_values
     from unfreeze.data.remarks import losses
     from unfreeze.data.rows.columns import renames_of
@@ -119,7 +124,8 @@ def show(
 
     now, variables = template_time(config.template_date), template_values(config.template_variables)
     tokenizer = load_tokenizer(folder, now=now, template_variables=variables)
-    length = min(config.sequence_length, config.tokens_per_step)
+    positions = positions_of(folder)
+    length = min(config.sequence_length, config.tokens_per_step, positions or config.sequence_length)
     with EncodeProgress(quiet=quiet) as progress:
         dataset = encoded_files(
             files,
@@ -137,7 +143,7 @@ def show(
     dataset.stats.packing, dataset.stats.efficiency = config.packing, batches.efficiency()
     return {
         "stats": dataset.stats.as_dict(),
-        "warnings": losses(dataset.stats, length),
+        "warnings": losses(dataset.stats, length, positions),
         "summary": dataset.stats.summary(),
         "vocabulary": vocabulary(folder, tokenizer),
         "lengths": lengths(dataset.examples),
@@ -158,6 +164,17 @@ def model_folder(model: str) -> Path:
         f"model = {model!r} is neither a folder nor a Hugging Face id",
         next="--model FOLDER, or --model org/name",
     )
+
+
+def positions_of(folder: Path) -> int | None:
+    """Tokens of the longest document the model takes; None where the folder does not say."""
+    from unfreeze.checkpoint.manifest import read_json
+
+    if not (folder / "config.json").is_file():
+        return None
+    config = read_json(folder / "config.json")
+    positions = config.get("text_config", config).get("max_position_embeddings")
+    return positions if isinstance(positions, int) and positions > 1 else None
 
 
 def vocabulary(folder: Path, tokenizer: Tokenizer) -> dict[str, int] | None:

@@ -129,7 +129,7 @@ def _nothing_left(stats: Stats, paths: Sequence[Path], columns: Sequence[str]) -
         )
     first = {item.reason.partition(": ")[2]: item.reason for item in reversed(stats.listed)}
     reasons = "; ".join(list(reversed(first.values()))[:3])
-    remedy = "" if stats.bad else "--sequence-length higher, or mend the rows"
+    remedy = "" if stats.bad else "--sequence-length higher, if the model takes it, or shorten the rows"
     for path in paths:
         try:
             next(iter(read_places(path, None, columns)), None)

@@ -15,25 +15,34 @@ MUCH = 0.1
 """Share of the rows, or of the tokens, from which on a loss is a warning."""
 
 
-def losses(stats: Stats, length: int) -> list[str]:
+def too_long(stats: Stats, length: int, positions: int | None = None) -> str:
+    """The remedy for rows that are longer than `length` tokens.
+
+    positions: the most that the model takes; None where nobody knows
+    """
+    if positions is not None and length >= positions:
+        longer = f"the model takes {positions:,} positions at most: shorten the rows, or --truncation drop"
+    else:
+        longer = "--sequence-length higher (and --tokens-per-step, if it is below)"
+    return longer + (", or --truncation split for texts" if stats.shapes.get("text") else "")
+
+
+def losses(stats: Stats, length: int, positions: int | None = None) -> list[str]:
     """A warning for each of: cut, dropped, bad, doubled, where it is more than a tenth; each with its remedy.
 
-    length: tokens at which rows were cut
+    length: tokens at which rows were cut; positions: as of too_long
     """
+    longer = too_long(stats, length, positions)
     said: list[str] = []
     cut = stats.tokens_cut / max(1, stats.tokens + stats.tokens_cut)
     if stats.truncated > MUCH * stats.rows or cut > MUCH:
         said.append(
             f"{_rows(stats.truncated, stats)} cut at {length} tokens, {stats.tokens_cut:,} tokens"
-            f" ({100 * cut:.0f} %) are lost: --sequence-length higher (and --tokens-per-step, if it is"
-            " below), or --truncation split for texts"
+            f" ({100 * cut:.0f} %) are lost: {longer}"
         )
     if stats.dropped > MUCH * stats.rows:
         reason = next((item.reason for item in stats.listed if "supervised" in item.reason), "")
-        said.append(
-            f"{_rows(stats.dropped, stats)} dropped{f' ({reason})' if reason else ''}:"
-            " --sequence-length higher"
-        )
+        said.append(f"{_rows(stats.dropped, stats)} dropped{f' ({reason})' if reason else ''}: {longer}")
     if stats.bad > MUCH * stats.rows:
         reason = f" ({stats.listed[0].reason})" if stats.listed else ""
         said.append(f"{_rows(stats.bad, stats)} bad and left out{reason}: unfreeze data show lists them")

@@ -80,19 +80,23 @@ class Subject:
         return load_tokenizer(self.manifest.path, now=now, template_variables=variables)
 
     @cached_property
+    def length(self) -> int:
+        """Tokens at which the run would cut a row."""
+        from unfreeze.job.data import sequence_length
+
+        return sequence_length(self.config.data, self.config.tokens_per_micro_batch, self.shape.max_positions)
+
+    @cached_property
     def dataset(self) -> Dataset:
         """The data as the run would encode it, bad rows counted instead of refused."""
         from unfreeze.data import encoded_files
-        from unfreeze.job.data import sequence_length
 
-        tokens = self.config.tokens_per_micro_batch
         data = with_files(self.config).data
-        length = sequence_length(data, tokens, self.shape.max_positions)
         with EncodeProgress(quiet=self.quiet) as progress:
             return encoded_files(
                 data.files,
                 self.tokenizer,
-                length,
+                self.length,
                 truncation=data.truncation,
                 on_bad_row="skip",
                 columns=data.columns,
@@ -291,7 +295,10 @@ def check_data(subject: Subject) -> Iterator[Finding]:
     if not subject.has_data:
         yield Finding("data", "skip", "no data file given (--data F)")
         return
+    from unfreeze.data.remarks import too_long
+
     stats = subject.dataset.stats
+    longer = too_long(stats, subject.length, subject.shape.max_positions)
     yield Finding("data", "ok", stats.summary())
     if stats.bad:
         first = "; ".join(bad.reason for bad in stats.listed[:3])
@@ -307,15 +314,14 @@ def check_data(subject: Subject) -> Iterator[Finding]:
             "data",
             "warn",
             f"{stats.dropped} of {stats.rows} rows carry no loss and are dropped: {first}",
-            "--sequence-length higher",
+            longer,
         )
     if stats.truncated:
-        longest = subject.config.data.sequence_length
         yield Finding(
             "data",
             "warn",
-            f"{stats.truncated} of {stats.rows} rows are cut at {longest} tokens or less",
-            "--sequence-length higher",
+            f"{stats.truncated} of {stats.rows} rows are cut at {subject.length:,} tokens",
+            longer,
         )
     texts = stats.shapes.get("text", 0)
     if not texts and stats.supervised_fraction > ALL_TAUGHT:

@@ -134,7 +134,7 @@ def encode(
         **({"mixture": mixed} if mixed else {}),
         summary="; ".join([stats.summary(), *mixed]),
     )
-    warnings += losses(stats, length)
+    warnings += losses(stats, length, max_positions)
     if leaked := dataset.leaked():
         warnings.append(f"{leaked} of {stats.held_out} validation documents are also in the training data")
     for message in warnings if run.step == 0 else ():

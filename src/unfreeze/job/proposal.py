@@ -130,9 +130,9 @@ class Proposal:
         whole_N = examples.lengths_N + examples.cuts_N
         over = int((whole_N > length).sum())
         reason = f"the longest of {len(examples):,} documents has {int(whole_N.max()):,} tokens"
-        reason += (
-            f"; {over:,} are cut: more takes more memory, or is beyond the model's positions" if over else ""
-        )
+        if over:
+            most = length == self.shape.max_positions
+            reason += f"; {over:,} are cut: {'the model takes no more' if most else 'more takes more memory'}"
         yield Choice("data.sequence_length", length, reason)
         if stats.bad:
             reason = f"{stats.bad:,} of {stats.rows:,} rows cannot be read; unfreeze data show lists them"

@@ -26,6 +26,9 @@ Supervise = Literal["assistant", "all"]
 _QUOTED = re.compile(f"{QUOTE_OPEN}(.*?){QUOTE_CLOSE}", re.DOTALL)
 
 
+LONGER = "a longer --sequence-length, if the model takes it, or a shorter row"
+
+
 class Dropped(DataError):
     """A row that is whole but of no use at this sequence length; counted and listed, never silent."""
 
@@ -95,7 +98,7 @@ class Encoder:
             except Dropped as error:
                 dropped.append(error.message)
         if not examples:
-            raise Dropped(dropped[0], next="a longer --sequence-length")
+            raise Dropped(dropped[0], next=LONGER)
         plain = (
             () if self.tokenizer.template else ("no chat template in the checkpoint: the plain one is used",)
         )
@@ -108,7 +111,7 @@ class Encoder:
             why = ", and a conversation is not split" if self.truncation == "split" else ""
             raise kind(
                 f"row {row.row}: {len(tokens)} tokens, sequence_length is {self.sequence_length}{why}",
-                next=f"--sequence-length {len(tokens)} or more, or --truncation tail",
+                next=f"--sequence-length {len(tokens)} or more, if the model takes it, or --truncation tail",
             )
         whole = len(tokens)
         cut = _without_head if self.truncation == "head" else _without_tail
@@ -116,10 +119,7 @@ class Encoder:
         example = Example(tokens, weights, row.row, whole - len(tokens))
         if not any(weights[1:]):
             why = f" (truncated before the answer? the whole row has {whole})" if example.cut else ""
-            raise Dropped(
-                f"row {row.row}: 0 of {example.num_tokens} tokens supervised{why}",
-                next="a longer --sequence-length",
-            )
+            raise Dropped(f"row {row.row}: 0 of {example.num_tokens} tokens supervised{why}", next=LONGER)
         return example
 
     def _split(self, row: Text) -> list[Example]:
