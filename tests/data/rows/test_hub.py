@@ -97,6 +97,7 @@ def test_other_content_is_another_file(hub):
         ("hf:repo:main:tset", "no split 'tset'; nearest: 'test'", "--data hf:repo:main:train"),
         ("hf:repo:main:train[:5]", "is not of the form hf:", "--steps"),
         ("hf:nobody/nothing", "'hf:nobody/nothing' cannot be read: .*nobody/nothing", "go online"),
+        ("hf:./gone", "there is no folder ./gone", "--data hf:FOLDER"),
         ("hf:", "is not of the form hf:", ""),
     ],
 )

@@ -79,6 +79,28 @@ def test_a_folder_whose_files_lie_deeper_names_that_one(folder):
     with pytest.raises(ConfigError) as error:
         files_of("top", "validation")
     assert error.value.next == "--validation top/data"
+    (folder / "top" / "README.md").write_text("")  # the Hub's layout: all its splits lie in data/
+    with pytest.raises(ConfigError) as error:
+        files_of("top")
+    assert error.value.next == "--data hf:top"
+
+
+def test_a_saved_data_set_of_several_splits_names_them(folder):
+    for split in ("test", "train"):
+        (folder / "saved" / split).mkdir(parents=True)
+        for name in ("data-00000-of-00001.arrow", "state.json", "dataset_info.json"):
+            (folder / "saved" / split / name).write_text("{}")
+    (folder / "saved" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(ConfigError, match="holds the splits of a saved data set: test, train") as error:
+        files_of("saved")
+    assert error.value.next == "--data saved/train"
+    assert [path.name for path in files_of("saved/train")] == ["data-00000-of-00001.arrow"]  # control arm
+
+
+def test_a_link_to_nowhere_is_named(folder):
+    (folder / "dead.jsonl").symlink_to("gone.jsonl")
+    with pytest.raises(ConfigError, match=r"is a link to gone\.jsonl, which is not there"):
+        files_of("dead.jsonl")
 
 
 def test_what_datasets_left_in_a_saved_folder_is_no_data(folder):

@@ -31,6 +31,8 @@ def hub_files(written: str, field: str) -> list[Path]:
             f"{field} = {written!r} is not of the form hf:org/name[:config][:split]",
             next="a split's part cannot be named; --steps trains on less",
         )
+    if name.startswith((".", "/", "~")) and not Path(name).is_dir():
+        raise DataError(f"{field} = {written!r}: there is no folder {name}", next=f"--{field} {HUB}FOLDER")
     try:
         import datasets  # an extra, and 1 s
         from datasets.exceptions import DatasetNotFoundError, DatasetsError

@@ -40,6 +40,11 @@ def files_of(written: str, field: str = "data", say: Callable[[str], None] = lam
         return [path]
     if glob.has_magic(written):
         return _pattern(written, field, say)
+    if path.is_symlink():
+        raise ConfigError(
+            f"{field} = {written!r} is a link to {os.readlink(path)}, which is not there",
+            next="mend the link",
+        )
     raise ConfigError(
         f"{field} = {written!r} is not a file or folder{looked_in(written)}{_near(path)}",
         next=f"give --{field} {FORMS}"
@@ -50,6 +55,13 @@ def files_of(written: str, field: str = "data", say: Callable[[str], None] = lam
 
 def _folder(path: Path, field: str, say: Callable[[str], None]) -> list[Path]:
     inside = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
+    if (path / "dataset_dict.json").is_file():  # save_to_disk of several splits
+        splits = [entry for entry in inside if (entry / "state.json").is_file()]
+        raise ConfigError(
+            f"{field} = {os.fspath(path)!r} holds the splits of a saved data set:"
+            f" {', '.join(split.name for split in splits[:SHOWN])}",
+            next=f"--{field} {next((s for s in splits if s.name == 'train'), splits[0] if splits else path)}",
+        )
     # of a folder that datasets' save_to_disk wrote, what map() left there and its own notes are no rows
     saved = (path / "state.json").is_file()
     notes = ("state.json", "dataset_info.json")
@@ -69,7 +81,7 @@ def _folder(path: Path, field: str, say: Callable[[str], None]) -> list[Path]:
         raise ConfigError(
             f"{field} = {os.fspath(path)!r}: the folder holds no data file"
             + (f" ({_names([entry.name for entry in inside])})" if inside else ": it is empty"),
-            next=f"--{field} {deeper}" if deeper else f"give --{field} {FORMS}",
+            next=_one_split(path, deeper, field) if deeper else f"give --{field} {FORMS}",
         )
     left = [entry.name + "/" * entry.is_dir() for entry in inside if entry not in found]
     say(
@@ -77,6 +89,14 @@ def _folder(path: Path, field: str, say: Callable[[str], None]) -> list[Path]:
         + (f"; left out: {_names(left)}" if left else "")
     )
     return found
+
+
+def _one_split(path: Path, deeper: Path, field: str) -> str:
+    """What to give for a folder whose files lie deeper.
+
+    One with a card is a data set in the Hub's layout: its files may be of several splits.
+    """
+    return f"--{field} {HUB}{path}" if (path / "README.md").is_file() else f"--{field} {deeper}"
 
 
 def _pattern(written: str, field: str, say: Callable[[str], None]) -> list[Path]:
