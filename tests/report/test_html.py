@@ -417,12 +417,8 @@ def test_short_killed_dense_run_says_what_is_missing(tmp_path: Path, steps: int)
         file.write('{"kind": "train", "st')
     _, parsed = page(run_dir)
     said = " ".join(parsed.texts)
-    missing = (
-        "No samples",
-        "the model is dense",
-        "No receipt",
-        "Not in the run folder: plan and resolved config",
-    )
+    missing = ("No samples", "No receipt", "Not in the run folder: plan and resolved config")
+    assert "Expert load" not in said  # a dense model has none
     for words in (*missing, f"unfinished: {steps} of 9 steps"):
         assert words in said
     assert ("No training step is in the events" in said) == (steps == 0)
@@ -516,3 +512,24 @@ def test_a_run_whose_numbers_are_the_largest_that_the_schema_takes_has_a_report(
         DataError, match=r"events\.jsonl line 1: train\.grad_norm is 1\.7e\+308: Input should be"
     ):
         write_report(beyond)
+
+
+@pytest.mark.parametrize(
+    "sources, words",
+    [
+        (("training data",), "The same prompts (from training data), answered"),
+        (("your prompts", "training data"), "(from your prompts and training data), answered"),
+        (("held-out data",), "(from held-out data), answered"),
+        ((None,), "The same prompts, answered"),  # an older run did not say
+    ],
+)
+def test_samples_say_where_their_prompts_are_from(
+    tmp_path: Path, sources: tuple[str | None, ...], words: str
+):
+    samples = [
+        {"kind": "sample", "step": 0, "when": when, "index": i, "prompt": f"p{i}", "text": "t"}
+        | ({"source": source} if source else {})
+        for when in ("before", "after")
+        for i, source in enumerate(sources)
+    ]
+    assert words in write_report(write_run(tmp_path / "r", samples)).read_text()

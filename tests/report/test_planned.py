@@ -54,7 +54,7 @@ def test_the_row_says_plainly_what_was_planned_and_what_it_took(tmp_path):
     assert row.setting == "between 5.5 GiB and 6.3 GiB, or 10% beside it"
     assert row.said == (
         "took 6.0 GiB at most; planned were 5.0 GiB for a step + 512.0 MiB for the process itself + up to"
-        " 819.2 MiB of compiled code"
+        " 0.8 GiB of compiled code"
     )
 
 

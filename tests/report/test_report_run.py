@@ -52,7 +52,9 @@ def test_time_and_memory_say_what_they_count(tmp_path: Path):
     found = dict(facts(read_run(made(tmp_path, start, plan, end))))
     # from the first event, at 60 s, to the last
     assert found["Training time"] == "6.0 s; 1 min 40 s with loading and compiling"
-    assert found["Peak memory"] == "2.0 MiB; whole process, planned 2.0 MiB"
+    assert (
+        found["Peak memory"] == "2.0 MiB; whole process, planned 2.0 MiB and up to 0.8 GiB of compiled code"
+    )
     plan["hardware"] = {"kind": "cuda"}
     found = dict(facts(read_run(made(tmp_path, start, plan, start, end))))
     assert found["Training time"] == "6.0 s"  # control arm: two sessions, with a pause between them
@@ -112,3 +114,11 @@ def test_a_plan_and_a_receipt_of_another_version_are_read(tmp_path: Path):
     (tmp_path / "receipt.json").write_text(json.dumps({"groups": {"mlp": {"moved": 0.5, "norm": "?"}}}))
     run = read_run(tmp_path)
     assert run.plan == {"total": 10, "speed": "?"} and run.groups["mlp"].get("moved") == 0.5
+
+
+@pytest.mark.parametrize(
+    "losses, words", [((4.026,), "4.026"), ((4.026, 3.5, 3.75), "4.026 → 3.750; lowest 3.500")]
+)
+def test_one_validation_is_one_number(losses: tuple[float, ...], words: str, tmp_path: Path):
+    evals = [{"kind": "eval", "step": step, "loss": loss} for step, loss in enumerate(losses)]
+    assert dict(facts(read_run(made(tmp_path, *evals))))["Held-out loss"] == words

@@ -72,15 +72,15 @@ SAID = [
     (
         train(3, 2),
         (
-            "tiny-k2 on 1,219 answers of yoda.jsonl, unfinished after step 2 of 3 and 1 min 00 s: loss 3.000"
-            " → 2.000."
+            "tiny-k2 was trained on 1,219 answers of yoda.jsonl; unfinished after step 2 of 3 and 1 min 00 s: loss"
+            " 3.000 → 2.000."
         ),
     ),
     (
         [*train(3, 2), {**END, "step": 2, "reason": "interrupted"}],
         (
-            "tiny-k2 on 1,219 answers of yoda.jsonl, interrupted after step 2 of 3 and 1 min 00 s: loss 3.000"
-            " → 2.000."
+            "tiny-k2 was trained on 1,219 answers of yoda.jsonl; interrupted after step 2 of 3 and 1 min 00 s: loss"
+            " 3.000 → 2.000."
         ),
     ),
     ([], "tiny-k2 has made no training step."),
@@ -220,3 +220,25 @@ def test_rows_that_were_held_out_are_not_learnt(fraction, trained, tmp_path):
     events = [START, DATA | {"held_out": 122}, *train(3, 2), END]
     run = made(tmp_path, events, {"data": "yoda.jsonl", "validation_fraction": fraction})
     assert f"learnt {trained} answers of yoda.jsonl" in verdict(read_run(run))
+
+
+@pytest.mark.parametrize("steps, learnt", [(3, False), (4, True)])
+def test_of_too_few_steps_no_run_learns_and_the_remedy_is_said(steps, learnt, tmp_path):
+    """Control arm: the warning is of a start with fewer steps than the run made, after --allow-changed."""
+    few = "3 epochs of this data are only 3 steps of 4,096 tokens, which teach little: --epochs 40, or --tok"
+    warned = {"kind": "warning", "step": 0, "message": few}
+    losses = range(steps, 0, -1)
+    end = {**END, "step": steps}
+    said = verdict(read_run(made(tmp_path / "r", [START, DATA, warned, *train(*losses), end])))
+    assert said.endswith("→ 1.000." if learnt else "→ 1.000. Too few steps to learn much: --epochs 40.")
+    assert ("was trained on" in said) != learnt and ("learnt" in said) == learnt
+
+
+def test_the_warning_that_the_verdict_knows_is_the_one_that_a_run_emits():
+    from unfreeze.config.tables import Training
+    from unfreeze.job.data import few_steps
+    from unfreeze.report.events import TEACH_LITTLE
+
+    words, remedy = few_steps(Training(epochs=3), 3)
+    assert TEACH_LITTLE in words and "are only 3 steps of" in words
+    assert remedy.startswith("--epochs 40, or ")

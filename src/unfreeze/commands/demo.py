@@ -29,6 +29,7 @@ from unfreeze.config.tables import Memory, Training, Watch
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED, EventLog
+from unfreeze.core.schema import PromptSource
 from unfreeze.evaluate.style import compare
 from unfreeze.recipes import sft
 from unfreeze.report.html import write_report
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 TINY_K2 = Path(__file__).resolve().parents[1] / "assets" / "tiny-k2"
 SHOWN = 8
+HELD_OUT: PromptSource = "held-out data"  # of the samples
 
 
 class Config(Frozen):
@@ -185,8 +187,8 @@ def write_samples(
     """Answers, scores and gaps as events of the run, so that the report shows them."""
     log = EventLog(run / "events.jsonl")
     for item, was, now in zip(items[:SHOWN], before, after, strict=False):
-        log.emit("sample", 0, when="before", prompt=item["question"], text=was)
-        log.emit("sample", step, when="after", prompt=item["question"], text=now)
+        log.emit("sample", 0, when="before", prompt=item["question"], text=was, source=HELD_OUT)
+        log.emit("sample", step, when="after", prompt=item["question"], text=now, source=HELD_OUT)
     for when, at, gap in zip(("before", "after"), (0, step), gaps, strict=True):
         log.emit("gap", at, when=when, **gap.as_dict())
         log.emit("eval", at, **{name: measured[f"{name}_{when}"] for name in ("style", "facts")})

@@ -31,6 +31,7 @@ def _real(value: object) -> float:
 Real = Annotated[float, PlainValidator(_real)]
 Counts = Annotated[list[Annotated[Int, Field(ge=0)]], Field(min_length=1)]
 When = Literal["before", "during", "after"]
+PromptSource = Literal["your prompts", "training data", "held-out data"]
 
 
 def of(unit: str, meaning: str = "") -> Any:
@@ -235,6 +236,7 @@ class SampleEvent(CommonFields):
     index: NotRequired[Annotated[Int, of("number", "of the prompt")]]
     prompt: Annotated[AnyText, of("text", "what was asked, as shown")]
     text: Annotated[AnyText, of("text", "the greedy answer")]
+    source: NotRequired[Annotated[PromptSource, of("where the prompt is from")]]
 
 
 class GapEvent(CommonFields):

@@ -14,6 +14,7 @@ from unfreeze.config.template import template_time, template_values
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED
+from unfreeze.report.events import TEACH_LITTLE
 from unfreeze.tracking.live import EncodeProgress
 from unfreeze.untrusted.json_object import read_object
 
@@ -207,9 +208,9 @@ def few_steps(training: Training, steps: int) -> tuple[str, str]:
         return "", ""
     return (
         f"{training.epochs:g} epochs of this data are only {steps} steps of {training.tokens_per_step:,}"
-        " tokens, which teach little",
-        f"--epochs {math.ceil(training.epochs * ENOUGH_STEPS / steps):,}, or --tokens-per-step"
-        f" {max(2, training.tokens_per_step // 8):,}",
+        f" tokens, {TEACH_LITTLE}",
+        f"--epochs {math.ceil(training.epochs * ENOUGH_STEPS / steps)}, or --tokens-per-step"
+        f" {max(2, training.tokens_per_step // 8)}",
     )
 
 

@@ -13,6 +13,7 @@ from unfreeze.config.tables import Memory, Save
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.errors import ConfigError, DoesNotFit
 from unfreeze.core.events import RESOLVED
+from unfreeze.core.process import BESIDE
 from unfreeze.core.schema import PlanEvent, SaveEvent
 from unfreeze.core.units import format_bytes, format_count, format_seconds
 from unfreeze.job.data import sequence_length
@@ -202,9 +203,10 @@ def start_lines(
         )
     taken = format_bytes(plan.total + plan.hardware.process)
     room = format_bytes(plan.usable + plan.hardware.process)
+    beside = f", and {BESIDE}," if plan.hardware.kind == "cpu" else ""
     return [
         f"model: {Path(config.model).name}, {shape.model_type}, {shape.num_layers} layers{experts}; {files}",
-        f"memory: {memory_of(plan.hardware.kind)} {taken} of {room};"
+        f"memory: {memory_of(plan.hardware.kind)} {taken}{beside} of {room};"
         f" disk: {format_bytes(disk.needed)} of {format_bytes(disk.free)}",
         f"trains: {what}; {config.training.tokens_per_step:,} tokens a step",
     ]

@@ -52,7 +52,7 @@ class Samples:
         columns: Sequence[str] = (),
     ):
         self._run, self._speaker = run, speaker
-        self._prompts = list(own)
+        self._prompts, self._own = list(own), len(own)
         room = speaker.decoder.shape.max_positions - ANSWER
         for row in rows_used(data, examples, count, columns):
             try:
@@ -80,7 +80,13 @@ class Samples:
         answers = self._speaker.complete(prompts, max_new_tokens=ANSWER)
         for index, (prompt, answer) in enumerate(zip(self._prompts, answers, strict=True)):
             self._run.events.emit(
-                "sample", step, when=when, index=index, prompt=prompt.shown, text=answer.text
+                "sample",
+                step,
+                when=when,
+                index=index,
+                prompt=prompt.shown,
+                text=answer.text,
+                source="your prompts" if index < self._own else "training data",
             )
         gap = gap_of_answers(self._speaker.engine, prompts, answers)
         self._run.events.emit("gap", step, when=when, **gap.as_dict(), **self._gap_warning(gap))

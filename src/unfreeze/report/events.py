@@ -21,6 +21,8 @@ from unfreeze.core.units import format_count
 
 COLUMNS = 80  # of a terminal
 
+TEACH_LITTLE = "which teach little"  # the warning of a run with too few steps, job/data.py
+
 Value = TypeVar("Value")
 E = TypeVar("E", bound=Event)
 

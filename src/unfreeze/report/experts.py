@@ -101,12 +101,11 @@ def experts_section(run: Run) -> Markup:
     """Make the section on experts: load over the whole run, evenness over time, numbers per layer.
 
     One layer's experts are drawn over time. Folded where every expert was used and none much more than the
-    others (Balance.is_even): all is of one colour then.
+    others (Balance.is_even): all is of one colour then. Empty where no expert was used: a dense model.
     """
     balance = run.balance
     if balance is None:
-        missing = "No expert load is in the events: the model is dense, or no step was made."
-        return render("experts.html", words=missing, even=False, figures=[], rows=[])
+        return Markup("")
     figures = [_whole(balance)]
     if len(balance.columns) > 1:
         figures += [_violation_over_time(balance), _load_over_time(balance)]

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+from unfreeze.core.process import BESIDE, COMPILED
 from unfreeze.core.schema import DataEvent, GapEvent, TrainEvent
 from unfreeze.core.units import format_bytes
 from unfreeze.report.events import last, number, of_kind, series, warnings
@@ -26,9 +27,6 @@ GAP_BFLOAT16 = (0.008, 0.2)
 
 # how far planned and measured may be apart: docs/plan_checked.md
 OFF_BYTES, OFF_SECONDS = 0.10, 0.25
-# most bytes that a process on a CPU takes beside the plan: compiled code, heap the C library keeps.
-# The least is none: with all loops compiled before, `unfreeze demo` takes 44 MiB.
-COMPILED = 0.8 * 2**30
 
 State = Literal["ok", "look", "fault"]
 """ok: nothing to see. look: the run goes on, and its user should know. fault: its numbers can't be trusted,
@@ -149,7 +147,7 @@ def _planned_peak(run: Run) -> GuardRow | None:
     process = plan["hardware"].get("process", 0)
     parts = [f"{format_bytes(planned)} for a step"]
     parts += [f"{format_bytes(process)} for the process itself"] * (process > 0)
-    parts += [f"up to {format_bytes(COMPILED)} of compiled code"] * (highest > lowest)
+    parts += [BESIDE] * (highest > lowest)
     return GuardRow(
         "Planned peak",
         "look" if off else "ok",

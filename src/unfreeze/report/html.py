@@ -12,7 +12,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from unfreeze.core.schema import DataEvent, EvalEvent, TrainEvent
+from unfreeze.core.schema import DataEvent, EvalEvent, SampleEvent, TrainEvent
 from unfreeze.core.units import format_bytes, format_count
 from unfreeze.report.events import data_lines, folded, last, numbers, of_kind, sample_pairs, series, warnings
 from unfreeze.report.experts import experts_section
@@ -98,7 +98,9 @@ def _verdict(run: Run) -> Markup:
 
 
 def _answers(run: Run) -> Markup:
-    return render("answers.html", pairs=sample_pairs(run.events), shown=SHOWN_SAMPLES)
+    sources = dict.fromkeys(event.get("source", "") for event in of_kind(run.events, SampleEvent))
+    said = " and ".join(source for source in sources if source)
+    return render("answers.html", pairs=sample_pairs(run.events), source=said, shown=SHOWN_SAMPLES)
 
 
 def _loss(run: Run) -> Markup:

@@ -20,6 +20,7 @@ from typing import Any, Literal, cast
 
 from unfreeze.core.errors import DataError
 from unfreeze.core.events import RESOLVED
+from unfreeze.core.process import BESIDE
 from unfreeze.core.schema import (
     EarlyStopEvent,
     EndEvent,
@@ -189,8 +190,8 @@ def facts(run: Run) -> list[tuple[str, str]]:
     if losses:
         rows.append(("Loss", " → ".join(f"{loss:.3f}" for loss in [*losses[:1], *losses[1:][-1:]])))
     if held_out := series(run.events, "eval", "loss")[1]:
-        ends = f"{held_out[0]:.3f} → {held_out[-1]:.3f}"
-        rows.append(("Held-out loss", f"{ends}; lowest {min(held_out):.3f}"))
+        ends = f"{held_out[0]:.3f} → {held_out[-1]:.3f}; lowest {min(held_out):.3f}"
+        rows.append(("Held-out loss", ends if len(held_out) > 1 else f"{held_out[0]:.3f}"))
     if early := last(run.events, EarlyStopEvent):
         rows.append(("Stopped early", early_words(early)))
     of = f" of {run.steps_planned:,}" if run.steps_planned else ""
@@ -225,12 +226,14 @@ def _time_words(run: Run) -> str:
 
 
 def _peak_words(run: Run, peak: float) -> str:
-    """'557.8 MiB; whole process, planned 546.5 MiB': what the plan says at the start, in its words."""
+    """'557.8 MiB; whole process, planned 546.5 MiB and up to …': the plan of the start, in its words."""
     plan = run.plan or {}
     if "total" not in plan or "hardware" not in plan:
         return format_bytes(peak)
     planned = format_bytes(plan["total"] + plan["hardware"].get("process", 0))
-    return f"{format_bytes(peak)}; {memory_of(plan['hardware'].get('kind', ''))}, planned {planned}"
+    kind = plan["hardware"].get("kind", "")
+    beside = f" and {BESIDE}" if kind == "cpu" else ""
+    return f"{format_bytes(peak)}; {memory_of(kind)}, planned {planned}{beside}"
 
 
 def memory_of(kind: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from unfreeze.core.schema import DataEvent, EvalEvent
 from unfreeze.core.units import format_seconds
-from unfreeze.report.events import last, numbers, of_kind, sample_pairs, series
+from unfreeze.report.events import TEACH_LITTLE, last, numbers, of_kind, sample_pairs, series, warnings
 from unfreeze.report.run import Run, flatten, leaves
 
 UNITS = {  # field of an eval event -> what it is, its unit: core/schema.py's five, and the scores of the demo
@@ -41,7 +41,7 @@ def verdict(run: Run) -> str:
 
     "learnt" only of a finished run that saw all of its data, and whose scores, held-out loss or, without
     these, loss of training say so. A run without scores whose sample answers stayed the same learnt nothing
-    that is seen in them.
+    that is seen in them, and of too few steps no run learns much.
     """
     model, (share, things) = Path(run.source("model")).name or "The model", _what(run)
     what = f"{share}{things}"
@@ -50,10 +50,21 @@ def verdict(run: Run) -> str:
     measured, better = _measured(run)
     time, said = format_seconds(run.seconds), f": {measured}." if measured else "."
     if run.state == "done":
-        return f"{model} {'learnt' if better and not share else 'was trained on'} {what} in {time}{said}"
+        few = _too_few(run)
+        learnt = better and not share and not few
+        return f"{model} {'learnt' if learnt else 'was trained on'} {what} in {time}{said}{few}"
     of = f" of {run.steps_planned:,}" if run.steps_planned else ""
     stood = "interrupted" if run.state == "interrupted" else "unfinished"
-    return f"{model} on {what}, {stood} after step {run.steps_done:,}{of} and {time}{said}"
+    return f"{model} was trained on {what}; {stood} after step {run.steps_done:,}{of} and {time}{said}"
+
+
+def _too_few(run: Run) -> str:
+    """' Too few steps to learn much: --epochs 40.' where the run warned of the steps that it made."""
+    made = f"are only {run.steps_done} steps of"
+    for _, words in warnings(run.events):
+        if TEACH_LITTLE in words and made in words:
+            return f" Too few steps to learn much: {words.partition(': ')[2].partition(', or')[0]}."
+    return ""
 
 
 def _what(run: Run) -> tuple[str, str]:

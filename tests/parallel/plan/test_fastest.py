@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
+from unfreeze.core.process import COMPILED
 from unfreeze.models.recompute import RECOMPUTE
 from unfreeze.parallel.machine import Hardware
 from unfreeze.parallel.plan import Sizes, Work, plan
-from unfreeze.parallel.plan.fastest import COMPILED, FASTEST_FIRST, SAME_BITS, fastest
+from unfreeze.parallel.plan.fastest import FASTEST_FIRST, SAME_BITS, fastest
 from unfreeze.parallel.plan.terms import USABLE
 
 SIZES = Sizes(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from unfreeze.core.process import COMPILED
 from unfreeze.core.units import format_bytes
 from unfreeze.models.recompute import Recompute
 from unfreeze.parallel.plan.terms import Plan, replace_work
@@ -14,9 +15,6 @@ FASTEST_FIRST: tuple[Recompute, ...] = ("nothing", "elementwise", "selective", "
 SAME_BITS: tuple[Recompute, ...] = ("elementwise", "selective", "layers")
 """Among these a run may change, and its numbers stay the same to the bit: all visit a layer in equal pieces.
 "nothing" takes all tokens at once, so products and sums are cut otherwise (tests/models/test_decoder.py)."""
-COMPILED = int(0.8 * 2**30)
-"""Bytes that a choice which keeps more than "layers" leaves free on a CPU: what compiled code takes at most
-(words.KERNELS), which is in no term."""
 
 
 def fastest(made: Plan, among: Sequence[Recompute] = FASTEST_FIRST, *, sharing: int = 1) -> Plan:
@@ -26,6 +24,7 @@ def fastest(made: Plan, among: Sequence[Recompute] = FASTEST_FIRST, *, sharing: 
     sharing  processes that share the memory, which is 1 on a GPU.
     """
     usable = made.usable if sharing == 1 else made.usable // sharing
+    # what compiled code takes is in no term: a choice that keeps more than "layers" leaves it free
     room = usable - (COMPILED if made.hardware.kind == "cpu" else 0)
     before = ""
     for choice in among:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from unfreeze.core.process import COMPILED_AT_MOST
 from unfreeze.core.units import format_bytes, format_count, format_seconds
 from unfreeze.parallel.plan.terms import Plan
 
-# On a CPU a run takes more than plan and process: code that numba and oneDNN compile, their caches, the
-# allocator's slack. Measured as peak - plan - process at planning (tiny-k2, Zen 4): 0.3 GiB in float32 on one
-# core, 0.5 in bfloat16 on one, 0.8 in bfloat16 on two; it grows with the number of GEMM shapes.
-KERNELS = "0.3 to 0.8 GiB for kernels as they are compiled"
+KERNELS = f"0.3 to {COMPILED_AT_MOST} for kernels as they are compiled"
 
 
 def plan_lines(plan: Plan) -> list[str]:
