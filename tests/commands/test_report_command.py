@@ -3,8 +3,10 @@ that goes on."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -41,9 +43,33 @@ def test_a_run_that_is_not_there_is_said_with_one_that_is(run_dir, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     assert cli.main(["report", "runs/nope"]) == 2
     said = capsys.readouterr().err
-    assert f"there is no run runs/nope in {tmp_path}" in said and "next: unfreeze report RUN" in said
+    assert f"there is no run runs/nope in {tmp_path}" in said and "next: give the folder that --out" in said
     assert cli.main(["report", str(run_dir.parent / "thre steps")]) == 2
-    assert f"next: unfreeze report {run_dir}" in capsys.readouterr().err
+    assert f"next: the nearest: {run_dir}\n" in capsys.readouterr().err
+    for name in ("a", "b", "c", "mine"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "events.jsonl").touch()
+        (tmp_path / "runs" / name / "resolved_config.json").write_text("{}")
+    for line in (["report", "runs/min"], ["compare", "runs/a", "runs/min"], ["chat", "runs/min"]):
+        assert cli.main(line) == 2
+        assert "next: the nearest: runs/mine, " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number, remedy", [(errno.ENOSPC, "free space there"), (errno.EACCES, "make ")])
+def test_a_disk_without_room_for_the_page_still_gives_the_summary(
+    run_dir, monkeypatch, capsys, number: int, remedy: str
+):
+    """Control arm: a folder that may not be written to is no full disk."""
+
+    def refused(folder, **options):
+        raise OSError(number, os.strerror(number), f"{folder}/report.html")
+
+    monkeypatch.setattr(report, "write_report", refused)
+    assert cli.main(["report", str(run_dir)]) == 2
+    said = capsys.readouterr()
+    assert "Loss  " in said.out and "report:" not in said.out
+    assert f"next: {remedy}" in said.err and "--run" not in said.err
+    assert ("the disk at /" in said.err) == (number == errno.ENOSPC)
 
 
 @contextmanager

@@ -48,6 +48,12 @@ def test_each_combination_is_a_run_and_the_best_is_first(line, tmp_path, capsys)
     assert stamps == [(folder / "state").stat().st_mtime_ns for folder in (folders[0], folders[2])]
     json.dumps(again)
 
+    # what to do now; control arm: nothing is best where runs can't be ranked
+    sweep.sweep("sft", arguments, Common(json=True), lambda words: cli.main([*words, "--quiet"]))
+    said = capsys.readouterr().err
+    assert "best: learning_rate=1e-2\nnext: unfreeze chat" in said and f"unfreeze export {folders[2]}" in said
+    assert sweep.best_of(folders, {**again, "ranked_by": None}) is None
+
     # the table of `compare`, by hand: the same order, and by what
     cli.main(["compare", *map(str, folders), "--html", str(tmp_path / "c.html")])
     said = capsys.readouterr().out

@@ -100,7 +100,7 @@ def test_control_arm_a_comparison_by_the_first_runs_fields_would_miss_one(
 
 def test_losses_over_other_data_carry_a_caution(tmp_path: Path):
     runs = read_runs([made(tmp_path / "a", [1.0], {}), made(tmp_path / "b", [2.0], {"data": "other"})])
-    assert caution(runs) == "data differ, so the losses may not measure the same thing."
+    assert caution(runs) == "Different data: the losses may not measure the same thing."
     assert caution(runs) in compare.page(runs) and as_dict(runs)["caution"] == caution(runs)
 
 
@@ -153,3 +153,23 @@ def test_a_run_without_steps_is_said_and_not_drawn(tmp_path: Path):
         and "<svg" not in page
         and "The configurations are the same." in page
     )
+
+
+@pytest.mark.parametrize(
+    "first, second, validation, ranked_by",
+    [
+        ("9:aa", "9:bb", "", None),
+        ("9:aa", "9:aa", "", "best_validation"),  # control arm: the same bytes under another name
+        ("9:aa", "9:bb", "v.jsonl", "best_validation"),  # held-out loss of one file
+    ],
+)
+def test_runs_on_other_data_are_not_ranked(tmp_path: Path, first, second, validation, ranked_by):
+    config = {"validation": validation}
+    a = {**config, "data": "a", "effective": {"contents": [first]}}
+    b = {**config, "data": "b", "effective": {"contents": [second]}}
+    runs = read_runs([made(tmp_path / "a", [2.0], a, [(1, 2.0)]), made(tmp_path / "b", [1.0], b, [(1, 1.0)])])
+    told = as_dict(runs)
+    assert told["ranked_by"] == ranked_by and "effective.contents" not in told["differences"]
+    assert [run.name for run in compare.ranked(runs)] == (["b", "a"] if ranked_by else ["a", "b"])
+    assert ("Different data" in told["caution"]) == (first != second)
+    assert ("As given: different data" in compare.page(runs)) == (ranked_by is None)

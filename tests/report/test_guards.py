@@ -209,7 +209,7 @@ def test_in_bfloat16_the_gap_is_looked_at_beyond_what_rounding_makes(
 ):
     event = {**GAP, "logprob_gap_mean": mean, "logprob_gap_max": worst}
     row = rows_of(tmp_path, [event], {"dtype": "bfloat16"})["Sampler against trainer"]
-    assert row == (
+    assert row[:4] == (
         "Sampler against trainer",
         state,
         "mean 0.008, 0.2 nats at a token (bfloat16)",
@@ -236,3 +236,21 @@ def test_many_are_counted(tmp_path: Path):
 
 def test_a_run_that_says_nothing_has_no_rows(tmp_path: Path):
     assert rows_of(tmp_path, [], {}) == {}
+
+
+def test_whatever_a_guard_asks_to_look_at_it_says_what_to_do(tmp_path: Path):
+    """Each name of a row has a remedy; a row that is ok has none."""
+    source = Path(guards.__file__).read_text(encoding="utf-8")
+    named = set(re.findall(r'GuardRow\(\s*"([^"]+)"', source))
+    assert named == set(guards.REMEDY)
+    rows_of(tmp_path / "r", CLEAN)
+    assert not any(row.remedy for row in guard_rows(read_run(tmp_path / "r")))
+    assert not any("report.html says what to do" in line for line in summary_lines(tmp_path / "r"))
+    clipped = [{**TRAIN, "step": step, "grad_norm": 9.0} for step in (4, 5, 6, 7, 8)]
+    rows = rows_of(tmp_path / "clipped", [*CLEAN, *clipped])
+    assert rows["Gradient norm clipped"].remedy == guards.REMEDY["Gradient norm clipped"]
+    page = write_report(tmp_path / "clipped").read_text()
+    assert rows["Gradient norm clipped"].remedy in page
+    assert any(
+        "Gradient norm clipped (look): report.html" in line for line in summary_lines(tmp_path / "clipped")
+    )

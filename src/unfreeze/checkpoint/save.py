@@ -7,7 +7,6 @@ temporary name beside its final one, then renamed as a whole. No reader looks fo
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -20,13 +19,12 @@ from torch import Tensor
 from unfreeze.checkpoint.keymap import StackRule, sources
 from unfreeze.checkpoint.manifest import INDEX
 from unfreeze.checkpoint.tensors import NAME
-from unfreeze.core.errors import CheckpointError
+from unfreeze.core.errors import FULL, CheckpointError
 from unfreeze.core.units import format_bytes
 from unfreeze.quant.codec import Codec, kept_suffixes
 
 # the usual size of published shards; a save needs no more memory than this beyond the model itself
 MAX_SHARD_BYTES = 5 * 10**9
-FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk is full, or the user's share of it
 
 
 def write_safetensors(

@@ -1,7 +1,7 @@
 """unfreeze compare runs/a runs/b …: results best first, config differences, curves on one picture.
 
 In the terminal and as one HTML page. Best is the lowest validation loss of a run where all have one, else the
-last loss of training.
+last loss of training. Runs on different data are not ranked, but by one validation file.
 """
 
 from __future__ import annotations
@@ -59,10 +59,7 @@ def show(runs: list[Run], console: Console) -> None:
     results = [compare.result(run, name).cells() for run, name in zip(runs, names, strict=True)]
     rows = [(head, *(cells[i] for cells in results)) for i, head in enumerate(compare.RESULT_HEAD) if i]
     differences = [(field, *values) for field, values in compare.differences(runs).items()]
-    for title, lines in (
-        (f"results, best first {compare.ranking(runs).words}", rows),
-        ("configuration", differences),
-    ):
+    for title, lines in ((f"results, {compare.ranking(runs).words}", rows), ("configuration", differences)):
         table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
         for head in ("", *names):
             table.add_column(Text(head), overflow="fold")

@@ -34,13 +34,17 @@ class Config(Frozen):
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
     """Write the page; returns its path."""
     config = parse(Config, arguments, command="report", description=__doc__ or "", positional=True)
-    with writing(config.run, "run"):
+    shown = not (common.quiet or common.json)
+    with writing(config.run, "run", positional=True):
         if config.watch:
-            watch(Path(config.run), quiet=common.quiet or common.json)
+            watch(Path(config.run), quiet=not shown)
+        # the summary first: it needs no room on the disk
+        lines = summary_lines(config.run)
+        if shown:
+            print("\n".join(lines), flush=True)
         page = write_report(config.run)
-    lines = summary_lines(config.run)
-    if not (common.quiet or common.json):
-        print("\n".join([*lines, f"report: {page}"]))
+    if shown:
+        print(f"report: {page}")
     return {"report": str(page), "summary": lines}
 
 

@@ -24,6 +24,7 @@ from unfreeze.config.parse import parse
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
+from unfreeze.job.end import next_command
 from unfreeze.job.folder import with_files
 
 RECIPES: dict[str, type[TrainingConfig]] = {"sft": sft.Config, "pretrain": pretrain.Config}
@@ -89,10 +90,22 @@ def sweep(recipe: str, arguments: list[str], common: Common, launch: Launch = pr
             failed[point.name] = code
     made = [point.folder for point in points if (point.folder / "events.jsonl").is_file()]
     compared = compare.main([str(folder) for folder in made], common) if len(made) > 1 else {"runs": []}
+    best = best_of(made, compared)
+    if best and not common.quiet:
+        adapter = (best / "adapter").is_dir()
+        print(f"best: {best.name}\n{next_command(best, {'finished': True}, '', adapter)}", file=sys.stderr)
     if failed and not common.quiet:
         words = ", ".join(f"{name} (exit code {code})" for name, code in failed.items())
         print(f"failed: {words}; the same command again tries these once more", file=sys.stderr)
     return {"sweep": fields, "failed": failed, "exit_code": max(failed.values(), default=0), **compared}
+
+
+def best_of(made: Sequence[Path], compared: dict[str, Any]) -> Path | None:
+    """The folder of the first finished run of a ranked comparison."""
+    if not compared.get("ranked_by"):
+        return None
+    names = [run["name"] for run in compared["runs"] if run["state"] == "done"]
+    return next((folder for name in names for folder in made if folder.name == name), None)
 
 
 def planned(recipe: str, arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[Point]]:

@@ -30,7 +30,7 @@ from unfreeze.config.help import text as help_text
 from unfreeze.config.names import by_place, flat_name, leaves, nested, places
 from unfreeze.config.synonyms import field_hint
 from unfreeze.config.words import wrong, wrong_flag
-from unfreeze.core.errors import ConfigError
+from unfreeze.core.errors import FULL, ConfigError
 
 
 class Frozen(BaseModel):
@@ -64,8 +64,7 @@ USERS_OWN = (
     errno.EPERM,
     errno.EROFS,
     errno.ENAMETOOLONG,
-    errno.ENOSPC,
-    errno.EDQUOT,
+    *FULL,
 )
 
 MAX_TOML = 1_000_000  # bytes
@@ -274,12 +273,12 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def writing(folder: Path | str, field: str) -> Generator[None]:
+def writing(folder: Path | str, field: str, *, positional: bool = False) -> Generator[None]:
     """Turn the file system's refusal to write under `folder` into a ConfigError that names `field`.
 
     Such refusals: a file where a folder is needed, no permission, a read-only or a full disk.
     """
-    path = Path(folder)
+    path, elsewhere = Path(folder), "" if positional else f"give another folder with --{field}"
     try:
         yield
     except OSError as error:
@@ -290,12 +289,18 @@ def writing(folder: Path | str, field: str) -> Generator[None]:
             inside = f": {file}" if file != path else ""
             raise ConfigError(
                 f"{field} = {str(folder)!r}{inside} is a file, not a folder",
-                next=f"give another folder with --{field}",
+                next=elsewhere or "give another folder",
+            ) from error
+        if error.errno in FULL:
+            disk = next(name for name in (path.absolute(), *path.absolute().parents) if name.is_mount())
+            raise ConfigError(
+                f"{field} = {str(folder)!r} cannot be written: the disk at {disk} is full",
+                next=" or ".join(["free space there", *([elsewhere] if elsewhere else [])]),
             ) from error
         at = f" at {error.filename}" if error.filename and str(error.filename) != str(folder) else ""
         raise ConfigError(
             f"{field} = {str(folder)!r} cannot be written: {error.strerror}{at}",
-            next=f"give another folder with --{field}",
+            next=elsewhere or f"make {path} a folder that you may write to",
         ) from error
 
 

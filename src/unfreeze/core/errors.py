@@ -7,8 +7,11 @@ Exit codes: a UserError ends a command with 2, anything else with 1 (see cli.py)
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 from collections.abc import Iterable
+
+FULL = (errno.ENOSPC, errno.EDQUOT)  # of an OSError: the disk is full, or the user's share of it
 
 
 class UserError(Exception):
@@ -73,6 +76,11 @@ def looked_in(path: str) -> str:
     Relative paths, those in a TOML file too, count from the folder that the command is given in.
     """
     return "" if os.path.isabs(path) else f" in {os.getcwd()}"
+
+
+def closest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
+    """The `count` known names that are most like `name`, the nearest first, however far."""
+    return difflib.get_close_matches(name, list(known), n=count, cutoff=0.0)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

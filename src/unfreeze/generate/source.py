@@ -11,7 +11,7 @@ from pathlib import Path
 
 from unfreeze import models
 from unfreeze.checkpoint.manifest import Manifest, open_checkpoint, read_json
-from unfreeze.core.errors import CheckpointError, nearest
+from unfreeze.core.errors import CheckpointError, closest
 from unfreeze.core.events import RESOLVED
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -55,9 +55,8 @@ def locate(source: str | Path, base: str = "") -> Source:
     # beside other runs: a name mistyped, no Hugging Face id
     if not folder.exists() and any(folder.parent.glob(f"*/{RESOLVED}")):
         runs = sorted(path.parent.name for path in folder.parent.glob(f"*/{RESOLVED}"))
-        raise CheckpointError(
-            f"{folder} does not exist{nearest(folder.name, runs)}", next=f"ls {folder.parent}"
-        )
+        near = ", ".join(str(folder.parent / name) for name in closest(folder.name, runs))
+        raise CheckpointError(f"{folder} does not exist", next=f"the nearest: {near}")
     return Source(str(folder) if folder.exists() else str(source))
 
 

@@ -22,7 +22,7 @@ from unfreeze.config.parse import writing
 from unfreeze.config.tables import Data
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
-from unfreeze.core.errors import ConfigError
+from unfreeze.core.errors import FULL, ConfigError
 from unfreeze.core.events import RESOLVED
 from unfreeze.core.schema import TrainEvent
 from unfreeze.job.resume import FIXED, allowed
@@ -49,7 +49,6 @@ def live(config: TrainingConfig, common: Common, recipe: str, command: str, grou
     A Ctrl-C that fit doesn't handle (before it, after it, or a second one) says what is saved and how to go
     on; a full disk does too.
     """
-    from unfreeze.checkpoint.save import FULL
     from unfreeze.train.follower import Follower, open_run
     from unfreeze.train.run import Run, latest
     from unfreeze.train.state import DiskFull

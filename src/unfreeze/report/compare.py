@@ -22,10 +22,9 @@ from unfreeze.report.run import Run, flatten, read_run, result_words
 from unfreeze.report.tables import ABSENT
 
 WIDE, NARROW, SMALL = (1100, 380), (350, 260), (360, 220)
-OWN = ("out", "track", "effective.given")  # fields that name the run itself, who looks on, or other fields
+# fields that name the run itself, who looks on, other fields, or hash the data (`other_data` reads them)
+OWN = ("out", "track", "effective.given", "effective.contents")
 GIVEN = ("template_date",)  # fields that a run fills in itself: shown where one of the runs was told them
-# where one of these differs, so may the tokenizer or the texts, and losses measure different things
-UNCOMPARABLE = ("model", "data")
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ def result(run: Run, name: str) -> Result:
 
 
 class Ranking(NamedTuple):
-    """By what runs are ranked: a field of Result, and words. "" where no run has a loss."""
+    """By what runs are ranked: a field of Result, and words. "" where none, or of different data."""
 
     field: Literal["best_validation", "loss_last", ""]
     words: str
@@ -140,10 +139,31 @@ def ranking(runs: Sequence[Run]) -> Ranking:
     """By the best validation loss where every run that trained has one, else by the last training loss."""
     results = [result(run, "") for run in runs]
     if not any(each.loss_last is not None for each in results):
-        return Ranking("", "(no run has a loss: as given)")
-    if all(each.best_validation is not None for each in results if each.steps):
-        return Ranking("best_validation", "by best validation loss")
-    return Ranking("loss_last", "by final training loss, because not all runs have validation")
+        return Ranking("", "as given: no run has a loss")
+    validated = all(each.best_validation is not None for each in results if each.steps)
+    # a validation file is the same whatever was trained on
+    if other_data(runs) and not (validated and _one_validation(runs)):
+        return Ranking("", "as given: different data")
+    if validated:
+        return Ranking("best_validation", "best first by best validation loss")
+    return Ranking("loss_last", "best first by final training loss, because not all runs have validation")
+
+
+def other_data(runs: Sequence[Run]) -> bool:
+    """Whether the runs' data files hold different bytes; by their names where a run wrote no hashes."""
+    effective = [run.config.get("effective") for run in runs]
+    contents = [each.get("contents") if isinstance(each, dict) else None for each in effective]
+    return len({str(each) for each in (contents if all(contents) else map(_data, runs))}) > 1
+
+
+def _data(run: Run) -> str:
+    return run.source("data")
+
+
+def _one_validation(runs: Sequence[Run]) -> bool:
+    """Whether all runs measured the held-out loss on the same file."""
+    files = {str(run.config.get("validation") or "") for run in runs}
+    return len(files) == 1 and "" not in files
 
 
 def ranked(runs: Sequence[Run]) -> list[Run]:
@@ -179,8 +199,9 @@ def _given(run: Run) -> list[str]:
 
 def caution(runs: Sequence[Run]) -> str:
     """Why the losses of these runs may not measure the same, or an empty string."""
-    changed = [field for field in UNCOMPARABLE if len({run.source(field) for run in runs}) > 1]
-    return f"{' and '.join(changed)} differ, so the losses may not measure the same thing." if changed else ""
+    models = ["different models"] if len({run.source("model") for run in runs}) > 1 else []
+    changed = " and ".join([*models, *(["different data"] if other_data(runs) else [])])
+    return f"{changed[0].upper()}{changed[1:]}: the losses may not measure the same thing." if changed else ""
 
 
 def as_dict(runs: Sequence[Run]) -> dict[str, Any]:

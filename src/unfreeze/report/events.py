@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from unfreeze.core.errors import DataError, looked_in, near_word
+from unfreeze.core.errors import DataError, closest, looked_in
 from unfreeze.core.schema import LARGEST, DataEvent, Event, SampleEvent, TrainEvent, damage, kind_of
 from unfreeze.core.units import format_count
 
@@ -36,9 +36,9 @@ def read_events(path: Path | str) -> list[Event]:
     if not path.is_file():
         folder = path.parent
         runs = sorted(run.parent for run in folder.parent.glob("*/events.jsonl"))
-        near = near_word(folder.name, [run.name for run in runs])
-        shown = next((run for run in runs if run.name == near), runs[0] if runs else None)
-        here = f"unfreeze report {shown}" if shown else "unfreeze report RUN (the folder named by --out)"
+        near = closest(folder.name, [run.name for run in runs])
+        here = f"the nearest: {', '.join(str(folder.parent / name) for name in near)}"
+        here = here if near else "give the folder that --out named"
         if not folder.is_dir():
             there = f"; {len(runs):,} in {folder.parent}" if runs else ""
             raise DataError(f"there is no run {folder}{looked_in(str(folder))}{there}", next=here)

@@ -18,7 +18,7 @@ from unfreeze.report.events import last, number, of_kind, series, warnings
 from unfreeze.report.run import Run
 from unfreeze.report.tables import left_out, standing_still
 
-GUARD_HEAD = ("guard", "state", "set to", "said")
+GUARD_HEAD = ("guard", "state", "set to", "said", "what to do")
 # share of clipped steps above which clipping, and not the learning rate, sets the size of the updates
 MOSTLY = 0.5
 GAP_FLOAT32 = 1e-4  # nats at any token; evaluate/gap.py has the reason
@@ -34,12 +34,33 @@ or it was refused."""
 
 
 class GuardRow(NamedTuple):
-    """A row of the table of guards: its name, its state, how it was set, what it said."""
+    """A row of the table of guards: its name, its state, how it was set, what it said, what to do."""
 
     guard: str
     state: State
     setting: str
     said: str
+    remedy: str = ""
+
+
+REMEDY = {
+    "Memory plan": "Raise --micro-batches or lower --tokens-per-step: a pass then holds fewer tokens.",
+    "Planned peak": "Nothing need be done while the peak is below what is usable: only the forecast was off.",
+    "Planned seconds": "Nothing need be done: only the forecast was off; other programs may have taken time.",
+    "Data rows": "Mend the rows named under Data; --on-bad-row error stops at the first.",
+    "Receipt": "Check that the learning rate is not 0 and that rows have answers: unfreeze data show.",
+    "Receipt of the first step": "Don't use the result: part of what was asked for has not learnt.",
+    "Loss and gradients finite": "Lower --learning-rate, and look at the rows that suspects.jsonl names.",
+    "Loss and gradient spikes": "Nothing need be done where the loss came back; else lower --learning-rate.",
+    "Gradient norm clipped": "Nothing need be done while the loss falls; a higher --clip clips less.",
+    "Supervised tokens": "Look at what is taught with unfreeze data show: such a step teaches nothing.",
+    "Expert load": "Nothing need be done while the answers are good; else broader data helps.",
+    "Sampler against trainer": (
+        "In bfloat16 rounding may be all: a short run with --dtype float32 tells; there, report it."
+    ),
+    "Trackers": "Nothing need be done for the run: its numbers are in events.jsonl.",
+}
+"""Guard -> what its user does where it is not ok, in one sentence."""
 
 
 def guard_rows(run: Run) -> list[GuardRow]:
@@ -58,7 +79,8 @@ def guard_rows(run: Run) -> list[GuardRow]:
         _gap,
         _trackers,
     )
-    return [row for part in parts if (row := part(run)) is not None]
+    rows = [row for part in parts if (row := part(run)) is not None]
+    return [row if row.state == "ok" else row._replace(remedy=REMEDY[row.guard]) for row in rows]
 
 
 def _all_said(said: list[tuple[int, str]], shown: int = 3) -> str:

@@ -303,6 +303,7 @@ def _guards(run: Run) -> Markup:
         head=GUARD_HEAD,
         rows=rows,
         loud=[row for row in rows if row.state != "ok"],
+        quiet=[row[:-1] for row in by_state["ok"]],
         warnings=[(f"step {step:,}", words) for step, words in warnings(run.events)],
         **by_state,
     )
@@ -407,6 +408,9 @@ def summary_lines(run_dir: Path | str) -> list[str]:
             f"  {'Experts'.ljust(width)}  busiest {worst[2]:.2f} times an even share (layer {worst[0]}),"
             f" {sum(row[3] for row in balance):,} without a token"
         )
+    if loud := [f"{row.guard} ({row.state})" for row in guard_rows(run) if row.state != "ok"]:
+        words = f"{', '.join(loud)}: report.html says what to do"
+        lines += folded(words, f"  {'Guards'.ljust(width)}  ", indent)
     lines += [f"  asked for, and not moved: {group}" for group in standing_still(run.groups)]
     lines += [f"  {line}" for line in left_out(run.exceptions)]
     lines += [f"  warning, step {step}: {words}" for step, words in warnings(run.events)]

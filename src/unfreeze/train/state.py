@@ -20,8 +20,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from unfreeze.checkpoint.save import FULL, sync_folder, write_file, write_safetensors
-from unfreeze.core.errors import CheckpointError, UserError
+from unfreeze.checkpoint.save import sync_folder, write_file, write_safetensors
+from unfreeze.core.errors import FULL, CheckpointError, UserError
 from unfreeze.core.units import format_bytes
 from unfreeze.models import Decoder
 from unfreeze.train.balance import AfterUpdate
