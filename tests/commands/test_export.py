@@ -167,3 +167,16 @@ def test_somebody_elses_readme_stays(run_dir, capsys, tmp_path):
     assert "unfreeze did not write" in capsys.readouterr().err
     assert (tmp_path / "README.md").read_text() == "mine"
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]  # refused before any work
+
+
+def test_a_tokenizer_of_another_model_is_not_taken_for_the_bases(run_dir, capsys, tmp_path):
+    """A reader of the folder would encode with it, and --push would upload it, or what a link leads to."""
+    out = tmp_path / "out"
+    given = ["export", str(run_dir), "--out", str(out), "--quiet"]
+    assert cli.main(given) == 0 == cli.main(given)  # control arm: an export of its own is written again
+    (tmp_path / "secret").write_text("s")
+    for make in (lambda path: path.write_text("{}"), lambda path: path.symlink_to(tmp_path / "secret")):
+        make(out / "tokenizer.json")  # tiny-k2 has tiktoken.model
+        assert cli.main(given) == 2
+        assert "tokenizer.json is of another model" in capsys.readouterr().err
+        (out / "tokenizer.json").unlink()

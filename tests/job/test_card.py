@@ -160,6 +160,9 @@ def test_nothing_is_uploaded_without_a_yes_a_base_that_others_have_or_a_right_na
     assert export(run_dir, tmp_path, *given, "--yes") == 2
     assert "org/name did not take the adapter: 403" in (said := capsys.readouterr().err)
     assert "hf auth login" in said
+    hub.status = 500
+    assert export(run_dir, tmp_path, *given, "--yes") == 2
+    assert "500" in (said := capsys.readouterr().err) and "next: try again; the files stay in" in said
 
 
 def test_an_adapter_goes_on_a_base_that_lies_elsewhere(run_dir, tmp_path, unfreeze_json, capsys):

@@ -23,7 +23,7 @@ from unfreeze.config.parse import Folder, Frozen, ModelName, parse, writing
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED
-from unfreeze.job.card import CARD, HUB_ID, hub_id, refuse_other_readme, write_beside
+from unfreeze.job.card import CARD, HUB_ID, hub_id, refuse_other_files, write_beside
 from unfreeze.job.device import say
 from unfreeze.job.push import check_push, push
 from unfreeze.job.trained import TOKENIZER_FILES
@@ -114,7 +114,7 @@ def export(config: Config, common: Common) -> dict[str, Any]:
     target = Path(config.out) if config.out else Path(config.run) / f"export-{config.read_by}"
     if target.resolve() in (source.adapter.resolve(), manifest.path.resolve()):
         raise ConfigError(f"out = {target} is what is exported", next="give another folder")
-    refuse_other_readme(target)
+    refuse_other_files(target, manifest.path, TOKENIZER_FILES)
     from unfreeze.adapters import load_adapter, save_adapter, verify_adapter
     from unfreeze.adapters.layouts import dropped
     from unfreeze.adapters.readers import READERS

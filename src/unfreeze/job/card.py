@@ -80,13 +80,22 @@ def write_beside(
     write_file(folder / CARD, text)
 
 
-def refuse_other_readme(folder: Path) -> None:
-    """Raises ConfigError where somebody else's README stands in the folder: the card would replace it."""
+def refuse_other_files(folder: Path, base: Path, files: Sequence[str]) -> None:
+    """Raises ConfigError where a folder holds what is not the adapter's.
+
+    Somebody else's README would be replaced by the card; a tokenizer file that the base doesn't have would be
+    read, and uploaded, as the base's.
+    """
     theirs = folder / CARD
     if theirs.is_file() and "- unfreeze" not in theirs.read_text(encoding="utf-8", errors="replace"):
         raise ConfigError(
             f"{theirs} is a README that unfreeze did not write; it would be replaced",
             next="give another folder",
+        )
+    other = next((name for name in files if (folder / name).exists() and not (base / name).is_file()), None)
+    if other:
+        raise ConfigError(
+            f"{folder / other} is of another model: {base} has no {other}", next="give another folder"
         )
 
 

@@ -12,6 +12,9 @@ from unfreeze.core.errors import ConfigError
 from unfreeze.core.units import format_bytes
 from unfreeze.job.card import HUB_ID
 
+DENIED = (401, 403, 404)
+"""The Hub's answers to a token that may not write there."""
+
 
 def check_push(repository: str, *, yes: bool, common: Common) -> None:
     """Raise ConfigError for a name that the Hub doesn't have, and where nobody can be asked."""
@@ -57,8 +60,10 @@ def push(folder: Path, repository: str, names: Collection[str], *, yes: bool) ->
         )
     except (HTTPError, OSError, ValueError) as error:
         words = str(error).strip().splitlines()
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        remedy = "hf auth login, with a token that may write there" if status in DENIED else "try again"
         raise ConfigError(
             f"{repository} did not take the adapter: {words[0] if words else type(error).__name__}",
-            next="hf auth login, with a token that may write there; the files stay in " + str(folder),
+            next=f"{remedy}; the files stay in {folder}",
         ) from error
     return f"{hub.endpoint}/{repository}"
