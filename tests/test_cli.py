@@ -184,3 +184,27 @@ def test_every_command_has_help(command):
     assert done.returncode == 0, done.stderr
     assert f"unfreeze {command}" in done.stdout
     assert ("--plan" in done.stdout) == (command in cli.TRAIN)  # it is a run that shows its plan
+
+
+@pytest.mark.parametrize("ignored, code", [(True, 0), (False, -2)])
+def test_ctrl_c_after_all_is_done_leaves_the_exit_code(ignored: bool, code: int):
+    """Raised while the interpreter ends. Control arm: with the usual handler the code is another."""
+    lines = [
+        "import atexit, os, signal, sys",
+        "from unfreeze import cli",
+        "from unfreeze.__main__ import main",
+        "atexit.register(lambda: signal.raise_signal(signal.SIGINT))",
+        "cli.main = lambda: 0",
+        "code = main()",
+        *([] if ignored else ["signal.signal(signal.SIGINT, signal.SIG_DFL)"]),
+        "sys.exit(code)",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code and "Traceback" not in done.stderr
+
+
+def test_the_version_is_said_with_the_name(capsys):
+    assert cli.main(["--version"]) == 0
+    assert re.fullmatch(r"unfreeze \d\S+\n", capsys.readouterr().out)

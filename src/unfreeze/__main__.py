@@ -4,6 +4,7 @@ Nothing is imported before a Ctrl-C is looked for: the first tenth of a second i
 rest.
 """
 
+import signal
 import sys
 
 
@@ -12,7 +13,10 @@ def main() -> int:
     try:
         from unfreeze import cli
 
-        return cli.main()
+        code = cli.main()
+        # all is done: a Ctrl-C while the interpreter tears down changes nothing
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        return code
     except KeyboardInterrupt:
         print("interrupted: give the same command again", file=sys.stderr)
         return 130

@@ -27,6 +27,7 @@ from unfreeze.core.command import Common
 from unfreeze.core.errors import DataError
 from unfreeze.core.schema import Event, GroupReceipt, TrainEvent
 from unfreeze.job import job
+from unfreeze.job.folder import SAME_CALL
 from unfreeze.recipes import pretrain as pretraining
 from unfreeze.recipes import sft as fine_tuning
 from unfreeze.report.events import of_kind, read_events
@@ -196,7 +197,7 @@ def _run(
     quiet: bool,
 ) -> FinishedRun:
     config = _config(kind, fields, name, file)
-    result = job.run(config, _with(parts(config), objective, on_step), Common(quiet=quiet), "the same call")
+    result = job.run(config, _with(parts(config), objective, on_step), Common(quiet=quiet), SAME_CALL)
     return FinishedRun(result.get("run", config.run_dir))
 
 

@@ -136,7 +136,7 @@ def _dispatch(name: str, arguments: list[str], common: Common) -> int:
     if name in ("-V", "--version"):
         import unfreeze
 
-        print(unfreeze.__version__)
+        print(f"unfreeze {unfreeze.__version__}")
         return 0
     if name not in COMMANDS:
         raise ConfigError(

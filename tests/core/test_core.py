@@ -9,7 +9,7 @@ from unfreeze.core.batch import Batch
 from unfreeze.core.errors import UserError
 from unfreeze.core.events import EventLog, truncate_after
 from unfreeze.core.schema import damage
-from unfreeze.core.units import format_bytes, format_count, format_of, format_seconds
+from unfreeze.core.units import format_bytes, format_count, format_of, format_seconds, format_step
 
 
 def test_lengths_sum_to_the_tokens():
@@ -134,3 +134,11 @@ def test_resuming_drops_later_lines_the_end_and_a_half_line(tmp_path):
     assert lines_of(path) == lines[:3]
     truncate_after(path, 2)
     assert lines_of(path) == lines[:2]
+
+
+@pytest.mark.parametrize(
+    "seconds, words",
+    [(0.0, "0.0 s"), (0.00423, "0.0042 s"), (0.53, "0.53 s"), (2.345, "2.3 s"), (75, "1 min 15 s")],
+)
+def test_the_time_of_a_step_keeps_two_digits(seconds: float, words: str):
+    assert format_step(seconds) == words

@@ -8,6 +8,7 @@ import pytest
 from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.job import plan as run_plan
+from unfreeze.job.folder import SAME_CALL, again
 from unfreeze.report.html import summary_lines
 
 
@@ -58,3 +59,28 @@ def test_a_run_that_goes_on_is_not_asked_and_knows_how_long_a_save_took(sft):
     assert "the run writes at most" not in said
     assert "the last time" in [event for event in events if event["kind"] == "plan"][-1]["lines"][-1]
     assert any(line.startswith("  Saves") for line in summary_lines(sft.out))
+
+
+@pytest.mark.parametrize("field, more", [("steps", ["--steps", 4]), ("epochs", [])])
+def test_a_finished_run_says_how_to_train_more_and_that_is_true(field, more, chat_rows, tmp_path, capsys):
+    def run(*flags):
+        line = ["sft", "--model", TINY_K2, "--data", chat_rows, "--out", tmp_path / "run", *flags]
+        code = cli.main([*map(str, line), "--tokens-per-step", "256", "--samples", "0"])
+        said = capsys.readouterr().err
+        steps = [json.loads(words) for words in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+        return code, " ".join(said.split()), max(event["step"] for event in steps)
+
+    first = ["--steps", 2] if field == "steps" else ["--epochs", 0.5]
+    code, said, before = run(*first)
+    assert code == 0 and "to train more" not in said
+    code, said, again = run(*first)
+    assert code == 0 and again == before
+    assert f"a higher --{field} and --allow-changed {field}" in said
+    assert f"with --adapter {tmp_path / 'run'} and another --out" in said
+    code, said, after = run(*(more or ["--epochs", 1]), "--allow-changed", field)
+    assert code == 0 and after > before, said
+
+
+def test_how_to_go_on_is_one_phrase_in_python_and_on_the_command_line():
+    assert again(SAME_CALL) == "make the same call again"
+    assert again("unfreeze sft") == "give the same command again: unfreeze sft"

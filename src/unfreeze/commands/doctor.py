@@ -4,7 +4,7 @@ Trains nothing, writes nothing.
 
 One line per check: ok, warn (it works, look at it), fault (with the remedy) or skip (with the reason). Exit
 code 2 if there is a fault, as of every command that meets something you can mend.
-The checks are the guards of a run, asked beforehand; what they catch is shown by `unfreeze drill`.
+The checks are the guards of a run, asked beforehand; what they catch is shown by `unfreeze dev drill`.
 """
 
 from __future__ import annotations

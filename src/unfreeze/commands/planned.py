@@ -9,7 +9,7 @@ from typing import Any
 
 from unfreeze.config.tables import Training
 from unfreeze.core.errors import ConfigError, printable
-from unfreeze.core.units import format_bytes, format_count, format_of, format_seconds
+from unfreeze.core.units import format_bytes, format_count, format_of, format_step
 from unfreeze.parallel.fleet import Fleet
 from unfreeze.parallel.plan.choose import Choice
 from unfreeze.parallel.plan.counts import Counts
@@ -129,7 +129,7 @@ class Planned:
             longest = sorted(time.terms.items(), key=lambda term: -term[1])[:5]
             words = ", ".join(f"{name} {seconds:.2f}" for name, seconds in longest)
             lines.append(
-                f"  {format_seconds(time.step)} a step, {time.shown:.2f} s of it for transfers: {words}"
+                f"  {format_step(time.step)} a step, {time.shown:.2f} s of it for transfers: {words}"
             )
             lines.append(f"  {choice.tokens_per_second:,.0f} tokens/s, predicted{self._price()}")
             lines.append(f"  rates: {self.rates}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 def format_bytes(num_bytes: float) -> str:
     """1536 -> '1.5 KiB'. Binary units (1 GiB = 2**30 bytes), because memory is sold and reported that way."""
@@ -28,6 +30,14 @@ def format_count(count: float) -> str:
             return f"{value:.0f}" if unit == "" else f"{value:.3g}{unit}"
         value /= 1000
     return f"{value:.3g} T"
+
+
+def format_step(seconds: float) -> str:
+    """The time of a step with at least two significant digits down to a microsecond: '0.0042 s'."""
+    if not 0 < seconds < 1:
+        return format_seconds(seconds)
+    digits = min(6, 1 - math.floor(math.log10(seconds)))
+    return f"{seconds:.{digits}f} s"
 
 
 def format_seconds(seconds: float) -> str:

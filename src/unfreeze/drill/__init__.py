@@ -1,4 +1,4 @@
-"""unfreeze drill: plant every fault people lose days to, in a sandbox, and show the line that names it.
+"""unfreeze dev drill: plant every fault people lose days to, in a sandbox, and show the line that names it.
 
 29 rows (L loading, N numbers, M mixtures of experts, R runs), most with several faults. Each fault is planted
 for real in a temporary folder:

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from unfreeze.core.command import Common
+from unfreeze.core.errors import ConfigError
+from unfreeze.core.events import RESOLVED
 from unfreeze.core.schema import EndEvent, Event, PlanEvent, ReceiptEvent, TrainEvent
 from unfreeze.job.folder import again
 from unfreeze.report.events import folded, last, of_kind, read_events, tokens_per_second
 from unfreeze.report.html import summary_lines, write_report
+from unfreeze.untrusted.json_object import read_object
 
 
 def finish(
@@ -22,12 +25,23 @@ def finish(
     write_report(run_dir)
     result = {**result_of(read_events(run_dir / "events.jsonl")), **extra, "run": str(run_dir)}
     if not common.quiet:
-        before = (
-            ["this run was finished before; nothing was trained now"] if extra.get("already_finished") else []
-        )
+        before = train_more(run_dir) if extra.get("already_finished") else []
         after = [f"report: {run_dir / 'report.html'}", next_command(run_dir, result, command, export)]
         print("\n".join([*before, *summary_lines(run_dir), *after]), file=sys.stderr)
     return result
+
+
+def train_more(run_dir: Path) -> list[str]:
+    """What is said of a run that was finished before: nothing was done, and the three ways to train more."""
+    adapter = (run_dir / "adapter").is_dir()
+    result = shlex.quote(str(run_dir if adapter else run_dir / "model"))
+    trained = f"--{'adapter' if adapter else 'model'} {result}"
+    field = "steps" if read_object(run_dir / RESOLVED, ConfigError).get("steps") else "epochs"
+    more = (
+        f"to train more: anew with another --out; from its result with {trained} and"
+        f" another --out; or this run for longer with a higher --{field} and --allow-changed {field}"
+    )
+    return ["this run was finished before; nothing was trained now", *folded(more)]
 
 
 def result_of(events: Sequence[Event]) -> dict[str, Any]:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound=TrainingConfig)
 
+SAME_CALL = "the same call"  # the command of a run that Python started
 WHOLE = 2**28  # a data file of at most this many bytes is hashed whole, in about a second
 
 
@@ -197,6 +198,8 @@ def write_json(path: Path, value: object) -> None:
 
 def again(command: str) -> str:
     """How to go on."""
+    if command == SAME_CALL:
+        return f"make {SAME_CALL} again"
     return "give the same command again" + (f": {command}" if command else "")
 
 

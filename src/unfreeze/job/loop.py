@@ -21,7 +21,7 @@ from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.job.device import pick_device, say
 from unfreeze.job.end import finish
-from unfreeze.job.folder import live, with_files
+from unfreeze.job.folder import SAME_CALL, live, with_files
 from unfreeze.job.job import Job, Parts, first_start_of, is_written, prepare, target_of
 from unfreeze.job.plan import as_it_began
 
@@ -169,7 +169,7 @@ class Loop:
             )
             job.write(finished=finished)
             extra = job.parts.trained.as_result(target_of(state.run, job.parts))
-            job.group.on_rank0(lambda: finish(state.run.path, self._common, "the same call", **extra))
+            job.group.on_rank0(lambda: finish(state.run.path, self._common, SAME_CALL, **extra))
 
     def __enter__(self) -> Loop:
         return self

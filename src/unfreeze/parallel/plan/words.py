@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from unfreeze.core.process import COMPILED_AT_MOST
-from unfreeze.core.units import format_bytes, format_count, format_seconds
+from unfreeze.core.units import format_bytes, format_count, format_step
 from unfreeze.parallel.plan.terms import Plan
 
 KERNELS = f"0.3 to {COMPILED_AT_MOST} for kernels as they are compiled"
@@ -44,7 +44,7 @@ def plan_lines(plan: Plan) -> list[str]:
     if plan.time is None:
         rate = "not measured"
     else:
-        rate = f"{format_seconds(plan.time.step)}, most of it {plan.time.dominating}; rates {plan.rates}"
+        rate = f"{format_step(plan.time.step)}, most of it {plan.time.dominating}; rates {plan.rates}"
     return [*lines, f"  time per pass: {rate}"]
 
 
