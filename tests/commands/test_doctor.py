@@ -37,6 +37,17 @@ def test_clean_files_have_no_fault(sandbox, family, tmp_path):
     assert [f.check for f in found.values()] == [name for name, _, _ in checks.CHECKS]
 
 
+def test_a_runs_file_alone_says_model_and_data(sandbox, tmp_path, unfreeze_json):
+    fields = f'model = "{sandbox.checkpoint("llama")}"\nsteps = 8\n'
+    (tmp_path / "run.toml").write_text(fields + f'[data]\nfiles = "{sandbox.rows()}"\n')
+    found = unfreeze_json("doctor", tmp_path / "run.toml")
+    named = unfreeze_json("doctor", sandbox.checkpoint("llama"), "--config", tmp_path / "run.toml")
+    assert found["faults"] == 0 and "skip" not in {finding["level"] for finding in found["findings"]}
+    assert [f["line"] for f in found["findings"] if f["check"] in ("checkpoint", "data")] == [
+        f["line"] for f in named["findings"] if f["check"] in ("checkpoint", "data")
+    ]
+
+
 def test_data_of_any_form_is_looked_through(sandbox, tmp_path):
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "a.csv").write_text("task,reply\n" + "".join(f"{i}?,{i}.\n" for i in range(4)))

@@ -3,14 +3,17 @@
 import json
 import math
 import re
+import shlex
 import tomllib
 from types import SimpleNamespace
 
 import pytest
 
 from unfreeze import cli
+from unfreeze.commands import init
 from unfreeze.config.parse import parse
 from unfreeze.config.sft import Config
+from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError, DoesNotFit
 from unfreeze.data import encode_file, load_tokenizer
 from unfreeze.drill.sandbox import Sandbox
@@ -31,6 +34,15 @@ def rows(folder, count, words=3, name="chat.csv"):
 
 
 COLUMNS = "prompt=task,completion=reply"
+
+
+def test_swapped_arguments_are_answered_with_the_command(checkpoint, tmp_path, monkeypatch, unfreeze_json):
+    monkeypatch.chdir(tmp_path)
+    rows(tmp_path, 6)
+    with pytest.raises(ConfigError, match="MODEL comes first, then DATA") as error:
+        init.main(["chat.csv", str(checkpoint), "--columns", COLUMNS], Common(quiet=True))
+    words = shlex.split(error.value.next)
+    assert words[:2] == ["unfreeze", "init"] and unfreeze_json(*words[1:])["file"] == "run.toml"
 
 
 def test_the_file_is_what_sft_takes_and_its_reasons_are_true(

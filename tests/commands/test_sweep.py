@@ -75,7 +75,7 @@ def test_several_fields_are_multiplied_and_nothing_else_changes(line, tmp_path):
     ("words", "said"),
     [
         (["learning_rate=1e-4,fast"], "--learning-rate = 'fast' is not a number"),
-        (["learning_rate=1e-4,-1"], "learning_rate = -1.0: must be more than 0"),
+        (["learning_rate=1e-4,-1"], "--learning-rate -1: must be more than 0"),
         (["learning_rat=1e-4,2e-4"], "there is no flag --learning-rat; nearest: '--learning-rate'"),
         (["lr=1e-4,2e-4"], "it is called --learning-rate here"),
         (["learning_rate"], "is not FIELD=VALUE,VALUE"),

@@ -131,6 +131,12 @@ def test_control_arm_a_flag_or_a_key_that_the_manual_forgets_is_seen():
         ),
         (["--lora-r", "8"], "it is called --lora.rank here"),
         (["--output-dir", "x"], "it is called --out here"),
+        (
+            ["--batch-size", "4", "--gradient_accumulation_steps", "2", "--lora_r", "8"],
+            "And there is no flag --lora_r; it is called --lora.rank here",
+        ),
+        (["--batch-size", "4", "--lora_r", "8"], "no flag --batch-size; it is called --tokens-per-step here"),
+        (["--load_in_4bit"], "files that are 4-bit stay 4-bit"),
         (["--learning-rat", "1"], "nearest: '--learning-rate'"),
     ],
 )

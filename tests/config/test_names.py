@@ -159,9 +159,9 @@ def test_what_is_wrong_in_a_table_is_named_with_the_nearest_right_key(tmp_path, 
         read(tmp_path, f'model = "m"\ndata = "d"\n{text}')
 
 
-def test_limits_are_told_by_the_flat_name_whatever_was_written():
+def test_limits_of_a_flag_are_told_by_the_flag_as_it_was_given():
     flags = [*FLAT_FLAGS.split(), "--save.every", "-1"]
-    with pytest.raises(ConfigError, match=r"^save_every = -1: "):
+    with pytest.raises(ConfigError, match=r"^--save\.every -1: "):
         parse(sft.Config, flags, command="sft", description="")
 
 

@@ -1,6 +1,7 @@
 """What a newcomer types wrong is answered in plain words: values, flags, commands; README's file can be read."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -27,10 +28,11 @@ PYDANTIC = re.compile(r"Input should|valid (integer|number|tuple|string)|type_er
         (["--data-weights", "1", "two"], "--data-weights = 'two' is not a number"),
         (["--schedule", "cosin"], "--schedule = 'cosin' is none of 'cosine', 'linear', 'constant', 'wsd'"),
         (["--track", "wandb", "foo"], "--track = 'foo' is none of 'tensorboard', 'wandb', 'trackio'"),
-        (["--model", "m", "--data", "d", "--steps", "0"], "steps = 0: must be at least 1"),
-        (["--model", "m", "--data", "d", "--warmup", "2"], "warmup = 2.0: must be at most 1"),
-        (["--model", "m", "--data", "d", "--clip", "nan"], "clip = nan is not a finite number"),
-        (["--model", "m", "--data"], "data = (): needs at least 1"),
+        (["--model", "m", "--data", "d", "--steps", "0"], "--steps 0: must be at least 1"),
+        (["--model", "m", "--data", "d", "--warmup", "2"], "--warmup 2: must be at most 1"),
+        (["--model", "m", "--data", "d", "--clip", "nan"], "--clip = 'nan' is not a finite number"),
+        (["--learning-rate", "-1"], "--learning-rate -1: must be more than 0"),
+        (["--model", "m", "--data"], "--data needs values: text"),
         # the flag that is none comes before the fields that are missing
         (["--modle", "x"], "there is no flag --modle; nearest: '--model'"),
     ],
@@ -39,6 +41,37 @@ def test_a_wrong_flag_is_said_in_words_of_people(flags, said):
     with pytest.raises(ConfigError) as caught:
         parse(Config, flags, command="sft", description="")
     assert said in caught.value.message and not PYDANTIC.search(caught.value.message)
+
+
+def test_a_model_in_the_place_of_the_file_is_answered_with_the_command_that_was_meant(tmp_path):
+    model = tmp_path / "my model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    for first in (str(model), "org/name-1.5"):
+        with pytest.raises(ConfigError, match="is a model") as caught:
+            parse(Config, [first, "--data", "x.jsonl", "--steps", "3"], command="sft", description="")
+        start, *words = shlex.split(caught.value.next)
+        assert (start, words.pop(0)) == ("unfreeze", "sft")
+        config = parse(Config, words, command="sft", description="")
+        assert (config.model, config.data.files, config.training.steps) == (first, ("x.jsonl",), 3)
+    with pytest.raises(ConfigError) as caught:
+        parse(Config, [str(model), "x.jsonl"], command="sft", description="")
+    assert caught.value.next.endswith("--data x.jsonl")
+    # control arm: a file that is not there
+    with pytest.raises(ConfigError, match="is not a file"):
+        parse(Config, ["runs/none.toml"], command="sft", description="")
+
+
+def test_every_weight_beside_lora_is_answered_with_what_to_remove(tmp_path):
+    text = 'model = "m"\n[data]\nfiles = "d"\n[optimizer]\nlearning_rate = 2e-4\n'
+    (tmp_path / "run.toml").write_text(text + "[lora]\nrank = 8\n")
+    given = [str(tmp_path / "run.toml"), "--train", "all"]
+    with pytest.raises(ConfigError, match=r"no adapters, but lora\.rank is given") as caught:
+        parse(Config, given, command="sft", description="")
+    assert "the whole table [lora]" in caught.value.next and "learning_rate = 0.0002 too" in caught.value.next
+    # control arm: without it the file is a run
+    (tmp_path / "run.toml").write_text(text)
+    assert parse(Config, given, command="sft", description="").lora is None
 
 
 @pytest.mark.parametrize(

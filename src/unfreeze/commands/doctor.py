@@ -1,6 +1,6 @@
 """unfreeze doctor MODEL [--data F] [--config run.toml]: look for known faults in your own files and machine.
 
-Trains nothing, writes nothing.
+`unfreeze doctor run.toml` takes the model from the file, too. Trains nothing, writes nothing.
 
 One line per check: ok, warn (it works, look at it), fault (with the remedy) or skip (with the reason). Exit
 code 2 if there is a fault, as of every command that meets something you can mend.
@@ -12,13 +12,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 from tyro.conf import Positional, arg
 
 from unfreeze.config.columns import Columns
-from unfreeze.config.parse import Folder, Frozen, ModelName, parse
+from unfreeze.config.parse import Folder, Frozen, ModelName, parse, read_toml
 from unfreeze.core.command import Common
 from unfreeze.core.errors import UserError
 from unfreeze.job.checks import Finding, examine
@@ -45,6 +46,13 @@ class Config(Frozen):
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
     """-> findings (check, level, line, remedy), faults, warnings, exit_code."""
+    if arguments and arguments[0].endswith(".toml") and "--config" not in arguments:
+        file = Path(arguments[0]).expanduser()
+        model = (
+            read_toml(file).get("model")
+            or parse(sft.Config, [str(file)], command="sft", description="").model
+        )
+        arguments = [str(model), "--config", str(file), *arguments[1:]]
     config = parse(Config, arguments, command="doctor", description=__doc__ or "", positional=True)
     findings = []
     for finding in findings_of(config, quiet=common.quiet):

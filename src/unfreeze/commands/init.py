@@ -16,6 +16,7 @@ from typing import Annotated, Any
 from pydantic import Field
 from tyro.conf import Positional, arg
 
+from unfreeze.checkpoint import hub
 from unfreeze.config import sft as sft_config
 from unfreeze.config.columns import Columns
 from unfreeze.config.parse import Files, Folder, Frozen, ModelName, parse, writing
@@ -42,6 +43,7 @@ class Config(Frozen):
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
     """Write the file. -> file, fields (place -> value), findings (what the doctor warns of), next."""
     config = parse(Config, arguments, command="init", description=__doc__ or "", positional=True)
+    refuse_swapped(config, arguments)
     path = Path(config.file)
     if path.exists():
         raise ConfigError(f"{path} exists and is left as it is", next="give another name: --file other.toml")
@@ -67,6 +69,19 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
         print(f"\nwritten: {path}\nnext: {again}", file=out)
     values = {choice.place: choice.value for choice in choices}
     return {"file": str(path), "fields": values, "findings": found, "next": again}
+
+
+def refuse_swapped(config: Config, arguments: Sequence[str]) -> None:
+    """DATA before MODEL is answered with the command that was meant."""
+    model = next(
+        (name for name in config.data if (Path(name) / "config.json").is_file() or hub.is_id(name)), ""
+    )
+    if model and Path(config.model).is_file():
+        rest = [word for word in arguments if word != model]
+        raise ConfigError(
+            f"{config.model} is a file, not a model: MODEL comes first, then DATA",
+            next=shlex.join(["unfreeze", "init", model, *rest]),
+        )
 
 
 def proposal_of(config: Config, common: Common, say: Callable[[str], None]) -> Proposal:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import os
+import shlex
 import tomllib
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -85,6 +87,8 @@ def parse(
         raise SystemExit(0)
     fields: dict[str, Any] = {}
     if not positional and arguments and not arguments[0].startswith("-"):
+        if "model" in places(config) and _is_model(arguments[0]):
+            raise _model_first(arguments, command)
         fields = _given(config, read_toml(Path(arguments[0]).expanduser()), arguments[0])
         arguments = arguments[1:]
     fields |= by_place(config, _parse_flags(config, arguments, command), f"unfreeze {command}")
@@ -92,6 +96,25 @@ def parse(
         names = " and ".join(_flag(config, name) for name in missing)
         raise ConfigError(f"unfreeze {command} needs {names}", next=f"unfreeze {command} --help")
     return _validated(config, fields, f"unfreeze {command} --help")
+
+
+def _is_model(name: str) -> bool:
+    """Whether it is a checkpoint's folder, or written like org/name where no such path is."""
+    path = Path(name).expanduser()
+    if path.exists():
+        return (path / "config.json").is_file()
+    plain = name.count("/") == 1 and name[0] not in "~/." and not path.parent.exists()
+    return plain and path.suffix not in (".toml", ".yaml", ".yml")
+
+
+def _model_first(arguments: Sequence[str], command: str) -> ConfigError:
+    """With the command that was meant: --model before the first word, --data before those after it."""
+    files = list(itertools.takewhile(lambda word: not word.startswith("-"), arguments[1:]))
+    mended = ["--model", arguments[0], *(["--data", *files] if files else []), *arguments[1 + len(files) :]]
+    return ConfigError(
+        f"{arguments[0]} is a model; the first argument of {command} is a TOML file",
+        next=shlex.join(["unfreeze", *command.split(), *mended]),
+    )
 
 
 def from_keywords(
@@ -164,7 +187,10 @@ def _parse_flags(config: type[BaseModel], arguments: list[str], command: str) ->
     captured = io.StringIO()
     try:
         with redirect_stderr(captured):
-            return dict(tyro.cli(_flags(config), args=arguments, prog=f"unfreeze {command}"))
+            read = dict(tyro.cli(_flags(config), args=arguments, prog=f"unfreeze {command}"))
+        if said := _wrong_flag(config, arguments):
+            raise ConfigError(said, next=f"unfreeze {command} --help")
+        return read
     except SystemExit as ended:
         if ended.code == 0:
             raise
@@ -174,25 +200,28 @@ def _parse_flags(config: type[BaseModel], arguments: list[str], command: str) ->
     end = next((i for i, word in enumerate(words) if word.startswith("──")), len(words))
     message = " ".join(word for word in words[:end] if word) or "the flags cannot be read"
 
-    # an unknown flag gets a message of our own, with the nearest flag
+    # unknown flags get a message of our own, each with the nearest flag
     flat = [f"--{name.replace('_', '-')}" for name in places(config)]
     dotted = [f"--{place.replace('_', '-')}" for place in places(config).values()]
     written = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
     known = {*flat, *dotted}
-    if unknown := next((flag for flag in written if flag.replace("_", "-") not in known), ""):
+    # the last word of a dotted flag: --rank for --lora.rank
+    ends = {flag.rpartition(".")[2]: flag for flag in flat if "." in flag}
+    said: list[str] = []
+    for unknown in dict.fromkeys(flag for flag in written if flag.replace("_", "-") not in known):
         near = [*flat, *dotted] if "." in unknown else flat
-        # the last word of a dotted flag: --rank for --lora.rank
-        ends = {flag.rpartition(".")[2]: flag for flag in flat if "." in flag}
         inner = ends.get(unknown.lstrip("-").replace("_", "-"))
         hint = f"; it is called {inner} here" if inner else field_hint(unknown, near, flag=True)
-        message = f"there is no flag {unknown}{hint}"
+        said.append(f"there is no flag {unknown}{hint}")
+    if said:
+        message = ". And ".join(said)
     else:
         message = _wrong_flag(config, arguments) or message
     raise ConfigError(message, next=f"unfreeze {command} --help")
 
 
 def _wrong_flag(config: type[BaseModel], arguments: Sequence[str]) -> str:
-    """The first flag whose values are none, in words; "" where each is one."""
+    """The first flag whose values are none, or beyond its limits, in words as given; "" where each is one."""
     infos = dict(leaves(config))
     known = {
         f"--{spelling.replace('_', '-')}": infos[place]
@@ -201,9 +230,9 @@ def _wrong_flag(config: type[BaseModel], arguments: Sequence[str]) -> str:
     }
     words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
     at = [i for i, word in enumerate(words) if word.startswith("--")]
-    for start, end in zip(at, [*at[1:], len(words)], strict=True):
+    for start, end in itertools.pairwise([*at, len(words)]):
         info = known.get(words[start].replace("_", "-"))
-        if info is not None and (said := wrong_flag(words[start], words[start + 1 : end], info.annotation)):
+        if info is not None and (said := wrong_flag(words[start], words[start + 1 : end], info)):
             return said
     return ""
 

@@ -14,6 +14,7 @@ from unfreeze.config.adapter import base_of, lora_of
 from unfreeze.config.lora import LoraConfig
 from unfreeze.config.parse import Folder
 from unfreeze.config.training import TrainingConfig
+from unfreeze.core.errors import ConfigError
 
 ALL_RATE = 2e-5
 
@@ -83,10 +84,18 @@ class Config(TrainingConfig):
                 'train = "all" trains every weight and has no adapters: remove adapter, or give train ='
                 ' "adapters"'
             )
-        if any(place.partition(".")[0] == "lora" and fields[place] is not None for place in fields):
-            raise ValueError(
-                'train = "all" trains every weight and has no adapters: remove [lora] and --lora flags, or'
-                ' give train = "adapters"'
+        if given := [place for place in fields if place.startswith("lora") and fields[place] is not None]:
+            rate = fields.get("optimizer.learning_rate")
+            raise ConfigError(
+                f'train = "all" trains every weight and has no adapters, but {", ".join(given)}'
+                f" {'is' if len(given) == 1 else 'are'} given",
+                next="remove them (in a file the whole table [lora])"
+                + (
+                    f", and learning_rate = {rate:g} too, or choose it anew: the default of all is"
+                    f" {ALL_RATE:g}"
+                    if rate is not None
+                    else ""
+                ),
             )
         return {"optimizer.learning_rate": ALL_RATE, **fields, "lora": None}
 

@@ -51,6 +51,10 @@ seed | a whole number | random_seed data_seed
 turns | only the assistant's turns are ever taught | train_on_inputs completion_only_loss
     assistant_only_loss
 """
+_NOT_HERE = """
+load_in_4bit load_in_8bit quantization_bit bnb_4bit_quant_type | files that are 4-bit stay 4-bit, without a
+    flag; others cannot be quantized here yet
+"""
 _COMMANDS = """
 train finetune fine-tune tune lora qlora | unfreeze sft --model MODEL --data chat.jsonl
 dpo orpo kto simpo preference reward | preference training is not built; sft on the preferred answers is the
@@ -84,6 +88,8 @@ def _rows(table: str) -> list[list[str]]:
 
 FIELDS = {word: (field, unit) for field, unit, words in _rows(_FIELDS) for word in words.split()}
 """A word elsewhere -> (our field, its unit or form)."""
+NOT_HERE = {word: why for words, why in _rows(_NOT_HERE) for word in words.split()}
+"""A word elsewhere for what no field here stands for -> why."""
 COMMANDS = {word: way for words, way in _rows(_COMMANDS) for word in words.split()}
 """A command elsewhere -> the shortest way here today."""
 
@@ -101,7 +107,7 @@ def field_hint(
         name, unit = FIELDS[plain]
         name = (places or {}).get(name, name)
         return f"; it is called {'--' + name.replace('_', '-') if flag else name} here ({unit})"
-    return nearest(word, known)
+    return f"; {NOT_HERE[plain]}" if plain in NOT_HERE else nearest(word, known)
 
 
 def command_hint(word: str, known: Iterable[str]) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
 IS_NO = {
     "int": "a whole number",
@@ -48,11 +49,13 @@ def wrong(name: str, value: object, fault: Mapping[str, Any]) -> str:
     return f"{subject}: {message}"
 
 
-def wrong_flag(flag: str, values: Sequence[str], annotation: Any) -> str:
+def wrong_flag(flag: str, values: Sequence[str], info: FieldInfo) -> str:
     """What is wrong with the values given to a flag, "" where nothing is.
 
-    "--steps = 'three' is not a whole number", "--steps needs a value: a whole number".
+    "--steps = 'three' is not a whole number", "--steps 0: must be at least 1", "--steps needs a value:
+    a whole number".
     """
+    annotation = info.annotation
     kinds = [kind for kind in (annotation, *get_args(annotation)) if get_origin(kind) is tuple]
     inner = get_args(kinds[0])[0] if kinds else annotation
     if bool in (inner, *get_args(inner)):
@@ -61,13 +64,17 @@ def wrong_flag(flag: str, values: Sequence[str], annotation: Any) -> str:
         return f"{flag} needs {'values' if kinds else 'a value'}: {expected(inner)}"
     if not kinds and len(values) > 1:
         return f"{flag} takes one value; {values[1]!r} is one more"
-    typed: TypeAdapter[Any] = TypeAdapter(inner)
+    limited: Any = inner if kinds else Annotated[(inner, *info.metadata, Field())]
+    typed: TypeAdapter[Any] = TypeAdapter(limited, config=ConfigDict(allow_inf_nan=False))
     for value in values:
         try:
             typed.validate_python(value)
         except ValidationError as error:
             faults = [fault for fault in error.errors() if not fault["type"].startswith("none")]
-            return wrong(flag, value, {**(faults or error.errors())[0], "loc": ()})
+            fault = {**(faults or error.errors())[0], "loc": ()}
+            if fault["type"] in MUST:
+                return f"{flag} {value}: {MUST[fault['type']].format(**fault.get('ctx', {}))}"
+            return wrong(flag, value, fault)
     return ""
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from unfreeze.config.lora import LoraConfig
 from unfreeze.config.names import nested
-from unfreeze.config.sft import Config
+from unfreeze.config.sft import ALL_RATE, Config
 from unfreeze.core.units import format_bytes, format_count
 from unfreeze.job.data import ENOUGH_STEPS, steps_of
 from unfreeze.job.folder import with_files
@@ -162,7 +162,8 @@ class Proposal:
         rate = 1e-4 if large else 2e-4
         size = f"{format_count(self.parameters)} parameters" if self.parameters else "its size is not known"
         reason = (
-            f"{size}; QLoRA took 2e-4 for 7 and 13 billion, 1e-4 for more. The first thing to try others of"
+            f"{size}; QLoRA took 2e-4 for 7 and 13 billion, 1e-4 for more. The first thing to try others of;"
+            f' train = "all" takes {ALL_RATE:g}, and no [lora]'
         )
         yield Choice("optimizer.learning_rate", rate, reason)
 
