@@ -8,7 +8,9 @@ import sys
 import pytest
 
 import unfreeze
-from unfreeze import cli
+from unfreeze import api, cli
+from unfreeze.config.python import in_python
+from unfreeze.config.sft import Config
 from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.drill.sandbox import TINY_K2
 
@@ -190,6 +192,64 @@ def test_rows_become_a_file_of_the_run_and_the_same_rows_the_same_run(tmp_path, 
     assert again.path == run.path and len(again.losses) == 1
     with pytest.raises(DataError, match="a row is not JSON: Object of type set"):
         unfreeze.sft(model=TINY_K2, data=[{"text": {"a"}}], **fields)
+
+
+class Frame:
+    """What a pandas DataFrame answers with."""
+
+    columns = ("prompt", "completion", "system")
+
+    def to_dict(self, orient):
+        assert orient == "records"
+        return [{"prompt": "Q", "completion": "A", "system": float("nan")}]
+
+
+class Hub:
+    """What a datasets.Dataset answers with."""
+
+    column_names = ("prompt", "completion")
+
+    def to_list(self):
+        return [{"prompt": "Q", "completion": "A"}]
+
+
+def test_tables_of_other_libraries_are_rows():
+    plain = [{"prompt": "Q", "completion": "A"}]
+    assert api._rows(Frame()) == api._rows(Hub()) == api._rows(plain) == plain
+    assert api._rows("chat.jsonl") == "chat.jsonl" and api._rows(None) is None  # control arm
+
+
+@pytest.mark.parametrize(
+    "data, says, next",
+    [
+        ({"prompt": "Q", "completion": "A"}, "data is one dict", "data=[row]"),
+        ({"train": Hub()}, "several splits: train", 'data=data["train"]'),
+        ([], "data is empty", "data=[{"),
+        ([{"Question": "Q", "Answer": "A"}], "are missing", 'columns={"question": "Question", "answer": "Answer"}'),
+        ([{"query": "Q", "reply": "A"}], "no field is known", 'columns={"prompt": "NAME", "completion": "NAME"}'),
+    ],
+)  # fmt: skip
+def test_a_remedy_in_python_is_python(data, says, next, tmp_path):
+    with pytest.raises(DataError, match=says) as error:
+        unfreeze.sft(model=TINY_K2, data=data, out=tmp_path / "run", quiet=True, **FIELDS)
+    assert error.value.next.startswith(next)
+
+
+@pytest.mark.parametrize(
+    "flags, python",
+    [
+        ("--device cpu", 'device="cpu"'),
+        ("mend the row, or --on-bad-row skip", 'mend the row, or on_bad_row="skip"'),
+        ("--sequence-length higher (and --tokens-per-step, if", "sequence_length higher (and tokens_per_step, if"),
+        ("--epochs 40, or --tokens-per-step 1,024", "epochs=40, or tokens_per_step=1024"),
+        ("--lora.rank 8", "rank=8"),
+        # control arms: no flag of a run, and a command
+        ("--hardware 1xH100", "--hardware 1xH100"),
+        ("unfreeze sft --model M", "unfreeze sft --model M"),
+    ],
+)  # fmt: skip
+def test_flags_are_spelled_as_keywords(flags, python):
+    assert in_python(Config, flags) == python
 
 
 def test_importing_unfreeze_and_naming_its_functions_brings_no_torch():

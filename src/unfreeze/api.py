@@ -15,16 +15,18 @@ from __future__ import annotations
 import hashlib
 import html
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from unfreeze.commands import export as exporting
 from unfreeze.config.parse import from_keywords, writing
+from unfreeze.config.python import in_python
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
-from unfreeze.core.errors import DataError
+from unfreeze.core.errors import DataError, UserError
 from unfreeze.core.schema import Event, GroupReceipt, TrainEvent
 from unfreeze.job import job
 from unfreeze.job.folder import SAME_CALL
@@ -148,7 +150,8 @@ def sft(
     """Fine-tune, as `unfreeze sft`.
 
     config     a TOML file.
-    fields     any field of it, on top; rank=16 stands for lora.rank. data may be a list of rows (dicts).
+    fields     any field of it, on top; rank=16 stands for lora.rank. data may be rows: a list of dicts, a
+               pandas DataFrame, a datasets.Dataset.
     objective  (hidden_TD, lm_head, batch) -> Loss, in place of cross entropy.
     on_step    called with (state, result) after each step.
 
@@ -182,8 +185,9 @@ def prepare(
     """
     from unfreeze.job.loop import Loop
 
-    made = _config(fine_tuning.Config, fields, "prepare", config)
-    return Loop(made, _with(fine_tuning.parts(made), objective, ()), Common(quiet=quiet))
+    with _said_in_python(fine_tuning.Config):
+        made = _config(fine_tuning.Config, fields, "prepare", config)
+        return Loop(made, _with(fine_tuning.parts(made), objective, ()), Common(quiet=quiet))
 
 
 def _run(
@@ -196,9 +200,52 @@ def _run(
     on_step: Sequence[OnStep],
     quiet: bool,
 ) -> FinishedRun:
-    config = _config(kind, fields, name, file)
-    result = job.run(config, _with(parts(config), objective, on_step), Common(quiet=quiet), SAME_CALL)
+    with _said_in_python(kind):
+        config = _config(kind, fields, name, file)
+        result = job.run(config, _with(parts(config), objective, on_step), Common(quiet=quiet), SAME_CALL)
     return FinishedRun(result.get("run", config.run_dir))
+
+
+@contextmanager
+def _said_in_python(kind: type[TrainingConfig]) -> Generator[None]:
+    """Remedies name keywords, not flags."""
+    try:
+        yield
+    except UserError as error:
+        error.message, error.next = in_python(kind, error.message), in_python(kind, error.next)
+        raise
+
+
+def _rows(data: Any) -> Any:
+    """`data` as a list of rows where it is a pandas DataFrame (absent cells left out) or a datasets.Dataset.
+
+    Anything else as it is. Raises DataError for one row, for several splits and for no rows.
+    """
+    if isinstance(data, dict):
+        parts = cast(dict[str, Any], data)
+        split = next((name for name, part in parts.items() if hasattr(part, "to_list")), "")
+        raise DataError(
+            f"data has several splits: {', '.join(map(str, parts))}"
+            if split
+            else "data is one dict; rows are a list of dicts",
+            next=f'data=data["{split}"]' if split else "data=[row]",
+        )
+    if hasattr(data, "to_list") and hasattr(data, "column_names"):
+        data = data.to_list()
+    elif hasattr(data, "to_dict") and hasattr(data, "columns"):
+        records: list[dict[Any, Any]] = data.to_dict("records")
+        data = [{name: cell for name, cell in row.items() if not _absent(cell)} for row in records]
+    if isinstance(data, list) and not data:
+        raise DataError(
+            "data is empty: there is no row in it",
+            next='data=[{"prompt": "…", "completion": "…"}], or a file: data="chat.jsonl"',
+        )
+    return cast(Any, data)
+
+
+def _absent(cell: Any) -> bool:
+    """Whether a table's cell is empty: None, or NaN, which is not equal to itself."""
+    return cell is None or (isinstance(cell, float) and cell != cell)
 
 
 def _config(kind: type[C], fields: dict[str, Any], function: str, file: str | Path | None) -> C:
@@ -207,8 +254,8 @@ def _config(kind: type[C], fields: dict[str, Any], function: str, file: str | Pa
     A file, because a run that goes on, its report and its card look rows up again. It is named after what it
     holds, so other rows are another file and, where `out` is not given, another run.
     """
-    rows = fields.get("data")
-    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+    rows = _rows(fields.get("data"))
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         return from_keywords(kind, fields, function=function, file=file)
     try:
         lines = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()

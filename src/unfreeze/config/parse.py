@@ -207,14 +207,14 @@ def _parse_flags(config: type[BaseModel], arguments: list[str], command: str) ->
     known = {*flat, *dotted}
     # the last word of a dotted flag: --rank for --lora.rank
     ends = {flag.rpartition(".")[2]: flag for flag in flat if "." in flag}
-    said: list[str] = []
+    absent: list[str] = []
     for unknown in dict.fromkeys(flag for flag in written if flag.replace("_", "-") not in known):
         near = [*flat, *dotted] if "." in unknown else flat
         inner = ends.get(unknown.lstrip("-").replace("_", "-"))
         hint = f"; it is called {inner} here" if inner else field_hint(unknown, near, flag=True)
-        said.append(f"there is no flag {unknown}{hint}")
-    if said:
-        message = ". And ".join(said)
+        absent.append(f"there is no flag {unknown}{hint}")
+    if absent:
+        message = ". And ".join(absent)
     else:
         message = _wrong_flag(config, arguments) or message
     raise ConfigError(message, next=f"unfreeze {command} --help")

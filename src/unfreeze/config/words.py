@@ -71,7 +71,7 @@ def wrong_flag(flag: str, values: Sequence[str], info: FieldInfo) -> str:
             typed.validate_python(value)
         except ValidationError as error:
             faults = [fault for fault in error.errors() if not fault["type"].startswith("none")]
-            fault = {**(faults or error.errors())[0], "loc": ()}
+            fault: dict[str, Any] = {**(faults or error.errors())[0], "loc": ()}
             if fault["type"] in MUST:
                 return f"{flag} {value}: {MUST[fault['type']].format(**fault.get('ctx', {}))}"
             return wrong(flag, value, fault)

@@ -77,7 +77,7 @@ def device_of(name: str) -> torch.device:
         raise ConfigError(f'device is {name!r}; "auto", "cpu", "cuda" or "cuda:N"') from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            f"device is {name!r}, but torch {torch.__version__} sees no CUDA device here", next='device="cpu"'
+            f"device is {name!r}, but torch {torch.__version__} sees no CUDA device here", next="--device cpu"
         )
     if device.type == "cuda" and device.index is not None:
         here = torch.cuda.device_count()
