@@ -150,7 +150,7 @@ def test_a_full_disk_leaves_no_folder_and_says_the_bytes(lies_there, run_dir, ca
         assert cli.main(["export", str(run_dir), "--out", str(out), "--quiet"]) == 2
     said = capsys.readouterr().err
     needed = sum(value.nbytes for value in load_file(run_dir / "adapter/adapter_model.safetensors").values())
-    assert f"No space left on device: {format_bytes(needed)} needed" in said and " free" in said
+    assert f"is full: {format_bytes(needed)} needed" in said and " free" in said
     left = [path.name for path in tmp_path.rglob("*") if path.is_file()]
     assert left == (["notes.txt"] if lies_there else []) and (tmp_path / "new").exists() == lies_there
     assert cli.main(["export", str(run_dir), "--out", str(out), "--quiet"]) == 0  # control arm: with room

@@ -322,8 +322,9 @@ def writing(folder: Path | str, field: str, *, positional: bool = False) -> Gene
             ) from error
         if error.errno in FULL:
             disk = next(name for name in (path.absolute(), *path.absolute().parents) if name.is_mount())
+            _, colon, sizes = (error.strerror or "").partition(": ")  # checkpoint/save.py's
             raise ConfigError(
-                f"{field} = {str(folder)!r} cannot be written: the disk at {disk} is full",
+                f"{field} = {str(folder)!r} cannot be written: the disk at {disk} is full{colon}{sizes}",
                 next=" or ".join(["free space there", *([elsewhere] if elsewhere else [])]),
             ) from error
         at = f" at {error.filename}" if error.filename and str(error.filename) != str(folder) else ""
