@@ -205,7 +205,7 @@ def _folder(source: str | Path, progress: Callable[[str], None] | None) -> Path:
     if path.is_file():
         raise CheckpointError(
             f"{path} is a file; a checkpoint is a folder with config.json and *.safetensors",
-            next=f"give {path.parent}",
+            next=f"give {path.parent}" if path.name == "config.json" else "give the folder of a model",
         )
     text = str(source)
     siblings = (

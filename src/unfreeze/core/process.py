@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unfreeze.core.units import format_bytes
+
 COMPILED = int(0.8 * 2**30)
 """Bytes at most: code that numba and oneDNN compile, their caches, the allocator's slack.
 
@@ -13,3 +15,9 @@ loops compiled before, `unfreeze demo` takes 44 MiB.
 COMPILED_AT_MOST = f"{COMPILED / 2**30:.1f} GiB"
 BESIDE = f"up to {COMPILED_AT_MOST} of compiled code"
 """As it stands beside a planned number."""
+
+
+def planned_words(planned: float, kind: str) -> str:
+    """'367.5 MiB to 1.2 GiB': bytes of a plan without and with compiled code, on a device of that kind."""
+    low = format_bytes(planned)
+    return f"{low} to {format_bytes(planned + COMPILED)}" if kind == "cpu" else low

@@ -13,7 +13,7 @@ from unfreeze.config.tables import Memory, Save
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.errors import ConfigError, DoesNotFit
 from unfreeze.core.events import RESOLVED
-from unfreeze.core.process import BESIDE
+from unfreeze.core.process import planned_words
 from unfreeze.core.schema import PlanEvent, SaveEvent
 from unfreeze.core.units import format_bytes, format_count, format_seconds
 from unfreeze.job.data import sequence_length
@@ -21,7 +21,7 @@ from unfreeze.job.device import allocator_line
 from unfreeze.job.folder import write_json
 from unfreeze.job.trained import Trained
 from unfreeze.report.events import last, of_kind, read_events
-from unfreeze.report.run import decimal_bytes, memory_of
+from unfreeze.report.run import decimal_bytes
 from unfreeze.untrusted.json_object import read_object
 
 if TYPE_CHECKING:
@@ -198,16 +198,14 @@ def start_lines(
             f", experts {trained.lora.experts_rank}" if trained.lora.experts_rank else ""
         )
         what = (
-            f"adapters of {ranks} on {', '.join(trained.lora.targets)},"
+            f"{ranks} on {', '.join(trained.lora.targets)},"
             f" {format_count(plan.adapter_parameters)} parameters{trained.begins}"
         )
-    taken = format_bytes(plan.total + plan.hardware.process)
+    taken = planned_words(plan.total + plan.hardware.process, plan.hardware.kind)
     room = format_bytes(plan.usable + plan.hardware.process)
-    beside = f", and {BESIDE}," if plan.hardware.kind == "cpu" else ""
     return [
         f"model: {Path(config.model).name}, {shape.model_type}, {shape.num_layers} layers{experts}; {files}",
-        f"memory: {memory_of(plan.hardware.kind)} {taken}{beside} of {room};"
-        f" disk: {format_bytes(disk.needed)} of {format_bytes(disk.free)}",
+        f"memory: {taken} of {room}; disk: {format_bytes(disk.needed)} of {format_bytes(disk.free)}",
         f"trains: {what}; {config.training.tokens_per_step:,} tokens a step",
     ]
 

@@ -20,7 +20,7 @@ from typing import Any, Literal, cast
 
 from unfreeze.core.errors import DataError
 from unfreeze.core.events import RESOLVED
-from unfreeze.core.process import BESIDE
+from unfreeze.core.process import planned_words
 from unfreeze.core.schema import (
     EarlyStopEvent,
     EndEvent,
@@ -226,14 +226,13 @@ def _time_words(run: Run) -> str:
 
 
 def _peak_words(run: Run, peak: float) -> str:
-    """'557.8 MiB; whole process, planned 546.5 MiB and up to …': the plan of the start, in its words."""
+    """'557.8 MiB; whole process, planned 546.5 MiB to 1.3 GiB': with compiled code the larger."""
     plan = run.plan or {}
     if "total" not in plan or "hardware" not in plan:
         return format_bytes(peak)
-    planned = format_bytes(plan["total"] + plan["hardware"].get("process", 0))
     kind = plan["hardware"].get("kind", "")
-    beside = f" and {BESIDE}" if kind == "cpu" else ""
-    return f"{format_bytes(peak)}; {memory_of(kind)}, planned {planned}{beside}"
+    planned = planned_words(plan["total"] + plan["hardware"].get("process", 0), kind)
+    return f"{format_bytes(peak)}; {memory_of(kind)}, planned {planned}"
 
 
 def memory_of(kind: str) -> str:
