@@ -428,7 +428,7 @@ def test_a_replay_beside_the_formula(config):
         ([], "plan needs a model"),
         (["--model", "nowhere.json"], "nowhere.json"),
         (["--model", "CONFIG", "--hardware", "8xH20O"], "no facts of a device 'H20O'"),
-        (["--model", "CONFIG", "--usd-per-hour", "0"], "usd_per_hour"),
+        (["--model", "CONFIG", "--usd-per-hour", "0"], "--usd-per-hour 0: must be more than 0.0"),
     ],
 )
 def test_what_is_refused(config, arguments, says):
@@ -454,7 +454,7 @@ def test_this_machine_needs_no_gpu_and_no_network(config):
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (["--hardware"], "hardware names no machine"),
+        (["--hardware"], "--hardware needs values"),
         (["--hardware", "8xH200", "8xh200"], "names '8xH200' twice|names '8xh200' twice"),
         (["--hardware", "8xH200", "--hardware", "1xH200"], "--hardware is given twice"),
         (["--machines", "x.toml", "--hardware", "cpu:24GB"], "machines has no effect"),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from unfreeze.core.errors import DataError
-from unfreeze.data import Batches, Example, Examples, encode_files, load_tokenizer
+from unfreeze.data import Batches, Example, Examples, encode_files, encoding, load_tokenizer
 from unfreeze.data.dataset import HELD_BYTES
 
 
@@ -77,6 +77,7 @@ def test_a_file_that_changes_while_it_is_trained_on_is_refused(change, tokenizer
 
 def test_control_arm_without_checksums_the_changed_row_is_trained_on(tokenizer, files, monkeypatch):
     monkeypatch.setattr(Example, "checksum", property(lambda self: bytes(16)))
+    monkeypatch.setattr(encoding, "checksum_of", lambda *_: bytes(16))
     before = list(encode_files(files, tokenizer, 64).examples[3].tokens)
     examples = encode_files(files, tokenizer, 64, held_bytes=0).examples
     files[0].write_bytes(CHANGES["another word"](files[0].read_bytes()))

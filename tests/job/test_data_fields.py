@@ -124,8 +124,8 @@ def test_one_path_or_a_list_in_toml(tmp_path, files):
     [
         (["--data-weights", "1", "2", "3"], "data_weights has 3 numbers for 2 data files"),
         (["--validation", "v.jsonl", "--validation-fraction", "0.1"], "give one of them"),
-        (["--validation-fraction", "1"], "validation_fraction = 1.0"),
-        (["--validation-fraction", "-0.5"], "validation_fraction = -0.5"),
+        (["--validation-fraction", "1"], "--validation-fraction 1: must be less than 1.0"),
+        (["--validation-fraction", "-0.5"], "--validation-fraction -0.5: must be at least 0.0"),
     ],
 )
 def test_fields_that_do_not_go_together(files, more, says):
@@ -230,7 +230,7 @@ def test_a_mixture_and_great_losses_are_said_at_the_start_and_in_the_summary(sft
     ]
     assert data["summary"].endswith("; ".join(data["mixture"]))
     cut, doubled = (line for line in warned if " rows (" in line)
-    assert cut.startswith("6 of 26 rows (23 %) are cut at 128 tokens") and "--truncation split" in cut
+    assert cut.startswith("6 of 26 rows (23 %) are cut at 128 tokens") and "--sequence-length higher" in cut
     assert doubled.startswith("5 of 26 rows (19 %) are there before (row 2: says the same as row 1)")
     lines = "\n".join(summary_lines(tmp_path / "run"))
     assert f"warning, step 0: {cut}" in lines and f"warning, step 0: {doubled}" in lines

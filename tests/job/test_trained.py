@@ -167,7 +167,9 @@ def test_what_it_refuses_before_work(llama, chat_rows, tmp_path, capsys):
     # the default, but asked for
     assert 'train = "all"' in refused(*command(llama, chat_rows, tmp_path / "c", "--lora.rank", 16))
     (tmp_path / "run.toml").write_text('train = "all"\n[lora]\nrank = 16\n')
-    assert "remove [lora]" in refused("sft", tmp_path / "run.toml", "--model", llama, "--data", chat_rows)
+    assert "in a file the whole table [lora]" in refused(
+        "sft", tmp_path / "run.toml", "--model", llama, "--data", chat_rows
+    )
     assert not any(
         (tmp_path / name / "events.jsonl").read_text().count('"load"')
         for name in "abc"

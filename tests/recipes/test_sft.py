@@ -182,7 +182,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on_bit_for_bit(capsys, data, tmp
         (["--data", "nowhere.jsonl"], "--data is given twice"),
         (["--lora.targets", "atention"], "nearest"),
         (["--model", "no/such/model/here"], "does not exist"),
-        (["--learning-rate", "0"], "learning_rate = 0"),
+        (["--learning-rate", "0"], "--learning-rate 0: must be more than 0.0"),
     ],
 )
 def test_what_cannot_work_is_refused_before_work(capsys, data, tmp_path, change, words):

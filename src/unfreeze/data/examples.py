@@ -42,15 +42,22 @@ class Example:
     @property
     def num_supervised(self) -> int:
         """Targets that carry loss after the shift."""
+        if isinstance(self.weights, list):  # in C: the usual case, of a row that was just encoded
+            return len(self.weights) - self.weights.count(0.0) - any(self.weights[:1])
         return sum(map(bool, self.weights[1:]))
 
     @property
     def checksum(self) -> bytes:
         """16 bytes over every token and weight."""
-        digest = hashlib.blake2b(len(self.tokens).to_bytes(8, "little"), digest_size=16)
-        digest.update(array("q", self.tokens).tobytes())
-        digest.update(array("d", self.weights).tobytes())
-        return digest.digest()
+        return checksum_of(np.asarray(self.tokens, dtype=np.int64), np.asarray(self.weights))
+
+
+def checksum_of(tokens_T: np.ndarray, weights_T: np.ndarray) -> bytes:
+    """Example.checksum of T tokens and weights: as int64 and float64, whatever they are kept in."""
+    digest = hashlib.blake2b(len(tokens_T).to_bytes(8, "little"), digest_size=16)
+    digest.update(tokens_T.astype(np.int64).tobytes())
+    digest.update(weights_T.astype(np.float64).tobytes())
+    return digest.digest()
 
 
 class Columns:
@@ -75,12 +82,13 @@ class Columns:
         self.digests += others.digests
         self.checksums += others.checksums
 
-    def add(self, example: Example) -> None:
+    def add(self, example: Example, checksum: bytes | None = None) -> None:
+        """The next document; checksum: its own, where it is known already."""
         self.numbers.extend(
             (example.num_tokens, example.num_supervised, example.cut, example.row, example.source)
         )
         self.digests += example.digest
-        self.checksums += example.checksum
+        self.checksums += checksum or example.checksum
 
 
 class Examples(Sequence[Example]):

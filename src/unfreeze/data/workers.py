@@ -34,6 +34,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
+from unfreeze.core import garbage
 from unfreeze.core.errors import DataError
 from unfreeze.data.encoding import Batch, Coder, Part, Spec
 from unfreeze.data.rows.files import text_bytes
@@ -344,6 +345,7 @@ def main() -> None:
     tokenizer = load_tokenizer(told["folder"], now=now or None, template_variables=told["variables"])
     if tokenizer.identity != told["identity"]:
         raise SystemExit(f"the tokenizer's files in {told['folder']} changed meanwhile")
+    garbage.put_off()
     spec = Spec(**told["spec"])
     coder = Coder(spec, spec.encoder(tokenizer))
     with suppress(BrokenPipeError), closing(answers):

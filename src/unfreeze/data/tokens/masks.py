@@ -191,7 +191,9 @@ def encode_segments(tokenizer: Tokenizer, segments: Sequence[Segment]) -> tuple[
         ids = encode_rendered(tokenizer, segment.text, continues=bool(tokens))
         tokens += ids
         weights += [1.0 if segment.supervised else 0.0] * len(ids)
-    return tokens, [0.0, *weights[1:]][: len(tokens)]
+    if weights:
+        weights[0] = 0.0
+    return tokens, weights
 
 
 def _text_notes(row: Text, tokenizer: Tokenizer) -> tuple[str, ...]:
@@ -202,7 +204,7 @@ def _text_notes(row: Text, tokenizer: Tokenizer) -> tuple[str, ...]:
 def _without_tail(
     tokens: list[int], weights: list[float], length: int, tokenizer: Tokenizer
 ) -> tuple[list[int], list[float]]:
-    return tokens[:length], weights[:length]
+    return (tokens, weights) if len(tokens) <= length else (tokens[:length], weights[:length])
 
 
 def _without_head(
