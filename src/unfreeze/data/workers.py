@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 PAYS = 1.5
 """Seconds the rest must take in one process for workers to be started: each takes half of one to begin."""
-TRIED = 0.3
+TRIED = 0.1
 """Seconds of encoding here before that is judged."""
 AHEAD = 2
 """Batches for each worker that are read before the first of them is finished."""
