@@ -47,10 +47,9 @@ def row_from_dict(fields: Fields, row: int = 0, renames: Mapping[str, str] | Non
     if deeper_than(fields, MAX_DEPTH):
         raise DataError(f"row {row}: nested deeper than {MAX_DEPTH} levels", next="flatten the row")
     renames = renames or {}
-    whole = [
-        shape for shape, (needed, _) in SHAPES.items() if all(fields.get(name) is not None for name in needed)
-    ]
-    asked = [shape for shape in whole if renames.keys() & SHAPES[shape][0]]
+    there = {name for name, value in fields.items() if value is not None}
+    whole = [shape for shape, (needed, _) in SHAPES.items() if there.issuperset(needed)]
+    asked = [shape for shape in whole if renames and renames.keys() & SHAPES[shape][0]]
     if not asked:
         _refuse_other_training(fields, row)
     if whole:

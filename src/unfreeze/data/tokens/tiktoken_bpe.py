@@ -151,13 +151,11 @@ class TiktokenBackend:
 
     def _present(self, text: str) -> set[str]:
         """The added tokens whose text stands in `text`."""
-        return {
-            added
-            for beginning, texts in self._beginnings.items()
-            if beginning in text
-            for added in texts
-            if added in text
-        }
+        found: set[str] = set()
+        for beginning, texts in self._beginnings.items():
+            if beginning in text:
+                found.update([added for added in texts if added in text])
+        return found
 
     def decode(self, ids: Sequence[int], *, skip_specials: bool) -> str:
         return b"".join(map(self._bytes, self._kept(ids, skip_specials))).decode("utf-8", errors="replace")
