@@ -217,29 +217,31 @@ class _Text(str):
             self._conversation, replace(self._hole, strips=strips), strip(self._value, characters)
         )
 
-    def _asked(self, ask: Callable[[Any, Any], bool], about: object) -> bool:
-        if self._hole is None or (about is not None and type(about) is not str):
+    def _asked(
+        self, ask: Callable[[Any, Any], bool], about: object, start: Any = None, end: Any = None
+    ) -> bool:
+        if self._hole is None or type(about) not in (str, type(None)) or (start, end) != (None, None):
             raise Looked
         answer = ask(self._value, about)
         self._conversation.questions.append(Question(self._hole, ask, about, answer))
         return answer
 
-    def strip(self, characters: object = None) -> _Text:  # type: ignore[override]
+    def strip(self, characters: str | None = None, /) -> _Text:
         return self._stripped(str.strip, characters)
 
-    def lstrip(self, characters: object = None) -> _Text:  # type: ignore[override]
+    def lstrip(self, characters: str | None = None, /) -> _Text:
         return self._stripped(str.lstrip, characters)
 
-    def rstrip(self, characters: object = None) -> _Text:  # type: ignore[override]
+    def rstrip(self, characters: str | None = None, /) -> _Text:
         return self._stripped(str.rstrip, characters)
 
-    def startswith(self, prefix: object) -> bool:  # type: ignore[override]
-        return self._asked(str.startswith, prefix)
+    def startswith(self, prefix: str | tuple[str, ...], start: Any = None, end: Any = None, /) -> bool:
+        return self._asked(str.startswith, prefix, start, end)
 
-    def endswith(self, suffix: object) -> bool:  # type: ignore[override]
-        return self._asked(str.endswith, suffix)
+    def endswith(self, suffix: str | tuple[str, ...], start: Any = None, end: Any = None, /) -> bool:
+        return self._asked(str.endswith, suffix, start, end)
 
-    def __contains__(self, part: object) -> bool:  # type: ignore[override]
+    def __contains__(self, part: str, /) -> bool:
         return self._asked(operator.contains, part)
 
     def __bool__(self) -> bool:
@@ -254,7 +256,8 @@ class _Text(str):
     def __str__(self) -> str:
         return self
 
-    __hash__ = _looks  # type: ignore[assignment]
+    def __hash__(self) -> int:
+        raise Looked
 
 
 def _says(text: str, _: object) -> bool:
@@ -288,7 +291,7 @@ def _kept_from(function: Any) -> Any:
         return function(*whole, **named)
 
     if hasattr(function, "jinja_pass_arg"):
-        kept.jinja_pass_arg = function.jinja_pass_arg  # type: ignore[attr-defined]
+        kept.jinja_pass_arg = function.jinja_pass_arg
     return kept
 
 
