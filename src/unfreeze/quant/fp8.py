@@ -139,7 +139,9 @@ class Fp8:
 
 
 ONLY: dict[str, tuple[object, str]] = {
-    "activation_scheme": ("dynamic", "activations with scales of their own")
+    "config_groups": ({}, "groups of modules in other formats"),
+    "quant_algo": (None, "another format beside FP8"),
+    "activation_scheme": ("dynamic", "activations with scales of their own"),
 }
 KNOWN = frozenset("fmt scale_fmt weight_block_size modules_to_not_convert".split())
 """Fields that are read, or without effect on weights that are packed already."""
