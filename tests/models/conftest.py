@@ -1,4 +1,7 @@
-"""benchmarks/configs.py as a module: what becomes of every field of config.json, and transformers' names."""
+"""benchmarks/configs.py as a module: what becomes of every field of config.json, and transformers' names.
+
+The files of cases beside the tests (family_cases.py) can be imported by name.
+"""
 
 import importlib.util
 import sys
@@ -6,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
 FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "configs.py"
 
 

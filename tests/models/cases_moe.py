@@ -1,0 +1,108 @@
+"""The families with experts: cases for test_families.py, a config.json for test_config_fields.py."""
+
+from family_case import COMMON, YARN, Case
+
+MLA = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
+QWEN_MOE = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+}
+
+CASES = {
+    "qwen3-moe": Case("Qwen3Moe", {**QWEN_MOE, "norm_topk_prob": True}),
+    "qwen3-moe-mixed": Case("Qwen3Moe", {**QWEN_MOE, "norm_topk_prob": False, "mlp_only_layers": [1]}),
+    "qwen3-moe-sparse-step": Case("Qwen3Moe", {**QWEN_MOE, "norm_topk_prob": True, "decoder_sparse_step": 2}),
+    "deepseek-v3": Case("DeepseekV3", {**MLA, "q_lora_rank": 40, "n_group": 1, "topk_group": 1}),
+    "deepseek-v3-groups-yarn": Case(
+        "DeepseekV3", {**MLA, "q_lora_rank": 40, "n_group": 4, "topk_group": 2, "rope_parameters": YARN}
+    ),
+    "deepseek-v3-no-q-latent": Case(
+        "DeepseekV3",
+        {
+            **MLA,
+            "q_lora_rank": None,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 2,
+            "n_shared_experts": 2,
+        },
+    ),
+    "deepseek-v3-biases": Case(
+        "DeepseekV3",
+        {
+            **MLA,
+            "q_lora_rank": 40,
+            "n_group": 1,
+            "topk_group": 1,
+            "attention_bias": True,
+            "norm_topk_prob": False,
+        },
+    ),
+    "deepseek-v3-rotated-halves": Case(
+        "DeepseekV3", {**MLA, "q_lora_rank": 40, "n_group": 1, "topk_group": 1, "rope_interleave": False}
+    ),
+}
+
+YARN_AS_PUBLISHED = {
+    "type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+EXPERTS = {"num_experts_per_tok": 4, "moe_intermediate_size": 256, "norm_topk_prob": True}
+CONFIGS = {
+    "qwen3_moe": (
+        COMMON
+        | EXPERTS
+        | {
+            "head_dim": 64,
+            "num_experts": 64,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "use_sliding_window": False,
+        }
+    ),
+    "kimi_k2": (
+        COMMON
+        | EXPERTS
+        | {
+            "num_key_value_heads": 8,
+            "n_routed_experts": 64,
+            "n_shared_experts": 1,
+            "n_group": 8,
+            "topk_group": 4,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.5,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "moe_layer_freq": 1,
+            "q_lora_rank": 128,
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+            "rope_scaling": YARN_AS_PUBLISHED,
+            "num_nextn_predict_layers": 0,
+        }
+    ),
+}

@@ -1,0 +1,71 @@
+"""What a case of tests/models/test_families.py says, and the sizes and rotary tables that many of them share."""
+
+from typing import Any, NamedTuple
+
+
+class Case(NamedTuple):
+    """A small random model of transformers: its classes' common name ("Llama" for LlamaConfig and
+    LlamaForCausalLM), and the fields of its config beside SMALL.
+
+    config, model: the two classes' whole names, where they are spelled otherwise.
+    """
+
+    name: str
+    fields: dict[str, Any]
+    config: str = ""
+    model: str = ""
+
+    @property
+    def config_class(self) -> str:
+        return self.config or f"{self.name}Config"
+
+    @property
+    def model_class(self) -> str:
+        return self.model or f"{self.name}ForCausalLM"
+
+
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 256,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "rope_theta": 50000.0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 10000.0,
+}
+
+COMMON = {
+    "hidden_size": 512,
+    "intermediate_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-3,
+    "hidden_act": "silu",
+    "rope_theta": 1000.0,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "use_cache": True,
+    "torch_dtype": "bfloat16",
+}
+"""A config.json of usual sizes (test_config_fields.py makes them small), which each family adds its fields to."""

@@ -1,0 +1,86 @@
+"""All cases of tests/models/test_families.py: a model of transformers, ours with its weights, and how far apart they are."""
+
+import cases_dense
+import cases_moe
+import torch
+import transformers
+from family_case import SMALL
+
+from unfreeze import models
+from unfreeze.core.batch import Batch
+
+CASES = {**cases_dense.CASES, **cases_moe.CASES}
+CONFIGS = {**cases_dense.CONFIGS, **cases_moe.CONFIGS}
+
+DOCUMENTS = [[5, 17, 3, 88, 41, 2, 9], [11, 7], [60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70, 71]]
+
+
+def oracle(name: str):
+    """A random transformers model; norms, biases and the selection bias are random too, so that each of them
+    matters."""
+    case = CASES[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, case.config_class)(
+        **{**SMALL, "rms_norm_eps": 1e-5, "initializer_range": 0.2, **case.fields}
+    )
+    config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
+    model = getattr(transformers, case.model_class)(config).eval()
+    with torch.no_grad():
+        for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if "norm" in key:
+                tensor.copy_(1 + 0.3 * torch.randn_like(tensor))
+            elif key.endswith("e_score_correction_bias"):
+                tensor.copy_(0.2 * torch.randn_like(tensor))
+            elif key.endswith(".bias"):
+                tensor.copy_(0.1 * torch.randn_like(tensor))
+    return model
+
+
+def ours(reference) -> models.Decoder:
+    """Our model with the oracle's weights; in memory both stack the experts, so only a suffix differs."""
+    shape = models.shape(reference.config.to_dict())
+    model = models.build(shape, dtype=torch.float32, device="cpu")
+    state = {
+        key + ".weight" if key.endswith(("experts.gate_up_proj", "experts.down_proj")) else key: tensor
+        for key, tensor in reference.state_dict().items()
+    }
+    model.load_state_dict(state, strict=True)
+    return model
+
+
+def batch_of(documents: list[list[int]]) -> Batch:
+    starts, position = [], 0
+    for document in documents:
+        starts.append(position)
+        position += len(document)
+    tokens = torch.tensor([token for document in documents for token in document])
+    positions = torch.cat([torch.arange(len(document)) for document in documents])
+    return Batch(tokens, tokens.clone(), torch.ones(len(tokens)), positions, torch.tensor(starts))
+
+
+def difference(name: str, recompute=models.plain, documents=DOCUMENTS, change=None) -> tuple[float, float]:
+    """Largest absolute difference of logits and of every parameter's gradient (experts included), relative to
+    the largest gradient."""
+    reference = oracle(name)
+    model = ours(reference)
+    if change is not None:
+        change(model)
+    probe = torch.randn(SMALL["vocab_size"], generator=torch.Generator().manual_seed(1))
+    expected = torch.cat([reference(torch.tensor([document])).logits[0] for document in documents])
+    actual = model.logits(model.hidden(batch_of(documents), recompute))
+    ((expected.log_softmax(-1) * probe).sum() / len(expected)).backward()
+    ((actual.log_softmax(-1) * probe).sum() / len(actual)).backward()
+    theirs = {key: p.grad for key, p in reference.named_parameters()}
+    worst = 0.0
+    for key, parameter in model.named_parameters():
+        theirs_key = key.removesuffix(".weight") if ".experts." in key and "shared" not in key else key
+        expected_grad = theirs[theirs_key]
+        if expected_grad is None:  # an expert stack no token was sent to
+            assert parameter.grad is None or not parameter.grad.any()
+            continue
+        worst = max(
+            worst,
+            float((parameter.grad - expected_grad).abs().max() / max(1.0, float(expected_grad.abs().max()))),
+        )
+    return float((actual - expected).detach().abs().max()), worst
