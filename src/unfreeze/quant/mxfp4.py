@@ -1,0 +1,258 @@
+"""MXFP4: e2m1 codes with a power of two for each 32 of them: gpt-oss's experts, compressed-tensors' mxfp4.
+
+    w[o, i] = e2m1[code[o, i]] * 2 ** (scale[o, i // 32] - 127)          exact in bf16
+
+A code is 4 bits: sign, then one of 0, 0.5, 1, 1.5, 2, 3, 4, 6. Two lie in a byte, the lower half first,
+along the input dim. A scale is one byte, the exponent alone (e8m0). A weight takes 17 / 32 byte, against 2 in
+bf16. Nothing rounds: two significant digits in binary times a power of two.
+Scale 255 is a NaN to the specification and no release has it. compressed-tensors reads infinity, and so does
+this file; transformers 2 ** 128, so that 0.0 and 0.5 times it are finite there.
+
+The same bytes have two layouts on disk (`Layout`), and stay in the one they came in.
+Source: the OCP Microscaling specification 1.0; transformers' integrations/mxfp4 (blocks) and
+compressed-tensors' MXFP4PackedCompressor (packed); equal to both bit for bit in tests/quant/test_mxfp4.py.
+
+Shapes: a matrix is [out, in] and has G = in / 32 scales per row. The rows are those of the file: gpt-oss
+publishes gate and up interleaved (even rows gate, odd rows up), and so they arrive in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from unfreeze.core.errors import CheckpointError, ConfigError
+from unfreeze.quant.codec import Format, Part, Table, Unreadable, parts_nbytes, refuse_other_values
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+GROUP = 32  # columns that share a scale; the specification has no other
+BIAS = 127  # of a scale's exponent
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""What codes 0 to 7 stand for; 8 to 15 are their negatives, 8 being -0.0."""
+MAX_SCALE = 252  # the largest whose largest code, 6 * 2 ** 125, is finite
+SCALES = ("U8", "F8_E8M0")
+
+
+class Layout(NamedTuple):
+    """name; the suffixes of codes and scales; whether codes are [out, G, 16] instead of [out, in / 2]."""
+
+    name: str
+    codes: str
+    scales: str
+    blocked: bool
+
+
+PACKED = Layout("mxfp4-pack-quantized", "weight_packed", "weight_scale", blocked=False)
+BLOCKS = Layout("mxfp4", "blocks", "scales", blocked=True)
+
+
+def unpack_e2m1(packed: Tensor) -> Tensor:
+    """packed uint8 [..., n] -> bf16 [..., 2 n], the lower half of each byte first; each value is exact."""
+    import torch
+
+    # a byte's two numbers are one word of a table of 256
+    values = torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=torch.bfloat16, device=packed.device)
+    byte = torch.arange(256, device=packed.device)
+    words = torch.stack((values[byte & 15], values[byte >> 4]), dim=-1).view(torch.int32).flatten()
+    return words[packed.int()].view(torch.bfloat16)
+
+
+def pack_e2m1(codes: Tensor) -> Tensor:
+    """codes uint8 [..., 2 n] in 0..15 -> uint8 [..., n], the first of a pair in the lower half."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def round_to_e2m1(values: Tensor) -> Tensor:
+    """float32 -> codes uint8, of the nearest e2m1; half-way to the even code, beyond 6 to 6.
+
+    The sign is kept where the number becomes 0. compressed-tensors does so as well, except for -0.0 itself.
+    """
+    import torch
+
+    # half-way between neighbours; where the upper one is even, the tie is moved below the boundary
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=values.device)
+    ties[1::2] = torch.nextafter(ties[1::2], torch.zeros_like(ties[1::2]))
+    codes = torch.bucketize(values.abs(), ties, out_int32=True).to(torch.uint8)
+    return codes | (values.signbit().to(torch.uint8) << 3)
+
+
+def powers_of_two(scales: Tensor) -> Tensor:
+    """scales uint8 -> bf16 2 ** (scale - 127): the exponent's bits, except 0, which is subnormal."""
+    import torch
+
+    bits = scales.to(torch.int16) << 7
+    return torch.where(bits == 0, 1 << 6, bits).view(torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Mxfp4:
+    """The codec. quant/codec.py says what each method promises.
+
+    layout       PACKED or BLOCKS
+    scale_dtype  dtype of the scales in the files and in memory: U8 or F8_E8M0, the same byte
+    """
+
+    layout: Layout = PACKED
+    scale_dtype: str = "U8"
+    variants: str = field(default="another group size", init=False, repr=False, compare=False)
+
+    @property
+    def name(self) -> str:
+        return self.layout.name
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        return (self.layout.codes, self.layout.scales)
+
+    def parts(self, out_features: int, in_features: int) -> dict[str, Part]:
+        """Codes uint8 [out, in / 2], or [out, G, 16] in BLOCKS; scales [out, G].
+
+        Raises ConfigError if in is not a multiple of 32.
+        """
+        if in_features % GROUP:
+            raise ConfigError(
+                f"{in_features} input columns do not divide into groups of {GROUP}, as MXFP4 needs",
+                next="compare the layer's width in config.json with the checkpoint's publisher",
+            )
+        groups = in_features // GROUP
+        width = (groups, GROUP // 2) if self.layout.blocked else (in_features // 2,)
+        return {
+            self.layout.codes: ("U8", (out_features, *width)),
+            self.layout.scales: (self.scale_dtype, (out_features, groups)),
+        }
+
+    def as_stored(self, dtypes: Mapping[str, str]) -> Mxfp4:
+        """This codec with the scale_dtype of the files. Only scales that have codes beside them count."""
+        first: dict[str, str] = {}
+        for name, dtype in dtypes.items():
+            base = name.removesuffix(self.layout.scales)
+            if base != name and dtype in SCALES and f"{base}{self.layout.codes}" in dtypes:
+                first.setdefault(dtype, name)
+        if len(first) > 1:
+            named = ", ".join(f"{name} is {dtype}" for dtype, name in first.items())
+            raise CheckpointError(
+                f"the scales of MXFP4 weights have {len(first)} dtypes: {named}",
+                next="view them all as uint8: the bytes are the same",
+            )
+        return replace(self, scale_dtype=next(iter(first))) if first else self
+
+    def disk_extras(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
+        """None: all parts are kept."""
+        return {}
+
+    def shape(self, parts: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """[..., out, in] with in = 32 G."""
+        *leading, groups = parts[self.layout.scales]
+        return (*leading, groups * GROUP)
+
+    def nbytes(self, out_features: int, in_features: int) -> int:
+        """out * (in / 2 + in / 32)."""
+        return parts_nbytes(self.parts(out_features, in_features).values())
+
+    def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """w = e2m1[code] * 2 ** (scale - 127) -> bf16 [..., out, in], exact.
+
+        Raises CheckpointError where codes and scales do not belong together.
+        """
+        import torch
+
+        codes, scales = parts[self.layout.codes], parts[self.layout.scales]
+        *leading, groups = scales.shape
+        width = [groups, GROUP // 2] if self.layout.blocked else [groups * GROUP // 2]
+        if codes.dtype != torch.uint8 or list(codes.shape) != [*leading, *width] or scales.itemsize != 1:
+            raise CheckpointError(
+                f"{self.layout.codes} is {codes.dtype} {list(codes.shape)}; {groups} scales of {GROUP}"
+                f" columns need torch.uint8 {[*leading, *width]}",
+                next="get the checkpoint again: the tensor is truncated or in another format",
+            )
+        values = unpack_e2m1(codes).view(*scales.shape, GROUP)
+        return (values * powers_of_two(scales.view(torch.uint8)).unsqueeze(-1)).flatten(-2)
+
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+        """scale = the largest's power of two / 4 per 32 columns, code = the nearest e2m1, half to even.
+
+        The largest's power of two is the next one where it has a mantissa of 1.75 or more, so that nothing is
+        cut off by more than rounding. A group of zeros has scale 0. Source: compressed-tensors'
+        generate_mx_scales and cast_to_fp4; equal to them bit for bit. From 1.75 * 2 ** 127 on they write the
+        scale of 1; here such a number becomes 6 * 2 ** 125.
+        quantize(dequantize(p)) stands for the same numbers as p, bit for bit, where no scale is 255.
+        Raises CheckpointError on a weight that is not finite.
+        """
+        import torch
+
+        self.parts(weight.shape[-2], weight.shape[-1])
+        if not bool(weight.isfinite().all()):
+            bad = int((~weight.isfinite()).sum())
+            raise CheckpointError(
+                f"{bad} of {weight.numel()} weights are NaN or infinite and cannot be quantized"
+            )
+        grouped = weight.detach().float().reshape(*weight.shape[:-1], -1, GROUP)
+        scales = self.scales(grouped.abs().amax(dim=-1))
+        packed = pack_e2m1(round_to_e2m1(torch.ldexp(grouped, (BIAS - scales.int()).unsqueeze(-1))))
+        return {
+            self.layout.codes: packed if self.layout.blocked else packed.flatten(-2),
+            self.layout.scales: scales if self.scale_dtype == "U8" else scales.view(torch.float8_e8m0fnu),
+        }
+
+    def scales(self, absmax: Tensor) -> Tensor:
+        """float32 absmax [..., G] -> uint8 exponents: floor(log2(absmax)) - 2, of 1.75 and on the next."""
+        import torch
+
+        # a quarter is added to the mantissa, and what it carries into the exponent is the rounding
+        exponent = (absmax.view(torch.int32) + (1 << 21)) >> 23
+        return (exponent - 2).clamp(0, MAX_SCALE).to(torch.uint8)
+
+
+ONLY: dict[str, tuple[object, str]] = {
+    "block_structure": ({}, "a scale for a block of rows and columns"),
+    "zero_point": (False, "zero points"),
+}
+KNOWN = frozenset(
+    "num_bits type symmetric strategy group_size dynamic actorder observer observer_kwargs scale_dtype"
+    " zp_dtype".split()
+)
+"""Fields of compressed-tensors that are read, or without effect on weights that are packed already."""
+
+
+def read_packed(where: str, weights: Table) -> Mxfp4:
+    """The codec of the `weights` of one compressed-tensors group of format "mxfp4-pack-quantized".
+
+    Raises Unreadable, naming it, for each variant that would be read wrongly.
+    """
+    refuse_other_values(weights, ONLY, f"{where}.weights")
+    if weights.get("type") != "float" or weights.get("num_bits") != 4:
+        raise Unreadable(f"{where}: {weights.get('type')} weights with num_bits {weights.get('num_bits')}")
+    if weights.get("symmetric") is not True or weights.get("dynamic"):
+        raise Unreadable(f"{where}: asymmetric or dynamic weights")
+    if weights.get("strategy") != "group" or weights.get("group_size") != GROUP:
+        raise Unreadable(
+            f'{where}: strategy "{weights.get("strategy")}" with group_size {weights.get("group_size")!r}'
+        )
+    if weights.get("actorder") not in (None, False, "weight", "static"):
+        raise Unreadable(f"{where}: actorder {weights.get('actorder')!r} (columns permuted by g_idx)")
+    return Mxfp4(PACKED)
+
+
+def read_blocks(where: str, table: Table) -> Mxfp4:
+    """The codec of a quantization_config with quant_method "mxfp4", as gpt-oss has it."""
+    refuse_other_values(table, {"config_groups": ({}, "groups of modules in other formats")}, where)
+    return Mxfp4(BLOCKS)
+
+
+FORMAT_BLOCKS = Format(
+    key="mxfp4",
+    title="MXFP4 as gpt-oss publishes it",
+    read=read_blocks,
+    known=frozenset("modules_to_not_convert dequantize".split()),
+    suffixes=("blocks", "scales"),
+)
+FORMAT_PACKED = Format(
+    key="compressed-tensors mxfp4-pack-quantized",
+    title="compressed-tensors mxfp4-pack-quantized",
+    read=read_packed,
+    known=KNOWN | ONLY.keys(),
+    suffixes=("weight_packed", "weight_scale"),
+)
