@@ -281,6 +281,7 @@ TESTED_BY = {
     "models/recompute.py": "models/test_decoder.py",
     "models/targets.py": "adapters/test_attach.py",
     "models/__init__.py": "models/test_families.py",
+    "models/blocks/bytes.py": "parallel/test_peak_on_meta.py",
     "models/blocks/experts.py": "parallel/test_plan.py",
     "models/blocks/linear.py": "adapters/test_lora.py",
     "models/blocks/moe.py": "models/test_families.py",

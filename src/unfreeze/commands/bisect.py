@@ -199,9 +199,9 @@ def compare(ours: Decoder, theirs: nn.Module, ids: Tensor) -> list[Difference]:
         calls, logits_TV = record(theirs, ids, {name for name, _ in ours.named_modules()})
         for name, inputs, output in calls:
             module = ours.get_submodule(name)
-            run = PackedPass(
-                *ours.shape.rope.tables(positions_T), layout=Layout.build(starts_S, len(ids), ours.device)
-            )
+            tables, named = ours.shape.tables(positions_T)
+            layout = Layout.build(starts_S, len(ids), ours.device)
+            run = PackedPass(*tables, layout=layout, named=named)
             pair = answer(module, inputs, output, run)
             if pair is not None:
                 found.append(difference(name, type(module).__name__, *pair))

@@ -106,13 +106,14 @@ class Decoder(nn.Module):
 
     def packed_pass(self, batch: Batch) -> PackedPass:
         """What every layer needs to know of a batch: rotary tables, and where documents begin."""
-        cos_Tr, sin_Tr = self.shape.rope.tables(batch.positions_T)
-        run = PackedPass(cos_Tr, sin_Tr, self._layout(batch))
+        (cos_Tr, sin_Tr), named = self.shape.tables(batch.positions_T)
+        run = PackedPass(cos_Tr, sin_Tr, self._layout(batch), named=named)
 
         # whole documents in chunks of at most `limit` tokens, which bound a layer's activations
         def chunk(rows: slice, starts: list[int]) -> tuple[slice, PackedPass]:
             layout = Layout.build(starts, rows.stop - rows.start, self.device)
-            return rows, PackedPass(cos_Tr[rows], sin_Tr[rows], layout)
+            theirs = {name: (cos[rows], sin[rows]) for name, (cos, sin) in named.items()}
+            return rows, PackedPass(cos_Tr[rows], sin_Tr[rows], layout, named=theirs)
 
         limit = chunk_tokens(self.shape.num_experts, self.shape.experts_per_token, self.device.type)
         if limit is not None and limit < batch.num_tokens:
@@ -138,9 +139,11 @@ class Decoder(nn.Module):
                 " row per document"
             )
         rows_T = torch.repeat_interleave(torch.tensor(lengths)).to(self.device)
+        tables, named = self.shape.tables(batch.positions_T)
         run = PrefillPass(
-            *self.shape.rope.tables(batch.positions_T),
+            *tables,
             layout=self._layout(batch),
+            named=named,
             cache=cache,
             rows_T=rows_T,
             positions_T=batch.positions_T,
@@ -159,8 +162,8 @@ class Decoder(nn.Module):
         cache.require_room()
         positions_S = torch.tensor(cache.lengths, device=self.device)
         rows_S = torch.arange(len(cache.lengths), device=self.device)
-        tables = self.shape.rope.tables(positions_S)
-        run = StepPass(*tables, cache=cache, rows_T=rows_S, positions_T=positions_S)
+        tables, named = self.shape.tables(positions_S)
+        run = StepPass(*tables, cache=cache, rows_T=rows_S, positions_T=positions_S, named=named)
         hidden_SD = self._step(tokens_S, run)
         cache.lengths = [length + 1 for length in cache.lengths]
         return hidden_SD
@@ -173,8 +176,10 @@ class Decoder(nn.Module):
         replay them. The caller advances cache.lengths.
         """
         rows_S = torch.arange(len(tokens_S), device=self.device)
-        tables = self.shape.rope.tables(positions_S)
-        run = StepWithin(*tables, cache=cache, rows_T=rows_S, positions_T=positions_S, width=width)
+        tables, named = self.shape.tables(positions_S)
+        run = StepWithin(
+            *tables, cache=cache, rows_T=rows_S, positions_T=positions_S, named=named, width=width
+        )
         return self._step(tokens_S, run)
 
     def _step(self, tokens_S: Tensor, run: StepPass) -> Tensor:

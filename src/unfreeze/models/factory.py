@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from unfreeze import models
 from unfreeze.checkpoint.manifest import Manifest
@@ -61,6 +62,10 @@ class Factory:
             dtype=self.dtype,
             device=self.device,
         )
+
+    def vector(self, size: int) -> nn.Parameter:
+        """A parameter of its own, such as attention's sinks."""
+        return nn.Parameter(torch.empty(size, dtype=self.dtype, device=self.device))
 
     def norm(self, size: int, eps: float) -> RMSNorm:
         return RMSNorm(size, eps, dtype=self.dtype, device=self.device)

@@ -8,11 +8,14 @@ D hidden_size, V vocab_size, H heads, G key/value heads, E experts, K experts pe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from unfreeze.core.errors import CheckpointError
 from unfreeze.models.blocks.rope import Rope
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,10 @@ class MLAShape:
 
 @dataclass(frozen=True)
 class Shape:
-    """Everything a family needs to build itself, and everything the plan and `inspect` count with."""
+    """Everything a family needs to build itself, and everything the plan and `inspect` count with.
+
+    rope   of all layers, but for those that ask for one of `ropes` by its name (Gemma 3's local layers)
+    """
 
     model_type: str
     family: str
@@ -61,6 +67,12 @@ class Shape:
     moe: MoEShape | None
     mla: MLAShape | None
     config: Mapping[str, Any]
+    ropes: Mapping[str, Rope] = field(default_factory=dict)
+
+    def tables(self, positions_T: Tensor) -> tuple[tuple[Tensor, Tensor], dict[str, tuple[Tensor, Tensor]]]:
+        """(cos, sin) of `rope` at integer positions [T], and those of `ropes` by name."""
+        named = {name: rope.tables(positions_T) for name, rope in self.ropes.items()}
+        return self.rope.tables(positions_T), named
 
     @property
     def num_experts(self) -> int:
@@ -115,4 +127,5 @@ def common(config: Mapping[str, Any], *, family: str, rope: Rope, head_dim: int,
         moe=parts.get("moe"),
         mla=parts.get("mla"),
         config=dict(config),
+        ropes=parts.get("ropes", {}),
     )

@@ -11,6 +11,7 @@ from unfreeze.evaluate.gap import TOLERANCE, log_probability_gap
 from unfreeze.generate.engine import Engine, batch_of
 from unfreeze.generate.sampling import Sampling
 from unfreeze.models.blocks.attention import attention_bytes
+from unfreeze.models.blocks.bytes import AttentionShape
 from unfreeze.models.blocks.mla import MLA
 
 CONFIG = {
@@ -143,5 +144,8 @@ def test_a_step_on_cuda_equals_the_host():
 def test_attention_on_cuda_keeps_nothing_for_a_second_visit():
     """attention/sdpa.py and attention/cuda.py compute it again there; a plan that counts it adds 18 GB at 8,192
     tokens of Kimi-K2."""
-    assert attention_bytes(64, 64, 192, 192, torch.bfloat16, "cuda").expensive == 0
-    assert attention_bytes(64, 64, 192, 192, torch.bfloat16, "cpu").expensive == 12288 * 2 + 64 * 4
+    assert attention_bytes(AttentionShape(64, 64, 192, 192), torch.bfloat16, "cuda").expensive == 0
+    assert (
+        attention_bytes(AttentionShape(64, 64, 192, 192), torch.bfloat16, "cpu").expensive
+        == 12288 * 2 + 64 * 4
+    )

@@ -4,8 +4,19 @@
 """
 
 from unfreeze.kernels.attention.documents import OP, attend, bucket
+from unfreeze.kernels.attention.form import CAUSAL, Mask
 from unfreeze.kernels.attention.layout import Bucket, Layout
 from unfreeze.kernels.attention.packed import packed_attention
 from unfreeze.kernels.attention.reference import reference_attention
 
-__all__ = ["OP", "Bucket", "Layout", "attend", "bucket", "packed_attention", "reference_attention"]
+__all__ = [
+    "CAUSAL",
+    "OP",
+    "Bucket",
+    "Layout",
+    "Mask",
+    "attend",
+    "bucket",
+    "packed_attention",
+    "reference_attention",
+]

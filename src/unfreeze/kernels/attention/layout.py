@@ -10,7 +10,7 @@ T tokens of the batch, N >= T slots of all rectangles end to end, S documents, b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -41,12 +41,16 @@ class Layout:
     source_N  int64, the token in each slot; padding repeats its document's first token. None: the slots are
               the tokens, in order.
     slot_T    int64, the slot of each token, the inverse of source_N without the padding. None as above.
+    starts    where documents begin, on the host; `cut` needs them
     """
 
     num_tokens: int
     buckets: tuple[Bucket, ...]
     source_N: Tensor | None
     slot_T: Tensor | None
+    starts: tuple[int, ...] = ()
+    device: torch.device | str = "cpu"
+    _cuts: dict[int, Layout] = field(default_factory=dict, compare=False, repr=False)
 
     @staticmethod
     def build(starts: Tensor | Sequence[int], num_tokens: int, device: torch.device | str = "cpu") -> Layout:
@@ -60,6 +64,7 @@ class Layout:
             raise ValueError(
                 f"starts is on {starts_S.device}; reading it there would synchronise, keep it on the host"
             )
+        places = tuple(starts_S.tolist())
         lengths_S = torch.diff(starts_S, append=torch.tensor([num_tokens]))
         if starts_S.numel() == 0 or starts_S[0] != 0 or bool((lengths_S <= 0).any()):
             raise ValueError(
@@ -67,7 +72,8 @@ class Layout:
                 f" {starts_S.tolist()[:8]}"
             )
         if bool((lengths_S == lengths_S[0]).all()):  # one document, or all of one length: nothing to move
-            return Layout(num_tokens, (Bucket(lengths_S.numel(), int(lengths_S[0])),), None, None)
+            only = Bucket(lengths_S.numel(), int(lengths_S[0]))
+            return Layout(num_tokens, (only,), None, None, places, device)
 
         order_S = torch.argsort(lengths_S, descending=True, stable=True)
         buckets = _group(lengths_S[order_S].tolist())
@@ -83,7 +89,22 @@ class Layout:
             source.append(token_SL.flatten())
             first_document += bucket.num_documents
             first_slot += bucket.num_slots
-        return Layout(num_tokens, tuple(buckets), send(torch.cat(source), device), send(slot_T, device))
+        moved = send(torch.cat(source), device), send(slot_T, device)
+        return Layout(num_tokens, tuple(buckets), *moved, places, device)
+
+    def cut(self, chunk: int) -> Layout:
+        """The layout of the same tokens, documents cut into pieces of `chunk` tokens. Made once."""
+        if all(bucket.length <= chunk for bucket in self.buckets):
+            return self
+        if chunk not in self._cuts:
+            ends = (*self.starts[1:], self.num_tokens)
+            pieces = [
+                place
+                for begin, end in zip(self.starts, ends, strict=True)
+                for place in range(begin, end, chunk)
+            ]
+            self._cuts[chunk] = Layout.build(pieces, self.num_tokens, self.device)
+        return self._cuts[chunk]
 
     @property
     def num_slots(self) -> int:

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unfreeze.kernels.attention.by_blocks import attend_by_blocks
 from unfreeze.kernels.attention.documents import attend
+from unfreeze.kernels.attention.form import CAUSAL, Mask
 from unfreeze.kernels.attention.layout import Layout
 from unfreeze.kernels.recompute import Reuse
 
@@ -54,6 +56,10 @@ def packed_attention(
     scale: float,
     reuse: Reuse | None = None,
     impl: str = "auto",
+    *,
+    mask: Mask = CAUSAL,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Causal attention inside each document of a packed batch -> [T, H, v].
 
@@ -61,11 +67,15 @@ def packed_attention(
 
     Never attends across documents. v may be narrower than d (MLA: d 192, v 128). No [L, L] scores of all
     heads are ever held.
-    `reuse` and `impl` as in attend.
+    `reuse` and `impl` as in attend. `mask`: a window or chunks. `softcap` bounds the scores, `sinks_H` are
+    scores without a value (by_blocks.py); both, and a window shorter than a document, run by blocks of
+    queries whatever `impl` says.
     """
     num_tokens = q_THd.shape[0]
     if num_tokens != layout.num_tokens:
         raise ValueError(f"q has {num_tokens} tokens, the layout was built for {layout.num_tokens}")
+    if mask.chunk is not None:
+        layout = layout.cut(mask.chunk)
     source_N, slot_T = layout.source_N, layout.slot_T
     if source_N is not None and slot_T is not None:
         q_THd, k_TGd, v_TGv = (_ToSlots.apply(x, source_N, slot_T) for x in (q_THd, k_TGd, v_TGv))
@@ -75,6 +85,13 @@ def packed_attention(
         layout.buckets, q_THd.split(sizes), k_TGd.split(sizes), v_TGv.split(sizes), strict=True
     ):
         q, k, v = (x.unflatten(0, (bucket.num_documents, bucket.length)) for x in parts)
-        outputs.append(attend(q, k, v, scale, reuse, impl).flatten(0, 1))
+        window = mask.window if mask.window is not None and mask.window < bucket.length else None
+        if window is None and softcap is None and sinks_H is None:
+            o_SLHv = attend(q, k, v, scale, reuse, impl)
+        else:
+            o_SLHv = attend_by_blocks(
+                q, k, v, scale, window=window, softcap=softcap, sinks_H=sinks_H, reuse=reuse
+            )
+        outputs.append(o_SLHv.flatten(0, 1))
     o_NHv = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return o_NHv if slot_T is None else _FromSlots.apply(o_NHv, slot_T)

@@ -9,25 +9,46 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from unfreeze.kernels.attention.form import CAUSAL, Mask
 
-def document_mask(starts: Tensor, num_tokens: int) -> Tensor:
-    """allowed[t, s] = (s <= t) and s, t in the same document. bool [T, T]."""
+
+def document_mask(starts: Tensor, num_tokens: int, mask: Mask = CAUSAL) -> Tensor:
+    """allowed[t, s] = s, t in the same document, and t sees s there (`mask`). bool [T, T]."""
     begins_T = torch.zeros(num_tokens, dtype=torch.int64)
     begins_T[starts] = 1
     document_T = begins_T.cumsum(0)
-    return torch.tril(document_T[:, None] == document_T[None, :])
+    position_T = torch.arange(num_tokens) - torch.as_tensor(starts)[document_T - 1]
+    same = document_T[:, None] == document_T[None, :]
+    return same & mask.allowed(position_T[:, None], position_T[None, :])
 
 
-def reference_attention(q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, starts: Tensor, scale: float) -> Tensor:
+def reference_attention(
+    q_THd: Tensor,
+    k_TGd: Tensor,
+    v_TGv: Tensor,
+    starts: Tensor,
+    scale: float,
+    *,
+    mask: Mask = CAUSAL,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
     """o[t, h] = Σ_s softmax_s(scale · q[t, h]·k[s, g]) v[s, g], g = h·G/H, s <= t, same document.
 
-    Softmax in at least float32.
+    Softmax in at least float32. `mask`, `softcap` and `sinks_H` as in packed_attention: a sink is one more
+    score, whose share of the softmax is dropped.
     """
     compute = torch.promote_types(q_THd.dtype, torch.float32)
     repeat = q_THd.shape[1] // k_TGd.shape[1]
     k_THd = k_TGd.to(compute).repeat_interleave(repeat, dim=1)
     v_THv = v_TGv.to(compute).repeat_interleave(repeat, dim=1)
     score_HTT = scale * torch.einsum("thd,shd->hts", q_THd.to(compute), k_THd)
-    mask_TT = document_mask(starts, q_THd.shape[0]).to(q_THd.device)
-    weight_HTT = score_HTT.masked_fill(~mask_TT, -torch.inf).softmax(dim=-1)
+    if softcap is not None:
+        score_HTT = softcap * torch.tanh(score_HTT / softcap)
+    mask_TT = document_mask(starts, q_THd.shape[0], mask).to(q_THd.device)
+    score_HTT = score_HTT.masked_fill(~mask_TT, -torch.inf)
+    if sinks_H is not None:
+        sink_HT1 = sinks_H.to(compute)[:, None, None].expand(-1, q_THd.shape[0], 1)
+        score_HTT = torch.cat((score_HTT, sink_HT1), dim=-1)
+    weight_HTT = score_HTT.softmax(dim=-1)[..., : q_THd.shape[0]]
     return torch.einsum("hts,shv->thv", weight_HTT, v_THv).to(q_THd.dtype)

@@ -6,9 +6,25 @@ They are counted, not fitted: each term is a tensor of the code that runs (tests
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
+
+
+class AttentionShape(NamedTuple):
+    """Of attention between its projections: H query and G key heads, the width of both and that of values.
+
+    window     tokens that a query sees; None: all before it
+    by_blocks  whether it always runs by blocks of queries: softcapped scores, sinks
+    """
+
+    heads: int
+    key_heads: int
+    width: int
+    value_width: int
+    window: int | None = None
+    by_blocks: bool = False
 
 
 @dataclass(frozen=True)
@@ -24,8 +40,7 @@ class Bytes:
                rank
     adapter_per_rank  bytes per unit of rank of the copies of an expert adapter's factors, and of their
                gradient
-    attention  (H query heads, G key heads, width of both, width of values): its workspace on a CPU grows with
-               the longest document, which the plan knows
+    attention  its workspace grows with the longest document, which the plan knows
     """
 
     held: int = 0
@@ -35,7 +50,7 @@ class Bytes:
     scratch: int = 0
     scratch_per_rank: int = 0
     adapter_per_rank: int = 0
-    attention: tuple[int, int, int, int] | None = None
+    attention: AttentionShape | None = None
 
     @property
     def peak(self) -> int:

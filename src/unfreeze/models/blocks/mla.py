@@ -17,7 +17,7 @@ from torch import Tensor
 
 from unfreeze.kernels.rotary import Pairing, rotary
 from unfreeze.models.blocks.attention import attention_bytes
-from unfreeze.models.blocks.bytes import Block, Bytes
+from unfreeze.models.blocks.bytes import AttentionShape, Block, Bytes
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.passes import Pass
@@ -66,13 +66,14 @@ class MLA(Block):
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
         # the query; only its last r elements rotate
         q_THd = self._query(x_TD).unflatten(-1, (self.num_heads, -1))
-        q_THd = rotary(q_THd, run.cos_Tr, run.sin_Tr, self.pairs)
+        tables = run.tables()
+        q_THd = rotary(q_THd, *tables, self.pairs)
 
         # what is cached: the latent and one rotary key for all heads
         latent_Tc, k_rope_Tr = self.kv_a_proj_with_mqa(x_TD).split(
             (self.kv_b_proj.in_features, self.rope), dim=-1
         )
-        k_rope_Tr = rotary(k_rope_Tr[:, None], run.cos_Tr, run.sin_Tr, self.pairs)[:, 0]
+        k_rope_Tr = rotary(k_rope_Tr[:, None], *tables, self.pairs)[:, 0]
         (latent,) = run.remember(self.layer, torch.cat((self.kv_a_layernorm(latent_Tc), k_rope_Tr), dim=-1))
 
         attend = self.expanded if run.latent == "expanded" else self.absorbed
@@ -135,7 +136,8 @@ class MLA(Block):
         query = 0 if self.q_a_proj is None else 2 * self.q_a_proj.out_features
         latent = 2 * self.kv_a_proj_with_mqa.out_features
         before = Bytes(held=(query + latent + H * self.nope) * size)
-        return before + attention_bytes(H, H, self.nope + self.rope, self.value, dtype, device)
+        shape = AttentionShape(H, H, self.nope + self.rope, self.value)
+        return before + attention_bytes(shape, dtype, device)
 
     def _kv_b(self) -> list[tuple[Tensor, Tensor | None]]:
         """Give kv_b_proj as a sum of products out [H, n+v, q] · in [q, c] (None: the identity).

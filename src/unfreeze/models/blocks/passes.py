@@ -11,7 +11,7 @@ T tokens, S sequences, N cached positions, H query heads, G key/value heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, TypeVar
@@ -21,11 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unfreeze.core.errors import UserError
-from unfreeze.kernels.attention import Layout, packed_attention
+from unfreeze.kernels.attention import CAUSAL, Layout, Mask, packed_attention
 from unfreeze.kernels.recompute import Reuse
 from unfreeze.models.blocks.saved import Saved, Skip
 
 Value = TypeVar("Value")
+Tables = tuple[Tensor, Tensor]
+"""cos and sin, [T, R/2] float32, of each token."""
 LatentForm = Literal["expanded", "absorbed"]
 """Of latent attention (mla.py). expanded: keys and values of each token are made once, for many queries.
 absorbed: one query per sequence attends to the latents themselves."""
@@ -97,6 +99,7 @@ class PackedPass:
     saved   results of the layer being visited: forward saves there what the recomputation in backward reuses.
             None: nothing is recomputed
     chunks  the same pass cut into whole documents: (tokens, pass over them)
+    named   further rotary tables, where layers differ: name -> (cos, sin)
     """
 
     cos_Tr: Tensor
@@ -104,6 +107,7 @@ class PackedPass:
     layout: Layout
     saved: Saved | None = None
     chunks: tuple[tuple[slice, PackedPass], ...] = ()
+    named: Mapping[str, Tables] = field(default_factory=dict)
     latent: ClassVar[LatentForm] = "expanded"
 
     @contextmanager
@@ -137,11 +141,36 @@ class PackedPass:
         """For down_proj: no gradient needs its output, so the recomputation returns zeros instead."""
         return self.saved.skip if self.saved is not None and self.saved.unread else None
 
+    def tables(self, name: str = "") -> Tables:
+        """The rotary tables of that name (`Shape.ropes`); "": the model's own."""
+        return self.named[name] if name else (self.cos_Tr, self.sin_Tr)
+
     def remember(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         return new
 
-    def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, scale: float) -> Tensor:
-        return packed_attention(q_THd, k_TGd, v_TGv, self.layout, scale, self.reuse_expensive)
+    def attend(
+        self,
+        q_THd: Tensor,
+        k_TGd: Tensor,
+        v_TGv: Tensor,
+        scale: float,
+        *,
+        mask: Mask = CAUSAL,
+        softcap: float | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of every token to its own document; the arguments as in packed_attention."""
+        return packed_attention(
+            q_THd,
+            k_TGd,
+            v_TGv,
+            self.layout,
+            scale,
+            self.reuse_expensive,
+            mask=mask,
+            softcap=softcap,
+            sinks_H=sinks_H,
+        )
 
 
 @dataclass
@@ -166,6 +195,7 @@ class StepPass:
     cache: Cache
     rows_T: Tensor
     positions_T: Tensor
+    named: Mapping[str, Tables] = field(default_factory=dict)
 
     def reuse(self, compute: Callable[[], Value]) -> Value:
         return compute()
@@ -175,9 +205,26 @@ class StepPass:
 
     def __post_init__(self) -> None:
         self.longest = max(self.cache.lengths) + 1
-        steps = torch.arange(self.longest, device=self.positions_T.device)
         even = min(self.cache.lengths) + 1 == self.longest
-        self.mask_S11N = None if even else (steps[None] <= self.positions_T[:, None])[:, None, None, :]
+        self.mask_S11N = None if even else self.allowed(CAUSAL)
+        self.masks: dict[Mask, Tensor | None] = {}
+
+    def tables(self, name: str = "") -> Tables:
+        """As in PackedPass."""
+        return self.named[name] if name else (self.cos_Tr, self.sin_Tr)
+
+    def allowed(self, mask: Mask) -> Tensor:
+        """Which of the N remembered positions each row's new token sees, bool [S, 1, 1, N]."""
+        steps = torch.arange(self.longest, device=self.positions_T.device)
+        return mask.allowed(self.positions_T[:, None], steps[None])[:, None, None, :]
+
+    def mask_of(self, mask: Mask) -> Tensor | None:
+        """`allowed`, made once for all layers; None where every row sees all N."""
+        if not mask.narrows(self.longest):
+            return self.mask_S11N
+        if mask not in self.masks:
+            self.masks[mask] = self.allowed(mask)
+        return self.masks[mask]
 
     def remember(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         """The new values -> everything remembered so far, [S, N, …]."""
@@ -185,17 +232,48 @@ class StepPass:
             t[:, : self.longest] for t in self.cache.write(layer, self.rows_T, self.positions_T, new)
         )
 
-    def attend(self, q_SHd: Tensor, k_SNGd: Tensor, v_SNGv: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        q_SHd: Tensor,
+        k_SNGd: Tensor,
+        v_SNGv: Tensor,
+        scale: float,
+        *,
+        mask: Mask = CAUSAL,
+        softcap: float | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         """Query heads that share a key head become that head's queries, so no key is repeated."""
         groups = k_SNGd.shape[2]
-        o_SGJv = F.scaled_dot_product_attention(
-            q_SHd.unflatten(1, (groups, -1)),
-            k_SNGd.transpose(1, 2),
-            v_SNGv.transpose(1, 2),
-            attn_mask=self.mask_S11N,
-            scale=scale,
-        )
+        q_SGJd = q_SHd.unflatten(1, (groups, -1))
+        k_SGNd, v_SGNv = k_SNGd.transpose(1, 2), v_SNGv.transpose(1, 2)
+        seen_S11N = self.mask_of(mask)
+        if softcap is not None or sinks_H is not None:
+            return _one_query(q_SGJd, k_SGNd, v_SGNv, scale, seen_S11N, softcap, sinks_H).flatten(1, 2)
+        o_SGJv = F.scaled_dot_product_attention(q_SGJd, k_SGNd, v_SGNv, attn_mask=seen_S11N, scale=scale)
         return o_SGJv.flatten(1, 2)
+
+
+def _one_query(
+    q_SGJd: Tensor,
+    k_SGNd: Tensor,
+    v_SGNv: Tensor,
+    scale: float,
+    seen_S11N: Tensor | None,
+    softcap: float | None,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    """Softcapped scores, and sinks, for one query per head (formulas: kernels/attention/by_blocks.py)."""
+    score_SGJN = (q_SGJd.float() @ k_SGNd.float().mT) * scale
+    if softcap is not None:
+        score_SGJN = softcap * torch.tanh(score_SGJN / softcap)
+    if seen_S11N is not None:
+        score_SGJN = score_SGJN.masked_fill(~seen_S11N, -torch.inf)
+    if sinks_H is not None:
+        sink = sinks_H.float().view(q_SGJd.shape[1], -1, 1).expand(len(q_SGJd), -1, -1, 1)
+        score_SGJN = torch.cat((score_SGJN, sink), dim=-1)
+    share_SGJN = score_SGJN.softmax(-1)[..., : k_SGNd.shape[2]]
+    return (share_SGJN @ v_SGNv.float()).to(q_SGJd.dtype)
 
 
 @dataclass
@@ -211,8 +289,8 @@ class StepWithin(StepPass):
 
     def __post_init__(self) -> None:
         self.longest = self.width
-        steps = torch.arange(self.width, device=self.positions_T.device)
-        self.mask_S11N = (steps[None] <= self.positions_T[:, None])[:, None, None, :]
+        self.mask_S11N = self.allowed(CAUSAL)
+        self.masks = {}
 
 
 Pass = PackedPass | StepPass

@@ -8,6 +8,7 @@ from torch import nn
 
 from unfreeze.config.lora import LoraConfig
 from unfreeze.models import Decoder
+from unfreeze.models.blocks.bytes import AttentionShape
 from unfreeze.models.targets import per_rank
 
 
@@ -31,7 +32,7 @@ class Sizes:
     cast_per_rank   bytes per unit of rank that the expert op holds of one layer's adapter: copies of its
                     factors, their gradient, and on CUDA their columns of the workspace
     tables          bytes per token of the rotary cos and sin, float32
-    attention       (H query heads, G key heads, width of both, width of values) of each kind of layer
+    attention       of each kind of layer
     """
 
     base: int
@@ -53,7 +54,7 @@ class Sizes:
     last_elements: int = 0
     largest: int = 0
     tables: int = 0
-    attention: tuple[tuple[int, int, int, int], ...] = ()
+    attention: tuple[AttentionShape, ...] = ()
 
     def adapter_parameters(self, rank: int | None, experts_rank: int | None) -> int:
         """Dense sites at `rank`, routed experts at `experts_rank` (or `rank`); 0 without adapters."""
@@ -93,7 +94,7 @@ def measure(model: Decoder, lora: LoraConfig | None, device: str = "cpu") -> Siz
         dense_per_rank=dense_per_rank,
         experts_per_rank=experts_per_rank,
         cast_per_rank=cast if experts_per_rank else 0,
-        tables=8 * len(shape.rope.inverse_frequency),
+        tables=8 * sum(len(rope.inverse_frequency) for rope in (shape.rope, *shape.ropes.values())),
         attention=tuple({layer.attention for layer in layers if layer.attention}),
     )
 

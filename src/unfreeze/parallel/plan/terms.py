@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from unfreeze.checkpoint.stream import CHUNK, THREADS
+from unfreeze.kernels.attention.by_blocks import scratch_bytes
 from unfreeze.kernels.attention.workspace import workspace_bytes
+from unfreeze.models.blocks.bytes import AttentionShape
 from unfreeze.models.recompute import Recompute
 from unfreeze.parallel.collectives import BUCKET
 from unfreeze.parallel.machine import Hardware
@@ -278,13 +279,23 @@ def _micro_batch(sizes: Sizes, work: Work) -> list[dict[str, int]]:
 
 
 def _attention(sizes: Sizes, work: Work, kind: str) -> int:
-    """On a CPU the blocks of its longest document; a GPU's kernels keep them on the chip."""
-    if kind != "cpu":
-        return 0
+    """The blocks of its longest document. A GPU's kernels keep them on the chip, but for softcapped scores,
+    sinks, and windows shorter than the document."""
     dtype, length = {2: torch.bfloat16, 4: torch.float32}[sizes.compute_bytes], work.longest or work.tokens
     threads = work.threads or torch.get_num_threads()
-    sized = partial(workspace_bytes, tokens=work.tokens, length=length, dtype=dtype, threads=threads)
-    return max((sized(*shape) for shape in sizes.attention), default=0)
+
+    def sized(shape: AttentionShape) -> int:
+        *widths, window, by_blocks = shape
+        narrower = window is not None and window < length
+        if by_blocks or narrower:
+            return scratch_bytes(
+                *widths, tokens=work.tokens, length=length, window=window if narrower else None
+            )
+        if kind != "cpu":
+            return 0
+        return workspace_bytes(*widths, tokens=work.tokens, length=length, dtype=dtype, threads=threads)
+
+    return max(map(sized, sizes.attention), default=0)
 
 
 def _kept(sizes: Sizes, work: Work, count: Callable[[Sequence[int]], int]) -> dict[str, int]:
