@@ -285,6 +285,7 @@ TESTED_BY = {
     "models/blocks/experts.py": "parallel/test_plan.py",
     "models/blocks/linear.py": "adapters/test_lora.py",
     "models/blocks/moe.py": "models/test_families.py",
+    "models/blocks/routers.py": "models/test_families.py",
     "models/deepseek_v3.py": "models/test_families.py",
     "models/factory.py": "models/test_families.py",
     "models/llama.py": "models/test_families.py",

@@ -24,7 +24,7 @@ from unfreeze.data.packing.batches import Batches
 from unfreeze.drill import loading, numbers, processes, runs
 from unfreeze.drill.fault import ROWS, Fault, measured, refused, said
 from unfreeze.drill.sandbox import Sandbox
-from unfreeze.models.blocks.moe import SigmoidRouter
+from unfreeze.models.blocks.routers import SigmoidRouter
 from unfreeze.models.blocks.saved import Saved
 from unfreeze.models.decoder import Decoder
 from unfreeze.parallel.plan import Plan

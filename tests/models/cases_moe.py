@@ -25,6 +25,16 @@ QWEN_MOE = {
     "moe_intermediate_size": 48,
 }
 
+GLM_MOE = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+}
+
 CASES = {
     "qwen3-moe": Case("Qwen3Moe", {**QWEN_MOE, "norm_topk_prob": True}),
     "qwen3-moe-mixed": Case("Qwen3Moe", {**QWEN_MOE, "norm_topk_prob": False, "mlp_only_layers": [1]}),
@@ -57,6 +67,21 @@ CASES = {
     ),
     "deepseek-v3-rotated-halves": Case(
         "DeepseekV3", {**MLA, "q_lora_rank": 40, "n_group": 1, "topk_group": 1, "rope_interleave": False}
+    ),
+    "glm4-moe": Case("Glm4Moe", GLM_MOE),
+    "glm4-moe-air": Case("Glm4Moe", {**GLM_MOE, "attention_bias": True, "partial_rotary_factor": 0.25}),
+    "glm4-moe-norms-groups-yarn": Case(
+        "Glm4Moe",
+        {
+            **GLM_MOE,
+            "use_qk_norm": True,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 2,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": {**YARN, "partial_rotary_factor": 0.5},
+        },
     ),
 }
 
@@ -103,6 +128,23 @@ CONFIGS = {
             "v_head_dim": 32,
             "rope_scaling": YARN_AS_PUBLISHED,
             "num_nextn_predict_layers": 0,
+        }
+    ),
+    "glm4_moe": (
+        COMMON
+        | EXPERTS
+        | {
+            "head_dim": 64,
+            "partial_rotary_factor": 0.5,
+            "n_routed_experts": 64,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.0,
+            "num_nextn_predict_layers": 0,
+            "attention_bias": True,
+            "use_qk_norm": False,
         }
     ),
 }

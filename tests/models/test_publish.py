@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 
 from unfreeze import models
 from unfreeze.checkpoint import open_checkpoint, save_checkpoint
+from unfreeze.checkpoint.keymap import disk_module
 from unfreeze.core.errors import ConfigError
-from unfreeze.models.publish import disk_name, published
+from unfreeze.models.publish import published
 from unfreeze.parallel.place import place
 
 CONFIG = {
@@ -181,9 +182,7 @@ def test_a_format_that_cannot_be_written_is_refused_by_name():
 
 
 def test_stacked_experts_stand_for_their_first_in_the_ignore_list():
-    assert disk_name("model.layers.1.mlp.experts.gate_up_proj") == "model.layers.1.mlp.experts.0.gate_proj"
-    assert disk_name("model.layers.1.mlp.experts.down_proj") == "model.layers.1.mlp.experts.0.down_proj"
-    assert (
-        disk_name("model.layers.1.mlp.shared_experts.down_proj")
-        == "model.layers.1.mlp.shared_experts.down_proj"
-    )
+    rules, mlp = models.FAMILIES["kimi_k2"].RULES, "model.layers.1.mlp"
+    assert disk_module(f"{mlp}.experts.gate_up_proj", rules) == f"{mlp}.experts.0.gate_proj"
+    assert disk_module(f"{mlp}.experts.down_proj", rules) == f"{mlp}.experts.0.down_proj"
+    assert disk_module(f"{mlp}.shared_experts.down_proj", rules) == f"{mlp}.shared_experts.down_proj"

@@ -151,7 +151,7 @@ def test_a_real_run_carries_balance_and_watch(tmp_path: Path, monkeypatch: pytes
 
     from unfreeze import cli
     from unfreeze.commands.demo import TINY_K2
-    from unfreeze.models.blocks.moe import SigmoidRouter
+    from unfreeze.models.blocks.routers import SigmoidRouter
 
     choose = SigmoidRouter.choose
 

@@ -32,9 +32,9 @@ class StackRule:
            half of the parameter's.
 
     {layer} and {expert} are numbers, any other field is one name component ("weight"). Without
-    {expert} the tensor is the whole parameter under another name: transformers can write fused experts [E,
-    2I, D] as "….experts.gate_up_proj". Such a rule is an alternative for reading; saving uses the rules with
-    {expert}.
+    {expert} the tensor is the whole parameter under another name: a router that is block_sparse_moe.gate on
+    disk, or fused experts [E, 2I, D], which transformers can write as "….experts.gate_up_proj". Where a
+    parameter also has rules with {expert}, such a rule is an alternative for reading, and saving uses those.
     """
 
     disk: str
@@ -71,8 +71,8 @@ def sources(
 
     A parameter without rules is its own source.
 
-    With `disk`, a rule without {expert} is preferred where that name is there; otherwise the per-expert names
-    are what is expected.
+    With `disk`, a rule without {expert} is preferred where that name is there, then the parameter's own name;
+    otherwise the per-expert names are what is expected, or where there are none the first rule's.
     """
     matching = [
         (rule, match.groupdict()) for rule in rules if (match := _pattern(rule.param).fullmatch(param))
@@ -82,13 +82,24 @@ def sources(
         if name and disk is not None and name in disk:
             return [Source(name, (), tuple(shape))]
     stacked = [(rule, fields) for rule, fields in matching if rule.per_expert]
-    if not stacked:
+    if not matching or (disk is not None and param in disk):
         return [Source(param, (), tuple(shape))]
+    if not stacked:
+        rule, fields = matching[0]
+        return [Source(rule.disk.format(**fields), (), tuple(shape))]
     return [
         Source(rule.disk.format(**fields, expert=expert), *_region(rule, expert, shape))
         for expert in range(shape[0])
         for rule, fields in stacked
     ]
+
+
+def disk_module(module: str, rules: Sequence[StackRule]) -> str:
+    """The name on disk of the module that holds `module`'s weight; of stacked experts the first one's.
+
+    What quantization_config's lists of modules are about.
+    """
+    return sources(f"{module}.weight", (1, 2), rules)[0].name.removesuffix(".weight")
 
 
 def _region(rule: StackRule, expert: int, shape: Sequence[int]) -> tuple[Index, tuple[int, ...]]:

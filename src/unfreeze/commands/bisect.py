@@ -252,13 +252,14 @@ def answer(module: nn.Module, inputs: list[Tensor], output: Any, run: Any) -> tu
     from unfreeze.models.blocks.attention import Attention
     from unfreeze.models.blocks.experts import Experts
     from unfreeze.models.blocks.mla import MLA
-    from unfreeze.models.blocks.moe import MoE, SigmoidRouter, SoftmaxRouter
+    from unfreeze.models.blocks.moe import MoE
+    from unfreeze.models.blocks.routers import Router
     from unfreeze.models.decoder import Body
     from unfreeze.models.layer import Layer
 
     if not inputs or isinstance(module, Body):
         return None
-    if isinstance(module, (SigmoidRouter, SoftmaxRouter)):
+    if isinstance(module, Router):
         x_TD = inputs[0]
         scores_TE = module(x_TD)
         ids_TK = module.choose(scores_TE)

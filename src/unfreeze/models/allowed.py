@@ -32,7 +32,8 @@ class Fields:
     null     those fields of `absent` in which null is a value, not an absence (q_lora_rank null: no query
              latent)
     never_null  fields in which null is refused: it could mean false or the default
-    only     field -> the one value that is implemented, given the config
+    only     field -> the one value that is implemented, given the config; a field of ONLY that is read is
+             any value's
     silent   fields without effect on this family's numbers, at any value
     neutral  field -> the value that asks for what this family does anyway; takes precedence over NEUTRAL
     """
@@ -142,7 +143,9 @@ def refuse_unbuilt(config: Config, table: Fields) -> None:
 
     `config` has no nulls.
     """
-    for name, built in {**ONLY, **table.only}.items():
+    read = table.read | table.absent.keys()
+    only = {name: built for name, built in ONLY.items() if name not in read} | dict(table.only)
+    for name, built in only.items():
         if name in config and config[name] != built(config):
             raise CheckpointError(
                 f"config.json: {name} {shown(config[name])} is not built for model_type "
@@ -160,7 +163,7 @@ def refuse_unbuilt(config: Config, table: Fields) -> None:
                 f"config.json: {name} has a table per kind of layer ({', '.join(nested)}), which is not"
                 " built; built: one for all"
             )
-        if inner.get("partial_rotary_factor", 1) != 1:
+        if "partial_rotary_factor" not in read and inner.get("partial_rotary_factor", 1) != 1:
             raise CheckpointError(
                 f"config.json: {name}.partial_rotary_factor {inner['partial_rotary_factor']!r} is not "
                 "built; built: 1"

@@ -6,17 +6,18 @@ Source: arXiv:2412.19437; module names as in the published checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from unfreeze.checkpoint.keymap import StackRule
 from unfreeze.models import llama
-from unfreeze.models.allowed import Fields, names
+from unfreeze.models.allowed import Config, Fields, names
 from unfreeze.models.blocks.rope import rope_from_config, rope_parameters, yarn_mscale
 from unfreeze.models.shape import MLAShape, MoEShape, Shape, common, require
 
 if TYPE_CHECKING:
     from unfreeze.models.blocks.mla import MLA
+    from unfreeze.models.blocks.mlp import MLP
     from unfreeze.models.blocks.moe import MoE
     from unfreeze.models.factory import Factory
     from unfreeze.models.layer import Layer
@@ -31,6 +32,11 @@ RULES = (
     StackRule(_STACK + "gate_up_proj", _STACK + "gate_up_proj.weight"),
     StackRule(_STACK + "down_proj", _STACK + "down_proj.weight"),
 )
+OTHER_NAMES: dict[str, Callable[[Config], object]] = {
+    "num_local_experts": lambda config: config.get("n_routed_experts", config["num_local_experts"]),
+    "num_mtp_layers": lambda config: config.get("num_nextn_predict_layers", config["num_mtp_layers"]),
+}
+"""Second names of two sizes; where both are there they must agree."""
 FIELDS = Fields(
     absent={
         "rms_norm_eps": 1e-6,
@@ -65,8 +71,7 @@ FIELDS = Fields(
         "qk_head_dim": lambda config: (
             (config.get("qk_nope_head_dim") or 0) + (config.get("qk_rope_head_dim") or 0)
         ),
-        "num_local_experts": lambda config: config.get("n_routed_experts", config["num_local_experts"]),
-        "num_mtp_layers": lambda config: config.get("num_nextn_predict_layers", config["num_mtp_layers"]),
+        **OTHER_NAMES,
     },
     never_null=names("norm_topk_prob rope_interleave"),
     silent=names("auto_map"),  # the releases' own code, which computes what this file does
@@ -92,7 +97,13 @@ def shape(config: Mapping[str, Any]) -> Shape:
         rope=int(require(config, "qk_rope_head_dim")),
         value=int(require(config, "v_head_dim")),
     )
-    moe = MoEShape(
+    rope, moe = rope_from_config(config, mla.rope), moe_shape(config)
+    return common(config, family="deepseek_v3", rope=rope, head_dim=mla.nope + mla.rope, mla=mla, moe=moe)
+
+
+def moe_shape(config: Mapping[str, Any]) -> MoEShape:
+    """Sizes of routed and shared experts, and which layers have none: the first_k_dense_replace first."""
+    return MoEShape(
         num_experts=int(
             config["num_local_experts"]
             if "num_local_experts" in config
@@ -103,19 +114,20 @@ def shape(config: Mapping[str, Any]) -> Shape:
         num_shared_experts=int(config["n_shared_experts"]),
         dense_layers=frozenset(range(int(config["first_k_dense_replace"]))),
     )
-    rope = rope_from_config(config, mla.rope)
-    return common(config, family="deepseek_v3", rope=rope, head_dim=mla.nope + mla.rope, mla=mla, moe=moe)
 
 
 def layer(shape: Shape, index: int, make: Factory) -> Layer:
     """Decoder layer `index`: MLA, then a dense MLP (the first layers) or routed and shared experts."""
-    name = f"model.layers.{index}"
-    mlp = (
-        _moe(shape, index, f"{name}.mlp", make)
-        if shape.is_moe(index)
-        else make.mlp(f"{name}.mlp", shape.hidden_size, shape.intermediate_size)
-    )
-    return llama.block(shape, _attention(shape, index, f"{name}.self_attn", make), mlp, make)
+    attention = _attention(shape, index, f"model.layers.{index}.self_attn", make)
+    return llama.block(shape, attention, mlp(shape, index, make), make)
+
+
+def mlp(shape: Shape, index: int, make: Factory) -> MLP | MoE:
+    """A dense MLP in the first layers, then routed and shared experts."""
+    name = f"model.layers.{index}.mlp"
+    if shape.is_moe(index):
+        return _moe(shape, index, name, make)
+    return make.mlp(name, shape.hidden_size, shape.intermediate_size)
 
 
 def _attention(shape: Shape, index: int, name: str, make: Factory) -> MLA:
@@ -162,7 +174,8 @@ def _scale(shape: Shape) -> float:
 def _moe(shape: Shape, index: int, name: str, make: Factory) -> MoE:
     moe, config = shape.moe, shape.config
     assert moe is not None
-    from unfreeze.models.blocks.moe import MoE, SigmoidRouter
+    from unfreeze.models.blocks.moe import MoE
+    from unfreeze.models.blocks.routers import SigmoidRouter
 
     gate = SigmoidRouter(
         shape.hidden_size,

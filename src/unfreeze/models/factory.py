@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from unfreeze import models
+from unfreeze.checkpoint.keymap import disk_module
 from unfreeze.checkpoint.manifest import Manifest
 from unfreeze.core.errors import CheckpointError
 from unfreeze.models import FAMILIES
@@ -78,7 +79,7 @@ class Factory:
         )
 
     def experts(self, name: str, num_experts: int, hidden_size: int, intermediate_size: int) -> Experts:
-        codec = self.codec_for(f"{name}.0.gate_proj")
+        codec = self.codec_for(f"{name}.gate_up_proj")
         return Experts(
             num_experts, hidden_size, intermediate_size, codec=codec, dtype=self.dtype, device=self.device
         )
@@ -121,10 +122,10 @@ def meta_model(shape: Shape, manifest: Manifest, dtype: torch.dtype) -> Decoder:
     if manifest.tensors:
         check_against_files(shape, manifest)
     codec = manifest.codec()
-    names = manifest.by_model_name()
+    names, rules = manifest.by_model_name(), models.rules(shape)
 
     def packed(module: str) -> bool:
-        return codec is not None and is_packed(module, names, codec)
+        return codec is not None and is_packed(disk_module(module, rules), names, codec)
 
     return build(shape, dtype=dtype, device="meta", codec=codec, packed=packed)
 
@@ -137,11 +138,11 @@ def from_config(
 
     It is packed where its quantization_config says so.
     """
-    found = recognise(config)
+    found, shape = recognise(config), models.shape(config)
     codec, ignore = found if found is not None else (None, [])
+    rules = models.rules(shape)
 
     def packed(module: str) -> bool:
-        # its names are those of the files, where experts are not stacked
-        return codec is not None and not is_ignored(module.replace(".experts.", ".experts.0."), ignore)
+        return codec is not None and not is_ignored(disk_module(module, rules), ignore)
 
-    return build(models.shape(config), dtype=dtype, device=device, codec=codec, packed=packed)
+    return build(shape, dtype=dtype, device=device, codec=codec, packed=packed)

@@ -108,6 +108,7 @@ FIELDS: dict[str, Kind] = {
     "initializer_range": Number(0, closed=True),
     "routed_scaling_factor": Number(0),
     "rope_theta": Number(1),
+    "partial_rotary_factor": Number(0),
     **dict.fromkeys(
         ("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_sliding_window"), FLAG
     ),
@@ -126,6 +127,7 @@ ROPE_FIELDS: dict[str, Kind] = {
     **dict.fromkeys(("mscale", "mscale_all_dim"), Number(0, closed=True)),
     "original_max_position_embeddings": _FACTOR,
     "rope_theta": Number(1),
+    "partial_rotary_factor": Number(0),
     **dict.fromkeys(("rope_type", "type"), TEXT),
     "truncate": FLAG,
 }

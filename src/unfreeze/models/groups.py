@@ -10,6 +10,8 @@ import re
 
 GROUPS = ("attention", "mlp", "shared_experts", "experts", "router", "lm_head", "embeddings", "norms")
 
+ROUTER = r"\.(mlp|block_sparse_moe)\.gate(\.|$)|\.(router|shared_expert_gate|moe_statics)(\.|$)"
+
 
 def group_of(name: str) -> str:
     """The group of a module or parameter, by its checkpoint name."""
@@ -22,10 +24,10 @@ def group_of(name: str) -> str:
         return "lm_head"
     if "self_attn" in parts:
         return "attention"
-    if "shared_experts" in parts:
-        return "shared_experts"
-    if "experts" in parts:
-        return "experts"
-    if re.search(r"\.mlp\.gate(\.|$)", name):
+    if re.search(ROUTER, name):
         return "router"
+    if "shared_experts" in parts or "shared_expert" in parts:
+        return "shared_experts"
+    if "experts" in parts or "input_linear" in parts or "output_linear" in parts:
+        return "experts"
     return "mlp"

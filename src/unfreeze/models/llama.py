@@ -13,6 +13,7 @@ from unfreeze.models.blocks.rope import rope_from_config
 from unfreeze.models.shape import Shape, common, require
 
 if TYPE_CHECKING:
+    from unfreeze.kernels.rotary import Pairing
     from unfreeze.models.blocks.attention import Attention
     from unfreeze.models.blocks.bytes import Block
     from unfreeze.models.factory import Factory
@@ -41,9 +42,19 @@ def shape(config: Mapping[str, Any]) -> Shape:
 
 
 def attention(
-    shape: Shape, index: int, make: Factory, *, qkv_bias: bool, output_bias: bool, qk_norm: bool = False
+    shape: Shape,
+    index: int,
+    make: Factory,
+    *,
+    qkv_bias: bool,
+    output_bias: bool,
+    qk_norm: bool = False,
+    pairs: Pairing = "halves",
 ) -> Attention:
-    """Grouped-query attention; with `qk_norm` an RMSNorm per head on q and k (Qwen3)."""
+    """Grouped-query attention; with `qk_norm` an RMSNorm per head on q and k (Qwen3).
+
+    pairs: which elements of a head rotate together (kernels/rotary).
+    """
     from unfreeze.models.blocks.attention import Attention
 
     name, hidden, width = f"model.layers.{index}.self_attn", shape.hidden_size, shape.head_dim
@@ -56,6 +67,7 @@ def attention(
         o_proj=make.linear(f"{name}.o_proj", shape.num_heads * width, hidden, bias=output_bias),
         q_norm=make.norm(width, shape.rms_norm_eps) if qk_norm else None,
         k_norm=make.norm(width, shape.rms_norm_eps) if qk_norm else None,
+        pairs=pairs,
     )
 
 

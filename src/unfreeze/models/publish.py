@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from unfreeze import models
-from unfreeze.checkpoint.keymap import sources
+from unfreeze.checkpoint.keymap import disk_module, sources
 from unfreeze.checkpoint.manifest import Manifest, TensorInfo
 from unfreeze.checkpoint.save import disk_tensors
 from unfreeze.checkpoint.tensors import TORCH_DTYPE
@@ -119,11 +119,5 @@ def carried(model: Decoder, manifest: Manifest) -> list[TensorInfo]:
 def quantized_modules(model: Decoder, ignore: list[str]) -> list[str]:
     """Names of the linear layers and stacked experts that a quantization_config doesn't `ignore`."""
     linears = [name for name, module in model.named_modules() if isinstance(module, (Linear, ExpertWeight))]
-    return [name for name in linears if not is_ignored(disk_name(name), ignore)]
-
-
-def disk_name(module: str) -> str:
-    """The checkpoint's name of a module, for the ignore list: stacked experts stand for their first."""
-    return module.replace(".experts.gate_up_proj", ".experts.0.gate_proj").replace(
-        ".experts.down_proj", ".experts.0.down_proj"
-    )
+    rules = models.rules(model.shape)
+    return [name for name in linears if not is_ignored(disk_module(name, rules), ignore)]

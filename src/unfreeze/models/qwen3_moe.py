@@ -61,7 +61,8 @@ def shape(config: Mapping[str, Any]) -> Shape:
 
 def layer(shape: Shape, index: int, make: Factory) -> Layer:
     """Decoder layer `index`: dense where the config says so, otherwise routed experts."""
-    from unfreeze.models.blocks.moe import MoE, SoftmaxRouter
+    from unfreeze.models.blocks.moe import MoE
+    from unfreeze.models.blocks.routers import SoftmaxRouter
 
     name = f"model.layers.{index}.mlp"
     if not shape.is_moe(index):

@@ -1,4 +1,4 @@
-"""Rotary positions on the last R elements of each head, the elements before them copied.
+"""Rotary positions on R elements of each head, the others copied.
 
 The whole q of a head in one pass over memory.
 """
@@ -17,7 +17,7 @@ from unfreeze.kernels.rotary import reference
 
 __all__ = ["OP", "Pairing", "bucket", "rotary"]
 
-Pairing = Literal["halves", "adjacent"]
+Pairing = Literal["halves", "adjacent", "leading halves"]
 
 
 def rotary(x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, pairing: Pairing, impl: str = "auto") -> Tensor:
@@ -25,7 +25,8 @@ def rotary(x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, pairing: Pairing, impl
 
     cos and sin [T, r] float32, one row per token, for all heads.
     pairing: a and b are the halves of the last R elements (Llama, Qwen), or their even and odd elements
-    (DeepSeek, Kimi). y has halves in either case: q and k are permuted alike, so their product is unchanged.
+    (DeepSeek, Kimi); "leading halves": those of the *first* R (GLM, MiniMax-M2), which stand last in y.
+    y has halves last in every case: q and k are permuted alike, so their product is unchanged.
     Formed in float32, rounded once. The gradient is the rotation by -angle; it keeps cos and sin only. x may
     be a view with last stride 1. Source: Su et al. 2021, arXiv:2104.09864.
     """
@@ -63,6 +64,9 @@ class Rotary:
         self.functions = functions
 
     def __call__(self, x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, pairing: Pairing) -> Tensor:
+        if pairing == "leading halves":
+            R = 2 * cos_Tr.shape[-1]
+            x_THd = torch.cat((x_THd[..., R:], x_THd[..., :R]), dim=-1)
         return _Rotary.apply(x_THd, cos_Tr, sin_Tr, pairing == "adjacent", self.functions)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from unfreeze.kernels.attention import CAUSAL, Mask
-from unfreeze.kernels.rotary import rotary
+from unfreeze.kernels.rotary import Pairing, rotary
 from unfreeze.models.blocks.bytes import AttentionShape, Block, Bytes
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.norm import RMSNorm
@@ -17,7 +17,7 @@ from unfreeze.models.blocks.passes import Pass
 
 
 class Attention(Block):
-    """y = o_proj(softmax(scale · q kᵀ) v), q and k rotated in halves.
+    """y = o_proj(softmax(scale · q kᵀ) v), q and k rotated in `pairs`.
 
     scale    1/sqrt(d) where it is None
     rope     name of the rotary tables (`Shape.ropes`), "" for the model's own; None: a layer without rotation
@@ -42,8 +42,10 @@ class Attention(Block):
         mask: Mask = CAUSAL,
         softcap: float | None = None,
         sinks: nn.Parameter | None = None,
+        pairs: Pairing = "halves",
     ):
         super().__init__()
+        self.pairs: Pairing = pairs
         self.layer, self.head_dim = layer, head_dim
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = q_proj, k_proj, v_proj, o_proj
         self.q_norm, self.k_norm = q_norm, k_norm
@@ -63,7 +65,7 @@ class Attention(Block):
         """What follows the projections: rotation, the cache, attention, o_proj. -> [T, D]."""
         if self.rope is not None:
             tables = run.tables(self.rope)
-            q_THd, k_TGd = rotary(q_THd, *tables, "halves"), rotary(k_TGd, *tables, "halves")
+            q_THd, k_TGd = rotary(q_THd, *tables, self.pairs), rotary(k_TGd, *tables, self.pairs)
         k, v = run.remember(self.layer, k_TGd, v_TGv)
         o_THv = run.attend(q_THd, k, v, self.scale, mask=self.mask, softcap=self.softcap, sinks_H=self.sinks)
         return self.o_proj(o_THv.flatten(1), run.reuse_linear)

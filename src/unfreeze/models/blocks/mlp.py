@@ -31,8 +31,15 @@ class MLP(Block):
         self.impl = "auto"
 
     def forward(self, x_TD: Tensor, run: Pass | None = None) -> Tensor:
-        reuse, skip = (None, None) if run is None else (run.reuse_linear, run.skip_unread)
-        return self.down_proj(swiglu(self.gate_proj(x_TD, reuse), self.up_proj(x_TD, reuse)), skip)
+        return self.down_proj(self._inner(x_TD, run), None if run is None else run.skip_unread)
+
+    def read(self, x_TD: Tensor, run: Pass) -> Tensor:
+        """The same for a caller whose gradient reads y: a recomputed layer has y too, not zeros for it."""
+        return self.down_proj(self._inner(x_TD, run), run.reuse_linear)
+
+    def _inner(self, x_TD: Tensor, run: Pass | None) -> Tensor:
+        reuse = None if run is None else run.reuse_linear
+        return swiglu(self.gate_proj(x_TD, reuse), self.up_proj(x_TD, reuse))
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """Held: gate, up and h, 3 I. No gradient needs down_proj's output.

@@ -1,8 +1,6 @@
 """Mixture of experts: a router chooses K of E experts per token; shared experts see every token.
 
-Routing is the same in training and evaluation, runs in fp32, and its weights carry gradients back to the
-hidden state (and to the router if it trains). The router of DeepSeek-V3 chooses with a bias that never enters
-the weights.
+The routers are in routers.py.
 
 T tokens, D model width, E experts, K experts per token.
 """
@@ -12,98 +10,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from unfreeze.models.blocks.bytes import Block, Bytes
 from unfreeze.models.blocks.experts import Experts
+from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.mlp import MLP
 from unfreeze.models.blocks.passes import Pass
-
-
-class SigmoidRouter(nn.Module):
-    """DeepSeek-V3's "noaux_tc" routing.
-
-    s = sigmoid(W x); the K experts with the largest s + bias within the best groups; weights s / Σ s · scale.
-
-    There are n_group groups of E/n_group experts. A group's score is the sum of its two largest s + bias;
-    the topk_group best groups stay. e_score_correction_bias [E] fp32 selects and never weighs.
-    Source: arXiv:2412.19437, 2.1.2.
-    """
-
-    e_score_correction_bias: Tensor
-
-    def __init__(
-        self,
-        hidden_size: int,
-        num_experts: int,
-        top_k: int,
-        *,
-        n_group: int,
-        topk_group: int,
-        normalize: bool,
-        scale: float,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, dtype=dtype, device=device))
-        self.register_buffer(
-            "e_score_correction_bias", torch.zeros(num_experts, dtype=torch.float32, device=device)
-        )
-        self.top_k, self.n_group, self.topk_group = top_k, n_group, topk_group
-        self.normalize, self.scale = normalize, scale
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        """The scores [T, E]."""
-        return F.linear(x_TD.float(), self.weight.float()).sigmoid()
-
-    def choose(self, scores_TE: Tensor) -> Tensor:
-        biased_TE = scores_TE.detach() + self.e_score_correction_bias
-        if self.n_group > 1:
-            grouped = biased_TE.unflatten(-1, (self.n_group, -1))
-            best = grouped.topk(2, dim=-1).values.sum(-1).topk(self.topk_group, dim=-1).indices
-            keep = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, True)
-            biased_TE = grouped.masked_fill(~keep[..., None], float("-inf")).flatten(1)
-        return biased_TE.topk(self.top_k, dim=-1).indices
-
-    def weigh(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
-        weights_TK = scores_TE.gather(1, ids_TK)
-        if self.normalize:
-            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-        return weights_TK * self.scale
-
-
-class SoftmaxRouter(nn.Module):
-    """Qwen3-MoE's: p = softmax(W x), the K largest, optionally renormalised to sum to one.
-
-    Source: the Qwen3 report.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        num_experts: int,
-        top_k: int,
-        *,
-        normalize: bool,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, dtype=dtype, device=device))
-        self.top_k, self.normalize = top_k, normalize
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        """The scores [T, E]."""
-        return F.linear(x_TD.float(), self.weight.float()).softmax(-1)
-
-    def choose(self, scores_TE: Tensor) -> Tensor:
-        return scores_TE.detach().topk(self.top_k, dim=-1).indices
-
-    def weigh(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
-        weights_TK = scores_TE.gather(1, ids_TK)
-        return weights_TK / weights_TK.sum(-1, keepdim=True) if self.normalize else weights_TK
+from unfreeze.models.blocks.routers import Router
 
 
 class MoE(Block):
@@ -115,9 +29,7 @@ class MoE(Block):
 
     counts_E: Tensor
 
-    def __init__(
-        self, layer: int, *, gate: SigmoidRouter | SoftmaxRouter, experts: Experts, shared_experts: MLP | None
-    ):
+    def __init__(self, layer: int, *, gate: Router, experts: Experts, shared_experts: MLP | None):
         super().__init__()
         self.layer, self.gate, self.experts, self.shared_experts = layer, gate, experts, shared_experts
         self.register_buffer(
@@ -150,3 +62,26 @@ class MoE(Block):
         ids = ids_TK.flatten()
         self.counts_E.scatter_add_(0, ids, torch.ones_like(ids))  # bincount would make the host wait for CUDA
         return ids_TK
+
+
+class GatedSharedMoE(MoE):
+    """y = experts(x, ids, weights) + sigmoid(g · x) · shared_expert(x), Qwen2-MoE's.
+
+    shared_expert_gate maps D to one number per token. Source: arXiv:2407.10671, 2.2.2.
+    """
+
+    def __init__(
+        self, layer: int, *, gate: Router, experts: Experts, shared_expert: MLP, shared_expert_gate: Linear
+    ):
+        super().__init__(layer, gate=gate, experts=experts, shared_experts=None)
+        self.shared_expert, self.shared_expert_gate = shared_expert, shared_expert_gate
+
+    def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
+        share_T1 = self.shared_expert_gate(x_TD).sigmoid()
+        return super().forward(x_TD, run) + share_T1 * self.shared_expert.read(x_TD, run)
+
+    def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
+        """As MoE's, and the shared expert's output, D, which the gate's gradient reads."""
+        D, size = self.experts.hidden_size, dtype.itemsize
+        gated = Bytes(held=D * size, own=2 * D * size, linear=D * size)
+        return super().bytes(dtype, device) + self.shared_expert.bytes(dtype, device) + gated

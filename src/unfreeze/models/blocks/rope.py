@@ -98,6 +98,23 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def rotary_width(config: Mapping[str, Any], head_dim: int, absent: float = 1.0) -> int:
+    """R = partial_rotary_factor · head_dim, of the table, else of the config, else `absent`.
+
+    Raises CheckpointError where R is no even number from 2 to head_dim.
+    """
+    parameters = rope_parameters(config)
+    factor = float(parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or absent)
+    width = int(head_dim * factor)
+    if width % 2 or not 0 < width <= head_dim:
+        raise CheckpointError(
+            f"config.json: partial_rotary_factor {factor:g} of head_dim {head_dim:,} rotates {width:,}"
+            f" elements; they go in pairs, at most {head_dim:,}",
+            next="check partial_rotary_factor against the publisher's",
+        )
+    return width
+
+
 def _llama3(frequency: float, parameters: Mapping[str, Any]) -> float:
     """Llama 3.1's scaling: long wavelengths are divided by factor, short ones kept, a linear ramp between.
 
