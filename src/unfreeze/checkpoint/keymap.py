@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from unfreeze.quant.halves import HALVES
+
 Index = tuple[int | slice, ...]
 """Into a parameter: () all of it, (e,) one expert, (e, slice(a, b)) rows of one expert."""
 
@@ -29,7 +31,8 @@ class StackRule:
     disk   "model.layers.{layer}.mlp.experts.{expert}.gate_proj.{part}"
     param  "model.layers.{layer}.mlp.experts.gate_up_proj.{part}"
     half   None: the tensor is param[expert]; 0: param[expert, :rows]; 1: param[expert, rows:], rows being
-           half of the parameter's.
+           half of the parameter's. A part of its own for each half (quant/halves.py), "gate_qweight" for
+           qweight, is as if half were None.
 
     {layer} and {expert} are numbers, any other field is one name component ("weight"). Without
     {expert} the tensor is the whole parameter under another name: a router that is block_sparse_moe.gate on
@@ -81,16 +84,22 @@ def sources(
         name = rule.disk.format(**fields) if not rule.per_expert else ""
         if name and disk is not None and name in disk:
             return [Source(name, (), tuple(shape))]
-    stacked = [(rule, fields) for rule, fields in matching if rule.per_expert]
+    stacked = [(rule, fields, rule.half) for rule, fields in matching if rule.per_expert]
     if not matching or (disk is not None and param in disk):
         return [Source(param, (), tuple(shape))]
     if not stacked:
         rule, fields = matching[0]
         return [Source(rule.disk.format(**fields), (), tuple(shape))]
+    for half, begin in enumerate(HALVES):
+        own = [(rule, fields) for rule, fields, of in stacked if of == half]
+        if own and own[0][1].get("part", "").startswith(begin):
+            part = own[0][1]["part"].removeprefix(begin)
+            stacked = [(rule, fields | {"part": part}, None) for rule, fields in own]
+            break
     return [
-        Source(rule.disk.format(**fields, expert=expert), *_region(rule, expert, shape))
+        Source(rule.disk.format(**fields, expert=expert), *_region(half, expert, shape))
         for expert in range(shape[0])
-        for rule, fields in stacked
+        for rule, fields, half in stacked
     ]
 
 
@@ -102,9 +111,9 @@ def disk_module(module: str, rules: Sequence[StackRule]) -> str:
     return sources(f"{module}.weight", (1, 2), rules)[0].name.removesuffix(".weight")
 
 
-def _region(rule: StackRule, expert: int, shape: Sequence[int]) -> tuple[Index, tuple[int, ...]]:
-    """(index into the parameter, shape of the tensor on disk) for one expert under one rule."""
-    if rule.half is None:
+def _region(half: int | None, expert: int, shape: Sequence[int]) -> tuple[Index, tuple[int, ...]]:
+    """(index into the parameter, shape of the tensor on disk) for one expert, or a half of it."""
+    if half is None:
         return (expert,), tuple(shape[1:])
     rows = shape[1] // 2
-    return (expert, slice(rule.half * rows, (rule.half + 1) * rows)), (rows, *shape[2:])
+    return (expert, slice(half * rows, (half + 1) * rows)), (rows, *shape[2:])

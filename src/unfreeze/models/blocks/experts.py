@@ -21,6 +21,7 @@ from unfreeze.kernels.recompute import Reuse
 from unfreeze.models.blocks.bytes import Bytes
 from unfreeze.models.blocks.linear import PackedHolder
 from unfreeze.quant.codec import Codec, Packed
+from unfreeze.quant.halves import stacked
 
 UNEVEN = 1.25  # rows of the fullest group of experts over the mean group's
 
@@ -78,13 +79,14 @@ class Experts(nn.Module):
         self.num_experts = num_experts
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
 
-        def stacked(in_features: int, out_features: int) -> ExpertWeight:
+        def weight(in_features: int, out_features: int, codec: Codec | None) -> ExpertWeight:
             return ExpertWeight(
                 num_experts, in_features, out_features, codec=codec, dtype=dtype, device=device
             )
 
-        self.gate_up_proj = stacked(hidden_size, 2 * intermediate_size)
-        self.down_proj = stacked(intermediate_size, hidden_size)
+        both = None if codec is None else stacked(codec, 2 * intermediate_size, hidden_size)
+        self.gate_up_proj = weight(hidden_size, 2 * intermediate_size, both)
+        self.down_proj = weight(intermediate_size, hidden_size, codec)
         self.adapter: ExpertAdapter | None = None
         self.impl = "auto"
 
