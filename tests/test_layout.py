@@ -250,6 +250,7 @@ LONG = 80  # lines; a shorter file is a part of its caller, tested through it
 LONGEST = 500  # lines of a source file; a longer one has a seam somewhere
 # source file -> the test file that covers it, where that doesn't bear its name
 TESTED_BY = {
+    "quant/compressed.py": "quant/test_scheme.py",
     "config/sft.py": "recipes/test_continue.py",
     "models/blocks/attention.py": "models/test_families.py",
     "commands/planned.py": "commands/test_plan.py",

@@ -51,7 +51,7 @@ def test_disk_tensors_add_the_shape_of_each_packed_weight(kimi) -> None:
     codec = Int4(32)
     parts = codec.quantize(torch.randn(2, 16, 64).bfloat16())
     params = [(f"model.layers.0.mlp.experts.gate_up_proj.{suffix}", part) for suffix, part in parts.items()]
-    disk = dict(disk_tensors(params, kimi.rules, codec))
+    disk = dict(disk_tensors(params, kimi.rules, lambda module: codec))
     assert len(disk) == 2 * 2 * 3
     shape = disk["model.layers.0.mlp.experts.1.up_proj.weight_shape"]
     assert shape.dtype == torch.int32 and shape.tolist() == [8, 64]

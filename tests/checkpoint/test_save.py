@@ -61,7 +61,7 @@ def test_load_then_save_gives_the_same_bytes(tmp_path: Path, kimi, max_shard_byt
     manifest = open_checkpoint(kimi.write(tmp_path / "m", kimi.tensors()))
     params = {name: torch.empty(shape, dtype=kind) for name, (kind, shape) in kimi.params().items()}
     stream(resolve(manifest, kimi.rules, kimi.params()), params)
-    out = disk_tensors(params.items(), kimi.rules, Int4(32))
+    out = disk_tensors(params.items(), kimi.rules, lambda module: Int4(32))
     save_checkpoint(
         tmp_path / "out", kimi.config, out, max_shard_bytes=max_shard_bytes, extra={"note.txt": "hello"}
     )
@@ -99,7 +99,9 @@ def test_shared_kimi_checkpoint_survives_load_and_save_byte_for_byte(tmp_path: P
     kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in params.items()}
     manifest = open_checkpoint(folder)
     stream(resolve(manifest, kimi.rules, kinds), params)
-    save_checkpoint(tmp_path / "out", manifest.config, disk_tensors(params.items(), kimi.rules, Int4(32)))
+    save_checkpoint(
+        tmp_path / "out", manifest.config, disk_tensors(params.items(), kimi.rules, lambda module: Int4(32))
+    )
     saved = load_file(tmp_path / "out" / "model.safetensors")
     assert {name: raw(tensor) for name, tensor in saved.items()} == {
         name: raw(tensor) for name, tensor in disk.items()

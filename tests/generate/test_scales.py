@@ -126,7 +126,9 @@ def test_nothing_is_rounded_the_plan_counts_the_bytes_and_saving_gives_them_back
     assert meta.base == sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     saved = tmp_path / "saved"
     save_checkpoint(
-        saved, manifest.config, disk_tensors(model.state_dict().items(), rules(model.shape), manifest.codec())
+        saved,
+        manifest.config,
+        disk_tensors(model.state_dict().items(), rules(model.shape), manifest.scheme().codec_for),
     )
     before, after = load_file(tmp_path / "m" / "model.safetensors"), load_file(saved / "model.safetensors")
     assert before.keys() == after.keys()

@@ -153,8 +153,7 @@ def peak(
         models.shape(config),
         dtype=torch.bfloat16,
         device="meta",
-        codec=Int4(32) if packed else None,
-        packed=lambda part: packed and ".experts." in part and "shared" not in part,
+        codec_for=lambda part: Int4(32) if packed and ".experts." in part and "shared" not in part else None,
     )
     lora = LoraConfig(rank=16)
     sizes = measure(model, lora, "cuda")

@@ -204,7 +204,10 @@ def test_packed_experts_count_as_packed_and_the_expanded_size_is_what_is_avoided
         shape, manifest_of(config), LoraConfig(rank=4), tokens=256, dtype="bfloat16", device="cpu"
     )
     real = models.build(
-        shape, dtype=torch.bfloat16, device="cpu", codec=Int4(32), packed=lambda name: ".experts." in name
+        shape,
+        dtype=torch.bfloat16,
+        device="cpu",
+        codec_for=lambda name: Int4(32) if ".experts." in name else None,
     )
     assert made.terms["base"] == sum(t.nbytes for t in [*real.parameters(), *real.buffers()])
     dense = models.build(shape, dtype=torch.bfloat16, device="cpu")

@@ -20,17 +20,11 @@ from unfreeze.commands.inspect import inspect
 from unfreeze.core.errors import ConfigError
 from unfreeze.data import Example, pack
 from unfreeze.generate.open import open_model
-from unfreeze.quant import Int4, formats, int4, is_ignored, not_followed, recognise
+from unfreeze.quant import Int4, formats, int4, not_followed, recognise
 from unfreeze.quant.codec import Format, Part, Table, Unreadable, parts_nbytes
-from unfreeze.quant.formats import (
-    FOREIGN,
-    FORMATS,
-    KNOWN,
-    KNOWN_OF_GROUP,
-    ONLY,
-    foreign_dtype,
-    foreign_format,
-)
+from unfreeze.quant.compressed import KNOWN, KNOWN_OF_GROUP, ONLY
+from unfreeze.quant.formats import FOREIGN, FORMATS, foreign_dtype, foreign_format
+from unfreeze.quant.scheme import Modules, Rule, Scheme
 
 SCHEME = QuantizationScheme(
     targets=["Linear"], weights=QuantizationArgs(num_bits=4, strategy="group", group_size=32)
@@ -63,20 +57,15 @@ def kimi_config(**changes: object) -> dict[str, object]:
 
 
 def test_kimis_quantization_config_is_read_at_the_top_or_under_text_config() -> None:
-    assert recognise({"quantization_config": kimi_config()}) == (Int4(32), ["lm_head", "re:.*self_attn.*"])
-    assert recognise({"text_config": {"quantization_config": kimi_config(group_size=128)}}) == (
-        Int4(128),
-        ["lm_head", "re:.*self_attn.*"],
-    )
+    scheme = recognise({"quantization_config": kimi_config()})
+    assert scheme == Scheme((Rule(Int4(32)),), Modules(frozenset({"lm_head"}), patterns=(".*self_attn.*",)))
+    nested = recognise({"text_config": {"quantization_config": kimi_config(group_size=128)}})
+    assert nested.codecs == (Int4(128),) and nested.ignore == scheme.ignore
     assert recognise({"model_type": "llama"}) is None
     # same layout on disk
     assert recognise({"quantization_config": kimi_config(actorder="weight")}) is not None
-    assert is_ignored("model.layers.0.self_attn.q_proj", ["re:.*self_attn.*"]) and is_ignored(
-        "lm_head", ["lm_head"]
-    )
-    assert not is_ignored(
-        "model.layers.1.mlp.experts.0.up_proj", ["lm_head", "re:.*self_attn.*", "re:.*mlp\\.(gate|up)_proj.*"]
-    )
+    assert scheme.codec_for("model.layers.0.self_attn.q_proj") is scheme.codec_for("lm_head") is None
+    assert scheme.codec_for("model.layers.1.mlp.experts.0.up_proj") == Int4(32)
 
 
 @pytest.mark.parametrize(
@@ -203,20 +192,19 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def forgotten(files: Collection[str], formats: Collection[Format], tests: Collection[str]) -> list[str]:
     """What is missing for the format files of quant/, each with how to mend it."""
-    made = {
-        name: getattr(importlib.import_module(f"unfreeze.quant.{name}"), "FORMAT", None) for name in files
-    }
+    found = {name: getattr(importlib.import_module(f"unfreeze.quant.{name}"), "FORMAT", ()) for name in files}
+    made = {name: (format,) if isinstance(format, Format) else format for name, format in found.items()}
     bad = [
         f"quant/{name}.py has a FORMAT that quant/formats.py does not know: import it there and add"
         f" {name}.FORMAT to FORMATS"
-        for name, format in made.items()
-        if format is not None and format not in formats
+        for name, of_file in made.items()
+        if any(format not in formats for format in of_file)
     ]
     return bad + [
         f"quant/{name}.py has no tests/quant/test_{name}.py: equal, bit for bit and both ways, to the library that"
         " writes the format"
-        for name, format in made.items()
-        if format is not None and f"test_{name}.py" not in tests
+        for name, of_file in made.items()
+        if of_file and f"test_{name}.py" not in tests
     ]
 
 
@@ -361,7 +349,7 @@ def test_a_format_is_added_by_one_line(tmp_path, monkeypatch):
     assert len(held) == 2 * (4 + 2) and all(buffer.dtype == torch.float32 for buffer in held.values())
     batch = pack([Example(list(range(20)), [1.0] * 20)])
     assert torch.equal(ours.hidden(batch), oracle.hidden(batch))
-    saved = dict(disk_tensors(ours.state_dict().items(), models.rules(ours.shape), codec))
+    saved = dict(disk_tensors(ours.state_dict().items(), models.rules(ours.shape), lambda name: codec))
     assert saved.keys() == packed.keys()
     assert all(torch.equal(tensor, packed[name]) for name, tensor in saved.items())
 
@@ -374,5 +362,5 @@ def test_without_its_line_the_format_is_refused_and_its_variants_are_with_it(mon
     with pytest.raises(ConfigError, match=r"bits 4.*Readable: compressed-tensors.*; row-scaled FP8"):
         recognise(config)
     config["quantization_config"]["bits"] = 8
-    assert recognise(config) == (RowScaled(), [])
+    assert recognise(config).codec_for("model.layers.0.mlp.up_proj") == RowScaled()
     assert "smooth = 1" in not_followed(config)

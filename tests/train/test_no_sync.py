@@ -126,7 +126,10 @@ def batch_of(lengths: tuple[int, ...]) -> Batch:
 def build(config: dict, device: str):
     shape = models.shape(config)
     model = models.build(
-        shape, dtype=torch.bfloat16, device="cpu", codec=Int4(32), packed=lambda name: ".experts." in name
+        shape,
+        dtype=torch.bfloat16,
+        device="cpu",
+        codec_for=lambda name: Int4(32) if ".experts." in name else None,
     )
     models.initialize(model, 0)
     for name, buffer in model.named_buffers():  # codes and scales: any will do, NaN and infinity apart

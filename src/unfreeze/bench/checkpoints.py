@@ -50,9 +50,8 @@ def make(folder: Path, config: dict[str, Any]) -> None:
                 )
 
     folder.mkdir(parents=True, exist_ok=True)
-    save_checkpoint(
-        folder, config, disk_tensors(parameters(), models.rules(shape), codec), max_shard_bytes=SHARD_BYTES
-    )
+    tensors = disk_tensors(parameters(), models.rules(shape), lambda module: codec)
+    save_checkpoint(folder, config, tensors, max_shard_bytes=SHARD_BYTES)
 
 
 @contextmanager

@@ -185,8 +185,7 @@ class KimiSlice:
             models.shape(config),
             dtype=torch.bfloat16,
             device=device,
-            codec=Int4(32),
-            packed=lambda name: ".experts." in name,
+            codec_for=lambda name: Int4(32) if ".experts." in name else None,
         )
         fill_random(self.decoder, seed)
         attach_random(self.decoder, LoraConfig(rank=sizes.rank, alpha=2.0 * sizes.rank), seed)

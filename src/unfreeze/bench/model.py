@@ -237,8 +237,7 @@ def built(shape: models.Shape, job: Job, device: torch.device | str) -> models.D
         shape,
         dtype=torch.bfloat16,
         device=device,
-        codec=codec,
-        packed=lambda name: codec is not None and ".experts." in name,
+        codec_for=lambda name: codec if ".experts." in name else None,
     )
 
 

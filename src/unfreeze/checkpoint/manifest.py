@@ -23,7 +23,8 @@ from unfreeze.core.dtypes import ITEMSIZE
 from unfreeze.core.errors import CheckpointError, looked_in, nearest
 from unfreeze.core.events import RESOLVED
 from unfreeze.quant.codec import Codec, as_table
-from unfreeze.quant.formats import is_part, is_part_in, recognise
+from unfreeze.quant.formats import is_part, recognise
+from unfreeze.quant.scheme import Scheme
 from unfreeze.untrusted.json_object import read_object
 
 MAX_DIMS = 64  # of a tensor; PyTorch's own limit
@@ -75,33 +76,34 @@ class Manifest:
         """Whether a weight is stored in a quantized format that is read here, whatever config.json says."""
         return any(map(is_part, self.tensors))
 
-    def codec(self) -> Codec | None:
-        """The codec that config.json names; None for a checkpoint that isn't quantized.
+    def scheme(self) -> Scheme | None:
+        """Which module is in which format, by config.json; None for a checkpoint that isn't quantized.
 
-        Its scales have the dtype that the files hold them in.
+        Scales have the dtype that the files hold them in. Names are those of `by_model_name`.
         Raises ConfigError for a format that cannot be read, CheckpointError where scales have several
         dtypes.
         """
         found = recognise(self.config)
         if found is None:
             return None
-        return found[0].as_stored({name: info.dtype for name, info in self.tensors.items()})
+        return found.as_stored({name: info.dtype for name, info in self.by_model_name().items()})
 
 
-def count_weights(tensors: Mapping[str, TensorInfo], codec: Codec | None) -> int:
+def count_weights(tensors: Mapping[str, TensorInfo], scheme: Scheme | None) -> int:
     """The number of weights in these tensors: a packed weight counts as what its codes stand for.
 
-    The codec knows that number from the shapes of the parts.
+    A codec knows that number from the shapes of the parts.
     """
-    packed: dict[str, dict[str, tuple[int, ...]]] = {}
+    packed: dict[str, tuple[Codec, dict[str, tuple[int, ...]]]] = {}
     count = 0
     for name, info in tensors.items():
-        if codec is not None and is_part_in(codec, name, tensors):
+        codec = scheme.part_of(name, tensors) if scheme is not None else None
+        if codec is not None:
             base, _, suffix = name.rpartition(".")
-            packed.setdefault(base, {})[suffix] = info.shape
+            packed.setdefault(base, (codec, {}))[1][suffix] = info.shape
         else:
             count += prod(info.shape)
-    return count + sum(prod(codec.shape(parts)) for parts in packed.values()) if codec else count
+    return count + sum(prod(codec.shape(parts)) for codec, parts in packed.values())
 
 
 def open_checkpoint(source: str | Path, *, progress: Callable[[str], None] | None = None) -> Manifest:

@@ -19,7 +19,8 @@ from unfreeze.checkpoint.manifest import Manifest, TensorInfo
 from unfreeze.checkpoint.tensors import NAME, TORCH_DTYPE
 from unfreeze.core.dtypes import FLOATS
 from unfreeze.quant.codec import Codec, kept_suffixes
-from unfreeze.quant.formats import foreign_dtype, foreign_format, foreign_parts, is_packed, is_part
+from unfreeze.quant.formats import foreign_dtype, foreign_format, foreign_parts, is_part, stored_packed
+from unfreeze.quant.scheme import Scheme
 
 _WHOLE = ("I32", "I64")  # dtypes of a codec's extras
 
@@ -73,7 +74,7 @@ def resolve(
     Raises one CheckpointError that counts all faults and shows the first.
     """
     disk = manifest.by_model_name()
-    work = _Work(manifest, disk, manifest.codec(), Faults(manifest.path, total=len(disk)))
+    work = _Work(manifest, disk, manifest.scheme(), Faults(manifest.path, total=len(disk)))
     tied = tied or {}
 
     # each parameter from its sources; a tied one that is not on disk from its alias
@@ -99,9 +100,10 @@ def resolve(
 class _Work:
     """The state of one resolve: what is placed, which names are used up, which faults were found."""
 
-    def __init__(self, manifest: Manifest, disk: dict[str, TensorInfo], codec: Codec | None, faults: Faults):
-        self.manifest, self.disk, self.codec, self.faults = manifest, disk, codec, faults
-        self.kept: tuple[str, ...] = kept_suffixes(codec) if codec else ()
+    def __init__(
+        self, manifest: Manifest, disk: dict[str, TensorInfo], scheme: Scheme | None, faults: Faults
+    ):
+        self.manifest, self.disk, self.scheme, self.faults = manifest, disk, scheme, faults
         self.used: set[str] = set()
         self.placements: list[Placement] = []
 
@@ -111,7 +113,7 @@ class _Work:
         """Put tensor `name` at source.index of `param`, or note what keeps it from there."""
         info = self.disk.get(name)
         base, _, suffix = name.rpartition(".")
-        packed = suffix in self.kept and is_packed(base, self.disk, self.codec)
+        codec = self.scheme.part_of(name, self.disk) if self.scheme is not None else None
         if info is None:
             cause = _why_missing(base, suffix, self.disk)
             self.faults.add("tensors are missing", f"{self.manifest.prefix}{name}", cause=cause)
@@ -123,33 +125,32 @@ class _Work:
             return
         if info.shape != source.shape:
             detail = f"{info.name} is {list(info.shape)} on disk, config.json makes it {list(source.shape)}"
-            cause = _why_shape(self.codec if packed else None)
-            self.faults.add("tensors have the wrong shape", detail, cause=cause)
+            self.faults.add("tensors have the wrong shape", detail, cause=_why_shape(codec))
             return
         start, stop = flat_range(shape, source.index)
         expanded = info.nbytes
-        if self.codec and packed:
-            expanded = self._packed(param, source, base, suffix)
+        if codec is not None:
+            expanded = self._packed(codec, param, source, base, suffix)
         self.placements.append(Placement(info, param, source.index, start, stop, expanded))
 
-    def _packed(self, param: str, source: Source, base: str, suffix: str) -> int:
+    def _packed(self, codec: Codec, param: str, source: Source, base: str, suffix: str) -> int:
         """Place the extras of a packed weight when its first part is placed.
 
         Returns the bytes of the weight expanded to bf16; 0 for its other parts.
         """
-        assert self.codec is not None
-        if suffix != self.codec.suffixes[0]:
+        if suffix != codec.suffixes[0]:
             return 0
 
         # the weight's shape [..., out, in] follows from the shapes of its parts
-        names = {kept: f"{base}.{kept}" for kept in self.kept}
+        kept_ones = kept_suffixes(codec)
+        names = {kept: f"{base}.{kept}" for kept in kept_ones}
         parts = {kept: self.disk[name].shape for kept, name in names.items() if name in self.disk}
-        if len(parts) < len(self.kept) or not all(parts.values()) or len(self.codec.shape(parts)) < 2:
+        if len(parts) < len(kept_ones) or not all(parts.values()) or len(codec.shape(parts)) < 2:
             return 0  # the missing or misshapen one is reported under its own parameter
-        *lead, out_features, in_features = self.codec.shape(parts)
+        *lead, out_features, in_features = codec.shape(parts)
 
         # the extras repeat the shape: stream compares them when it reads them
-        for extra, expected in self.codec.disk_extras(out_features, in_features).items():
+        for extra, expected in codec.disk_extras(out_features, in_features).items():
             info = self.disk.get(f"{base}.{extra}")
             if info is None:
                 self.faults.add(
@@ -165,9 +166,7 @@ class _Work:
                 )
                 self.faults.add("tensors have the wrong dtype or shape", detail)
                 continue
-            self.placements.append(
-                Placement(info, param, source.index, 0, 0, 0, expected, self.codec.variants)
-            )
+            self.placements.append(Placement(info, param, source.index, 0, 0, 0, expected, codec.variants))
         return prod(lead) * out_features * in_features * 2
 
     def alias(self, alias: str, name: str, shape: tuple[int, ...]) -> None:
@@ -189,7 +188,7 @@ def _check_left_over(work: _Work, ignore: Sequence[re.Pattern[str]]) -> None:
         if name not in work.used and not any(pattern.match(name) for pattern in ignore):
             shown = f"{info.name} {info.dtype} {list(info.shape)}"
             work.faults.add(
-                "tensors are not part of the model", shown, cause=_why_unexpected(name, work.codec)
+                "tensors are not part of the model", shown, cause=_why_unexpected(name, work.scheme)
             )
 
 
@@ -225,7 +224,7 @@ def _name(dtype: torch.dtype) -> str:
 def _why_missing(base: str, suffix: str, disk: Mapping[str, TensorInfo]) -> str:
     if suffix != "weight" and f"{base}.weight" in disk:
         return f"{base}.weight is stored unpacked although quantization_config says it is packed"
-    if suffix == "weight" and is_packed(base, disk):
+    if suffix == "weight" and stored_packed(base, disk):
         return f"{base} is stored packed although config.json's quantization_config does not say so"
     foreign = foreign_parts(base, disk)
     return (
@@ -248,10 +247,10 @@ def _why_shape(codec: Codec | None) -> str:
     return "sizes in config.json that are not this checkpoint's"
 
 
-def _why_unexpected(name: str, codec: Codec | None) -> str:
+def _why_unexpected(name: str, scheme: Scheme | None) -> str:
     foreign = foreign_format(name)
     if foreign:
         return f"the weights are in another format, {foreign}, which is not read"
-    if codec is None and is_part(name):
+    if scheme is None and is_part(name):
         return "packed weights, but config.json has no quantization_config"
     return "a checkpoint of another model than config.json, with more layers or parts"

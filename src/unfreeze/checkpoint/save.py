@@ -21,7 +21,8 @@ from unfreeze.checkpoint.manifest import INDEX
 from unfreeze.checkpoint.tensors import NAME
 from unfreeze.core.errors import FULL, CheckpointError
 from unfreeze.core.units import format_bytes
-from unfreeze.quant.codec import Codec, kept_suffixes
+from unfreeze.quant.codec import kept_suffixes
+from unfreeze.quant.scheme import CodecFor, nothing_packed
 
 # the usual size of published shards; a save needs no more memory than this beyond the model itself
 MAX_SHARD_BYTES = 5 * 10**9
@@ -81,7 +82,7 @@ def save_checkpoint(
 
     The weights are model.safetensors, or shards with an index.
     tensors  (name on disk, tensor); for a model: disk_tensors(model.state_dict().items(), rules,
-             codec)
+             codec_for)
     extra    file name -> content, or a path to copy (tokenizer, chat template, generation_config.json)
     Raises CheckpointError if `folder` exists and is not empty.
     """
@@ -113,17 +114,19 @@ def unstack(param: str, tensor: Tensor, rules: Sequence[StackRule]) -> Iterator[
 
 
 def disk_tensors(
-    params: Iterable[tuple[str, Tensor]], rules: Sequence[StackRule], codec: Codec | None = None
+    params: Iterable[tuple[str, Tensor]], rules: Sequence[StackRule], codec_for: CodecFor = nothing_packed
 ) -> Iterator[tuple[str, Tensor]]:
     """All of a model's tensors as they are stored.
 
-    Experts are unstacked, and each packed weight is followed by the codec's extras.
+    Experts are unstacked, and each packed weight is followed by its codec's extras.
+    codec_for  a module's name on disk -> its codec, of which the parts are among `params`
     """
     held: dict[str, dict[str, tuple[int, ...]]] = {}
     for param, tensor in params:
         for name, part in unstack(param, tensor, rules):
             yield name, part
             base, _, suffix = name.rpartition(".")
+            codec = codec_for(base)
             if codec is None or suffix not in codec.suffixes:
                 continue
             shapes = held.setdefault(base, {})

@@ -23,7 +23,7 @@ from unfreeze.core.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest, TensorInfo
-    from unfreeze.quant.codec import Codec
+    from unfreeze.quant import Scheme
 
 OTHER = "other"
 OTHER_NAMES = (  # of a model without a family: other senses' towers
@@ -63,9 +63,9 @@ def inspect(source: str) -> dict[str, Any]:
 
     manifest = open_checkpoint(source, progress=lambda line: print(line, file=sys.stderr))
     family, is_other = _family(manifest.config)
-    format_name, codec = _format(manifest.config)
+    format_name, scheme = _format(manifest.config)
     readable = "reason" not in family and not format_name.startswith("unsupported")
-    groups = _groups(manifest, is_other, codec, format_name)
+    groups = _groups(manifest, is_other, scheme, format_name)
     model = [group for name, group in groups.items() if name != OTHER]
     total = _total(group["parameters"] for group in model)
     return {
@@ -135,27 +135,26 @@ def _not_built(config: Mapping[str, Any], reason: str) -> dict[str, Any]:
     }
 
 
-def _format(config: Mapping[str, Any]) -> tuple[str, Codec | None]:
-    """(name of the weights' format, its codec); "dense" has none, nor has one that is not supported."""
+def _format(config: Mapping[str, Any]) -> tuple[str, Scheme | None]:
+    """(names of the weights' formats, their scheme); "dense" has none, nor has one that is not supported."""
     from unfreeze.core.errors import ConfigError
     from unfreeze.quant.formats import recognise
 
     try:
-        quantized = recognise(config)
+        scheme = recognise(config)
     except ConfigError as error:
         return f"unsupported ({error.message})", None
-    return (quantized[0].name, quantized[0]) if quantized else ("dense", None)
+    return (scheme.name, scheme) if scheme else ("dense", None)
 
 
 def _groups(
-    manifest: Manifest, is_other: Callable[[str], bool], codec: Codec | None, format_name: str
+    manifest: Manifest, is_other: Callable[[str], bool], scheme: Scheme | None, format_name: str
 ) -> dict[str, dict[str, Any]]:
     """group -> parameters, bytes, tensors, formats.
 
     Groups are those of the receipt and of --lora.targets; "other" is last.
     """
     from unfreeze.models.groups import GROUPS, group_of
-    from unfreeze.quant.formats import is_part_in
 
     members: dict[str, dict[str, TensorInfo]] = {}
     for name, info in manifest.by_model_name().items():
@@ -165,12 +164,12 @@ def _groups(
     found: dict[str, dict[str, Any]] = {}
     for group in (group for group in (*GROUPS, OTHER) if group in members):
         tensors = members[group]
+        codecs = {name: scheme.part_of(name, tensors) if scheme else None for name in tensors}
         formats = {
-            codec.name if codec and is_part_in(codec, name, tensors) else info.dtype
-            for name, info in tensors.items()
+            info.dtype if (codec := codecs[name]) is None else codec.name for name, info in tensors.items()
         }
         found[group] = {
-            "parameters": _parameters(tensors, codec, countable=countable),
+            "parameters": _parameters(tensors, scheme, countable=countable),
             "bytes": sum(info.nbytes for info in tensors.values()),
             "tensors": len(tensors),
             "formats": sorted(formats),
@@ -178,7 +177,7 @@ def _groups(
     return found
 
 
-def _parameters(tensors: Mapping[str, TensorInfo], codec: Codec | None, *, countable: bool) -> int | None:
+def _parameters(tensors: Mapping[str, TensorInfo], scheme: Scheme | None, *, countable: bool) -> int | None:
     """Weights in these tensors (count_weights).
 
     None where a tensor is of an unreadable format (not countable): its elements may be several weights, or
@@ -190,7 +189,7 @@ def _parameters(tensors: Mapping[str, TensorInfo], codec: Codec | None, *, count
         info.dtype not in FLOATS or "scale" in _suffix(name) for name, info in tensors.items()
     ):
         return None
-    return count_weights(tensors, codec)
+    return count_weights(tensors, scheme)
 
 
 def _suffix(name: str) -> str:

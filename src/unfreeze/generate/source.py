@@ -116,4 +116,4 @@ def open_source(
 def refuse_unread(manifest: Manifest) -> None:
     """Raise CheckpointError where the family isn't built, ConfigError where the quantization is not read."""
     models.shape(manifest.config)
-    manifest.codec()
+    manifest.scheme()

@@ -1,11 +1,11 @@
 """Factory makes the leaf modules of a model; `build` makes a Decoder of them.
 
-All have one dtype, device and codec, and are packed where the checkpoint is packed.
+All have one dtype and device, and are packed where the checkpoint is packed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch import nn
 from unfreeze import models
 from unfreeze.checkpoint.keymap import disk_module
 from unfreeze.checkpoint.manifest import Manifest
-from unfreeze.core.errors import CheckpointError
 from unfreeze.models import FAMILIES
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
@@ -25,34 +24,20 @@ from unfreeze.models.decoder import Body, Decoder, Embedding
 from unfreeze.models.fields import check_against_files
 from unfreeze.models.shape import Shape
 from unfreeze.quant.codec import Codec
-from unfreeze.quant.formats import is_ignored, is_packed, recognise
-
-
-def nothing_packed(name: str) -> bool:
-    """No module of this checkpoint is packed."""
-    return False
+from unfreeze.quant.formats import recognise
+from unfreeze.quant.scheme import CodecFor, nothing_packed
 
 
 @dataclass(frozen=True)
 class Factory:
-    """`packed(name)` says whether the checkpoint stores module `name` in the codec's format.
+    """`codec_for(name)` is the codec that module `name` of the checkpoint is packed in, or None.
 
-    `dtype` is that of the computation.
+    A name is that of the files, where experts are not stacked. `dtype` is that of the computation.
     """
 
     dtype: torch.dtype
     device: torch.device | str
-    codec: Codec | None = None
-    packed: Callable[[str], bool] = nothing_packed
-
-    def codec_for(self, name: str) -> Codec | None:
-        if not self.packed(name):
-            return None
-        if self.codec is None:
-            raise CheckpointError(
-                f"{name} is stored packed, but config.json has no quantization_config that says how"
-            )
-        return self.codec
+    codec_for: CodecFor = nothing_packed
 
     def linear(self, name: str, in_features: int, out_features: int, *, bias: bool = False) -> Linear:
         return Linear(
@@ -90,16 +75,15 @@ def build(
     *,
     dtype: torch.dtype,
     device: torch.device | str = "meta",
-    codec: Codec | None = None,
-    packed: Callable[[str], bool] = nothing_packed,
+    codec_for: CodecFor = nothing_packed,
 ) -> Decoder:
     """A Decoder with uninitialised weights; on "meta" it takes no memory.
 
     parallel.place fills it, or initialize() draws it at random.
 
-    `packed(module name)` says which modules the checkpoint stores in `codec`'s format; they stay so.
+    `codec_for(module name)` says which modules the checkpoint stores packed, and how; they stay so.
     """
-    make = Factory(dtype, device, codec, packed)
+    make = Factory(dtype, device, codec_for)
     layers = [FAMILIES[shape.model_type].layer(shape, index, make) for index in range(shape.num_layers)]
     body = Body(
         Embedding(shape.vocab_size, shape.hidden_size, dtype=dtype, device=device),
@@ -121,13 +105,12 @@ def meta_model(shape: Shape, manifest: Manifest, dtype: torch.dtype) -> Decoder:
     """
     if manifest.tensors:
         check_against_files(shape, manifest)
-    codec = manifest.codec()
-    names, rules = manifest.by_model_name(), models.rules(shape)
+    scheme, names, rules = manifest.scheme(), manifest.by_model_name(), models.rules(shape)
 
-    def packed(module: str) -> bool:
-        return codec is not None and is_packed(disk_module(module, rules), names, codec)
+    def stored(module: str) -> Codec | None:
+        return None if scheme is None else scheme.stored(disk_module(module, rules), names)
 
-    return build(shape, dtype=dtype, device="meta", codec=codec, packed=packed)
+    return build(shape, dtype=dtype, device="meta", codec_for=stored)
 
 
 def from_config(
@@ -138,11 +121,10 @@ def from_config(
 
     It is packed where its quantization_config says so.
     """
-    found, shape = recognise(config), models.shape(config)
-    codec, ignore = found if found is not None else (None, [])
+    scheme, shape = recognise(config), models.shape(config)
     rules = models.rules(shape)
 
-    def packed(module: str) -> bool:
-        return codec is not None and not is_ignored(disk_module(module, rules), ignore)
+    def said(module: str) -> Codec | None:
+        return None if scheme is None else scheme.codec_for(disk_module(module, rules))
 
-    return build(shape, dtype=dtype, device=device, codec=codec, packed=packed)
+    return build(shape, dtype=dtype, device=device, codec_for=said)

@@ -8,6 +8,7 @@ experts with it, `--train all` what it was given, with the tensors beside the la
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -22,7 +23,7 @@ from unfreeze.checkpoint.tensors import TORCH_DTYPE
 from unfreeze.models.blocks.experts import ExpertWeight
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.decoder import Decoder
-from unfreeze.quant import is_ignored, recognise
+from unfreeze.quant import Scheme, recognise
 from unfreeze.quant.codec import Codec
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -51,35 +52,28 @@ def published(
 
     Raises ConfigError for a format that cannot be written.
     """
-    quantization = recognise(config)
-    codec, ignore = quantization if quantization else (None, [])
     declared = DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.bfloat16)
-    stored = _stored(model, codec, ignore, values or {})
-    for name, tensor in disk_tensors(stored, models.rules(model.shape), codec):
-        if codec is not None and name.rpartition(".")[2] in codec.suffixes:
-            yield name, tensor
-        else:
-            default = torch.float32 if name.endswith(KEPT_FP32) else declared
-            yield name, tensor.to((dtypes or {}).get(name, default))
-
-
-def _stored(
-    model: Decoder, codec: Codec | None, ignore: list[str], values: Mapping[str, Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """(parameter name, tensor), what is quantized as its parts, experts still stacked."""
-    quantized = {f"{name}.weight" for name in quantized_modules(model, ignore)} if codec else set()
-    tied = models.tied(model.shape)
-    for name, own in model.state_dict().items():
-        tensor = values.get(name, own).detach()
-        if name in tied:
+    rules, tied = models.rules(model.shape), models.tied(model.shape)
+    codecs = quantized_modules(model, recognise(config))
+    weights: dict[str, Tensor] = {**model.state_dict(), **(values or {})}
+    for param, tensor in weights.items():
+        if param in tied:
             continue
-        if codec is not None and name in quantized:
-            yield from (
-                (f"{name.removesuffix('weight')}{suffix}", part)
-                for suffix, part in codec.quantize(tensor.float()).items()
-            )
-        else:
-            yield name, tensor
+        codec = codecs.get(param.removesuffix(".weight"))
+        if codec is not None:
+            # experts are still stacked: a part of the stack is stacked like the weight
+            parts = codec.quantize(tensor.detach().float())
+            named = ((f"{param.removesuffix('weight')}{suffix}", part) for suffix, part in parts.items())
+            yield from disk_tensors(named, rules, partial(_always, codec))
+            continue
+        for name, dense in disk_tensors([(param, tensor.detach())], rules):
+            default = torch.float32 if name.endswith(KEPT_FP32) else declared
+            yield name, dense.to((dtypes or {}).get(name, default))
+
+
+def _always(codec: Codec, module: str) -> Codec:
+    """The codec of one weight, of which `module` is a part or the whole."""
+    return codec
 
 
 def stored_dtypes(model: Decoder, manifest: Manifest) -> dict[str, torch.dtype]:
@@ -116,8 +110,11 @@ def carried(model: Decoder, manifest: Manifest) -> list[TensorInfo]:
     return [info for name, info in disk.items() if name not in used]
 
 
-def quantized_modules(model: Decoder, ignore: list[str]) -> list[str]:
-    """Names of the linear layers and stacked experts that a quantization_config doesn't `ignore`."""
+def quantized_modules(model: Decoder, scheme: Scheme | None) -> dict[str, Codec]:
+    """Name -> codec of the linear layers and stacked experts that a quantization_config covers."""
+    if scheme is None:
+        return {}
     linears = [name for name, module in model.named_modules() if isinstance(module, (Linear, ExpertWeight))]
     rules = models.rules(model.shape)
-    return [name for name in linears if not is_ignored(disk_module(name, rules), ignore)]
+    found = {name: scheme.codec_for(disk_module(name, rules)) for name in linears}
+    return {name: codec for name, codec in found.items() if codec is not None}

@@ -5,8 +5,9 @@ no torch.
 """
 
 from unfreeze.quant.codec import Codec, Packed
-from unfreeze.quant.formats import is_ignored, not_followed, recognise
+from unfreeze.quant.formats import not_followed, recognise
 from unfreeze.quant.fp8 import Fp8
 from unfreeze.quant.int4 import Int4
+from unfreeze.quant.scheme import Scheme
 
-__all__ = ["Codec", "Fp8", "Int4", "Packed", "is_ignored", "not_followed", "recognise"]
+__all__ = ["Codec", "Fp8", "Int4", "Packed", "Scheme", "not_followed", "recognise"]

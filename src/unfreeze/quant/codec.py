@@ -10,8 +10,9 @@ Dtypes are safetensors' names (core/dtypes.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
@@ -166,6 +167,7 @@ class Packed:
         return Packed(self.codec, {suffix: part[index] for suffix, part in self.parts.items()})
 
 
+@lru_cache(maxsize=64)
 def kept_suffixes(codec: Codec) -> tuple[str, ...]:
     """The suffixes of the parts that a model holds in memory: all but the codec's disk_extras."""
     extras = codec.disk_extras(0, 0)
@@ -175,3 +177,22 @@ def kept_suffixes(codec: Codec) -> tuple[str, ...]:
 def parts_nbytes(parts: Iterable[Part]) -> int:
     """Σ prod(shape) * itemsize."""
     return sum(ITEMSIZE[dtype] * prod(shape) for dtype, shape in parts)
+
+
+def names_in(table: Table, field: str) -> list[str]:
+    """The list of names in a field; [] where it is absent. Raises Unreadable for anything else."""
+    found: object = table.get(field) or []
+    entries = cast("list[object]", found) if isinstance(found, list) else [None]
+    names = [entry for entry in entries if isinstance(entry, str)]
+    if len(names) < len(entries):
+        raise Unreadable(f"quantization_config.{field} is not a list of names")
+    return names
+
+
+def unknown_fields(table: Table, known: Set[str], where: str) -> list[str]:
+    """The fields of a table that are neither known nor empty, each with its value."""
+    return [
+        f"{where}{name} = {value!r:.60}"
+        for name, value in table.items()
+        if name not in known and value not in (None, [], {})
+    ]

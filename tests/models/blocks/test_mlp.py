@@ -218,8 +218,7 @@ def test_who_cannot_be_one_op_is_refused_by_name(caplog):
         models.shape(QWEN2),
         dtype=torch.float32,
         device="cpu",
-        codec=Int4(32),
-        packed=lambda name: ".mlp." in name,
+        codec_for=lambda name: Int4(32) if ".mlp." in name else None,
     )
     assert "packed weights" in refuses(packed.layers[0].mlp, run)
     plain = made(lora=False)

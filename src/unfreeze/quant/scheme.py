@@ -1,0 +1,167 @@
+"""Scheme: which module of a checkpoint is in which format.
+
+A checkpoint may mix formats: attention in bf16, dense layers in FP8, experts in 4 bits. Its config.json says
+so by module names: groups with targets, lists of what stays unquantized. formats.recognise makes a Scheme of
+that, and everything that needs a codec asks it per module. Whether a module is packed at all is seen in the
+files, where there are files: `stored` and `part_of` take their names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import translate
+from functools import lru_cache
+
+from unfreeze.quant.codec import Codec, kept_suffixes
+
+CodecFor = Callable[[str], Codec | None]
+"""The name of a module on disk -> the codec of its weight; None where it is not packed."""
+
+
+def nothing_packed(module: str) -> Codec | None:
+    """No module of this checkpoint is packed."""
+    return None
+
+
+@dataclass(frozen=True)
+class Modules:
+    """A set of modules by their names. `"model.layers.0.mlp" in modules` asks it.
+
+    names     these
+    inside    these, and every module inside them
+    tails     modules whose last name parts are one of these: "gate" is model.layers.0.mlp.gate
+    patterns  regular expressions, matched from the start of a name
+    linear    every linear layer: all that can be packed
+    """
+
+    names: frozenset[str] = frozenset()
+    inside: frozenset[str] = frozenset()
+    tails: frozenset[str] = frozenset()
+    patterns: tuple[str, ...] = ()
+    linear: bool = False
+
+    def __contains__(self, module: str) -> bool:
+        return self.linear or any(map(self._has, spellings(module)))
+
+    def _has(self, name: str) -> bool:
+        parts = name.split(".")
+        return (
+            name in self.names
+            or any(".".join(parts[:end]) in self.inside for end in range(len(parts), 0, -1))
+            or any(".".join(parts[start:]) in self.tails for start in range(len(parts)))
+            or any(re.match(pattern, name) for pattern in self.patterns)
+        )
+
+
+@lru_cache(maxsize=4096)
+def spellings(module: str) -> tuple[str, ...]:
+    """A module's names: its own, and those that it has inside a model with other senses.
+
+    Configs of Kimi-K2.5 say language_model.model.layers.0, of Gemma 4 model.language_model.layers.0.
+    """
+    inner = module.removeprefix("model.")
+    nested = (f"model.language_model.{inner}",) if inner != module else ()
+    return (module, f"language_model.{module}", *nested)
+
+
+def globs(entries: Iterable[str]) -> Modules:
+    """Entries as shells write them: "*.mlp.gate*". One without a star is a module with what is inside it."""
+    starred = [entry for entry in entries if "*" in entry]
+    # one pattern: releases list hundreds
+    pattern = "|".join(translate(entry) for entry in starred)
+    return Modules(inside=frozenset(entries) - frozenset(starred), patterns=(pattern,) if starred else ())
+
+
+def not_converted(entries: Iterable[str]) -> Modules:
+    """modules_to_not_convert: beginnings of names, or their last parts; the head is always among them.
+
+    Source: transformers' should_convert_module, which takes "layers.*.attn" for a pattern; here it is a glob
+    with all that is inside what it names.
+    """
+    plain = [*(entry for entry in entries if "*" not in entry), "lm_head"]
+    starred = [entry for entry in entries if "*" in entry]
+    patterns = globs([*starred, *(f"{entry}.*" for entry in starred)]).patterns
+    return Modules(inside=frozenset(plain), tails=frozenset(plain), patterns=patterns)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The modules that are in one format."""
+
+    codec: Codec
+    modules: Modules = Modules(linear=True)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """The formats of a checkpoint: the first rule that has a module counts, unless `ignore` has it."""
+
+    rules: tuple[Rule, ...]
+    ignore: Modules = Modules()
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        """Each codec once."""
+        return tuple(dict.fromkeys(rule.codec for rule in self.rules))
+
+    @property
+    def name(self) -> str:
+        """The names of its formats: "int4-pack-quantized", or "fp8-block, mxfp4"."""
+        return ", ".join(dict.fromkeys(codec.name for codec in self.codecs))
+
+    def codec_for(self, module: str) -> Codec | None:
+        """The codec that config.json gives a linear layer; None for one that stays unquantized."""
+        if module in self.ignore:
+            return None
+        return next((rule.codec for rule in self.rules if module in rule.modules), None)
+
+    def stored(self, module: str, names: Collection[str]) -> Codec | None:
+        """The codec of a module whose weight `names` hold packed; None where they do not.
+
+        The files decide: also a module that config.json leaves unquantized is read by the codec whose parts
+        are there. Where several codecs have parts of these names, it is the one that config.json gives it,
+        else the first that finds all of its parts.
+        """
+        found = [codec for codec in self.codecs if is_packed(module, names, codec)]
+        if len(found) > 1:
+            said = self.codec_for(module)
+            whole = [
+                codec for codec in found if all(f"{module}.{kept}" in names for kept in kept_suffixes(codec))
+            ]
+            return said if said in found else (whole or found)[0]
+        return found[0] if found else None
+
+    def part_of(self, name: str, names: Collection[str]) -> Codec | None:
+        """The codec of the packed weight that tensor `name` is a part of; None where it is none of one."""
+        module, _, suffix = name.rpartition(".")
+        if not any(suffix in codec.suffixes for codec in self.codecs):
+            return None
+        codec = self.stored(module, names)
+        return codec if codec is not None and suffix in codec.suffixes else None
+
+    def as_stored(self, dtypes: Mapping[str, str]) -> Scheme:
+        """The same scheme, the scales of each codec in the dtype of the files.
+
+        dtypes: name on disk -> dtype.
+        Raises CheckpointError where the scales of one codec have several dtypes.
+        """
+        if len(self.codecs) == 1:
+            new = {codec: codec.as_stored(dtypes) for codec in self.codecs}
+        else:
+            own: dict[Codec, dict[str, str]] = {codec: {} for codec in self.codecs}
+            for name, dtype in dtypes.items():
+                codec = self.part_of(name, dtypes)
+                if codec is not None:
+                    own[codec][name] = dtype
+            new = {codec: codec.as_stored(names) for codec, names in own.items()}
+        return replace(self, rules=tuple(replace(rule, codec=new[rule.codec]) for rule in self.rules))
+
+
+def is_packed(module: str, names: Collection[str], codec: Codec) -> bool:
+    """Whether `names` hold the weight of `module` in the codec's format.
+
+    That is so if one of them is a part of the weight that only a packed weight has.
+    """
+    return any(f"{module}.{suffix}" in names for suffix in kept_suffixes(codec) if suffix != "weight")

@@ -1,0 +1,101 @@
+"""Claims about a scheme: each module has the codec that the library would give it, and the files decide where there
+are files."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compressed_tensors.utils.match import is_match, match_targets
+
+from unfreeze.quant import Fp8, Int4, recognise
+from unfreeze.quant.scheme import Modules, Rule, Scheme, globs, not_converted
+
+SIZES = {"Linear": 32, "re:.*mlp.*": 64, "re:.*down.*": 128, "model.layers.0.mlp.down_proj": 256}
+IGNORE = ["lm_head", "re:.*self_attn.*"]
+NAMES = [
+    f"model.layers.{layer}.{name}"
+    for layer in range(2)
+    for name in ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj", "other.down_proj", "other.x")
+]
+
+
+def grouped(targets: list[str], size: int) -> dict[str, object]:
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": size}
+    return {"targets": targets, "weights": weights}
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_groups_targets_mean_what_they_mean_to_compressed_tensors(order):
+    groups = {f"group_{i}": grouped([t], SIZES[t]) for i, t in enumerate(list(SIZES)[::order])}
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    scheme = recognise({"quantization_config": config | {"ignore": IGNORE}})
+    linear = torch.nn.Linear(1, 1)
+    found = {name: scheme.codec_for(name) for name in [*NAMES, "lm_head"]}
+    for name, codec in found.items():
+        wanted = None
+        if is_match(name, linear, SIZES, IGNORE):
+            wanted = Int4(SIZES[match_targets(name, linear, SIZES)[0]])
+        assert codec == wanted, name
+    assert len(set(found.values())) == 5  # every rule is used, and the list of what is left out
+    # control arm: by the order of the groups it would be another
+    assert Scheme(scheme.rules[::-1]).codec_for("model.layers.0.mlp.down_proj") == Int4(32)
+
+
+def test_globs_are_modules_with_what_is_in_them():
+    some = globs(["model.layers.0*", "*.shared_expert.*", "model.layers.1.mlp", "lm_head"])
+    has = ["model.layers.0.mlp.up_proj", "model.layers.9.mlp.shared_expert.up_proj", "lm_head"]
+    has += ["model.layers.1.mlp.up_proj", "model.layers.1.mlp"]
+    assert all(name in some for name in has)
+    assert not any(name in some for name in ("model.layers.1.mlps", "model.layers.9.mlp.up_proj"))
+    nested = globs(["language_model.model.layers.0*", "model.language_model.layers.1*"])
+    assert (
+        "model.layers.0.mlp" in nested and "model.layers.1.mlp" in nested and "model.layers.2" not in nested
+    )
+
+
+def test_what_is_not_converted_is_a_beginning_a_last_part_or_a_glob():
+    """gpt-oss-20b has the glob."""
+    some = not_converted(["model.layers.*.self_attn", "gate"])
+    has = [
+        "model.layers.3.self_attn.q_proj",
+        "model.layers.3.self_attn",
+        "model.layers.0.mlp.gate",
+        "lm_head",
+    ]
+    assert all(name in some for name in has)
+    assert not any(
+        name in some for name in ("model.layers.3.mlp.gate_proj", "model.layers.3.self_attn2.q_proj")
+    )
+
+
+MIXED = Scheme(
+    (Rule(Fp8(), Modules(patterns=(".*self_attn.*",))), Rule(Int4(32))), Modules(names=frozenset({"a.mlp"}))
+)
+FILES = {
+    "a.self_attn.weight": "F8_E4M3",
+    "a.self_attn.weight_scale_inv": "BF16",
+    "b.self_attn.weight": "BF16",
+    "a.mlp.weight_packed": "I32",
+    "a.mlp.weight_scale": "F16",
+}
+
+
+def test_the_files_decide_what_is_packed():
+    assert MIXED.stored("a.self_attn", FILES) == Fp8() and MIXED.stored("a.mlp", FILES) == Int4(32)
+    assert MIXED.codec_for("a.mlp") is None and MIXED.codec_for("b.self_attn") == Fp8()
+    assert MIXED.stored("b.self_attn", FILES) is None
+    found = {name: MIXED.part_of(name, FILES) for name in FILES}
+    assert found["b.self_attn.weight"] is None and found["a.mlp.weight_scale"] == Int4(32)
+    assert MIXED.name == "fp8-block, int4-pack-quantized"
+
+
+def test_each_codec_takes_the_dtype_of_its_own_scales():
+    stored = MIXED.as_stored(FILES)
+    assert stored.codecs == (Fp8(scale_dtype="BF16"), Int4(32, scale_dtype="F16"))
+    assert stored.codec_for("b.self_attn") == Fp8(scale_dtype="BF16")
+
+
+def test_of_two_codecs_with_parts_of_the_same_names_the_config_decides():
+    two = Scheme((Rule(Int4(64), Modules(inside=frozenset({"b"}))), Rule(Int4(32))))
+    files = ["b.mlp.weight_packed", "b.mlp.weight_scale", "c.weight_packed", "c.weight_scale"]
+    assert two.stored("b.mlp", files) == Int4(64) and two.stored("c", files) == Int4(32)
