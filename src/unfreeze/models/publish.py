@@ -25,6 +25,7 @@ from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.decoder import Decoder
 from unfreeze.quant import Scheme, recognise
 from unfreeze.quant.codec import Codec
+from unfreeze.quant.halves import stacked
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 KEPT_FP32 = (  # the router's selection bias: Kimi's and DeepSeek's releases hold it in fp32
@@ -62,7 +63,8 @@ def published(
         codec = codecs.get(param.removesuffix(".weight"))
         if codec is not None:
             # experts are still stacked: a part of the stack is stacked like the weight
-            parts = codec.quantize(tensor.detach().float())
+            whole = stacked(codec, *tensor.shape[-2:]) if param.endswith(".gate_up_proj.weight") else codec
+            parts = whole.quantize(tensor.detach().float())
             named = ((f"{param.removesuffix('weight')}{suffix}", part) for suffix, part in parts.items())
             yield from disk_tensors(named, rules, partial(_always, codec))
             continue
