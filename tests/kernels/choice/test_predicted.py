@@ -19,7 +19,7 @@ from unfreeze.quant.int4 import Int4
 CPU, F32 = torch.device("cpu"), torch.float32
 PREDICTED = {
     "adamw",
-    "int4_expand",
+    "expand",
     "int4_grouped_mm",
     "linear_cross_entropy",
     "rms_norm",

@@ -34,9 +34,9 @@ from triton.runtime.jit import JITFunction
 
 from unfreeze.kernels.adamw import Rule, Update
 from unfreeze.kernels.adamw import triton_cuda as adamw
+from unfreeze.kernels.expand import triton_cuda as expand
 from unfreeze.kernels.expert_mlp.factors import columns
 from unfreeze.kernels.expert_mlp.grouped import Grouped
-from unfreeze.kernels.int4_expand import triton_cuda as int4_expand
 from unfreeze.kernels.int4_grouped_mm import triton_cuda as int4_grouped_mm
 from unfreeze.kernels.linear_cross_entropy import triton_cuda as linear_cross_entropy
 from unfreeze.kernels.rms_norm import triton_cuda as rms_norm
@@ -128,7 +128,7 @@ def expansion(
     beside = columns(rank, inputs, Grouped.row_stride) if rank else 0
     space = on_meta(2 if chosen else E, rows + beside, inputs + beside)
     with recorded(f"bf16, {label}", kept):
-        int4_expand.fill(packed(rows, inputs), on_meta(2, dtype=L) if chosen else 0, space[:, :rows, :inputs])
+        expand.fill(packed(rows, inputs), on_meta(2, dtype=L) if chosen else 0, space[:, :rows, :inputs])
 
 
 def expansions() -> list[Launch]:
@@ -226,7 +226,7 @@ def planted_faults(launches: list[Launch]) -> list[Launch]:
     step = next(x for x in launches if x.kernel is adamw._step and x.label == "bf16")
     kept: list[Launch] = []
     with recorded("bf16, planted", kept):
-        int4_expand.fill(packed(D, WIDTH), 0, on_meta(E, D, WIDTH + 8)[:, :, :WIDTH])
+        expand.fill(packed(D, WIDTH), 0, on_meta(E, D, WIDTH + 8)[:, :, :WIDTH])
     slow = Launch("bf16, planted", step.kernel, step.args, step.options | {"num_warps": 4})
     return [Launch("planted", planted, dict(x=on_meta(64, dtype=F), BLOCK=64), {}), slow, *kept]
 
@@ -285,7 +285,7 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     options.add_argument("--ptxas", action="store_true")
     options.add_argument("--planted", action="store_true")
-    options.add_argument("--only", nargs="+", default=[], help="folders of ops, as int4_expand")
+    options.add_argument("--only", nargs="+", default=[], help="folders of ops, as expand")
     options.add_argument("--write", type=Path, help="the page of the report")
     given = options.parse_args()
     launches = [*expansions(), *others()]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from unfreeze.kernels.int4_expand.codes import Int4Codes, int4_codes
+from unfreeze.kernels.expand.codes import Int4Codes, int4_codes
 from unfreeze.kernels.loops import bf16_cpu, int4_panels
 from unfreeze.kernels.loops.bf16_tile import COLUMNS
 from unfreeze.quant.codec import Packed

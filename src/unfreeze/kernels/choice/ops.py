@@ -17,7 +17,7 @@ OPS = {
     "dense_mlp": "dense_mlp.dense_mlp",
     "expert_mlp": "expert_mlp.expert_mlp",
     "few_rows": "skinny_linear.skinny_linear",
-    "int4_expand": "int4_expand.expand",
+    "expand": "expand.expand",
     "int4_grouped_mm": "int4_grouped_mm.int4_grouped_mm",
     "linear_cross_entropy": "linear_cross_entropy.linear_cross_entropy",
     "replay": "cuda_graph.replay",

@@ -86,7 +86,7 @@ def speaking_for(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) 
 
     The first that exist of these: a user's own, the committed ones of this device, and for a CPU those of the
     nearest class that has any. A laptop whose class nobody measured would otherwise run the references, 20
-    times slower at int4_expand. A GPU never uses the records of another GPU.
+    times slower at expand. A GPU never uses the records of another GPU.
     """
     key = device_key(device)
     wanted = (op.name, str(dtype).removeprefix("torch."), bucket)

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unfreeze.kernels.expand.codes import expandable, int4_codes
 from unfreeze.kernels.expert_mlp.backend import HostRouting, Routing
 from unfreeze.kernels.expert_mlp.factors import ExpertFactors
-from unfreeze.kernels.int4_expand.codes import expandable, int4_codes
 from unfreeze.kernels.loops.numba_options import Kernel, array, exp, serial
 from unfreeze.kernels.loops.row_dots import halves, int4_row, row_dots
 from unfreeze.quant.codec import Packed

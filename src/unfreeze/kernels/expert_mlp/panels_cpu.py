@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unfreeze.kernels.expand.codes import expandable
 from unfreeze.kernels.expert_mlp import numba_kernels, thin_cpu
 from unfreeze.kernels.expert_mlp.backend import Call, Gradients, Group, HostRouting, Saved
 from unfreeze.kernels.expert_mlp.factors import Adapter, round_up
 from unfreeze.kernels.expert_mlp.loop_cpu import HostGroup, LoopCpu, group_sizes
-from unfreeze.kernels.int4_expand.codes import expandable
 from unfreeze.kernels.loops import bf16_cpu
 from unfreeze.kernels.loops.bf16_tile import COLUMNS, LINE, ROWS, narrow_tile, prefetch, tile
 from unfreeze.kernels.loops.int4_panels import pack_bf16_columns, pack_int4_columns, pack_int4_rows

@@ -16,9 +16,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from unfreeze.kernels.expand import expand_stack
+from unfreeze.kernels.expand.codes import Int4Codes, expandable, int4_codes
 from unfreeze.kernels.expert_mlp.factors import Adapter
-from unfreeze.kernels.int4_expand import expand_stack
-from unfreeze.kernels.int4_expand.codes import Int4Codes, expandable, int4_codes
 from unfreeze.kernels.loops.scratch import scratch, scratch_of
 from unfreeze.quant.codec import Packed
 
@@ -89,7 +89,7 @@ class Base:
         self._expander = None
         self._views: tuple[Tensor, ...] = ()  # of a space, which groups of one size share: see operand
         if isinstance(weight, Packed) and weight.device.type == "cpu":
-            from unfreeze.kernels.int4_expand.numba_cpu import Expander
+            from unfreeze.kernels.expand.numba_cpu import Expander
 
             self._expander = Expander(weight) if expandable(weight) else None
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unfreeze.kernels.choice.choose import choose
 from unfreeze.kernels.choice.op import Arguments, Case, Implementation, Op
-from unfreeze.kernels.int4_expand.bucket import readable
+from unfreeze.kernels.expand.bucket import readable
 from unfreeze.kernels.int4_grouped_mm import reference
 from unfreeze.kernels.loops import triton_options
 from unfreeze.quant.codec import Packed

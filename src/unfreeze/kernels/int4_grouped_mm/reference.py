@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unfreeze.kernels.int4_expand import expand_stack
+from unfreeze.kernels.expand import expand_stack
 from unfreeze.kernels.loops.scratch import scratch
 from unfreeze.quant.codec import Packed
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from unfreeze.checkpoint.tensors import TORCH_DTYPE
 from unfreeze.kernels.dense_mlp import Projection
-from unfreeze.kernels.int4_expand import expand
+from unfreeze.kernels.expand import expand
 from unfreeze.kernels.recompute import Reuse
 from unfreeze.kernels.skinny_linear import is_skinny, skinny_linear
 from unfreeze.models.blocks.saved import Skip

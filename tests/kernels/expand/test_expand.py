@@ -7,11 +7,13 @@ import sys
 import pytest
 import torch
 
-from unfreeze.kernels.int4_expand import expand, expand_reference
-from unfreeze.kernels.int4_expand.codes import expandable
-from unfreeze.kernels.int4_expand.numba_cpu import Expander
+from unfreeze.kernels.expand import expand, expand_reference
+from unfreeze.kernels.expand.codes import expandable
+from unfreeze.kernels.expand.numba_cpu import Expander
 from unfreeze.quant.codec import Packed
+from unfreeze.quant.fp8 import Fp8
 from unfreeze.quant.int4 import Int4
+from unfreeze.quant.mxfp4 import BLOCKS, PACKED, Mxfp4
 
 
 def random_packed(experts, rows, columns, group, seed=0, spread=True):
@@ -37,6 +39,68 @@ def test_bit_equal_to_dequantize(group, dtype):
     assert torch.equal(
         expand(packed[1], None, torch.empty(40, 256, dtype=dtype)), packed[1].dequantize().to(dtype)
     )
+
+
+def fp8(experts, rows, columns, dtype, block=(128, 128), seed=0):
+    """Every code in order, NaN among them; scales over a wide range and of both signs."""
+    g = torch.Generator().manual_seed(seed)
+    codes = torch.arange(experts * rows * columns).view(experts, rows, columns).to(torch.uint8)
+    down, across = -(-rows // block[0]), -(-columns // block[1])
+    scales = torch.randn(experts, down, across, generator=g)
+    if dtype == torch.float8_e8m0fnu:
+        scales = scales.abs()
+    else:
+        scales = scales * 10 ** (torch.rand(scales.shape, generator=g) * 60 - 30)
+    parts = {"weight": codes.view(torch.float8_e4m3fn), "weight_scale_inv": scales.to(dtype)}
+    return Packed(Fp8(block), parts)
+
+
+def mxfp4(experts, rows, columns, layout):
+    """Every code, every scale but 255."""
+    codes = torch.arange(experts * rows * columns // 2).to(torch.uint8).view(experts, rows, -1)
+    scales = (torch.arange(experts * rows * columns // 32) % 255).to(torch.uint8).view(experts, rows, -1)
+    if layout.blocked:
+        codes = codes.unflatten(-1, (-1, 16))
+    return Packed(Mxfp4(layout), {layout.codes: codes, layout.scales: scales})
+
+
+FLOATS = {
+    "fp8": lambda: fp8(3, 140, 260, torch.float32),
+    "fp8 bf16 scales": lambda: fp8(3, 140, 260, torch.bfloat16),
+    "fp8 powers of two": lambda: fp8(3, 140, 260, torch.float8_e8m0fnu),
+    "fp8 a scale per row": lambda: fp8(2, 40, 260, torch.float32, (1, 260)),
+    "mxfp4": lambda: mxfp4(3, 40, 256, PACKED),
+    "mxfp4 in blocks": lambda: mxfp4(3, 40, 256, BLOCKS),
+}
+
+
+def same_bits(found, wanted):
+    word = torch.int16 if found.dtype == torch.bfloat16 else torch.int32
+    return bool(((found.view(word) == wanted.view(word)) | (found.isnan() & wanted.isnan())).all())
+
+
+@pytest.mark.parametrize("name", FLOATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_floats_are_bit_equal_to_dequantize(name, dtype):
+    packed = FLOATS[name]()
+    assert expandable(packed)
+    for expert in range(len(packed.parts[packed.codec.suffixes[0]])):
+        wanted = packed[expert].dequantize().to(dtype)
+        assert same_bits(expand(packed, expert, torch.full(wanted.shape, 7.0, dtype=dtype), "numba"), wanted)
+    workspace = torch.full((2, *(size + 5 for size in wanted.shape)), -3.0, dtype=dtype)
+    block = workspace[:, : wanted.shape[0], 3 : 3 + wanted.shape[1]]  # an odd place: pairs of bf16 do not fit
+    Expander(packed).fill([1, 0], block)
+    for position, expert in enumerate([1, 0]):
+        assert same_bits(block[position].contiguous(), packed[expert].dequantize().to(dtype))
+    block.fill_(-3.0)
+    assert bool((workspace == -3.0).all())
+
+
+def test_control_arm_an_exponent_off_by_one_is_seen():
+    packed = mxfp4(1, 40, 256, PACKED)
+    wanted = packed[0].dequantize()
+    packed.parts["weight_scale"].add_(1)
+    assert not same_bits(expand(packed, 0, torch.empty_like(wanted), "numba"), wanted)
 
 
 def test_every_code_and_every_scale_bit_pattern_that_is_finite():
@@ -80,7 +144,7 @@ def test_a_weight_the_loops_cannot_read_goes_to_the_reference():
     odd = random_packed(2, 8, 24, 3)
     assert not expandable(odd) and expandable(random_packed(2, 8, 24, 2))
     assert torch.equal(expand(odd, 1, torch.empty(8, 24)), odd[1].dequantize().float())
-    with pytest.raises(ValueError, match="not an int4 weight"):
+    with pytest.raises(ValueError, match="not a packed weight"):
         Expander(odd)
     with pytest.raises(ValueError, match="wanted"):
         Expander(random_packed(2, 8, 64, 32)).fill([0], torch.empty(1, 8, 32))
@@ -108,7 +172,7 @@ def test_an_unwritable_cache_folder_is_said_and_survived(tmp_path):
         "    if k.get('cache'): raise RuntimeError('cannot cache function: no locator available')\n"
         "    return real(*a, **k)\n"
         "numba.njit = njit\n"
-        "from unfreeze.kernels.int4_expand import expand\n"
+        "from unfreeze.kernels.expand import expand\n"
         "from unfreeze.quant.codec import Packed\n"
         "from unfreeze.quant.int4 import Int4\n"
         "p = Packed(Int4(32), Int4(32).quantize(torch.randn(1, 4, 64)))\n"

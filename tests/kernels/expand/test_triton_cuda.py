@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 
 def fill(*args):
-    from unfreeze.kernels.int4_expand import triton_cuda
+    from unfreeze.kernels.expand import triton_cuda
 
     triton_cuda.fill(*args)
 

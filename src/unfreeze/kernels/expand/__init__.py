@@ -1,4 +1,4 @@
-"""INT4 codes to bf16 or float32, into memory the caller owns.
+"""Packed weights to bf16 or float32, into memory the caller owns.
 
 `expand` picks the candidate; reference.py is the oracle.
 """
@@ -13,19 +13,21 @@ from torch import Tensor
 
 from unfreeze.kernels.choice.choose import choose
 from unfreeze.kernels.choice.op import Candidate, Case, Implementation, Op
-from unfreeze.kernels.int4_expand.bucket import LARGE, bucket
-from unfreeze.kernels.int4_expand.reference import expand_reference
+from unfreeze.kernels.expand.bucket import LARGE, bucket
+from unfreeze.kernels.expand.reference import expand_reference
 from unfreeze.kernels.loops import triton_options
 from unfreeze.quant.codec import Packed
+from unfreeze.quant.fp8 import Fp8
 from unfreeze.quant.int4 import Int4
+from unfreeze.quant.mxfp4 import Mxfp4
 
 __all__ = ["OP", "bucket", "expand", "expand_reference", "expand_stack"]
 
 
 def expand(packed: Packed, expert: int | None, out: Tensor, impl: str = "auto") -> Tensor:
-    """out[o, i] = (nibble - 8) * scale, rounded once to bf16; returns `out`.
+    """out = packed[expert].dequantize(), in out's dtype; returns `out`.
 
-    A float32 `out` holds that bf16 number, widened.
+    INT4: (nibble - 8) * scale, rounded once to bf16; a float32 `out` holds that number, widened.
     packed [out, in] (expert None) or [E, out, in]; out [out, in] bf16 or float32, rows may be strided (a
     block of a larger workspace).
     Every implementation equals Packed.dequantize() bit for bit where the scales are finite; what only the
@@ -52,13 +54,13 @@ def expand_stack(packed: Packed, experts: Sequence[int], out: Tensor, impl: str 
 
 
 def _numba() -> Implementation:
-    from unfreeze.kernels.int4_expand.numba_cpu import expand_numba
+    from unfreeze.kernels.expand.numba_cpu import expand_numba
 
     return expand_numba
 
 
 def _triton() -> Implementation:
-    from unfreeze.kernels.int4_expand.triton_cuda import Expand
+    from unfreeze.kernels.expand.triton_cuda import Expand
 
     return Expand()
 
@@ -83,16 +85,46 @@ def _inputs(
     return packed, 2, torch.zeros(rows, columns, dtype=dtype, device=device)
 
 
+def _fp8_inputs(
+    rows: int, columns: int, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[Packed, int, Tensor]:
+    """One matrix of a stack of four in FP8: any codes but NaN, float32 scales of blocks of 128 x 128."""
+    codec = Fp8()
+    codes = torch.randint(0, 256, (4, rows, columns), dtype=torch.uint8, generator=generator)
+    codes[(codes & 127) == 127] = 0
+    _, shape = codec.parts(rows, columns)["weight_scale_inv"]
+    scales = torch.randn(4, *shape, generator=generator).to(device)
+    parts = dict(zip(codec.suffixes, (codes.view(torch.float8_e4m3fn).to(device), scales), strict=True))
+    return Packed(codec, parts), 2, torch.zeros(rows, columns, dtype=dtype, device=device)
+
+
+def _mxfp4_inputs(
+    rows: int, columns: int, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[Packed, int, Tensor]:
+    """One matrix of a stack of four in MXFP4: any codes, scales from 2^-27 to 2^23."""
+    codec = Mxfp4()
+    codes = torch.randint(0, 256, (4, rows, columns // 2), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(100, 150, (4, rows, columns // 32), dtype=torch.uint8, generator=generator)
+    parts = dict(zip(codec.suffixes, (codes.to(device), scales.to(device)), strict=True))
+    return Packed(codec, parts), 2, torch.zeros(rows, columns, dtype=dtype, device=device)
+
+
 OP = Op(
-    name="int4_expand",
+    name="expand",
     reference=expand_reference,
     candidates={
         "numba": Candidate(_numba, _numba_refuses),
-        "triton": triton_options.candidate(_triton, "2.6 bytes a weight, the reference 17"),
+        "triton": triton_options.candidate(
+            _triton, "2.6 bytes a weight, the reference 17", ("small", "large")
+        ),
     },
     cases=(
         Case("small", functools.partial(_inputs, 64, 256)),
         Case("large", functools.partial(_inputs, 1024, 1024)),
+        Case("small, fp8", functools.partial(_fp8_inputs, 64, 256)),
+        Case("large, fp8", functools.partial(_fp8_inputs, 1024, 1024)),
+        Case("small, mxfp4", functools.partial(_mxfp4_inputs, 64, 256)),
+        Case("large, mxfp4", functools.partial(_mxfp4_inputs, 1024, 1024)),
     ),
     tolerance={torch.float32: 0.0, torch.bfloat16: 0.0},
     differentiable=False,

@@ -137,7 +137,7 @@ def fill(packed: Packed, experts: Tensor | int, out: Tensor) -> None:
 
 
 class Expand:
-    """The candidate: expand() as kernels.int4_expand has it, and `fill` for many matrices in one launch."""
+    """The candidate: expand() as kernels.expand has it, and `fill` for many matrices in one launch."""
 
     fill = staticmethod(fill)
 

@@ -1,4 +1,4 @@
-"""The oracle for int4_expand: the codec's own dequantize, copied into place.
+"""The oracle for expand: the codec's own dequantize, copied into place.
 
 Works for every codec and device.
 """

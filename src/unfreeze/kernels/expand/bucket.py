@@ -1,0 +1,40 @@
+"""Which kind of input the op is given: what its loops can read, and whether a call is large."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from unfreeze.quant.codec import Packed
+from unfreeze.quant.fp8 import Fp8
+from unfreeze.quant.int4 import Int4
+from unfreeze.quant.mxfp4 import Mxfp4
+
+LARGE = 1 << 16  # numbers; below, what a call costs before its loop counts
+
+
+def readable(packed: Packed) -> str:
+    """The name of the format as the candidates know it, "int4", "fp8" or "mxfp4"; "" where they do not.
+
+    All in one piece. INT4 with bf16 scales and an even group, so that a byte lies in one group. FP8 with
+    scales in blocks, of float32, bf16 or powers of two.
+    """
+    codec = packed.codec
+    parts = [packed.parts[suffix] for suffix in codec.suffixes[:2] if suffix in packed.parts]
+    if len(parts) < 2 or not all(part.is_contiguous() for part in parts):
+        return ""
+    if isinstance(codec, Int4):
+        return "int4" if codec.group_size % 2 == 0 and parts[1].dtype == torch.bfloat16 else ""
+    if isinstance(codec, Fp8):
+        return "fp8" if parts[1].dtype in (torch.float32, torch.bfloat16, torch.float8_e8m0fnu) else ""
+    return "mxfp4" if isinstance(codec, Mxfp4) else ""
+
+
+def bucket(packed: Packed, expert: int | None, out: Tensor) -> str:
+    """ "small" or "large" by the numbers written, for FP8 and MXFP4 with the format's name; "other" for what
+    only the reference reads."""
+    kind = readable(packed)
+    if not kind or out.stride(-1) != 1:
+        return "other"
+    size = "large" if out.numel() >= LARGE else "small"
+    return size if kind == "int4" else f"{size}, {kind}"

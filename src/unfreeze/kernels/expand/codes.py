@@ -1,0 +1,72 @@
+"""Packed weights as the loops of a CPU read them: a named tuple per format, which numba takes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from unfreeze.kernels.expand.bucket import readable
+from unfreeze.quant.codec import Packed
+from unfreeze.quant.fp8 import Fp8
+from unfreeze.quant.int4 import Int4
+from unfreeze.quant.mxfp4 import Mxfp4
+
+
+class Int4Codes(NamedTuple):
+    """Views of the checkpoint's bytes for E matrices [N, M]."""
+
+    codes: np.ndarray  # uint8 [E, N, M / 2]: two codes a byte, the low nibble first
+    scales: np.ndarray  # uint16 [E, N, groups]: bits of bf16
+    group_bytes: int  # bytes of codes that share a scale
+
+
+class Fp4Codes(NamedTuple):
+    """The same for e2m1 with a power of two per 32 columns."""
+
+    codes: np.ndarray  # uint8 [E, N, M / 2]: two codes a byte, the low half first
+    scales: np.ndarray  # uint8 [E, N, M / 32]: exponents + 127
+
+
+class Fp8Codes(NamedTuple):
+    """The same for e4m3 with a scale per block. The scales are widened to float32: a number per block."""
+
+    codes: np.ndarray  # uint8 [E, N, M]
+    scales: np.ndarray  # float32 [E, ceil(N / rows), ceil(M / columns)]
+    rows: int
+    columns: int
+    narrow: bool  # whether the format's numbers are bf16: its scales are
+
+
+Codes = Int4Codes | Fp4Codes | Fp8Codes
+
+
+def expandable(packed: Packed) -> bool:
+    """Whether these loops can read it: on CPU, contiguous, of a format above, in groups that they know."""
+    return packed.device.type == "cpu" and bool(readable(packed))
+
+
+def codes_of(packed: Packed) -> Codes:
+    """The codes of a stack [E, N, M]. Raises ValueError where it is not `expandable`."""
+    if not expandable(packed):
+        raise ValueError("not a packed weight these loops can read; see expandable()")
+    codec = packed.codec
+    codes, scales = (packed.parts[suffix] for suffix in codec.suffixes[:2])
+    if isinstance(codec, Int4):
+        return Int4Codes(
+            codes.view(torch.uint8).numpy(), scales.view(torch.uint16).numpy(), codec.group_size // 2
+        )
+    if isinstance(codec, Mxfp4):
+        return Fp4Codes(codes.flatten(2).numpy(), scales.view(torch.uint8).numpy())
+    assert isinstance(codec, Fp8)  # readable() knows no other
+    narrow = scales.dtype != torch.float32
+    return Fp8Codes(codes.view(torch.uint8).numpy(), scales.float().numpy(), *codec.block, narrow)
+
+
+def int4_codes(packed: Packed) -> Int4Codes:
+    """`codes_of` an INT4 weight. Raises ValueError for any other."""
+    codes = codes_of(packed)
+    if not isinstance(codes, Int4Codes):
+        raise ValueError(f"{packed.codec.name} where INT4 codes are read")
+    return codes
