@@ -35,6 +35,30 @@ GLM_MOE = {
     "first_k_dense_replace": 1,
 }
 
+QWEN2_MOE = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 80,
+}
+MIXTRAL = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+MLA_2 = {name: size for name, size in MLA.items() if name != "routed_scaling_factor"}
+ERNIE = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "moe_num_experts": 8,
+    "moe_k": 2,
+    "moe_intermediate_size": 48,
+}
+ERNIE_NAMES = (("gate.e_score_correction_bias", "gate.moe_statics.e_score_correction_bias"),)
+
 CASES = {
     "qwen3-moe": Case("Qwen3Moe", {**QWEN_MOE, "norm_topk_prob": True}),
     "qwen3-moe-mixed": Case("Qwen3Moe", {**QWEN_MOE, "norm_topk_prob": False, "mlp_only_layers": [1]}),
@@ -82,6 +106,33 @@ CASES = {
             "routed_scaling_factor": 2.5,
             "rope_parameters": {**YARN, "partial_rotary_factor": 0.5},
         },
+    ),
+    "qwen2-moe": Case("Qwen2Moe", QWEN2_MOE),
+    "qwen2-moe-mixed-normalized": Case(
+        "Qwen2Moe", {**QWEN2_MOE, "norm_topk_prob": True, "mlp_only_layers": [1], "qkv_bias": False}
+    ),
+    "mixtral": Case("Mixtral", MIXTRAL),
+    "mixtral-8-experts-tied": Case(
+        "Mixtral", {**MIXTRAL, "num_local_experts": 8, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    ),
+    "deepseek-v2": Case("DeepseekV2", {**MLA_2, "q_lora_rank": None, "n_shared_experts": 2}),
+    "deepseek-v2-groups-yarn": Case(
+        "DeepseekV2",
+        {
+            **MLA_2,
+            "q_lora_rank": 40,
+            "n_group": 4,
+            "topk_group": 2,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 16.0,
+            "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "ernie4-5-moe": Case("Ernie4_5_Moe", ERNIE, renamed=ERNIE_NAMES),
+    "ernie4-5-moe-interval": Case(
+        "Ernie4_5_Moe",
+        {**ERNIE, "moe_layer_interval": 2, "moe_num_shared_experts": 0, "tie_word_embeddings": False},
+        renamed=ERNIE_NAMES,
     ),
 }
 
@@ -145,6 +196,66 @@ CONFIGS = {
             "num_nextn_predict_layers": 0,
             "attention_bias": True,
             "use_qk_norm": False,
+        }
+    ),
+    "qwen2_moe": (
+        COMMON
+        | EXPERTS
+        | {
+            "num_experts": 64,
+            "shared_expert_intermediate_size": 512,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "use_sliding_window": False,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+            "qkv_bias": True,
+        }
+    ),
+    "mixtral": (
+        COMMON
+        | {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "sliding_window": None,
+            "output_router_logits": False,
+            "router_aux_loss_coef": 0.02,
+        }
+    ),
+    "deepseek_v2": (
+        COMMON
+        | EXPERTS
+        | {
+            "num_key_value_heads": 8,
+            "norm_topk_prob": False,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "n_group": 8,
+            "topk_group": 4,
+            "topk_method": "group_limited_greedy",
+            "scoring_func": "softmax",
+            "first_k_dense_replace": 1,
+            "moe_layer_freq": 1,
+            "routed_scaling_factor": 16.0,
+            "q_lora_rank": 128,
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+            "rope_scaling": YARN_AS_PUBLISHED,
+        }
+    ),
+    "ernie4_5_moe": (
+        COMMON
+        | {
+            "use_bias": False,
+            "moe_num_experts": 64,
+            "moe_k": 4,
+            "moe_intermediate_size": 256,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": -1,
+            "moe_layer_interval": 1,
         }
     ),
 }

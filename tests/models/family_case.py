@@ -8,12 +8,14 @@ class Case(NamedTuple):
     LlamaForCausalLM), and the fields of its config beside SMALL.
 
     config, model: the two classes' whole names, where they are spelled otherwise.
+    renamed: (ours, transformers') parts of the names of parameters, where they differ.
     """
 
     name: str
     fields: dict[str, Any]
     config: str = ""
     model: str = ""
+    renamed: tuple[tuple[str, str], ...] = ()
 
     @property
     def config_class(self) -> str:
@@ -22,6 +24,14 @@ class Case(NamedTuple):
     @property
     def model_class(self) -> str:
         return self.model or f"{self.name}ForCausalLM"
+
+    def theirs(self, name: str) -> str:
+        """transformers' name of our parameter; experts stacked in memory differ in a suffix."""
+        if ".experts." in name and ".shared_expert" not in name:
+            name = name.removesuffix(".weight")
+        for ours, theirs in self.renamed:
+            name = name.replace(ours, theirs)
+        return name
 
 
 SMALL = {

@@ -4,7 +4,7 @@ import cases_dense
 import cases_moe
 import torch
 import transformers
-from family_case import SMALL
+from family_case import SMALL, Case
 
 from unfreeze import models
 from unfreeze.core.batch import Batch
@@ -37,14 +37,13 @@ def oracle(name: str):
     return model
 
 
-def ours(reference) -> models.Decoder:
-    """Our model with the oracle's weights; in memory both stack the experts, so only a suffix differs."""
+def ours(reference, case: Case) -> models.Decoder:
+    """Our model with the oracle's weights, tensor by tensor."""
     shape = models.shape(reference.config.to_dict())
     model = models.build(shape, dtype=torch.float32, device="cpu")
-    state = {
-        key + ".weight" if key.endswith(("experts.gate_up_proj", "experts.down_proj")) else key: tensor
-        for key, tensor in reference.state_dict().items()
-    }
+    theirs = reference.state_dict()
+    state = {name: theirs.pop(case.theirs(name)) for name in model.state_dict()}
+    assert not theirs, f"tensors of transformers that we lack: {sorted(theirs)}"
     model.load_state_dict(state, strict=True)
     return model
 
@@ -63,7 +62,7 @@ def difference(name: str, recompute=models.plain, documents=DOCUMENTS, change=No
     """Largest absolute difference of logits and of every parameter's gradient (experts included), relative to
     the largest gradient."""
     reference = oracle(name)
-    model = ours(reference)
+    model = ours(reference, CASES[name])
     if change is not None:
         change(model)
     probe = torch.randn(SMALL["vocab_size"], generator=torch.Generator().manual_seed(1))
@@ -74,8 +73,7 @@ def difference(name: str, recompute=models.plain, documents=DOCUMENTS, change=No
     theirs = {key: p.grad for key, p in reference.named_parameters()}
     worst = 0.0
     for key, parameter in model.named_parameters():
-        theirs_key = key.removesuffix(".weight") if ".experts." in key and "shared" not in key else key
-        expected_grad = theirs[theirs_key]
+        expected_grad = theirs[CASES[name].theirs(key)]
         if expected_grad is None:  # an expert stack no token was sent to
             assert parameter.grad is None or not parameter.grad.any()
             continue

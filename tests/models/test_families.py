@@ -118,7 +118,7 @@ def test_both_spellings_of_config_give_the_same_rope():
 
 def test_no_attention_across_documents():
     """The gradient of one document's logits with respect to another document's embeddings is exactly zero."""
-    model = ours(oracle("deepseek-v3"))
+    model = ours(oracle("deepseek-v3"), CASES["deepseek-v3"])
     batch = batch_of(DOCUMENTS)
     seen = {}
     model.model.embed_tokens.register_forward_hook(
@@ -131,7 +131,7 @@ def test_no_attention_across_documents():
 
 
 def test_expert_counts_count_each_token_once_even_when_recomputed():
-    model = ours(oracle("deepseek-v3"))
+    model = ours(oracle("deepseek-v3"), CASES["deepseek-v3"])
     batch = batch_of(DOCUMENTS)
     model.hidden(batch, models.keep_inputs).sum().backward()
     for moe in model.moe_layers().values():

@@ -16,7 +16,18 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from unfreeze.checkpoint.keymap import StackRule
 from unfreeze.core.errors import CheckpointError, printable
 from unfreeze.core.lazy import on_first_use
-from unfreeze.models import deepseek_v3, glm4_moe, llama, qwen2, qwen3, qwen3_moe
+from unfreeze.models import (
+    deepseek_v2,
+    deepseek_v3,
+    ernie4_5_moe,
+    glm4_moe,
+    llama,
+    mixtral,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
 from unfreeze.models.allowed import Fields, names, refuse_unbuilt, unknown
 from unfreeze.models.fields import check_fields, check_sizes, without_nulls
 from unfreeze.models.shape import Shape
@@ -60,6 +71,10 @@ __all__ = [
 ]
 
 FAMILIES: dict[str, ModuleType] = {
+    "deepseek_v2": deepseek_v2,
+    "ernie4_5_moe": ernie4_5_moe,
+    "mixtral": mixtral,
+    "qwen2_moe": qwen2_moe,
     "deepseek_v3": deepseek_v3,
     "glm4_moe": glm4_moe,
     "kimi_k2": deepseek_v3,

@@ -19,24 +19,38 @@ if TYPE_CHECKING:
     from unfreeze.models.blocks.mla import MLA
     from unfreeze.models.blocks.mlp import MLP
     from unfreeze.models.blocks.moe import MoE
+    from unfreeze.models.blocks.routers import Router
     from unfreeze.models.factory import Factory
     from unfreeze.models.layer import Layer
 
 _EXPERT = "model.layers.{layer}.mlp.experts.{expert}."
 _STACK = "model.layers.{layer}.mlp.experts."
+# transformers 5 can write the experts already stacked; read, never written
+FUSED = (
+    StackRule(_STACK + "gate_up_proj", _STACK + "gate_up_proj.weight"),
+    StackRule(_STACK + "down_proj", _STACK + "down_proj.weight"),
+)
 RULES = (
     StackRule(_EXPERT + "gate_proj.{part}", _STACK + "gate_up_proj.{part}", 0),
     StackRule(_EXPERT + "up_proj.{part}", _STACK + "gate_up_proj.{part}", 1),
     StackRule(_EXPERT + "down_proj.{part}", _STACK + "down_proj.{part}", None),
-    # transformers 5 can write the experts already stacked; read, never written
-    StackRule(_STACK + "gate_up_proj", _STACK + "gate_up_proj.weight"),
-    StackRule(_STACK + "down_proj", _STACK + "down_proj.weight"),
+    *FUSED,
 )
 OTHER_NAMES: dict[str, Callable[[Config], object]] = {
     "num_local_experts": lambda config: config.get("n_routed_experts", config["num_local_experts"]),
     "num_mtp_layers": lambda config: config.get("num_nextn_predict_layers", config["num_mtp_layers"]),
 }
 """Second names of two sizes; where both are there they must agree."""
+MLA_SIZES: dict[str, Callable[[Config], object]] = {
+    "moe_layer_freq": lambda config: 1,
+    # latent attention has a key and a value per head; the rest are other names of sizes, and must agree
+    "num_key_value_heads": lambda config: config.get("num_attention_heads"),
+    "head_dim": lambda config: config.get("qk_rope_head_dim"),
+    "qk_head_dim": lambda config: (
+        (config.get("qk_nope_head_dim") or 0) + (config.get("qk_rope_head_dim") or 0)
+    ),
+    **OTHER_NAMES,
+}
 FIELDS = Fields(
     absent={
         "rms_norm_eps": 1e-6,
@@ -60,19 +74,7 @@ FIELDS = Fields(
         "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim n_routed_experts moe_intermediate_size"
     ),
     null=names("q_lora_rank num_key_value_heads"),
-    only={
-        "scoring_func": lambda config: "sigmoid",
-        "topk_method": lambda config: "noaux_tc",
-        "moe_layer_freq": lambda config: 1,
-        # latent attention has a key and a value per head; the rest are other names of sizes above, and must
-        # agree with them
-        "num_key_value_heads": lambda config: config.get("num_attention_heads"),
-        "head_dim": lambda config: config.get("qk_rope_head_dim"),
-        "qk_head_dim": lambda config: (
-            (config.get("qk_nope_head_dim") or 0) + (config.get("qk_rope_head_dim") or 0)
-        ),
-        **OTHER_NAMES,
-    },
+    only={"scoring_func": lambda config: "sigmoid", "topk_method": lambda config: "noaux_tc", **MLA_SIZES},
     never_null=names("norm_topk_prob rope_interleave"),
     silent=names("auto_map"),  # the releases' own code, which computes what this file does
 )
@@ -118,19 +120,12 @@ def moe_shape(config: Mapping[str, Any]) -> MoEShape:
 
 def layer(shape: Shape, index: int, make: Factory) -> Layer:
     """Decoder layer `index`: MLA, then a dense MLP (the first layers) or routed and shared experts."""
-    attention = _attention(shape, index, f"model.layers.{index}.self_attn", make)
-    return llama.block(shape, attention, mlp(shape, index, make), make)
+    return llama.block(shape, attention(shape, index, make), mlp(shape, index, make, router), make)
 
 
-def mlp(shape: Shape, index: int, make: Factory) -> MLP | MoE:
-    """A dense MLP in the first layers, then routed and shared experts."""
-    name = f"model.layers.{index}.mlp"
-    if shape.is_moe(index):
-        return _moe(shape, index, name, make)
-    return make.mlp(name, shape.hidden_size, shape.intermediate_size)
-
-
-def _attention(shape: Shape, index: int, name: str, make: Factory) -> MLA:
+def attention(shape: Shape, index: int, make: Factory) -> MLA:
+    """Multi-head latent attention, its sizes from shape.mla."""
+    name = f"model.layers.{index}.self_attn"
     mla, heads, bias = shape.mla, shape.num_heads, bool(shape.config["attention_bias"])
     assert mla is not None
     from unfreeze.models.blocks.mla import MLA
@@ -171,13 +166,25 @@ def _scale(shape: Shape) -> float:
     return shape.head_dim**-0.5 * temperature**2
 
 
-def _moe(shape: Shape, index: int, name: str, make: Factory) -> MoE:
+def mlp(shape: Shape, index: int, make: Factory, router: Callable[[Shape, Factory], Router]) -> MLP | MoE:
+    """A dense MLP where the layer is dense, else routed and shared experts."""
+    from unfreeze.models.blocks.moe import MoE
+
+    name, moe = f"model.layers.{index}.mlp", shape.moe
+    if moe is None or not shape.is_moe(index):
+        return make.mlp(name, shape.hidden_size, shape.intermediate_size)
+    width = moe.num_shared_experts * moe.intermediate_size
+    shared = make.mlp(f"{name}.shared_experts", shape.hidden_size, width) if width else None
+    return MoE(index, gate=router(shape, make), experts=make.experts_of(shape, name), shared_experts=shared)
+
+
+def router(shape: Shape, make: Factory) -> Router:
+    """Sigmoid scores, a selection bias, the best groups."""
     moe, config = shape.moe, shape.config
     assert moe is not None
-    from unfreeze.models.blocks.moe import MoE
     from unfreeze.models.blocks.routers import SigmoidRouter
 
-    gate = SigmoidRouter(
+    return SigmoidRouter(
         shape.hidden_size,
         moe.num_experts,
         moe.experts_per_token,
@@ -187,11 +194,4 @@ def _moe(shape: Shape, index: int, name: str, make: Factory) -> MoE:
         scale=float(config["routed_scaling_factor"]),
         dtype=make.dtype,
         device=make.device,
-    )
-    shared = moe.num_shared_experts * moe.intermediate_size
-    return MoE(
-        index,
-        gate=gate,
-        experts=make.experts(f"{name}.experts", moe.num_experts, shape.hidden_size, moe.intermediate_size),
-        shared_experts=make.mlp(f"{name}.shared_experts", shape.hidden_size, shared) if shared else None,
     )

@@ -69,6 +69,12 @@ class Factory:
             num_experts, hidden_size, intermediate_size, codec=codec, dtype=self.dtype, device=self.device
         )
 
+    def experts_of(self, shape: Shape, name: str) -> Experts:
+        """The routed experts of the mixture `name`, of the model's sizes."""
+        assert shape.moe is not None
+        sizes = shape.moe.num_experts, shape.hidden_size, shape.moe.intermediate_size
+        return self.experts(f"{name}.experts", *sizes)
+
 
 def build(
     shape: Shape,

@@ -78,9 +78,10 @@ FLAG, TEXT, TABLE, LAYERS = (
 _FACTOR = Number(0)
 FIELDS: dict[str, Kind] = {
     **dict.fromkeys(
-        ("hidden_size", "intermediate_size", "moe_intermediate_size", "q_lora_rank", "kv_lora_rank"),
+        ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
         Whole(1, WIDTH),
     ),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), Whole(1, WIDTH)),
     **dict.fromkeys(
         ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim"), Whole(1, COUNT)
     ),
@@ -89,22 +90,29 @@ FIELDS: dict[str, Kind] = {
             "n_routed_experts",
             "num_experts",
             "num_local_experts",
+            "moe_num_experts",
             "num_experts_per_tok",
+            "moe_k",
             "n_group",
             "topk_group",
         ),
         Whole(1, COUNT),
     ),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim"), Whole(1, COUNT)),
-    **dict.fromkeys(("n_shared_experts", "num_nextn_predict_layers", "num_mtp_layers"), Whole(0, 1000)),
+    **dict.fromkeys(
+        ("n_shared_experts", "moe_num_shared_experts", "num_nextn_predict_layers", "num_mtp_layers"),
+        Whole(0, 1000),
+    ),
     "num_hidden_layers": Whole(1, 10_000),
     "first_k_dense_replace": Whole(0, 10_000),
     "decoder_sparse_step": Whole(1, 10_000),
-    "moe_layer_freq": Whole(1, 10_000),
+    **dict.fromkeys(("moe_layer_freq", "moe_layer_interval"), Whole(1, 10_000)),
+    **dict.fromkeys(("moe_layer_start_index", "moe_layer_end_index"), Whole(-1, 10_000)),
     "vocab_size": Whole(1, 2**24),
     "max_position_embeddings": Whole(1, 2**31),
     "original_max_position_embeddings": _FACTOR,
     "rms_norm_eps": Number(0, closed=True),
+    "moe_norm_min": Number(0, closed=True),
     "initializer_range": Number(0, closed=True),
     "routed_scaling_factor": Number(0),
     "rope_theta": Number(1),
@@ -112,7 +120,7 @@ FIELDS: dict[str, Kind] = {
     **dict.fromkeys(
         ("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_sliding_window"), FLAG
     ),
-    **dict.fromkeys(("rope_interleave", "is_causal"), FLAG),
+    **dict.fromkeys(("rope_interleave", "is_causal", "use_qk_norm", "qkv_bias", "use_bias"), FLAG),
     **dict.fromkeys(("model_type", "hidden_act", "scoring_func", "topk_method"), TEXT),
     **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), TABLE),
     "mlp_only_layers": LAYERS,

@@ -65,4 +65,4 @@ def layer(shape: Shape, index: int, make: Factory) -> Layer:
         qk_norm=bool(shape.config["use_qk_norm"]),
         pairs="leading halves",
     )
-    return llama.block(shape, attention, deepseek_v3.mlp(shape, index, make), make)
+    return llama.block(shape, attention, deepseek_v3.mlp(shape, index, make, deepseek_v3.router), make)

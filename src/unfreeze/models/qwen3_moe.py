@@ -15,6 +15,7 @@ from unfreeze.models.shape import MoEShape, Shape, require
 
 if TYPE_CHECKING:
     from unfreeze.models.blocks.mlp import MLP
+    from unfreeze.models.blocks.routers import Router
     from unfreeze.models.factory import Factory
     from unfreeze.models.layer import Layer
 
@@ -43,42 +44,49 @@ def shape(config: Mapping[str, Any]) -> Shape:
 
     A layer is sparse where (index + 1) is a multiple of decoder_sparse_step and it isn't in mlp_only_layers.
     """
+    return replace(qwen3.shape(config), family="qwen3_moe", moe=moe_shape(config))
+
+
+def moe_shape(config: Mapping[str, Any], num_shared_experts: int = 0) -> MoEShape:
+    """Sizes of the experts, and which layers have none."""
     step, only = int(config["decoder_sparse_step"]), set(config["mlp_only_layers"])
     experts = int(
         config["num_local_experts"] if "num_local_experts" in config else require(config, "num_experts")
     )
-    moe = MoEShape(
+    return MoEShape(
         num_experts=experts,
         experts_per_token=int(config["num_experts_per_tok"]),
         intermediate_size=int(require(config, "moe_intermediate_size")),
-        num_shared_experts=0,
+        num_shared_experts=num_shared_experts,
         dense_layers=frozenset(
             i for i in range(int(require(config, "num_hidden_layers"))) if i in only or (i + 1) % step
         ),
     )
-    return replace(qwen3.shape(config), family="qwen3_moe", moe=moe)
 
 
 def layer(shape: Shape, index: int, make: Factory) -> Layer:
     """Decoder layer `index`: dense where the config says so, otherwise routed experts."""
     from unfreeze.models.blocks.moe import MoE
-    from unfreeze.models.blocks.routers import SoftmaxRouter
 
     name = f"model.layers.{index}.mlp"
     if not shape.is_moe(index):
         mlp: MLP | MoE = make.mlp(name, shape.hidden_size, shape.intermediate_size)
     else:
-        assert shape.moe is not None
-        gate = SoftmaxRouter(
-            shape.hidden_size,
-            shape.moe.num_experts,
-            shape.moe.experts_per_token,
-            normalize=bool(shape.config["norm_topk_prob"]),
-            dtype=make.dtype,
-            device=make.device,
-        )
-        experts = make.experts(
-            f"{name}.experts", shape.moe.num_experts, shape.hidden_size, shape.moe.intermediate_size
-        )
-        mlp = MoE(index, gate=gate, experts=experts, shared_experts=None)
+        gate = router(shape, make, normalize=bool(shape.config["norm_topk_prob"]))
+        mlp = MoE(index, gate=gate, experts=make.experts_of(shape, name), shared_experts=None)
     return llama.block(shape, qwen3.attention(shape, index, make), mlp, make)
+
+
+def router(shape: Shape, make: Factory, *, normalize: bool) -> Router:
+    """Softmax over all experts; `normalize`: the weights of the chosen sum to one."""
+    from unfreeze.models.blocks.routers import SoftmaxRouter
+
+    assert shape.moe is not None
+    return SoftmaxRouter(
+        shape.hidden_size,
+        shape.moe.num_experts,
+        shape.moe.experts_per_token,
+        normalize=normalize,
+        dtype=make.dtype,
+        device=make.device,
+    )

@@ -129,3 +129,81 @@ class SoftmaxRouter(Router):
     def weigh(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
         weights_TK = scores_TE.gather(1, ids_TK)
         return weights_TK / weights_TK.sum(-1, keepdim=True) if self.normalize else weights_TK
+
+
+class GroupedSoftmaxRouter(Router):
+    """p = softmax(W x); the K largest within the topk_group best of n_group groups; weights p · scale.
+
+    A group's score is the sum of its `best` largest p: 1 in DeepSeek-V2 ("group_limited_greedy"), 2 in
+    Mistral 4. `normalize`: p over the sum of the chosen. Source: arXiv:2405.04434, 2.1.3.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        n_group: int,
+        topk_group: int,
+        best: int,
+        normalize: bool,
+        scale: float,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ):
+        super().__init__(hidden_size, num_experts, top_k, dtype=dtype, device=device)
+        self.n_group, self.topk_group, self.best = n_group, topk_group, best
+        self.normalize, self.scale = normalize, scale
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.logits(x_TD).softmax(-1)
+
+    def choose(self, scores_TE: Tensor) -> Tensor:
+        scores_TE = scores_TE.detach()
+        if self.n_group > 1:
+            grouped = scores_TE.unflatten(-1, (self.n_group, -1))
+            of_group_TG = grouped.topk(self.best, dim=-1).values.sum(-1)
+            scores_TE = best_groups(scores_TE, of_group_TG, self.topk_group)
+        return scores_TE.topk(self.top_k, dim=-1).indices
+
+    def weigh(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        weights_TK = scores_TE.gather(1, ids_TK)
+        if self.normalize:
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+        return weights_TK * self.scale
+
+
+class BiasedSoftmaxRouter(Router):
+    """ERNIE 4.5's: p = softmax(W x); the K largest p + bias; weights p / max(Σ p, smallest).
+
+    e_score_correction_bias [1, E] fp32, as it is stored, selects and never weighs.
+    """
+
+    e_score_correction_bias: Tensor
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        smallest: float,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ):
+        super().__init__(hidden_size, num_experts, top_k, dtype=dtype, device=device)
+        self.register_buffer(
+            "e_score_correction_bias", torch.zeros(1, num_experts, dtype=torch.float32, device=device)
+        )
+        self.smallest = smallest
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.logits(x_TD).softmax(-1)
+
+    def choose(self, scores_TE: Tensor) -> Tensor:
+        return (scores_TE.detach() + self.e_score_correction_bias).topk(self.top_k, dim=-1).indices
+
+    def weigh(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        weights_TK = scores_TE.gather(1, ids_TK)
+        return weights_TK / weights_TK.sum(-1, keepdim=True).clamp(min=self.smallest)

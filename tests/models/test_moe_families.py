@@ -1,0 +1,200 @@
+"""Each family with experts from its files to its adapter: transformers' own save_pretrained read and written
+again, cached decoding, documents apart, a receipt, peft's names, and the plan's bytes."""
+
+import warnings
+
+import cases_moe
+import peft
+import pytest
+import torch
+from family_case import Case
+from family_cases import DOCUMENTS, batch_of, oracle
+from safetensors.torch import load_file
+
+from unfreeze import models
+from unfreeze.adapters import LoraConfig, Receipt, attach, save_adapter, sites
+from unfreeze.adapters.receipt import check
+from unfreeze.checkpoint import open_checkpoint, save_checkpoint
+from unfreeze.generate.engine import Engine
+from unfreeze.generate.sampling import Sampling
+from unfreeze.models.publish import published, stored_dtypes
+from unfreeze.parallel.place import place
+from unfreeze.parallel.plan import measure
+from unfreeze.parallel.plan.counts import counts
+
+FIRST: dict[str, str] = {}
+for _name, _case in cases_moe.CASES.items():
+    FIRST.setdefault(_case.config_class, _name)
+KINDS = sorted(FIRST.values())
+LORA = LoraConfig(rank=4, alpha=8.0)
+
+
+def case_of(name: str) -> Case:
+    return cases_moe.CASES[name]
+
+
+def opened(folder, dtype=torch.float32):
+    """(our model of a folder, its manifest)."""
+    manifest = open_checkpoint(folder)
+    model = models.meta_model(models.shape(manifest.config), manifest, dtype)
+    place(
+        model,
+        manifest,
+        models.rules(model.shape),
+        device="cpu",
+        ignore=models.ignored(model.shape),
+        tied=models.tied(model.shape),
+    )
+    return model, manifest
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory):
+    """name -> (transformers' model, the folder that its save_pretrained wrote); made once."""
+    made = {}
+
+    def make(name):
+        if name not in made:
+            reference = oracle(name)
+            folder = tmp_path_factory.mktemp(name)
+            reference.save_pretrained(folder)
+            made[name] = reference, folder
+        return made[name]
+
+    return make
+
+
+class Kept:
+    """The memory of what autograd saves, each block once."""
+
+    def __init__(self):
+        self.blocks = {}
+
+    def note(self, tensor):
+        if tensor.dim() < 2 or tensor.shape[-1] > 1:
+            self.blocks[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    def beyond(self, known):
+        """Bytes of what is not the memory of `known`."""
+        there = {tensor.untyped_storage().data_ptr() for tensor in known}
+        return sum(t.untyped_storage().nbytes() for at, t in self.blocks.items() if at not in there)
+
+
+def logits_of(reference, documents=DOCUMENTS):
+    with torch.no_grad():
+        return torch.cat([reference(torch.tensor([document])).logits[0] for document in documents])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_transformers_files_are_read_and_written_again_name_by_name(name, released, tmp_path):
+    reference, folder = released(name)
+    model, manifest = opened(folder)
+    ours = model.logits(model.hidden(batch_of(DOCUMENTS))).detach()
+    assert (ours - logits_of(reference)).abs().max() <= 1e-4
+
+    written = published(model, manifest.config, dtypes=stored_dtypes(model, manifest))
+    save_checkpoint(tmp_path / "again", manifest.config, written)
+    theirs, again = (load_file(at / "model.safetensors") for at in (folder, tmp_path / "again"))
+    assert again.keys() == theirs.keys() - models.tied(model.shape).keys()
+    assert all(torch.equal(tensor, theirs[key]) for key, tensor in again.items())
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_cached_equals_uncached_for_256_tokens(name, released):
+    """Sampled, because greedy random models soon repeat themselves; the seed makes a draw a function of the
+    logits."""
+    model, _ = opened(released(name)[1])
+    prompts, sampling = DOCUMENTS[:2], Sampling(max_new_tokens=256 - 7, temperature=1.0, seed=0)
+    answers = [answer.tokens for answer in Engine(model).generate(prompts, sampling)]
+    whole = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    assert len({*answers[0]}) > 20  # no test on a sequence that repeats itself
+    with torch.no_grad():
+        rows = model.logits(model.hidden(batch_of(whole))).split([len(sequence) for sequence in whole])
+        cache = model.new_cache(len(whole), 256)
+        model.prefill(batch_of(prompts), cache)
+        for step in range(256 - 7):
+            tokens_S = torch.tensor([answer[step] for answer in answers])
+            stepped = model.logits(model.step(tokens_S, cache))
+            expected = torch.stack([row[len(p) + step] for row, p in zip(rows, prompts, strict=True)])
+            assert (stepped - expected).abs().max() <= 1e-3, step
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_no_attention_across_documents(name, released):
+    model, _ = opened(released(name)[1])
+    seen = {}
+    model.model.embed_tokens.register_forward_hook(
+        lambda _m, _i, out: seen.setdefault("x", out.detach().requires_grad_())
+    )
+    hidden = model.hidden(batch_of(DOCUMENTS))
+    (gradient,) = torch.autograd.grad(hidden[7:9].square().sum(), seen["x"])
+    assert gradient[7:9].abs().max() > 0
+    assert not gradient[:7].any() and not gradient[9:].any()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_group_learns_and_the_receipt_says_so(name, released):
+    model, _ = opened(released(name)[1])
+    attach(model, LORA, seed=0)
+    receipt, batch = Receipt(model), batch_of([list(range(2, 97)), *DOCUMENTS])
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    logits = model.logits(model.hidden(batch, models.keep_inputs))
+    torch.nn.functional.cross_entropy(logits, batch.targets_T.roll(-1)).backward()
+    optimizer.step()
+    taken = receipt.take(batch)
+    check(taken)
+    trained = {group for group, entry in taken.groups.items() if entry["trained"]}
+    assert {"attention", "experts"} <= trained <= {"attention", "experts", "mlp", "shared_experts"}
+    linear = {
+        module
+        for module, part in model.named_modules()
+        if isinstance(part, models.targets.Linear)
+        and models.targets.group_of(module) not in ("lm_head", "router")
+    }
+    assert {site.name for site in sites(model) if site.group != "experts"} == linear
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_peft_over_transformers_gives_our_logits(name, released, tmp_path):
+    model, _ = opened(released(name)[1])
+    bare = model.logits(model.hidden(batch_of(DOCUMENTS))).detach()
+    attach(model, LORA, seed=0)
+    with torch.no_grad():
+        for index, site in enumerate(sites(model)):
+            generator = torch.Generator().manual_seed(index)
+            for key, parameter in site.adapter.named_parameters():
+                if key.endswith("B"):
+                    parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    save_adapter(model, tmp_path, "peft", base_name="tiny")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = peft.PeftModel.from_pretrained(oracle(name), tmp_path).eval()
+    ours = model.logits(model.hidden(batch_of(DOCUMENTS))).detach()
+    assert (ours - logits_of(theirs)).abs().max() <= 2e-4
+    assert (ours - bare).abs().max() > 1e-2  # control: the adapter does something
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_plan_has_the_files_bytes_and_the_activations_a_layer_keeps(name, released):
+    _, folder = released(name)
+    model, _ = opened(folder)
+    tied = models.tied(model.shape).keys()
+    stored = {k: t for k, t in load_file(folder / "model.safetensors").items() if k not in tied}
+    extra = sum(moe.counts_E.nbytes for moe in model.moe_layers().values())
+    assert measure(model, None).base == sum(t.nbytes for t in stored.values()) + extra
+    assert counts(model).moe_layers == len(model.moe_layers()) > 0
+
+    # 2,048 rows of experts, as their buffers are rounded up to that; the adapters' own [T, 1] are left out
+    attach(model, LoraConfig(rank=1), seed=0)
+    run, T = model.packed_pass(batch_of([[2, *range(128)[1:]]] * 8)), 1024
+    for layer in model.layers:
+        x_TD = torch.randn(T, model.shape.hidden_size).requires_grad_()
+        kept = Kept()
+        with torch.autograd.graph.saved_tensors_hooks(kept.note, lambda t: t):
+            y_TD = layer(x_TD, run)
+        held = kept.beyond([*layer.parameters(), *layer.buffers(), x_TD, run.cos_Tr, run.sin_Tr])
+        said = layer.bytes(torch.float32, "cpu").held * T
+        del y_TD
+        # beyond what is said: the rows' tokens and weights, and the adapters' thin products
+        assert 0.97 <= held / said <= 1.12, (type(layer.mlp).__name__, held / said)
