@@ -290,6 +290,8 @@ TESTED_BY = {
     "models/deepseek_v3.py": "models/test_families.py",
     "models/factory.py": "models/test_families.py",
     "models/llama.py": "models/test_families.py",
+    "models/deepseek_v2.py": "models/test_moe_families.py",
+    "models/ernie4_5_moe.py": "models/test_moe_families.py",
     "models/qwen3_moe.py": "models/test_families.py",
     "parallel/plan/__init__.py": "parallel/test_plan.py",
     "parallel/plan/propose.py": "parallel/test_plan.py",
