@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from unfreeze.core.errors import ConfigError
-from unfreeze.quant import compressed, fp8, int4
+from unfreeze.quant import awq, compressed, fp8, gptq, int4
 from unfreeze.quant.codec import Format, Table, Unreadable, as_table, names_in, unknown_fields
 from unfreeze.quant.scheme import Rule, Scheme, not_converted
 
@@ -19,14 +19,13 @@ FORMATS: dict[str, Format] = {
     for format in (
         int4.FORMAT,
         fp8.FORMAT,
+        awq.FORMAT,
+        gptq.FORMAT,
         # one line per format; "*" before one that is several
     )
 }
 
 FOREIGN = {
-    "qweight": "AWQ or GPTQ (qweight, qzeros, scales)",
-    "qzeros": "AWQ or GPTQ (qweight, qzeros, scales)",
-    "g_idx": "GPTQ with act-order (g_idx)",
     "weight_zero_point": "asymmetric pack-quantized (weight_zero_point)",
     "weight_global_scale": "NVFP4 (weight_global_scale)",
     "SCB": "bitsandbytes LLM.int8 (SCB)",

@@ -1,0 +1,174 @@
+"""Make tests/quant/vectors: weights packed and expanded by the libraries that write these formats.
+
+They do not install beside this project's torch, or are deprecated, so their results are recorded, each with
+the version that made it. A case is the tensors as they stand in a checkpoint, and "weight", what the library
+expands them to. Made once, in an environment of its own:
+
+    python -m venv oracle
+    oracle/bin/pip install torch==2.13.0 transformers==5.23.0 datasets "setuptools>=77" wheel
+    oracle/bin/pip install --no-deps --no-build-isolation autoawq==0.2.9 gptqmodel==7.7.0 bitsandbytes==0.50.2
+    oracle/bin/pip install --no-deps pypcre tokenicer logbar device-smi defuser torchao threadpoolctl dill
+    oracle/bin/python benchmarks/quant_vectors.py --write tests/quant/vectors
+"""
+
+from __future__ import annotations
+
+import argparse
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+Cases = dict[str, dict[str, Tensor]]
+
+
+def words(*shape: int, seed: int) -> Tensor:
+    """int32 of any bits: every code and zero point, the sign bit among them."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-(2**31), 2**31, shape, generator=generator).to(torch.int32)
+
+
+def affine(weight_OI: Tensor, group: int, top: int) -> tuple[Tensor, Tensor]:
+    """scales and zero points [out, in / group], codes 0..top from the smallest to the largest of a group."""
+    grouped = weight_OI.unflatten(1, (-1, group))
+    low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
+    scales = ((high - low) / top).half().float()
+    return scales, (-low / scales).round().clamp(0, top)
+
+
+def awq() -> Cases:
+    """autoawq: WQLinear_GEMM packs, dequantize_gemm expands."""
+    from awq.modules.linear.gemm import WQLinear_GEMM
+    from awq.utils.packing_utils import dequantize_gemm
+
+    cases: Cases = {}
+    for name, group in (("group_32", 32), ("channel", 64)):
+        torch.manual_seed(group)
+        linear = torch.nn.Linear(64, 32, bias=False)
+        scales, zeros = affine(linear.weight.data, group, 15)
+        made = WQLinear_GEMM.from_linear(linear, 4, group, scales=scales.t().contiguous(), zeros=zeros.t())
+        cases[name] = {part: getattr(made, part) for part in ("qweight", "qzeros", "scales")}
+    scales = torch.randn(2, 32, generator=torch.Generator().manual_seed(0)).half()
+    cases["any_bits"] = {"qweight": words(64, 4, seed=1), "qzeros": words(2, 4, seed=2), "scales": scales}
+    for parts in cases.values():
+        group = 64 // parts["scales"].shape[0]
+        parts["weight"] = dequantize_gemm(parts["qweight"], parts["qzeros"], parts["scales"], 4, group)
+    return cases
+
+
+def gptq() -> Cases:
+    """gptqmodel: TorchLinear packs and expands; zero points of version 1 are what its converter makes."""
+    from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+    from gptqmodel.quantization import FORMAT, QuantizeConfig
+    from gptqmodel.utils.model import convert_gptq_v1_to_v2_format_module, convert_gptq_v2_to_v1_format_module
+
+    def layer(bits: int, group: int, act_order: bool, sym: bool) -> TorchLinear:
+        made = TorchLinear(
+            bits=bits,
+            group_size=group,
+            sym=sym,
+            desc_act=act_order,
+            in_features=64,
+            out_features=24,
+            format=FORMAT.GPTQ_V2,
+        )
+        return made.eval()
+
+    cases: Cases = {}
+    for bits, group, act_order, sym, old in (
+        (4, 32, False, True, True),
+        (4, 32, True, False, True),
+        (4, 16, True, True, False),
+        (4, -1, False, False, True),
+        (8, 32, False, True, True),
+        (8, 16, True, False, False),
+        (2, 32, True, False, True),
+    ):
+        torch.manual_seed(bits * group + sym)
+        linear, made = torch.nn.Linear(64, 24, bias=False), layer(bits, group, act_order, sym)
+        width, top = (64 if group == -1 else group), 2**bits - 1
+        g_idx = torch.arange(64) // width
+        if act_order:
+            g_idx = g_idx[torch.randperm(64)]
+        # columns of one group stand together for `affine`, wherever g_idx puts them
+        scales, zeros = affine(linear.weight.data[:, g_idx.argsort(stable=True)], width, top)
+        if sym:
+            zeros = torch.full_like(zeros, (top + 1) / 2)
+        made.pack_original(linear, scales, zeros, g_idx.int())
+        if old:
+            config = QuantizeConfig(bits=bits, group_size=group)
+            convert_gptq_v2_to_v1_format_module(made, config)
+        said = ("act_order " * act_order, "sym " * sym, "gptq" if old else "gptq_v2")
+        name = f"bits_{bits} group_{group} {''.join(said)}"
+        parts = ("qweight", "qzeros", "scales", "g_idx")
+        cases[name] = {part: getattr(made, part).clone() for part in parts}
+        if old:
+            convert_gptq_v1_to_v2_format_module(made, bits, torch.int32)
+        cases[name]["weight"] = made.dequantize_weight()
+        if bits < 8:
+            # trained with, it takes another way to the same numbers
+            assert torch.equal(cases[name]["weight"], made.train().dequantize_weight())
+
+    # zero points of any bits: what version 1 adds to a whole word carries from one number to the next
+    for bits in (4, 8):
+        made = layer(bits, 32, True, False)
+        made.qweight.copy_(words(*made.qweight.shape, seed=3))
+        made.qzeros.copy_(words(*made.qzeros.shape, seed=4))
+        made.scales.copy_(torch.randn(made.scales.shape, generator=torch.Generator().manual_seed(5)))
+        made.g_idx.copy_(torch.arange(64) % 2)
+        parts = {part: getattr(made, part).clone() for part in ("qweight", "qzeros", "scales", "g_idx")}
+        convert_gptq_v1_to_v2_format_module(made, bits, torch.int32)
+        cases[f"bits_{bits} group_32 any_bits gptq"] = parts | {"weight": made.dequantize_weight()}
+    return cases
+
+
+def nf4() -> Cases:
+    """bitsandbytes: quantize_4bit packs, QuantState writes, dequantize_4bit expands, on a CPU."""
+    import bitsandbytes.functional as F
+
+    cases: Cases = {}
+    for kind, nested, dtype, (rows, columns), block in (
+        ("nf4", True, torch.bfloat16, (136, 128), 64),
+        ("nf4", True, torch.float16, (24, 32), 64),
+        ("nf4", False, torch.bfloat16, (24, 48), 64),
+        ("nf4", False, torch.float32, (16, 64), 128),
+        ("fp4", True, torch.bfloat16, (24, 64), 64),
+        ("fp4", False, torch.float16, (24, 64), 64),
+    ):
+        generator = torch.Generator().manual_seed(rows)
+        weight = (torch.randn(rows, columns, generator=generator) * 0.02).to(dtype)
+        codes, state = F.quantize_4bit(
+            weight, blocksize=block, compress_statistics=nested, quant_type=kind, quant_storage=torch.uint8
+        )
+        written = {f"weight.{part}": tensor for part, tensor in state.as_dict(packed=True).items()}
+        name = (
+            f"{kind} {'double ' * nested}{str(dtype).removeprefix('torch.')} {rows}x{columns} block_{block}"
+        )
+        expanded = F.dequantize_4bit(codes, state)
+        cases[name] = {"weight": codes, **written, "expanded": expanded}
+    return cases
+
+
+LIBRARIES = {"awq": (awq, "autoawq"), "gptq": (gptq, "gptqmodel"), "nf4": (nf4, "bitsandbytes")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("formats", nargs="*", help=f"of {', '.join(LIBRARIES)}; all of them")
+    parser.add_argument("--write", type=Path, required=True, help="folder of the files")
+    arguments = parser.parse_args()
+    for name in arguments.formats or LIBRARIES:
+        make, library = LIBRARIES[name]
+        tensors = {
+            f"{case}/{part}": tensor.detach().contiguous()
+            for case, parts in make().items()
+            for part, tensor in parts.items()
+        }
+        made_by = {"library": library, "version": version(library), "torch": torch.__version__}
+        save_file(tensors, arguments.write / f"{name}.safetensors", metadata=made_by)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""GPTQ in 2, 4 or 8 bits, with and without act-order: community releases made with gptqmodel or AutoGPTQ.
+
+    w[o, i] = (code[i, o] - zero[g_idx[i], o]) * scale[g_idx[i], o]     one rounding, to the scales' dtype
+
+The input dimension comes first. The 32 / bits codes of neighbouring input columns lie in an int32, lowest
+bits first; zero points likewise, of neighbouring output columns. g_idx names the group of each input column:
+i // group, or any with act-order (desc_act). At 4 bits and group 128 a weight takes 0.52 byte, against 2 in
+bf16.
+
+checkpoint_format "gptq" stores each zero point minus one. Reading adds the ones to a whole word, as writing
+took them from a whole word: where a zero point was 0, its neighbour paid, and gets it back. "gptq_v2" stores
+them as they are.
+Scales are float16, so the weight is rounded to that, and in a bf16 model once more to bf16.
+Source: gptqmodel's TorchLinear; equal to it bit for bit in tests/quant/test_gptq.py (7.7.0, recorded).
+
+Shapes: W [out, in]; qweight int32 [in bits / 32, out], qzeros int32 [G, out bits / 32], scales [G, out],
+g_idx int32 [in].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from unfreeze.core.errors import CheckpointError
+from unfreeze.quant.codec import Format, Part, Table, Unreadable, as_table, parts_nbytes, refuse_other_values
+from unfreeze.quant.grids import (
+    WHOLE_COLUMN,
+    WORD,
+    read_group_size,
+    refuse_to_write,
+    scale_dtype,
+    unpack_columns,
+    unpack_rows,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
+BITS: tuple[object, ...] = (2, 4, 8)
+ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
+"""bits -> a word in which each number is 1."""
+
+
+@dataclass(frozen=True)
+class Gptq:
+    """The codec. quant/codec.py says what each method promises.
+
+    bits         of a code: 2, 4 or 8
+    group_size   input columns that share a scale and a zero point; -1: all of them
+    minus_one    whether zero points are stored minus one (checkpoint_format "gptq")
+    scale_dtype  dtype of the scales, in the files and in memory alike
+    """
+
+    bits: int = 4
+    group_size: int = 128
+    minus_one: bool = True
+    scale_dtype: str = "F16"
+    name: str = field(default="gptq", init=False, repr=False)
+    suffixes: tuple[str, ...] = field(default=SUFFIXES, init=False, repr=False)
+    variants: str = field(default="another group_size or other bits", init=False, repr=False, compare=False)
+
+    def parts(self, out_features: int, in_features: int) -> dict[str, Part]:
+        """qweight [in bits / 32, out], qzeros [G, out bits / 32], scales [G, out], g_idx [in]; rounded up."""
+        groups = 1 if self.group_size == WHOLE_COLUMN else -(-in_features // self.group_size)
+        rows, words = (-(-size * self.bits // WORD) for size in (in_features, out_features))
+        return {
+            "qweight": ("I32", (rows, out_features)),
+            "qzeros": ("I32", (groups, words)),
+            "scales": (self.scale_dtype, (groups, out_features)),
+            "g_idx": ("I32", (in_features,)),
+        }
+
+    def as_stored(self, dtypes: Mapping[str, str]) -> Gptq:
+        """This codec with the scale_dtype of the files."""
+        found = scale_dtype(dtypes, "scales", "qweight")
+        return replace(self, scale_dtype=found) if found else self
+
+    def disk_extras(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
+        """None: all parts are kept. g_idx is 4 bytes for each input column, 0.1 % of the codes."""
+        return {}
+
+    def shape(self, parts: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """[..., out, in]: the widths of scales and of g_idx."""
+        *leading, _, out_features = parts["scales"]
+        return (*leading, out_features, parts["g_idx"][-1])
+
+    def nbytes(self, out_features: int, in_features: int) -> int:
+        """out * (in * bits / 8 + G * (bits / 8 + scale_dtype's size)) + 4 in."""
+        return parts_nbytes(self.parts(out_features, in_features).values())
+
+    def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """w = (code - zero) * scale -> [..., out, in] in the dtype of the scales, one rounding.
+
+        The difference is a whole number of -255 to 255, exact in any of them. A view, transposed.
+        Raises CheckpointError where the parts do not belong together.
+        """
+        import torch
+
+        scales, g_idx = parts["scales"], parts["g_idx"]
+        shapes = {suffix: tuple(parts[suffix].shape) for suffix in SUFFIXES}
+        out_features, in_features = self.shape(shapes)[-2:]
+        needed = {s: shape for s, (_, shape) in self.parts(out_features, in_features).items()}
+        if any(shapes[s][-len(needed[s]) :] != needed[s] for s in SUFFIXES) or not _is_int32(parts):
+            raise CheckpointError(
+                f"qweight is {parts['qweight'].dtype} {list(shapes['qweight'])} with qzeros"
+                f" {list(shapes['qzeros'])}, scales {list(shapes['scales'])}, g_idx {list(shapes['g_idx'])};"
+                f" {self.bits} bits in groups of {self.group_size} need torch.int32 and"
+                f" {', '.join(str(list(shape)) for shape in needed.values())}",
+                next="compare bits and group_size of quantization_config with the publisher's",
+            )
+        words = parts["qzeros"] + ONES[self.bits] if self.minus_one else parts["qzeros"]
+        zeros = unpack_columns(words, self.bits)[..., :out_features].to(torch.int16)
+        codes = unpack_rows(parts["qweight"], self.bits)[..., :in_features, :].to(torch.int16)
+
+        # the group of each input column: rows of [G, out] become [in, out]. On CUDA gather looks itself, and
+        # to look here would make the host wait
+        rows = g_idx.long().unsqueeze(-1).expand(*g_idx.shape, out_features)
+        if not g_idx.is_cuda and not bool(((g_idx >= 0) & (g_idx < scales.shape[-2])).all()):
+            raise CheckpointError(
+                f"g_idx names groups {int(g_idx.min())} to {int(g_idx.max())}; there are {scales.shape[-2]}",
+                next="get the checkpoint again from its publisher",
+            )
+        difference = codes - zeros.gather(-2, rows)
+        return (difference.to(scales.dtype) * scales.gather(-2, rows)).mT
+
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+        """Raises ConfigError: this format is read, not written."""
+        raise refuse_to_write("GPTQ")
+
+
+def _is_int32(parts: Mapping[str, Tensor]) -> bool:
+    import torch
+
+    return all(parts[suffix].dtype == torch.int32 for suffix in ("qweight", "qzeros", "g_idx"))
+
+
+ONLY: dict[str, tuple[object, str]] = {
+    "config_groups": ({}, "groups of modules in other formats"),
+    "rotation": (None, "weights are rotated"),
+    "adapter": ({}, "an adapter belongs to the weights"),
+}
+KNOWN = frozenset(
+    """bits group_size desc_act sym lm_head checkpoint_format format pack_dtype meta method dynamic
+    damp_percent damp_auto_increment static_groups true_sequential act_group_aware mse
+    model_name_or_path model_file_base_name model_seqlen block_name_to_quantize
+    module_name_preceding_first_block modules_in_block_to_quantize backend batch_size pad_token_id
+    dataset tokenizer max_input_length cache_block_outputs use_exllama use_cuda_fp16 disable_exllama
+    exllama_config is_marlin_format v2 quantizer modules_to_not_convert""".split()
+)
+"""Fields that are read, or without effect on weights that are packed already."""
+
+
+def read(where: str, table: Table) -> Gptq:
+    """The codec of a quantization_config with quant_method "gptq".
+
+    Raises Unreadable, naming it, for each variant that would be read wrongly: other bits, other layouts,
+    modules with bits or groups of their own (`dynamic`; modules that it leaves out are seen in the files).
+    """
+    refuse_other_values(table, ONLY, where)
+    bits = table.get("bits")
+    if bits not in BITS:
+        raise Unreadable(f"{where}: GPTQ with {bits} bits")
+    layout = str(table.get("checkpoint_format") or table.get("format") or "gptq").lower()
+    if layout not in ("gptq", "gptq_v2") or table.get("is_marlin_format"):
+        raise Unreadable(f'{where}: GPTQ checkpoint_format "{layout}" (codes in another order)')
+    if table.get("pack_dtype") not in (None, "int32", "torch.int32"):
+        raise Unreadable(f"{where}: pack_dtype {table.get('pack_dtype')}")
+    own = [name for name in as_table(table.get("dynamic")) or {} if not name.startswith("-:")]
+    if own:
+        raise Unreadable(f"{where}.dynamic {own[0]!r:.60} (modules with bits or groups of their own)")
+    return Gptq(int(str(bits)), read_group_size(table, where), layout == "gptq")
+
+
+FORMAT = Format(
+    key="gptq", title="GPTQ in 2, 4 or 8 bits", read=read, known=KNOWN | ONLY.keys(), suffixes=SUFFIXES
+)

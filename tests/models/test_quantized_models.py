@@ -1,0 +1,197 @@
+"""Models in formats that are read and not written: the same logits as transformers' model of the expanded weights,
+and LoRA trains beside the codes, experts included."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import packers
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from unfreeze import models
+from unfreeze.adapters import attach
+from unfreeze.checkpoint import disk_tensors, open_checkpoint
+from unfreeze.commands.inspect import inspect
+from unfreeze.config.lora import LoraConfig
+from unfreeze.data import Example, pack
+from unfreeze.generate.open import open_model
+from unfreeze.quant.codec import Packed
+
+VECTORS = Path(__file__).parents[1] / "quant" / "vectors"
+COMMON = {
+    "vocab_size": 88,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+MODELS = {
+    "Llama": COMMON,
+    "Qwen3Moe": COMMON
+    | {"head_dim": 16, "moe_intermediate_size": 32, "num_experts": 3, "num_experts_per_tok": 2},
+}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": False}
+FORMATS = {
+    "awq": (AWQ, partial(packers.awq, group=32)),
+    "gptq act-order": (
+        GPTQ | {"checkpoint_format": "gptq"},
+        partial(packers.gptq, bits=4, group=32, act_order=True, minus_one=True),
+    ),
+    "gptq 8 bits": (
+        GPTQ | {"bits": 8, "desc_act": False, "checkpoint_format": "gptq_v2"},
+        partial(packers.gptq, bits=8, group=32, act_order=False, minus_one=False),
+    ),
+}
+
+
+@pytest.fixture(params=[(model, name) for model in MODELS for name in FORMATS], ids=" ".join)
+def release(request, tmp_path):
+    """-> (folder of the release, folder of the same in float32, transformers' model of the latter)."""
+    kind, name = request.param
+    table, packer = FORMATS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**MODELS[kind])
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    model.save_pretrained(tmp_path / "random")
+    written = json.loads((tmp_path / "random/config.json").read_text())
+    packed, dense = {}, {}
+    for tensor_name, tensor in load_file(tmp_path / "random/model.safetensors").items():
+        if tensor_name.endswith("_proj.weight"):
+            parts, dense[tensor_name] = packer(tensor)
+            module = tensor_name.removesuffix("weight")
+            packed |= {f"{module}{part}": value.contiguous() for part, value in parts.items()}
+        else:
+            packed[tensor_name] = dense[tensor_name] = tensor
+    for folder, tensors, more in (("packed", packed, {"quantization_config": table}), ("dense", dense, {})):
+        (tmp_path / folder).mkdir()
+        save_file(tensors, tmp_path / folder / "model.safetensors", metadata={"format": "pt"})
+        (tmp_path / folder / "config.json").write_text(json.dumps(written | more))
+    oracle = type(model).from_pretrained(tmp_path / "dense", dtype=torch.float32)
+    return tmp_path / "packed", tmp_path / "dense", oracle
+
+
+def batch_of(ids):
+    return pack([Example(ids.tolist(), [0.0] + [1.0] * (len(ids) - 1))])
+
+
+def some_ids(count):
+    return torch.randint(0, 88, (count,), generator=torch.Generator().manual_seed(1))
+
+
+def packed_of(model) -> dict[str, Packed]:
+    found = {
+        name: getattr(module, "packed", None) for name, module in model.named_modules() if is_packed(module)
+    }
+    return {name: packed for name, packed in found.items() if packed is not None}
+
+
+def is_packed(module) -> bool:
+    return getattr(module, "codec", None) is not None
+
+
+def test_logits_equal_transformers_of_the_expanded_weights(release):
+    folder, dense, oracle = release
+    ids = some_ids(40)
+    with torch.no_grad():
+        wanted = oracle(ids[None]).logits[0]
+        ours = open_model(open_checkpoint(folder))
+        found = ours.lm_head(ours.hidden(batch_of(ids)))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+        half = open_model(open_checkpoint(folder), dtype=torch.bfloat16)
+        torch.testing.assert_close(
+            half.lm_head(half.hidden(batch_of(ids))).float(), wanted, rtol=0, atol=0.03
+        )
+    held, whole = packed_of(ours), open_checkpoint(folder)
+    assert len(held) == 2 * (4 + (2 if any("experts" in name for name in held) else 3))
+    assert sum(packed.nbytes for packed in held.values()) == sum(
+        info.nbytes
+        for name, info in whole.tensors.items()
+        if f"{name.rpartition('.')[0]}.qweight" in whole.tensors
+    )
+    facts, expanded = inspect(str(folder)), inspect(str(dense))
+    assert facts["parameters"] == expanded["parameters"] and facts["format"] in ("awq", "gptq")
+
+
+def test_what_was_read_is_saved_as_it_was(release):
+    folder, *_ = release
+    ours, manifest = open_model(open_checkpoint(folder)), open_checkpoint(folder)
+    scheme, names = manifest.scheme(), manifest.by_model_name()
+    params = ours.state_dict().items()
+    saved = dict(disk_tensors(params, models.rules(ours.shape), lambda module: scheme.stored(module, names)))
+    stored = load_file(folder / "model.safetensors")
+    assert saved.keys() == stored.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in stored.items())
+
+
+def test_adapters_get_the_gradients_of_the_same_model_in_float(release):
+    """The oracle is the model with the expanded weights, unpacked. The codes stay as they are, and no expanded
+    weight is among what autograd keeps."""
+    *folders, _ = release
+    ids, found, shapes = some_ids(24), [], set()
+    for folder in folders:
+        model = open_model(open_checkpoint(folder))
+        attach(model, LoraConfig(rank=4), seed=0)
+        trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+        for name, value in trained.items():  # B is zero at first: A would get no gradient
+            torch.manual_seed(len(name))
+            value.data += 0.02 * torch.randn_like(value)
+        codes = [part.clone() for packed in packed_of(model).values() for part in packed.parts.values()]
+        shapes = shapes or {packed.shape[-2:] for packed in packed_of(model).values()}
+        kept = []
+
+        def keep(tensor, kept=kept):
+            kept.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            logits = model.lm_head(model.hidden(batch_of(ids)))
+            torch.nn.functional.cross_entropy(logits[:-1], ids[1:]).backward()
+        after = [part for packed in packed_of(model).values() for part in packed.parts.values()]
+        assert all(map(torch.equal, codes, after))
+        whole = [t for t in kept if t.is_floating_point() and {t.shape[-2:], t.shape[:-3:-1]} & shapes]
+        assert bool(whole) is (folder == folders[1])  # control arm: of the dense model it keeps the weights
+        found.append({name: value.grad for name, value in trained.items()})
+    assert len(codes) == 0 and found[0].keys() == found[1].keys()
+    for name, gradient in found[1].items():
+        torch.testing.assert_close(found[0][name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq"])
+def test_the_packers_of_these_tests_write_what_the_libraries_wrote(name):
+    tensors = load_file(VECTORS / f"{name}.safetensors")
+    cases = sorted({key.partition("/")[0] for key in tensors})
+    for case in cases:
+        parts = {key.partition("/")[2]: value for key, value in tensors.items() if key.startswith(f"{case}/")}
+        scales = parts["scales"]
+        if name == "awq":
+            columns = [
+                packers.words(torch.eye(8, dtype=torch.int32)[k], 4, [0, 4, 1, 5, 2, 6, 3, 7])
+                for k in range(8)
+            ]
+            shifts = [int(column).bit_length() - 1 for column in columns]
+            codes, zeros = (
+                torch.stack([parts[part] >> shift & 15 for shift in shifts], -1).flatten(-2)
+                for part in ("qweight", "qzeros")
+            )
+            written = packers.pack_awq(codes, scales, zeros)
+            groups = torch.arange(64) // (64 // len(scales))
+        else:
+            bits, old = int(case.split()[0].removeprefix("bits_")), case.endswith("gptq")
+            count, mask, groups = 32 // bits, 2**bits - 1, parts["g_idx"].long()
+            codes = torch.stack([parts["qweight"] >> bits * k & mask for k in range(count)], 1).flatten(0, 1)
+            ones = sum(1 << bits * k for k in range(count)) if old else 0
+            zeros = torch.stack([parts["qzeros"] + ones >> bits * k & mask for k in range(count)], -1)
+            zeros = zeros.flatten(-2)
+            written = packers.pack_gptq(codes, scales, zeros, groups, bits, minus_one=old)
+            zeros = zeros[:, : scales.shape[1]]
+        assert all(torch.equal(written[part], parts[part]) for part in written), case
+        wanted = packers.expanded(codes, scales, zeros, groups)
+        assert torch.equal(wanted, parts["weight"].float().t()), case
