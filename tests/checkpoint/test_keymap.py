@@ -3,10 +3,15 @@ what was read."""
 
 from __future__ import annotations
 
+import pytest
 import torch
+from safetensors.torch import save_file
 
-from unfreeze.checkpoint import StackRule, disk_tensors, unstack
+from unfreeze.checkpoint import StackRule, disk_tensors, open_checkpoint, unstack
 from unfreeze.checkpoint.keymap import sources
+from unfreeze.checkpoint.resolve import resolve
+from unfreeze.checkpoint.stream import stream
+from unfreeze.core.errors import CheckpointError
 from unfreeze.quant import Int4
 from unfreeze.quant.codec import kept_suffixes
 
@@ -56,3 +61,34 @@ def test_disk_tensors_add_the_shape_of_each_packed_weight(kimi) -> None:
     shape = disk["model.layers.0.mlp.experts.1.up_proj.weight_shape"]
     assert shape.dtype == torch.int32 and shape.tolist() == [8, 64]
     assert kept_suffixes(codec) == ("weight_packed", "weight_scale")
+
+
+TRANSPOSED = (StackRule("layers.{layer}.experts.down", "layers.{layer}.mlp.down.weight", transposed=True),)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_transposed_tensor_is_read_and_written_as_it_was(tmp_path, dtype, monkeypatch):
+    """[E, in, out] on disk, [E, out, in] in memory; read in pieces of a few rows, which do not cross a matrix."""
+    monkeypatch.setattr("unfreeze.checkpoint.stream.CHUNK", 100)
+    stored = torch.randn(3, 7, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"layers.0.experts.down": stored}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    params = {"layers.0.mlp.down.weight": torch.empty(3, 5, 7)}
+    wanted = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in params.items()}
+    placements = resolve(open_checkpoint(folder), TRANSPOSED, wanted)
+    stream(placements, params)
+    assert torch.equal(params["layers.0.mlp.down.weight"], stored.float().mT)
+    written = dict(unstack("layers.0.mlp.down.weight", params["layers.0.mlp.down.weight"], TRANSPOSED))
+    assert torch.equal(written["layers.0.experts.down"].to(dtype), stored)
+
+
+def test_control_without_the_mark_its_shape_is_refused(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"layers.0.experts.down": torch.zeros(3, 7, 5)}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    plain = (StackRule(TRANSPOSED[0].disk, TRANSPOSED[0].param),)
+    with pytest.raises(CheckpointError, match=r"is \[3, 7, 5\] on disk"):
+        resolve(open_checkpoint(folder), plain, {"layers.0.mlp.down.weight": (torch.float32, (3, 5, 7))})

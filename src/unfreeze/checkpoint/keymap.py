@@ -33,6 +33,8 @@ class StackRule:
     half   None: the tensor is param[expert]; 0: param[expert, :rows]; 1: param[expert, rows:], rows being
            half of the parameter's. A part of its own for each half (quant/halves.py), "gate_qweight" for
            qweight, is as if half were None.
+    transposed   the tensor on disk has the last two dimensions of the parameter swapped: [E, in, out], as
+           gpt-oss, Llama 4 and Qwen3-VL publish fused experts
 
     {layer} and {expert} are numbers, any other field is one name component ("weight"). Without
     {expert} the tensor is the whole parameter under another name: a router that is block_sparse_moe.gate on
@@ -43,6 +45,7 @@ class StackRule:
     disk: str
     param: str
     half: int | None = None
+    transposed: bool = False
 
     @property
     def per_expert(self) -> bool:
@@ -51,11 +54,15 @@ class StackRule:
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor on disk that fills `index` of a parameter; `shape` is what it must have."""
+    """A tensor on disk that fills `index` of a parameter; `shape` is what it must have.
+
+    transposed: its last two dimensions are swapped there.
+    """
 
     name: str
     index: Index
     shape: tuple[int, ...]
+    transposed: bool = False
 
 
 @lru_cache(maxsize=256)
@@ -83,13 +90,13 @@ def sources(
     for rule, fields in matching:
         name = rule.disk.format(**fields) if not rule.per_expert else ""
         if name and disk is not None and name in disk:
-            return [Source(name, (), tuple(shape))]
+            return [_whole(rule, name, shape)]
     stacked = [(rule, fields, rule.half) for rule, fields in matching if rule.per_expert]
     if not matching or (disk is not None and param in disk):
         return [Source(param, (), tuple(shape))]
     if not stacked:
         rule, fields = matching[0]
-        return [Source(rule.disk.format(**fields), (), tuple(shape))]
+        return [_whole(rule, rule.disk.format(**fields), shape)]
     for half, begin in enumerate(HALVES):
         own = [(rule, fields) for rule, fields, of in stacked if of == half]
         if own and own[0][1].get("part", "").startswith(begin):
@@ -101,6 +108,14 @@ def sources(
         for expert in range(shape[0])
         for rule, fields, half in stacked
     ]
+
+
+def _whole(rule: StackRule, name: str, shape: Sequence[int]) -> Source:
+    """The source of a parameter that one tensor fills."""
+    if not rule.transposed:
+        return Source(name, (), tuple(shape))
+    *lead, rows, columns = shape
+    return Source(name, (), (*lead, columns, rows), transposed=True)
 
 
 def disk_module(module: str, rules: Sequence[StackRule]) -> str:

@@ -38,6 +38,7 @@ class Placement:
     expected        None: read the tensor into that place. Otherwise: read it, compare with these whole
                     numbers, keep nothing (a codec's extras).
     variants        the likely causes where the numbers differ from `expected`, for the message.
+    transposed      the last two dimensions of the tensor on disk are the parameter's swapped.
     alias           True: `param` was filled from another tensor; read this one and compare (a tied head that
                     is stored too).
     """
@@ -51,6 +52,7 @@ class Placement:
     expected: tuple[int, ...] | None = None
     variants: str = ""
     alias: bool = False
+    transposed: bool = False
 
 
 def resolve(
@@ -131,7 +133,9 @@ class _Work:
         expanded = info.nbytes
         if codec is not None:
             expanded = self._packed(codec, param, source, base, suffix)
-        self.placements.append(Placement(info, param, source.index, start, stop, expanded))
+        self.placements.append(
+            Placement(info, param, source.index, start, stop, expanded, transposed=source.transposed)
+        )
 
     def _packed(self, codec: Codec, param: str, source: Source, base: str, suffix: str) -> int:
         """Place the extras of a packed weight when its first part is placed.

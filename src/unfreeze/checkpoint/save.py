@@ -110,7 +110,8 @@ def save_checkpoint(
 def unstack(param: str, tensor: Tensor, rules: Sequence[StackRule]) -> Iterator[tuple[str, Tensor]]:
     """The inverse of loading: (name on disk, view of `tensor`) for each tensor `param` is stored as."""
     for source in sources(param, tensor.shape, rules):
-        yield source.name, tensor[source.index] if source.index else tensor
+        part = tensor[source.index] if source.index else tensor
+        yield source.name, part.mT if source.transposed else part
 
 
 def disk_tensors(

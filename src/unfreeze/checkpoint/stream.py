@@ -124,8 +124,13 @@ def _pieces(placements: Iterable[Placement]) -> Iterator[_Piece]:
     for placement in sorted(placements, key=lambda placement: (placement.info.file, placement.info.offset)):
         itemsize = ITEMSIZE[placement.info.dtype]
         numel, step = placement.info.nbytes // itemsize, CHUNK // itemsize
-        for first in range(0, numel, step):
-            yield _Piece(placement, first, min(first + step, numel))
+        matrix = numel
+        if placement.transposed:  # whole rows of one matrix
+            *_, rows, columns = placement.info.shape
+            matrix, step = rows * columns, max(1, step // columns) * columns
+        for begin in range(0, numel, matrix):
+            for first in range(begin, begin + matrix, step):
+                yield _Piece(placement, first, min(first + step, begin + matrix))
 
 
 class _Loader:
@@ -177,7 +182,9 @@ class _Loader:
     def _direct(self, piece: _Piece) -> memoryview | None:
         """The slice of the parameter's memory that this piece is read into; None where it needs a buffer."""
         placement = piece.placement
-        if placement.expected is not None or placement.alias or placement.param not in self.memory:
+        if placement.expected is not None or placement.alias or placement.transposed:
+            return None
+        if placement.param not in self.memory:
             return None
         if TORCH_DTYPE[placement.info.dtype] != self.flat[placement.param].dtype:
             return None
@@ -212,6 +219,8 @@ class _Loader:
                 self.wrong_shape.append((placement, source.tolist()))
             return
         target = self.flat[placement.param][placement.start + piece.first : placement.start + piece.last]
+        if placement.transposed:
+            target, source = self._turned(piece, source)
         if placement.alias:
             if not torch.equal(source.to(target.device, target.dtype), target):
                 self.differs.add(placement.info.name)
@@ -223,6 +232,15 @@ class _Loader:
         may_round = target.dtype.itemsize < itemsize or bf16_and_f16
         if may_round and not torch.equal(target.to(source.device, source.dtype), source):
             self.rounded.add(placement.info.name)
+
+    def _turned(self, piece: _Piece, source: Tensor) -> tuple[Tensor, Tensor]:
+        """(where the rows on disk belong in the parameter, those rows): columns of one of its matrices."""
+        placement = piece.placement
+        *_, rows, columns = placement.info.shape
+        matrix, first = divmod(piece.first // columns, rows)
+        whole = self.flat[placement.param][placement.start : placement.stop].view(-1, columns, rows)
+        source = source.view(-1, columns)
+        return whole[matrix, :, first : first + len(source)].t(), source
 
     def _raise_if_wrong(self) -> None:
         if self.wrong_shape:

@@ -15,6 +15,7 @@ from torch import nn
 from unfreeze import models
 from unfreeze.checkpoint.keymap import disk_module
 from unfreeze.checkpoint.manifest import Manifest
+from unfreeze.kernels.expert_mlp import SWIGLU, Activation
 from unfreeze.models import FAMILIES
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
@@ -63,17 +64,32 @@ class Factory:
             down_proj=self.linear(f"{name}.down_proj", intermediate_size, hidden_size, bias=bias),
         )
 
-    def experts(self, name: str, num_experts: int, hidden_size: int, intermediate_size: int) -> Experts:
+    def experts(
+        self,
+        name: str,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        kind: type[Experts] = Experts,
+        activation: Activation = SWIGLU,
+    ) -> Experts:
         codec = self.codec_for(f"{name}.gate_up_proj")
-        return Experts(
-            num_experts, hidden_size, intermediate_size, codec=codec, dtype=self.dtype, device=self.device
+        return kind(
+            num_experts,
+            hidden_size,
+            intermediate_size,
+            codec=codec,
+            dtype=self.dtype,
+            device=self.device,
+            activation=activation,
         )
 
-    def experts_of(self, shape: Shape, name: str) -> Experts:
-        """The routed experts of the mixture `name`, of the model's sizes."""
+    def experts_of(self, shape: Shape, name: str, **parts: Any) -> Experts:
+        """The routed experts of the mixture `name`, of the model's sizes; `parts` as in `experts`."""
         assert shape.moe is not None
         sizes = shape.moe.num_experts, shape.hidden_size, shape.moe.intermediate_size
-        return self.experts(f"{name}.experts", *sizes)
+        return self.experts(f"{name}.experts", *sizes, **parts)
 
 
 def build(

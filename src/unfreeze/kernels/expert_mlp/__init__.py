@@ -15,6 +15,7 @@ from torch import Tensor
 from unfreeze.core.errors import ConfigError
 from unfreeze.kernels.choice.choose import choose
 from unfreeze.kernels.choice.op import Arguments, Candidate, Case, Implementation, Op
+from unfreeze.kernels.expert_mlp.activation import SWIGLU, Activation, ClampedSwiGLU, GeGLU
 from unfreeze.kernels.expert_mlp.backend import Backend
 from unfreeze.kernels.expert_mlp.factors import ExpertFactors
 from unfreeze.kernels.expert_mlp.fused import fused_expert_mlp
@@ -27,8 +28,12 @@ from unfreeze.quant.int4 import Int4
 
 __all__ = [
     "OP",
+    "SWIGLU",
     "WORKSPACE",
+    "Activation",
+    "ClampedSwiGLU",
     "ExpertFactors",
+    "GeGLU",
     "adapter_columns",
     "bucket",
     "expert_groups",
@@ -53,8 +58,10 @@ def expert_mlp(
     factors: ExpertFactors | None = None,
     impl: str = "auto",
     reuse: Reuse | None = None,
+    activation: Activation = SWIGLU,
+    gate_up_bias: Tensor | None = None,
 ) -> Tensor:
-    """y_t = Σ_k w_tk · down_e( silu(gate_e x_t) * up_e x_t ),  e = ids_tk  -> [T, D] in x's dtype.
+    """y_t = Σ_k w_tk · down_e( a(gate_e x_t + b_e, up_e x_t + c_e) ),  e = ids_tk  -> [T, D] in x's dtype.
 
     x_TD float32 or bf16; weights_TK (differentiable); gate_up [E, 2I, D], gate rows first; down [E, D, I]:
     packed or dense, a dense one may require grad. ids_TK int64 in 0..E-1: others are an IndexError on a CPU,
@@ -63,6 +70,8 @@ def expert_mlp(
     "fused" agrees with a float64 merged model to 1e-5 of the norm in float32 and 1.5 % in bf16
     (tests/kernels/expert_mlp), "reference" with B = 0 changes no bit. "auto": fused where its preconditions
     hold (see `OP.preferred`, `narrow_refuses`), else reference, said once in the log.
+    activation: a, silu(gate) · up by default, and how gate and up lie in gate_up (activation.py);
+    gate_up_bias [E, 2I]: b and c, lying likewise, may require grad.
     `reuse`: of a layer that is recomputed (kernels/recompute.py); the reference has no use for it.
     """
     reason = narrow_refuses(x_TD, down.shape[-1])
@@ -72,7 +81,7 @@ def expert_mlp(
         impl = "reference"
         _log_once(reason)
     return choose(OP, x_TD.device, x_TD.dtype, bucket(ids_TK, gate_up), impl)(
-        x_TD, ids_TK, weights_TK, gate_up, down, factors, reuse
+        x_TD, ids_TK, weights_TK, gate_up, down, factors, reuse, activation, gate_up_bias
     )
 
 
@@ -144,7 +153,13 @@ def _self_check(device: int) -> str:
     )
 
 
-def backend_for(x_TD: Tensor, gate_up: Tensor | Packed, down: Tensor | Packed) -> Backend[Any]:
+def backend_for(
+    x_TD: Tensor,
+    gate_up: Tensor | Packed,
+    down: Tensor | Packed,
+    activation: Activation = SWIGLU,
+    gate_up_bias: Tensor | None = None,
+) -> Backend[Any]:
     """What does the work on that device, with weights of that kind; what it routes with is its own."""
     if x_TD.is_cuda:
         from unfreeze.kernels.expert_mlp.grouped import Grouped
@@ -152,7 +167,8 @@ def backend_for(x_TD: Tensor, gate_up: Tensor | Packed, down: Tensor | Packed) -
         return Grouped()
     from unfreeze.kernels.expert_mlp import loop_cpu, panels_cpu
 
-    return panels_cpu.Panels() if panels_cpu.supports(x_TD.dtype, gate_up, down) else loop_cpu.LoopCpu()
+    supported = panels_cpu.supports(x_TD.dtype, gate_up, down, activation, gate_up_bias)
+    return panels_cpu.Panels() if supported else loop_cpu.LoopCpu()
 
 
 @functools.cache
@@ -169,9 +185,12 @@ def _fused() -> Implementation:
         down: Tensor | Packed,
         factors: ExpertFactors | None = None,
         reuse: Reuse | None = None,
+        activation: Activation = SWIGLU,
+        gate_up_bias: Tensor | None = None,
     ) -> Tensor:
+        backend = backend_for(x_TD, gate_up, down, activation, gate_up_bias)
         return fused_expert_mlp(
-            x_TD, ids_TK, weights_TK, gate_up, down, factors, backend_for(x_TD, gate_up, down), reuse
+            x_TD, ids_TK, weights_TK, gate_up, down, factors, backend, reuse, activation, gate_up_bias
         )
 
     return fused

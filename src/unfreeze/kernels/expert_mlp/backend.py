@@ -23,6 +23,7 @@ from typing import ClassVar, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from unfreeze.kernels.expert_mlp.activation import Activation
 from unfreeze.kernels.expert_mlp.factors import ExpertFactors, adapters, width
 from unfreeze.kernels.expert_mlp.workspace import Base
 from unfreeze.kernels.loops.scratch import scratch
@@ -152,11 +153,16 @@ class Call(Generic[R]):
         gate_up: Tensor | Packed,
         down: Tensor | Packed,
         factors: ExpertFactors,
+        activation: Activation,
+        gate_up_bias: Tensor | None,
     ):
         self.backend, self.dtype, self.routing = backend, dtype, routing
+        self.activation, self.gate_up_bias = activation, gate_up_bias
         self.gate_up, self.down = Base(gate_up, dtype, "base gate_up"), Base(down, dtype, "base down")
         self.experts = routing.selection()
-        self.gate_up_adapter, self.down_adapter = adapters(factors, self.experts, dtype, backend.row_stride)
+        self.gate_up_adapter, self.down_adapter = adapters(
+            factors, self.experts, dtype, backend.row_stride, activation
+        )
         self.I, self.Q, self.P = self.down.columns, width(self.gate_up_adapter), width(self.down_adapter)
 
     def groups(self, *, both: bool) -> Iterator[Group[R]]:
@@ -200,7 +206,7 @@ class Gradients:
     for experts without rows.
     """
 
-    def __init__(self, call: Call[R], D: int, *, gate_up: bool, down: bool):
+    def __init__(self, call: Call[R], D: int, *, gate_up: bool, down: bool, gate_up_bias: bool = False):
         active, I, Q, P = len(call.routing.experts), call.I, call.Q, call.P
         device = call.routing.weight_n.device
 
@@ -217,6 +223,8 @@ class Gradients:
         self.down_A, self.down_Bt = factor(P, I), factor(P, D)
         self.gate_up = base(2 * I, D) if gate_up else None
         self.down = base(D, I) if down else None
+        bias = (call.routing.num_experts, 2 * I)
+        self.gate_up_bias = torch.zeros(bias, dtype=torch.float32, device=device) if gate_up_bias else None
 
 
 class Backend(ABC, Generic[R]):

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from unfreeze.kernels.expert_mlp.activation import SWIGLU, Activation
 from unfreeze.kernels.expert_mlp.backend import Backend, Call, Gradients, Group, R, Saved
 from unfreeze.kernels.expert_mlp.factors import Adapter
 from unfreeze.kernels.expert_mlp.workspace import Base, Direction
@@ -60,6 +61,14 @@ class ByGemms(Backend[R]):
         """out[token of r] += weight[r] rows[r], without `weight` rows[r]. rows [., D], out [T, D] float32."""
 
     @abstractmethod
+    def bias(self, biases: Tensor, group: Group[R], out: Tensor) -> None:
+        """out[rows of g] += biases[expert g]. biases [E, N], out [rows, N]."""
+
+    @abstractmethod
+    def sums(self, rows: Tensor, group: Group[R], out: Tensor) -> None:
+        """out[expert g] += Σ rows[rows of g]. rows [., N], out [E, N] float32."""
+
+    @abstractmethod
     def swiglu(self, gate_up: Tensor, out: Tensor) -> None:
         """out[:, :I] = silu(gate) · up. gate_up [rows, 2I]; out may be wider, the rest is left alone."""
 
@@ -77,6 +86,37 @@ class ByGemms(Backend[R]):
 
         weighted = w h; grad_gate_up[:, :2I] = w times the gradient of gate_up; score = <dh, h>.
         """
+
+    def activate(self, activation: Activation, gate_up: Tensor, out: Tensor) -> None:
+        """out[:, :I] = a(gate, up), in float32 rounded once; SwiGLU of halves by `swiglu`."""
+        if activation == SWIGLU:
+            self.swiglu(gate_up, out)
+            return
+        gate, up = activation.split(gate_up.float())
+        out[:, : gate.shape[1]].copy_(activation.forward(gate, up))
+
+    def activate_backward(
+        self,
+        activation: Activation,
+        grad: Tensor,
+        gate_up: Tensor,
+        group: Group[R],
+        weighted: Tensor,
+        grad_gate_up: Tensor,
+        score: Tensor,
+    ) -> None:
+        """As `swiglu_backward`, of any activation."""
+        if activation == SWIGLU:
+            self.swiglu_backward(grad, gate_up, group, weighted, grad_gate_up, score)
+            return
+        width, weight = gate_up.shape[1], group.weight[:, None]
+        grad = grad.float()
+        h, dgate, dup = activation.backward(grad, *activation.split(gate_up.float()))
+        score.copy_((grad * h).sum(1))
+        weighted.copy_(h.mul_(weight))
+        gates, ups = activation.split(grad_gate_up[:, :width])
+        gates.copy_(dgate.mul_(weight))
+        ups.copy_(dup.mul_(weight))
 
     def factor(self, name: str, a: Tensor, b: Tensor, group: Group[R], grads: Gradients) -> None:
         """The group's share of grads.`name`, a[rows of g]ᵀ @ b[rows of g] for each expert g."""
@@ -116,10 +156,12 @@ class ByGemms(Backend[R]):
         else:
             gate_up = self.rows("gate_up", group, 2 * I, x.dtype)
         self.nt(x_rows, weights, index, group, gate_up)
+        if call.gate_up_bias is not None:
+            self.bias(call.gate_up_bias, group, gate_up)
 
-        # h = silu(gate) · up, and hA = h A2ᵀ beside it: [h | hA]
+        # h = a(gate, up), and hA = h A2ᵀ beside it: [h | hA]
         h_rows, h_left, hA = self.beside("h", group, (I, call.P), x.dtype)
-        self.swiglu(gate_up, h_rows)
+        self.activate(call.activation, gate_up, h_rows)
         weights, index = _operand(call.down, group, call.down_adapter, "forward")
         if call.down_adapter:
             self.nt(h_left, group.experts_of(call.down_adapter.A), adapters, group, hA)
@@ -157,7 +199,9 @@ class ByGemms(Backend[R]):
         wh = self.instead("wh", dh, group)
         dgu_rows, dgu, dguB = self.beside("dgu", group, (2 * I, call.Q), x.dtype)
         gate_up, score = group.rows_of(saved.gate_up), group.rows_of(score_n)
-        self.swiglu_backward(dh, gate_up, group, wh, dgu_rows, score)
+        self.activate_backward(call.activation, dh, gate_up, group, wh, dgu_rows, score)
+        if grads.gate_up_bias is not None:
+            self.sums(dgu, group, grads.gate_up_bias)
 
         # dA2 = (dy B2)ᵀ (w h); dB2ᵀ = (w hA)ᵀ dy; dW2 = dyᵀ (w h)
         if saved.hA is not None:

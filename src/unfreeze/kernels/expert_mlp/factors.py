@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from unfreeze.kernels.expert_mlp.activation import SWIGLU, Activation
+
 
 @dataclass(frozen=True)
 class ExpertFactors:
@@ -82,17 +84,24 @@ def width(adapter: Adapter | None) -> int:
 
 @torch.no_grad()
 def gate_up_adapter(
-    A: Tensor, B: Tensor, scale: float, experts: Tensor | None, dtype: torch.dtype, stride: int = 8
+    A: Tensor,
+    B: Tensor,
+    scale: float,
+    experts: Tensor | None,
+    dtype: torch.dtype,
+    stride: int = 8,
+    activation: Activation = SWIGLU,
 ) -> Adapter:
     """A [E, 2R, D], B [E, 2I, R] -> Adapter whose B [., 2I, Q] is block diagonal.
 
-    Gate rows see the gate's columns, up rows the up's. stride: as in `columns`.
+    Gate rows see the gate's columns, up rows the up's; the rows lie as `activation` has them in the base.
+    stride: as in `columns`.
     """
     A, B = _select(A, experts), _select(B, experts)
     rank, half = B.shape[2], B.shape[1] // 2
     Q = columns(2 * rank, A.shape[2], stride)
     blocks = B.new_zeros((B.shape[0], 2 * half, Q), dtype=dtype)
-    (of_gate, of_up), (gate, up) = blocks.split(half, dim=1), (B * scale).split(half, dim=1)
+    (of_gate, of_up), (gate, up) = activation.split(blocks, 1), (B * scale).split(half, dim=1)
     of_gate[:, :, :rank].copy_(gate)
     of_up[:, :, rank : 2 * rank].copy_(up)
     return Adapter(_padded(A, 1, Q, dtype), blocks)
@@ -108,31 +117,43 @@ def down_adapter(
 
 
 def adapters(
-    factors: ExpertFactors, experts: Tensor | None, dtype: torch.dtype, stride: int = 8
+    factors: ExpertFactors,
+    experts: Tensor | None,
+    dtype: torch.dtype,
+    stride: int = 8,
+    activation: Activation = SWIGLU,
 ) -> tuple[Adapter | None, Adapter | None]:
     """Give the adapters (of gate_up, of down) for `experts` (None: all).
 
-    None where `factors` has no pair. stride: as in `columns`.
+    None where `factors` has no pair. stride, activation: as in `gate_up_adapter`.
     """
     gate_up = down = None
     if factors.gate_up_A is not None and factors.gate_up_B is not None:
-        gate_up = gate_up_adapter(factors.gate_up_A, factors.gate_up_B, factors.scale, experts, dtype, stride)
+        pair = factors.gate_up_A, factors.gate_up_B
+        gate_up = gate_up_adapter(*pair, factors.scale, experts, dtype, stride, activation)
     if factors.down_A is not None and factors.down_B is not None:
         down = down_adapter(factors.down_A, factors.down_B, factors.down_scale, experts, dtype, stride)
     return gate_up, down
 
 
 def gate_up_grads(
-    dA: Tensor, dBt: Tensor, A: Tensor, B: Tensor, scale: float, experts: Tensor | None
+    dA: Tensor,
+    dBt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    scale: float,
+    experts: Tensor | None,
+    activation: Activation = SWIGLU,
 ) -> tuple[Tensor, Tensor]:
     """Gradients in the shape and dtype of the parameters.
 
-    dA [., Q, D]; dBt [., Q, 2I] = (x Aᵀ)ᵀ dy, of which the two blocks count.
+    dA [., Q, D]; dBt [., Q, 2I] = (x Aᵀ)ᵀ dy, of which the two blocks count; its columns lie as in the base.
     """
     rank, half = B.shape[2], B.shape[1] // 2
     grad_B = torch.empty((dBt.shape[0], 2 * half, rank), dtype=B.dtype, device=B.device)
-    grad_B[:, :half].copy_(dBt[:, :rank, :half].transpose(1, 2))
-    grad_B[:, half:].copy_(dBt[:, rank : 2 * rank, half:].transpose(1, 2))
+    of_gate, of_up = activation.split(dBt, 2)
+    grad_B[:, :half].copy_(of_gate[:, :rank].transpose(1, 2))
+    grad_B[:, half:].copy_(of_up[:, rank : 2 * rank].transpose(1, 2))
     return _spread(dA[:, : 2 * rank].to(A.dtype), experts, A.shape[0]), _spread(
         grad_B.mul_(scale), experts, B.shape[0]
     )

@@ -19,6 +19,7 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
+from unfreeze.kernels.expert_mlp.activation import SWIGLU, Activation
 from unfreeze.kernels.expert_mlp.backend import Backend, Call, Gradients, Group, R, Saved
 from unfreeze.kernels.expert_mlp.factors import ExpertFactors, down_grads, gate_up_grads, round_up
 from unfreeze.kernels.recompute import Reuse
@@ -34,12 +35,15 @@ class _Problem(Generic[R]):
     gate_up: Tensor | Packed
     down: Tensor | Packed
     factors: ExpertFactors
+    activation: Activation = SWIGLU
+    gate_up_bias: Tensor | None = None
 
     def route(self, x_TD: Tensor, weights_TK: Tensor) -> R:
         return self.backend.route(self.ids_TK, weights_TK, self.gate_up.shape[0], x_TD.dtype)
 
     def call(self, x_TD: Tensor, routing: R) -> Call[R]:
-        return Call(self.backend, x_TD.dtype, routing, self.gate_up, self.down, self.factors)
+        parts = (self.gate_up, self.down, self.factors, self.activation, self.gate_up_bias)
+        return Call(self.backend, x_TD.dtype, routing, *parts)
 
 
 def _forward(call: Call[R], x: Tensor, *, save: bool) -> tuple[Tensor, Saved]:
@@ -90,20 +94,22 @@ class _ExpertMLP(torch.autograd.Function):
         gate_up_B: Tensor | None,
         down_A: Tensor | None,
         down_B: Tensor | None,
+        gate_up_bias: Tensor | None,
         problem: _Problem[R],
         reuse: Reuse | None,
     ) -> Tensor:
         y, routing, saved = _visit(problem, x, weights, reuse)
-        ctx.save_for_backward(x, weights, gate_up, down, gate_up_A, gate_up_B, down_A, down_B, *saved)
+        pairs = (gate_up_A, gate_up_B, down_A, down_B)
+        ctx.save_for_backward(x, weights, gate_up, down, *pairs, gate_up_bias, *saved)
         # Not `problem`: it holds the factors, which ctx has already, and ids_TK, which backward doesn't need.
         scales = (problem.factors.scale, problem.factors.down_scale)
-        ctx.constants = (problem.backend, routing, problem.gate_up, problem.down, scales)
+        ctx.constants = (problem.backend, routing, problem.gate_up, problem.down, scales, problem.activation)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weights, gate_up, down, gate_up_A, gate_up_B, down_A, down_B, *saved = ctx.saved_tensors
-        backend, routing, packed_gate_up, packed_down, scales = ctx.constants
+        x, weights, gate_up, down, gate_up_A, gate_up_B, down_A, down_B, bias, *saved = ctx.saved_tensors
+        backend, routing, packed_gate_up, packed_down, scales, activation = ctx.constants
         need_x, _, need_gate_up, need_down = ctx.needs_input_grad[:4]
         call = Call(
             backend,
@@ -112,8 +118,11 @@ class _ExpertMLP(torch.autograd.Function):
             packed_gate_up if gate_up is None else gate_up,
             packed_down if down is None else down,
             ExpertFactors(gate_up_A, gate_up_B, down_A, down_B, *scales),
+            activation,
+            bias,
         )
-        grads = Gradients(call, x.shape[1], gate_up=need_gate_up, down=need_down)
+        need_bias = ctx.needs_input_grad[8]
+        grads = Gradients(call, x.shape[1], gate_up=need_gate_up, down=need_down, gate_up_bias=need_bias)
         score_n = torch.empty(routing.num_rows, dtype=torch.float32, device=x.device)
         workers = call.workers()
         dx = call.sums(x) if need_x else None
@@ -129,7 +138,7 @@ class _ExpertMLP(torch.autograd.Function):
         dgate_up_A = dgate_up_B = ddown_A = ddown_B = None
         if grads.gate_up_A is not None and grads.gate_up_Bt is not None:
             dgate_up_A, dgate_up_B = gate_up_grads(
-                grads.gate_up_A, grads.gate_up_Bt, gate_up_A, gate_up_B, scales[0], call.experts
+                grads.gate_up_A, grads.gate_up_Bt, gate_up_A, gate_up_B, scales[0], call.experts, activation
             )
         if grads.down_A is not None and grads.down_Bt is not None:
             ddown_A, ddown_B = down_grads(
@@ -138,7 +147,8 @@ class _ExpertMLP(torch.autograd.Function):
         dweights = score_n[routing.row_of_slot].view(weights.shape).to(weights.dtype)
         dx = None if dx is None else call.total(dx)
         dfactors = (dgate_up_A, dgate_up_B, ddown_A, ddown_B)
-        return dx, dweights, grads.gate_up, grads.down, *dfactors, None, None
+        dbias = None if grads.gate_up_bias is None else grads.gate_up_bias.to(bias.dtype)
+        return dx, dweights, grads.gate_up, grads.down, *dfactors, dbias, None, None
 
 
 def fused_expert_mlp(
@@ -150,6 +160,8 @@ def fused_expert_mlp(
     factors: ExpertFactors | None,
     backend: Backend[R],
     reuse: Reuse | None = None,
+    activation: Activation = SWIGLU,
+    gate_up_bias: Tensor | None = None,
 ) -> Tensor:
     """As `expert_mlp`, with the work done by `backend`.
 
@@ -157,17 +169,18 @@ def fused_expert_mlp(
     """
     factors = factors or ExpertFactors()
     x_TD = x_TD.contiguous()
-    problem = _Problem(backend, ids_TK, gate_up, down, factors)
+    problem = _Problem(backend, ids_TK, gate_up, down, factors, activation, gate_up_bias)
     dense = [base if isinstance(base, Tensor) else None for base in (gate_up, down)]
     pairs = (factors.gate_up_A, factors.gate_up_B, factors.down_A, factors.down_B)
-    inputs = (x_TD, weights_TK, *dense, *pairs)
+    inputs = (x_TD, weights_TK, *dense, *pairs, gate_up_bias)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
         return _ExpertMLP.apply(*inputs, problem, reuse)
 
     with torch.no_grad():
         if reuse is not None:
             return _visit(problem, x_TD, weights_TK, reuse)[0]
-        y_TD = backend.decode(x_TD, ids_TK, weights_TK, gate_up, down, factors)
-        if y_TD is not None:
-            return y_TD
+        if activation == SWIGLU and gate_up_bias is None:  # the loops over codes know no other
+            y_TD = backend.decode(x_TD, ids_TK, weights_TK, gate_up, down, factors)
+            if y_TD is not None:
+                return y_TD
         return _forward(problem.call(x_TD, problem.route(x_TD, weights_TK)), x_TD, save=False)[0]

@@ -292,6 +292,12 @@ class Grouped(ByGemms[DeviceRouting]):
             weight = None if weight is None else routing.weight_n
         routing.permute.functions.combine(rows, routing.row_of_slot, weight, out)
 
+    def bias(self, biases: Tensor, group: DeviceGroup, out: Tensor) -> None:
+        out += biases[_experts(group)].to(out.dtype)
+
+    def sums(self, rows: Tensor, group: DeviceGroup, out: Tensor) -> None:
+        out.index_add_(0, _experts(group), rows.float())
+
     def swiglu(self, gate_up: Tensor, out: Tensor) -> None:
         gate, up = gate_up.chunk(2, dim=-1)
         swiglu.functions_for(gate_up).forward(gate, up, out[:, : gate.shape[1]])
@@ -321,6 +327,12 @@ def _turned(tensor: Tensor, group: DeviceGroup) -> Tensor:
 def _of(stack: Tensor, index: Sequence[int]) -> Tensor:
     """Its matrices `index`, which are consecutive."""
     return stack if len(index) == len(stack) else stack[index[0] : index[-1] + 1]
+
+
+def _experts(group: DeviceGroup) -> Tensor:
+    """The expert of each of the group's rows, int64, without a wait for the device."""
+    rows = torch.arange(group.num_rows, device=group.weight.device, dtype=torch.int32)
+    return torch.searchsorted(_offsets(group), rows, right=True) + group.experts[0]
 
 
 def _offsets(group: DeviceGroup) -> Tensor:

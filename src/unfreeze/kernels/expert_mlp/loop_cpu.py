@@ -167,6 +167,14 @@ class LoopCpu(ByGemms[HostRouting]):
         columns = rows.shape[1]
         numba_kernels.scatter_add(rows.numel(), columns, array(rows), token, array(weight), array(out))
 
+    def bias(self, biases: Tensor, group: HostGroup, out: Tensor) -> None:
+        for expert, rows in zip(group.experts, out.split(group_sizes(group)), strict=True):
+            rows += biases[expert]
+
+    def sums(self, rows: Tensor, group: HostGroup, out: Tensor) -> None:
+        for expert, of_expert in zip(group.experts, rows.split(group_sizes(group)), strict=True):
+            out[expert] += of_expert.sum(0, dtype=torch.float32)
+
     def swiglu(self, gate_up: Tensor, out: Tensor) -> None:
         numba_kernels.swiglu(gate_up.numel(), len(gate_up), array(gate_up), array(out))
 

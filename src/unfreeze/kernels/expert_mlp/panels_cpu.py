@@ -26,6 +26,7 @@ from torch import Tensor
 
 from unfreeze.kernels.expand.codes import expandable
 from unfreeze.kernels.expert_mlp import numba_kernels, thin_cpu
+from unfreeze.kernels.expert_mlp.activation import SWIGLU, Activation
 from unfreeze.kernels.expert_mlp.backend import Call, Gradients, Group, HostRouting, Saved
 from unfreeze.kernels.expert_mlp.factors import Adapter, round_up
 from unfreeze.kernels.expert_mlp.loop_cpu import HostGroup, LoopCpu, group_sizes
@@ -247,9 +248,18 @@ def available() -> bool:
     return pay
 
 
-def supports(dtype: torch.dtype, gate_up: Tensor | Packed, down: Tensor | Packed) -> bool:
-    """Whether `Panels` can do a call."""
+def supports(
+    dtype: torch.dtype,
+    gate_up: Tensor | Packed,
+    down: Tensor | Packed,
+    activation: Activation = SWIGLU,
+    gate_up_bias: Tensor | None = None,
+) -> bool:
+    """Whether `Panels` can do a call. Its loops know SwiGLU without a bias; the log says so of another."""
     if dtype != torch.bfloat16:
+        return False
+    if activation != SWIGLU or gate_up_bias is not None:
+        _say_refused(type(activation).__name__, gate_up_bias is not None)
         return False
     for base in (gate_up, down):
         if not (isinstance(base, Packed) and isinstance(base.codec, Int4) and expandable(base)):
@@ -257,6 +267,12 @@ def supports(dtype: torch.dtype, gate_up: Tensor | Packed, down: Tensor | Packed
         if base.codec.group_size % 32 or base.shape[2] % COLUMNS:
             return False
     return available()
+
+
+@functools.cache
+def _say_refused(activation: str, bias: bool) -> None:
+    what = f"{activation}{' with a bias' if bias else ''}"
+    log.info("expert_mlp: a GEMM per expert; the panels' loops compute SwiGLU without a bias, not %s", what)
 
 
 class Panels(LoopCpu):

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from unfreeze.kernels.expert_mlp.activation import SWIGLU, Activation
 from unfreeze.kernels.expert_mlp.factors import ExpertFactors
 from unfreeze.kernels.recompute import Reuse
 from unfreeze.quant.codec import Packed
@@ -22,8 +23,10 @@ def reference_expert_mlp(
     down: Tensor | Packed,
     factors: ExpertFactors | None = None,
     reuse: Reuse | None = None,
+    activation: Activation = SWIGLU,
+    gate_up_bias: Tensor | None = None,
 ) -> Tensor:
-    """y_t = Σ_k w_tk · down_e( silu(gate_e x_t) * up_e x_t ), e = ids_tk, one expert after the other.
+    """y_t = Σ_k w_tk · down_e( a(gate_e x_t, up_e x_t) ), e = ids_tk, one expert after the other.
 
     Shapes as in `expert_mlp`. Base and adapter are separate GEMMs, so B = 0 changes no bit. Autograd keeps
     each expanded expert until backward: for small shapes; `reuse` unused.
@@ -35,15 +38,15 @@ def reference_expert_mlp(
         x = x_TD[token]
         # contiguous halves: silu of a strided view rounds otherwise than silu of the sums below, and B = 0
         # must change no bit
-        gate, up = (
-            half.contiguous() for half in F.linear(x, _matrix(gate_up, expert, x.dtype)).chunk(2, dim=-1)
-        )
+        bias = None if gate_up_bias is None else gate_up_bias[expert].to(x.dtype)
+        both = F.linear(x, _matrix(gate_up, expert, x.dtype), bias)
+        gate, up = (half.contiguous() for half in activation.split(both))
         if lora.gate_up_A is not None and lora.gate_up_B is not None:
             A_gate, A_up = lora.gate_up_A[expert].to(x.dtype).chunk(2)
             B_gate, B_up = lora.gate_up_B[expert].to(x.dtype).chunk(2)
             gate = gate + lora.scale * F.linear(F.linear(x, A_gate), B_gate)
             up = up + lora.scale * F.linear(F.linear(x, A_up), B_up)
-        h = F.silu(gate) * up
+        h = activation.forward(gate, up)
         y = F.linear(h, _matrix(down, expert, x.dtype))
         if lora.down_A is not None and lora.down_B is not None:
             y = y + lora.down_scale * F.linear(

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from unfreeze.kernels.expert_mlp import (
+    SWIGLU,
+    Activation,
     ExpertFactors,
     adapter_columns,
     expert_groups,
@@ -59,9 +61,10 @@ class ExpertAdapter(Protocol):
 
 
 class Experts(nn.Module):
-    """E SwiGLU experts: gate_up_proj [E, 2I, D], down_proj [E, D, I].
+    """E gated experts: gate_up_proj [E, 2I, D], down_proj [E, D, I].
 
-    gate and up are stacked on the output dimension, gate first.
+    `activation`: SwiGLU, or another (kernels/expert_mlp/activation.py); it says how gate and up are stacked
+    on the output dimension: gate first, or row by row in turn.
     `adapter.factors()` gives the low-rank factors of every expert (see kernels/expert_mlp).
     """
 
@@ -74,9 +77,10 @@ class Experts(nn.Module):
         codec: Codec | None,
         dtype: torch.dtype,
         device: torch.device | str,
+        activation: Activation = SWIGLU,
     ):
         super().__init__()
-        self.num_experts = num_experts
+        self.num_experts, self.activation = num_experts, activation
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
 
         def weight(in_features: int, out_features: int, codec: Codec | None) -> ExpertWeight:
@@ -91,9 +95,29 @@ class Experts(nn.Module):
         self.impl = "auto"
 
     def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, reuse: Reuse | None = None) -> Tensor:
+        return self._mlp(x_TD, ids_TK, weights_TK, reuse, None)
+
+    def _mlp(
+        self,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        reuse: Reuse | None,
+        gate_up_bias: Tensor | None,
+    ) -> Tensor:
         factors = None if self.adapter is None else self.adapter.factors()
-        base = (self.gate_up_proj.value(), self.down_proj.value())
-        return expert_mlp(x_TD, ids_TK, weights_TK, *base, factors, impl=self.impl, reuse=reuse)
+        return expert_mlp(
+            x_TD,
+            ids_TK,
+            weights_TK,
+            self.gate_up_proj.value(),
+            self.down_proj.value(),
+            factors,
+            impl=self.impl,
+            reuse=reuse,
+            activation=self.activation,
+            gate_up_bias=gate_up_bias,
+        )
 
     def bytes(self, per_token: int, dtype: torch.dtype, device: str) -> Bytes:
         """What K = `per_token` rows of each token need, and the expert op's scratch.
@@ -109,6 +133,8 @@ class Experts(nn.Module):
         sizes = (self.num_experts, D, I)
         groups = expert_groups(*sizes, dtype, device)
         of_rows = bytes_at_work(K, D, I, size, groups) if device == "cuda" else 0
+        if device == "cuda" and self.activation != SWIGLU:
+            of_rows += K * 8 * I * 4  # its formula in torch: gate, up, three gradients and three factors
         return Bytes(
             held=gate_up,
             own=4 * D + max(of_rows, D * size),
@@ -117,6 +143,50 @@ class Experts(nn.Module):
             scratch_per_rank=adapter_columns(*sizes, groups) if device == "cuda" else 0,
             adapter_per_rank=adapter_columns(*sizes) * (2 * size if device == "cuda" else size + 4),
         )
+
+
+class BiasedExperts(Experts):
+    """Experts with biases: down_e(a(gate_up_e x + b_e)) + c_e (gpt-oss).
+
+    gate_up_proj_bias [E, 2I], its gate and up lying as in gate_up_proj; down_proj_bias [E, D].
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        codec: Codec | None,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        activation: Activation = SWIGLU,
+    ):
+        super().__init__(
+            num_experts,
+            hidden_size,
+            intermediate_size,
+            codec=codec,
+            dtype=dtype,
+            device=device,
+            activation=activation,
+        )
+
+        def bias(width: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(num_experts, width, dtype=dtype, device=device))
+
+        self.gate_up_proj_bias, self.down_proj_bias = bias(2 * intermediate_size), bias(hidden_size)
+
+    def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, reuse: Reuse | None = None) -> Tensor:
+        """Σ_k w_tk c_e is one product of the weights, as [T, E], with all biases."""
+        y_TD = self._mlp(x_TD, ids_TK, weights_TK, reuse, self.gate_up_proj_bias)
+        share_TE = weights_TK.new_zeros(len(x_TD), self.num_experts).scatter(1, ids_TK, weights_TK)
+        return y_TD + share_TE.to(y_TD.dtype) @ self.down_proj_bias
+
+    def bytes(self, per_token: int, dtype: torch.dtype, device: str) -> Bytes:
+        """As Experts, and each token's weights as [T, E], twice in backward."""
+        shares = Bytes(held=self.num_experts * dtype.itemsize, own=self.num_experts * (4 + dtype.itemsize))
+        return super().bytes(per_token, dtype, device) + shares
 
 
 def bytes_at_work(per_token: int, hidden: int, intermediate: int, size: int, groups: int) -> int:

@@ -1,0 +1,94 @@
+"""What an expert does between its two products: h = a(gate, up), and how gate and up lie in gate_up.
+
+    SwiGLU         silu(gate) · up                            Shazeer 2020, arXiv:2002.05202
+    GeGLU          gelu(gate) · up, gelu by its tanh form     the same
+    ClampedSwiGLU  (u + 1) · g · sigmoid(alpha g), g and u clamped gate and up     gpt-oss
+
+n rows, I expert width.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Activation(ABC):
+    """Its own equal is the same activation: a part that is passed to the op.
+
+    interleaved   gate and up alternate along gate_up's 2I, gate first; else gate is the first half
+    """
+
+    interleaved: bool = False
+
+    def split(self, gate_up: Tensor, dim: int = -1) -> tuple[Tensor, Tensor]:
+        """gate and up, each I wide, as views along `dim`, which is 2I wide."""
+        if self.interleaved:
+            gate, up = gate_up.unflatten(dim, (-1, 2)).unbind(dim if dim < 0 else dim + 1)
+            return gate, up
+        gate, up = gate_up.chunk(2, dim=dim)
+        return gate, up
+
+    @abstractmethod
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        """h [n, I] in the dtype of gate and up."""
+
+    @abstractmethod
+    def backward(self, grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(h, gradient of gate, gradient of up) from that of h; all [n, I], in float32."""
+
+
+@dataclass(frozen=True)
+class SwiGLU(Activation):
+    """silu(gate) · up. Halves have loops and kernels of their own (kernels/swiglu)."""
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up
+
+    def backward(self, grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        s = gate.sigmoid()
+        silu = gate * s
+        return silu * up, grad * up * (s + silu * (1 - s)), grad * silu
+
+
+@dataclass(frozen=True)
+class GeGLU(Activation):
+    """gelu(gate) · up, gelu(g) = g/2 · (1 + tanh(√(2/π) (g + 0.044715 g³)))."""
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        return F.gelu(gate, approximate="tanh") * up
+
+    def backward(self, grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        gelu = F.gelu(gate, approximate="tanh")
+        dgate = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
+        return gelu * up, dgate, grad * gelu
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLU(Activation):
+    """(u + 1) · g · sigmoid(alpha g), g = min(gate, limit), u = up within ±limit.
+
+    A clamped number has no gradient. Source: gpt-oss's reference, arXiv:2508.10925.
+    """
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        g, u = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (u + 1) * (g * (g * self.alpha).sigmoid())
+
+    def backward(self, grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        g, u = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        s = (g * self.alpha).sigmoid()
+        gated = g * s
+        dgate = grad * (u + 1) * (s + self.alpha * gated * (1 - s)) * (gate <= self.limit)
+        return (u + 1) * gated, dgate, grad * gated * (up.abs() <= self.limit)
+
+
+SWIGLU = SwiGLU()
