@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from unfreeze import models
 from unfreeze.adapters import attach
@@ -20,6 +21,7 @@ from unfreeze.commands.inspect import inspect
 from unfreeze.config.lora import LoraConfig
 from unfreeze.data import Example, pack
 from unfreeze.generate.open import open_model
+from unfreeze.models import qwen3_moe
 from unfreeze.quant.codec import Packed
 
 VECTORS = Path(__file__).parents[1] / "quant" / "vectors"
@@ -131,37 +133,44 @@ def test_what_was_read_is_saved_as_it_was(release):
     assert all(torch.equal(saved[name], tensor) for name, tensor in stored.items())
 
 
+def gradients(folder):
+    """-> (what autograd kept, logits, name -> gradient) of a step with adapters, whose B is not zero."""
+    ids = some_ids(24)
+    model = open_model(open_checkpoint(folder))
+    attach(model, LoraConfig(rank=4), seed=0)
+    trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    for name, value in trained.items():  # B is zero at first: A would get no gradient
+        torch.manual_seed(len(name))
+        value.data += 0.02 * torch.randn_like(value)
+    before = [part.clone() for packed in packed_of(model).values() for part in packed.parts.values()]
+    kept = []
+
+    def keep(tensor):
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logits = model.lm_head(model.hidden(batch_of(ids)))
+        torch.nn.functional.cross_entropy(logits[:-1], ids[1:]).backward()
+    after = [part for packed in packed_of(model).values() for part in packed.parts.values()]
+    assert all(map(torch.equal, before, after))
+    return kept, logits, {name: value.grad for name, value in trained.items()}
+
+
 def test_adapters_get_the_gradients_of_the_same_model_in_float(release):
     """The oracle is the model with the expanded weights, unpacked. The codes stay as they are, and no expanded
     weight is among what autograd keeps."""
-    *folders, _ = release
-    ids, found, shapes = some_ids(24), [], set()
-    for folder in folders:
-        model = open_model(open_checkpoint(folder))
-        attach(model, LoraConfig(rank=4), seed=0)
-        trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
-        for name, value in trained.items():  # B is zero at first: A would get no gradient
-            torch.manual_seed(len(name))
-            value.data += 0.02 * torch.randn_like(value)
-        codes = [part.clone() for packed in packed_of(model).values() for part in packed.parts.values()]
-        shapes = shapes or {packed.shape[-2:] for packed in packed_of(model).values()}
-        kept = []
+    packed, dense, _ = release
+    shapes = {weight.shape[-2:] for weight in packed_of(open_model(open_checkpoint(packed))).values()}
+    (kept, _, found), (kept_whole, _, wanted) = gradients(packed), gradients(dense)
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
-        def keep(tensor, kept=kept):
-            kept.append(tensor)
-            return tensor
+    def whole(tensors):
+        return [t for t in tensors if t.is_floating_point() and {t.shape[-2:], t.shape[:-3:-1]} & shapes]
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            logits = model.lm_head(model.hidden(batch_of(ids)))
-            torch.nn.functional.cross_entropy(logits[:-1], ids[1:]).backward()
-        after = [part for packed in packed_of(model).values() for part in packed.parts.values()]
-        assert all(map(torch.equal, codes, after))
-        whole = [t for t in kept if t.is_floating_point() and {t.shape[-2:], t.shape[:-3:-1]} & shapes]
-        assert bool(whole) is (folder == folders[1])  # control arm: of the dense model it keeps the weights
-        found.append({name: value.grad for name, value in trained.items()})
-    assert len(codes) == 0 and found[0].keys() == found[1].keys()
-    for name, gradient in found[1].items():
-        torch.testing.assert_close(found[0][name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+    assert not whole(kept) and whole(kept_whole)  # control arm: of the dense model it keeps the weights
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq"])
@@ -195,3 +204,48 @@ def test_the_packers_of_these_tests_write_what_the_libraries_wrote(name):
         assert all(torch.equal(written[part], parts[part]) for part in written), case
         wanted = packers.expanded(codes, scales, zeros, groups)
         assert torch.equal(wanted, parts["weight"].float().t()), case
+
+
+MXFP4 = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": ["model.layers.*.self_attn", "model.embed_tokens"],
+}
+
+
+def test_stacked_experts_in_mxfp4_are_read_held_trained_beside_and_saved(tmp_path, monkeypatch):
+    """As gpt-oss has them: both projections of all experts in one tensor each, under names of its own. The oracle
+    is the same model with what transformers makes of those tensors."""
+    monkeypatch.setattr(qwen3_moe, "RULES", ())
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(**MODELS["Qwen3Moe"])
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "random")
+    written = json.loads((tmp_path / "random/config.json").read_text())
+    packed, dense = {}, {}
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in load_file(tmp_path / "random/model.safetensors").items():
+        if ".experts." not in name:
+            packed[name] = dense[name] = tensor
+    for layer in range(2):
+        for name, rows, columns in (("gate_up_proj", 64, 64), ("down_proj", 64, 32)):
+            blocks = torch.randint(0, 256, (3, rows, columns // 32, 16), generator=generator).byte()
+            scales = torch.randint(118, 122, (3, rows, columns // 32), generator=generator).byte()
+            module = f"model.layers.{layer}.mlp.experts.{name}"
+            packed |= {f"{module}_blocks": blocks, f"{module}_scales": scales}
+            weight = convert_moe_packed_tensors(blocks, scales).float().transpose(1, 2)
+            dense[f"{module}.weight"] = weight.contiguous()
+    for folder, tensors, more in (("packed", packed, {"quantization_config": MXFP4}), ("dense", dense, {})):
+        (tmp_path / folder).mkdir()
+        save_file(tensors, tmp_path / folder / "model.safetensors")
+        (tmp_path / folder / "config.json").write_text(json.dumps(written | more))
+    facts, oracle = (inspect(str(tmp_path / folder)) for folder in ("packed", "dense"))
+    assert facts["format"] == "mxfp4" and facts["parameters"] == oracle["parameters"]
+    assert facts["groups"]["experts"]["bytes"] * 32 == 17 * oracle["groups"]["experts"]["parameters"]
+
+    ours = open_model(open_checkpoint(tmp_path / "packed"))
+    saved = dict(disk_tensors(ours.state_dict().items(), models.rules(ours.shape)))
+    assert saved.keys() == packed.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in packed.items())
+    found = [gradients(tmp_path / folder)[1:] for folder in ("packed", "dense")]
+    assert torch.equal(found[0][0], found[1][0])
+    for name, gradient in found[1][1].items():
+        torch.testing.assert_close(found[0][1][name], gradient, rtol=1e-4, atol=1e-6, msg=name)

@@ -25,6 +25,7 @@ from unfreeze.core.events import RESOLVED
 from unfreeze.quant.codec import Codec, as_table
 from unfreeze.quant.formats import is_part, recognise
 from unfreeze.quant.scheme import Scheme
+from unfreeze.quant.spelling import canonical
 from unfreeze.untrusted.json_object import read_object
 
 MAX_DIMS = 64  # of a tensor; PyTorch's own limit
@@ -69,12 +70,12 @@ class Manifest:
         return sum(info.nbytes for info in self.tensors.values())
 
     def by_model_name(self) -> dict[str, TensorInfo]:
-        """The tensors keyed by name with `prefix` removed."""
-        return {name.removeprefix(self.prefix): info for name, info in self.tensors.items()}
+        """The tensors keyed by name, without `prefix`, parts of packed weights as in quant/spelling.py."""
+        return {canonical(name.removeprefix(self.prefix)): info for name, info in self.tensors.items()}
 
     def is_packed(self) -> bool:
         """Whether a weight is stored in a quantized format that is read here, whatever config.json says."""
-        return any(map(is_part, self.tensors))
+        return any(map(is_part, self.by_model_name()))
 
     def scheme(self) -> Scheme | None:
         """Which module is in which format, by config.json; None for a checkpoint that isn't quantized.

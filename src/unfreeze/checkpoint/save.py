@@ -23,6 +23,7 @@ from unfreeze.core.errors import FULL, CheckpointError
 from unfreeze.core.units import format_bytes
 from unfreeze.quant.codec import kept_suffixes
 from unfreeze.quant.scheme import CodecFor, nothing_packed
+from unfreeze.quant.spelling import on_disk
 
 # the usual size of published shards; a save needs no more memory than this beyond the model itself
 MAX_SHARD_BYTES = 5 * 10**9
@@ -125,7 +126,7 @@ def disk_tensors(
     held: dict[str, dict[str, tuple[int, ...]]] = {}
     for param, tensor in params:
         for name, part in unstack(param, tensor, rules):
-            yield name, part
+            yield on_disk(name), part
             base, _, suffix = name.rpartition(".")
             codec = codec_for(base)
             if codec is None or suffix not in codec.suffixes:

@@ -120,7 +120,7 @@ def refuse_if_too_large(manifest: Manifest) -> None:
     from unfreeze.parallel.machine import hardware
 
     models.shape(manifest.config)  # an unknown family is refused before anything is counted
-    weights = count_weights(manifest.tensors, manifest.scheme())
+    weights = count_weights(manifest.by_model_name(), manifest.scheme())
     needed, free = 2 * 4 * weights, hardware("cpu").available
     if needed > free:
         raise DoesNotFit(

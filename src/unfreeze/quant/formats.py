@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from unfreeze.core.errors import ConfigError
-from unfreeze.quant import awq, compressed, fp8, gptq, int4
+from unfreeze.quant import awq, compressed, fp8, gptq, int4, mxfp4
 from unfreeze.quant.codec import Format, Table, Unreadable, as_table, names_in, unknown_fields
 from unfreeze.quant.scheme import Rule, Scheme, not_converted
 
@@ -19,6 +19,7 @@ FORMATS: dict[str, Format] = {
     for format in (
         int4.FORMAT,
         fp8.FORMAT,
+        mxfp4.FORMAT,
         awq.FORMAT,
         gptq.FORMAT,
         # one line per format; "*" before one that is several
@@ -31,8 +32,6 @@ FOREIGN = {
     "SCB": "bitsandbytes LLM.int8 (SCB)",
     "absmax": "bitsandbytes NF4 (absmax, quant_map)",
     "quant_map": "bitsandbytes NF4 (absmax, quant_map)",
-    "gate_up_proj_blocks": "MXFP4 (_blocks, _scales)",
-    "down_proj_blocks": "MXFP4 (_blocks, _scales)",
 }
 """A piece of a tensor's name -> the format it belongs to, which is not read here."""
 FOREIGN_DTYPES = {"F8_E4M3": "FP8 of a form that config.json does not name", "F8_E5M2": "FP8 e5m2"}

@@ -242,7 +242,7 @@ def read_blocks(where: str, table: Table) -> Mxfp4:
     return Mxfp4(BLOCKS)
 
 
-FORMAT_BLOCKS = Format(
+FORMAT = Format(
     key="mxfp4",
     title="MXFP4 as gpt-oss publishes it",
     read=read_blocks,
