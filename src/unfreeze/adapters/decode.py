@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unfreeze.adapters.names import in_ours, ours
 from unfreeze.config.adapter import named_parameters, rank_and_scale
 from unfreeze.core.errors import AdapterError, nearest
 from unfreeze.models.blocks.linear import Linear
@@ -46,9 +47,10 @@ class Decoded:
 
 def decode(model: nn.Module, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Decoded]:
     """site name -> its factors in our form. Raises one AdapterError for everything that does not fit."""
+    config = in_ours(model, config)
     # A and B by the module they belong to
     known = {c.name: c for c in candidates(model)}
-    halves, unknown = _halves(tensors, known)
+    halves, unknown = _halves({ours(model, key): tensor for key, tensor in tensors.items()}, known)
     experts = max((c.owner.num_experts for c in known.values() if not isinstance(c.owner, Linear)), default=1)
     faults = [f"{name} is unknown{nearest(name, known)}" for name in unknown]
 
@@ -230,7 +232,7 @@ def _fused(target: Decoded, projection: str, pair: Pair, swapped: bool, faults: 
         faults.append(_mismatch(f"{target.candidate.name}.{projection}", pair, in_features, out_features))
         return
     if projection == "gate_up_proj":
-        A, B = _split_gate_up(A, B)
+        A, B = _split_gate_up(A, torch.cat(owner.activation.split(B, 1), dim=1))
         target.state.update(gate_up_A=A, gate_up_B=B)
         target.scale = pair.scale
     else:

@@ -32,10 +32,12 @@ from torch import Tensor, nn
 
 from unfreeze.adapters.attach import Site, sites
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
+from unfreeze.adapters.names import check_per_expert, theirs
 from unfreeze.adapters.readers import Drop, Layout, Reader
 from unfreeze.checkpoint.save import write_file, write_safetensors
 from unfreeze.config.adapter import CONFIG, PREFIX, WEIGHTS
 from unfreeze.core.errors import AdapterError
+from unfreeze.kernels.expert_mlp import SWIGLU, Activation
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.targets import candidates
@@ -142,6 +144,7 @@ def save_adapter(
     else:
         entries = _peft_entries(adapted, model)
     config = _config(entries, layout, base_name, model)
+    entries = [replace(entry, key=theirs(model, entry.key)) for entry in entries]
     directory = Path(directory)
     tensors = Tensors(entries, f"{PREFIX}{prefix}")
     new = [folder for folder in (directory, *directory.parents) if not folder.exists()]
@@ -169,6 +172,7 @@ def _per_expert_entries(adapted: list[Site], model: nn.Module, reader: Reader | 
         if isinstance(adapter, LowRank):
             entries.append(Entry(site.name, site.name, False, site.name, adapter.A, adapter.B, adapter.scale))
             continue
+        check_per_expert(model, site.name)
         pairs = projections(adapter)
         if reader and reader.experts_whole:
             pairs |= _zero_projections(pairs)
@@ -258,7 +262,8 @@ def _peft_entries(adapted: list[Site], model: nn.Module) -> list[Entry]:
             continue
         both = adapter.gate_up_A is not None and adapter.down_A is not None
         if adapter.gate_up_A is not None and adapter.gate_up_B is not None:
-            B = block_diagonal(adapter.gate_up_B)
+            assert isinstance(site.owner, Experts)
+            B = block_diagonal(adapter.gate_up_B, site.owner.activation)
             # peft nests one wrapper per parameter; gate_up is the inner one
             key = f"{site.name}.base_layer" if both else site.name
             entries.append(
@@ -279,16 +284,17 @@ def _peft_entries(adapted: list[Site], model: nn.Module) -> list[Entry]:
     return _padded(entries)
 
 
-def block_diagonal(gate_up_B: Tensor) -> Tensor:
+def block_diagonal(gate_up_B: Tensor, activation: Activation = SWIGLU) -> Tensor:
     """[E, 2I, R] -> [E, 2I, 2R]: gate's rows use the first R columns, up's the last R.
 
-    So B · [A_gate; A_up] is [ΔW_gate; ΔW_up] / scale.
+    So B · [A_gate; A_up] is ΔW / scale, whose rows lie as `activation` has them in the base.
     """
     gate, up = gate_up_B.detach().chunk(2, dim=1)
-    return torch.cat(
-        (torch.cat((gate, torch.zeros_like(gate)), dim=2), torch.cat((torch.zeros_like(up), up), dim=2)),
-        dim=1,
-    )
+    E, width, R = gate_up_B.shape
+    blocks = gate_up_B.new_zeros((E, width, 2 * R))
+    of_gate, of_up = activation.split(blocks, 1)
+    of_gate[..., :R], of_up[..., R:] = gate, up
+    return blocks
 
 
 def _padded(entries: list[Entry]) -> list[Entry]:
@@ -378,9 +384,10 @@ def _short_names(entries: list[Entry], model: nn.Module) -> dict[str, str]:
     groups = {entry.target: (entry.rank, entry.alpha) for entry in entries}
     names = [p for c in candidates(model) for p in c.projections]
     universe = {name: groups.get(name) for n in names for name in (n, f"{n}.weight")}
+    universe = {theirs(model, name): group for name, group in universe.items()}
     short: dict[str, str] = {}
     for target, group in groups.items():
-        parts = target.split(".")
+        parts = theirs(model, target).split(".")
         # "mlp.experts.down_proj", not "down_proj"
         least = 3 if "experts" in parts else 2 if parts[-1] == "weight" else 1
         ends = (".".join(parts[-length:]) for length in range(min(least, len(parts)), len(parts) + 1))

@@ -64,6 +64,7 @@ __all__ = [
     "notes",
     "plain",
     "recompute_policy",
+    "renamed",
     "rules",
     "selective",
     "shape",
@@ -197,6 +198,11 @@ def rules(shape: Shape) -> Sequence[StackRule]:
 def ignored(shape: Shape) -> Sequence[str]:
     """Regular expressions of checkpoint names that are not part of this language model."""
     return FAMILIES[shape.model_type].ignored(shape)
+
+
+def renamed(shape: Shape) -> tuple[tuple[str, str], ...]:
+    """(ours, transformers') parts of module names, where the family's differ."""
+    return getattr(FAMILIES[shape.model_type], "RENAMED", ())
 
 
 def tied(shape: Shape) -> Mapping[str, str]:

@@ -1,0 +1,62 @@
+"""Module names in adapter files: transformers', which peft's files go by, where ours differ.
+
+A family says so in RENAMED, (ours, transformers') parts of names; one without it has transformers' names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from unfreeze import models
+from unfreeze.checkpoint.keymap import disk_module
+from unfreeze.core.errors import AdapterError
+
+
+def theirs(model: nn.Module, name: str) -> str:
+    """transformers' name of our module."""
+    for ours, other in _renamed(model):
+        name = name.replace(ours, other)
+    return name
+
+
+def ours(model: nn.Module, name: str) -> str:
+    """Our name of transformers' module."""
+    for own, other in _renamed(model):
+        name = name.replace(other, own)
+    return name
+
+
+def in_ours(model: nn.Module, config: Mapping[str, Any]) -> dict[str, Any]:
+    """adapter_config.json with our names in target_parameters, rank_pattern and alpha_pattern."""
+    named = {**config}
+    if config.get("target_parameters"):
+        named["target_parameters"] = [ours(model, target) for target in config["target_parameters"]]
+    for field in ("rank_pattern", "alpha_pattern"):
+        if config.get(field):
+            named[field] = {ours(model, key): value for key, value in config[field].items()}
+    return named
+
+
+def check_per_expert(model: nn.Module, site: str) -> None:
+    """Raise AdapterError where the checkpoint has no matrix per expert named gate_proj, up_proj, down_proj.
+
+    Which names the readers of the per-expert layout want then is not known here.
+    """
+    shape = getattr(model, "shape", None)
+    if not isinstance(shape, models.Shape):
+        return
+    stored = disk_module(f"{site}.gate_up_proj", models.rules(shape))
+    if stored != f"{site}.0.gate_proj":
+        raise AdapterError(
+            f"the per-expert layout is not built for model_type {shape.model_type!r}: its releases store"
+            f" {stored}, and no reader's names for adapters of such experts are known here",
+            next="unfreeze export --for peft, or train without experts: --lora.targets attention",
+        )
+
+
+def _renamed(model: nn.Module) -> tuple[tuple[str, str], ...]:
+    shape = getattr(model, "shape", None)
+    return models.renamed(shape) if isinstance(shape, models.Shape) else ()
