@@ -249,8 +249,9 @@ def answer(module: nn.Module, inputs: list[Tensor], output: Any, run: Any) -> tu
 
     None for a module that only contains others (`model`, `layers`).
     """
-    from unfreeze.models.blocks.attention import Attention
+    from unfreeze.models.blocks.attention import Attending
     from unfreeze.models.blocks.experts import Experts
+    from unfreeze.models.blocks.head import Head
     from unfreeze.models.blocks.mla import MLA
     from unfreeze.models.blocks.moe import MoE
     from unfreeze.models.blocks.routers import Router
@@ -267,11 +268,12 @@ def answer(module: nn.Module, inputs: list[Tensor], output: Any, run: Any) -> tu
             scores_TE, output[1], output[2]
         )
     theirs = unbatched(output[0] if isinstance(output, tuple) else output)
-    if isinstance(module, (Attention, MLA, MoE, Layer)):
+    if isinstance(module, (Attending, MLA, MoE, Layer)):
         return module(inputs[0], run), theirs
     if isinstance(module, Experts):
         return module(*inputs[:3]), theirs
-    return module(inputs[0]), theirs
+    # a softcap or a factor on the logits is no part of the oracle's head
+    return (module.product if isinstance(module, Head) else module)(inputs[0]), theirs
 
 
 def by_expert(like_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ def launched(model: Decoder, cache: Cache) -> Step:
 
 def by_record(model: Decoder, cache: Cache) -> Step:
     """Replayed where a record of kernels/cuda_graph says that it pays for that many rows, else launched."""
-    dtype = model.model.norm.weight.dtype
+    dtype = model.model.embed_tokens.weight.dtype
     return (Replayed if pays(model.device, dtype, len(cache.lengths)) else launched)(model, cache)
 
 
@@ -85,7 +85,7 @@ class Replayed:
             return self.model.logits(self.model.step_within(tokens_S, positions_S, self.cache, width))
 
         buffers = tuple(torch.zeros(rows, dtype=torch.int64, device=self.model.device) for _ in range(2))
-        return Launches(run, buffers, rows, self.model.model.norm.weight.dtype)
+        return Launches(run, buffers, rows, self.model.model.embed_tokens.weight.dtype)
 
 
 def width_of(longest: int, capacity: int) -> int:

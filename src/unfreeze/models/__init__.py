@@ -21,12 +21,19 @@ from unfreeze.models import (
     deepseek_v3,
     ernie4_5_moe,
     glm4_moe,
+    granite,
     llama,
+    ministral,
+    mistral,
     mixtral,
+    nanochat,
+    olmo2,
     qwen2,
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    seed_oss,
+    smollm3,
 )
 from unfreeze.models.allowed import Fields, names, refuse_unbuilt, unknown
 from unfreeze.models.fields import check_fields, check_sizes, without_nulls
@@ -73,16 +80,23 @@ __all__ = [
 
 FAMILIES: dict[str, ModuleType] = {
     "deepseek_v2": deepseek_v2,
-    "ernie4_5_moe": ernie4_5_moe,
-    "mixtral": mixtral,
-    "qwen2_moe": qwen2_moe,
     "deepseek_v3": deepseek_v3,
+    "ernie4_5_moe": ernie4_5_moe,
     "glm4_moe": glm4_moe,
+    "granite": granite,
     "kimi_k2": deepseek_v3,
     "llama": llama,
+    "ministral": ministral,
+    "mistral": mistral,
+    "mixtral": mixtral,
+    "nanochat": nanochat,
+    "olmo2": olmo2,
     "qwen2": qwen2,
+    "qwen2_moe": qwen2_moe,
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
+    "seed_oss": seed_oss,
+    "smollm3": smollm3,
 }
 WRAPPERS: dict[str, frozenset[str]] = {
     "kimi_k25": names("""

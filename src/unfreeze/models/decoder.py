@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import UserError
 from unfreeze.kernels.attention import Layout
+from unfreeze.models.blocks.embedding import Embedding
 from unfreeze.models.blocks.linear import Linear, PackedHolder
 from unfreeze.models.blocks.moe import MoE
 from unfreeze.models.blocks.norm import RMSNorm
@@ -26,17 +26,6 @@ from unfreeze.models.layer import Layer
 from unfreeze.models.recompute import RecomputePolicy, plain
 from unfreeze.models.shape import Shape
 from unfreeze.quant.codec import Packed
-
-
-class Embedding(nn.Module):
-    """Rows of a table: tokens [T] -> [T, D]. No padding row: packed batches have no padding."""
-
-    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device | str):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=dtype, device=device))
-
-    def forward(self, tokens_T: Tensor) -> Tensor:
-        return F.embedding(tokens_T, self.weight)
 
 
 class Body(nn.Module):
@@ -63,7 +52,7 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.model.norm.weight.device
+        return self.model.embed_tokens.weight.device
 
     def packed_weights(self) -> list[Packed]:
         """Every weight that stays packed."""

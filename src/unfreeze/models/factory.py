@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,11 +17,14 @@ from unfreeze.checkpoint.keymap import disk_module
 from unfreeze.checkpoint.manifest import Manifest
 from unfreeze.kernels.expert_mlp import SWIGLU, Activation
 from unfreeze.models import FAMILIES
+from unfreeze.models.blocks.embedding import Embedding, ScaledEmbedding
 from unfreeze.models.blocks.experts import Experts
+from unfreeze.models.blocks.head import Head
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.mlp import MLP
+from unfreeze.models.blocks.nonlinearity import GATED_SILU, Nonlinearity
 from unfreeze.models.blocks.norm import RMSNorm
-from unfreeze.models.decoder import Body, Decoder, Embedding
+from unfreeze.models.decoder import Body, Decoder
 from unfreeze.models.fields import check_against_files
 from unfreeze.models.shape import Shape
 from unfreeze.quant.codec import Codec
@@ -54,11 +57,20 @@ class Factory:
         """A parameter of its own, such as attention's sinks."""
         return nn.Parameter(torch.empty(size, dtype=self.dtype, device=self.device))
 
-    def norm(self, size: int, eps: float) -> RMSNorm:
-        return RMSNorm(size, eps, dtype=self.dtype, device=self.device)
+    def norm(self, size: int, eps: float, kind: type[RMSNorm] = RMSNorm) -> RMSNorm:
+        return kind(size, eps, dtype=self.dtype, device=self.device)
 
-    def mlp(self, name: str, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> MLP:
+    def mlp(
+        self,
+        name: str,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool = False,
+        activation: Nonlinearity = GATED_SILU,
+    ) -> MLP:
         return MLP(
+            activation=activation,
             gate_proj=self.linear(f"{name}.gate_proj", hidden_size, intermediate_size, bias=bias),
             up_proj=self.linear(f"{name}.up_proj", hidden_size, intermediate_size, bias=bias),
             down_proj=self.linear(f"{name}.down_proj", intermediate_size, hidden_size, bias=bias),
@@ -91,6 +103,35 @@ class Factory:
         sizes = shape.moe.num_experts, shape.hidden_size, shape.moe.intermediate_size
         return self.experts(f"{name}.experts", *sizes, **parts)
 
+    def embedding(self, shape: Shape, scale: float | None = None) -> Embedding:
+        """Rows of the table, times `scale` where it is a number."""
+        sizes = shape.vocab_size, shape.hidden_size
+        if scale is None:
+            return Embedding(*sizes, dtype=self.dtype, device=self.device)
+        return ScaledEmbedding(*sizes, scale, dtype=self.dtype, device=self.device)
+
+    def head(self, shape: Shape, factor: float = 1.0) -> Linear:
+        """The output head: logits times `factor`, within shape.softcap where it is a number."""
+        sizes, codec = (shape.hidden_size, shape.vocab_size), self.codec_for("lm_head")
+        if factor == 1 and shape.softcap is None:
+            return Linear(*sizes, codec=codec, dtype=self.dtype, device=self.device)
+        return Head(
+            *sizes, factor=factor, softcap=shape.softcap, codec=codec, dtype=self.dtype, device=self.device
+        )
+
+
+class Ends(NamedTuple):
+    """What stands before and behind a model's layers."""
+
+    embed_tokens: Embedding
+    norm: RMSNorm
+    lm_head: Linear
+
+
+def ends(shape: Shape, make: Factory) -> Ends:
+    """A table, an RMSNorm and a matrix. A family with others has a function of this name."""
+    return Ends(make.embedding(shape), make.norm(shape.hidden_size, shape.rms_norm_eps), make.head(shape))
+
 
 def build(
     shape: Shape,
@@ -106,15 +147,10 @@ def build(
     `codec_for(module name)` says which modules the checkpoint stores packed, and how; they stay so.
     """
     make = Factory(dtype, device, codec_for)
-    layers = [FAMILIES[shape.model_type].layer(shape, index, make) for index in range(shape.num_layers)]
-    body = Body(
-        Embedding(shape.vocab_size, shape.hidden_size, dtype=dtype, device=device),
-        layers,
-        make.norm(shape.hidden_size, shape.rms_norm_eps),
-    )
-    lm_head = Linear(
-        shape.hidden_size, shape.vocab_size, codec=make.codec_for("lm_head"), dtype=dtype, device=device
-    )
+    family = FAMILIES[shape.model_type]
+    layers = [family.layer(shape, index, make) for index in range(shape.num_layers)]
+    embed_tokens, norm, lm_head = getattr(family, "ends", ends)(shape, make)
+    body = Body(embed_tokens, layers, norm)
     if shape.tied:
         lm_head.weight = body.embed_tokens.weight
     return Decoder(shape, body, lm_head)

@@ -69,11 +69,12 @@ class Of:
 
 
 Kind = Whole | Number | Of
-FLAG, TEXT, TABLE, LAYERS = (
+FLAG, TEXT, TABLE, LAYERS, PER_LAYER = (
     Of(bool, "true or false"),
     Of(str, "a text"),
     Of(dict, "an object"),
     Of(list, "a list of layer numbers"),
+    Of(list, "a list with an entry per layer"),
 )
 _FACTOR = Number(0)
 FIELDS: dict[str, Kind] = {
@@ -121,6 +122,12 @@ FIELDS: dict[str, Kind] = {
         ("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_sliding_window"), FLAG
     ),
     **dict.fromkeys(("rope_interleave", "is_causal", "use_qk_norm", "qkv_bias", "use_bias"), FLAG),
+    "attention_out_bias": FLAG,
+    "sliding_window": Whole(0, 2**31),
+    "no_rope_layer_interval": Whole(1, 10_000),
+    **dict.fromkeys(("layer_types", "no_rope_layers"), PER_LAYER),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier"), Number(0)),
+    **dict.fromkeys(("logits_scaling", "final_logit_softcapping"), Number(0)),
     **dict.fromkeys(("model_type", "hidden_act", "scoring_func", "topk_method"), TEXT),
     **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), TABLE),
     "mlp_only_layers": LAYERS,

@@ -10,26 +10,24 @@ from unfreeze.models.decoder import Decoder
 
 
 def initialize(model: Decoder, seed: int) -> None:
-    """Every weight ~ N(0, initializer_range²), norms 1, biases 0.
+    """Every weight ~ N(0, initializer_range²), norms' gains 1, biases 0.
 
     Projections back into the residual stream are scaled by 1/sqrt(2 · layers), so that its variance does not
     grow with depth (GPT-2, Radford et al. 2019). Deterministic in `seed`.
     """
     generator = torch.Generator().manual_seed(seed)
-    norms = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, RMSNorm)
-        for parameter in module.parameters()
-    }
+    norms = [module for module in model.modules() if isinstance(module, RMSNorm)]
+    done = {id(parameter) for norm in norms for parameter in norm.parameters()}
     std = model.shape.initializer_range
     with torch.no_grad():
+        for norm in norms:
+            norm.reset()
         for name, parameter in model.named_parameters():
-            if id(parameter) in norms:
-                nn.init.ones_(parameter)
-            elif name.endswith(".bias"):
+            if id(parameter) in done:
+                continue
+            if name.endswith(".bias"):
                 nn.init.zeros_(parameter)
             else:
-                into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                into_residual = name.endswith(("o_proj.weight", "down_proj.weight", "fc2.weight"))
                 scale = std / (2 * model.shape.num_layers) ** 0.5 if into_residual else std
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)

@@ -1,12 +1,14 @@
-"""The residual block every family shares. T tokens, D model width."""
+"""The residual blocks: where the norms stand, and what is added to what. T tokens, D model width."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from unfreeze.models.blocks.bytes import Block, Bytes
-from unfreeze.models.blocks.mlp import with_residual
+from unfreeze.models.blocks.mlp import MLP, with_residual
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.passes import Pass
 
@@ -30,6 +32,88 @@ class Layer(Block):
 
         They are its output, and the sum behind attention, whose place its gradient takes.
         """
-        sums = Bytes(held=2 * dtype.itemsize * self.input_layernorm.weight.numel())
+        sums = Bytes(held=2 * dtype.itemsize * self.input_layernorm.size)
         parts = (self.input_layernorm, self.self_attn, self.post_attention_layernorm, self.mlp)
+        return sum((part.bytes(dtype, device) for part in parts), sums)
+
+
+class ScaledLayer(Layer):
+    """x + m · attention(norm(x)), then x + m · mlp(norm(x)) (Granite's residual_multiplier)."""
+
+    def __init__(self, multiplier: float, **parts: Any):
+        super().__init__(**parts)
+        self.multiplier = multiplier
+
+    def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
+        x_TD = x_TD + self.multiplier * self.self_attn(self.input_layernorm(x_TD), run)
+        return x_TD + self.multiplier * self.mlp(self.post_attention_layernorm(x_TD), run)
+
+
+class PostNormLayer(Layer):
+    """x + norm(attention(x)), then x + norm(mlp(x)) (OLMo 2). Source: arXiv:2501.00656, section 3.2."""
+
+    def __init__(
+        self,
+        *,
+        self_attn: Block,
+        mlp: MLP,
+        post_attention_layernorm: RMSNorm,
+        post_feedforward_layernorm: RMSNorm,
+    ):
+        Block.__init__(self)
+        self.self_attn, self.mlp = self_attn, mlp
+        self.post_attention_layernorm = post_attention_layernorm
+        self.post_feedforward_layernorm = post_feedforward_layernorm
+
+    def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
+        x_TD = x_TD + self.post_attention_layernorm(self.self_attn(x_TD, run))
+        return x_TD + self.post_feedforward_layernorm(self.mlp.read(x_TD, run))
+
+    def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
+        """Its parts in order, and during all of its backward 4 D: sums as in Layer, and the norms' inputs."""
+        D = self.post_attention_layernorm.size
+        # the MLP's product is read by the norm behind it: elementwise recomputation keeps it
+        sums = Bytes(held=4 * dtype.itemsize * D, linear=dtype.itemsize * D)
+        parts = (self.self_attn, self.post_attention_layernorm, self.mlp, self.post_feedforward_layernorm)
+        return sum((part.bytes(dtype, device) for part in parts), sums)
+
+
+class SandwichLayer(Layer):
+    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))) (Gemma 2). Source: arXiv:2408.00118."""
+
+    def __init__(
+        self,
+        *,
+        self_attn: Block,
+        mlp: MLP,
+        input_layernorm: RMSNorm,
+        post_attention_layernorm: RMSNorm,
+        pre_feedforward_layernorm: RMSNorm,
+        post_feedforward_layernorm: RMSNorm,
+    ):
+        Block.__init__(self)
+        self.self_attn, self.mlp = self_attn, mlp
+        self.input_layernorm, self.post_attention_layernorm = input_layernorm, post_attention_layernorm
+        self.pre_feedforward_layernorm = pre_feedforward_layernorm
+        self.post_feedforward_layernorm = post_feedforward_layernorm
+
+    def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
+        attended_TD = self.self_attn(self.input_layernorm(x_TD), run)
+        x_TD = x_TD + self.post_attention_layernorm(attended_TD)
+        return x_TD + self.post_feedforward_layernorm(
+            self.mlp.read(self.pre_feedforward_layernorm(x_TD), run)
+        )
+
+    def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
+        """As of PostNormLayer, with a norm before each part too."""
+        D = self.input_layernorm.size
+        sums = Bytes(held=4 * dtype.itemsize * D, linear=dtype.itemsize * D)
+        parts = (
+            self.input_layernorm,
+            self.self_attn,
+            self.post_attention_layernorm,
+            self.pre_feedforward_layernorm,
+            self.mlp,
+            self.post_feedforward_layernorm,
+        )
         return sum((part.bytes(dtype, device) for part in parts), sums)

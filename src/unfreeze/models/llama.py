@@ -13,9 +13,9 @@ from unfreeze.models.blocks.rope import rope_from_config
 from unfreeze.models.shape import Shape, common, require
 
 if TYPE_CHECKING:
-    from unfreeze.kernels.rotary import Pairing
     from unfreeze.models.blocks.attention import Attention
     from unfreeze.models.blocks.bytes import Block
+    from unfreeze.models.blocks.norm import RMSNorm
     from unfreeze.models.factory import Factory
     from unfreeze.models.layer import Layer
 
@@ -49,14 +49,16 @@ def attention(
     qkv_bias: bool,
     output_bias: bool,
     qk_norm: bool = False,
-    pairs: Pairing = "halves",
+    norm: type[RMSNorm] | None = None,
+    **parts: Any,
 ) -> Attention:
     """Grouped-query attention; with `qk_norm` an RMSNorm per head on q and k (Qwen3).
 
-    pairs: which elements of a head rotate together (kernels/rotary).
+    norm: its kind. parts: of blocks.attention.Attending: a scale, a mask, other rotary tables.
     """
     from unfreeze.models.blocks.attention import Attention
 
+    kind = () if norm is None else (norm,)
     name, hidden, width = f"model.layers.{index}.self_attn", shape.hidden_size, shape.head_dim
     return Attention(
         index,
@@ -65,9 +67,9 @@ def attention(
         k_proj=make.linear(f"{name}.k_proj", hidden, shape.num_kv_heads * width, bias=qkv_bias),
         v_proj=make.linear(f"{name}.v_proj", hidden, shape.num_kv_heads * width, bias=qkv_bias),
         o_proj=make.linear(f"{name}.o_proj", shape.num_heads * width, hidden, bias=output_bias),
-        q_norm=make.norm(width, shape.rms_norm_eps) if qk_norm else None,
-        k_norm=make.norm(width, shape.rms_norm_eps) if qk_norm else None,
-        pairs=pairs,
+        q_norm=make.norm(width, shape.rms_norm_eps, *kind) if qk_norm else None,
+        k_norm=make.norm(width, shape.rms_norm_eps, *kind) if qk_norm else None,
+        **parts,
     )
 
 

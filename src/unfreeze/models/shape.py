@@ -48,6 +48,8 @@ class Shape:
     """Everything a family needs to build itself, and everything the plan and `inspect` count with.
 
     rope   of all layers, but for those that ask for one of `ropes` by its name (Gemma 3's local layers)
+    layer_types  the kind of attention of each layer (layer_types.py); () where all are alike
+    softcap      of the logits, c · tanh(z / c); None: they are what they are
     """
 
     model_type: str
@@ -68,6 +70,8 @@ class Shape:
     mla: MLAShape | None
     config: Mapping[str, Any]
     ropes: Mapping[str, Rope] = field(default_factory=dict)
+    layer_types: tuple[str, ...] = ()
+    softcap: float | None = None
 
     def tables(self, positions_T: Tensor) -> tuple[tuple[Tensor, Tensor], dict[str, tuple[Tensor, Tensor]]]:
         """(cos, sin) of `rope` at integer positions [T], and those of `ropes` by name."""
@@ -128,4 +132,6 @@ def common(config: Mapping[str, Any], *, family: str, rope: Rope, head_dim: int,
         mla=parts.get("mla"),
         config=dict(config),
         ropes=parts.get("ropes", {}),
+        layer_types=parts.get("layer_types", ()),
+        softcap=parts.get("softcap"),
     )

@@ -11,6 +11,9 @@ N rows (supervised tokens), D model width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -21,7 +24,16 @@ from unfreeze.kernels.linear_cross_entropy import reference
 from unfreeze.kernels.linear_cross_entropy.blocks import Answer, Dense, rows_per_block, through_head
 from unfreeze.kernels.loops import triton_options
 
-__all__ = ["OP", "block_cost", "bucket", "head_cross_entropy", "linear_cross_entropy"]
+__all__ = ["OP", "DenseHead", "block_cost", "bucket", "head_cross_entropy", "linear_cross_entropy"]
+
+
+class DenseHead(NamedTuple):
+    """A head as tensors: z = factor · (W h) + b, and c · tanh(z / c) where softcap is a number c."""
+
+    weight_VD: Tensor
+    bias_V: Tensor | None = None
+    factor: float = 1.0
+    softcap: float | None = None
 
 
 def linear_cross_entropy(
@@ -32,10 +44,12 @@ def linear_cross_entropy(
     weights_N: Tensor,
     block_rows: int | None = None,
     impl: str = "auto",
+    *,
+    softcap: float | None = None,
 ) -> Answer:
     """The weighted loss of a head W h + b, how often the target is likeliest, and every log p.
 
-    z_n = W h_n + b,  log p_n = z_n[target_n] - logsumexp(z_n)
+    z_n = W h_n + b, with a softcap c · tanh(z_n / c);  log p_n = z_n[target_n] - logsumexp(z_n)
     -> (sum_n w_n · -log p_n,  sum_n w_n [z_n[target_n] is the largest],  log p_N)
 
     hidden_ND  [N, D] in the dtype of weight_VD [V, D]
@@ -50,7 +64,7 @@ def linear_cross_entropy(
     """
     kind = bucket(hidden_ND, weight_VD, bias_V, targets_N, weights_N)
     return choose(OP, hidden_ND.device, hidden_ND.dtype, kind, impl)(
-        hidden_ND, weight_VD, bias_V, targets_N, weights_N, block_rows
+        hidden_ND, weight_VD, bias_V, targets_N, weights_N, block_rows, softcap
     )
 
 
@@ -64,12 +78,14 @@ def head_cross_entropy(
 ) -> Answer:
     """The same for a head that is a module; the gradient also reaches its trainable parameters.
 
-    A head that is W and b alone goes through linear_cross_entropy.
+    A head whose `dense_head()` gives its tensors goes through linear_cross_entropy, so does torch's Linear.
     A packed or adapted one runs its own forward and backward, by blocks.
     """
-    dense = _weight_and_bias(head)
-    if dense is not None and dense[0].dtype == hidden_ND.dtype:
-        return linear_cross_entropy(hidden_ND, *dense, targets_N, weights_N, block_rows, impl)
+    dense = _dense(head)
+    if dense is not None and dense.weight_VD.dtype == hidden_ND.dtype:
+        scaled_ND = hidden_ND if dense.factor == 1 else hidden_ND * dense.factor
+        inputs = scaled_ND, dense.weight_VD, dense.bias_V, targets_N, weights_N
+        return linear_cross_entropy(*inputs, block_rows, impl, softcap=dense.softcap)
     vocab, device = int(head.out_features), hidden_ND.device  # type: ignore[arg-type]
     size = block_rows or rows_per_block(
         len(hidden_ND), vocab, hidden_ND.element_size(), device.type, trained=False
@@ -79,12 +95,14 @@ def head_cross_entropy(
     return through_head(hidden_ND, head, targets_N, weights_N, functions, size)
 
 
-def _weight_and_bias(head: nn.Module) -> tuple[Tensor, Tensor | None] | None:
-    """(W, b) of a head that computes W h + b and nothing else."""
-    whole = type(head) is nn.Linear or (
-        hasattr(head, "adapter") and head.adapter is None and getattr(head, "codec", None) is None
-    )
-    return (head.weight, head.bias) if whole and not _hooked(head) else None  # type: ignore[return-value]
+def _dense(head: nn.Module) -> DenseHead | None:
+    """The head as tensors, where that is all it is."""
+    if _hooked(head):
+        return None
+    if type(head) is nn.Linear:
+        return DenseHead(head.weight, head.bias)
+    asked: Callable[[], DenseHead | None] | None = getattr(head, "dense_head", None)
+    return None if asked is None else asked()
 
 
 def _hooked(head: nn.Module) -> bool:
@@ -105,15 +123,21 @@ def _bucket(vocab: int, trained: bool) -> str:
     return f"{'small' if vocab < 1 << 14 else 'large'} vocabulary, head {'trained' if trained else 'frozen'}"
 
 
-def block_cost(vocab: int, dtype: torch.dtype, device: torch.device, trained: bool) -> tuple[int, int]:
+def block_cost(
+    vocab: int, dtype: torch.dtype, device: torch.device, trained: bool, softcapped: bool = False
+) -> tuple[int, int]:
     """For the plan: (rows of the largest block, bytes alive per logit of it).
 
     The candidates work in place. The reference's softmax adds a float32 copy, two for half precision.
+    A softcap keeps what it capped, and has the slope of it in float32 beside the gradient.
     With more rows than a block, a trained head in half precision also sums its gradient in float32, [V, D].
     """
     most = rows_per_block(0, vocab, dtype.itemsize, device.type, trained)
     in_place = by_record(OP, device, dtype, _bucket(vocab, trained)).runs in ("numba", "triton")
-    return most, dtype.itemsize + (0 if in_place else 4 if dtype.itemsize >= 4 else 8)
+    beside = 0 if in_place else 4 if dtype.itemsize >= 4 else 8
+    if softcapped:
+        return most, 2 * dtype.itemsize + max(beside, 4)
+    return most, dtype.itemsize + beside
 
 
 def _load_numba() -> Dense:

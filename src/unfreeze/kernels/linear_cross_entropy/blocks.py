@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from unfreeze.kernels.linear_cross_entropy.softcap import capped, through_softcap_
+
 MAX_BLOCK_ROWS = 4096
 MIN_BLOCK_ROWS = 128  # below it the head's GEMM is bound by reading the weight, not by arithmetic
 # Bytes of a block's logits. Frozen head: blocks of 128 rows are as fast as larger ones and take the least
@@ -54,7 +56,7 @@ def rows_per_block(rows: int, vocab: int, itemsize: int, device: str, trained: b
 class Dense:
     """An implementation of the op.
 
-    (hidden_ND, weight_VD, bias_V, targets_N, weights_N, block_rows) -> Answer.
+    (hidden_ND, weight_VD, bias_V, targets_N, weights_N, block_rows, softcap) -> Answer.
     """
 
     def __init__(self, functions: SoftmaxFunctions):
@@ -68,12 +70,13 @@ class Dense:
         targets_N: Tensor,
         weights_N: Tensor,
         block_rows: int | None = None,
+        softcap: float | None = None,
     ) -> Answer:
         wanted = torch.is_grad_enabled() and any(
             x is not None and x.requires_grad for x in (hidden_ND, weight_VD, bias_V)
         )
         return _Dense.apply(
-            hidden_ND, weight_VD, bias_V, targets_N, weights_N, block_rows, self.functions, wanted
+            hidden_ND, weight_VD, bias_V, targets_N, weights_N, block_rows, softcap, self.functions, wanted
         )
 
 
@@ -92,6 +95,7 @@ class _Dense(torch.autograd.Function):
         targets_N: Tensor,
         weights_N: Tensor,
         block_rows: int | None,
+        softcap: float | None,
         functions: SoftmaxFunctions,
         wanted: bool,
     ) -> Answer:
@@ -105,16 +109,19 @@ class _Dense(torch.autograd.Function):
         dbias_V = torch.zeros_like(bias_V, dtype=answer.dtype) if to_bias and bias_V is not None else None
         for rows in _blocks(len(hidden_ND), size):
             hidden_BD = hidden_ND[rows]
-            dlogits_BV = answer.add(
-                functions, F.linear(hidden_BD, weight_VD, bias_V), targets_N[rows], rows, wanted
-            )
+            logits_BV = F.linear(hidden_BD, weight_VD, bias_V)
+            shown_BV = logits_BV if softcap is None else capped(logits_BV, softcap)
+            dlogits_BV = answer.add(functions, shown_BV, targets_N[rows], rows, wanted)
+            if softcap is not None and wanted:
+                through_softcap_(dlogits_BV, logits_BV, softcap)
             if dhidden_ND is not None:
                 dhidden_ND[rows] = dlogits_BV @ weight_VD
             if dweight is not None:
                 dweight.add(dlogits_BV, hidden_BD)
             if dbias_V is not None:
                 dbias_V += dlogits_BV.sum(0, dtype=answer.dtype)
-            del dlogits_BV  # or two blocks are alive while the next one's logits are made
+            # or two blocks are alive while the next one's logits are made
+            del dlogits_BV, logits_BV, shown_BV
         ctx.save_for_backward(
             dhidden_ND,
             None if dweight is None else dweight.value(),
@@ -126,14 +133,7 @@ class _Dense(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        return (
-            *(None if g is None else g * upstream.to(g.dtype) for g in ctx.saved_tensors),
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        return (*(None if g is None else g * upstream.to(g.dtype) for g in ctx.saved_tensors), *(None,) * 6)
 
 
 class _Sums:

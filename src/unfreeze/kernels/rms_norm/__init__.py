@@ -27,8 +27,8 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, impl: str = "auto") -> 
     """y = weight · x / sqrt(mean(x²) + eps), the mean in float32 whatever x is.
 
     In bf16 or fp16 an all-zero row with a tiny eps becomes NaN.
-    x [..., D] -> y [..., D] in x's dtype: normalised in float32, rounded, then scaled (the rounding order of
-    the Llama reference).
+    x [..., D] -> y [..., D] in x's dtype, whatever the weight's: normalised in float32, rounded, then scaled
+    (the rounding order of the Llama reference).
     Source: Zhang & Sennrich 2019.
     """
     return choose(OP, x_TD.device, x_TD.dtype, bucket(x_TD, weight_D, eps), impl)(x_TD, weight_D, eps)
@@ -37,9 +37,9 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, impl: str = "auto") -> 
 def bucket(x_TD: Tensor, weight_D: Tensor, eps: float) -> str:
     """Name the bucket: "few" or "many" numbers.
 
-    "other" where the weight has a dtype of its own (only the reference takes that).
+    "other" where the weight is neither of x's dtype nor float32 (only the reference takes that).
     """
-    if weight_D.dtype != x_TD.dtype:
+    if weight_D.dtype not in (x_TD.dtype, torch.float32):
         return "other"
     return "few" if x_TD.numel() < FEW else "many"
 

@@ -15,7 +15,7 @@ def forward(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]
     """(y, r [T, 1] in at least float32)."""
     x32 = _wide(x_TD)
     r_T1 = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    return weight_D * (x32 * r_T1).to(x_TD.dtype), r_T1
+    return (weight_D * (x32 * r_T1).to(x_TD.dtype)).to(x_TD.dtype), r_T1
 
 
 def backward(dy_TD: Tensor, x_TD: Tensor, weight_D: Tensor, r_T1: Tensor) -> Tensor:

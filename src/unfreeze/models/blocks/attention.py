@@ -5,6 +5,8 @@ T tokens, D model width, H query heads, G key/value heads, d head width.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -16,14 +18,59 @@ from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.passes import Pass
 
 
-class Attention(Block):
-    """y = o_proj(softmax(scale · q kᵀ) v), q and k rotated in `pairs`.
+class Attending(Block):
+    """y = o_proj(softmax(scale · q kᵀ) v), q and k rotated in `pairs`: what follows the projections.
 
     scale    1/sqrt(d) where it is None
     rope     name of the rotary tables (`Shape.ropes`), "" for the model's own; None: a layer without rotation
+    query_rope   of the tables for q, where they are others than k's: those that grow with the position
     mask     a sliding window or chunks; softcap: cap · tanh(score / cap)
     sinks    [H], a learnt score of each head that takes its share of the softmax (gpt-oss)
-    q_norm, k_norm   per head, before the rotation (Qwen3)
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        head_dim: int,
+        *,
+        o_proj: Linear,
+        scale: float | None = None,
+        rope: str | None = "",
+        query_rope: str | None = None,
+        mask: Mask = CAUSAL,
+        softcap: float | None = None,
+        sinks: nn.Parameter | None = None,
+        pairs: Pairing = "halves",
+    ):
+        super().__init__()
+        self.layer, self.head_dim, self.o_proj = layer, head_dim, o_proj
+        self.scale = head_dim**-0.5 if scale is None else scale
+        self.rope, self.query_rope = rope, rope if query_rope is None else query_rope
+        self.mask, self.softcap, self.sinks = mask, softcap, sinks
+        self.pairs: Pairing = pairs
+
+    def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, run: Pass) -> Tensor:
+        """Rotation, the cache, attention, o_proj. -> [T, D]."""
+        if self.query_rope is not None:
+            q_THd = rotary(q_THd, *run.tables(self.query_rope), self.pairs)
+        if self.rope is not None:
+            k_TGd = rotary(k_TGd, *run.tables(self.rope), self.pairs)
+        k, v = run.remember(self.layer, k_TGd, v_TGv)
+        o_THv = run.attend(q_THd, k, v, self.scale, mask=self.mask, softcap=self.softcap, sinks_H=self.sinks)
+        return self.o_proj(o_THv.flatten(1), run.reuse_linear)
+
+    def attend_bytes(self, heads: int, key_heads: int, dtype: torch.dtype, device: str) -> Bytes:
+        """Of `attend` between the projections; the linear layer's is o_proj's."""
+        by_blocks = self.softcap is not None or self.sinks is not None
+        shape = AttentionShape(heads, key_heads, self.head_dim, self.head_dim, self.mask.window, by_blocks)
+        product = Bytes(linear=self.o_proj.out_features * dtype.itemsize)
+        return product + attention_bytes(shape, dtype, device)
+
+
+class Attention(Attending):
+    """Attention with a projection each for q, k and v.
+
+    q_norm, k_norm   per head, before the rotation (Qwen3). `parts` as in Attending.
     """
 
     def __init__(
@@ -34,24 +81,13 @@ class Attention(Block):
         q_proj: Linear,
         k_proj: Linear,
         v_proj: Linear,
-        o_proj: Linear,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
-        scale: float | None = None,
-        rope: str | None = "",
-        mask: Mask = CAUSAL,
-        softcap: float | None = None,
-        sinks: nn.Parameter | None = None,
-        pairs: Pairing = "halves",
+        **parts: Any,
     ):
-        super().__init__()
-        self.pairs: Pairing = pairs
-        self.layer, self.head_dim = layer, head_dim
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = q_proj, k_proj, v_proj, o_proj
+        super().__init__(layer, head_dim, **parts)
+        self.q_proj, self.k_proj, self.v_proj = q_proj, k_proj, v_proj
         self.q_norm, self.k_norm = q_norm, k_norm
-        self.scale = head_dim**-0.5 if scale is None else scale
-        self.rope, self.mask, self.softcap = rope, mask, softcap
-        self.sinks = sinks
 
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
         q_THd = self.q_proj(x_TD, run.reuse_linear).unflatten(-1, (-1, self.head_dim))
@@ -59,31 +95,51 @@ class Attention(Block):
         v_TGv = self.v_proj(x_TD, run.reuse_linear).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             q_THd, k_TGd = self.q_norm(q_THd), self.k_norm(k_TGd)
-        return self.attend(q_THd, k_TGd, v_TGv, x_TD, run)
-
-    def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, x_TD: Tensor, run: Pass) -> Tensor:
-        """What follows the projections: rotation, the cache, attention, o_proj. -> [T, D]."""
-        if self.rope is not None:
-            tables = run.tables(self.rope)
-            q_THd, k_TGd = rotary(q_THd, *tables, self.pairs), rotary(k_TGd, *tables, self.pairs)
-        k, v = run.remember(self.layer, k_TGd, v_TGv)
-        o_THv = run.attend(q_THd, k, v, self.scale, mask=self.mask, softcap=self.softcap, sinks_H=self.sinks)
-        return self.o_proj(o_THv.flatten(1), run.reuse_linear)
+        return self.attend(q_THd, k_TGd, v_TGv, run)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """Held and own: as attention itself (`attention_bytes`); held besides what q_norm and k_norm take.
 
         Kept are attention's output and the linear layers' outputs.
         """
-        q, k, D = self.q_proj.out_features, self.k_proj.out_features, self.o_proj.out_features
-        heads = q // self.head_dim
-        by_blocks = self.softcap is not None or self.sinks is not None
-        shape = AttentionShape(
-            heads, k // self.head_dim, self.head_dim, self.head_dim, self.mask.window, by_blocks
-        )
-        attend = attention_bytes(shape, dtype, device)
+        q, k = self.q_proj.out_features, self.k_proj.out_features
         normed = q + k if self.q_norm is not None else 0
-        return Bytes(held=normed * dtype.itemsize, linear=(q + 2 * k + D) * dtype.itemsize) + attend
+        projections = Bytes(held=normed * dtype.itemsize, linear=(q + 2 * k) * dtype.itemsize)
+        return projections + self.attend_bytes(q // self.head_dim, k // self.head_dim, dtype, device)
+
+
+class WideNormAttention(Attention):
+    """Attention whose q_norm and k_norm act on all heads at once, before they are split (OLMo 2)."""
+
+    def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
+        assert self.q_norm is not None and self.k_norm is not None
+        q_TH = self.q_norm(self.q_proj(x_TD, run.reuse_linear))
+        k_TG = self.k_norm(self.k_proj(x_TD, run.reuse_linear))
+        v_TG = self.v_proj(x_TD, run.reuse_linear)
+        q_THd, k_TGd, v_TGv = (part.unflatten(-1, (-1, self.head_dim)) for part in (q_TH, k_TG, v_TG))
+        return self.attend(q_THd, k_TGd, v_TGv, run)
+
+
+class FusedAttention(Attending):
+    """Attention with one projection for q, k and v, in this order along its output (Phi-3)."""
+
+    def __init__(
+        self, layer: int, head_dim: int, heads: int, key_heads: int, *, qkv_proj: Linear, **parts: Any
+    ):
+        super().__init__(layer, head_dim, **parts)
+        self.heads, self.key_heads, self.qkv_proj = heads, key_heads, qkv_proj
+
+    def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
+        qkv_THd = self.qkv_proj(x_TD, run.reuse_linear).unflatten(-1, (-1, self.head_dim))
+        q_THd, k_TGd, v_TGv = qkv_THd.split((self.heads, self.key_heads, self.key_heads), dim=1)
+        return self.attend(q_THd, k_TGd, v_TGv, run)
+
+    def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
+        """As Attention; v is a part of the product, so q and k lie in memory a second time."""
+        width = self.qkv_proj.out_features
+        again = (self.heads + self.key_heads) * self.head_dim
+        product = Bytes(held=again * dtype.itemsize, linear=width * dtype.itemsize)
+        return product + self.attend_bytes(self.heads, self.key_heads, dtype, device)
 
 
 def attention_bytes(shape: AttentionShape, dtype: torch.dtype, device: str) -> Bytes:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from unfreeze.checkpoint.tensors import TORCH_DTYPE
 from unfreeze.kernels.dense_mlp import Projection
 from unfreeze.kernels.expand import expand
+from unfreeze.kernels.linear_cross_entropy import DenseHead
 from unfreeze.kernels.recompute import Reuse
 from unfreeze.kernels.skinny_linear import is_skinny, skinny_linear
 from unfreeze.models.blocks.saved import Skip
@@ -176,6 +177,10 @@ class Linear(PackedHolder):
             return Projection(self.weight, self.bias)
         A_RI, B_OR, scale = self.adapter.factors()
         return Projection(self.weight, self.bias, A_RI, B_OR, scale)
+
+    def dense_head(self) -> DenseHead | None:
+        """This layer as tensors, for a kernel that multiplies itself; None where it is more than W x + b."""
+        return DenseHead(self.weight, self.bias) if self.codec is None and self.adapter is None else None
 
     def matrix(self) -> Tensor:
         """W [out, in] for reading, without bias and adapter.

@@ -1,4 +1,4 @@
-"""The dense SwiGLU MLP. T tokens, D model width, I intermediate width."""
+"""Dense MLPs: with a gate (SwiGLU and its like), and plain. T tokens, D model width, I intermediate width."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from unfreeze.core.errors import ConfigError
 from unfreeze.kernels import dense_mlp
-from unfreeze.kernels.swiglu import swiglu
 from unfreeze.models.blocks.bytes import Block, Bytes
 from unfreeze.models.blocks.linear import Linear
+from unfreeze.models.blocks.nonlinearity import GATED_SILU, Nonlinearity
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.passes import Pass
 
@@ -20,14 +20,17 @@ log = logging.getLogger(__name__)
 
 
 class MLP(Block):
-    """y = down(silu(gate x) · up x). Source: Shazeer 2020, arXiv:2002.05202.
+    """y = down(silu(gate x) · up x), or with another gate than silu (nonlinearity.py).
 
     `impl`: of kernels/dense_mlp, see `with_residual`.
     """
 
-    def __init__(self, *, gate_proj: Linear, up_proj: Linear, down_proj: Linear):
+    def __init__(
+        self, *, gate_proj: Linear, up_proj: Linear, down_proj: Linear, activation: Nonlinearity = GATED_SILU
+    ):
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
+        self.activation = activation
         self.impl = "auto"
 
     def forward(self, x_TD: Tensor, run: Pass | None = None) -> Tensor:
@@ -39,18 +42,56 @@ class MLP(Block):
 
     def _inner(self, x_TD: Tensor, run: Pass | None) -> Tensor:
         reuse = None if run is None else run.reuse_linear
-        return swiglu(self.gate_proj(x_TD, reuse), self.up_proj(x_TD, reuse))
+        return self.activation.apply(self.gate_proj(x_TD, reuse), self.up_proj(x_TD, reuse))
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """Held: gate, up and h, 3 I. No gradient needs down_proj's output.
 
-        Own: 5 I is alive in SwiGLU's backward (gate, up, dh, dgate, dup), and later the last two beside two
+        Own: 5 I is alive in SwiGLU's backward (`Nonlinearity.alive`), and later dgate and dup beside two
         gradients of the input, of the product and of its adapter: 2 I + 2 D.
         """
         D, I = self.down_proj.out_features, self.gate_proj.out_features
-        worst = max(5 * I, 2 * I + 2 * D)
+        worst = max(self.activation.alive * I, 2 * I + 2 * D)
         size = dtype.itemsize
         return Bytes(held=3 * I * size, own=(worst - 3 * I) * size, linear=2 * I * size)
+
+
+class FusedMLP(Block):
+    """SwiGLU with one projection for gate and up, gate first along its output (Phi-3)."""
+
+    def __init__(self, *, gate_up_proj: Linear, down_proj: Linear):
+        super().__init__()
+        self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
+
+    def forward(self, x_TD: Tensor, run: Pass | None = None) -> Tensor:
+        reuse, skip = (None, None) if run is None else (run.reuse_linear, run.skip_unread)
+        return self.down_proj(GATED_SILU.apply(self.gate_up_proj(x_TD, reuse)), skip)
+
+    def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
+        """As of MLP."""
+        D, I = self.down_proj.out_features, self.down_proj.in_features
+        worst = max(GATED_SILU.alive * I, 2 * I + 2 * D)
+        size = dtype.itemsize
+        return Bytes(held=3 * I * size, own=(worst - 3 * I) * size, linear=2 * I * size)
+
+
+class PlainMLP(Block):
+    """y = fc2(a(fc1 x)), a an activation without a gate (nanochat)."""
+
+    def __init__(self, *, fc1: Linear, fc2: Linear, activation: Nonlinearity):
+        super().__init__()
+        self.fc1, self.fc2, self.activation = fc1, fc2, activation
+
+    def forward(self, x_TD: Tensor, run: Pass | None = None) -> Tensor:
+        reuse, skip = (None, None) if run is None else (run.reuse_linear, run.skip_unread)
+        return self.fc2(self.activation.apply(self.fc1(x_TD, reuse)), skip)
+
+    def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
+        """Held: the products before and behind the activation, 2 I. Own: as in MLP, here I + 2 D later."""
+        D, I = self.fc2.out_features, self.fc1.out_features
+        worst = max(self.activation.alive * I, I + 2 * D, 2 * I)
+        size = dtype.itemsize
+        return Bytes(held=2 * I * size, own=(worst - 2 * I) * size, linear=I * size)
 
 
 def with_residual(mlp: Block, norm: RMSNorm, x_TD: Tensor, run: Pass) -> Tensor:
@@ -69,7 +110,7 @@ def with_residual(mlp: Block, norm: RMSNorm, x_TD: Tensor, run: Pass) -> Tensor:
             assert gate is not None and up is not None and down is not None
             one_op = dense_mlp.implementation(x_TD, gate, up, down, impl)
             if one_op is not dense_mlp.OP.reference:  # the reference computes what follows below
-                return one_op(x_TD, norm.weight, norm.eps, gate, up, down)
+                return one_op(x_TD, norm.gain(), norm.eps, gate, up, down)
         elif impl != "auto":
             raise ConfigError(
                 f"dense_mlp cannot run as {impl!r} here: {refused}", next="choose impl = 'auto'"
@@ -81,6 +122,8 @@ def with_residual(mlp: Block, norm: RMSNorm, x_TD: Tensor, run: Pass) -> Tensor:
 
 def refuses(mlp: Block, run: Pass) -> str:
     """Why this block cannot be one op; "" where it can."""
+    if isinstance(mlp, (FusedMLP, PlainMLP)) or (isinstance(mlp, MLP) and mlp.activation is not GATED_SILU):
+        return "another MLP than SwiGLU by three projections, which is what the op computes"
     if not isinstance(mlp, MLP):
         return (
             "a mixture of experts: its expert op is one autograd function, which a compiler cannot see into"

@@ -11,15 +11,25 @@ from unfreeze.models.blocks.bytes import Block, Bytes
 
 
 class RMSNorm(Block):
-    """y = weight · x / sqrt(mean(x²) + eps). x [..., D] -> [..., D]."""
+    """y = gain · x / sqrt(mean(x²) + eps), the gain being `weight`. x [..., D] -> [..., D]."""
+
+    weight: Tensor
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device | str):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
-        self.eps = eps
+        self.size, self.eps = size, eps
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return rms_norm(x_TD, self.weight, self.eps)
+        return rms_norm(x_TD, self.gain(), self.eps)
+
+    def gain(self) -> Tensor:
+        """What a normalised number is multiplied with, [D]."""
+        return self.weight
+
+    def reset(self) -> None:
+        """Begin with a gain of 1."""
+        nn.init.ones_(self.weight)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """Held: its output, for the products that follow, and a float32 per row.
@@ -27,6 +37,36 @@ class RMSNorm(Block):
         Own: gradients of output and input, of which one has the place of the output. Where a CPU runs the
         reference, two float32 copies besides.
         """
-        width, size = self.weight.numel(), dtype.itemsize
+        size = dtype.itemsize
         reference = device == "cpu" and by_record(OP, torch.device(device), dtype, "many").runs == "reference"
-        return Bytes(held=width * size + 4, own=width * (size + 8 * reference))
+        return Bytes(held=self.size * size + 4, own=self.size * (size + 8 * reference))
+
+
+class OffsetRMSNorm(RMSNorm):
+    """RMSNorm whose gain is 1 + weight (Gemma).
+
+    The sum in float32: in bf16 a weight of 0.01 would lose most of its digits to the 1.
+    """
+
+    def gain(self) -> Tensor:
+        return 1 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+
+    def reset(self) -> None:
+        nn.init.zeros_(self.weight)
+
+
+class PlainRMSNorm(RMSNorm):
+    """x / sqrt(mean(x²) + eps), without a weight (nanochat)."""
+
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device | str):
+        Block.__init__(self)
+        self.size, self.eps = size, eps
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return rms_norm(x_TD, torch.ones(self.size, dtype=x_TD.dtype, device=x_TD.device), self.eps)
+
+    def gain(self) -> Tensor:
+        return torch.ones(self.size)
+
+    def reset(self) -> None:
+        """It has nothing to learn."""

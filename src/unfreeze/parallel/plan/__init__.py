@@ -176,7 +176,9 @@ def work_of(
     A GPU that is not here is taken to have this machine's block of logits, whose rows are bounded by bytes.
     """
     known = device if device.type == "cpu" or torch.cuda.is_available() else torch.device("cpu")
-    loss_rows, loss_bytes = block_cost(shape.vocab_size, dtype, known, trained=lora is None)
+    loss_rows, loss_bytes = block_cost(
+        shape.vocab_size, dtype, known, trained=lora is None, softcapped=shape.softcap is not None
+    )
     return Work(
         tokens=tokens,
         rank=lora.rank if lora else None,

@@ -1,0 +1,51 @@
+"""An output head that is more than W h. T tokens, D model width, V vocabulary.
+
+A loss, a score and a sample all go through the head, so what stands here reaches them all.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from unfreeze.kernels.linear_cross_entropy import DenseHead
+from unfreeze.kernels.linear_cross_entropy.softcap import softcapped
+from unfreeze.kernels.recompute import Reuse
+from unfreeze.models.blocks.linear import Linear
+from unfreeze.models.blocks.saved import Skip
+from unfreeze.quant.codec import Codec
+
+
+class Head(Linear):
+    """z = factor · (W h + what an adapter adds), then c · tanh(z / c): logits within ±c.
+
+    factor   1 / logits_scaling (Granite)
+    softcap  c (Gemma 2, arXiv:2408.00118, section 2); None: z itself
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        factor: float = 1.0,
+        softcap: float | None = None,
+        codec: Codec | None = None,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ):
+        super().__init__(in_features, out_features, codec=codec, dtype=dtype, device=device)
+        self.factor, self.softcap = factor, softcap
+
+    def forward(self, x_TI: Tensor, reuse: Reuse | Skip | None = None) -> Tensor:
+        # the factor on the narrow side: D numbers per token, not V
+        logits_TV = self.product(x_TI if self.factor == 1 else x_TI * self.factor, reuse)
+        return logits_TV if self.softcap is None else softcapped(logits_TV, self.softcap)
+
+    def product(self, x_TI: Tensor, reuse: Reuse | Skip | None = None) -> Tensor:
+        """W h + what an adapter adds: what checkpoints call lm_head."""
+        return super().forward(x_TI, reuse)
+
+    def dense_head(self) -> DenseHead | None:
+        plain = super().dense_head()
+        return None if plain is None else plain._replace(factor=self.factor, softcap=self.softcap)

@@ -1,0 +1,59 @@
+"""Layers that differ in what their attention sees: config.json's layer_types and sliding_window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from unfreeze.core.errors import CheckpointError
+from unfreeze.models.fields import shown
+from unfreeze.models.shape import Shape, require
+
+if TYPE_CHECKING:
+    from unfreeze.kernels.attention import Mask
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def layer_types(config: Mapping[str, Any], usual: Callable[[int], str]) -> tuple[str, ...]:
+    """The kind of each layer: layer_types, or where it is absent what `usual` gives for the layer's number.
+
+    Raises CheckpointError for another number of layers, a kind that is not built, and sliding layers without
+    a sliding_window.
+    """
+    layers = int(require(config, "num_hidden_layers"))
+    given = config.get("layer_types")
+    kinds = tuple(map(usual, range(layers))) if given is None else tuple(given)
+    if len(kinds) != layers:
+        raise CheckpointError(
+            f"config.json: layer_types has {len(kinds):,} entries, num_hidden_layers is {layers:,}",
+            next="get config.json from the model's publisher again",
+        )
+    unknown = [kind for kind in kinds if kind not in (FULL, SLIDING)]
+    if unknown:
+        raise CheckpointError(
+            f"config.json: layer_types holds {shown(unknown[0])}, which is not built for model_type"
+            f" {config.get('model_type')!r}; built: {FULL}, {SLIDING}",
+            next="open an issue with the model's name",
+        )
+    if SLIDING in kinds and not config.get("sliding_window"):
+        raise CheckpointError(
+            f"config.json: layers are {SLIDING}, and sliding_window is {shown(config.get('sliding_window'))}",
+            next="get config.json from the model's publisher again",
+        )
+    return kinds
+
+
+def everywhere(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Of a family whose layers all slide, where sliding_window is a number at all (Mistral)."""
+    kind = FULL if config.get("sliding_window") is None else SLIDING
+    return layer_types(config, lambda index: kind)
+
+
+def mask(shape: Shape, index: int) -> Mask:
+    """What a layer's attention sees."""
+    from unfreeze.kernels.attention import CAUSAL, Mask
+
+    if not shape.layer_types or shape.layer_types[index] == FULL:
+        return CAUSAL
+    return Mask(window=int(shape.config["sliding_window"]))
