@@ -283,6 +283,7 @@ TESTED_BY = {
     "models/targets.py": "adapters/test_attach.py",
     "models/__init__.py": "models/test_families.py",
     "models/blocks/bytes.py": "parallel/test_peak_on_meta.py",
+    "kernels/loops/panels.py": "kernels/loops/test_float_panels.py",
     "models/blocks/experts.py": "parallel/test_plan.py",
     "models/blocks/linear.py": "adapters/test_lora.py",
     "models/blocks/moe.py": "models/test_families.py",

@@ -34,14 +34,26 @@ TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 0.015}
 
 
 def problem(
-    E=6, D=64, I=32, R=4, T=50, K=2, dtype=torch.float32, packed=True, group=32, lora="both", ids=None, seed=0
+    E=6,
+    D=64,
+    I=32,
+    R=4,
+    T=50,
+    K=2,
+    dtype=torch.float32,
+    packed=True,
+    group=32,
+    lora="both",
+    ids=None,
+    seed=0,
+    codec=None,
 ):
     g = torch.Generator().manual_seed(seed)
 
     def randn(*shape, scale=1.0):
         return torch.randn(shape, generator=g) * scale
 
-    codec = Int4(group)
+    codec = codec or Int4(group)
     bases = [randn(E, 2 * I, D, scale=D**-0.5), randn(E, D, I, scale=I**-0.5)]
     bases = [
         Packed(codec, codec.quantize(b.bfloat16())) if packed else b.to(dtype).requires_grad_() for b in bases

@@ -15,6 +15,8 @@ from unfreeze.kernels.expert_mlp.loop_cpu import LoopCpu
 from unfreeze.kernels.expert_mlp.panels_cpu import Panels
 from unfreeze.kernels.loops import bf16_cpu
 from unfreeze.kernels.loops.bf16_tile import ROWS
+from unfreeze.quant.fp8 import Fp8
+from unfreeze.quant.mxfp4 import BLOCKS, Mxfp4
 
 _spec = importlib.util.spec_from_file_location(
     "expert_mlp_problem_of_panels", Path(__file__).with_name("test_expert_mlp.py")
@@ -72,6 +74,24 @@ def test_equals_merged_float64(routing, rank):
 @pytest.mark.parametrize(("D", "I", "group"), [(64, 64, 32), (64, 192, 64), (256, 128, 128)])
 def test_whichever_matrices_have_adapters(lora, D, I, group):
     found = errors(problem(D=D, I=I, group=group, lora=lora), Panels())
+    assert max(found.values()) <= TOLERANCE, found
+
+
+FORMATS = {
+    "mxfp4": Mxfp4(),
+    "mxfp4 in blocks": Mxfp4(BLOCKS),
+    "fp8": Fp8((64, 32)),
+    "fp8, powers of two": Fp8((128, 128), "F8_E8M0"),
+    "fp8, a scale per row": Fp8((1, 1 << 20)),
+}
+
+
+@needed
+@pytest.mark.parametrize("name", FORMATS)
+def test_other_formats_equal_merged_float64(name):
+    args = problem(D=256, I=128, codec=FORMATS[name])
+    assert panels_cpu.supports(torch.bfloat16, args[3], args[4])
+    found = errors(args, Panels())
     assert max(found.values()) <= TOLERANCE, found
 
 
@@ -141,10 +161,7 @@ PLANTED = {
         "pack_bf16_columns(factors.A1[g],",
         "pack_bf16_columns(factors.A1[0],",
     ),
-    "backward through the next expert": (
-        "pack_int4_columns(down.codes[e],",
-        "pack_int4_columns(down.codes[e - 1],",
-    ),
+    "backward through the next expert": ("pack_columns(down, e,", "pack_columns(down, e - 1,"),
 }
 
 
@@ -176,6 +193,9 @@ def test_what_it_refuses(monkeypatch):
         torch.bfloat16, *problem(I=32)[3:5]
     )
     assert not panels_cpu.supports(torch.bfloat16, *problem(group=16)[3:5])
+    # a block of FP8 that ends within a panel, and within what is read at a time
+    assert not panels_cpu.supports(torch.bfloat16, *problem(codec=Fp8((32, 32)))[3:5])
+    assert not panels_cpu.supports(torch.bfloat16, *problem(codec=Fp8((64, 16)))[3:5])
     monkeypatch.setattr(panels_cpu, "available", lambda: False)
     assert not panels_cpu.supports(torch.bfloat16, gate_up, down)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from unfreeze.kernels.expand.codes import Int4Codes, int4_codes
-from unfreeze.kernels.loops import bf16_cpu, int4_panels
+from unfreeze.kernels.loops import bf16_cpu, int4_panels, panels
 from unfreeze.kernels.loops.bf16_tile import COLUMNS
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.int4 import Int4
@@ -72,7 +72,7 @@ def test_a_swapped_nibble_would_be_seen():
 def test_bf16_columns_are_packed_two_rows_a_word():
     rows = np.arange(4 * 128, dtype=np.uint16).reshape(4, 128)
     panel = np.full((5, COLUMNS), 7, np.uint32)
-    int4_panels.pack_bf16_columns(rows, 64, panel, 2)
+    panels.pack_bf16_columns(rows, 64, panel, 2)
     wide = rows.astype(np.uint32)[:, 64:]
     assert (
         (panel[2:4] == pairs(wide[0::2], wide[1::2])).all()

@@ -55,6 +55,36 @@ def test_control_arm_numba_alone_would_not_notice(compute, monkeypatch):
     assert compute(5) == (6.0, True)
 
 
+GONE = """import gone_types
+from unfreeze.kernels.loops.numba_options import serial
+
+
+@serial
+def kernel(given):
+    return given.value + 1
+"""
+
+
+def test_a_type_that_was_renamed_since_is_compiled_anew(compute, tmp_path):
+    """A cached file names the types it was compiled for; one whose module is gone cannot be read."""
+    module = tmp_path / "gone_types.py"
+    module.write_text("from typing import NamedTuple\n\n\nclass Old(NamedTuple):\n    value: int\n")
+    (tmp_path / "gone_kernel.py").write_text(GONE)
+    gone, kernel = importlib.import_module("gone_types"), importlib.import_module("gone_kernel").kernel
+    assert kernel(gone.Old(1)) == 2
+
+    module.rename(tmp_path / "new_types.py")
+    (tmp_path / "gone_kernel.py").write_text(GONE.replace("gone_types", "new_types"))
+    for name in ("gone_types", "gone_kernel"):
+        sys.modules.pop(name)
+    numba_options.sources.cache_clear()
+    importlib.invalidate_caches()
+    later = time.time() + 5
+    os.utime(tmp_path / "gone_kernel.py", (later, later))
+    kernel = importlib.import_module("gone_kernel").kernel
+    assert kernel(importlib.import_module("new_types").Old(1)) == 2
+
+
 @pytest.fixture
 def threads():
     """Sets torch's number of threads; it is as before afterwards."""

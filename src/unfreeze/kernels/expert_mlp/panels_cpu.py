@@ -1,4 +1,4 @@
-"""A group of INT4 experts on CPUs with AVX512-bf16: forward is one compiled loop, and so is backward.
+"""A group of packed experts on CPUs with AVX512-bf16: forward is one compiled loop, and so is backward.
 
 64 columns of a weight at a time are expanded into a panel, multiplied with all the expert's rows while the
 panel is in L2, and overwritten by the next 64. The operations, their order and their roundings are those of
@@ -7,7 +7,8 @@ by_gemms.py, which has a torch.mm per product. Differences:
 - the last product of either direction is added to the float32 sums of its tokens without being rounded or
   stored;
 - threads do not wait for Python's lock.
-For bf16 with a frozen INT4 base in groups of 32 or a multiple, and widths in multiples of 64.
+For bf16 with a frozen base in INT4, MXFP4 or FP8 whose scales cover 32 neighbouring weights or more
+(pack.py), and widths in multiples of 64.
 
 n rows of a group, r of one expert (a multiple of ROWS, padding included), T, D, I, Q, P as in factors.py.
 B1 [Q, 2I] and B2 [P, D] are transposed.
@@ -30,13 +31,13 @@ from unfreeze.kernels.expert_mlp.activation import SWIGLU, Activation
 from unfreeze.kernels.expert_mlp.backend import Call, Gradients, Group, HostRouting, Saved
 from unfreeze.kernels.expert_mlp.factors import Adapter, round_up
 from unfreeze.kernels.expert_mlp.loop_cpu import HostGroup, LoopCpu, group_sizes
+from unfreeze.kernels.expert_mlp.pack import fits, pack_columns, pack_rows
 from unfreeze.kernels.loops import bf16_cpu
 from unfreeze.kernels.loops.bf16_tile import COLUMNS, LINE, ROWS, narrow_tile, prefetch, tile
-from unfreeze.kernels.loops.int4_panels import pack_bf16_columns, pack_int4_columns, pack_int4_rows
 from unfreeze.kernels.loops.numba_options import array, inner, narrow, serial, widen
+from unfreeze.kernels.loops.panels import pack_bf16_columns
 from unfreeze.kernels.loops.scratch import scratch
 from unfreeze.quant.codec import Packed
-from unfreeze.quant.int4 import Int4
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +149,7 @@ def _copy(source, target):
 def _forward(x, rows, gate_up, down, factors, saved, y, buffers):
     """y[token] += w · expert(x[token]) for a group's rows; writes `saved`.
 
-    x [T, D] bf16 bits, y [T, D] float32; gate_up and down are Int4Codes of all experts.
+    x [T, D] bf16 bits, y [T, D] float32; gate_up and down are the codes of all experts (expand/codes.py).
     """
     D, I = x.shape[1], saved.gate_up.shape[1] // 2
     Q, P = saved.xA.shape[1], saved.hA.shape[1]
@@ -166,7 +167,7 @@ def _forward(x, rows, gate_up, down, factors, saved, y, buffers):
 
         # gate_up = [x | xA] [W1 | B1]ᵀ, COLUMNS at a time: D / 2 pairs of W1, then Q / 2 of B1
         for first in range(0, 2 * I, COLUMNS):
-            pack_int4_rows(gate_up.codes[e], gate_up.scales[e], gate_up.group_bytes, first, panel)
+            pack_rows(gate_up, e, first, panel)
             pack_bf16_columns(factors.B1[g], first, panel, D // 2)
             _store(xs, (D + Q) // 2, panel, first, saved.gate_up[here])
 
@@ -178,7 +179,7 @@ def _forward(x, rows, gate_up, down, factors, saved, y, buffers):
 
         # y[token] += w · [h | hA] [W2 | B2]ᵀ
         for first in range(0, D, COLUMNS):
-            pack_int4_rows(down.codes[e], down.scales[e], down.group_bytes, first, panel)
+            pack_rows(down, e, first, panel)
             pack_bf16_columns(factors.B2[g], first, panel, I // 2)
             _add(hs, (I + P) // 2, panel, buffers.tile, first, rows.token[here], rows.weight[here], y)
 
@@ -204,7 +205,7 @@ def _backward(x, dy, rows, ones, gate_up, down, factors, saved, score, grads, dx
         if P:
             _dots(dys[:, :D], factors.B2[g], buffers.dots, dys[:, D:])
         for first in range(0, I, COLUMNS):
-            pack_int4_columns(down.codes[e], down.scales[e], down.group_bytes, first, panel)
+            pack_columns(down, e, first, panel)
             pack_bf16_columns(factors.A2[g], first, panel, D // 2)
             _store(dys, (D + P) // 2, panel, first, dh)
 
@@ -225,7 +226,7 @@ def _backward(x, dy, rows, ones, gate_up, down, factors, saved, score, grads, dx
             _dots(dgu[:, : 2 * I], factors.B1[g], buffers.dots, dgu[:, 2 * I :])
         if dx.shape[0]:
             for first in range(0, D, COLUMNS):
-                pack_int4_columns(gate_up.codes[e], gate_up.scales[e], gate_up.group_bytes, first, panel)
+                pack_columns(gate_up, e, first, panel)
                 pack_bf16_columns(factors.A1[g], first, panel, I)
                 _add(dgu, (2 * I + Q) // 2, panel, buffers.tile, first, rows.token[here], ones, dx)
 
@@ -242,7 +243,7 @@ def available() -> bool:
     """Whether this CPU has AVX512-bf16, which makes panels pay; logged once."""
     pay = bf16_cpu.panels_pay()
     log.info(
-        "INT4 experts in bfloat16: %s",
+        "packed experts in bfloat16: %s",
         "panels of 64 columns" if pay else "a GEMM per expert (this CPU has no AVX512-bf16)",
     )
     return pay
@@ -262,9 +263,7 @@ def supports(
         _say_refused(type(activation).__name__, gate_up_bias is not None)
         return False
     for base in (gate_up, down):
-        if not (isinstance(base, Packed) and isinstance(base.codec, Int4) and expandable(base)):
-            return False
-        if base.codec.group_size % 32 or base.shape[2] % COLUMNS:
+        if not (isinstance(base, Packed) and expandable(base) and fits(base)):
             return False
     return available()
 

@@ -150,8 +150,9 @@ def serial(function: Loop) -> Loop:
     try:
         made = njit(cache=True, **OPTIONS)(function)
         file = made._cache._cache_file
-        # numba compares this stamp with the one in its cached file, and compiles anew where they differ
-        file._source_stamp = (file._source_stamp, sources(ROOM))
+        # numba compares this with what its cached file begins with, and compiles anew where they differ,
+        # before it reads the rest: types that were renamed since could not be read
+        file._version = f"{file._version} {sources(ROOM)}"
         return made
     except RuntimeError as error:  # numba: "cannot cache function: no locator available"
         log.warning(
