@@ -38,6 +38,7 @@ from unfreeze.models import (
 from unfreeze.models.allowed import Fields, names, refuse_unbuilt, unknown
 from unfreeze.models.fields import check_fields, check_sizes, without_nulls
 from unfreeze.models.shape import Shape
+from unfreeze.models.unbuilt import asked, missing
 from unfreeze.quant import formats
 
 if TYPE_CHECKING:
@@ -114,18 +115,20 @@ def _family(config: Mapping[str, Any]) -> ModuleType:
     return (
         FAMILIES[model_type]
         if isinstance(model_type, str) and model_type in FAMILIES
-        else _not_built(model_type)
+        else _not_built(config, model_type)
     )
 
 
-def _not_built(model_type: object, beside: str = "") -> NoReturn:
-    """The error for a model_type without a family. It suggests no nearest name.
+def _not_built(config: Mapping[str, Any], model_type: object, beside: str = "") -> NoReturn:
+    """The error for a model_type without a family: which part is missing (unbuilt.py), and no nearest name.
 
     'deepseek_v32' and 'kimi_k3' are other models: with model_type edited to the nearest name they would load,
     and compute something else.
     """
+    parts = missing(config)
+    what = f": {parts}" if parts else " is not built"
     raise CheckpointError(
-        f"config.json: model_type {str(model_type)!r}{beside} is not built; built: {', '.join(FAMILIES)}",
+        f"config.json: model_type {str(model_type)!r}{beside}{what}; built: {', '.join(FAMILIES)}",
         next="see CONTRIBUTING.md, row 'a model family'",
     )
 
@@ -141,7 +144,7 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return config
     outer, inner = str(config.get("model_type")), str(text.get("model_type"))
     if outer not in WRAPPERS and inner not in FAMILIES:
-        return _not_built(outer, f" (its text part: {inner!r})")
+        return _not_built(config, outer, f" (its text part: {inner!r})")
     if outer not in WRAPPERS:
         raise CheckpointError(
             f"config.json: model_type {outer!r} around a text_config is not built. Its text part, {inner!r},"
@@ -197,6 +200,8 @@ def shape(config: Mapping[str, Any]) -> Shape:
     given = without_nulls(text)
     family = _family(given)
     check_fields(given)
+    if asked(given):
+        _not_built(given, given["model_type"])
     completed = family.FIELDS.completed(text, given)
     refuse_unbuilt(completed, family.FIELDS)
     shape = family.shape(completed)

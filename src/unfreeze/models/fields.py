@@ -78,10 +78,7 @@ FLAG, TEXT, TABLE, LAYERS, PER_LAYER = (
 )
 _FACTOR = Number(0)
 FIELDS: dict[str, Kind] = {
-    **dict.fromkeys(
-        ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
-        Whole(1, WIDTH),
-    ),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), Whole(1, WIDTH)),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), Whole(1, WIDTH)),
     **dict.fromkeys(
         ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim"), Whole(1, COUNT)
@@ -104,6 +101,7 @@ FIELDS: dict[str, Kind] = {
         ("n_shared_experts", "moe_num_shared_experts", "num_nextn_predict_layers", "num_mtp_layers"),
         Whole(0, 1000),
     ),
+    "shared_expert_intermediate_size": Whole(0, WIDTH),
     "num_hidden_layers": Whole(1, 10_000),
     "first_k_dense_replace": Whole(0, 10_000),
     "decoder_sparse_step": Whole(1, 10_000),

@@ -1,0 +1,83 @@
+"""What is not built is refused by name, with the part that is missing; every published config loads or says which."""
+
+import json
+import re
+
+import pytest
+
+from unfreeze import models
+from unfreeze.core.errors import CheckpointError, ConfigError
+from unfreeze.models import unbuilt
+from unfreeze.quant.formats import recognise
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
+
+
+def refused(config: dict) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        models.shape(config)
+    return caught.value.message
+
+
+@pytest.mark.parametrize("other", ["made_up", "llava", *unbuilt.NAMED])
+def test_an_unknown_family_is_refused_and_no_other_is_suggested(other):
+    said = refused({"model_type": other})
+    parts = unbuilt.NAMED.get(other)
+    what = rf": {re.escape(parts)} is not built" if parts else " is not built"
+    assert re.fullmatch(rf"config\.json: model_type '{other}'{what}; built: [a-z0-9_, ]*", said)
+    assert "nearest" not in said
+
+
+@pytest.mark.parametrize("words, fields", unbuilt.PARTS, ids=[words for words, _ in unbuilt.PARTS])
+def test_a_field_that_asks_for_a_missing_part_is_refused_whatever_the_model_calls_itself(words, fields):
+    models.shape(LLAMA)
+    for field in fields:
+        assert f"{words} ({field}) is not built" in refused({**LLAMA, field: 4})
+        models.shape({**LLAMA, field: None})
+
+
+def test_kimi_k3_is_not_taken_for_what_its_text_part_calls_itself():
+    text = {
+        **LLAMA,
+        "model_type": "kimi_linear",
+        "hidden_act": "situ",
+        "activation_situ_beta": 4.0,
+        "attn_res_block_size": 12,
+    }
+    said = refused({"model_type": "kimi_k3", "text_config": text})
+    assert "model_type 'kimi_k3' (its text part: 'kimi_linear'): attention residuals" in said
+    assert "the activation SiTU (activation_situ_beta) are not built" in said
+
+
+def published(pytestconfig) -> dict[str, dict]:
+    folder = pytestconfig.rootpath.parent / "shared" / "data" / "configs"
+    if not folder.is_dir():
+        pytest.skip("the published configs are not here")
+    found = {file.name: json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.json")}
+    return {name: config for name, config in found.items() if "model_type" in config}
+
+
+def test_every_published_config_is_built_or_says_which_part_is_not(pytestconfig):
+    configs, built = published(pytestconfig), 0
+    for name, config in sorted(configs.items()):
+        try:
+            models.shape(config)
+            built += 1
+        except CheckpointError as error:
+            part = re.search(r"model_type '.*?'(.*?): (.*) (is|are) not built; built:", error.message)
+            assert part or config["model_type"] in TO_COME, f"{name}: {error.message}"
+        try:
+            recognise(config)
+        except ConfigError as error:
+            assert error.next, name
+    assert len(configs) >= 60 and built >= 24
+
+
+TO_COME = {"minimax_m2", "mistral", "phi3", "qwen3_vl_moe", "qwen3_vl", "gemma4", "gpt_oss"}
