@@ -6,6 +6,8 @@ libraries themselves packed is in tests/quant/vectors, and test_quantized_models
 
 from __future__ import annotations
 
+import json
+
 import torch
 from torch import Tensor
 
@@ -71,3 +73,46 @@ def gptq(weight_OI: Tensor, bits: int, group: int, *, act_order: bool, minus_one
     codes, scales, zeros = grid(weight_OI, groups_I, bits)
     parts = pack_gptq(codes, scales, zeros, groups_I, bits, minus_one=minus_one)
     return parts, expanded(codes, scales, zeros, groups_I)
+
+
+def bits4(weight_OI: Tensor, kind: str, block: int, dtype: torch.dtype, *, double: bool) -> Packing:
+    """bitsandbytes: blocks of the flat matrix; two codes in a byte, the first in the upper half."""
+    generator = torch.Generator().manual_seed(weight_OI.numel())
+    numbers = torch.linspace(-1, 1, 16) + 0.03 * torch.rand(16, generator=generator)  # the file says which
+    flat = weight_OI.flatten()
+    blocks = -(-len(flat) // block)
+    padded = torch.nn.functional.pad(flat, (0, blocks * block - len(flat))).view(blocks, block)
+    absmax = padded.abs().amax(1)
+    parts = {"weight.quant_map": numbers}
+    state = {
+        "quant_type": kind,
+        "blocksize": block,
+        "dtype": str(dtype).removeprefix("torch."),
+        "shape": list(weight_OI.shape),
+    }
+    if double:
+        numbers2, offset = torch.linspace(-1, 1, 256), absmax.mean()
+        centred = torch.nn.functional.pad(absmax - offset, (0, -blocks % 256)).view(-1, 256)
+        absmax2 = centred.abs().amax(1).clamp(min=1e-6)
+        codes2 = ((centred / absmax2[:, None])[:, :, None] - numbers2).abs().argmin(-1)
+        absmax = (numbers2[codes2] * absmax2[:, None]).flatten()[:blocks] + offset
+        parts["weight.absmax"] = codes2.flatten()[:blocks].byte()
+        parts |= {"weight.nested_absmax": absmax2, "weight.nested_quant_map": numbers2}
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset.item()}
+    else:
+        parts["weight.absmax"] = absmax
+    codes = ((padded / absmax[:, None])[:, :, None] - numbers).abs().argmin(-1)
+    whole = (numbers[codes] * absmax[:, None]).flatten()[: len(flat)].to(dtype).float()
+    codes = codes.flatten()[: len(flat)].byte()
+    parts["weight"] = (codes[0::2] << 4 | codes[1::2])[:, None]
+    text = json.dumps(state).encode()
+    parts[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor(list(text), dtype=torch.uint8)
+    return parts, whole.view_as(weight_OI)
+
+
+def int8(weight_OI: Tensor) -> Packing:
+    """LLM.int8: a row's largest number is 127."""
+    largest = weight_OI.abs().amax(1)
+    codes = (weight_OI / largest[:, None] * 127).round().to(torch.int8)
+    parts = {"weight": codes, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return parts, codes * largest[:, None] * 7.874015718698502e-3

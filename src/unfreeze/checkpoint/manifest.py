@@ -22,7 +22,7 @@ from unfreeze.checkpoint.faults import Faults
 from unfreeze.core.dtypes import ITEMSIZE
 from unfreeze.core.errors import CheckpointError, looked_in, nearest
 from unfreeze.core.events import RESOLVED
-from unfreeze.quant.codec import Codec, as_table
+from unfreeze.quant.codec import Codec, Texted, as_table
 from unfreeze.quant.formats import is_part, recognise
 from unfreeze.quant.scheme import Scheme
 from unfreeze.quant.spelling import canonical
@@ -30,6 +30,7 @@ from unfreeze.untrusted.json_object import read_object
 
 MAX_DIMS = 64  # of a tensor; PyTorch's own limit
 MAX_SIZE = 2**62  # elements or bytes: no file has more, and int64 counters would overflow
+MAX_TEXT = 4096  # bytes of what a format writes about one weight; bitsandbytes' have 170
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 INDEX = "model.safetensors.index.json"
 MODELOPT = "hf_quant_config.json"  # NVIDIA's; in older releases config.json has no quantization_config
@@ -87,7 +88,25 @@ class Manifest:
         found = recognise(self.config)
         if found is None:
             return None
-        return found.as_stored({name: info.dtype for name, info in self.by_model_name().items()})
+        disk = self.by_model_name()
+        scheme = found.as_stored({name: info.dtype for name, info in disk.items()})
+        texts = {codec: codec.text for codec in scheme.codecs if isinstance(codec, Texted)}
+        for codec, text in texts.items():
+            first = next((info for name, info in disk.items() if name.endswith(f".{text}")), None)
+            if first is not None:
+                scheme = scheme.replaced({codec: codec.told(_text(first), first.name)})
+        return scheme
+
+
+def _text(info: TensorInfo) -> bytes:
+    """The bytes of a text beside a packed weight."""
+    if info.nbytes > MAX_TEXT:
+        raise CheckpointError(
+            f"{info.name} has {info.nbytes:,} bytes; a text about one weight has at most {MAX_TEXT:,}"
+        )
+    with info.file.open("rb") as file:
+        file.seek(info.offset)
+        return file.read(info.nbytes)
 
 
 def count_weights(tensors: Mapping[str, TensorInfo], scheme: Scheme | None) -> int:

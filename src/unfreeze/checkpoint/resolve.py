@@ -7,22 +7,23 @@ twice, or of another shape or kind (docs/trust.md L7, L8). There is no option to
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import torch
 
 from unfreeze.checkpoint.faults import Faults
 from unfreeze.checkpoint.keymap import Index, Source, StackRule, sources
-from unfreeze.checkpoint.manifest import Manifest, TensorInfo
+from unfreeze.checkpoint.manifest import MAX_TEXT, Manifest, TensorInfo
 from unfreeze.checkpoint.tensors import NAME, TORCH_DTYPE
 from unfreeze.core.dtypes import FLOATS
-from unfreeze.quant.codec import Codec, kept_suffixes
+from unfreeze.quant.codec import Codec, Texted, kept_suffixes
 from unfreeze.quant.formats import foreign_dtype, foreign_format, foreign_parts, is_part, stored_packed
 from unfreeze.quant.scheme import Scheme
 
-_WHOLE = ("I32", "I64")  # dtypes of a codec's extras
+_WHOLE = ("I32", "I64", "U8")  # dtypes of a codec's extras
 
 Params = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -39,6 +40,7 @@ class Placement:
                     numbers, keep nothing (a codec's extras).
     variants        the likely causes where the numbers differ from `expected`, for the message.
     transposed      the last two dimensions of the tensor on disk are the parameter's swapped.
+    parse           makes the numbers to put there of the bytes on disk (quant.codec.Texted).
     alias           True: `param` was filled from another tensor; read this one and compare (a tied head that
                     is stored too).
     """
@@ -53,6 +55,7 @@ class Placement:
     variants: str = ""
     alias: bool = False
     transposed: bool = False
+    parse: Callable[[bytes], list[float]] | None = None
 
 
 def resolve(
@@ -76,7 +79,7 @@ def resolve(
     Raises one CheckpointError that counts all faults and shows the first.
     """
     disk = manifest.by_model_name()
-    work = _Work(manifest, disk, manifest.scheme(), Faults(manifest.path, total=len(disk)))
+    work = _Work(manifest, disk, manifest.scheme(), Faults(manifest.path, total=len(disk)), params)
     tied = tied or {}
 
     # each parameter from its sources; a tied one that is not on disk from its alias
@@ -103,9 +106,15 @@ class _Work:
     """The state of one resolve: what is placed, which names are used up, which faults were found."""
 
     def __init__(
-        self, manifest: Manifest, disk: dict[str, TensorInfo], scheme: Scheme | None, faults: Faults
+        self,
+        manifest: Manifest,
+        disk: dict[str, TensorInfo],
+        scheme: Scheme | None,
+        faults: Faults,
+        params: Params,
     ):
         self.manifest, self.disk, self.scheme, self.faults = manifest, disk, scheme, faults
+        self.params = params
         self.used: set[str] = set()
         self.placements: list[Placement] = []
 
@@ -121,11 +130,15 @@ class _Work:
             self.faults.add("tensors are missing", f"{self.manifest.prefix}{name}", cause=cause)
             return
         self.used.add(name)
+        if isinstance(codec, Texted) and suffix == codec.text:
+            self._text(codec, param, shape, source, info)
+            return
         if not _fits(info, dtype):
             detail = f"{info.name} is {info.dtype} {list(info.shape)}, the model needs {_name(dtype)}"
             self.faults.add("tensors have the wrong dtype", detail, cause=_why_dtype(info))
             return
-        if info.shape != source.shape:
+        column = isinstance(codec, Texted) and info.shape == (prod(source.shape), 1)
+        if info.shape != source.shape and not column:
             detail = f"{info.name} is {list(info.shape)} on disk, config.json makes it {list(source.shape)}"
             self.faults.add("tensors have the wrong shape", detail, cause=_why_shape(codec))
             return
@@ -136,6 +149,21 @@ class _Work:
         self.placements.append(
             Placement(info, param, source.index, start, stop, expanded, transposed=source.transposed)
         )
+
+    def _text(
+        self, codec: Texted, param: str, shape: tuple[int, ...], source: Source, info: TensorInfo
+    ) -> None:
+        """Place what is kept of a text beside a packed weight, whose shape the text says too."""
+        if info.dtype != "U8" or len(info.shape) != 1 or info.nbytes > MAX_TEXT:
+            detail = f"{info.name} is {info.dtype} {list(info.shape)}, expected a text of U8 [n]"
+            self.faults.add("tensors have the wrong dtype or shape", detail)
+            return
+        *_, out_features, width = self.params[param.removesuffix(codec.text) + "weight"][1]
+        parse = partial(
+            codec.parse, name=info.name, out_features=out_features, in_features=codec.columns(width)
+        )
+        start, stop = flat_range(shape, source.index)
+        self.placements.append(Placement(info, param, source.index, start, stop, 0, parse=parse))
 
     def _packed(self, codec: Codec, param: str, source: Source, base: str, suffix: str) -> int:
         """Place the extras of a packed weight when its first part is placed.
@@ -164,7 +192,7 @@ class _Work:
                 )
                 continue
             self.used.add(f"{base}.{extra}")
-            if info.dtype not in _WHOLE or info.shape != (len(expected),):
+            if info.dtype not in _WHOLE or len(info.shape) > 1 or prod(info.shape) != len(expected):
                 detail = (
                     f"{info.name} is {info.dtype} {list(info.shape)}, expected I32 or I64 [{len(expected)}]"
                 )

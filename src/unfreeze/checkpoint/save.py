@@ -21,7 +21,7 @@ from unfreeze.checkpoint.manifest import INDEX
 from unfreeze.checkpoint.tensors import NAME
 from unfreeze.core.errors import FULL, CheckpointError
 from unfreeze.core.units import format_bytes
-from unfreeze.quant.codec import kept_suffixes
+from unfreeze.quant.codec import Texted, kept_suffixes
 from unfreeze.quant.scheme import CodecFor, nothing_packed
 from unfreeze.quant.spelling import on_disk
 
@@ -131,6 +131,11 @@ def disk_tensors(
             codec = codec_for(base)
             if codec is None or suffix not in codec.suffixes:
                 continue
+            if isinstance(codec, Texted):
+                raise CheckpointError(
+                    f"{base} is in {codec.name}, which is read, not written",
+                    next="write bf16 or int4 instead",
+                )
             shapes = held.setdefault(base, {})
             shapes[suffix] = tuple(part.shape)
             if len(shapes) == len(kept_suffixes(codec)):

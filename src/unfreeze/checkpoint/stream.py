@@ -182,7 +182,7 @@ class _Loader:
     def _direct(self, piece: _Piece) -> memoryview | None:
         """The slice of the parameter's memory that this piece is read into; None where it needs a buffer."""
         placement = piece.placement
-        if placement.expected is not None or placement.alias or placement.transposed:
+        if placement.expected is not None or placement.alias or placement.transposed or placement.parse:
             return None
         if placement.param not in self.memory:
             return None
@@ -217,6 +217,10 @@ class _Loader:
         if placement.expected is not None:
             if source.tolist() != list(placement.expected[piece.first : piece.last]):
                 self.wrong_shape.append((placement, source.tolist()))
+            return
+        if placement.parse is not None:
+            kept = torch.tensor(placement.parse(bytes(source.tolist())))
+            self.flat[placement.param][placement.start : placement.stop].copy_(kept)
             return
         target = self.flat[placement.param][placement.start + piece.first : placement.start + piece.last]
         if placement.transposed:

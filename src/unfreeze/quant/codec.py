@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast, runtime_checkable
 
 from unfreeze.core.dtypes import ITEMSIZE
 
@@ -85,6 +85,34 @@ class Codec(Protocol):
         ...
 
 
+@runtime_checkable
+class Texted(Protocol):
+    """A codec that writes of each weight in a text beside it, and its codes as a column of bytes [n, 1].
+
+    Of the text a few numbers are kept in memory, as the part that `parts` says.
+    """
+
+    @property
+    def text(self) -> str:
+        """The suffix of that part."""
+        ...
+
+    def columns(self, width: int) -> int:
+        """The input columns of a matrix whose codes are `width` wide in memory."""
+        ...
+
+    def told(self, raw: bytes, name: str) -> Codec:
+        """The same format with what the text `name` says of all weights. Raises CheckpointError."""
+        ...
+
+    def parse(self, raw: bytes, name: str, out_features: int, in_features: int) -> list[float]:
+        """The numbers to keep of the text `name`.
+
+        Raises CheckpointError where it says something else of an [out, in] matrix than this codec.
+        """
+        ...
+
+
 class Format(NamedTuple):
     """How a format is recognised; a line of FORMATS (quant/formats.py).
 
@@ -94,6 +122,7 @@ class Format(NamedTuple):
               `weights` of one compressed-tensors group. Raises Unreadable for whatever would be read wrongly
     known     fields of that table that are read, or without effect on weights that are packed already
     suffixes  the last name parts of tensors that only this format has: no other format, and no dense weight
+    ignored   the field that lists the modules which stay unquantized
     """
 
     key: str
@@ -101,6 +130,7 @@ class Format(NamedTuple):
     read: Callable[[str, Table], Codec]
     known: frozenset[str]
     suffixes: tuple[str, ...]
+    ignored: str = "modules_to_not_convert"
 
 
 class Unreadable(Exception):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from unfreeze.core.errors import ConfigError
-from unfreeze.quant import awq, compressed, fp8, gptq, int4, mxfp4
+from unfreeze.quant import awq, bitsandbytes, compressed, fp8, gptq, int4, mxfp4
 from unfreeze.quant.codec import Format, Table, Unreadable, as_table, names_in, unknown_fields
 from unfreeze.quant.scheme import Rule, Scheme, not_converted
 
@@ -22,6 +22,7 @@ FORMATS: dict[str, Format] = {
         mxfp4.FORMAT,
         awq.FORMAT,
         gptq.FORMAT,
+        bitsandbytes.FORMAT,
         # one line per format; "*" before one that is several
     )
 }
@@ -29,9 +30,6 @@ FORMATS: dict[str, Format] = {
 FOREIGN = {
     "weight_zero_point": "asymmetric pack-quantized (weight_zero_point)",
     "weight_global_scale": "NVFP4 (weight_global_scale)",
-    "SCB": "bitsandbytes LLM.int8 (SCB)",
-    "absmax": "bitsandbytes NF4 (absmax, quant_map)",
-    "quant_map": "bitsandbytes NF4 (absmax, quant_map)",
 }
 """A piece of a tensor's name -> the format it belongs to, which is not read here."""
 FOREIGN_DTYPES = {"F8_E4M3": "FP8 of a form that config.json does not name", "F8_E5M2": "FP8 e5m2"}
@@ -123,7 +121,7 @@ def _scheme(table: Table) -> Scheme:
     method = _method(table)
     if method in FORMATS:
         codec = FORMATS[method].read("quantization_config", table)
-        return Scheme((Rule(codec),), not_converted(names_in(table, "modules_to_not_convert")))
+        return Scheme((Rule(codec),), not_converted(names_in(table, FORMATS[method].ignored)))
     if "quant_method" not in table and method == compressed.METHOD and "config_groups" not in table:
         raise Unreadable(
             f"quantization_config names no quant_method; it has {', '.join(map(str, table))}"[:300]

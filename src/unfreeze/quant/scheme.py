@@ -156,7 +156,12 @@ class Scheme:
                 if codec is not None:
                     own[codec][name] = dtype
             new = {codec: codec.as_stored(names) for codec, names in own.items()}
-        return replace(self, rules=tuple(replace(rule, codec=new[rule.codec]) for rule in self.rules))
+        return self.replaced(new)
+
+    def replaced(self, new: Mapping[Codec, Codec]) -> Scheme:
+        """The same scheme with other codecs for some."""
+        rules = (replace(rule, codec=new.get(rule.codec, rule.codec)) for rule in self.rules)
+        return replace(self, rules=tuple(rules))
 
 
 def is_packed(module: str, names: Collection[str], codec: Codec) -> bool:

@@ -1,0 +1,306 @@
+"""bitsandbytes: NF4 and FP4 with or without double quantization, and LLM.int8.
+
+4 bits, of a matrix as one row of n = out · in numbers, in blocks of 64:
+
+    w[j] = map[code[j]] * absmax[j // 64]                                one rounding, to `dtype`
+
+`map` has 16 numbers: the quantiles of a normal distribution (nf4) or a small float's (fp4). Two codes lie in
+a byte, the first in the upper half. Double quantization keeps absmax itself in bytes, in blocks of 256:
+
+    absmax[b] = map2[code2[b]] * absmax2[b // 256] + offset               float32, two roundings
+
+At 64 a weight takes 0.516 byte with it and 0.563 without, against 2 in bf16. `dtype` (that of the weight
+before it was quantized), block sizes and offset stand in a JSON text beside each weight.
+
+8 bits: w[o, i] = code[o, i] * SCB[o] * (1 / 127), float32, two roundings. A server also rounds activations,
+and leaves out columns of outliers; here nothing is rounded in training.
+
+bitsandbytes' kernel for CPUs (0.50.2) reads a weight wrongly whose rows are not whole blocks; here, and in
+its implementation for other devices, a block goes on in the next row, as quantizing has it.
+Source: bitsandbytes' dequantize_4bit and int8_vectorwise_dequant on a CPU; equal to them bit for bit in
+tests/quant/test_bitsandbytes.py (0.50.2, recorded).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import isfinite
+from typing import TYPE_CHECKING
+
+from unfreeze.core.errors import CheckpointError, ConfigError
+from unfreeze.quant.codec import Codec, Format, Part, Table, Unreadable, parts_nbytes, refuse_other_values
+from unfreeze.untrusted.json_object import parse_object
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+KINDS = ("nf4", "fp4")
+BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+MAP, MAP2 = 16, 256  # numbers that a code of 4 bits, of 8 bits stands for
+INVERSE_127 = 7.874015718698502e-3  # bitsandbytes' own digits of 1 / 127
+AGAIN = "get the checkpoint again, or save it again with bitsandbytes"
+
+
+@dataclass(frozen=True)
+class Bits4:
+    """The codec of 4 bits. quant/codec.py says what each method promises; Texted is the rest.
+
+    kind     "nf4" or "fp4"
+    double   whether absmax is quantized too
+    block    weights that share an absmax
+    block2   numbers of absmax that share one, with double quantization
+    dtype    dtype that a weight is rounded to: what it had before it was quantized
+    """
+
+    kind: str = "nf4"
+    double: bool = True
+    block: int = 64
+    block2: int = 256
+    dtype: str = "BF16"
+    variants: str = field(
+        default="another blocksize or bnb_4bit_use_double_quant", init=False, repr=False, compare=False
+    )
+
+    @property
+    def name(self) -> str:
+        return f"bitsandbytes-{self.kind}"
+
+    @property
+    def text(self) -> str:
+        """The suffix of the part that is a JSON text on disk, and the offset alone in memory."""
+        return f"weight_quant_state_{self.kind}"
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        double = ("weight_nested_absmax", "weight_nested_quant_map") if self.double else ()
+        return ("weight", "weight_absmax", "weight_quant_map", *double, self.text)
+
+    def parts(self, out_features: int, in_features: int) -> dict[str, Part]:
+        """weight uint8 [out, in / 2], on disk [n / 2, 1]; absmax [ceil(n / block)]; the maps; the offset [1].
+
+        Raises ConfigError for an odd number of input columns: a byte would lie in two rows.
+        """
+        if in_features % 2:
+            raise ConfigError(
+                f"{in_features} input columns, an odd number, do not divide into bytes of two codes",
+                next="use another release of the model",
+            )
+        blocks = -(-out_features * in_features // self.block)
+        double: dict[str, Part] = {
+            "weight_nested_absmax": ("F32", (-(-blocks // self.block2),)),
+            "weight_nested_quant_map": ("F32", (MAP2,)),
+        }
+        return {
+            "weight": ("U8", (out_features, in_features // 2)),
+            "weight_absmax": ("U8" if self.double else "F32", (blocks,)),
+            "weight_quant_map": ("F32", (MAP,)),
+            **(double if self.double else {}),
+            self.text: ("F32", (1,)),
+        }
+
+    def as_stored(self, dtypes: Mapping[str, str]) -> Bits4:
+        """This codec: block sizes and dtype stand in the texts (`told`)."""
+        return self
+
+    def disk_extras(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
+        """None: all parts are kept, the text as one number."""
+        return {}
+
+    def shape(self, parts: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """[..., out, in]: the codes', twice as wide. Of the shapes on disk [n / 2, 2], the same number."""
+        *leading, half = parts["weight"]
+        return (*leading, 2 * half)
+
+    def nbytes(self, out_features: int, in_features: int) -> int:
+        """out * in / 2, and per block 1 byte with double quantization, 4 without; the maps; 4."""
+        return parts_nbytes(self.parts(out_features, in_features).values())
+
+    def columns(self, width: int) -> int:
+        """Two in a byte."""
+        return 2 * width
+
+    def told(self, raw: bytes, name: str) -> Bits4:
+        """This codec with the block sizes and the dtype of one weight's text. Raises CheckpointError."""
+        state = parse_object(raw, name, CheckpointError, next=AGAIN)
+        block, block2 = state.get("blocksize"), state.get("nested_blocksize", self.block2)
+        dtype = DTYPES.get(str(state.get("dtype")))
+        if block not in BLOCKS or block2 not in BLOCKS or dtype is None:
+            raise CheckpointError(
+                f"{name} says blocksize {block!r:.20}, nested_blocksize {block2!r:.20}, dtype"
+                f" {state.get('dtype')!r:.20}; block sizes are {', '.join(map(str, BLOCKS))}, dtypes"
+                f" {', '.join(DTYPES)}",
+                next=AGAIN,
+            )
+        return replace(self, block=block, block2=block2, dtype=dtype)
+
+    def parse(self, raw: bytes, name: str, out_features: int, in_features: int) -> list[float]:
+        """[offset] from one weight's text; 0 without double quantization.
+
+        Raises CheckpointError for a text that says something else of the weight than this codec.
+        """
+        state, told = parse_object(raw, name, CheckpointError, next=AGAIN), self.told(raw, name)
+        said = (state.get("quant_type"), state.get("shape"), "nested_offset" in state)
+        if said != (self.kind, [out_features, in_features], self.double) or told != self:
+            raise CheckpointError(
+                f"{name} says {str(state)[:300]}; the first of these and config.json say {self.kind}, shape"
+                f" {[out_features, in_features]}, blocks of {self.block}, {self.dtype},"
+                f" {'with' if self.double else 'without'} double quantization",
+                next=AGAIN,
+            )
+        offset = state.get("nested_offset", 0.0)
+        if not isinstance(offset, (int, float)) or not isfinite(offset):
+            raise CheckpointError(f"{name} says nested_offset {offset!r:.30}, not a number", next=AGAIN)
+        return [float(offset)]
+
+    def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """w = map[code] * absmax -> [..., out, in] in `dtype`, computed in float32.
+
+        Raises CheckpointError where the parts do not belong together.
+        """
+        import torch
+
+        codes = parts["weight"]
+        needed = self.parts(codes.shape[-2], 2 * codes.shape[-1])
+        for suffix, (_, shape) in needed.items():
+            if tuple(parts[suffix].shape[-len(shape) :]) != shape or codes.dtype != torch.uint8:
+                raise CheckpointError(
+                    f"{suffix} is {list(parts[suffix].shape)} beside {codes.dtype} {list(codes.shape)};"
+                    f" blocks of {self.block} need torch.uint8 and {list(shape)}",
+                    next="compare the release's blocksize with its publisher's",
+                )
+        if codes.dim() > 2:
+            one = [
+                self.dequantize({suffix: part[i] for suffix, part in parts.items()})
+                for i in range(codes.shape[0])
+            ]
+            return torch.stack(one)
+
+        # a byte's two numbers are one word of a table of 256
+        pairs = torch.cartesian_prod(parts["weight_quant_map"], parts["weight_quant_map"])
+        weight = pairs.view(torch.int64).flatten()[codes.flatten().int()].view(torch.float32)
+        weight = _by_block(weight, self._absmax(parts), self.block)
+        return weight.view(codes.shape[0], -1).to(getattr(torch, _TORCH[self.dtype]))
+
+    def _absmax(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """float32 [ceil(n / block)]."""
+        absmax = parts["weight_absmax"]
+        if not self.double:
+            return absmax
+        numbers = parts["weight_nested_quant_map"][absmax.int()]
+        return _by_block(numbers, parts["weight_nested_absmax"], self.block2) + parts[self.text]
+
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+        """Raises ConfigError: this format is read, not written."""
+        raise ConfigError(
+            "bitsandbytes' 4 bits are read, not written: its library makes them as it loads a bf16 model",
+            next="write bf16 and load it with load_in_4bit, or write int4: unfreeze merge RUN --to bf16",
+        )
+
+
+def _by_block(numbers: Tensor, scales: Tensor, block: int) -> Tensor:
+    """numbers float32 [n] * scales [ceil(n / block)], each for `block` of them."""
+    if len(numbers) % block == 0:
+        return (numbers.view(-1, block) * scales.unsqueeze(-1)).flatten()
+    return numbers * scales.repeat_interleave(block)[: len(numbers)]
+
+
+_TORCH = {name: dtype for dtype, name in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Bits8:
+    """The codec of LLM.int8. quant/codec.py says what each method promises."""
+
+    name: str = field(default="bitsandbytes-int8", init=False, repr=False)
+    suffixes: tuple[str, ...] = field(default=("weight", "SCB", "weight_format"), init=False, repr=False)
+    variants: str = field(
+        default="codes in an order for one kind of GPU", init=False, repr=False, compare=False
+    )
+
+    def parts(self, out_features: int, in_features: int) -> dict[str, Part]:
+        """weight int8 [out, in], SCB float32 [out]."""
+        return {"weight": ("I8", (out_features, in_features)), "SCB": ("F32", (out_features,))}
+
+    def as_stored(self, dtypes: Mapping[str, str]) -> Bits8:
+        """This codec: its scales are float32."""
+        return self
+
+    def disk_extras(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
+        """weight_format = 0: the codes lie row by row."""
+        return {"weight_format": (0,)}
+
+    def shape(self, parts: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """[..., out, in], that of the codes."""
+        return parts["weight"]
+
+    def nbytes(self, out_features: int, in_features: int) -> int:
+        """out * (in + 4)."""
+        return parts_nbytes(self.parts(out_features, in_features).values())
+
+    def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """w = code * SCB * (1 / 127) -> float32 [..., out, in]. Raises CheckpointError."""
+        import torch
+
+        codes, largest = parts["weight"], parts["SCB"]
+        if codes.dtype != torch.int8 or codes.shape[:-1] != largest.shape:
+            raise CheckpointError(
+                f"weight is {codes.dtype} {list(codes.shape)} with SCB {list(largest.shape)}; they need"
+                f" torch.int8 and {list(codes.shape[:-1])}",
+                next=AGAIN,
+            )
+        return codes * largest.unsqueeze(-1) * INVERSE_127
+
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+        """Raises ConfigError: this format is read, not written."""
+        raise ConfigError(
+            "bitsandbytes' 8 bits are read, not written: its library makes them as it loads a bf16 model",
+            next="write bf16 and load it with load_in_8bit: unfreeze merge RUN --to bf16",
+        )
+
+
+ONLY: dict[str, tuple[object, str]] = {
+    "bnb_4bit_quant_storage": ("uint8", "codes are stored as another dtype, for sharding"),
+    "config_groups": ({}, "groups of modules in other formats"),
+}
+KNOWN = frozenset(
+    """load_in_4bit load_in_8bit _load_in_4bit _load_in_8bit bnb_4bit_quant_type bnb_4bit_use_double_quant
+    bnb_4bit_compute_dtype llm_int8_threshold llm_int8_skip_modules llm_int8_enable_fp32_cpu_offload
+    llm_int8_has_fp16_weight""".split()
+)
+"""Fields that are read, or without effect on weights that are packed already."""
+
+
+def read(where: str, table: Table) -> Codec:
+    """The codec of a quantization_config with quant_method "bitsandbytes".
+
+    Raises Unreadable, naming it, for each variant that would be read wrongly.
+    """
+    refuse_other_values(table, ONLY, where)
+    four, eight = (table.get(f"load_in_{bits}bit") or table.get(f"_load_in_{bits}bit") for bits in (4, 8))
+    if bool(four) == bool(eight):
+        raise Unreadable(f"{where} with load_in_4bit {four!r:.20} and load_in_8bit {eight!r:.20}")
+    if eight:
+        return Bits8()
+    kind = table.get("bnb_4bit_quant_type", "fp4")
+    if kind not in KINDS:
+        raise Unreadable(f'{where}: bnb_4bit_quant_type "{kind}"')
+    return Bits4(str(kind), bool(table.get("bnb_4bit_use_double_quant", False)))
+
+
+FORMAT = Format(
+    key="bitsandbytes",
+    title="bitsandbytes NF4, FP4 and LLM.int8",
+    read=read,
+    known=KNOWN | ONLY.keys(),
+    suffixes=(
+        "weight_absmax",
+        "weight_quant_map",
+        "weight_nested_absmax",
+        "weight_nested_quant_map",
+        *(f"weight_quant_state_{kind}" for kind in KINDS),
+        "SCB",
+    ),
+    ignored="llm_int8_skip_modules",
+)
