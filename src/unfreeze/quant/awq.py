@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING
 
 from unfreeze.core.errors import CheckpointError, ConfigError
 from unfreeze.quant.codec import Format, Part, Table, Unreadable, parts_nbytes, refuse_other_values
-from unfreeze.quant.grids import WHOLE_COLUMN, read_group_size, refuse_to_write, scale_dtype, unpack_columns
+from unfreeze.quant.grids import (
+    WHOLE_COLUMN,
+    each,
+    expand_rows,
+    read_group_size,
+    refuse_to_write,
+    scale_dtype,
+    unpack_columns,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,7 +100,6 @@ class Awq:
         """
         import torch
 
-        scales = parts["scales"]
         shapes = {suffix: tuple(parts[suffix].shape) for suffix in SUFFIXES}
         out_features, in_features = self.shape(shapes)[-2:]
         needed = {s: shape for s, (_, shape) in self.parts(out_features, in_features).items()}
@@ -103,10 +110,15 @@ class Awq:
                 f" need torch.int32 and {', '.join(str(list(shape)) for shape in needed.values())}",
                 next="compare quantization_config.group_size with the publisher's",
             )
-        codes, zeros = (_columns(parts[name]) for name in ("qweight", "qzeros"))
-        by_group = codes.view(*scales.shape[:-1], -1, out_features)
-        grouped = by_group - zeros.unsqueeze(-2)
-        return (grouped.to(scales.dtype) * scales.unsqueeze(-2)).flatten(-3, -2).mT
+        return each(self._matrix, parts, "qweight")
+
+    def _matrix(self, parts: Mapping[str, Tensor]) -> Tensor:
+        import torch
+
+        words, scales_GO = parts["qweight"], parts["scales"]
+        groups_I = torch.arange(len(words), device=words.device) // (len(words) // len(scales_GO))
+        zeros_GO = _columns(parts["qzeros"])
+        return expand_rows(lambda a, b: _columns(words[a:b]), zeros_GO, scales_GO, groups_I).mT
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         """Raises ConfigError: this format is read, not written."""
@@ -114,11 +126,8 @@ class Awq:
 
 
 def _columns(words: Tensor) -> Tensor:
-    """int32 [..., n] -> int8 [..., 8 n] in the order of the columns."""
-    import torch
-
-    codes = unpack_columns(words, BITS).view(*words.shape, PER_WORD)
-    return codes[..., PLACES].flatten(-2).view(torch.int8)
+    """int32 [..., n] -> uint8 [..., 8 n] in the order of the columns."""
+    return unpack_columns(words, BITS).view(*words.shape, PER_WORD)[..., PLACES].flatten(-2)
 
 
 ONLY: dict[str, tuple[object, str]] = {

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 
 from unfreeze.core.errors import CheckpointError, ConfigError
 from unfreeze.quant.codec import Codec, Format, Part, Table, Unreadable, parts_nbytes, refuse_other_values
+from unfreeze.quant.grids import AT_ONCE, each
 from unfreeze.untrusted.json_object import parse_object
 
 if TYPE_CHECKING:
@@ -170,18 +171,23 @@ class Bits4:
                     f" blocks of {self.block} need torch.uint8 and {list(shape)}",
                     next="compare the release's blocksize with its publisher's",
                 )
-        if codes.dim() > 2:
-            one = [
-                self.dequantize({suffix: part[i] for suffix, part in parts.items()})
-                for i in range(codes.shape[0])
-            ]
-            return torch.stack(one)
+        return each(self._matrix, parts, "weight")
+
+    def _matrix(self, parts: Mapping[str, Tensor]) -> Tensor:
+        import torch
 
         # a byte's two numbers are one word of a table of 256
+        codes, absmax = parts["weight"].flatten(), self._absmax(parts)
         pairs = torch.cartesian_prod(parts["weight_quant_map"], parts["weight_quant_map"])
-        weight = pairs.view(torch.int64).flatten()[codes.flatten().int()].view(torch.float32)
-        weight = _by_block(weight, self._absmax(parts), self.block)
-        return weight.view(codes.shape[0], -1).to(getattr(torch, _TORCH[self.dtype]))
+        pairs = pairs.view(torch.int64).flatten()
+        dtype: torch.dtype = getattr(torch, _TORCH[self.dtype])
+        weight = torch.empty(2 * len(codes), dtype=dtype, device=codes.device)
+        for first in range(0, len(weight), AT_ONCE):  # whole blocks
+            of_bytes = codes[first // 2 : (first + AT_ONCE) // 2]
+            numbers = pairs[of_bytes.int()].view(torch.float32)
+            scales = absmax[first // self.block : (first + AT_ONCE) // self.block]
+            weight[first : first + AT_ONCE] = _by_block(numbers, scales, self.block)
+        return weight.view(parts["weight"].shape[0], -1)
 
     def _absmax(self, parts: Mapping[str, Tensor]) -> Tensor:
         """float32 [ceil(n / block)]."""
@@ -250,7 +256,18 @@ class Bits8:
                 f" torch.int8 and {list(codes.shape[:-1])}",
                 next=AGAIN,
             )
-        return codes * largest.unsqueeze(-1) * INVERSE_127
+        return each(self._matrix, parts, "weight")
+
+    def _matrix(self, parts: Mapping[str, Tensor]) -> Tensor:
+        import torch
+
+        codes, largest = parts["weight"], parts["SCB"].unsqueeze(-1)
+        weight = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+        step = max(1, AT_ONCE // codes.shape[1])
+        for first in range(0, len(codes), step):
+            rows = slice(first, first + step)
+            torch.mul(codes[rows].float(), largest[rows], out=weight[rows]).mul_(INVERSE_127)
+        return weight
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         """Raises ConfigError: this format is read, not written."""

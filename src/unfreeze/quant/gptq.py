@@ -28,6 +28,8 @@ from unfreeze.quant.codec import Format, Part, Table, Unreadable, as_table, part
 from unfreeze.quant.grids import (
     WHOLE_COLUMN,
     WORD,
+    each,
+    expand_rows,
     read_group_size,
     refuse_to_write,
     scale_dtype,
@@ -97,7 +99,6 @@ class Gptq:
         The difference is a whole number of -255 to 255, exact in any of them. A view, transposed.
         Raises CheckpointError where the parts do not belong together.
         """
-        import torch
 
         scales, g_idx = parts["scales"], parts["g_idx"]
         shapes = {suffix: tuple(parts[suffix].shape) for suffix in SUFFIXES}
@@ -111,20 +112,24 @@ class Gptq:
                 f" {', '.join(str(list(shape)) for shape in needed.values())}",
                 next="compare bits and group_size of quantization_config with the publisher's",
             )
-        words = parts["qzeros"] + ONES[self.bits] if self.minus_one else parts["qzeros"]
-        zeros = unpack_columns(words, self.bits)[..., :out_features].to(torch.int16)
-        codes = unpack_rows(parts["qweight"], self.bits)[..., :in_features, :].to(torch.int16)
-
-        # the group of each input column: rows of [G, out] become [in, out]. On CUDA gather looks itself, and
-        # to look here would make the host wait
-        rows = g_idx.long().unsqueeze(-1).expand(*g_idx.shape, out_features)
+        # on CUDA the look-up looks itself, and to look here would make the host wait
         if not g_idx.is_cuda and not bool(((g_idx >= 0) & (g_idx < scales.shape[-2])).all()):
             raise CheckpointError(
                 f"g_idx names groups {int(g_idx.min())} to {int(g_idx.max())}; there are {scales.shape[-2]}",
                 next="get the checkpoint again from its publisher",
             )
-        difference = codes - zeros.gather(-2, rows)
-        return (difference.to(scales.dtype) * scales.gather(-2, rows)).mT
+        return each(self._matrix, parts, "qweight")
+
+    def _matrix(self, parts: Mapping[str, Tensor]) -> Tensor:
+        words, scales_GO = parts["qweight"], parts["scales"]
+        zeros = parts["qzeros"] + ONES[self.bits] if self.minus_one else parts["qzeros"]
+        zeros_GO = unpack_columns(zeros, self.bits)[:, : scales_GO.shape[-1]]
+
+        def codes(first: int, last: int) -> Tensor:
+            rows = words[first * self.bits // WORD : -(-last * self.bits // WORD)]
+            return unpack_rows(rows, self.bits)[: last - first]
+
+        return expand_rows(codes, zeros_GO, scales_GO, parts["g_idx"].long()).mT
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         """Raises ConfigError: this format is read, not written."""

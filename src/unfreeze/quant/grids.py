@@ -7,7 +7,7 @@ AWQ and GPTQ hold a matrix with the input dimension first: W is what stands ther
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from unfreeze.core.dtypes import FLOATS
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 WORD = 32  # bits of an int32
 MAX_GROUP = 2**20  # input columns that share a scale; more than the widest layer has
+AT_ONCE = 2**18  # weights that are expanded at once, so that what lies between codes and result stays small
 WHOLE_COLUMN = -1  # group_size of one scale for all of them
 
 
@@ -40,6 +41,44 @@ def unpack_rows(words: Tensor, bits: int) -> Tensor:
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=words.device)
     found = rows.unsqueeze(-2) >> shifts.view(-1, 1)
     return (found & (2**bits - 1)).flatten(-4, -2)
+
+
+def expand_rows(
+    codes: Callable[[int, int], Tensor], zeros_GO: Tensor, scales_GO: Tensor, groups_I: Tensor
+) -> Tensor:
+    """(code - zero) * scale -> [in, out] in the dtype of the scales, some rows at a time.
+
+    codes     (first row, row after the last) -> their codes [rows, out]
+    groups_I  the group of each row
+    The difference is a whole number within ±255, exact in any dtype of scales.
+    """
+    import torch
+
+    rows, columns = len(groups_I), scales_GO.shape[-1]
+    weight_IO = torch.empty(rows, columns, dtype=scales_GO.dtype, device=scales_GO.device)
+    zeros_GO = zeros_GO.to(torch.int16)
+    step = max(1, AT_ONCE // (WORD * columns)) * WORD  # whole words of codes
+    for first in range(0, rows, step):
+        last = min(first + step, rows)
+        groups = groups_I[first:last]
+        difference = (codes(first, last) - zeros_GO[groups]).to(scales_GO.dtype)
+        torch.mul(difference, scales_GO[groups], out=weight_IO[first:last])
+    return weight_IO
+
+
+def each(
+    function: Callable[[Mapping[str, Tensor]], Tensor], parts: Mapping[str, Tensor], codes: str
+) -> Tensor:
+    """function(parts of one matrix) for every matrix of a stack, stacked.
+
+    codes: the suffix of the part that has two dims for one matrix.
+    """
+    import torch
+
+    if parts[codes].dim() == 2:
+        return function(parts)
+    one = ({suffix: part[i] for suffix, part in parts.items()} for i in range(len(parts[codes])))
+    return torch.stack([each(function, matrix, codes) for matrix in one])
 
 
 def scale_dtype(dtypes: Mapping[str, str], scales: str, codes: str) -> str | None:
