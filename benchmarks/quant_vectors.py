@@ -8,7 +8,13 @@ expands them to. Made once, in an environment of its own:
     oracle/bin/pip install torch==2.13.0 transformers==5.23.0 datasets "setuptools>=77" wheel
     oracle/bin/pip install --no-deps --no-build-isolation autoawq==0.2.9 gptqmodel==7.7.0 bitsandbytes==0.50.2
     oracle/bin/pip install --no-deps pypcre tokenicer logbar device-smi defuser torchao threadpoolctl dill
-    oracle/bin/python benchmarks/quant_vectors.py --write tests/quant/vectors
+    oracle/bin/python benchmarks/quant_vectors.py awq gptq bitsandbytes --write tests/quant/vectors
+
+and for the other two, in one more:
+
+    oracle2/bin/pip install torch==2.13.0 transformers==5.23.0 pydantic
+    oracle2/bin/pip install --no-deps nvidia-modelopt==0.47.0 omegaconf pulp scipy compressed-tensors==0.12.2
+    oracle2/bin/python benchmarks/quant_vectors.py modelopt act_order --write tests/quant/vectors
 """
 
 from __future__ import annotations
@@ -167,10 +173,82 @@ def bitsandbytes() -> Cases:
     return cases
 
 
+def given(dtype: torch.dtype) -> Tensor:
+    """[12, 64]: rows of several sizes, zeros, and multiples of a quarter, where rounding meets ties."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(12, 64, generator=generator) * torch.rand(12, 1, generator=generator) * 4
+    weight[1] = 0
+    weight[2, 16:32] = 0
+    weight[3] = (weight[3] * 4).round() / 4
+    weight[4, 0] = 24
+    return weight.to(dtype)
+
+
+def modelopt() -> Cases:
+    """nvidia-modelopt: "given" is what was quantized, "expanded" what is read back in float32."""
+    from modelopt.torch.quantization.qtensor import FP8QTensor, NVFP4QTensor
+
+    cases: Cases = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        name, weight = str(dtype).removeprefix("torch."), given(dtype)
+        packed, scale, whole = NVFP4QTensor.quantize(weight.clone(), 16)
+        cases[f"nvfp4 {name}"] = {
+            "given": weight,
+            "weight": packed._quantized_data,
+            "weight_scale": scale,
+            "weight_scale_2": whole,
+            "expanded": packed.dequantize(
+                torch.float32, scale=scale, double_scale=whole, block_sizes={-1: 16}
+            ),
+        }
+        # per row without the row of zeros: its scale is 0 there, and its codes NaN
+        rows = torch.cat((weight[:1], weight[2:]))
+        for kind, axis, source, shape in (("fp8", None, weight, ()), ("fp8_rows", 0, rows, (11,))):
+            packed, scale = FP8QTensor.quantize(source, axis=axis)
+            cases[f"{kind} {name}"] = {
+                "given": source,
+                "weight": packed._quantized_data,
+                "weight_scale": scale.float().reshape(shape).clone(),
+                "expanded": packed.dequantize(torch.float32, scale=scale.float()),
+            }
+    return cases
+
+
+def act_order() -> Cases:
+    """compressed-tensors before it left weight_g_idx out: columns in groups by their activations."""
+    from compressed_tensors.compressors import PackedQuantizationCompressor, unpack_from_int32
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    cases: Cases = {}
+    compressor = PackedQuantizationCompressor(config=QuantizationConfig(config_groups={}))
+    for bits, symmetric in ((4, True), (4, False), (8, False)):
+        args = QuantizationArgs(
+            num_bits=bits, strategy="group", group_size=16, symmetric=symmetric, actorder="group"
+        )
+        weight = given(torch.bfloat16)
+        order = (torch.arange(64) // 16)[torch.randperm(64, generator=torch.Generator().manual_seed(bits))]
+        grouped = weight[:, order.argsort(stable=True)].unflatten(1, (-1, 16))
+        scale, zero = calculate_qparams(grouped.amin(-1), grouped.amax(-1), args)
+        parts = compressor.compress_weight(
+            weight, scale, args, zero_point=None if symmetric else zero, g_idx=order.int()
+        )
+        parts |= {"weight_scale": scale, "weight_g_idx": order.int()}
+        kept = {name: part for name, part in parts.items() if part is not None}
+        # with packed zero points its own decompress_weight says that it is not there yet
+        codes = unpack_from_int32(kept["weight_packed"], bits, weight.shape)
+        expanded = dequantize(codes, scale, None if symmetric else zero, g_idx=order.int())
+        cases[f"bits_{bits} {'symmetric' if symmetric else 'zeros'}"] = kept | {"expanded": expanded}
+    return cases
+
+
 LIBRARIES = {
     "awq": (awq, "autoawq"),
     "gptq": (gptq, "gptqmodel"),
     "bitsandbytes": (bitsandbytes, "bitsandbytes"),
+    "modelopt": (modelopt, "nvidia-modelopt"),
+    "act_order": (act_order, "compressed-tensors"),
 }
 
 
@@ -182,7 +260,7 @@ def main() -> None:
     for name in arguments.formats or LIBRARIES:
         make, library = LIBRARIES[name]
         tensors = {
-            f"{case}/{part}": tensor.detach().contiguous()
+            f"{case}/{part}": tensor.detach().contiguous().clone()
             for case, parts in make().items()
             for part, tensor in parts.items()
         }

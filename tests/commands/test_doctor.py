@@ -272,10 +272,10 @@ def test_a_quantization_that_only_hf_quant_config_names_is_refused_by_inspect_do
     assert inspect(str(folder))["format"] == "dense"  # control arm
     beside = {
         "producer": {"name": "modelopt"},
-        "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]},
+        "quantization": {"quant_algo": "W4A8_AWQ", "exclude_modules": ["lm_head"]},
     }
     (folder / "hf_quant_config.json").write_text(json.dumps(beside))
-    said = 'quant_method "modelopt", quant_algo "FP8" (hf_quant_config.json)'
+    said = 'quant_method "modelopt", quant_algo "W4A8_AWQ" (hf_quant_config.json)'
     assert said in inspect(str(folder))["format"] and said in findings(model=folder)["checkpoint fault"].line
     with pytest.raises(ConfigError) as caught:
         unfreeze.load(folder)

@@ -199,8 +199,9 @@ def test_an_unsupported_quantization_is_inspected_and_its_weights_are_not_guesse
     found = tensors()
     found["model.layers.0.mlp.up_proj.weight"] = torch.zeros(I, D).to(torch.float8_e4m3fn)
     found["model.layers.0.mlp.up_proj.weight_scale_inv"] = torch.zeros(1, 1)
-    facts = inspect(write(tmp_path / "fp8", TEXT | {"quantization_config": {"quant_method": "fp8"}}, found))
-    assert facts["format"].startswith("unsupported (") and "without weight_block_size" in facts["format"]
+    quantized = {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}
+    facts = inspect(write(tmp_path / "fp8", TEXT | quantized, found))
+    assert facts["format"].startswith("unsupported (") and 'fmt "e5m2"' in facts["format"]
     assert facts["bytes"] == nbytes(found) and facts["parameters"] is None and facts["expanded_bytes"] is None
     assert facts["groups"]["mlp"]["parameters"] is None and facts["groups"]["mlp"]["formats"] == [
         "BF16",

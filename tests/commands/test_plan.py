@@ -159,17 +159,23 @@ def test_flags_of_adapters_where_all_trains_are_refused(config):
 
 
 def test_a_quantization_beside_the_config_is_not_planned_as_bf16(config, tmp_path):
-    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
-    with pytest.raises(ConfigError, match="NVFP4"):
+    beside = tmp_path / "hf_quant_config.json"
+    beside.write_text('{"quantization": {"quant_algo": "W4A8_AWQ"}}')
+    with pytest.raises(ConfigError, match="W4A8_AWQ"):
         planned("--model", str(tmp_path), "--hardware", "8xH200")
-    with pytest.raises(ConfigError, match="NVFP4"):
+    with pytest.raises(ConfigError, match="W4A8_AWQ"):
         planned("--model", config, "--hardware", "8xH200")
     copy = tmp_path / "release.json"
     copy.write_bytes(Path(config).read_bytes())
-    assert planned("--model", str(copy), "--hardware", "8xH200")["fits"]  # control arm: not beside this one
-    (tmp_path / "release.hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
-    with pytest.raises(ConfigError, match="FP8"):
-        planned("--model", str(copy), "--hardware", "8xH200")
+    # control arm: not beside this one
+    dense = planned("--model", str(copy), "--hardware", "8xH200")["bytes"]["total"]
+    bytes_of = {}
+    for algorithm in ("NVFP4", "FP8"):
+        (tmp_path / "release.hf_quant_config.json").write_text(
+            json.dumps({"quantization": {"quant_algo": algorithm, "exclude_modules": ["lm_head"]}})
+        )
+        bytes_of[algorithm] = planned("--model", str(copy), "--hardware", "8xH200")["bytes"]["total"]
+    assert bytes_of["NVFP4"] < bytes_of["FP8"] < dense
 
 
 def test_where_all_trains_experts_are_not_split(config):

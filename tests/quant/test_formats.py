@@ -20,7 +20,7 @@ from unfreeze.commands.inspect import inspect
 from unfreeze.core.errors import ConfigError
 from unfreeze.data import Example, pack
 from unfreeze.generate.open import open_model
-from unfreeze.quant import Int4, formats, fp8, int4, not_followed, recognise
+from unfreeze.quant import Int4, formats, fp8_scaled, integers, not_followed, recognise
 from unfreeze.quant.codec import Format, Part, Table, Unreadable, parts_nbytes
 from unfreeze.quant.compressed import KNOWN, KNOWN_OF_GROUP, ONLY
 from unfreeze.quant.formats import FOREIGN, FORMATS, foreign_dtype, foreign_format
@@ -71,20 +71,22 @@ def test_kimis_quantization_config_is_read_at_the_top_or_under_text_config() -> 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"symmetric": False}, "asymmetric"),
-        ({"input_activations": {"num_bits": 8}}, "quantized activations"),
-        ({"actorder": "group"}, "actorder"),
-        ({"actorder": True}, "actorder"),
-        ({"num_bits": 8}, "num_bits 8"),
+        ({"symmetric": "yes"}, "symmetric = 'yes'"),
+        ({"actorder": "columns"}, "actorder"),
+        ({"num_bits": 3}, "num_bits 3"),
         ({"type": "float"}, "float weights"),
-        ({"strategy": "channel"}, 'strategy "channel"'),
+        ({"strategy": "token"}, 'strategy "token"'),
+        ({"strategy": "tensor", "symmetric": False}, "one zero point for a matrix"),
+        ({"strategy": "channel", "actorder": "group"}, "actorder"),
         ({"dynamic": True}, "dynamic"),
         ({"group_size": -1}, "group_size -1"),
-        ({"format": "int-quantized"}, 'format "int-quantized"'),
-        ({"format": "nvfp4-pack-quantized"}, "nvfp4"),
+        ({"format": "int-quantized"}, "int weights with num_bits 4"),
+        ({"format": "nvfp4-pack-quantized"}, "int weights with num_bits 4"),
+        ({"format": "mxfp6-pack-quantized"}, 'format "mxfp6-pack-quantized"'),
+        ({"format": "mixed-precision"}, 'format "mixed-precision"'),
         ({"quant_method": "aqlm"}, 'quant_method "aqlm"'),
         ({"quant_method": "fbgemm_fp8"}, 'quant_method "fbgemm_fp8"'),
-        ({"quant_method": None, "quant_algo": "NVFP4"}, 'quant_method "modelopt", quant_algo "NVFP4"'),
+        ({"quant_method": None, "quant_algo": "W4A8"}, 'quant_method "modelopt", quant_algo "W4A8"'),
         (
             {"transform_config": {"config_groups": {"v": {"type": "hadamard", "apply": []}}}},
             "transform_config",
@@ -157,7 +159,7 @@ def test_every_field_that_compressed_tensors_writes_is_known() -> None:
         set(QuantizationConfig.model_fields) <= known
         and set(QuantizationScheme.model_fields) <= KNOWN_OF_GROUP
     )
-    assert set(QuantizationArgs.model_fields) <= int4.FORMAT.known
+    assert set(QuantizationArgs.model_fields) <= integers.KNOWN | integers.ONLY.keys()
 
 
 @pytest.mark.parametrize(
@@ -217,11 +219,11 @@ def test_every_format_file_has_its_line_and_its_test() -> None:
 
 
 def test_control_arm_a_forgotten_line_and_a_forgotten_test_are_seen() -> None:
-    assert "add int4.FORMAT to FORMATS" in forgotten(["int4"], [], HERE)[0]
-    assert "no tests/quant/test_int4.py" in forgotten(["int4"], FORMATS.values(), [])[0]
+    assert "add integers.FORMAT to FORMATS" in forgotten(["integers"], [], HERE)[0]
+    assert "no tests/quant/test_integers.py" in forgotten(["integers"], FORMATS.values(), [])[0]
 
 
-REFUSED_TOO = {"FP8 with one scale", "quantized activations", "other bit widths", "ModelOpt", "pickle files"}
+REFUSED_TOO = {"other bit widths", "pickle files"}
 """What docs/using.md lists as refused beside the formats of FOREIGN."""
 
 
@@ -252,7 +254,7 @@ def test_the_manual_lists_what_is_read_and_what_is_refused() -> None:
 
 def test_control_arm_a_format_that_the_manual_forgets_is_seen() -> None:
     page = "| formats | INT4 (pack-quantized), FP8 |\n| refused by name | NVFP4; pickle files |"
-    assert wrong_in_the_manual(page, [int4.FORMAT, fp8.FORMAT], ["NVFP4 (x)"]) == []
+    assert wrong_in_the_manual(page, [integers.FORMAT[0], fp8_scaled.FORMAT[0]], ["NVFP4 (x)"]) == []
     assert wrong_in_the_manual(page, [ROW_SCALED], ["NVFP4 (x)", "MXFP4 with blocks"]) == [
         "row 'formats' of docs/using.md does not name row-scaled",
         "row 'refused by name' of docs/using.md: add ['MXFP4']",

@@ -135,8 +135,6 @@ def test_a_thousand_names_are_no_pattern():
     ("change", "named"),
     [
         ({"fmt": "e5m2"}, 'fmt "e5m2"'),
-        ({"activation_scheme": "static"}, "activation_scheme static"),
-        ({"weight_block_size": None}, "one scale for a matrix"),
         ({"weight_block_size": [128]}, "weight_block_size [128]"),
         ({"weight_block_size": [128, 0]}, "weight_block_size [128, 0]"),
         ({"weight_block_size": [True, 128]}, "weight_block_size [True, 128]"),

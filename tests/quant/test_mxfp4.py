@@ -14,7 +14,7 @@ from unfreeze.quant import Packed
 from unfreeze.quant.codec import Unreadable
 from unfreeze.quant.mxfp4 import (
     BLOCKS,
-    FORMAT_PACKED,
+    FORMAT,
     PACKED,
     Mxfp4,
     pack_e2m1,
@@ -204,7 +204,7 @@ def test_the_tables_that_say_so_are_read():
     assert read_packed("here", WEIGHTS) == Mxfp4(PACKED)
     assert read_blocks("here", {"quant_method": "mxfp4"}) == Mxfp4(BLOCKS)
     written = SCHEME.weights.model_dump()
-    assert read_packed("here", written) == Mxfp4(PACKED) and set(written) <= FORMAT_PACKED.known
+    assert read_packed("here", written) == Mxfp4(PACKED) and set(written) <= FORMAT[1].known
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from unfreeze.core.errors import CheckpointError, looked_in, nearest
 from unfreeze.core.events import RESOLVED
 from unfreeze.quant.codec import Codec, Texted, as_table
 from unfreeze.quant.formats import is_part, recognise
-from unfreeze.quant.scheme import Scheme
+from unfreeze.quant.scheme import Scheme, is_unread
 from unfreeze.quant.spelling import canonical
 from unfreeze.untrusted.json_object import read_object
 
@@ -112,7 +112,7 @@ def _text(info: TensorInfo) -> bytes:
 def count_weights(tensors: Mapping[str, TensorInfo], scheme: Scheme | None) -> int:
     """The number of weights in these tensors: a packed weight counts as what its codes stand for.
 
-    A codec knows that number from the shapes of the parts.
+    A codec knows that number from the shapes of the parts. Scales of activations count nothing.
     """
     packed: dict[str, tuple[Codec, dict[str, tuple[int, ...]]]] = {}
     count = 0
@@ -121,7 +121,7 @@ def count_weights(tensors: Mapping[str, TensorInfo], scheme: Scheme | None) -> i
         if codec is not None:
             base, _, suffix = name.rpartition(".")
             packed.setdefault(base, (codec, {}))[1][suffix] = info.shape
-        else:
+        elif scheme is None or not is_unread(name):
             count += prod(info.shape)
     return count + sum(prod(codec.shape(parts)) for codec, parts in packed.values())
 

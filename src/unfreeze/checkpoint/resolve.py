@@ -21,7 +21,7 @@ from unfreeze.checkpoint.tensors import NAME, TORCH_DTYPE
 from unfreeze.core.dtypes import FLOATS
 from unfreeze.quant.codec import Codec, Texted, kept_suffixes
 from unfreeze.quant.formats import foreign_dtype, foreign_format, foreign_parts, is_part, stored_packed
-from unfreeze.quant.scheme import Scheme
+from unfreeze.quant.scheme import Scheme, is_unread
 
 _WHOLE = ("I32", "I64", "U8")  # dtypes of a codec's extras
 
@@ -138,7 +138,7 @@ class _Work:
             self.faults.add("tensors have the wrong dtype", detail, cause=_why_dtype(info))
             return
         column = isinstance(codec, Texted) and info.shape == (prod(source.shape), 1)
-        if info.shape != source.shape and not column:
+        if info.shape != source.shape and not column and not _one_number(info.shape, source.shape):
             detail = f"{info.name} is {list(info.shape)} on disk, config.json makes it {list(source.shape)}"
             self.faults.add("tensors have the wrong shape", detail, cause=_why_shape(codec))
             return
@@ -215,8 +215,10 @@ class _Work:
 
 
 def _check_left_over(work: _Work, ignore: Sequence[re.Pattern[str]]) -> None:
-    """Every tensor on disk is used, or ignored by rule."""
+    """Every tensor on disk is used, or ignored by rule, or about the activations of a quantized model."""
     for name, info in work.disk.items():
+        if work.scheme is not None and is_unread(name):
+            continue
         if name not in work.used and not any(pattern.match(name) for pattern in ignore):
             shown = f"{info.name} {info.dtype} {list(info.shape)}"
             work.faults.add(
@@ -240,6 +242,11 @@ def flat_range(shape: Sequence[int], index: Index) -> tuple[int, int]:
     assert isinstance(rows[0], slice)
     row = size // shape[1]
     return expert * size + rows[0].start * row, expert * size + rows[0].stop * row
+
+
+def _one_number(*shapes: tuple[int, ...]) -> bool:
+    """Whether all are [], [1] or [1, 1]: writers differ in how they store one scale for a matrix."""
+    return all(shape in ((), (1,), (1, 1)) for shape in shapes)
 
 
 def _fits(info: TensorInfo, dtype: torch.dtype) -> bool:

@@ -155,6 +155,7 @@ def _groups(
     Groups are those of the receipt and of --lora.targets; "other" is last.
     """
     from unfreeze.models.groups import GROUPS, group_of
+    from unfreeze.quant.scheme import is_unread
 
     members: dict[str, dict[str, TensorInfo]] = {}
     for name, info in manifest.by_model_name().items():
@@ -166,7 +167,9 @@ def _groups(
         tensors = members[group]
         codecs = {name: scheme.part_of(name, tensors) if scheme else None for name in tensors}
         formats = {
-            info.dtype if (codec := codecs[name]) is None else codec.name for name, info in tensors.items()
+            info.dtype if (codec := codecs[name]) is None else codec.name
+            for name, info in tensors.items()
+            if scheme is None or not is_unread(name)
         }
         found[group] = {
             "parameters": _parameters(tensors, scheme, countable=countable),

@@ -17,6 +17,7 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast, runtime_checkable
 
 from unfreeze.core.dtypes import ITEMSIZE
+from unfreeze.core.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
@@ -207,6 +208,32 @@ def kept_suffixes(codec: Codec) -> tuple[str, ...]:
 def parts_nbytes(parts: Iterable[Part]) -> int:
     """Σ prod(shape) * itemsize."""
     return sum(ITEMSIZE[dtype] * prod(shape) for dtype, shape in parts)
+
+
+def finite(weight: Tensor) -> None:
+    """Raise CheckpointError for a weight that is NaN or infinite: no code stands for it."""
+    if not bool(weight.isfinite().all()):
+        bad = int((~weight.isfinite()).sum())
+        raise CheckpointError(
+            f"{bad} of {weight.numel()} weights are NaN or infinite and cannot be quantized"
+        )
+
+
+def one_scale_dtype(dtypes: Mapping[str, str], title: str) -> str:
+    """The dtype that all of these scales have. name -> dtype, at least one.
+
+    Raises CheckpointError where they have several: a stack of experts can hold only one.
+    """
+    first: dict[str, str] = {}
+    for name, dtype in dtypes.items():
+        first.setdefault(dtype, name)
+    if len(first) > 1:
+        named = ", ".join(f"{name} is {dtype}" for dtype, name in first.items())
+        raise CheckpointError(
+            f"the scales of {title} weights have {len(first)} dtypes: {named}",
+            next="convert them to the widest of these",
+        )
+    return next(iter(first))
 
 
 def names_in(table: Table, field: str) -> list[str]:

@@ -47,8 +47,6 @@ def read(table: Table, formats: Mapping[str, Format]) -> Scheme:
         weights = as_table(group.get("weights"))
         if not weights:
             raise Unreadable(f"{where} without weights")
-        if group.get("input_activations") or group.get("output_activations"):
-            raise Unreadable(f"{where}: quantized activations")
         codec = format.read(where, weights)
         targets = names_in(group, "targets") or ["Linear"]
         exact = frozenset(target for target in targets if not target.startswith("re:"))

@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from unfreeze.core.errors import ConfigError
-from unfreeze.quant import awq, bitsandbytes, compressed, fp8, gptq, int4, mxfp4
+from unfreeze.quant import awq, bitsandbytes, compressed, fp8_scaled, gptq, integers, modelopt, mxfp4, nvfp4
 from unfreeze.quant.codec import Format, Table, Unreadable, as_table, names_in, unknown_fields
 from unfreeze.quant.scheme import Rule, Scheme, not_converted
 
 FORMATS: dict[str, Format] = {
     format.key: format
     for format in (
-        int4.FORMAT,
-        fp8.FORMAT,
-        mxfp4.FORMAT,
+        *integers.FORMAT,
+        *fp8_scaled.FORMAT,
+        *nvfp4.FORMAT,
+        *mxfp4.FORMAT,
         awq.FORMAT,
         gptq.FORMAT,
         bitsandbytes.FORMAT,
@@ -28,8 +29,11 @@ FORMATS: dict[str, Format] = {
 }
 
 FOREIGN = {
-    "weight_zero_point": "asymmetric pack-quantized (weight_zero_point)",
-    "weight_global_scale": "NVFP4 (weight_global_scale)",
+    "pre_quant_scale": "modelopt AWQ (pre_quant_scale)",
+    "q_weight": "EXL2 (q_weight, q_scale, q_groups)",
+    "trellis": "EXL3 (trellis, suh, svh)",
+    "codebooks": "AQLM (codes, codebooks)",
+    "W_q": "HQQ (W_q, scale, zero)",
 }
 """A piece of a tensor's name -> the format it belongs to, which is not read here."""
 FOREIGN_DTYPES = {"F8_E4M3": "FP8 of a form that config.json does not name", "F8_E5M2": "FP8 e5m2"}
@@ -51,8 +55,45 @@ def recognise(config: Table) -> Scheme | None:
         raise ConfigError(
             f"this checkpoint's quantization cannot be read: {error}. Readable:"
             f" {'; '.join(format.title for format in FORMATS.values())}",
-            next="use the publisher's bf16 or INT4 pack-quantized release of the model",
+            next=(
+                "use a release in one of these formats, or in bf16; the library that wrote this one"
+                f"{_writer(config)} can usually write it again as such"
+            ),
         ) from None
+
+
+WRITERS = {
+    "aqlm": "AQLM",
+    "auto-round": "AutoRound",
+    "autoround": "AutoRound",
+    "bitsandbytes": "bitsandbytes",
+    "bitnet": "BitNet",
+    "compressed-tensors": "llm-compressor (compressed-tensors)",
+    "eetq": "EETQ",
+    "exl2": "exllamav2",
+    "exl3": "exllamav3",
+    "fbgemm_fp8": "FBGEMM",
+    "fp8": "transformers, or the model's publisher",
+    "higgs": "HIGGS",
+    "hqq": "HQQ",
+    "modelopt": "NVIDIA's TensorRT Model Optimizer",
+    "quanto": "optimum-quanto",
+    "quark": "AMD's Quark",
+    "spqr": "SpQR",
+    "torchao": "torchao",
+    "vptq": "VPTQ",
+}
+"""quant_method -> the library that writes it."""
+
+
+def _writer(config: Table) -> str:
+    """ ", NAME,": the library that wrote a quantization_config; "" where it is not known."""
+    try:
+        table = _table(config)
+    except Unreadable:
+        return ""
+    name = WRITERS.get(_method(table)) if table and "quant_method" in table else None
+    return f", {name}," if name else ""
 
 
 def not_followed(config: Table) -> str:
@@ -67,14 +108,36 @@ def not_followed(config: Table) -> str:
     method = _method(table)
     if method == compressed.METHOD:
         fields = compressed.not_followed(table, FORMATS)
+    elif method == modelopt.METHOD:
+        fields = modelopt.not_followed(table)
     else:
         fields = unknown_fields(table, FORMATS[method].known | {"quant_method"}, "")
     said = [f"{', '.join(fields)}: not known here and not followed"] if fields else []
-    if table.get("kv_cache_scheme"):
+    if found := _activations(table):
+        said.append(f"{found}: a server rounds activations to it; training and generation here round none")
+    if name := next((field for field in KV_CACHE if table.get(field)), ""):
         said.append(
-            "kv_cache_scheme is for a server's cache: training and generation here keep the cache unquantized"
+            f"{name} is for a server's cache: training and generation here keep the cache unquantized"
         )
     return f"quantization_config: {'; '.join(said)}" if said else ""
+
+
+KV_CACHE = ("kv_cache_scheme", "kv_cache_quant_algo")
+
+
+def _activations(table: Table) -> str:
+    """The field that says how a server rounds activations, "" where there is none.
+
+    activation_scheme "dynamic" of FP8 is not said: every such release has it, and no tensor is for it.
+    """
+    groups = as_table(table.get("config_groups")) or {}
+    for field in ("input_activations", "output_activations"):
+        for name, group in groups.items():
+            if (as_table(group) or {}).get(field):
+                return f"config_groups.{name}.{field}"
+    if _method(table) == modelopt.METHOD and not str(table.get("quant_algo")).startswith("W4A16"):
+        return f"quant_algo {table.get('quant_algo')}"
+    return "activation_scheme static" if table.get("activation_scheme") == "static" else ""
 
 
 def is_part(name: str) -> bool:
@@ -113,7 +176,7 @@ def _table(config: Table) -> Table | None:
 
 
 def _method(table: Table) -> str:
-    return str(table.get("quant_method") or ("modelopt" if "quant_algo" in table else compressed.METHOD))
+    return str(table.get("quant_method") or (modelopt.METHOD if "quant_algo" in table else compressed.METHOD))
 
 
 def _scheme(table: Table) -> Scheme:
@@ -128,6 +191,6 @@ def _scheme(table: Table) -> Scheme:
         )
     if method == compressed.METHOD:
         return compressed.read(table, FORMATS)
-    algorithm = f', quant_algo "{table["quant_algo"]}"' if "quant_algo" in table else ""
-    source = f" ({table['source']})" if "source" in table else ""
-    raise Unreadable(f'quant_method "{method}"{algorithm}{source}')
+    if method == modelopt.METHOD:
+        return modelopt.read(table, FORMATS)
+    raise Unreadable(f'quant_method "{method}"')

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from unfreeze.core.dtypes import FLOATS
 from unfreeze.core.errors import CheckpointError, ConfigError
-from unfreeze.quant.codec import Format, Part, Table, Unreadable, parts_nbytes, refuse_other_values
+from unfreeze.quant.codec import Part, parts_nbytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -239,50 +239,8 @@ def _expanded(codes: Tensor, scale: Tensor) -> Tensor:
     return codes.to(scale.dtype) * scale.unsqueeze(-1)
 
 
-ONLY: dict[str, tuple[object, str]] = {
-    "block_structure": ({}, "a scale for a block of rows and columns"),
-    "zero_point": (False, "zero points"),
-}
 KNOWN = frozenset(
     "num_bits type symmetric strategy group_size dynamic actorder observer observer_kwargs scale_dtype"
     " zp_dtype".split()
 )
-"""Fields that are read, or without effect on weights that are packed already."""
-
-
-def read(where: str, weights: Table) -> Int4:
-    """The codec of the `weights` of one compressed-tensors group.
-
-    Raises Unreadable, naming the variant, for each one that would be read wrongly: asymmetric, an actorder
-    that permutes columns, num_bits other than 4, channel or block strategy.
-    """
-    refuse_other_values(weights, ONLY, f"{where}.weights")
-    if weights.get("type", "int") != "int" or weights.get("num_bits") != 4:
-        raise Unreadable(
-            f"{where}: {weights.get('type', 'int')} weights with num_bits {weights.get('num_bits')}"
-        )
-    if weights.get("symmetric") is not True:
-        raise Unreadable(
-            f"{where}: asymmetric weights (symmetric = {weights.get('symmetric')}, with zero points)"
-        )
-    if weights.get("strategy") != "group":
-        raise Unreadable(f'{where}: strategy "{weights.get("strategy")}"')
-    if weights.get("dynamic"):
-        raise Unreadable(f"{where}: dynamic weight quantization")
-    # actorder "weight" (or "static") reorders columns during calibration only; the layout on disk is as usual
-    # "group" (True in old files) stores a permutation g_idx; without it every weight lands in a wrong column
-    if weights.get("actorder") not in (None, False, "weight", "static"):
-        raise Unreadable(f"{where}: actorder {weights.get('actorder')!r} (columns permuted by g_idx)")
-    size = weights.get("group_size")
-    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MAX_GROUP:
-        raise Unreadable(f"{where}: group_size {size!r}")
-    return Int4(group_size=size)
-
-
-FORMAT = Format(
-    key="compressed-tensors pack-quantized",
-    title="compressed-tensors pack-quantized, int4, symmetric, grouped",
-    read=read,
-    known=KNOWN | ONLY.keys(),
-    suffixes=SUFFIXES,
-)
+"""Fields of compressed-tensors' `weights` that are read (quant/integers.py), or without effect."""

@@ -242,17 +242,19 @@ def read_blocks(where: str, table: Table) -> Mxfp4:
     return Mxfp4(BLOCKS)
 
 
-FORMAT = Format(
-    key="mxfp4",
-    title="MXFP4 as gpt-oss publishes it",
-    read=read_blocks,
-    known=frozenset("modules_to_not_convert dequantize".split()),
-    suffixes=("blocks", "scales"),
-)
-FORMAT_PACKED = Format(
-    key="compressed-tensors mxfp4-pack-quantized",
-    title="compressed-tensors mxfp4-pack-quantized",
-    read=read_packed,
-    known=KNOWN | ONLY.keys(),
-    suffixes=("weight_packed", "weight_scale"),
+FORMAT = (
+    Format(
+        key="mxfp4",
+        title="MXFP4 as gpt-oss publishes it",
+        read=read_blocks,
+        known=frozenset("modules_to_not_convert dequantize".split()),
+        suffixes=("blocks", "scales"),
+    ),
+    Format(
+        key="compressed-tensors mxfp4-pack-quantized",
+        title="mxfp4-pack-quantized",
+        read=read_packed,
+        known=KNOWN | ONLY.keys(),
+        suffixes=("weight_packed", "weight_scale"),
+    ),
 )

@@ -20,6 +20,19 @@ CodecFor = Callable[[str], Codec | None]
 """The name of a module on disk -> the codec of its weight; None where it is not packed."""
 
 
+UNREAD = frozenset(
+    "input_scale activation_scale input_global_scale input_zero_point output_scale output_zero_point"
+    " k_scale v_scale q_scale kv_scale k_zero_point v_zero_point q_zero_point prob_output_scale".split()
+)
+"""Last name parts of tensors that lie beside quantized weights and are about activations: scales with which a
+server rounds what goes into a layer, or into its cache. Training and generation here round neither."""
+
+
+def is_unread(name: str) -> bool:
+    """Whether a quantized checkpoint's tensor of this name is about activations, and not needed here."""
+    return name.rpartition(".")[2] in UNREAD
+
+
 def nothing_packed(module: str) -> Codec | None:
     """No module of this checkpoint is packed."""
     return None
@@ -122,7 +135,7 @@ class Scheme:
 
         The files decide: also a module that config.json leaves unquantized is read by the codec whose parts
         are there. Where several codecs have parts of these names, it is the one that config.json gives it,
-        else the first that finds all of its parts.
+        else the one that finds all of its parts, and of two the one with more of them.
         """
         found = [codec for codec in self.codecs if is_packed(module, names, codec)]
         if len(found) > 1:
@@ -130,7 +143,7 @@ class Scheme:
             whole = [
                 codec for codec in found if all(f"{module}.{kept}" in names for kept in kept_suffixes(codec))
             ]
-            return said if said in found else (whole or found)[0]
+            return said if said in found else max(whole or found, key=lambda codec: len(kept_suffixes(codec)))
         return found[0] if found else None
 
     def part_of(self, name: str, names: Collection[str]) -> Codec | None:

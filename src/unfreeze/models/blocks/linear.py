@@ -39,7 +39,7 @@ class PackedHolder(nn.Module):
     ) -> None:
         for suffix, (dtype, shape) in codec.parts(out_features, in_features).items():
             self.register_buffer(
-                suffix, torch.empty(*leading, *shape, dtype=TORCH_DTYPE[dtype], device=device)
+                suffix, torch.empty((*leading, *shape), dtype=TORCH_DTYPE[dtype], device=device)
             )
 
     @property
