@@ -59,6 +59,31 @@ ERNIE = {
 }
 ERNIE_NAMES = (("gate.e_score_correction_bias", "gate.moe_statics.e_score_correction_bias"),)
 
+GPT_OSS = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 5,
+}
+
+MINIMAX = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "rotary_dim": 16,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+MINIMAX_NAMES = (("gate.e_score_correction_bias", "e_score_correction_bias"),)
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 4.0,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.2,
+}
+
 CASES = {
     "qwen3-moe": Case("Qwen3Moe", {**QWEN_MOE, "norm_topk_prob": True}),
     "qwen3-moe-mixed": Case("Qwen3Moe", {**QWEN_MOE, "norm_topk_prob": False, "mlp_only_layers": [1]}),
@@ -133,6 +158,31 @@ CASES = {
         "Ernie4_5_Moe",
         {**ERNIE, "moe_layer_interval": 2, "moe_num_shared_experts": 0, "tie_word_embeddings": False},
         renamed=ERNIE_NAMES,
+    ),
+    "gpt-oss": Case("GptOss", GPT_OSS, renamed=(("mlp.gate.", "mlp.router."),), transposed=True),
+    "gpt-oss-window-all-full": Case(
+        "GptOss",
+        {
+            **GPT_OSS,
+            "sliding_window": 3,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "swiglu_limit": 0.5,
+            "rope_parameters": YARN,
+        },
+        renamed=(("mlp.gate.", "mlp.router."),),
+        transposed=True,
+    ),
+    "minimax-m2": Case("MiniMaxM2", MINIMAX, renamed=MINIMAX_NAMES),
+    "minimax-m2-all-rotated": Case(
+        "MiniMaxM2", {**MINIMAX, "rotary_dim": None, "num_key_value_heads": 4}, renamed=MINIMAX_NAMES
+    ),
+    "granitemoe": Case(
+        "GraniteMoe", {**MIXTRAL, **GRANITE}, renamed=(("mlp.", "block_sparse_moe."), ("gate.", "router."))
+    ),
+    "granitemoe-biases-tied": Case(
+        "GraniteMoe",
+        {**MIXTRAL, **GRANITE, "num_local_experts": 8, "attention_bias": True, "tie_word_embeddings": True},
+        renamed=(("mlp.", "block_sparse_moe."), ("gate.", "router.")),
     ),
 }
 
@@ -257,5 +307,48 @@ CONFIGS = {
             "moe_layer_end_index": -1,
             "moe_layer_interval": 1,
         }
+    ),
+    "gpt_oss": (
+        COMMON
+        | {
+            "attention_bias": True,
+            "head_dim": 64,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "experts_per_token": 4,
+            "initial_context_length": 64,
+            "sliding_window": 5,
+            "swiglu_limit": 0.1,
+            "layer_types": ["sliding_attention", "full_attention"] * 4,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        }
+    ),
+    "minimax_m2": (
+        COMMON
+        | {
+            "head_dim": 64,
+            "rotary_dim": 8,
+            "num_local_experts": 64,
+            "num_experts_per_tok": 4,
+            "use_qk_norm": True,
+            "qk_norm_type": "per_layer",
+            "use_routing_bias": True,
+            "use_mtp": True,
+            "num_mtp_modules": 3,
+            "shared_intermediate_size": 0,
+            "scoring_func": "sigmoid",
+        }
+    ),
+    "granitemoe": (
+        COMMON
+        | dict.fromkeys(GRANITE, 0.5)
+        | {"attention_bias": False, "num_local_experts": 32, "num_experts_per_tok": 4}
     ),
 }

@@ -9,6 +9,7 @@ class Case(NamedTuple):
 
     config, model: the two classes' whole names, where they are spelled otherwise.
     renamed: (ours, transformers') parts of the names of parameters, where they differ.
+    transposed: experts are [E, in, out] in transformers, ours are [E, out, in].
     """
 
     name: str
@@ -16,6 +17,7 @@ class Case(NamedTuple):
     config: str = ""
     model: str = ""
     renamed: tuple[tuple[str, str], ...] = ()
+    transposed: bool = False
 
     @property
     def config_class(self) -> str:
@@ -32,6 +34,13 @@ class Case(NamedTuple):
         for ours, theirs in self.renamed:
             name = name.replace(ours, theirs)
         return name
+
+    def turned(self, name: str, tensor: Any) -> Any:
+        """transformers' tensor (or gradient) as ours lies."""
+        experts = self.transposed and name.endswith(
+            ("experts.gate_up_proj.weight", "experts.down_proj.weight")
+        )
+        return tensor.mT if experts and tensor is not None else tensor
 
 
 SMALL = {

@@ -46,7 +46,7 @@ def ours(reference, case: Case) -> models.Decoder:
     shape = models.shape(reference.config.to_dict())
     model = models.build(shape, dtype=torch.float32, device="cpu")
     theirs = reference.state_dict()
-    state = {name: theirs.pop(case.theirs(name)) for name in model.state_dict()}
+    state = {name: case.turned(name, theirs.pop(case.theirs(name))) for name in model.state_dict()}
     assert not theirs, f"tensors of transformers that we lack: {sorted(theirs)}"
     model.load_state_dict(state, strict=True)
     return model
@@ -77,7 +77,7 @@ def difference(name: str, recompute=models.plain, documents=DOCUMENTS, change=No
     theirs = {key: p.grad for key, p in reference.named_parameters()}
     worst = 0.0
     for key, parameter in model.named_parameters():
-        expected_grad = theirs[CASES[name].theirs(key)]
+        expected_grad = CASES[name].turned(key, theirs[CASES[name].theirs(key)])
         if expected_grad is None:  # an expert stack no token was sent to
             assert parameter.grad is None or not parameter.grad.any()
             continue

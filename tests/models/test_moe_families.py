@@ -197,4 +197,4 @@ def test_the_plan_has_the_files_bytes_and_the_activations_a_layer_keeps(name, re
         said = layer.bytes(torch.float32, "cpu").held * T
         del y_TD
         # beyond what is said: the rows' tokens and weights, and the adapters' thin products
-        assert 0.97 <= held / said <= 1.12, (type(layer.mlp).__name__, held / said)
+        assert 0.95 <= held / said <= 1.12, (type(layer.mlp).__name__, held / said)

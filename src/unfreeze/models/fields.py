@@ -114,6 +114,8 @@ FIELDS: dict[str, Kind] = {
     "moe_norm_min": Number(0, closed=True),
     "initializer_range": Number(0, closed=True),
     "routed_scaling_factor": Number(0),
+    **dict.fromkeys(("swiglu_alpha", "swiglu_limit"), Number(0)),
+    "rotary_dim": Whole(2, COUNT),
     "rope_theta": Number(1),
     "partial_rotary_factor": Number(0),
     **dict.fromkeys(

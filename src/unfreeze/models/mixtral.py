@@ -45,14 +45,18 @@ FIELDS = Fields(
 
 def shape(config: Mapping[str, Any]) -> Shape:
     """Sizes from config.json: intermediate_size is an expert's; no layer is dense."""
-    moe = MoEShape(
+    return replace(llama.shape(config), family="mixtral", moe=moe_shape(config))
+
+
+def moe_shape(config: Mapping[str, Any]) -> MoEShape:
+    """Experts in every layer, as wide as intermediate_size."""
+    return MoEShape(
         num_experts=int(config["num_local_experts"]),
         experts_per_token=int(config["num_experts_per_tok"]),
         intermediate_size=int(require(config, "intermediate_size")),
         num_shared_experts=0,
         dense_layers=frozenset(),
     )
-    return replace(llama.shape(config), family="mixtral", moe=moe)
 
 
 def layer(shape: Shape, index: int, make: Factory) -> Layer:

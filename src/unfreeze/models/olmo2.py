@@ -11,6 +11,7 @@ from unfreeze.models.allowed import Fields, names
 from unfreeze.models.shape import Shape
 
 if TYPE_CHECKING:
+    from unfreeze.models.blocks.attention import WideNormAttention
     from unfreeze.models.factory import Factory
     from unfreeze.models.layer import PostNormLayer
 
@@ -30,25 +31,31 @@ def shape(config: Mapping[str, Any]) -> Shape:
 
 def layer(shape: Shape, index: int, make: Factory, **parts: Any) -> PostNormLayer:
     """Decoder layer `index`. parts: of its attention, for OLMo 3."""
-    from unfreeze.models.blocks.attention import WideNormAttention
     from unfreeze.models.layer import PostNormLayer
 
-    name, hidden, bias = f"model.layers.{index}.self_attn", shape.hidden_size, shape.config["attention_bias"]
-    query, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    attention = WideNormAttention(
-        index,
-        shape.head_dim,
-        q_proj=make.linear(f"{name}.q_proj", hidden, query, bias=bool(bias)),
-        k_proj=make.linear(f"{name}.k_proj", hidden, keys, bias=bool(bias)),
-        v_proj=make.linear(f"{name}.v_proj", hidden, keys, bias=bool(bias)),
-        o_proj=make.linear(f"{name}.o_proj", query, hidden, bias=bool(bias)),
-        q_norm=make.norm(query, shape.rms_norm_eps),
-        k_norm=make.norm(keys, shape.rms_norm_eps),
-        **parts,
-    )
+    hidden, bias = shape.hidden_size, bool(shape.config["attention_bias"])
     return PostNormLayer(
-        self_attn=attention,
+        self_attn=attention(shape, index, make, bias=bias, **parts),
         mlp=make.mlp(f"model.layers.{index}.mlp", hidden, shape.intermediate_size),
         post_attention_layernorm=make.norm(hidden, shape.rms_norm_eps),
         post_feedforward_layernorm=make.norm(hidden, shape.rms_norm_eps),
+    )
+
+
+def attention(shape: Shape, index: int, make: Factory, *, bias: bool, **parts: Any) -> WideNormAttention:
+    """Grouped-query attention with an RMSNorm over all heads of q, and one over those of k."""
+    from unfreeze.models.blocks.attention import WideNormAttention
+
+    name, hidden = f"model.layers.{index}.self_attn", shape.hidden_size
+    query, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    return WideNormAttention(
+        index,
+        shape.head_dim,
+        q_proj=make.linear(f"{name}.q_proj", hidden, query, bias=bias),
+        k_proj=make.linear(f"{name}.k_proj", hidden, keys, bias=bias),
+        v_proj=make.linear(f"{name}.v_proj", hidden, keys, bias=bias),
+        o_proj=make.linear(f"{name}.o_proj", query, hidden, bias=bias),
+        q_norm=make.norm(query, shape.rms_norm_eps),
+        k_norm=make.norm(keys, shape.rms_norm_eps),
+        **parts,
     )

@@ -207,3 +207,25 @@ class BiasedSoftmaxRouter(Router):
     def weigh(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
         weights_TK = scores_TE.gather(1, ids_TK)
         return weights_TK / weights_TK.sum(-1, keepdim=True).clamp(min=self.smallest)
+
+
+class LinearSoftmaxRouter(SoftmaxRouter):
+    """gpt-oss's: z = W x + b, the K largest, weights softmax over the chosen.
+
+    That is softmax over all, renormalised: the others' share cancels.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ):
+        super().__init__(hidden_size, num_experts, top_k, normalize=True, dtype=dtype, device=device)
+        self.bias = nn.Parameter(torch.empty(num_experts, dtype=dtype, device=device))
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        return F.linear(x_TD.float(), self.weight.float(), self.bias.float())
