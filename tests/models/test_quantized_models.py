@@ -266,3 +266,25 @@ def test_stacked_experts_in_mxfp4_are_read_held_trained_beside_and_saved(tmp_pat
     assert torch.equal(found[0][0], found[1][0])
     for name, gradient in found[1][1].items():
         torch.testing.assert_close(found[0][1][name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("release", [("Llama", "gptq act-order")], indirect=True)
+def test_a_bias_of_zeros_beside_each_packed_layer_is_none(release):
+    """As GPTQ's older writers left them in models without biases; any other number is refused."""
+    folder, *_ = release
+    ids, file = some_ids(20), folder / "model.safetensors"
+    ours = open_model(open_checkpoint(folder))
+    wanted, tensors = ours.hidden(batch_of(ids)), load_file(file)
+    modules = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
+    biases = {
+        f"{module}.bias": torch.zeros(tensors[f"{module}.scales"].shape[1]).half() for module in modules
+    }
+    save_file(tensors | biases, file)
+    assert torch.equal(open_model(open_checkpoint(folder)).hidden(batch_of(ids)), wanted)
+    biases[f"{modules[0]}.bias"][3] = 0.5
+    save_file(tensors | biases, file)
+    with pytest.raises(CheckpointError, match=rf"{modules[0]}.bias says \[0.0, 0.0, 0.0, 0.5\] and 60 more"):
+        open_model(open_checkpoint(folder))
+    save_file(tensors | {"model.norm.bias": torch.zeros(64)}, file)  # control arm: beside nothing packed
+    with pytest.raises(CheckpointError, match="not part of the model"):
+        open_model(open_checkpoint(folder))

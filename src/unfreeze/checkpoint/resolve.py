@@ -201,6 +201,19 @@ class _Work:
             self.placements.append(Placement(info, param, source.index, 0, 0, 0, expected, codec.variants))
         return prod(lead) * out_features * in_features * 2
 
+    def zero_bias(self, name: str, info: TensorInfo) -> bool:
+        """Whether this is a bias beside a packed weight of a layer without: placed to be compared with zeros.
+
+        GPTQ's older writers put one beside every layer they packed.
+        """
+        base, _, suffix = name.rpartition(".")
+        packed = self.scheme is not None and self.scheme.stored(base, self.disk) is not None
+        if suffix != "bias" or not packed or info.dtype not in FLOATS or len(info.shape) != 1:
+            return False
+        cause = "a layer with a bias, which this model type does not have,"
+        self.placements.append(Placement(info, base, (), 0, 0, 0, (0,) * info.shape[0], cause))
+        return True
+
     def alias(self, alias: str, name: str, shape: tuple[int, ...]) -> None:
         """`alias` is stored although it is tied to `name`: loading compares the bytes of the two."""
         info = self.disk[alias]
@@ -220,6 +233,8 @@ def _check_left_over(work: _Work, ignore: Sequence[re.Pattern[str]]) -> None:
         if work.scheme is not None and is_unread(name):
             continue
         if name not in work.used and not any(pattern.match(name) for pattern in ignore):
+            if work.zero_bias(name, info):
+                continue
             shown = f"{info.name} {info.dtype} {list(info.shape)}"
             work.faults.add(
                 "tensors are not part of the model", shown, cause=_why_unexpected(name, work.scheme)

@@ -254,8 +254,8 @@ class _Loader:
             for wrong, _ in self.wrong_shape:
                 faults.add(
                     f"weights disagree with their {wrong.info.name.rpartition('.')[2]}",
-                    f"{placement.info.name} says {value}, the packed tensor beside it holds"
-                    f" {list(placement.expected)}",
+                    f"{placement.info.name} says {_few(value)}, the packed tensor beside it holds"
+                    f" {_few(list(placement.expected))}",
                     cause=f"{wrong.variants} under the same names ({wrong.info.file.name})",
                 )
             faults.raise_if_any(
@@ -271,6 +271,13 @@ class _Loader:
                     " its own"
                 ),
             )
+
+
+def _few(numbers: Sequence[float]) -> str:
+    """A list as a message has it: of many numbers the first."""
+    return (
+        str(list(numbers)) if len(numbers) <= 8 else f"{list(numbers[:4])!s:.60} and {len(numbers) - 4} more"
+    )
 
 
 def _bytes_of(flat: Tensor) -> memoryview:
