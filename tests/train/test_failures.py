@@ -15,6 +15,9 @@ import torch
 
 from unfreeze import models
 from unfreeze.adapters import LoraConfig, attach
+from unfreeze.bench import kimi
+from unfreeze.bench.checkpoints import make
+from unfreeze.bench.formats import CONFIGS
 from unfreeze.checkpoint import open_checkpoint
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.data import Example, pack
@@ -122,10 +125,10 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
 
-def growth(keep: Callable[[models.Decoder], None] | None, steps: int) -> float:
-    """Resident bytes after `steps` steps over those after step 2, minus 1: LoRA on every expert of an INT4
-    model, float32."""
-    model = open_model(open_checkpoint(str(TINY_K2)), torch.float32, torch.device("cpu"))
+def growth(keep: Callable[[models.Decoder], None] | None, steps: int, folder: Path = TINY_K2) -> float:
+    """Resident bytes after `steps` steps over those after step 2, minus 1: LoRA on every expert of a packed
+    model, tiny-k2's INT4 unless a folder is given, float32."""
+    model = open_model(open_checkpoint(str(folder)), torch.float32, torch.device("cpu"))
     attach(model, LoraConfig(rank=2), seed=0)
     optimizer = AdamW(model)
     generator = torch.Generator().manual_seed(0)
@@ -155,6 +158,26 @@ def growth(keep: Callable[[models.Decoder], None] | None, steps: int) -> float:
 def test_memory_is_flat_over_fifty_steps():
     """L6: within 1 % after step 2, float32. bfloat16: docs/decisions.md, 15."""
     assert growth(None, 50) <= 0.01
+
+
+SIZES = {
+    "hidden_size": 256,
+    "num_hidden_layers": 3,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 1000,
+}
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
+@pytest.mark.parametrize("name", ["fp8", "mxfp4"])
+def test_memory_is_flat_over_fifty_steps_on_experts_in_other_formats(name: str, tmp_path: Path):
+    make(tmp_path, kimi.config(**SIZES) | {"quantization_config": CONFIGS[name]})
+    assert growth(None, 50, tmp_path) <= 0.01
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")

@@ -1,7 +1,7 @@
 """Measure one thing beside its peers in the same run, and keep what was found as rows.
 
 `unfreeze bench WHAT` appends its rows to benchmarks/results/<device>.jsonl.
-WHAT is moe, dense, recompute, load, start, data, decode, growth, layer, model, plan or profile;
+WHAT is moe, formats, dense, recompute, load, start, data, decode, growth, layer, model, plan or profile;
 `unfreeze bench WHAT --help` says what it does, how long it takes and its flags.
 `unfreeze bench report` writes docs/performance.md from the committed rows.
 """
@@ -16,6 +16,7 @@ from unfreeze.core.errors import ConfigError, nearest
 
 BENCHMARKS = {
     "moe": "LoRA on every expert of an INT4 checkpoint, beside transformers + peft",
+    "formats": "experts in each quantized format, beside INT4's and beside dequantizing in torch",
     "dense": "full fine-tuning of the Qwen2-0.5B shape in bf16, beside transformers",
     "recompute": "LoRA on the Qwen3-0.6B shape, with what is recomputed chosen or named",
     "load": "opening a checkpoint, beside a raw read of its files",

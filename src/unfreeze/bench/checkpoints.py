@@ -15,14 +15,16 @@ import torch
 from unfreeze import models
 from unfreeze.checkpoint import disk_tensors, save_checkpoint
 from unfreeze.core.errors import ConfigError
-from unfreeze.quant import Int4
+from unfreeze.quant import Int4, recognise
 
 SHARD_BYTES = 200 * 2**20
 
 
 def make(folder: Path, config: dict[str, Any]) -> None:
-    """Write random bf16 weights with a trained model's spread; routed experts on Kimi's INT4 grid."""
-    shape, codec = models.shape(config), Int4(group_size=32)
+    """Write random bf16 weights with a trained model's spread; routed experts in the format that
+    quantization_config names, Kimi's INT4 where there is none."""
+    shape, scheme = models.shape(config), recognise(config)
+    codec = Int4(group_size=32) if scheme is None else scheme.codecs[0]
     # a tied head of variance 1 would make logits of the size of sqrt(D)
     embedding = shape.initializer_range if shape.tied else 1.0
     generator = torch.Generator().manual_seed(0)

@@ -101,10 +101,17 @@ def float64(checked: str, lora: Mapping[str, Any] | None, length: int, common: C
 
 
 def step_in_turn(
-    sides: Sequence[Side], config: MeasuredInTurn, tokens: int, exact: Mapping[str, Any], common: Common
+    sides: Sequence[Side],
+    config: MeasuredInTurn,
+    tokens: int,
+    exact: Mapping[str, Any],
+    common: Common,
+    *,
+    own: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Load all sides, let them step in turn, check each; side -> results.
+    """Load all sides, let them step in turn, check each against `exact`; side -> results.
 
+    own: side -> what it is checked against instead, where sides have checkpoints of their own.
     Sides without a call "check" (the GEMM rate) give their replies only.
     """
     found: dict[str, dict[str, Any]] = {}
@@ -112,7 +119,7 @@ def step_in_turn(
         running.take_turns("step", warmup=config.warmup, rounds=config.steps)
         for side in running:
             found[side.name] = (
-                results(side, tokens, exact)
+                results(side, tokens, (own or {}).get(side.name, exact))
                 if "trained_parameters" in side.loaded
                 else {"replies": side.replies["step"]}
             )

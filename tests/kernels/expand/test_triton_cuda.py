@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from unfreeze.quant.codec import Packed
+from unfreeze.quant.fp8 import Fp8
 from unfreeze.quant.int4 import Int4
+from unfreeze.quant.mxfp4 import BLOCKS, PACKED, Mxfp4
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -44,6 +46,60 @@ def test_bit_equal_to_dequantize(rows, columns, group, dtype):
     out = torch.full((3, rows, columns), 7.0, dtype=dtype, device=DEVICE)
     fill(packed, 0, out)
     assert torch.equal(out, packed.dequantize().to(dtype))
+
+
+def fp8(rows, columns, dtype, block):
+    """Every code, NaN among them, scales over a wide range."""
+    g = torch.Generator().manual_seed(0)
+    codes = torch.arange(3 * rows * columns).view(3, rows, columns).to(torch.uint8)
+    scales = torch.randn(3, -(-rows // block[0]), -(-columns // block[1]), generator=g)
+    scales = scales.abs() if dtype == torch.float8_e8m0fnu else scales * 2.0**-7
+    parts = {"weight": codes.view(torch.float8_e4m3fn), "weight_scale_inv": scales.to(dtype)}
+    return Packed(Fp8(block), {name: part.to(DEVICE) for name, part in parts.items()})
+
+
+def mxfp4(rows, columns, layout):
+    codes = torch.arange(3 * rows * columns // 2).to(torch.uint8).view(3, rows, -1)
+    scales = (torch.arange(3 * rows * columns // 32) % 255).to(torch.uint8).view(3, rows, -1)
+    codes = codes.unflatten(-1, (-1, 16)) if layout.blocked else codes
+    return Packed(Mxfp4(layout), {layout.codes: codes.to(DEVICE), layout.scales: scales.to(DEVICE)})
+
+
+FLOATS = {
+    "fp8": lambda: fp8(20, 140, torch.float32, (16, 64)),
+    "fp8 bf16 scales": lambda: fp8(20, 140, torch.bfloat16, (16, 64)),
+    "fp8 powers of two": lambda: fp8(20, 140, torch.float8_e8m0fnu, (16, 64)),
+    "fp8 a scale per row": lambda: fp8(5, 1100, torch.float32, (1, 1100)),
+    "mxfp4": lambda: mxfp4(9, 64, PACKED),
+    "mxfp4 in blocks": lambda: mxfp4(3, 1088, BLOCKS),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", FLOATS)
+def test_floats_are_bit_equal_to_dequantize(name, dtype):
+    packed = FLOATS[name]()
+    if dtype == torch.bfloat16 and name.startswith("mxfp4"):
+        # the interpreter's own conversion makes zeros of bf16's subnormal numbers
+        packed.parts["weight_scale" if "weight_scale" in packed.parts else "scales"].clamp_(min=10)
+    wanted = torch.stack([packed[expert].dequantize().to(dtype) for expert in range(3)])
+    workspace = torch.full((3, wanted.shape[1] + 2, wanted.shape[2] + 5), 7.0, dtype=dtype, device=DEVICE)
+    fill(packed, 0, workspace[:, : wanted.shape[1], 3 : 3 + wanted.shape[2]])
+    found = workspace[:, : wanted.shape[1], 3 : 3 + wanted.shape[2]]
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
+    chosen = torch.empty(2, *wanted.shape[1:], dtype=dtype, device=DEVICE)
+    fill(packed, torch.tensor([2, 0], device=DEVICE), chosen)
+    assert torch.equal(chosen.nan_to_num(), wanted[[2, 0]].nan_to_num())
+
+
+def test_control_arm_the_scales_of_another_expert_are_seen():
+    packed = FLOATS["fp8"]()
+    wanted = packed.dequantize()
+    packed.parts["weight_scale_inv"][:] = packed.parts["weight_scale_inv"].roll(1, 0)
+    out = torch.empty_like(wanted)
+    fill(packed, 0, out)
+    assert not torch.equal(out.nan_to_num(), wanted.nan_to_num())
 
 
 def test_every_code_and_every_scale_bit_pattern_that_is_finite():

@@ -40,10 +40,12 @@ def _origin(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> st
 def wrong(op: Op, name: str, device: torch.device, dtype: torch.dtype) -> str:
     """Say why that candidate may not run; "" where it is right.
 
-    It raises, or is not exact within the op's own tolerance. On the op's smallest case, as a CPU has it; the
-    truth is computed on the CPU. Compiling it takes about a second.
+    It raises, or is not exact within the op's own tolerance. On the smallest case of what it is predicted
+    for, as a CPU has it; the truth is computed on the CPU. Compiling it takes about a second.
     """
-    case = next((case for case in op.cases if dtype in case.dtypes), None)
+    wanted = op.candidates[name].predicted_buckets if name in op.candidates else ()
+    cases = (case for case in op.cases if not wanted or case.bucket in wanted)
+    case = next((case for case in cases if dtype in case.dtypes), None)
     if case is None or dtype not in op.tolerance:
         return f"no case in {dtype} to check it with"
     try:

@@ -117,6 +117,12 @@ OP = Op(
         "triton": triton_options.candidate(
             _triton, "2.6 bytes a weight, the reference 17", ("small", "large")
         ),
+        "triton_fp8": triton_options.candidate(
+            _triton, "3 bytes a weight, the reference 19", ("small, fp8", "large, fp8")
+        ),
+        "triton_mxfp4": triton_options.candidate(
+            _triton, "2.5 bytes a weight, the reference 11", ("small, mxfp4", "large, mxfp4")
+        ),
     },
     cases=(
         Case("small", functools.partial(_inputs, 64, 256)),

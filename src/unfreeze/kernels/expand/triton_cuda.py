@@ -1,7 +1,7 @@
-"""INT4 expansion on CUDA: any number of matrices of a stack in one launch.
+"""Expansion on CUDA: any number of matrices of a stack in one launch.
 
 Each goes into its block of a workspace. M matrices asked for, O output rows, a program per row and block of
-words: a word is loaded once and gives eight neighbouring numbers.
+columns. INT4: a word is loaded once and gives eight neighbouring numbers.
 """
 
 # A launch takes numbers for constexpr parameters, and num_warps, which the kernel's own signature doesn't say
@@ -13,8 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from unfreeze.kernels.expand.bucket import readable
 from unfreeze.kernels.loops.triton_options import interpreted, power_of_two
 from unfreeze.quant.codec import Packed
+from unfreeze.quant.fp8 import Fp8
 from unfreeze.quant.int4 import PER_WORD, Int4
 
 
@@ -86,26 +88,116 @@ def _expand(
     tl.store(out + m * matrix_stride + o * row_stride + column, values.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def power_of_two_of(exponent):
+    """2^(exponent - 127) as float32 of an integer 0..255; 2^-127, which is subnormal, for 0."""
+    bits = tl.where(exponent == 0, 1 << 22, exponent << 23)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _expand_fp8(
+    packed,
+    scale,
+    experts,
+    first,
+    out,
+    rows,
+    columns,
+    down,
+    across,
+    block_rows,
+    block_columns,
+    matrix_stride,
+    row_stride,
+    SCALE: tl.constexpr,
+    NARROW: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    BY_HAND: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """out[m, o, c] = e4m3(code) * scale[o // block_rows, c // block_columns] (numba_cpu.py has the formula).
+
+    SCALE: "float32", "bfloat16", or "power": an exponent. NARROW: rounded to bf16.
+    """
+    job = tl.program_id(0).to(tl.int64)
+    m, o = job // rows, job % rows
+    expert = first + m
+    if CHOSEN:
+        expert = tl.load(experts + m).to(tl.int64)
+    column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    inside = column < columns
+    byte = tl.load(packed + (expert * rows + o) * columns + column, mask=inside, other=0).to(tl.int32)
+    low = byte & 127
+    normal = ((low << 20) + 0x3C000000).to(tl.float32, bitcast=True)
+    size = tl.where(low < 8, low.to(tl.float32) * 0.001953125, normal).to(tl.int32, bitcast=True)
+    size = tl.where(low == 127, 0x7FC00000, size)
+    number = (size | ((byte & 128) << 24)).to(tl.float32, bitcast=True)
+    at = scale + (expert * down + o // block_rows) * across + column // block_columns
+    scales = tl.load(at, mask=inside, other=0)
+    if SCALE == "bfloat16":
+        scales = widen(scales)
+    if SCALE == "power":
+        scales = power_of_two_of(scales.to(tl.int32))
+    values = number * scales
+    if NARROW:
+        values = to_bf16(values, BY_HAND)
+    tl.store(out + m * matrix_stride + o * row_stride + column, values.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _expand_mxfp4(
+    packed,
+    scale,
+    experts,
+    first,
+    out,
+    rows,
+    columns,
+    matrix_stride,
+    row_stride,
+    CHOSEN: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """out[m, o, c] = e2m1(code) * 2^(scale[o, c // 32] - 127): nothing rounds. WIDE columns of a row."""
+    job = tl.program_id(0).to(tl.int64)
+    m, o = job // rows, job % rows
+    expert = first + m
+    if CHOSEN:
+        expert = tl.load(experts + m).to(tl.int64)
+    source = expert * rows + o
+    column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    inside = column < columns
+    byte = tl.load(packed + source * (columns // 2) + column // 2, mask=inside, other=0).to(tl.int32)
+    code = (byte >> (column % 2 * 4)) & 15
+    # (1 + m / 2) 2^(e - 1), and m / 2 where e is 0
+    e, half = (code >> 1) & 3, (code & 1).to(tl.float32) * 0.5
+    size = tl.where(e == 0, half, (1 + half) * power_of_two_of(e + 126))
+    sign = tl.where(code < 8, 1.0, -1.0)
+    exponent = tl.load(scale + source * (columns // 32) + column // 32, mask=inside, other=0).to(tl.int32)
+    values = sign * size * power_of_two_of(exponent)
+    tl.store(out + m * matrix_stride + o * row_stride + column, values.to(out.dtype.element_ty), mask=inside)
+
+
+SCALES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float8_e8m0fnu: "power"}
+
+
 def fill(packed: Packed, experts: Tensor | int, out: Tensor) -> None:
     """out[m] = weight[experts[m]], or weight[experts + m] where that is a number: one launch.
 
     Nothing but what is asked for is read.
-    packed int4 [E, O, I] in one piece with bf16 scales; experts int on the device; out [M, O, I] bf16 or
-    float32, last stride 1.
+    packed: what `readable` names, [E, O, I]; experts int on the device; out [M, O, I] bf16 or float32, last
+    stride 1.
     """
-    codec = packed.codec
-    codes, scales = packed.parts["weight_packed"], packed.parts["weight_scale"]
+    parts = list(packed.parts.values())
+    any_group = isinstance(packed.codec, Int4) and all(part.is_contiguous() for part in parts)
+    if not readable(packed) and not (any_group and torch.bfloat16 in (part.dtype for part in parts)):
+        raise ValueError(
+            f"not a {packed.codec.name} weight this kernel can read: contiguous parts, and scales as in expand/bucket.py"
+        )
     chosen = isinstance(experts, Tensor)
-    matrices = (
-        experts.numel() if isinstance(experts, Tensor) else min(out.shape[0], packed.shape[0] - experts)
-    )
+    matrices = experts.numel() if isinstance(experts, Tensor) else min(len(out), packed.shape[0] - experts)
     _, rows, columns = packed.shape
-    if (
-        not isinstance(codec, Int4)
-        or not (codes.is_contiguous() and scales.is_contiguous())
-        or scales.dtype != torch.bfloat16
-    ):
-        raise ValueError("not an int4 weight this kernel can read: contiguous parts, bf16 scales")
     if (
         out.shape != (matrices, rows, columns)
         or out.stride(-1) != 1
@@ -115,24 +207,54 @@ def fill(packed: Packed, experts: Tensor | int, out: Tensor) -> None:
         raise ValueError(f"out is {out.dtype} {list(out.shape)} with strides {out.stride()}, wanted {wanted}")
     if not out.numel():
         return
-    words = -(-columns // PER_WORD)
-    block = min(power_of_two(words), 512)
-    _expand[(matrices * rows, triton.cdiv(words, block))](
-        codes,
-        scales,
-        experts if chosen else codes,
-        0 if chosen else experts,
-        out,
-        rows,
-        words,
-        columns,
-        scales.shape[-1],
-        out.stride(0),
-        out.stride(1),
-        GROUP=codec.group_size,
-        CHOSEN=chosen,
-        BY_HAND=interpreted(),
-        WORDS=block,
+    codec = packed.codec
+    codes, scales = (packed.parts[suffix] for suffix in codec.suffixes[:2])
+    which = (experts if chosen else codes.view(torch.uint8), 0 if chosen else experts)
+    strides = (out.stride(0), out.stride(1))
+    if isinstance(codec, Int4):
+        words = -(-columns // PER_WORD)
+        block = min(power_of_two(words), 512)
+        _expand[(matrices * rows, triton.cdiv(words, block))](
+            codes,
+            scales,
+            experts if chosen else codes,
+            0 if chosen else experts,
+            out,
+            rows,
+            words,
+            columns,
+            scales.shape[-1],
+            *strides,
+            GROUP=codec.group_size,
+            CHOSEN=chosen,
+            BY_HAND=interpreted(),
+            WORDS=block,
+        )
+        return
+    wide = min(power_of_two(columns), 1024)
+    grid = (matrices * rows, triton.cdiv(columns, wide))
+    if isinstance(codec, Fp8):
+        narrow = out.dtype == torch.bfloat16 or scales.dtype != torch.float32
+        power = scales.dtype == torch.float8_e8m0fnu
+        _expand_fp8[grid](
+            codes.view(torch.uint8),
+            scales.view(torch.uint8) if power else scales,
+            *which,
+            out,
+            rows,
+            columns,
+            *scales.shape[-2:],
+            *codec.block,
+            *strides,
+            SCALE=SCALES[scales.dtype],
+            NARROW=narrow,
+            CHOSEN=chosen,
+            BY_HAND=interpreted(),
+            WIDE=wide,
+        )
+        return
+    _expand_mxfp4[grid](
+        codes, scales.view(torch.uint8), *which, out, rows, columns, *strides, CHOSEN=chosen, WIDE=wide
     )
 
 
