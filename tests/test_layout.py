@@ -296,6 +296,7 @@ TESTED_BY = {
     "models/ernie4_5_moe.py": "models/test_moe_families.py",
     "models/gpt_oss.py": "models/test_moe_families.py",
     "models/minimax_m2.py": "models/test_moe_families.py",
+    "models/phi3.py": "models/test_families.py",
     "models/qwen3_moe.py": "models/test_families.py",
     "models/smollm3.py": "models/test_families.py",
     "parallel/plan/__init__.py": "parallel/test_plan.py",

@@ -1,6 +1,6 @@
 """The families without experts: cases for test_families.py, a config.json for test_config_fields.py."""
 
-from family_case import COMMON, LLAMA3, Case
+from family_case import COMMON, LLAMA3, NESTED, VISION, YARN, Case
 
 GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2}
 MULTIPLIERS = {
@@ -8,6 +8,15 @@ MULTIPLIERS = {
     "logits_scaling": 8.0,
     "residual_multiplier": 0.22,
     "attention_multiplier": 0.05,
+}
+
+QWEN_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "depth": 1,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "deepstack_visual_indexes": [0],
 }
 
 CASES = {
@@ -102,6 +111,100 @@ CASES = {
     "nanochat-gqa-biases": Case(
         "NanoChat", {**GROUPED, "attention_bias": True, "final_logit_softcapping": 3.0}
     ),
+    "phi3": Case("Phi3", GROUPED),
+    "phi3-partial-window": Case(
+        "Phi3",
+        {
+            **GROUPED,
+            "sliding_window": 4,
+            "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "phi3-longrope-tied": Case(
+        "Phi3",
+        {
+            **GROUPED,
+            "tie_word_embeddings": True,
+            "original_max_position_embeddings": 8,  # one of the documents is longer
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.1, 1.2, 1.5, 2.0, 3.0],
+                "long_factor": [1.0, 2.0, 3.0, 5.0, 8.0, 13.0],
+            },
+        },
+    ),
+    "ministral3": Case("Ministral3", {**GROUPED, "head_dim": 16}),
+    "ministral3-grows-and-slides": Case(
+        "Ministral3",
+        {
+            **GROUPED,
+            "head_dim": 24,
+            "sliding_window": 4,
+            "rope_parameters": {**YARN, "original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.3},
+        },
+    ),
+    "mistral3": Case(
+        "Mistral3",
+        {
+            "text_config": {**GROUPED, "model_type": "mistral", "sliding_window": None},
+            "vision_config": {**VISION, "model_type": "pixtral", "head_dim": 8},
+            "tie_word_embeddings": False,
+        },
+        model="Mistral3ForConditionalGeneration",
+        renamed=NESTED,
+    ),
+    "mistral3-ministral3": Case(
+        "Mistral3",
+        {
+            "text_config": {
+                **GROUPED,
+                "head_dim": 16,
+                "model_type": "ministral3",
+                "tie_word_embeddings": True,
+            },
+            "vision_config": {**VISION, "model_type": "pixtral", "head_dim": 8},
+            "tie_word_embeddings": True,
+        },
+        model="Mistral3ForConditionalGeneration",
+        renamed=NESTED,
+    ),
+    "qwen3-vl": Case(
+        "Qwen3VL",
+        {
+            "text_config": {
+                **GROUPED,
+                "model_type": "qwen3_vl_text",
+                "head_dim": 16,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 5e5,
+                    "mrope_section": [4, 2, 2],
+                    "mrope_interleaved": True,
+                },
+            },
+            "vision_config": QWEN_VISION,
+        },
+        model="Qwen3VLForConditionalGeneration",
+        renamed=NESTED,
+    ),
+    "qwen3-vl-tied-biases": Case(
+        "Qwen3VL",
+        {
+            "text_config": {
+                **GROUPED,
+                "model_type": "qwen3_vl_text",
+                "head_dim": 24,
+                "attention_bias": True,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 3, 3]},
+            },
+            "vision_config": QWEN_VISION,
+            "tie_word_embeddings": True,
+        },
+        model="Qwen3VLForConditionalGeneration",
+        renamed=NESTED,
+    ),
 }
 
 LLAMA3_AS_PUBLISHED = {
@@ -149,4 +252,35 @@ CONFIGS = {
     },
     "olmo2": COMMON | {"attention_bias": False},
     "nanochat": COMMON | {"hidden_act": "relu2", "final_logit_softcapping": 15.0, "attention_bias": False},
+    "phi3": COMMON | {"sliding_window": None, "original_max_position_embeddings": 4096, "resid_pdrop": 0.0},
+    "ministral3": COMMON
+    | {
+        "head_dim": 64,
+        "sliding_window": None,
+        "rope_parameters": {
+            "type": "yarn",
+            "rope_type": "yarn",
+            "rope_theta": 1000000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 8,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    "qwen3_vl_text": {
+        "model_type": "qwen3_vl",
+        "image_token_id": 5,
+        "vision_start_token_id": 7,
+        "vision_config": QWEN_VISION,
+        "text_config": COMMON
+        | {
+            "model_type": "qwen3_vl_text",
+            "head_dim": 64,
+            "attention_bias": False,
+            "rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2]},
+        },
+    },
 }

@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+import transformers
+
 
 class Case(NamedTuple):
     """A small random model of transformers: its classes' common name ("Llama" for LlamaConfig and
@@ -10,6 +12,7 @@ class Case(NamedTuple):
     config, model: the two classes' whole names, where they are spelled otherwise.
     renamed: (ours, transformers') parts of the names of parameters, where they differ.
     transposed: experts are [E, in, out] in transformers, ours are [E, out, in].
+    With a text_config among the fields, SMALL goes there: a language model inside a release that sees.
     """
 
     name: str
@@ -26,6 +29,20 @@ class Case(NamedTuple):
     @property
     def model_class(self) -> str:
         return self.model or f"{self.name}ForCausalLM"
+
+    @property
+    def model_type(self) -> str:
+        """Of the language model."""
+        text = self.fields.get("text_config")
+        return text["model_type"] if text else getattr(transformers, self.config_class).model_type
+
+    def made(self, usual: dict[str, Any]) -> Any:
+        """transformers' config: `usual` fields, and this case's above them."""
+        text = self.fields.get("text_config")
+        config_class = getattr(transformers, self.config_class)
+        if text is None:
+            return config_class(**{**usual, **self.fields})
+        return config_class(**{**self.fields, "text_config": {**usual, **text}})
 
     def theirs(self, name: str) -> str:
         """transformers' name of our parameter; experts stacked in memory differ in a suffix."""
@@ -67,6 +84,16 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
     "rope_theta": 10000.0,
+}
+NESTED = (("model.", "model.language_model."),)
+"""`renamed` of a language model inside a release that sees."""
+VISION = {  # the smallest towers, which no test looks through
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
 }
 
 COMMON = {

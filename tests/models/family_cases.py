@@ -1,5 +1,7 @@
 """All cases of tests/models/test_families.py: a model of transformers, ours with its weights, and how far apart they are."""
 
+import re
+
 import cases_dense
 import cases_moe
 import torch
@@ -24,9 +26,7 @@ def oracle(name: str):
     matters."""
     case = CASES[name]
     torch.manual_seed(0)
-    config = getattr(transformers, case.config_class)(
-        **{**SMALL, **NO_IDS, "rms_norm_eps": 1e-5, "initializer_range": 0.2, **case.fields}
-    )
+    config = case.made({**SMALL, **NO_IDS, "rms_norm_eps": 1e-5, "initializer_range": 0.2})
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     model = getattr(transformers, case.model_class)(config).eval()
@@ -45,7 +45,12 @@ def ours(reference, case: Case) -> models.Decoder:
     """Our model with the oracle's weights, tensor by tensor."""
     shape = models.shape(reference.config.to_dict())
     model = models.build(shape, dtype=torch.float32, device="cpu")
-    theirs = reference.state_dict()
+    beside = re.compile("|".join(models.WRAPPERS[shape.wrapper].beside) if shape.wrapper else "$^")
+    theirs = {
+        name: tensor
+        for name, tensor in reference.state_dict().items()
+        if not beside.match(name) and not beside.match(name.removeprefix("model."))
+    }
     state = {name: case.turned(name, theirs.pop(case.theirs(name))) for name in model.state_dict()}
     assert not theirs, f"tensors of transformers that we lack: {sorted(theirs)}"
     model.load_state_dict(state, strict=True)

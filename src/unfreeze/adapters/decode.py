@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from unfreeze.adapters.names import in_ours, ours
+from unfreeze.checkpoint import nested
 from unfreeze.config.adapter import named_parameters, rank_and_scale
 from unfreeze.core.errors import AdapterError, nearest
 from unfreeze.models.blocks.linear import Linear
@@ -94,7 +95,7 @@ def _halves(
     unknown = []
     for key, tensor in tensors.items():
         match = KEY.match(key)
-        name = match["name"].removeprefix("language_model.") if match else key
+        name = nested.plain(match["name"]) if match else key
         if match and (name in known or _fused_site(name, known) or _expert_site(name, known)):
             halves.setdefault(name, {})[match["half"]] = tensor
         else:

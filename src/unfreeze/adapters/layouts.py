@@ -34,6 +34,7 @@ from unfreeze.adapters.attach import Site, sites
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
 from unfreeze.adapters.names import check_per_expert, theirs
 from unfreeze.adapters.readers import Drop, Layout, Reader
+from unfreeze.checkpoint.nested import on_disk
 from unfreeze.checkpoint.save import write_file, write_safetensors
 from unfreeze.config.adapter import CONFIG, PREFIX, WEIGHTS
 from unfreeze.core.errors import AdapterError
@@ -94,7 +95,9 @@ class Tensors(Mapping[str, Tensor]):
 
     def __init__(self, entries: Sequence[Entry], prefix: str):
         self._of = {
-            f"{prefix}{entry.key}.lora_{half}.weight": (entry, half) for entry in entries for half in "AB"
+            f"{PREFIX}{on_disk(prefix, entry.key)}.lora_{half}.weight": (entry, half)
+            for entry in entries
+            for half in "AB"
         }
 
     def __getitem__(self, name: str) -> Tensor:
@@ -122,8 +125,8 @@ def save_adapter(
     Factors are float32; each file is written atomically, and a new folder is there whole or not at all.
     -> the directory.
 
-    `base_name` goes into base_model_name_or_path. `prefix` is the checkpoint's own before "model."
-    ("language_model." from Kimi-K2.5 on). `reader`: a program whose rules are followed (readers.py), its
+    `base_name` goes into base_model_name_or_path. `prefix` is the checkpoint's own before the
+    names of its text model (Manifest.prefix). `reader`: a program whose rules are followed (readers.py), its
     layout included.
     Raises AdapterError where the model has no adapter, or none that the reader applies. Call
     verify.verify_adapter afterwards: it re-reads the file.
@@ -146,7 +149,7 @@ def save_adapter(
     config = _config(entries, layout, base_name, model)
     entries = [replace(entry, key=theirs(model, entry.key)) for entry in entries]
     directory = Path(directory)
-    tensors = Tensors(entries, f"{PREFIX}{prefix}")
+    tensors = Tensors(entries, prefix)
     new = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     try:
         directory.mkdir(parents=True, exist_ok=True)

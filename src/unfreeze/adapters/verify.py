@@ -22,6 +22,7 @@ from unfreeze.adapters.attach import sites
 from unfreeze.adapters.files import read_files
 from unfreeze.adapters.layouts import projections
 from unfreeze.adapters.lora import LowRank
+from unfreeze.checkpoint import nested
 from unfreeze.config.adapter import rank_and_scale
 from unfreeze.core.errors import AdapterError
 
@@ -59,8 +60,8 @@ def verify_adapter(
     Raises AdapterError that counts what differs and names the first.
     """
     config, tensors = read_files(Path(directory))
-    names = {name.removeprefix("language_model.") for name in tensors}
-    plain = {name.removeprefix("language_model."): tensor for name, tensor in tensors.items()}
+    plain = {nested.plain(name): tensor for name, tensor in tensors.items()}
+    names = plain.keys()
     count = nonzero = 0
     worst, faults, used = 0.0, [], set()
     for name, scale, A_RI, B_OR in _matrices(model):

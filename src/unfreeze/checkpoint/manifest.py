@@ -19,6 +19,7 @@ from typing import Any, cast
 
 from unfreeze.checkpoint import hub
 from unfreeze.checkpoint.faults import Faults
+from unfreeze.checkpoint.nested import in_model, prefix_of
 from unfreeze.core.dtypes import ITEMSIZE
 from unfreeze.core.errors import CheckpointError, looked_in, nearest
 from unfreeze.core.events import RESOLVED
@@ -34,7 +35,6 @@ MAX_TEXT = 4096  # bytes of what a format writes about one weight; bitsandbytes'
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 INDEX = "model.safetensors.index.json"
 MODELOPT = "hf_quant_config.json"  # NVIDIA's; in older releases config.json has no quantization_config
-PREFIX = "language_model."  # begins the names of Kimi-K2.5's text model
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -55,7 +55,7 @@ class Manifest:
     """A checkpoint folder.
 
     tensors  by name on disk.
-    prefix   "" or "language_model.": what stands before the text model's names.
+    prefix   what stands before the text model's names where a release holds more (nested.py), or "".
     """
 
     path: Path
@@ -71,8 +71,8 @@ class Manifest:
         return sum(info.nbytes for info in self.tensors.values())
 
     def by_model_name(self) -> dict[str, TensorInfo]:
-        """The tensors keyed by name, without `prefix`, parts of packed weights as in quant/spelling.py."""
-        return {canonical(name.removeprefix(self.prefix)): info for name, info in self.tensors.items()}
+        """The tensors keyed by the model's name, parts of packed weights as in quant/spelling.py."""
+        return {canonical(in_model(self.prefix, name)): info for name, info in self.tensors.items()}
 
     def is_packed(self) -> bool:
         """Whether a weight is stored in a quantized format that is read here, whatever config.json says."""
@@ -160,7 +160,7 @@ def open_checkpoint(source: str | Path, *, progress: Callable[[str], None] | Non
         path=folder,
         config=config,
         tensors=tensors,
-        prefix=PREFIX if any(name.startswith(PREFIX) for name in tensors) else "",
+        prefix=prefix_of(tensors),
         files=tuple(files),
         generation_config=read_json(generation) if generation.is_file() else {},
     )

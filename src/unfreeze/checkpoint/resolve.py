@@ -17,6 +17,7 @@ import torch
 from unfreeze.checkpoint.faults import Faults
 from unfreeze.checkpoint.keymap import Index, Source, StackRule, sources
 from unfreeze.checkpoint.manifest import MAX_TEXT, Manifest, TensorInfo
+from unfreeze.checkpoint.nested import on_disk
 from unfreeze.checkpoint.tensors import NAME, TORCH_DTYPE
 from unfreeze.core.dtypes import FLOATS
 from unfreeze.quant.codec import Codec, Texted, kept_suffixes
@@ -70,7 +71,7 @@ def resolve(
 
     params   name -> (dtype, shape) of what the model wants filled (parameters and persistent buffers)
     rules    how stacked parameters are stored; every other tensor on disk has the name of its parameter,
-             after manifest.prefix
+             as manifest.by_model_name() has it
     ignore   regular expressions (matched from the start of a name) of tensors that are not part of this model
     tied     alias -> name in `params`: the alias may be on disk too, or instead
 
@@ -127,7 +128,7 @@ class _Work:
         codec = self.scheme.part_of(name, self.disk) if self.scheme is not None else None
         if info is None:
             cause = _why_missing(base, suffix, self.disk)
-            self.faults.add("tensors are missing", f"{self.manifest.prefix}{name}", cause=cause)
+            self.faults.add("tensors are missing", on_disk(self.manifest.prefix, name), cause=cause)
             return
         self.used.add(name)
         if isinstance(codec, Texted) and suffix == codec.text:
@@ -187,7 +188,7 @@ class _Work:
             if info is None:
                 self.faults.add(
                     "tensors are missing",
-                    f"{self.manifest.prefix}{base}.{extra}",
+                    on_disk(self.manifest.prefix, f"{base}.{extra}"),
                     cause="an unfinished conversion",
                 )
                 continue

@@ -60,7 +60,7 @@ class Replayed:
     def __call__(self, tokens: Sequence[int]) -> Tensor:
         if self._refused:
             return self._launched(tokens)
-        self.cache.require_room()
+        self.model.prepare_step(self.cache)
         size = (len(tokens), width_of(max(self.cache.lengths) + 1, self.cache.capacity))
         known = self._met.get(size)
         if known is None:  # rows that have left don't come back: what was recorded with them goes

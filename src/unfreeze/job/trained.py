@@ -157,6 +157,7 @@ class AllWeights:
         A kill leaves all of it or nothing, so one that is there is whole.
         """
         from unfreeze.checkpoint import save_checkpoint
+        from unfreeze.checkpoint.nested import on_disk
         from unfreeze.checkpoint.tensors import stored_tensor
         from unfreeze.models.publish import carried, published, stored_dtypes
 
@@ -166,7 +167,7 @@ class AllWeights:
         extra = {name: manifest.path / name for name in TOKENIZER_FILES if (manifest.path / name).is_file()}
         dtypes = stored_dtypes(model, manifest)
         trained = published(model, manifest.config, dtypes=dtypes, values=state.optimizer.masters)
-        named = ((manifest.prefix + name, tensor) for name, tensor in trained)
+        named = ((on_disk(manifest.prefix, name), tensor) for name, tensor in trained)
         beside = ((info.name, stored_tensor(info)) for info in carried(model, manifest))
         save_checkpoint(folder, manifest.config, chain(named, beside), extra=extra)
 

@@ -10,6 +10,7 @@ Module and parameter names are the checkpoint's own; routed experts are stacked 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -27,21 +28,25 @@ from unfreeze.models import (
     llama,
     minimax_m2,
     ministral,
+    ministral3,
     mistral,
     mixtral,
     nanochat,
     olmo2,
+    phi3,
     qwen2,
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    qwen3_vl_text,
     seed_oss,
     smollm3,
 )
-from unfreeze.models.allowed import Fields, names, refuse_unbuilt, unknown
+from unfreeze.models.allowed import Fields, refuse_unbuilt, unknown
 from unfreeze.models.fields import check_fields, check_sizes, without_nulls
 from unfreeze.models.shape import Shape
 from unfreeze.models.unbuilt import asked, missing
+from unfreeze.models.wrappers import WRAPPERS
 from unfreeze.quant import formats
 
 if TYPE_CHECKING:
@@ -61,6 +66,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FAMILIES",
     "RECOMPUTE",
+    "WRAPPERS",
     "Decoder",
     "Layer",
     "Shape",
@@ -87,33 +93,27 @@ FAMILIES: dict[str, ModuleType] = {
     "deepseek_v3": deepseek_v3,
     "ernie4_5_moe": ernie4_5_moe,
     "glm4_moe": glm4_moe,
+    "gpt_oss": gpt_oss,
     "granite": granite,
+    "granitemoe": granitemoe,
     "kimi_k2": deepseek_v3,
     "llama": llama,
-    "ministral": ministral,
-    "mistral": mistral,
-    "gpt_oss": gpt_oss,
-    "granitemoe": granitemoe,
     "minimax_m2": minimax_m2,
+    "ministral": ministral,
+    "ministral3": ministral3,
+    "mistral": mistral,
     "mixtral": mixtral,
     "nanochat": nanochat,
     "olmo2": olmo2,
+    "phi3": phi3,
     "qwen2": qwen2,
     "qwen2_moe": qwen2_moe,
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
+    "qwen3_vl_text": qwen3_vl_text,
     "seed_oss": seed_oss,
     "smollm3": smollm3,
 }
-WRAPPERS: dict[str, frozenset[str]] = {
-    "kimi_k25": names("""
-        auto_map text_config vision_config tie_word_embeddings ignore_index media_placeholder_token_id
-        use_unified_vision_chunk video_placeholder image_token_id video_token_id vision_start_token_id
-        vision_end_token_id projection_hidden_size projection_layer_norm_eps
-    """)
-}
-"""model_type of a config that wraps a text_config -> those of its fields without effect on the text model.
-The names of the text model's tensors then begin with manifest.PREFIX."""
 
 
 def _family(config: Mapping[str, Any]) -> ModuleType:
@@ -193,7 +193,8 @@ def notes(config: Mapping[str, object]) -> list[str]:
 
 def _outer(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields around a text_config that are not known to be without effect on it."""
-    return {name: value for name, value in config.items() if name not in WRAPPERS[str(config["model_type"])]}
+    silent = WRAPPERS[str(config["model_type"])].silent
+    return {name: value for name, value in config.items() if name not in silent}
 
 
 def shape(config: Mapping[str, Any]) -> Shape:
@@ -212,7 +213,7 @@ def shape(config: Mapping[str, Any]) -> Shape:
     refuse_unbuilt(completed, family.FIELDS)
     shape = family.shape(completed)
     check_sizes(shape)
-    return shape
+    return shape if text is config else replace(shape, wrapper=str(config["model_type"]))
 
 
 def rules(shape: Shape) -> Sequence[StackRule]:
@@ -222,7 +223,8 @@ def rules(shape: Shape) -> Sequence[StackRule]:
 
 def ignored(shape: Shape) -> Sequence[str]:
     """Regular expressions of checkpoint names that are not part of this language model."""
-    return FAMILIES[shape.model_type].ignored(shape)
+    beside = WRAPPERS[shape.wrapper].beside if shape.wrapper else ()
+    return (*FAMILIES[shape.model_type].ignored(shape), *beside)
 
 
 def renamed(shape: Shape) -> tuple[tuple[str, str], ...]:

@@ -36,6 +36,7 @@ class Fields:
              any value's
     silent   fields without effect on this family's numbers, at any value
     neutral  field -> the value that asks for what this family does anyway; takes precedence over NEUTRAL
+    rope_silent  fields of the rotary table without effect on this family's numbers
     """
 
     absent: Mapping[str, object]
@@ -45,6 +46,7 @@ class Fields:
     only: Mapping[str, Callable[[Config], object]] = field(default_factory=dict)
     silent: frozenset[str] = frozenset()
     neutral: Mapping[str, object] = field(default_factory=dict)
+    rope_silent: frozenset[str] = frozenset()
 
     def completed(self, config: Config, given: Config) -> dict[str, Any]:
         """`given` (config without its nulls) with what is absent filled in.
@@ -183,7 +185,7 @@ def unknown(config: Config, table: Fields) -> list[str]:
     ]
     for name in ROPE_TABLES:
         inner = config.get(name)
-        known_there = ROPE_FIELDS.keys() | ROPE_SILENT | {"partial_rotary_factor"}
+        known_there = ROPE_FIELDS.keys() | ROPE_SILENT | table.rope_silent | {"partial_rotary_factor"}
         if isinstance(inner, Mapping):
             found += [
                 f"{name}.{key} = {shown(value)}"

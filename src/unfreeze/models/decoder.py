@@ -27,6 +27,8 @@ from unfreeze.models.recompute import RecomputePolicy, plain
 from unfreeze.models.shape import Shape
 from unfreeze.quant.codec import Packed
 
+TOKENS = -1  # in a cache, the key of the tokens themselves, where prepare_step asks for them
+
 
 class Body(nn.Module):
     """What checkpoints call `model`: embed_tokens, layers, norm."""
@@ -95,7 +97,7 @@ class Decoder(nn.Module):
 
     def packed_pass(self, batch: Batch) -> PackedPass:
         """What every layer needs to know of a batch: rotary tables, and where documents begin."""
-        (cos_Tr, sin_Tr), named = self.shape.tables(batch.positions_T)
+        (cos_Tr, sin_Tr), named = self.shape.tables(batch.positions_T, self._lengths(batch))
         run = PackedPass(cos_Tr, sin_Tr, self._layout(batch), named=named)
 
         # whole documents in chunks of at most `limit` tokens, which bound a layer's activations
@@ -128,7 +130,13 @@ class Decoder(nn.Module):
                 " row per document"
             )
         rows_T = torch.repeat_interleave(torch.tensor(lengths)).to(self.device)
-        tables, named = self.shape.tables(batch.positions_T)
+        hidden_TD = self._fill(batch, rows_T, self._lengths(batch), cache)
+        cache.lengths = lengths
+        return hidden_TD
+
+    def _fill(self, batch: Batch, rows_T: Tensor, lengths_T: Tensor | None, cache: Cache) -> Tensor:
+        """Write every token's keys and values to the cache, at its row and position. -> hidden [T, D]."""
+        tables, named = self.shape.tables(batch.positions_T, lengths_T)
         run = PrefillPass(
             *tables,
             layout=self._layout(batch),
@@ -137,18 +145,37 @@ class Decoder(nn.Module):
             rows_T=rows_T,
             positions_T=batch.positions_T,
         )
+        if self.shape.rope.long is not None:
+            cache.write(TOKENS, rows_T, batch.positions_T, (batch.tokens_T,))
         x_TD = self.model.embed_tokens(batch.tokens_T)
         for layer in self.layers:
             x_TD = layer(x_TD, run)
-        cache.lengths = lengths
         return self.model.norm(x_TD)
+
+    def prepare_step(self, cache: Cache) -> None:
+        """Before a step: make sure of room, and write rows anew that grow past longrope's short documents.
+
+        All keys of a longer document are rotated by other frequencies (Rope.long), those before it too.
+        """
+        cache.require_room()
+        short = self.shape.rope.short_until
+        rows = [row for row, length in enumerate(cache.lengths) if length == short]
+        if self.shape.rope.long is None or not rows:
+            return
+        (tokens_SN,) = cache.layers[TOKENS]
+        tokens_T = tokens_SN[rows, :short].flatten()
+        positions_T = torch.arange(short, device=self.device).repeat(len(rows))
+        starts_S = torch.arange(len(rows)) * short
+        batch = Batch(tokens_T, tokens_T, torch.zeros(len(tokens_T)), positions_T, starts_S)
+        rows_T = torch.tensor(rows, device=self.device).repeat_interleave(short)
+        self._fill(batch, rows_T, torch.full_like(positions_T, short + 1), cache)
 
     def step(self, tokens_S: Tensor, cache: Cache) -> Tensor:
         """One new token per row, at position cache.lengths[row]. -> [S, D].
 
         The cache grows by one position.
         """
-        cache.require_room()
+        self.prepare_step(cache)
         positions_S = torch.tensor(cache.lengths, device=self.device)
         rows_S = torch.arange(len(cache.lengths), device=self.device)
         tables, named = self.shape.tables(positions_S)
@@ -162,7 +189,7 @@ class Decoder(nn.Module):
 
         positions_S: int64, each row's position, all below `width`.
         The kernel launches don't depend on the values of the two tensors, so a CUDA graph can record and
-        replay them. The caller advances cache.lengths.
+        replay them. The caller calls prepare_step before, and advances cache.lengths.
         """
         rows_S = torch.arange(len(tokens_S), device=self.device)
         tables, named = self.shape.tables(positions_S)
@@ -172,10 +199,19 @@ class Decoder(nn.Module):
         return self._step(tokens_S, run)
 
     def _step(self, tokens_S: Tensor, run: StepPass) -> Tensor:
+        if self.shape.rope.long is not None:
+            run.cache.write(TOKENS, run.rows_T, run.positions_T, (tokens_S,))
         x_SD = self.model.embed_tokens(tokens_S)
         for layer in self.layers:
             x_SD = layer(x_SD, run)
         return self.model.norm(x_SD)
+
+    def _lengths(self, batch: Batch) -> Tensor | None:
+        """The tokens of the document that each token is in, where the rotary tables ask for it."""
+        if self.shape.rope.long is None:
+            return None
+        lengths_S = torch.tensor(batch.lengths())
+        return lengths_S.repeat_interleave(lengths_S).to(self.device)
 
     def _layout(self, batch: Batch) -> Layout:
         return Layout.build(batch.starts_S, batch.num_tokens, self.device)

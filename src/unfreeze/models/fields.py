@@ -145,10 +145,13 @@ ROPE_FIELDS: dict[str, Kind] = {
     "partial_rotary_factor": Number(0),
     **dict.fromkeys(("rope_type", "type"), TEXT),
     "truncate": FLAG,
+    **dict.fromkeys(("short_factor", "long_factor"), Of(list, "a list of numbers")),
+    "llama_4_scaling_beta": Number(0, closed=True),
 }
 ROPE_NEEDS = {
     "linear": ("factor",),
     "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 

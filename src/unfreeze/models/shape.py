@@ -50,6 +50,7 @@ class Shape:
     rope   of all layers, but for those that ask for one of `ropes` by its name (Gemma 3's local layers)
     layer_types  the kind of attention of each layer (layer_types.py); () where all are alike
     softcap      of the logits, c · tanh(z / c); None: they are what they are
+    wrapper      model_type of the config around the text_config that this is (wrappers.py); "": there is none
     """
 
     model_type: str
@@ -72,11 +73,17 @@ class Shape:
     ropes: Mapping[str, Rope] = field(default_factory=dict)
     layer_types: tuple[str, ...] = ()
     softcap: float | None = None
+    wrapper: str = ""
 
-    def tables(self, positions_T: Tensor) -> tuple[tuple[Tensor, Tensor], dict[str, tuple[Tensor, Tensor]]]:
-        """(cos, sin) of `rope` at integer positions [T], and those of `ropes` by name."""
-        named = {name: rope.tables(positions_T) for name, rope in self.ropes.items()}
-        return self.rope.tables(positions_T), named
+    def tables(
+        self, positions_T: Tensor, lengths_T: Tensor | None = None
+    ) -> tuple[tuple[Tensor, Tensor], dict[str, tuple[Tensor, Tensor]]]:
+        """(cos, sin) of `rope` at integer positions [T], and those of `ropes` by name.
+
+        lengths_T: as in Rope.tables.
+        """
+        named = {name: rope.tables(positions_T, lengths_T) for name, rope in self.ropes.items()}
+        return self.rope.tables(positions_T, lengths_T), named
 
     @property
     def num_experts(self) -> int:

@@ -28,12 +28,13 @@ class Attending(Block):
     sinks    [H], a learnt score of each head that takes its share of the softmax (gpt-oss)
     """
 
+    o_proj: Linear  # set behind the other projections: modules are listed in this order
+
     def __init__(
         self,
         layer: int,
         head_dim: int,
         *,
-        o_proj: Linear,
         scale: float | None = None,
         rope: str | None = "",
         query_rope: str | None = None,
@@ -43,7 +44,7 @@ class Attending(Block):
         pairs: Pairing = "halves",
     ):
         super().__init__()
-        self.layer, self.head_dim, self.o_proj = layer, head_dim, o_proj
+        self.layer, self.head_dim = layer, head_dim
         self.scale = head_dim**-0.5 if scale is None else scale
         self.rope, self.query_rope = rope, rope if query_rope is None else query_rope
         self.mask, self.softcap, self.sinks = mask, softcap, sinks
@@ -81,12 +82,13 @@ class Attention(Attending):
         q_proj: Linear,
         k_proj: Linear,
         v_proj: Linear,
+        o_proj: Linear,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
         **parts: Any,
     ):
         super().__init__(layer, head_dim, **parts)
-        self.q_proj, self.k_proj, self.v_proj = q_proj, k_proj, v_proj
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = q_proj, k_proj, v_proj, o_proj
         self.q_norm, self.k_norm = q_norm, k_norm
 
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
@@ -124,10 +126,18 @@ class FusedAttention(Attending):
     """Attention with one projection for q, k and v, in this order along its output (Phi-3)."""
 
     def __init__(
-        self, layer: int, head_dim: int, heads: int, key_heads: int, *, qkv_proj: Linear, **parts: Any
+        self,
+        layer: int,
+        head_dim: int,
+        heads: int,
+        key_heads: int,
+        *,
+        qkv_proj: Linear,
+        o_proj: Linear,
+        **parts: Any,
     ):
         super().__init__(layer, head_dim, **parts)
-        self.heads, self.key_heads, self.qkv_proj = heads, key_heads, qkv_proj
+        self.heads, self.key_heads, self.qkv_proj, self.o_proj = heads, key_heads, qkv_proj, o_proj
 
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
         qkv_THd = self.qkv_proj(x_TD, run.reuse_linear).unflatten(-1, (-1, self.head_dim))

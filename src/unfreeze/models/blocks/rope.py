@@ -1,4 +1,4 @@
-"""Rotary position embeddings with the scalings published models use: none, linear, llama3, yarn.
+"""Rotary position embeddings with the scalings published models use: none, linear, llama3, yarn, longrope.
 
 A Rope is the table of inverse frequencies (R/2 numbers, R rotary width) and the factor on cos and sin; it is
 computed in fp32 from config.json.
@@ -26,16 +26,34 @@ if TYPE_CHECKING:
 class Rope:
     """inverse_frequency[i] = theta^(-2i/R) after scaling.
 
-    cos and sin are multiplied by `attention_factor` (1 except with yarn).
+    attention_factor   of cos and sin (1 except with yarn and longrope)
+    long, short_until  other frequencies for a whole document of more than short_until tokens (longrope)
+    growth, per        cos and sin also grow with the position p, by 1 + growth · ln(1 + floor(p / per)): for
+                       queries that are scaled so (Llama 4's temperature, Ministral 3)
     """
 
     inverse_frequency: tuple[float, ...]
     attention_factor: float = 1.0
+    long: tuple[float, ...] | None = None
+    short_until: int = 0
+    growth: float = 0.0
+    per: float = 1.0
 
-    def tables(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, R/2] in fp32 for integer positions [T]."""
-        angle = positions_T.float()[:, None] * _on_device(self.inverse_frequency, positions_T.device)
-        return angle.cos() * self.attention_factor, angle.sin() * self.attention_factor
+    def tables(self, positions_T: Tensor, lengths_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, R/2] in fp32 for integer positions [T].
+
+        lengths_T: the tokens of the document that each is in, which longrope asks for; None: each is its
+        document's last.
+        """
+        frequency = _on_device(self.inverse_frequency, positions_T.device)
+        if self.long is not None:
+            lengths_T = positions_T + 1 if lengths_T is None else lengths_T
+            longer_T1 = (lengths_T > self.short_until)[:, None]
+            frequency = _on_device(self.long, positions_T.device).where(longer_T1, frequency)
+        angle, factor = positions_T.float()[:, None] * frequency, self.attention_factor
+        if self.growth:
+            factor = factor * (1 + self.growth * (1 + (positions_T / self.per).floor()).log())[:, None]
+        return angle.cos() * factor, angle.sin() * factor
 
 
 @functools.cache
@@ -66,8 +84,10 @@ def rope_from_config(config: Mapping[str, Any], width: int) -> Rope:
         return Rope(tuple(_llama3(f, parameters) for f in inverse))
     if kind == "yarn":
         return _yarn(inverse, theta, width, parameters, config)
+    if kind == "longrope":
+        return _longrope(inverse, parameters, config)
     raise CheckpointError(
-        f"config.json: rope type {kind!r} is not known; known: default, linear, llama3, yarn",
+        f"config.json: rope type {kind!r} is not known; known: default, linear, llama3, yarn, longrope",
         next="open an issue with the model's name",
     )
 
@@ -93,8 +113,9 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
             next="remove the one that is not the publisher's",
         )
     merged = old if config.get("rope_scaling") else new
-    if merged["rope_type"] in ("llama3", "yarn") and config.get("original_max_position_embeddings"):
-        merged["original_max_position_embeddings"] = config["original_max_position_embeddings"]
+    original = config.get("original_max_position_embeddings")
+    if merged["rope_type"] in ("llama3", "yarn", "longrope") and original:
+        merged["original_max_position_embeddings"] = original
     return merged
 
 
@@ -168,6 +189,29 @@ def _yarn(
             else yarn_mscale(factor)
         )
     return Rope(tuple(scaled), float(attention))
+
+
+def _longrope(inverse: list[float], parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
+    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): each frequency has a divisor of its own.
+
+    One set for documents as long as those of pretraining, one for longer ones.
+    """
+    context = parameters.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    factor = float(parameters.get("factor") or config["max_position_embeddings"] / context)
+    attention = parameters.get("attention_factor")
+    if attention is None:
+        attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(context))
+    sets = [parameters[name] for name in ("short_factor", "long_factor")]
+    for name, divisors in zip(("short_factor", "long_factor"), sets, strict=True):
+        numbers = all(type(d) in (int, float) and 0 < d < 1e12 for d in divisors)
+        if len(divisors) != len(inverse) or not numbers:
+            raise CheckpointError(
+                f"config.json: {name} of the rotary table must be {len(inverse)} numbers above 0, one per"
+                f" pair of elements that rotate; it has {len(divisors)} entries",
+                next="get config.json from the model's publisher again",
+            )
+    short, long = (tuple(f / float(d) for f, d in zip(inverse, divisors, strict=True)) for divisors in sets)
+    return Rope(short, float(attention), long=long, short_until=int(context))
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:

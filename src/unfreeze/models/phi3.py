@@ -1,0 +1,83 @@
+"""Phi-3, 3.5 and 4: a Llama block whose q, k, v, and gate and up, are one matrix each on disk and in memory.
+
+A part of each head rotates (Phi-4-mini); documents beyond the pretraining length rotate by other frequencies
+(longrope). Source: arXiv:2404.14219.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from unfreeze.models import llama
+from unfreeze.models.allowed import Config, Fields, names
+from unfreeze.models.blocks.rope import rope_from_config, rotary_width
+from unfreeze.models.layer_types import everywhere, mask
+from unfreeze.models.shape import Shape, common, require
+
+if TYPE_CHECKING:
+    from unfreeze.models.factory import Factory
+    from unfreeze.models.layer import Layer
+
+RULES = llama.RULES
+ignored = llama.ignored
+FIELDS = Fields(
+    absent={
+        **llama.ABSENT,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "sliding_window": None,
+    },
+    read=names("num_key_value_heads head_dim partial_rotary_factor"),
+    null=names("num_key_value_heads sliding_window"),
+    silent=names("auto_map"),  # the releases' own code, which computes what this file does
+)
+LONG = ("su", "yarn")
+"""Older names of longrope, in Phi-3's configs alone."""
+
+
+def _named(config: Config) -> Config:
+    """The config with longrope's older names replaced."""
+    tables = {
+        name: {**config[name], "rope_type": "longrope"}
+        for name in ("rope_scaling", "rope_parameters")
+        if isinstance(config.get(name), Mapping)
+        and (config[name].get("rope_type") or config[name].get("type")) in LONG
+    }
+    return {**config, **tables}
+
+
+def shape(config: Mapping[str, Any]) -> Shape:
+    """Sizes from config.json."""
+    config = _named(config)
+    head_dim = int(
+        config.get("head_dim") or require(config, "hidden_size") // require(config, "num_attention_heads")
+    )
+    rope = rope_from_config(config, rotary_width(config, head_dim))
+    kinds = everywhere(config)
+    return common(config, family="phi3", rope=rope, head_dim=head_dim, layer_types=kinds)
+
+
+def layer(shape: Shape, index: int, make: Factory) -> Layer:
+    """Decoder layer `index`."""
+    from unfreeze.models.blocks.attention import FusedAttention
+    from unfreeze.models.blocks.mlp import FusedMLP
+
+    name, hidden, width = f"model.layers.{index}", shape.hidden_size, shape.head_dim
+    heads, keys, inner = shape.num_heads, shape.num_kv_heads, shape.intermediate_size
+    attention = FusedAttention(
+        index,
+        width,
+        heads,
+        keys,
+        qkv_proj=make.linear(f"{name}.self_attn.qkv_proj", hidden, (heads + 2 * keys) * width),
+        o_proj=make.linear(f"{name}.self_attn.o_proj", heads * width, hidden),
+        mask=mask(shape, index),
+        pairs="leading halves",
+    )
+    mlp = FusedMLP(
+        gate_up_proj=make.linear(f"{name}.mlp.gate_up_proj", hidden, 2 * inner),
+        down_proj=make.linear(f"{name}.mlp.down_proj", inner, hidden),
+    )
+    return llama.block(shape, attention, mlp, make)

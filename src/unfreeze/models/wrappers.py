@@ -1,0 +1,49 @@
+"""Configs that wrap a text_config: a language model inside a release that sees or hears too.
+
+Only the language model is built. The other tensors are carried over untouched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from unfreeze.models.allowed import names
+
+IDS = names("""
+    text_config vision_config tie_word_embeddings image_token_id video_token_id vision_start_token_id
+    vision_end_token_id
+""")
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """One model_type around a text_config.
+
+    silent   its fields without effect on the text model
+    beside   regular expressions of the model's names of tensors that are no part of the text model
+    """
+
+    silent: frozenset[str]
+    beside: tuple[str, ...]
+
+
+LLAVA = (r"vision_tower\..*", r"multi_modal_projector\..*")
+WRAPPERS = {
+    "kimi_k25": Wrapper(
+        IDS
+        | names("""
+            auto_map ignore_index media_placeholder_token_id use_unified_vision_chunk video_placeholder
+            projection_hidden_size projection_layer_norm_eps
+        """),
+        (r"vision_tower\..*", r"mm_projector\..*"),
+    ),
+    "mistral3": Wrapper(
+        IDS
+        | names("""
+            image_token_index projector_hidden_act vision_feature_layer multimodal_projector_bias
+            spatial_merge_size
+        """),
+        LLAVA,
+    ),
+    "qwen3_vl": Wrapper(IDS, (r"model\.visual\..*",)),
+}
