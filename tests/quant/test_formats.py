@@ -365,3 +365,23 @@ def test_without_its_line_the_format_is_refused_and_its_variants_are_with_it(mon
     config["quantization_config"]["bits"] = 8
     assert recognise(config).codec_for("model.layers.0.mlp.up_proj") == RowScaled()
     assert "smooth = 1" in not_followed(config)
+
+
+def missing_in_the_table(page: str, keys: Collection[str]) -> list[str]:
+    """The formats that docs/formats.md has no row of, and the tests it names that are not there."""
+    rows = re.findall(r"^\| (.*) \|$", page, re.M)
+    named = {row.rpartition("| ")[2] for row in rows[2:] if "tests/" not in row} - {"---", "test"}
+    lost = [f"no tests/quant/test_{name}.py" for name in sorted(named) if f"test_{name}.py" not in HERE]
+    return lost + [
+        key for key in keys if not any(set(key.split()) <= set(re.findall(r"[\w-]+", row)) for row in rows)
+    ]
+
+
+def test_the_table_of_formats_has_a_row_of_each() -> None:
+    page = (ROOT / "docs/formats.md").read_text(encoding="utf-8")
+    assert missing_in_the_table(page, FORMATS) == []
+
+
+def test_control_arm_a_format_without_a_row_and_a_test_that_is_not_there_are_seen() -> None:
+    page = "| format | test |\n|---|---|\n| awq | awq |\n| x | nothing |\n"
+    assert missing_in_the_table(page, ["awq", "gptq"]) == ["no tests/quant/test_nothing.py", "gptq"]
