@@ -114,6 +114,20 @@ class Texted(Protocol):
         ...
 
 
+@runtime_checkable
+class ByRows(Protocol):
+    """A codec whose matrix can be expanded some rows at a time: little then lies between codes and result."""
+
+    @property
+    def rows_at(self) -> int:
+        """Rows may be cut at multiples of this number."""
+        ...
+
+    def rows(self, parts: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
+        """The parts of rows first:last of one matrix; views."""
+        ...
+
+
 class Format(NamedTuple):
     """How a format is recognised; a line of FORMATS (quant/formats.py).
 

@@ -114,6 +114,17 @@ class Fp8:
             weight[..., place * columns : (place + 1) * columns] *= by_row[..., place, None]
         return weight.to(torch.bfloat16 if scales.dtype == torch.float8_e8m0fnu else scales.dtype)
 
+    @property
+    def rows_at(self) -> int:
+        return self.block[0]
+
+    def rows(self, parts: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
+        down = self.block[0]
+        return {
+            "weight": parts["weight"][first:last],
+            self.scale: parts[self.scale][first // down : -(-last // down)],
+        }
+
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         """scale = absmax / 448 of each block, code = e4m3(w * (448 / absmax)); a block of zeros has scale 1.
 

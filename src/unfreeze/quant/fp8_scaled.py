@@ -116,6 +116,17 @@ class Fp8Scaled:
         rows = out_features if "out" in self.scales else 1
         return codes.to(scales.dtype) * scales.reshape(*lead, rows, 1)
 
+    @property
+    def rows_at(self) -> int:
+        return 1
+
+    def rows(self, parts: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
+        scales = parts[self.scale]
+        return {
+            "weight": parts["weight"][first:last],
+            self.scale: scales[first:last] if "out" in self.scales else scales,
+        }
+
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         """scale = absmax / 448 of the matrix or row, code = e4m3(w / scale), in the dtype of the weight.
 

@@ -11,7 +11,7 @@ The keymap knows these names (checkpoint/keymap.py), so that a family's rules st
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
@@ -62,6 +62,11 @@ class Halves:
     def shape(self, parts: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         *leading, out_features, in_features = self.codec.shape(_of(HALVES[0], parts))
         return (*leading, 2 * out_features, in_features)
+
+    def each(self, parts: Mapping[str, T]) -> Iterator[tuple[Codec, dict[str, T]]]:
+        """(codec, parts) of the two matrices."""
+        for half in HALVES:
+            yield self.codec, _of(half, parts)
 
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
         import torch

@@ -213,6 +213,23 @@ class Integers:
             return zeros
         return unpack(zeros.transpose(-1, -2), self.bits, out_features).transpose(-1, -2)
 
+    @property
+    def rows_at(self) -> int:
+        return WORD // self.bits  # rows whose zero points share a word
+
+    def rows(self, parts: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
+        found = {suffix: part[first:last] for suffix, part in parts.items()}
+        if self.group == MATRIX:
+            found |= {
+                suffix: parts[suffix] for suffix in ("weight_scale", "weight_zero_point") if suffix in parts
+            }
+        elif self.zeros and self.packed:
+            words = slice(first // self.rows_at, -(-last // self.rows_at))
+            found["weight_zero_point"] = parts["weight_zero_point"][words]
+        if self.permuted:
+            found["weight_g_idx"] = parts["weight_g_idx"]
+        return found
+
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         """Codes of the nearest multiples of a scale, by the least and the largest weight of a group.
 

@@ -131,6 +131,16 @@ class Nvfp4:
         """What a code is multiplied with: float32 [..., out, G]."""
         return scales / whole if self.layout.divides else scales * whole
 
+    @property
+    def rows_at(self) -> int:
+        return 1
+
+    def rows(self, parts: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
+        return {
+            suffix: part if suffix == self.layout.whole else part[first:last]
+            for suffix, part in parts.items()
+        }
+
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         """The number for the matrix from its largest weight, a scale from each group's, the nearest codes.
 

@@ -7,15 +7,38 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from unfreeze.quant.codec import Packed
+from unfreeze.quant.codec import ByRows, Packed
+from unfreeze.quant.halves import Halves
+
+AT_ONCE = {"cpu": 2**18, "cuda": 2**24}
+"""Weights that are expanded at once: on a CPU what its cache holds, on a GPU few launches."""
 
 
 def expand_reference(packed: Packed, expert: int | None, out: Tensor) -> Tensor:
     """out = packed[expert].dequantize(), widened if `out` is float32.
 
-    Shapes as in `expand`. Makes temporaries of several times `out`.
+    Shapes as in `expand`. Temporaries are several times AT_ONCE, or several times `out` where a format's rows
+    cannot be cut.
     """
     matrix = packed if expert is None else packed[expert]
     if out.shape != matrix.shape:
         raise ValueError(f"out is {list(out.shape)}, the weight is {list(matrix.shape)}")
-    return out.copy_(matrix.dequantize())
+    if not isinstance(matrix.codec, Halves):
+        _fill(out, matrix)
+        return out
+    for place, (codec, parts) in zip(out.chunk(2), matrix.codec.each(matrix.parts), strict=True):
+        _fill(place, Packed(codec, parts))
+    return out
+
+
+def _fill(out: Tensor, matrix: Packed) -> None:
+    """out = matrix.dequantize(), some rows at a time where its format can."""
+    codec = matrix.codec
+    if not isinstance(codec, ByRows):
+        out.copy_(matrix.dequantize())
+        return
+    rows, columns = out.shape
+    step = max(1, AT_ONCE.get(out.device.type, rows * columns) // (columns * codec.rows_at)) * codec.rows_at
+    for first in range(0, rows, step):
+        last = min(first + step, rows)
+        out[first:last].copy_(codec.dequantize(codec.rows(matrix.parts, first, last)))
