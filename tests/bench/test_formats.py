@@ -36,7 +36,7 @@ def test_a_step_agrees_with_float64_of_the_same_checkpoint(rows, name):
 def test_experts_agree_with_plain_torch(rows, name):
     found = rows[f"{name} experts"].results
     assert max(found["correctness"].values()) < 0.02  # roundings of bf16
-    assert found["bytes_per_weight"] < 1.3 and found["ms"] > 0
+    assert found["bytes_per_weight"] < 1.6 and found["ms"] > 0
 
 
 def test_control_arm_another_formats_checkpoint_is_seen(rows):

@@ -166,9 +166,27 @@ def _steps(
 def codecs() -> dict[str, Codec]:
     """Every format as published models have it, by the name of its row."""
     from unfreeze.quant import Fp8, Int4
+    from unfreeze.quant.awq import Awq
+    from unfreeze.quant.bitsandbytes import Bits4
+    from unfreeze.quant.fp8_scaled import MATRIX, Fp8Scaled
+    from unfreeze.quant.gptq import Gptq
+    from unfreeze.quant.integers import Integers
     from unfreeze.quant.mxfp4 import Mxfp4
+    from unfreeze.quant.nvfp4 import Nvfp4
 
-    return {"int4": Int4(32), "fp8": Fp8(), "mxfp4": Mxfp4()}
+    return {
+        "int4": Int4(32),
+        "fp8": Fp8(),
+        "fp8 per row": Fp8Scaled(),
+        "fp8 per matrix": Fp8Scaled(MATRIX),
+        "mxfp4": Mxfp4(),
+        "nvfp4": Nvfp4(),
+        "int4 with zero points": Integers(4, 128, zeros=True),
+        "int8": Integers(8, 128),
+        "awq": Awq(),
+        "gptq": Gptq(),
+        "nf4": Bits4(),
+    }
 
 
 def _experts(
@@ -236,10 +254,31 @@ def _experts(
 
 
 def packed(codec: Codec, weight: Tensor) -> Packed:
-    """A stack [E, N, M] in that format."""
-    from unfreeze.quant.codec import Packed
+    """A stack [E, N, M] in that format; random parts where it is read only."""
+    import torch
 
-    return Packed(codec, codec.quantize(weight.bfloat16().float()))
+    from unfreeze.checkpoint.tensors import TORCH_DTYPE
+    from unfreeze.core.errors import ConfigError
+    from unfreeze.quant.codec import Packed
+    from unfreeze.quant.halves import stacked
+
+    experts, rows, columns = weight.shape
+    codec = stacked(codec, rows, columns)
+    try:
+        return Packed(codec, codec.quantize(weight.bfloat16().float()))
+    except ConfigError:  # it says that it is not written
+        generator = torch.Generator().manual_seed(0)
+    parts = {}
+    for suffix, (name, shape) in codec.parts(rows, columns).items():
+        dtype, size = TORCH_DTYPE[name], (experts, *shape)
+        if suffix.endswith("g_idx"):
+            parts[suffix] = (torch.arange(shape[0]) // 128).to(dtype).expand(size).contiguous()
+        elif dtype.is_floating_point:
+            parts[suffix] = (torch.rand(size, generator=generator) * 0.01).to(dtype)
+        else:
+            limits = torch.iinfo(dtype)
+            parts[suffix] = torch.randint(limits.min, limits.max, size, dtype=dtype, generator=generator)
+    return Packed(codec, parts)
 
 
 def _ratio(ones: list[float], others: list[float]) -> float:

@@ -12,6 +12,7 @@ from unfreeze.kernels.expand.codes import expandable
 from unfreeze.kernels.expand.numba_cpu import Expander
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.fp8 import Fp8
+from unfreeze.quant.fp8_scaled import MATRIX, Fp8Scaled
 from unfreeze.quant.int4 import Int4
 from unfreeze.quant.mxfp4 import BLOCKS, PACKED, Mxfp4
 
@@ -64,11 +65,22 @@ def mxfp4(experts, rows, columns, layout):
     return Packed(Mxfp4(layout), {layout.codes: codes, layout.scales: scales})
 
 
+def fp8_scaled(shape, codec):
+    """Every code; scales of both signs, one for a matrix or row as `codec` has them."""
+    codes = torch.arange(shape[0] * shape[1] * shape[2]).view(shape).to(torch.uint8)
+    generator = torch.Generator().manual_seed(1)
+    scales = torch.randn(shape[0], *codec.parts(*shape[1:])[codec.scale][1], generator=generator)
+    parts = {"weight": codes.view(torch.float8_e4m3fn), codec.scale: scales}
+    return Packed(codec, parts)
+
+
 FLOATS = {
     "fp8": lambda: fp8(3, 140, 260, torch.float32),
     "fp8 bf16 scales": lambda: fp8(3, 140, 260, torch.bfloat16),
     "fp8 powers of two": lambda: fp8(3, 140, 260, torch.float8_e8m0fnu),
     "fp8 a scale per row": lambda: fp8(2, 40, 260, torch.float32, (1, 260)),
+    "fp8 per row": lambda: fp8_scaled((3, 40, 260), Fp8Scaled()),
+    "fp8 per matrix": lambda: fp8_scaled((3, 40, 260), Fp8Scaled(MATRIX)),
     "mxfp4": lambda: mxfp4(3, 40, 256, PACKED),
     "mxfp4 in blocks": lambda: mxfp4(3, 40, 256, BLOCKS),
 }

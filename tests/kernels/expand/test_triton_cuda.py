@@ -8,6 +8,7 @@ import torch
 
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.fp8 import Fp8
+from unfreeze.quant.fp8_scaled import MATRIX, Fp8Scaled
 from unfreeze.quant.int4 import Int4
 from unfreeze.quant.mxfp4 import BLOCKS, PACKED, Mxfp4
 
@@ -65,11 +66,22 @@ def mxfp4(rows, columns, layout):
     return Packed(Mxfp4(layout), {layout.codes: codes.to(DEVICE), layout.scales: scales.to(DEVICE)})
 
 
+def fp8_scaled(shape, codec):
+    """Every code; scales of both signs, one for a matrix or row as `codec` has them."""
+    codes = torch.arange(shape[0] * shape[1] * shape[2]).view(shape).to(torch.uint8)
+    generator = torch.Generator().manual_seed(1)
+    scales = torch.randn(shape[0], *codec.parts(*shape[1:])[codec.scale][1], generator=generator)
+    parts = {"weight": codes.view(torch.float8_e4m3fn), codec.scale: scales}
+    return Packed(codec, {name: part.to(DEVICE) for name, part in parts.items()})
+
+
 FLOATS = {
     "fp8": lambda: fp8(20, 140, torch.float32, (16, 64)),
     "fp8 bf16 scales": lambda: fp8(20, 140, torch.bfloat16, (16, 64)),
     "fp8 powers of two": lambda: fp8(20, 140, torch.float8_e8m0fnu, (16, 64)),
     "fp8 a scale per row": lambda: fp8(5, 1100, torch.float32, (1, 1100)),
+    "fp8 per row": lambda: fp8_scaled((3, 20, 140), Fp8Scaled()),
+    "fp8 per matrix": lambda: fp8_scaled((3, 20, 140), Fp8Scaled(MATRIX)),
     "mxfp4": lambda: mxfp4(9, 64, PACKED),
     "mxfp4 in blocks": lambda: mxfp4(3, 1088, BLOCKS),
 }

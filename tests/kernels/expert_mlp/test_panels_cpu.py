@@ -16,6 +16,7 @@ from unfreeze.kernels.expert_mlp.panels_cpu import Panels
 from unfreeze.kernels.loops import bf16_cpu
 from unfreeze.kernels.loops.bf16_tile import ROWS
 from unfreeze.quant.fp8 import Fp8
+from unfreeze.quant.fp8_scaled import MATRIX, Fp8Scaled
 from unfreeze.quant.mxfp4 import BLOCKS, Mxfp4
 
 _spec = importlib.util.spec_from_file_location(
@@ -82,7 +83,8 @@ FORMATS = {
     "mxfp4 in blocks": Mxfp4(BLOCKS),
     "fp8": Fp8((64, 32)),
     "fp8, powers of two": Fp8((128, 128), "F8_E8M0"),
-    "fp8, a scale per row": Fp8((1, 1 << 20)),
+    "fp8, a scale per row": Fp8Scaled(),
+    "fp8, a scale per matrix": Fp8Scaled(MATRIX),
 }
 
 

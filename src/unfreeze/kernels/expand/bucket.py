@@ -7,6 +7,7 @@ from torch import Tensor
 
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.fp8 import Fp8
+from unfreeze.quant.fp8_scaled import Fp8Scaled
 from unfreeze.quant.int4 import Int4
 from unfreeze.quant.mxfp4 import Mxfp4
 
@@ -17,7 +18,7 @@ def readable(packed: Packed) -> str:
     """The name of the format as the candidates know it, "int4", "fp8" or "mxfp4"; "" where they do not.
 
     All in one piece. INT4 with bf16 scales and an even group, so that a byte lies in one group. FP8 with
-    scales in blocks, of float32, bf16 or powers of two.
+    scales per block, row or matrix, of float32, bf16 or powers of two.
     """
     codec = packed.codec
     parts = [packed.parts[suffix] for suffix in codec.suffixes[:2] if suffix in packed.parts]
@@ -25,7 +26,7 @@ def readable(packed: Packed) -> str:
         return ""
     if isinstance(codec, Int4):
         return "int4" if codec.group_size % 2 == 0 and parts[1].dtype == torch.bfloat16 else ""
-    if isinstance(codec, Fp8):
+    if isinstance(codec, Fp8 | Fp8Scaled):
         return "fp8" if parts[1].dtype in (torch.float32, torch.bfloat16, torch.float8_e8m0fnu) else ""
     return "mxfp4" if isinstance(codec, Mxfp4) else ""
 

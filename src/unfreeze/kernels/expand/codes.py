@@ -30,7 +30,7 @@ class Fp4Codes(NamedTuple):
 
 
 class Fp8Codes(NamedTuple):
-    """The same for e4m3 with a scale per block. The scales are widened to float32: a number per block."""
+    """The same for e4m3 with a scale per block, row or matrix. The scales are widened to float32."""
 
     codes: np.ndarray  # uint8 [E, N, M]
     scales: np.ndarray  # float32 [E, ceil(N / rows), ceil(M / columns)]
@@ -59,9 +59,14 @@ def codes_of(packed: Packed) -> Codes:
         )
     if isinstance(codec, Mxfp4):
         return Fp4Codes(codes.flatten(2).numpy(), scales.view(torch.uint8).numpy())
-    assert isinstance(codec, Fp8)  # readable() knows no other
     narrow = scales.dtype != torch.float32
-    return Fp8Codes(codes.view(torch.uint8).numpy(), scales.float().numpy(), *codec.block, narrow)
+    experts, rows, columns = codes.shape
+    if isinstance(codec, Fp8):
+        block = codec.block
+    else:
+        scales = scales.reshape(experts, -1, 1)
+        block = (1 if scales.shape[1] == rows else rows, columns)
+    return Fp8Codes(codes.view(torch.uint8).numpy(), scales.float().numpy(), *block, narrow)
 
 
 def int4_codes(packed: Packed) -> Int4Codes:

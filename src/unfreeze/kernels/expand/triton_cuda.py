@@ -17,6 +17,7 @@ from unfreeze.kernels.expand.bucket import readable
 from unfreeze.kernels.loops.triton_options import interpreted, power_of_two
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.fp8 import Fp8
+from unfreeze.quant.fp8_scaled import Fp8Scaled
 from unfreeze.quant.int4 import PER_WORD, Int4
 
 
@@ -193,7 +194,8 @@ def fill(packed: Packed, experts: Tensor | int, out: Tensor) -> None:
     any_group = isinstance(packed.codec, Int4) and all(part.is_contiguous() for part in parts)
     if not readable(packed) and not (any_group and torch.bfloat16 in (part.dtype for part in parts)):
         raise ValueError(
-            f"not a {packed.codec.name} weight this kernel can read: contiguous parts, and scales as in expand/bucket.py"
+            f"not a {packed.codec.name} weight this kernel can read: contiguous parts, and scales as in"
+            " expand/bucket.py"
         )
     chosen = isinstance(experts, Tensor)
     matrices = experts.numel() if isinstance(experts, Tensor) else min(len(out), packed.shape[0] - experts)
@@ -233,7 +235,12 @@ def fill(packed: Packed, experts: Tensor | int, out: Tensor) -> None:
         return
     wide = min(power_of_two(columns), 1024)
     grid = (matrices * rows, triton.cdiv(columns, wide))
-    if isinstance(codec, Fp8):
+    if isinstance(codec, Fp8 | Fp8Scaled):
+        if isinstance(codec, Fp8):
+            block = codec.block
+        else:
+            scales = scales.reshape(len(codes), -1, 1)
+            block = (1 if scales.shape[1] == rows else rows, columns)
         narrow = out.dtype == torch.bfloat16 or scales.dtype != torch.float32
         power = scales.dtype == torch.float8_e8m0fnu
         _expand_fp8[grid](
@@ -244,7 +251,7 @@ def fill(packed: Packed, experts: Tensor | int, out: Tensor) -> None:
             rows,
             columns,
             *scales.shape[-2:],
-            *codec.block,
+            *block,
             *strides,
             SCALE=SCALES[scales.dtype],
             NARROW=narrow,

@@ -37,7 +37,7 @@ def fits(weight: Packed) -> bool:
     if isinstance(codec, Fp8):
         down, across = codec.block
         return (down == 1 or down % COLUMNS == 0) and (across % 32 == 0 or across >= columns)
-    return True  # MXFP4 has groups of 32
+    return True  # MXFP4 has groups of 32; FP8 without blocks a scale for a row or more
 
 
 def pack_rows(weight: Any, e: int, first: int, panel: Any) -> None:
