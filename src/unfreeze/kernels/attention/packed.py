@@ -15,6 +15,7 @@ from unfreeze.kernels.attention.by_blocks import attend_by_blocks
 from unfreeze.kernels.attention.documents import attend
 from unfreeze.kernels.attention.form import CAUSAL, Mask
 from unfreeze.kernels.attention.layout import Layout
+from unfreeze.kernels.attention.sdpa import FLASH, sdpa
 from unfreeze.kernels.recompute import Reuse
 
 
@@ -68,8 +69,8 @@ def packed_attention(
     Never attends across documents. v may be narrower than d (MLA: d 192, v 128). No [L, L] scores of all
     heads are ever held.
     `reuse` and `impl` as in attend. `mask`: a window or chunks. `softcap` bounds the scores, `sinks_H` are
-    scores without a value (by_blocks.py); both, and a window shorter than a document, run by blocks of
-    queries whatever `impl` says.
+    scores without a value (by_blocks.py). A softcap and a window shorter than a document run by blocks of
+    queries whatever `impl` says; so do sinks, but on a CPU torch's flash kernel takes them.
     """
     num_tokens = q_THd.shape[0]
     if num_tokens != layout.num_tokens:
@@ -88,6 +89,8 @@ def packed_attention(
         window = mask.window if mask.window is not None and mask.window < bucket.length else None
         if window is None and softcap is None and sinks_H is None:
             o_SLHv = attend(q, k, v, scale, reuse, impl)
+        elif window is None and softcap is None and q.device.type == "cpu" and q.dtype in FLASH:
+            o_SLHv = sdpa(q, k, v, scale, reuse, sinks_H)
         else:
             o_SLHv = attend_by_blocks(
                 q, k, v, scale, window=window, softcap=softcap, sinks_H=sinks_H, reuse=reuse

@@ -22,26 +22,60 @@ class _FlashReused(torch.autograd.Function):
     """torch's causal flash attention on CPU, whose output and log-sum-exp come from `reuse`.
 
     So they are computed at the first visit only.
+    A sink adds exp(sink) to the sum of the softmax, and nothing to the output:
+        lse' = log(exp(lse) + exp(sink)),   o' = o · exp(lse - lse')
+    Backward of the same kernel is right for both, given o' and lse': P = exp(scores - lse') and Σ do·o' are
+    all that it takes of them. dsink = -Σ exp(sink - lse') · Σ do·o'.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, q_SHLd: Tensor, k_SHLd: Tensor, v_SHLd: Tensor, scale: float, reuse: Reuse
+        ctx: Any,
+        q_SHLd: Tensor,
+        k_SHLd: Tensor,
+        v_SHLd: Tensor,
+        sinks_H: Tensor | None,
+        scale: float,
+        reuse: Reuse,
     ) -> Tensor:
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        o_SHLd, lse_SHL = reuse(lambda: flash(q_SHLd, k_SHLd, v_SHLd, 0.0, True, scale=scale))
-        ctx.save_for_backward(q_SHLd, k_SHLd, v_SHLd, o_SHLd, lse_SHL)
+        def compute() -> tuple[Tensor, Tensor]:
+            flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+            o_SHLd, lse_SHL = flash(q_SHLd, k_SHLd, v_SHLd, 0.0, True, scale=scale)
+            if sinks_H is None:
+                return o_SHLd, lse_SHL
+            with_sink = torch.logaddexp(lse_SHL, sinks_H.to(lse_SHL.dtype)[:, None])
+            share = (lse_SHL - with_sink).exp()[..., None]
+            return (o_SHLd * share).to(o_SHLd.dtype), with_sink
+
+        o_SHLd, lse_SHL = reuse(compute)
+        ctx.save_for_backward(q_SHLd, k_SHLd, v_SHLd, o_SHLd, lse_SHL, sinks_H)
         ctx.scale = scale
         return o_SHLd
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *saved, o_SHLd, lse_SHL, sinks_H = ctx.saved_tensors
+        dsinks_H = None
+        if sinks_H is not None:
+            delta_SHL = (grad.to(lse_SHL.dtype) * o_SHLd).sum(-1)
+            share_SHL = (sinks_H.to(lse_SHL.dtype)[:, None] - lse_SHL).exp()
+            dsinks_H = -(share_SHL * delta_SHL).sum((0, 2)).to(sinks_H.dtype)
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return (*backward(grad, *ctx.saved_tensors, 0.0, True, scale=ctx.scale), None, None)
+        dq, dk, dv = backward(grad, *saved, o_SHLd, lse_SHL, 0.0, True, scale=ctx.scale)
+        return dq, dk, dv, dsinks_H, None, None
 
 
-def sdpa(q_SLHd: Tensor, k_SLGd: Tensor, v_SLGv: Tensor, scale: float, reuse: Reuse | None = None) -> Tensor:
+def sdpa(
+    q_SLHd: Tensor,
+    k_SLGd: Tensor,
+    v_SLGv: Tensor,
+    scale: float,
+    reuse: Reuse | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
     """As `attend`, by torch's kernels. `reuse` is used on CPU.
+
+    sinks_H: a score per head without a value (by_blocks.py); on a CPU in a dtype of FLASH only.
 
     torch's CPU flash kernel takes equal widths only (else torch holds all scores), so there the narrower ones
     are padded with zeros. On CUDA no kernel takes grouped keys in float32, and torch would hold all scores
@@ -61,7 +95,7 @@ def sdpa(q_SLHd: Tensor, k_SLGd: Tensor, v_SLGv: Tensor, scale: float, reuse: Re
     # the same operations with and without `reuse`: what is recomputed then changes no bit of a gradient.
     # torch's own function sums the gradients of grouped keys in another order
     k, v = ungrouped(q, k, v)
-    o: Tensor = _FlashReused.apply(*(x.transpose(1, 2) for x in (q, k, v)), scale, reuse or _made)
+    o: Tensor = _FlashReused.apply(*(x.transpose(1, 2) for x in (q, k, v)), sinks_H, scale, reuse or _made)
     return o.transpose(1, 2)[..., :width]
 
 

@@ -62,7 +62,8 @@ class Attending(Block):
 
     def attend_bytes(self, heads: int, key_heads: int, dtype: torch.dtype, device: str) -> Bytes:
         """Of `attend` between the projections; the linear layer's is o_proj's."""
-        by_blocks = self.softcap is not None or self.sinks is not None
+        # torch's flash kernel takes sinks on a CPU (kernels/attention/packed.py)
+        by_blocks = self.softcap is not None or (self.sinks is not None and device != "cpu")
         shape = AttentionShape(heads, key_heads, self.head_dim, self.head_dim, self.mask.window, by_blocks)
         product = Bytes(linear=self.o_proj.out_features * dtype.itemsize)
         return product + attention_bytes(shape, dtype, device)
