@@ -186,7 +186,7 @@ def given(dtype: torch.dtype) -> Tensor:
 
 def modelopt() -> Cases:
     """nvidia-modelopt: "given" is what was quantized, "expanded" what is read back in float32."""
-    from modelopt.torch.quantization.qtensor import FP8QTensor, NVFP4QTensor
+    from modelopt.torch.quantization.qtensor import FP8QTensor, MXFP8QTensor, NVFP4QTensor
 
     cases: Cases = {}
     for dtype in (torch.float32, torch.bfloat16):
@@ -200,6 +200,13 @@ def modelopt() -> Cases:
             "expanded": packed.dequantize(
                 torch.float32, scale=scale, double_scale=whole, block_sizes={-1: 16}
             ),
+        }
+        packed, scale = MXFP8QTensor.quantize(weight.clone())
+        cases[f"mxfp8 {name}"] = {
+            "given": weight,
+            "weight": packed._quantized_data,
+            "weight_scale": scale,
+            "expanded": packed.dequantize(torch.float32, scale=scale),
         }
         # per row without the row of zeros: its scale is 0 there, and its codes NaN
         rows = torch.cat((weight[:1], weight[2:]))

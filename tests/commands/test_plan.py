@@ -149,7 +149,7 @@ def test_a_run_file_and_flags_over_it(config, tmp_path):
 
 
 def test_every_weight_of_packed_experts_is_refused_as_the_run_refuses_it():
-    with pytest.raises(ConfigError, match="packed in 4 bits"):
+    with pytest.raises(ConfigError, match="is packed: its codes"):
         planned("--model", str(TINY_K2), "--train", "all", "--hardware", "1xH200")
 
 

@@ -155,7 +155,7 @@ def test_what_it_refuses_before_work(llama, chat_rows, tmp_path, capsys):
 
     packed = refused(*command(TINY_K2, chat_rows, tmp_path / "a"))
     assert (
-        "packed in 4 bits" in packed
+        "is packed (int4-pack-quantized)" in packed
         and "masters and moments" in packed
         and "unfreeze sft --train adapters" in packed
     )

@@ -145,7 +145,7 @@ def test_what_it_refuses(start, text, tmp_path, capsys):
         assert cli.main([*arguments, "--quiet"]) == 2
         return capsys.readouterr().err
 
-    assert "packed in 4 bits" in refused(*command(TINY_K2, text, tmp_path / "a"))
+    assert "is packed (int4-pack-quantized)" in refused(*command(TINY_K2, text, tmp_path / "a"))
     config = json.loads((start / "config.json").read_text())
     (start / "config.json").write_text(json.dumps({"model_type": "kimi_k25", "text_config": config}))
     assert "nests its language model in text_config" in refused(*command(start, text, tmp_path / "b"))

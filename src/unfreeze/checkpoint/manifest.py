@@ -174,7 +174,8 @@ def read_config(path: Path) -> dict[str, Any]:
     file = path if path.is_file() else path / "config.json"
     beside = file.with_name(MODELOPT if file.name == "config.json" else f"{file.stem}.{MODELOPT}")
     config = read_json(file)
-    if beside.is_file() and not config.get("quantization_config"):
+    text = as_table(config.get("text_config")) or {}
+    if beside.is_file() and not (config.get("quantization_config") or text.get("quantization_config")):
         table = read_json(beside).get("quantization")
         config["quantization_config"] = {
             "quant_method": "modelopt",

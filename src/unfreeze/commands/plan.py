@@ -382,7 +382,7 @@ def _measured(config: Config, machine: Fleet, opened: Opened) -> tuple[Sizes, Co
     lora = config.lora if config.train == "adapters" else None
     if lora is None and counted.packed:
         raise ConfigError(
-            f"model = {config.model!r} is packed in 4 bits: its codes cannot be moved by gradients",
+            f"model = {config.model!r} is packed: its codes cannot be moved by gradients",
             next="plan adapters: --train adapters",
         )
     length = min(config.sequence_length, model.shape.max_positions)

@@ -130,7 +130,7 @@ class AllWeights:
             )
         if manifest.is_packed():
             raise ConfigError(
-                f"{manifest.path} is packed in 4 bits; its codes cannot be moved by"
+                f"{manifest.path} is packed{_formats(manifest)}; its codes cannot be moved by"
                 f" gradients{_expanded(manifest)}",
                 next="train adapters, which leave the codes as they are: unfreeze sft --train adapters",
             )
@@ -177,6 +177,12 @@ class AllWeights:
 
 
 Trained = Adapters | AllWeights
+
+
+def _formats(manifest: Manifest) -> str:
+    """ " (FORMAT, FORMAT)": what config.json says the weights are packed in."""
+    scheme = manifest.scheme()
+    return f" ({scheme.name})" if scheme is not None else ""
 
 
 def _expanded(manifest: Manifest) -> str:

@@ -10,7 +10,18 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from unfreeze.core.errors import ConfigError
-from unfreeze.quant import awq, bitsandbytes, compressed, fp8_scaled, gptq, integers, modelopt, mxfp4, nvfp4
+from unfreeze.quant import (
+    awq,
+    bitsandbytes,
+    compressed,
+    fp8_scaled,
+    gptq,
+    integers,
+    modelopt,
+    mxfp4,
+    mxfp8,
+    nvfp4,
+)
 from unfreeze.quant.codec import Format, Table, Unreadable, as_table, names_in, unknown_fields
 from unfreeze.quant.scheme import Rule, Scheme, not_converted
 
@@ -21,6 +32,7 @@ FORMATS: dict[str, Format] = {
         *fp8_scaled.FORMAT,
         *nvfp4.FORMAT,
         *mxfp4.FORMAT,
+        *mxfp8.FORMAT,
         awq.FORMAT,
         gptq.FORMAT,
         bitsandbytes.FORMAT,
