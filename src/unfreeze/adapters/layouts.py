@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from unfreeze.adapters.attach import Site, sites
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
-from unfreeze.adapters.names import check_per_expert, theirs
+from unfreeze.adapters.names import check_per_expert, prefix_in, theirs
 from unfreeze.adapters.readers import Drop, Layout, Reader
 from unfreeze.checkpoint.nested import on_disk
 from unfreeze.checkpoint.save import write_file, write_safetensors
@@ -149,7 +149,7 @@ def save_adapter(
     config = _config(entries, layout, base_name, model)
     entries = [replace(entry, key=theirs(model, entry.key)) for entry in entries]
     directory = Path(directory)
-    tensors = Tensors(entries, prefix)
+    tensors = Tensors(entries, prefix_in(model, prefix))
     new = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     try:
         directory.mkdir(parents=True, exist_ok=True)

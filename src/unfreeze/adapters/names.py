@@ -29,6 +29,13 @@ def ours(model: nn.Module, name: str) -> str:
     return name
 
 
+def prefix_in(model: nn.Module, prefix: str) -> str:
+    """transformers' prefix of a language model inside a larger one; `prefix` is that of the files."""
+    shape = getattr(model, "shape", None)
+    wrapper = shape.wrapper if isinstance(shape, models.Shape) else ""
+    return (models.WRAPPERS[wrapper].inside if wrapper else "") or prefix
+
+
 def in_ours(model: nn.Module, config: Mapping[str, Any]) -> dict[str, Any]:
     """adapter_config.json with our names in target_parameters, rank_pattern and alpha_pattern."""
     named = {**config}

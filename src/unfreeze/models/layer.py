@@ -70,10 +70,13 @@ class PostNormLayer(Layer):
         return x_TD + self.post_feedforward_layernorm(self.mlp.read(x_TD, run))
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
-        """Its parts in order, and during all of its backward 4 D: sums as in Layer, and the norms' inputs."""
+        """Its parts in order, and during all of its backward 2 D, as in Layer.
+
+        A norm behind a part keeps its input, not the output that it says: the same bytes.
+        """
         D = self.post_attention_layernorm.size
         # the MLP's product is read by the norm behind it: elementwise recomputation keeps it
-        sums = Bytes(held=4 * dtype.itemsize * D, linear=dtype.itemsize * D)
+        sums = Bytes(held=2 * dtype.itemsize * D, linear=dtype.itemsize * D)
         parts = (self.self_attn, self.post_attention_layernorm, self.mlp, self.post_feedforward_layernorm)
         return sum((part.bytes(dtype, device) for part in parts), sums)
 
@@ -107,7 +110,7 @@ class SandwichLayer(Layer):
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """As of PostNormLayer, with a norm before each part too."""
         D = self.input_layernorm.size
-        sums = Bytes(held=4 * dtype.itemsize * D, linear=dtype.itemsize * D)
+        sums = Bytes(held=2 * dtype.itemsize * D, linear=dtype.itemsize * D)
         parts = (
             self.input_layernorm,
             self.self_attn,

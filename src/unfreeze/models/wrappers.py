@@ -21,10 +21,13 @@ class Wrapper:
 
     silent   its fields without effect on the text model
     beside   regular expressions of the model's names of tensors that are no part of the text model
+    inside   what transformers has before the text model's names in memory, which peft's files go by, where
+             that is not what the files have
     """
 
     silent: frozenset[str]
     beside: tuple[str, ...]
+    inside: str = ""
 
 
 LLAVA = (r"vision_tower\..*", r"multi_modal_projector\..*")
@@ -44,6 +47,7 @@ WRAPPERS = {
             spatial_merge_size
         """),
         LLAVA,
+        "model.language_model.",
     ),
     "qwen3_vl": Wrapper(IDS, (r"model\.visual\..*",)),
 }

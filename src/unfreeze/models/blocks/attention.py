@@ -143,13 +143,12 @@ class FusedAttention(Attending):
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
         qkv_THd = self.qkv_proj(x_TD, run.reuse_linear).unflatten(-1, (-1, self.head_dim))
         q_THd, k_TGd, v_TGv = qkv_THd.split((self.heads, self.key_heads, self.key_heads), dim=1)
-        return self.attend(q_THd, k_TGd, v_TGv, run)
+        # a copy of v: a view of it would keep the whole product until backward, q and k a second time
+        return self.attend(q_THd, k_TGd, v_TGv.contiguous(), run)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
-        """As Attention; v is a part of the product, so q and k lie in memory a second time."""
-        width = self.qkv_proj.out_features
-        again = (self.heads + self.key_heads) * self.head_dim
-        product = Bytes(held=again * dtype.itemsize, linear=width * dtype.itemsize)
+        """As Attention."""
+        product = Bytes(linear=self.qkv_proj.out_features * dtype.itemsize)
         return product + self.attend_bytes(self.heads, self.key_heads, dtype, device)
 
 
