@@ -29,12 +29,11 @@ from unfreeze.quant.grids import (
     WHOLE_COLUMN,
     WORD,
     each,
-    expand_rows,
+    expand,
     read_group_size,
     refuse_to_write,
     scale_dtype,
-    unpack_columns,
-    unpack_rows,
+    unpack,
 )
 
 if TYPE_CHECKING:
@@ -96,7 +95,7 @@ class Gptq:
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
         """w = (code - zero) * scale -> [..., out, in] in the dtype of the scales, one rounding.
 
-        The difference is a whole number of -255 to 255, exact in any of them. A view, transposed.
+        The difference is a whole number of -255 to 255, exact in any of them.
         Raises CheckpointError where the parts do not belong together.
         """
 
@@ -121,15 +120,22 @@ class Gptq:
         return each(self._matrix, parts, "qweight")
 
     def _matrix(self, parts: Mapping[str, Tensor]) -> Tensor:
-        words, scales_GO = parts["qweight"], parts["scales"]
+        import torch
+
+        words_IO, scales_GO, g_idx = parts["qweight"], parts["scales"], parts["g_idx"]
+        columns, (groups, rows) = len(g_idx), scales_GO.shape
         zeros = parts["qzeros"] + ONES[self.bits] if self.minus_one else parts["qzeros"]
-        zeros_GO = unpack_columns(zeros, self.bits)[:, : scales_GO.shape[-1]]
+        zeros_GO = unpack(zeros, self.bits)[:, :rows]
 
         def codes(first: int, last: int) -> Tensor:
-            rows = words[first * self.bits // WORD : -(-last * self.bits // WORD)]
-            return unpack_rows(rows, self.bits)[: last - first]
+            # words are turned, not codes: an eighth of the numbers
+            return unpack(words_IO[:, first:last].t().contiguous(), self.bits)[:, :columns]
 
-        return expand_rows(codes, zeros_GO, scales_GO, parts["g_idx"].long()).mT
+        groups_I = g_idx.long()
+        ordered = torch.arange(columns, device=g_idx.device) * groups // columns
+        # on CUDA to look would make the host wait
+        plain = not g_idx.is_cuda and columns % groups == 0 and torch.equal(groups_I, ordered)
+        return expand(codes, zeros_GO.t(), scales_GO.t(), None if plain else groups_I)
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         """Raises ConfigError: this format is read, not written."""

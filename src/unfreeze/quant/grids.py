@@ -23,47 +23,51 @@ AT_ONCE = 2**18  # weights that are expanded at once, so that what lies between 
 WHOLE_COLUMN = -1  # group_size of one scale for all of them
 
 
-def unpack_columns(words: Tensor, bits: int) -> Tensor:
-    """words int32 [..., n] -> uint8 [..., 32 n / bits]: those of a word side by side, lowest bits first."""
-    import torch
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """words int32 [..., n] -> uint8 [..., 32 n / bits]: those of a word side by side, lowest bits first.
 
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=words.device)
-    found = words.contiguous().view(torch.uint8).unsqueeze(-1) >> shifts
-    return (found & (2**bits - 1)).flatten(-2)
-
-
-def unpack_rows(words: Tensor, bits: int) -> Tensor:
-    """words int32 [..., n, out] -> uint8 [..., 32 n / bits, out]: below each other, lowest bits first."""
-    import torch
-
-    # the four bytes of a word below each other, then the numbers of a byte
-    rows = words.contiguous().view(torch.uint8).view(*words.shape, 4).transpose(-1, -2)
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=words.device)
-    found = rows.unsqueeze(-2) >> shifts.view(-1, 1)
-    return (found & (2**bits - 1)).flatten(-4, -2)
-
-
-def expand_rows(
-    codes: Callable[[int, int], Tensor], zeros_GO: Tensor, scales_GO: Tensor, groups_I: Tensor
-) -> Tensor:
-    """(code - zero) * scale -> [in, out] in the dtype of the scales, some rows at a time.
-
-    codes     (first row, row after the last) -> their codes [rows, out]
-    groups_I  the group of each row
-    The difference is a whole number within ±255, exact in any dtype of scales.
+    A word is spread over 8 bytes by shifts that vector units do, half the distance each time.
     """
     import torch
 
-    rows, columns = len(groups_I), scales_GO.shape[-1]
-    weight_IO = torch.empty(rows, columns, dtype=scales_GO.dtype, device=scales_GO.device)
-    zeros_GO = zeros_GO.to(torch.int16)
+    if bits == 8:
+        return words.contiguous().view(torch.uint8)
+    x = words.long() & 0xFFFFFFFF
+    x = (x | x << 16) & 0x0000FFFF_0000FFFF
+    x = (x | x << 8) & 0x00FF00FF_00FF00FF
+    codes = ((x | x << 4) & 0x0F0F0F0F_0F0F0F0F).view(torch.uint8)
+    if bits == 4:
+        return codes
+    pairs = codes.to(torch.int16)  # two codes in a byte, to two bytes
+    return ((pairs | pairs << 6) & 0x0303).view(torch.uint8)
+
+
+def expand(
+    codes: Callable[[int, int], Tensor], zeros_OG: Tensor, scales_OG: Tensor, groups_I: Tensor | None
+) -> Tensor:
+    """(code - zero) * scale -> [out, in] in the dtype of the scales, some rows at a time.
+
+    codes     (first row, row after the last) -> their codes, uint8 [rows, in]
+    groups_I  the group of each column; None where all groups are equally long, one after the other
+    The difference is a whole number within ±255. Its product with a scale of 16 bits is exact in float32, so
+    one rounding is made, to the dtype of the scales.
+    """
+    import torch
+
+    rows, groups = scales_OG.shape
+    columns = codes(0, 1).shape[1]
+    weight_OI = torch.empty(rows, columns, dtype=scales_OG.dtype, device=scales_OG.device)
+    zeros_OG, scales_OG = zeros_OG.float(), scales_OG.float()
     step = max(1, AT_ONCE // (WORD * columns)) * WORD  # whole words of codes
     for first in range(0, rows, step):
         last = min(first + step, rows)
-        groups = groups_I[first:last]
-        difference = (codes(first, last) - zeros_GO[groups]).to(scales_GO.dtype)
-        torch.mul(difference, scales_GO[groups], out=weight_IO[first:last])
-    return weight_IO
+        x, zeros, scales = codes(first, last).float(), zeros_OG[first:last], scales_OG[first:last]
+        if groups_I is None:
+            x.view(last - first, groups, -1).sub_(zeros.unsqueeze(-1)).mul_(scales.unsqueeze(-1))
+        else:
+            x.sub_(zeros.index_select(1, groups_I)).mul_(scales.index_select(1, groups_I))
+        weight_OI[first:last] = x
+    return weight_OI
 
 
 def each(
