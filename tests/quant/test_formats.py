@@ -93,10 +93,7 @@ def test_kimis_quantization_config_is_read_at_the_top_or_under_text_config() -> 
         ),
         ({"sparsity_config": {"format": "sparse-24-bitmask", "ignore": []}}, "sparsity_config"),
         ({"moe_sparsity_config": {"method": "reap"}}, "moe_sparsity_config"),
-        (
-            {"quantization_status": "frozen"},
-            "quantization_status frozen (weights are quantized anew at run time)",
-        ),
+        ({"quantization_status": "calibration"}, "quantization_status 'calibration' (not final)"),
         ({"block_structure": [128, 128]}, "weights.block_structure [128, 128]"),
         ({"zero_point": True}, "weights.zero_point True"),
     ],

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.utils.match import is_match, match_targets
 
-from unfreeze.quant import Fp8, Int4, recognise
+from unfreeze.core.errors import ConfigError
+from unfreeze.quant import Fp8, Int4, not_followed, recognise
+from unfreeze.quant.integers import MATRIX, ROW, Integers
 from unfreeze.quant.scheme import Modules, Rule, Scheme, globs, not_converted
 
 SIZES = {"Linear": 32, "re:.*mlp.*": 64, "re:.*down.*": 128, "model.layers.0.mlp.down_proj": 256}
@@ -99,3 +102,35 @@ def test_of_two_codecs_with_parts_of_the_same_names_the_config_decides():
     two = Scheme((Rule(Int4(64), Modules(inside=frozenset({"b"}))), Rule(Int4(32))))
     files = ["b.mlp.weight_packed", "b.mlp.weight_scale", "c.weight_packed", "c.weight_scale"]
     assert two.stored("b.mlp", files) == Int4(64) and two.stored("c", files) == Int4(32)
+
+
+def test_a_group_without_weights_is_about_activations():
+    """Such as the cache of attention layers."""
+    cache = {"targets": ["LlamaAttention"], "weights": None, "input_activations": {"num_bits": 8}}
+    groups = {"group_0": grouped(["Linear"], 32), "group_1": cache}
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    assert recognise({"quantization_config": config}).codecs == (Int4(32),)
+    assert "group_1.input_activations: a server rounds" in not_followed({"quantization_config": config})
+    cache["input_activations"] = None
+    with pytest.raises(ConfigError, match="group_1 without weights"):
+        recognise({"quantization_config": config})
+
+
+def test_a_frozen_release_is_read_by_its_files_and_said():
+    """Older releases of packed weights say so."""
+    groups = {"group_0": grouped(["Linear"], 32)}
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    said = not_followed({"quantization_config": config | {"quantization_status": "frozen"}})
+    assert "quantization_status frozen: weights that lie unpacked" in said
+    assert not_followed({"quantization_config": config | {"quantization_status": "compressed"}}) == ""
+
+
+@pytest.mark.parametrize("size", [None, -1, 64])
+def test_an_absent_strategy_is_what_the_library_takes_it_for(size):
+    weights = {key: value for key, value in grouped([], 0)["weights"].items() if key != "strategy"}
+    group = {"targets": ["Linear"], "weights": weights | {"group_size": size}}
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": group}}
+    (codec,) = recognise({"quantization_config": config}).codecs
+    theirs = QuantizationArgs(num_bits=4, group_size=size).strategy
+    assert theirs == {None: "tensor", -1: "channel", 64: "group"}[size]
+    assert codec == {None: Integers(4, MATRIX), -1: Integers(4, ROW), 64: Int4(64)}[size]

@@ -28,10 +28,13 @@ ONLY: dict[str, tuple[object, str]] = {
     "transform_config": ({}, "activations are rotated at run time"),
     "sparsity_config": ({}, "weights are stored sparse"),
     "moe_sparsity_config": ({}, "experts are left out of the computation"),
-    "quantization_status": ("compressed", "weights are quantized anew at run time"),
 }
+FROZEN = "frozen"
+"""A quantization_status of older releases, beside packed files as well; the files decide. Weights that they
+hold unpacked would be rounded at run time by the library: not_followed says so."""
 KNOWN = frozenset(
-    "version global_compression_ratio run_compressed quant_method format config_groups ignore".split()
+    "version global_compression_ratio run_compressed quant_method quantization_status format config_groups"
+    " ignore".split()
 )
 KNOWN_OF_GROUP = frozenset("targets weights input_activations output_activations format".split())
 """Fields that are read, or without effect on weights that are packed already (the files show which are)."""
@@ -40,14 +43,13 @@ KNOWN_OF_GROUP = frozenset("targets weights input_activations output_activations
 def read(table: Table, formats: Mapping[str, Format]) -> Scheme:
     """The scheme of a quantization_config. Raises Unreadable, naming what would be read wrongly."""
     refuse_other_values(table, ONLY, "quantization_config")
+    if (status := table.get("quantization_status")) not in (None, "compressed", FROZEN):
+        raise Unreadable(f"quantization_config.quantization_status {status!r:.60} (not final)")
     names: list[Rule] = []
     patterns: list[tuple[str, Rule]] = []
     classes: list[Rule] = []
     for where, group, format in _formats(table, formats):
-        weights = as_table(group.get("weights"))
-        if not weights:
-            raise Unreadable(f"{where} without weights")
-        codec = format.read(where, weights)
+        codec = format.read(where, as_table(group["weights"]) or {})
         targets = names_in(group, "targets") or ["Linear"]
         exact = frozenset(target for target in targets if not target.startswith("re:"))
         names.append(Rule(codec, Modules(names=exact)))
@@ -72,7 +74,10 @@ def not_followed(table: Table, formats: Mapping[str, Format]) -> list[str]:
 
 
 def _formats(table: Table, formats: Mapping[str, Format]) -> Iterator[tuple[str, Table, Format]]:
-    """(where it stands, the group, its format) of each group. Raises Unreadable."""
+    """(where it stands, the group, its format) of each group that is about weights. Raises Unreadable.
+
+    A group without weights is about activations, such as what goes into an attention's cache.
+    """
     groups = as_table(table.get("config_groups"))
     if not groups:
         raise Unreadable("quantization_config without config_groups")
@@ -80,6 +85,10 @@ def _formats(table: Table, formats: Mapping[str, Format]) -> Iterator[tuple[str,
         where, group = f"quantization_config.config_groups.{name}", as_table(value)
         if group is None:
             raise Unreadable(f"{where} is not an object")
+        if not as_table(group.get("weights")):
+            if group.get("input_activations") or group.get("output_activations"):
+                continue
+            raise Unreadable(f"{where} without weights")
         key = f"{METHOD} {group.get('format') or table.get('format')}"
         if key not in formats:
             raise Unreadable(f'format "{key.partition(" ")[2]}"')

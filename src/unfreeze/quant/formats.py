@@ -127,6 +127,8 @@ def not_followed(config: Table) -> str:
     said = [f"{', '.join(fields)}: not known here and not followed"] if fields else []
     if found := _activations(table):
         said.append(f"{found}: a server rounds activations to it; training and generation here round none")
+    if table.get("quantization_status") == compressed.FROZEN:
+        said.append("quantization_status frozen: weights that lie unpacked in the files stay unrounded")
     if name := next((field for field in KV_CACHE if table.get(field)), ""):
         said.append(
             f"{name} is for a server's cache: training and generation here keep the cache unquantized"

@@ -308,10 +308,17 @@ def read_plain(where: str, weights: Table) -> Codec:
     return _read(where, weights, packed=False)
 
 
+def _strategy(size: object) -> str:
+    """What compressed-tensors takes an absent strategy for, by the group size."""
+    if size is None:
+        return "tensor"
+    return "channel" if size == -1 else "group"
+
+
 def _read(where: str, weights: Table, *, packed: bool) -> Integers:
     """Raises Unreadable, naming the variant, for each one that would be read wrongly."""
     refuse_other_values(weights, ONLY, f"{where}.weights")
-    bits, strategy = weights.get("num_bits"), weights.get("strategy")
+    bits, strategy = weights.get("num_bits"), weights.get("strategy") or _strategy(weights.get("group_size"))
     kind = weights.get("type", "int")
     if kind != "int" or not isinstance(bits, int) or bits not in ((2, 4, 8) if packed else (8,)):
         raise Unreadable(f"{where}: {kind} weights with num_bits {bits}")
