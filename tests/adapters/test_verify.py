@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from unfreeze import models
 from unfreeze.adapters import LoraConfig, save_adapter, sites, verify_adapter
 from unfreeze.adapters.layouts import CONFIG, WEIGHTS
 from unfreeze.core.errors import AdapterError
@@ -59,6 +60,39 @@ def test_a_wrong_axis_order_is_caught(tiny, tmp_path, bug):
     with pytest.raises(
         AdapterError, match=r"the saved adapter is not the model's: \d+ differences; first: .*of expert \d"
     ):
+        verify_adapter(model, tmp_path)
+
+
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def test_rows_of_gate_and_up_that_alternate_pass_and_halves_of_them_are_caught(tiny, tmp_path):
+    """gpt-oss: peft adapts gate_up_proj as it lies in the base, gate and up in turn."""
+    model = models.build(models.shape(GPT_OSS), dtype=torch.float32, device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    tiny.trained(model, LoraConfig(rank=4, alpha=8.0))
+    save_adapter(model, tmp_path, "peft")
+    assert verify_adapter(model, tmp_path).max_difference < 1e-12
+
+    def halves(tensors):
+        for name in [name for name in tensors if "experts.base_layer.lora_B" in name]:
+            tensors[name] = torch.cat((tensors[name][0::2], tensors[name][1::2])).contiguous()
+
+    edit(tmp_path, halves)
+    with pytest.raises(AdapterError, match="gate_proj of expert 0"):
         verify_adapter(model, tmp_path)
 
 

@@ -73,7 +73,7 @@ def verify_adapter(
         V_IN = torch.randn(width, NUM_PROBES, dtype=torch.float64, generator=generator)
         ours = scale * (B_OR.double().cpu() @ (A_RI.double().cpu() @ V_IN))
         try:
-            theirs, in_file = _product(name, config, plain, V_IN, used, _count(model, name))
+            theirs, in_file = _product(name, config, plain, V_IN, used, _experts(model, name))
         except KeyError as error:
             faults.append(f"{name}: the file has no {error.args[0]!r}")
             continue
@@ -120,12 +120,9 @@ def _matrices(model: nn.Module) -> list[tuple[str, float, Tensor, Tensor]]:
     return result
 
 
-def _count(model: nn.Module, name: str) -> int:
-    """Number of experts of the adapter that `name` belongs to; 1 for a linear."""
-    module: Any = (
-        model.get_submodule(name.rsplit(".experts.", 1)[0] + ".experts") if ".experts." in name else None
-    )
-    return 1 if module is None else int(module.num_experts)
+def _experts(model: nn.Module, name: str) -> Any:
+    """The experts that `name` belongs to; None for a linear."""
+    return model.get_submodule(name.rsplit(".experts.", 1)[0] + ".experts") if ".experts." in name else None
 
 
 def _product(
@@ -134,10 +131,10 @@ def _product(
     tensors: Mapping[str, Tensor],
     V_IN: Tensor,
     used: set[str],
-    num_experts: int,
+    experts: Any,
 ) -> tuple[Tensor, float]:
     """(ΔW·V from the file, [E or 1, out, N]; the scale it has there, the first expert's)."""
-    if ".experts." not in name:
+    if experts is None:
         parameter = f"{name}.weight"
         targeted = any(
             f".{parameter}".endswith(f".{target}") for target in config.get("target_parameters") or []
@@ -146,11 +143,11 @@ def _product(
         return scale * _pair(tensors, name, used, V_IN)[None], scale
     site, projection = name.rsplit(".", 1)
     if f"{site}.0.{projection}.lora_A.weight" in tensors:
-        keys = [f"{site}.{e}.{projection}" for e in range(num_experts)]
+        keys = [f"{site}.{e}.{projection}" for e in range(experts.num_experts)]
         scales = [rank_and_scale(config, key)[1] for key in keys]
         pairs = [_pair(tensors, key, used, V_IN) for key in keys]
         return torch.stack([s * pair for s, pair in zip(scales, pairs, strict=True)]), scales[0]
-    return _fused_product(site, projection, config, tensors, V_IN, used, num_experts)
+    return _fused_product(site, projection, config, tensors, V_IN, used, experts)
 
 
 def _pair(tensors: Mapping[str, Tensor], key: str, used: set[str], V_IN: Tensor) -> Tensor:
@@ -166,10 +163,11 @@ def _fused_product(
     tensors: Mapping[str, Tensor],
     V_IN: Tensor,
     used: set[str],
-    num_experts: int,
+    experts: Any,
 ) -> tuple[Tensor, float]:
     """peft's own formula: ΔW[e] = B.reshape(out, r, E)[:, :, e] · A.reshape(E, r, in)[e].
 
+    Its rows lie as those of the base: gate's first, or gate and up in turn (gpt-oss).
     Source: peft 0.21, ParamWrapper.get_delta_weight.
     """
     stacked = "down_proj" if projection == "down_proj" else "gate_up_proj"
@@ -177,9 +175,10 @@ def _fused_product(
     key = f"{site}.base_layer" if both and stacked == "gate_up_proj" else site
     used.update((f"{key}.lora_A.weight", f"{key}.lora_B.weight"))
     A, B = tensors[f"{key}.lora_A.weight"].double(), tensors[f"{key}.lora_B.weight"].double()
-    A, B = A.reshape(num_experts, -1, A.shape[-1]), B.reshape(B.shape[0], -1, num_experts)
+    A, B = A.reshape(experts.num_experts, -1, A.shape[-1]), B.reshape(B.shape[0], -1, experts.num_experts)
     scale = rank_and_scale(config, f"{site}.{stacked}")[1]
     product = scale * torch.einsum("ore,eri,in->eon", B, A, V_IN)
     if stacked == "down_proj":
         return product, scale
-    return product.chunk(2, dim=1)[0 if projection == "gate_proj" else 1], scale
+    gate, up = experts.activation.split(product, 1)
+    return gate if projection == "gate_proj" else up, scale
