@@ -7,6 +7,8 @@ import json
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from unfreeze.core.errors import CheckpointError, ConfigError
 from unfreeze.quant import Packed, not_followed, recognise
@@ -142,6 +144,7 @@ def test_a_text_is_read():
         {"nested_offset": float("nan")},
         {"blocksize": 63},
         {"blocksize": "64"},
+        {"blocksize": 64.0},
         {"dtype": "int8"},
     ],
 )
@@ -201,3 +204,27 @@ def test_what_would_be_read_wrongly_is_refused_by_name(change, named):
     with pytest.raises(ConfigError) as error:
         recognise({"quantization_config": NF4 | change})
     assert named in error.value.message
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(
+    st.one_of(
+        st.binary(max_size=60),
+        st.dictionaries(
+            st.sampled_from([*STATE, *DOUBLE]),
+            st.one_of(
+                st.none(),
+                st.integers(),
+                st.floats(),
+                st.text(max_size=5),
+                st.lists(st.integers()),
+                st.sampled_from([*(STATE | DOUBLE).values()]),
+            ),
+        ).map(lambda change: json.dumps(STATE | DOUBLE | change).encode()),
+    )
+)
+def test_any_text_is_read_or_refused(raw):
+    try:
+        assert len(Bits4().parse(raw, "q_proj", 24, 64)) == 1
+    except CheckpointError as error:
+        assert "q_proj" in error.message

@@ -14,6 +14,7 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from safetensors.torch import save_file
+from transformers.utils.quantization_config import QuantizationMethod
 
 from unfreeze.checkpoint import disk_tensors, open_checkpoint
 from unfreeze.commands.inspect import inspect
@@ -23,7 +24,7 @@ from unfreeze.generate.open import open_model
 from unfreeze.quant import Int4, formats, fp8_scaled, integers, not_followed, recognise
 from unfreeze.quant.codec import Format, Part, Table, Unreadable, parts_nbytes
 from unfreeze.quant.compressed import KNOWN, KNOWN_OF_GROUP, ONLY
-from unfreeze.quant.formats import FOREIGN, FORMATS, foreign_dtype, foreign_format
+from unfreeze.quant.formats import FOREIGN, FORMATS, WRITERS, foreign_dtype, foreign_format
 from unfreeze.quant.scheme import Modules, Rule, Scheme
 
 SCHEME = QuantizationScheme(
@@ -382,3 +383,16 @@ def test_the_table_of_formats_has_a_row_of_each() -> None:
 def test_control_arm_a_format_without_a_row_and_a_test_that_is_not_there_are_seen() -> None:
     page = "| format | test |\n|---|---|\n| awq | awq |\n| x | nothing |\n"
     assert missing_in_the_table(page, ["awq", "gptq"]) == ["no tests/quant/test_nothing.py", "gptq"]
+
+
+@pytest.mark.parametrize("method", [method.value for method in QuantizationMethod])
+def test_a_method_that_transformers_knows_is_read_or_refused_with_the_library_that_writes_it(method):
+    with pytest.raises(ConfigError) as error:  # a table of nothing but a name that no method gives its sizes
+        recognise({"quantization_config": {"quant_method": method, "bits": 5, "config_groups": {"a": 1}}})
+    assert WRITERS[method] in error.value.next
+
+
+def test_control_arm_a_library_that_nobody_knows_is_not_named():
+    with pytest.raises(ConfigError, match='quant_method "smoothie"') as error:
+        recognise({"quantization_config": {"quant_method": "smoothie"}})
+    assert "the library that wrote this one can usually" in error.value.next

@@ -127,7 +127,8 @@ class Bits4:
         state = parse_object(raw, name, CheckpointError, next=AGAIN)
         block, block2 = state.get("blocksize"), state.get("nested_blocksize", self.block2)
         dtype = DTYPES.get(str(state.get("dtype")))
-        if block not in BLOCKS or block2 not in BLOCKS or dtype is None:
+        whole = isinstance(block, int) and isinstance(block2, int)
+        if not whole or block not in BLOCKS or block2 not in BLOCKS or dtype is None:
             raise CheckpointError(
                 f"{name} says blocksize {block!r:.20}, nested_blocksize {block2!r:.20}, dtype"
                 f" {state.get('dtype')!r:.20}; block sizes are {', '.join(map(str, BLOCKS))}, dtypes"
