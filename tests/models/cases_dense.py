@@ -10,6 +10,7 @@ MULTIPLIERS = {
     "attention_multiplier": 0.05,
 }
 
+GEMMA = {**GROUPED, "head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 4}
 QWEN_VISION = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -205,6 +206,58 @@ CASES = {
         model="Qwen3VLForConditionalGeneration",
         renamed=NESTED,
     ),
+    "gemma2-window": Case("Gemma2", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}),
+    "gemma2-untied-biases": Case(
+        "Gemma2",
+        {
+            **GEMMA,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+    ),
+    "gemma3-window": Case(
+        "Gemma3",
+        {**GEMMA, "sliding_window_pattern": 2, "final_logit_softcapping": 3.0},
+        config="Gemma3TextConfig",
+    ),
+    "gemma3-linear-softcap": Case(
+        "Gemma3",
+        {
+            **GEMMA,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "final_logit_softcapping": 5.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        config="Gemma3TextConfig",
+    ),
+    "gemma3-nested": Case(
+        "Gemma3",
+        {
+            "text_config": {**GEMMA, "model_type": "gemma3_text", "sliding_window_pattern": 3},
+            "vision_config": {**VISION, "model_type": "siglip_vision_model"},
+            "mm_tokens_per_image": 4,
+        },
+        model="Gemma3ForConditionalGeneration",
+        renamed=NESTED,
+    ),
+    "olmo3-window": Case("Olmo3", {**GROUPED, "sliding_window": 4}),
+    "olmo3-yarn": Case(
+        "Olmo3",
+        {
+            **GROUPED,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            },
+        },
+    ),
 }
 
 LLAMA3_AS_PUBLISHED = {
@@ -283,4 +336,25 @@ CONFIGS = {
             "rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2]},
         },
     },
+    "gemma2": {name: value for name, value in COMMON.items() if name != "hidden_act"}
+    | {
+        "head_dim": 64,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 100,
+        "sliding_window": 6,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 5.0,
+    },
+    "gemma3_text": {name: value for name, value in COMMON.items() if name != "hidden_act"}
+    | {
+        "head_dim": 64,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 100,
+        "sliding_window": 6,
+        "sliding_window_pattern": 2,
+        "rope_local_base_freq": 100.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "olmo3": COMMON
+    | {"sliding_window": 6, "attention_bias": False, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
 }

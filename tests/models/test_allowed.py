@@ -55,6 +55,12 @@ def test_what_is_absent_is_what_transformers_takes_it_for(model_type, bench):
             # Qwen3-VL's text class leaves tie_word_embeddings to the config around it
             value = list(value) if isinstance(value, tuple) else value
             assert getattr(theirs, name, False) == value, name
+    if table.per_kind:
+        defaults = {**theirs.to_dict(), "model_type": model_type}
+        without = {name: value for name, value in defaults.items() if name != "rope_parameters"}
+        ours, spelled = models.shape(without), models.shape(defaults)
+        assert (ours.rope, ours.ropes) == (spelled.rope, spelled.ropes)
+        return
     rotary = {"rope_parameters": getattr(models.FAMILIES[model_type], "ROTARY", None), **table.absent}
     assert rope_parameters(rotary)["rope_theta"] == theirs.rope_parameters["rope_theta"]
 

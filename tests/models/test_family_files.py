@@ -34,6 +34,8 @@ OTHERS = (
     "smollm3-window",
     "phi3-longrope-tied",
     "ministral3-grows-and-slides",
+    "gemma3-linear-softcap",
+    "olmo3-yarn",
 )
 LORA = LoraConfig(rank=4, alpha=8.0)
 

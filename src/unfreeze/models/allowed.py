@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unfreeze.core.errors import CheckpointError
-from unfreeze.models.fields import ROPE_FIELDS, shown
+from unfreeze.models.fields import ROPE_FIELDS, ROPE_TABLES, rotary_tables, shown
 
 Config = Mapping[str, Any]
 
@@ -37,6 +37,7 @@ class Fields:
     silent   fields without effect on this family's numbers, at any value
     neutral  field -> the value that asks for what this family does anyway; takes precedence over NEUTRAL
     rope_silent  fields of the rotary table without effect on this family's numbers
+    per_kind     kinds of layers that may have a table of their own in rope_parameters
     """
 
     absent: Mapping[str, object]
@@ -47,6 +48,7 @@ class Fields:
     silent: frozenset[str] = frozenset()
     neutral: Mapping[str, object] = field(default_factory=dict)
     rope_silent: frozenset[str] = frozenset()
+    per_kind: tuple[str, ...] = ()
 
     def completed(self, config: Config, given: Config) -> dict[str, Any]:
         """`given` (config without its nulls) with what is absent filled in.
@@ -137,7 +139,6 @@ ONLY: dict[str, Callable[[Config], object]] = {
 compression_config: an old name of quantization_config; quantization: MLX's."""
 
 ROPE_SILENT = names("finetuned")
-ROPE_TABLES = ("rope_parameters", "rope_scaling")
 
 
 def refuse_unbuilt(config: Config, table: Fields) -> None:
@@ -158,16 +159,17 @@ def refuse_unbuilt(config: Config, table: Fields) -> None:
                 ),
             )
     for name in ROPE_TABLES:
-        inner = config.get(name) or {}
-        nested = [key for key, value in inner.items() if isinstance(value, Mapping)]
-        if nested:
+        kinds = table.per_kind if name == "rope_parameters" else ()
+        nested = [key for key, value in (config.get(name) or {}).items() if isinstance(value, Mapping)]
+        if any(kind not in kinds for kind in nested):
             raise CheckpointError(
                 f"config.json: {name} has a table per kind of layer ({', '.join(nested)}), which is not"
-                " built; built: one for all"
+                f" built; built: {', '.join(kinds) or 'one for all'}"
             )
+    for where, inner in rotary_tables(config):
         if "partial_rotary_factor" not in read and inner.get("partial_rotary_factor", 1) != 1:
             raise CheckpointError(
-                f"config.json: {name}.partial_rotary_factor {inner['partial_rotary_factor']!r} is not "
+                f"config.json: {where}partial_rotary_factor {inner['partial_rotary_factor']!r} is not "
                 "built; built: 1"
             )
 
@@ -183,15 +185,13 @@ def unknown(config: Config, table: Fields) -> list[str]:
         for name, value in config.items()
         if name not in known and not _neutral(name, value, config, table)
     ]
-    for name in ROPE_TABLES:
-        inner = config.get(name)
-        known_there = ROPE_FIELDS.keys() | ROPE_SILENT | table.rope_silent | {"partial_rotary_factor"}
-        if isinstance(inner, Mapping):
-            found += [
-                f"{name}.{key} = {shown(value)}"
-                for key, value in inner.items()
-                if key not in known_there and value is not None
-            ]
+    known_there = ROPE_FIELDS.keys() | ROPE_SILENT | table.rope_silent | {"partial_rotary_factor"}
+    found += [
+        f"{where}{key} = {shown(value)}"
+        for where, inner in rotary_tables(config)
+        for key, value in inner.items()
+        if key not in known_there and value is not None
+    ]
     return found
 
 

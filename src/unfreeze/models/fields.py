@@ -7,7 +7,7 @@ to. Sizes from a file alone must not decide how long a loop runs or how much mem
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,7 +127,10 @@ FIELDS: dict[str, Kind] = {
     "no_rope_layer_interval": Whole(1, 10_000),
     **dict.fromkeys(("layer_types", "no_rope_layers"), PER_LAYER),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier"), Number(0)),
-    **dict.fromkeys(("logits_scaling", "final_logit_softcapping"), Number(0)),
+    **dict.fromkeys(("logits_scaling", "final_logit_softcapping", "attn_logit_softcapping"), Number(0)),
+    **dict.fromkeys(("query_pre_attn_scalar", "rope_local_base_freq"), Number(0)),
+    "sliding_window_pattern": Whole(1, 10_000),
+    "hidden_activation": TEXT,
     **dict.fromkeys(("model_type", "hidden_act", "scoring_func", "topk_method"), TEXT),
     **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), TABLE),
     "mlp_only_layers": LAYERS,
@@ -148,6 +151,7 @@ ROPE_FIELDS: dict[str, Kind] = {
     **dict.fromkeys(("short_factor", "long_factor"), Of(list, "a list of numbers")),
     "llama_4_scaling_beta": Number(0, closed=True),
 }
+ROPE_TABLES = ("rope_parameters", "rope_scaling")
 ROPE_NEEDS = {
     "linear": ("factor",),
     "yarn": ("factor",),
@@ -161,16 +165,26 @@ def without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
 
     A null counts as an absent field, which has a default or is named in an error.
     """
-    tables = {
-        name: config[name]
-        for name in ("rope_scaling", "rope_parameters")
-        if isinstance(config.get(name), Mapping)
-    }
-    tables = {
-        name: {key: value for key, value in table.items() if value is not None}
-        for name, table in tables.items()
-    }
+
+    def given(table: Mapping[str, Any]) -> dict[str, Any]:
+        inner = {key: given(value) if isinstance(value, Mapping) else value for key, value in table.items()}
+        return {key: value for key, value in inner.items() if value is not None}
+
+    tables = {name: given(config[name]) for name in ROPE_TABLES if isinstance(config.get(name), Mapping)}
     return {name: value for name, value in {**config, **tables}.items() if value is not None}
+
+
+def rotary_tables(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """("rope_parameters.", the table) of each rotary table.
+
+    One that holds a table per kind of layer gives those, and itself without them.
+    """
+    for name in ROPE_TABLES:
+        table = config.get(name)
+        if isinstance(table, Mapping):
+            inner = {key: value for key, value in table.items() if isinstance(value, Mapping)}
+            yield f"{name}.", {key: value for key, value in table.items() if key not in inner}
+            yield from ((f"{name}.{key}.", value) for key, value in inner.items())
 
 
 def check_fields(config: Mapping[str, Any]) -> None:
@@ -183,9 +197,9 @@ def check_fields(config: Mapping[str, Any]) -> None:
         raise CheckpointError(
             "config.json: mlp_only_layers holds something that is no layer number", next=NEXT
         )
-    for name in ("rope_parameters", "rope_scaling"):
-        table = config.get(name) or {}
-        _check(table, ROPE_FIELDS, f"config.json: {name}.")
+    for where, table in rotary_tables(config):
+        name = where.rstrip(".")
+        _check(table, ROPE_FIELDS, f"config.json: {where}")
         kind = table.get("rope_type") or table.get("type")
         missing = [field for field in ROPE_NEEDS.get(str(kind), ()) if table.get(field) is None]
         if missing:

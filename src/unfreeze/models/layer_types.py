@@ -57,3 +57,30 @@ def mask(shape: Shape, index: int) -> Mask:
     if not shape.layer_types or shape.layer_types[index] == FULL:
         return CAUSAL
     return Mask(window=int(shape.config["sliding_window"]))
+
+
+def per_kind(config: Mapping[str, Any], *, full: float, sliding: float) -> tuple[dict[str, Any], ...]:
+    """The config as its full and as its sliding layers read the rotary table: each with one table.
+
+    rope_parameters has a table per kind. Older configs have one, rope_scaling, for full layers alone.
+    full, sliding: the rope_theta of a table that has none.
+    Raises CheckpointError for a rope_parameters without kinds: which layers it is for is not said.
+    """
+    new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    nested = {kind: new.get(kind) or {} for kind in (FULL, SLIDING)}
+    if new and not any(isinstance(value, Mapping) for value in new.values()):
+        raise CheckpointError(
+            f"config.json: rope_parameters has no table per kind of layer ({FULL}, {SLIDING}), which"
+            f" model_type {config.get('model_type')!r} needs",
+            next="get config.json from the model's publisher again",
+        )
+    tables = (nested[FULL] | dict(old), nested[SLIDING])
+    rest = {
+        name: value
+        for name, value in config.items()
+        if name not in ("rope_parameters", "rope_scaling", "rope_theta")
+    }
+    return tuple(
+        {**rest, "rope_parameters": {"rope_theta": theta, **table}}
+        for table, theta in zip(tables, (full, sliding), strict=True)
+    )

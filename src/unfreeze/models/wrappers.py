@@ -40,6 +40,15 @@ WRAPPERS = {
         """),
         (r"vision_tower\..*", r"mm_projector\..*"),
     ),
+    "gemma3": Wrapper(
+        IDS
+        | names("""
+            mm_tokens_per_image boi_token_index eoi_token_index image_token_index boi_token_id eoi_token_id
+            initializer_range
+        """),
+        LLAVA,
+        "model.language_model.",
+    ),
     "mistral3": Wrapper(
         IDS
         | names("""
