@@ -356,5 +356,10 @@ CONFIGS = {
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
     "olmo3": COMMON
-    | {"sliding_window": 6, "attention_bias": False, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    | {
+        "sliding_window": 6,
+        "layer_types": ["full_attention", "sliding_attention"] * 4,
+        "attention_bias": False,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
 }
