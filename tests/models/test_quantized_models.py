@@ -39,7 +39,12 @@ MODELS = {
     "Llama": COMMON,
     "Qwen3Moe": COMMON
     | {"head_dim": 16, "moe_intermediate_size": 32, "num_experts": 3, "num_experts_per_tok": 2},
+    "Mixtral": COMMON | {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": None},
+    "Phi3": COMMON | {"pad_token_id": 0},
 }
+PACKED = {"Llama": 7, "Qwen3Moe": 6, "Mixtral": 6, "Phi3": 4}
+"""Packed weights of a layer; Mixtral's experts are called w1, w2 and w3 on disk, Phi-3's projections are fused."""
+ENDS = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": False}
 FORMATS = {
@@ -75,7 +80,7 @@ def release(request, tmp_path):
     written = json.loads((tmp_path / "random/config.json").read_text())
     packed, dense = {}, {}
     for tensor_name, tensor in load_file(tmp_path / "random/model.safetensors").items():
-        if tensor_name.endswith("_proj.weight"):
+        if tensor_name.endswith(ENDS):
             parts, dense[tensor_name] = packer(tensor)
             module = tensor_name.removesuffix("weight")
             packed |= {f"{module}{part}": value.contiguous() for part, value in parts.items()}
@@ -121,8 +126,8 @@ def test_logits_equal_transformers_of_the_expanded_weights(release):
             half.lm_head(half.hidden(batch_of(ids))).float(), wanted, rtol=0, atol=0.03
         )
     held, files = packed_of(ours), open_checkpoint(folder).tensors
-    assert len(held) == 2 * (4 + (2 if any("experts" in name for name in held) else 3))
-    parts = [info for name, info in files.items() if "_proj." in name]
+    assert len(held) == 2 * PACKED[type(oracle).__name__.removesuffix("ForCausalLM")]
+    parts = [info for name, info in files.items() if any(end.removesuffix("weight") in name for end in ENDS)]
     texts = [info for info in parts if "quant_state" in info.name]
     extra = [info for info in parts if "weight_format" in info.name]
     of_files = sum(info.nbytes for info in parts if info not in texts + extra)

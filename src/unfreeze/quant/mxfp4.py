@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GROUP = 32  # columns that share a scale; the specification has no other
+AT_ONCE = 2**13  # groups that are expanded at once, 2**18 weights
 BIAS = 127  # of a scale's exponent
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What codes 0 to 7 stand for; 8 to 15 are their negatives, 8 being -0.0."""
@@ -168,8 +169,13 @@ class Mxfp4:
                 f" columns need torch.uint8 {[*leading, *width]}",
                 next="get the checkpoint again: the tensor is truncated or in another format",
             )
-        values = unpack_e2m1(codes).view(*scales.shape, GROUP)
-        return (values * powers_of_two(scales.view(torch.uint8)).unsqueeze(-1)).flatten(-2)
+        # some groups at a time: what lies between codes and result stays small
+        bytes_G, scales_G = codes.reshape(-1, GROUP // 2), scales.reshape(-1, 1).view(torch.uint8)
+        weight = torch.empty(len(scales_G), GROUP, dtype=torch.bfloat16, device=codes.device)
+        for first in range(0, len(scales_G), AT_ONCE):
+            some = slice(first, first + AT_ONCE)
+            torch.mul(unpack_e2m1(bytes_G[some]), powers_of_two(scales_G[some]), out=weight[some])
+        return weight.view(*leading, groups * GROUP)
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         """scale = the largest's power of two / 4 per 32 columns, code = the nearest e2m1, half to even.
