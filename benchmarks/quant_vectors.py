@@ -189,6 +189,17 @@ def modelopt() -> Cases:
     from modelopt.torch.quantization.qtensor import FP8QTensor, MXFP8QTensor, NVFP4QTensor
 
     cases: Cases = {}
+    codes = torch.arange(256, dtype=torch.uint8).expand(8, 256).contiguous()
+    scales = torch.arange(256, dtype=torch.uint8)
+    scales[(scales & 127) == 127] = 0  # NaN
+    scales, whole = scales.view(8, 32).view(torch.float8_e4m3fn), torch.tensor(3.7 / 2688)
+    packed = NVFP4QTensor(torch.Size((8, 512)), torch.float32, codes)
+    cases["nvfp4 any_bits"] = {
+        "weight": codes,
+        "weight_scale": scales,
+        "weight_scale_2": whole,
+        "expanded": packed.dequantize(torch.float32, scale=scales, double_scale=whole, block_sizes={-1: 16}),
+    }
     for dtype in (torch.float32, torch.bfloat16):
         name, weight = str(dtype).removeprefix("torch."), given(dtype)
         packed, scale, whole = NVFP4QTensor.quantize(weight.clone(), 16)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from compressed_tensors.compressors import NaiveQuantizationCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from tests.quant.compressed_tensors_oracle import bits_of, differences, weight_of
 
 from unfreeze.core.errors import CheckpointError
@@ -46,6 +48,17 @@ def test_codes_and_numbers_are_modelopts_bit_for_bit(recorded, kind, scales, dty
     assert bits_of(codec.dequantize(wrong)) != bits_of(case["expanded"])  # control arm: the next float32
 
 
+@pytest.mark.parametrize("dtype", DTYPE)
+def test_every_code_is_read_as_compressed_tensors_reads_it(dtype):
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[(codes & 127) != 127].view(torch.float8_e4m3fn).expand(40, 254).contiguous()
+    scales = (torch.rand(40, 1, generator=torch.Generator().manual_seed(0)) * 1e-3).to(dtype)
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**FLOAT, strategy="channel"))
+    parts = {"weight": codes, "weight_scale": scales}
+    theirs = NaiveQuantizationCompressor.decompress(dict(parts), scheme)["weight"]
+    assert bits_of(Fp8Scaled(scale_dtype=DTYPE[dtype]).dequantize(parts)) == bits_of(theirs)
+
+
 def test_one_scale_for_a_matrix_is_one_for_each_of_gate_and_up():
     weight = weight_of(80, 64, torch.float32).view(2, 40, 64)
     both = stacked(Fp8Scaled(ONE), 40, 64)
@@ -55,7 +68,13 @@ def test_one_scale_for_a_matrix_is_one_for_each_of_gate_and_up():
     assert torch.equal(packed[1].dequantize()[20:], up.dequantize(up.quantize(weight[1, 20:])))
 
 
-FP8 = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": False}
+FP8 = {
+    "quant_method": "fp8",
+    "activation_scheme": "static",
+    "weight_block_size": None,
+    "dequantize": False,
+    "ignored_layers": ["model.layers.0.mlp.down_proj"],
+}
 
 
 def test_a_method_without_blocks_has_a_scale_for_a_matrix_under_the_name_in_the_files():
@@ -64,6 +83,8 @@ def test_a_method_without_blocks_has_a_scale_for_a_matrix_under_the_name_in_the_
     assert recognise(config).codecs == (Fp8Scaled(MATRIX, "weight_scale_inv"),)
     files = {"a.weight": "F8_E4M3", "a.weight_scale": "BF16", "a.input_scale": "F32"}
     assert recognise(config).as_stored(files).codecs == (Fp8Scaled(MATRIX, "weight_scale", "BF16"),)
+    assert recognise(config).codec_for("model.layers.0.mlp.down_proj") is None  # AutoFP8's word
+    assert recognise(config).codec_for("model.layers.1.mlp.down_proj") is not None
     assert "activation_scheme static: a server rounds" in not_followed(config)
     assert not_followed({"quantization_config": FP8 | {"activation_scheme": "dynamic"}}) == ""
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compressed_tensors.compressors import pack_to_int32
-from tests.quant.compressed_tensors_oracle import differences, theirs, weight_of
+from compressed_tensors.compressors import PackedQuantizationCompressor, pack_to_int32
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from tests.quant.compressed_tensors_oracle import bits_of, differences, theirs, weight_of
 
 from unfreeze.core.errors import CheckpointError, ConfigError
 from unfreeze.quant import Int4, Packed, recognise
@@ -59,6 +60,26 @@ def test_words_are_compressed_tensors_words(bits):
     codes = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (5, 37), dtype=torch.int8)
     assert torch.equal(pack(codes, bits), pack_to_int32(codes, bits))
     assert torch.equal(unpack(pack(codes, bits), bits, 37), codes)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_words_of_any_bits_are_read_as_compressed_tensors_reads_them(bits):
+    generator = torch.Generator().manual_seed(bits)
+
+    def words(*shape: int) -> torch.Tensor:
+        return torch.randint(-(2**31), 2**31, shape, generator=generator).to(torch.int32)
+
+    parts = {
+        "weight_packed": words(24, 128 * bits // 32),
+        "weight_scale": torch.randn(24, 4, generator=generator).bfloat16(),
+        "weight_zero_point": words(-(-24 * bits // 32), 4),
+    }
+    args = QuantizationArgs(num_bits=bits, symmetric=False, strategy="group", group_size=32)
+    shape = {"weight_shape": torch.tensor((24, 128))}
+    theirs = PackedQuantizationCompressor.decompress(
+        parts | shape, QuantizationScheme(targets=["Linear"], weights=args)
+    )
+    assert bits_of(Integers(bits, 32, zeros=True).dequantize(parts)) == bits_of(theirs["weight"])
 
 
 @pytest.mark.parametrize("name", ["bits_4 symmetric", "bits_4 zeros", "bits_8 zeros"])

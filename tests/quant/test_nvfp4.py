@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from compressed_tensors.compressors import NVFP4PackedCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from tests.quant.compressed_tensors_oracle import bits_of, differences, theirs, weight_of
 
 from unfreeze.core.errors import CheckpointError, ConfigError
@@ -30,6 +32,34 @@ def test_codes_and_numbers_are_compressed_tensors_bit_for_bit(dtype):
         )
     zeros = torch.zeros(8, 32, dtype=dtype)
     assert differences(Nvfp4(), "nvfp4-pack-quantized", zeros, **ARGUMENTS) == []
+
+
+def every_code_and_scale() -> tuple[torch.Tensor, torch.Tensor]:
+    """bytes [254, 256] and scales [254, 32]: every pair of codes with every finite scale."""
+    scales = torch.arange(256, dtype=torch.uint8)
+    scales = scales[(scales & 127) != 127].view(torch.float8_e4m3fn)
+    return torch.arange(256, dtype=torch.uint8).expand(254, 256).contiguous(), scales[:, None].expand(254, 32)
+
+
+@pytest.mark.parametrize("whole", [1.0, 2688.0 / 3.7, 1e-30, 3e38])
+def test_every_code_and_scale_is_read_as_compressed_tensors_reads_it(whole):
+    codes, scales = every_code_and_scale()
+    parts = {"weight_packed": codes, "weight_scale": scales.contiguous()}
+    parts["weight_global_scale"] = torch.tensor([whole])
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**ARGUMENTS))
+    theirs = NVFP4PackedCompressor.decompress(dict(parts), scheme)["weight"]
+    assert bits_of(Nvfp4().dequantize(parts)) == bits_of(theirs)
+
+
+def test_every_code_and_scale_is_read_as_modelopt_reads_it(recorded):
+    """Every byte in each row, every finite scale in some group."""
+    case, codec = recorded("modelopt", "0.47.0")["nvfp4 any_bits"], Nvfp4(MODELOPT)
+    codes, scales = every_code_and_scale()
+    assert set(case["weight"].flatten().tolist()) == set(codes.flatten().tolist())
+    found = case["weight_scale"].flatten().view(torch.uint8)
+    assert set(found.tolist()) == set(scales[:, 0].contiguous().view(torch.uint8).tolist())
+    parts = {name: case[name] for name in codec.suffixes}
+    assert bits_of(codec.dequantize(parts)) == bits_of(case["expanded"])
 
 
 def test_control_arm_a_quotient_rounded_to_bf16_is_seen():

@@ -209,7 +209,10 @@ def _scheme(table: Table) -> Scheme:
     method = _method(table)
     if method in FORMATS:
         codec = FORMATS[method].read("quantization_config", table)
-        return Scheme((Rule(codec),), not_converted(names_in(table, FORMATS[method].ignored)))
+        fields = (FORMATS[method].ignored, "ignored_layers")  # the latter is AutoFP8's word
+        return Scheme(
+            (Rule(codec),), not_converted(name for field in fields for name in names_in(table, field))
+        )
     if "quant_method" not in table and method == compressed.METHOD and "config_groups" not in table:
         raise Unreadable(
             f"quantization_config names no quant_method; it has {', '.join(map(str, table))}"[:300]

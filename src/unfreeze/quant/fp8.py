@@ -167,7 +167,8 @@ ONLY: dict[str, tuple[object, str]] = {
     "quant_algo": (None, "another format beside FP8"),
 }
 FIELDS: frozenset[str] = frozenset(ONLY) | frozenset(
-    "fmt scale_fmt weight_block_size modules_to_not_convert activation_scheme dequantize".split()
+    "fmt scale_fmt weight_block_size modules_to_not_convert ignored_layers activation_scheme"
+    " dequantize".split()
 )
 """Fields that are read, or without effect on weights that are packed already."""
 

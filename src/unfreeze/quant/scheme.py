@@ -93,6 +93,7 @@ def not_converted(entries: Iterable[str]) -> Modules:
     Source: transformers' should_convert_module, which takes "layers.*.attn" for a pattern; here it is a glob
     with all that is inside what it names.
     """
+    entries = list(entries)
     plain = [*(entry for entry in entries if "*" not in entry), "lm_head"]
     starred = [entry for entry in entries if "*" in entry]
     patterns = globs([*starred, *(f"{entry}.*" for entry in starred)]).patterns
