@@ -27,6 +27,7 @@ LAYER = {
     "generate": 6,
     "train": 7,
     "evaluate": 7,
+    "compress": 7,
     "job": 8,
     "recipes": 9,
     "serve": 9,
@@ -250,6 +251,12 @@ LONG = 80  # lines; a shorter file is a part of its caller, tested through it
 LONGEST = 500  # lines of a source file; a longer one has a seam somewhere
 # source file -> the test file that covers it, where that doesn't bear its name
 TESTED_BY = {
+    "checkpoint/shard.py": "compress/test_merge.py",
+    "commands/merge_rows.py": "commands/test_merge.py",
+    "compress/deltas.py": "compress/test_merge.py",
+    "compress/released.py": "compress/test_merge.py",
+    "compress/rounding.py": "compress/test_merge.py",
+    "compress/work.py": "compress/test_merge.py",
     "quant/compressed.py": "quant/test_scheme.py",
     "config/sft.py": "recipes/test_continue.py",
     "models/blocks/attention.py": "models/test_families.py",

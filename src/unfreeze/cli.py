@@ -54,7 +54,8 @@ LOOK = {
 SHIP = {
     "export": Command(
         "unfreeze.commands.export", "export RUN --for vllm", "a run's adapter for other programs"
-    )
+    ),
+    "merge": Command("unfreeze.commands.merge", "merge RUN --to bf16", "base and adapter as one checkpoint"),
 }
 DEV = {
     "bench": Command(

@@ -146,7 +146,7 @@ def test_a_flag_of_another_tool_is_answered_with_ours(arguments, says, capsys):
 
 
 WAYS = [
-    ("merge", "merge_and_unload"),
+    ("fuse", "unfreeze merge RUN"),
     ("dpo", "is not built"),
     ("train", "unfreeze sft --model"),
     ("wizard", "unfreeze init MODEL DATA"),

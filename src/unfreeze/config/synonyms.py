@@ -62,10 +62,9 @@ dpo orpo kto simpo preference reward | preference training is not built; sft on 
 grpo ppo rl rlhf gspo | reinforcement learning is not built; sft on answers you kept is the shortest way
     today
 distill distillation | distillation is not built; sft on the teacher's answers is the shortest way today
-merge merge-lora fuse | not built; merge_and_unload() of the peft library, which reads RUN/adapter
-    (unpacked models)
-quantize gguf convert | not built; pretrain packs to INT4 at its end where config.json has a
-    quantization_config
+merge-lora fuse bake merge-adapter | unfreeze merge RUN --to bf16
+quantize gguf convert | not built alone; unfreeze merge RUN --to int4 packs what it merges, and llama.cpp
+    converts what unfreeze merge RUN --to bf16 writes
 serve server api | not built; unfreeze chat RUN talks in the terminal, unfreeze export RUN writes adapters
     that vLLM and SGLang read
 eval evaluate lm-eval perplexity | unfreeze sft … --validation FILE measures held-out loss; other

@@ -1,0 +1,109 @@
+"""ΔW = scale · B A of an adapter, one matrix at a time in float32, without the base's weights.
+
+The adapter's file is memory-mapped, and decoded a layer at a time: an adapter of every expert of Kimi-K2 at
+rank 16 takes 40 GB.
+
+E experts, D model width, I expert width, R rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from unfreeze.adapters.decode import Decoded, decode
+from unfreeze.adapters.files import read_files
+from unfreeze.core.errors import AdapterError
+from unfreeze.models.blocks.experts import Experts
+from unfreeze.models.blocks.linear import Linear
+from unfreeze.models.decoder import Decoder
+
+GATE, UP = 0, 1
+_LAYER = re.compile(r"\.layers\.([0-9]+)\.")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which matrix of the model: a linear layer, or of an expert its gate (half 0), up (half 1), both as they
+    lie in gate_up_proj (half None), or down."""
+
+    site: str
+    projection: str = ""  # "": a linear layer; "gate_up_proj", "down_proj"
+    expert: int = 0
+    half: int | None = None
+
+
+class Deltas:
+    """An adapter's ΔW by place.
+
+    Raises AdapterError, before anything is computed, where it does not fit the model.
+    """
+
+    def __init__(self, model: Decoder, folder: Path):
+        self._model = model
+        self._config, tensors = read_files(folder)
+        self._layers: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            self._layers.setdefault(_layer(name), {})[name] = tensor
+        self.projections: dict[str, tuple[str, ...]] = {}
+        self.ranks: dict[str, int] = {}
+        for layer in self._layers:
+            for site, decoded in decode(model, self._config, self._layers[layer]).items():
+                self.projections[site] = _projections(decoded)
+                self.ranks[site] = max(
+                    part.shape[-1] for name, part in decoded.state.items() if name[-1] == "B"
+                )
+        if not self.projections:
+            raise AdapterError(f"{folder} adapts nothing: it holds no LoRA factors")
+        self._held: tuple[str, Mapping[str, Decoded]] = ("", {})
+
+    def of(self, place: Place) -> Tensor:
+        """ΔW float32 [out, in], rows as the base's weight has them."""
+        decoded, owner = self._decoded(place.site), self._owner(place.site)
+        state, e = decoded.state, place.expert
+        if isinstance(owner, Linear):
+            return _product(state["A"], state["B"], decoded.scale)
+        if place.projection == "down_proj":
+            return _product(state["down_A"][e], state["down_B"][e], decoded.down_scale)
+        # gate's rows of A and B come first, up's last (adapters/lora.py)
+        pairs = zip(state["gate_up_A"][e].chunk(2), state["gate_up_B"][e].chunk(2), strict=True)
+        halves = [_product(A, B, decoded.scale) for A, B in pairs]
+        if place.half is not None:
+            return halves[place.half]
+        both = torch.empty(2 * owner.intermediate_size, owner.hidden_size)
+        for rows, half in zip(owner.activation.split(both, 0), halves, strict=True):
+            rows.copy_(half)
+        return both
+
+    def _decoded(self, site: str) -> Decoded:
+        layer = _layer(f".{site}.")
+        if self._held[0] != layer:
+            self._held = layer, decode(self._model, self._config, self._layers[layer])
+        return self._held[1][site]
+
+    def _owner(self, site: str) -> Linear | Experts:
+        owner = self._model.get_submodule(site)
+        assert isinstance(owner, (Linear, Experts))
+        return owner
+
+
+def _projections(decoded: Decoded) -> tuple[str, ...]:
+    """What of a site is adapted: ("",) for a linear layer."""
+    if "A" in decoded.state:
+        return ("",)
+    return tuple(name for name in ("gate_up_proj", "down_proj") if f"{name[:-5]}_B" in decoded.state)
+
+
+def _product(A: Tensor, B: Tensor, scale: float) -> Tensor:
+    return (B.float() @ A.float()).mul_(scale)
+
+
+def _layer(name: str) -> str:
+    """The number in "….layers.12.…", "none" where there is none."""
+    match = _LAYER.search(name)
+    return match[1] if match else "none"

@@ -1,0 +1,282 @@
+"""merge: a base checkpoint and an adapter become one checkpoint, shard by shard.
+
+What is done stands in OUT/merge.json after every shard, with the shard's size and SHA-256, so a merge that
+was stopped goes on where it stopped. config.json and the index come last: before them no program takes the
+folder for a model. Memory is one matrix with its copies, whatever the shards weigh.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from unfreeze.checkpoint.manifest import INDEX, Manifest
+from unfreeze.checkpoint.save import MAX_SHARD_BYTES, write_file
+from unfreeze.checkpoint.shard import Shard, file_bytes, sha256_of
+from unfreeze.compress.deltas import Deltas
+from unfreeze.compress.released import RECORD, config_of, write_beside
+from unfreeze.compress.rounding import Rounded, Row, Scales, write_weight
+from unfreeze.compress.work import Weight, Work
+from unfreeze.core.errors import ConfigError, DoesNotFit
+from unfreeze.core.units import format_bytes
+from unfreeze.quant.codec import Part, as_table, parts_nbytes
+from unfreeze.quant.kept import can_keep
+from unfreeze.untrusted.json_object import read_object
+
+VERSION = 1  # of merge.json
+SAMPLE = 2**16  # bytes read at three places of a file for its fingerprint
+
+Progress = Callable[[int, int], None]
+"""(bytes done, bytes in all)"""
+
+
+@dataclass(frozen=True)
+class OutFile:
+    """One file to be written: its tensors, and the base's weights that they are made of."""
+
+    name: str
+    parts: dict[str, Part]
+    weights: list[Weight]
+
+
+@dataclass
+class Record:
+    """merge.json: what is merged, which shards are whole, and the rounding of their matrices."""
+
+    inputs: dict[str, Any]
+    shards: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    finished: bool = False
+    more: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rounding of every adapted matrix, the worst first: the least share of ΔW kept."""
+        found = [_row(entry) for shard in self.shards.values() for entry in shard["rounding"]]
+        return sorted(found, key=lambda row: row.ways[row.written].kept)
+
+    def write(self, out: Path) -> None:
+        whole = {"version": VERSION, "finished": self.finished, "inputs": self.inputs, **self.more}
+        whole["shards"] = self.shards
+        write_file(out / RECORD, json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
+
+
+def merge(
+    work: Work, deltas: Deltas, out: Path, inputs: dict[str, Any], scales: Scales, progress: Progress | None
+) -> Record:
+    """Write the merged checkpoint into `out`, or what of it is missing there.
+
+    inputs: what it is made of (`inputs_of`); a folder that was begun with others is refused.
+    Raises ConfigError for a format that cannot be written and for another folder's content, DoesNotFit where
+    the disk is too small: both before anything is written.
+    """
+    check_formats(work, scales)
+    files = out_files(work)
+    record = begun(out, inputs)
+    done = {file.name for file in files if _is_whole(out, file.name, record)}
+    left = [file for file in files if file.name not in done]
+    check_room(out, left, len(files))
+    out.mkdir(parents=True, exist_ok=True)
+    with _alone(out):
+        for stale in out.glob(".*.unfinished-*"):
+            stale.unlink()
+        record.shards = {name: entry for name, entry in record.shards.items() if name in done}
+        record.write(out)
+        total = sum(file_bytes(file.parts) for file in files)
+        written = total - sum(file_bytes(file.parts) for file in left)
+        for file in left:
+            rows: list[Row] = []
+            with Shard(out / file.name, file.parts) as shard:
+                for weight in file.weights:
+                    rows += write_weight(work, weight, deltas, shard, file.parts, scales)
+                    written += parts_nbytes(
+                        part for name, part in weight.outputs.items() if name in file.parts
+                    )
+                    if progress is not None:
+                        progress(min(written, total), total)
+                size, digest = shard.close()
+            record.shards[file.name] = {
+                "bytes": size,
+                "sha256": digest,
+                "rounding": [_entry(row) for row in rows],
+            }
+            record.write(out)
+        _finish(work, out, files, record)
+    return record
+
+
+def _finish(work: Work, out: Path, files: list[OutFile], record: Record) -> None:
+    """The files beside the weights, config.json, then the index."""
+    record.more["carried"] = write_beside(work, out)
+    write_file(out / "config.json", config_of(work))
+    if len(files) > 1:
+        weight_map = {name: file.name for file in files for name in file.parts}
+        total = sum(parts_nbytes(file.parts.values()) for file in files)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        write_file(out / INDEX, json.dumps(index, indent=2) + "\n")
+    record.finished = True
+    record.write(out)
+
+
+def out_files(work: Work, limit: int = MAX_SHARD_BYTES) -> list[OutFile]:
+    """The files to write. `same`: the base's own, with the same tensors; else new ones of at most `limit`.
+
+    A weight that takes more has a file of its own.
+    """
+    if work.to == "same":
+        files: dict[str, OutFile] = {path.name: OutFile(path.name, {}, []) for path in work.manifest.files}
+        for weight in work.weights:
+            for info in weight.parts.values():
+                file = files[info.file.name]
+                file.parts[info.name] = weight.outputs[info.name]
+                if not file.weights or file.weights[-1] is not weight:
+                    file.weights.append(weight)
+        return list(files.values())
+    groups: list[OutFile] = []
+    held = 0
+    for weight in work.weights:
+        size = parts_nbytes(weight.outputs.values())
+        if not groups or held + size > limit:
+            groups.append(OutFile("", {}, []))
+            held = 0
+        held += size
+        groups[-1].parts.update(weight.outputs)
+        groups[-1].weights.append(weight)
+    if len(groups) == 1:
+        return [OutFile("model.safetensors", groups[0].parts, groups[0].weights)]
+    return [
+        OutFile(f"model-{number:05d}-of-{len(groups):05d}.safetensors", group.parts, group.weights)
+        for number, group in enumerate(groups, 1)
+    ]
+
+
+def check_formats(work: Work, scales: Scales) -> None:
+    """Raise ConfigError where a format can only be read, or where its scales cannot be kept."""
+    import torch
+
+    for codec, weight in work.codecs.items():
+        rows, columns = work.shape(weight)
+        try:
+            codec.quantize(torch.ones(min(rows, 128), columns))
+        except ConfigError as error:
+            raise ConfigError(
+                f"{weight.name} is in {codec.name}: {error.message}", next="--to bf16, or --to int4"
+            ) from None
+        if scales == "keep" and weight.in_place and not can_keep(codec):
+            raise ConfigError(
+                f"scales = keep is not built for {codec.name}, in which {weight.name} is",
+                next="--scales refit",
+            )
+
+
+def check_room(out: Path, left: list[OutFile], files: int) -> None:
+    """Raise DoesNotFit where what is still to be written takes more than the disk has."""
+    existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
+    free, needed = shutil.disk_usage(existing).free, sum(file_bytes(file.parts) for file in left)
+    if needed > free:
+        there = f" of {files}, {files - len(left)} are there" if len(left) < files else ""
+        raise DoesNotFit(
+            f"disk: {len(left)} files{there} take {format_bytes(needed)}; {format_bytes(free)} free for"
+            f" {out}",
+            next="free space, or give --out on another disk",
+        )
+
+
+def begun(out: Path, inputs: dict[str, Any]) -> Record:
+    """What a merge of these inputs has done in `out`; nothing yet where the folder is new or empty.
+
+    Raises ConfigError for a folder with anything else in it.
+    """
+    if out.is_file():
+        raise ConfigError(f"out = {str(out)!r} is a file, not a folder", next="give another folder")
+    if not (out / RECORD).is_file():
+        mine = [path for path in out.iterdir() if ".unfinished-" not in path.name] if out.is_dir() else []
+        if mine:
+            raise ConfigError(f"{out} holds {mine[0].name} and no merge", next="give an empty or new folder")
+        return Record(inputs)
+    found = read_object(out / RECORD, ConfigError)
+    before, shards = as_table(found.get("inputs")) or {}, found.get("shards")
+    if not isinstance(shards, dict) or not all(as_table(entry) for entry in shards.values()):
+        raise ConfigError(f"{out / RECORD} is damaged", next="give another folder, or empty this one")
+    other = [name for name in inputs if before.get(name) != inputs[name]]
+    if other or found.get("version") != VERSION:
+        raise ConfigError(
+            f"{out} holds a merge of other inputs: {', '.join(other) or 'another version'} differ",
+            next="give another folder, or the same command as then",
+        )
+    more = {
+        name: value
+        for name, value in found.items()
+        if name not in ("version", "finished", "inputs", "shards")
+    }
+    return Record(inputs, dict(shards), bool(found.get("finished")), more)
+
+
+def inputs_of(manifest: Manifest, adapter: Path, to: str, scales: str) -> dict[str, Any]:
+    """What a merge is made of, as merge.json has it: equal for equal files, wherever they lie."""
+    return {
+        "base": fingerprint(manifest.path / "config.json", *manifest.files),
+        "adapter": fingerprint(adapter / "adapter_config.json", adapter / "adapter_model.safetensors"),
+        "to": to,
+        "scales": scales,
+    }
+
+
+def fingerprint(*files: Path) -> str:
+    """SHA-256 over the files' names and sizes and, of each, 64 KiB at its beginning, middle and end.
+
+    A base of 594 GB is not read twice; the beginning of a safetensors file says where every tensor lies.
+    """
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}\n".encode())
+        with path.open("rb") as file:
+            for at in (0, size // 2, max(0, size - SAMPLE)):
+                file.seek(at)
+                digest.update(file.read(SAMPLE))
+    return digest.hexdigest()
+
+
+def _is_whole(out: Path, name: str, record: Record) -> bool:
+    """Whether a file is there as the record has it."""
+    entry, path = record.shards.get(name), out / name
+    if entry is None or not path.is_file() or path.stat().st_size != entry.get("bytes"):
+        return False
+    return sha256_of(path) == entry.get("sha256")
+
+
+@contextmanager
+def _alone(out: Path) -> Generator[None]:
+    """No other process merges into the folder meanwhile."""
+    descriptor = os.open(out, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ConfigError(
+            f"another process merges into {out}", next="wait for it, or give another --out"
+        ) from None
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _entry(row: Row) -> dict[str, Any]:
+    ways = {way: asdict(found) for way, found in row.ways.items()}
+    return {
+        **{name: getattr(row, name) for name in ("module", "group", "weight", "delta", "written")},
+        "ways": ways,
+    }
+
+
+def _row(entry: Mapping[str, Any]) -> Row:
+    return Row(**{**entry, "ways": {way: Rounded(**found) for way, found in entry["ways"].items()}})

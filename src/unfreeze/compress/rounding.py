@@ -1,0 +1,200 @@
+"""W' = W + ΔW in float32, rounded once by the format, and what that rounding leaves of ΔW.
+
+    size      ‖Q(W + ΔW) − W‖ / ‖ΔW‖           1 where nothing is lost; a coarse grid gives any number
+    cosine    of the angle between Q(W + ΔW) − W and ΔW
+    kept      size · cosine: the share of ΔW that is in the merged weight, along ΔW
+
+Norms are Frobenius', summed in float64. W is what the base's file stands for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from unfreeze.checkpoint.shard import Shard
+from unfreeze.checkpoint.tensors import TORCH_DTYPE, stored_tensor
+from unfreeze.compress.deltas import Deltas, Place
+from unfreeze.compress.work import Home, Out, Weight, Work
+from unfreeze.core.errors import CheckpointError
+from unfreeze.models.blocks.experts import Experts
+from unfreeze.quant.codec import Texted, kept_suffixes
+from unfreeze.quant.kept import can_keep, kept, refitted
+
+Scales = Literal["refit", "keep"]
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """What one way of rounding leaves of ΔW. `anew`: of kept scales, those that could not be kept."""
+
+    size: float
+    cosine: float
+    anew: int = 0
+
+    @property
+    def kept(self) -> float:
+        return self.size * self.cosine
+
+
+@dataclass(frozen=True)
+class Row:
+    """The rounding of one matrix. delta, weight: ‖ΔW‖ and ‖W‖. ways: "refit", "keep", or a dtype."""
+
+    module: str
+    group: str
+    weight: float
+    delta: float
+    written: str
+    ways: dict[str, Rounded]
+
+
+def write_weight(
+    work: Work, weight: Weight, deltas: Deltas, shard: Shard, wanted: Mapping[str, object], scales: Scales
+) -> list[Row]:
+    """Put what becomes of a weight into the shard, those of its outputs that `wanted` names.
+
+    One matrix at a time: of a stack each expert by itself. A weight whose parts lie in several files is made
+    for each of them, and its rounding is told once.
+    """
+    if weight.to is None:
+        for info in weight.parts.values():
+            if info.name in wanted:
+                shard.copy(info.name, info)
+        return []
+    rows = []
+    for expert in weight.experts():
+        W, parts = _read(weight, work, expert)
+        change = deltas.of(_place(weight.home, expert)) if weight.adapted and weight.home else None
+        made, ways, way = _rounded(weight, W if change is None else W + change, parts, scales, work, expert)
+        for name, tensor in made:
+            if name in wanted:
+                shard.put(name, tensor, expert * tensor.numel() if _stacked(weight, name) else 0)
+        if change is not None and next(iter(weight.outputs)) in wanted:
+            measured = {name: _measure(value - W, change, anew) for name, (value, anew) in ways.items()}
+            module = weight.name + (f"[{expert}]" if weight.home and weight.home.experts else "")
+            rows.append(Row(module, weight.group, _norm(W), _norm(change), way, measured))
+    if weight.in_place and weight.codec is not None:  # what stands beside the codes, such as their shape
+        for suffix, info in weight.parts.items():
+            if suffix not in kept_suffixes(weight.codec) and info.name in wanted:
+                shard.copy(info.name, info)
+    return rows
+
+
+def _read(weight: Weight, work: Work, expert: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """(W float32 [out, in], its parts as they are stored) of one matrix."""
+    home = weight.home
+    if weight.codec is None:
+        stored = stored_tensor(weight.parts[""])
+        matrix = stored[expert] if home and home.experts else stored
+        return (matrix.t() if home and home.transposed else matrix).float(), {}
+    rows, columns = work.shape(weight)
+    parts: dict[str, Tensor] = {}
+    for suffix in kept_suffixes(weight.codec):
+        if suffix not in weight.parts:
+            raise CheckpointError(f"{work.manifest.prefix}{weight.name}.{suffix} is missing")
+        info, shape = weight.parts[suffix], weight.codec.parts(rows, columns)[suffix][1]
+        stored = stored_tensor(info)
+        if isinstance(weight.codec, Texted) and suffix == weight.codec.text:
+            told = weight.codec.parse(bytes(stored.tolist()), info.name, rows, columns)
+            parts[suffix] = torch.tensor(told).view(shape)
+            continue
+        parts[suffix] = (stored[expert] if home and home.experts else stored).view(shape)
+    return weight.codec.dequantize(parts).float(), parts
+
+
+def _rounded(
+    weight: Weight, merged: Tensor, parts: dict[str, Tensor], scales: Scales, work: Work, expert: int
+) -> tuple[list[tuple[str, Tensor]], dict[str, tuple[Tensor, int]], str]:
+    """([(name, tensor to write)], way -> (what it stands for, scales made anew), the way that is written)."""
+    to = weight.to
+    assert to is not None
+    outs = _outs(weight, work, expert)
+    if isinstance(to, str):
+        whole = merged.to(TORCH_DTYPE[to])
+        made = [
+            (name, half.t() if out.transposed else half)
+            for name, out, half in _cut(work, weight, whole, outs)
+        ]
+        return made, {to: (whole.float(), 0)}, to
+    if weight.in_place:
+        names = {suffix: info.name for suffix, info in weight.parts.items()}
+        fresh = refitted(to, merged, parts)
+        by_way: dict[str, tuple[dict[str, Tensor], int]] = {"refit": (fresh, 0)}
+        if can_keep(to):
+            by_way["keep"] = kept(to, merged, parts, fresh)
+        ways = {way: (to.dequantize(made).float(), anew) for way, (made, anew) in by_way.items()}
+        return [(names[suffix], part) for suffix, part in by_way[scales][0].items()], ways, scales
+    # into another format: scales are made, there are none to keep
+    made, pieces = [], []
+    for name, _, half in _cut(work, weight, merged, outs):
+        fresh = to.quantize(half)
+        pieces.append(to.dequantize(fresh).float())
+        made += [(f"{name}.{suffix}", part) for suffix, part in fresh.items()]
+        extras = to.disk_extras(*half.shape)
+        made += [(f"{name}.{suffix}", torch.tensor(n, dtype=torch.int32)) for suffix, n in extras.items()]
+    whole = pieces[0] if len(pieces) == 1 else _joined(work, weight, pieces)
+    return made, {"refit": (whole, 0)}, "refit"
+
+
+def _outs(weight: Weight, work: Work, expert: int) -> list[Out]:
+    """Where the matrix is written, in place or under new names."""
+    if not weight.in_place:
+        return work.outs(weight, expert)
+    transposed = weight.home is not None and weight.home.transposed
+    return [Out(next(iter(weight.parts.values())).name, whole=True, transposed=transposed)]
+
+
+def _cut(work: Work, weight: Weight, whole: Tensor, outs: list[Out]) -> Iterator[tuple[str, Out, Tensor]]:
+    """(name, where, rows) of each output of a matrix; gate and up apart where they are two."""
+    for out in outs:
+        rows = whole if out.half is None else _halves(work, weight, whole)[out.half]
+        dense = isinstance(weight.to, str) and not out.whole
+        yield f"{out.name}.weight" if dense else out.name, out, rows.contiguous()
+
+
+def _halves(work: Work, weight: Weight, whole: Tensor) -> tuple[Tensor, Tensor]:
+    """Gate's rows and up's of an expert's gate_up, as views."""
+    assert weight.home is not None
+    owner = work.model.get_submodule(weight.home.place.site)
+    assert isinstance(owner, Experts)
+    return owner.activation.split(whole, 0)
+
+
+def _joined(work: Work, weight: Weight, pieces: list[Tensor]) -> Tensor:
+    """Gate's and up's rows as they lie in the base."""
+    whole = torch.empty(sum(len(piece) for piece in pieces), pieces[0].shape[1])
+    for rows, piece in zip(_halves(work, weight, whole), pieces, strict=True):
+        rows.copy_(piece)
+    return whole
+
+
+def _place(home: Home, expert: int) -> Place:
+    """The place of a matrix: of a stack's, by its number."""
+    if home.experts is None:
+        return home.place
+    return Place(home.place.site, home.place.projection, expert)
+
+
+def _stacked(weight: Weight, name: str) -> bool:
+    """Whether an output holds all experts, each at its number."""
+    if weight.home is None or weight.home.experts is None:
+        return False
+    return weight.in_place or len(weight.outputs) == 1
+
+
+def _measure(change: Tensor, delta: Tensor, anew: int) -> Rounded:
+    size, wanted = _norm(change), _norm(delta)
+    if not wanted:
+        return Rounded(1.0, 1.0, anew) if not size else Rounded(math.inf, 0.0, anew)
+    dot = float((change * delta).sum(dtype=torch.float64))
+    return Rounded(size / wanted, dot / (size * wanted) if size else 0.0, anew)
+
+
+def _norm(matrix: Tensor) -> float:
+    return float(torch.linalg.vector_norm(matrix, dtype=torch.float64))

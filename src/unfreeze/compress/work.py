@@ -1,0 +1,294 @@
+"""What a merge does with each weight on disk, known from names, dtypes and shapes alone.
+
+A weight is one tensor, or the parts of a packed one. It is copied byte for byte, or made anew: in the format
+it has ("same"), in bf16, or in Kimi's INT4. An adapter's ΔW goes into it on the way.
+
+E experts, [out, in] a matrix as y = x Wᵀ has it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from unfreeze import models
+from unfreeze.checkpoint.keymap import Source, sources
+from unfreeze.checkpoint.manifest import Manifest, TensorInfo
+from unfreeze.compress.deltas import GATE, UP, Deltas, Place
+from unfreeze.core.dtypes import FLOATS
+from unfreeze.core.errors import ConfigError
+from unfreeze.models.blocks.experts import Experts
+from unfreeze.models.decoder import Decoder
+from unfreeze.models.groups import group_of
+from unfreeze.models.targets import candidates
+from unfreeze.quant.codec import Codec, Part, kept_suffixes
+from unfreeze.quant.int4 import Int4
+from unfreeze.quant.scheme import Scheme
+from unfreeze.quant.spelling import on_disk
+
+Format = Literal["same", "bf16", "int4"]
+KIMI = Int4(32)
+"""What `int4` makes: Kimi-K2-Thinking's format."""
+_LAYER = re.compile(r"\.layers\.([0-9]+)\.")
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a weight on disk belongs in the model.
+
+    place       of the matrix; of a stack on disk that of expert 0
+    shape       (out, in) of one matrix
+    experts     matrices in the tensor on disk; None: it is no stack
+    transposed  the tensor on disk has in and out swapped
+    """
+
+    place: Place
+    shape: tuple[int, int]
+    experts: int | None = None
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Out:
+    """Where (a half of) a matrix is written: a module's name on disk with the prefix.
+
+    whole  the tensor's own name, without a part behind it, of stacked experts
+    half   GATE or UP rows only; None: all rows
+    """
+
+    name: str
+    half: int | None = None
+    whole: bool = False
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One weight of the base, and what becomes of it.
+
+    name     of its module on disk, without the prefix
+    parts    suffix -> tensor on disk; "": a dense one
+    codec    that it has; None: dense
+    home     None: no linear layer and no expert of the language model
+    adapted  whether an adapter changes it
+    to       a codec, the dtype of a dense tensor, or None: copied as it is
+    outputs  name in the new files -> (dtype, shape)
+    """
+
+    name: str
+    parts: dict[str, TensorInfo]
+    codec: Codec | None = None
+    home: Home | None = None
+    adapted: bool = False
+    to: Codec | str | None = None
+    outputs: dict[str, Part] = field(default_factory=dict[str, Part])
+
+    @property
+    def group(self) -> str:
+        return group_of(self.home.place.site if self.home else self.name)
+
+    @property
+    def file(self) -> str:
+        """The base's file that its first part lies in."""
+        return next(iter(self.parts.values())).file.name
+
+    @property
+    def in_place(self) -> bool:
+        """Whether what is written has the names and shapes of what was read."""
+        return (
+            self.codec is None if isinstance(self.to, str) else self.to is not None and self.to == self.codec
+        )
+
+    def experts(self) -> range:
+        """The numbers of the matrices of the tensor on disk."""
+        return range(self.home.experts if self.home and self.home.experts else 1)
+
+
+class Work:
+    """The weights of a base checkpoint with an adapter, and what is made of each."""
+
+    def __init__(self, manifest: Manifest, model: Decoder, deltas: Deltas, to: Format):
+        self.manifest, self.model, self.to = manifest, model, to
+        self.rules = models.rules(model.shape)
+        self.scheme = manifest.scheme()
+        disk = manifest.by_model_name()
+        self.homes = dict(_homes(self, disk))
+        self.weights = [self._planned(weight, deltas) for weight in _weights(disk, self.scheme, self.homes)]
+        _check_all_found(self.weights, deltas)
+
+    @property
+    def codecs(self) -> dict[Codec, Weight]:
+        """What adapted or converted weights are written in, with the first such weight."""
+        first: dict[Codec, Weight] = {}
+        for weight in self.weights:
+            if weight.to is not None and not isinstance(weight.to, str):
+                first.setdefault(weight.to, weight)
+        return first
+
+    def outs(self, weight: Weight, expert: int) -> list[Out]:
+        """Where matrix `expert` of a weight that changes its names is written."""
+        prefix, home = self.manifest.prefix, weight.home
+        if home is None or home.experts is None:
+            return [Out(prefix + on_disk(weight.name))]
+        module = f"{home.place.site}.{home.place.projection}"
+        found = sources(f"{module}.weight", (home.experts, *home.shape), self.rules)
+        if not found[0].index:
+            return [Out(prefix + on_disk(found[0].name), whole=True, transposed=found[0].transposed)]
+        own = [source for source in found if source.index[0] == expert]
+        return [Out(prefix + _module(source), _half(source)) for source in own]
+
+    def _planned(self, weight: Weight, deltas: Deltas) -> Weight:
+        """The weight with what becomes of it."""
+        home = weight.home
+        if home is not None:
+            adapted = home.place.projection in deltas.projections.get(home.place.site, ())
+            weight = replace(weight, adapted=adapted)
+        to = self._target(weight)
+        weight = replace(weight, to=to)
+        if to is not None and not weight.in_place:
+            return replace(weight, outputs=dict(self._outputs(weight, to)))
+        outputs: dict[str, Part] = {
+            info.name: (to if isinstance(to, str) else info.dtype, info.shape)
+            for info in weight.parts.values()
+        }
+        return replace(weight, outputs=outputs)
+
+    def _target(self, weight: Weight) -> Codec | str | None:
+        dense = next(iter(weight.parts.values())).dtype if weight.codec is None else ""
+        if self.to == "int4" and self._quantizes(weight):
+            same = isinstance(weight.codec, Int4) and weight.codec.group_size == KIMI.group_size
+            return (weight.codec if weight.adapted else None) if same else KIMI
+        if weight.codec is not None and self.to != "same":
+            return "BF16"
+        if self.to == "bf16" and (weight.adapted or _is_matrix(weight)):
+            return "BF16" if weight.adapted or dense != "BF16" else None
+        if not weight.adapted:
+            return None
+        return weight.codec or dense
+
+    def _quantizes(self, weight: Weight) -> bool:
+        """Whether `--to int4` packs it: what the base packs; of a dense base linear layers and experts."""
+        if self.scheme is None and (weight.home is None or weight.group in ("lm_head", "router")):
+            return False
+        if self.scheme is not None and weight.codec is None:
+            return False
+        return self.shape(weight)[1] % KIMI.group_size == 0
+
+    def shape(self, weight: Weight) -> tuple[int, int]:
+        """(out, in) of a matrix of the weight."""
+        if weight.home is not None:
+            return weight.home.shape
+        if weight.codec is None:
+            *_, rows, columns = weight.parts[""].shape
+            return rows, columns
+        shapes = {suffix: weight.parts[suffix].shape for suffix in kept_suffixes(weight.codec)}
+        *lead, rows, columns = weight.codec.shape(shapes)
+        if lead:
+            raise ConfigError(f"{weight.name} is a stack of packed matrices outside of the language model")
+        return rows, columns
+
+    def _outputs(self, weight: Weight, to: Codec | str) -> Iterator[tuple[str, Part]]:
+        """(name, (dtype, shape)) of a weight that is written in another format than it has."""
+        rows, columns = self.shape(weight)
+        for expert in weight.experts():
+            for out in self.outs(weight, expert):
+                half = rows if out.half is None else rows // 2
+                if isinstance(to, str):
+                    shape = (columns, half) if out.transposed else (half, columns)
+                    lead = (len(weight.experts()),) if out.whole else ()
+                    yield (out.name if out.whole else f"{out.name}.weight"), (to, (*lead, *shape))
+                    continue
+                if out.whole:
+                    raise ConfigError(
+                        f"INT4 needs a matrix per expert; {self.model.shape.model_type} has them stacked:"
+                        f" {out.name}",
+                        next="--to same, or --to bf16",
+                    )
+                for suffix, part in to.parts(half, columns).items():
+                    yield f"{out.name}.{suffix}", part
+                for suffix, numbers in to.disk_extras(half, columns).items():
+                    yield f"{out.name}.{suffix}", ("I32", (len(numbers),))
+
+
+def _homes(work: Work, disk: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Home]]:
+    """(module on disk, its home) of every linear layer and every expert's matrices."""
+    for candidate in candidates(work.model):
+        owner, site = candidate.owner, candidate.name
+        if not isinstance(owner, Experts):
+            shape = (owner.out_features, owner.in_features)
+            source = sources(f"{site}.weight", shape, work.rules, disk)[0]
+            yield _module(source), Home(Place(site), shape, None, source.transposed)
+            continue
+        E, D, I = owner.num_experts, owner.hidden_size, owner.intermediate_size
+        for projection, shape in (("gate_up_proj", (2 * I, D)), ("down_proj", (D, I))):
+            module = f"{site}.{projection}"
+            if work.scheme is not None and work.scheme.stored(module, disk) is not None:
+                yield module, Home(Place(site, projection), shape, E)
+                continue
+            for source in sources(f"{module}.weight", (E, *shape), work.rules, disk):
+                if not source.index:
+                    yield _module(source), Home(Place(site, projection), shape, E, source.transposed)
+                    continue
+                expert, half = source.index[0], _half(source)
+                assert isinstance(expert, int)
+                rows = shape[0] if half is None else shape[0] // 2
+                yield _module(source), Home(Place(site, projection, expert, half), (rows, shape[1]))
+
+
+def _weights(
+    disk: Mapping[str, TensorInfo], scheme: Scheme | None, homes: Mapping[str, Home]
+) -> Iterator[Weight]:
+    """Each tensor on disk once, parts of a packed weight together; by file, and in it by layer."""
+    packed: dict[str, Weight] = {}
+    found: list[Weight] = []
+    for name, info in disk.items():
+        codec = scheme.part_of(name, disk) if scheme is not None else None
+        if codec is None:
+            module = name.removesuffix(".weight")
+            found.append(Weight(module, {"": info}, home=homes.get(module)))
+            continue
+        module, _, suffix = name.rpartition(".")
+        if module not in packed:
+            packed[module] = Weight(module, {}, codec, homes.get(module))
+            found.append(packed[module])
+        packed[module].parts[suffix] = info
+    return iter(sorted(found, key=_order))
+
+
+def _order(weight: Weight) -> tuple[str, int, str]:
+    layer = _LAYER.search(f".{weight.name}.")
+    return weight.file, int(layer[1]) if layer else -1, weight.name
+
+
+def _is_matrix(weight: Weight) -> bool:
+    """A dense float tensor that a bf16 release has in bf16: no vector, and not the router's."""
+    info = weight.parts.get("")
+    return info is not None and info.dtype in FLOATS and len(info.shape) > 1 and weight.group != "router"
+
+
+def _module(source: Source) -> str:
+    return source.name.removesuffix(".weight")
+
+
+def _half(source: Source) -> int | None:
+    """GATE or UP of a source that is half of an expert's rows."""
+    rows = source.index[1] if len(source.index) > 1 else None
+    return None if rows is None else (UP if isinstance(rows, slice) and rows.start else GATE)
+
+
+def _check_all_found(weights: list[Weight], deltas: Deltas) -> None:
+    """Every adapted projection has its weights on disk, each expert once."""
+    wanted = {(site, name) for site, names in deltas.projections.items() for name in names}
+    found = {
+        (weight.home.place.site, weight.home.place.projection)
+        for weight in weights
+        if weight.adapted and weight.home
+    }
+    if wanted - found:
+        raise ConfigError(
+            f"{len(wanted - found)} adapted modules have no weight in the base's files; first:"
+            f" {'.'.join(filter(None, min(wanted - found)))}",
+            next="report this: a key map is wrong",
+        )

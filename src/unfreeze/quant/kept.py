@@ -1,0 +1,116 @@
+"""Codes anew on scales that are there already: for a weight that was quantized before, and changed a little.
+
+    code = the nearest to w / scale
+
+A group's scale is kept where its codes can hold every w of it within half a step; else it is made anew.
+A format that is not in `ONTO` has no such function yet: its scales can only be made anew, by `quantize`.
+
+Shapes: W [out, in]; scales as the codec has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from unfreeze.quant.codec import Codec
+from unfreeze.quant.fp8 import MAX_CODE, Fp8
+from unfreeze.quant.int4 import OFFSET, Int4, pack_int4
+from unfreeze.quant.mxfp4 import BIAS, GROUP, Mxfp4, pack_e2m1, round_to_e2m1
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Parts = Mapping[str, "Tensor"]
+
+
+def can_keep(codec: Codec) -> bool:
+    """Whether this format's codes can be made on given scales."""
+    return type(codec) in ONTO
+
+
+def refitted(codec: Codec, weight: Tensor, stored: Parts | None = None) -> dict[str, Tensor]:
+    """`codec.quantize` of float32 W, every part in the dtype that `stored` has it in.
+
+    Scales that this rounds are not those that the codes were made with, so the codes are made anew.
+    """
+    fresh = codec.quantize(weight)
+    if stored is None:
+        return fresh
+    cast = {suffix: part.to(stored[suffix].dtype) for suffix, part in fresh.items()}
+    rounded = any(
+        part.dtype != cast[suffix].dtype and bool((cast[suffix].to(part.dtype) != part).any())
+        for suffix, part in fresh.items()
+    )
+    return ONTO[type(codec)](codec, weight, cast)[0] if rounded and can_keep(codec) else cast
+
+
+def kept(codec: Codec, weight: Tensor, parts: Parts, fresh: Parts) -> tuple[dict[str, Tensor], int]:
+    """(parts on the scales of `parts`, number of scales that could not be kept and are those of `fresh`)."""
+    import torch
+
+    onto, scale = ONTO[type(codec)], codec.suffixes[1]
+    made, over = onto(codec, weight, parts)
+    count = int(over.sum())
+    if count:
+        mixed = torch.where(over, fresh[scale].float(), parts[scale].float()).to(parts[scale].dtype)
+        if parts[scale].dtype == torch.uint8:  # exponents, no numbers
+            mixed = torch.where(over, fresh[scale], parts[scale])
+        made, _ = onto(codec, weight, {**parts, scale: mixed})
+    return made, count
+
+
+def _int4(codec: Int4, weight: Tensor, parts: Parts) -> tuple[dict[str, Tensor], Tensor]:
+    """Codes -8..7: the format holds -8, though Kimi's own quantizer does not use it."""
+    import torch
+
+    scale = parts["weight_scale"]
+    steps = weight.float().reshape(*scale.shape, codec.group_size) / _nonzero(scale).unsqueeze(-1)
+    over = (steps.amax(-1) > OFFSET - 0.5) | (steps.amin(-1) < -OFFSET - 0.5)
+    over |= (scale == 0) & weight.reshape(steps.shape).ne(0).any(-1)
+    codes = steps.round().clamp(-OFFSET, OFFSET - 1).masked_fill((scale == 0).unsqueeze(-1), 0)
+    return {"weight_packed": pack_int4(codes.to(torch.int8).flatten(-2)), "weight_scale": scale}, over
+
+
+def _fp8(codec: Fp8, weight: Tensor, parts: Parts) -> tuple[dict[str, Tensor], Tensor]:
+    """Of a block beyond 448 + 16, half a step above the largest code, the scale cannot be kept."""
+    import torch
+
+    name, (rows, columns) = codec.suffixes[1], codec.block
+    scale, (out_features, in_features) = parts[name], weight.shape[-2:]
+    each = _nonzero(scale).repeat_interleave(rows, -2)[..., :out_features, :]
+    steps = weight.float() / each.repeat_interleave(columns, -1)[..., :in_features]
+    down, across = scale.shape[-2:]
+    blocks = torch.zeros(*steps.shape[:-2], down * rows, across * columns)
+    blocks[..., :out_features, :in_features] = steps.abs()
+    over = blocks.view(*steps.shape[:-2], down, rows, across, columns).amax((-3, -1)) > MAX_CODE + 16
+    codes = steps.clamp(-MAX_CODE, MAX_CODE).to(torch.float8_e4m3fn)
+    return {"weight": codes.contiguous(), name: scale}, over
+
+
+def _mxfp4(codec: Mxfp4, weight: Tensor, parts: Parts) -> tuple[dict[str, Tensor], Tensor]:
+    """Of a group beyond 7, half a step above the largest code, the scale cannot be kept."""
+    import torch
+
+    scales = parts[codec.layout.scales]
+    exponents = BIAS - scales.view(torch.uint8).int()
+    steps = torch.ldexp(weight.float().reshape(*scales.shape, GROUP), exponents.unsqueeze(-1))
+    packed = pack_e2m1(round_to_e2m1(steps))
+    codes = packed if codec.layout.blocked else packed.flatten(-2)
+    return {codec.layout.codes: codes, codec.layout.scales: scales}, steps.abs().amax(-1) > 7
+
+
+def _nonzero(scale: Tensor) -> Tensor:
+    """float32, with 1 for a scale of 0."""
+    import torch
+
+    numbers = scale.float()
+    return torch.where(numbers == 0, 1.0, numbers)
+
+
+ONTO: dict[type, Callable[[Any, Tensor, Parts], tuple[dict[str, Tensor], Tensor]]] = {
+    Int4: _int4,
+    Fp8: _fp8,
+    Mxfp4: _mxfp4,
+}
+"""(codec, W, parts whose scales are taken) -> (parts, which scales could not hold W)."""

@@ -1,0 +1,123 @@
+"""unfreeze merge as a user meets it: rows, refusals, what is said, the gain that is kept."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+import unfreeze
+from unfreeze import cli
+from unfreeze.commands import merge as command
+from unfreeze.commands.demo import TINY_K2
+from unfreeze.evaluate.gain import Gain
+
+
+@pytest.fixture(scope="module")
+def held_out_run(tmp_path_factory, chat_rows):
+    """A run of twelve steps that holds out a third of its rows."""
+    out = tmp_path_factory.mktemp("runs") / "held out"
+    words = f"sft --quiet --model {TINY_K2} --steps 12 --tokens-per-step 256 --samples 0 --warmup 0 --dtype float32"
+    words += " --learning-rate 5e-3 --lora.rank 2 --validation-fraction 0.34"
+    assert cli.main([*words.split(), "--data", str(chat_rows), "--out", str(out)]) == 0
+    return out
+
+
+def test_the_gain_is_measured_on_the_rows_that_the_run_held_out(
+    held_out_run, unfreeze_json, tmp_path, capsys
+):
+    events = [json.loads(line) for line in (held_out_run / "events.jsonl").read_text().splitlines()]
+    measured = [event["loss"] for event in events if event["kind"] == "eval"]
+    result = unfreeze_json("merge", held_out_run, "--to", "bf16", "--out", tmp_path / "out")
+    gain = result["gain"]
+    # the run's own figures, before and after; and bf16 keeps nearly all
+    assert gain["base"] == pytest.approx(measured[0], abs=1e-4)
+    assert gain["adapter"] == pytest.approx(measured[-1], abs=1e-4)
+    assert (
+        gain["share"] == pytest.approx((gain["base"] - gain["merged"]) / (gain["base"] - gain["adapter"]))
+        and abs(gain["share"] - 1) < 0.02
+    )
+    assert result["rounding"]["experts"]["modules"] == 144 and result["modules"] == 176
+    record = json.loads((tmp_path / "out/merge.json").read_text())
+    assert record["finished"] and record["gain"] == gain and record["settings"]["ranks"] == {"2": 35}
+    rows = [row for shard in record["shards"].values() for row in shard["rounding"]]
+    assert len(rows) == 176 and all(row["ways"]["BF16"]["cosine"] > 0.9 for row in rows)
+    card = (tmp_path / "out/README.md").read_text()
+    assert "held out" in card and str(tmp_path) not in card and "of the gain kept" in card
+    # the same command again: nothing is written anew, and the figures are the same
+    before = (tmp_path / "out/model.safetensors").stat().st_ino
+    assert unfreeze_json("merge", held_out_run, "--to", "bf16", "--out", tmp_path / "out")["gain"] == gain
+    assert (tmp_path / "out/model.safetensors").stat().st_ino == before
+
+
+def test_rows_of_ones_own_and_both_ways_of_scales_are_said(held_out_run, chat_rows, tmp_path, capsys):
+    out = tmp_path / "out"
+    words = ["merge", str(held_out_run), "--data", str(chat_rows), "--scales", "keep", "--out", str(out)]
+    assert cli.main(words) == 0
+    said = capsys.readouterr().err
+    assert "worst: model.layers" in said and "refit" in said and "keep" in said and "(written: keep)" in said
+    assert "held-out loss on 18 rows" in said or "held-out loss on" in said
+    assert f"unfreeze chat {out}" in said
+    assert unfreeze.load(out).chat("Hello.", max_new_tokens=2) is not None
+
+
+def test_without_held_out_rows_it_asks_for_them_before_work(run_dir, held_out_run, tmp_path, capsys):
+    assert cli.main(["merge", str(run_dir), "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "held out no rows" in said and "--data FILE" in said and "--no-check" in said
+    shutil.copytree(held_out_run / "adapter", tmp_path / "adapter")
+    assert cli.main(["merge", str(tmp_path / "adapter"), "--out", str(tmp_path / "out")]) == 2
+    assert "adapter without its run" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    words = [
+        "merge",
+        str(tmp_path / "adapter"),
+        "--base",
+        str(TINY_K2),
+        "--no-check",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    assert cli.main(words) == 0
+    assert "was not measured" in capsys.readouterr().err
+
+
+def test_what_cannot_be_merged_is_refused(run_dir, tmp_path, capsys):
+    for words, says in (
+        ([str(TINY_K2)], "has no adapter to merge"),
+        ([str(tmp_path / "gone")], "is not a folder"),
+        ([str(run_dir), "--no-check", "--out", str(TINY_K2)], "is what is merged"),
+    ):
+        assert cli.main(["merge", *words]) == 2
+        assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("merged", "warned"), [(4.9, True), (1.1, False)])
+def test_a_small_share_is_warned_about_with_the_remedy(
+    merged, warned, run_dir, monkeypatch, tmp_path, capsys
+):
+    gain = Gain(base=5.0, adapter=1.0, merged=merged, tokens=100, rows=10)
+    monkeypatch.setattr(command, "gain_of", lambda *_: gain)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "Who?", "answer": "I."}\n')
+    assert cli.main(["merge", str(run_dir), "--data", str(rows), "--out", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().err
+    assert f"{100 * gain.share:.1f} % of the gain kept" in said
+    assert ("warning: rounding took most" in said and "--to bf16" in said) == warned
+
+
+def test_an_adapter_that_is_no_better_than_its_base_has_no_gain():
+    gain = Gain(base=1.0, adapter=1.2, merged=1.1, tokens=100, rows=10)
+    assert gain.share is None and "no gain to keep" in gain.words()
+
+
+def test_ctrl_c_says_how_to_go_on(run_dir, monkeypatch, tmp_path, capsys):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("unfreeze.compress.merge.write_weight", stopped)
+    assert cli.main(["merge", str(run_dir), "--no-check", "--out", str(tmp_path / "out")]) == 130
+    assert "give the same command again" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert cli.main(["merge", str(run_dir), "--no-check", "--out", str(tmp_path / "out"), "--quiet"]) == 0
