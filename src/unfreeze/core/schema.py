@@ -58,7 +58,8 @@ class NotedRow(TypedDict):
 class DataEvent(CommonFields, total=False):
     """The account of the data: every row is used, cut, dropped or bad.
 
-    Once each time the run is started, before the first step.
+    Once each time the run is started, before the first step. Where rows are encoded beside training, it is of
+    those that are there then, and stands again for all.
     """
 
     kind: Required[Literal["data"]]
@@ -87,6 +88,7 @@ class DataEvent(CommonFields, total=False):
     reading: Annotated[AnyText, of("name", '"memory", "disk" or "on demand"')]
     files: Annotated[dict[AnyText, Int], of("rows", "file -> rows")]
     mixture: Annotated[list[AnyText], of("sentence", "what data_weights made of each file")]
+    rows_in_files: Annotated[Int, of("rows", "in the data files, where not all are encoded yet")]
 
 
 class Device(TypedDict, total=False):

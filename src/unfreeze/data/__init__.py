@@ -18,6 +18,9 @@ Training then reads from the outside in, each line an iterator or a lookup over 
             Renderer(row)    -> text, cut into what is given and what is taught       tokens/turns.py
       pack(examples)         -> Batch                                                 packing/batches.py
 
+Where a number of steps is given, large files come in windows, and training begins with the first of them
+(streamed.py, packing/windows.py).
+
 A Cursor is (epoch, position) and what must not have changed since: every other state follows from the seed.
 Names are imported on first use: packed batches need torch.
 """

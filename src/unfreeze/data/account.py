@@ -16,7 +16,7 @@ import numpy as np
 
 from unfreeze.core.errors import DataError
 from unfreeze.core.units import format_count
-from unfreeze.data.examples import Example, Examples
+from unfreeze.data.examples import Columns, Example, Examples
 from unfreeze.data.rows.row import BadRow, Row, content_digest
 from unfreeze.data.tokens.masks import Dropped, Encoded
 
@@ -69,6 +69,12 @@ class Stats:
     @property
     def supervised_fraction(self) -> float:
         return self.supervised / max(self.tokens, 1)
+
+    def add(self, columns: Columns) -> None:
+        """Count the documents that follow."""
+        for length, supervised, *_ in zip(*[iter(columns.numbers)] * 5, strict=True):
+            self.examples, self.tokens = self.examples + 1, self.tokens + length
+            self.supervised, self.longest = self.supervised + supervised, max(self.longest, length)
 
     def summary(self) -> str:
         """Put the account into one line.

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.data.account import Account, Reading, Stats
@@ -27,6 +27,9 @@ from unfreeze.data.tokens.tokenizer import Tokenizer
 from unfreeze.data.tokens.turns import Turns
 from unfreeze.data.workers import Progress, encoded_parts
 
+if TYPE_CHECKING:
+    from unfreeze.data.streamed import Stream
+
 __all__ = ["Dataset", "Reading", "Stats", "encode_file", "encode_files"]
 
 HELD_BYTES = 256 * 2**20
@@ -39,11 +42,17 @@ class Dataset:
     """Examples in the order of the files, and the account of how they came to be.
 
     `validation`: documents held out, none if not asked for.
+    `stream`: of large files, the rest; `examples` are then those of rows at even distances (streamed.py).
     """
 
     examples: Examples
     stats: Stats
     validation: Examples | None = None
+    stream: Stream | None = None
+
+    def known(self) -> list[Examples]:
+        """All documents that are encoded by now."""
+        return [self.examples] if self.stream is None else self.stream.known()
 
     def leaked(self) -> int:
         """Validation documents whose content is also trained on.
@@ -53,7 +62,9 @@ class Dataset:
         if self.validation is None:
             return 0
         held_out = self.validation.digests_N.tolist()
-        trained = set(held_out).intersection(self.examples.digests_N.tolist())
+        trained: set[bytes] = set()
+        for examples in self.known():
+            trained |= set(held_out).intersection(examples.digests_N.tolist())
         return sum(digest in trained for digest in held_out)
 
 

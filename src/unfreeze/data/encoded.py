@@ -29,10 +29,10 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jinja2
 
@@ -78,16 +78,9 @@ def encoded_files(
     name = key([Path(path) for path in paths], tokenizer.identity, given) if told is not None else ""
     if not name:
         return encode()
-    # whether bad rows are skipped or refused changes nothing where there are none
-    refused = options.get("on_bad_row", "error") == "error"
-    if (found := read(name)) is not None and not (refused and found.stats.bad):
+    if (found := whole(name, options.get("on_bad_row", "error"))) is not None:
         return found
-    try:
-        needed, free = BYTES_A_BYTE * _size(paths), shutil.disk_usage(made(root())).free
-        store = Writing(name, free // 2) if 2 * needed <= free else None
-    except OSError:
-        store = None
-    if store is None:
+    if (store := begun(name, paths)) is None:
         return encode()
     try:
         found = store.finish(encode(store=store))
@@ -101,6 +94,21 @@ def encoded_files(
         return encode(held_bytes=0) if large else encode()
     finally:
         store.discard()
+
+
+def whole(name: str, on_bad_row: str) -> Dataset | None:
+    """A whole store that may be used: whether bad rows are skipped changes nothing where there are none."""
+    found = read(name)
+    return None if found is not None and found.stats.bad and on_bad_row == "error" else found
+
+
+def begun(name: str, paths: Sequence[str | Path]) -> Writing | None:
+    """A new store; None where none can be written, or it would take more than half of what is free."""
+    try:
+        needed, free = BYTES_A_BYTE * _size(paths), shutil.disk_usage(made(root())).free
+        return Writing(name, free // 2) if 2 * needed <= free else None
+    except OSError:
+        return None
 
 
 def _size(paths: Sequence[str | Path]) -> int:
@@ -177,7 +185,21 @@ class Writing:
         self._weights.write(part.weights)
 
     def fetch(self, index: int) -> Example:
-        raise NotImplementedError("a store is read when it is whole: finish()")
+        raise NotImplementedError("a store is read when it is whole: finish(); a part of it before: latest()")
+
+    def latest(self, columns: Columns, num_bytes: int) -> Documents:
+        """The documents that were added last, `num_bytes` of tokens and as many of weights.
+
+        They stay readable. Raises OSError where they can't be written.
+        """
+        for file in (self._tokens, self._weights):
+            file.flush()
+        begin = self._tokens.tell() - num_bytes
+        return Documents(columns, *(Span(file, begin) for file in self._read))
+
+    @cached_property
+    def _read(self) -> list[IO[bytes]]:
+        return [(self._part / name).open("rb") for name in ("tokens", "weights")]
 
     def finish(self, dataset: Dataset) -> Dataset:
         """The same dataset, read from the store. Raises OSError where it can't be written."""
@@ -199,6 +221,17 @@ class Writing:
         self._tokens.close()
         self._weights.close()
         shutil.rmtree(self._part, ignore_errors=True)
+
+
+class Span:
+    """Bytes of a file from `begin` on; a slice of them is read when it is asked for."""
+
+    def __init__(self, file: IO[bytes], begin: int):
+        self._file, self._begin = file, begin
+
+    def __getitem__(self, place: slice) -> bytes:
+        self._file.seek(self._begin + place.start)
+        return self._file.read(place.stop - place.start)
 
 
 def read(name: str) -> Dataset | None:

@@ -32,7 +32,7 @@ from contextlib import closing, suppress
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from unfreeze.core import garbage
 from unfreeze.core.errors import DataError
@@ -53,6 +53,10 @@ TRIED = 0.1
 """Seconds of encoding here before that is judged."""
 AHEAD = 2
 """Batches for each worker that are read before the first of them is finished."""
+LATER = Part()
+"""Stands for a part that is not there yet, where nobody waits for it."""
+NICE = 19
+"""Of workers beside training: they take what it leaves of the cores."""
 MOST = 16
 """Each holds a tokenizer, some 50 to 400 MB."""
 SINGLE = dict.fromkeys(
@@ -100,8 +104,15 @@ def encoded_parts(
     tokenizer: Tokenizer,
     workers: int | None,
     progress: Progress | None,
+    *,
+    ahead: int = 0,
+    waits: Callable[[], bool] = lambda: True,
 ) -> Generator[Part]:
-    """What becomes of the batches, in their order, made here or by `workers` processes (see encode_files)."""
+    """What becomes of the batches, in their order, made here or by `workers` processes (see encode_files).
+
+    ahead: batches that are read before the first of them is finished, where AHEAD for each worker is less.
+    waits: asked before each; where it says no, LATER comes instead of a part that is not there yet.
+    """
     count = num_workers() if workers is None else workers
     may = count > (1 if workers is None else 0) and tokenizer.origin is not None
     total = sum(text_bytes(Path(path)) for path in spec.paths if os.path.isfile(path))
@@ -110,11 +121,14 @@ def encoded_parts(
     try:
         # here, until it shows that workers pay and they are ready
         while pool is None or not pool.ready():
+            if not waits():
+                yield LATER
+                continue
             if may and pool is None:
                 spent = time.perf_counter() - started
                 if workers or (spent > TRIED and spent / max(done, 1) * (total - done) > PAYS):
                     try:
-                        pool = Workers(count, spec, tokenizer)
+                        pool = Workers(count, spec, tokenizer, coder, ahead)
                     except (OSError, RuntimeError) as error:  # no process, thread or memory is left for them
                         log.warning("rows are encoded by this process alone: %s", error)
                         may = False
@@ -128,7 +142,10 @@ def encoded_parts(
             if progress is not None:
                 progress(rows, done, total)
         # then by them; by this one again from the first row on that they would encode otherwise
-        for batch, part in pool.parts(batches):
+        for batch, part in pool.parts(batches, waits):
+            if part is LATER:
+                yield LATER
+                continue
             if part is not None and not agrees(part, coder):
                 pool.given_up, part = True, None
             part = part or coder(batch)
@@ -158,11 +175,16 @@ def agrees(part: Part, coder: Coder) -> bool:
 
 
 class Workers:
-    """Processes that encode, each with a thread here that feeds it."""
+    """Processes that encode, each with a thread here that feeds it.
 
-    def __init__(self, count: int, spec: Spec, tokenizer: Tokenizer):
+    Where the coder here learns no more shapes, they know what it knows, and work beside training.
+    """
+
+    def __init__(self, count: int, spec: Spec, tokenizer: Tokenizer, coder: Coder, ahead: int = 0):
         assert tokenizer.origin is not None
         folder, now, variables = tokenizer.origin
+        render = coder.encoder.render
+        known = [(shape, FORMS.index(form), left) for shape, (form, left) in render.known.items()]
         hello = {
             "spec": asdict(spec),
             "folder": str(folder),
@@ -170,7 +192,9 @@ class Workers:
             "variables": dict(variables),
             "identity": tokenizer.identity,
         }
+        told = marshal.dumps((json.dumps(hello), known if render.frozen else None))
         self._workers: list[Worker] = []
+        self._ahead = max(AHEAD * count, ahead)
         self._threads = ThreadPoolExecutor(count, "encode")
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         self._own = threading.local()
@@ -179,7 +203,7 @@ class Workers:
         self._together = threading.Barrier(count)
         try:
             for _ in range(count):
-                self._workers.append(Worker(hello))
+                self._workers.append(Worker(told))
                 self._idle.put(self._workers[-1])
             self._greeted = [self._threads.submit(self._greet) for _ in range(count)]
         except BaseException:
@@ -195,7 +219,9 @@ class Workers:
         """Whether all of them can begin."""
         return all(greeted.done() for greeted in self._greeted)
 
-    def parts(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, Part | None]]:
+    def parts(
+        self, batches: Iterator[Batch], waits: Callable[[], bool] = lambda: True
+    ) -> Iterator[tuple[Batch, Part | None]]:
         """Every batch and what became of it, in order; None where it is to be encoded here.
 
         All are once `given_up` is set, and those that hold more than plain values (a table's dates).
@@ -211,7 +237,7 @@ class Workers:
         waiting: deque[tuple[Batch, Future[Part | None]]] = deque()
         broken: BaseException | None = None
         while True:
-            while broken is None and len(waiting) < AHEAD * len(self._workers):
+            while broken is None and len(waiting) < self._ahead:
                 try:
                     batch = next(batches, None)
                 except Exception as error:  # a file that cannot be read on: first comes what stands before it
@@ -222,6 +248,9 @@ class Workers:
                 waiting.append((batch, self._threads.submit(self._encode, batch)))
             if not waiting:
                 break
+            if not waits() and not waiting[0][1].done():
+                yield waiting[0][0], LATER
+                continue
             batch, made = waiting.popleft()
             part = made.result()
             yield batch, None if self.given_up else part
@@ -265,7 +294,7 @@ class Killed(DataError):
 class Worker:
     """One process, seen from here."""
 
-    def __init__(self, hello: dict[str, Any]):
+    def __init__(self, hello: bytes):
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         self._hello = hello
         code = f"import sys; sys.path[:] = {[*sys.path]!r}; from unfreeze.data import workers; workers.main()"
@@ -280,7 +309,7 @@ class Worker:
 
     def greet(self) -> None:
         """Tell it how to encode, and wait until it can."""
-        self._asked(marshal.dumps(json.dumps(self._hello)))
+        self._asked(self._hello)
 
     def encode(self, batch: bytes) -> Part:
         return Part.unpack(self._asked(batch))
@@ -340,7 +369,8 @@ def main() -> None:
     questions = sys.stdin.buffer
     if (hello := receive(questions)) is None:
         return
-    told = json.loads(marshal.loads(hello))
+    said, known = marshal.loads(hello)
+    told = json.loads(said)
     now = told["now"] and datetime.fromisoformat(told["now"])
     tokenizer = load_tokenizer(told["folder"], now=now or None, template_variables=told["variables"])
     if tokenizer.identity != told["identity"]:
@@ -348,6 +378,10 @@ def main() -> None:
     garbage.put_off()
     spec = Spec(**told["spec"])
     coder = Coder(spec, spec.encoder(tokenizer))
+    if known is not None:
+        coder.encoder.render.freeze({shape: (FORMS[form], left) for shape, form, left in known})
+        with suppress(AttributeError, OSError):  # another system
+            os.nice(NICE)
     with suppress(BrokenPipeError), closing(answers):
         send(answers, b"ready")
         while (question := receive(questions)) is not None:

@@ -7,21 +7,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from unfreeze.config.tables import Data, Optimizer, Training
 from unfreeze.config.template import template_time, template_values
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED
+from unfreeze.job.streaming import MANY_ROWS, Followed, in_windows
 from unfreeze.report.events import TEACH_LITTLE
 from unfreeze.tracking.live import EncodeProgress
 from unfreeze.untrusted.json_object import read_object
 
 if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
-    from unfreeze.data import Batches, Dataset, Example, Tokenizer
+    from unfreeze.data import Batches, Dataset, Example, Stats, Tokenizer
     from unfreeze.data.packing.batches import Cursor
+    from unfreeze.data.packing.windows import WindowBatches
+    from unfreeze.data.streamed import Stream
     from unfreeze.data.tokens.forms import Reasoning
     from unfreeze.data.tokens.masks import Supervise
     from unfreeze.data.tokens.turns import Turns
@@ -79,26 +82,28 @@ def encode(
     *,
     quiet: bool = True,
     **options: Unpack[Encoding],
-) -> Dataset:
+) -> tuple[Dataset, list[Followed]]:
     """The data files as examples, and a "data" event that accounts for them.
+
+    Of large files, where that can be (streaming.py), the first; and what tells the account of all later.
 
     An example is no longer than the model's positions and the `tokens` of a micro-batch allow.
     A bound below data.sequence_length is a warning where it cut, dropped or split a row, or where the
     length was asked for.
     """
-    from unfreeze.data import encoded_files, split_by_content
+    from unfreeze.data import Dataset, encoded_files, split_by_content
     from unfreeze.data.remarks import losses, mixture
 
     length = sequence_length(data, tokens, max_positions)
-    encoded = partial(
-        encoded_files,
-        tokenizer=tokenizer,
-        sequence_length=length,
-        truncation=data.truncation,
-        on_bad_row=data.on_bad_row,
-        columns=data.columns,
+    given: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "sequence_length": length,
+        "truncation": data.truncation,
+        "on_bad_row": data.on_bad_row,
+        "columns": data.columns,
         **options,
-    )
+    }
+    encoded = partial(encoded_files, **given)
 
     def read(files: Sequence[str]) -> Dataset:
         """Of several processes one encodes, on all cores, and the others read its store."""
@@ -107,7 +112,15 @@ def encode(
         return found or encoded(files, workers=0)
 
     # training rows, and what is held out of them or beside them
-    dataset = read(data.files)
+    stream = None
+    if in_windows(run, data, training, group):
+        with EncodeProgress(quiet=quiet) as progress:
+            stream = stream_of(run, data, tokens, seed, progress, given)
+    dataset = (
+        read(data.files)
+        if stream is None
+        else Dataset(stream.head, stream.stats(), stream.validation, stream)
+    )
     stats = dataset.stats
     warnings: list[str] = []
     if data.validation:
@@ -115,48 +128,79 @@ def encode(
         dataset = replace(dataset, validation=held_out.examples)
         if held_out.stats.truncated + held_out.stats.dropped + held_out.stats.bad:
             warnings.append(f"validation file: {held_out.stats.summary()}")
-    elif data.validation_fraction:
+    elif data.validation_fraction and stream is None:
         taught, validation = split_by_content(dataset.examples, data.validation_fraction, seed)
         dataset = replace(dataset, examples=taught, validation=validation)
-    stats.held_out = len(dataset.validation or ())
+
+    def tell(stats: Stats, step: int) -> None:
+        """The account, with how much of the files it is of where that is not all."""
+        stats.held_out = len(dataset.validation or ())
+        left = 0 if stream is None or stream.whole is not None else len(stream.rows)
+        beside = f"of {left:,} rows in the files the first that training needs: " if left else ""
+        run.events.emit(
+            "data",
+            step,
+            **stats.as_dict(),
+            **({"mixture": mixed} if mixed else {}),
+            **({"rows_in_files": left} if left else {}),
+            summary="; ".join([beside + stats.summary(), *mixed]),
+        )
+
+    def wrong(stats: Stats) -> list[str]:
+        """What is wrong with the data."""
+        said = losses(stats, length, max_positions)
+        if data.validation and (leaked := dataset.leaked()):
+            said.append(f"{leaked} of {stats.held_out} validation documents are also in the training data")
+        asked = data.sequence_length != Data.model_fields["sequence_length"].default
+        affected = (
+            stats.truncated
+            or stats.dropped
+            or stats.examples_dropped
+            or (data.truncation == "split" and stats.split_rows)
+        )
+        if length < data.sequence_length and (asked or affected):
+            by = (
+                "the model's positions"
+                if length == max_positions
+                else "tokens_per_step / micro_batches (a document is never cut in two)"
+            )
+            said.append(f"sequence_length {data.sequence_length} is bounded to {length} by {by}")
+        return said
 
     # the account, then what is wrong with the data
-    batches = batches_of(data, dataset.examples, tokens=tokens, seed=seed, packing=training.packing)
+    start = run.cursor if stream is not None else None
+    batches = batches_in(data, dataset, tokens=tokens, seed=seed, packing=training.packing, start=start)
     stats.packing, stats.efficiency = training.packing, batches.efficiency()
     mixed: list[str] = []
     if data.weights:
         micro_batches = training.tokens_per_step // tokens
         passes = num_steps(training, batches, micro_batches) * micro_batches / batches.len_steps(1)
         mixed = mixture(dataset.examples, data.names, data.weights, passes)
-    run.events.emit(
-        "data",
-        run.step,
-        **stats.as_dict(),
-        **({"mixture": mixed} if mixed else {}),
-        summary="; ".join([stats.summary(), *mixed]),
-    )
-    warnings += losses(stats, length, max_positions)
-    if leaked := dataset.leaked():
-        warnings.append(f"{leaked} of {stats.held_out} validation documents are also in the training data")
-    for message in warnings if run.step == 0 else ():
+    tell(stats, run.step)
+    for message in [*warnings, *wrong(stats)] if run.step == 0 else ():
         run.events.emit("warning", 0, message=message)
-    asked = data.sequence_length != Data.model_fields["sequence_length"].default
-    affected = (
-        stats.truncated
-        or stats.dropped
-        or stats.examples_dropped
-        or (data.truncation == "split" and stats.split_rows)
+    return dataset, [] if stream is None else [Followed(stream, stats, tell, wrong)]
+
+
+def stream_of(
+    run: Run, data: Data, tokens: int, seed: int, progress: EncodeProgress, given: dict[str, Any]
+) -> Stream | None:
+    """Large files in windows, closed with the run; None for files that are read whole."""
+    from unfreeze.data.streamed import streamed_files
+
+    stream = streamed_files(
+        data.files,
+        least=MANY_ROWS if run.cursor is None else 0,
+        tokens_per_step=tokens,
+        seed=seed,
+        validation_fraction=data.validation_fraction,
+        start=run.cursor,
+        progress=progress,
+        **given,
     )
-    if run.step == 0 and length < data.sequence_length and (asked or affected):
-        by = (
-            "the model's positions"
-            if length == max_positions
-            else "tokens_per_step / micro_batches (a document is never cut in two)"
-        )
-        run.events.emit(
-            "warning", 0, message=f"sequence_length {data.sequence_length} is bounded to {length} by {by}"
-        )
-    return dataset
+    if stream is not None:
+        run.leaving.callback(stream.close)
+    return stream
 
 
 def batches_of(
@@ -176,12 +220,23 @@ def batches_of(
     return Batches(examples, tokens, seed, start, packing=packing, order=order)
 
 
+def batches_in(
+    data: Data, dataset: Dataset, *, tokens: int, seed: int, packing: Packing, start: Cursor | None = None
+) -> Batches | WindowBatches:
+    """batches_of a run's documents; of those that come in windows, window by window."""
+    from unfreeze.data.packing.windows import WindowBatches
+
+    if dataset.stream is not None:
+        return WindowBatches(dataset.stream, tokens, start, packing=packing)
+    return batches_of(data, dataset.examples, tokens=tokens, seed=seed, packing=packing, start=start)
+
+
 def sequence_length(data: Data, tokens: int, max_positions: int) -> int:
     """Tokens of the longest document that a micro-batch of `tokens` and this model take."""
     return min(data.sequence_length, max_positions, tokens)
 
 
-def num_steps(training: Training, batches: Batches, micro_batches: int) -> int:
+def num_steps(training: Training, batches: Batches | WindowBatches, micro_batches: int) -> int:
     """Optimizer steps: as given, or as many as `epochs` need."""
     return training.steps or max(1, -(-batches.len_steps(training.epochs) // micro_batches))
 
@@ -232,7 +287,9 @@ def describer(dataset: Dataset, tokenizer: Tokenizer) -> Describe:
     """
 
     def describe(tokens: list[int]) -> dict[str, object]:
-        rows = sorted({example.row for example in dataset.examples if list(example.tokens) == tokens})
-        return {"rows": rows, "text": tokenizer.decode(tokens, skip_specials=False)}
+        rows: set[int] = set()
+        for examples in dataset.known():
+            rows |= {example.row for example in examples if list(example.tokens) == tokens}
+        return {"rows": sorted(rows), "text": tokenizer.decode(tokens, skip_specials=False)}
 
     return describe

@@ -22,7 +22,7 @@ from unfreeze.core.garbage import take_up
 from unfreeze.core.schema import TrainEvent
 from unfreeze.job.data import (
     Encoding,
-    batches_of,
+    batches_in,
     check_vocabulary,
     describer,
     encode,
@@ -47,6 +47,7 @@ from unfreeze.job.plan import (
 )
 from unfreeze.job.receipts import receipt_of
 from unfreeze.job.samples import Samples, own_prompts
+from unfreeze.job.streaming import Followed, saved_before
 from unfreeze.job.trained import Trained
 from unfreeze.job.validation import Validation, best_is_written, validation_of, write_best
 from unfreeze.report.events import of_kind, read_events
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
     from unfreeze.checkpoint.stream import LoadStats
     from unfreeze.data import Batches, Dataset
+    from unfreeze.data.packing.windows import WindowBatches
     from unfreeze.models import Decoder
     from unfreeze.models.recompute import RecomputePolicy
     from unfreeze.parallel.collectives import Group
@@ -156,12 +158,13 @@ class Job:
     device: torch.device
     start: Manifest
     dataset: Dataset
-    batches: Batches
+    batches: Batches | WindowBatches
     model: Decoder
     state: State
     samples: Samples
     validation: list[Validation]
     describe: Describe
+    followed: list[Followed]
 
     def fit(self) -> bool:
         """The loop, with everything that looks at a step.
@@ -178,22 +181,23 @@ class Job:
             hook.first()
         reset_peak_bytes(self.device)
         take_up()  # everything is imported
-        fitted = fit(
-            state,
-            self.batches,
-            self.parts.objective,
-            recompute=self.recompute,
-            micro_batches=self.memory.micro_batches,
-            max_norm=self.max_norm,
-            save_every=saves.every,
-            save_minutes=saves.minutes,
-            keep_saves=saves.keep,
-            on_full_disk=saves.on_full_disk,
-            group=self.group,
-            judge=self.spike_guard(),
-            describe=self.describe,
-            on_step=self.hooks(),
-        )
+        with saved_before(state, saves.keep, self.followed):
+            fitted = fit(
+                state,
+                self.batches,
+                self.parts.objective,
+                recompute=self.recompute,
+                micro_batches=self.memory.micro_batches,
+                max_norm=self.max_norm,
+                save_every=saves.every,
+                save_minutes=saves.minutes,
+                keep_saves=saves.keep,
+                on_full_disk=saves.on_full_disk,
+                group=self.group,
+                judge=self.spike_guard(),
+                describe=self.describe,
+                on_step=self.hooks(),
+            )
         if fitted.reason == "done":
             self.samples.say("after", state.step)
         return fitted.reason == "done"
@@ -208,10 +212,18 @@ class Job:
     def hooks(self) -> list[OnStep]:
         """What looks at each finished step: kernels, the receipt, validation, then the recipe's own."""
         receipt = receipt_of(self.state, self.dataset, self.group, stop=self.parts.trained.strict)
-        return [KernelChoices(self.memory.dtype), *receipt, *self.validation, *self.parts.on_step]
+        return [
+            KernelChoices(self.memory.dtype),
+            *receipt,
+            *self.validation,
+            *self.followed,
+            *self.parts.on_step,
+        ]
 
     def write(self, *, finished: bool) -> None:
         """What was trained, at the end or an interruption; and the best save, if that was an earlier one."""
+        for account in self.followed:
+            account.end(self.state)
         folder, trained = self.state.run, self.parts.trained
         write = partial(trained.write, self.state, self.start, self.model_name)
         if finished or trained.when_interrupted:
@@ -294,7 +306,7 @@ def prepare(
     check_vocabulary(tokenizer, shape, start)
 
     # rows -> conversations -> tokens and weights
-    dataset = encode(
+    dataset, followed = encode(
         folder,
         data,
         tokenizer,
@@ -309,7 +321,9 @@ def prepare(
 
     # bytes, with arithmetic; refuses what does not fit
     lengths = dataset.examples.lengths_N.tolist()
-    plan = agreed_plan(config, parts.trained, start, shape, device, lengths, folder, group)
+    length = sequence_length(data, tokens, shape.max_positions)
+    longest = None if dataset.stream is None else length  # of rows that are not encoded yet nobody knows
+    plan = agreed_plan(config, parts.trained, start, shape, device, lengths, folder, group, longest)
     memory = config.memory.model_copy(update={"recompute": plan.work.recompute})
     predicted = predicted_ops(device, config.memory.dtype)
     disk = disk_of(config, parts.trained, start, plan)
@@ -323,8 +337,8 @@ def prepare(
     parts.trained.attach(model)
 
     # the order of the data, from where the last save was; and how many steps that is
-    batches = batches_of(
-        data, dataset.examples, tokens=tokens, seed=config.seed, packing=training.packing, start=folder.cursor
+    batches = batches_in(
+        data, dataset, tokens=tokens, seed=config.seed, packing=training.packing, start=folder.cursor
     )
     steps = num_steps(training, batches, config.memory.micro_batches)
     if folder.step == 0 and (few := few_steps(training, steps))[0]:
@@ -338,7 +352,6 @@ def prepare(
         schedule=schedule_of(optimizer, steps),
         after_update=parts.after_update(model),
     )
-    length = sequence_length(data, tokens, shape.max_positions)
     write_resolved(folder, config, parts.recipe, steps=steps, sequence_length=length, device=str(device))
 
     # what looks at steps: samples and validation
@@ -376,6 +389,7 @@ def prepare(
         samples,
         validation,
         describer(dataset, tokenizer),
+        followed,
     )
 
 

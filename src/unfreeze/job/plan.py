@@ -45,12 +45,14 @@ def plan_of(
     processes: int = 1,
     recompute: str = "",
     began: str = "",
+    longest: int | None = None,
 ) -> Plan:
     """What the run will take, term by term; `unfreeze doctor` shows the same plan.
 
     lengths    of the documents, in tokens; none: each is as long as the longest may be
     recompute  instead of the config's
     began      what a run with recompute = "auto" chose when it began: now only what gives the same bits
+    longest    tokens of the longest document, where that is not among `lengths`
     """
     from unfreeze.adapters.snapshot import COPY_BYTES
     from unfreeze.parallel.plan import plan_training
@@ -70,7 +72,7 @@ def plan_of(
         dtype=memory.dtype,
         device=device,
         micro_batches=memory.micro_batches,
-        longest=max(lengths, default=sequence_length(config.data, tokens, shape.max_positions)),
+        longest=longest or max(lengths, default=sequence_length(config.data, tokens, shape.max_positions)),
         mean_length=mean_length(lengths) if lengths else None,
         recompute=cast(Any, recompute or memory.recompute),
         among=cast(Any, among),
@@ -91,6 +93,7 @@ def agreed_plan(
     lengths: Sequence[int],
     folder: Run,
     group: Group,
+    longest: int | None = None,
 ) -> Plan:
     """The plan with what is recomputed: as asked, or chosen, the same on all processes.
 
@@ -101,13 +104,15 @@ def agreed_plan(
 
     given = config, trained, start, shape, device, lengths, group.size
     if config.memory.recompute != "auto":
-        return plan_of(*given)
+        return plan_of(*given, longest=longest)
     plans = of_kind(read_events(folder.path / "events.jsonl"), PlanEvent) if folder.step else []
     began = group.texts(plans[0].get("recompute", "") if plans else "")[0]
-    plan = plan_of(*given, began=began if began in FASTEST_FIRST else "")
+    plan = plan_of(*given, began=began if began in FASTEST_FIRST else "", longest=longest)
     least = max(group.texts(plan.work.recompute), key=lambda name: FASTEST_FIRST.index(cast(Any, name)))
     if least != plan.work.recompute:
-        plan = replace(plan_of(*given, recompute=least), why="another process has less free memory")
+        plan = replace(
+            plan_of(*given, recompute=least, longest=longest), why="another process has less free memory"
+        )
     if began and began != least:
         message = (
             f"recompute = {least} from here on, because {began} no longer fits; the numbers stay the same"

@@ -188,6 +188,11 @@ def data_lines(events: Sequence[Event], listed: int = 3) -> list[str]:
     return lines
 
 
+def times_larger(account: DataEvent) -> float:
+    """How many times as many rows the files have as the account: 1 where every row is encoded."""
+    return account.get("rows_in_files", 0) / max(account.get("rows", 0), 1) or 1.0
+
+
 def data_line(account: DataEvent) -> str:
     """Put the account of the data into one line of a terminal.
 
@@ -197,7 +202,10 @@ def data_line(account: DataEvent) -> str:
         return account.get("summary", "")
     lost = {name: account.get(name, 0) for name in ("truncated", "dropped", "bad", "duplicates")}
     taught = f"{100 * account.get('supervised_fraction', 0):.0f} % taught"
-    parts = f"{account.get('rows', 0):,} rows, {format_count(account['tokens'])} tokens, {taught}"
+    rows = f"{account.get('rows', 0):,} rows"
+    if "rows_in_files" in account:
+        rows += f" of {account['rows_in_files']:,}, the others as they are needed"
+    parts = f"{rows}, {format_count(account['tokens'])} tokens, {taught}"
     losses = ", ".join(f"{count:,} {name}" for name, count in lost.items() if count)
     return f"{parts}; {losses}" if losses else parts
 

@@ -8,7 +8,16 @@ from pathlib import Path
 
 from unfreeze.core.schema import DataEvent, EvalEvent
 from unfreeze.core.units import format_seconds
-from unfreeze.report.events import TEACH_LITTLE, last, numbers, of_kind, sample_pairs, series, warnings
+from unfreeze.report.events import (
+    TEACH_LITTLE,
+    last,
+    numbers,
+    of_kind,
+    sample_pairs,
+    series,
+    times_larger,
+    warnings,
+)
 from unfreeze.report.run import Run, flatten, leaves
 
 UNITS = {  # field of an eval event -> what it is, its unit: core/schema.py's five, and the scores of the demo
@@ -82,10 +91,13 @@ def _what(run: Run) -> tuple[str, str]:
     noun = nouns.pop() if len(nouns) == 1 else "documents"
     # Of a run that ended within its first epoch: how much of the data that was.
     trained, there = sum(event.get("tokens") or 0 for event in run.train), account.get("tokens") or 0
+    more = times_larger(account)  # rows that are not encoded are taken to be like those that are
+    there *= more
     seen = f"{100 * trained / there:.0f} % of " if 0 < trained < 0.8 * there else ""
     # what a fraction held out of the files is not trained on; a validation file is not counted there
     held_out = account.get("held_out", 0) if run.config.get("validation_fraction") else 0
-    return seen, f"{account['examples'] - held_out:,} {noun}" + (f" of {where}" if where else "")
+    number = round(account["examples"] * more) - held_out
+    return seen, f"{number:,} {noun}" + (f" of {where}" if where else "")
 
 
 def _measured(run: Run) -> tuple[str, bool]:

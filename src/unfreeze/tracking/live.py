@@ -35,7 +35,7 @@ from unfreeze.core.schema import (
     WarningEvent,
 )
 from unfreeze.core.units import format_bytes, format_seconds
-from unfreeze.report.events import COLUMNS, data_line, data_lines, folded, numbers
+from unfreeze.report.events import COLUMNS, data_line, data_lines, folded, numbers, times_larger
 from unfreeze.report.run import decimal_bytes, early_words, load_words
 from unfreeze.report.tables import plan_lines, receipt_table, receipt_text, receipt_verdict
 
@@ -173,7 +173,7 @@ class LiveProgress:
             self._display.line(line)
 
     def _on_data(self, event: DataEvent) -> None:
-        self._data_tokens = event.get("tokens", 0)
+        self._data_tokens = event.get("tokens", 0) * times_larger(event)
         _, *left_out_rows = data_lines([event])
         mixed = [line for words in event.get("mixture", []) for line in folded(f"mixture: {words}")]
         for line in (*folded(f"data: {data_line(event)}"), *mixed, *left_out_rows):

@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, cast
@@ -43,6 +44,7 @@ class Run:
     finished      whether that save is of the last step of its schedule or was ended early, and nothing was
                   changed that could ask for more.
     changed       "field: saved -> now" of each change that allow_changed let through.
+    leaving       what ends with it, such as processes that encode rows.
 
     Use as a context manager: leaving it closes the events and frees the lock. (A killed process frees the
     lock too: the kernel does.)
@@ -72,6 +74,7 @@ class Run:
         self.allow_changed = frozenset(allow_changed)
         self.fixed = dict(fixed or {})
         self.changed: list[str] = []
+        self.leaving = ExitStack()
         self._is_new = not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock: IO[str] | None = _take_lock(self.path)
@@ -134,6 +137,7 @@ class Run:
         )
 
     def close(self) -> None:
+        self.leaving.close()
         self.events.close()
         self._free_lock()
 

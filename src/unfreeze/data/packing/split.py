@@ -46,12 +46,17 @@ def split_by_content(
     )
     if held_N.all() or not held_N.any():
         side = "training" if held_N.all() else "validation"
-        raise ConfigError(
-            f"validation_fraction {fraction} of {len(examples)} documents leaves none for {side} (a row's"
-            " side is drawn from its content)",
-            next="another --validation-fraction, or --validation FILE",
-        )
+        raise none_left(fraction, f"{len(examples)} documents", side)
     return examples.part(~held_N), examples.part(held_N)
+
+
+def none_left(fraction: float, of: str, side: str) -> ConfigError:
+    """What is said where all fell on the other side."""
+    return ConfigError(
+        f"validation_fraction {fraction} of {of} leaves none for {side} (a row's side is drawn from its"
+        " content)",
+        next="another --validation-fraction, or --validation FILE",
+    )
 
 
 def validation_batches(examples: Sequence[Example], tokens_per_batch: int) -> Iterator[Batch]:

