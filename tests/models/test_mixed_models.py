@@ -4,6 +4,7 @@ the same model in float, codes that stay as they are, and adapters that train be
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
@@ -43,6 +44,7 @@ SIZES = {
 FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
 FLOAT4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
 ASYMMETRIC = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
+GATE_UP = r"re:.*mlp\.experts\.\d+\.(gate|up)_proj"
 EXPERTS = r"re:.*mlp\.experts\..*"
 
 
@@ -79,6 +81,16 @@ CASES = {
         compressed(("Linear", "float-quantized", FLOAT8), (EXPERTS, "mxfp4-pack-quantized", FLOAT4)),
         by_kind(None, FP8, Mxfp4()),
         "mxfp4-pack-quantized, fp8-channel",
+    ),
+    "experts of two formats": (
+        compressed(("Linear", "float-quantized", FLOAT8), (GATE_UP, "mxfp4-pack-quantized", FLOAT4)),
+        lambda name: None if "self_attn" in name else Mxfp4() if re.match(GATE_UP[3:], name) else FP8,
+        "mxfp4-pack-quantized, fp8-channel",
+    ),
+    "experts whose down is bf16": (
+        compressed((GATE_UP, "pack-quantized", ASYMMETRIC)),
+        lambda name: INTEGERS if re.match(GATE_UP[3:], name) else None,
+        "int4-pack-quantized",
     ),
     "W4A16 with zero points": (
         compressed(("Linear", "pack-quantized", ASYMMETRIC)),

@@ -18,7 +18,7 @@ from unfreeze.checkpoint.manifest import Manifest
 from unfreeze.kernels.expert_mlp import SWIGLU, Activation
 from unfreeze.models import FAMILIES
 from unfreeze.models.blocks.embedding import Embedding, ScaledEmbedding
-from unfreeze.models.blocks.experts import Experts
+from unfreeze.models.blocks.experts import Experts, ExpertWeight
 from unfreeze.models.blocks.head import Head
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.mlp import MLP
@@ -86,16 +86,14 @@ class Factory:
         kind: type[Experts] = Experts,
         activation: Activation = SWIGLU,
     ) -> Experts:
-        codec = self.codec_for(f"{name}.gate_up_proj")
-        return kind(
-            num_experts,
-            hidden_size,
-            intermediate_size,
-            codec=codec,
-            dtype=self.dtype,
-            device=self.device,
-            activation=activation,
+        codec, down = (self.codec_for(f"{name}.{projection}") for projection in ("gate_up_proj", "down_proj"))
+        made: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        experts = kind(
+            num_experts, hidden_size, intermediate_size, codec=codec, activation=activation, **made
         )
+        if down != codec:
+            experts.down_proj = ExpertWeight(num_experts, intermediate_size, hidden_size, codec=down, **made)
+        return experts
 
     def experts_of(self, shape: Shape, name: str, **parts: Any) -> Experts:
         """The routed experts of the mixture `name`, of the model's sizes; `parts` as in `experts`."""
