@@ -51,6 +51,7 @@ SIZES: dict[str, Any] = {
     "moe_intermediate_size": 48,
     "shared_expert_intermediate_size": 80,
     "moe_num_experts": 8,
+    "intermediate_size_mlp": 80,
     "moe_k": 2,
     "n_routed_experts": 8,
     "num_experts": 8,

@@ -1,6 +1,6 @@
 """The families with experts: cases for test_families.py, a config.json for test_config_fields.py."""
 
-from family_case import COMMON, YARN, Case
+from family_case import COMMON, LLAMA3, YARN, Case
 
 MLA = {
     "num_attention_heads": 4,
@@ -82,6 +82,28 @@ GRANITE = {
     "logits_scaling": 4.0,
     "residual_multiplier": 0.3,
     "attention_multiplier": 0.2,
+}
+
+LLAMA4 = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "intermediate_size_mlp": 80,
+    "num_local_experts": 4,
+    "no_rope_layer_interval": 2,
+    "attention_chunk_size": 5,
+    "floor_scale": 4,
+}
+LLAMA4_NAMES = {
+    "config": "Llama4TextConfig",
+    "model": "Llama4ForCausalLM",
+    "renamed": (
+        ("mlp.shared_experts.", "feed_forward.shared_expert."),
+        ("mlp.gate.", "feed_forward.router."),
+        ("mlp.", "feed_forward."),
+    ),
+    "transposed": True,
 }
 
 CASES = {
@@ -183,6 +205,22 @@ CASES = {
         "GraniteMoe",
         {**MIXTRAL, **GRANITE, "num_local_experts": 8, "attention_bias": True, "tie_word_embeddings": True},
         renamed=(("mlp.", "block_sparse_moe."), ("gate.", "router.")),
+    ),
+    "llama4-text": Case("Llama4", LLAMA4, **LLAMA4_NAMES),
+    "llama4-text-maverick": Case(
+        "Llama4",
+        {
+            **LLAMA4,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "interleave_moe_layer_step": 2,
+            "use_qk_norm": False,
+            "attention_chunk_size": 3,
+            "no_rope_layers": [1, 0, 1],
+            "attn_temperature_tuning": False,
+            "rope_parameters": LLAMA3,
+        },
+        **LLAMA4_NAMES,
     ),
 }
 
@@ -350,5 +388,24 @@ CONFIGS = {
         COMMON
         | dict.fromkeys(GRANITE, 0.5)
         | {"attention_bias": False, "num_local_experts": 32, "num_experts_per_tok": 4}
+    ),
+    "llama4_text": (
+        COMMON
+        | {
+            "head_dim": 64,
+            "intermediate_size_mlp": 512,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 1,
+            "no_rope_layers": [],
+            "no_rope_layer_interval": 2,
+            "attention_chunk_size": 8,
+            "attn_temperature_tuning": True,
+            "floor_scale": 4,
+            "attn_scale": 0.1,
+            "use_qk_norm": True,
+            "for_llm_compressor": False,
+            "router_jitter_noise": 0.0,
+        }
     ),
 }

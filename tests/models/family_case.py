@@ -55,7 +55,7 @@ class Case(NamedTuple):
     def turned(self, name: str, tensor: Any) -> Any:
         """transformers' tensor (or gradient) as ours lies."""
         experts = self.transposed and name.endswith(
-            ("experts.gate_up_proj.weight", "experts.down_proj.weight")
+            (".experts.gate_up_proj.weight", ".experts.down_proj.weight")
         )
         return tensor.mT if experts and tensor is not None else tensor
 

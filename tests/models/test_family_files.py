@@ -11,11 +11,12 @@ from family_cases import CASES, DOCUMENTS, batch_of, oracle
 from safetensors.torch import load_file
 
 from unfreeze import models
-from unfreeze.adapters import LoraConfig, Receipt, attach, save_adapter, sites
+from unfreeze.adapters import LoraConfig, Receipt, attach, load_adapter, save_adapter, sites
 from unfreeze.adapters.receipt import check
 from unfreeze.checkpoint import open_checkpoint, save_checkpoint
 from unfreeze.checkpoint.nested import on_disk
 from unfreeze.checkpoint.tensors import stored_tensor
+from unfreeze.core.errors import AdapterError
 from unfreeze.generate.engine import Engine
 from unfreeze.generate.sampling import Sampling
 from unfreeze.models.publish import carried, published, stored_dtypes
@@ -192,6 +193,26 @@ def test_peft_over_transformers_gives_our_logits(name, released, tmp_path):
     assert (ours - logits_of(theirs)).abs().max() <= 2e-4
     assert (ours - bare).abs().max() > 1e-2  # control: the adapter does something
 
+    again, _ = opened(released(name)[1])
+    load_adapter(again, tmp_path)
+    assert torch.equal(again.logits(again.hidden(batch_of(DOCUMENTS))), ours)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_per_expert_layout_names_experts_as_the_files_do_or_is_refused(name, released, tmp_path):
+    folder = released(name)[1]
+    model, _ = opened(folder)
+    attach(model, LORA, seed=0)
+    stored = {key.removesuffix(".weight") for key in load_file(folder / "model.safetensors")}
+    try:
+        save_adapter(model, tmp_path, "per-expert")
+    except AdapterError as error:
+        assert model.shape.model_type in error.message and "--for peft" in error.next
+        assert not any(key.endswith(".mlp.experts.0.gate_proj") for key in stored)
+        return
+    names = {key.split(".lora_")[0] for key in load_file(tmp_path / "adapter_model.safetensors")}
+    assert {name.removeprefix("base_model.model.") for name in names} <= stored
+
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_plan_has_the_files_bytes_and_the_activations_a_layer_keeps(name, released):
@@ -205,7 +226,8 @@ def test_the_plan_has_the_files_bytes_and_the_activations_a_layer_keeps(name, re
 
     # 2,048 rows of experts, as their buffers are rounded up to that; the adapters' own [T, 1] are left out
     attach(model, LoraConfig(rank=1), seed=0)
-    run, T = model.packed_pass(batch_of([[2, *range(128)[1:]]] * 8)), 1024
+    T = 2048 // model.shape.experts_per_token
+    run = model.packed_pass(batch_of([[2, *range(128)[1:]]] * (T // 128)))
     for layer in model.layers:
         x_TD = torch.randn(T, model.shape.hidden_size).requires_grad_()
         kept = Kept()

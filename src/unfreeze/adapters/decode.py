@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unfreeze.adapters.names import in_ours, ours
+from unfreeze.adapters.names import in_ours, ours, swapped
 from unfreeze.checkpoint import nested
 from unfreeze.config.adapter import named_parameters, rank_and_scale
 from unfreeze.core.errors import AdapterError, nearest
@@ -74,7 +74,7 @@ def decode(model: nn.Module, config: Mapping[str, Any], tensors: Mapping[str, Te
         pairs[name] = Pair(half["A"], half["B"], scale)
 
     # pairs of a site together; everything that does not fit is one error
-    decoded = _assemble(config, pairs, known, faults)
+    decoded = _assemble(config, pairs, known, faults, always_swapped=swapped(model))
     if faults:
         raise AdapterError(
             f"{len(faults)} of {len(halves) + len(unknown)} factors of the adapter do not fit this model;"
@@ -151,12 +151,17 @@ def _fused_projection(
 
 
 def _assemble(
-    config: Mapping[str, Any], pairs: Mapping[str, Pair], known: Mapping[str, Candidate], faults: list[str]
+    config: Mapping[str, Any],
+    pairs: Mapping[str, Pair],
+    known: Mapping[str, Candidate],
+    faults: list[str],
+    *,
+    always_swapped: bool,
 ) -> dict[str, Decoded]:
-    """Pairs -> sites; appends to `faults`."""
+    """Pairs -> sites; appends to `faults`. always_swapped: peft swaps this model's experts (names.py)."""
     decoded: dict[str, Decoded] = {}
     by_expert: dict[tuple[str, str], dict[int, Pair]] = {}
-    swapped = _is_swapped(config, pairs, known)
+    turned = always_swapped or _is_swapped(config, pairs, known)
     for name, pair in pairs.items():
         match = EXPERT.match(name)
         if match and _expert_site(name, known):
@@ -167,7 +172,7 @@ def _assemble(
                 target,
                 _fused_projection(config, known, name, {"A": pair.A, "B": pair.B}),
                 pair,
-                swapped,
+                turned,
                 faults,
             )
         else:
@@ -180,7 +185,7 @@ def _assemble(
             decoded[name] = Decoded(known[name], {"A": pair.A[:rank], "B": pair.B[:, :rank]}, pair.scale)
     for site in dict.fromkeys(site for site, _ in by_expert):
         decoded[site] = _stacked(known[site], {p: by_expert[s, p] for s, p in by_expert if s == site}, faults)
-    if swapped:
+    if turned and not always_swapped:
         warnings.warn(
             "this adapter has the in and out dimensions of its fused experts swapped, as peft 0.18 wrote"
             " them; they are read accordingly. Saving it again writes today's layout.",

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from unfreeze.adapters.attach import Site, sites
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
-from unfreeze.adapters.names import check_per_expert, prefix_in, theirs
+from unfreeze.adapters.names import check_per_expert, prefix_in, swapped, theirs
 from unfreeze.adapters.readers import Drop, Layout, Reader
 from unfreeze.checkpoint.nested import on_disk
 from unfreeze.checkpoint.save import write_file, write_safetensors
@@ -284,6 +284,10 @@ def _peft_entries(adapted: list[Site], model: nn.Module) -> list[Entry]:
                     adapter.down_scale,
                 )
             )
+    if swapped(model):
+        entries = [
+            replace(entry, A=entry.B.mT, B=entry.A.mT) if entry.A.dim() == 3 else entry for entry in entries
+        ]
     return _padded(entries)
 
 

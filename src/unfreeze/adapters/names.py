@@ -47,6 +47,12 @@ def in_ours(model: nn.Module, config: Mapping[str, Any]) -> dict[str, Any]:
     return named
 
 
+def swapped(model: nn.Module) -> bool:
+    """Whether peft has A and B of fused experts the other way round: ΔWᵀ = Aᵀ Bᵀ."""
+    shape = getattr(model, "shape", None)
+    return isinstance(shape, models.Shape) and models.swapped_by_peft(shape)
+
+
 def check_per_expert(model: nn.Module, site: str) -> None:
     """Raise AdapterError where the checkpoint has no matrix per expert named gate_proj, up_proj, down_proj.
 

@@ -28,6 +28,7 @@ from unfreeze.models import (
     granite,
     granitemoe,
     llama,
+    llama4_text,
     minimax_m2,
     ministral,
     ministral3,
@@ -88,6 +89,7 @@ __all__ = [
     "rules",
     "selective",
     "shape",
+    "swapped_by_peft",
     "tied",
 ]
 
@@ -103,6 +105,7 @@ FAMILIES: dict[str, ModuleType] = {
     "granitemoe": granitemoe,
     "kimi_k2": deepseek_v3,
     "llama": llama,
+    "llama4_text": llama4_text,
     "minimax_m2": minimax_m2,
     "ministral": ministral,
     "ministral3": ministral3,
@@ -236,6 +239,11 @@ def ignored(shape: Shape) -> Sequence[str]:
 def renamed(shape: Shape) -> tuple[tuple[str, str], ...]:
     """(ours, transformers') parts of module names, where the family's differ."""
     return getattr(FAMILIES[shape.model_type], "RENAMED", ())
+
+
+def swapped_by_peft(shape: Shape) -> bool:
+    """Whether peft takes in for out in its fused experts (PEFT_SWAPS in the family's file says why)."""
+    return getattr(FAMILIES[shape.model_type], "PEFT_SWAPS", False)
 
 
 def tied(shape: Shape) -> Mapping[str, str]:

@@ -123,8 +123,8 @@ def layer(shape: Shape, index: int, make: Factory) -> Layer:
     return llama.block(shape, attention(shape, index, make), mlp(shape, index, make, router), make)
 
 
-def attention(shape: Shape, index: int, make: Factory) -> MLA:
-    """Multi-head latent attention, its sizes from shape.mla."""
+def attention(shape: Shape, index: int, make: Factory, **parts: Any) -> MLA:
+    """Multi-head latent attention, its sizes from shape.mla. parts: as in MLA."""
     name = f"model.layers.{index}.self_attn"
     mla, heads, bias = shape.mla, shape.num_heads, bool(shape.config["attention_bias"])
     assert mla is not None
@@ -154,6 +154,7 @@ def attention(shape: Shape, index: int, make: Factory) -> MLA:
         kv_b_proj=make.linear(f"{name}.kv_b_proj", mla.kv_lora_rank, heads * (mla.nope + mla.value)),
         o_proj=make.linear(f"{name}.o_proj", heads * mla.value, hidden, bias=bias),
         **query,
+        **parts,
     )
 
 

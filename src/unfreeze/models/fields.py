@@ -116,6 +116,11 @@ FIELDS: dict[str, Kind] = {
     "routed_scaling_factor": Number(0),
     **dict.fromkeys(("swiglu_alpha", "swiglu_limit"), Number(0)),
     "rotary_dim": Whole(2, COUNT),
+    "intermediate_size_mlp": Whole(1, WIDTH),
+    **dict.fromkeys(("attention_chunk_size", "floor_scale"), Whole(1, 2**31)),
+    "interleave_moe_layer_step": Whole(1, 10_000),
+    "attn_scale": Number(0, closed=True),
+    "attn_temperature_tuning": FLAG,
     "rope_theta": Number(1),
     "partial_rotary_factor": Number(0),
     **dict.fromkeys(

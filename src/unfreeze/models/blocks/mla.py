@@ -32,7 +32,8 @@ class MLA(Block):
 
     The query goes through its own low-rank pair (q_a, q_b), or through q_proj where the checkpoint has no
     q_lora_rank. `pairs`: which elements rotate together, adjacent ones in the releases. `scale` holds YaRN's
-    temperature. Source: arXiv:2405.04434, 2.1.
+    temperature. `temperature`: name of a table (Shape.ropes) that scales the queries by position.
+    Source: arXiv:2405.04434, 2.1.
     """
 
     def __init__(
@@ -53,9 +54,11 @@ class MLA(Block):
         q_a_layernorm: RMSNorm | None = None,
         q_b_proj: Linear | None = None,
         pairs: Pairing = "adjacent",
+        temperature: str | None = None,
     ):
         super().__init__()
         self.pairs: Pairing = pairs
+        self.temperature = temperature
         self.layer, self.num_heads, self.scale = layer, num_heads, scale
         self.nope, self.rope, self.value = nope, rope, value
         self.q_proj, self.q_a_proj = q_proj, q_a_proj
@@ -68,6 +71,9 @@ class MLA(Block):
         q_THd = self._query(x_TD).unflatten(-1, (self.num_heads, -1))
         tables = run.tables()
         q_THd = rotary(q_THd, *tables, self.pairs)
+        if self.temperature is not None:
+            factor_T1, _ = run.tables(self.temperature)
+            q_THd = q_THd * factor_T1[:, None].to(q_THd.dtype)
 
         # what is cached: the latent and one rotary key for all heads
         latent_Tc, k_rope_Tr = self.kv_a_proj_with_mqa(x_TD).split(

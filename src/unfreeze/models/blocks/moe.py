@@ -85,3 +85,26 @@ class GatedSharedMoE(MoE):
         D, size = self.experts.hidden_size, dtype.itemsize
         gated = Bytes(held=D * size, own=2 * D * size, linear=D * size)
         return super().bytes(dtype, device) + self.shared_expert.bytes(dtype, device) + gated
+
+
+class InputScaledMoE(MoE):
+    """y = Σ_k expert(w_tk x_t) + shared_experts(x): the weight scales an expert's input (Llama 4).
+
+    To the expert op each slot is a token of its own, with one expert and weight 1.
+    """
+
+    def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
+        scores_TE = self.gate(x_TD)
+        ids_TK = run.reuse(lambda: self._choose(scores_TE))
+        weights_TK = self.gate.weigh(scores_TE, ids_TK).to(x_TD.dtype)
+        scaled_nD = (x_TD[:, None] * weights_TK[..., None]).flatten(0, 1)
+        ids_n1 = ids_TK.flatten()[:, None]
+        ones_n1 = torch.ones_like(ids_n1, dtype=torch.float32)
+        y_nD = self.experts(scaled_nD, ids_n1, ones_n1, run.reuse_expensive)
+        y_TD = y_nD.unflatten(0, ids_TK.shape).sum(1)
+        return y_TD if self.shared_experts is None else y_TD + self.shared_experts(x_TD, run)
+
+    def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
+        """As MoE's, and K scaled copies of each token, with their gradients."""
+        scaled = self.gate.top_k * self.experts.hidden_size * dtype.itemsize
+        return super().bytes(dtype, device) + Bytes(held=scaled, own=scaled)

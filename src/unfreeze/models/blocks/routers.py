@@ -229,3 +229,13 @@ class LinearSoftmaxRouter(SoftmaxRouter):
 
     def logits(self, x_TD: Tensor) -> Tensor:
         return F.linear(x_TD.float(), self.weight.float(), self.bias.float())
+
+
+class ChosenSigmoidRouter(Router):
+    """Llama 4's: z = W x, the K largest; weights sigmoid(z)."""
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.logits(x_TD)
+
+    def weigh(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        return scores_TE.gather(1, ids_TK).sigmoid()

@@ -1,0 +1,164 @@
+"""The text part of Llama 4: chunked attention, every fourth layer without rotation and over all positions.
+
+A token's routing weight scales what its expert is given, not what it makes; a shared expert sees every token.
+Source: Meta's release and its reference; the temperature of layers without rotation: arXiv:2501.19399.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from unfreeze.checkpoint.keymap import StackRule
+from unfreeze.core.errors import CheckpointError
+from unfreeze.models import llama, smollm3
+from unfreeze.models.allowed import Fields, names
+from unfreeze.models.blocks.rope import Temperature
+from unfreeze.models.fields import shown
+from unfreeze.models.shape import MoEShape, Shape, require
+
+if TYPE_CHECKING:
+    from unfreeze.models.blocks.mlp import MLP
+    from unfreeze.models.blocks.moe import MoE
+    from unfreeze.models.factory import Factory
+    from unfreeze.models.layer import Layer
+
+_DISK, _OURS = "model.layers.{layer}.feed_forward.", "model.layers.{layer}.mlp."
+RULES = (
+    StackRule(_DISK + "experts.gate_up_proj", _OURS + "experts.gate_up_proj.weight", transposed=True),
+    StackRule(_DISK + "experts.down_proj", _OURS + "experts.down_proj.weight", transposed=True),
+    StackRule(_DISK + "router.weight", _OURS + "gate.weight"),
+    StackRule(_DISK + "shared_expert.{which}.{part}", _OURS + "shared_experts.{which}.{part}"),
+    StackRule(_DISK + "{which}.{part}", _OURS + "{which}.{part}"),
+)
+RENAMED = (("shared_experts.", "shared_expert."), ("mlp.", "feed_forward."))
+PEFT_SWAPS = (
+    True  # transformers' class does not say is_transposed, so peft reads its [E, in, out] as [E, out, in]
+)
+ignored = llama.ignored
+FULL, CHUNKED = "full_attention", "chunked_attention"
+TEMPERATURE = "temperature"  # the name of the table that scales the queries of layers without rotation
+FIELDS = Fields(
+    absent={
+        **llama.ABSENT,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_theta": 500000.0,
+        "attention_bias": False,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 1,
+        "no_rope_layer_interval": 4,
+        "use_qk_norm": True,
+        "attention_chunk_size": 8192,
+        "attn_temperature_tuning": True,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+    },
+    read=names("moe_layers no_rope_layers layer_types"),
+    null=names("num_key_value_heads attention_chunk_size"),
+    silent=names("for_llm_compressor"),
+)
+
+
+def shape(config: Mapping[str, Any]) -> Shape:
+    """Sizes from config.json: experts in moe_layers, or in every interleave_moe_layer_step-th layer.
+
+    Raises CheckpointError for a kind of layer that is not built, and for chunks without a size.
+    """
+    layers, step = int(require(config, "num_hidden_layers")), int(config["interleave_moe_layer_step"])
+    sparse = config.get("moe_layers")
+    sparse = range(step - 1, layers, step) if sparse is None else sparse
+    moe = MoEShape(
+        num_experts=int(config["num_local_experts"]),
+        experts_per_token=int(config["num_experts_per_tok"]),
+        intermediate_size=int(config["intermediate_size"]),
+        num_shared_experts=1,
+        dense_layers=frozenset(range(layers)) - frozenset(sparse),
+    )
+    sizes = llama.shape(config)
+    if config["use_qk_norm"] and sizes.rope.attention_factor != 1:
+        raise CheckpointError(
+            "config.json: use_qk_norm with rotary tables of another size than 1 (yarn) is not built: the norm"
+            " behind the rotation would be another than before it",
+            next="open an issue with the model's name",
+        )
+    rise = float(config["attn_scale"]) if config["attn_temperature_tuning"] else 0.0
+    none = (0.0,) * (sizes.head_dim // 2)
+    heat = Temperature(none, rise=rise, every=float(config["floor_scale"]), first=1)
+    kinds = _layer_types(config)
+    return replace(sizes, family="llama4_text", moe=moe, layer_types=kinds, ropes={TEMPERATURE: heat})
+
+
+def _layer_types(config: Mapping[str, Any]) -> tuple[str, ...]:
+    usual = [CHUNKED if rotating else FULL for rotating in _rotates(config)]
+    kinds = tuple(config.get("layer_types") or usual)
+    unknown = [kind for kind in kinds if kind not in (FULL, CHUNKED)]
+    if unknown or len(kinds) != len(usual):
+        raise CheckpointError(
+            f"config.json: layer_types has {len(kinds):,} entries, of them {shown(unknown[:1])} not built;"
+            f" built: {len(usual):,} of {FULL} and {CHUNKED}",
+            next="get config.json from the model's publisher again",
+        )
+    if CHUNKED in kinds and not config.get("attention_chunk_size"):
+        raise CheckpointError(
+            f"config.json: layers are {CHUNKED}, and attention_chunk_size is absent",
+            next="get config.json from the model's publisher again",
+        )
+    return kinds
+
+
+def _rotates(config: Mapping[str, Any]) -> list[bool]:
+    """As in SmolLM3; an empty list is an absent one."""
+    return smollm3.rotates({**config, "no_rope_layers": config.get("no_rope_layers") or None})
+
+
+def layer(shape: Shape, index: int, make: Factory) -> Layer:
+    """Decoder layer `index`.
+
+    The norm of q and k has no weight, so that before the rotation it is what it is behind it.
+    """
+    from unfreeze.kernels.attention import CAUSAL, Mask
+    from unfreeze.models.blocks.norm import PlainRMSNorm
+
+    config, rotates = shape.config, _rotates(shape.config)[index]
+    chunked = shape.layer_types[index] == CHUNKED
+    bias = bool(config["attention_bias"])
+    attention = llama.attention(
+        shape,
+        index,
+        make,
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm=bool(config["use_qk_norm"]) and rotates,
+        norm=PlainRMSNorm,
+        pairs="adjacent" if rotates else "halves",
+        rope="" if rotates else None,
+        query_rope=None if rotates else TEMPERATURE,
+        mask=Mask(chunk=int(config["attention_chunk_size"])) if chunked else CAUSAL,
+    )
+    return llama.block(shape, attention, _mlp(shape, index, make), make)
+
+
+def _mlp(shape: Shape, index: int, make: Factory) -> MLP | MoE:
+    from unfreeze.models.blocks.moe import InputScaledMoE
+    from unfreeze.models.blocks.routers import ChosenSigmoidRouter
+
+    name, moe = f"model.layers.{index}.mlp", shape.moe
+    assert moe is not None
+    if not shape.is_moe(index):
+        return make.mlp(name, shape.hidden_size, int(shape.config["intermediate_size_mlp"]))
+    gate = ChosenSigmoidRouter(
+        shape.hidden_size, moe.num_experts, moe.experts_per_token, dtype=make.dtype, device=make.device
+    )
+    return InputScaledMoE(
+        index,
+        gate=gate,
+        experts=make.experts_of(shape, name),
+        shared_experts=make.mlp(f"{name}.shared_experts", shape.hidden_size, moe.intermediate_size),
+    )
