@@ -138,16 +138,15 @@ ADDED: dict[str, Any] = {
 }
 
 
-WRAPPED: dict[str, dict[str, Any]] = {
-    "qwen3_vl_text": {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "depth": 1,
-        "num_heads": 2,
-        "out_hidden_size": 64,
-        "deepstack_visual_indexes": [0],
-    }
+QWEN_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "depth": 1,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "deepstack_visual_indexes": [0],
 }
+WRAPPED: dict[str, dict[str, Any]] = dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), QWEN_VISION)
 """Text models that transformers has only inside the release around them: the smallest tower there."""
 
 
@@ -273,7 +272,9 @@ class Bench:
             self.config_class = transformers.CONFIG_MAPPING[config["model_type"]]
             self.model_class = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[self.config_class]
         else:
-            self.model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[self.config_class]
+            # by its name: Mistral 4's is not in MODEL_FOR_CAUSAL_LM_MAPPING
+            name = self.config_class.__name__.removesuffix("Config").removesuffix("Text")
+            self.model_class = getattr(transformers, f"{name}ForCausalLM")
         torch.manual_seed(0)
         model = self.model_class(within(self.config_class.from_dict(self._text(config)))).float()
         with torch.no_grad():

@@ -305,6 +305,7 @@ TESTED_BY = {
     "models/ernie4_5_moe.py": "models/test_family_files.py",
     "models/gpt_oss.py": "models/test_family_files.py",
     "models/llama4_text.py": "models/test_family_files.py",
+    "models/mistral4.py": "models/test_family_files.py",
     "models/minimax_m2.py": "models/test_family_files.py",
     "models/phi3.py": "models/test_families.py",
     "models/qwen3_moe.py": "models/test_families.py",

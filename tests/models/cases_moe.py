@@ -1,6 +1,7 @@
 """The families with experts: cases for test_families.py, a config.json for test_config_fields.py."""
 
-from family_case import COMMON, LLAMA3, YARN, Case
+from cases_dense import QWEN_VISION
+from family_case import COMMON, LLAMA3, NESTED, YARN, Case
 
 MLA = {
     "num_attention_heads": 4,
@@ -104,6 +105,29 @@ LLAMA4_NAMES = {
         ("mlp.", "feed_forward."),
     ),
     "transposed": True,
+}
+
+MISTRAL4 = {
+    **MLA_2,
+    "q_lora_rank": 40,
+    "first_k_dense_replace": 0,
+    "rope_parameters": {
+        **YARN,
+        "original_max_position_embeddings": 4,
+        "llama_4_scaling_beta": 0.3,
+        "max_position_embeddings": 256,
+    },
+}
+QWEN_VL_MOE = {
+    **QWEN_MOE,
+    "model_type": "qwen3_vl_moe_text",
+    "tie_word_embeddings": False,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 5e5,
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,
+    },
 }
 
 CASES = {
@@ -221,6 +245,42 @@ CASES = {
             "rope_parameters": LLAMA3,
         },
         **LLAMA4_NAMES,
+    ),
+    "mistral4": Case("Mistral4", MISTRAL4),
+    "mistral4-groups-halves": Case(
+        "Mistral4",
+        {
+            **MISTRAL4,
+            "q_lora_rank": None,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 2.0,
+            "first_k_dense_replace": 1,
+            "rope_interleave": False,
+            "n_shared_experts": 2,
+        },
+    ),
+    "qwen3-vl-moe": Case(
+        "Qwen3VLMoe",
+        {"text_config": QWEN_VL_MOE, "vision_config": QWEN_VISION},
+        model="Qwen3VLMoeForConditionalGeneration",
+        renamed=NESTED,
+    ),
+    "qwen3-vl-moe-mixed-tied": Case(
+        "Qwen3VLMoe",
+        {
+            "text_config": {
+                **QWEN_VL_MOE,
+                "mlp_only_layers": [0],
+                "attention_bias": True,
+                "tie_word_embeddings": True,
+            },
+            "vision_config": QWEN_VISION,
+            "tie_word_embeddings": True,
+        },
+        model="Qwen3VLMoeForConditionalGeneration",
+        renamed=NESTED,
     ),
 }
 
@@ -408,4 +468,45 @@ CONFIGS = {
             "router_jitter_noise": 0.0,
         }
     ),
+    "mistral4": (
+        COMMON
+        | EXPERTS
+        | {
+            "num_key_value_heads": 8,
+            "n_routed_experts": 64,
+            "n_shared_experts": 1,
+            "n_group": 8,
+            "topk_group": 4,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+            "q_lora_rank": 128,
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+            "rope_parameters": {
+                **YARN,
+                "original_max_position_embeddings": 4,
+                "llama_4_scaling_beta": 0.3,
+                "max_position_embeddings": 256,
+            },
+        }
+    ),
+    "qwen3_vl_moe_text": {
+        "model_type": "qwen3_vl_moe",
+        "image_token_id": 5,
+        "vision_start_token_id": 7,
+        "vision_config": QWEN_VISION,
+        "text_config": COMMON
+        | EXPERTS
+        | {
+            "model_type": "qwen3_vl_moe_text",
+            "head_dim": 64,
+            "num_experts": 64,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "attention_bias": False,
+            "rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2]},
+        },
+    },
 }

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from unfreeze.quant.halves import HALVES
@@ -35,6 +35,8 @@ class StackRule:
            qweight, is as if half were None.
     transposed   the tensor on disk has the last two dimensions of the parameter swapped: [E, in, out], as
            gpt-oss, Llama 4 and Qwen3-VL publish fused experts
+    either  it may also be there the other way round, which its shape tells: Qwen3-VL's as transformers writes
+           them. Saving goes by `transposed`
 
     {layer} and {expert} are numbers, any other field is one name component ("weight"). Without
     {expert} the tensor is the whole parameter under another name: a router that is block_sparse_moe.gate on
@@ -46,6 +48,7 @@ class StackRule:
     param: str
     half: int | None = None
     transposed: bool = False
+    either: bool = False
 
     @property
     def per_expert(self) -> bool:
@@ -56,13 +59,19 @@ class StackRule:
 class Source:
     """A tensor on disk that fills `index` of a parameter; `shape` is what it must have.
 
-    transposed: its last two dimensions are swapped there.
+    transposed: its last two dimensions are swapped there. either: or not, as its shape says.
     """
 
     name: str
     index: Index
     shape: tuple[int, ...]
     transposed: bool = False
+    either: bool = False
+
+    def turned(self) -> Source:
+        """The same with the last two dimensions the other way round."""
+        *lead, rows, columns = self.shape
+        return replace(self, shape=(*lead, columns, rows), transposed=not self.transposed)
 
 
 @lru_cache(maxsize=256)
@@ -112,10 +121,8 @@ def sources(
 
 def _whole(rule: StackRule, name: str, shape: Sequence[int]) -> Source:
     """The source of a parameter that one tensor fills."""
-    if not rule.transposed:
-        return Source(name, (), tuple(shape))
-    *lead, rows, columns = shape
-    return Source(name, (), (*lead, columns, rows), transposed=True)
+    source = Source(name, (), tuple(shape), either=rule.either)
+    return source.turned() if rule.transposed else source
 
 
 def disk_module(module: str, rules: Sequence[StackRule]) -> str:

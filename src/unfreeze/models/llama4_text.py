@@ -88,9 +88,9 @@ def shape(config: Mapping[str, Any]) -> Shape:
             " behind the rotation would be another than before it",
             next="open an issue with the model's name",
         )
-    rise = float(config["attn_scale"]) if config["attn_temperature_tuning"] else 0.0
+    growth = float(config["attn_scale"]) if config["attn_temperature_tuning"] else 0.0
     none = (0.0,) * (sizes.head_dim // 2)
-    heat = Temperature(none, rise=rise, every=float(config["floor_scale"]), first=1)
+    heat = Temperature(none, growth=growth, per=float(config["floor_scale"]), first=1)
     kinds = _layer_types(config)
     return replace(sizes, family="llama4_text", moe=moe, layer_types=kinds, ropes={TEMPERATURE: heat})
 

@@ -58,5 +58,10 @@ WRAPPERS = {
         LLAVA,
         "model.language_model.",
     ),
+    "llama4": Wrapper(
+        IDS | names("boi_token_index eoi_token_index image_token_index"),
+        (r"vision_model\..*", r"multi_modal_projector\..*"),
+    ),
+    "qwen3_vl_moe": Wrapper(IDS, (r"model\.visual\..*",)),
     "qwen3_vl": Wrapper(IDS, (r"model\.visual\..*",)),
 }

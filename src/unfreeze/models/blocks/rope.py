@@ -58,21 +58,16 @@ class Rope:
 
 @dataclass(frozen=True)
 class Temperature(Rope):
-    """Queries that grow with the position p, unrotated: by 1 + rise · ln(1 + floor((p + first) / every)).
+    """Queries that grow and do not rotate: by 1 + growth · ln(1 + floor((p + first) / per)) at position p.
 
     As rotary tables: cos is that factor for each of inverse_frequency, which are zeros, and sin is 0.
     Source: arXiv:2501.19399, as Llama 4 and Mistral 4 have it.
     """
 
-    rise: float = 0.0
-    every: float = 1.0
     first: int = 0
 
     def tables(self, positions_T: Tensor, lengths_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        steps_T = ((positions_T + self.first) / self.every).floor()
-        factor_Tr = (1 + self.rise * (1 + steps_T).log())[:, None].expand(-1, len(self.inverse_frequency))
-        factor_Tr = factor_Tr.float().contiguous()
-        return factor_Tr, factor_Tr.new_zeros(factor_Tr.shape)
+        return super().tables(positions_T + self.first, lengths_T)
 
 
 @functools.cache
