@@ -78,12 +78,39 @@ GPT_OSS = {
 }
 
 
-def test_rows_of_gate_and_up_that_alternate_pass_and_halves_of_them_are_caught(tiny, tmp_path):
-    """gpt-oss: peft adapts gate_up_proj as it lies in the base, gate and up in turn."""
-    model = models.build(models.shape(GPT_OSS), dtype=torch.float32, device="cpu")
+GRANITE_MOE = {
+    "model_type": "granitemoe",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def drawn(config):
+    """A random model of a config.json."""
+    model = models.build(models.shape(config), dtype=torch.float32, device="cpu")
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    tiny.trained(model, LoraConfig(rank=4, alpha=8.0))
+    return model
+
+
+def test_modules_that_transformers_names_otherwise_pass(tiny, tmp_path):
+    model = tiny.trained(drawn(GRANITE_MOE), LoraConfig(rank=4, alpha=8.0))
+    save_adapter(model, tmp_path, "peft")
+    assert any("block_sparse_moe" in name for name in load_file(tmp_path / WEIGHTS))
+    verified = verify_adapter(model, tmp_path)
+    assert verified.max_difference < 1e-12 and verified.matrices == verified.nonzero == 2 * (4 + 3 * 4)
+
+
+def test_rows_of_gate_and_up_that_alternate_pass_and_halves_of_them_are_caught(tiny, tmp_path):
+    """gpt-oss: peft adapts gate_up_proj as it lies in the base, gate and up in turn."""
+    model = tiny.trained(drawn(GPT_OSS), LoraConfig(rank=4, alpha=8.0))
     save_adapter(model, tmp_path, "peft")
     assert verify_adapter(model, tmp_path).max_difference < 1e-12
 

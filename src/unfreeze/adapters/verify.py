@@ -22,6 +22,7 @@ from unfreeze.adapters.attach import sites
 from unfreeze.adapters.files import read_files
 from unfreeze.adapters.layouts import projections
 from unfreeze.adapters.lora import LowRank
+from unfreeze.adapters.names import in_ours, ours
 from unfreeze.checkpoint import nested
 from unfreeze.config.adapter import rank_and_scale
 from unfreeze.core.errors import AdapterError
@@ -60,7 +61,8 @@ def verify_adapter(
     Raises AdapterError that counts what differs and names the first.
     """
     config, tensors = read_files(Path(directory))
-    plain = {nested.plain(name): tensor for name, tensor in tensors.items()}
+    config = in_ours(model, config)
+    plain = {ours(model, nested.plain(name)): tensor for name, tensor in tensors.items()}
     names = plain.keys()
     count = nonzero = 0
     worst, faults, used = 0.0, [], set()
@@ -71,9 +73,9 @@ def verify_adapter(
         width = A_RI.shape[-1]
         generator = torch.Generator().manual_seed(width)
         V_IN = torch.randn(width, NUM_PROBES, dtype=torch.float64, generator=generator)
-        ours = scale * (B_OR.double().cpu() @ (A_RI.double().cpu() @ V_IN))
+        wanted = scale * (B_OR.double().cpu() @ (A_RI.double().cpu() @ V_IN))
         try:
-            theirs, in_file = _product(name, config, plain, V_IN, used, _experts(model, name))
+            found, in_file = _product(name, config, plain, V_IN, used, _experts(model, name))
         except KeyError as error:
             faults.append(f"{name}: the file has no {error.args[0]!r}")
             continue
@@ -81,10 +83,10 @@ def verify_adapter(
             faults.append(f"{name}: {error}")
             continue
 
-        # |ours - theirs| / |ours| of each matrix
-        count, nonzero = count + ours.shape[0], nonzero + int(ours.flatten(1).any(1).sum())
-        size = ours.flatten(1).norm(dim=1).clamp_min(torch.finfo(torch.float64).tiny)
-        difference = (ours - theirs).flatten(1).norm(dim=1) / size
+        # |wanted - found| / |wanted| of each matrix
+        count, nonzero = count + wanted.shape[0], nonzero + int(wanted.flatten(1).any(1).sum())
+        size = wanted.flatten(1).norm(dim=1).clamp_min(torch.finfo(torch.float64).tiny)
+        difference = (wanted - found).flatten(1).norm(dim=1) / size
         worst = max(worst, difference.max().item())
         limit = TOLERANCE if math.isclose(scale, in_file, rel_tol=1e-12) else ROUNDED
         wrong = (difference > limit).nonzero().flatten().tolist()
