@@ -233,7 +233,7 @@ def test_the_plan_has_the_files_bytes_and_the_activations_a_layer_keeps(name, re
 
     # 2,048 rows of experts, as their buffers are rounded up to that; the adapters' own [T, 1] are left out
     attach(model, LoraConfig(rank=1), seed=0)
-    T = 2048 // model.shape.experts_per_token
+    T = 2048 // (model.shape.experts_per_token or 2)
     run = model.packed_pass(batch_of([[2, *range(128)[1:]]] * (T // 128)))
     for layer in model.layers:
         x_TD = torch.randn(T, model.shape.hidden_size).requires_grad_()

@@ -84,8 +84,8 @@ def shape(config: Mapping[str, Any]) -> Shape:
             " 'mistral4' needs",
             next="get config.json from the model's publisher again",
         )
-    growth, per = map(float, needed.values())
-    heat = Temperature((0.0,), growth=growth, per=per)
+    growth, per = needed.values()
+    heat = Temperature((0.0,), growth=float(growth or 0), per=float(per or 1))
     return replace(sizes, family="mistral4", ropes={TEMPERATURE: heat})
 
 
