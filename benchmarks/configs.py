@@ -213,6 +213,8 @@ def changes(config: dict[str, Any]) -> Iterator[Change]:
                 yield from (
                     Change(f"{prefix}{name}.{key}", changed) for changed in (_other(key, inner), ABSENT)
                 )
+                for field, value in inner.items() if isinstance(inner, dict) else ():  # a table per kind
+                    yield Change(f"{prefix}{name}.{key}.{field}", _other(field, value))
     yield from (Change(f"{prefix}{name}", value) for name, value in ADDED.items() if text.get(name) is None)
     if prefix:
         outer = {name: value for name, value in config.items() if name != "text_config"}

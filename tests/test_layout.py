@@ -298,6 +298,7 @@ TESTED_BY = {
     "models/deepseek_v3.py": "models/test_families.py",
     "models/factory.py": "models/test_families.py",
     "models/gemma2.py": "models/test_families.py",
+    "models/gemma4_text.py": "models/test_families.py",
     "models/layer.py": "models/test_families.py",
     "models/layer_types.py": "models/test_families.py",
     "models/llama.py": "models/test_families.py",

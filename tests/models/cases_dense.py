@@ -11,6 +11,15 @@ MULTIPLIERS = {
 }
 
 GEMMA = {**GROUPED, "head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 4}
+GEMMA_4 = {
+    **GROUPED,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 4,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 3.0,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+}
 QWEN_VISION = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -258,6 +267,34 @@ CASES = {
             },
         },
     ),
+    "gemma4-window": Case("Gemma4", GEMMA_4, config="Gemma4TextConfig"),
+    "gemma4-values-are-keys": Case(
+        "Gemma4",
+        {
+            **GEMMA_4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "final_logit_softcapping": None,
+        },
+        config="Gemma4TextConfig",
+    ),
+    "gemma4-nested": Case(
+        "Gemma4",
+        {
+            "text_config": {
+                **GEMMA_4,
+                "model_type": "gemma4_text",
+                "use_bidirectional_attention": "vision",
+                "pad_token_id": 0,
+            },
+            "vision_config": None,
+            "audio_config": None,
+        },
+        model="Gemma4ForConditionalGeneration",
+        renamed=NESTED,
+    ),
 }
 
 LLAMA3_AS_PUBLISHED = {
@@ -361,5 +398,24 @@ CONFIGS = {
         "layer_types": ["full_attention", "sliding_attention"] * 4,
         "attention_bias": False,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "gemma4_text": {name: value for name, value in COMMON.items() if name not in ("hidden_act", "rope_theta")}
+    | {
+        "head_dim": 64,
+        "global_head_dim": 32,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": 6,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 5.0,
+        "attention_k_eq_v": True,
+        "layer_types": ["sliding_attention", "full_attention"] * 4,
+        "rope_parameters": {
+            "full_attention": {
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1000.0,
+                "rope_type": "proportional",
+            },
+            "sliding_attention": {"rope_theta": 100.0, "rope_type": "default"},
+        },
     },
 }

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from unfreeze import models
 from unfreeze.checkpoint.keymap import disk_module
@@ -56,6 +56,10 @@ class Factory:
     def vector(self, size: int) -> nn.Parameter:
         """A parameter of its own, such as attention's sinks."""
         return nn.Parameter(torch.empty(size, dtype=self.dtype, device=self.device))
+
+    def scalar(self) -> Tensor:
+        """One number that no run trains: a buffer of its module."""
+        return torch.empty(1, dtype=self.dtype, device=self.device)
 
     def norm(self, size: int, eps: float, kind: type[RMSNorm] = RMSNorm) -> RMSNorm:
         return kind(size, eps, dtype=self.dtype, device=self.device)

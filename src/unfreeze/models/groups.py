@@ -16,7 +16,7 @@ ROUTER = r"\.(mlp|block_sparse_moe)\.gate(\.|$)|\.(router|shared_expert_gate|moe
 def group_of(name: str) -> str:
     """The group of a module or parameter, by its checkpoint name."""
     parts = name.split(".")
-    if any("norm" in part for part in parts):
+    if any("norm" in part for part in parts) or parts[-1] == "layer_scalar":
         return "norms"
     if "embed_tokens" in parts:
         return "embeddings"

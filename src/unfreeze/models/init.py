@@ -22,6 +22,9 @@ def initialize(model: Decoder, seed: int) -> None:
     with torch.no_grad():
         for norm in norms:
             norm.reset()
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                nn.init.ones_(buffer)
         for name, parameter in model.named_parameters():
             if id(parameter) in done:
                 continue

@@ -120,3 +120,16 @@ class SandwichLayer(Layer):
             self.post_feedforward_layernorm,
         )
         return sum((part.bytes(dtype, device) for part in parts), sums)
+
+
+class GatedSandwichLayer(SandwichLayer):
+    """SandwichLayer whose output is multiplied by layer_scalar, a number that the release fixed (Gemma 4)."""
+
+    layer_scalar: Tensor
+
+    def __init__(self, layer_scalar: Tensor, **parts: Any):
+        super().__init__(**parts)
+        self.register_buffer("layer_scalar", layer_scalar)
+
+    def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
+        return super().forward(x_TD, run) * self.layer_scalar

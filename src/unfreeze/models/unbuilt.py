@@ -27,6 +27,9 @@ PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("the activation SiTU", ("activation_situ_beta",)),
     ("experts in a latent space", ("routed_expert_hidden_size", "latent_moe_use_norm")),
     ("layers of different sizes, some without attention", ("block_configs",)),
+    ("embeddings for each layer", ("hidden_size_per_layer_input",)),
+    ("keys and values that layers share", ("num_kv_shared_layers",)),
+    ("experts beside a dense MLP in one layer", ("enable_moe_block",)),
     ("values of another width and scale than keys", ("attention_value_scale",)),
 )
 NAMED: dict[str, str] = {

@@ -49,6 +49,14 @@ WRAPPERS = {
         LLAVA,
         "model.language_model.",
     ),
+    "gemma4": Wrapper(
+        IDS
+        | names("""
+            audio_config audio_token_id boa_token_id boi_token_id eoa_token_id eoa_token_index eoi_token_id
+            initializer_range vision_soft_tokens_per_image
+        """),
+        (r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\..*",),
+    ),
     "mistral3": Wrapper(
         IDS
         | names("""

@@ -123,6 +123,42 @@ class WideNormAttention(Attention):
         return self.attend(q_THd, k_TGd, v_TGv, run)
 
 
+class NormedValueAttention(Attending):
+    """Attention whose values are normed too; without v_proj they are the keys as projected (Gemma 4)."""
+
+    def __init__(
+        self,
+        layer: int,
+        head_dim: int,
+        *,
+        q_proj: Linear,
+        k_proj: Linear,
+        v_proj: Linear | None,
+        o_proj: Linear,
+        q_norm: RMSNorm,
+        k_norm: RMSNorm,
+        v_norm: RMSNorm,
+        **parts: Any,
+    ):
+        super().__init__(layer, head_dim, **parts)
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = q_proj, k_proj, v_proj, o_proj
+        self.q_norm, self.k_norm, self.v_norm = q_norm, k_norm, v_norm
+
+    def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
+        q_THd = self.q_proj(x_TD, run.reuse_linear).unflatten(-1, (-1, self.head_dim))
+        k_TGd = v_TGd = self.k_proj(x_TD, run.reuse_linear).unflatten(-1, (-1, self.head_dim))
+        if self.v_proj is not None:
+            v_TGd = self.v_proj(x_TD, run.reuse_linear).unflatten(-1, (-1, self.head_dim))
+        return self.attend(self.q_norm(q_THd), self.k_norm(k_TGd), self.v_norm(v_TGd), run)
+
+    def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
+        """As Attention with norms, of which values have one too."""
+        q, k = self.q_proj.out_features, self.k_proj.out_features
+        v = 0 if self.v_proj is None else k
+        projections = Bytes(held=(q + k + v) * dtype.itemsize, linear=(q + k + v) * dtype.itemsize)
+        return projections + self.attend_bytes(q // self.head_dim, k // self.head_dim, dtype, device)
+
+
 class FusedAttention(Attending):
     """Attention with one projection for q, k and v, in this order along its output (Phi-3)."""
 

@@ -98,10 +98,13 @@ def rope_from_config(config: Mapping[str, Any], width: int) -> Rope:
         return Rope(tuple(_llama3(f, parameters) for f in inverse))
     if kind == "yarn":
         return _yarn(inverse, theta, width, parameters, config)
+    if kind == "proportional":
+        return Rope(tuple(_proportional(inverse, parameters)))
     if kind == "longrope":
         return _longrope(inverse, parameters, config)
     raise CheckpointError(
-        f"config.json: rope type {kind!r} is not known; known: default, linear, llama3, yarn, longrope",
+        f"config.json: rope type {kind!r} is not known; known: default, linear, llama3, yarn, longrope,"
+        " proportional",
         next="open an issue with the model's name",
     )
 
@@ -203,6 +206,14 @@ def _yarn(
             else yarn_mscale(factor)
         )
     return Rope(tuple(scaled), float(attention))
+
+
+def _proportional(inverse: list[float], parameters: Mapping[str, Any]) -> list[float]:
+    """Gemma 4's: the first partial_rotary_factor of the frequencies, the other pairs stand still."""
+    share = float(parameters.get("partial_rotary_factor") or 1.0)
+    factor = float(parameters.get("factor") or 1.0)
+    turning = int(share * 2 * len(inverse) // 2)
+    return [f / factor if i < turning else 0.0 for i, f in enumerate(inverse)]
 
 
 def _longrope(inverse: list[float], parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:

@@ -1,0 +1,159 @@
+"""Gemma 4's dense models: Gemma 3's block with other heads in full layers, whose values may be their keys.
+
+Full layers have heads of global_head_dim, of which a part rotates; with attention_k_eq_v their values are the
+keys before norm and rotation. Values are normed; a layer's output is multiplied by a number of its own.
+Not built, and refused by name: embeddings per layer, shared keys and values, experts beside the MLP.
+Source: transformers 5.23, models/gemma4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from unfreeze.core.errors import CheckpointError
+from unfreeze.models import gemma2, llama
+from unfreeze.models.allowed import Fields, names
+from unfreeze.models.blocks.rope import rope_from_config
+from unfreeze.models.fields import shown
+from unfreeze.models.layer_types import FULL, SLIDING, layer_types, mask, per_kind
+from unfreeze.models.shape import Shape
+
+if TYPE_CHECKING:
+    from unfreeze.models.factory import Ends, Factory
+    from unfreeze.models.layer import SandwichLayer
+
+RULES = llama.RULES
+ignored = llama.ignored
+FIELDS = Fields(
+    absent={
+        **llama.ABSENT,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "attention_bias": False,
+        "hidden_activation": gemma2.GELU,
+        "sliding_window": 512,
+        "final_logit_softcapping": None,
+        "attention_k_eq_v": False,
+        "hidden_size_per_layer_input": 256,
+        "num_kv_shared_layers": 0,
+        "enable_moe_block": False,
+    },
+    read=names(
+        "layer_types global_head_dim num_global_key_value_heads per_layer_config partial_rotary_factor"
+    ),
+    null=names("final_logit_softcapping"),
+    only={
+        "hidden_activation": lambda config: gemma2.GELU,
+        "use_bidirectional_attention": lambda config: "vision",  # which a text has nothing of
+        "hidden_size_per_layer_input": lambda config: 0,
+        "num_kv_shared_layers": lambda config: 0,
+        "enable_moe_block": lambda config: False,
+    },
+    # of parts that are not built, and so without effect where these are not asked for
+    silent=names(
+        "vocab_size_per_layer_input use_double_wide_mlp num_experts top_k_experts moe_intermediate_size"
+    ),
+    per_kind=(FULL, SLIDING),
+)
+ROTARY = {
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+}
+"""What an absent rope_parameters means."""
+
+
+def full_heads(config: Mapping[str, Any], kinds: tuple[str, ...]) -> tuple[int, int]:
+    """(key heads, width) of full layers: two fields, or what per_layer_config says of each of them."""
+    keys, width = int(config["num_key_value_heads"]), int(config.get("global_head_dim", 512))
+    if config["attention_k_eq_v"] and config.get("num_global_key_value_heads"):
+        keys = int(config["num_global_key_value_heads"])
+    if "per_layer_config" not in config:
+        return keys, width
+    keys, width = int(config["num_key_value_heads"]), int(config["head_dim"])
+    given = {int(index): dict(table) for index, table in dict(config["per_layer_config"]).items()}
+    full = {index for index, kind in enumerate(kinds) if kind == FULL}
+    tables = list(given.values())
+    known = {"head_dim", "num_key_value_heads"}
+    if given.keys() != full or any(table != tables[0] or not table.keys() <= known for table in tables):
+        raise CheckpointError(
+            f"config.json: per_layer_config {shown(config['per_layer_config'])} is not built for model_type"
+            " 'gemma4_text'; built: head_dim and num_key_value_heads, alike in all full layers",
+            next="open an issue with the model's name",
+        )
+    return int(tables[0].get("num_key_value_heads", keys)), int(tables[0].get("head_dim", width))
+
+
+def shape(config: Mapping[str, Any]) -> Shape:
+    """Sizes from config.json: head_dim is that of sliding layers."""
+    kinds = layer_types(config, lambda index: SLIDING if (index + 1) % 6 else FULL)
+    kinds = (*kinds[:-1], FULL)  # as transformers has it, whatever layer_types says of the last
+    _, width = full_heads(config, kinds)
+    tables = config.get("rope_parameters", ROTARY)
+    for kind in (FULL, SLIDING):
+        if "rope_theta" not in (tables.get(kind) or {}):
+            raise CheckpointError(
+                f"config.json: rope_parameters has no {kind} with a rope_theta, which model_type"
+                " 'gemma4_text' needs",
+                next="get config.json from the model's publisher again",
+            )
+    full, sliding = per_kind({**config, "rope_parameters": tables}, full=1e6, sliding=1e4)
+    return replace(
+        llama.shape(sliding),
+        family="gemma4_text",
+        layer_types=kinds,
+        rope=rope_from_config(full, width),
+        ropes={SLIDING: llama.shape(sliding).rope},
+        softcap=config.get("final_logit_softcapping"),
+        config=dict(config),
+    )
+
+
+def ends(shape: Shape, make: Factory) -> Ends:
+    """As Gemma 2's, but for the last norm, whose gain is its weight."""
+    return gemma2.ends(shape, make)._replace(norm=make.norm(shape.hidden_size, shape.rms_norm_eps))
+
+
+def layer(shape: Shape, index: int, make: Factory) -> SandwichLayer:
+    """Decoder layer `index`."""
+    from unfreeze.models.blocks.attention import NormedValueAttention
+    from unfreeze.models.blocks.nonlinearity import GATED_GELU
+    from unfreeze.models.blocks.norm import PlainRMSNorm
+    from unfreeze.models.layer import GatedSandwichLayer
+
+    name, hidden, eps = f"model.layers.{index}", shape.hidden_size, shape.rms_norm_eps
+    bias, full = bool(shape.config["attention_bias"]), shape.layer_types[index] == FULL
+    keys, width = (
+        full_heads(shape.config, shape.layer_types) if full else (shape.num_kv_heads, shape.head_dim)
+    )
+
+    def projection(part: str, heads: int) -> Any:
+        return make.linear(f"{name}.self_attn.{part}", hidden, heads * width, bias=bias)
+
+    attention = NormedValueAttention(
+        index,
+        width,
+        q_proj=projection("q_proj", shape.num_heads),
+        k_proj=projection("k_proj", keys),
+        v_proj=None if full and shape.config["attention_k_eq_v"] else projection("v_proj", keys),
+        o_proj=make.linear(f"{name}.self_attn.o_proj", shape.num_heads * width, hidden, bias=bias),
+        q_norm=make.norm(width, eps),
+        k_norm=make.norm(width, eps),
+        v_norm=make.norm(width, eps, PlainRMSNorm),
+        scale=1.0,
+        rope="" if full else SLIDING,
+        mask=mask(shape, index),
+    )
+    mlp = make.mlp(f"{name}.mlp", hidden, shape.intermediate_size, activation=GATED_GELU)
+    return GatedSandwichLayer(
+        make.scalar(),
+        self_attn=attention,
+        mlp=mlp,
+        input_layernorm=make.norm(hidden, eps),
+        post_attention_layernorm=make.norm(hidden, eps),
+        pre_feedforward_layernorm=make.norm(hidden, eps),
+        post_feedforward_layernorm=make.norm(hidden, eps),
+    )
