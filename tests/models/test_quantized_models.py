@@ -293,3 +293,31 @@ def test_a_bias_of_zeros_beside_each_packed_layer_is_none(release):
     save_file(tensors | {"model.norm.bias": torch.zeros(64)}, file)  # control arm: beside nothing packed
     with pytest.raises(CheckpointError, match="not part of the model"):
         open_model(open_checkpoint(folder))
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+        {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+        {"load_in_8bit": True},
+    ],
+    ids=["nf4", "fp4", "int8"],
+)
+def test_a_release_that_transformers_and_bitsandbytes_wrote_is_read(way, tmp_path):
+    """Where bitsandbytes is installed; else the models above and the recorded weights stand for it. The oracle is
+    what they expand the model to again."""
+    pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**COMMON | {"intermediate_size": 128})
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "dense")
+    quantized = transformers.LlamaForCausalLM.from_pretrained(
+        tmp_path / "dense", dtype=torch.bfloat16, quantization_config=transformers.BitsAndBytesConfig(**way)
+    )
+    quantized.save_pretrained(tmp_path / "packed")
+    ids = some_ids(40)
+    with torch.no_grad():
+        wanted = quantized.dequantize(dtype=torch.float32).float()(ids[None]).logits[0]
+        ours = open_model(open_checkpoint(tmp_path / "packed"), dtype=torch.float32)
+        torch.testing.assert_close(ours.lm_head(ours.hidden(batch_of(ids))), wanted, rtol=0, atol=1e-5)
+    assert len(packed_of(ours)) == 2 * 7
