@@ -84,7 +84,7 @@ def test_control_arm_a_position_off_by_one_in_the_cache_is_seen(family: str, mon
     def shifted(self, tokens_S, cache):
         with monkeypatch.context() as patch:
             tables = rope.tables
-            patch.setattr(rope, "tables", lambda self, positions: tables(self, positions + 1))
+            patch.setattr(rope, "tables", lambda self, positions, *rest: tables(self, positions + 1, *rest))
             return step(self, tokens_S, cache)
 
     monkeypatch.setattr(models.Decoder, "step", shifted)

@@ -78,7 +78,7 @@ def test_a_position_off_by_one_in_the_cache_would_be_seen(build, kind, monkeypat
     def shifted_step(self, tokens_S, cache):
         with monkeypatch.context() as patch:
             tables = rope.tables
-            patch.setattr(rope, "tables", lambda self, positions: tables(self, positions + 1))
+            patch.setattr(rope, "tables", lambda self, positions, *rest: tables(self, positions + 1, *rest))
             return step(self, tokens_S, cache)
 
     monkeypatch.setattr(models.Decoder, "step", shifted_step)

@@ -124,7 +124,7 @@ def test_control_arm_a_cached_pass_at_other_positions_is_said(capsys, data, tmp_
 
     def shifted(self, tokens_S, cache):
         with monkeypatch.context() as patch:
-            patch.setattr(Rope, "tables", lambda rope, positions: tables(rope, positions + 1))
+            patch.setattr(Rope, "tables", lambda rope, positions, *rest: tables(rope, positions + 1, *rest))
             return step(self, tokens_S, cache)
 
     monkeypatch.setattr(Decoder, "step", shifted)
