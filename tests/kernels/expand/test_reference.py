@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from unfreeze.kernels.expand import reference
+from unfreeze.kernels.expand import expand, expand_stack, reference
 from unfreeze.quant import Fp8, Packed, nvfp4
 from unfreeze.quant.codec import ByRows
 from unfreeze.quant.fp8_scaled import COLUMN, MATRIX, ONE, ROWS, Fp8Scaled
@@ -53,3 +53,21 @@ def test_control_arm_scales_of_other_rows_are_seen(monkeypatch):
     packed = Packed(Shifted(), Shifted().quantize(weight))
     out = reference.expand_reference(packed, None, torch.empty(32, 64))
     assert torch.equal(out[:8], packed.dequantize()[:8]) and not torch.equal(out, packed.dequantize())
+
+
+@pytest.mark.parametrize("codec", [Fp8((16, 32)), Fp8Scaled(MATRIX), Nvfp4()], ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_half_of_a_stack_is_expanded_by_what_reads_it(codec, dtype):
+    """24 rows are no whole blocks of 16, so gate and up have their own parts; out lies within a wider workspace."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(4, 48, 64, generator=generator)
+    weight[:, 24:] *= 30
+    both = stacked(codec, 48, 64)
+    packed = Packed(both, both.quantize(weight))
+    assert both is not codec
+    space = torch.full((3, 50, 72), float("nan"), dtype=dtype)
+    out, experts = space[:, :48, :64], (2, 0, 3)
+    expand_stack(packed, experts, out)
+    assert torch.equal(out, packed.dequantize()[list(experts)].to(dtype)) and space[:, 48:].isnan().all()
+    space.fill_(float("nan"))
+    assert torch.equal(expand(packed, 1, out[0]), packed.dequantize()[1].to(dtype))

@@ -18,6 +18,7 @@ from unfreeze.kernels.expand.reference import expand_reference
 from unfreeze.kernels.loops import triton_options
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.fp8 import Fp8
+from unfreeze.quant.halves import Halves
 from unfreeze.quant.int4 import Int4
 from unfreeze.quant.mxfp4 import Mxfp4
 
@@ -31,8 +32,12 @@ def expand(packed: Packed, expert: int | None, out: Tensor, impl: str = "auto") 
     packed [out, in] (expert None) or [E, out, in]; out [out, in] bf16 or float32, rows may be strided (a
     block of a larger workspace).
     Every implementation equals Packed.dequantize() bit for bit where the scales are finite; what only the
-    reference can read goes to it.
+    reference can read goes to it. Gate and up with parts of their own are two matrices, below each other.
     """
+    if isinstance(packed.codec, Halves):
+        for place, (codec, parts) in zip(out.chunk(2), packed.codec.each(packed.parts), strict=True):
+            expand(Packed(codec, parts), expert, place, impl)
+        return out
     return choose(OP, out.device, out.dtype, bucket(packed, expert, out), impl)(packed, expert, out)
 
 
@@ -41,6 +46,10 @@ def expand_stack(packed: Packed, experts: Sequence[int], out: Tensor, impl: str 
 
     In one launch where the implementation can, else one after the other.
     """
+    if isinstance(packed.codec, Halves):
+        for place, (codec, parts) in zip(out.chunk(2, dim=1), packed.codec.each(packed.parts), strict=True):
+            expand_stack(Packed(codec, parts), experts, place, impl)
+        return
     chosen = choose(OP, out.device, out.dtype, bucket(packed, None, out), impl)
     fill = getattr(chosen, "fill", None)
     if fill is not None:
