@@ -64,6 +64,7 @@ SIZES: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
     "head_dim": 16,
+    "rotary_dim": 8,
     "first_k_dense_replace": 1,
     "initializer_range": 0.2,
 }
@@ -185,8 +186,11 @@ def tiny(config: dict[str, Any]) -> dict[str, Any]:
         small["head_dim"] = SIZES["qk_rope_head_dim"]
     if text.get("qk_head_dim"):
         small["qk_head_dim"] = SIZES["qk_nope_head_dim"] + SIZES["qk_rope_head_dim"]
-    if text.get("layer_types"):
-        small["layer_types"] = text["layer_types"][: SIZES["num_hidden_layers"]]
+    small |= {  # layer_types and its like, an entry per layer
+        name: value[: SIZES["num_hidden_layers"]]
+        for name, value in text.items()
+        if isinstance(value, list) and len(value) == text["num_hidden_layers"]
+    }
     if (text.get("n_group") or 1) > 1:
         small |= {"n_group": 4, "topk_group": 2}
     small |= {name: index + 1 for index, name in enumerate(IDS) if text.get(name) is not None}

@@ -22,14 +22,18 @@ NO_IDS = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
 
 
 def oracle(name: str):
-    """A random transformers model; norms, biases and the selection bias are random too, so that each of them
-    matters."""
+    """A random transformers model."""
     case = CASES[name]
     torch.manual_seed(0)
     config = case.made({**SMALL, **NO_IDS, "rms_norm_eps": 1e-5, "initializer_range": 0.2})
+    return randomized(getattr(transformers, case.model_class), config)
+
+
+def randomized(model_class, config):
+    """A model of that class; norms, biases and the selection bias are random too, so that each of them matters."""
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
-    model = getattr(transformers, case.model_class)(config).eval()
+    model = model_class(config).float().eval()
     with torch.no_grad():
         for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in key:
@@ -70,11 +74,17 @@ def batch_of(documents: list[list[int]]) -> Batch:
 def difference(name: str, recompute=models.plain, documents=DOCUMENTS, change=None) -> tuple[float, float]:
     """Largest absolute difference of logits and of every parameter's gradient (experts included), relative to
     the largest gradient."""
-    reference = oracle(name)
-    model = ours(reference, CASES[name])
+    return apart(oracle(name), CASES[name], recompute, documents, change)
+
+
+def apart(
+    reference, case: Case, recompute=models.plain, documents=DOCUMENTS, change=None
+) -> tuple[float, float]:
+    """`difference` of a model of transformers and ours with its weights."""
+    model = ours(reference, case)
     if change is not None:
         change(model)
-    probe = torch.randn(SMALL["vocab_size"], generator=torch.Generator().manual_seed(1))
+    probe = torch.randn(model.shape.vocab_size, generator=torch.Generator().manual_seed(1))
     expected = torch.cat([reference(torch.tensor([document])).logits[0] for document in documents])
     actual = model.logits(model.hidden(batch_of(documents), recompute))
     ((expected.log_softmax(-1) * probe).sum() / len(expected)).backward()
@@ -82,7 +92,7 @@ def difference(name: str, recompute=models.plain, documents=DOCUMENTS, change=No
     theirs = {key: p.grad for key, p in reference.named_parameters()}
     worst = 0.0
     for key, parameter in model.named_parameters():
-        expected_grad = CASES[name].turned(key, theirs[CASES[name].theirs(key)])
+        expected_grad = case.turned(key, theirs[case.theirs(key)])
         if expected_grad is None:  # an expert stack no token was sent to
             assert parameter.grad is None or not parameter.grad.any()
             continue

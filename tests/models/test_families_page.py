@@ -1,0 +1,123 @@
+"""Published configs made tiny, equal to transformers; and docs/families.md, which is made here.
+
+python tests/models/test_families_page.py --write docs/families.md
+"""
+
+import json
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import published_cases
+import pytest
+from family_cases import CASES, apart, difference
+from published_cases import FOLDER, built, files, made, refusal
+
+from unfreeze import models
+from unfreeze.models.unbuilt import NAMED, missing
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
+BEGIN, END = "<!-- made by tests/models/test_families_page.py -->\n", "<!-- end -->\n"
+TOLERANCE = 1e-4
+PROVED = {  # model_type -> formats, each by the test of this folder that compares such a model's logits
+    "llama": ("FP8", "AWQ", "GPTQ"),
+    "qwen3": ("FP8",),
+    "qwen3_moe": ("FP8", "AWQ", "GPTQ"),
+    "deepseek_v3": ("FP8", "INT4"),
+    "kimi_k2": ("INT4",),
+    "mixtral": ("AWQ", "GPTQ"),
+    "phi3": ("AWQ", "GPTQ"),
+    "gpt_oss": ("MXFP4",),
+}
+
+
+def sample() -> list[str]:
+    """One published config of each model_type that is built; the script compares all of them."""
+    first: dict[str, str] = {}
+    for name in built() if FOLDER.is_dir() else []:
+        config = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+        first.setdefault(config.get("text_config", config)["model_type"], name)
+    return sorted(first.values())
+
+
+@pytest.mark.parametrize("name", sample())
+def test_a_published_shape_equals_transformers(name):
+    logits, gradients = apart(*made(name))
+    assert logits <= TOLERANCE and gradients <= TOLERANCE
+
+
+def test_control_a_field_that_is_not_followed_is_seen(monkeypatch):
+    names = [name for name in sample() if name.startswith("Mistral-7B")]
+    if not names:
+        pytest.skip("the published configs are not here")
+    reference, case = made(names[0])
+    reference.config.rope_parameters["rope_theta"] = 10.0  # ours is built from it, theirs stands already
+    assert apart(reference, case)[0] > 1e-2
+
+
+def rows(page: str) -> dict[str, str]:
+    """model_type -> its row of the first table."""
+    return dict(re.findall(r"^\| `([\w-]+)` \|(.*)$", page, flags=re.M))
+
+
+def test_the_page_has_a_row_for_each_model_type_and_its_cases():
+    found = rows(PAGE.read_text(encoding="utf-8"))
+    expected = models.FAMILIES.keys() | models.WRAPPERS.keys() | NAMED.keys()
+    assert found.keys() >= expected, (
+        f"docs/families.md lacks {sorted(expected - found.keys())}:"
+        " python tests/models/test_families_page.py --write docs/families.md"
+    )
+    for name, case in CASES.items():
+        assert f" {name}" in found[case.model_type], name
+    for name in NAMED:
+        assert "is not built" in found[name] or "are not built" in found[name]
+
+
+def test_every_figure_of_the_page_is_within_the_tolerance():
+    figures = re.findall(r"\d\.\de-\d\d", PAGE.read_text(encoding="utf-8"))
+    assert len(figures) >= 2 * len(models.FAMILIES) and all(float(figure) <= TOLERANCE for figure in figures)
+
+
+def table() -> str:
+    """The page's tables: families with their worst figures, then published configs."""
+    cases, worst = defaultdict(list), defaultdict(lambda: (0.0, 0.0))
+
+    def note(kind: str, name: str, figures: tuple[float, float]) -> None:
+        cases[kind].append(name)
+        worst[kind] = tuple(map(max, worst[kind], figures))
+        print(kind, name, *figures, flush=True)
+
+    for name, case in CASES.items():
+        note(case.model_type, name, difference(name))
+    for name in built():
+        config = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+        kind = config.get("text_config", config)["model_type"]
+        note(kind, f"{name} (tiny)", apart(*made(name)))
+    lines = [
+        "| model_type | equal to transformers: shapes | logits | gradients | formats proved |",
+        "|---|---|---|---|---|",
+    ]
+    for kind in sorted(models.FAMILIES):
+        own = cases.get(kind) or [f"as `{published_cases.bench().transformers_name(kind)}`"]
+        logits, gradients = worst[kind] if kind in cases else worst["deepseek_v3"]
+        formats = ", ".join(("float", *PROVED.get(kind, ())))
+        lines.append(f"| `{kind}` | {', '.join(own)} | {logits:.1e} | {gradients:.1e} | {formats} |")
+    for kind in sorted(models.WRAPPERS):
+        lines.append(f"| `{kind}` | around a `text_config`; the rest is carried over untouched | | | |")
+    for kind in sorted(NAMED):
+        lines.append(f"| `{kind}` | {missing({'model_type': kind})} | | | |")
+    lines += ["", "| published config | |", "|---|---|"]
+    for file in files():
+        why = refusal(json.loads(file.read_text(encoding="utf-8")))
+        lines.append(f"| {file.stem} | {why or 'built'} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    page = Path(sys.argv[sys.argv.index("--write") + 1]) if "--write" in sys.argv else None
+    text = table()
+    print(text)
+    if page is not None:
+        before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+        page.write_text(before + BEGIN + text + END + rest.partition(END)[2], encoding="utf-8")
