@@ -3,6 +3,7 @@ elsewhere; a merge that was stopped goes on; memory stays below two shards."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -421,3 +422,58 @@ def test_a_merged_folder_talks(bases, adapter, merging, tmp_path):
     assert isinstance(
         unfreeze.load(tmp_path / "out").chat("What is the capital of France?", max_new_tokens=4), str
     )
+
+
+def packers():
+    """tests/models/packers.py: packs what the code under test only reads."""
+    spec = importlib.util.spec_from_file_location(
+        "packers", Path(__file__).parents[1] / "models" / "packers.py"
+    )
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_format_that_is_only_read_is_refused_under_same_and_merges_to_bf16(
+    bases, adapter, merging, tmp_path, capsys
+):
+    folder, per_expert = adapter("llama")
+    packed, dense = {}, {}
+    for name, tensor in tensors_of(bases["llama"]).items():
+        dense[name] = packed[name] = tensor
+        if name.endswith("_proj.weight"):
+            parts, weight = packers().awq(tensor.float(), 32)
+            del packed[name]
+            packed |= {name.removesuffix("weight") + part: value for part, value in parts.items()}
+            dense[name] = weight
+    table = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    config = json.loads((bases["llama"] / "config.json").read_text())
+    awq = merging.sharded(tmp_path / "awq", packed, config | {"quantization_config": table})
+    with pytest.raises(ConfigError, match="AWQ is read, not written") as refused:
+        merging.run(awq, folder, tmp_path / "out")
+    assert refused.value.next == "--to bf16, or --to int4" and not (tmp_path / "out").exists()
+    merging.run(awq, folder, tmp_path / "out", "bf16")
+    before = merging.sharded(tmp_path / "dense", dense, config)
+    assert beyond(before, tmp_path / "out", deltas(per_expert)) == []
+
+
+def test_a_language_model_inside_another_keeps_its_prefix(bases, adapter, merging, tmp_path):
+    """Kimi-K2.5: text tensors begin with language_model., and what stands beside is carried byte for byte."""
+    folder, per_expert = adapter("int4")
+    tower = {"vision_tower.patch.weight": torch.randn(4, 32), "mm_projector.bias": torch.randn(4)}
+    inner = {f"language_model.{name}": tensor for name, tensor in tensors_of(bases["int4"]).items()}
+    text = json.loads((bases["int4"] / "config.json").read_text())
+    config = {"model_type": "kimi_k25", "text_config": text, "vision_config": {}, "dtype": "bfloat16"}
+    base = merging.sharded(tmp_path / "base", inner | tower, config)
+    for to in ("same", "bf16", "int4"):
+        merging.run(base, folder, tmp_path / to, to)
+        out = tensors_of(tmp_path / to)
+        plain = {name.removeprefix("language_model."): tensor for name, tensor in out.items()}
+        for name, tensor in tower.items():
+            assert torch.equal(plain.pop(name), tensor)
+        inside = merging.sharded(tmp_path / f"plain-{to}", plain, text)
+        assert beyond(bases["int4"], inside, deltas(per_expert)) == []
+        written = json.loads((tmp_path / to / "config.json").read_text())
+        assert ("quantization_config" in written["text_config"]) == (to == "same")
+        assert open_model(open_checkpoint(tmp_path / to)) is not None

@@ -64,8 +64,8 @@ def test_every_code_and_scale_is_read_as_modelopt_reads_it(recorded):
 
 def test_control_arm_a_quotient_rounded_to_bf16_is_seen():
     class Narrow(Nvfp4):
-        def _effective(self, scales, whole):
-            return super()._effective(scales, whole).bfloat16().float()
+        def effective(self, scales, whole):
+            return super().effective(scales, whole).bfloat16().float()
 
     weight = weight_of(24, 64, torch.float32)
     assert "read" in differences(Narrow(), "nvfp4-pack-quantized", weight, **ARGUMENTS)

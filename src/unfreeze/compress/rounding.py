@@ -97,7 +97,7 @@ def _read(weight: Weight, work: Work, expert: int) -> tuple[Tensor, dict[str, Te
     parts: dict[str, Tensor] = {}
     for suffix in kept_suffixes(weight.codec):
         if suffix not in weight.parts:
-            raise CheckpointError(f"{work.manifest.prefix}{weight.name}.{suffix} is missing")
+            raise CheckpointError(f"{weight.name}.{suffix} is missing")
         info, shape = weight.parts[suffix], weight.codec.parts(rows, columns)[suffix][1]
         stored = stored_tensor(info)
         if isinstance(weight.codec, Texted) and suffix == weight.codec.text:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from unfreeze import models
+from unfreeze.checkpoint import nested
 from unfreeze.checkpoint.keymap import Source, sources
 from unfreeze.checkpoint.manifest import Manifest, TensorInfo
 from unfreeze.compress.deltas import GATE, UP, Deltas, Place
@@ -23,10 +24,10 @@ from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.decoder import Decoder
 from unfreeze.models.groups import group_of
 from unfreeze.models.targets import candidates
+from unfreeze.quant import spelling
 from unfreeze.quant.codec import Codec, Part, kept_suffixes
 from unfreeze.quant.int4 import Int4
-from unfreeze.quant.scheme import Scheme
-from unfreeze.quant.spelling import on_disk
+from unfreeze.quant.scheme import Scheme, is_unread
 
 Format = Literal["same", "bf16", "int4"]
 KIMI = Int4(32)
@@ -115,7 +116,10 @@ class Work:
         self.scheme = manifest.scheme()
         disk = manifest.by_model_name()
         self.homes = dict(_homes(self, disk))
-        self.weights = [self._planned(weight, deltas) for weight in _weights(disk, self.scheme, self.homes)]
+        found = _weights(disk, self.scheme, self.homes)
+        if to != "same":  # scales of activations belong to the format that is left
+            found = (weight for weight in found if self.scheme is None or not is_unread(weight.name))
+        self.weights = [self._planned(weight, deltas) for weight in found]
         _check_all_found(self.weights, deltas)
 
     @property
@@ -129,15 +133,19 @@ class Work:
 
     def outs(self, weight: Weight, expert: int) -> list[Out]:
         """Where matrix `expert` of a weight that changes its names is written."""
-        prefix, home = self.manifest.prefix, weight.home
+        home = weight.home
         if home is None or home.experts is None:
-            return [Out(prefix + on_disk(weight.name))]
+            return [Out(self._named(weight.name))]
         module = f"{home.place.site}.{home.place.projection}"
         found = sources(f"{module}.weight", (home.experts, *home.shape), self.rules)
         if not found[0].index:
-            return [Out(prefix + on_disk(found[0].name), whole=True, transposed=found[0].transposed)]
+            return [Out(self._named(found[0].name), whole=True, transposed=found[0].transposed)]
         own = [source for source in found if source.index[0] == expert]
-        return [Out(prefix + _module(source), _half(source)) for source in own]
+        return [Out(self._named(_module(source)), _half(source)) for source in own]
+
+    def _named(self, name: str) -> str:
+        """The name on disk, with the prefix of a release that holds more than the language model."""
+        return nested.on_disk(self.manifest.prefix, spelling.on_disk(name))
 
     def _planned(self, weight: Weight, deltas: Deltas) -> Weight:
         """The weight with what becomes of it."""
@@ -162,11 +170,16 @@ class Work:
             return (weight.codec if weight.adapted else None) if same else KIMI
         if weight.codec is not None and self.to != "same":
             return "BF16"
-        if self.to == "bf16" and (weight.adapted or _is_matrix(weight)):
+        if self.to == "bf16" and (weight.adapted or (_is_matrix(weight) and self._inside(weight))):
             return "BF16" if weight.adapted or dense != "BF16" else None
         if not weight.adapted:
             return None
         return weight.codec or dense
+
+    def _inside(self, weight: Weight) -> bool:
+        """Whether a dense weight is the language model's; a vision tower beside it stays as it is."""
+        prefix, name = self.manifest.prefix, weight.parts[""].name
+        return name.startswith(prefix) or weight.group == "lm_head"
 
     def _quantizes(self, weight: Weight) -> bool:
         """Whether `--to int4` packs it: what the base packs; of a dense base linear layers and experts."""
@@ -228,6 +241,9 @@ def _homes(work: Work, disk: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Ho
                 yield module, Home(Place(site, projection), shape, E)
                 continue
             for source in sources(f"{module}.weight", (E, *shape), work.rules, disk):
+                info = disk.get(source.name)
+                if source.either and info and info.shape == source.turned().shape != source.shape:
+                    source = source.turned()  # as checkpoint/resolve.py reads it
                 if not source.index:
                     yield _module(source), Home(Place(site, projection), shape, E, source.transposed)
                     continue

@@ -15,8 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from unfreeze.quant.codec import Codec
 from unfreeze.quant.fp8 import MAX_CODE, Fp8
+from unfreeze.quant.fp8_scaled import Fp8Scaled
 from unfreeze.quant.int4 import OFFSET, Int4, pack_int4
+from unfreeze.quant.integers import Integers, pack
 from unfreeze.quant.mxfp4 import BIAS, GROUP, Mxfp4, pack_e2m1, round_to_e2m1
+from unfreeze.quant.mxfp8 import Mxfp8
+from unfreeze.quant.nvfp4 import Nvfp4
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,17 +30,23 @@ Parts = Mapping[str, "Tensor"]
 
 def can_keep(codec: Codec) -> bool:
     """Whether this format's codes can be made on given scales."""
-    return type(codec) in ONTO
+    plain = not isinstance(codec, Integers) or not (codec.zeros or codec.permuted)
+    return type(codec) in ONTO and plain
 
 
 def refitted(codec: Codec, weight: Tensor, stored: Parts | None = None) -> dict[str, Tensor]:
     """`codec.quantize` of float32 W, every part in the dtype that `stored` has it in.
 
-    Scales that this rounds are not those that the codes were made with, so the codes are made anew.
+    Scales that this rounds are not those that the codes were made with, so the codes are made anew; or W is
+    rounded to their dtype first, where that is not built.
     """
-    fresh = codec.quantize(weight)
+    import torch
+
     if stored is None:
-        return fresh
+        return codec.quantize(weight)
+    dtype = stored[codec.suffixes[1]].dtype
+    half = dtype in (torch.bfloat16, torch.float16) and not can_keep(codec)
+    fresh = codec.quantize(weight.to(dtype) if half else weight)
     cast = {suffix: part.to(stored[suffix].dtype) for suffix, part in fresh.items()}
     rounded = any(
         part.dtype != cast[suffix].dtype and bool((cast[suffix].to(part.dtype) != part).any())
@@ -53,6 +63,8 @@ def kept(codec: Codec, weight: Tensor, parts: Parts, fresh: Parts) -> tuple[dict
     made, over = onto(codec, weight, parts)
     count = int(over.sum())
     if count:
+        if isinstance(codec, Nvfp4):  # by the number that the matrix keeps
+            fresh = {scale: _nvfp4_scales(codec, weight, parts)}
         mixed = torch.where(over, fresh[scale].float(), parts[scale].float()).to(parts[scale].dtype)
         if parts[scale].dtype == torch.uint8:  # exponents, no numbers
             mixed = torch.where(over, fresh[scale], parts[scale])
@@ -100,6 +112,64 @@ def _mxfp4(codec: Mxfp4, weight: Tensor, parts: Parts) -> tuple[dict[str, Tensor
     return {codec.layout.codes: codes, codec.layout.scales: scales}, steps.abs().amax(-1) > 7
 
 
+def _fp8_scaled(codec: Fp8Scaled, weight: Tensor, parts: Parts) -> tuple[dict[str, Tensor], Tensor]:
+    """As blocks, of a row or of the matrix."""
+    import torch
+
+    scale = parts[codec.scale]
+    rows = weight.shape[-2] if "out" in codec.scales else 1
+    steps = weight.float() / _nonzero(scale).reshape(rows, 1)
+    over = steps.abs().amax(-1) > MAX_CODE + 16
+    over = over.reshape(scale.shape) if rows > 1 or "out" in codec.scales else over.any().reshape(scale.shape)
+    return {"weight": steps.clamp(-MAX_CODE, MAX_CODE).to(torch.float8_e4m3fn), codec.scale: scale}, over
+
+
+def _mxfp8(codec: Mxfp8, weight: Tensor, parts: Parts) -> tuple[dict[str, Tensor], Tensor]:
+    import torch
+
+    scales = parts["weight_scale"]
+    exponents = BIAS - scales.view(torch.uint8).int()
+    steps = torch.ldexp(weight.float().reshape(*scales.shape, GROUP), exponents.unsqueeze(-1))
+    codes = steps.clamp(-MAX_CODE, MAX_CODE).flatten(-2).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale": scales}, steps.abs().amax(-1) > MAX_CODE + 16
+
+
+def _nvfp4(codec: Nvfp4, weight: Tensor, parts: Parts) -> tuple[dict[str, Tensor], Tensor]:
+    """The number for the matrix is kept always."""
+    codes, scale, whole = codec.suffixes
+    each = codec.effective(parts[scale].float(), parts[whole].reshape(1, 1))
+    steps = weight.float().reshape(*each.shape, -1) / _nonzero(each).unsqueeze(-1)
+    made = {
+        codes: pack_e2m1(round_to_e2m1(steps.flatten(-2) + 0.0)),
+        scale: parts[scale],
+        whole: parts[whole],
+    }
+    return made, steps.abs().amax(-1) > 7
+
+
+def _nvfp4_scales(codec: Nvfp4, weight: Tensor, parts: Parts) -> Tensor:
+    """Scales for the largest of each group, where the matrix keeps its number; at most 448, e4m3's end."""
+    import torch
+
+    _, scale, whole = codec.suffixes
+    absmax = weight.float().reshape(*parts[scale].shape, -1).abs().amax(-1)
+    one = codec.effective(torch.ones(()), parts[whole].reshape(()))  # what a scale of 1 multiplies with
+    return (absmax / 6 / one).clamp(2.0**-9, MAX_CODE).to(torch.float8_e4m3fn)
+
+
+def _integers(codec: Integers, weight: Tensor, parts: Parts) -> tuple[dict[str, Tensor], Tensor]:
+    """Codes from -2 ** (bits - 1) on, without zero points."""
+    import torch
+
+    scale, low, high = parts["weight_scale"], -(1 << (codec.bits - 1)), (1 << (codec.bits - 1)) - 1
+    each = _nonzero(scale).reshape(-1, scale.shape[-1] if scale.dim() > 1 else 1)
+    steps = weight.float().reshape(weight.shape[0], each.shape[-1], -1) / each.unsqueeze(-1)
+    over = (steps > high + 0.5) | (steps < low - 0.5)
+    over = over.any(-1) if scale.dim() > 1 else over.any().reshape(scale.shape)
+    codes = steps.round().clamp(low, high).flatten(-2).to(torch.int8)
+    return {codec.codes: pack(codes, codec.bits) if codec.packed else codes, "weight_scale": scale}, over
+
+
 def _nonzero(scale: Tensor) -> Tensor:
     """float32, with 1 for a scale of 0."""
     import torch
@@ -111,6 +181,10 @@ def _nonzero(scale: Tensor) -> Tensor:
 ONTO: dict[type, Callable[[Any, Tensor, Parts], tuple[dict[str, Tensor], Tensor]]] = {
     Int4: _int4,
     Fp8: _fp8,
+    Fp8Scaled: _fp8_scaled,
     Mxfp4: _mxfp4,
+    Mxfp8: _mxfp8,
+    Nvfp4: _nvfp4,
+    Integers: _integers,
 }
 """(codec, W, parts whose scales are taken) -> (parts, which scales could not hold W)."""

@@ -120,14 +120,14 @@ class Nvfp4:
                 " number",
                 next="get the checkpoint again: a tensor is truncated or in another format",
             )
-        effective = self._effective(scales.float(), whole.reshape(*lead, 1, 1))
+        effective = self.effective(scales.float(), whole.reshape(*lead, 1, 1))
         weight = unpack_e2m1(codes).float().reshape(*scales.shape, GROUP)
         if not self.layout.divides:
             weight = weight + 0.0  # modelopt reads the code of -0.0 as 0.0
         weight = (weight * effective.unsqueeze(-1)).flatten(-2)
         return weight.bfloat16() if self.layout.divides else weight
 
-    def _effective(self, scales: Tensor, whole: Tensor) -> Tensor:
+    def effective(self, scales: Tensor, whole: Tensor) -> Tensor:
         """What a code is multiplied with: float32 [..., out, G]."""
         return scales / whole if self.layout.divides else scales * whole
 
@@ -168,7 +168,7 @@ class Nvfp4:
             scales = absmax.float() / (MAX_CODE * whole)
             scales = torch.where(scales.nan_to_num(0.0) == 0, 1.0, scales)
             scales = scales.clamp(LEAST_SCALE, MAX_SCALE).to(torch.float8_e4m3fn)
-        scaled = grouped / self._effective(scales.float(), whole).unsqueeze(-1)
+        scaled = grouped / self.effective(scales.float(), whole).unsqueeze(-1)
         # + 0.0: both libraries give -0.0 the code of 0.0; a matrix of zeros divides 0 by 0 in modelopt's
         codes = round_to_e2m1(scaled.float().nan_to_num(0.0).flatten(-2) + 0.0)
         return {
