@@ -8,6 +8,7 @@ import torch
 from unfreeze.core.errors import CheckpointError, ConfigError
 from unfreeze.quant import Packed, awq, not_followed, recognise
 from unfreeze.quant.awq import Awq
+from unfreeze.quant.codec import ByRows
 from unfreeze.quant.grids import unpack
 from unfreeze.quant.halves import Halves, stacked
 
@@ -51,6 +52,15 @@ def test_a_stack_is_read_like_its_matrices(cases):
     found = Packed(codec, halves).dequantize()
     assert found.shape == (2, 64, 64) and torch.equal(found[:, :32], found[:, 32:])
     assert torch.equal(found[:, :32], packed.dequantize())
+
+
+def test_some_rows_are_those_of_the_whole(cases):
+    assert isinstance(Awq(), ByRows)
+    for case in cases.values():
+        codec = Awq(64 // len(case["scales"]))
+        for first, last in ((0, 8), (8, 32), (24, 32)):
+            found = codec.dequantize(codec.rows(case, first, last))
+            assert torch.equal(found, case["weight"].mT[first:last])
 
 
 def test_control_arm_the_columns_of_a_word_in_order_are_not_autoawqs(cases, monkeypatch):

@@ -9,6 +9,7 @@ import torch
 
 from unfreeze.core.errors import CheckpointError, ConfigError
 from unfreeze.quant import Packed, not_followed, recognise
+from unfreeze.quant.codec import ByRows
 from unfreeze.quant.gptq import SUFFIXES, Gptq
 from unfreeze.quant.halves import Halves, stacked
 
@@ -62,6 +63,15 @@ def test_a_stack_is_read_like_its_matrices_each_with_an_order_of_its_own(cases):
     halves |= {f"up_{part}": tensor.flip(0) for part, tensor in stack.items()}
     oracle = torch.cat((packed.dequantize(), packed.dequantize().flip(0)), dim=1)
     assert torch.equal(Packed(codec, halves).dequantize(), oracle)
+
+
+def test_some_rows_are_those_of_the_whole(cases):
+    for name, case in cases.items():
+        codec = codec_of(name)
+        assert isinstance(codec, ByRows) and 24 % codec.rows_at in (0, 8)
+        for first, last in ((0, codec.rows_at), (codec.rows_at, 24)):
+            found = codec.dequantize(codec.rows(case, first, last))
+            assert torch.equal(found, case["weight"].mT[first:last]), name
 
 
 def test_control_arm_the_other_checkpoint_format_and_another_order_are_not_equal(cases):

@@ -102,6 +102,15 @@ class Awq:
             )
         return each(self._matrix, parts, "qweight")
 
+    @property
+    def rows_at(self) -> int:
+        return PER_WORD
+
+    def rows(self, parts: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
+        words = slice(first // PER_WORD, last // PER_WORD)
+        found = {suffix: parts[suffix][:, words] for suffix in ("qweight", "qzeros")}
+        return {**found, "scales": parts["scales"][:, first:last]}
+
     def _matrix(self, parts: Mapping[str, Tensor]) -> Tensor:
         words_IO = parts["qweight"]
 

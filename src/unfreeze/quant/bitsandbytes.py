@@ -185,7 +185,7 @@ class Bits4:
         weight = torch.empty(2 * len(codes), dtype=dtype, device=codes.device)
         for first in range(0, len(weight), AT_ONCE):  # whole blocks
             of_bytes = codes[first // 2 : (first + AT_ONCE) // 2]
-            numbers = pairs[of_bytes.int()].view(torch.float32)
+            numbers = pairs.index_select(0, of_bytes.int()).view(torch.float32)
             scales = absmax[first // self.block : (first + AT_ONCE) // self.block]
             weight[first : first + AT_ONCE] = _by_block(numbers, scales, self.block)
         return weight.view(parts["weight"].shape[0], -1)
@@ -195,7 +195,7 @@ class Bits4:
         absmax = parts["weight_absmax"]
         if not self.double:
             return absmax
-        numbers = parts["weight_nested_quant_map"][absmax.int()]
+        numbers = parts["weight_nested_quant_map"].index_select(0, absmax.int())
         return _by_block(numbers, parts["weight_nested_absmax"], self.block2) + parts[self.text]
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:

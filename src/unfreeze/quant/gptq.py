@@ -119,6 +119,15 @@ class Gptq:
             )
         return each(self._matrix, parts, "qweight")
 
+    @property
+    def rows_at(self) -> int:
+        return WORD // self.bits
+
+    def rows(self, parts: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
+        words = slice(first // self.rows_at, -(-last // self.rows_at))
+        found = {suffix: parts[suffix][:, first:last] for suffix in ("qweight", "scales")}
+        return {**found, "qzeros": parts["qzeros"][:, words], "g_idx": parts["g_idx"]}
+
     def _matrix(self, parts: Mapping[str, Tensor]) -> Tensor:
         import torch
 

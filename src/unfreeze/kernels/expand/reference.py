@@ -5,6 +5,7 @@ Works for every codec and device.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from unfreeze.quant.codec import ByRows, Packed
@@ -41,4 +42,6 @@ def _fill(out: Tensor, matrix: Packed) -> None:
     step = max(1, AT_ONCE.get(out.device.type, rows * columns) // (columns * codec.rows_at)) * codec.rows_at
     for first in range(0, rows, step):
         last = min(first + step, rows)
-        out[first:last].copy_(codec.dequantize(codec.rows(matrix.parts, first, last)))
+        weight = codec.dequantize(codec.rows(matrix.parts, first, last))
+        # float16 straight to bf16 takes 1 ns a weight here, over float32 0.2, to the same bits
+        out[first:last].copy_(weight.float() if weight.dtype == torch.float16 else weight)
