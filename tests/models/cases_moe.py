@@ -183,6 +183,7 @@ CASES = {
         "Qwen2Moe", {**QWEN2_MOE, "norm_topk_prob": True, "mlp_only_layers": [1], "qkv_bias": False}
     ),
     "mixtral": Case("Mixtral", MIXTRAL),
+    "mixtral-window": Case("Mixtral", {**MIXTRAL, "sliding_window": 4}),
     "mixtral-8-experts-tied": Case(
         "Mixtral", {**MIXTRAL, "num_local_experts": 8, "num_key_value_heads": 1, "tie_word_embeddings": True}
     ),
@@ -230,7 +231,12 @@ CASES = {
         {**MIXTRAL, **GRANITE, "num_local_experts": 8, "attention_bias": True, "tie_word_embeddings": True},
         renamed=(("mlp.", "block_sparse_moe."), ("gate.", "router.")),
     ),
-    "llama4-text": Case("Llama4", LLAMA4, **LLAMA4_NAMES),
+    "llama4-text": Case(
+        "Llama4",
+        # Scout's: both bounds of llama3's ramp are 1
+        {**LLAMA4, "rope_parameters": {**LLAMA3, "factor": 16.0, "high_freq_factor": 1.0}},
+        **LLAMA4_NAMES,
+    ),
     "llama4-text-maverick": Case(
         "Llama4",
         {

@@ -58,12 +58,12 @@ def test_the_rotary_tables_too(field, value):
                 "rope_scaling": {
                     "type": "llama3",
                     "factor": 8.0,
-                    "low_freq_factor": 4.0,
+                    "low_freq_factor": 4.5,
                     "high_freq_factor": 4.0,
                     "original_max_position_embeddings": 64,
                 }
             },
-            "not below high_freq_factor",
+            "above high_freq_factor",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 silently."""
 
 import pytest
+import transformers
 
 from unfreeze import models
 from unfreeze.core.errors import CheckpointError
@@ -81,3 +82,20 @@ def test_a_text_config_is_the_language_model():
         True,
         True,
     ]
+
+
+def test_a_nested_config_leaves_out_what_is_its_classs_default():
+    """The text_config of google/gemma-3-4b-it, all of it."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    shape = models.shape({"model_type": "gemma3", "text_config": text})
+    theirs = transformers.Gemma3TextConfig(**text)
+    assert (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.vocab_size) == (8, 4, 256, 262208)
+    assert shape.num_heads == theirs.num_attention_heads and shape.vocab_size == theirs.vocab_size
+    assert shape.layer_types == tuple(theirs.layer_types)

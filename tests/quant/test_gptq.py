@@ -134,7 +134,8 @@ def test_scales_keep_the_dtype_of_the_files():
 
 def test_a_config_is_read():
     wide = TABLE | {"bits": 8, "group_size": -1, "checkpoint_format": "gptq_v2"}
-    left_out = TABLE | {"dynamic": {"-:.*down.*": {}}}
+    # "lm_head": {} as in the releases of Qwen
+    left_out = TABLE | {"dynamic": {"-:.*down.*": {}, "lm_head": {}, "+:.*up.*": {"bits": 4}}}
     for table, codec in ((TABLE, Gptq()), (wide, Gptq(8, -1, False)), (left_out, Gptq())):
         assert recognise({"quantization_config": table}).codecs == (codec,)
         assert not_followed({"quantization_config": table}) == ""

@@ -214,11 +214,11 @@ def check_fields(config: Mapping[str, Any]) -> None:
         missing = [field for field in ROPE_NEEDS.get(str(kind), ()) if table.get(field) is None]
         if missing:
             raise CheckpointError(f"config.json: {name} of type {kind!r} has no {missing[0]}", next=NEXT)
-        if kind == "llama3" and not table["low_freq_factor"] < table["high_freq_factor"]:
+        # equal is a step instead of a ramp: Llama 4 Scout
+        if kind == "llama3" and not table["low_freq_factor"] <= table["high_freq_factor"]:
             low, high = table["low_freq_factor"], table["high_freq_factor"]
             raise CheckpointError(
-                f"config.json: {name} has low_freq_factor {low:g}, not below high_freq_factor {high:g}",
-                next=NEXT,
+                f"config.json: {name} has low_freq_factor {low:g}, above high_freq_factor {high:g}", next=NEXT
             )
 
 

@@ -25,6 +25,12 @@ FIELDS = replace(
     gemma2.FIELDS,
     absent={
         **gemma2.FIELDS.absent,
+        # a nested config is published without what is its class's default (4B: no heads, no vocabulary)
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "vocab_size": 262208,
         "max_position_embeddings": 131072,
         "final_logit_softcapping": None,
         "attn_logit_softcapping": None,

@@ -1,5 +1,6 @@
-"""Mixtral: Llama attention without biases, softmax routing renormalised over the chosen experts.
+"""Mixtral: Mistral's attention, softmax routing renormalised over the chosen experts.
 
+Early configs have Mistral 7B's sliding_window.
 Source: arXiv:2401.04088. On disk an expert is block_sparse_moe.experts.{e}.w1 (gate), w3 (up) and w2 (down).
 """
 
@@ -10,8 +11,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from unfreeze.checkpoint.keymap import StackRule
-from unfreeze.models import deepseek_v3, llama, qwen3_moe
+from unfreeze.models import deepseek_v3, llama, mistral, qwen3_moe
 from unfreeze.models.allowed import Fields, names
+from unfreeze.models.layer_types import everywhere, mask
 from unfreeze.models.shape import MoEShape, Shape, require
 
 if TYPE_CHECKING:
@@ -36,16 +38,18 @@ FIELDS = Fields(
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
         "rope_theta": 1e6,
+        "sliding_window": None,
     },
     read=names("head_dim"),
-    null=names("num_key_value_heads"),
-    only={"sliding_window": lambda config: None, "num_experts": lambda config: config["num_local_experts"]},
+    null=names("num_key_value_heads sliding_window"),
+    only={**mistral.FIELDS.only, "num_experts": lambda config: config["num_local_experts"]},
 )
 
 
 def shape(config: Mapping[str, Any]) -> Shape:
     """Sizes from config.json: intermediate_size is an expert's; no layer is dense."""
-    return replace(llama.shape(config), family="mixtral", moe=moe_shape(config))
+    sizes = replace(llama.shape(config), layer_types=everywhere(config))
+    return replace(sizes, family="mixtral", moe=moe_shape(config))
 
 
 def moe_shape(config: Mapping[str, Any]) -> MoEShape:
@@ -66,6 +70,7 @@ def layer(shape: Shape, index: int, make: Factory) -> Layer:
     experts = make.experts_of(shape, f"model.layers.{index}.mlp")
     gate = qwen3_moe.router(shape, make, normalize=True)
     mlp = MoE(index, gate=gate, experts=experts, shared_experts=None)
-    return llama.block(
-        shape, llama.attention(shape, index, make, qkv_bias=False, output_bias=False), mlp, make
+    attention = llama.attention(
+        shape, index, make, qkv_bias=False, output_bias=False, mask=mask(shape, index)
     )
+    return llama.block(shape, attention, mlp, make)

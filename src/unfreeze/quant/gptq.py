@@ -188,7 +188,13 @@ def read(where: str, table: Table) -> Gptq:
         raise Unreadable(f'{where}: GPTQ checkpoint_format "{layout}" (codes in another order)')
     if table.get("pack_dtype") not in (None, "int32", "torch.int32"):
         raise Unreadable(f"{where}: pack_dtype {table.get('pack_dtype')}")
-    own = [name for name in as_table(table.get("dynamic")) or {} if not name.startswith("-:")]
+    # "-:" leaves modules out; a rule that repeats what the table says, or is empty (Qwen's), changes nothing
+    own = [
+        name
+        for name, rule in (as_table(table.get("dynamic")) or {}).items()
+        if not name.startswith("-:")
+        and any(table.get(field) != value for field, value in (as_table(rule) or {}).items())
+    ]
     if own:
         raise Unreadable(f"{where}.dynamic {own[0]!r:.60} (modules with bits or groups of their own)")
     return Gptq(int(str(bits)), read_group_size(table, where), layout == "gptq")

@@ -156,12 +156,12 @@ def rotary_width(config: Mapping[str, Any], head_dim: int, absent: float = 1.0) 
 def _llama3(frequency: float, parameters: Mapping[str, Any]) -> float:
     """Llama 3.1's scaling: long wavelengths are divided by factor, short ones kept, a linear ramp between.
 
-    Source: Meta's reference.
+    Where both bounds are the same there is no ramp (Llama 4 Scout). Source: Meta's reference.
     """
     factor, low, high = (float(parameters[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
     context = float(parameters["original_max_position_embeddings"])
     wavelength = 2 * math.pi / frequency
-    if wavelength > context / low:
+    if wavelength >= context / low:
         return frequency / factor
     if wavelength < context / high:
         return frequency
