@@ -10,7 +10,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from tests.quant.compressed_tensors_oracle import bits_of, differences, theirs, weight_of
 
 from unfreeze.core.errors import CheckpointError, ConfigError
-from unfreeze.quant import Packed, not_followed, recognise
+from unfreeze.quant import Fp8, Packed, not_followed, recognise
 from unfreeze.quant.halves import Halves, stacked
 from unfreeze.quant.nvfp4 import MODELOPT, PACKED, Nvfp4
 
@@ -148,6 +148,34 @@ def test_mixed_precision_has_an_algorithm_for_each_of_its_layers():
     files = ["a.weight", "a.weight_scale"]
     assert scheme.stored("a", files).name == "fp8-tensor"
     assert scheme.stored("a", [*files, "a.weight_scale_2"]).name == "nvfp4"
+
+
+def test_modelopts_layers_in_a_release_in_fp8_are_read_beside_it():
+    """As DeepSeek-V4-Flash-NVFP4 has them: the experts anew, the rest as it was."""
+    layers = {f"layers.{i}.ffn.experts": {"quant_algo": "NVFP4", "group_size": 16} for i in range(2)}
+    table = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": [128, 128],
+        "activation_scheme": "dynamic",
+        "quant_algo": "MIXED_PRECISION",
+        "moe_quant_algo": "NVFP4",
+        "group_size": 16,
+        "quantized_layers": layers,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4}}},
+        "ignore": ["*.attn.*", "*.ffn.shared_experts.*", "head"],
+        "kv_cache_quant_algo": None,
+        "producer": {"name": "modelopt"},
+    }
+    scheme = recognise({"quantization_config": table})
+    assert scheme.codec_for("layers.1.ffn.experts.3.w1") == Nvfp4(MODELOPT)
+    for name in ("layers.1.attn.wq_a", "layers.1.ffn.shared_experts.w1"):
+        assert scheme.codec_for(name) == Fp8(scale_dtype="F8_E8M0")
+    assert scheme.name == "nvfp4, fp8-block" and not_followed({"quantization_config": table}) == ""
+    assert "hello" in not_followed({"quantization_config": table | {"hello": 1}})
+    with pytest.raises(ConfigError, match="quant_algo NVFP4"):  # control arm: not as layers beside FP8
+        recognise({"quantization_config": table | {"quant_algo": "NVFP4", "config_groups": None}})
 
 
 @pytest.mark.parametrize(

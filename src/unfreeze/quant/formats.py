@@ -134,7 +134,8 @@ def not_followed(config: Table) -> str:
     elif method == modelopt.METHOD:
         fields = modelopt.not_followed(table)
     else:
-        fields = unknown_fields(table, FORMATS[method].known | {"quant_method"}, "")
+        more = modelopt.ADDED if _adds_layers(table) else frozenset[str]()
+        fields = unknown_fields(table, FORMATS[method].known | {"quant_method"} | more, "")
     said = [f"{', '.join(fields)}: not known here and not followed"] if fields else []
     if found := _activations(table):
         said.append(f"{found}: a server rounds activations to it; training and generation here round none")
@@ -204,9 +205,19 @@ def _method(table: Table) -> str:
     return str(table.get("quant_method") or (modelopt.METHOD if "quant_algo" in table else compressed.METHOD))
 
 
+def _adds_layers(table: Table) -> bool:
+    """Whether a table of quant_method "fp8" also has layers that modelopt quantized."""
+    return _method(table) == "fp8" and table.get("quant_algo") == modelopt.MIXED
+
+
 def _scheme(table: Table) -> Scheme:
     """The scheme of a quantization_config: of its groups of modules, or of one codec for all of them."""
     method = _method(table)
+    if _adds_layers(table):
+        # a release in FP8 of which modelopt quantized some layers anew; its `ignore` is about those only
+        own = {name: value for name, value in table.items() if name not in modelopt.ADDED}
+        fp8, added = _scheme(own), modelopt.read({**table, "ignore": []}, FORMATS)
+        return Scheme((*added.rules, *fp8.rules), fp8.ignore)
     if method in FORMATS:
         codec = FORMATS[method].read("quantization_config", table)
         fields = (FORMATS[method].ignored, "ignored_layers")  # the latter is AutoFP8's word

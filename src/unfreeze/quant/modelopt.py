@@ -33,6 +33,9 @@ KNOWN = frozenset(
 )
 """Fields that are read, or without effect on weights that are packed already; config_groups repeats them."""
 
+ADDED = KNOWN - {"quant_method"} | {"moe_quant_algo"}
+"""Fields that modelopt adds to the quantization_config of an FP8 release whose layers it quantized anew."""
+
 
 def read(table: Table, formats: Mapping[str, Format]) -> Scheme:
     """The scheme of the table. Raises Unreadable, naming what would be read wrongly."""
