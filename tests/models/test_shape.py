@@ -50,7 +50,8 @@ def test_a_missing_field_is_named(field):
     [
         (LLAMA | {"hidden_act": "gelu"}, "hidden_act 'gelu' is not built"),
         (LLAMA | {"use_sliding_window": True}, "use_sliding_window true is not built"),
-        (LLAMA | {"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope'"),
+        (LLAMA | {"rope_scaling": {"rope_type": "dynamic"}}, "rope type 'dynamic'"),
+        (LLAMA | {"rope_scaling": {"rope_type": "longrope"}}, "type 'longrope' has no short_factor"),
         (DEEPSEEK | {"scoring_func": "softmax"}, "scoring_func 'softmax' is not built"),
         (DEEPSEEK | {"topk_method": "greedy"}, "topk_method 'greedy' is not built"),
     ],

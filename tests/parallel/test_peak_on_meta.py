@@ -92,6 +92,54 @@ MODELS = {
     "Qwen3-8B": {**DENSE, "model_type": "qwen3", "vocab_size": 151936, "intermediate_size": 12288},
     "Llama-3.1-8B": {**DENSE, "model_type": "llama", "vocab_size": 128256, "intermediate_size": 14336},
 }
+OTHERS = {  # other blocks: fused projections, norms behind parts, windows, heads that differ, a plain MLP
+    "Phi-4": {
+        **SHARED,
+        "model_type": "phi3",
+        "vocab_size": 100352,
+        "hidden_size": 5120,
+        "intermediate_size": 17920,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 10,
+    },
+    "OLMo-2-7B": {
+        **SHARED,
+        "model_type": "olmo2",
+        "vocab_size": 100352,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_attention_heads": 32,
+    },
+    "Gemma-3-12B": {
+        **SHARED,
+        "model_type": "gemma3_text",
+        "vocab_size": 262208,
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+    },
+    "Gemma-4-31B": {
+        **SHARED,
+        "model_type": "gemma4_text",
+        "vocab_size": 262208,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "hidden_size_per_layer_input": 0,
+        "sliding_window": 4096,
+    },
+    "Granite-3-8B": {**DENSE, "model_type": "granite", "vocab_size": 49152, "intermediate_size": 12800},
+    "nanochat": {
+        **SHARED,
+        "model_type": "nanochat",
+        "vocab_size": 65536,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_attention_heads": 16,
+    },
+}
 CASES = [
     *(
         (name, tokens, recompute)
@@ -132,7 +180,7 @@ def peak(
     release_scratch()
     if kernels:
         as_on_an_h200(patch)
-    config = MODELS[name]
+    config = (MODELS | OTHERS)[name]
     experts = config.get("n_routed_experts") or config.get("num_experts")
     fused = functools.partial(expert_mlp.fused_expert_mlp, backend=Grouped())
     patch.setattr(
@@ -180,6 +228,13 @@ def peak(
 def test_the_plan_is_within_a_tenth_at_true_size(name, tokens, recompute, live, monkeypatch):
     counted, planned = peak(live, name, tokens, recompute, monkeypatch)
     assert 0.9 * counted <= planned <= 1.1 * counted
+
+
+@pytest.mark.parametrize("recompute", ["layers", "elementwise", "nothing"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_plan_holds_for_blocks_of_other_families(name, recompute, live, monkeypatch):
+    counted, planned = peak(live, name, 8192, recompute, monkeypatch)
+    assert 0.95 * counted <= planned <= 1.05 * counted
 
 
 def test_the_sum_of_what_each_block_has_in_its_own_backward_is_too_much(live, monkeypatch):

@@ -202,8 +202,11 @@ def not_followed(config: Mapping[str, object]) -> str:
 
 
 def notes(config: Mapping[str, object]) -> list[str]:
-    """What is ignored of this config.json: a line for its fields, and one for its quantization_config."""
-    return [printable(line) for line in (not_followed(config), formats.not_followed(config)) if line]
+    """What is ignored of config.json, of its quantization_config, and of the tensors beside the model."""
+    beside = ""
+    if _text(config) is not config:
+        beside = f"model_type {config['model_type']!r}: its language model; other tensors stay as they are"
+    return [printable(line) for line in (not_followed(config), formats.not_followed(config), beside) if line]
 
 
 def _outer(config: Mapping[str, Any]) -> dict[str, Any]:

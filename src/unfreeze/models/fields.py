@@ -136,7 +136,7 @@ FIELDS: dict[str, Kind] = {
     **dict.fromkeys(("query_pre_attn_scalar", "rope_local_base_freq"), Number(0)),
     "sliding_window_pattern": Whole(1, 10_000),
     **dict.fromkeys(("global_head_dim", "num_global_key_value_heads"), Whole(1, COUNT)),
-    **dict.fromkeys(("attention_k_eq_v", "enable_moe_block"), FLAG),
+    "attention_k_eq_v": FLAG,
     "num_kv_shared_layers": Whole(0, 10_000),
     "hidden_size_per_layer_input": Whole(0, WIDTH),
     "per_layer_config": TABLE,

@@ -124,8 +124,8 @@ def test_adjacent_pairs_are_the_complex_product_of_deepseek():
 
 
 def test_an_unknown_scaling_is_refused_by_name():
-    with pytest.raises(CheckpointError, match="rope type 'longrope' is not known"):
-        rope_from_config({"rope_theta": 1e4, "rope_scaling": {"type": "longrope", "factor": math.e}}, 8)
+    with pytest.raises(CheckpointError, match="rope type 'dynamic' is not known"):
+        rope_from_config({"rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "factor": math.e}}, 8)
 
 
 def test_a_number_of_rotations_without_a_logarithm_is_refused_by_name():
