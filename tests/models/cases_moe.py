@@ -1,6 +1,6 @@
 """The families with experts: cases for test_families.py, a config.json for test_config_fields.py."""
 
-from cases_dense import QWEN_VISION
+from cases_dense import GEMMA_4, QWEN_VISION
 from family_case import COMMON, LLAMA3, NESTED, YARN, Case
 
 MLA = {
@@ -129,6 +129,21 @@ QWEN_VL_MOE = {
         "mrope_interleaved": True,
     },
 }
+
+GEMMA_4_MOE = {
+    **GEMMA_4,
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 24,
+}
+GEMMA_4_NAMES = (
+    ("moe.experts.", "experts."),
+    ("moe.gate.weight", "router.proj.weight"),
+    ("moe.gate.", "router."),
+    ("moe.pre_norm.", "pre_feedforward_layernorm_2."),
+    ("moe.post_norm.", "post_feedforward_layernorm_2."),
+)
 
 CASES = {
     "qwen3-moe": Case("Qwen3Moe", {**QWEN_MOE, "norm_topk_prob": True}),
@@ -287,6 +302,25 @@ CASES = {
         },
         model="Qwen3VLMoeForConditionalGeneration",
         renamed=NESTED,
+    ),
+    "gemma4-experts": Case("Gemma4", GEMMA_4_MOE, config="Gemma4TextConfig", renamed=GEMMA_4_NAMES),
+    "gemma4-experts-nested": Case(
+        "Gemma4",
+        {
+            "text_config": {
+                **GEMMA_4_MOE,
+                "model_type": "gemma4_text",
+                "attention_k_eq_v": True,
+                "num_global_key_value_heads": 1,
+                "top_k_experts": 4,
+                "use_bidirectional_attention": "vision",
+                "pad_token_id": 0,
+            },
+            "vision_config": None,
+            "audio_config": None,
+        },
+        model="Gemma4ForConditionalGeneration",
+        renamed=(*GEMMA_4_NAMES, *NESTED),
     ),
 }
 

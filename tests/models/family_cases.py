@@ -36,7 +36,7 @@ def randomized(model_class, config):
     model = model_class(config).float().eval()
     with torch.no_grad():
         for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if "norm" in key:
+            if "norm" in key or key.endswith(("router.scale", "per_expert_scale", "layer_scalar")):
                 tensor.copy_(1 + 0.3 * torch.randn_like(tensor))
             elif key.endswith("e_score_correction_bias"):
                 tensor.copy_(0.2 * torch.randn_like(tensor))

@@ -11,6 +11,7 @@ from family_cases import CASES, DOCUMENTS, batch_of, difference, oracle, ours
 
 from unfreeze import models
 from unfreeze.core.errors import CheckpointError
+from unfreeze.models.blocks.mlp import MLP
 
 
 def compared(cases) -> set[str]:
@@ -82,6 +83,21 @@ def test_logits_and_gradients_equal_transformers(name):
 def test_recomputed_layers_have_the_same_gradients(name):
     logits, gradients = difference(name, models.keep_inputs)
     assert logits <= 1e-4 and gradients <= 1e-4
+
+
+# mixtures whose second visit needs what others leave out: a gate's product, a norm's input, scaled inputs
+@pytest.mark.parametrize("recompute", [models.selective, models.elementwise])
+@pytest.mark.parametrize("name", ["qwen2-moe", "gpt-oss", "llama4-text", "gemma4-experts"])
+def test_what_a_recomputed_mixture_keeps_does_not_change_its_gradients(name, recompute):
+    logits, gradients = difference(name, recompute)
+    assert logits <= 1e-4 and gradients <= 1e-4
+
+
+def test_control_a_shared_expert_whose_product_is_left_out_is_seen(monkeypatch):
+    """Qwen2-MoE's gate has its gradient through that product: zeros in its place must not pass."""
+    monkeypatch.setattr(MLP, "read", MLP.forward)
+    _, gradients = difference("qwen2-moe", models.selective)
+    assert gradients > 1e-2
 
 
 def swap_pairing(model):

@@ -25,9 +25,9 @@ from unfreeze.parallel.place import place
 from unfreeze.parallel.plan import measure
 from unfreeze.parallel.plan.counts import counts
 
-FIRST: dict[str, str] = {}
+FIRST: dict[tuple[str, bool], str] = {}  # of each config class; Gemma 4's, with experts and without
 for _name, _case in CASES.items():
-    FIRST.setdefault(_case.config_class, _name)
+    FIRST.setdefault((_case.config_class, _name in cases_moe.CASES), _name)
 KINDS = sorted(FIRST.values())
 # rows of a cache that slide, cut, or are written anew
 OTHERS = (

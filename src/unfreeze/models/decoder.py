@@ -63,7 +63,8 @@ class Decoder(nn.Module):
 
     def moe_layers(self) -> dict[int, MoE]:
         """Layer index -> its mixture of experts, for the layers that have one."""
-        return {index: layer.mlp for index, layer in enumerate(self.layers) if isinstance(layer.mlp, MoE)}
+        mixtures = {index: getattr(layer, "moe", layer.mlp) for index, layer in enumerate(self.layers)}
+        return {index: moe for index, moe in mixtures.items() if isinstance(moe, MoE)}
 
     @contextmanager
     def looking(self, *, backward: bool = False) -> Iterator[None]:

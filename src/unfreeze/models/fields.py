@@ -90,6 +90,7 @@ FIELDS: dict[str, Kind] = {
             "num_local_experts",
             "moe_num_experts",
             "num_experts_per_tok",
+            "top_k_experts",
             "moe_k",
             "n_group",
             "topk_group",

@@ -1,8 +1,9 @@
-"""Gemma 4's dense models: Gemma 3's block with other heads in full layers, whose values may be their keys.
+"""Gemma 4: Gemma 3's block with other heads in full layers, whose values may be their keys.
 
 Full layers have heads of global_head_dim, of which a part rotates; with attention_k_eq_v their values are the
 keys before norm and rotation. Values are normed; a layer's output is multiplied by a number of its own.
-Not built, and refused by name: embeddings per layer, shared keys and values, experts beside the MLP.
+With enable_moe_block (26B-A4B) each layer has experts beside its MLP, fused on disk.
+Not built, and refused by name: embeddings per layer, shared keys and values.
 Source: transformers 5.23, models/gemma4.
 """
 
@@ -12,19 +13,31 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from unfreeze.checkpoint.keymap import StackRule
 from unfreeze.core.errors import CheckpointError
 from unfreeze.models import gemma2, llama
 from unfreeze.models.allowed import Fields, names
 from unfreeze.models.blocks.rope import rope_from_config
 from unfreeze.models.fields import shown
 from unfreeze.models.layer_types import FULL, SLIDING, layer_types, mask, per_kind
-from unfreeze.models.shape import Shape
+from unfreeze.models.shape import MoEShape, Shape, require
 
 if TYPE_CHECKING:
+    from unfreeze.models.blocks.moe import NormedMoE
     from unfreeze.models.factory import Ends, Factory
     from unfreeze.models.layer import SandwichLayer
 
-RULES = llama.RULES
+_LAYER = "model.layers.{layer}."
+RULES = (
+    StackRule(_LAYER + "experts.gate_up_proj", _LAYER + "moe.experts.gate_up_proj.weight"),
+    StackRule(_LAYER + "experts.down_proj", _LAYER + "moe.experts.down_proj.weight"),
+    StackRule(_LAYER + "router.proj.weight", _LAYER + "moe.gate.weight"),
+    StackRule(_LAYER + "router.scale", _LAYER + "moe.gate.scale"),
+    StackRule(_LAYER + "router.per_expert_scale", _LAYER + "moe.gate.per_expert_scale"),
+    StackRule(_LAYER + "pre_feedforward_layernorm_2.weight", _LAYER + "moe.pre_norm.weight"),
+    StackRule(_LAYER + "post_feedforward_layernorm_2.weight", _LAYER + "moe.post_norm.weight"),
+)
+RENAMED = (("moe.experts", "experts"),)
 ignored = llama.ignored
 FIELDS = Fields(
     absent={
@@ -44,6 +57,7 @@ FIELDS = Fields(
     },
     read=names(
         "layer_types global_head_dim num_global_key_value_heads per_layer_config partial_rotary_factor"
+        " num_experts top_k_experts moe_intermediate_size"
     ),
     null=names("final_logit_softcapping"),
     only={
@@ -51,12 +65,9 @@ FIELDS = Fields(
         "use_bidirectional_attention": lambda config: "vision",  # which a text has nothing of
         "hidden_size_per_layer_input": lambda config: 0,
         "num_kv_shared_layers": lambda config: 0,
-        "enable_moe_block": lambda config: False,
     },
     # of parts that are not built, and so without effect where these are not asked for
-    silent=names(
-        "vocab_size_per_layer_input use_double_wide_mlp num_experts top_k_experts moe_intermediate_size"
-    ),
+    silent=names("vocab_size_per_layer_input use_double_wide_mlp"),
     per_kind=(FULL, SLIDING),
 )
 ROTARY = {
@@ -109,6 +120,18 @@ def shape(config: Mapping[str, Any]) -> Shape:
         ropes={SLIDING: llama.shape(sliding).rope},
         softcap=config.get("final_logit_softcapping"),
         config=dict(config),
+        moe=_moe_shape(config) if config["enable_moe_block"] else None,
+    )
+
+
+def _moe_shape(config: Mapping[str, Any]) -> MoEShape:
+    """Experts beside the MLP of every layer."""
+    return MoEShape(
+        num_experts=int(require(config, "num_experts")),
+        experts_per_token=int(require(config, "top_k_experts")),
+        intermediate_size=int(require(config, "moe_intermediate_size")),
+        num_shared_experts=0,
+        dense_layers=frozenset(),
     )
 
 
@@ -122,7 +145,7 @@ def layer(shape: Shape, index: int, make: Factory) -> SandwichLayer:
     from unfreeze.models.blocks.attention import NormedValueAttention
     from unfreeze.models.blocks.nonlinearity import GATED_GELU
     from unfreeze.models.blocks.norm import PlainRMSNorm
-    from unfreeze.models.layer import GatedSandwichLayer
+    from unfreeze.models.layer import BesideLayer, GatedSandwichLayer
 
     name, hidden, eps = f"model.layers.{index}", shape.hidden_size, shape.rms_norm_eps
     bias, full = bool(shape.config["attention_bias"]), shape.layer_types[index] == FULL
@@ -148,12 +171,31 @@ def layer(shape: Shape, index: int, make: Factory) -> SandwichLayer:
         mask=mask(shape, index),
     )
     mlp = make.mlp(f"{name}.mlp", hidden, shape.intermediate_size, activation=GATED_GELU)
-    return GatedSandwichLayer(
-        make.scalar(),
-        self_attn=attention,
-        mlp=mlp,
-        input_layernorm=make.norm(hidden, eps),
-        post_attention_layernorm=make.norm(hidden, eps),
-        pre_feedforward_layernorm=make.norm(hidden, eps),
-        post_feedforward_layernorm=make.norm(hidden, eps),
+    norms = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+    parts: dict[str, Any] = {f"{norm}_layernorm": make.norm(hidden, eps) for norm in norms}
+    parts |= {"self_attn": attention, "mlp": mlp}
+    if shape.moe is None:
+        return GatedSandwichLayer(make.scalar(), **parts)
+    first = make.norm(hidden, eps)
+    return BesideLayer(
+        make.scalar(), moe=_moe(shape, index, make), post_feedforward_layernorm_1=first, **parts
+    )
+
+
+def _moe(shape: Shape, index: int, make: Factory) -> NormedMoE:
+    from unfreeze.kernels.expert_mlp import GeGLU
+    from unfreeze.models.blocks.moe import NormedMoE
+    from unfreeze.models.blocks.routers import ScaledSoftmaxRouter
+
+    moe, hidden, eps = shape.moe, shape.hidden_size, shape.rms_norm_eps
+    assert moe is not None
+    gate = ScaledSoftmaxRouter(
+        hidden, moe.num_experts, moe.experts_per_token, eps=eps, dtype=make.dtype, device=make.device
+    )
+    return NormedMoE(
+        index,
+        gate=gate,
+        experts=make.experts_of(shape, f"model.layers.{index}.moe", activation=GeGLU()),
+        pre_norm=make.norm(hidden, eps),
+        post_norm=make.norm(hidden, eps),
     )

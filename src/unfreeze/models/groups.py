@@ -10,7 +10,7 @@ import re
 
 GROUPS = ("attention", "mlp", "shared_experts", "experts", "router", "lm_head", "embeddings", "norms")
 
-ROUTER = r"\.(mlp|block_sparse_moe)\.gate(\.|$)|\.(router|shared_expert_gate|moe_statics)(\.|$)"
+ROUTER = r"\.(mlp|moe|block_sparse_moe)\.gate(\.|$)|\.(router|shared_expert_gate|moe_statics)(\.|$)"
 
 
 def group_of(name: str) -> str:

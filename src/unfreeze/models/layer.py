@@ -9,6 +9,7 @@ from torch import Tensor
 
 from unfreeze.models.blocks.bytes import Block, Bytes
 from unfreeze.models.blocks.mlp import MLP, with_residual
+from unfreeze.models.blocks.moe import MoE
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.passes import Pass
 
@@ -133,3 +134,28 @@ class GatedSandwichLayer(SandwichLayer):
 
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
         return super().forward(x_TD, run) * self.layer_scalar
+
+
+class BesideLayer(GatedSandwichLayer):
+    """GatedSandwichLayer whose MLP has experts beside it: norm(norm_1(mlp(norm(x))) + moe(x)) (Gemma 4).
+
+    The mixture has norms of its own (blocks.moe.NormedMoE).
+    """
+
+    def __init__(
+        self, layer_scalar: Tensor, *, moe: MoE, post_feedforward_layernorm_1: RMSNorm, **parts: Any
+    ):
+        super().__init__(layer_scalar, **parts)
+        self.moe, self.post_feedforward_layernorm_1 = moe, post_feedforward_layernorm_1
+
+    def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
+        attended_TD = self.self_attn(self.input_layernorm(x_TD), run)
+        x_TD = x_TD + self.post_attention_layernorm(attended_TD)
+        dense_TD = self.mlp.read(self.pre_feedforward_layernorm(x_TD), run)
+        both_TD = self.post_feedforward_layernorm_1(dense_TD) + self.moe(x_TD, run)
+        return (x_TD + self.post_feedforward_layernorm(both_TD)) * self.layer_scalar
+
+    def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
+        """As GatedSandwichLayer's, the mixture, and a norm more."""
+        norm = self.post_feedforward_layernorm_1.bytes(dtype, device)
+        return super().bytes(dtype, device) + norm + self.moe.bytes(dtype, device)

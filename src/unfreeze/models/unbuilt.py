@@ -29,7 +29,6 @@ PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("layers of different sizes, some without attention", ("block_configs",)),
     ("embeddings for each layer", ("hidden_size_per_layer_input",)),
     ("keys and values that layers share", ("num_kv_shared_layers",)),
-    ("experts beside a dense MLP in one layer", ("enable_moe_block",)),
     ("values of another width and scale than keys", ("attention_value_scale",)),
 )
 NAMED: dict[str, str] = {

@@ -16,6 +16,7 @@ from unfreeze.models.blocks.bytes import Block, Bytes
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.mlp import MLP
+from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.passes import Pass
 from unfreeze.models.blocks.routers import Router
 
@@ -108,3 +109,29 @@ class InputScaledMoE(MoE):
         """As MoE's, and K scaled copies of each token, with their gradients."""
         scaled = self.gate.top_k * self.experts.hidden_size * dtype.itemsize
         return super().bytes(dtype, device) + Bytes(held=scaled, own=scaled)
+
+
+class NormedMoE(MoE):
+    """y = post_norm(experts(pre_norm(x), ids, weights)), routed by x itself (Gemma 4).
+
+    post_norm's gradient reads what the experts made, so that a recomputed layer computes it again.
+    """
+
+    def __init__(self, layer: int, *, gate: Router, experts: Experts, pre_norm: RMSNorm, post_norm: RMSNorm):
+        super().__init__(layer, gate=gate, experts=experts, shared_experts=None)
+        self.pre_norm, self.post_norm = pre_norm, post_norm
+
+    def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
+        scores_TE = self.gate(x_TD)
+        ids_TK = run.reuse(lambda: self._choose(scores_TE))
+        weights_TK = self.gate.weigh(scores_TE, ids_TK)
+        return self.post_norm(self.experts(self.pre_norm(x_TD), ids_TK, weights_TK))
+
+    def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
+        """As MoE's with the two norms, and the router's float32 copy of x where x is not float32.
+
+        Nothing of the experts is kept.
+        """
+        copy = Bytes(held=4 * self.experts.hidden_size * (dtype != torch.float32))
+        mixture = replace(super().bytes(dtype, device), expensive=0)
+        return self.pre_norm.bytes(dtype, device) + mixture + copy + self.post_norm.bytes(dtype, device)

@@ -239,3 +239,34 @@ class ChosenSigmoidRouter(Router):
 
     def weigh(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
         return scores_TE.gather(1, ids_TK).sigmoid()
+
+
+class ScaledSoftmaxRouter(SoftmaxRouter):
+    """Gemma 4's: p = softmax(W n), n = scale · x / (sqrt(mean(x²) + eps) · sqrt(D)), the K largest.
+
+    Weights p / Σ p · per_expert_scale, the sum over the chosen. scale [D] and per_expert_scale [E] are of the
+    release.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        eps: float,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ):
+        super().__init__(hidden_size, num_experts, top_k, normalize=True, dtype=dtype, device=device)
+        self.scale = nn.Parameter(torch.empty(hidden_size, dtype=dtype, device=device))
+        self.per_expert_scale = nn.Parameter(torch.empty(num_experts, dtype=dtype, device=device))
+        self.eps = eps
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        x_TD = x_TD.float()
+        normed_TD = x_TD * (x_TD.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        return super().logits(normed_TD * self.scale.float() * x_TD.shape[1] ** -0.5)
+
+    def weigh(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        return super().weigh(scores_TE, ids_TK) * self.per_expert_scale.float()[ids_TK]
