@@ -58,6 +58,7 @@ SIZES: dict[str, Any] = {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
     "experts_per_token": 2,
+    "top_k_experts": 2,
     "q_lora_rank": 40,
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 16,

@@ -55,7 +55,12 @@ def made(name: str):
     config = bench().tiny(json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8")))
     text = config.get("text_config", config)
     kind = bench().transformers_name(text["model_type"])
-    renamed = next((c.renamed for c in CASES.values() if c.model_type == kind), ())
+    own = [
+        tuple(pair for pair in c.renamed if pair not in NESTED)
+        for c in CASES.values()
+        if c.model_type == kind
+    ]
+    renamed = next(filter(None, own), ())
     transposed = next((c.transposed for c in CASES.values() if c.model_type == kind), False)
     text = {**text, "model_type": kind, "initializer_range": 0.2, "pad_token_id": None}
     if kind in bench().WRAPPED:
@@ -64,14 +69,13 @@ def made(name: str):
         text["tie_word_embeddings"] = bool(config.get("tie_word_embeddings"))
         outer["tie_word_embeddings"] = text["tie_word_embeddings"]
         config_class = transformers.CONFIG_MAPPING[config["model_type"]]
-        made_of, renamed = config_class.from_dict(outer), renamed or NESTED
+        made_of, renamed = config_class.from_dict(outer), (*renamed, *NESTED)
         model_class = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[config_class]
     else:
         config_class = transformers.CONFIG_MAPPING[kind]
         made_of = config_class.from_dict(text)
         words = config_class.__name__.removesuffix("Config").removesuffix("Text")
         model_class = getattr(transformers, f"{words}ForCausalLM")
-        renamed = tuple(pair for pair in renamed if pair not in NESTED)
     torch.manual_seed(0)
     case = Case(config_class.__name__.removesuffix("Config"), {}, renamed=renamed, transposed=transposed)
     return randomized(model_class, made_of), case
