@@ -267,6 +267,30 @@ CASES = {
         },
         **LLAMA4_NAMES,
     ),
+    "llama4-nested": Case(
+        "Llama4",
+        {
+            "text_config": {**LLAMA4, "model_type": "llama4_text"},
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+                "vision_output_dim": 16,
+                "projector_input_dim": 16,
+                "projector_output_dim": 16,
+            },
+        },
+        model="Llama4ForConditionalGeneration",
+        renamed=(
+            *LLAMA4_NAMES["renamed"],
+            ("model.", "language_model.model."),
+            ("lm_head.", "language_model.lm_head."),
+        ),
+        transposed=True,
+    ),
     "mistral4": Case("Mistral4", MISTRAL4),
     "mistral4-groups-halves": Case(
         "Mistral4",
