@@ -52,8 +52,8 @@ CPU = torch.device("cpu")
 CONFIG = Config(tokens_per_step=128, steps=4)
 
 
-def with_part(part, x_TD, ids_TK, weights_TK, gate_up, down, factors=None, impl="auto", reuse=None):
-    return fused_expert_mlp(x_TD, ids_TK, weights_TK, gate_up, down, factors, part, reuse)
+def with_part(part, x_TD, ids_TK, weights_TK, gate_up, down, factors=None, impl="auto", reuse=None, **rest):
+    return fused_expert_mlp(x_TD, ids_TK, weights_TK, gate_up, down, factors, part, reuse, **rest)
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -198,8 +198,8 @@ def taped(monkeypatch, tmp_path):
 def grouped(monkeypatch):
     """The experts' part for CUDA, on the CPU."""
 
-    def with_part(x_TD, ids_TK, weights_TK, gate_up, down, factors=None, impl="auto", reuse=None):
-        return fused_expert_mlp(x_TD, ids_TK, weights_TK, gate_up, down, factors, Grouped(), reuse)
+    def with_part(x_TD, ids_TK, weights_TK, gate_up, down, factors=None, impl="auto", reuse=None, **rest):
+        return fused_expert_mlp(x_TD, ids_TK, weights_TK, gate_up, down, factors, Grouped(), reuse, **rest)
 
     monkeypatch.setattr(experts, "expert_mlp", with_part)
 

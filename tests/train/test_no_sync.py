@@ -147,8 +147,8 @@ def grouped(monkeypatch):
     monkeypatch.setattr(experts, "expert_mlp", partial(with_part, Grouped()))
 
 
-def with_part(part, x_TD, ids_TK, weights_TK, gate_up, down, factors=None, impl="auto", reuse=None):
-    return fused_expert_mlp(x_TD, ids_TK, weights_TK, gate_up, down, factors, part, reuse)
+def with_part(part, x_TD, ids_TK, weights_TK, gate_up, down, factors=None, impl="auto", reuse=None, **rest):
+    return fused_expert_mlp(x_TD, ids_TK, weights_TK, gate_up, down, factors, part, reuse, **rest)
 
 
 class Two:
