@@ -16,7 +16,7 @@ import torch
 import transformers
 from compressed_tensors.compressors.pack_quantized import unpack_from_int32
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import unfreeze
 from unfreeze.adapters import load_adapter
@@ -477,3 +477,61 @@ def test_a_language_model_inside_another_keeps_its_prefix(bases, adapter, mergin
         written = json.loads((tmp_path / to / "config.json").read_text())
         assert ("quantization_config" in written["text_config"]) == (to == "same")
         assert open_model(open_checkpoint(tmp_path / to)) is not None
+
+
+@pytest.mark.parametrize("base", ["fp8", "int4"])
+def test_an_expert_that_learned_nothing_is_copied_and_has_no_rounding(
+    base, bases, adapter, merging, tmp_path
+):
+    """B of an expert that no token met is zero. Quantizing its weight anew could change it all the same."""
+    folder, _ = adapter(base)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    experts = 4 if base == "fp8" else 16
+    for name, tensor in tensors.items():
+        if (
+            ".experts." in name and "shared" not in name and "lora_B" in name
+        ):  # the expert is the fastest index
+            tensor.view(tensor.shape[0], -1, experts)[..., 1] = 0
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    record = merging.run(bases[base], folder, tmp_path / "out")
+    before, after = tensors_of(bases[base]), tensors_of(tmp_path / "out")
+    still = [name for name in before if ".mlp.experts.1." in name]
+    assert still and all(torch.equal(raw(before[name]), raw(after[name])) for name in still)
+    assert any(not torch.equal(raw(before[n]), raw(after[n])) for n in before if ".mlp.experts.2." in n)
+    assert not any(".mlp.experts.1." in row.module for row in record.rows)
+
+
+def test_a_damaged_record_is_refused(bases, adapter, merging, tmp_path):
+    folder, _ = adapter("llama")
+    merging.run(bases["llama"], folder, tmp_path / "out")
+    record = tmp_path / "out/merge.json"
+    for name, value in (
+        ("shards", []),
+        ("shards", {"a": 1}),
+        ("shards", {"a": {"rounding": [{"module": 1}]}}),
+    ):
+        written = json.loads(record.read_text())
+        record.write_text(json.dumps(written | {name: value}))
+        with pytest.raises(ConfigError, match=r"merge\.json is damaged"):
+            merging.run(bases["llama"], folder, tmp_path / "out")
+        record.write_text(json.dumps(written))
+
+
+@pytest.mark.parametrize(
+    ("base", "scales"), [("int4", "refit"), ("int4", "keep"), ("fp8", "refit"), ("fp8", "keep")]
+)
+def test_rows_at_a_time_give_the_bytes_and_figures_of_the_whole_matrix(
+    base, scales, bases, adapter, merging, tmp_path, monkeypatch
+):
+    folder, _ = adapter(base)
+    whole = merging.run(bases[base], folder, tmp_path / "whole", "same", scales)
+    monkeypatch.setattr("unfreeze.compress.rounding.BLOCK", 1000)  # 7 rows of 128, or one block of FP8
+    cut = merging.run(bases[base], folder, tmp_path / "cut", "same", scales)
+    for file in (tmp_path / "whole").glob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "cut" / file.name).read_bytes()
+    for left, right in zip(whole.rows, cut.rows, strict=True):
+        assert left.module == right.module
+        for way, found in left.ways.items():
+            assert found.size == pytest.approx(right.ways[way].size, rel=1e-6)
+            assert found.cosine == pytest.approx(right.ways[way].cosine, rel=1e-6)
+            assert found.anew == right.ways[way].anew

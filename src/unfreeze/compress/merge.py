@@ -202,9 +202,10 @@ def begun(out: Path, inputs: dict[str, Any]) -> Record:
             raise ConfigError(f"{out} holds {mine[0].name} and no merge", next="give an empty or new folder")
         return Record(inputs)
     found = read_object(out / RECORD, ConfigError)
+    damaged = ConfigError(f"{out / RECORD} is damaged", next="give another folder, or empty this one")
     before, shards = as_table(found.get("inputs")) or {}, found.get("shards")
     if not isinstance(shards, dict) or not all(as_table(entry) for entry in shards.values()):
-        raise ConfigError(f"{out / RECORD} is damaged", next="give another folder, or empty this one")
+        raise damaged
     other = [name for name in inputs if before.get(name) != inputs[name]]
     if other or found.get("version") != VERSION:
         raise ConfigError(
@@ -216,7 +217,12 @@ def begun(out: Path, inputs: dict[str, Any]) -> Record:
         for name, value in found.items()
         if name not in ("version", "finished", "inputs", "shards")
     }
-    return Record(inputs, dict(shards), bool(found.get("finished")), more)
+    record = Record(inputs, dict(shards), bool(found.get("finished")), more)
+    try:
+        _ = record.rows
+    except (KeyError, TypeError, AttributeError):
+        raise damaged from None
+    return record
 
 
 def inputs_of(manifest: Manifest, adapter: Path, to: str, scales: str) -> dict[str, Any]:

@@ -23,10 +23,11 @@ from unfreeze.compress.deltas import Deltas, Place
 from unfreeze.compress.work import Home, Out, Weight, Work
 from unfreeze.core.errors import CheckpointError
 from unfreeze.models.blocks.experts import Experts
-from unfreeze.quant.codec import Texted, kept_suffixes
-from unfreeze.quant.kept import can_keep, kept, refitted
+from unfreeze.quant.codec import ByRows, Codec, Texted, kept_suffixes
+from unfreeze.quant.kept import by_rows, can_keep, kept, refitted
 
 Scales = Literal["refit", "keep"]
+BLOCK = 2**19  # weights that are rounded at once: a matrix of Kimi-K2's takes 0.4 s of a core so, 1.3 s whole
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,22 @@ def write_weight(
     for expert in weight.experts():
         W, parts = _read(weight, work, expert)
         change = deltas.of(_place(weight.home, expert)) if weight.adapted and weight.home else None
-        made, ways, way = _rounded(weight, W if change is None else W + change, parts, scales, work, expert)
+        if change is not None and not change.any():  # an expert that no token met: as if not adapted
+            change = None
+        measured: dict[str, Rounded] = {}
+        if weight.in_place and weight.codec is not None:
+            way = scales
+            if change is not None:
+                parts, measured = _requantized(weight.codec, W, change, parts, scales)
+            made = [(weight.parts[suffix].name, part) for suffix, part in parts.items()]
+        else:
+            made, value, way = _rounded(weight, W if change is None else W + change, work, expert)
+            if change is not None:
+                measured = {way: _measure(value - W, change)}
         for name, tensor in made:
             if name in wanted:
                 shard.put(name, tensor, expert * tensor.numel() if _stacked(weight, name) else 0)
         if change is not None and next(iter(weight.outputs)) in wanted:
-            measured = {name: _measure(value - W, change, anew) for name, (value, anew) in ways.items()}
             module = weight.name + (f"[{expert}]" if weight.home and weight.home.experts else "")
             rows.append(Row(module, weight.group, _norm(W), _norm(change), way, measured))
     if weight.in_place and weight.codec is not None:  # what stands beside the codes, such as their shape
@@ -108,10 +119,61 @@ def _read(weight: Weight, work: Work, expert: int) -> tuple[Tensor, dict[str, Te
     return weight.codec.dequantize(parts).float(), parts
 
 
+def _requantized(
+    codec: Codec, W: Tensor, change: Tensor, stored: dict[str, Tensor], scales: Scales
+) -> tuple[dict[str, Tensor], dict[str, Rounded]]:
+    """(the parts of Q(W + ΔW) in the format that W has, what each way of scales leaves of ΔW).
+
+    Some rows at a time where rows are quantized by themselves: what lies between stays in the cores' caches.
+    """
+    chosen: list[dict[str, Tensor]] = []
+    sums: dict[str, list[float]] = {}
+    for first, last, parts in _blocks(codec, W, stored):
+        w, delta = W[first:last], change[first:last]
+        fresh = refitted(codec, w + delta, parts)
+        ways: dict[str, tuple[dict[str, Tensor], int]] = {"refit": (fresh, 0)}
+        if can_keep(codec):
+            ways["keep"] = kept(codec, w + delta, parts, fresh)
+        for way, (made, anew) in ways.items():
+            moved = codec.dequantize(made).float() - w
+            found = _norm(moved) ** 2, float((moved * delta).sum(dtype=torch.float64)), anew
+            sums[way] = [old + new for old, new in zip(sums.get(way, [0.0, 0.0, 0]), found, strict=True)]
+        chosen.append(ways[scales][0])
+    whole = chosen[0]
+    if len(chosen) > 1:
+        whole = {suffix: _below([block[suffix] for block in chosen]) for suffix in whole}
+    wanted = _norm(change)
+    return whole, {
+        way: Rounded(
+            math.sqrt(square) / wanted, dot / math.sqrt(square) / wanted if square else 0.0, int(anew)
+        )
+        for way, (square, dot, anew) in sums.items()
+    }
+
+
+def _blocks(
+    codec: Codec, W: Tensor, stored: dict[str, Tensor]
+) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
+    """(first row, last, their parts), of some 2^19 weights; all rows where one scale is for all."""
+    rows, columns = W.shape
+    if not (isinstance(codec, ByRows) and by_rows(codec)):
+        yield 0, rows, stored
+        return
+    step = max(1, BLOCK // (columns * codec.rows_at)) * codec.rows_at
+    for first in range(0, rows, step):
+        last = min(first + step, rows)
+        yield first, last, codec.rows(stored, first, last)
+
+
+def _below(blocks: list[Tensor]) -> Tensor:
+    """Tensors below each other, whatever their dtype."""
+    return torch.cat([block.contiguous().view(torch.uint8) for block in blocks]).view(blocks[0].dtype)
+
+
 def _rounded(
-    weight: Weight, merged: Tensor, parts: dict[str, Tensor], scales: Scales, work: Work, expert: int
-) -> tuple[list[tuple[str, Tensor]], dict[str, tuple[Tensor, int]], str]:
-    """([(name, tensor to write)], way -> (what it stands for, scales made anew), the way that is written)."""
+    weight: Weight, merged: Tensor, work: Work, expert: int
+) -> tuple[list[tuple[str, Tensor]], Tensor, str]:
+    """([(name, tensor to write)], what it stands for, the way): dense, or in another format than it had."""
     to = weight.to
     assert to is not None
     outs = _outs(weight, work, expert)
@@ -121,15 +183,7 @@ def _rounded(
             (name, half.t() if out.transposed else half)
             for name, out, half in _cut(work, weight, whole, outs)
         ]
-        return made, {to: (whole.float(), 0)}, to
-    if weight.in_place:
-        names = {suffix: info.name for suffix, info in weight.parts.items()}
-        fresh = refitted(to, merged, parts)
-        by_way: dict[str, tuple[dict[str, Tensor], int]] = {"refit": (fresh, 0)}
-        if can_keep(to):
-            by_way["keep"] = kept(to, merged, parts, fresh)
-        ways = {way: (to.dequantize(made).float(), anew) for way, (made, anew) in by_way.items()}
-        return [(names[suffix], part) for suffix, part in by_way[scales][0].items()], ways, scales
+        return made, whole.float(), to
     # into another format: scales are made, there are none to keep
     made, pieces = [], []
     for name, _, half in _cut(work, weight, merged, outs):
@@ -139,7 +193,7 @@ def _rounded(
         extras = to.disk_extras(*half.shape)
         made += [(f"{name}.{suffix}", torch.tensor(n, dtype=torch.int32)) for suffix, n in extras.items()]
     whole = pieces[0] if len(pieces) == 1 else _joined(work, weight, pieces)
-    return made, {"refit": (whole, 0)}, "refit"
+    return made, whole, "refit"
 
 
 def _outs(weight: Weight, work: Work, expert: int) -> list[Out]:
@@ -188,12 +242,10 @@ def _stacked(weight: Weight, name: str) -> bool:
     return weight.in_place or len(weight.outputs) == 1
 
 
-def _measure(change: Tensor, delta: Tensor, anew: int) -> Rounded:
+def _measure(change: Tensor, delta: Tensor) -> Rounded:
     size, wanted = _norm(change), _norm(delta)
-    if not wanted:
-        return Rounded(1.0, 1.0, anew) if not size else Rounded(math.inf, 0.0, anew)
     dot = float((change * delta).sum(dtype=torch.float64))
-    return Rounded(size / wanted, dot / (size * wanted) if size else 0.0, anew)
+    return Rounded(size / wanted, dot / (size * wanted) if size else 0.0)
 
 
 def _norm(matrix: Tensor) -> float:

@@ -17,7 +17,7 @@ from unfreeze.quant.codec import Codec
 from unfreeze.quant.fp8 import MAX_CODE, Fp8
 from unfreeze.quant.fp8_scaled import Fp8Scaled
 from unfreeze.quant.int4 import OFFSET, Int4, pack_int4
-from unfreeze.quant.integers import Integers, pack
+from unfreeze.quant.integers import MATRIX, Integers, pack
 from unfreeze.quant.mxfp4 import BIAS, GROUP, Mxfp4, pack_e2m1, round_to_e2m1
 from unfreeze.quant.mxfp8 import Mxfp8
 from unfreeze.quant.nvfp4 import Nvfp4
@@ -32,6 +32,15 @@ def can_keep(codec: Codec) -> bool:
     """Whether this format's codes can be made on given scales."""
     plain = not isinstance(codec, Integers) or not (codec.zeros or codec.permuted)
     return type(codec) in ONTO and plain
+
+
+def by_rows(codec: Codec) -> bool:
+    """Whether rows, cut where the codec's `rows` may be, are quantized each by itself: no number for all."""
+    if isinstance(codec, Fp8Scaled):
+        return "out" in codec.scales
+    if isinstance(codec, Integers):
+        return codec.group != MATRIX and not codec.zeros
+    return isinstance(codec, (Int4, Fp8, Mxfp4, Mxfp8))
 
 
 def refitted(codec: Codec, weight: Tensor, stored: Parts | None = None) -> dict[str, Tensor]:
