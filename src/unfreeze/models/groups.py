@@ -10,7 +10,10 @@ import re
 
 GROUPS = ("attention", "mlp", "shared_experts", "experts", "router", "lm_head", "embeddings", "norms")
 
-ROUTER = r"\.(mlp|moe|block_sparse_moe)\.gate(\.|$)|\.(router|shared_expert_gate|moe_statics)(\.|$)"
+ROUTER = (
+    r"\.(mlp|moe|block_sparse_moe)\.gate(\.|$)"
+    r"|\.(router|shared_expert_gate|moe_statics|e_score_correction_bias)(\.|$)"
+)
 
 
 def group_of(name: str) -> str:
