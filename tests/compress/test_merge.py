@@ -535,3 +535,41 @@ def test_rows_at_a_time_give_the_bytes_and_figures_of_the_whole_matrix(
             assert found.size == pytest.approx(right.ways[way].size, rel=1e-6)
             assert found.cosine == pytest.approx(right.ways[way].cosine, rel=1e-6)
             assert found.anew == right.ways[way].anew
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path[:0] = [sys.argv[1]]
+import conftest
+base, adapter, out = map(Path, sys.argv[2:])
+
+def progress(done, total):  # in the middle of the second file
+    if list(out.glob("*.safetensors")):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+conftest.run_merge(base, adapter, out, progress=progress)
+"""
+
+
+def test_a_killed_merge_goes_on(bases, adapter, merging, tmp_path):
+    folder, _ = adapter("int4")
+    out = tmp_path / "out"
+    words = [
+        sys.executable,
+        "-c",
+        KILLED,
+        str(Path(__file__).parent),
+        str(bases["int4"]),
+        str(folder),
+        str(out),
+    ]
+    assert subprocess.run(words, capture_output=True, check=False).returncode == -9
+    whole, half = list(out.glob("*.safetensors")), list(out.glob(".*.unfinished-*"))
+    assert len(whole) == 1 and half and not (out / "config.json").exists()
+    before = whole[0].stat().st_ino
+    merging.run(bases["int4"], folder, out)
+    merging.run(bases["int4"], folder, tmp_path / "at once")
+    assert whole[0].stat().st_ino == before and not list(out.glob(".*.unfinished-*"))
+    for file in (tmp_path / "at once").glob("*.safetensors"):
+        assert file.read_bytes() == (out / file.name).read_bytes()
