@@ -3,11 +3,13 @@ what was read."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from unfreeze.checkpoint import StackRule, disk_tensors, open_checkpoint, unstack
+from unfreeze.checkpoint import StackRule, TensorInfo, disk_tensors, open_checkpoint, unstack
 from unfreeze.checkpoint.keymap import sources
 from unfreeze.checkpoint.resolve import resolve
 from unfreeze.checkpoint.stream import stream
@@ -82,6 +84,14 @@ def test_a_transposed_tensor_is_read_and_written_as_it_was(tmp_path, dtype, monk
     assert torch.equal(params["layers.0.mlp.down.weight"], stored.float().mT)
     written = dict(unstack("layers.0.mlp.down.weight", params["layers.0.mlp.down.weight"], TRANSPOSED))
     assert torch.equal(written["layers.0.experts.down"].to(dtype), stored)
+
+
+@pytest.mark.parametrize("stored, transposed", [((3, 7, 5), True), ((3, 5, 7), False)])
+def test_a_tensor_that_may_be_either_way_round_is_what_its_shape_says(stored, transposed):
+    rule = StackRule(TRANSPOSED[0].disk, TRANSPOSED[0].param, transposed=True, either=True)
+    disk = {"layers.0.experts.down": TensorInfo("layers.0.experts.down", "F32", stored, 420, Path("file"), 0)}
+    (source,) = sources("layers.0.mlp.down.weight", (3, 5, 7), (rule,), disk)
+    assert (source.shape, source.transposed) == (stored, transposed)
 
 
 def test_control_without_the_mark_its_shape_is_refused(tmp_path):

@@ -90,8 +90,9 @@ def sources(
 
     A parameter without rules is its own source.
 
-    With `disk`, a rule without {expert} is preferred where that name is there, then the parameter's own name;
-    otherwise the per-expert names are what is expected, or where there are none the first rule's.
+    With `disk` (name -> TensorInfo), a rule without {expert} is preferred where that name is there, then the
+    parameter's own name; otherwise the per-expert names are what is expected, or where there are none the
+    first rule's.
     """
     matching = [
         (rule, match.groupdict()) for rule in rules if (match := _pattern(rule.param).fullmatch(param))
@@ -99,7 +100,9 @@ def sources(
     for rule, fields in matching:
         name = rule.disk.format(**fields) if not rule.per_expert else ""
         if name and disk is not None and name in disk:
-            return [_whole(rule, name, shape)]
+            source = _whole(rule, name, shape)
+            other = source.turned() if source.either else source
+            return [other if getattr(disk[name], "shape", None) == other.shape else source]
     stacked = [(rule, fields, rule.half) for rule, fields in matching if rule.per_expert]
     if not matching or (disk is not None and param in disk):
         return [Source(param, (), tuple(shape))]

@@ -138,8 +138,6 @@ class _Work:
             detail = f"{info.name} is {info.dtype} {list(info.shape)}, the model needs {_name(dtype)}"
             self.faults.add("tensors have the wrong dtype", detail, cause=_why_dtype(info))
             return
-        if source.either and info.shape == source.turned().shape != source.shape:
-            source = source.turned()
         column = isinstance(codec, Texted) and info.shape == (prod(source.shape), 1)
         if info.shape != source.shape and not column and not _one_number(info.shape, source.shape):
             detail = f"{info.name} is {list(info.shape)} on disk, config.json makes it {list(source.shape)}"
