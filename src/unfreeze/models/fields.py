@@ -134,7 +134,7 @@ FIELDS: dict[str, Kind] = {
     **dict.fromkeys(("layer_types", "no_rope_layers"), PER_LAYER),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier"), Number(0)),
     **dict.fromkeys(("logits_scaling", "final_logit_softcapping", "attn_logit_softcapping"), Number(0)),
-    **dict.fromkeys(("query_pre_attn_scalar", "rope_local_base_freq"), Number(0)),
+    **dict.fromkeys(("query_pre_attn_scalar", "rope_local_base_freq"), Number(1, closed=True)),
     "sliding_window_pattern": Whole(1, 10_000),
     **dict.fromkeys(("global_head_dim", "num_global_key_value_heads"), Whole(1, COUNT)),
     "attention_k_eq_v": FLAG,
@@ -144,7 +144,7 @@ FIELDS: dict[str, Kind] = {
     "hidden_activation": TEXT,
     **dict.fromkeys(("model_type", "hidden_act", "scoring_func", "topk_method"), TEXT),
     **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), TABLE),
-    "mlp_only_layers": LAYERS,
+    **dict.fromkeys(("mlp_only_layers", "moe_layers"), LAYERS),
 }
 """Fields that families read. One that is absent or null is left to the family: it has a default there, or
 shape.require names it in an error."""
@@ -204,10 +204,9 @@ def check_fields(config: Mapping[str, Any]) -> None:
     The message has the value, and what it must be.
     """
     _check(config, FIELDS, "config.json: ")
-    if any(not Whole(0, 10_000)(layer) for layer in config.get("mlp_only_layers") or ()):
-        raise CheckpointError(
-            "config.json: mlp_only_layers holds something that is no layer number", next=NEXT
-        )
+    for name in ("mlp_only_layers", "moe_layers"):
+        if any(not Whole(0, 10_000)(layer) for layer in config.get(name) or ()):
+            raise CheckpointError(f"config.json: {name} holds something that is no layer number", next=NEXT)
     for where, table in rotary_tables(config):
         name = where.rstrip(".")
         _check(table, ROPE_FIELDS, f"config.json: {where}")

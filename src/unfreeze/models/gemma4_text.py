@@ -18,7 +18,7 @@ from unfreeze.core.errors import CheckpointError
 from unfreeze.models import gemma2, llama
 from unfreeze.models.allowed import Fields, names
 from unfreeze.models.blocks.rope import rope_from_config
-from unfreeze.models.fields import shown
+from unfreeze.models.fields import Whole, shown
 from unfreeze.models.layer_types import FULL, SLIDING, layer_types, mask, per_kind
 from unfreeze.models.shape import MoEShape, Shape, require
 
@@ -85,17 +85,20 @@ def full_heads(config: Mapping[str, Any], kinds: tuple[str, ...]) -> tuple[int, 
     if "per_layer_config" not in config:
         return keys, width
     keys, width = int(config["num_key_value_heads"]), int(config["head_dim"])
-    given = {int(index): dict(table) for index, table in dict(config["per_layer_config"]).items()}
+    given = config["per_layer_config"]
     full = {index for index, kind in enumerate(kinds) if kind == FULL}
-    tables = list(given.values())
-    known = {"head_dim", "num_key_value_heads"}
-    if given.keys() != full or any(table != tables[0] or not table.keys() <= known for table in tables):
+    named = {int(index) for index in given if str(index).isdecimal()}
+    first = next(iter(given.values()), {})
+    known = {"head_dim": Whole(1, 2**16), "num_key_value_heads": Whole(1, 2**16)}
+    alike = isinstance(first, Mapping) and all(table == first for table in given.values())
+    whole = alike and all(name in known and known[name](value) for name, value in first.items())
+    if not whole or named != full or len(named) < len(given):
         raise CheckpointError(
             f"config.json: per_layer_config {shown(config['per_layer_config'])} is not built for model_type"
             " 'gemma4_text'; built: head_dim and num_key_value_heads, alike in all full layers",
             next="open an issue with the model's name",
         )
-    return int(tables[0].get("num_key_value_heads", keys)), int(tables[0].get("head_dim", width))
+    return first.get("num_key_value_heads", keys), first.get("head_dim", width)
 
 
 def shape(config: Mapping[str, Any]) -> Shape:
@@ -105,7 +108,8 @@ def shape(config: Mapping[str, Any]) -> Shape:
     _, width = full_heads(config, kinds)
     tables = config.get("rope_parameters", ROTARY)
     for kind in (FULL, SLIDING):
-        if "rope_theta" not in (tables.get(kind) or {}):
+        table = tables.get(kind)
+        if not isinstance(table, Mapping) or "rope_theta" not in table:
             raise CheckpointError(
                 f"config.json: rope_parameters has no {kind} with a rope_theta, which model_type"
                 " 'gemma4_text' needs",

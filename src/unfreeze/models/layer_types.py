@@ -68,7 +68,7 @@ def per_kind(config: Mapping[str, Any], *, full: float, sliding: float) -> tuple
     """
     new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     nested = {kind: new.get(kind) or {} for kind in (FULL, SLIDING)}
-    if new and not any(isinstance(value, Mapping) for value in new.values()):
+    if new and not all(isinstance(value, Mapping) for value in (*new.values(), *nested.values())):
         raise CheckpointError(
             f"config.json: rope_parameters has no table per kind of layer ({FULL}, {SLIDING}), which"
             f" model_type {config.get('model_type')!r} needs",

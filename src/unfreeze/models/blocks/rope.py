@@ -222,6 +222,11 @@ def _longrope(inverse: list[float], parameters: Mapping[str, Any], config: Mappi
     One set for documents as long as those of pretraining, one for longer ones.
     """
     context = parameters.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    if not context >= 2:
+        raise CheckpointError(
+            f"config.json: original_max_position_embeddings is {context}; longrope needs two tokens at least",
+            next="get config.json from the model's publisher again",
+        )
     factor = float(parameters.get("factor") or config["max_position_embeddings"] / context)
     attention = parameters.get("attention_factor")
     if attention is None:
