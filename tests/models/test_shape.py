@@ -52,6 +52,20 @@ def test_a_missing_field_is_named(field):
         (LLAMA | {"use_sliding_window": True}, "use_sliding_window true is not built"),
         (LLAMA | {"rope_scaling": {"rope_type": "dynamic"}}, "rope type 'dynamic'"),
         (LLAMA | {"rope_scaling": {"rope_type": "longrope"}}, "type 'longrope' has no short_factor"),
+        (
+            LLAMA | {"model_type": "gemma3_text", "attn_logit_softcapping": 4.0},
+            "attn_logit_softcapping 4.0 is not built",
+        ),
+        (
+            LLAMA
+            | {
+                "model_type": "smollm3",
+                "num_key_value_heads": 2,
+                "sliding_window": 5,
+                "layer_types": ["sliding_attention"] * LLAMA["num_hidden_layers"],
+            },
+            "use_sliding_window is false",
+        ),
         (DEEPSEEK | {"scoring_func": "softmax"}, "scoring_func 'softmax' is not built"),
         (DEEPSEEK | {"topk_method": "greedy"}, "topk_method 'greedy' is not built"),
     ],
@@ -100,3 +114,20 @@ def test_a_nested_config_leaves_out_what_is_its_classs_default():
     assert (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.vocab_size) == (8, 4, 256, 262208)
     assert shape.num_heads == theirs.num_attention_heads and shape.vocab_size == theirs.vocab_size
     assert shape.layer_types == tuple(theirs.layer_types)
+
+
+def test_what_releases_write_without_effect_is_not_named():
+    """Fields of SmolLM3-3B, Phi-4-mini, Gemma 2 9B and the first configs of Llama 4 Scout."""
+    for fields in (
+        {"model_type": "smollm3", "num_key_value_heads": 2, "max_window_layers": 28},
+        {"model_type": "phi3", "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False},
+        {"model_type": "gemma2", "sliding_window": 4096, "sliding_window_size": 4096},
+        {"model_type": "llama4_text", "num_key_value_heads": 2, "attn_temperature_tuning": 4},
+    ):
+        config = {name: value for name, value in LLAMA.items() if name != "hidden_act"} | fields
+        models.shape(config)
+        assert models.not_followed(config) == ""
+    assert "lm_head_bias" in models.not_followed(LLAMA | {"model_type": "phi3", "lm_head_bias": True})
+    assert "sliding_window_size" in models.not_followed(
+        LLAMA | {"model_type": "gemma2", "sliding_window": 4096, "sliding_window_size": 8}
+    )

@@ -186,6 +186,9 @@ def test_a_config_is_read_with_what_stays_unquantized():
     ):
         assert recognise({"quantization_config": table}).codecs == (codec,)
         assert not_followed({"quantization_config": table}) == ""
+        unnamed = {name: value for name, value in table.items() if name != "quant_method"}  # until 2023
+        assert recognise({"quantization_config": unnamed}).codecs == (codec,)
+        assert not_followed({"quantization_config": unnamed}) == ""
     scheme = recognise({"quantization_config": NF4 | {"llm_int8_skip_modules": ["multi_modal", "gate"]}})
     assert scheme.codec_for("model.layers.0.mlp.gate") is None is scheme.codec_for("lm_head")
     assert scheme.codec_for("model.layers.0.mlp.gate_proj") == Bits4()

@@ -161,12 +161,15 @@ def test_every_field_that_compressed_tensors_writes_is_known() -> None:
 
 
 @pytest.mark.parametrize(
-    "table", [{"load_in_8bit": True, "llm_int8_threshold": 6.0}, {"group_size": 64, "bits": 4}]
+    "table", [{"group_size": 64, "bits": 4}, {"group_size": 32, "bits": 4, "mode": "mxfp4"}]
 )
 def test_a_table_without_a_method_is_refused_with_the_fields_it_has(table):
-    """bitsandbytes before it wrote its name, and MLX."""
-    with pytest.raises(ConfigError, match=f"names no quant_method; it has {', '.join(table)}"):
+    """MLX writes none."""
+    said = rf"names no quant_method; it has {', '.join(table)} \(as MLX writes it\)"
+    with pytest.raises(ConfigError, match=said):
         recognise({"quantization_config": table})
+    with pytest.raises(ConfigError, match="names no quant_method; it has quantization"):
+        recognise({"quantization_config": {"quantization": {"quant_algo": "NVFP4"}}})
     assert recognise({"quantization_config": {}}) is None
 
 

@@ -11,7 +11,8 @@ from tests.quant.compressed_tensors_oracle import bits_of, differences, weight_o
 
 from unfreeze.core.errors import CheckpointError
 from unfreeze.quant import Fp8, Packed, not_followed, recognise
-from unfreeze.quant.fp8_scaled import COLUMN, MATRIX, ONE, ROWS, Fp8Scaled
+from unfreeze.quant.codec import Unreadable
+from unfreeze.quant.fp8_scaled import COLUMN, MATRIX, ONE, ROWS, Fp8Scaled, read_float
 from unfreeze.quant.halves import Halves, stacked
 
 DTYPE = {torch.float32: "F32", torch.bfloat16: "BF16"}
@@ -103,6 +104,16 @@ def test_a_group_names_the_codec_and_its_activations_are_said_once():
     assert recognise({"quantization_config": table}).codecs == (Fp8Scaled(COLUMN),)
     said = not_followed({"quantization_config": table})
     assert said.count("a server rounds activations") == 1 and "group_0.input_activations" in said
+
+
+def test_blocks_are_read_in_both_spellings():
+    for block in ([128, 128], "128x128"):
+        weights = {**FLOAT, "strategy": "block", "block_structure": block}
+        assert QuantizationArgs(**weights).block_structure == [128, 128]
+        assert read_float("here", weights) == Fp8((128, 128), scale="weight_scale")
+    for block in ("128", "128x", "axb", 128):
+        with pytest.raises(Unreadable, match="block_structure"):
+            read_float("here", {**FLOAT, "strategy": "block", "block_structure": block})
 
 
 def test_codes_and_scales_that_do_not_belong_together_are_refused():

@@ -119,7 +119,10 @@ NEUTRAL = {name: value for value, words in _NEUTRAL.items() for name in words.sp
 """Fields without effect at this value (0 is false too, 1 true). At another value a warning names them, unless
 the family reads them."""
 
-ALIASES = dict.fromkeys(("num_layers", "n_layers", "n_layer"), "num_hidden_layers")
+ALIASES = {
+    **dict.fromkeys(("num_layers", "n_layers", "n_layer"), "num_hidden_layers"),
+    "sliding_window_size": "sliding_window",  # Gemma 2
+}
 """Second names that some publishers write beside the field itself. A warning names one whose value differs
 from the field's."""
 

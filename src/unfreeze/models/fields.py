@@ -121,7 +121,7 @@ FIELDS: dict[str, Kind] = {
     **dict.fromkeys(("attention_chunk_size", "floor_scale"), Whole(1, 2**31)),
     "interleave_moe_layer_step": Whole(1, 10_000),
     "attn_scale": Number(0, closed=True),
-    "attn_temperature_tuning": FLAG,
+    "attn_temperature_tuning": Of(int, "true or false (Llama 4's first configs say 4 for true)"),
     "rope_theta": Number(1),
     "partial_rotary_factor": Number(0),
     **dict.fromkeys(

@@ -36,6 +36,8 @@ FIELDS = replace(
         "attn_logit_softcapping": None,
     },
     read=names("layer_types sliding_window_pattern rope_local_base_freq"),
+    # no release has it, and transformers' class takes it and does nothing with it
+    only={**gemma2.FIELDS.only, "attn_logit_softcapping": lambda config: None},
     silent=names("cache_implementation _sliding_window_pattern"),
     per_kind=(FULL, SLIDING),
 )

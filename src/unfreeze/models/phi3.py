@@ -32,6 +32,7 @@ FIELDS = Fields(
     read=names("num_key_value_heads head_dim partial_rotary_factor"),
     null=names("num_key_value_heads sliding_window"),
     silent=names("auto_map"),  # the releases' own code, which computes what this file does
+    neutral={"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False},  # as Phi-4-mini has them
 )
 LONG = ("su", "yarn")
 """Older names of longrope, in Phi-3's configs alone."""

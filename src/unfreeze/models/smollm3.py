@@ -32,6 +32,7 @@ FIELDS = Fields(
     },
     read=names("head_dim sliding_window no_rope_layers layer_types"),
     null=names("num_key_value_heads"),
+    silent=names("max_window_layers"),
 )
 
 
@@ -53,11 +54,16 @@ def shape(config: Mapping[str, Any]) -> Shape:
     """Sizes from config.json.
 
     Where use_sliding_window is true, the layers slide that layer_types names, or those that don't rotate.
+    Raises CheckpointError where it is false and layer_types names some all the same: transformers' kernels
+    then differ, as its masks slide and its flash attention doesn't.
     """
     slides, rotating = config["use_sliding_window"] and config.get("sliding_window"), rotates(config)
     kinds = layer_types(config, lambda index: SLIDING if slides and not rotating[index] else FULL)
-    if not config["use_sliding_window"]:
-        kinds = (FULL,) * len(kinds)
+    if not config["use_sliding_window"] and SLIDING in kinds:
+        raise CheckpointError(
+            f"config.json: layer_types holds {SLIDING}, and use_sliding_window is false",
+            next="write what the publisher's model does in both",
+        )
     return replace(llama.shape(config), family="smollm3", layer_types=kinds)
 
 

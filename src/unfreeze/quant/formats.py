@@ -94,6 +94,7 @@ WRITERS = {
     "gptq": "gptqmodel or AutoGPTQ",
     "higgs": "HIGGS",
     "hqq": "HQQ",
+    "intel/auto-round": "AutoRound",
     "metal": "MLX",
     "modelopt": "NVIDIA's TensorRT Model Optimizer",
     "mxfp4": "transformers",
@@ -202,7 +203,12 @@ def _table(config: Table) -> Table | None:
 
 
 def _method(table: Table) -> str:
-    return str(table.get("quant_method") or (modelopt.METHOD if "quant_algo" in table else compressed.METHOD))
+    """The quant_method; where there is none, that of the fields, as transformers reads them."""
+    if table.get("quant_method"):
+        return str(table["quant_method"])
+    if "load_in_4bit" in table or "load_in_8bit" in table:  # bitsandbytes until 2023
+        return bitsandbytes.FORMAT.key
+    return modelopt.METHOD if "quant_algo" in table else compressed.METHOD
 
 
 def _adds_layers(table: Table) -> bool:
@@ -225,8 +231,9 @@ def _scheme(table: Table) -> Scheme:
             (Rule(codec),), not_converted(name for field in fields for name in names_in(table, field))
         )
     if "quant_method" not in table and method == compressed.METHOD and "config_groups" not in table:
+        mlx = " (as MLX writes it)" if {"bits", "group_size"} <= table.keys() else ""
         raise Unreadable(
-            f"quantization_config names no quant_method; it has {', '.join(map(str, table))}"[:300]
+            f"quantization_config names no quant_method; it has {', '.join(map(str, table))}"[:300] + mlx
         )
     if method == compressed.METHOD:
         return compressed.read(table, FORMATS)

@@ -168,7 +168,7 @@ ONLY: dict[str, tuple[object, str]] = {
 }
 FIELDS: frozenset[str] = frozenset(ONLY) | frozenset(
     "fmt scale_fmt weight_block_size modules_to_not_convert ignored_layers activation_scheme"
-    " dequantize".split()
+    " dequantize kv_cache_scheme".split()
 )
 """Fields that are read, or without effect on weights that are packed already."""
 

@@ -166,9 +166,10 @@ def read_float(where: str, weights: Table) -> Codec:
         raise Unreadable(f"{where}: asymmetric or dynamic weights")
     strategy = weights.get("strategy") or "tensor"
     if strategy == "block":
-        return fp8.Fp8(
-            fp8.block_size(weights.get("block_structure"), f"{where}: block_structure"), scale="weight_scale"
-        )
+        block = weights.get("block_structure")
+        if isinstance(block, str):  # older releases write "128x128"
+            block = [int(side) if side.isdecimal() else side for side in block.split("x")]
+        return fp8.Fp8(fp8.block_size(block, f"{where}: block_structure"), scale="weight_scale")
     shapes = {"tensor": ONE, "channel": COLUMN}
     if not isinstance(strategy, str) or strategy not in shapes:
         raise Unreadable(f'{where}: FP8 weights with strategy "{strategy}"')
