@@ -51,6 +51,10 @@ def test_a_missing_field_is_named(field):
         (LLAMA | {"hidden_act": "gelu"}, "hidden_act 'gelu' is not built"),
         (LLAMA | {"use_sliding_window": True}, "use_sliding_window true is not built"),
         (LLAMA | {"rope_scaling": {"rope_type": "dynamic"}}, "rope type 'dynamic'"),
+        (
+            LLAMA | {"model_type": "phi3", "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+            "rope type 'linear' is not built for model_type 'phi3'; built: default, longrope",
+        ),
         (LLAMA | {"rope_scaling": {"rope_type": "longrope"}}, "type 'longrope' has no short_factor"),
         (
             LLAMA | {"model_type": "gemma3_text", "attn_logit_softcapping": 4.0},

@@ -65,6 +65,7 @@ FIELDS = Fields(
         "use_bidirectional_attention": lambda config: "vision",  # which a text has nothing of
         "hidden_size_per_layer_input": lambda config: 0,
         "num_kv_shared_layers": lambda config: 0,
+        "rope_scaling": lambda config: {},  # rope_parameters has a table per kind of layer
     },
     # of parts that are not built, and so without effect where these are not asked for
     silent=names("vocab_size_per_layer_input use_double_wide_mlp"),

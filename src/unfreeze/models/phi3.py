@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from unfreeze.core.errors import CheckpointError
 from unfreeze.models import llama
 from unfreeze.models.allowed import Config, Fields, names
-from unfreeze.models.blocks.rope import rope_from_config, rotary_width
+from unfreeze.models.blocks.rope import rope_from_config, rope_parameters, rotary_width
 from unfreeze.models.layer_types import everywhere, mask
 from unfreeze.models.shape import Shape, common, require
 
@@ -55,6 +56,12 @@ def shape(config: Mapping[str, Any]) -> Shape:
     head_dim = int(
         config.get("head_dim") or require(config, "hidden_size") // require(config, "num_attention_heads")
     )
+    kind = rope_parameters(config)["rope_type"]
+    if kind not in ("default", "longrope"):
+        raise CheckpointError(
+            f"config.json: rope type {kind!r} is not built for model_type 'phi3'; built: default, longrope",
+            next="compare rope_scaling with the publisher's config.json",
+        )
     rope = rope_from_config(config, rotary_width(config, head_dim))
     kinds = everywhere(config)
     return common(config, family="phi3", rope=rope, head_dim=head_dim, layer_types=kinds)
