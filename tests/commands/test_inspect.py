@@ -245,6 +245,20 @@ def test_a_damaged_file_is_still_refused(tmp_path):
         inspect(str(folder))
 
 
+def test_a_packed_weight_without_one_of_its_parts_is_named(tmp_path):
+    """Some writers of GPTQ leave g_idx out where columns are in order."""
+    found, name = tensors(), "model.layers.0.mlp.up_proj"
+    del found[f"{name}.weight"]
+    found[f"{name}.qweight"] = torch.zeros(D // 8, I, dtype=torch.int32)
+    found[f"{name}.qzeros"] = torch.zeros(1, I // 8, dtype=torch.int32)
+    found[f"{name}.scales"] = torch.zeros(1, I, dtype=torch.float16)
+    config = TEXT | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": -1}}
+    with pytest.raises(CheckpointError, match=f"{name} has qweight, qzeros, scales and no g_idx"):
+        inspect(write(tmp_path / "without", config, found))
+    found[f"{name}.g_idx"] = torch.zeros(D, dtype=torch.int32)
+    assert inspect(write(tmp_path / "with", config, found))["format"] == "gptq"
+
+
 def test_the_shared_checkpoint():
     folder = SHARED / "data" / "tiny-kimi-int4"
     if not folder.is_dir():

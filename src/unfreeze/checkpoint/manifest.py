@@ -113,6 +113,7 @@ def count_weights(tensors: Mapping[str, TensorInfo], scheme: Scheme | None) -> i
     """The number of weights in these tensors: a packed weight counts as what its codes stand for.
 
     A codec knows that number from the shapes of the parts. Scales of activations count nothing.
+    Raises CheckpointError for a packed weight without one of its parts.
     """
     packed: dict[str, tuple[Codec, dict[str, tuple[int, ...]]]] = {}
     count = 0
@@ -123,7 +124,16 @@ def count_weights(tensors: Mapping[str, TensorInfo], scheme: Scheme | None) -> i
             packed.setdefault(base, (codec, {}))[1][suffix] = info.shape
         elif scheme is None or not is_unread(name):
             count += prod(info.shape)
-    return count + sum(prod(codec.shape(parts)) for codec, parts in packed.values())
+    for base, (codec, parts) in packed.items():
+        try:
+            count += prod(codec.shape(parts))
+        except KeyError as missing:
+            raise CheckpointError(
+                f"{base} has {', '.join(parts)} and no {missing.args[0]}, without which {codec.name} cannot be"
+                " read",
+                next="get the checkpoint from its publisher again",
+            ) from None
+    return count
 
 
 def open_checkpoint(source: str | Path, *, progress: Callable[[str], None] | None = None) -> Manifest:
