@@ -120,13 +120,24 @@ def test_a_nested_config_leaves_out_what_is_its_classs_default():
     assert shape.layer_types == tuple(theirs.layer_types)
 
 
+def test_a_release_that_sees_needs_its_text_config():
+    for config in ({"model_type": "gemma3"}, {"model_type": "qwen3_vl", "text_config": None}):
+        with pytest.raises(CheckpointError, match="has no text_config"):
+            models.shape(config)
+
+
 def test_what_releases_write_without_effect_is_not_named():
     """Fields of SmolLM3-3B, Phi-4-mini, Gemma 2 9B and the first configs of Llama 4 Scout."""
     for fields in (
         {"model_type": "smollm3", "num_key_value_heads": 2, "max_window_layers": 28},
         {"model_type": "phi3", "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False},
         {"model_type": "gemma2", "sliding_window": 4096, "sliding_window_size": 4096},
-        {"model_type": "llama4_text", "num_key_value_heads": 2, "attn_temperature_tuning": 4},
+        {
+            "model_type": "llama4_text",
+            "num_key_value_heads": 2,
+            "attn_temperature_tuning": 4,
+            "cache_implementation": "hybrid",
+        },
     ):
         config = {name: value for name, value in LLAMA.items() if name != "hidden_act"} | fields
         models.shape(config)

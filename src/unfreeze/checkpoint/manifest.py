@@ -129,8 +129,8 @@ def count_weights(tensors: Mapping[str, TensorInfo], scheme: Scheme | None) -> i
             count += prod(codec.shape(parts))
         except KeyError as missing:
             raise CheckpointError(
-                f"{base} has {', '.join(parts)} and no {missing.args[0]}, without which {codec.name} cannot be"
-                " read",
+                f"{base} has {', '.join(parts)} and no {missing.args[0]}, without which {codec.name} cannot"
+                " be read",
                 next="get the checkpoint from its publisher again",
             ) from None
     return count

@@ -146,6 +146,11 @@ def _not_built(config: Mapping[str, Any], model_type: object, beside: str = "") 
     'deepseek_v32' and 'kimi_k3' are other models: with model_type edited to the nearest name they would load,
     and compute something else.
     """
+    if isinstance(model_type, str) and model_type in WRAPPERS and not beside:
+        raise CheckpointError(
+            f"config.json: model_type {model_type!r} has no text_config, its language model",
+            next="get config.json from the model's publisher again",
+        )
     parts = missing(config)
     what = f": {parts}" if parts else " is not built"
     raise CheckpointError(

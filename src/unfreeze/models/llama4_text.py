@@ -62,7 +62,7 @@ FIELDS = Fields(
     },
     read=names("moe_layers no_rope_layers layer_types"),
     null=names("num_key_value_heads attention_chunk_size"),
-    silent=names("for_llm_compressor"),
+    silent=names("for_llm_compressor cache_implementation"),
 )
 
 
