@@ -37,6 +37,8 @@ class StackRule:
            gpt-oss, Llama 4 and Qwen3-VL publish fused experts
     either  it may also be there the other way round, which its shape tells: Qwen3-VL's as transformers writes
            them. Saving goes by `transposed`
+    instead  of a rule with {expert}: the names that quantizers give the experts of a family that is published
+           fused. They count for packed parts, and where the files have them
 
     {layer} and {expert} are numbers, any other field is one name component ("weight"). Without
     {expert} the tensor is the whole parameter under another name: a router that is block_sparse_moe.gate on
@@ -49,6 +51,7 @@ class StackRule:
     half: int | None = None
     transposed: bool = False
     either: bool = False
+    instead: bool = False
 
     @property
     def per_expert(self) -> bool:
@@ -103,7 +106,10 @@ def sources(
             source = _whole(rule, name, shape)
             other = source.turned() if source.either else source
             return [other if getattr(disk[name], "shape", None) == other.shape else source]
-    stacked = [(rule, fields, rule.half) for rule, fields in matching if rule.per_expert]
+    stacked = [(rule, fields, rule.half) for rule, fields in matching if rule.per_expert and not rule.instead]
+    instead = [(rule, fields, rule.half) for rule, fields in matching if rule.instead]
+    if instead and (len(instead) == len(matching) or _first_of(instead) in (disk or ())):
+        stacked = instead
     if not matching or (disk is not None and param in disk):
         return [Source(param, (), tuple(shape))]
     if not stacked:
@@ -122,6 +128,12 @@ def sources(
     ]
 
 
+def _first_of(stacked: list[tuple[StackRule, dict[str, str], int | None]]) -> str:
+    """The name of the first expert's first tensor."""
+    rule, fields, _ = stacked[0]
+    return rule.disk.format(**fields, expert=0)
+
+
 def _whole(rule: StackRule, name: str, shape: Sequence[int]) -> Source:
     """The source of a parameter that one tensor fills."""
     source = Source(name, (), tuple(shape), either=rule.either)
@@ -133,7 +145,15 @@ def disk_module(module: str, rules: Sequence[StackRule]) -> str:
 
     What quantization_config's lists of modules are about.
     """
-    return sources(f"{module}.weight", (1, 2), rules)[0].name.removesuffix(".weight")
+    return disk_modules(module, rules)[0]
+
+
+def disk_modules(module: str, rules: Sequence[StackRule]) -> list[str]:
+    """`disk_module`, and the name that it may have instead (`StackRule.instead`)."""
+    param = f"{module}.weight"
+    plain = sources(param, (1, 2), [rule for rule in rules if not rule.instead])
+    other = sources(param, (1, 2), [rule for rule in rules if rule.instead])
+    return list(dict.fromkeys(found[0].name.removesuffix(".weight") for found in (plain, other)))
 
 
 def _region(half: int | None, expert: int, shape: Sequence[int]) -> tuple[Index, tuple[int, ...]]:

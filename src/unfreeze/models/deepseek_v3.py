@@ -7,6 +7,7 @@ Source: arXiv:2412.19437; module names as in the published checkpoints.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from unfreeze.checkpoint.keymap import StackRule
@@ -30,12 +31,14 @@ FUSED = (
     StackRule(_STACK + "gate_up_proj", _STACK + "gate_up_proj.weight"),
     StackRule(_STACK + "down_proj", _STACK + "down_proj.weight"),
 )
-RULES = (
+SINGLE = (
     StackRule(_EXPERT + "gate_proj.{part}", _STACK + "gate_up_proj.{part}", 0),
     StackRule(_EXPERT + "up_proj.{part}", _STACK + "gate_up_proj.{part}", 1),
     StackRule(_EXPERT + "down_proj.{part}", _STACK + "down_proj.{part}", None),
-    *FUSED,
 )
+RULES = (*SINGLE, *FUSED)
+QUANTIZED = tuple(replace(rule, instead=True) for rule in SINGLE)
+"""For families whose releases are fused: quantizers write an expert per name."""
 OTHER_NAMES: dict[str, Callable[[Config], object]] = {
     "num_local_experts": lambda config: config.get("n_routed_experts", config["num_local_experts"]),
     "num_mtp_layers": lambda config: config.get("num_nextn_predict_layers", config["num_mtp_layers"]),

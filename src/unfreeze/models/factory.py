@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from unfreeze import models
-from unfreeze.checkpoint.keymap import disk_module
+from unfreeze.checkpoint.keymap import disk_module, disk_modules
 from unfreeze.checkpoint.manifest import Manifest
 from unfreeze.kernels.expert_mlp import SWIGLU, Activation
 from unfreeze.models import FAMILIES
@@ -168,7 +168,8 @@ def meta_model(shape: Shape, manifest: Manifest, dtype: torch.dtype) -> Decoder:
     scheme, names, rules = manifest.scheme(), manifest.by_model_name(), models.rules(shape)
 
     def stored(module: str) -> Codec | None:
-        return None if scheme is None else scheme.stored(disk_module(module, rules), names)
+        found = [scheme.stored(name, names) for name in disk_modules(module, rules)] if scheme else []
+        return next((codec for codec in found if codec is not None), None)
 
     return build(shape, dtype=dtype, device="meta", codec_for=stored)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from unfreeze.checkpoint.keymap import StackRule
 from unfreeze.core.errors import CheckpointError
-from unfreeze.models import llama, smollm3
+from unfreeze.models import deepseek_v3, llama, smollm3
 from unfreeze.models.allowed import Fields, names
 from unfreeze.models.blocks.rope import Temperature
 from unfreeze.models.fields import shown
@@ -28,6 +28,7 @@ _DISK, _OURS = "model.layers.{layer}.feed_forward.", "model.layers.{layer}.mlp."
 RULES = (
     StackRule(_DISK + "experts.gate_up_proj", _OURS + "experts.gate_up_proj.weight", transposed=True),
     StackRule(_DISK + "experts.down_proj", _OURS + "experts.down_proj.weight", transposed=True),
+    *(replace(rule, disk=rule.disk.replace(".mlp.", ".feed_forward.")) for rule in deepseek_v3.QUANTIZED),
     StackRule(_DISK + "router.weight", _OURS + "gate.weight"),
     StackRule(_DISK + "shared_expert.{which}.{part}", _OURS + "shared_experts.{which}.{part}"),
     StackRule(_DISK + "{which}.{part}", _OURS + "{which}.{part}"),

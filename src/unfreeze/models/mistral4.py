@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from unfreeze.models.factory import Factory
     from unfreeze.models.layer import Layer
 
-RULES = deepseek_v3.FUSED  # as transformers writes them, which knows no other names
+# fused, as transformers writes them, which knows no other names; or an expert per name, from quantizers
+RULES = (*deepseek_v3.FUSED, *deepseek_v3.QUANTIZED)
 ignored = deepseek_v3.ignored
 TEMPERATURE = "temperature"
 ROTARY = {

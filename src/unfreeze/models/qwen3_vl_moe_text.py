@@ -12,7 +12,7 @@ from typing import Any
 
 from unfreeze.checkpoint.keymap import StackRule
 from unfreeze.core.errors import CheckpointError
-from unfreeze.models import llama, qwen3_moe, qwen3_vl_text
+from unfreeze.models import deepseek_v3, llama, qwen3_moe, qwen3_vl_text
 from unfreeze.models.allowed import Fields, names
 from unfreeze.models.shape import Shape, require
 
@@ -20,6 +20,7 @@ _STACK = "model.layers.{layer}.mlp.experts."
 RULES = (
     StackRule(_STACK + "gate_up_proj", _STACK + "gate_up_proj.weight", transposed=True, either=True),
     StackRule(_STACK + "down_proj", _STACK + "down_proj.weight", transposed=True, either=True),
+    *deepseek_v3.QUANTIZED,
 )
 ignored = llama.ignored
 layer = qwen3_moe.layer
