@@ -3,6 +3,7 @@ size, other towers apart."""
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from unfreeze.commands import inspect as recipe
+from unfreeze.commands.demo import TINY_K2
 from unfreeze.commands.inspect import inspect
 from unfreeze.core.command import Common
 from unfreeze.core.errors import CheckpointError
@@ -273,3 +275,35 @@ def test_the_shared_checkpoint():
                 elif not name.endswith(("weight_packed", "weight_scale")):
                     weights += math.prod(opened.get_slice(name).get_shape())
     assert facts["parameters"] == weights and "other" not in facts["groups"]
+
+
+CONFIGS = Path(__file__).resolve().parents[3] / "shared" / "data" / "configs"
+PUBLISHED = {  # what the publisher says of the model, in billions
+    "deepseek-ai--DeepSeek-V3": 671,
+    "gpt-oss-20b": 20.9,
+    "Kimi-K2-Thinking": 1026,
+    "Qwen--Qwen3-30B-A3B": 30.5,
+    "google--gemma-4-26B-A4B": 25.2,
+}
+
+
+@pytest.mark.skipif(not CONFIGS.is_dir(), reason="published configs are not here")
+def test_a_config_alone_is_built_or_names_its_part():
+    files = [file for file in sorted(CONFIGS.glob("*.json")) if "hf_quant" not in file.name]
+    assert len(files) > 50
+    for file in files:
+        facts = inspect(str(file))
+        if facts["family"] == "not built":
+            assert re.search(r"model_type '\w+.*'.* (is|are) not built", facts["reason"]), facts["reason"]
+        elif not facts["format"].startswith("unsupported"):
+            assert facts["parameters"] > 10**8 and facts["bytes"] > 0
+        if file.stem in PUBLISHED:
+            assert facts["parameters"] / 1e9 == pytest.approx(PUBLISHED[file.stem], rel=0.01)
+
+
+def test_a_config_alone_counts_what_its_files_hold():
+    """tiny-k2, whose files are here: the same parameters and bytes in each group."""
+    whole, alone = inspect(str(TINY_K2)), inspect(str(TINY_K2 / "config.json"))
+    assert alone["parameters"] == whole["parameters"] and alone["files"] == 0
+    for name, group in whole["groups"].items():
+        assert alone["groups"][name]["parameters"] == group["parameters"], name

@@ -186,8 +186,8 @@ def peak(
     patch.setattr(
         experts_block,
         "expert_mlp",
-        lambda x, ids, w, up, down, factors=None, impl="", reuse=None: fused(
-            x, ids, w, up, down, factors, reuse=reuse
+        lambda x, ids, w, up, down, factors=None, impl="", reuse=None, **rest: fused(
+            x, ids, w, up, down, factors, reuse=reuse, **rest
         ),
     )
     if experts:

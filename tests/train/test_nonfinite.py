@@ -210,7 +210,9 @@ def test_an_overflow_is_named_with_its_number_and_the_head_too():
 
 def test_between_modules_the_parent_is_named(monkeypatch: pytest.MonkeyPatch):
     inner = PackedPass.attend
-    monkeypatch.setattr(PackedPass, "attend", lambda self, *arguments: inner(self, *arguments) * math.nan)
+    monkeypatch.setattr(
+        PackedPass, "attend", lambda self, *given, **named: inner(self, *given, **named) * math.nan
+    )
     line = found(decoder()).line  # type: ignore[union-attr]
     assert line.startswith(
         "NaN first at model.layers.0.self_attn, between its modules, before o_proj, 6 of 6 positions"

@@ -1,14 +1,15 @@
 """unfreeze inspect MODEL: what is in a checkpoint: family, layers, experts, formats, bytes.
 
-Only headers are read, no tensor.
+Only headers are read, no tensor. MODEL may be a config.json alone.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
@@ -33,7 +34,7 @@ OTHER_NAMES = (  # of a model without a family: other senses' towers
 
 class Config(Frozen):
     model: Annotated[str, Positional, arg(metavar="MODEL")] = Field(
-        description="checkpoint folder, or Hugging Face id org/name"
+        description="checkpoint folder, Hugging Face id org/name, or a config.json"
     )
 
 
@@ -61,6 +62,8 @@ def inspect(source: str) -> dict[str, Any]:
     from unfreeze.data.tokens.tokenizer import has_tokenizer
     from unfreeze.models import notes
 
+    if source.endswith(".json") or _is_config_alone(Path(source)):
+        return _of_config(Path(source))
     manifest = open_checkpoint(source, progress=lambda line: print(line, file=sys.stderr))
     family, is_other = _family(manifest.config)
     format_name, scheme = _format(manifest.config)
@@ -81,6 +84,68 @@ def inspect(source: str) -> dict[str, Any]:
         "expanded_bytes": None if total is None else 2 * total,
         "groups": groups,
     }
+
+
+def _is_config_alone(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and not any(folder.glob("*.safetensors"))
+
+
+def _of_config(path: Path) -> dict[str, Any]:
+    """`inspect` of a config.json without its files: what the sizes in it come to, on meta."""
+    from unfreeze.checkpoint.manifest import read_config
+    from unfreeze.models import notes
+
+    config = read_config(path)
+    family, _ = _family(config)
+    format_name, _ = _format(config)
+    readable = "reason" not in family and not format_name.startswith("unsupported")
+    groups = _planned_groups(config) if readable else {}
+    total = _total(group["parameters"] for group in groups.values()) if groups else None
+    return {
+        "path": str(path),
+        **family,
+        "notes": notes(config) if readable else [],
+        "format": format_name,
+        "tokenizer": False,
+        "files": 0,
+        "tensors": sum(group["tensors"] for group in groups.values()),
+        "bytes": sum(group["bytes"] for group in groups.values()),
+        "parameters": total,
+        "expanded_bytes": None if total is None else 2 * total,
+        "groups": groups,
+    }
+
+
+def _planned_groups(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """As `_groups`, of the model that config.json describes; its tensors are those in memory."""
+    import torch
+
+    from unfreeze import models
+    from unfreeze.checkpoint.tensors import NAME
+    from unfreeze.models.blocks.linear import PackedHolder
+    from unfreeze.models.groups import GROUPS, group_of
+
+    found: dict[str, dict[str, Any]] = {}
+
+    def count(name: str, parameters: int, tensors: Sequence[torch.Tensor], format: str) -> None:
+        empty: dict[str, Any] = {"parameters": 0, "bytes": 0, "tensors": 0, "formats": []}
+        group = found.setdefault(group_of(name), empty)
+        group["parameters"] += parameters
+        group["bytes"] += sum(tensor.nbytes for tensor in tensors)
+        group["tensors"] += len(tensors)
+        group["formats"] = sorted({*group["formats"], format})
+
+    model = models.from_config(config, torch.bfloat16)
+    packed: set[int] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, PackedHolder) and module.codec is not None:
+            parts = list(module.packed.parts.values())
+            packed |= {id(part) for part in parts}
+            count(name, module.packed.numel, parts, module.codec.name)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if id(tensor) not in packed and not name.endswith("counts_E"):
+            count(name, tensor.numel(), [tensor], NAME.get(tensor.dtype, str(tensor.dtype)))
+    return {group: found[group] for group in GROUPS if group in found}
 
 
 def _family(config: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[str], bool]]:
@@ -224,6 +289,9 @@ def _print(facts: dict[str, Any], console: Console) -> None:
     for note in facts["notes"]:
         say(f"warning: {note}")
 
+    if not facts["groups"]:
+        return
+
     # a row per group of modules
     table = Table(box=None, pad_edge=False)
     for column in ("group", "parameters", "bytes", "tensors", "format"):
@@ -242,11 +310,13 @@ def _print(facts: dict[str, Any], console: Console) -> None:
     expanded = ""
     if facts["expanded_bytes"] is not None:
         expanded = f"; in bf16 it would be {format_bytes(facts['expanded_bytes'])}"
-    say(
-        f"total {_count(facts['parameters'])} parameters in {format_bytes(facts['bytes'])}, {facts['files']}"
-        f" files{expanded}; format {facts['format']}; tokenizer"
+    here = (
+        f"{facts['files']} files{expanded}; format {facts['format']}; tokenizer"
         f" {'present' if facts['tokenizer'] else 'absent (token ids only)'}"
+        if facts["files"]
+        else f"by config.json alone{expanded}; format {facts['format']}"
     )
+    say(f"total {_count(facts['parameters'])} parameters in {format_bytes(facts['bytes'])}, {here}")
 
 
 def _number(value: int | None) -> str:

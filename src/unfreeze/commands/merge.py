@@ -83,7 +83,7 @@ def merge(config: Config, common: Common) -> dict[str, Any]:
     out = Path(config.out) if config.out else run / f"merged-{config.to}"
     if out.resolve() in (run.resolve(), source.adapter.resolve(), manifest.path.resolve()):
         raise ConfigError(f"out = {out} is what is merged", next="give another folder")
-    rows = None if config.no_check else rows_of(run, config.data)
+    rows = "--no-check" if config.no_check else rows_of(run, config.data)
 
     import torch
 
@@ -94,7 +94,10 @@ def merge(config: Config, common: Common) -> dict[str, Any]:
 
     # everything that can be refused is, before a byte is written
     model = models.meta_model(models.shape(manifest.config), manifest, torch.float32)
-    examples = None if rows is None else encoded(rows, manifest, model.shape.max_positions, say(common))
+    unmeasured = rows if isinstance(rows, str) else ""
+    examples = (
+        None if isinstance(rows, str) else encoded(rows, manifest, model.shape.max_positions, say(common))
+    )
     deltas = Deltas(model, source.adapter)
     work = Work(manifest, model, deltas, config.to)
     inputs = by_shards.inputs_of(manifest, source.adapter, config.to, config.scales)
@@ -117,7 +120,7 @@ def merge(config: Config, common: Common) -> dict[str, Any]:
     with writing(out, "out"):
         record.write(out)
         write_card(out, manifest, source.base, config, record, gain)
-    for line in said(record, groups, gain, config):
+    for line in said(record, groups, gain, config, unmeasured):
         say(common)(line)
     say(common)(f"{out}: a checkpoint; unfreeze chat {out}")
     return {
@@ -151,7 +154,7 @@ def summary(rows: Sequence[Row]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def said(
-    record: Record, groups: dict[str, dict[str, Any]], gain: Gain | None, config: Config
+    record: Record, groups: dict[str, dict[str, Any]], gain: Gain | None, config: Config, unmeasured: str
 ) -> Iterator[str]:
     """A few lines: the worst modules, a line per group, the gain, and what to do where little is kept."""
     from unfreeze.evaluate.gain import ENOUGH
@@ -170,9 +173,9 @@ def said(
         wrote = f" (written: {config.scales})" if len(entry["ways"]) > 1 else ""
         yield f"  {group}: {entry['modules']} modules, ‖ΔW‖/‖W‖ {entry['change']:.3f}; {ways}{wrote}"
     if gain is None:
-        yield "the share of the gain that is kept was not measured"
+        yield f"the share of the gain that is kept was not measured{f': {unmeasured}' if unmeasured else ''}"
         return
-    yield gain.words()
+    yield gain.words(config.data)
     if gain.share is not None and gain.share < ENOUGH:
         other = "keep" if config.scales == "refit" else "refit"
         remedy = f"--to bf16, or --scales {other}, or serve" if config.to != "bf16" else "serve"
@@ -195,6 +198,7 @@ def write_card(
         "int4": "INT4 (pack-quantized, groups of 32)",
     }
     identity = hub_id(base)
+    words = gain.words(Path(config.data).name) if gain else ""
     lines = ["---", *([f"base_model: {identity}"] if identity else []), "pipeline_tag: text-generation"]
     lines += [*license_of(manifest.path), "tags:", "- merge", "- unfreeze", "---", ""]
     lines += [f"# {_name(base)}, merged with {_name(config.run)}", ""]
@@ -215,11 +219,7 @@ def write_card(
                 f"{of['cosine']:.2f}",
             ]
             lines.append(f"| {' | '.join(map(str, cells))} |")
-    lines += [
-        "",
-        f"{gain.words()[0].upper()}{gain.words()[1:]}." if gain else "Not measured on held-out rows.",
-        "",
-    ]
+    lines += ["", f"{words[0].upper()}{words[1:]}." if words else "Not measured on held-out rows.", ""]
     lines += [f"`{RECORD}` has each module's rounding and the files' SHA-256.", ""]
     if BASE_CARD in record.more["carried"]:
         lines += [f"The base's own card is [{BASE_CARD}]({BASE_CARD}).", ""]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from unfreeze.models import Decoder
 
 TOKENS = 2048  # of a batch
-GIVE = "--data FILE of held-out conversations, or --no-check to merge without looking"
+GIVE = "--data FILE of held-out conversations measures it"
 
 
 @dataclass(frozen=True)
@@ -33,21 +33,18 @@ class Rows:
     resolved: dict[str, Any]
 
 
-def rows_of(run: Path, data: str) -> Rows:
-    """The rows of `data`, or those that the run held out. Nothing is read of them.
-
-    Raises ConfigError where there are none.
-    """
+def rows_of(run: Path, data: str) -> Rows | str:
+    """The rows of `data`, or those that the run held out; else why there are none. No row is read."""
     resolved = read_object(run / RESOLVED, ConfigError) if (run / RESOLVED).is_file() else {}
     if data:
         return Rows((data,), 0.0, resolved)
     if not resolved:
-        raise ConfigError(f"{run} is an adapter without its run: there are no held-out rows", next=GIVE)
+        return f"{run} is an adapter without its run; {GIVE}"
     if resolved.get("validation"):
         return Rows(_names(resolved["validation"]), 0.0, resolved)
     fraction = resolved.get("validation_fraction")
     if not isinstance(fraction, float) or not 0 < fraction < 1:
-        raise ConfigError(f"{run} held out no rows (validation_fraction 0)", next=GIVE)
+        return f"{run} held out no rows (validation_fraction 0); {GIVE}"
     return Rows(_names(resolved.get("data")), fraction, resolved)
 
 

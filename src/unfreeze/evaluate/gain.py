@@ -29,10 +29,10 @@ class Gain:
         gained = self.base - self.adapter
         return (self.base - self.merged) / gained if gained > 0 else None
 
-    def words(self) -> str:
-        """One line."""
+    def words(self, file: str = "") -> str:
+        """One line. file: where the rows are from, "" for those that the run held out."""
         losses = f"base {self.base:.3f}, with adapter {self.adapter:.3f}, merged {self.merged:.3f}"
-        on = f"held-out loss on {self.rows:,} rows: {losses}"
+        on = f"{f'loss on {file},' if file else 'held-out loss on'} {self.rows:,} rows: {losses}"
         if self.share is None:
             return f"{on}: the adapter is no better than the base on these rows, so there is no gain to keep"
         return f"{on}: {100 * self.share:.1f} % of the gain kept"

@@ -44,12 +44,14 @@ from unfreeze.kernels.rotary import triton_cuda as rotary
 from unfreeze.kernels.swiglu import triton_cuda as swiglu
 from unfreeze.kernels.token_permute import triton_cuda as token_permute
 from unfreeze.quant.codec import Packed
+from unfreeze.quant.fp8 import Fp8
 from unfreeze.quant.int4 import Int4
+from unfreeze.quant.mxfp4 import Mxfp4
 
 SHARED = 227 * 1024  # bytes of shared memory that a block may have on sm_90
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas-blackwell"
 B, F, L, I = torch.bfloat16, torch.float32, torch.int64, torch.int32
-NAMES = {B: "bf16", torch.float16: "fp16", F: "fp32", L: "i64", I: "i32"} | {
+NAMES = {B: "bf16", torch.float16: "fp16", F: "fp32", L: "i64", I: "i32", torch.uint8: "u8"} | {
     torch.int16: "i16",
     torch.int8: "i8",
 }
@@ -139,6 +141,24 @@ def expansions() -> list[Launch]:
         expansion(f"down from rank {rank}", rank, D, WIDTH, kept)
     expansion("down, chosen experts", 16, D, WIDTH, kept, chosen=True)
     return list({launch.key(): launch for launch in reversed(kept)}.values())[::-1]
+
+
+def float_expansions() -> list[Launch]:
+    """Of gate_up in FP8 with blocks of 128 and in MXFP4."""
+    kept: list[Launch] = []
+    space = on_meta(E, 2 * WIDTH, D)
+    fp8 = {
+        "weight": on_meta(E, 2 * WIDTH, D, dtype=torch.float8_e4m3fn),
+        "weight_scale_inv": on_meta(E, 2 * WIDTH // 128, D // 128, dtype=F),
+    }
+    mxfp4 = {
+        "weight_packed": on_meta(E, 2 * WIDTH, D // 2, dtype=torch.uint8),
+        "weight_scale": on_meta(E, 2 * WIDTH, D // 32, dtype=torch.uint8),
+    }
+    for label, weight in (("FP8", Packed(Fp8(), fp8)), ("MXFP4", Packed(Mxfp4(), mxfp4))):
+        with recorded(f"bf16, gate_up in {label}", kept):
+            expand.fill(weight, 0, space)
+    return kept
 
 
 def others() -> list[Launch]:
@@ -288,7 +308,7 @@ def main() -> int:
     options.add_argument("--only", nargs="+", default=[], help="folders of ops, as expand")
     options.add_argument("--write", type=Path, help="the page of the report")
     given = options.parse_args()
-    launches = [*expansions(), *others()]
+    launches = [*expansions(), *float_expansions(), *others()]
     if given.planted:
         launches += planted_faults(launches)
     good, bad, lines = 0, 0, []

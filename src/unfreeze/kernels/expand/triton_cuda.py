@@ -211,7 +211,6 @@ def fill(packed: Packed, experts: Tensor | int, out: Tensor) -> None:
         return
     codec = packed.codec
     codes, scales = (packed.parts[suffix] for suffix in codec.suffixes[:2])
-    which = (experts if chosen else codes.view(torch.uint8), 0 if chosen else experts)
     strides = (out.stride(0), out.stride(1))
     if isinstance(codec, Int4):
         words = -(-columns // PER_WORD)
@@ -233,6 +232,8 @@ def fill(packed: Packed, experts: Tensor | int, out: Tensor) -> None:
             WORDS=block,
         )
         return
+    # of experts that are not chosen one by one the kernel reads none: any tensor stands there
+    which = (experts if chosen else codes.view(torch.uint8), 0 if chosen else experts)
     wide = min(power_of_two(columns), 1024)
     grid = (matrices * rows, triton.cdiv(columns, wide))
     if isinstance(codec, Fp8 | Fp8Scaled):
