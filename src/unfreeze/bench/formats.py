@@ -15,7 +15,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -37,6 +37,7 @@ from unfreeze.report.tables import align
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from unfreeze.bench.rows import Row
     from unfreeze.quant.codec import Codec, Packed
 
 RANK, DOCUMENTS, LENGTH = 8, 4, 512
@@ -300,3 +301,44 @@ def table(experts: Mapping[str, Mapping[str, Any]]) -> str:
             )
         )
     return align(lines)
+
+
+def format_tables(rows: Sequence[Row]) -> list[str]:
+    """For docs/performance.md: whole steps, then the expert op."""
+    from unfreeze.bench.report import error, markdown, number, size
+
+    steps = [
+        [
+            row.side,
+            number(row.results, "tokens_per_second"),
+            number(row.results, "of_int4", "{:.2f}"),
+            size(row.results, "peak_bytes"),
+            size(row.results, "resident_first"),
+            size(row.results, "resident_last"),
+            error(row.results),
+        ]
+        for row in rows
+        if "tokens_per_second" in row.results
+    ]
+    experts = [
+        [
+            row.side.removesuffix(" experts"),
+            number(row.results, "bytes_per_weight", "{:.3f}"),
+            number(row.results, "ms"),
+            number(row.results, "of_int4", "{:.2f}"),
+            number(row.results, "of_torch", "{:.2f} x"),
+            error(row.results),
+        ]
+        for row in rows
+        if "bytes_per_weight" in row.results
+    ]
+    resident = ["resident after the first step", "after the last"]
+    return [
+        "A step with experts in each format, in turn:",
+        markdown(["experts in", "tokens/s", "time of INT4's", "peak", *resident, "error"], steps),
+        "One layer's experts, forward and backward; dequantizing in plain torch takes so many times as long:",
+        markdown(
+            ["experts in", "bytes a weight", "ms", "time of INT4's", "plain torch", "error against it"],
+            experts,
+        ),
+    ]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
+from unfreeze.bench.formats import format_tables
 from unfreeze.bench.rows import Row, checkout, read
 from unfreeze.bench.targets import TARGETS, Target
 from unfreeze.bench.training import worst
@@ -110,7 +111,7 @@ def losses(runs: Sequence[Run]) -> list[str]:
                 f" {run.when[:10]})"
             )
     for run in latest(runs):
-        for row in run.rows:
+        for row in run.rows if run.benchmark != "formats" else ():  # its sides are all ours
             speed, memory = row.results.get("first_side_speed"), row.results.get("first_side_memory")
             case = (
                 f" at {row.settings['batch']} x {row.settings['prompt']} tokens"
@@ -153,7 +154,7 @@ def latest(runs: Sequence[Run]) -> list[Run]:
     )
 
 
-ORDER = ("moe", "dense", "recompute", "load", "start", "data", "decode", "growth", "layer", "model")
+ORDER = tuple("moe formats dense recompute load start data decode growth layer model".split())
 
 
 def profiles_beside(page: Path) -> list[str]:
@@ -485,6 +486,7 @@ def written_number(value: Any) -> str:
 
 TABLES: dict[str, Callable[[Sequence[Row]], list[str]]] = {
     "moe": training_tables,
+    "formats": format_tables,
     "dense": training_tables,
     "recompute": training_tables,
     "load": load_tables,

@@ -159,6 +159,22 @@ TARGETS = (
         SHARE,
     ),
     Target(
+        "time of a step with FP8 experts over one with INT4 experts",
+        "cpu",
+        "formats",
+        field("fp8", "of_int4"),
+        "most",
+        1.3,
+    ),
+    Target(
+        "time of a step with MXFP4 experts over one with INT4 experts",
+        "cpu",
+        "formats",
+        field("mxfp4", "of_int4"),
+        "most",
+        1.3,
+    ),
+    Target(
         "full fine-tuning, tokens/s against transformers",
         "cpu",
         "dense",
