@@ -63,6 +63,17 @@ class Group(Protocol):
         """Raise UserError naming the first tensor that is not the same, bit for bit, in all processes."""
         ...
 
+    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """All-to-all: the next send[r] rows go to process r; received are receive[r] rows of process r.
+
+        -> the received rows in the order of ranks. Every process takes part, with 0 rows too.
+        """
+        ...
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """`tensor` becomes that of process `source`, in place, byte for byte (contiguous, any dtype)."""
+        ...
+
 
 class Alone:
     """One process: a group in which there is nothing to exchange."""
@@ -87,18 +98,31 @@ class Alone:
     def check_replicas(self, tensors: Mapping[str, Tensor]) -> None:
         pass
 
+    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        return rows
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        pass
+
 
 ALONE = Alone()
 
 
 class Processes:
-    """The processes that torch.distributed knows.
+    """The processes that torch.distributed knows, or some of them.
 
     device: where small exchanges happen (the GPU for nccl, the CPU for gloo).
+    some: torch's group of them; None: all.
     """
 
-    def __init__(self, device: torch.device):
-        self.rank, self.size, self._device = dist.get_rank(), dist.get_world_size(), device
+    def __init__(self, device: torch.device, some: dist.ProcessGroup | None = None):
+        self.rank, self.size = dist.get_rank(some), dist.get_world_size(some)
+        self._device, self._group = device, some
+
+    def among(self, ranks: Sequence[int]) -> Processes | None:
+        """The group of these of all processes; None in the others. All call it, in the same order."""
+        made = dist.new_group(list(ranks), timeout=TIMEOUT)
+        return Processes(self._device, made) if isinstance(made, dist.ProcessGroup) else None
 
     def share(self, items: Sequence[Item]) -> list[Item]:
         """Give items[rank], items[rank + size], and so on.
@@ -111,16 +135,16 @@ class Processes:
         """Sum bucket by bucket (`buckets`), in the order given: every process makes the same calls."""
         for bucket in buckets(tensors):
             if len(bucket) == 1 and bucket[0].is_contiguous():
-                dist.all_reduce(bucket[0])
+                dist.all_reduce(bucket[0], group=self._group)
                 continue
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-            dist.all_reduce(flat)
+            dist.all_reduce(flat, group=self._group)
             for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
                 tensor.copy_(part.view_as(tensor))
 
     def any(self, value: bool) -> bool:
         flag = torch.tensor([int(value)], device=self._device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
         return bool(flag.item())
 
     def on_rank0(self, action: Callable[[], Item]) -> Item | None:
@@ -144,19 +168,19 @@ class Processes:
         data = text.encode()
         length = torch.tensor([len(data)], device=self._device)
         lengths = [torch.zeros_like(length) for _ in range(self.size)]
-        dist.all_gather(lengths, length)
+        dist.all_gather(lengths, length, group=self._group)
         room = max(1, *(int(n.item()) for n in lengths))
         padded = torch.zeros(room, dtype=torch.uint8, device=self._device)
         padded[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
         every = [torch.zeros_like(padded) for _ in range(self.size)]
-        dist.all_gather(every, padded)
+        dist.all_gather(every, padded, group=self._group)
         return [bytes(t[: int(n.item())].tolist()).decode() for t, n in zip(every, lengths, strict=True)]
 
     def check_replicas(self, tensors: Mapping[str, Tensor]) -> None:
         low = torch.stack([fingerprint(tensor).to(self._device) for tensor in tensors.values()])
         high = low.clone()
-        dist.all_reduce(low, dist.ReduceOp.MIN)
-        dist.all_reduce(high, dist.ReduceOp.MAX)
+        dist.all_reduce(low, dist.ReduceOp.MIN, group=self._group)
+        dist.all_reduce(high, dist.ReduceOp.MAX, group=self._group)
         different = low.ne(high).nonzero().flatten().tolist()
         if different:
             raise UserError(
@@ -164,6 +188,17 @@ class Processes:
                 f" differ; first: {list(tensors)[different[0]]}",
                 next="resume from the last save with the same command; if it comes again, report it",
             )
+
+    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """With uneven splits; gloo knows int64, float32 and bfloat16 here."""
+        received = rows.new_empty((sum(receive), *rows.shape[1:]))
+        dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=self._group)
+        return received
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """As bytes: gloo knows neither int16 nor float8."""
+        flat = tensor.detach().view(-1).view(torch.uint8)
+        dist.broadcast(flat, group=self._group, group_src=source)
 
 
 def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
