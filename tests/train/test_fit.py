@@ -94,7 +94,7 @@ def test_hooks_run_in_order_and_see_gradients_of_the_step(tiny: SimpleNamespace,
     assert seen == [(name, step) for step in (1, 2, 3) for name in ("first", "second")]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_finishes_the_step_saves_and_says_so(
     tiny: SimpleNamespace, tmp_path: Path, number: signal.Signals
 ):

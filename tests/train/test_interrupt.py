@@ -7,12 +7,12 @@ import threading
 
 import pytest
 
-from unfreeze.train.interrupt import SIGNALS, Interrupt
+from unfreeze.train.interrupt import AGAIN, SIGNALS, Interrupt
 
 
 @pytest.fixture
 def heard():
-    """Own handlers for both signals while a test runs: what was installed before; -> the signals they were
+    """Own handlers for all of them while a test runs: what was installed before; -> the signals they were
     given."""
     signals: list[int] = []
     former = {number: signal.signal(number, lambda n, _: signals.append(n)) for number in SIGNALS}
@@ -22,15 +22,28 @@ def heard():
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_the_first_signal_asks_and_the_second_goes_to_the_former_handler(heard, number):
+def test_the_first_signal_asks_and_the_second_ctrl_c_goes_to_the_former_handler(heard, number):
     with Interrupt() as interrupt:
         assert not interrupt.requested
         os.kill(os.getpid(), number)
         assert interrupt.requested and heard == []
-        os.kill(os.getpid(), number)
-        assert heard == [number]
+        os.kill(os.getpid(), signal.SIGINT)
+        assert heard == [signal.SIGINT]
     os.kill(os.getpid(), number)
-    assert heard == [number, number]
+    assert heard == [signal.SIGINT, number]
+
+
+@pytest.mark.parametrize("first", SIGNALS)
+@pytest.mark.parametrize("again", AGAIN)
+def test_what_a_scheduler_sends_only_asks_however_often_it_comes(heard, first, again):
+    # without a handler of ours the second would end this process
+    signal.signal(again, signal.SIG_DFL)
+    with Interrupt() as interrupt:
+        os.kill(os.getpid(), first)
+        os.kill(os.getpid(), again)
+        os.kill(os.getpid(), again)
+        assert interrupt.requested and heard == []
+    assert signal.getsignal(again) is signal.SIG_DFL
 
 
 def test_a_second_ctrl_c_raises_keyboard_interrupt_as_python_does():

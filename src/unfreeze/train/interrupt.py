@@ -1,6 +1,8 @@
-"""Ctrl-C and SIGTERM: the first asks the loop to finish its step and save.
+"""Ctrl-C, SIGTERM and SIGUSR1: the first asks the loop to finish its step and save.
 
-The second stops the process as usual.
+A second Ctrl-C stops the process as usual. SIGTERM and SIGUSR1 only ask, however often they come: a scheduler
+signals every process of a job, and torchrun then passes the same signal on to its workers. Taken for a wish to
+stop at once, the second of these two would lose the steps since the last save.
 """
 
 from __future__ import annotations
@@ -10,15 +12,18 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+AGAIN = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+"""The signals that come more than once for one wish. Windows has no SIGUSR1."""
+SIGNALS = (signal.SIGINT, *AGAIN)
 
 
 class Interrupt:
     """with Interrupt() as interrupt: `interrupt.requested` turns True at the first signal.
 
-    The former handlers are put back at once.
-    So a second Ctrl-C raises KeyboardInterrupt wherever the program is. Python runs handlers in the main
-    thread only: in another thread nothing is installed and `requested` stays False.
+    SIGINT's former handler is put back at once, so a second Ctrl-C raises KeyboardInterrupt wherever the
+    program is; the others' handlers are put back at the end.
+    Python runs handlers in the main thread only: in another thread nothing is installed and `requested` stays
+    False.
     """
 
     def __init__(self) -> None:
@@ -33,13 +38,13 @@ class Interrupt:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._restore()
+        for number in list(self._former):
+            self._restore(number)
 
     def _first(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
-        self._restore()
+        self._restore(signal.SIGINT)
 
-    def _restore(self) -> None:
-        for number, handler in self._former.items():
-            signal.signal(number, handler)
-        self._former = {}
+    def _restore(self, number: signal.Signals) -> None:
+        if number in self._former:
+            signal.signal(number, self._former.pop(number))
