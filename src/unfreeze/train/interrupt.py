@@ -1,8 +1,8 @@
 """Ctrl-C, SIGTERM and SIGUSR1: the first asks the loop to finish its step and save.
 
-A second Ctrl-C stops the process as usual. SIGTERM and SIGUSR1 only ask, however often they come: a scheduler
-signals every process of a job, and torchrun then passes the same signal on to its workers. Taken for a wish to
-stop at once, the second of these two would lose the steps since the last save.
+A second Ctrl-C stops the process as usual. SIGTERM and SIGUSR1 only ask, however often they come. A scheduler
+signals every process of a job, and torchrun then passes the same signal on to its workers: were the second of
+these a wish to stop at once, the steps since the last save would be lost.
 """
 
 from __future__ import annotations
