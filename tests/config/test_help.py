@@ -92,7 +92,7 @@ def keys_listed(page: str) -> set[tuple[str, str]]:
     for table, keys in rows("| table | keys |", page).items():
         prefix = f"{table.strip('`[]')}." if "`[" in table else ""
         for key, flat in re.findall(r"`(\w+)`(?: \(`(\w+)`\))?", keys):
-            name = f"{prefix}{key}" if prefix == "lora." else flat or key
+            name = f"{prefix}{key}" if prefix in ("lora.", "place.") else flat or key
             found |= {(f"{prefix}{key}", name)} if key != "pretrain" else set()
     return found
 

@@ -1,4 +1,4 @@
-"""The tables of a run's config: [data] [training] [optimizer] [memory] [save] [watch].
+"""The tables of a run's config: [data] [training] [optimizer] [memory] [place] [save] [watch].
 
 Each field's flat name stands in FLAT (training.py).
 """
@@ -221,6 +221,19 @@ class Memory(Frozen):
         default=0,
         ge=0,
         description="CPU threads; 0: all cores. 1 is as fast for models of a few million parameters",
+    )
+
+
+class Place(Frozen):
+    """Where the parts of a model lie that need not lie on the device."""
+
+    experts: Literal["auto", "device", "host", "disk"] = Field(
+        default="auto",
+        description=(
+            "where the frozen weights of routed experts lie: device: all of them; host, disk: there, and they"
+            " come layer by layer into two buffers; auto: the first of device, host (with CUDA) and disk that"
+            " fits. The numbers are the same, to the bit"
+        ),
     )
 
 

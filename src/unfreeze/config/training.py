@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from unfreeze.config.names import by_place, flat, given, nested
 from unfreeze.config.parse import Folder, Frozen, ModelName
-from unfreeze.config.tables import HUB, Data, Memory, Optimizer, Save, Training, Watch
+from unfreeze.config.tables import HUB, Data, Memory, Optimizer, Place, Save, Training, Watch
 from unfreeze.config.template import template_time, template_values
 
 FLAT = {
@@ -85,6 +85,7 @@ CHANGES_NOTHING = {
     "threads",
     "on_spike",
     "track",
+    "place.experts",
 }
 """Fields that do not change what is computed: a run may be resumed with other values of them."""
 
@@ -135,6 +136,7 @@ HELP = {
         "optimizer_moments",
         "device",
         "threads",
+        "place.experts",
     ),
     "Output": (
         "out",
@@ -182,6 +184,7 @@ class TrainingConfig(Frozen):
     training: Training = Training()
     optimizer: Optimizer = Optimizer()
     memory: Memory = Memory()
+    place: Place = Place()
     save: Save = Save()
     watch: Watch = Watch()
 
@@ -245,9 +248,11 @@ class TrainingConfig(Frozen):
         """Every field that changes what is computed: a resumed run must have the same ones as its save."""
         left_out = CHANGES_NOTHING | (ADDED - set(given(self)))
         fields = {name: value for name, value in flat(self.as_written).items() if name not in left_out}
-        if isinstance(lora := fields.get("lora"), dict):
-            table = cast(dict[str, Any], lora).items()
-            fields["lora"] = {name: value for name, value in table if f"lora.{name}" not in left_out}
+        for table in [name for name, value in fields.items() if isinstance(value, dict)]:
+            inner = cast(dict[str, Any], fields[table])
+            fields[table] = {name: of for name, of in inner.items() if f"{table}.{name}" not in left_out}
+            if not fields[table]:
+                del fields[table]
         files = [_placed(file) for file in self.data.written.files]
         if fields.get("adapter"):
             fields["adapter"] = portable(str(fields["adapter"]))
