@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib
 import io
 import json
-import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from unfreeze.config.synonyms import command_hint
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError, UserError, nearest
 from unfreeze.core.garbage import put_off, take_up
+from unfreeze.core.torchrun import started
 
 
 class Command(NamedTuple):
@@ -118,7 +118,7 @@ def speak_here() -> None:
 
 def process() -> int:
     """Which of torchrun's processes this is; 0 without torchrun."""
-    return int(os.environ.get("RANK", "0")) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else 0
+    return started().rank
 
 
 def _dispatch(name: str, arguments: list[str], common: Common) -> int:

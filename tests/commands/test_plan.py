@@ -280,10 +280,11 @@ def test_micro_batches_are_dealt_to_the_devices(config):
 
 
 def test_a_run_on_several_devices_is_told_how_many_micro_batches_it_needs(config, capsys):
-    """A run of eight processes and one micro-batch is refused at its first step."""
-    needs = "  a micro-batch for each device: a run needs --micro-batches 8"
+    """A run of eight processes and one micro-batch, or twelve, is refused before anything is loaded."""
+    needs = "  as many micro-batches for each device: a run needs --micro-batches 8 or 16"
     arguments = "--model", config, "--hardware"
     assert needs in said(capsys, *arguments, "8xH200")[1]
+    assert needs in said(capsys, *arguments, "8xH200", "--micro-batches", "12")[1]
     for enough in (["8xH200", "--micro-batches", "8"], ["1xH200"]):
         assert not any("a run needs" in line for line in said(capsys, *arguments, *enough)[1])
 

@@ -250,6 +250,7 @@ def main(folder: Path) -> None:
                 found, facts[f"{family} {pieces} {packed}"] = gradients(family, cut(pieces, packed), group)
                 save_file(found, folder / f"{family}-{pieces}-{packed}-{group.rank}.safetensors")
         facts["too few"] = says(lambda: gradients("llama", cut(1, True), group))
+        facts["uneven"] = says(lambda: gradients("llama", cut(4, True)[:3], group))
         facts["other data"] = says(lambda: gradients("llama", cut(2 if group.rank else 4, True)[:2], group))
 
         starved = Starved([0, 1] if group.rank == 0 else [2])
@@ -504,6 +505,9 @@ def test_failures_are_shared_and_named(two):
     first, second = two[1]
     for facts in (first, second):
         assert facts["too few"].startswith("ConfigError: 2 processes share 1 micro-batches of a step")
+        assert facts["uneven"].startswith(
+            "ConfigError: 2 processes share 3 micro-batches of a step, which is no"
+        )
         assert facts["other data"] == "DataError: the processes read different data at this step"
         assert facts["nan"] == "NonFinite: the loss is nan over 4 supervised tokens"
         assert facts["found"] == (  # the second process found it, both say it

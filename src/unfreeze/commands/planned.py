@@ -9,6 +9,7 @@ from typing import Any
 
 from unfreeze.config.tables import Training
 from unfreeze.core.errors import ConfigError, printable
+from unfreeze.core.torchrun import nearest_multiples
 from unfreeze.core.units import format_bytes, format_count, format_of, format_step
 from unfreeze.parallel.fleet import Fleet
 from unfreeze.parallel.plan.choose import Choice
@@ -21,7 +22,7 @@ class Planned:
     """One machine's plan, for people and as JSON.
 
     tokens_chosen: the plan chose the tokens of a step; a run never does.
-    micro_batches: as asked for; a run refuses to have fewer than devices.
+    micro_batches: as asked for; a run refuses what is no multiple of the devices.
     """
 
     model: str
@@ -108,8 +109,9 @@ class Planned:
             f"  {choice.tokens:,} tokens a step{self._chosen()}{adapters}",
         ]
 
-        if self.micro_batches < self.fleet.count:
-            lines.append(f"  a micro-batch for each device: a run needs --micro-batches {self.fleet.count}")
+        if self.micro_batches % self.fleet.count:
+            near = " or ".join(map(str, nearest_multiples(self.micro_batches, self.fleet.count)))
+            lines.append(f"  as many micro-batches for each device: a run needs --micro-batches {near}")
 
         # bytes of each place, the sum last
         for place, terms, usable in (

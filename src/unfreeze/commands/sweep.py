@@ -7,7 +7,6 @@ that fails does not stop the rest.
 
 from __future__ import annotations
 
-import os
 import shlex
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from unfreeze.config.parse import parse
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
+from unfreeze.core.torchrun import started
 from unfreeze.job.end import next_command
 from unfreeze.job.folder import with_files
 
@@ -110,7 +110,7 @@ def best_of(made: Sequence[Path], compared: dict[str, Any]) -> Path | None:
 
 def planned(recipe: str, arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[Point]]:
     """(field -> its values, every combination of them as a run), each checked as its command would be."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if started().size > 1:
         raise ConfigError(
             f"{FLAG} starts a run after the other, and torchrun started this process for one run",
             next=f"give the values of {FLAG} one by one under torchrun",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.errors import DataError, UserError
+from unfreeze.core.torchrun import nearest_multiples, sharers, started
 from unfreeze.core.units import format_bytes
 from unfreeze.job.data import few_steps, steps_of
 from unfreeze.job.folder import with_files
@@ -160,6 +161,11 @@ def check_machine(subject: Subject) -> Iterator[Finding]:
         yield Finding("machine", "warn", f"{facts}: more threads than cores wait for each other", remedy)
     else:
         yield Finding("machine", "ok", facts)
+    processes, parts = max(started().size, torch.cuda.device_count()), subject.config.memory.micro_batches
+    if parts % processes:
+        near = " or ".join(f"--micro-batches {count}" for count in nearest_multiples(parts, processes))
+        line = f"micro_batches {parts} is no multiple of {processes} processes: they cannot share a step"
+        yield Finding("machine", "warn" if started().size == 1 else "fault", line, near)
 
 
 def check_checkpoint(subject: Subject) -> Iterator[Finding]:
@@ -349,7 +355,10 @@ def check_steps(subject: Subject) -> Iterator[Finding]:
         return
     training, steps = subject.config.training, steps_of(subject.config, subject.dataset.examples)
     few, remedy = few_steps(training, steps)
-    line = f"{steps:,} steps of {training.tokens_per_step:,} tokens"
+    parts = subject.config.memory.micro_batches
+    counts = ", ".join(map(str, sharers(parts)))
+    shared = f" in {parts} micro-batches, for as many processes as divide them: {counts}" if parts > 1 else ""
+    line = f"{steps:,} steps of {training.tokens_per_step:,} tokens{shared}"
     yield Finding("steps", "warn" if few else "ok", few or line, remedy)
 
 

@@ -25,6 +25,7 @@ from unfreeze.core.command import Common
 from unfreeze.core.errors import FULL, ConfigError
 from unfreeze.core.events import RESOLVED
 from unfreeze.core.schema import TrainEvent
+from unfreeze.core.torchrun import started
 from unfreeze.job.resume import FIXED, allowed
 from unfreeze.report.events import last, read_events
 from unfreeze.report.experts import ExpertWatch
@@ -205,14 +206,14 @@ def again(command: str) -> str:
 
 def typed(recipe: str, arguments: Sequence[str]) -> str:
     """The command as the user gave it, to be repeated; under torchrun with torchrun before it."""
-    processes, nodes = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE"))
+    here = started()
     start = (
         ["unfreeze"]
-        if processes == 1
-        else ["torchrun", "--nproc-per-node", str(processes // nodes), "-m", "unfreeze"]
+        if here.size == 1
+        else ["torchrun", "--nproc-per-node", str(here.on_node), "-m", "unfreeze"]
     )
     return shlex.join([*start, recipe, *arguments]) + (
-        f" (on each of {nodes} nodes, as before)" if nodes > 1 else ""
+        f" (on each of {here.nodes} nodes, as before)" if here.nodes > 1 else ""
     )
 
 

@@ -45,6 +45,7 @@ from unfreeze.job.plan import (
     export_note,
     start_lines,
 )
+from unfreeze.job.processes import refuse_uneven
 from unfreeze.job.receipts import receipt_of
 from unfreeze.job.samples import Samples, own_prompts
 from unfreeze.job.streaming import Followed, saved_before
@@ -102,6 +103,7 @@ def run(config: TrainingConfig, parts: Parts, common: Common, command: str = "")
     -> the run's result, as `finish` gives it.
     """
     # what can be refused without torch and before there is a folder
+    refuse_uneven(config)
     config = with_files(config, say(common))
     start = first_start_of(config, parts, common)
 

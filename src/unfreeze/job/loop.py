@@ -24,6 +24,7 @@ from unfreeze.job.end import finish
 from unfreeze.job.folder import SAME_CALL, live, with_files
 from unfreeze.job.job import Job, Parts, first_start_of, is_written, prepare, target_of
 from unfreeze.job.plan import as_it_began
+from unfreeze.job.processes import refuse_uneven
 
 if TYPE_CHECKING:
     from unfreeze.core.batch import Batch
@@ -40,6 +41,7 @@ class Loop:
     """
 
     def __init__(self, config: TrainingConfig, parts: Parts, common: Common):
+        refuse_uneven(config)
         config = with_files(config, say(common))
         start = first_start_of(config, parts, common)
 

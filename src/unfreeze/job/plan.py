@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from unfreeze.core.errors import ConfigError, DoesNotFit
 from unfreeze.core.events import RESOLVED
 from unfreeze.core.process import planned_words
 from unfreeze.core.schema import PlanEvent, SaveEvent
+from unfreeze.core.torchrun import started
 from unfreeze.core.units import format_bytes, format_count, format_seconds
 from unfreeze.job.data import sequence_length
 from unfreeze.job.device import allocator_line
@@ -76,7 +76,7 @@ def plan_of(
         mean_length=mean_length(lengths) if lengths else None,
         recompute=cast(Any, recompute or memory.recompute),
         among=cast(Any, among),
-        sharing=int(os.environ.get("LOCAL_WORLD_SIZE", processes)) if device.type == "cpu" else 1,
+        sharing=(started().on_node if started().size > 1 else processes) if device.type == "cpu" else 1,
         keep_layers=memory.keep_layers,
         optimizer_moments=config.optimizer.moments,
         receipt_bytes=COPY_BYTES,

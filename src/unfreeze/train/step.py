@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from unfreeze.core.batch import Batch, Loss
 from unfreeze.core.errors import ConfigError, DataError
+from unfreeze.core.torchrun import nearest_multiples
 from unfreeze.models import Decoder
 from unfreeze.models.blocks.moe import MoE
 from unfreeze.models.recompute import RecomputePolicy
@@ -143,14 +144,15 @@ def forward_backward(
     save: whether this process finds that a save is due; called then too. One that does is enough for all.
 
     Raises NonFinite if the loss, a hidden state (supervised or not, docs/trust.md N1) or a gradient is not
-    finite, ConfigError for more processes than micro-batches, DataError if the processes read different data,
-    ValueError if the objective counts other tokens than the batches' weights.
+    finite, ConfigError for micro-batches that are no multiple of the processes, DataError if the processes
+    read different data, ValueError if the objective counts other tokens than the batches' weights.
     """
-    if group.size > len(micro_batches):
+    if len(micro_batches) % group.size:
+        near = nearest_multiples(len(micro_batches), group.size)
         raise ConfigError(
-            f"{group.size} processes share {len(micro_batches)} micro-batches of a step, so some would have"
-            " nothing to do",
-            next=f"--micro-batches {group.size} (the gradient is the same), or fewer processes",
+            f"{group.size} processes share {len(micro_batches)} micro-batches of a step, which is no multiple"
+            f" of {group.size}: some would make more passes than others",
+            next=" or ".join(f"--micro-batches {count}" for count in near),
         )
     # the divisor, known before the first backward; and a checksum of the data, equal on every process
     count = sum(float(batch.weights_T.sum()) for batch in micro_batches)

@@ -1,0 +1,48 @@
+"""What torchrun says of a process, by its environment; and into how many parts a step can be cut then."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Started:
+    """Process `rank` of `size`, the `local`th of `on_node` on node `node` of `nodes`; a node is one agent."""
+
+    rank: int = 0
+    size: int = 1
+    local: int = 0
+    on_node: int = 1
+    node: int = 0
+    nodes: int = 1
+
+
+def started() -> Started:
+    """As torchrun started this process: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK.
+
+    Without a WORLD_SIZE above 1: alone, whatever else is set. Where LOCAL_WORLD_SIZE is not set: one node.
+    """
+
+    def number(name: str, otherwise: int) -> int:
+        return int(os.environ.get(name) or otherwise)
+
+    rank, size = number("RANK", 0), number("WORLD_SIZE", 1)
+    if size <= 1:
+        return Started()
+    on_node = number("LOCAL_WORLD_SIZE", size)
+    node, nodes = number("GROUP_RANK", rank // on_node), number("GROUP_WORLD_SIZE", -(-size // on_node))
+    return Started(rank, size, number("LOCAL_RANK", rank % on_node), on_node, node, nodes)
+
+
+def nearest_multiples(count: int, processes: int) -> list[int]:
+    """The multiples of `processes` (from 1 on) below and above `count`; `count` alone where it is one."""
+    below = count // processes * processes
+    if below == count:
+        return [count]
+    return [below, below + processes] if below else [processes, 2 * processes]
+
+
+def sharers(count: int) -> list[int]:
+    """How many processes can share `count` micro-batches equally: its divisors."""
+    return [n for n in range(1, count + 1) if count % n == 0]

@@ -1,0 +1,78 @@
+"""How processes share a step: a number of micro-batches that they cannot share equally is refused first."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from unfreeze import cli
+from unfreeze.commands.demo import TINY_K2
+from unfreeze.core.errors import ConfigError
+from unfreeze.core.torchrun import Started, nearest_multiples, sharers, started
+from unfreeze.job.processes import refuse_uneven
+from unfreeze.recipes.sft import Config
+
+
+def config(parts: int, **fields: object) -> Config:
+    return Config(model="m", data=("d.jsonl",), micro_batches=parts, **fields)
+
+
+@pytest.mark.parametrize(
+    ("parts", "size", "near"), [(4, 3, [3, 6]), (1, 2, [2, 4]), (9, 8, [8, 16]), (5, 2, [4, 6])]
+)
+def test_the_two_nearest_multiples_are_named(parts, size, near):
+    with pytest.raises(ConfigError) as refused:
+        refuse_uneven(config(parts), size)
+    assert f"{size} processes share {parts} micro_batches" in refused.value.message
+    assert refused.value.next == " or ".join(f"--micro-batches {count}" for count in near)
+    for count in near:
+        refuse_uneven(config(count), size)
+    assert nearest_multiples(near[0], size) == [near[0]]
+
+
+def test_a_run_that_goes_on_names_the_numbers_of_processes_that_share_it(tmp_path, monkeypatch):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        "".join(json.dumps({"question": f"{n}?", "answer": f"{n}."}) + "\n" for n in range(8)),
+        encoding="utf-8",
+    )
+    out = tmp_path / "run"
+    command = (
+        f"sft --model {TINY_K2} --data {rows} --out {out} --steps 1 --tokens-per-step 256 --micro-batches 4"
+        " --samples 0 --lora.rank 1 --quiet"
+    )
+    assert cli.main(command.split()) == 0
+    went_on = Config(model=str(TINY_K2), data=(str(rows),), out=str(out), micro_batches=4)
+    with pytest.raises(ConfigError, match="cuts each step into 4 micro_batches, no multiple of 3") as refused:
+        refuse_uneven(went_on, 3)
+    assert refused.value.next.endswith("(torchrun --nproc-per-node): 1, 2, 4")
+    for size in sharers(4):
+        refuse_uneven(went_on, size)
+    assert sharers(12) == [1, 2, 3, 4, 6, 12]
+
+
+def test_it_is_refused_before_the_data_is_looked_at_and_before_torch(tmp_path, monkeypatch, capsys):
+    """Neither the model nor the data exists; nothing is looked up and no folder is made."""
+
+    def never(*arguments: object, **options: object) -> None:
+        raise AssertionError("looked at")
+
+    monkeypatch.setattr("unfreeze.job.job.with_files", never)
+    monkeypatch.setattr("unfreeze.job.job.first_start_of", never)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "0")
+    line = f"sft --model no/where --data d.jsonl --micro-batches 4 --out {tmp_path / 'run'}"
+    assert cli.main(line.split()) == 2
+    assert "3 processes share 4 micro_batches of a step" in capsys.readouterr().err
+    assert not Path(tmp_path / "run").exists()
+
+
+def test_what_torchrun_says(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    assert started() == Started()  # a RANK without a WORLD_SIZE is not torchrun's
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert started() == Started(rank=3, size=4, local=3, on_node=4, node=0, nodes=1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert started() == Started(rank=3, size=4, local=1, on_node=2, node=1, nodes=2)
