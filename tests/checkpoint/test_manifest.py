@@ -13,8 +13,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from unfreeze.checkpoint import open_checkpoint
+from unfreeze.checkpoint.manifest import read_config
 from unfreeze.checkpoint.tensors import TORCH_DTYPE
 from unfreeze.core.errors import CheckpointError
+from unfreeze.quant import not_followed, recognise
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 
@@ -225,6 +227,52 @@ def test_folders_that_are_no_checkpoint(tmp_path: Path, kimi) -> None:
     for name in ("a", "b"):
         save_file({name: torch.zeros(1)}, empty / f"{name}.safetensors")
     assert "no model.safetensors.index.json" in refusal(empty)
+
+
+GPTQ = {
+    "bits": 4,
+    "group_size": 128,
+    "desc_act": False,
+    "model_file_base_name": "model",
+}  # AutoGPTQ's of 2023
+AWQ = {"zero_point": True, "q_group_size": 64, "w_bit": 4, "version": "GEMM"}  # autoawq's of 2023
+AUTOROUND = {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_gptq"}
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "method"),
+    [
+        ("quantize_config.json", GPTQ, "gptq"),
+        ("quant_config.json", AWQ, "awq"),
+        ("quantize_config.json", AWQ, "awq"),
+        ("quantization_config.json", AUTOROUND, "auto-round"),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}, "modelopt"),
+    ],
+)
+def test_a_quantization_beside_the_config_counts_as_its_own(tmp_path: Path, name, table, method) -> None:
+    (tmp_path / name).write_text(json.dumps(table))
+    (tmp_path / f"release.{name}").write_text(json.dumps(table))
+    config = tmp_path / "config.json"
+    for file in (config, tmp_path / "release.json", tmp_path / "alone.json"):
+        file.write_text('{"model_type": "llama"}')
+    for source in (tmp_path, config, tmp_path / "release.json"):
+        assert read_config(source)["quantization_config"]["quant_method"] == method
+        assert recognise(read_config(source)).codecs
+    # control arms: not beside this one, and the config's own comes first
+    assert "quantization_config" not in read_config(tmp_path / "alone.json")
+    config.write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    assert read_config(config)["quantization_config"] == {"quant_method": "fp8"}
+
+
+def test_a_release_whose_weights_modelopt_left_alone_is_dense(tmp_path: Path) -> None:
+    table = {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": table}))
+    (tmp_path / "config.json").write_text("{}")
+    found = read_config(tmp_path)
+    assert recognise(found) is None and "kv_cache_quant_algo" in not_followed(found)
+    table["quant_algo"] = "FP8"  # control arm
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": table}))
+    assert recognise(read_config(tmp_path)) is not None
 
 
 def test_no_tensor_is_read(tmp_path: Path, kimi) -> None:

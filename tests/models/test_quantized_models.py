@@ -68,7 +68,17 @@ FORMATS |= {
 }
 
 
-@pytest.fixture(params=[(model, name) for model in MODELS for name in FORMATS], ids=" ".join)
+def without_g_idx(weight):
+    parts, expanded = packers.gptq(weight, bits=4, group=32, act_order=False, minus_one=True)
+    return {name: part for name, part in parts.items() if name != "g_idx"}, expanded
+
+
+CASES = [(model, name) for model in MODELS for name in FORMATS] + [("Qwen3Moe", "auto-round")]
+AUTOROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": False}
+FORMATS["auto-round"] = (AUTOROUND | {"packing_format": "auto_round:auto_gptq"}, without_g_idx)
+
+
+@pytest.fixture(params=CASES, ids=" ".join)
 def release(request, tmp_path):
     """-> (folder of the release, folder of the same in float32, transformers' model of the latter)."""
     kind, name = request.param

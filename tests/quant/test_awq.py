@@ -100,7 +100,8 @@ def test_a_config_is_read_with_what_stays_unquantized():
     assert scheme is not None and scheme.codec_for("model.layers.0.mlp.up_proj") == Awq(128)
     assert scheme.codec_for("model.layers.0.mlp.gate") is None is scheme.codec_for("lm_head")
     older = {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "zero_point": True, "version": "GEMM"}
-    for table, size in ((older, 64), (TABLE | {"group_size": -1}, -1)):
+    symmetric = TABLE | {"zero_point": False, "provider": "auto-round"}  # the files have qzeros
+    for table, size in ((older, 64), (TABLE | {"group_size": -1}, -1), (symmetric, 128)):
         assert recognise({"quantization_config": table}).codecs == (Awq(size),)
         assert not_followed({"quantization_config": table}) == ""
     assert "smooth" in not_followed({"quantization_config": TABLE | {"smooth": 1}})
@@ -112,7 +113,6 @@ def test_a_config_is_read_with_what_stays_unquantized():
         ({"bits": 8}, "AWQ with 8 bits"),
         ({"version": "gemv"}, 'AWQ version "gemv"'),
         ({"version": None, "format": "llm-awq"}, 'AWQ version "llm-awq"'),
-        ({"zero_point": False}, "zero_point False"),
         ({"group_size": 0}, "group_size 0"),
         ({"group_size": True}, "group_size True"),
         ({"dynamic": {"+:.*": {"bits": 8}}}, "modules with bits or groups of their own"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -101,6 +102,31 @@ def test_widths_that_fill_no_word_or_group_are_rounded_up():
         code = int(parts["qweight"][i // 8, o]) >> 4 * (i % 8) & 15
         zero = int(parts["qzeros"][i // 32, o // 8]) >> 4 * (o % 8) & 15
         assert found[o, i] == ((code - zero) * parts["scales"][i // 32, o].float()).half()
+
+
+def test_without_a_g_idx_groups_follow_one_another(cases):
+    """Equal to gptqmodel's where its g_idx says the same; rows, stacks and the width come from the words."""
+    equal = 0
+    for name, case in cases.items():
+        indexed = codec_of(name)
+        codec = replace(indexed, indexed=False)
+        parts = {part: case[part] for part in codec.suffixes}
+        assert "g_idx" not in parts and Packed(codec, parts).shape == (24, 64)
+        found = codec.dequantize(parts)
+        in_order = not bool((case["g_idx"].diff() < 0).any())
+        assert torch.equal(found, case["weight"].mT) == in_order, name  # act-order is the control arm
+        equal += in_order
+        assert torch.equal(codec.dequantize(codec.rows(parts, codec.rows_at, 24)), found[codec.rows_at :])
+        assert codec.nbytes(24, 64) == indexed.nbytes(24, 64) - 4 * 64
+    assert equal == 3
+    with pytest.raises(ConfigError, match="fill no whole words"):
+        Gptq(4, 32, indexed=False).parts(20, 36)
+
+
+def test_the_files_say_whether_there_is_a_g_idx():
+    names = {"a.qweight": "I32", "a.scales": "F16"}
+    assert not Gptq().as_stored(names).indexed and Gptq(act_order=True).as_stored(names).indexed
+    assert Gptq(indexed=False).as_stored(names | {"a.g_idx": "I32"}).indexed
 
 
 def test_parts_that_do_not_belong_together_are_refused(cases):

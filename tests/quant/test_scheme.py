@@ -7,6 +7,7 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.utils.match import is_match, match_targets
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from unfreeze.core.errors import ConfigError
 from unfreeze.quant import Fp8, Int4, not_followed, recognise
@@ -56,9 +57,9 @@ def test_globs_are_modules_with_what_is_in_them():
     )
 
 
-def test_what_is_not_converted_is_a_beginning_a_last_part_or_a_glob():
-    """gpt-oss-20b has the glob."""
-    some = not_converted(["model.layers.*.self_attn", "gate"])
+def test_what_is_not_converted_is_a_part_of_the_name_or_a_pattern():
+    """gpt-oss-20b has this pattern."""
+    some = not_converted(["model.layers.*.self_attn", "gate"], "here")
     has = [
         "model.layers.3.self_attn.q_proj",
         "model.layers.3.self_attn",
@@ -69,6 +70,37 @@ def test_what_is_not_converted_is_a_beginning_a_last_part_or_a_glob():
     assert not any(
         name in some for name in ("model.layers.3.mlp.gate_proj", "model.layers.3.self_attn2.q_proj")
     )
+
+
+NOT_CONVERTED = [
+    r".*self_attn.*",
+    r"model\.layers\.\d+\.mlp\.gate",
+    r"model.layers.(0|2).mlp.down_proj$",
+    "model.layers.1.mlp",
+    "mlp.gate",
+    "down_proj",
+    r"re:.*shared_experts\.up_proj",
+]
+
+
+@pytest.mark.parametrize("entry", NOT_CONVERTED)
+def test_what_is_not_converted_is_what_transformers_does_not_convert(entry):
+    tails = ("self_attn.q_proj", "mlp.gate", "mlp.gate_proj", "mlp.down_proj", "mlp.shared_experts.up_proj")
+    names = [f"model.layers.{layer}.{tail}" for layer in (0, 1, 2, 10) for tail in tails]
+    some = not_converted([entry], "here")
+    found = {name for name in names if name in some}
+    keys = [entry.removeprefix("re:")]
+    assert found == {name for name in names if not should_convert_module(name, keys)}
+    assert 0 < len(found) < len(names)
+
+
+def test_what_is_not_converted_may_stand_within_a_name_and_a_pattern_must_end():
+    """autoawq's and bitsandbytes' word; transformers 4 looked for it in the whole name too."""
+    some = not_converted(["self_attn", "*.mlp.gate"], "here")
+    assert "model.layers.3.self_attn.q_proj" in some and "model.layers.3.mlp.gate" in some
+    assert "model.layers.3.self_attn2.q_proj" not in some and "model.layers.3.mlp.gate_proj" not in some
+    with pytest.raises(ConfigError, match=r"here: .* could take forever"):
+        not_converted(["(a+)+b"], "here")
 
 
 MIXED = Scheme(

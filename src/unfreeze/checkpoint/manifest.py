@@ -34,7 +34,11 @@ MAX_SIZE = 2**62  # elements or bytes: no file has more, and int64 counters woul
 MAX_TEXT = 4096  # bytes of what a format writes about one weight; bitsandbytes' have 170
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 INDEX = "model.safetensors.index.json"
-MODELOPT = "hf_quant_config.json"  # NVIDIA's; in older releases config.json has no quantization_config
+MODELOPT = "hf_quant_config.json"
+BESIDE = (MODELOPT, "quantize_config.json", "quant_config.json", "quantization_config.json")
+"""Files beside config.json that hold the quantization in older releases: NVIDIA's, AutoGPTQ's, autoawq's,
+AutoRound's."""
+AWQ_WORDS = {"w_bit", "q_group_size", "zero_point"}  # autoawq's words for what GPTQ calls bits, group_size
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -177,22 +181,30 @@ def open_checkpoint(source: str | Path, *, progress: Callable[[str], None] | Non
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """config.json of a folder, or the file itself, with what NVIDIA's older releases put beside it.
+    """config.json of a folder, or the file itself, with the quantization that older releases put beside it.
 
-    That is the quantization: hf_quant_config.json, or NAME.hf_quant_config.json beside NAME.json.
+    That is the first file of BESIDE that is there, or NAME.<it> beside NAME.json.
     """
     file = path if path.is_file() else path / "config.json"
-    beside = file.with_name(MODELOPT if file.name == "config.json" else f"{file.stem}.{MODELOPT}")
     config = read_json(file)
     text = as_table(config.get("text_config")) or {}
-    if beside.is_file() and not (config.get("quantization_config") or text.get("quantization_config")):
-        table = read_json(beside).get("quantization")
-        config["quantization_config"] = {
-            "quant_method": "modelopt",
-            "source": MODELOPT,
-            **(table if isinstance(table, dict) else {}),
-        }
+    if config.get("quantization_config") or text.get("quantization_config"):
+        return config
+    for name in BESIDE:
+        beside = file.with_name(name if file.name == "config.json" else f"{file.stem}.{name}")
+        if beside.is_file():
+            return {**config, "quantization_config": _beside(name, read_json(beside))}
     return config
+
+
+def _beside(name: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file of BESIDE says, as a quantization_config. Those of 2023 name no quant_method."""
+    if name == MODELOPT:
+        inner = table.get("quantization")
+        return {"quant_method": "modelopt", "source": name, **(inner if isinstance(inner, dict) else {})}
+    if "quant_method" in table:
+        return dict(table)
+    return {"quant_method": "awq" if AWQ_WORDS & table.keys() else "gptq", **table}
 
 
 def read_json(path: Path) -> dict[str, Any]:

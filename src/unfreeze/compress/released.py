@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from unfreeze.checkpoint.manifest import INDEX, MODELOPT, inside
+from unfreeze.checkpoint.manifest import BESIDE, INDEX, inside
 from unfreeze.checkpoint.save import write_file
 from unfreeze.compress.work import KIMI, Work
 
@@ -106,7 +106,7 @@ def write_beside(work: Work, out: Path) -> list[str]:
     for path in sorted(work.manifest.path.iterdir()):
         name = BASE_CARD if path.name == CARD else path.name
         left = path.name in OWN or path.name.endswith(".index.json")
-        left |= path.name == MODELOPT and work.to != "same"
+        left |= path.name in BESIDE and work.to != "same"
         if left or not path.is_file() or not any(fnmatchcase(path.name, kind) for kind in CARRIED):
             continue
         write_file(out / name, inside(path).read_bytes())

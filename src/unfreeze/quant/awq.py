@@ -140,7 +140,6 @@ def _columns(words: Tensor) -> Tensor:
 
 
 ONLY: dict[str, tuple[object, str]] = {
-    "zero_point": (True, "codes without zero points"),
     "config_groups": ({}, "groups of modules in other formats"),
     "dynamic": ({}, "modules with bits or groups of their own"),
 }
@@ -149,7 +148,8 @@ KNOWN = frozenset(
     sym lm_head modules_to_not_convert pack_dtype meta method damp_percent act_group_aware
     true_sequential block_name_to_quantize module_name_preceding_first_block
     modules_in_block_to_quantize model_seqlen batch_size pad_token_id dataset tokenizer max_input_length
-    cache_block_outputs do_fuse fuse_max_seq_len modules_to_fuse exllama_config""".split()
+    cache_block_outputs do_fuse fuse_max_seq_len modules_to_fuse exllama_config
+    provider autoround_version""".split()
 )
 """Fields that are read, or without effect on weights that are packed already."""
 
@@ -158,7 +158,8 @@ def read(where: str, table: Table) -> Awq:
     """The codec of a quantization_config with quant_method "awq".
 
     Raises Unreadable, naming it, for each variant that would be read wrongly: other bits, other layouts than
-    "gemm", codes without zero points.
+    "gemm". zero_point false (AutoRound's, where codes are symmetric) is no other: the files have qzeros, or
+    one error says that they are missing.
     """
     refuse_other_values(table, ONLY, where)
     bits = table.get("bits", table.get("w_bit", BITS))

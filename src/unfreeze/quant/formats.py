@@ -11,6 +11,7 @@ from collections.abc import Collection
 
 from unfreeze.core.errors import ConfigError
 from unfreeze.quant import (
+    autoround,
     awq,
     bitsandbytes,
     compressed,
@@ -62,7 +63,7 @@ def recognise(config: Table) -> Scheme | None:
     """
     try:
         table = _table(config)
-        return None if table is None else _scheme(table)
+        return None if table is None or modelopt.is_dense(table) else _scheme(table)
     except Unreadable as error:
         raise ConfigError(
             f"this checkpoint's quantization cannot be read: {error}. Readable:"
@@ -126,14 +127,17 @@ def not_followed(config: Table) -> str:
     A field is followed if it is read, or has no effect on weights that are packed already.
     Raises ConfigError for a quantization_config that cannot be read.
     """
-    if recognise(config) is None:
+    recognise(config)
+    table = _table(config)
+    if table is None:
         return ""
-    table = _table(config) or {}
     method = _method(table)
     if method == compressed.METHOD:
         fields = compressed.not_followed(table, FORMATS)
     elif method == modelopt.METHOD:
         fields = modelopt.not_followed(table)
+    elif method in autoround.METHODS:
+        fields = autoround.not_followed(table)
     else:
         more = modelopt.ADDED if _adds_layers(table) else frozenset[str]()
         fields = unknown_fields(table, FORMATS[method].known | {"quant_method"} | more, "")
@@ -162,7 +166,8 @@ def _activations(table: Table) -> str:
         for name, group in groups.items():
             if (as_table(group) or {}).get(field):
                 return f"config_groups.{name}.{field}"
-    if _method(table) == modelopt.METHOD and not str(table.get("quant_algo")).startswith("W4A16"):
+    algorithm = table.get("quant_algo")
+    if _method(table) == modelopt.METHOD and algorithm and not str(algorithm).startswith("W4A16"):
         return f"quant_algo {table.get('quant_algo')}"
     return "activation_scheme static" if table.get("activation_scheme") == "static" else ""
 
@@ -227,9 +232,8 @@ def _scheme(table: Table) -> Scheme:
     if method in FORMATS:
         codec = FORMATS[method].read("quantization_config", table)
         fields = (FORMATS[method].ignored, "ignored_layers")  # the latter is AutoFP8's word
-        return Scheme(
-            (Rule(codec),), not_converted(name for field in fields for name in names_in(table, field))
-        )
+        entries = [name for field in fields for name in names_in(table, field)]
+        return Scheme((Rule(codec),), not_converted(entries, f"quantization_config.{fields[0]}"))
     if "quant_method" not in table and method == compressed.METHOD and "config_groups" not in table:
         mlx = " (as MLX writes it)" if {"bits", "group_size"} <= table.keys() else ""
         raise Unreadable(
@@ -239,4 +243,6 @@ def _scheme(table: Table) -> Scheme:
         return compressed.read(table, FORMATS)
     if method == modelopt.METHOD:
         return modelopt.read(table, FORMATS)
+    if method in autoround.METHODS:
+        return autoround.read(table)
     raise Unreadable(f'quant_method "{method}"')

@@ -4,8 +4,8 @@
 
 The input dimension comes first. The 32 / bits codes of neighbouring input columns lie in an int32, lowest
 bits first; zero points likewise, of neighbouring output columns. g_idx names the group of each input column:
-i // group, or any with act-order (desc_act). At 4 bits and group 128 a weight takes 0.52 byte, against 2 in
-bf16.
+i // group, or any with act-order (desc_act). Files without it (AutoRound's) mean i // group.
+At 4 bits and group 128 a weight takes 0.52 byte, against 2 in bf16.
 
 checkpoint_format "gptq" stores each zero point minus one. Reading adds the ones to a whole word, as writing
 took them from a whole word: where a zero point was 0, its neighbour paid, and gets it back. "gptq_v2" stores
@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from unfreeze.core.errors import CheckpointError
+from unfreeze.core.errors import CheckpointError, ConfigError
 from unfreeze.quant.codec import Format, Part, Table, Unreadable, as_table, parts_nbytes, refuse_other_values
 from unfreeze.quant.grids import (
     WHOLE_COLUMN,
@@ -53,43 +53,63 @@ class Gptq:
     group_size   input columns that share a scale and a zero point; -1: all of them
     minus_one    whether zero points are stored minus one (checkpoint_format "gptq")
     scale_dtype  dtype of the scales, in the files and in memory alike
+    indexed      whether there is a g_idx
+    act_order    whether config.json says desc_act: then a g_idx that is not there is missing
     """
 
     bits: int = 4
     group_size: int = 128
     minus_one: bool = True
     scale_dtype: str = "F16"
+    indexed: bool = True
+    act_order: bool = field(default=False, repr=False, compare=False)
     name: str = field(default="gptq", init=False, repr=False)
-    suffixes: tuple[str, ...] = field(default=SUFFIXES, init=False, repr=False)
     variants: str = field(default="another group_size or other bits", init=False, repr=False, compare=False)
 
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        return SUFFIXES if self.indexed else SUFFIXES[:-1]
+
     def parts(self, out_features: int, in_features: int) -> dict[str, Part]:
-        """qweight [in bits / 32, out], qzeros [G, out bits / 32], scales [G, out], g_idx [in]; rounded up."""
+        """qweight [in bits / 32, out], qzeros [G, out bits / 32], scales [G, out], g_idx [in]; rounded up.
+
+        Raises ConfigError without a g_idx, the width being known by it, where `in` fills no whole words.
+        """
         groups = 1 if self.group_size == WHOLE_COLUMN else -(-in_features // self.group_size)
         rows, words = (-(-size * self.bits // WORD) for size in (in_features, out_features))
-        return {
+        found: dict[str, Part] = {
             "qweight": ("I32", (rows, out_features)),
             "qzeros": ("I32", (groups, words)),
             "scales": (self.scale_dtype, (groups, out_features)),
-            "g_idx": ("I32", (in_features,)),
         }
+        if self.indexed:
+            return {**found, "g_idx": ("I32", (in_features,))}
+        if in_features * self.bits % WORD:
+            raise ConfigError(
+                f"{in_features} inputs at {self.bits} bits fill no whole words of {WORD} bits, and there is"
+                " no g_idx that says how many they are",
+                next="compare bits and the layer's width in config.json with the publisher's",
+            )
+        return found
 
     def as_stored(self, dtypes: Mapping[str, str]) -> Gptq:
-        """This codec with the scale_dtype of the files."""
+        """This codec with the scale_dtype of the files, and with a g_idx if they have one."""
+        indexed = self.act_order or any(name.endswith(".g_idx") for name in dtypes)
         found = scale_dtype(dtypes, "scales", "qweight")
-        return replace(self, scale_dtype=found) if found else self
+        return replace(self, scale_dtype=found, indexed=indexed) if found else self
 
     def disk_extras(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
         """None: all parts are kept. g_idx is 4 bytes for each input column, 0.1 % of the codes."""
         return {}
 
     def shape(self, parts: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """[..., out, in]: the widths of scales and of g_idx."""
+        """[..., out, in]: the width of scales, and that of g_idx or what qweight's words hold."""
         *leading, _, out_features = parts["scales"]
-        return (*leading, out_features, parts["g_idx"][-1])
+        columns = parts["g_idx"][-1] if self.indexed else parts["qweight"][-2] * WORD // self.bits
+        return (*leading, out_features, columns)
 
     def nbytes(self, out_features: int, in_features: int) -> int:
-        """out * (in * bits / 8 + G * (bits / 8 + scale_dtype's size)) + 4 in."""
+        """out * (in * bits / 8 + G * (bits / 8 + scale_dtype's size)) + 4 in with a g_idx."""
         return parts_nbytes(self.parts(out_features, in_features).values())
 
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
@@ -98,21 +118,25 @@ class Gptq:
         The difference is a whole number of -255 to 255, exact in any of them.
         Raises CheckpointError where the parts do not belong together.
         """
-
-        scales, g_idx = parts["scales"], parts["g_idx"]
-        shapes = {suffix: tuple(parts[suffix].shape) for suffix in SUFFIXES}
+        scales = parts["scales"]
+        shapes = {suffix: tuple(parts[suffix].shape) for suffix in self.suffixes}
         out_features, in_features = self.shape(shapes)[-2:]
         needed = {s: shape for s, (_, shape) in self.parts(out_features, in_features).items()}
-        if any(shapes[s][-len(needed[s]) :] != needed[s] for s in SUFFIXES) or not _is_int32(parts):
+        if any(shapes[s][-len(shape) :] != shape for s, shape in needed.items()) or not _is_int32(parts):
             raise CheckpointError(
-                f"qweight is {parts['qweight'].dtype} {list(shapes['qweight'])} with qzeros"
-                f" {list(shapes['qzeros'])}, scales {list(shapes['scales'])}, g_idx {list(shapes['g_idx'])};"
+                f"qweight is {parts['qweight'].dtype} {list(shapes['qweight'])} with"
+                f" {', '.join(f'{s} {list(shape)}' for s, shape in shapes.items() if s != 'qweight')};"
                 f" {self.bits} bits in groups of {self.group_size} need torch.int32 and"
                 f" {', '.join(str(list(shape)) for shape in needed.values())}",
                 next="compare bits and group_size of quantization_config with the publisher's",
             )
         # on CUDA the look-up looks itself, and to look here would make the host wait
-        if not g_idx.is_cuda and not bool(((g_idx >= 0) & (g_idx < scales.shape[-2])).all()):
+        g_idx = parts.get("g_idx")
+        if (
+            g_idx is not None
+            and not g_idx.is_cuda
+            and not bool(((g_idx >= 0) & (g_idx < scales.shape[-2])).all())
+        ):
             raise CheckpointError(
                 f"g_idx names groups {int(g_idx.min())} to {int(g_idx.max())}; there are {scales.shape[-2]}",
                 next="get the checkpoint again from its publisher",
@@ -126,13 +150,15 @@ class Gptq:
     def rows(self, parts: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
         words = slice(first // self.rows_at, -(-last // self.rows_at))
         found = {suffix: parts[suffix][:, first:last] for suffix in ("qweight", "scales")}
-        return {**found, "qzeros": parts["qzeros"][:, words], "g_idx": parts["g_idx"]}
+        order = {"g_idx": parts["g_idx"]} if self.indexed else {}
+        return {**found, "qzeros": parts["qzeros"][:, words], **order}
 
     def _matrix(self, parts: Mapping[str, Tensor]) -> Tensor:
         import torch
 
-        words_IO, scales_GO, g_idx = parts["qweight"], parts["scales"], parts["g_idx"]
-        columns, (groups, rows) = len(g_idx), scales_GO.shape
+        words_IO, scales_GO, g_idx = parts["qweight"], parts["scales"], parts.get("g_idx")
+        columns = len(words_IO) * WORD // self.bits if g_idx is None else len(g_idx)
+        groups, rows = scales_GO.shape
         zeros = parts["qzeros"] + ONES[self.bits] if self.minus_one else parts["qzeros"]
         zeros_GO = unpack(zeros, self.bits)[:, :rows]
 
@@ -140,10 +166,12 @@ class Gptq:
             # words are turned, not codes: an eighth of the numbers
             return unpack(words_IO[:, first:last].t().contiguous(), self.bits)[:, :columns]
 
-        groups_I = g_idx.long()
-        ordered = torch.arange(columns, device=g_idx.device) * groups // columns
+        size = columns if self.group_size == WHOLE_COLUMN else self.group_size
+        ordered = torch.arange(columns, device=words_IO.device) // size
+        groups_I = ordered if g_idx is None else g_idx.long()
+        even = columns == groups * size
         # on CUDA to look would make the host wait
-        plain = not g_idx.is_cuda and columns % groups == 0 and torch.equal(groups_I, ordered)
+        plain = even and (g_idx is None or (not g_idx.is_cuda and torch.equal(groups_I, ordered)))
         return expand(codes, zeros_GO.t(), scales_GO.t(), None if plain else groups_I)
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
@@ -154,7 +182,7 @@ class Gptq:
 def _is_int32(parts: Mapping[str, Tensor]) -> bool:
     import torch
 
-    return all(parts[suffix].dtype == torch.int32 for suffix in ("qweight", "qzeros", "g_idx"))
+    return all(part.dtype == torch.int32 for suffix, part in parts.items() if suffix != "scales")
 
 
 ONLY: dict[str, tuple[object, str]] = {
@@ -168,7 +196,7 @@ KNOWN = frozenset(
     model_name_or_path model_file_base_name model_seqlen block_name_to_quantize
     module_name_preceding_first_block modules_in_block_to_quantize backend batch_size pad_token_id
     dataset tokenizer max_input_length cache_block_outputs use_exllama use_cuda_fp16 disable_exllama
-    exllama_config is_marlin_format v2 quantizer modules_to_not_convert""".split()
+    exllama_config is_marlin_format v2 quantizer modules_to_not_convert provider autoround_version""".split()
 )
 """Fields that are read, or without effect on weights that are packed already."""
 
@@ -197,7 +225,12 @@ def read(where: str, table: Table) -> Gptq:
     ]
     if own:
         raise Unreadable(f"{where}.dynamic {own[0]!r:.60} (modules with bits or groups of their own)")
-    return Gptq(int(str(bits)), read_group_size(table, where), layout == "gptq")
+    return Gptq(
+        int(str(bits)),
+        read_group_size(table, where),
+        layout == "gptq",
+        act_order=table.get("desc_act") is True,
+    )
 
 
 FORMAT = Format(

@@ -37,6 +37,12 @@ ADDED = KNOWN - {"quant_method"} | {"moe_quant_algo"}
 """Fields that modelopt adds to the quantization_config of an FP8 release whose layers it quantized anew."""
 
 
+def is_dense(table: Table) -> bool:
+    """Whether modelopt left the weights as they were: quant_algo null, at most a server's cache in FP8."""
+    method = table.get("quant_method", METHOD)
+    return method == METHOD and "quant_algo" in table and table["quant_algo"] is None
+
+
 def read(table: Table, formats: Mapping[str, Format]) -> Scheme:
     """The scheme of the table. Raises Unreadable, naming what would be read wrongly."""
     refuse_other_values(table, ONLY, "quantization_config")

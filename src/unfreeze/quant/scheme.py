@@ -9,12 +9,14 @@ files, where there are files: `stored` and `part_of` take their names.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import translate
 from functools import lru_cache
 
+from unfreeze.core.errors import ConfigError
 from unfreeze.quant.codec import Codec, kept_suffixes
+from unfreeze.untrusted.pattern import pattern
 
 CodecFor = Callable[[str], Codec | None]
 """The name of a module on disk -> the codec of its weight; None where it is not packed."""
@@ -44,14 +46,15 @@ class Modules:
 
     names     these
     inside    these, and every module inside them
-    tails     modules whose last name parts are one of these: "gate" is model.layers.0.mlp.gate
+    within    modules in whose name these parts stand anywhere, one after the other: "mlp.gate" is
+              model.layers.0.mlp.gate and what is inside it
     patterns  regular expressions, matched from the start of a name
     linear    every linear layer: all that can be packed
     """
 
     names: frozenset[str] = frozenset()
     inside: frozenset[str] = frozenset()
-    tails: frozenset[str] = frozenset()
+    within: frozenset[str] = frozenset()
     patterns: tuple[str, ...] = ()
     linear: bool = False
 
@@ -63,9 +66,15 @@ class Modules:
         return (
             name in self.names
             or any(".".join(parts[:end]) in self.inside for end in range(len(parts), 0, -1))
-            or any(".".join(parts[start:]) in self.tails for start in range(len(parts)))
+            or (bool(self.within) and any(run in self.within for run in _runs(parts)))
             or any(re.match(pattern, name) for pattern in self.patterns)
         )
+
+
+def _runs(parts: list[str]) -> Iterator[str]:
+    """Each run of name parts, joined: "a", "a.b", "b" of a.b."""
+    for start in range(len(parts)):
+        yield from (".".join(parts[start:end]) for end in range(start + 1, len(parts) + 1))
 
 
 @lru_cache(maxsize=4096)
@@ -83,21 +92,35 @@ def globs(entries: Iterable[str]) -> Modules:
     """Entries as shells write them: "*.mlp.gate*". One without a star is a module with what is inside it."""
     starred = [entry for entry in entries if "*" in entry]
     # one pattern: releases list hundreds
-    pattern = "|".join(translate(entry) for entry in starred)
-    return Modules(inside=frozenset(entries) - frozenset(starred), patterns=(pattern,) if starred else ())
+    joined = "|".join(translate(entry) for entry in starred)
+    return Modules(inside=frozenset(entries) - frozenset(starred), patterns=(joined,) if starred else ())
 
 
-def not_converted(entries: Iterable[str]) -> Modules:
-    """modules_to_not_convert: beginnings of names, or their last parts; the head is always among them.
+NOT_PLAIN = frozenset("\\*+?[](){}|^$")
+"""Signs that no module has in its name: with one of them it is a pattern."""
+_BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
 
-    Source: transformers' should_convert_module, which takes "layers.*.attn" for a pattern; here it is a glob
-    with all that is inside what it names.
+
+def not_converted(entries: Iterable[str], where: str) -> Modules:
+    """modules_to_not_convert: parts of names, or patterns of their beginnings; the head is always among them.
+
+    A part is whole ("gate" is not in "gate_proj") and may stand anywhere: autoawq, bitsandbytes and
+    transformers 4 look for it in the whole name, transformers 5 at its start and its end. A pattern ends
+    where a name's part does: "model.layers.*.self_attn" has all that is inside it.
+    Source: transformers' should_convert_module; compared with it in tests/quant/test_scheme.py. What is no
+    regular expression there ("*.mlp.gate") is read as shells write it. Raises ConfigError, naming `where`,
+    for a pattern that may match forever.
     """
     entries = list(entries)
-    plain = [*(entry for entry in entries if "*" not in entry), "lm_head"]
-    starred = [entry for entry in entries if "*" in entry]
-    patterns = globs([*starred, *(f"{entry}.*" for entry in starred)]).patterns
-    return Modules(inside=frozenset(plain), tails=frozenset(plain), patterns=patterns)
+    regular = [entry.removeprefix("re:") for entry in entries if NOT_PLAIN & set(entry)]
+    starred = [entry for entry in regular if entry.startswith("*")]
+    found = list(globs([*starred, *(f"{entry}.*" for entry in starred)]).patterns)
+    for entry in regular:
+        if entry not in starred:
+            pattern(entry, f"config.json: {where}", ConfigError)
+            found.append(f"(?:{entry}){_BOUNDARY}")
+    plain = frozenset(entry for entry in entries if not NOT_PLAIN & set(entry)) | {"lm_head"}
+    return Modules(within=plain, patterns=tuple(found))
 
 
 @dataclass(frozen=True)
