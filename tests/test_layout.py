@@ -261,6 +261,7 @@ TESTED_BY = {
     "config/sft.py": "recipes/test_continue.py",
     "models/blocks/attention.py": "models/test_families.py",
     "commands/planned.py": "commands/test_plan.py",
+    "parallel/dispatch.py": "parallel/test_expert_parallel.py",
     "parallel/plan/counts.py": "parallel/plan/test_choose.py",
     "parallel/plan/layout.py": "parallel/plan/test_choose.py",
     "parallel/simulate.py": "parallel/plan/test_seconds.py",

@@ -65,7 +65,10 @@ def attach(
     place = _device(model) if device is None else torch.device(device)
     for name, (candidate, projections) in chosen.items():
         adapter = put_adapter(candidate, projections, config.rank_of, config.scale_of, place)
-        adapter.reset(seed, name)
+        if isinstance(adapter, ExpertLowRank) and isinstance(candidate.owner, Experts):
+            adapter.reset(seed, name, candidate.owner.held.first)
+        elif isinstance(adapter, LowRank):
+            adapter.reset(seed, name)
     return sites(model)
 
 
@@ -82,7 +85,7 @@ def put_adapter(
         owner.adapter = LowRank(owner.in_features, owner.out_features, rank, scale, device)
         return owner.adapter
     owner.adapter = ExpertLowRank(
-        owner.num_experts,
+        len(owner.held),
         owner.hidden_size,
         owner.intermediate_size,
         gate_up_rank=rank if f"{candidate.name}.gate_up_proj" in projections else None,

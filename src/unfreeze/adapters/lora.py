@@ -112,8 +112,8 @@ class ExpertLowRank(nn.Module):
         )
 
     @torch.no_grad()
-    def reset(self, seed: int, name: str) -> None:
-        """Each A from a generator of its own, B zero.
+    def reset(self, seed: int, name: str, first: int = 0) -> None:
+        """Each A from a generator of its own, B zero. first: the number of the first expert held here.
 
         A generator is named as on disk ("….experts.17.up_proj"): the same A on any number of devices.
         The cores share a layer's matrices, and a device is given them in one copy.
@@ -121,12 +121,16 @@ class ExpertLowRank(nn.Module):
         if self.gate_up_A is not None and self.gate_up_B is not None and self.gate_up_rank is not None:
             rank = self.gate_up_rank
             halves = {"gate_proj": slice(None, rank), "up_proj": slice(rank, None)}
-            experts = range(len(self.gate_up_A))
-            parts = [(f"{name}.{e}.{half}", (e, rows)) for e in experts for half, rows in halves.items()]
+            parts = [
+                (f"{name}.{first + e}.{half}", (e, rows))
+                for e in range(len(self.gate_up_A))
+                for half, rows in halves.items()
+            ]
             _draw(self.gate_up_A, seed, parts)
             self.gate_up_B.zero_()
         if self.down_A is not None and self.down_B is not None:
-            _draw(self.down_A, seed, [(f"{name}.{e}.down_proj", e) for e in range(len(self.down_A))])
+            downs = [(f"{name}.{first + e}.down_proj", e) for e in range(len(self.down_A))]
+            _draw(self.down_A, seed, downs)
             self.down_B.zero_()
 
     def extra_repr(self) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from unfreeze.adapters.attach import Site, sites
 from unfreeze.adapters.decode import Decoded, decode
@@ -41,7 +41,7 @@ def load_adapter(model: nn.Module, directory: str | Path) -> list[Site]:
             present[name] = _put_shell(site)
     with torch.no_grad():
         for name, site in decoded.items():
-            for parameter, value in site.state.items():
+            for parameter, value in _held(site).items():
                 getattr(present[name], parameter).copy_(value)
     return sites(model)
 
@@ -59,6 +59,14 @@ def untrainable(model: nn.Module) -> list[str]:
     return found
 
 
+def _held(site: Decoded) -> Mapping[str, Tensor]:
+    """The site's tensors; of experts that are split over processes those held here."""
+    owner = site.candidate.owner
+    if isinstance(owner, Linear):
+        return site.state
+    return {name: value[owner.held.slice] for name, value in site.state.items()}
+
+
 def _put_shell(site: Decoded) -> LowRank | ExpertLowRank:
     """Put an adapter of the decoded shapes at its site, trainable, on the base's device.
 
@@ -73,7 +81,7 @@ def _put_shell(site: Decoded) -> LowRank | ExpertLowRank:
         )
         return owner.adapter
     owner.adapter = ExpertLowRank(
-        owner.num_experts,
+        len(owner.held),
         owner.hidden_size,
         owner.intermediate_size,
         gate_up_rank=state["gate_up_B"].shape[2] if "gate_up_B" in state else None,
@@ -94,7 +102,7 @@ def _check_same(
     for name in decoded.keys() & present.keys():
         adapter, site = present[name], decoded[name]
         have = {key: tuple(p.shape) for key, p in adapter.named_parameters()}
-        want = {key: tuple(t.shape) for key, t in site.state.items()}
+        want = {key: tuple(t.shape) for key, t in _held(site).items()}
         if have != want:
             faults.append(f"{name} is attached with {have} and the file has {want}")
         scales = (

@@ -66,6 +66,14 @@ class Decoder(nn.Module):
         mixtures = {index: getattr(layer, "moe", layer.mlp) for index, layer in enumerate(self.layers)}
         return {index: moe for index, moe in mixtures.items() if isinstance(moe, MoE)}
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether its experts are split over processes.
+
+        All then visit every layer equally often, so none goes through it in chunks of its own documents.
+        """
+        return any(moe.experts.dispatch is not None for moe in self.moe_layers().values())
+
     @contextmanager
     def looking(self, *, backward: bool = False) -> Iterator[None]:
         """Run the model without training it.
@@ -108,7 +116,7 @@ class Decoder(nn.Module):
             return rows, PackedPass(cos_Tr[rows], sin_Tr[rows], layout, named=theirs)
 
         limit = chunk_tokens(self.shape.num_experts, self.shape.experts_per_token, self.device.type)
-        if limit is not None and limit < batch.num_tokens:
+        if limit is not None and limit < batch.num_tokens and not self.exchanges:
             groups = document_groups(batch.lengths(), limit)
             run.chunks = tuple(chunk(rows, starts) for rows, starts in _spans(groups))
         return run

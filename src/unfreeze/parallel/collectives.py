@@ -115,6 +115,8 @@ class Processes:
     some: torch's group of them; None: all.
     """
 
+    _group: dist.ProcessGroup | None = None
+
     def __init__(self, device: torch.device, some: dist.ProcessGroup | None = None):
         self.rank, self.size = dist.get_rank(some), dist.get_world_size(some)
         self._device, self._group = device, some

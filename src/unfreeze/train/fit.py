@@ -88,7 +88,7 @@ def fit(
     """
     run, model, steps = state.run, state.model, state.schedule.steps
     emit_start(state)
-    group.check_replicas(state.tensors())
+    state.check_copies(group)
     losses: list[float] = []
     tokens, seconds = 0, 0.0
     timer = SaveTimer(save_minutes, clock)
@@ -135,7 +135,7 @@ def fit(
             last = stop or state.finished
             due = result.save or (save_every and state.step % save_every == 0)
             if last or due:
-                group.check_replicas(state.tensors())
+                state.check_copies(group)
                 group.on_rank0(partial(save, state, keep_saves, "stop" if last else on_full_disk))
             if due or state.saved == state.step:  # a hook may have saved too
                 timer.restart()

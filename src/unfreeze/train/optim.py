@@ -12,7 +12,7 @@ A bf16 weight is updated through an fp32 master copy: an update below 1/256 of a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from unfreeze.core.errors import ConfigError, UserError
 from unfreeze.kernels import adamw as kernel
 from unfreeze.parallel.collectives import Group, buckets
+from unfreeze.parallel.mesh import Held
 from unfreeze.train.moments import KINDS, Int8, Moments
 
 
@@ -53,6 +54,7 @@ class AdamW:
 
     moments  how m and v are stored (train/moments.py).
     impl     an implementation of the kernel ("auto": by record).
+    held     what this process holds of the parameter of a name (parallel/mesh.py). None: all of each.
 
     State is made here, not at the first step: the memory a run needs is taken before it starts, and a save is
     checked name by name.
@@ -67,6 +69,7 @@ class AdamW:
         weight_decay: float = 0.0,
         moments: Moments = "float32",
         impl: str = "auto",
+        held: Callable[[str], Held] | None = None,
     ):
         self.parameters: dict[str, nn.Parameter] = {
             name: p for name, p in model.named_parameters() if p.requires_grad
@@ -87,6 +90,7 @@ class AdamW:
             for name, p in self.parameters.items()
         }
         self._state = {name: KINDS[moments](name, master) for name, master in self._masters.items()}
+        self._held = held
         self._gradients: dict[str, Tensor] = {}  # of half precision weights
         self._on_cpu = all(master.device.type == "cpu" for master in self._masters.values())
         self._used = 0.0  # the last update's learning rate
@@ -136,8 +140,12 @@ class AdamW:
         parameter = self.parameters[name]
         return parameter.grad if self._masters[name] is parameter else self._gradients.get(name)
 
+    def held(self, name: str, group: Group) -> Held:
+        """What this process holds of a parameter, in a step of `group`'s processes."""
+        return Held(None, group, group.size) if self._held is None else self._held(name)
+
     def sum_gradients(self, group: Group) -> list[bool]:
-        """Sum the gradients of all processes in fp32, in the order of the parameters.
+        """Sum the gradients in fp32 over the processes that hold the same rows, in the parameters' order.
 
         A parameter that no token of this process reached (an expert) takes part with zeros, so every process
         makes the same calls (docs/trust.md M1).
@@ -151,21 +159,30 @@ class AdamW:
 
         # Bucket by bucket: a half precision gradient makes room for its fp32 sum before the next sum is made.
         # All sums at once would take 6 bytes per weight, not 4.
-        masters = iter(self._masters.items())
-        for bucket in buckets(list(self._masters.values())):
-            part = dict(islice(masters, len(bucket)))
-            sums = {
-                name: torch.zeros_like(m) if (g := own.pop(name)) is None else g.to(m.dtype)
-                for name, m in part.items()
-            }
-            group.sum_(list(sums.values()))
-            for name, master in part.items():
-                parameter = self.parameters[name]
-                if master is parameter:
-                    parameter.grad = sums[name].detach()
-                else:
-                    self._gradients[name] = sums[name]
+        for over, names in self._by_group(group):
+            masters = iter(names)
+            for bucket in buckets([self._masters[name] for name in names]):
+                part = {name: self._masters[name] for name in islice(masters, len(bucket))}
+                sums = {
+                    name: torch.zeros_like(m) if (g := own.pop(name)) is None else g.to(m.dtype)
+                    for name, m in part.items()
+                }
+                over.sum_(list(sums.values()))
+                for name, master in part.items():
+                    parameter = self.parameters[name]
+                    if master is parameter:
+                        parameter.grad = sums[name].detach()
+                    else:
+                        self._gradients[name] = sums[name]
         return reached
+
+    def _by_group(self, group: Group) -> list[tuple[Group, list[str]]]:
+        """The names of the parameters by the group over which their gradients are summed."""
+        found: dict[int, tuple[Group, list[str]]] = {}
+        for name in self.parameters:
+            over = self.held(name, group).summed
+            found.setdefault(id(over), (over, []))[1].append(name)
+        return list(found.values())
 
     def keep_reached(self, counts: Sequence[float]) -> None:
         """Forget the zeros of parameters that no process reached: they stay without a gradient.
@@ -181,14 +198,32 @@ class AdamW:
                 self._gradients.pop(name, None)
 
     def grad_norm(self) -> Tensor:
-        """The norm of all gradients as one vector, left on the device: the host does not wait for it here.
+        """The norm of all gradients held here, left on the device: the host does not wait for it here.
 
         Raises UserError where there is no gradient.
         """
         gradients = [g for name in self.parameters if (g := self.gradient(name)) is not None]
         if not gradients:
             raise UserError(f"no gradient reached any of {len(self.parameters)} trainable parameters")
-        return torch.linalg.vector_norm(torch.stack([_norm(gradient) for gradient in gradients]))
+        return _norm_of(gradients)
+
+    def grad_norms(self, group: Group) -> tuple[Tensor, Tensor]:
+        """(norm of the gradients that every process holds, this process's share of the others' square).
+
+        The share is Σ |own part|² / copies in float64; summed over all processes it is the square of the norm
+        of what is divided among them. Both stay on the device.
+        """
+        own: dict[int, list[Tensor]] = {}
+        for name in self.parameters:
+            if (gradient := self.gradient(name)) is not None:
+                own.setdefault(self.held(name, group).copies, []).append(gradient)
+        if not own:
+            raise UserError(f"no gradient reached any of {len(self.parameters)} trainable parameters")
+        whole = own.pop(group.size, None)
+        device = next(iter(self._masters.values())).device
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        share = sum((_norm_of(part).double().square() / copies for copies, part in own.items()), zero)
+        return zero if whole is None else _norm_of(whole), share
 
     def refuse_non_finite(self, norm: float) -> None:
         """Raise NonFinite, naming the first parameter at fault, if `norm` is not finite.
@@ -260,7 +295,11 @@ class AdamW:
             if (g := self.gradient(name)) is not None and not bool(g.isfinite().all())
         ]
         if not bad:
-            return f"the gradient norm is {norm} though every gradient is finite: their squares overflow"
+            where = "" if self._held is None else " of this process"
+            return (
+                f"the gradient norm is {norm} though every gradient{where} is finite: their squares overflow"
+                + (", or another process's is not finite" if where else "")
+            )
         return (
             f"the gradient norm is {norm}: {len(bad)} of {len(self._masters)} parameters have a non-finite"
             f" gradient; first: {bad[0]}"
@@ -282,6 +321,10 @@ def _applied(probe: kernel.Update, rule: kernel.Rule) -> float:
     """The learning rate that the probe moved by; the rate as given where float32 can tell no difference."""
     moved = -float(probe.master) * (1.0 + rule.eps)
     return rule.learning_rate if math.isclose(moved, rule.learning_rate, rel_tol=1e-5) else moved
+
+
+def _norm_of(gradients: Sequence[Tensor]) -> Tensor:
+    return torch.linalg.vector_norm(torch.stack([_norm(gradient) for gradient in gradients]))
 
 
 PIECE = 1 << 19  # elements whose squares are added up in one go

@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +25,8 @@ from unfreeze.checkpoint.save import sync_folder, write_file, write_safetensors
 from unfreeze.core.errors import FULL, CheckpointError, UserError
 from unfreeze.core.units import format_bytes
 from unfreeze.models import Decoder
+from unfreeze.parallel.collectives import Group
+from unfreeze.parallel.mesh import Held, check_copies
 from unfreeze.train.balance import AfterUpdate
 from unfreeze.train.optim import AdamW
 from unfreeze.train.run import RECORD, Run, config_hash, plain_json, save_name, saves
@@ -80,6 +83,18 @@ class State:
         for part in self.after_update:
             tensors |= {f"after_update.{name}": tensor for name, tensor in part.tensors().items()}
         return tensors
+
+    def held(self, name: str, group: Group) -> Held:
+        """What this process holds of the tensor saved under `name`, in a run of `group`'s processes."""
+        _, *parts = name.split(".")
+        for begin in range(len(parts)):
+            if (parameter := ".".join(parts[begin:])) in self.optimizer.parameters:
+                return self.optimizer.held(parameter, group)
+        return Held(None, group, group.size)
+
+    def check_copies(self, group: Group) -> None:
+        """Raise UserError in all processes unless copies of the same rows are equal to the bit in all."""
+        check_copies(group, self.tensors(), partial(self.held, group=group))
 
 
 def start_or_resume(

@@ -184,7 +184,9 @@ def forward_backward(
     # all processes: gradients summed, then the one read, then what may be wrong with the step
     reached = optimizer.sum_gradients(group)
     own["stop"], own["save"] = float(stop()), float(save())
-    sums, counts, norm, expert_load = _read(model, own, reached, optimizer.grad_norm(), group)
+    norm_of_all, own["square of the rest"] = optimizer.grad_norms(group)
+    sums, counts, norm, expert_load = _read(model, own, reached, norm_of_all, group)
+    norm = math.hypot(norm, math.sqrt(sums["square of the rest"]))
     optimizer.keep_reached(counts)
     if sums["tokens read"] != group.size * tokens_read:
         raise DataError(

@@ -42,8 +42,8 @@ QWEN3_MOE = LLAMA | {
 def held(live, patch, config, dtype, rank, batches):
     """(bytes counted while two processes sum their gradients, as planned); each has so many micro-batches."""
     for module in (low_rank.LowRank, low_rank.ExpertLowRank):
-        patch.setattr(module, "reset", lambda *_: None)
-    patch.setattr(dist, "all_reduce", lambda *_: None)
+        patch.setattr(module, "reset", lambda *_, **__: None)
+    patch.setattr(dist, "all_reduce", lambda *_, **__: None)
     model = models.build(models.shape(config), dtype=dtype, device="meta")
     lora = None if rank is None else LoraConfig(rank=rank)
     sizes = measure(model, lora, "cuda")

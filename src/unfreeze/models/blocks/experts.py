@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from unfreeze.core.rows import Rows
 from unfreeze.kernels.expert_mlp import (
     SWIGLU,
     Activation,
@@ -60,12 +61,34 @@ class ExpertAdapter(Protocol):
     def factors(self) -> ExpertFactors: ...
 
 
+class Dispatch(Protocol):
+    """Takes rows to the processes that hold their experts, and brings the results back.
+
+    rows  the experts that are held here, of all E
+    """
+
+    rows: Rows
+
+    def __call__(
+        self,
+        experts: Experts,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        reuse: Reuse | None,
+        once: Reuse | None,
+        /,
+    ) -> Tensor: ...
+
+
 class Experts(nn.Module):
     """E gated experts: gate_up_proj [E, 2I, D], down_proj [E, D, I].
 
     `activation`: SwiGLU, or another (kernels/expert_mlp/activation.py); it says how gate and up are stacked
     on the output dimension: gate first, or row by row in turn.
     `adapter.factors()` gives the low-rank factors of every expert (see kernels/expert_mlp).
+    `dispatch`: where other processes hold some of the E experts (parallel/dispatch.py). Dimension 0 of the
+    tensors is then what is `held` here; ids still count all E.
     """
 
     def __init__(
@@ -92,9 +115,29 @@ class Experts(nn.Module):
         self.gate_up_proj = weight(hidden_size, 2 * intermediate_size, both)
         self.down_proj = weight(intermediate_size, hidden_size, codec)
         self.adapter: ExpertAdapter | None = None
+        self.dispatch: Dispatch | None = None
         self.impl = "auto"
 
-    def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, reuse: Reuse | None = None) -> Tensor:
+    @property
+    def held(self) -> Rows:
+        """The experts that are here, of all E."""
+        return Rows(0, self.num_experts, self.num_experts) if self.dispatch is None else self.dispatch.rows
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        reuse: Reuse | None = None,
+        once: Reuse | None = None,
+    ) -> Tensor:
+        """-> y [T, D]. reuse: PackedPass.reuse_expensive; once: PackedPass.reuse, for a dispatch."""
+        if self.dispatch is None:
+            return self.here(x_TD, ids_TK, weights_TK, reuse)
+        return self.dispatch(self, x_TD, ids_TK, weights_TK, reuse, once)
+
+    def here(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, reuse: Reuse | None = None) -> Tensor:
+        """What the experts held here make of rows; ids count from the first of them."""
         return self._mlp(x_TD, ids_TK, weights_TK, reuse, None)
 
     def _mlp(
@@ -177,10 +220,10 @@ class BiasedExperts(Experts):
 
         self.gate_up_proj_bias, self.down_proj_bias = bias(2 * intermediate_size), bias(hidden_size)
 
-    def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, reuse: Reuse | None = None) -> Tensor:
+    def here(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, reuse: Reuse | None = None) -> Tensor:
         """Σ_k w_tk c_e is one product of the weights, as [T, E], with all biases."""
         y_TD = self._mlp(x_TD, ids_TK, weights_TK, reuse, self.gate_up_proj_bias)
-        share_TE = weights_TK.new_zeros(len(x_TD), self.num_experts).scatter(1, ids_TK, weights_TK)
+        share_TE = weights_TK.new_zeros(len(x_TD), len(self.held)).scatter(1, ids_TK, weights_TK)
         return y_TD + share_TE.to(y_TD.dtype) @ self.down_proj_bias
 
     def bytes(self, per_token: int, dtype: torch.dtype, device: str) -> Bytes:

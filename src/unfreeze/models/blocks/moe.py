@@ -41,7 +41,8 @@ class MoE(Block):
         scores_TE = self.gate(x_TD)
         # Reused when the layer is recomputed: rounding could choose other experts.
         ids_TK = run.reuse(lambda: self._choose(scores_TE))
-        y_TD = self.experts(x_TD, ids_TK, self.gate.weigh(scores_TE, ids_TK), run.reuse_expensive)
+        weights_TK = self.gate.weigh(scores_TE, ids_TK)
+        y_TD = self.experts(x_TD, ids_TK, weights_TK, run.reuse_expensive, run.reuse)
         return y_TD if self.shared_experts is None else y_TD + self.shared_experts(x_TD, run)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
@@ -101,7 +102,7 @@ class InputScaledMoE(MoE):
         scaled_nD = (x_TD[:, None] * weights_TK[..., None]).flatten(0, 1)
         ids_n1 = ids_TK.flatten()[:, None]
         ones_n1 = torch.ones_like(ids_n1, dtype=torch.float32)
-        y_nD = self.experts(scaled_nD, ids_n1, ones_n1, run.reuse_expensive)
+        y_nD = self.experts(scaled_nD, ids_n1, ones_n1, run.reuse_expensive, run.reuse)
         y_TD = y_nD.unflatten(0, ids_TK.shape).sum(1)
         return y_TD if self.shared_experts is None else y_TD + self.shared_experts(x_TD, run)
 
@@ -125,7 +126,7 @@ class NormedMoE(MoE):
         scores_TE = self.gate(x_TD)
         ids_TK = run.reuse(lambda: self._choose(scores_TE))
         weights_TK = self.gate.weigh(scores_TE, ids_TK)
-        return self.post_norm(self.experts(self.pre_norm(x_TD), ids_TK, weights_TK))
+        return self.post_norm(self.experts(self.pre_norm(x_TD), ids_TK, weights_TK, None, run.reuse))
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """As MoE's with the two norms, and the router's float32 copy of x where x is not float32.
