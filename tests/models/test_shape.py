@@ -1,6 +1,9 @@
 """shape: what config.json lacks or asks for that isn't built is refused by name; nothing is filled in
 silently."""
 
+import copy
+from dataclasses import replace
+
 import pytest
 import transformers
 
@@ -118,6 +121,78 @@ def test_a_nested_config_leaves_out_what_is_its_classs_default():
     assert (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.vocab_size) == (8, 4, 256, 262208)
     assert shape.num_heads == theirs.num_attention_heads and shape.vocab_size == theirs.vocab_size
     assert shape.layer_types == tuple(theirs.layer_types)
+
+
+SPARSE = ("gemma3", "llama4", "mistral3", "qwen3_vl")
+
+
+@pytest.mark.parametrize("outer", SPARSE)
+@pytest.mark.parametrize("given", [{}, {"vocab_size": 320, "num_hidden_layers": 3}], ids=["none", "some"])
+def test_a_text_config_may_leave_out_its_type_and_all_that_is_its_classs_default(outer, given):
+    theirs = transformers.CONFIG_MAPPING[outer](text_config=dict(given)).text_config.to_dict()
+    shape = models.shape({"model_type": outer, "text_config": given})
+    spelled = models.shape({"model_type": outer, "text_config": theirs})
+    assert replace(shape, config={}) == replace(spelled, config={})
+    assert shape.hidden_size == theirs["hidden_size"] and shape.vocab_size == theirs["vocab_size"]
+    named = models.shape({"model_type": outer, "text_config": given | {"model_type": theirs["model_type"]}})
+    assert replace(named, config={}) == replace(shape, config={})
+
+
+def test_a_release_of_its_own_may_not_leave_out_its_sizes():
+    for config in ({"model_type": "mistral"}, {"model_type": "mistral", "vocab_size": 320}):
+        with pytest.raises(CheckpointError, match="has no 'hidden_size'"):
+            models.shape(config)
+
+
+def test_ministral_3_inside_mistral_3_may_leave_out_its_sizes_too():
+    text = {"model_type": "ministral3"}
+    spelled = transformers.Ministral3Config().to_dict()
+    found = [models.shape({"model_type": "mistral3", "text_config": config}) for config in (text, spelled)]
+    assert replace(found[0], config={}) == replace(found[1], config={})
+
+
+def test_every_wrapper_has_the_text_model_that_transformers_takes():
+    for outer, wrapper in models.WRAPPERS.items():
+        assert transformers.CONFIG_MAPPING[outer](text_config={}).text_config.model_type == wrapper.text
+
+
+KINDS = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "field", "table", "read"),
+    [
+        ("olmo3", "rope_parameters", {"rope_type": "default", "rope_theta": 500000.0}, True),
+        ("olmo3", "rope_parameters", {"rope_type": "default", "rope_theta": 1e6}, False),
+        ("olmo3", "rope_parameters", {"rope_type": "yarn", "factor": 8.0}, False),
+        ("olmo3", "rope_scaling", KINDS, True),
+        ("gemma3_text", "rope_scaling", KINDS, True),
+        ("gemma3_text", "rope_scaling", {"full_attention": {"rope_type": "linear", "factor": 8.0}}, False),
+        ("gemma3_text", "rope_parameters", {"rope_type": "default"}, True),
+        ("gemma3_text", "rope_parameters", {"rope_type": "linear", "factor": 8.0}, False),
+        ("gemma3_text", "rope_parameters", {"rope_type": "default", "rope_theta": 1e6}, False),
+    ],
+)
+def test_rotary_tables_of_kinds_in_the_wrong_place_are_read_where_passing_them_over_is_no_loss(
+    model_type, field, table, read
+):
+    """transformers computes with the defaults of both kinds, whatever such a table says."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4}
+    sizes |= {"vocab_size": 97, "model_type": model_type, "max_position_embeddings": 64}
+    theirs = transformers.CONFIG_MAPPING[model_type](**copy.deepcopy(sizes | {field: table})).rope_parameters
+    assert all(theirs[kind]["rope_type"] == "default" for kind in KINDS)
+    if not read:
+        with pytest.raises(
+            CheckpointError, match=r"is not followed by transformers' .* reads rope_parameters"
+        ):
+            models.shape(sizes | {field: table})
+        return
+    shape = models.shape(sizes | {field: table})
+    ropes = {"full_attention": shape.rope, **shape.ropes}
+    assert ropes.keys() == KINDS.keys()
+    for kind, rope in ropes.items():
+        width = shape.head_dim
+        assert rope.inverse_frequency[1] == pytest.approx(theirs[kind]["rope_theta"] ** (-2 / width))
 
 
 def test_a_release_that_sees_needs_its_text_config():

@@ -168,7 +168,10 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         return config
-    outer, inner = str(config.get("model_type")), str(text.get("model_type"))
+    outer = str(config.get("model_type"))
+    if outer in WRAPPERS and text.get("model_type") is None:
+        text = {**text, "model_type": WRAPPERS[outer].text}
+    inner = str(text["model_type"])
     if outer not in WRAPPERS and inner not in FAMILIES:
         return _not_built(config, outer, f" (its text part: {inner!r})")
     if outer not in WRAPPERS:
@@ -232,7 +235,7 @@ def shape(config: Mapping[str, Any]) -> Shape:
     check_fields(given)
     if asked(given):
         _not_built(given, given["model_type"])
-    completed = family.FIELDS.completed(text, given)
+    completed = family.FIELDS.completed(text, given, nested=text is not config)
     refuse_unbuilt(completed, family.FIELDS)
     shape = family.shape(completed)
     check_sizes(shape)

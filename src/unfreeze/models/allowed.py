@@ -38,6 +38,7 @@ class Fields:
     neutral  field -> the value that asks for what this family does anyway; takes precedence over NEUTRAL
     rope_silent  fields of the rotary table without effect on this family's numbers
     per_kind     kinds of layers that may have a table of their own in rope_parameters
+    nested       sizes of the config class, which a text_config may leave out and a release of its own may not
     """
 
     absent: Mapping[str, object]
@@ -49,9 +50,10 @@ class Fields:
     neutral: Mapping[str, object] = field(default_factory=dict)
     rope_silent: frozenset[str] = frozenset()
     per_kind: tuple[str, ...] = ()
+    nested: Mapping[str, object] = field(default_factory=dict)
 
-    def completed(self, config: Config, given: Config) -> dict[str, Any]:
-        """`given` (config without its nulls) with what is absent filled in.
+    def completed(self, config: Config, given: Config, *, nested: bool) -> dict[str, Any]:
+        """`given` (config without its nulls) with what is absent filled in; nested: of a text_config.
 
         Raises CheckpointError for a null that could mean two things.
         """
@@ -64,7 +66,7 @@ class Fields:
         absent = {
             name: value for name, value in self.absent.items() if not (name in self.null and name in config)
         }
-        return {**absent, **given}
+        return {**(self.nested if nested else {}), **absent, **given}
 
 
 def names(words: str) -> frozenset[str]:
@@ -162,7 +164,7 @@ def refuse_unbuilt(config: Config, table: Fields) -> None:
                 ),
             )
     for name in ROPE_TABLES:
-        kinds = table.per_kind if name == "rope_parameters" else ()
+        kinds = table.per_kind
         nested = [key for key, value in (config.get(name) or {}).items() if isinstance(value, Mapping)]
         if any(kind not in kinds for kind in nested):
             raise CheckpointError(

@@ -59,22 +59,37 @@ def mask(shape: Shape, index: int) -> Mask:
     return Mask(window=int(shape.config["sliding_window"]))
 
 
+def _usual(table: object, theta: float) -> bool:
+    """Whether a rotary table asks for nothing but the usual rotation at this rope_theta."""
+    usual = {"rope_type": "default", "type": "default", "rope_theta": theta}
+    return isinstance(table, Mapping) and all(usual.get(name) == value for name, value in table.items())
+
+
 def per_kind(config: Mapping[str, Any], *, full: float, sliding: float) -> tuple[dict[str, Any], ...]:
     """The config as its full and as its sliding layers read the rotary table: each with one table.
 
     rope_parameters has a table per kind. Older configs have one, rope_scaling, for full layers alone.
     full, sliding: the rope_theta of a table that has none.
-    Raises CheckpointError for a rope_parameters without kinds: which layers it is for is not said.
+    Raises CheckpointError for a rope_parameters without kinds, and for a rope_scaling with kinds:
+    transformers passes both over. Where they ask for no more than it computes then, they are read.
     """
     new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
-    nested = {kind: new.get(kind) or {} for kind in (FULL, SLIDING)}
-    if new and not all(isinstance(value, Mapping) for value in (*new.values(), *nested.values())):
-        raise CheckpointError(
-            f"config.json: rope_parameters has no table per kind of layer ({FULL}, {SLIDING}), which"
-            f" model_type {config.get('model_type')!r} needs",
-            next="get config.json from the model's publisher again",
-        )
-    tables = (nested[FULL] | dict(old), nested[SLIDING])
+    kinds = {FULL: full, SLIDING: sliding}
+    nested = {kind: new.get(kind) or {} for kind in kinds}
+    flat = {name: value for name, value in new.items() if name not in kinds}
+    of_kinds = {kind: old.get(kind) for kind in kinds if kind in old}
+    for name, tables in (
+        ("rope_parameters", {kind: flat for kind in kinds if flat}),
+        ("rope_scaling", of_kinds),
+    ):
+        asked = [kind for kind, table in tables.items() if not _usual(table, kinds[kind])]
+        if asked:
+            raise CheckpointError(
+                f"config.json: {name} {shown(tables[asked[0]])} for {asked[0]} is not followed by"
+                f" transformers' {config.get('model_type')!r}: it reads rope_parameters.{asked[0]}",
+                next=f"write what the publisher trained with under rope_parameters.{asked[0]}",
+            )
+    tables = (nested[FULL] | ({} if of_kinds else dict(old)), nested[SLIDING])
     rest = {
         name: value
         for name, value in config.items()

@@ -64,6 +64,7 @@ FIELDS = Fields(
     read=names("moe_layers no_rope_layers layer_types"),
     null=names("num_key_value_heads attention_chunk_size"),
     silent=names("for_llm_compressor cache_implementation"),
+    nested={"hidden_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 40, "vocab_size": 202048},
 )
 
 

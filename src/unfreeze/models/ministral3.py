@@ -42,6 +42,7 @@ FIELDS = Fields(
     },
     null=names("num_key_value_heads head_dim sliding_window"),
     only=mistral.FIELDS.only,
+    nested={**mistral.FIELDS.nested, "num_hidden_layers": 34, "vocab_size": 131072},
     # a table of its own repeats it; the one outside counts
     rope_silent=names("max_position_embeddings"),
 )

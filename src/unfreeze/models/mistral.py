@@ -29,6 +29,13 @@ FIELDS = Fields(
     },
     read=names("head_dim"),
     null=names("num_key_value_heads sliding_window"),
+    nested={
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "vocab_size": 32000,
+    },
     # transformers' Mistral slides in every layer or in none, whatever layer_types says
     only={"layer_types": lambda config: list(everywhere(_without_types(config)))},
 )

@@ -29,6 +29,13 @@ FIELDS = Fields(
     },
     null=names("num_key_value_heads"),
     rope_silent=names("mrope_section mrope_interleaved"),
+    nested={
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "vocab_size": 151936,
+    },
 )
 
 

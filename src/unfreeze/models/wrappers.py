@@ -19,12 +19,14 @@ IDS = names("""
 class Wrapper:
     """One model_type around a text_config.
 
+    text     model_type of a text_config that names none
     silent   its fields without effect on the text model
     beside   regular expressions of the model's names of tensors that are no part of the text model
     inside   what transformers has before the text model's names in memory, which peft's files go by, where
              that is not what the files have
     """
 
+    text: str
     silent: frozenset[str]
     beside: tuple[str, ...]
     inside: str = ""
@@ -33,6 +35,7 @@ class Wrapper:
 LLAVA = (r"vision_tower\..*", r"multi_modal_projector\..*")
 WRAPPERS = {
     "kimi_k25": Wrapper(
+        "deepseek_v3",
         IDS
         | names("""
             auto_map ignore_index media_placeholder_token_id use_unified_vision_chunk video_placeholder
@@ -41,6 +44,7 @@ WRAPPERS = {
         (r"vision_tower\..*", r"mm_projector\..*"),
     ),
     "gemma3": Wrapper(
+        "gemma3_text",
         IDS
         | names("""
             mm_tokens_per_image boi_token_index eoi_token_index image_token_index boi_token_id eoi_token_id
@@ -50,6 +54,7 @@ WRAPPERS = {
         "model.language_model.",
     ),
     "gemma4": Wrapper(
+        "gemma4_text",
         IDS
         | names("""
             audio_config audio_token_id boa_token_id boi_token_id eoa_token_id eoa_token_index eoi_token_id
@@ -58,6 +63,7 @@ WRAPPERS = {
         (r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\..*",),
     ),
     "mistral3": Wrapper(
+        "mistral",
         IDS
         | names("""
             image_token_index projector_hidden_act vision_feature_layer multimodal_projector_bias
@@ -67,9 +73,10 @@ WRAPPERS = {
         "model.language_model.",
     ),
     "llama4": Wrapper(
+        "llama4_text",
         IDS | names("boi_token_index eoi_token_index image_token_index"),
         (r"vision_model\..*", r"multi_modal_projector\..*"),
     ),
-    "qwen3_vl_moe": Wrapper(IDS, (r"model\.visual\..*",)),
-    "qwen3_vl": Wrapper(IDS, (r"model\.visual\..*",)),
+    "qwen3_vl_moe": Wrapper("qwen3_vl_moe_text", IDS, (r"model\.visual\..*",)),
+    "qwen3_vl": Wrapper("qwen3_vl_text", IDS, (r"model\.visual\..*",)),
 }
