@@ -251,6 +251,7 @@ LONG = 80  # lines; a shorter file is a part of its caller, tested through it
 LONGEST = 500  # lines of a source file; a longer one has a seam somewhere
 # source file -> the test file that covers it, where that doesn't bear its name
 TESTED_BY = {
+    "models/wrappers.py": "models/test_shape.py",
     "checkpoint/shard.py": "compress/test_merge.py",
     "commands/merge_rows.py": "commands/test_merge.py",
     "compress/deltas.py": "compress/test_merge.py",

@@ -5,12 +5,14 @@ llm-compressor and AutoAWQ unfuse the experts before they quantize them (Llama-4
 
 import json
 
+import packers
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 
 from unfreeze import models
-from unfreeze.checkpoint import open_checkpoint
+from unfreeze.checkpoint import disk_tensors, open_checkpoint
 from unfreeze.core.errors import CheckpointError
 from unfreeze.generate.open import open_model
 from unfreeze.quant.fp8_scaled import Fp8Scaled
@@ -120,6 +122,65 @@ def test_packed_experts_stay_packed(name, tmp_path):
     packed = found.packed_weights()
     assert len(packed) == 2 * len(found.moe_layers()) and len(packed) > 0
     torch.testing.assert_close(logits(found), logits(model), rtol=0, atol=1e-5)
+
+
+NF4 = {
+    "quant_method": "bitsandbytes",
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+    "llm_int8_skip_modules": ["router", "lm_head", "embed_tokens"],
+}
+
+
+def gpt_oss(pack):
+    """(transformers' config and model of what is written, the tensors as unsloth names them)."""
+    torch.manual_seed(0)
+    sizes = SIZES | {"head_dim": 32, "num_local_experts": 4, "hidden_size": 64, "intermediate_size": 32}
+    theirs = transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes))
+    tensors = {}
+    for key, tensor in theirs.state_dict().items():
+        torch.nn.init.normal_(tensor, std=0.2)
+        base, _, name = key.rpartition(".")
+        if ".router." in key:
+            tensors[key.replace(".router.", ".router.linear.")] = tensor
+        elif name.endswith("_bias"):
+            named = name.replace("_bias", "s")
+            tensors |= {f"{base}.{named}.{e}.bias": bias.clone() for e, bias in enumerate(tensor)}
+        elif ".experts." in key:
+            for expert, matrix in enumerate(tensor):
+                parts, expanded = pack(matrix.mT.contiguous())
+                matrix.copy_(expanded.mT)
+                place = f"{base}.{name}s.{expert}"
+                tensors |= {f"{place}.{part}": value.contiguous() for part, value in parts.items()}
+        else:
+            tensors[key] = tensor
+    return theirs, tensors
+
+
+def dense(matrix):
+    return {"weight": matrix}, matrix
+
+
+def nf4(matrix):
+    return packers.bits4(matrix, kind="nf4", block=64, dtype=torch.bfloat16, double=True)
+
+
+@pytest.mark.parametrize("pack", [dense, nf4])
+def test_gpt_oss_as_unsloth_writes_it(pack, tmp_path):
+    theirs, tensors = gpt_oss(pack)
+    config = json.loads(theirs.config.to_json_string(use_diff=False)) | {"model_type": "gpt_oss"}
+    config |= {"quantization_config": NF4} if pack is nf4 else {}
+    found = opened(tmp_path / "files", config, tensors)
+    with torch.no_grad():
+        wanted = theirs(torch.tensor([TOKENS])).logits[0]
+    torch.testing.assert_close(logits(found), wanted, rtol=0, atol=1e-4)
+    assert len(found.packed_weights()) == (4 if pack is nf4 else 0)
+    # its own names, where those are there; written by them too
+    written = (
+        dict(disk_tensors(found.state_dict().items(), models.rules(found.shape))) if pack is dense else {}
+    )
+    assert pack is nf4 or written.keys() == theirs.state_dict().keys()
 
 
 def test_control_arm_a_missing_expert_is_named(tmp_path):

@@ -1,7 +1,8 @@
 """gpt-oss: attention with sinks, every second layer with a window; experts with biases and clamped SwiGLU.
 
 Source: arXiv:2508.10925. On disk the experts are fused and transposed, [E, in, out], or in MXFP4 as codes of
-[E, out, in]; gate and up alternate in either, and stay so in memory.
+[E, out, in]; gate and up alternate in either, and stay so in memory. unsloth's releases in bitsandbytes' 4
+bits have an expert per name and a router.linear.
 """
 
 from __future__ import annotations
@@ -25,6 +26,21 @@ RULES = (
     StackRule(_MLP + "experts.gate_up_proj", _MLP + "experts.gate_up_proj.weight", transposed=True),
     StackRule(_MLP + "experts.down_proj", _MLP + "experts.down_proj.weight", transposed=True),
     StackRule(_MLP + "router.{part}", _MLP + "gate.{part}"),
+    StackRule(_MLP + "router.linear.{part}", _MLP + "gate.{part}"),
+    *(
+        rule
+        for name in ("gate_up_proj", "down_proj")
+        for rule in (
+            StackRule(_MLP + f"experts.{name}_bias", _MLP + f"experts.{name}_bias"),
+            StackRule(_MLP + f"experts.{name}s.{{expert}}.bias", _MLP + f"experts.{name}_bias", instead=True),
+            *(
+                StackRule(
+                    _MLP + f"experts.{name}s.{{expert}}.{part}", _MLP + f"experts.{name}.{part}", instead=True
+                )
+                for part in ("weight", "weight_{part}")
+            ),
+        )
+    ),
 )
 ignored = llama.ignored
 YARN = {

@@ -111,7 +111,9 @@ class Experts(nn.Module):
                 num_experts, in_features, out_features, codec=codec, dtype=dtype, device=device
             )
 
-        both = None if codec is None else stacked(codec, 2 * intermediate_size, hidden_size)
+        both = codec
+        if codec is not None and not activation.interleaved:  # which the files have as one matrix
+            both = stacked(codec, 2 * intermediate_size, hidden_size)
         self.gate_up_proj = weight(hidden_size, 2 * intermediate_size, both)
         self.down_proj = weight(intermediate_size, hidden_size, codec)
         self.adapter: ExpertAdapter | None = None
