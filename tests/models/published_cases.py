@@ -41,7 +41,7 @@ def refusal(config: dict) -> str:
     try:
         models.shape(config)
     except UserError as error:
-        return re.sub(r"^config\.json: |; built: .*", "", error.message.splitlines()[0])
+        return re.sub(r"^config\.json: |; [0-9]+ families are .*", "", error.message.splitlines()[0])
     return ""
 
 

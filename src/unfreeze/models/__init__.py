@@ -154,8 +154,9 @@ def _not_built(config: Mapping[str, Any], model_type: object, beside: str = "") 
     parts = missing(config)
     what = f": {parts}" if parts else " is not built"
     raise CheckpointError(
-        f"config.json: model_type {str(model_type)!r}{beside}{what}; built: {', '.join(FAMILIES)}",
-        next="see CONTRIBUTING.md, row 'a model family'",
+        f"config.json: model_type {str(model_type)!r}{beside}{what}; {len(FAMILIES)} families are"
+        " (docs/families.md)",
+        next="take a release of one of them; or see CONTRIBUTING.md, row 'a model family'",
     )
 
 
