@@ -47,13 +47,15 @@ class LoadStats:
 
     expanded_bytes  bytes of the same weights if the packed ones were expanded to bf16.
     rounded         number of tensors that lost precision: a value on disk (F32 or F16) has no equal in the
-                    model's dtype (bf16).
+                    model's dtype (bf16). Where processes read parts of one, each counts it.
+    bytes_by_rank   of these bytes what each process read; () for one process.
     """
 
     bytes: int
     seconds: float
     expanded_bytes: int
     rounded: int = 0
+    bytes_by_rank: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)

@@ -140,6 +140,7 @@ class LoadEvent(CommonFields):
     seconds: Annotated[Real, of("seconds")]
     expanded_bytes: Annotated[Int, of("bytes", "the same weights with packed ones expanded to bf16")]
     rounded: Annotated[Int, of("tensors", "that lost precision in the dtype of the computation")]
+    bytes_by_rank: NotRequired[Annotated[list[Int], of("bytes", "read by each of several processes")]]
     compiles: NotRequired[Annotated[bool, of("yes or no", "no run has made a step here in this dtype")]]
 
 

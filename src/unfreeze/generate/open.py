@@ -15,6 +15,7 @@ from unfreeze import models
 from unfreeze.checkpoint.manifest import Manifest
 from unfreeze.checkpoint.stream import LoadStats
 from unfreeze.core.errors import ConfigError, nearest
+from unfreeze.parallel.mesh import ONE, Mesh
 from unfreeze.parallel.place import place
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -31,11 +32,13 @@ def open_model(
     progress: Progress | None = None,
     loaded: Callable[[LoadStats], None] | None = None,
     warn: Callable[[str], None] | None = None,
+    mesh: Mesh = ONE,
 ) -> models.Decoder:
     """The checkpoint as a Decoder on `device`.
 
     Packed weights stay packed, the others are held in `dtype`, that of the computation.
     `loaded` is told what was read, `warn` (without it: the log) which fields of config.json are not followed.
+    mesh: the processes that open it together (parallel.mesh).
     Peak host memory is the model itself and one tensor (parallel.place).
     Raises CheckpointError where config.json, its quantization and the tensors don't fit each other.
     """
@@ -51,6 +54,7 @@ def open_model(
         ignore=models.ignored(shape),
         tied=models.tied(shape),
         progress=progress,
+        mesh=mesh,
     )
     if loaded is not None:
         loaded(stats)

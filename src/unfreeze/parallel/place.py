@@ -15,8 +15,12 @@ from torch import Tensor, nn
 from unfreeze.checkpoint.keymap import StackRule
 from unfreeze.checkpoint.manifest import Manifest
 from unfreeze.checkpoint.resolve import Params, Placement, resolve
-from unfreeze.checkpoint.stream import LoadStats, stream
+from unfreeze.checkpoint.stream import LoadStats
 from unfreeze.core.errors import CheckpointError
+from unfreeze.models import Decoder
+from unfreeze.parallel.dispatch import split_experts
+from unfreeze.parallel.mesh import ONE, Mesh
+from unfreeze.parallel.owned import fill, held_here, owned
 
 _ADAPTER = ".adapter."
 
@@ -31,12 +35,15 @@ def place(
     ignore: Sequence[str] = (),
     tied: Mapping[str, str] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    mesh: Mesh = ONE,
 ) -> LoadStats:
     """Fill `model` (parameters and persistent buffers on "meta") from a checkpoint, on `device`.
 
     dtype     of floating parameters; None: the dtype of each meta tensor. Buffers (packed parts, routing
               biases) keep theirs.
     progress  called with (bytes done, bytes in total).
+    mesh      the processes that load it together: each holds its own experts (parallel/dispatch.py) and reads
+              its part of the bytes (parallel/owned.py).
 
     Parameters under ".adapter." and non-persistent buffers don't come from the files: they keep their values
     and are moved to `device`. One that is on meta is an error, since no file could fill it.
@@ -47,8 +54,16 @@ def place(
     _check_fillable(model, wanted.keys())
     placements = resolve(manifest, rules, params, ignore=ignore, tied=tied)
     check_coverage(placements, params)
+    division = owned(placements, params, mesh)
+    if mesh.rows is not None:
+        assert isinstance(model, Decoder)
+        placements = held_here(placements, params, mesh)
+        split_experts(model, mesh)
+        wanted = _wanted(model, dtype)
+        params = {name: (kind, tuple(tensor.shape)) for name, (tensor, kind) in wanted.items()}
+        check_coverage(placements, params)
     tensors = {name: torch.empty(shape, dtype=kind, device=device) for name, (kind, shape) in params.items()}
-    stats = stream(placements, tensors, progress)
+    stats = fill(division, tensors, mesh, progress)
     _hand_over(model, {id(old): tensors[name] for name, (old, _) in wanted.items()}, torch.device(device))
     _check_materialised(model)
     return stats
