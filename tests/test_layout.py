@@ -340,6 +340,7 @@ TESTED_BY = {
     "job/loop.py": "test_api.py",
     "job/plan.py": "commands/test_doctor.py",
     "job/samples.py": "recipes/test_sft.py",
+    "train/together.py": "train/test_shards.py",
     "report/page.py": "report/test_html.py",
     "report/events.py": "report/test_report_events.py",
     "report/run.py": "report/test_report_run.py",

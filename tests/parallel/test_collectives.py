@@ -484,7 +484,7 @@ def test_control_arm_a_resume_that_loses_the_optimizer_is_seen(
     session(tmp_path / "broken", ALONE, until=2)
     monkeypatch.setattr(
         "unfreeze.train.state._load_tensors",
-        lambda path, live: [live[name].add_(1e-3) for name in live if "exp_avg." in name],
+        lambda saved, live, parts: [live[name].add_(1e-3) for name in live if "exp_avg." in name],
     )
     last, _ = session(tmp_path / "broken", ALONE, until=4)
     assert last != pytest.approx(straight[2:], rel=1e-6)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import TYPE_CHECKING
 
 from unfreeze.config.training import TrainingConfig
@@ -84,7 +83,7 @@ class Loop:
         """
         from unfreeze.train.events import emit_start
         from unfreeze.train.fit import take
-        from unfreeze.train.state import save
+        from unfreeze.train.together import save_together
 
         state, saves = self.state, self.job.saves
         emit_start(state)
@@ -101,7 +100,7 @@ class Loop:
                 yield micro_batches
                 due = self._save_is_due or (saves.every and state.step % saves.every == 0)
                 if due and state.step > before:
-                    self.job.group.on_rank0(partial(save, state, saves.keep, saves.on_full_disk))
+                    save_together(state, saves.keep, saves.on_full_disk, self.job.group)
                     self._timer.restart()
         finally:
             self.close()
@@ -153,7 +152,7 @@ class Loop:
 
         Called when the loop is left; a second call does nothing.
         """
-        from unfreeze.train.state import save
+        from unfreeze.train.together import save_together
 
         if not self._open:
             return
@@ -161,7 +160,7 @@ class Loop:
         job, state = self.job, self.state
         finished = state.finished
         with self._stack:
-            job.group.on_rank0(partial(save, state, job.saves.keep))
+            save_together(state, job.saves.keep, group=job.group)
             state.run.events.emit(
                 "end",
                 state.step,

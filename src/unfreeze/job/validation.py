@@ -118,7 +118,7 @@ def validation_of(
     """
     from unfreeze.data import validation_batches
     from unfreeze.evaluate.perplexity import heldout
-    from unfreeze.train.state import save
+    from unfreeze.train.together import save_together
 
     if dataset.validation is None:
         return []
@@ -129,7 +129,7 @@ def validation_of(
         return heldout(state.model, validation_batches(examples, tokens), bytes_total=total)
 
     def keep(state: State) -> bool:
-        return group.any(group.on_rank0(partial(save, state, saves.keep, saves.on_full_disk)) is not None)
+        return save_together(state, saves.keep, saves.on_full_disk, group) is not None
 
     between = partial(samples.say, "during")
     options = {"every": every, "patience": patience}

@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 from unfreeze.core.batch import Batch
@@ -26,10 +25,11 @@ from unfreeze.train.interrupt import Interrupt
 from unfreeze.train.memory import memory_fields, peak_bytes
 from unfreeze.train.nonfinite import investigate
 from unfreeze.train.optim import NonFinite
-from unfreeze.train.state import OnFullDisk, State, save
+from unfreeze.train.state import OnFullDisk, State
 from unfreeze.train.step import Judge, Objective, StepResult, accept, train_step
 from unfreeze.train.suspects import Describe
 from unfreeze.train.timer import SaveTimer
+from unfreeze.train.together import save_together
 
 Cursor = dict[str, Any]
 OnStep = Callable[[State, StepResult], None]
@@ -136,7 +136,7 @@ def fit(
             due = result.save or (save_every and state.step % save_every == 0)
             if last or due:
                 state.check_copies(group)
-                group.on_rank0(partial(save, state, keep_saves, "stop" if last else on_full_disk))
+                save_together(state, keep_saves, "stop" if last else on_full_disk, group)
             if due or state.saved == state.step:  # a hook may have saved too
                 timer.restart()
             if last:

@@ -15,12 +15,13 @@ random numbers come from (step, name), so a resumed run draws the same ones.
 from __future__ import annotations
 
 import zlib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from unfreeze.core.rows import Rows
 from unfreeze.kernels.adamw import Rule, Update, adamw
 
 Moments = Literal["float32", "int8"]
@@ -29,6 +30,21 @@ BLOCK = 256
 # launches, so it is 64 M of them (512 MiB).
 PIECE = {"cpu": 1 << 18, "cuda": 1 << 26}
 OCTAVES = 24
+
+
+@dataclass(frozen=True)
+class Uncut:
+    """Numbers that belong to these rows of a parameter and cannot be divided among its rows.
+
+    Where a row is no whole number of blocks, the scales are of use to a process that holds exactly these
+    rows, and to no other.
+    """
+
+    rows: Rows
+
+
+Part = Rows | Uncut
+"""Which part of a tensor a process holds."""
 
 
 class Float32:
@@ -40,6 +56,10 @@ class Float32:
 
     def tensors(self) -> dict[str, Tensor]:
         return {"step": self.step, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+
+    def parts(self, rows: Rows) -> dict[str, Part]:
+        """What of each tensor is here, where these rows of the parameter are. `step` is whole everywhere."""
+        return {"exp_avg": rows, "exp_avg_sq": rows}
 
 
 class Int8:
@@ -56,6 +76,13 @@ class Int8:
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in vars(self).items() if not name.startswith("_")}
+
+    def parts(self, rows: Rows) -> dict[str, Part]:
+        """As Float32's; of the scales rows too, where a row of the parameter is a whole number of blocks."""
+        in_row = self.exp_avg.shape[1:].numel()
+        each, left = divmod(in_row, BLOCK)
+        scales = Uncut(rows) if left else Rows(rows.first * each, rows.last * each, rows.of * each)
+        return {"exp_avg": rows, "exp_avg_sq": rows, "exp_avg_scale": scales, "exp_avg_sq_scale": scales}
 
     def update(self, update: Update, rule: Rule, impl: str) -> None:
         """Piece by piece: moments to float32, the step, back to codes."""

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from unfreeze.core.errors import ConfigError, UserError
 from unfreeze.kernels import adamw as kernel
-from unfreeze.parallel.collectives import Group, buckets
+from unfreeze.parallel.collectives import ALONE, Group, buckets
 from unfreeze.parallel.mesh import Held
-from unfreeze.train.moments import KINDS, Int8, Moments
+from unfreeze.train.moments import KINDS, Int8, Moments, Part
 
 
 class NonFinite(UserError):
@@ -287,6 +287,15 @@ class AdamW:
             if master is not self.parameters[name]:
                 tensors[f"master.{name}"] = master
         return tensors
+
+    def parts(self) -> dict[str, Part]:
+        """Name of a parameter, or of a tensor of `tensors` -> which part of it is here, where not all is."""
+        parts: dict[str, Part] = {}
+        for name in self.parameters:
+            if (rows := self.held(name, ALONE).rows) is not None:
+                parts |= {name: rows, f"master.{name}": rows}
+                parts |= {f"{part}.{name}": of for part, of in self._state[name].parts(rows).items()}
+        return parts
 
     def _describe_non_finite(self, norm: float) -> str:
         bad = [

@@ -3,7 +3,8 @@
 A save is a folder with two files, and no pickle: tensors.safetensors (trainable weights, optimizer, balancing
 biases, RNG) and state.json (step, data cursor, schedule, optimizer settings, config and its hash, the best
 step so far). It is written under a temporary name, synced to disk and renamed, so it is there completely or
-not at all. It does not depend on the number of devices.
+not at all. It does not depend on the number of devices: where each process holds rows of its own, each
+writes a file of them (shards.py), and any other number of processes reads them.
 """
 
 from __future__ import annotations
@@ -11,14 +12,13 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from unfreeze.checkpoint.save import sync_folder, write_file, write_safetensors
@@ -28,11 +28,12 @@ from unfreeze.models import Decoder
 from unfreeze.parallel.collectives import Group
 from unfreeze.parallel.mesh import Held, check_copies
 from unfreeze.train.balance import AfterUpdate
+from unfreeze.train.moments import Part
 from unfreeze.train.optim import AdamW
-from unfreeze.train.run import RECORD, Run, config_hash, plain_json, save_name, saves
+from unfreeze.train.run import RECORD, Run, config_hash, plain_json, read_record, save_name, saves
 from unfreeze.train.schedule import Schedule
+from unfreeze.train.shards import TENSORS, Saved
 
-TENSORS = "tensors.safetensors"
 _RNG = "rng."
 
 OnFullDisk = Literal["stop", "continue"]
@@ -96,6 +97,12 @@ class State:
         """Raise UserError in all processes unless copies of the same rows are equal to the bit in all."""
         check_copies(group, self.tensors(), partial(self.held, group=group))
 
+    def parts(self) -> dict[str, Part]:
+        """What is here of each tensor that is not whole here; {} where every process holds all."""
+        own = self.optimizer.parameters
+        parts = self.optimizer.parts().items()
+        return {f"{'model' if name in own else 'optimizer'}.{name}": part for name, part in parts}
+
 
 def start_or_resume(
     run: Run,
@@ -107,7 +114,8 @@ def start_or_resume(
 ) -> State:
     """The State a run begins with: step 0, or all that its latest save holds.
 
-    A save is copied into model, optimizer and torch's random number generators.
+    A save is copied into model, optimizer and torch's random number generators; of one by
+    another number of processes each takes the rows that it holds.
     Raises ConfigError if schedule or optimizer settings differ from the save's, CheckpointError if its
     tensors are not exactly those of this model and optimizer. Make the batch iterator from `run.cursor`.
     """
@@ -116,7 +124,7 @@ def start_or_resume(
         return state
     run.refuse_changes(run.saved["schedule"], plain_json(asdict(schedule)), "schedule.")
     run.refuse_changes(run.saved["optimizer"], plain_json(optimizer.settings), "optimizer.")
-    _load_tensors(run.save_path / TENSORS, state.tensors())
+    _load_tensors(Saved(run.save_path, run.saved.get("files")), state.tensors(), state.parts())
     state.step, state.cursor, state.best = run.step, run.cursor, run.saved.get("best")
     state.stale = run.saved.get("stale", 0)
     state.ended = bool(run.saved.get("ended")) and not run.changed  # stopped early: only its end is left
@@ -135,36 +143,43 @@ def save(state: State, keep: int = 2, on_full_disk: OnFullDisk = "stop") -> Path
     final = state.run.path / "state" / save_name(state.step)
     if final.exists():
         return final
-    tensors = {name: tensor.contiguous() for name, tensor in state.tensors().items()} | _rng_tensors(
+    tensors = {name: tensor.contiguous() for name, tensor in state.tensors().items()} | rng_tensors(
         state.model.device
     )
     started = time.perf_counter()
     try:
-        _write(final, tensors, _record(state))
+        _write(final, tensors, record_of(state))
     except OSError as error:
-        failure = _save_error(error, final, tensors)
-        if on_full_disk == "stop" or not isinstance(failure, DiskFull):
+        failure = save_error(error, final, nbytes_of(tensors))
+        if ends_run(state, failure, on_full_disk):
             raise failure from error
-        state.run.events.emit(
-            "warning", state.step, message=f"{failure.message}; training goes on without it"
-        )
         return None
-    seconds, state.saved = time.perf_counter() - started, state.step
-    best = save_name(state.best["step"]) if state.best else None
-    for old in saves(state.run.path)[:-keep]:
-        if old.name != best:
-            _remove(old)
-    state.run.events.emit(
-        "save",
-        state.step,
-        path=str(final.relative_to(state.run.path)),
-        bytes=sum(tensor.nbytes for tensor in tensors.values()),
-        seconds=seconds,
-    )
+    finish_save(state, final, keep, nbytes_of(tensors), started)
     return final
 
 
-def _record(state: State) -> dict[str, Any]:
+def finish_save(state: State, final: Path, keep: int | None, nbytes: int, started: float) -> None:
+    """What follows a save: an event, and older saves go; keep None: another process removes them."""
+    seconds, state.saved = time.perf_counter() - started, state.step
+    best = save_name(state.best["step"]) if state.best else None
+    for old in saves(state.run.path)[:-keep] if keep is not None else ():
+        if old.name != best:
+            _remove(old)
+    state.run.events.emit(
+        "save", state.step, path=f"{final.parent.name}/{final.name}", bytes=nbytes, seconds=seconds
+    )
+
+
+def ends_run(state: State, failure: UserError, on_full_disk: OnFullDisk) -> bool:
+    """Whether a save that failed ends the run; else a warning says so, and the run goes on."""
+    if on_full_disk == "stop" or not isinstance(failure, DiskFull):
+        return True
+    state.run.events.emit("warning", state.step, message=f"{failure.message}; training goes on without it")
+    return False
+
+
+def record_of(state: State) -> dict[str, Any]:
+    """state.json of a save."""
     return {
         "format": 1,
         "step": state.step,
@@ -205,12 +220,9 @@ def load_best(state: State) -> int | None:
     path = None if state.best is None else state.run.path / "state" / save_name(state.best["step"])
     if path is None or state.best is None or state.best["step"] == state.step or not path.is_dir():
         return None
-    with _opened(path / TENSORS) as saved:
-        _copy(
-            path / TENSORS,
-            saved,
-            {name: tensor for name, tensor in state.tensors().items() if _is_weight(name)},
-        )
+    record = read_record(path)
+    live = {name: tensor for name, tensor in state.tensors().items() if _is_weight(name)}
+    _copy(Saved(path, record.get("files")), live, state.parts())
     return int(state.best["step"])
 
 
@@ -219,57 +231,49 @@ def _is_weight(name: str) -> bool:
     return not name.startswith("optimizer.") or name.startswith("optimizer.master.")
 
 
-def _load_tensors(path: Path, live: dict[str, Tensor]) -> None:
+def _load_tensors(saved: Saved, live: dict[str, Tensor], parts: dict[str, Part]) -> None:
     """Copy a save into the live tensors, one at a time, and torch's random number generators.
 
-    Every name must be on both sides, with the same shape and dtype.
+    Every name must be on both sides, with the same shape and dtype. A half precision weight is its float32
+    master rounded: where only one side has the weight, the master stands for it.
     """
-    with _opened(path) as saved:
-        names = set(saved.keys())
-        missing = sorted((live.keys() | {_RNG + "cpu"}) - names)
-        unexpected = sorted(name for name in names - live.keys() if not name.startswith(_RNG))
-        if missing or unexpected:
-            raise CheckpointError(
-                f"{path} does not fit this model: {len(missing)} of {len(live)} tensors missing,"
-                f" {len(unexpected)} unexpected; first: {(missing + unexpected)[0]}",
-                next=(
-                    "resume with the model and adapter the save was made with, or give another folder with"
-                    " --out"
-                ),
-            )
-        _copy(path, saved, live)
-        torch.set_rng_state(saved.get_tensor(_RNG + "cpu"))
-        if torch.cuda.is_available() and _RNG + "cuda" in names:
-            torch.cuda.set_rng_state(saved.get_tensor(_RNG + "cuda"))
-
-
-def _opened(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (OSError, SafetensorError) as error:
+    names = saved.names
+    missing = sorted(name for name in live.keys() | {_RNG + "cpu"} if not ({name, _master_of(name)} & names))
+    unexpected = sorted(
+        name for name in names - live.keys() if not name.startswith(_RNG) and _master_of(name) not in live
+    )
+    if missing or unexpected:
         raise CheckpointError(
-            f"{path} cannot be read: {error}", next=f"remove {path.parent} to go on from the save before"
-        ) from error
+            f"{saved.path} does not fit this model: {len(missing)} of {len(live)} tensors missing,"
+            f" {len(unexpected)} unexpected; first: {(missing + unexpected)[0]}",
+            next=(
+                "resume with the model and adapter the save was made with, or give another folder with --out"
+            ),
+        )
+    _copy(saved, live, parts)
+    torch.set_rng_state(saved.whole(_RNG + "cpu"))
+    if torch.cuda.is_available() and _RNG + "cuda" in names:
+        torch.cuda.set_rng_state(saved.whole(_RNG + "cuda"))
+
+
+def _master_of(name: str) -> str:
+    """The master's name of a weight "model.…"; of another tensor none."""
+    return f"optimizer.master.{name.removeprefix('model.')}" if name.startswith("model.") else ""
 
 
 @torch.no_grad()
-def _copy(path: Path, saved: Any, live: dict[str, Tensor]) -> None:
+def _copy(saved: Saved, live: dict[str, Tensor], parts: dict[str, Part]) -> None:
+    """Into each live tensor its rows of the saved one."""
     for name, tensor in live.items():
-        value = saved.get_tensor(name)
-        if value.shape != tensor.shape or value.dtype != tensor.dtype:
-            raise CheckpointError(
-                f"{path}: {name} is {value.dtype} {list(value.shape)}, this model has {tensor.dtype}"
-                f" {list(tensor.shape)}"
-            )
-        if value.is_floating_point() and not bool(value.isfinite().all()):
-            raise CheckpointError(
-                f"{path}: {name} holds NaN or infinity; the file is damaged",
-                next=f"remove {path.parent} to go on from the save before",
-            )
-        tensor.copy_(value)
+        part = parts.get(name)
+        if name in saved.names:
+            tensor.copy_(saved.read(name, tensor, part))
+        else:
+            like = torch.empty_like(tensor, dtype=torch.float32, device="meta")
+            tensor.copy_(saved.read(_master_of(name), like, part))
 
 
-def _rng_tensors(device: torch.device) -> dict[str, Tensor]:
+def rng_tensors(device: torch.device) -> dict[str, Tensor]:
     tensors = {_RNG + "cpu": torch.get_rng_state()}
     if device.type == "cuda":
         tensors[_RNG + "cuda"] = torch.cuda.get_rng_state(device)
@@ -283,8 +287,14 @@ def _remove(save_path: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def _save_error(error: OSError, final: Path, tensors: dict[str, Tensor]) -> UserError:
-    needed, free = sum(t.nbytes for t in tensors.values()), shutil.disk_usage(final.parents[1]).free
+def nbytes_of(tensors: Mapping[str, Tensor]) -> int:
+    """Bytes of all of them."""
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def save_error(error: OSError, final: Path, needed: int) -> UserError:
+    """Why a save that needs so many bytes could not be written, and what to do."""
+    free = shutil.disk_usage(final.parents[1]).free
     full = error.errno in FULL
     cause = "the disk is full" if full else f"{type(error).__name__}: {error}"
     kept = saves(final.parents[1])
