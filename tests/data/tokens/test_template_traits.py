@@ -171,11 +171,67 @@ def test_a_block_in_content_that_the_template_cuts_out_is_taught_as_it_was_writt
         ("<|turn> <|channel>thought", "Gemma-4"),
         ("<|CHATBOT_TOKEN|> <|START_THINKING|><|END_THINKING|>", "Command-R7B"),
         ("Here are my reasoning steps: [BEGIN FINAL RESPONSE]", "Apriel-Thinker"),
+        ("<seed:bos> <seed:think>", "Seed-OSS"),
+        ("<|im_start|> Reasoning Mode: /no_think", "SmolLM3"),
         ("<｜Assistant｜>", ""),
     ],
 )
 def test_releases_are_known_by_what_stands_in_their_templates(source, name):
     assert release_of(source).name == name
+
+
+# SmolLM3's manner: content alone, an empty block in the mode without thinking, marks for what is learned
+SMOLLM3 = (
+    "{%- set mode = '/think' if enable_thinking is not defined or enable_thinking else '/no_think' -%}"
+    "{%- set empty = '' if mode == '/think' else '<think>\n\n</think>\n' -%}"
+    "{{- '<|im_start|>system\nReasoning Mode: ' + mode + '<|im_end|>\n' -}}"
+    "{%- for m in messages -%}{%- if m.role == 'assistant' -%}{% generation %}"
+    "{{- '<|im_start|>assistant\n' + empty + m.content.lstrip('\n') + '<|im_end|>\n' -}}{% endgeneration %}"
+    "{%- else -%}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' -}}{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' + empty -}}{%- endif -%}"
+)
+# Seed-OSS' manner: a block with marks of its own wherever a turn has reasoning
+SEED_OSS = (
+    "{%- for m in messages -%}{{ '<seed:bos>' + m.role }}"
+    "{%- if m.role == 'assistant' and m.reasoning_content %}"
+    "{{ '\n<seed:think>' + m.reasoning_content | trim + '</seed:think>' }}{%- endif %}"
+    "{{ '\n' + m.content + '<seed:eos>' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<seed:bos>assistant\n' }}{%- endif %}"
+)
+INLINE = {**ANSWER, "content": "<think>\nHm, look.\n</think>\nMe."}
+
+
+def said(source, messages, **options):
+    """All that is taught, an example after the other."""
+    samples = render(source, messages, **options).samples
+    return [part.text for sample in samples for part in sample if part.supervised]
+
+
+def test_smollm3_thinks_in_the_form_of_its_empty_block(monkeypatch):
+    thought = "<think>\nHm, look.\n</think>\n"
+    assert said(SMOLLM3, TALK) == ["Me.<|im_end|>", thought + "You.<|im_end|>"]
+    for turn in (THOUGHT, INLINE):
+        assert said(SMOLLM3, [USER, turn]) == [thought + "Me.<|im_end|>"]
+    off = SMOLLM3.replace("{%- set mode", "{%- set enable_thinking = false -%}{%- set mode", 1)
+    assert said(off, [USER, ANSWER]) == ["Me.<|im_end|>"]
+    prompt = render(off, [USER, ANSWER]).samples[0][0].text
+    assert prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n")
+    monkeypatch.setattr("unfreeze.data.tokens.releases.RELEASES", ())  # control arm
+    with pytest.raises(DataError, match=r"reasoning_content \('Hm, look.'\) is not taught"):
+        said(SMOLLM3, [USER, THOUGHT])
+
+
+def test_seed_oss_thinks_in_marks_of_its_own(monkeypatch):
+    thought = "<seed:think>Hm, look.</seed:think>\n"
+    for turn in (THOUGHT, INLINE):  # usual marks in a row become the release's
+        assert said(SEED_OSS, [USER, turn], ends=["<seed:eos>"]) == [thought + "Me.<seed:eos>"]
+    assert said(SEED_OSS, TALK, ends=["<seed:eos>"]) == ["Me.<seed:eos>", thought + "You.<seed:eos>"]
+    # where a template drops reasoning, its release's marks are written
+    drops = SEED_OSS.replace("and m.reasoning_content", "and m.reasoning_content and false")
+    assert said(drops, [USER, THOUGHT], ends=["<seed:eos>"]) == [thought + "Me.<seed:eos>"]
+    monkeypatch.setattr("unfreeze.data.tokens.releases.RELEASES", ())  # control arm
+    with pytest.raises(DataError, match=r"is not taught"):
+        said(drops, [USER, THOUGHT], ends=["<seed:eos>"])
 
 
 def test_the_first_template_of_r1_leaves_the_opening_mark_to_the_model():

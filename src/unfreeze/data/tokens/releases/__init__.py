@@ -16,6 +16,8 @@ from unfreeze.data.tokens.releases import (
     minimax_m2,
     mistral,
     qwen3,
+    seed_oss,
+    smollm3,
 )
 from unfreeze.data.tokens.releases.release import Release, ThinkMarks
 
@@ -33,6 +35,8 @@ RELEASES: tuple[Release, ...] = (
     apriel.RELEASE,
     cohere.RELEASE,
     gemma4.RELEASE,
+    seed_oss.RELEASE,
+    smollm3.RELEASE,
     qwen3.THINKING,
     qwen3.RELEASE,
 )
