@@ -1,7 +1,8 @@
 """SmolLM3: the template writes a turn's content and reads no reasoning.
 
 In its mode without thinking it writes an empty block before the answer, `<think>⏎⏎</think>⏎`; the model
-writes a full one in the same form. The mode is `enable_thinking`, or "/think" and "/no_think" in the system message.
+writes a full one in the same form. The mode is `enable_thinking`, or "/think" and "/no_think" in the system
+message.
 """
 
 from unfreeze.data.tokens.releases.release import Release, ThinkMarks
