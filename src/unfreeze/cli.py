@@ -3,7 +3,7 @@
 `unfreeze --help` imports no torch. Exit codes:
     0    done; also a training run that Ctrl-C ended after a step: it is saved, its result says
          "finished": false
-    1    a fault of the program or machine
+    1    a fault of the program or machine, such as a process that others wait for and that is gone
     2    something the user can mend
     130  interrupted by Ctrl-C anywhere else
 """
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from unfreeze.config.synonyms import command_hint
 from unfreeze.core.command import Common
-from unfreeze.core.errors import ConfigError, UserError, nearest
+from unfreeze.core.errors import ConfigError, ProcessGone, UserError, nearest
 from unfreeze.core.garbage import put_off, take_up
 from unfreeze.core.torchrun import started
 
@@ -160,10 +160,10 @@ def _guarded(run: Callable[[], int], common: Common) -> int:
     except UserError as error:
         if common.traceback:
             traceback.print_exc()
-        else:
+        elif not (isinstance(error, ProcessGone) and error.silent):
             speaker = f"process {process()}: " if process() > 0 else ""
             print(f"{speaker}{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
     except KeyboardInterrupt as interrupt:
         print(f"interrupted: {str(interrupt) or 'give the same command again'}", file=sys.stderr)
         return 130

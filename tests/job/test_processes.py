@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from unfreeze import cli
-from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.torchrun import Started, nearest_multiples, sharers, started
 from unfreeze.job.processes import refuse_uneven
 from unfreeze.recipes.sft import Config
+from unfreeze.train.run import config_hash
 
 
 def config(parts: int, **fields: object) -> Config:
@@ -32,24 +32,20 @@ def test_the_two_nearest_multiples_are_named(parts, size, near):
     assert nearest_multiples(near[0], size) == [near[0]]
 
 
-def test_a_run_that_goes_on_names_the_numbers_of_processes_that_share_it(tmp_path, monkeypatch):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(
-        "".join(json.dumps({"question": f"{n}?", "answer": f"{n}."}) + "\n" for n in range(8)),
-        encoding="utf-8",
+def test_a_run_that_goes_on_names_the_numbers_of_processes_that_share_it(tmp_path):
+    saved = config(4).record()
+    save = tmp_path / "state" / "step-000001"
+    save.mkdir(parents=True)
+    record = {"step": 1, "config": saved, "config_hash": config_hash(saved), "schedule": {"steps": 2}}
+    (save / "state.json").write_text(
+        json.dumps({**record, "optimizer": {}, "cursor": None}), encoding="utf-8"
     )
-    out = tmp_path / "run"
-    command = (
-        f"sft --model {TINY_K2} --data {rows} --out {out} --steps 1 --tokens-per-step 256 --micro-batches 4"
-        " --samples 0 --lora.rank 1 --quiet"
-    )
-    assert cli.main(command.split()) == 0
-    went_on = Config(model=str(TINY_K2), data=(str(rows),), out=str(out), micro_batches=4)
+    goes_on = config(4, out=str(tmp_path))
     with pytest.raises(ConfigError, match="cuts each step into 4 micro_batches, no multiple of 3") as refused:
-        refuse_uneven(went_on, 3)
+        refuse_uneven(goes_on, 3)
     assert refused.value.next.endswith("(torchrun --nproc-per-node): 1, 2, 4")
     for size in sharers(4):
-        refuse_uneven(went_on, size)
+        refuse_uneven(goes_on, size)
     assert sharers(12) == [1, 2, 3, 4, 6, 12]
 
 
@@ -59,8 +55,8 @@ def test_it_is_refused_before_the_data_is_looked_at_and_before_torch(tmp_path, m
     def never(*arguments: object, **options: object) -> None:
         raise AssertionError("looked at")
 
-    monkeypatch.setattr("unfreeze.job.job.with_files", never)
-    monkeypatch.setattr("unfreeze.job.job.first_start_of", never)
+    monkeypatch.setattr("unfreeze.job.job.alone", never)
+    monkeypatch.setattr("unfreeze.job.job.pick_device", never)
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", "0")
     line = f"sft --model no/where --data d.jsonl --micro-batches 4 --out {tmp_path / 'run'}"

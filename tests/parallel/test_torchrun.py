@@ -1,23 +1,28 @@
-"""torchrun -m unfreeze sft: one run folder, one voice, the losses of one process. Process-heavy: one torchrun
-and one run in this process."""
+"""torchrun -m unfreeze sft: one run folder, one voice, one download, one encoding, the losses of one process;
+and what is left where a process is killed. Process-heavy: four torchruns of two processes and one run here."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from unfreeze import cli
+from unfreeze.checkpoint import hub
 from unfreeze.commands.demo import TINY_K2
 
 ROWS = [
-    {"question": f"What is {n} and {n}?", "answer": f"{2 * n}, it is. Hmm." * (1 + n % 3)} for n in range(24)
+    {"question": f"What is {n} and {n}?", "answer": f"{2 * n}, it is. Hmm." * (1 + n % 3)} for n in range(800)
 ]
+TOGETHER = Path(__file__).with_name("together.py")
+LIMIT = 200.0  # seconds; alone on two cores a torchrun here takes 12
 
 
 def events(run: Path, kind: str) -> list[dict]:
@@ -25,65 +30,126 @@ def events(run: Path, kind: str) -> list[dict]:
     return [event for event in lines if event["kind"] == kind]
 
 
-def test_two_processes_train_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    data = tmp_path / "chat.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    command = [
-        "sft",
-        "--model",
-        str(TINY_K2),
-        "--data",
-        str(data),
-        "--tokens-per-step",
-        "256",
-        "--micro-batches",
-        "2",
-        "--steps",
-        "3",
-        "--lora.rank",
-        "2",
-        "--dtype",
-        "float32",
-        "--samples",
-        "1",
-        "--threads",
-        "1",
-        "--json",
-    ]
+def losses(run: Path) -> list[float]:
+    return [event["loss"] for event in events(run, "train")]
+
+
+def command(data: Path, out: Path, *more: str) -> list[str]:
+    line = (
+        f"sft --model org/tiny --data {data} --out {out} --tokens-per-step 256 --micro-batches 2 --steps 4"
+        " --save-every 2 --lora.rank 2 --dtype float32 --samples 1 --threads 1 --json"
+    )
+    return [*line.split(), *more]
+
+
+def torchrun(folder: Path, line: list[str], *options: str, **environment: str) -> subprocess.Popen[str]:
+    """Two processes in a group of their own; what they keep of rows lies in `folder`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        port,
-        "-m",
-        "unfreeze",
-    ]
-    process = subprocess.run(
-        [*torchrun, *command, "--out", str(tmp_path / "two")],
-        capture_output=True,
+    start = f"-m torch.distributed.run --nproc-per-node 2 --master-port {port}".split()
+    return subprocess.Popen(
+        [sys.executable, *start, *options, str(TOGETHER), *line],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache"), **environment},
     )
-    assert process.returncode == 0, process.stderr
-    assert cli.main([*command, "--quiet", "--out", str(tmp_path / "one")]) == 0
-    (printed,) = process.stdout.splitlines()  # one result, of process 0
-    assert json.loads(printed)["steps"] == 3 and process.stderr.count("done after step 3") == 1
-    one, two = (events(tmp_path / name, "train") for name in ("one", "two"))
+
+
+def ended(process: subprocess.Popen[str], limit: float = LIMIT) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr); a run that hangs fails the test."""
+    try:
+        said, error = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its workers
+        raise
+    return process.returncode, said, error
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """More than 64 KiB: smaller files are encoded by each process."""
+    file = tmp_path_factory.mktemp("data") / "chat.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    assert file.stat().st_size > 2**16
+    return file
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory, data: Path) -> tuple[Path, str, str]:
+    """(folder, stdout, stderr) of an unbroken run of two processes in folder/run; marks are in folder/marks."""
+    folder = tmp_path_factory.mktemp("two")
+    (folder / "marks").mkdir()
+    process = torchrun(folder, command(data, folder / "run"), MARKS=str(folder / "marks"))
+    code, said, error = ended(process)
+    assert code == 0, error
+    return folder, said, error
+
+
+def test_two_processes_train_as_one(two, data: Path, tmp_path: Path, monkeypatch, capsys):
+    folder, said, error = two
+    monkeypatch.setattr(hub, "download", lambda *arguments: TINY_K2)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert cli.main([*command(data, tmp_path / "one"), "--quiet"]) == 0
+    (printed,) = said.splitlines()  # one result, of process 0
+    assert json.loads(printed)["steps"] == 4 and error.count("done after step 4") == 1
     # updates of tiny gradients amplify rounding
-    assert [e["loss"] for e in two] == pytest.approx([e["loss"] for e in one], rel=1e-5)
-    assert [e["expert_load"] for e in two] == [e["expert_load"] for e in one]
+    assert losses(folder / "run") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    one, both = (events(path, "train") for path in (tmp_path / "one", folder / "run"))
+    assert [e["expert_load"] for e in both] == [e["expert_load"] for e in one]
     for kind in ("start", "plan", "load", "receipt", "end"):
-        assert len(events(tmp_path / "two", kind)) == 1, kind
+        assert len(events(folder / "run", kind)) == 1, kind
     names = {path.relative_to(tmp_path / "one").as_posix() for path in (tmp_path / "one").rglob("*")}
-    assert {path.relative_to(tmp_path / "two").as_posix() for path in (tmp_path / "two").rglob("*")} == names
+    made = {path.relative_to(folder / "run").as_posix() for path in (folder / "run").rglob("*")}
+    assert made == names
     capsys.readouterr()
+
+
+def test_process_0_downloads_and_encodes_and_the_other_reads_what_it_left(two):
+    folder, _, error = two
+    marks = [path.name.rsplit("-", 1)[0] for path in (folder / "marks").iterdir()]
+    assert sorted(marks) == ["download-0", "encoding-0"]
+    assert error.count("process 0 looks for data and model; the other process waits for it") == 1
+    assert error.count("process 0 encodes the rows on all cores; the other process waits for it") == 1
+
+
+def test_a_killed_process_is_named_and_torchrun_goes_on_from_the_last_save(two, data: Path, tmp_path: Path):
+    """In step 4, behind the save of step 2. The same bits as the unbroken run of as many processes."""
+    began = time.monotonic()
+    process = torchrun(tmp_path, command(data, tmp_path / "run"), "--max-restarts", "1", KILLED="1:4")
+    code, _, error = ended(process)
+    assert code == 0, error
+    lines = [line for line in error.splitlines() if line.startswith(("ProcessGone", "process 1: Proc"))]
+    assert lines == ["ProcessGone: process 1 is gone (connection closed) in step 4; saved: step-000002"]
+    assert "next: give the same command again: torchrun --nproc-per-node 2 -m unfreeze sft" in error
+    assert "Traceback" not in error and time.monotonic() - began < LIMIT
+    assert [event["resumed"] for event in events(tmp_path / "run", "start")] == [False, True]
+    assert losses(tmp_path / "run") == losses(two[0] / "run")
+
+
+def test_without_a_restart_all_end_at_once_and_the_save_stays(data: Path, tmp_path: Path):
+    """Of the first process, which is the one that writes: the other says it."""
+    process = torchrun(tmp_path, command(data, tmp_path / "run"), KILLED="0:4")
+    code, _, error = ended(process)
+    assert code == 1
+    line = "process 1: ProcessGone: process 0 is gone (connection closed) in step 4; saved: step-000002"
+    assert error.count(line) == 1 and error.count("ProcessGone") == 1
+    assert (tmp_path / "run" / "state" / "step-000002" / "state.json").is_file()
+
+
+def test_ctrl_c_at_torchrun_saves_in_all(data: Path, tmp_path: Path):
+    process = torchrun(tmp_path, command(data, tmp_path / "run", "--steps", "4000", "--save-every", "0"))
+    log = tmp_path / "run" / "events.jsonl"
+    until = time.monotonic() + LIMIT
+    while time.monotonic() < until and not (log.is_file() and b'"train"' in log.read_bytes()):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, _, error = ended(process)
+    (last,) = events(tmp_path / "run", "end")
+    assert last["reason"] == "interrupted", error
+    assert (tmp_path / "run" / "state" / f"step-{last['step']:06d}" / "state.json").is_file()
+    assert f"interrupted after step {last['step']}, all is saved" in error
 
 
 def test_only_the_first_process_speaks_and_the_others_name_themselves(

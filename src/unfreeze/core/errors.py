@@ -1,7 +1,7 @@
 """Errors a user can act on.
 
 Each message names the value tested, its limit and the field to change; `next` is the command to try.
-Exit codes: a UserError ends a command with 2, anything else with 1 (see cli.py).
+Exit codes: a UserError ends a command with 2 (ProcessGone with 1), anything else with 1 (see cli.py).
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT)  # of an OSError: the disk is full, or the u
 
 class UserError(Exception):
     """Something the user can mend. `next` (optional) is the command or the change to try now."""
+
+    exit_code = 2
 
     def __init__(self, message: str, *, next: str = ""):
         self.message, self.next = printable(message), printable(next)
@@ -46,6 +48,16 @@ class DoesNotFit(UserError):
 
     The message holds the arithmetic and what would fit.
     """
+
+
+class ProcessGone(UserError):
+    """Another process of the run has ended or was killed, so this one ends too.
+
+    silent: another process says it.
+    """
+
+    exit_code = 1
+    silent = False
 
 
 LONGEST = 2000  # characters of a message; more is cut out of its middle

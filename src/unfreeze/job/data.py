@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,7 @@ from unfreeze.config.template import template_time, template_values
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED
+from unfreeze.job.processes import others
 from unfreeze.job.streaming import MANY_ROWS, Followed, in_windows
 from unfreeze.report.events import TEACH_LITTLE
 from unfreeze.tracking.live import EncodeProgress
@@ -106,10 +108,13 @@ def encode(
     encoded = partial(encoded_files, **given)
 
     def read(files: Sequence[str]) -> Dataset:
-        """Of several processes one encodes, on all cores, and the others read its store."""
+        """Of the processes of a node one encodes, on all cores, and the others read its store."""
+        if group.size > 1 and not quiet:
+            print(f"process 0 encodes the rows on all cores; {others(group)} for it", file=sys.stderr)
         with EncodeProgress(quiet=quiet) as progress:
-            found = group.on_rank0(lambda: encoded(files, progress=progress))
-        return found or encoded(files, workers=0)
+            return group.in_turn(
+                lambda first: encoded(files, progress=progress) if first else encoded(files, workers=0)
+            )
 
     # training rows, and what is held out of them or beside them
     stream = None

@@ -22,7 +22,7 @@ from unfreeze.config.parse import writing
 from unfreeze.config.tables import Data
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
-from unfreeze.core.errors import FULL, ConfigError
+from unfreeze.core.errors import FULL, ConfigError, ProcessGone
 from unfreeze.core.events import RESOLVED
 from unfreeze.core.schema import TrainEvent
 from unfreeze.core.torchrun import started
@@ -75,8 +75,8 @@ def live(config: TrainingConfig, common: Common, recipe: str, command: str, grou
                 elsewhere=lambda: Follower(config.run_dir, record, allow_changed=changeable, fixed=FIXED),
             )
 
-        # the run; a Ctrl-C or a full disk says what is saved
-        with run:
+        # the run; a Ctrl-C, a full disk or a process that is gone says what is saved
+        with run, group.watching(lambda who: _gone(who, run, command)):
             try:
                 with writing(config.run_dir, "out"):
                     if not (run.finished and (run.path / RESOLVED).is_file()):
@@ -93,6 +93,17 @@ def live(config: TrainingConfig, common: Common, recipe: str, command: str, grou
                 raise DiskFull(
                     f"the disk of {run.path} is full{at}; {state}", next=f"free space, then {again(command)}"
                 ) from error
+
+
+def _gone(who: str, run: Run, command: str) -> ProcessGone:
+    """Who is gone, in which step, and what is saved."""
+    from unfreeze.train.run import latest
+
+    save, events = latest(run.path), run.path / "events.jsonl"
+    step = last(read_events(events), TrainEvent) if events.is_file() else None
+    trained = max(run.step, step["step"] if step else 0)
+    at = f"in step {trained + 1}" if run.began else "before the first step"
+    return ProcessGone(f"{who} {at}; saved: {save.name if save else 'nothing yet'}", next=again(command))
 
 
 def _left(run: Run) -> str:
@@ -222,10 +233,14 @@ def with_files(config: C, say: Callable[[str], None] = lambda line: None) -> C:
 
     Data that isn't there, or of a form that isn't read, is refused before the model is loaded.
     """
+    return config.model_copy(update={"data": config.data.written.found(files_in(config, say))})
+
+
+def files_in(config: TrainingConfig, say: Callable[[str], None] = lambda line: None) -> dict[str, list[str]]:
+    """What each name of its data stands for -> the files."""
     from unfreeze.data.rows.columns import renames_of
     from unfreeze.data.rows.sources import files_of
 
     renames_of(config.data.columns)
-    data = config.data.written
-    found = {name: [str(path) for path in files_of(name, field, say)] for field, name in data.sources}
-    return config.model_copy(update={"data": data.found(found)})
+    sources = config.data.written.sources
+    return {name: [str(path) for path in files_of(name, field, say)] for field, name in sources}

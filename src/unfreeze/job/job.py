@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from unfreeze.config.tables import Memory, Save
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
-from unfreeze.core.events import RESOLVED
 from unfreeze.core.garbage import take_up
 from unfreeze.core.schema import TrainEvent
 from unfreeze.job.data import (
@@ -34,7 +33,7 @@ from unfreeze.job.data import (
 )
 from unfreeze.job.device import pick_device, say
 from unfreeze.job.end import finish
-from unfreeze.job.folder import live, refuse_other_data, with_files, write_resolved
+from unfreeze.job.folder import live, refuse_other_data, write_resolved
 from unfreeze.job.kernels import KernelChoices, compiles, predicted_ops
 from unfreeze.job.plan import (
     agreed_plan,
@@ -45,7 +44,7 @@ from unfreeze.job.plan import (
     export_note,
     start_lines,
 )
-from unfreeze.job.processes import refuse_uneven
+from unfreeze.job.processes import alone, refuse_uneven, start_of, together
 from unfreeze.job.receipts import receipt_of
 from unfreeze.job.samples import Samples, own_prompts
 from unfreeze.job.streaming import Followed, saved_before
@@ -104,8 +103,7 @@ def run(config: TrainingConfig, parts: Parts, common: Common, command: str = "")
     """
     # what can be refused without torch and before there is a folder
     refuse_uneven(config)
-    config = with_files(config, say(common))
-    start = first_start_of(config, parts, common)
+    begun = alone(config, parts, common)
 
     from unfreeze.kernels.choice.ahead import compiling
 
@@ -117,6 +115,7 @@ def run(config: TrainingConfig, parts: Parts, common: Common, command: str = "")
 
         with ExitStack() as opened:
             group = opened.enter_context(open_group(device))
+            config, start = begun or together(config, parts, common, group)
             config = as_it_began(config, group)
             folder = opened.enter_context(live(config, common, parts.recipe, command, group))
             end = partial(
@@ -262,20 +261,6 @@ class Job:
         )
 
 
-def first_start_of(config: TrainingConfig, parts: Parts, common: Common) -> Manifest | None:
-    """Where a new run starts. None for one that was started before: it may be finished, and need no model.
-
-    What cannot be read is refused here: before torch is imported, and before there is a folder.
-    """
-    from unfreeze.generate.source import refuse_unread
-
-    if (config.run_dir / RESOLVED).is_file():
-        return None
-    start = parts.start(config.model, common)
-    refuse_unread(start)
-    return start
-
-
 def prepare(
     config: TrainingConfig,
     parts: Parts,
@@ -301,7 +286,7 @@ def prepare(
     tokens = config.tokens_per_micro_batch
 
     # names, dtypes, shapes; no tensor is read
-    start = start or parts.start(config.model, common)
+    start = start or start_of(config, parts, common, group)
     parts.trained.check(start)
     shape = models.shape(start.config)
     tokenizer = open_tokenizer(folder, data, start.path)

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
-from unfreeze.job.device import pick_device, say
+from unfreeze.job.device import pick_device
 from unfreeze.job.end import finish
-from unfreeze.job.folder import SAME_CALL, live, with_files
-from unfreeze.job.job import Job, Parts, first_start_of, is_written, prepare, target_of
+from unfreeze.job.folder import SAME_CALL, live
+from unfreeze.job.job import Job, Parts, is_written, prepare, target_of
 from unfreeze.job.plan import as_it_began
-from unfreeze.job.processes import refuse_uneven
+from unfreeze.job.processes import alone, refuse_uneven, together
 
 if TYPE_CHECKING:
     from unfreeze.core.batch import Batch
@@ -41,8 +41,7 @@ class Loop:
 
     def __init__(self, config: TrainingConfig, parts: Parts, common: Common):
         refuse_uneven(config)
-        config = with_files(config, say(common))
-        start = first_start_of(config, parts, common)
+        begun = alone(config, parts, common)
 
         from unfreeze.parallel.collectives import open_group
         from unfreeze.train.timer import SaveTimer
@@ -54,6 +53,7 @@ class Loop:
         self._cursor: Cursor = {}
         with self._stack as opening:
             group = opening.enter_context(open_group(device))
+            config, start = begun or together(config, parts, common, group)
             config = as_it_began(config, group)
             folder = opening.enter_context(live(config, common, parts.recipe, "", group))
             if group.any(is_written(folder, parts)):

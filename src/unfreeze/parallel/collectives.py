@@ -9,32 +9,43 @@ Start: torchrun --nproc-per-node 2 -m unfreeze sft run.toml. Without torchrun th
 which all of this does nothing.
 """
 
+# torch does not list its stores among what it exports:
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unfreeze.core.errors import UserError
+from unfreeze.core.errors import ConfigError, UserError
+from unfreeze.core.torchrun import started
+from unfreeze.parallel.roll import COMING, Roll, Told
 
 Item = TypeVar("Item")
 # bytes of gradients in flight at once: long enough for full bandwidth, small beside the gradients themselves
 BUCKET = 32 * 2**20
-# how long the other processes wait while process 0 saves or samples; then the run ends with an error
+# how long one exchange may take; then the run ends with an error. For the work of another process that takes
+# longer (a download, a save) the others wait by the store, without end (roll.py)
 TIMEOUT = timedelta(minutes=30)
 
 
 class Group(Protocol):
-    """The processes of a run. `rank` of `size`; rank 0 writes and speaks for all."""
+    """The processes of a run. `rank` of `size`; rank 0 writes and speaks for all.
+
+    lockstep: whether a forward pass is an exchange, because the processes share weights. Then all make every
+    pass of the model, also those that one could make for all, such as a sample. Set once, by who splits them.
+    """
 
     rank: int
     size: int
+    lockstep: bool
 
     def share(self, items: Sequence[Item]) -> list[Item]:
         """This process's part of a list that all processes hold."""
@@ -53,6 +64,27 @@ class Group(Protocol):
 
     def on_rank0(self, action: Callable[[], Item]) -> Item | None:
         """Process 0 acts while the others wait; they get None. If it raises, the others raise UserError."""
+        ...
+
+    def in_turn(self, action: Callable[[bool], Item]) -> Item:
+        """All act: process 0 first, then the first of every other node, then all others.
+
+        So what the first left in a cache, the others find. action(first): whether it is one of the first.
+        If it raises in one, the others raise UserError.
+        """
+        ...
+
+    @property
+    def node_first(self) -> int:
+        """The rank of the first process of this one's node."""
+        ...
+
+    def meet(self, action: Callable[[], Item]) -> Item:
+        """All act and wait for the last. If it raises in one, the others raise UserError."""
+        ...
+
+    def watching(self, told: Told) -> AbstractContextManager[None]:
+        """Within it, what torch raises because another process is gone is ProcessGone, as `told` makes it."""
         ...
 
     def texts(self, text: str) -> list[str]:
@@ -78,7 +110,7 @@ class Group(Protocol):
 class Alone:
     """One process: a group in which there is nothing to exchange."""
 
-    rank, size = 0, 1
+    rank, size, lockstep = 0, 1, False
 
     def share(self, items: Sequence[Item]) -> list[Item]:
         return list(items)
@@ -91,6 +123,19 @@ class Alone:
 
     def on_rank0(self, action: Callable[[], Item]) -> Item | None:
         return action()
+
+    def in_turn(self, action: Callable[[bool], Item]) -> Item:
+        return action(True)
+
+    @property
+    def node_first(self) -> int:
+        return 0
+
+    def meet(self, action: Callable[[], Item]) -> Item:
+        return action()
+
+    def watching(self, told: Told) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def texts(self, text: str) -> list[str]:
         return [text]
@@ -113,13 +158,18 @@ class Processes:
 
     device: where small exchanges happen (the GPU for nccl, the CPU for gloo).
     some: torch's group of them; None: all.
+    roll: who they are; of all only.
     """
 
     _group: dist.ProcessGroup | None = None
+    _roll: Roll | None = None
+    lockstep = False
 
-    def __init__(self, device: torch.device, some: dist.ProcessGroup | None = None):
+    def __init__(
+        self, device: torch.device, some: dist.ProcessGroup | None = None, roll: Roll | None = None
+    ):
         self.rank, self.size = dist.get_rank(some), dist.get_world_size(some)
-        self._device, self._group = device, some
+        self._device, self._group, self._roll = device, some, roll
 
     def among(self, ranks: Sequence[int]) -> Processes | None:
         """The group of these of all processes; None in the others. All call it, in the same order."""
@@ -150,19 +200,29 @@ class Processes:
         return bool(flag.item())
 
     def on_rank0(self, action: Callable[[], Item]) -> Item | None:
-        result: Item | None = None
-        error: BaseException | None = None
-        if self.rank == 0:
-            try:
-                result = action()
-            except BaseException as caught:
-                error = caught
-        failed = self.any(error is not None)
-        if error is not None:
-            raise error
-        if failed:
-            raise UserError("process 0 failed, so this one stops too", next="see what process 0 says")
-        return result
+        return self._of_all.act([[0]], action)
+
+    def in_turn(self, action: Callable[[bool], Item]) -> Item:
+        turns = self._of_all.first_of_nodes()
+        first = any(self.rank in turn for turn in turns[:-1])
+        result = self._of_all.act(turns, lambda: action(first))
+        return cast(Item, result)  # every process is in a turn
+
+    @property
+    def node_first(self) -> int:
+        return self._of_all.node_first()
+
+    def meet(self, action: Callable[[], Item]) -> Item:
+        return cast(Item, self._of_all.act([range(self.size)], action))
+
+    def watching(self, told: Told) -> AbstractContextManager[None]:
+        return self._of_all.watching(told)
+
+    @property
+    def _of_all(self) -> Roll:
+        if self._roll is None:
+            raise ValueError("some of the processes do not act for all: ask the group of all")
+        return self._roll
 
     def texts(self, text: str) -> list[str]:
         """As bytes, padded to the longest: dist.all_gather_object would send pickles."""
@@ -236,18 +296,61 @@ def fingerprint(tensor: Tensor) -> Tensor:
 def open_group(device: torch.device) -> Iterator[Group]:
     """The group that torchrun set up, or ALONE. gloo on CPU, nccl on CUDA.
 
-    torchrun sets RANK, WORLD_SIZE and MASTER_ADDR in the environment.
+    torchrun sets RANK, WORLD_SIZE and MASTER_ADDR in the environment. A process that is lost within is told
+    by the others as ProcessGone, with exit code 1.
+    Raises ConfigError where they cannot meet, or have different versions of torch.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield ALONE
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    store, rank, size = _met()
+    roll = Roll(dist.PrefixStore("unfreeze", store), rank, size)
+    error: BaseException | None = None
+    with roll.beside():
+        try:
+            with roll.watching():
+                backend = "nccl" if device.type == "cuda" else "gloo"
+                own = dist.PrefixStore("exchange", store)
+                dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=TIMEOUT)
+                yield Processes(device, roll=roll)
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            roll.leave(error)
+            if error is None:  # of processes that are gone nccl would wait for an answer
+                dist.destroy_process_group()
+
+
+def _met() -> tuple[dist.Store, int, int]:
+    """torchrun's store, or that of process 0 -> with this process's rank and how many there are."""
+    at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
-        yield Processes(device)
-    finally:
-        dist.destroy_process_group()
+        store, rank, size = next(iter(dist.rendezvous("env://", timeout=COMING)))
+    except dist.DistNetworkError as error:
+        busy = "EADDRINUSE" in str(error) or "address already in use" in str(error).lower()
+        why = "another program has that port" if busy else str(error).strip().partition("\n")[0][:200]
+        raise ConfigError(
+            f"the processes cannot meet at {at} (MASTER_ADDR, MASTER_PORT): {why}",
+            next="torchrun --master-port with a free port, the same on every node",
+        ) from error
+    except ValueError as error:  # one of the variables is not set, or no number
+        words = f"WORLD_SIZE is set, but not what belongs to it: {error}"
+        raise ConfigError(words, next="start the processes by torchrun") from error
+    return dist.PrefixStore(f"attempt-{_attempt(store, rank)}", store), rank, size
+
+
+def _attempt(store: dist.Store, rank: int) -> int:
+    """Which start of this run it is: an agent that starts it again may keep the store, and what was in it.
+
+    Of one node the agent counts. Several agents may count differently; there the starts of a rank are counted
+    in the store, which c10d's rendezvous makes anew and the static one keeps.
+    """
+    if started().nodes == 1:
+        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+    return store.add(f"unfreeze/starts/{rank}", 1)
 
 
 def local_device(device: torch.device) -> torch.device:

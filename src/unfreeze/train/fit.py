@@ -88,6 +88,7 @@ def fit(
     """
     run, model, steps = state.run, state.model, state.schedule.steps
     emit_start(state)
+    group.meet(lambda: None)  # one that reads its weights from a slower disk
     state.check_copies(group)
     losses: list[float] = []
     tokens, seconds = 0, 0.0

@@ -39,4 +39,4 @@ def open_run(group: Group, on_rank0: Callable[[], Run], elsewhere: Callable[[], 
     Raises what `on_rank0` raises on process 0, UserError on the others.
     """
     run = group.on_rank0(on_rank0)
-    return elsewhere() if run is None else run
+    return group.meet(lambda: elsewhere() if run is None else run)
