@@ -165,9 +165,7 @@ class Processes:
     _roll: Roll | None = None
     lockstep = False
 
-    def __init__(
-        self, device: torch.device, some: dist.ProcessGroup | None = None, roll: Roll | None = None
-    ):
+    def __init__(self, device: torch.device, some: dist.ProcessGroup | None = None, roll: Roll | None = None):
         self.rank, self.size = dist.get_rank(some), dist.get_world_size(some)
         self._device, self._group, self._roll = device, some, roll
 
