@@ -391,8 +391,11 @@ def load(
     from unfreeze.generate.open import dtype_of, open_model
 
     def loaded(stats: LoadStats) -> None:
+        fields = {**asdict(stats), "bytes_by_rank": list(stats.bytes_by_rank)}
+        if not stats.bytes_by_rank:  # one process read them all
+            del fields["bytes_by_rank"]
         first = compiles(device, dtype_name)
-        folder.events.emit("load", folder.step, **asdict(stats), **({"compiles": True} if first else {}))
+        folder.events.emit("load", folder.step, **fields, **({"compiles": True} if first else {}))
 
     def warn(message: str) -> None:
         if folder.step == 0:  # a resumed run doesn't repeat the warnings of its start
