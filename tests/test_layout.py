@@ -265,6 +265,7 @@ TESTED_BY = {
     "parallel/dispatch.py": "parallel/test_expert_parallel.py",
     "parallel/plan/counts.py": "parallel/plan/test_choose.py",
     "parallel/plan/layout.py": "parallel/plan/test_choose.py",
+    "parallel/plan/words.py": "parallel/test_plan.py",
     "parallel/simulate.py": "parallel/plan/test_seconds.py",
     "adapters/decode.py": "adapters/test_read.py",
     "adapters/output_change.py": "adapters/test_receipt.py",

@@ -87,6 +87,7 @@ class _SameExperts:
     def __call__(self, layer: Layer, x_TD: Tensor, run: PackedPass) -> Tensor:
         saved = Saved()
         saved.second, saved.values = layer in self._chosen, list(self._chosen.get(layer, ()))
+        run.residency.visit(layer)
         with run.visiting(saved):
             y_TD = layer(x_TD, run)
         if not saved.second:

@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,7 +72,7 @@ class _Piece:
 
 
 @dataclass(slots=True)
-class _Run:
+class Run:
     """Pieces that lie one after another in a file: one read."""
 
     file: Path
@@ -92,21 +92,76 @@ def stream(
     """
     started = time.perf_counter()
     total = sum(placement.info.nbytes for placement in placements)
-    loader = _Loader(params)
+    loader = Loader(params)
     done = 0
-    # Aliases are compared with what was loaded, so they come after everything else.
-    for alias in (False, True):
-        for nbytes in loader.load(_runs([placement for placement in placements if placement.alias == alias])):
-            done += nbytes
-            if progress is not None:
-                progress(done, total)
+    with Files() as files, ThreadPoolExecutor(THREADS, thread_name_prefix="load") as pool:
+        # Aliases are compared with what was loaded, so they come after everything else.
+        for alias in (False, True):
+            runs = runs_of([placement for placement in placements if placement.alias == alias])
+            for nbytes in loader.load(runs, files, pool):
+                done += nbytes
+                if progress is not None:
+                    progress(done, total)
     expanded = sum(placement.expanded_bytes for placement in placements)
     return LoadStats(total, time.perf_counter() - started, expanded, len(loader.rounded))
 
 
-def _runs(placements: Iterable[Placement]) -> Iterator[_Run]:
+class Files:
+    """The files of a checkpoint, each opened once and read at any offset by any thread."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, tuple[int, tuple[int, int]]] = {}
+
+    def descriptor(self, file: Path) -> int:
+        """Raises CheckpointError where the file cannot be opened."""
+        if file not in self._open:
+            try:
+                descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise _unreadable(file, error) from error
+            self._open[file] = descriptor, _identity(descriptor)
+        return self._open[file][0]
+
+    def check(self, file: Path) -> None:
+        """Raise CheckpointError where the file was written to since it was opened."""
+        descriptor, before = self._open[file]
+        if _identity(descriptor) != before:
+            raise CheckpointError(
+                f"{file} was written to while it was in use: what was read of it is no longer one model's"
+                " weights",
+                next="let nothing write to it while a run reads it; the run goes on from its last save",
+            )
+
+    def close(self) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1][0])
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    """What changes when a file is written to: its size, and when it was last."""
+    found = os.fstat(descriptor)
+    return found.st_size, found.st_mtime_ns
+
+
+def _unreadable(file: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{file} cannot be read: {error.strerror or error}",
+        next="look after the disk (dmesg, df), or get the file again; a run goes on from its last save",
+    )
+
+
+def runs_of(placements: Iterable[Placement]) -> Iterator[Run]:
     """File-ordered reads of at most CHUNK bytes and MAX_PIECES pieces."""
-    run: _Run | None = None
+    run: Run | None = None
     for piece in _pieces(placements):
         info = piece.placement.info
         offset = info.offset + piece.first * ITEMSIZE[info.dtype]
@@ -114,7 +169,7 @@ def _runs(placements: Iterable[Placement]) -> Iterator[_Run]:
         if run is None or not follows or run.nbytes + piece.nbytes > CHUNK or len(run.pieces) == MAX_PIECES:
             if run is not None:
                 yield run
-            run = _Run(info.file, offset)
+            run = Run(info.file, offset)
         run.pieces.append(piece)
         run.nbytes += piece.nbytes
     if run is not None:
@@ -135,32 +190,31 @@ def _pieces(placements: Iterable[Placement]) -> Iterator[_Piece]:
                 yield _Piece(placement, first, min(first + step, begin + matrix))
 
 
-class _Loader:
-    """Reads runs with a few threads. Files stay open until a load ends."""
+class Loader:
+    """Reads runs into params with a few threads.
 
-    def __init__(self, params: Mapping[str, Tensor]):
+    buffers   the threads' own, which several loaders may share (`threading.local`).
+    rounding  whether values that lose precision are looked for.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor], buffers: threading.local | None = None):
         self.flat = {name: tensor.detach().view(-1) for name, tensor in params.items()}
         # The parameter's memory as bytes: slicing a memoryview costs 0.1 µs, a tensor ten times that, and
         # Kimi-K2 has 207,000 tensors.
         self.memory = {name: _bytes_of(flat) for name, flat in self.flat.items() if flat.device.type == "cpu"}
-        self.rounded: set[str] = set()
+        self.rounding, self.rounded = True, set[str]()
         self.wrong_shape: list[tuple[Placement, list[int]]] = []
         self.differs: set[str] = set()
-        self._local = threading.local()
+        self._local = buffers or threading.local()
 
-    def load(self, runs: Iterable[_Run]) -> Iterator[int]:
+    def load(self, runs: Iterable[Run], files: Files, pool: Executor) -> Iterator[int]:
         """Yield the bytes of each run once it is read; at the end raise what the checks found."""
         runs = list(runs)
-        files = {run.file: os.open(run.file, os.O_RDONLY | os.O_CLOEXEC) for run in runs}
-        try:
-            with ThreadPoolExecutor(THREADS, thread_name_prefix="load") as pool:
-                yield from pool.map(lambda run: self._read(run, files[run.file]), runs)
-        finally:
-            for descriptor in files.values():
-                os.close(descriptor)
+        descriptors = {run.file: files.descriptor(run.file) for run in runs}
+        yield from pool.map(lambda run: self._read(run, descriptors[run.file]), runs)
         self._raise_if_wrong()
 
-    def _read(self, run: _Run, descriptor: int) -> int:
+    def _read(self, run: Run, descriptor: int) -> int:
         """Read one run, then convert, copy or compare the pieces that went through a buffer."""
         # where each piece goes: straight into the parameter, or into a slice of the thread's buffer
         targets: list[memoryview] = []
@@ -194,7 +248,7 @@ class _Loader:
         first, last = (placement.start + element for element in (piece.first, piece.last))
         return self.memory[placement.param][first * itemsize : last * itemsize]
 
-    def _staging(self, run: _Run) -> Tensor:
+    def _staging(self, run: Run) -> Tensor:
         """A byte buffer of this thread, pinned where it feeds a GPU.
 
         It is reused: pinning and page faults cost more than the copy.
@@ -235,7 +289,7 @@ class _Loader:
         # a weight: convert, and see whether that rounded
         target.copy_(source)  # for CUDA: returns when the pinned buffer may be reused
         bf16_and_f16 = {target.dtype, source.dtype} == {torch.float16, torch.bfloat16}
-        may_round = target.dtype.itemsize < itemsize or bf16_and_f16
+        may_round = self.rounding and (target.dtype.itemsize < itemsize or bf16_and_f16)
         if may_round and not torch.equal(target.to(source.device, source.dtype), source):
             self.rounded.add(placement.info.name)
 
@@ -287,14 +341,17 @@ def _bytes_of(flat: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def _read_fully(descriptor: int, run: _Run, targets: list[memoryview]) -> None:
+def _read_fully(descriptor: int, run: Run, targets: list[memoryview]) -> None:
     """Fill `targets` one after another from run.offset on.
 
     A read may return less than asked for; zero bytes mean that the file ends.
     """
     offset = run.offset
     while targets:
-        count = os.preadv(descriptor, targets, offset)
+        try:
+            count = os.preadv(descriptor, targets, offset)
+        except OSError as error:
+            raise _unreadable(run.file, error) from error
         if count == 0:
             raise CheckpointError(
                 f"{run.file} ends at byte {offset:,} inside {run.pieces[-1].placement.info.name}; it was"

@@ -101,6 +101,7 @@ class Device(TypedDict, total=False):
     available: Annotated[Int, of("bytes", "what a process could still take")]
     limit: Annotated[AnyText, of("name", "what bounds it")]
     process: Annotated[Int, of("bytes", "held by this process already; `available` does not include it")]
+    host: Annotated[Int, of("bytes", "of a GPU's host: what a process could still take of its memory")]
 
 
 class PlanEvent(CommonFields):
@@ -124,6 +125,10 @@ class PlanEvent(CommonFields):
     hardware: Annotated[Device, of("object", "the device it is made for")]
     lines: Annotated[list[AnyText], of("sentences", "the whole plan for people (`--plan`)")]
     recompute: NotRequired[Annotated[AnyText, of("name", "what is computed again in backward")]]
+    experts: NotRequired[
+        Annotated[AnyText, of("name", "where the routed experts' weights lie: device, host or disk")]
+    ]
+    host: NotRequired[Annotated[Int, of("bytes", "of experts in host memory, where the device is a GPU")]]
     save_bytes: NotRequired[Annotated[Int, of("bytes", "of a save of the training state, on disk")]]
     start: NotRequired[Annotated[list[AnyText], of("sentences", "what a terminal says of it")]]
     export_note: NotRequired[Annotated[AnyText, of("sentence", "what vLLM would not apply of the adapters")]]
@@ -215,6 +220,21 @@ class TrainEvent(CommonFields, total=False):
     expert_load: Annotated[dict[AnyText, Counts], of("tokens per expert", "layer -> tokens given to each")]
     expert_balance: Annotated[dict[AnyText, ExpertBalance], of("object", "layer -> how even it was")]
     error: Annotated[AnyText, of("sentence", "what was not finite; the weights were not updated")]
+
+
+class StreamEvent(CommonFields):
+    """After each step of a run whose experts do not lie on the device: what came of them since the last.
+
+    Held-out passes between two steps count with the later one. The hidden share is 1 - waited / seconds.
+    """
+
+    kind: Literal["stream"]
+    source: Annotated[AnyText, of("name", "where the experts lie: host or disk")]
+    reads: Annotated[Int, of("layers", "that came")]
+    bytes: Annotated[Int, of("bytes", "of them")]
+    seconds: Annotated[Real, of("seconds", "that the transfers took")]
+    waited: Annotated[Real, of("seconds", "of them in which nothing was computed")]
+    hidden: Annotated[Real | None, of("share, 0 to 1", "of the transfers, under computation; null: none")]
 
 
 class EvalEvent(CommonFields, total=False):
@@ -340,6 +360,7 @@ Event = (
     | StartEvent
     | KernelsEvent
     | TrainEvent
+    | StreamEvent
     | EvalEvent
     | SampleEvent
     | GapEvent

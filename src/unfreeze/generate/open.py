@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 
@@ -17,6 +18,7 @@ from unfreeze.checkpoint.stream import LoadStats
 from unfreeze.core.errors import ConfigError, nearest
 from unfreeze.parallel.mesh import ONE, Mesh
 from unfreeze.parallel.place import place
+from unfreeze.parallel.residency import Kept, Streaming
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 log = logging.getLogger(__name__)
@@ -33,6 +35,7 @@ def open_model(
     loaded: Callable[[LoadStats], None] | None = None,
     warn: Callable[[str], None] | None = None,
     mesh: Mesh = ONE,
+    experts: Literal["device"] | Kept = "device",
 ) -> models.Decoder:
     """The checkpoint as a Decoder on `device`.
 
@@ -40,12 +43,15 @@ def open_model(
     `loaded` is told what was read, `warn` (without it: the log) which fields of config.json are not followed.
     mesh: the processes that open it together (parallel.mesh).
     Peak host memory is the model itself and one tensor (parallel.place).
+    experts: where the weights of routed experts lie; from "host" and "disk" they come layer by layer
+    (parallel.residency).
     Raises CheckpointError where config.json, its quantization and the tensors don't fit each other.
     """
     shape = models.shape(manifest.config)
     for note in models.notes(manifest.config):
         (warn or log.warning)(note)
     model = models.meta_model(shape, manifest, dtype)
+    streaming = None if experts == "device" else Streaming(experts)
     stats = place(
         model,
         manifest,
@@ -55,7 +61,10 @@ def open_model(
         tied=models.tied(shape),
         progress=progress,
         mesh=mesh,
+        streaming=streaming,
     )
+    if streaming is not None and streaming.residency is not None:
+        model.residency = streaming.residency
     if loaded is not None:
         loaded(stats)
     return model

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from unfreeze.config.tables import Memory, Save
 from unfreeze.config.training import TrainingConfig
@@ -46,6 +46,7 @@ from unfreeze.job.plan import (
 )
 from unfreeze.job.processes import alone, refuse_uneven, start_of, together
 from unfreeze.job.receipts import receipt_of
+from unfreeze.job.residency import refuse_samples, transfers_of
 from unfreeze.job.samples import Samples, own_prompts
 from unfreeze.job.streaming import Followed, saved_before
 from unfreeze.job.trained import Trained
@@ -214,6 +215,7 @@ class Job:
         """What looks at each finished step: kernels, the receipt, validation, then the recipe's own."""
         receipt = receipt_of(self.state, self.dataset, self.group, stop=self.parts.trained.strict)
         return [
+            *transfers_of(self.model),
             KernelChoices(self.memory.dtype),
             *receipt,
             *self.validation,
@@ -320,7 +322,7 @@ def prepare(
     group.on_rank0(lambda: check_room(disk, folder, parts.trained.name))
 
     # the model, with what trains
-    model = load(start, config.memory.dtype, config.seed, device, folder, common)
+    model = load(start, config.memory.dtype, config.seed, device, folder, common, plan.work.experts)
     parts.trained.attach(model)
 
     # the order of the data, from where the last save was; and how many steps that is
@@ -345,8 +347,12 @@ def prepare(
     speaker = Model(model, tokenizer, stop_ids=end_ids(start, tokenizer))
     watch = config.watch
     own = own_prompts(watch.prompts, tokenizer, chat=parts.chat)
+    count = watch.samples
+    if plan.work.experts != "device":
+        refuse_samples(folder, plan, count, own, held_out=bool(data.validation or data.validation_fraction))
+        count, own = 0, []
     samples = Samples(
-        folder, speaker, tokenizer, data.files, dataset.examples, watch.samples, own, columns=data.columns
+        folder, speaker, tokenizer, data.files, dataset.examples, count, own, columns=data.columns
     )
     validation = validation_of(
         state,
@@ -381,7 +387,13 @@ def prepare(
 
 
 def load(
-    start: Manifest, dtype_name: str, seed: int, device: torch.device, folder: Run, common: Common
+    start: Manifest,
+    dtype_name: str,
+    seed: int,
+    device: torch.device,
+    folder: Run,
+    common: Common,
+    experts: Literal["device", "host", "disk"] = "device",
 ) -> Decoder:
     """The checkpoint's weights, or random ones from the seed where it has none.
 
@@ -404,7 +416,7 @@ def load(
     dtype = dtype_of(dtype_name)
     if start.tensors:
         with LoadProgress(quiet=common.quiet) as progress:
-            return open_model(start, dtype, device, progress, loaded, warn)
+            return open_model(start, dtype, device, progress, loaded, warn, experts=experts)
     for note in models.notes(start.config):
         warn(note)
     model = models.build(models.shape(start.config), dtype=dtype, device=device)

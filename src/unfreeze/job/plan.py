@@ -46,6 +46,7 @@ def plan_of(
     recompute: str = "",
     began: str = "",
     longest: int | None = None,
+    experts: str = "",
 ) -> Plan:
     """What the run will take, term by term; `unfreeze doctor` shows the same plan.
 
@@ -53,11 +54,21 @@ def plan_of(
     recompute  instead of the config's
     began      what a run with recompute = "auto" chose when it began: now only what gives the same bits
     longest    tokens of the longest document, where that is not among `lengths`
+    experts    instead of the config's; "auto": the first place where the run fits
     """
     from unfreeze.adapters.snapshot import COPY_BYTES
     from unfreeze.parallel.plan import plan_training
     from unfreeze.parallel.plan.fastest import FASTEST_FIRST, SAME_BITS
 
+    if not experts:
+        given = config, trained, start, shape, device, lengths, processes, recompute, began, longest
+        plans = (plan_of(*given, place) for place in possible_places(config, trained, start, shape, device))
+        made: list[Plan] = []
+        for plan in plans:
+            made.append(plan)
+            if plan.fits:
+                break
+        return _explained(made)
     memory, tokens = config.memory, config.tokens_per_micro_batch
     among: Sequence[Any] = FASTEST_FIRST
     if memory.keep_layers is not None:
@@ -81,7 +92,49 @@ def plan_of(
         optimizer_moments=config.optimizer.moments,
         receipt_bytes=COPY_BYTES,
         processes=processes,
+        experts=cast(Any, experts),
     )
+
+
+PLACES = ("device", "host", "disk")
+
+
+def possible_places(
+    config: TrainingConfig, trained: Trained, start: Manifest, shape: Shape, device: torch.device
+) -> list[str]:
+    """Where the experts' weights may lie: as asked, or with "auto" all places in the order of their speed.
+
+    Raises ConfigError where they are asked to stream and cannot.
+    """
+    asked = config.place.experts
+    if not shape.num_experts:
+        fault = "this model has no routed experts"
+    elif trained.lora is None:
+        fault = "every weight trains, and what trains lies on the device"
+    elif not start.tensors:
+        fault = f"{start.path} has no weights that could be read"
+    else:
+        if asked != "auto":
+            return [asked]
+        return [place for place in PLACES if place != "host" or device.type == "cuda"]
+    if asked in ("host", "disk"):
+        raise ConfigError(f"place.experts is {asked}, but {fault}", next="--place.experts auto")
+    return ["device"]
+
+
+def _explained(made: Sequence[Plan]) -> Plan:
+    """The last of the plans that were tried, with why it is not the first."""
+    chosen = made[-1]
+    if len(made) == 1:
+        return chosen
+    tried = "; ".join(
+        f"{plan.work.experts} would take {format_bytes(plan.total)} of {format_bytes(plan.usable)}"
+        if plan.total > plan.usable
+        else f"{plan.work.experts} would take {format_bytes(plan.host)} of host memory, of which"
+        f" {format_bytes(plan.host_usable)} are usable"
+        for plan in made[:-1]
+    )
+    return replace(chosen, why_experts=tried)
 
 
 def agreed_plan(
@@ -103,15 +156,21 @@ def agreed_plan(
     from unfreeze.parallel.plan.fastest import FASTEST_FIRST
 
     given = config, trained, start, shape, device, lengths, group.size
+    own = plan_of(*given, longest=longest)
+    experts = max(group.texts(own.work.experts), key=PLACES.index)
     if config.memory.recompute != "auto":
-        return plan_of(*given, longest=longest)
+        return own if experts == own.work.experts else plan_of(*given, longest=longest, experts=experts)
     plans = of_kind(read_events(folder.path / "events.jsonl"), PlanEvent) if folder.step else []
     began = group.texts(plans[0].get("recompute", "") if plans else "")[0]
-    plan = plan_of(*given, began=began if began in FASTEST_FIRST else "", longest=longest)
+    plan = replace(
+        plan_of(*given, began=began if began in FASTEST_FIRST else "", longest=longest, experts=experts),
+        why_experts=own.why_experts,
+    )
     least = max(group.texts(plan.work.recompute), key=lambda name: FASTEST_FIRST.index(cast(Any, name)))
     if least != plan.work.recompute:
         plan = replace(
-            plan_of(*given, recompute=least, longest=longest), why="another process has less free memory"
+            plan_of(*given, recompute=least, longest=longest, experts=experts),
+            why="another process has less free memory",
         )
     if began and began != least:
         message = (

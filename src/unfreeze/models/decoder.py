@@ -21,6 +21,7 @@ from unfreeze.models.blocks.linear import Linear, PackedHolder
 from unfreeze.models.blocks.moe import MoE
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.passes import Cache, PackedPass, PrefillPass, StepPass, StepWithin
+from unfreeze.models.blocks.residency import RESIDENT, Residency
 from unfreeze.models.chunks import chunk_tokens, document_groups
 from unfreeze.models.layer import Layer
 from unfreeze.models.recompute import RecomputePolicy, plain
@@ -42,11 +43,13 @@ class Decoder(nn.Module):
     """A causal language model over packed batches.
 
     hidden(batch) -> [T, D]; logits(hidden) -> [T, V] fp32; prefill and step with a Cache for generation.
+    `residency` is told each layer before it is computed; parallel/residency.py sets another one.
     """
 
     def __init__(self, shape: Shape, body: Body, lm_head: Linear):
         super().__init__()
         self.shape, self.model, self.lm_head = shape, body, lm_head
+        self.residency: Residency = RESIDENT
 
     @property
     def layers(self) -> list[Layer]:
@@ -107,7 +110,7 @@ class Decoder(nn.Module):
     def packed_pass(self, batch: Batch) -> PackedPass:
         """What every layer needs to know of a batch: rotary tables, and where documents begin."""
         (cos_Tr, sin_Tr), named = self.shape.tables(batch.positions_T, self._lengths(batch))
-        run = PackedPass(cos_Tr, sin_Tr, self._layout(batch), named=named)
+        run = PackedPass(cos_Tr, sin_Tr, self._layout(batch), named=named, residency=self.residency)
 
         # whole documents in chunks of at most `limit` tokens, which bound a layer's activations
         def chunk(rows: slice, starts: list[int]) -> tuple[slice, PackedPass]:
@@ -158,6 +161,7 @@ class Decoder(nn.Module):
             cache.write(TOKENS, rows_T, batch.positions_T, (batch.tokens_T,))
         x_TD = self.model.embed_tokens(batch.tokens_T)
         for layer in self.layers:
+            self.residency.visit(layer)
             x_TD = layer(x_TD, run)
         return self.model.norm(x_TD)
 
@@ -212,6 +216,7 @@ class Decoder(nn.Module):
             run.cache.write(TOKENS, run.rows_T, run.positions_T, (tokens_S,))
         x_SD = self.model.embed_tokens(tokens_S)
         for layer in self.layers:
+            self.residency.visit(layer)
             x_SD = layer(x_SD, run)
         return self.model.norm(x_SD)
 

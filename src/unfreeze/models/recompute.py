@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from unfreeze.models.blocks.passes import PackedPass
+from unfreeze.models.blocks.residency import visited_again
 from unfreeze.models.blocks.saved import Saved
 from unfreeze.models.layer import Layer
 
@@ -27,14 +28,18 @@ Recompute = Literal["layers", "selective", "elementwise", "nothing"]
 
 
 class RecomputePolicy(Protocol):
-    """y = layer(x), x and y [T, D]: how a layer is run, and so what of it lives until backward."""
+    """y = layer(x), x and y [T, D]: how a layer is run, and so what of it lives until backward.
+
+    It tells run.residency the layer before it computes it, in forward and in backward.
+    """
 
     def __call__(self, layer: Layer, x_TD: Tensor, run: PackedPass, /) -> Tensor: ...
 
 
 def plain(layer: Layer, x_TD: Tensor, run: PackedPass) -> Tensor:
     """Go through a layer and let autograd keep its activations."""
-    return layer(x_TD, run)
+    run.residency.visit(layer)
+    return visited_again(layer(x_TD, run), layer, run.residency)
 
 
 def keep_inputs(layer: Layer, x_TD: Tensor, run: PackedPass) -> Tensor:
@@ -87,6 +92,7 @@ def recompute_policy(name: str, layers: Sequence[Layer], keep_layers: int | None
 
 def _recomputed(layer: Layer, x_TD: Tensor, run: PackedPass, **what: bool) -> Tensor:
     if not torch.is_grad_enabled():
+        run.residency.visit(layer)
         return _chunk_by_chunk(layer, x_TD, [(rows, chunk, Saved()) for rows, chunk in _chunks(layer, run)])
     # with a frozen embedding the first layer's input has no gradient; autograd would never come back to it
     return _Recompute.apply(x_TD if x_TD.requires_grad else x_TD.detach().requires_grad_(), layer, run, what)
@@ -95,14 +101,16 @@ def _recomputed(layer: Layer, x_TD: Tensor, run: PackedPass, **what: bool) -> Te
 class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, layer: Layer, run: PackedPass, what: dict[str, bool]) -> Tensor:
-        ctx.layer = layer
+        ctx.layer, ctx.residency = layer, run.residency
         ctx.visits = [(rows, chunk, Saved(**what, unread=True)) for rows, chunk in _chunks(layer, run)]
         ctx.save_for_backward(x_TD)
+        run.residency.visit(layer)
         with torch.no_grad():
             return _chunk_by_chunk(layer, x_TD, ctx.visits)
 
     @staticmethod
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, None, None, None]:
+        ctx.residency.visit(ctx.layer)
         x_TD = ctx.saved_tensors[0].detach()
         dx_TD = None if len(ctx.visits) == 1 else torch.empty_like(x_TD)
         for rows, run, saved in reversed(ctx.visits):  # the second visit empties `saved`

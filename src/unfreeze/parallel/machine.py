@@ -23,6 +23,7 @@ class Hardware:
     limit              what bounds `total`: "memory", or the "container"
     process            bytes this process holds in host memory already (interpreter, libraries); `available`
                        does not include it. 0 for CUDA
+    host               for CUDA: bytes of host memory that a process could still take; 0 for a CPU
     """
 
     kind: str
@@ -32,6 +33,7 @@ class Hardware:
     available: int
     limit: str = "memory"
     process: int = 0
+    host: int = 0
 
 
 def hardware(device: torch.device | str = "cpu") -> Hardware:
@@ -40,7 +42,8 @@ def hardware(device: torch.device | str = "cpu") -> Hardware:
     if place.type == "cuda":
         free, total = torch.cuda.mem_get_info(place)
         reusable = torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
-        return Hardware("cuda", torch.cuda.get_device_name(place), num_cores(), total, free + reusable)
+        name, host = torch.cuda.get_device_name(place), hardware("cpu").available
+        return Hardware("cuda", name, num_cores(), total, free + reusable, host=host)
     total, available = host_memory()
     bound = container_memory()
     if bound is not None and bound[0] < total:

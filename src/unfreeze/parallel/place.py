@@ -21,6 +21,7 @@ from unfreeze.models import Decoder
 from unfreeze.parallel.dispatch import split_experts
 from unfreeze.parallel.mesh import ONE, Mesh
 from unfreeze.parallel.owned import fill, held_here, owned
+from unfreeze.parallel.residency import Streaming
 
 _ADAPTER = ".adapter."
 
@@ -36,6 +37,7 @@ def place(
     tied: Mapping[str, str] | None = None,
     progress: Callable[[int, int], None] | None = None,
     mesh: Mesh = ONE,
+    streaming: Streaming | None = None,
 ) -> LoadStats:
     """Fill `model` (parameters and persistent buffers on "meta") from a checkpoint, on `device`.
 
@@ -44,6 +46,8 @@ def place(
     progress  called with (bytes done, bytes in total).
     mesh      the processes that load it together: each holds its own experts (parallel/dispatch.py) and reads
               its part of the bytes (parallel/owned.py).
+    streaming takes tensors out of what is loaded and fills them when they are needed. They have been resolved
+              and are covered like all others.
 
     Parameters under ".adapter." and non-persistent buffers don't come from the files: they keep their values
     and are moved to `device`. One that is on meta is an error, since no file could fill it.
@@ -54,7 +58,8 @@ def place(
     _check_fillable(model, wanted.keys())
     placements = resolve(manifest, rules, params, ignore=ignore, tied=tied)
     check_coverage(placements, params)
-    division = owned(placements, params, mesh)
+    names = frozenset[str]() if streaming is None else streaming.names(model, params)
+    division = owned(placements, params, mesh, names)
     if mesh.rows is not None:
         assert isinstance(model, Decoder)
         placements = held_here(placements, params, mesh)
@@ -62,7 +67,12 @@ def place(
         wanted = _wanted(model, dtype)
         params = {name: (kind, tuple(tensor.shape)) for name, (tensor, kind) in wanted.items()}
         check_coverage(placements, params)
-    tensors = {name: torch.empty(shape, dtype=kind, device=device) for name, (kind, shape) in params.items()}
+    streamed = {} if streaming is None else streaming.take(model, placements, params, device)
+    tensors = streamed | {
+        name: torch.empty(shape, dtype=kind, device=device)
+        for name, (kind, shape) in params.items()
+        if name not in streamed
+    }
     stats = fill(division, tensors, mesh, progress)
     _hand_over(model, {id(old): tensors[name] for name, (old, _) in wanted.items()}, torch.device(device))
     _check_materialised(model)

@@ -23,6 +23,7 @@ from torch import Tensor
 from unfreeze.core.errors import UserError
 from unfreeze.kernels.attention import CAUSAL, Layout, Mask, packed_attention
 from unfreeze.kernels.recompute import Reuse
+from unfreeze.models.blocks.residency import RESIDENT, Residency
 from unfreeze.models.blocks.saved import Saved, Skip
 
 Value = TypeVar("Value")
@@ -96,10 +97,11 @@ class Cache:
 class PackedPass:
     """Every document attends to itself only; nothing is cached.
 
-    saved   results of the layer being visited: forward saves there what the recomputation in backward reuses.
-            None: nothing is recomputed
-    chunks  the same pass cut into whole documents: (tokens, pass over them)
-    named   further rotary tables, where layers differ: name -> (cos, sin)
+    saved      results of the layer being visited: forward saves there what the recomputation in backward
+               reuses. None: nothing is recomputed
+    chunks     the same pass cut into whole documents: (tokens, pass over them)
+    named      further rotary tables, where layers differ: name -> (cos, sin)
+    residency  is told each layer before it is computed
     """
 
     cos_Tr: Tensor
@@ -108,6 +110,7 @@ class PackedPass:
     saved: Saved | None = None
     chunks: tuple[tuple[slice, PackedPass], ...] = ()
     named: Mapping[str, Tables] = field(default_factory=dict)
+    residency: Residency = RESIDENT
     latent: ClassVar[LatentForm] = "expanded"
 
     @contextmanager

@@ -77,6 +77,7 @@ def plan_training(
     receipt_bytes: int = 0,
     processes: int = 1,
     sharing: int = 1,
+    experts: Literal["device", "host", "disk"] = "device",
 ) -> Plan:
     """The plan of a training run on one device.
 
@@ -87,6 +88,7 @@ def plan_training(
     micro_batches  with adapters it changes no byte, only what is proposed where the run does not fit
                    (--tokens-per-step is of all of them)
     processes      among which the micro-batches are dealt; the plan is of one of them
+    experts        where the weights of routed experts lie
     recompute      "auto": the first of `among` that fits (fastest.py); `sharing` processes have one memory
 
     Reads nothing but the manifest and allocates nothing. Call `refuse_if_too_large` on the result.
@@ -106,6 +108,7 @@ def plan_training(
         longest=longest,
         receipt_bytes=receipt_bytes,
         processes=processes,
+        experts=experts,
     )
     sizes, machine = measure(model, lora, place.type), hardware(place)
     made = plan(sizes, work, machine)
@@ -126,7 +129,7 @@ def plan_training(
         return made
     here = Fleet(machine.name, 1, machine.available, kind="cuda" if place.type == "cuda" else "cpu")
     asked = Asked(replace(made.work, micro_batches=1), tokens, length)
-    layout = Layout(recompute=made.work.recompute)
+    layout = Layout(experts, recompute=made.work.recompute)
     time = seconds_of(sizes, counted, here, rates, layout, asked, tokens)
     return replace(made, time=time, rates=rates.source)
 

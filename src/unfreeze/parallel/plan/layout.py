@@ -49,7 +49,6 @@ class Layout:
         """What this layout needs and the code does not do yet, in words."""
         needs = {
             "experts split over devices": self.split > 1,
-            f"experts streamed from {self.experts}": self.experts != "device",
             "the frozen rest gathered from all devices": self.rest == "sharded",
             "the frozen rest streamed from host memory": self.rest == "host",
             "adapters and their optimizer in host memory": self.state == "host",

@@ -10,6 +10,7 @@ from unfreeze.config.lora import LoraConfig
 from unfreeze.models import Decoder
 from unfreeze.models.blocks.bytes import AttentionShape
 from unfreeze.models.targets import per_rank
+from unfreeze.parallel.residency import streamed_bytes
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Sizes:
                     factors, their gradient, and on CUDA their columns of the workspace
     tables          bytes per token of the rotary cos and sin, float32
     attention       of each kind of layer
+    streamed        bytes of routed experts in each layer that has some: what may lie elsewhere
     """
 
     base: int
@@ -55,6 +57,7 @@ class Sizes:
     largest: int = 0
     tables: int = 0
     attention: tuple[AttentionShape, ...] = ()
+    streamed: tuple[int, ...] = ()
 
     def adapter_parameters(self, rank: int | None, experts_rank: int | None) -> int:
         """Dense sites at `rank`, routed experts at `experts_rank` (or `rank`); 0 without adapters."""
@@ -96,6 +99,7 @@ def measure(model: Decoder, lora: LoraConfig | None, device: str = "cpu") -> Siz
         cast_per_rank=cast if experts_per_rank else 0,
         tables=8 * sum(len(rope.inverse_frequency) for rope in (shape.rope, *shape.ropes.values())),
         attention=tuple({layer.attention for layer in layers if layer.attention}),
+        streamed=tuple(streamed_bytes(model.layers)),
     )
 
 

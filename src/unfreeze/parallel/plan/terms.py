@@ -24,6 +24,7 @@ from unfreeze.models.recompute import Recompute
 from unfreeze.parallel.collectives import BUCKET
 from unfreeze.parallel.machine import Hardware
 from unfreeze.parallel.plan.sizes import Sizes
+from unfreeze.parallel.residency import buffer_bytes
 
 if TYPE_CHECKING:
     from unfreeze.parallel.plan.seconds import Seconds
@@ -55,6 +56,8 @@ class Work:
     longest         tokens of the longest document; None: as many as there are
     processes       among which the micro-batches are dealt; they sum their gradients after backward
     threads         of a CPU, which have scratch of their own; None: torch's setting
+    experts         where the weights of routed experts lie; from "host" and "disk" they come layer by layer
+                    into two buffers (parallel/residency.py)
     """
 
     tokens: int
@@ -71,6 +74,7 @@ class Work:
     longest: int | None = None
     processes: int = 1
     threads: int | None = None
+    experts: Literal["device", "host", "disk"] = "device"
 
     @property
     def own_batches(self) -> int:
@@ -99,6 +103,8 @@ class Plan:
     time     seconds of a micro-batch and an update; None where rates of the device are not known.
     rates    where the rates come from, in words.
     why      why `work.recompute` was chosen, in words; "" where it was asked for.
+    why_experts  the same of `work.experts`.
+    host     bytes of experts in host memory, where that is not the device's, and what of it is usable.
     """
 
     terms: dict[str, int]
@@ -113,6 +119,9 @@ class Plan:
     time: Seconds | None = None
     rates: str = ""
     why: str = ""
+    why_experts: str = ""
+    host: int = 0
+    host_usable: int = 0
 
     @property
     def training(self) -> int:
@@ -135,7 +144,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.total <= self.usable
+        return self.total <= self.usable and self.host <= self.host_usable
 
 
 def plan(sizes: Sizes, work: Work, hardware: Hardware, elsewhere: Collection[str] = ()) -> Plan:
@@ -149,9 +158,15 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware, elsewhere: Collection[str
     names = {name for terms in moments for name in terms}
     beside = {name: max(terms.get(name, 0) for terms in moments) for name in sorted(names)}
     cast = sizes.cast_per_rank * (work.experts_rank or work.rank or 0)
+    base, host = sizes.base, 0
+    buffers = buffer_bytes(sizes.streamed) if work.experts != "device" else 0
+    if work.experts == "disk" or (work.experts == "host" and hardware.kind != "cpu"):
+        base -= sum(sizes.streamed)
+        host = sum(sizes.streamed) if work.experts == "host" else 0
     return Plan(
         terms={
-            "base": sizes.base,
+            "base": base,
+            **({"expert buffers": buffers} if buffers else {}),
             **_stays(sizes, work),
             "batch and rotary tables": work.tokens * (BATCH_BYTES + sizes.tables),
             **worst,
@@ -159,13 +174,15 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware, elsewhere: Collection[str
             "attention workspace": _attention(sizes, work, hardware.kind),
         },
         beside={name: size for name, size in beside.items() if size > worst.get(name, 0)},
-        load=sizes.base + LOAD_BUFFERS,
+        load=base + buffers + LOAD_BUFFERS,
         usable=int(hardware.available * USABLE),
         avoided=sizes.expanded - sizes.base,
         adapter_parameters=sizes.adapter_parameters(work.rank, work.experts_rank),
         hardware=hardware,
         work=work,
         sizes=sizes,
+        host=host,
+        host_usable=int(hardware.host * USABLE),
     )
 
 

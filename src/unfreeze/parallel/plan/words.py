@@ -8,6 +8,7 @@ from typing import Any
 from unfreeze.core.process import COMPILED_AT_MOST
 from unfreeze.core.units import format_bytes, format_count, format_step
 from unfreeze.parallel.plan.terms import Plan
+from unfreeze.parallel.residency import reads_of
 
 KERNELS = f"0.3 to {COMPILED_AT_MOST} for kernels as they are compiled"
 
@@ -29,6 +30,8 @@ def plan_lines(plan: Plan) -> list[str]:
         lines.append(f"  beside it: this process {format_bytes(device.process)}, and {KERNELS}")
     lines.append(f"  1 device, largest / smallest {plan.max_over_min:.2f}; {work.tokens:,} tokens per pass")
 
+    if work.experts != "device":
+        lines += _streamed(plan)
     if plan.why:
         lines.append(f"  recompute = {work.recompute}: {plan.why}")
 
@@ -48,6 +51,24 @@ def plan_lines(plan: Plan) -> list[str]:
     return [*lines, f"  time per pass: {rate}"]
 
 
+def _streamed(plan: Plan) -> list[str]:
+    """How often the experts come, and why they stream."""
+    layers, total = plan.sizes.streamed, sum(plan.sizes.streamed)
+    first, later = (reads_of(len(layers), first=begins) for begins in (True, False))
+    each = total // len(layers)
+    lines = [
+        f"  experts from {work_place(plan)}: {len(layers)} layers of {format_bytes(each)} come one after"
+        f" another; {first} in the first micro-batch, {later} in each later one"
+        f" ({format_bytes(later * each)})"
+    ]
+    return lines + [f"  because {plan.why_experts}"] * bool(plan.why_experts)
+
+
+def work_place(plan: Plan) -> str:
+    """Where the experts come from, in words."""
+    return {"host": "host memory", "disk": "disk"}[plan.work.experts]
+
+
 def plan_fields(plan: Plan) -> dict[str, Any]:
     """Plain JSON values: terms, total, usable, …, and the printed lines."""
     return {
@@ -64,6 +85,8 @@ def plan_fields(plan: Plan) -> dict[str, Any]:
         "rates": plan.rates,
         "fits": plan.fits,
         "recompute": plan.work.recompute,
+        "experts": plan.work.experts,
+        **({"host": plan.host} if plan.host else {}),
         "hardware": asdict(plan.hardware),
         "lines": plan_lines(plan),
     }

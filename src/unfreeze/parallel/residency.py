@@ -1,0 +1,375 @@
+"""Experts that do not lie on the device: layer by layer they come into two buffers.
+
+    Streaming("disk")   given to place(): it takes the experts' tensors out of what is loaded, and makes
+    Streamed            the model's residency (models/blocks/residency.py): told each layer, it waits until
+                        that layer's experts are here, and sends for those of the next
+    Host, Disk          where they come from
+
+Layer l always uses buffer l mod 2, so that its tensors are the same objects at every visit; only their memory
+changes. While layer l computes, l + 1 arrives; in backward l - 1 does. Where forward turns into backward the
+last two layers are still here, and where backward ends the first two are. So of L layers a step's first
+micro-batch reads 2 L - 2, each later one, and each of the next steps, 2 L - 4 (L > 2).
+
+All writing goes through views with version counters of their own: autograd would refuse a weight that was
+written to since forward, and here the same numbers are written again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from unfreeze.checkpoint.reader import Reader
+from unfreeze.checkpoint.resolve import Params, Placement
+from unfreeze.checkpoint.stream import stream
+from unfreeze.core.errors import ConfigError
+from unfreeze.models.blocks.experts import Experts, ExpertWeight
+from unfreeze.parallel.lanes import Lane, lane_of, pinned
+from unfreeze.parallel.machine import hardware
+
+BUFFERS = 2
+ALIGN = 64  # bytes; a tensor of a buffer begins at a multiple
+# Of the memory that is free: experts that take more on disk than this would push each other out of the page
+# cache before they are read again.
+CACHED = 0.5
+
+Kept = Literal["host", "disk"]
+
+
+class Source(Protocol):
+    """Where experts come from. Layers are counted among those that have some."""
+
+    name: Kept
+
+    def bring(self, layer: int, into: Slot) -> None:
+        """Fill the layer's tensors in `into`, or on CUDA queue that on the current stream."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Slot:
+    """The memory of a buffer."""
+
+    def __init__(self, nbytes: int, device: torch.device | str, *, pin: bool = False):
+        empty = pinned if pin else torch.empty
+        self.bytes = empty(nbytes, dtype=torch.uint8, device=device)
+
+    def views(self, layout: Layout) -> dict[str, Tensor]:
+        """The tensors of a layer in this memory, each with a version counter of its own."""
+        return {
+            name: self.bytes[start : start + size].view(dtype).view(shape).data
+            for name, (start, size, dtype, shape) in layout.items()
+        }
+
+
+Layout = Mapping[str, tuple[int, int, torch.dtype, tuple[int, ...]]]
+"""name of a tensor -> (first byte, bytes, dtype, shape) within a buffer."""
+
+
+def layout_of(
+    names: Sequence[str], params: Params
+) -> dict[str, tuple[int, int, torch.dtype, tuple[int, ...]]]:
+    """The tensors one after another, each at a multiple of ALIGN."""
+    made: dict[str, tuple[int, int, torch.dtype, tuple[int, ...]]] = {}
+    start = 0
+    for name in names:
+        dtype, shape = params[name]
+        size = torch.Size(shape).numel() * dtype.itemsize
+        made[name] = start, size, dtype, tuple(shape)
+        start += -(-size // ALIGN) * ALIGN
+    return made
+
+
+def layout_bytes(layout: Layout) -> int:
+    """Bytes of a buffer that holds it."""
+    return max((-(-(start + size) // ALIGN) * ALIGN for start, size, _, _ in layout.values()), default=0)
+
+
+def streamed_names(layer: nn.Module, name: str) -> list[str]:
+    """Names of a layer's tensors that stream: weights of its routed experts, without biases and adapters."""
+    return [
+        f"{name}.{inner}.{leaf}"
+        for inner, experts in layer.named_modules()
+        if isinstance(experts, Experts)
+        for projection, weight in experts.named_children()
+        if isinstance(weight, ExpertWeight)
+        for leaf in (
+            f"{projection}.{own}" for own, _ in [*weight.named_parameters(), *weight.named_buffers()]
+        )
+    ]
+
+
+def streamed_bytes(layers: Sequence[nn.Module]) -> list[int]:
+    """Bytes of a buffer that holds each layer's experts, for the layers that have some."""
+    sizes: list[int] = []
+    for layer in layers:
+        tensors = {**dict(layer.named_parameters("0")), **dict(layer.named_buffers("0"))}
+        held = {
+            name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in streamed_names(layer, "0")
+        }
+        sizes.append(layout_bytes(layout_of(list(held), held)))
+    return [size for size in sizes if size]
+
+
+def reads_of(layers: int, *, first: bool) -> int:
+    """Layers that come in a forward and backward pass; first: nothing is here before.
+
+    Both turns find BUFFERS layers here: where forward becomes backward, and where the next pass begins.
+    """
+    return max(layers if first else 0, 2 * layers - BUFFERS * (1 if first else 2))
+
+
+def buffer_bytes(sizes: Sequence[int]) -> int:
+    """Bytes of the buffers: each as large as the largest layer that uses it."""
+    return sum(max(sizes[first::BUFFERS], default=0) for first in range(BUFFERS))
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """What came since they were last asked for.
+
+    seconds  that transfers took, and waited: of them those in which nothing was computed
+    """
+
+    reads: int
+    bytes: int
+    seconds: float
+    waited: float
+
+    @property
+    def hidden(self) -> float | None:
+        """Share of the transfers under computation; None where nothing came."""
+        return max(0.0, 1 - self.waited / self.seconds) if self.seconds else None
+
+
+class Streamed:
+    """A residency with two buffers. `poison`, for tests: fill a buffer that nobody may read with NaN."""
+
+    poison = False
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        sizes: Sequence[int],
+        slots: Sequence[Slot],
+        source: Source,
+        lane: Lane,
+    ):
+        self.source = source
+        self.reads = 0
+        self._index = {id(layer): index for index, layer in enumerate(layers)}
+        self._layers = list(layers)  # their ids stay theirs
+        self._sizes, self._slots, self._lane = sizes, slots, lane
+        self._holds: list[tuple[int, Future[Any]] | None] = [None] * BUFFERS
+        self._last = 0
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="experts")
+        self._came: list[tuple[int, Future[Any]]] = []
+        self._waits: list[tuple[Any, Any]] = []
+
+    def visit(self, layer: nn.Module) -> None:
+        """Wait until the layer's experts are here, and send for the next layer's.
+
+        Raises CheckpointError where they cannot be read.
+        """
+        index = self._index.get(id(layer))
+        if index is None:
+            return
+        ready = self._send_for(index)
+        before = self._lane.mark()
+        try:
+            _, arrived = ready.result()
+        except BaseException:
+            self._holds[index % BUFFERS] = None  # asked again, it is read again
+            raise
+        self._lane.follow(arrived)
+        self._waits.append((before, self._lane.mark()))
+        following = self._following(index)
+        self._last = index
+        if following is not None:
+            self._send_for(following)
+
+    def take(self) -> Transfers:
+        """What came since the last call. On CUDA it waits for the copies that are under way."""
+        came, waits = self._came, self._waits
+        self._came, self._waits = [], []
+        between = self._lane.between
+        # one that is still coming is counted with the next
+        self._came += [(index, future) for index, future in came if not future.done()]
+        done = [
+            (index, future.result()) for index, future in came if future.done() and not future.exception()
+        ]
+        return Transfers(
+            reads=len(done),
+            bytes=sum(self._sizes[index] for index, _ in done),
+            seconds=sum(between(begun, arrived) for _, (begun, arrived) in done),
+            waited=sum(between(*wait) for wait in waits),
+        )
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=True, cancel_futures=True)
+        self.source.close()
+
+    def _following(self, index: int) -> int | None:
+        """The layer after this one in the direction of travel.
+
+        At the first it is the second, and at the last the one before: that is where a pass turns, or begins.
+        """
+        last = len(self._sizes) - 1
+        if last == 0:
+            return None
+        if index in (0, last):
+            return 1 if index == 0 else last - 1
+        return index - 1 if index < self._last else index + 1
+
+    def _send_for(self, index: int) -> Future[Any]:
+        """The layer in its buffer, or on its way there."""
+        held = self._holds[index % BUFFERS]
+        if held is not None and held[0] == index:
+            return held[1]
+        slot = self._slots[index % BUFFERS]
+        if self.poison:
+            slot.bytes.fill_(0xFF)
+        free = self._lane.mark()  # all that reads what the buffer held was queued before
+        future = self._worker.submit(self._bring, index, slot, free)
+        self._holds[index % BUFFERS] = index, future
+        self._came.append((index, future))
+        self.reads += 1
+        return future
+
+    def _bring(self, index: int, slot: Slot, free: Any) -> tuple[Any, Any]:
+        with self._lane.copying(free):
+            begun = self._lane.mark()
+            self.source.bring(index, slot)
+            return begun, self._lane.mark()
+
+
+class Streaming:
+    """For place(): which tensors stream, where from, and the residency that follows.
+
+    Raises ConfigError where the model has no routed experts, or they train.
+    """
+
+    def __init__(self, kept: Kept):
+        self.kept: Kept = kept
+        self.residency: Streamed | None = None
+
+    def names(self, model: nn.Module, params: Params) -> frozenset[str]:
+        """Of `params`, what streams."""
+        return frozenset(
+            name for place, layer in _layers(model) for name in streamed_names(layer, place) if name in params
+        )
+
+    def take(
+        self, model: nn.Module, placements: Sequence[Placement], params: Params, device: torch.device | str
+    ) -> dict[str, Tensor]:
+        """name -> tensor of what streams, in memory that its layer shares with others.
+
+        placements: of all of `params`. Those of a packed weight's extras are left to the load, which compares
+        them.
+        """
+        found = {
+            layer: [name for name in streamed_names(layer, place) if name in params]
+            for place, layer in _layers(model)
+        }
+        layers = {layer: names for layer, names in found.items() if names}
+        if not layers:
+            raise ConfigError(
+                f"place.experts is {self.kept}, and this model has no routed experts that could stream",
+                next="--place.experts auto",
+            )
+
+        # two buffers, as large as the layers that use them
+        layouts = [layout_of(names, params) for names in layers.values()]
+        sizes = [layout_bytes(layout) for layout in layouts]
+        lane = lane_of(torch.device(device))
+        slots = [Slot(max(sizes[first::BUFFERS], default=0), device) for first in range(BUFFERS)]
+        tensors: dict[str, Tensor] = {}
+        for index, layout in enumerate(layouts):
+            tensors |= slots[index % BUFFERS].views(layout)
+
+        # where they come from
+        by_layer = [[p for p in placements if p.param in layout and p.expected is None] for layout in layouts]
+        source = (
+            Host(by_layer, layouts, sizes, lane.pins)
+            if self.kept == "host"
+            else Disk(by_layer, layouts, slots, lane)
+        )
+        on_disk = [sum(p.info.nbytes for p in layer) for layer in by_layer]
+        self.residency = Streamed(list(layers), on_disk, slots, source, lane)
+        return tensors
+
+
+def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(name, layer) of a decoder's layers in their order."""
+    name, layers = next((name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList))
+    return [(f"{name}.{index}", layer) for index, layer in enumerate(layers)]
+
+
+class Host:
+    """All experts in host memory, page-locked where a GPU copies from it."""
+
+    name: Kept = "host"
+
+    def __init__(
+        self,
+        by_layer: Sequence[Sequence[Placement]],
+        layouts: Sequence[Layout],
+        sizes: Sequence[int],
+        pin: bool,
+    ):
+        self._layers = [Slot(size, "cpu", pin=pin) for size in sizes]
+        tensors = {
+            name: tensor
+            for slot, layout in zip(self._layers, layouts, strict=True)
+            for name, tensor in slot.views(layout).items()
+        }
+        stream([placement for layer in by_layer for placement in layer], tensors)
+
+    def bring(self, layer: int, into: Slot) -> None:
+        held = self._layers[layer].bytes
+        into.bytes[: len(held)].copy_(held, non_blocking=True)
+
+    def close(self) -> None:
+        pass
+
+
+class Disk:
+    """All experts in their files, read at each visit.
+
+    For a CPU straight into the buffer, for a GPU through one layer's worth of page-locked memory.
+    """
+
+    name: Kept = "disk"
+
+    def __init__(
+        self,
+        by_layer: Sequence[Sequence[Placement]],
+        layouts: Sequence[Layout],
+        slots: Sequence[Slot],
+        lane: Lane,
+    ):
+        on_disk = sum(placement.info.nbytes for layer in by_layer for placement in layer)
+        self._reader = Reader(forget=on_disk > CACHED * hardware("cpu").available)
+        self._lane = lane
+        self._staging = Slot(max(map(layout_bytes, layouts)), "cpu", pin=True) if lane.pins else None
+        self._sizes = [layout_bytes(layout) for layout in layouts]
+        self._parts = [
+            self._reader.part(placements, (self._staging or slots[index % BUFFERS]).views(layout))
+            for index, (placements, layout) in enumerate(zip(by_layer, layouts, strict=True))
+        ]
+
+    def bring(self, layer: int, into: Slot) -> None:
+        self._parts[layer].read()
+        if self._staging is not None:
+            size = self._sizes[layer]
+            into.bytes[:size].copy_(self._staging.bytes[:size], non_blocking=True)
+            self._lane.settle()  # before the next layer is read over it
+
+    def close(self) -> None:
+        self._reader.close()

@@ -1,0 +1,113 @@
+"""A run whose experts come from disk: the events and the adapter of the resident run, to the bit."""
+
+import json
+import os
+import shutil
+
+import pytest
+
+from unfreeze import cli
+from unfreeze.commands.demo import TINY_K2
+
+SAME = ("loss", "grad_norm", "tokens", "expert_load", "correct", "learning_rate")
+
+
+def sft(chat_rows, out, *flags, model=TINY_K2):
+    line = ["sft", "--model", model, "--data", chat_rows, "--out", out, "--tokens-per-step", 256]
+    line += ["--lora.rank", 2, "--threads", 1, "--quiet", "--learning-rate", "5e-3", "--steps", 4, *flags]
+    code = cli.main([str(word) for word in line])
+    lines = (out / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    return code, [json.loads(line) for line in lines]
+
+
+def of(events, kind):
+    return [event for event in events if event["kind"] == kind]
+
+
+def numbers(events):
+    return [{name: event[name] for name in SAME} for event in of(events, "train")]
+
+
+def adapter(out):
+    return (out / "adapter" / "adapter_model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def resident(request, chat_rows, tmp_path_factory):
+    """-> (dtype, folder, events) of a run with all experts in memory."""
+    out = tmp_path_factory.mktemp("resident") / "run"
+    flags = ["--samples", 0, "--save-every", 2, "--validation-fraction", 0.3]
+    code, events = sft(chat_rows, out, "--dtype", request.param, *flags)
+    assert code == 0
+    return request.param, out, events
+
+
+def test_the_same_run_to_the_bit(resident, chat_rows, tmp_path):
+    dtype, folder, wanted = resident
+    out = tmp_path / "run"
+    flags = ["--dtype", dtype, "--validation-fraction", 0.3, "--place.experts", "disk"]
+    code, events = sft(chat_rows, out, *flags)
+    assert code == 0 and numbers(events) == numbers(wanted) and len(numbers(events)) == 4
+    assert adapter(out) == adapter(folder)
+    assert of(events, "receipt")[0]["groups"] == of(wanted, "receipt")[0]["groups"]
+    assert [e["loss"] for e in of(events, "eval")] == [e["loss"] for e in of(wanted, "eval")] != []
+    assert of(events, "plan")[0]["experts"] == "disk" and of(wanted, "plan")[0]["experts"] == "device"
+
+    # what came is said after each step, and that no samples are taken
+    came = of(events, "stream")
+    assert [event["step"] for event in came] == [1, 2, 3, 4] and not of(wanted, "stream")
+    assert all(event["source"] == "disk" and 0 <= event["hidden"] <= 1 for event in came)
+    assert not of(events, "sample")
+    (said,) = [e["message"] for e in of(events, "warning") if "samples" in e["message"]]
+    assert "an answer of 64 tokens 40.5 MiB; the held-out loss is measured instead" in said
+
+
+def test_a_run_goes_on_from_another_place_with_the_same_bits(resident, chat_rows, tmp_path):
+    """Half of it with all experts in memory, half from disk."""
+    dtype, folder, wanted = resident
+    out = tmp_path / "run"
+    shutil.copytree(folder, out)
+    for path in (out / "state" / "step-000004", out / "adapter"):
+        shutil.rmtree(path)
+    flags = ["--dtype", dtype, "--validation-fraction", 0.3, "--save-every", 2]
+    code, events = sft(chat_rows, out, *flags, "--place.experts", "disk")
+    assert code == 0 and of(events, "start")[-1]["resumed"]
+    assert numbers(events)[-2:] == numbers(wanted)[-2:] and adapter(out) == adapter(folder)
+    assert [event["step"] for event in of(events, "stream")] == [3, 4]
+
+
+def test_a_disk_that_fails_in_a_run_is_one_line_and_the_save_stays(chat_rows, tmp_path, monkeypatch, capsys):
+    from unfreeze.parallel.residency import Disk
+
+    bring, count = Disk.bring, [0]
+    copy = tmp_path / "model"
+    shutil.copytree(TINY_K2, copy)
+
+    def failing(self, layer, into):
+        count[0] += 1
+        if count[0] == 30:
+            os.truncate(next(copy.glob("*.safetensors")), 4096)
+        bring(self, layer, into)
+
+    monkeypatch.setattr(Disk, "bring", failing)
+    out = tmp_path / "run"
+    flags = ["--samples", 0, "--save-every", 1, "--place.experts", "disk", "--steps", 40]
+    code, events = sft(chat_rows, out, *flags, model=copy)
+    said = capsys.readouterr().err
+    assert code == 2 and "longer when it was opened" in said and "Traceback" not in said
+    saved = sorted(path.name for path in (out / "state").iterdir())
+    assert saved and saved[-1] == f"step-{of(events, 'train')[-1]['step']:06d}"
+
+
+def test_what_cannot_stream_is_refused_before_anything_is_loaded(chat_rows, tmp_path, capsys):
+    config = json.loads((TINY_K2 / "config.json").read_text())
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for file in TINY_K2.iterdir():
+        if file.suffix != ".safetensors" and file.is_file():
+            shutil.copy(file, bare)
+    (bare / "config.json").write_text(json.dumps(config))
+    line = ["pretrain", "--model", str(bare), "--data", str(chat_rows), "--out", str(tmp_path / "run")]
+    line += ["--place.experts", "disk", "--quiet", "--steps", "1"]
+    assert cli.main(line) == 2
+    assert "place.experts is disk, but every weight trains" in capsys.readouterr().err

@@ -1,0 +1,124 @@
+"""Claims about lanes: on a CPU moments are times; on a GPU (mocked) copies go by a stream of their own, behind what
+reads the buffer and before what reads it next, and the host memory is registered as long as it is there."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from unfreeze.core.errors import DoesNotFit
+from unfreeze.parallel import lanes
+
+
+class Cuda:
+    """torch.cuda that writes down what is asked of it."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.current = "compute"
+        self.registered: dict[int, int] = {}
+        self.refuses = 0
+
+    def Stream(self, device: object) -> object:
+        return Stream(self, "copies")
+
+    def Event(self, enable_timing: bool) -> object:
+        return Event(self)
+
+    def current_stream(self, device: object = None) -> object:
+        return Stream(self, self.current)
+
+    @contextmanager
+    def stream(self, stream):
+        before, self.current = self.current, stream.name
+        yield
+        self.current = before
+
+    def cudart(self) -> object:
+        return self
+
+    def cudaHostRegister(self, pointer: int, nbytes: int, flags: int) -> int:
+        self.registered[pointer] = nbytes
+        return self.refuses
+
+    def cudaHostUnregister(self, pointer: int) -> int:
+        del self.registered[pointer]
+        return 0
+
+
+class Stream:
+    def __init__(self, cuda: Cuda, name: str):
+        self.cuda, self.name = cuda, name
+
+    def wait_event(self, event: Event) -> None:
+        self.cuda.said.append(f"{self.name} waits for {event.name}")
+
+    def synchronize(self) -> None:
+        self.cuda.said.append(f"host waits for {self.name}")
+
+
+class Event:
+    def __init__(self, cuda: Cuda):
+        self.cuda, self.name = cuda, ""
+
+    def record(self, stream: Stream) -> None:
+        self.name = stream.name
+        self.cuda.said.append(f"mark {stream.name}")
+
+    def synchronize(self) -> None:
+        self.cuda.said.append("host waits")
+
+    def elapsed_time(self, other: Event) -> float:
+        return 500.0
+
+
+@pytest.fixture
+def cuda(monkeypatch) -> Cuda:
+    made = Cuda()
+    monkeypatch.setattr(torch, "cuda", made)
+    return made
+
+
+def test_on_a_cpu_moments_are_times() -> None:
+    lane = lanes.lane_of(torch.device("cpu"))
+    first = lane.mark()
+    with lane.copying(first):
+        then = lane.mark()
+    lane.follow(then)
+    lane.settle()
+    assert lane.between(first, then) == then - first >= 0 and not lane.pins
+
+
+def test_a_gpus_copies_wait_for_its_computation_and_its_computation_for_them(cuda: Cuda) -> None:
+    lane = lanes.lane_of(torch.device("cuda", 0))
+    free = lane.mark()  # all that reads the buffer was queued before
+    with lane.copying(free):
+        arrived = lane.mark()
+    lane.follow(arrived)
+    assert cuda.said == [
+        "mark compute",
+        "copies waits for compute",
+        "mark copies",
+        "compute waits for copies",
+    ]
+    assert lane.pins
+    lane.settle()
+    assert lane.between(free, arrived) == 0.5 and cuda.said[-2:] == ["host waits for copies", "host waits"]
+
+
+def test_pinned_memory_has_the_bytes_asked_for_and_is_given_back(cuda: Cuda) -> None:
+    """torch's own allocator would round 9.5 GB up to 17.2."""
+    memory = lanes.pinned(4097)
+    assert memory.nbytes == 4097 and cuda.registered == {memory.data_ptr(): 4097}
+    del memory
+    gc.collect()
+    assert not cuda.registered
+
+
+def test_where_cuda_refuses_the_bytes_are_said(cuda: Cuda) -> None:
+    cuda.refuses = 2
+    with pytest.raises(DoesNotFit, match=r"CUDA does not page-lock 4\.0 KiB of host memory \(error 2\)"):
+        lanes.pinned(4096)

@@ -1,0 +1,272 @@
+"""Claims about streamed experts: the numbers of the resident model to the bit in both dtypes and every recompute
+mode, as few reads as two buffers allow, and nothing reads a buffer that is not its own."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from unfreeze import models
+from unfreeze.adapters import LoraConfig, attach
+from unfreeze.checkpoint import open_checkpoint, save_checkpoint
+from unfreeze.commands.demo import TINY_K2
+from unfreeze.core.batch import Batch
+from unfreeze.core.errors import CheckpointError, ConfigError
+from unfreeze.generate.open import open_model
+from unfreeze.models.publish import published
+from unfreeze.models.recompute import RECOMPUTE
+from unfreeze.objectives.cross_entropy import cross_entropy
+from unfreeze.parallel.residency import Streamed, buffer_bytes, reads_of, streamed_bytes
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 5,
+    "max_position_embeddings": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts_per_tok": 2,
+    "tie_word_embeddings": False,
+}
+FAMILIES = {
+    "bf16, a dense layer between": {
+        "model_type": "qwen3_moe",
+        "num_experts": 6,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [2],
+        "decoder_sparse_step": 1,
+        "dtype": "bfloat16",
+    },
+    "biases, fused and transposed": {
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "sliding_window": 8,
+        "rope_theta": 1e4,
+        "rms_norm_eps": 1e-5,
+        "swiglu_limit": 7.0,
+        "dtype": "bfloat16",
+    },
+}
+
+
+def batch(tokens: int, documents: int, vocab: int) -> Batch:
+    length = tokens // documents
+    ids = torch.randint(0, vocab, (tokens,), generator=torch.Generator().manual_seed(1))
+    ones, positions = torch.ones(tokens), torch.arange(tokens) % length
+    return Batch(ids, ids.roll(-1), ones, positions, torch.arange(0, tokens, length))
+
+
+def opened(folder: Path, dtype: torch.dtype, experts: str) -> models.Decoder:
+    """The model with adapters that are not zero."""
+    model = open_model(open_checkpoint(folder), dtype, "cpu", experts=experts)
+    attach(model, LoraConfig(rank=4), 0)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and name.endswith("B"):
+            torch.nn.init.normal_(parameter, std=0.02, generator=torch.Generator().manual_seed(3))
+    return model
+
+
+def step(model: models.Decoder, recompute: str, given: Batch) -> dict[str, torch.Tensor]:
+    """The loss, and every gradient by name."""
+    model.zero_grad()
+    loss = cross_entropy(model.hidden(given, RECOMPUTE[recompute]), model.lm_head, given)
+    loss.sum.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.sum.detach(), **found}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory) -> Path:
+    """A random checkpoint of five layers whose experts are dense on disk."""
+    config = {**SIZES, **FAMILIES[request.param]}
+    folder = tmp_path_factory.mktemp("family") / "model"
+    model = models.build(models.shape(config), dtype=torch.float32, device="cpu")
+    models.initialize(model, 0)
+    save_checkpoint(folder, config, published(model, config))
+    return folder
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_resident_models_numbers_to_the_bit(dtype: torch.dtype, recompute: str) -> None:
+    """Two steps of several documents in chunks, idle buffers full of NaN."""
+    given = batch(512, 16, 256)
+    wanted = step(opened(TINY_K2, dtype, "device"), recompute, given)
+    assert len(wanted) > 70
+    for experts in ("disk", "host"):
+        model = opened(TINY_K2, dtype, experts)
+        assert isinstance(model.residency, Streamed)
+        model.residency.poison = True
+        assert all(same(step(model, recompute, given), wanted) for _ in range(2)), experts
+
+
+@pytest.mark.parametrize("recompute", ["layers", "nothing"])
+def test_dense_experts_biases_and_layers_without_experts(family: Path, recompute: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        given = batch(96, 4, 97)
+        wanted = step(opened(family, dtype, "device"), recompute, given)
+        for experts in ("disk", "host"):
+            model = opened(family, dtype, experts)
+            assert isinstance(model.residency, Streamed)
+            model.residency.poison = True
+            assert all(same(step(model, recompute, given), wanted) for _ in range(2)), experts
+
+
+@pytest.mark.parametrize("recompute", ["layers", "nothing"])
+def test_control_arm_another_layers_experts_are_seen(recompute: str) -> None:
+    given = batch(64, 4, 256)
+    wanted = step(opened(TINY_K2, torch.float32, "device"), recompute, given)
+    model = opened(TINY_K2, torch.float32, "host")
+    assert isinstance(model.residency, Streamed)
+    bring = model.residency.source.bring
+    model.residency.source.bring = lambda layer, into: bring(max(0, layer - 1), into)  # type: ignore[method-assign]
+    assert not same(step(model, recompute, given), wanted)
+
+
+def test_control_arm_a_layer_that_is_not_visited_again_before_its_backward(monkeypatch) -> None:
+    """Autograd keeps the graph, and the buffer holds another layer by then."""
+    given = batch(64, 4, 256)
+    wanted = step(opened(TINY_K2, torch.float32, "device"), "nothing", given)
+    monkeypatch.setattr("unfreeze.models.recompute.visited_again", lambda y, layer, residency: y)
+    assert not same(step(opened(TINY_K2, torch.float32, "disk"), "nothing", given), wanted)
+
+
+def test_control_arm_without_its_buffer_nan_is_seen() -> None:
+    """A residency that poisons, and then does not fetch."""
+    model = opened(TINY_K2, torch.float32, "host")
+    assert isinstance(model.residency, Streamed)
+    model.residency.poison = True
+    model.residency.source.bring = lambda layer, into: None  # type: ignore[method-assign]
+    assert not bool(step(model, "layers", batch(64, 4, 256))["loss"].isfinite())
+
+
+def test_reads_are_those_that_two_buffers_need(family: Path) -> None:
+    """2 L - 2 for the first pass, 2 L - 4 for each later one: both turns find two layers here. A pass without
+    backward reads all L, but the first two where backward left them."""
+    model = opened(family, torch.float32, "disk")
+    assert isinstance(model.residency, Streamed)
+    given, layers = batch(96, 4, 97), len(model.moe_layers())
+    step(model, "layers", given)
+    assert model.residency.reads == reads_of(layers, first=True) == 2 * layers - 2
+    for _ in range(2):
+        step(model, "layers", given)
+    assert model.residency.reads == 2 * layers - 2 + 2 * (2 * layers - 4)
+    assert reads_of(layers, first=False) == 2 * layers - 4
+    before = model.residency.reads
+    with torch.no_grad():
+        model.hidden(given)
+        model.hidden(given)
+    assert model.residency.reads - before == 2 * layers - 2
+
+
+@pytest.mark.parametrize(("layers", "first", "later"), [(1, 1, 0), (2, 2, 0), (3, 4, 2), (60, 118, 116)])
+def test_reads_of(layers: int, first: int, later: int) -> None:
+    assert (reads_of(layers, first=True), reads_of(layers, first=False)) == (first, later)
+
+
+def test_what_came_is_counted_once() -> None:
+    model = opened(TINY_K2, torch.float32, "disk")
+    assert isinstance(model.residency, Streamed)
+    step(model, "layers", batch(64, 4, 256))
+    came, again = model.residency.take(), model.residency.take()
+    each = sum(info.nbytes for name, info in open_checkpoint(TINY_K2).tensors.items() if is_expert(name, 1))
+    assert (came.reads, came.bytes) == (4, 4 * each)
+    assert came.seconds > 0 and came.waited >= 0 and came.hidden is not None and 0 <= came.hidden <= 1
+    assert (again.reads, again.bytes, again.seconds, again.hidden) == (0, 0, 0, None)
+
+
+def is_expert(name: str, layer: int) -> bool:
+    return f"layers.{layer}.mlp.experts." in name and not name.endswith("weight_shape")
+
+
+def test_what_autograd_kept_is_the_same_object_with_the_same_version() -> None:
+    """Bytes arrive without torch knowing: no version counter moves, else "nothing" would be refused."""
+    model = opened(TINY_K2, torch.float32, "host")
+    held = {name: (buffer, buffer._version) for name, buffer in model.named_buffers() if ".experts." in name}
+    step(model, "nothing", batch(64, 4, 256))
+    found = dict(model.named_buffers())
+    assert held and all(
+        found[name] is old and old._version == version for name, (old, version) in held.items()
+    )
+
+
+def test_only_two_layers_have_memory() -> None:
+    model = opened(TINY_K2, torch.bfloat16, "disk")
+    storages = {
+        buffer.untyped_storage().data_ptr(): buffer.untyped_storage().nbytes()
+        for name, buffer in model.named_buffers()
+        if ".experts." in name and "counts" not in name
+    }
+    assert len(storages) == 2 and sum(storages.values()) == buffer_bytes(streamed_bytes(model.layers))
+
+
+def test_memory_files_and_threads_are_flat() -> None:
+    model = opened(TINY_K2, torch.float32, "disk")
+    process, given = psutil.Process(), batch(64, 4, 256)
+
+    def now() -> tuple[int, int, int]:
+        return process.memory_info().rss, process.num_fds(), threading.active_count()
+
+    for _ in range(10):
+        step(model, "layers", given)
+    gc.collect()
+    memory, files, threads = now()
+    for _ in range(50):
+        step(model, "layers", given)
+    gc.collect()
+    after = now()
+    assert after[1:] == (files, threads)
+    assert after[0] - memory < 2 * 2**20  # one layer's experts are 221 KB, those of 50 steps 22 MB
+
+
+def test_files_close_and_threads_end_with_the_model(family: Path) -> None:
+    process = psutil.Process()
+    gc.collect()
+    files, threads = process.num_fds(), threading.active_count()
+    model = opened(family, torch.float32, "disk")
+    step(model, "layers", batch(96, 4, 97))
+    assert process.num_fds() > files and threading.active_count() > threads
+    assert isinstance(model.residency, Streamed)
+    model.residency.close()
+    assert process.num_fds() == files and threading.active_count() == threads
+
+
+def test_a_file_that_ends_early_is_one_error_and_can_be_read_again(family: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for file in family.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    given = batch(96, 4, 97)
+    wanted = step(opened(family, torch.float32, "device"), "layers", given)
+    model = opened(folder, torch.float32, "disk")
+    (shard,) = folder.glob("*.safetensors")
+    whole = shard.read_bytes()
+    os.truncate(shard, 1000)
+    with pytest.raises(CheckpointError, match="longer when it was opened"):
+        step(model, "layers", given)
+    shard.write_bytes(whole)
+    with pytest.raises(CheckpointError, match="written to while it was in use"):
+        step(model, "layers", given)
+    assert same(step(opened(folder, torch.float32, "disk"), "layers", given), wanted)
+
+
+def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
+    config = {**SIZES, "model_type": "qwen3", "num_hidden_layers": 1}
+    model = models.build(models.shape(config), dtype=torch.float32, device="cpu")
+    models.initialize(model, 0)
+    save_checkpoint(tmp_path / "dense", config, published(model, config))
+    with pytest.raises(ConfigError, match=r"place\.experts is disk, and this model has no routed experts"):
+        open_model(open_checkpoint(tmp_path / "dense"), experts="disk")
