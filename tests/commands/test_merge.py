@@ -6,11 +6,14 @@ import json
 import shutil
 
 import pytest
+import torch
 
 import unfreeze
 from unfreeze import cli
 from unfreeze.commands import merge as command
+from unfreeze.commands import merge_rows
 from unfreeze.commands.demo import TINY_K2
+from unfreeze.compress.rounding import Rounded
 from unfreeze.evaluate.gain import Gain
 
 
@@ -58,6 +61,7 @@ def test_rows_of_ones_own_and_both_ways_of_scales_are_said(held_out_run, chat_ro
     said = capsys.readouterr().err
     assert "worst: model.layers" in said and "refit" in said and "keep" in said and "(written: keep)" in said
     assert f"loss on {chat_rows}, " in said and "held-out" not in said
+    assert f"warning: the run trained on {chat_rows}" in said and ", noise " in said
     assert f"unfreeze chat {out}" in said
     assert unfreeze.load(out).chat("Hello.", max_new_tokens=2) is not None
 
@@ -79,6 +83,8 @@ def test_what_cannot_be_merged_is_refused(run_dir, tmp_path, capsys):
         ([str(TINY_K2)], "has no adapter to merge"),
         ([str(tmp_path / "gone")], "is not a folder"),
         ([str(run_dir), "--no-check", "--out", str(TINY_K2)], "is what is merged"),
+        ([str(run_dir), "--to", "bf16", "--scales", "keep"], "bf16 has no scales"),
+        ([str(run_dir), "--columns", "prompt=q"], "columns are those of --data"),
     ):
         assert cli.main(["merge", *words]) == 2
         assert says in capsys.readouterr().err
@@ -96,6 +102,51 @@ def test_a_small_share_is_warned_about_with_the_remedy(
     said = capsys.readouterr().err
     assert f"{100 * gain.share:.1f} % of the gain kept" in said
     assert ("warning: rounding took most" in said and "--to bf16" in said) == warned
+
+
+def test_data_that_the_run_trained_on_is_known_by_name_and_by_its_bytes(held_out_run, chat_rows, tmp_path):
+    copy, other = tmp_path / "copy.jsonl", tmp_path / "other.jsonl"
+    shutil.copy(chat_rows, copy)
+    other.write_text('{"question": "Who?", "answer": "I."}\n')
+    for file, known in ((chat_rows, True), (copy, True), (other, False)):
+        assert bool(merge_rows.rows_of(held_out_run, str(file)).trained_on) == known
+    assert not merge_rows.rows_of(held_out_run, "").trained_on  # what it held out
+
+
+def test_columns_of_ones_own_rows(held_out_run, tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"frage": "Who is there?", "antwort": "Me, I think."}\n' * 4)
+    words = ["merge", str(held_out_run), "--to", "bf16", "--data", str(rows), "--out", str(tmp_path / "out")]
+    assert cli.main(words) == 2
+    assert "frage" in capsys.readouterr().err
+    assert cli.main([*words, "--columns", "prompt=frage", "completion=antwort"]) == 0
+    said = capsys.readouterr().err
+    assert f"loss on {rows}, 4 rows" in said and "warning: the run trained" not in said
+
+
+def test_a_share_above_one_is_explained():
+    gain = Gain(base=5.0, adapter=1.0, merged=0.5, tokens=100, rows=10)
+    assert "112.5 % of the gain kept: more than the adapter gained" in gain.words()
+    assert Gain(base=5.0, adapter=1.0, merged=0.99, tokens=100, rows=10).words().endswith("gain kept")
+
+
+def test_kept_and_noise_are_along_and_across_delta():
+    rounded = Rounded(size=1.3, cosine=0.77)
+    delta, across = torch.tensor([1.0, 0.0]), 1.3 * (1 - 0.77**2) ** 0.5
+    written = torch.tensor([1.3 * 0.77, across])
+    assert rounded.kept == pytest.approx(1.001) and rounded.noise == pytest.approx(across)
+    assert rounded.error == pytest.approx(float((written - delta).norm()), abs=1e-6)
+
+
+def test_an_unfinished_merge_is_called_so(run_dir, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert cli.main(["merge", str(run_dir), "--no-check", "--out", str(out), "--quiet"]) == 0
+    assert cli.main(["inspect", str(out)]) == 0  # control arm
+    (out / "config.json").unlink()
+    capsys.readouterr()
+    assert cli.main(["inspect", str(out)]) == 2
+    said = capsys.readouterr().err
+    assert "is a merge that was stopped" in said and "give the command of the merge again" in said
 
 
 def test_an_adapter_that_is_no_better_than_its_base_has_no_gain():

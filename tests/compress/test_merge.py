@@ -315,12 +315,12 @@ def test_a_stopped_merge_goes_on_and_gives_the_same_bytes(to, bases, adapter, me
 def test_another_merge_and_other_files_are_not_written_over(bases, adapter, merging, tmp_path):
     folder, other = adapter("llama")
     merging.run(bases["llama"], folder, tmp_path / "out")
-    for name, options in (("to", {"to": "bf16"}), ("scales", {"scales": "keep"})):
-        with pytest.raises(ConfigError, match=f"other inputs: {name} differ"):
+    for said, options in (("--to same", {"to": "bf16"}), ("--scales refit", {"scales": "keep"})):
+        with pytest.raises(ConfigError, match=f"holds a merge with {said}"):
             merging.run(bases["llama"], folder, tmp_path / "out", **options)
-    with pytest.raises(ConfigError, match="adapter differ"):
+    with pytest.raises(ConfigError, match="holds a merge of another adapter"):
         merging.run(bases["llama"], other, tmp_path / "out")
-    with pytest.raises(ConfigError, match="base, adapter differ"):
+    with pytest.raises(ConfigError, match="of another base and of another adapter"):
         merging.run(bases["moe"], adapter("moe")[0], tmp_path / "out")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes.txt").write_text("mine")

@@ -34,6 +34,7 @@ MAX_SIZE = 2**62  # elements or bytes: no file has more, and int64 counters woul
 MAX_TEXT = 4096  # bytes of what a format writes about one weight; bitsandbytes' have 170
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 INDEX = "model.safetensors.index.json"
+MERGE = "merge.json"  # what unfreeze merge has done in a folder; config.json comes last
 MODELOPT = "hf_quant_config.json"
 BESIDE = (MODELOPT, "quantize_config.json", "quant_config.json", "quantization_config.json")
 """Files beside config.json that hold the quantization in older releases: NVIDIA's, AutoGPTQ's, autoawq's,
@@ -154,6 +155,11 @@ def open_checkpoint(source: str | Path, *, progress: Callable[[str], None] | Non
             raise CheckpointError(
                 f"{folder} is a training run, not a checkpoint",
                 next=f"unfreeze report {folder}    unfreeze chat {folder}",
+            )
+        if (folder / MERGE).is_file():
+            raise CheckpointError(
+                f"{folder} is a merge that was stopped: it has {MERGE} and no config.json yet",
+                next="give the command of the merge again; it goes on where it stopped",
             )
         raise CheckpointError(
             f"{folder} has no config.json", next="give the folder that holds config.json and *.safetensors"

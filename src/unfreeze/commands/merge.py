@@ -10,7 +10,7 @@ rows. It works shard by shard: the same command goes on where it was stopped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -19,6 +19,7 @@ from pydantic import Field
 from tyro.conf import Positional, arg
 
 from unfreeze.commands.merge_rows import encoded, gain_of, rows_of
+from unfreeze.config.columns import Columns
 from unfreeze.config.parse import Folder, Frozen, ModelName, parse, writing
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
@@ -56,6 +57,9 @@ class Config(Frozen):
     data: Folder = Field(
         default="", description="held-out rows to measure on; default: those that the run held out"
     )
+    columns: Columns = Field(
+        default=(), description="fields of a row of --data and the columns they are read from: FIELD=COLUMN"
+    )
     no_check: bool = Field(default=False, description="merge without measuring the loss on held-out rows")
 
 
@@ -83,7 +87,11 @@ def merge(config: Config, common: Common) -> dict[str, Any]:
     out = Path(config.out) if config.out else run / f"merged-{config.to}"
     if out.resolve() in (run.resolve(), source.adapter.resolve(), manifest.path.resolve()):
         raise ConfigError(f"out = {out} is what is merged", next="give another folder")
-    rows = "--no-check" if config.no_check else rows_of(run, config.data)
+    if config.columns and not config.data:
+        raise ConfigError("columns are those of --data, which is not given", next="give --data FILE")
+    if config.to == "bf16" and config.scales == "keep":
+        raise ConfigError("scales = keep: bf16 has no scales", next="leave --scales out, or --to same")
+    rows = "--no-check" if config.no_check else rows_of(run, config.data, config.columns)
 
     import torch
 
@@ -122,6 +130,8 @@ def merge(config: Config, common: Common) -> dict[str, Any]:
         write_card(out, manifest, source.base, config, record, gain)
     for line in said(record, groups, gain, config, unmeasured):
         say(common)(line)
+    if gain is not None and not isinstance(rows, str) and rows.trained_on:
+        say(common)(f"warning: {rows.trained_on}")
     say(common)(f"{out}: a checkpoint; unfreeze chat {out}")
     return {
         "path": str(out),
@@ -135,7 +145,7 @@ def merge(config: Config, common: Common) -> dict[str, Any]:
 
 
 def summary(rows: Sequence[Row]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """group -> modules, ‖ΔW‖/‖W‖, and per way of rounding size, cosine, kept: means over its modules."""
+    """group -> modules, ‖ΔW‖/‖W‖, and per way size, cosine, kept, noise: means over its modules."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(row.group, []).append(row)
@@ -145,7 +155,7 @@ def summary(rows: Sequence[Row]) -> Iterator[tuple[str, dict[str, Any]]]:
             found = [row.ways[way] for row in own if way in row.ways]
             ways[way] = {
                 name: sum(getattr(rounded, name) for rounded in found) / len(found)
-                for name in ("size", "cosine", "kept")
+                for name in ("size", "cosine", "kept", "noise")
             }
             ways[way]["anew"] = sum(rounded.anew for rounded in found)
         change = sum(row.delta / row.weight if row.weight else 0.0 for row in own) / len(own)
@@ -159,15 +169,17 @@ def said(
     """A few lines: the worst modules, a line per group, the gain, and what to do where little is kept."""
     from unfreeze.evaluate.gain import ENOUGH
 
-    yield "rounding: ‖Q(W+ΔW)−W‖/‖ΔW‖ and its cosine with ΔW; their product is the share of ΔW kept"
+    yield (
+        "rounding, as shares of ‖ΔW‖: how much of ΔW is kept (‖Q(W+ΔW)−W‖/‖ΔW‖ × its cosine with ΔW), and the"
+        " noise across it"
+    )
     for row in record.rows[:SHOWN]:
         found = row.ways[row.written]
-        parts = f"{found.size:.2f} × {found.cosine:.2f} = {found.kept:.2f}"
-        yield f"  worst: {row.module} {parts} ({row.written})"
+        shares = {name: getattr(found, name) for name in ("size", "cosine", "kept", "noise")}
+        yield f"  worst: {row.module} {_shares(shares)} ({row.written})"
     for group, entry in groups.items():
         ways = "; ".join(
-            f"{way} {of['size']:.2f} × {of['cosine']:.2f} = {of['kept']:.2f}"
-            + (f", {of['anew']:,.0f} scales made anew" if of["anew"] else "")
+            f"{way} {_shares(of)}" + (f", {of['anew']:,.0f} scales made anew" if of["anew"] else "")
             for way, of in entry["ways"].items()
         )
         wrote = f" (written: {config.scales})" if len(entry["ways"]) > 1 else ""
@@ -183,6 +195,11 @@ def said(
             f"warning: rounding took most of what training gained: {remedy} the adapter beside the base"
             " (unfreeze export)"
         )
+
+
+def _shares(of: Mapping[str, float]) -> str:
+    """ "kept 0.94 (1.05 × 0.90), noise 0.46"."""
+    return f"kept {of['kept']:.2f} ({of['size']:.2f} × {of['cosine']:.2f}), noise {of['noise']:.2f}"
 
 
 def write_card(
@@ -204,8 +221,8 @@ def write_card(
     lines += [f"# {_name(base)}, merged with {_name(config.run)}", ""]
     lines += [f"A LoRA adapter merged into its base, in {formats[config.to]}, made with unfreeze.", ""]
     lines += [
-        "| weights | modules | ‖ΔW‖/‖W‖ | written as | ‖Q(W+ΔW)−W‖/‖ΔW‖ | cosine |",
-        "|---|---|---|---|---|---|",
+        "| weights | modules | ‖ΔW‖/‖W‖ | written as | ‖Q(W+ΔW)−W‖/‖ΔW‖ | cosine | kept | noise |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for group, entry in record.more["rounding"].items():
         for way in entry["written"]:
@@ -215,8 +232,7 @@ def write_card(
                 entry["modules"],
                 f"{entry['change']:.3f}",
                 way,
-                f"{of['size']:.2f}",
-                f"{of['cosine']:.2f}",
+                *(f"{of[name]:.2f}" for name in ("size", "cosine", "kept", "noise")),
             ]
             lines.append(f"| {' | '.join(map(str, cells))} |")
     lines += ["", f"{words[0].upper()}{words[1:]}." if words else "Not measured on held-out rows.", ""]

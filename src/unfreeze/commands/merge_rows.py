@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
+from filecmp import cmp
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,18 +27,25 @@ GIVE = "--data FILE of held-out conversations measures it"
 
 @dataclass(frozen=True)
 class Rows:
-    """Held-out documents: whose, and how they are encoded (fields of resolved_config.json)."""
+    """Held-out documents: whose, and how they are encoded (fields of resolved_config.json).
+
+    fraction    of `files` that was held out; 0: all of them
+    columns     of `files`, where they are the user's own
+    trained_on  what is wrong with them: the run learned from a file among them; "" where none is known
+    """
 
     files: tuple[str, ...]
-    fraction: float  # of `files` that was held out; 0: all of them
+    fraction: float
     resolved: dict[str, Any]
+    columns: tuple[str, ...] = ()
+    trained_on: str = ""
 
 
-def rows_of(run: Path, data: str) -> Rows | str:
+def rows_of(run: Path, data: str, columns: tuple[str, ...] = ()) -> Rows | str:
     """The rows of `data`, or those that the run held out; else why there are none. No row is read."""
     resolved = read_object(run / RESOLVED, ConfigError) if (run / RESOLVED).is_file() else {}
     if data:
-        return Rows((data,), 0.0, resolved)
+        return Rows((data,), 0.0, resolved, columns, _trained_on(data, resolved))
     if not resolved:
         return f"{run} is an adapter without its run; {GIVE}"
     if resolved.get("validation"):
@@ -46,6 +54,16 @@ def rows_of(run: Path, data: str) -> Rows | str:
     if not isinstance(fraction, float) or not 0 < fraction < 1:
         return f"{run} held out no rows (validation_fraction 0); {GIVE}"
     return Rows(_names(resolved.get("data")), fraction, resolved)
+
+
+def _trained_on(data: str, resolved: dict[str, Any]) -> str:
+    """What to warn of where a run's record names `data`, or a file of the same bytes, as what it learned."""
+    own = Path(data)
+    for name in _names(resolved.get("data") or []):
+        other = Path(name)
+        if name == data or (own.is_file() and other.is_file() and cmp(own, other, shallow=False)):
+            return f"the run trained on {name}: the loss on it shows what was learned by heart"
+    return ""
 
 
 def _names(value: object) -> tuple[str, ...]:
@@ -61,8 +79,9 @@ def encoded(rows: Rows, manifest: Manifest, max_positions: int, say: Callable[[s
     of = rows.resolved
     names = ("truncation", "on_bad_row", "turns", "reasoning")
     options: dict[str, Any] = {name: of[name] for name in names if name in of}
-    if of.get("columns") and rows.fraction:
-        options["columns"] = tuple(of["columns"])
+    columns = rows.columns or (tuple(of.get("columns") or ()) if rows.fraction else ())
+    if columns:
+        options["columns"] = columns
     try:
         files = [path for name in rows.files for path in files_of(name, "data", say)]
     except ConfigError as error:

@@ -58,9 +58,9 @@ class Record:
 
     @property
     def rows(self) -> list[Row]:
-        """The rounding of every adapted matrix, the worst first: the least share of ΔW kept."""
+        """The rounding of every adapted matrix, the worst first: the largest error beside ΔW."""
         found = [_row(entry) for shard in self.shards.values() for entry in shard["rounding"]]
-        return sorted(found, key=lambda row: row.ways[row.written].kept)
+        return sorted(found, key=lambda row: -row.ways[row.written].error)
 
     def write(self, out: Path) -> None:
         whole = {"version": VERSION, "finished": self.finished, "inputs": self.inputs, **self.more}
@@ -208,9 +208,11 @@ def begun(out: Path, inputs: dict[str, Any]) -> Record:
         raise damaged
     other = [name for name in inputs if before.get(name) != inputs[name]]
     if other or found.get("version") != VERSION:
+        files = [f"of another {name}" for name in other if name in ("base", "adapter")]
+        flags = [f"with --{name} {before.get(name)}" for name in other if name in ("to", "scales")]
+        what = " and ".join(files + flags) or "by another version of this program"
         raise ConfigError(
-            f"{out} holds a merge of other inputs: {', '.join(other) or 'another version'} differ",
-            next="give another folder, or the same command as then",
+            f"{out} holds a merge {what}", next="give another folder, or the same command as then"
         )
     more = {
         name: value

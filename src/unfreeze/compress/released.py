@@ -10,11 +10,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from unfreeze.checkpoint.manifest import BESIDE, INDEX, inside
+from unfreeze.checkpoint.manifest import BESIDE, INDEX, MERGE, inside
 from unfreeze.checkpoint.save import write_file
 from unfreeze.compress.work import KIMI, Work
 
-RECORD = "merge.json"
+RECORD = MERGE
 CARD, BASE_CARD = "README.md", "README.base.md"
 DTYPES = ("torch_dtype", "dtype")
 CARRIED = (

@@ -3,6 +3,8 @@
     size      ‖Q(W + ΔW) − W‖ / ‖ΔW‖           1 where nothing is lost; a coarse grid gives any number
     cosine    of the angle between Q(W + ΔW) − W and ΔW
     kept      size · cosine: the share of ΔW that is in the merged weight, along ΔW
+    noise     size · √(1 − cosine²): what stands there across ΔW, as a share of it
+    error     ‖Q(W + ΔW) − W − ΔW‖ / ‖ΔW‖ = √((1 − kept)² + noise²)
 
 Norms are Frobenius', summed in float64. W is what the base's file stands for.
 """
@@ -41,6 +43,14 @@ class Rounded:
     @property
     def kept(self) -> float:
         return self.size * self.cosine
+
+    @property
+    def noise(self) -> float:
+        return self.size * math.sqrt(max(0.0, 1 - self.cosine**2))
+
+    @property
+    def error(self) -> float:
+        return math.hypot(1 - self.kept, self.noise)
 
 
 @dataclass(frozen=True)

@@ -35,4 +35,5 @@ class Gain:
         on = f"{f'loss on {file},' if file else 'held-out loss on'} {self.rows:,} rows: {losses}"
         if self.share is None:
             return f"{on}: the adapter is no better than the base on these rows, so there is no gain to keep"
-        return f"{on}: {100 * self.share:.1f} % of the gain kept"
+        more = ": more than the adapter gained, rounding happened to help here" if self.share > 1.05 else ""
+        return f"{on}: {100 * self.share:.1f} % of the gain kept{more}"

@@ -178,6 +178,16 @@ def test_ends_come_from_every_file_and_from_the_template(json_folder, templates)
     assert load_tokenizer(nested).eos_ids == {eos, 6}
 
 
+def test_bos_before_the_next_turn_ends_none(json_folder):
+    """A template that writes BOS behind each turn, the last one too."""
+    turns = "{% for m in messages %}{{ m.content + bos_token }}{% endfor %}"
+    tokenizer = load_tokenizer(json_folder(turns))
+    assert tokenizer.bos_id is not None and tokenizer.bos_id not in tokenizer.eos_ids
+    # control arm: where it is the end token too, it ends a turn
+    both = load_tokenizer(json_folder(turns, eos_token="<|bos|>"))
+    assert both.bos_id == both.eos_id and both.bos_id in both.eos_ids
+
+
 def test_special_tokens_written_as_objects_or_only_as_ids(json_folder):
     assert load_tokenizer(json_folder(eos_token={"content": "<|eot_id|>", "lstrip": False})).eos_id == 6
     tokenizer = load_tokenizer(

@@ -104,8 +104,9 @@ class Tokenizer:
         )
         spelled = [re.escape(text) for text in self.special_texts if text]
         self.special_pattern = re.compile("|".join(spelled)) if spelled else None  # longest first
-        turn_end = self._turn_end()
-        self.eos_ids = eos_ids if turn_end is None else eos_ids | {turn_end}
+        self.eos_ids = eos_ids
+        if (turn_end := self._turn_end()) is not None:
+            self.eos_ids = eos_ids | {turn_end}
 
     def told(self) -> str | None:
         """What its chat template tells of the time; None where that may change before the day ends."""
@@ -150,7 +151,10 @@ class Tokenizer:
         return self._backend.token_text(id)
 
     def _turn_end(self) -> int | None:
-        """The special token with which the template closes an assistant's turn, or None."""
+        """The special token with which the template closes an assistant's turn, or None.
+
+        BOS, which some templates write before every turn, closes none, but where it is the end token too.
+        """
         content = "Zq7"  # cannot be part of a template
         try:
             text = self.chat.render(
@@ -161,7 +165,11 @@ class Tokenizer:
         tail = text.rpartition(content)[2]
         return (
             next(
-                (id for id in self.encode(tail, specials=True, continues=True) if id in self.special_ids),
+                (
+                    id
+                    for id in self.encode(tail, specials=True, continues=True)
+                    if id in self.special_ids and (id != self.bos_id or id in self.eos_ids)
+                ),
                 None,
             )
             if tail
