@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from unfreeze import cli
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.torchrun import Started, nearest_multiples, sharers, started
+from unfreeze.job.job import Job
 from unfreeze.job.processes import refuse_uneven
+from unfreeze.parallel.collectives import ALONE
 from unfreeze.recipes.sft import Config
 from unfreeze.train.run import config_hash
 
@@ -72,3 +75,21 @@ def test_what_torchrun_says(monkeypatch):
     assert started() == Started(rank=3, size=4, local=3, on_node=4, node=0, nodes=1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert started() == Started(rank=3, size=4, local=1, on_node=2, node=1, nodes=2)
+
+
+def test_the_spike_guard_of_every_process_has_the_steps_before_that_only_process_0_wrote(
+    tmp_path, monkeypatch
+):
+    """Else process 0 would skip an update that the others make. Here process 1 of a run that goes on."""
+    monkeypatch.setattr("unfreeze.train.guards.SpikeGuard", lambda *given, **options: options["history"])
+    of_process_0 = json.dumps([[2.0, 1.0], [1.9, 0.9]])
+    job = SimpleNamespace(
+        group=SimpleNamespace(texts=lambda text: [of_process_0, text]),
+        state=SimpleNamespace(step=2, run=SimpleNamespace(path=tmp_path)),
+        **dict.fromkeys(("model", "recompute", "on_spike", "max_norm", "describe")),
+        parts=SimpleNamespace(objective=None),
+    )
+    (tmp_path / "events.jsonl").write_text("")  # a process beyond the first has a folder of its own
+    assert Job.spike_guard(job) == [[2.0, 1.0], [1.9, 0.9]]  # type: ignore[arg-type]
+    job.group = ALONE
+    assert Job.spike_guard(job) == []  # type: ignore[arg-type]

@@ -160,7 +160,7 @@ def test_training_does_not_feel_it(validated: Path, rows: tuple[Path, Path], tmp
     assert (plain / name).read_bytes() == (validated / name).read_bytes()
 
 
-def drawing(model: Any, batches: Any, *, bytes_total: int | None = None) -> Heldout:
+def drawing(model: Any, batches: Any, **options: Any) -> Heldout:
     """A measurement that is careless: it draws from torch's global RNG and counts tokens for experts."""
     torch.rand(3)
     for moe in model.moe_layers().values():
@@ -197,7 +197,7 @@ def scripted(losses: dict[int, float]) -> Any:
     """heldout with the losses of a script, a call after the other."""
     left = list(losses.values())
 
-    def heldout(model: Any, batches: Any, *, bytes_total: int | None = None) -> Heldout:
+    def heldout(model: Any, batches: Any, **options: Any) -> Heldout:
         loss = left.pop(0)
         return Heldout(loss=loss, perplexity=math.exp(loss), bits_per_byte=None, tokens=1)
 

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,15 @@ from unfreeze import models
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import ConfigError, UserError
 from unfreeze.data import Example, pack
+from unfreeze.evaluate.perplexity import dealt, heldout
+from unfreeze.job.samples import of_the_first
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel import collectives
 from unfreeze.parallel.collectives import ALONE, Group, buckets, fingerprint, open_group
 from unfreeze.train.balance import LossFreeBalance
 from unfreeze.train.fit import fit
 from unfreeze.train.follower import Follower, open_run
+from unfreeze.train.memory import peak_bytes
 from unfreeze.train.nonfinite import investigate
 from unfreeze.train.optim import AdamW
 from unfreeze.train.run import Run
@@ -72,6 +76,7 @@ LENGTHS = [3, 5, 40, 2, 4, 7, 60, 30]  # very unequal,
 SUPERVISED = [1, 4, 35, 1, 0, 6, 2, 0]  # and the fifth and the last row fully masked
 ACCUMULATION = (1, 2, 4, 8)
 STEPS = 6
+LAYERS = CONFIG["num_hidden_layers"]
 
 
 def documents() -> list[Example]:
@@ -125,6 +130,7 @@ def gradients(family: str, batches: list[Batch], group: Group) -> tuple[dict[str
         "tokens": result.tokens,
         "supervised": result.supervised_tokens,
         "grad_norm": result.grad_norm,
+        "peak": result.peak_bytes,
     }
     return found, {
         **facts,
@@ -244,6 +250,12 @@ def says(action: Callable[[], Any]) -> str:
 def main(folder: Path) -> None:
     """What each of the two processes does; process r leaves facts-r.json, the first also gradients."""
     facts: dict[str, Any] = {}
+    passes = [0]
+
+    def counting(*arguments: Any) -> Any:
+        passes[0] += 1
+        return models.plain(*arguments)
+
     with open_group(torch.device("cpu")) as group:
         for family in ("deepseek_v3", "llama"):
             for pieces, packed in [(pieces, True) for pieces in ACCUMULATION[1:]] + [(8, False)]:
@@ -301,6 +313,18 @@ def main(folder: Path) -> None:
         facts["lead fails"] = says(lambda: group.on_rank0(fail))
         facts["any"] = [group.any(group.rank == 1), group.any(False)]
         facts["texts"] = group.texts("" if group.rank == 0 else "line of the second: ü")
+        batches = cut(8, False)[:3]  # of three batches the second process has one, and one without weight
+        facts["held out"] = asdict(heldout(decoder("llama"), batches, bytes_total=99, group=group))
+        passes[0] = 0
+        facts["dealt"] = [int(batch.weights_T.sum()) for batch in dealt(batches, group)]
+        # the first of two micro-batches of the second process: the first process looks no further either
+        batches = [pack([Example([n, 2, 3], [0.0, 1.0, 1.0])]) for n in (1, 31, 2, 3)]
+        facts["found early"] = investigate(
+            poisoned, batches, cross_entropy, recompute=counting, group=group, folder=own, step=2
+        )
+        facts["passes"] = passes[0]
+        facts["tie"] = of_the_first(group, torch.device("cpu"), [7 + group.rank, 3 - group.rank])
+        facts["peak"] = [gradients("llama", cut(2, True), group)[1]["peak"], peak_bytes(torch.device("cpu"))]
         group.check_replicas({"same": torch.ones(3)})
         facts["replicas"] = says(
             lambda: group.check_replicas(
@@ -499,6 +523,36 @@ def test_experts_that_no_token_of_a_process_reached_hang_nobody(two):
 def test_control_arm_collectives_that_depend_on_routing_hang(tmp_path: Path):
     codes = launch("hang", tmp_path, timeout=60)
     assert any(codes) and not all((tmp_path / f"survived-{rank}").exists() for rank in (0, 1))
+
+
+def test_held_out_batches_are_dealt_and_give_the_loss_of_one_process(two):
+    batches = cut(8, False)[:3]
+    expected = asdict(heldout(decoder("llama"), batches, bytes_total=99))
+    first, second = (facts["held out"] for facts in two[1])
+    assert first == second and first["tokens"] == expected["tokens"] == sum(SUPERVISED[:3])
+    for name in ("loss", "perplexity", "bits_per_byte"):
+        assert first[name] == pytest.approx(expected[name], rel=1e-6)
+    # as many passes in both, the last of the second process without weight
+    assert [facts["dealt"] for facts in two[1]] == [[SUPERVISED[0], SUPERVISED[2]], [SUPERVISED[1], 0]]
+
+
+def test_a_replay_makes_as_many_passes_in_every_process(two):
+    """The NaN is in the second process's first micro-batch; alone the first would replay both of its own, each
+    forward and backward."""
+    line = "NaN first at model.embed_tokens, 1 of 3 positions, all supervised, float32, micro-batch 2, document 1"
+    for facts in two[1]:
+        assert facts["found early"].startswith(line)
+    assert two[1][0]["passes"] == two[1][1]["passes"] == LAYERS
+
+
+def test_all_processes_take_the_tokens_that_the_first_chose(two):
+    assert [facts["tie"] for facts in two[1]] == [[7, 3], [7, 3]]
+
+
+def test_the_memory_of_a_step_is_that_of_the_fullest_process(two):
+    """The measured maximum over both; each looks again afterwards, when its own can only be higher."""
+    (first, own), (second, other) = (facts["peak"] for facts in two[1])
+    assert first == second and 0.8 * max(own, other) <= first <= max(own, other)
 
 
 def test_failures_are_shared_and_named(two):

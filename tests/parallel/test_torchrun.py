@@ -17,6 +17,7 @@ import pytest
 from unfreeze import cli
 from unfreeze.checkpoint import hub
 from unfreeze.commands.demo import TINY_K2
+from unfreeze.report.run import facts, read_run
 
 ROWS = [
     {"question": f"What is {n} and {n}?", "answer": f"{2 * n}, it is. Hmm." * (1 + n % 3)} for n in range(800)
@@ -103,6 +104,8 @@ def test_two_processes_train_as_one(two, data: Path, tmp_path: Path, monkeypatch
     names = {path.relative_to(tmp_path / "one").as_posix() for path in (tmp_path / "one").rglob("*")}
     made = {path.relative_to(folder / "run").as_posix() for path in (folder / "run").rglob("*")}
     assert made == names
+    assert ("Processes", "2") in facts(read_run(folder / "run"))
+    assert "Processes" not in dict(facts(read_run(tmp_path / "one")))
     capsys.readouterr()
 
 

@@ -157,6 +157,7 @@ class StartEvent(CommonFields):
     resumed: Annotated[bool, of("yes or no", "goes on from a save")]
     model: Annotated[AnyText, of("folder or id", "as configured")]
     data: Annotated[AnyText, of("file", "as configured")]
+    processes: NotRequired[Annotated[Int, of("processes", "that train together, where there are several")]]
 
 
 class KernelChoice(TypedDict):
@@ -214,7 +215,7 @@ class TrainEvent(CommonFields, total=False):
     supervised_tokens: Annotated[Int, of("tokens", "of the step, weight > 0")]
     seconds: Annotated[Real, of("seconds", "of the step, without hooks and saving")]
     learning_rate: Annotated[Real, of("per step", "read back from the optimizer")]
-    peak_bytes: Annotated[Int, of("bytes", "CUDA: allocated by torch; CPU: resident memory of the process")]
+    peak_bytes: Annotated[Int, of("bytes", "of the fullest process; CUDA: allocated by torch; CPU: resident")]
     fragmentation_bytes: Annotated[Int, of("bytes", "CUDA: reserved minus allocated")]
     applied: Annotated[bool, of("yes or no", "false where the spike guard skipped the update")]
     expert_load: Annotated[dict[AnyText, Counts], of("tokens per expert", "layer -> tokens given to each")]

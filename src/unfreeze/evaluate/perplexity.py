@@ -7,8 +7,8 @@ Perplexity per token depends on the tokenizer. Bits per byte of text compare mod
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,6 +16,7 @@ from unfreeze.core.batch import Batch
 from unfreeze.core.errors import DataError
 from unfreeze.models import Decoder
 from unfreeze.objectives.cross_entropy import cross_entropy
+from unfreeze.parallel.collectives import ALONE, Group
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,9 @@ class Heldout:
 
 
 @torch.no_grad()
-def heldout(model: Decoder, batches: Iterable[Batch], *, bytes_total: int | None = None) -> Heldout:
+def heldout(
+    model: Decoder, batches: Iterable[Batch], *, bytes_total: int | None = None, group: Group = ALONE
+) -> Heldout:
     """The loss of all batches together. Raises DataError if no token carries weight.
 
     loss = sum_t w_t (-log p_t) / sum_t w_t
@@ -44,6 +47,8 @@ def heldout(model: Decoder, batches: Iterable[Batch], *, bytes_total: int | None
     batches      packed, on the host. How documents are spread over them changes nothing but rounding
                  (relative 1e-6 in float32).
     bytes_total  UTF-8 bytes of the supervised text of all batches.
+    group        the processes among which the batches are dealt; each gets the result of all. Every process
+                 calls it with equal batches, and makes the same number of passes.
 
     Routing is as in training, and no random number is drawn.
     The experts' counts are put back, so an evaluation counts nowhere (docs/trust.md M2).
@@ -51,11 +56,15 @@ def heldout(model: Decoder, batches: Iterable[Batch], *, bytes_total: int | None
     # float64 on the host: a float32 running sum loses 1e-6 after some thousand batches
     total, weight, tokens = 0.0, 0.0, 0
     with model.looking():
-        for host_batch in batches:
+        for host_batch in dealt(batches, group):
             batch = host_batch.to(model.device)
             loss = cross_entropy(model.hidden(batch), model.lm_head, batch)
             total, weight = total + float(loss.sum), weight + float(loss.count)
             tokens += int(host_batch.weights_T.gt(0).sum())
+    if group.size > 1:
+        sums = torch.tensor([total, weight, tokens], dtype=torch.float64, device=model.device)
+        group.sum_([sums])
+        total, weight, tokens = sums.tolist()
     if not tokens:
         raise DataError(
             "0 tokens of the held-out batches are supervised, at least 1 needed",
@@ -66,5 +75,20 @@ def heldout(model: Decoder, batches: Iterable[Batch], *, bytes_total: int | None
         loss=loss_mean,
         perplexity=math.exp(loss_mean) if loss_mean < 700 else math.inf,  # exp(709) is the largest float64
         bits_per_byte=total / math.log(2) / bytes_total if bytes_total else None,
-        tokens=tokens,
+        tokens=int(tokens),
     )
+
+
+def dealt(batches: Iterable[Batch], group: Group) -> Iterator[Batch]:
+    """Every `group.size`th batch, from `group.rank` on, and as many for each process.
+
+    Where the last round has none for a process, it gets the first batch with weights of 0.
+    """
+    first: Batch | None = None
+    count = 0
+    for number, batch in enumerate(batches):
+        first, count = first or batch, number + 1
+        if number % group.size == group.rank:
+            yield batch
+    if first is not None and 0 < count % group.size <= group.rank:
+        yield replace(first, weights_T=torch.zeros_like(first.weights_T))

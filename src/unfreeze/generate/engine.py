@@ -9,7 +9,7 @@ T tokens of all prompts end to end, S sequences, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -117,6 +117,8 @@ class Engine:
                docs/trust.md N5) are never sampled. None: ids only.
     stop_ids   end a sequence where they are sampled.
     steps      how a step is launched (generate/steps.py).
+    agreed     the tokens of a step that were chosen here -> those that are taken. Processes that share a
+               model's weights must take the same.
 
     Nothing is kept from call to call, so the model's weights may change between calls.
     """
@@ -130,6 +132,7 @@ class Engine:
         steps: Steps = by_record,
     ):
         self.model, self.tokenizer, self.stop_ids, self.steps = model, tokenizer, stop_ids, steps
+        self.agreed: Callable[[list[int]], list[int]] = list
         self.num_ids = (
             model.shape.vocab_size if tokenizer is None else min(tokenizer.named_size, model.shape.vocab_size)
         )
@@ -177,7 +180,7 @@ class Engine:
 
         # decode: choose, yield, drop the finished rows, one step of the model
         while True:
-            tokens = chooser.choose(logits_SV, [row.index for row in rows])
+            tokens = self.agreed(chooser.choose(logits_SV, [row.index for row in rows]))
             logprobs = logprobs_of(logits_SV, tokens)
             pieces = [
                 replace(row.push(token), logprob=logprob)

@@ -7,6 +7,7 @@ validation, guards, receipt, report.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -239,7 +240,7 @@ class Job:
 
         Its window is filled from the events of the steps before, so a resumed run judges as an unbroken one.
         """
-        from unfreeze.train.guards import SpikeGuard
+        from unfreeze.train.guards import WINDOW, SpikeGuard
 
         state = self.state
         before = of_kind(read_events(state.run.path / "events.jsonl"), TrainEvent) if state.step else []
@@ -250,6 +251,8 @@ class Job:
             and (loss := event.get("loss")) is not None
             and (norm := event.get("grad_norm")) is not None
         ]
+        # only process 0 has the events of the steps before, and all must judge alike
+        history = json.loads(self.group.texts(json.dumps(history[-WINDOW:]))[0])
         return SpikeGuard(
             self.model,
             self.parts.objective,
@@ -352,7 +355,15 @@ def prepare(
         refuse_samples(folder, plan, count, own, held_out=bool(data.validation or data.validation_fraction))
         count, own = 0, []
     samples = Samples(
-        folder, speaker, tokenizer, data.files, dataset.examples, count, own, columns=data.columns
+        folder,
+        speaker,
+        tokenizer,
+        data.files,
+        dataset.examples,
+        count,
+        own,
+        group=group,
+        columns=data.columns,
     )
     validation = validation_of(
         state,

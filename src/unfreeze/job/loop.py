@@ -86,7 +86,7 @@ class Loop:
         from unfreeze.train.together import save_together
 
         state, saves = self.state, self.job.saves
-        emit_start(state)
+        emit_start(state, self.job.group.size)
         self._timer.restart()
         for hook in self.job.validation:
             hook.first()

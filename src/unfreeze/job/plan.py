@@ -227,7 +227,8 @@ def emit_plan(
     fields = plan_fields(plan) | ({"start": list(lines)} if lines else {})
     if group.size > 1:
         each = f"{group.size} processes, each with this plan"
-        fields["lines"] = [*fields["lines"], f"  {each}; process 0 speaks, and what it measures is its own"]
+        measured = "process 0 speaks; tokens are of all, memory is that of the fullest"
+        fields["lines"] = [*fields["lines"], f"  {each}; {measured}"]
     if note:
         fields |= {"export_note": note, "lines": [*fields["lines"], f"  {note}"]}
     if disk is not None:

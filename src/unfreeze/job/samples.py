@@ -7,15 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
 from unfreeze.core.errors import DataError
 
 if TYPE_CHECKING:
+    import torch
+
     from unfreeze.data import Example, Row, Tokenizer
     from unfreeze.evaluate.gap import Gap
     from unfreeze.generate.model import Model
+    from unfreeze.parallel.collectives import Group
     from unfreeze.train.run import Run
 
 ANSWER = 64  # tokens of a sample answer at most: enough to see style, cheap beside a step
@@ -31,7 +35,7 @@ class Prompt:
 
 
 class Samples:
-    """`own` prompts, then the first `count` rows that training uses.
+    """What a run says: `own` prompts, then the first `count` rows that training uses.
 
     Of a conversation the prompt ends before an answer, of a text after its eighth word.
     Made from rows that were accepted, so a bad row that the run skips is skipped here too. A row that cannot
@@ -49,9 +53,12 @@ class Samples:
         count: int,
         own: Sequence[Prompt] = (),
         *,
+        group: Group,
         columns: Sequence[str] = (),
     ):
-        self._run, self._speaker = run, speaker
+        self._run, self._speaker, self._group = run, speaker, group
+        if group.lockstep:
+            speaker.engine.agreed = partial(of_the_first, group, speaker.decoder.device)
         self._prompts, self._own = list(own), len(own)
         room = speaker.decoder.shape.max_positions - ANSWER
         for row in rows_used(data, examples, count, columns):
@@ -71,11 +78,19 @@ class Samples:
         """Greedy answers to all prompts in one batch, and their trainer/sampler gap (evaluate/gap.py).
 
         when is "before", "during" or "after".
+        Process 0 answers alone, while the others wait; where a pass needs all processes, all sample the
+        tokens that process 0 chose.
         """
-        from unfreeze.evaluate.gap import gap_of_answers
-
         if not self._prompts:
             return
+        if self._group.lockstep:
+            self._say(when, step)
+        else:
+            self._group.on_rank0(lambda: self._say(when, step))
+
+    def _say(self, when: str, step: int) -> None:
+        from unfreeze.evaluate.gap import gap_of_answers
+
         prompts = [prompt.tokens for prompt in self._prompts]
         answers = self._speaker.complete(prompts, max_new_tokens=ANSWER)
         for index, (prompt, answer) in enumerate(zip(self._prompts, answers, strict=True)):
@@ -110,6 +125,15 @@ class Samples:
                 " float32): the cached and the packed pass do not compute the same"
             )
         }
+
+
+def of_the_first(group: Group, device: torch.device, tokens: list[int]) -> list[int]:
+    """The tokens that process 0 sampled: where two are equally likely, rounding may part the processes."""
+    import torch
+
+    chosen = torch.tensor(tokens, device=device)
+    group.broadcast(chosen, 0)
+    return [int(token) for token in chosen]
 
 
 def own_prompts(texts: Sequence[str], tokenizer: Tokenizer, *, chat: bool) -> list[Prompt]:

@@ -114,7 +114,7 @@ def validation_of(
 ) -> list[Validation]:
     """The Validation in batches of `tokens`; none where nothing is held out.
 
-    Every process measures all of it, process 0 saves.
+    The processes deal its batches out to each other.
     """
     from unfreeze.data import validation_batches
     from unfreeze.evaluate.perplexity import heldout
@@ -126,7 +126,7 @@ def validation_of(
     total = supervised_bytes(examples, tokenizer)
 
     def measure() -> Heldout:
-        return heldout(state.model, validation_batches(examples, tokens), bytes_total=total)
+        return heldout(state.model, validation_batches(examples, tokens), bytes_total=total, group=group)
 
     def keep(state: State) -> bool:
         return save_together(state, saves.keep, saves.on_full_disk, group) is not None

@@ -196,6 +196,8 @@ def facts(run: Run) -> list[tuple[str, str]]:
         rows.append(("Stopped early", early_words(early)))
     of = f" of {run.steps_planned:,}" if run.steps_planned else ""
     rows.append(("Steps", f"{run.steps_done:,}{of}"))
+    if processes := _processes_words(run):
+        rows.append(("Processes", processes))
     if run.train:
         rows.append(("Training time", _time_words(run)))
     if run.tokens_per_second is not None:
@@ -233,6 +235,13 @@ def _peak_words(run: Run, peak: float) -> str:
     kind = plan["hardware"].get("kind", "")
     planned = planned_words(plan["total"] + plan["hardware"].get("process", 0), kind)
     return f"{format_bytes(peak)}; {memory_of(kind)}, planned {planned}"
+
+
+def _processes_words(run: Run) -> str:
+    """'2', or '2, then 4' where it went on with others; "" for one."""
+    counts = [event.get("processes", 1) for event in of_kind(run.events, StartEvent)]
+    each = [str(count) for count, before in zip(counts, [0, *counts], strict=False) if count != before]
+    return ", then ".join(each) if max(counts, default=1) > 1 else ""
 
 
 def memory_of(kind: str) -> str:

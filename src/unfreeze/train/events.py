@@ -13,11 +13,13 @@ from unfreeze.train.step import StepResult
 from unfreeze.train.suspects import SUSPECTS
 
 
-def emit_start(state: State) -> None:
-    """The start event: how many steps, and whether the run goes on."""
+def emit_start(state: State, processes: int = 1) -> None:
+    """The start event: how many steps, whether the run goes on, and how many processes train."""
     config = state.run.config
+    steps = state.schedule.steps
     words = {"model": str(config.get("model", "")), "data": str(config.get("data", ""))}
-    state.run.events.emit("start", state.step, steps=state.schedule.steps, resumed=state.step > 0, **words)
+    several = {"processes": processes} if processes > 1 else {}
+    state.run.events.emit("start", state.step, steps=steps, resumed=state.step > 0, **words, **several)
 
 
 def train_fields(result: StepResult, seconds: float, memory: dict[str, int]) -> dict[str, Any]:
@@ -33,6 +35,7 @@ def train_fields(result: StepResult, seconds: float, memory: dict[str, int]) -> 
         "learning_rate": result.learning_rate,
         "grad_norm": result.grad_norm,
         **memory,
+        "peak_bytes": max(memory["peak_bytes"], result.peak_bytes),
         **{name: value if math.isfinite(value) else None for name, value in result.metrics.items()},
         **(_expert_fields(result.expert_load) if result.expert_load else {}),
         **({"warning": result.warning, "applied": result.applied} if result.warning else {}),

@@ -87,7 +87,7 @@ def fit(
     if a save has no room.
     """
     run, model, steps = state.run, state.model, state.schedule.steps
-    emit_start(state)
+    emit_start(state, group.size)
     group.meet(lambda: None)  # one that reads its weights from a slower disk
     state.check_copies(group)
     losses: list[float] = []

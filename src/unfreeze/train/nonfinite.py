@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -30,6 +30,9 @@ from unfreeze.parallel.collectives import ALONE, Group
 from unfreeze.train.step import Objective
 from unfreeze.train.suspects import Describe, entries, write_suspects
 
+PHASES = ("forward", "backward", "gradients")
+"""Where a value can be found that is not finite, in the order of a step."""
+
 
 @dataclass(frozen=True)
 class Culprit:
@@ -37,6 +40,7 @@ class Culprit:
 
     line       all of it in words.
     documents  which of that micro-batch's packed documents it happened in.
+    phase      in which of PHASES it was found.
     """
 
     line: str
@@ -44,6 +48,7 @@ class Culprit:
     dtype: str
     micro_batch: int
     documents: tuple[int, ...]
+    phase: str = "forward"
 
 
 def investigate(
@@ -61,9 +66,12 @@ def investigate(
 
     Its documents go to <folder>/suspects.jsonl.
     """
-    own = locate(model, group.share(list(enumerate(micro_batches))), objective, recompute=recompute)
+    mine = group.share(list(enumerate(micro_batches)))
+    own = locate(model, mine, objective, recompute=recompute, anywhere=group.any)
     of_all = [json.loads(text) for text in group.texts(json.dumps(asdict(own) if own else None))]
-    first = min((each for each in of_all if each), key=lambda each: each["micro_batch"], default=None)
+    # experts that processes share get NaN gradients from the rows of another: what was first is named
+    found = [each for each in of_all if each]
+    first = min(found, key=lambda each: (PHASES.index(each["phase"]), each["micro_batch"]), default=None)
     if first is None:
         return (
             "all of it was finite when it was replayed: not reproducible, so suspect the hardware or a race"
@@ -81,12 +89,15 @@ def locate(
     *,
     recompute: RecomputePolicy,
     divisor: float = 1.0,
+    anywhere: Callable[[bool], bool] = bool,
 ) -> Culprit | None:
     """Replay forward and backward of each (number, batch on the host); None if all is finite this time.
 
     The place is the module whose input is finite and whose output isn't (in backward: the gradients of its
     output and of its input). Weights, gradients, expert counts and random numbers are unchanged afterwards.
     Costs about two steps.
+    anywhere: whether a process found it, of several that replay as many micro-batches each. They look
+    together and end together, because a pass may need all of them.
     """
     with model.looking(backward=True):
         for number, host_batch in micro_batches:
@@ -94,13 +105,14 @@ def locate(
             watch = _Watch(number, batch, host_batch)
             with watch.forward(model), torch.no_grad():
                 objective(model.hidden(batch, recompute=recompute), model.lm_head, batch)
-            if watch.first is None:
+            if not anywhere(watch.first is not None):
                 with watch.backward(model):
                     loss = objective(model.hidden(batch, recompute=recompute), model.lm_head, batch)
                     (loss.sum / divisor).backward()
                 watch.look_at_gradients(model)
-            if watch.first is not None:
-                return watch.first
+                if not anywhere(watch.first is not None):
+                    continue
+            return watch.first
     return None
 
 
@@ -109,6 +121,7 @@ class _Watch:
 
     def __init__(self, number: int, batch: Batch, host_batch: Batch):
         self.first: Culprit | None = None
+        self._phase = "forward"
         self._number, self._batch, self._host = number, batch, host_batch
 
     @contextmanager
@@ -126,6 +139,7 @@ class _Watch:
 
     @contextmanager
     def backward(self, model: nn.Module) -> Generator[None]:
+        self._phase = "backward"
         handles = [
             module.register_full_backward_hook(partial(self._back, name))
             for name, module in model.named_modules()
@@ -142,6 +156,7 @@ class _Watch:
 
     def look_at_gradients(self, model: nn.Module) -> None:
         """Where every gradient between modules was finite: that of a parameter itself."""
+        self._phase = "gradients"
         for name, parameter in model.named_parameters():
             bad = parameter.grad is not None and _bad(parameter.grad)
             if bad and self.first is None and parameter.grad is not None:
@@ -179,7 +194,7 @@ class _Watch:
         in_rows = f"micro-batch {self._number + 1}" + (f", {_documents(documents)}" if documents else "")
         parts = [f"{what} first at {module}", where, positions, f"{dtype}, {in_rows}"]
         line = ", ".join(part for part in parts if part) + (f"; {cause}" if cause else "")
-        self.first = Culprit(line, module, dtype, self._number, documents)
+        self.first = Culprit(line, module, dtype, self._number, documents, self._phase)
 
     def _positions(self, tensor: Tensor) -> tuple[tuple[int, ...], str]:
         """(documents, "2 of 6 positions, none supervised") of a tensor [T, …].

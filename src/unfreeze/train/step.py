@@ -31,6 +31,7 @@ from unfreeze.models import Decoder
 from unfreeze.models.blocks.moe import MoE
 from unfreeze.models.recompute import RecomputePolicy
 from unfreeze.parallel.collectives import ALONE, Group
+from unfreeze.train.memory import peak_bytes
 from unfreeze.train.optim import AdamW, NonFinite
 
 Objective = Callable[[Tensor, nn.Module, Batch], Loss]
@@ -65,6 +66,7 @@ class StepResult:
     grad_norm          before clipping.
     clip_scale         what the gradients were then multiplied by.
     expert_load        MoE layer -> tokens each expert was given in this step's forward passes.
+    peak_bytes         memory of the fullest process until the step's one read (train/memory.py).
     applied, warning   what the judge decided and said.
     stop               whether a process was asked to end the run before the step's one read.
     save               whether a process said then that a save is due.
@@ -78,6 +80,7 @@ class StepResult:
     grad_norm: float
     clip_scale: float
     expert_load: dict[int, list[int]]
+    peak_bytes: int = 0
     applied: bool = True
     warning: str = ""
     stop: bool = False
@@ -90,7 +93,7 @@ class Gradients:
 
     loss, metrics  sums over all micro-batches divided by the one global count.
     norm           of all gradients as one vector, before clipping.
-    stop, save     as in StepResult.
+    peak_bytes, stop, save   as in StepResult.
     """
 
     micro_batches: Sequence[Batch]
@@ -98,6 +101,7 @@ class Gradients:
     metrics: dict[str, float]
     norm: float
     expert_load: dict[int, list[int]]
+    peak_bytes: int = 0
     stop: bool = False
     save: bool = False
 
@@ -184,6 +188,10 @@ def forward_backward(
     # all processes: gradients summed, then the one read, then what may be wrong with the step
     reached = optimizer.sum_gradients(group)
     own["stop"], own["save"] = float(stop()), float(save())
+    here = peak_bytes(model.device)
+    # each process adds its own to zeros, so the sums are the peaks of all
+    peaks = [f"peak {rank}" for rank in range(group.size)]
+    own |= {name: float(here) if rank == group.rank else 0.0 for rank, name in enumerate(peaks)}
     norm_of_all, own["square of the rest"] = optimizer.grad_norms(group)
     sums, counts, norm, expert_load = _read(model, own, reached, norm_of_all, group)
     norm = math.hypot(norm, math.sqrt(sums["square of the rest"]))
@@ -211,7 +219,8 @@ def forward_backward(
         if name.startswith("metric ")
     }
     asked = {name: sums[name] > 0 for name in ("stop", "save")}
-    return Gradients(micro_batches, sums["loss"] / divisor, metrics, norm, expert_load, **asked)
+    peak = int(max(sums[name] for name in peaks))
+    return Gradients(micro_batches, sums["loss"] / divisor, metrics, norm, expert_load, peak, **asked)
 
 
 def optim_step(
@@ -232,6 +241,7 @@ def optim_step(
         grad_norm=gradients.norm,
         clip_scale=update.clip_scale if update else 1.0,
         expert_load=gradients.expert_load,
+        peak_bytes=gradients.peak_bytes,
         applied=verdict.apply,
         warning=verdict.warning,
         stop=gradients.stop,
