@@ -24,9 +24,9 @@ from unfreeze.kernels.loops.bf16_tile import (
 from unfreeze.kernels.loops.llvm import Value, instruction
 from unfreeze.kernels.loops.numba_options import serial
 from unfreeze.kernels.loops.panels import AHEAD, BYTES, SHORTS, emit_columns, emit_rows, looked_up
+from unfreeze.quant.mxfp4 import E2M1
 
 WEIGHTS = 32  # at a time
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 I8 = ir.IntType(8)
 
 
