@@ -105,6 +105,18 @@ def test_without_out_it_lies_in_the_run_and_says_what_was_verified(run_dir, caps
     )
 
 
+def test_quiet_does_not_hide_what_the_reader_leaves_out(run_dir, tmp_path, capsys):
+    words = ["export", str(run_dir), "--for", "vllm", "--quiet", "--out"]
+    assert cli.main([*words, str(tmp_path / "a")]) == 0
+    said = capsys.readouterr().err
+    assert (
+        said.startswith("warning: vllm") and "does not apply kv_b_proj" in said and "read again" not in said
+    )
+    words[words.index("vllm")] = "peft"  # control arm: peft applies all
+    assert cli.main([*words, str(tmp_path / "b")]) == 0
+    assert not capsys.readouterr().err
+
+
 def test_a_run_that_names_the_export_says_what_it_leaves_out_and_what_avoids_that(run_dir):
     manifest = open_checkpoint(TINY_K2)
     shape = models.shape(manifest.config)

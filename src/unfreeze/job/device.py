@@ -73,8 +73,13 @@ def pick_device(name: str, threads: int = 0) -> torch.device:
 
 
 def say(common: Common) -> Callable[[str], None]:
-    """One plain line on stderr, nothing when quiet; what a download says."""
-    return lambda line: None if common.quiet else print(line, file=sys.stderr, flush=True)
+    """One plain line on stderr, of a download say; when quiet only those that begin with "warning: "."""
+
+    def line_of(line: str) -> None:
+        if not common.quiet or line.startswith("warning: "):
+            print(line, file=sys.stderr, flush=True)
+
+    return line_of
 
 
 def load(source: str, dtype: str, device: str, common: Common, base: str = "") -> Model:

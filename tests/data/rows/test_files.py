@@ -501,12 +501,23 @@ def test_turns_of_another_form_under_messages_are_read_as_conversations(tmp_path
         ),
         ({"instruction": "Q", "output": "A", "history": [["Q"]]}, "history[0] has 1 texts", ""),
         ({"messages": [TALK[0], {**TALK[1], "loss": 0.5}]}, "messages[1].loss is a number", ""),
+        ({"messages": TALK, "images": ["a.png"]}, "it has field 'images', which a language model", "remove"),
+        ({"prompt": "<image>\nWhat?", "completion": "A cat.", "image": "cat.png"}, "field 'image'", "remove"),
+        ({"question": "Q", "answer": "A", "image": {"bytes": "", "path": "a"}}, "field 'image'", "remove"),
+        ({"text": "Said.", "audios": ["a.wav"]}, "it has field 'audios'", "remove"),
+        ({"prompt": "Q", "completion": "A", "label": 0}, "an answer with a label", "true (1)"),
+        ({"prompt": "Q", "completion": "A", "label": "1"}, "an answer with a label", "true (1)"),
     ],
 )
 def test_what_would_be_left_out_in_silence_is_named(row, says, next, tmp_path):
     with pytest.raises(DataError) as error:
         rows_of(tmp_path, row)
     assert says in error.value.message and next in error.value.next
+
+
+def test_control_arm_fields_of_these_names_that_say_nothing_are_left_alone(tmp_path):
+    for more in ({"images": []}, {"images": None}, {"image": "a city's picture"}, {"label": "sports"}):
+        assert rows_of(tmp_path, {"prompt": "Q", "completion": "A", **more})
 
 
 def test_a_field_named_by_columns_goes_before_the_order_of_shapes(tmp_path):

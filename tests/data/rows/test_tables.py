@@ -128,11 +128,18 @@ def test_a_struct_of_other_keys_has_no_nulls_of_them(tmp_path):
 
 
 def test_only_columns_of_rows_are_read(tmp_path):
-    table = pyarrow.table({"text": ["a", "b"], "image": [b"x" * 1000] * 2, "when": [1, 2]})
+    table = pyarrow.table({"text": ["a", "b"], "scan": [b"x" * 1000] * 2, "when": [1, 2]})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     (tmp_path / "mixed.csv").write_text("text,prompt,completion\na,,\n,b,c\n")
     assert [raw for _, raw in reader(tmp_path / "a.parquet").rows()] == [{"text": "a"}, {"text": "b"}]
     assert [row.shape for row in read_rows(tmp_path / "mixed.csv")] == ["text", "prompt/completion"]
+
+
+def test_a_table_with_pictures_is_refused_by_their_column(tmp_path):
+    rows = {"prompt": ["a"], "completion": ["b"], "image": [{"bytes": b"x", "path": None}]}
+    pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="row 1: it has field 'image', which a language model is not given"):
+        list(read_rows(tmp_path / "a.parquet"))
 
 
 @pytest.mark.parametrize(

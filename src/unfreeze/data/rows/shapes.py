@@ -35,6 +35,10 @@ SHAREGPT_ROLES = {
     "observation": "tool",
 }
 
+SENSES = ("image", "video", "audio")
+LABELS = frozenset("true false 0 1 0.0 1.0".split())
+"""What KTO's label is in any form of file, in small letters."""
+
 Fields = Mapping[str, object]
 
 
@@ -52,6 +56,8 @@ def row_from_dict(fields: Fields, row: int = 0, renames: Mapping[str, str] | Non
     asked = [shape for shape in whole if renames and renames.keys() & SHAPES[shape][0]]
     if not asked:
         _refuse_other_training(fields, row)
+    if whole:
+        _refuse_other_senses(fields, row)
     if whole:
         shape = (asked or whole)[0]
         result = SHAPES[shape][1](fields, row, shape)
@@ -86,16 +92,29 @@ def _refuse_other_training(fields: Fields, row: int) -> None:
             f"row {row}: a pair of answers (chosen, rejected); {COMMANDS['dpo']}",
             next=f"--columns {taught}=chosen",
         )
-    if "completion" in fields and (isinstance(label, bool) or str(label).lower() in ("true", "false")):
+    if "completion" in fields and str(label).lower() in LABELS:
         raise DataError(
             f"row {row}: an answer with a label (completion, label: KTO); {COMMANDS['kto']}",
-            next="keep the rows whose label is true, and leave the label out",
+            next="keep the rows whose label is true (1), and leave the label out",
         )
     if fields.get("completions") is not None and fields.get("labels") is not None:
         raise DataError(
             f"row {row}: steps with labels (completions, labels: a reward model's); {COMMANDS['reward']}",
             next="give rows of prompt and completion",
         )
+
+
+def _refuse_other_senses(fields: Fields, row: int) -> None:
+    """Rows whose words are about a picture or a sound that the model would not be given."""
+    for sense in SENSES:
+        several, one = fields.get(f"{sense}s"), fields.get(sense)
+        marked = one is not None and (not isinstance(one, str) or (one and f"<{sense}>" in str(fields)))
+        if several or marked:
+            raise DataError(
+                f"row {row}: it has field {(f'{sense}s' if several else sense)!r}, which a language"
+                " model is not given",
+                next="remove these rows, or --on-bad-row skip; where the words stand alone, remove the field",
+            )
 
 
 def _refuse_within(fields: Fields, row: int) -> None:
@@ -284,6 +303,7 @@ SHAPES: dict[str, tuple[tuple[str, ...], Callable[[Fields, int, str], Row]]] = {
 NEEDED = frozenset(name for needed, _ in SHAPES.values() for name in needed)
 """Fields that make a shape."""
 BESIDE = "input system history tools functions chosen rejected label completions labels".split()
+BESIDE += [name for sense in SENSES for name in (sense, f"{sense}s")]
 NAMES = (*sorted(NEEDED), *BESIDE)
 """Fields that are read."""
 
