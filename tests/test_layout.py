@@ -261,6 +261,7 @@ TESTED_BY = {
     "quant/compressed.py": "quant/test_scheme.py",
     "config/sft.py": "recipes/test_continue.py",
     "models/blocks/attention.py": "models/test_families.py",
+    "bench/checkpoints.py": "bench/test_load.py",
     "commands/planned.py": "commands/test_plan.py",
     "parallel/dispatch.py": "parallel/test_expert_parallel.py",
     "parallel/plan/counts.py": "parallel/plan/test_choose.py",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,21 @@ from unfreeze import models
 from unfreeze.checkpoint import disk_tensors, save_checkpoint
 from unfreeze.core.errors import ConfigError
 from unfreeze.quant import Int4, recognise
+from unfreeze.quant.codec import Codec
 
 SHARD_BYTES = 200 * 2**20
 
 
-def make(folder: Path, config: dict[str, Any]) -> None:
+Packed = Callable[[Codec, torch.Size, torch.Generator], dict[str, torch.Tensor]]
+"""(codec, shape [E, out, in], generator) -> random parts of a packed weight, by suffix."""
+
+
+def quantized(codec: Codec, shape: torch.Size, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Normal numbers with variance 1 / in, quantized."""
+    return codec.quantize(torch.randn(shape, generator=generator) / math.sqrt(shape[-1]))
+
+
+def make(folder: Path, config: dict[str, Any], packed: Packed = quantized) -> None:
     """Write random bf16 weights with a trained model's spread; routed experts in the format that
     quantization_config names, Kimi's INT4 where there is none."""
     shape, scheme = models.shape(config), recognise(config)
@@ -33,16 +43,17 @@ def make(folder: Path, config: dict[str, Any]) -> None:
         for name, tensor in models.build(shape, dtype=torch.bfloat16, device="meta").state_dict().items():
             if name in models.tied(shape):
                 continue
+            if ".experts." in name and tensor.dim() > 1:
+                parts = packed(codec, tensor.shape, generator)
+                yield from (
+                    (f"{name.removesuffix('.weight')}.{suffix}", part) for suffix, part in parts.items()
+                )
+                continue
             noise = torch.randn(tensor.shape, generator=generator)
             if name.endswith("e_score_correction_bias"):
                 yield name, noise * 0.05
             elif tensor.dim() == 1:
                 yield name, (1 + 0.05 * noise).bfloat16()
-            elif ".experts." in name:
-                parts = codec.quantize(noise / math.sqrt(tensor.shape[-1]))
-                yield from (
-                    (f"{name.removesuffix('.weight')}.{suffix}", part) for suffix, part in parts.items()
-                )
             else:
                 yield (
                     name,

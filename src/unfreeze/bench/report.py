@@ -111,7 +111,7 @@ def losses(runs: Sequence[Run]) -> list[str]:
                 f" {run.when[:10]})"
             )
     for run in latest(runs):
-        for row in run.rows if run.benchmark != "formats" else ():  # its sides are all ours
+        for row in run.rows if run.benchmark not in ("formats", "beyond") else ():  # all sides are ours
             speed, memory = row.results.get("first_side_speed"), row.results.get("first_side_memory")
             case = (
                 f" at {row.settings['batch']} x {row.settings['prompt']} tokens"
@@ -154,7 +154,7 @@ def latest(runs: Sequence[Run]) -> list[Run]:
     )
 
 
-ORDER = tuple("moe formats dense recompute load start data decode growth layer model".split())
+ORDER = tuple("moe formats dense recompute load start data decode growth beyond layer model".split())
 
 
 def profiles_beside(page: Path) -> list[str]:

@@ -81,6 +81,13 @@ def slope_error(rows: Sequence[Row]) -> float | None:
     return None if ratio is None else abs(ratio - 1)
 
 
+def beyond_peak(rows: Sequence[Row]) -> float | None:
+    """Peak in 10^9 bytes of a streamed run on a checkpoint of 12 GB or more."""
+    large = [row for row in rows if row.settings["checkpoint_bytes"] >= 12e9]
+    peak = field("experts from disk", "peak_bytes", tokens_per_step=2048)(large)
+    return None if peak is None else peak / 1e9
+
+
 def refuted(rows: Sequence[Row]) -> float | None:
     """How many predictions of the layer were not met."""
     verdicts = [
@@ -274,6 +281,24 @@ TARGETS = (
         SHARE,
     ),
     Target("memory's slope, distance from the plan's", "cpu", "growth", slope_error, "most", SLOPE, SHARE),
+    Target(
+        "experts from disk, 12 GB of INT4 at 2,048 tokens: peak memory",
+        "cpu",
+        "beyond",
+        beyond_peak,
+        "most",
+        3.0,
+        "{:.2f} GB",
+    ),
+    Target(
+        "experts from disk, 2 GB of INT4 at 16,384 tokens, beside experts in memory",
+        "cpu",
+        "beyond",
+        field("experts in memory", "first_side_speed", tokens_per_step=16384),
+        "least",
+        0.7,
+        TIMES,
+    ),
     Target("Kimi-K2 layer: predictions not met", "gpu", "layer", refuted, "most", 0.0, COUNT),
     Target(
         "Kimi-K2 on eight GPUs, derived from one layer: 65,536 tokens, sequence 2,048, rank 16, no overlap",
