@@ -268,6 +268,7 @@ TESTED_BY = {
     "parallel/plan/layout.py": "parallel/plan/test_choose.py",
     "parallel/plan/words.py": "parallel/test_plan.py",
     "parallel/simulate.py": "parallel/plan/test_seconds.py",
+    "adapters/files.py": "adapters/test_shards.py",
     "adapters/decode.py": "adapters/test_read.py",
     "adapters/output_change.py": "adapters/test_receipt.py",
     "config/synonyms.py": "config/test_help.py",

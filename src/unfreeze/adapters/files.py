@@ -1,17 +1,26 @@
-"""The two files of an adapter, adapter_config.json and adapter_model.safetensors, checked without a model."""
+"""The files of an adapter, adapter_config.json and its tensors in one file or in shards, without a model."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from unfreeze.adapters.layouts import CONFIG, PREFIX, WEIGHTS
 from unfreeze.checkpoint.manifest import conversion, inside
-from unfreeze.config.adapter import AGAIN, check_config, check_places
+from unfreeze.config.adapter import (
+    AGAIN,
+    CONFIG,
+    INDEX,
+    PREFIX,
+    WEIGHTS,
+    check_config,
+    check_places,
+    shard_files,
+)
 from unfreeze.core.errors import AdapterError
 from unfreeze.untrusted.json_object import read_object
 
@@ -21,19 +30,14 @@ def read_files(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
     Raises AdapterError where something is missing or of another kind.
     """
-    for name in (CONFIG, WEIGHTS):
+    in_shards = not (directory / WEIGHTS).is_file() and (directory / INDEX).is_file()
+    for name in (CONFIG, INDEX if in_shards else WEIGHTS):
         if not (directory / name).is_file():
             _refuse_pickle(directory, name)
             next_command = "give the folder that holds adapter_config.json and adapter_model.safetensors"
             raise AdapterError(f"{directory} has no {name}", next=next_command)
     config = read_object(inside(directory / CONFIG), AdapterError)
-    try:
-        tensors = load_file(inside(directory / WEIGHTS))
-    except (OSError, SafetensorError, ValueError, RuntimeError) as error:
-        # ValueError, RuntimeError: sizes that torch cannot count
-        raise AdapterError(
-            f"{directory}: damaged file: {error}", next="get the adapter again from its publisher"
-        ) from error
+    tensors = read_shards(directory) if in_shards else read_tensors(directory / WEIGHTS)
     check_config(config, directory / CONFIG)
     check_places(tensors, directory / WEIGHTS)
     faults = [
@@ -51,6 +55,62 @@ def read_files(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             next=AGAIN,
         )
     return config, {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file. Raises AdapterError where it is damaged."""
+    try:
+        return load_file(inside(path))
+    except (OSError, SafetensorError, ValueError, RuntimeError) as error:
+        # ValueError, RuntimeError: sizes that torch cannot count
+        raise AdapterError(
+            f"{path.parent}: damaged file: {error}", next="get the adapter again from its publisher"
+        ) from error
+
+
+def read_shards(directory: Path) -> dict[str, Tensor]:
+    """The tensors of an adapter in shards (shards.py), those of experts put together.
+
+    Raises AdapterError where the shards are not those of the index, or do not fit each other.
+    """
+    files = shard_files(directory)
+    index = read_object(inside(directory / INDEX), AdapterError)
+    weight_map, counts = index["weight_map"], index.get("experts")
+    whole = isinstance(counts, list) and all(type(n) is int and n > 0 for n in cast(list[Any], counts))
+    if not whole or len(cast(list[Any], counts)) != len(files):
+        raise AdapterError(
+            f"{directory / INDEX}: experts is {counts!r:.80}; it must be {len(files)} whole numbers, those of"
+            " each shard",
+            next=AGAIN,
+        )
+    shards = {file: read_tensors(directory / file) for file in files}
+    tensors: dict[str, Tensor] = {}
+    for name, places in cast(dict[str, Any], weight_map).items():
+        parts = [shards[file].pop(name, None) for file in (places if isinstance(places, list) else [places])]
+        found = [part for part in parts if part is not None]
+        if len(found) < len(parts):
+            raise AdapterError(
+                f"{directory}: {name:.200} is not in the shard that the index names", next=AGAIN
+            )
+        try:
+            tensors[name] = together(name, found, cast(list[int], counts)) if len(found) > 1 else found[0]
+        except (RuntimeError, ValueError) as error:
+            raise AdapterError(
+                f"{directory}: the parts of {name:.200} do not fit each other: {error}", next=AGAIN
+            ) from error
+    if extra := [name for shard in shards.values() for name in shard]:
+        raise AdapterError(f"{directory}: {extra[0]:.200} is in a shard and not in the index", next=AGAIN)
+    return tensors
+
+
+def together(name: str, parts: list[Tensor], counts: list[int]) -> Tensor:
+    """Parts of a fused pair, of counts[i] experts -> of all. The expert is slowest in A, fastest in B."""
+    if len(parts) != len(counts):
+        raise ValueError(f"{len(parts)} parts in {len(counts)} shards")
+    if ".lora_A." in name:
+        return torch.cat(parts)
+    cut = [part.reshape(part.shape[0], -1, own) for part, own in zip(parts, counts, strict=True)]
+    return torch.cat(cut, dim=2).flatten(1)
 
 
 def _refuse_pickle(directory: Path, name: str) -> None:

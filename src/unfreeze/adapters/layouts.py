@@ -131,23 +131,8 @@ def save_adapter(
     Raises AdapterError where the model has no adapter, or none that the reader applies. Call
     verify.verify_adapter afterwards: it re-reads the file.
     """
-    adapted = sites(model)
-    if not adapted:
-        raise AdapterError("there is no adapter to save: the model has none attached")
     layout = reader.layout if reader else layout
-    if reader:
-        left_out = dropped(model, reader)
-        adapted = [site for site in adapted if site.name not in left_out]
-        if not adapted:
-            raise AdapterError(
-                f"there is no adapter to save: {reader.name} applies none of {', '.join(left_out)}"
-            )
-    if layout == "per-expert":
-        entries = _uniform(_per_expert_entries(adapted, model, reader))
-    else:
-        entries = _peft_entries(adapted, model)
-    config = _config(entries, layout, base_name, model)
-    entries = [replace(entry, key=theirs(model, entry.key)) for entry in entries]
+    entries, config = entries_of(model, layout, base_name, reader)
     directory = Path(directory)
     tensors = Tensors(entries, prefix_in(model, prefix))
     new = [folder for folder in (directory, *directory.parents) if not folder.exists()]
@@ -160,6 +145,28 @@ def save_adapter(
             shutil.rmtree(new[-1], ignore_errors=True)
         raise
     return directory
+
+
+def entries_of(
+    model: nn.Module, layout: Layout = "peft", base_name: str | None = None, reader: Reader | None = None
+) -> tuple[list[Entry], dict[str, Any]]:
+    """(the pairs of the model's adapters under their names on disk, adapter_config.json)."""
+    adapted = sites(model)
+    if not adapted:
+        raise AdapterError("there is no adapter to save: the model has none attached")
+    if reader:
+        left_out = dropped(model, reader)
+        adapted = [site for site in adapted if site.name not in left_out]
+        if not adapted:
+            raise AdapterError(
+                f"there is no adapter to save: {reader.name} applies none of {', '.join(left_out)}"
+            )
+    if layout == "per-expert":
+        entries = _uniform(_per_expert_entries(adapted, model, reader))
+    else:
+        entries = _peft_entries(adapted, model)
+    config = _config(entries, layout, base_name, model)
+    return [replace(entry, key=theirs(model, entry.key)) for entry in entries], config
 
 
 def dropped(model: nn.Module, reader: Reader) -> dict[str, Drop]:

@@ -5,7 +5,7 @@ T tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ PROBE_TOKENS = 256  # enough to reach most experts, small enough to cost less th
 # A change of 0 may be too small to show in bf16. A connected adapter that is 4,096 times as strong must show.
 AMPLIFY = 4096.0
 Groups = dict[str, dict[str, Any]]
+Sums = Callable[[Sequence[float]], list[float]]
 
 
 def first_tokens(batch: Batch, count: int = PROBE_TOKENS) -> Batch:
@@ -39,10 +40,14 @@ def first_tokens(batch: Batch, count: int = PROBE_TOKENS) -> Batch:
     )
 
 
-def output_changes(model: Decoder, before: Snapshot, groups: list[str], probe: Batch) -> Groups:
+def output_changes(
+    model: Decoder, before: Snapshot, groups: list[str], probe: Batch, sums: Sums = list
+) -> Groups:
     """group -> {output_change, rounding, connected}, as in receipt.py: make_receipt.
 
     Compared are the logits with only this group's training in effect and with none of it.
+    sums: numbers -> each summed over the processes, which go through the model together. So none goes
+    through it for a reason that the others don't have.
     """
     # what can be taken out: adapters, by their scale; weights trained in full, where all were copied
     adapted = {site.group for site in sites(model)}
@@ -51,7 +56,8 @@ def output_changes(model: Decoder, before: Snapshot, groups: list[str], probe: B
         for name, _ in trained_parameters(model)
         if name not in before.full and before.kept[name] is not None
     }
-    copied = set(groups) - adapted - sampled
+    in_part = sums([float(group in sampled) for group in groups])
+    copied = set(groups) - adapted - {group for group, count in zip(groups, in_part, strict=True) if count}
     probe = probe.to(model.device)
     recompute = _SameExperts()
 
@@ -65,9 +71,10 @@ def output_changes(model: Decoder, before: Snapshot, groups: list[str], probe: B
         rounding = nothing_TV.abs().max().item() * torch.finfo(model.model.embed_tokens.weight.dtype).eps / 2
         for group in (g for g in groups if g in adapted or g in copied):
             change = (logits(group) - nothing_TV).abs().max().item()
-            connected: bool | None = change > 0
+            connected: bool | None = sums([float(change > 0)])[0] > 0
             if not connected and group in adapted:
-                connected = (logits(group, AMPLIFY) - nothing_TV).abs().max().item() > 0
+                stronger = (logits(group, AMPLIFY) - nothing_TV).abs().max().item()
+                connected = sums([float(stronger > 0)])[0] > 0
             elif not connected:  # a first step may round away in a bf16 weight, which cannot be amplified
                 connected = None
             result[group] = {"output_change": change, "rounding": rounding, "connected": connected}

@@ -30,6 +30,7 @@ from unfreeze.adapters.reach import Reach, Sum
 from unfreeze.adapters.snapshot import Snapshot, change_since, sample, snapshot, trained_parameters
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import AdapterError
+from unfreeze.core.rows import Rows
 from unfreeze.models import Decoder
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import PackedHolder
@@ -40,6 +41,8 @@ TINY = 1e-8
 NO_GRADIENT, NOT_MOVED, TOO_SMALL = "no gradient", "not moved", "gradient below 1e-8, no movement"
 NAMES_IN_MESSAGE = 4  # of exceptions; all of them are in receipt.json
 Gradient = Callable[[str], Tensor | None]
+Part = Callable[[str], tuple[Rows | None, int]]
+"""The name of a trained parameter -> (its rows held here, None: all; how many processes hold the same)."""
 
 
 @dataclass
@@ -74,28 +77,62 @@ class Receipt:
         """The last step had no gradient, or no update: it proves nothing, so wait for the next."""
         self._reach.forget()
 
-    def take(self, probe: Batch | None, sum_: Sum | None = None) -> Taken:
-        """Measure, then stop watching. sum_: adds over the processes that share the step."""
+    def take(self, probe: Batch | None, sum_: Sum | None = None, part: Part | None = None) -> Taken:
+        """Measure, then stop watching. sum_: adds over the processes that share the step, all of which call.
+
+        part: what this process holds of a parameter; None: all of each. The receipt is the same on all.
+        """
         if sum_ is not None:
             self._reach.over_processes(sum_, self._model.device)
-        taken = make_receipt(self._model, self._weights, self._gradient, self._before, self._reach, probe)
+        over = Over(sum_, part, self._model.device)
+        taken = make_receipt(
+            self._model, self._weights, self._gradient, self._before, self._reach, probe, over
+        )
         self._reach.close()
         self._before = Snapshot()
         return taken
+
+
+class Over:
+    """The processes that a receipt is of; by default each holds all of everything."""
+
+    def __init__(self, sum_: Sum | None = None, part: Part | None = None, device: torch.device | str = "cpu"):
+        self._sum, self._part, self._device = sum_, part, device
+
+    def part(self, name: str) -> tuple[Rows | None, int]:
+        """(rows of the parameter held here, copies); of one that all hold the same one counts it."""
+        return (None, 1) if self._part is None else self._part(name)
+
+    def sums(self, numbers: Sequence[float]) -> list[float]:
+        """Each number summed over the processes."""
+        if self._sum is None or self._part is None:
+            return list(numbers)
+        total = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        self._sum([total])
+        return total.tolist()
+
+    def any(self, masks: Sequence[Tensor]) -> list[Tensor]:
+        """Each mask, true where it is so in one process at least."""
+        if self._sum is None or self._part is None:
+            return list(masks)
+        together = torch.cat([mask.double() for mask in masks]) if masks else torch.zeros(0)
+        self._sum([together])
+        return [part.gt(0) for part in together.split([len(mask) for mask in masks])]
 
 
 @dataclass
 class Site:
     """What is known of a site, or of one projection of all E experts of a layer.
 
-    Tensors are [1], or [E]; then `name` has a * for the expert.
+    Tensors are bool [1], or [E]; then `name` has a * for the expert.
     """
 
     group: str
     name: str
     reached: Tensor
     moved: Tensor
-    largest: Tensor  # of its gradient's elements, by absolute value; 0: none
+    had: Tensor  # a gradient
+    large: Tensor  # an element of it is TINY or more
 
 
 @torch.no_grad()
@@ -106,6 +143,7 @@ def make_receipt(
     before: Snapshot,
     reach: Reach,
     probe: Batch | None,
+    over: Over | None = None,
 ) -> Taken:
     """Make the receipt as plain JSON values; it judges nothing (see `check`).
 
@@ -128,33 +166,50 @@ def make_receipt(
                    whose first step changes no logit
     """
     # per trained parameter: gradient and movement, into its group and into its sites
+    over = over or Over()
     groups: Groups = {name: _empty(count) for name, count in _base_parameters(model).items()}
+    squares: dict[str, list[float]] = {}  # group -> [trained parameters, gradient², movement²]
     sites: dict[str, Site] = {}
     for name, weight in weights.items():
-        entry = groups.setdefault(group_of(name), _empty(0))
+        group, (rows, copies) = group_of(name), over.part(name)
+        own = squares.setdefault(group, [0.0, 0.0, 0.0])
         g, delta, share = gradient(name), *change_since(weight, before.kept[name], name in before.full)
-        entry["trained"] += weight.numel()
+        own[0] += weight.numel() / copies
         if g is not None:
-            entry["grad_norm"] = math.hypot(entry["grad_norm"], _norm(g))
+            own[1] += _norm(g) ** 2 / copies
             if before.kept[name] is not None:  # decay cannot move a zero
                 delta = delta * (g if name in before.full else sample(g)).ne(0)
-            entry["moved"] = math.hypot(
-                entry["moved"], math.sqrt(float(delta.double().square().sum()) / share)
-            )
+            own[2] += float(delta.double().square().sum()) / share / copies
         for site, owner, part in _parts(name, weight if g is None else g):
+            count, here = len(part), slice(None)
+            if group == "experts" and rows is not None:
+                count, here = rows.of, rows.slice
             if site not in sites:
-                none = torch.zeros(len(part), device=weight.device)
-                reached = reach.of(owner, len(part), weight.device, bias=site.endswith(".bias"))
-                sites[site] = Site(group_of(name), site, reached, none > 0, none)
-            if g is not None:
+                none = torch.zeros(count, dtype=torch.bool, device=weight.device)
+                reached = reach.of(owner, count, weight.device, bias=site.endswith(".bias"))
+                sites[site] = Site(group, site, reached, none, none.clone(), none.clone())
+            if g is not None and part.numel():
                 largest = part.flatten(1).abs().amax(1).float()
-                sites[site].largest = torch.maximum(sites[site].largest, largest)
+                sites[site].had[here] |= largest > 0
+                sites[site].large[here] |= largest >= TINY
         for site, _, part in _parts(name, delta) if g is not None else ():
-            sites[site].moved = sites[site].moved | part.flatten(1).ne(0).any(1)
+            here = rows.slice if group == "experts" and rows is not None else slice(None)
+            sites[site].moved[here] |= part.flatten(1).ne(0).any(1)
+
+    # over the processes: sums, and what is so of one part is so of the site
+    numbers = iter(over.sums([number for own in squares.values() for number in own]))
+    for group in squares:
+        entry = groups.setdefault(group, _empty(0))
+        entry["trained"] = round(next(numbers))
+        entry["grad_norm"], entry["moved"] = math.sqrt(next(numbers)), math.sqrt(next(numbers))
+    masks = iter(over.any([mask for site in sites.values() for mask in (site.moved, site.had, site.large)]))
+    for site in sites.values():
+        site.moved, site.had, site.large = next(masks), next(masks), next(masks)
+    silent = over.any([_silent(site, model, before) for site in sites.values()])
 
     # per site: reached, moved
-    for site in sites.values():
-        _without_silent(site, model, before)
+    for site, pruned in zip(sites.values(), silent, strict=True):
+        site.reached = site.reached & ~pruned
         entry = groups[site.group]
         for field_, mask in (
             ("sites", torch.ones_like(site.reached)),
@@ -166,7 +221,7 @@ def make_receipt(
     # per layer: experts that had a gradient in any of their three matrices
     experts: dict[str, Tensor] = {}
     for site in (site for site in sites.values() if site.group == "experts"):
-        layer, had = site.name.split(".*.")[0], site.largest > 0
+        layer, had = site.name.split(".*.")[0], site.had
         experts[layer] = experts[layer] | had if layer in experts else had
     if experts:
         groups["experts"].update(
@@ -177,7 +232,8 @@ def make_receipt(
     # per group: what its training does to the output
     trained_groups = sorted({site.group for site in sites.values()})
     if probe is not None and trained_groups:
-        for group, change in output_changes(model, before, trained_groups, first_tokens(probe)).items():
+        tokens = first_tokens(probe)
+        for group, change in output_changes(model, before, trained_groups, tokens, over.sums).items():
             groups[group].update(change)
             if not groups[group]["sites_reached"]:  # no gradient was due, so nothing could move
                 groups[group]["connected"] = None
@@ -203,21 +259,26 @@ def _parts(name: str, weight: Tensor) -> Iterator[tuple[str, str, Tensor]]:
         yield f"{experts}.*.down_proj", experts, weight
 
 
-def _without_silent(site: Site, model: Decoder, before: Snapshot) -> None:
-    """Leave out an expert that has another matrix of zeros only (a pruned expert).
+def _silent(site: Site, model: Decoder, before: Snapshot) -> Tensor:
+    """Of the experts held here those that have another matrix of zeros only (pruned ones), where one has no
+    gradient.
 
     Each of its three matrices gets its gradient through the other two, so no gradient could reach this one.
     """
-    missing = site.reached & (site.largest == 0)
+    pruned = torch.zeros_like(site.reached)
+    missing = site.reached & ~site.had
     if site.group != "experts" or not missing.any():
-        return
+        return pruned
     name, own = site.name.split(".*.")
     experts = model.get_submodule(name)
     assert isinstance(experts, Experts)
     others = [part for part in ("gate_proj", "up_proj", "down_proj") if part != own]
+    held = experts.held
     for e in missing.nonzero().flatten().tolist():
-        if any(_all_zero(experts, name, part, e, before) for part in others):
-            site.reached[e] = False
+        if held.first <= e < held.last:
+            zero = [_all_zero(experts, name, part, e - held.first, before) for part in others]
+            pruned[e] = any(zero)
+    return pruned
 
 
 def _all_zero(experts: Experts, name: str, part: str, e: int, before: Snapshot) -> bool:
@@ -245,9 +306,9 @@ def _exceptions(site: Site) -> Iterator[dict[str, Any]]:
     """
     still = site.reached & ~site.moved
     kinds = {
-        NO_GRADIENT: still & (site.largest == 0),
-        NOT_MOVED: still & (site.largest >= TINY),
-        TOO_SMALL: still & (site.largest > 0) & (site.largest < TINY),
+        NO_GRADIENT: still & ~site.had,
+        NOT_MOVED: still & site.large,
+        TOO_SMALL: still & site.had & ~site.large,
     }
     for why, mask in kinds.items():
         if mask.any():
@@ -347,14 +408,24 @@ def _empty(parameters: int) -> dict[str, Any]:
 
 
 def _base_parameters(model: nn.Module) -> dict[str, int]:
-    """group -> weights of the model without adapters; tied ones once, packed ones by their logical shape."""
+    """group -> weights of the model without adapters; tied ones once, packed ones by their logical shape.
+
+    Of experts that are split over processes those of all.
+    """
+    held = {name: module.held for name, module in model.named_modules() if isinstance(module, Experts)}
     counts: dict[str, int] = {}
+
+    def add(name: str, numbers: int) -> None:
+        rows = held.get(f"{name.rpartition('.experts.')[0]}.experts")
+        every = numbers if rows is None else numbers // len(rows) * rows.of
+        counts[group_of(name)] = counts.get(group_of(name), 0) + every
+
     for name, parameter in model.named_parameters():  # named_parameters lists a tied parameter once
         if ".adapter." not in name:
-            counts[group_of(name)] = counts.get(group_of(name), 0) + parameter.numel()
+            add(name, parameter.numel())
     for name, module in model.named_modules():
         if isinstance(module, PackedHolder) and module.codec is not None:
-            counts[group_of(name)] = counts.get(group_of(name), 0) + module.packed.numel
+            add(name, module.packed.numel)
     return counts
 
 

@@ -49,7 +49,10 @@ class Verified:
 
 @torch.no_grad()
 def verify_adapter(
-    model: nn.Module, directory: str | Path, without: Container[str] = frozenset()
+    model: nn.Module,
+    directory: str | Path,
+    without: Container[str] = frozenset(),
+    files: tuple[dict[str, Any], dict[str, Tensor]] | None = None,
 ) -> Verified:
     """Compare ΔW = scale · B A of the file with the model's, in float64.
 
@@ -58,9 +61,10 @@ def verify_adapter(
     give different products almost surely, and no [out, in] matrix is made (K2's would be 69,120 matrices of
     117 MB).
     without: names of sites that were left out of the file on purpose.
+    files: adapter_config.json and the tensors, where they are read already (adapters/shards.py).
     Raises AdapterError that counts what differs and names the first.
     """
-    config, tensors = read_files(Path(directory))
+    config, tensors = files or read_files(Path(directory))
     config = in_ours(model, config)
     plain = {ours(model, nested.plain(name)): tensor for name, tensor in tensors.items()}
     names = plain.keys()
@@ -144,8 +148,9 @@ def _product(
         scale = rank_and_scale(config, parameter if targeted else name)[1]
         return scale * _pair(tensors, name, used, V_IN)[None], scale
     site, projection = name.rsplit(".", 1)
-    if f"{site}.0.{projection}.lora_A.weight" in tensors:
-        keys = [f"{site}.{e}.{projection}" for e in range(experts.num_experts)]
+    held = experts.held
+    if f"{site}.{held.first}.{projection}.lora_A.weight" in tensors:
+        keys = [f"{site}.{e}.{projection}" for e in range(held.first, held.last)]
         scales = [rank_and_scale(config, key)[1] for key in keys]
         pairs = [_pair(tensors, key, used, V_IN) for key in keys]
         return torch.stack([s * pair for s, pair in zip(scales, pairs, strict=True)]), scales[0]
@@ -177,7 +182,8 @@ def _fused_product(
     key = f"{site}.base_layer" if both and stacked == "gate_up_proj" else site
     used.update((f"{key}.lora_A.weight", f"{key}.lora_B.weight"))
     A, B = tensors[f"{key}.lora_A.weight"].double(), tensors[f"{key}.lora_B.weight"].double()
-    A, B = A.reshape(experts.num_experts, -1, A.shape[-1]), B.reshape(B.shape[0], -1, experts.num_experts)
+    own = len(experts.held)
+    A, B = A.reshape(own, -1, A.shape[-1]), B.reshape(B.shape[0], -1, own)
     scale = rank_and_scale(config, f"{site}.{stacked}")[1]
     product = scale * torch.einsum("ore,eri,in->eon", B, A, V_IN)
     if stacked == "down_proj":

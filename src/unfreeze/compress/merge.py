@@ -25,6 +25,7 @@ from unfreeze.compress.deltas import Deltas
 from unfreeze.compress.released import RECORD, config_of, write_beside
 from unfreeze.compress.rounding import Rounded, Row, Scales, write_weight
 from unfreeze.compress.work import Weight, Work
+from unfreeze.config.adapter import CONFIG, weight_files
 from unfreeze.core.errors import ConfigError, DoesNotFit
 from unfreeze.core.units import format_bytes
 from unfreeze.quant.codec import Part, as_table, parts_nbytes
@@ -231,7 +232,7 @@ def inputs_of(manifest: Manifest, adapter: Path, to: str, scales: str) -> dict[s
     """What a merge is made of, as merge.json has it: equal for equal files, wherever they lie."""
     return {
         "base": fingerprint(manifest.path / "config.json", *manifest.files),
-        "adapter": fingerprint(adapter / "adapter_config.json", adapter / "adapter_model.safetensors"),
+        "adapter": fingerprint(adapter / CONFIG, *weight_files(adapter)),
         "to": to,
         "scales": scales,
     }

@@ -17,6 +17,8 @@ from unfreeze.untrusted.json_object import parse_object, read_object
 from unfreeze.untrusted.pattern import pattern
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+INDEX = f"{WEIGHTS}.index.json"
+"""Stands where an adapter of split experts is in shards, adapter_model-00001-of-00002.safetensors …"""
 MAX_HEADER = 100_000_000  # bytes; the safetensors library reads no larger one
 AGAIN = "get the adapter again from its publisher, or export it again: unfreeze export RUN"
 REFUSED = {
@@ -42,6 +44,7 @@ CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 WITHOUT = {"gate": "a router", "lm_head": "the output head", "embed_tokens": "the embeddings"}
 """Layers that peft can adapt and that get no adapter here, by the last part of their names."""
+SHARD = re.compile(r"adapter_model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _FACTOR = re.compile(r"\.(?:base_layer|lora_\w+)\b.*")
 
 
@@ -153,9 +156,48 @@ def _from_files(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 def _header(folder: Path) -> dict[str, dict[str, Any]]:
     """The header of adapter_model.safetensors: name -> {"shape": …}, and "__metadata__"."""
     path = folder / WEIGHTS
+    if not path.is_file() and (folder / INDEX).is_file():
+        headers = [_header_of(folder / name) for name in shard_files(folder)]
+        return {name: entry for header in headers for name, entry in header.items()}
     if not path.is_file():
         pickle = " only adapter_model.bin, a pickle," if (folder / "adapter_model.bin").is_file() else ""
         raise AdapterError(f"{folder} has{pickle} no {WEIGHTS}", next=AGAIN)
+    return _header_of(path)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold an adapter's tensors: adapter_model.safetensors, or its index and shards."""
+    if (folder / WEIGHTS).is_file() or not (folder / INDEX).is_file():
+        return [folder / WEIGHTS]
+    return [folder / INDEX, *(folder / name for name in shard_files(folder))]
+
+
+def shard_files(folder: Path) -> list[str]:
+    """The names of an adapter's shards in the order of their experts, as its index has them.
+
+    Raises AdapterError where the index is none, or a shard is not there.
+    """
+    path = folder / INDEX
+    table = read_object(path, AdapterError).get("weight_map")
+    if not isinstance(table, dict) or not table:
+        raise AdapterError(f"{path} has no weight_map", next=AGAIN)
+    found: dict[str, None] = {}
+    for name, files in cast(dict[str, Any], table).items():
+        for file in cast(list[Any], files if isinstance(files, list) else [files]):
+            if not isinstance(file, str) or not SHARD.fullmatch(file):
+                raise AdapterError(
+                    f"{path}: {name:.80} is in {file!r:.80}, which is no shard's name", next=AGAIN
+                )
+            found[file] = None
+    lost = [file for file in found if not (folder / file).is_file()]
+    if lost:
+        raise AdapterError(
+            f"{folder}: {len(lost)} of {len(found)} shards are not there; first: {lost[0]}", next=AGAIN
+        )
+    return sorted(found)
+
+
+def _header_of(path: Path) -> dict[str, dict[str, Any]]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(MAX_HEADER, path.stat().st_size):

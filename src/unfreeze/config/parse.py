@@ -31,7 +31,7 @@ from pydantic.fields import FieldInfo
 from unfreeze.config.help import text as help_text
 from unfreeze.config.names import by_place, flat_name, leaves, nested, places
 from unfreeze.config.synonyms import field_hint
-from unfreeze.config.words import wrong, wrong_flag
+from unfreeze.config.words import fault_of, wrong, wrong_flag
 from unfreeze.core.errors import FULL, ConfigError
 
 
@@ -348,7 +348,8 @@ def _given(config: type[BaseModel], table: Mapping[str, Any], where: str) -> dic
             return typed.validate_python(given, strict=True)
         except ValidationError as error:
             raise ConfigError(
-                f"{where}: {wrong(written, cast(object, value), error.errors()[0])}", next="mend the value"
+                f"{where}: {wrong(written, cast(object, value), fault_of(error.errors()))}",
+                next="mend the value",
             ) from None
 
     return by_place(config, table, where, check)

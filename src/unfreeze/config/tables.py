@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, PrivateAttr
 
@@ -233,6 +233,14 @@ class Place(Frozen):
             "where the frozen weights of routed experts lie: device: all of them; host, disk: there, and they"
             " come layer by layer into two buffers; auto: the first of device, host (with CUDA) and disk that"
             " fits. The numbers are the same, to the bit"
+        ),
+    )
+    split: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
+        default="auto",
+        description=(
+            "processes that share one set of experts: rows of tokens go to the process that holds their"
+            " expert. 1: every process holds all; auto: 1 where that fits, else the fewest that fit, within a"
+            " host"
         ),
     )
 

@@ -86,6 +86,7 @@ CHANGES_NOTHING = {
     "on_spike",
     "track",
     "place.experts",
+    "place.split",
 }
 """Fields that do not change what is computed: a run may be resumed with other values of them."""
 
@@ -137,6 +138,7 @@ HELP = {
         "device",
         "threads",
         "place.experts",
+        "place.split",
     ),
     "Output": (
         "out",

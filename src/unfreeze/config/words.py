@@ -49,6 +49,17 @@ def wrong(name: str, value: object, fault: Mapping[str, Any]) -> str:
     return f"{subject}: {message}"
 
 
+def fault_of(faults: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The one to speak of. Of a field that takes a word or a number: the number's limit, or both kinds."""
+    first, *others = faults
+    if not others or first["type"] != "literal_error":
+        return first
+    if others[0]["type"] in MUST:
+        return others[0]
+    number = IS_NO.get(others[0]["type"].partition("_")[0], "a number")
+    return {**first, "ctx": {"expected": f"{first['ctx']['expected']}, {number}"}}
+
+
 def wrong_flag(flag: str, values: Sequence[str], info: FieldInfo) -> str:
     """What is wrong with the values given to a flag, "" where nothing is.
 
@@ -71,7 +82,7 @@ def wrong_flag(flag: str, values: Sequence[str], info: FieldInfo) -> str:
             typed.validate_python(value)
         except ValidationError as error:
             faults = [fault for fault in error.errors() if not fault["type"].startswith("none")]
-            fault: dict[str, Any] = {**(faults or error.errors())[0], "loc": ()}
+            fault: dict[str, Any] = {**fault_of(faults or error.errors()), "loc": ()}
             if fault["type"] in MUST:
                 return f"{flag} {value}: {MUST[fault['type']].format(**fault.get('ctx', {}))}"
             return wrong(flag, value, fault)

@@ -43,6 +43,7 @@ from unfreeze.job.plan import (
     disk_of,
     emit_plan,
     export_note,
+    split_of,
     start_lines,
 )
 from unfreeze.job.processes import alone, refuse_uneven, start_of, together
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from unfreeze.models import Decoder
     from unfreeze.models.recompute import RecomputePolicy
     from unfreeze.parallel.collectives import Group
+    from unfreeze.parallel.mesh import Mesh
     from unfreeze.train.fit import OnStep
     from unfreeze.train.guards import OnSpike, SpikeGuard
     from unfreeze.train.run import Run
@@ -157,7 +159,7 @@ class Job:
     saves: Save
     on_spike: OnSpike
     max_norm: float
-    group: Group
+    mesh: Mesh
     device: torch.device
     start: Manifest
     dataset: Dataset
@@ -168,6 +170,11 @@ class Job:
     validation: list[Validation]
     describe: Describe
     followed: list[Followed]
+
+    @property
+    def group(self) -> Group:
+        """All processes of the run."""
+        return self.mesh.all
 
     def fit(self) -> bool:
         """The loop, with everything that looks at a step.
@@ -229,11 +236,11 @@ class Job:
         for account in self.followed:
             account.end(self.state)
         folder, trained = self.state.run, self.parts.trained
-        write = partial(trained.write, self.state, self.start, self.model_name)
+        write = partial(trained.write, self.state, self.start, self.model_name, self.mesh)
         if finished or trained.when_interrupted:
-            self.group.on_rank0(lambda: write(target_of(folder, self.parts)))
+            write(target_of(folder, self.parts))
         if finished:
-            self.group.on_rank0(lambda: write_best(self.state, best_of(folder, self.parts), write))
+            write_best(self.state, best_of(folder, self.parts), write)
 
     def spike_guard(self) -> SpikeGuard:
         """The judge of the steps.
@@ -283,6 +290,7 @@ def prepare(
     from unfreeze import models
     from unfreeze.generate.model import Model, end_ids
     from unfreeze.kernels.choice.choose import choose_anew
+    from unfreeze.parallel.mesh import mesh_of
     from unfreeze.train.optim import AdamW
     from unfreeze.train.state import start_or_resume
 
@@ -296,6 +304,7 @@ def prepare(
     shape = models.shape(start.config)
     tokenizer = open_tokenizer(folder, data, start.path)
     check_vocabulary(tokenizer, shape, start)
+    split = split_of(config, parts.trained, shape, group.size)
 
     # rows -> conversations -> tokens and weights
     dataset, followed = encode(
@@ -325,7 +334,10 @@ def prepare(
     group.on_rank0(lambda: check_room(disk, folder, parts.trained.name))
 
     # the model, with what trains
-    model = load(start, config.memory.dtype, config.seed, device, folder, common, plan.work.experts)
+    mesh = mesh_of(group, split, shape.num_experts)
+    if mesh.split > 1:
+        group.lockstep = True
+    model = load(start, config.memory.dtype, config.seed, device, folder, common, mesh, plan.work.experts)
     parts.trained.attach(model)
 
     # the order of the data, from where the last save was; and how many steps that is
@@ -340,7 +352,12 @@ def prepare(
     state = start_or_resume(
         folder,
         model,
-        optimizer=AdamW(model, weight_decay=optimizer.weight_decay, moments=optimizer.moments),
+        optimizer=AdamW(
+            model,
+            weight_decay=optimizer.weight_decay,
+            moments=optimizer.moments,
+            held=mesh.held if mesh.split > 1 else None,
+        ),
         schedule=schedule_of(optimizer, steps),
         after_update=parts.after_update(model),
     )
@@ -383,7 +400,7 @@ def prepare(
         config.save,
         watch.on_spike,
         optimizer.clip,
-        group,
+        mesh,
         device,
         start,
         dataset,
@@ -404,6 +421,7 @@ def load(
     device: torch.device,
     folder: Run,
     common: Common,
+    mesh: Mesh,
     experts: Literal["device", "host", "disk"] = "device",
 ) -> Decoder:
     """The checkpoint's weights, or random ones from the seed where it has none.
@@ -412,6 +430,7 @@ def load(
     """
     from unfreeze import models
     from unfreeze.generate.open import dtype_of, open_model
+    from unfreeze.parallel.dispatch import split_experts
 
     def loaded(stats: LoadStats) -> None:
         fields = {**asdict(stats), "bytes_by_rank": list(stats.bytes_by_rank)}
@@ -427,11 +446,12 @@ def load(
     dtype = dtype_of(dtype_name)
     if start.tensors:
         with LoadProgress(quiet=common.quiet) as progress:
-            return open_model(start, dtype, device, progress, loaded, warn, experts=experts)
+            return open_model(start, dtype, device, progress, loaded, warn, mesh, experts)
     for note in models.notes(start.config):
         warn(note)
     model = models.build(models.shape(start.config), dtype=dtype, device=device)
     models.initialize(model, seed)
+    split_experts(model, mesh)
     return model
 
 

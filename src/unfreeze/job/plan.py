@@ -137,6 +137,25 @@ def _explained(made: Sequence[Plan]) -> Plan:
     return replace(chosen, why_experts=tried)
 
 
+def split_of(config: TrainingConfig, trained: Trained, shape: Shape, processes: int) -> int:
+    """How many processes share one set of experts.
+
+    Raises ConfigError, before anything is planned or loaded, for a split that cannot be.
+    """
+    from unfreeze.parallel.mesh import check_split
+
+    split = config.place.split
+    if split == "auto":
+        return 1
+    if split > 1 and trained.lora is None:
+        raise ConfigError(
+            f"place.split is {split}, but every weight trains, and those are not split by experts",
+            next="--place.split 1, or --train adapters",
+        )
+    check_split(split, processes, shape.num_experts)
+    return split
+
+
 def agreed_plan(
     config: TrainingConfig,
     trained: Trained,

@@ -8,6 +8,7 @@ from unfreeze.core.errors import AdapterError
 from unfreeze.job.folder import write_json
 
 if TYPE_CHECKING:
+    from unfreeze.core.rows import Rows
     from unfreeze.data import Dataset
     from unfreeze.parallel.collectives import Group
     from unfreeze.train.fit import OnStep
@@ -43,7 +44,12 @@ class FirstStepReceipt:
             state.model, state.optimizer.masters, state.optimizer.gradient
         )
         self._probe = pack(dataset.examples[:8])  # the receipt looks at the first 256 of its tokens
-        self._group, self._stop = group, stop
+        self._group, self._stop, self._held = group, stop, state.optimizer.held
+
+    def _part(self, name: str) -> tuple[Rows | None, int]:
+        """What this process holds of a parameter, and how many hold the same."""
+        held = self._held(name, self._group)
+        return held.rows, held.copies
 
     def __call__(self, state: State, result: StepResult) -> None:
         if self._receipt is None:
@@ -59,7 +65,8 @@ class FirstStepReceipt:
             return
         from unfreeze.adapters.receipt import check
 
-        taken = self._receipt.take(self._probe.to(state.model.device), self._group.sum_)
+        probe = self._probe.to(state.model.device)
+        taken = self._receipt.take(probe, self._group.sum_, self._part if self._group.size > 1 else None)
         self._receipt = None
         fields = {"groups": taken.groups, "exceptions": taken.exceptions}
         write_json(state.run.path / RECEIPT, {"step": state.step, **fields})

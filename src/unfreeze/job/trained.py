@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from unfreeze.adapters import LoraConfig
     from unfreeze.checkpoint import Manifest
     from unfreeze.models import Decoder
+    from unfreeze.parallel.mesh import Mesh
     from unfreeze.train.state import State
 
 TOKENIZER_FILES = (
@@ -62,13 +63,34 @@ class Adapters:
         """
         return adapter * (2 if models.shape(manifest.config).num_experts else 1)
 
-    def write(self, state: State, manifest: Manifest, model_name: str, folder: Path) -> None:
-        """The adapter, read again and compared."""
+    def write(self, state: State, manifest: Manifest, model_name: str, mesh: Mesh, folder: Path) -> None:
+        """The adapter, read again and compared. Of split experts each process writes and compares its own."""
         from unfreeze.adapters import save_adapter, verify_adapter
+        from unfreeze.adapters.shards import remove_shards, save_index, save_shard
 
-        model, base = state.model, portable(model_name)
-        verify_adapter(model, save_adapter(model, folder, base_name=base, prefix=manifest.prefix))
-        write_beside(folder, manifest, base, state.run.path, TOKENIZER_FILES)
+        model, base, prefix = state.model, portable(model_name), manifest.prefix
+
+        def whole() -> None:
+            verify_adapter(model, save_adapter(model, folder, base_name=base, prefix=prefix))
+            remove_shards(folder)
+            write_beside(folder, manifest, base, state.run.path, TOKENIZER_FILES)
+
+        if mesh.split == 1:
+            mesh.all.on_rank0(whole)
+            return
+        shared = (state.run.path / "state").resolve().parent / folder.name  # a follower's folder is its own
+
+        def part() -> None:
+            if mesh.data.rank == 0:
+                save_shard(model, shared, mesh.experts.rank, mesh.split, prefix)
+
+        def index() -> None:
+            sizes = [len(mesh.rows_of(place)) for place in range(mesh.split)]
+            save_index(model, shared, sizes, base, prefix)
+            write_beside(shared, manifest, base, state.run.path, TOKENIZER_FILES)
+
+        mesh.all.meet(part)
+        mesh.all.on_rank0(index)
 
     def as_result(self, folder: Path) -> dict[str, Any]:
         """For finish(): what a run's result names."""
@@ -151,11 +173,14 @@ class AllWeights:
         """What `write` leaves on the disk: as much as the checkpoint has. `adapter` is the plan's, 0."""
         return manifest.nbytes
 
-    def write(self, state: State, manifest: Manifest, model_name: str, folder: Path) -> None:
+    def write(self, state: State, manifest: Manifest, model_name: str, mesh: Mesh, folder: Path) -> None:
         """The checkpoint with config and tokenizer files, in one move.
 
         A kill leaves all of it or nothing, so one that is there is whole.
         """
+        mesh.all.on_rank0(lambda: self._write(state, manifest, folder))
+
+    def _write(self, state: State, manifest: Manifest, folder: Path) -> None:
         from unfreeze.checkpoint import save_checkpoint
         from unfreeze.checkpoint.nested import on_disk
         from unfreeze.checkpoint.tensors import stored_tensor
