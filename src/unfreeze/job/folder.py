@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import shlex
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound=TrainingConfig)
 
 SAME_CALL = "the same call"  # the command of a run that Python started
+SEEN = 60.0  # seconds until a file of another node is seen at the latest; NFS remembers an absent one so long
 WHOLE = 2**28  # a data file of at most this many bytes is hashed whole, in about a second
 
 
@@ -59,7 +61,7 @@ def live(config: TrainingConfig, common: Common, recipe: str, command: str, grou
     record = config.record()
     named = tuple(flat_name(type(config), name) for name in config.save.allow_changed)
     changeable = allowed(named, record)
-    date = group.texts(first_start(config))[0]
+    date, holder = (group.texts(own)[0] for own in (first_start(config), str(os.getpid())))
     progress = LiveProgress(0, quiet=common.quiet, whole_plan=common.plan)
     with progress, tracking(config.watch.track, config.run_dir, flat(config)) as sinks:
         with writing(config.run_dir, "out"):
@@ -72,7 +74,9 @@ def live(config: TrainingConfig, common: Common, recipe: str, command: str, grou
                     allow_changed=changeable,
                     fixed=FIXED,
                 ),
-                elsewhere=lambda: Follower(config.run_dir, record, allow_changed=changeable, fixed=FIXED),
+                elsewhere=lambda: Follower(
+                    _shared(config.run_dir, holder), record, allow_changed=changeable, fixed=FIXED
+                ),
             )
 
         # the run; a Ctrl-C, a full disk or a process that is gone says what is saved
@@ -93,6 +97,22 @@ def live(config: TrainingConfig, common: Common, recipe: str, command: str, grou
                 raise DiskFull(
                     f"the disk of {run.path} is full{at}; {state}", next=f"free space, then {again(command)}"
                 ) from error
+
+
+def _shared(folder: Path, holder: str) -> Path:
+    """The run folder, if it is the one that process 0 (its process id: `holder`) has locked.
+
+    Another node sees a new file on a shared disk a while later.
+    """
+    lock, until = folder / "lock", time.monotonic() + SEEN
+    while not (lock.is_file() and lock.read_text(encoding="utf-8").strip() == holder):
+        if time.monotonic() > until:
+            raise ConfigError(
+                f"{folder.absolute()} is not the run folder that process 0 opened: they are on other disks",
+                next="--out with a folder that all nodes share",
+            )
+        time.sleep(0.1)
+    return folder
 
 
 def _gone(who: str, run: Run, command: str) -> ProcessGone:

@@ -87,7 +87,7 @@ def plan_of(
         mean_length=mean_length(lengths) if lengths else None,
         recompute=cast(Any, recompute or memory.recompute),
         among=cast(Any, among),
-        sharing=(started().on_node if started().size > 1 else processes) if device.type == "cpu" else 1,
+        sharing=started().on_node if started().size > 1 else processes,
         keep_layers=memory.keep_layers,
         optimizer_moments=config.optimizer.moments,
         receipt_bytes=COPY_BYTES,
@@ -264,7 +264,7 @@ def emit_plan(
         fields["predicted_kernels"] = list(predicted)
     write_json(folder.path / "plan.json", fields)
     folder.events.emit("plan", folder.step, **fields)
-    refuse_if_too_large(plan)
+    group.meet(lambda: refuse_if_too_large(plan))
 
 
 def start_lines(

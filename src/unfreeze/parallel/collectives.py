@@ -201,9 +201,8 @@ class Processes:
         return self._of_all.act([[0]], action)
 
     def in_turn(self, action: Callable[[bool], Item]) -> Item:
-        turns = self._of_all.first_of_nodes()
-        first = any(self.rank in turn for turn in turns[:-1])
-        result = self._of_all.act(turns, lambda: action(first))
+        first = self.node_first == self.rank
+        result = self._of_all.act(self._of_all.first_of_nodes(), lambda: action(first))
         return cast(Item, result)  # every process is in a turn
 
     @property
@@ -318,7 +317,7 @@ def open_group(device: torch.device) -> Iterator[Group]:
             raise
         finally:
             roll.leave(error)
-            if error is None:  # of processes that are gone nccl would wait for an answer
+            if error is None or device.type != "cuda":  # nccl would wait for an answer of one that is gone
                 dist.destroy_process_group()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -34,6 +34,14 @@ class Hardware:
     limit: str = "memory"
     process: int = 0
     host: int = 0
+
+    def shared(self, count: int) -> Hardware:
+        """What one of `count` processes of this host has: a share of the memory that all take from."""
+        if count == 1:
+            return self
+        name = f"{self.name}, shared by {count} processes"
+        available = self.available // count if self.kind == "cpu" else self.available
+        return replace(self, name=name, available=available, host=self.host // count)
 
 
 def hardware(device: torch.device | str = "cpu") -> Hardware:

@@ -39,4 +39,9 @@ def open_run(group: Group, on_rank0: Callable[[], Run], elsewhere: Callable[[], 
     Raises what `on_rank0` raises on process 0, UserError on the others.
     """
     run = group.on_rank0(on_rank0)
-    return group.meet(lambda: elsewhere() if run is None else run)
+    try:
+        return group.meet(lambda: elsewhere() if run is None else run)
+    except BaseException as error:
+        if run is not None:  # another could not open its own: what is new here goes again
+            run.__exit__(type(error), error, error.__traceback__)
+        raise

@@ -45,10 +45,10 @@ def test_the_first_that_fits_is_taken_and_said():
     less = fastest(plan(SIZES, work, machine(totals["nothing"] - 2**20, "cuda")))
     assert less.work.recompute == "elementwise" and "; nothing would take" in less.why
     # the memory of one machine for two processes
-    both = plan(SIZES, work, machine(2 * (totals["elementwise"] + COMPILED)))
-    assert (
-        fastest(both, sharing=2).work.recompute == "elementwise" and fastest(both).work.recompute == "nothing"
-    )
+    whole = machine(2 * (totals["elementwise"] + COMPILED))
+    assert fastest(plan(SIZES, work, whole)).work.recompute == "nothing"
+    half = fastest(plan(SIZES, work, whole.shared(2)))
+    assert half.work.recompute == "elementwise" and half.hardware.name.endswith(", shared by 2 processes")
 
 
 def test_where_nothing_fits_it_is_what_takes_the_least():

@@ -89,7 +89,8 @@ def plan_training(
                    (--tokens-per-step is of all of them)
     processes      among which the micro-batches are dealt; the plan is of one of them
     experts        where the weights of routed experts lie
-    recompute      "auto": the first of `among` that fits (fastest.py); `sharing` processes have one memory
+    sharing        processes of one host: of its memory each has as much
+    recompute      "auto": the first of `among` that fits (fastest.py)
 
     Reads nothing but the manifest and allocates nothing. Call `refuse_if_too_large` on the result.
     """
@@ -110,10 +111,10 @@ def plan_training(
         processes=processes,
         experts=experts,
     )
-    sizes, machine = measure(model, lora, place.type), hardware(place)
+    sizes, machine = measure(model, lora, place.type), hardware(place).shared(sharing)
     made = plan(sizes, work, machine)
     if recompute == "auto":
-        made = fastest(made, among, sharing=sharing)
+        made = fastest(made, among)
     length = round(mean_length or longest or tokens)
     counted = counts(model)
     rates = rates_here(

@@ -17,15 +17,13 @@ SAME_BITS: tuple[Recompute, ...] = ("elementwise", "selective", "layers")
 "nothing" takes all tokens at once, so products and sums are cut otherwise (tests/models/test_decoder.py)."""
 
 
-def fastest(made: Plan, among: Sequence[Recompute] = FASTEST_FIRST, *, sharing: int = 1) -> Plan:
+def fastest(made: Plan, among: Sequence[Recompute] = FASTEST_FIRST) -> Plan:
     """The plan with the first of `among` that fits; with the last where none does. Its `why` says so.
 
-    made     the plan with any of them.
-    sharing  processes that share the memory, which is 1 on a GPU.
+    made: the plan with any of them.
     """
-    usable = made.usable if sharing == 1 else made.usable // sharing
     # what compiled code takes is in no term: a choice that keeps more than "layers" leaves it free
-    room = usable - (COMPILED if made.hardware.kind == "cpu" else 0)
+    room = made.usable - (COMPILED if made.hardware.kind == "cpu" else 0)
     before = ""
     for choice in among:
         found = replace_work(made, recompute=choice)
