@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,7 +46,9 @@ def output_changes(
 ) -> Groups:
     """group -> {output_change, rounding, connected}, as in receipt.py: make_receipt.
 
-    Compared are the logits with only this group's training in effect and with none of it.
+    Compared are the logits with only this group's training in effect and with none of it. Each layer is run
+    for all groups before the next, so that weights which stream come once; where a group changed nothing,
+    twice.
     sums: numbers -> each summed over the processes, which go through the model together. So none goes
     through it for a reason that the others don't have.
     """
@@ -58,27 +61,90 @@ def output_changes(
     }
     in_part = sums([float(group in sampled) for group in groups])
     copied = set(groups) - adapted - {group for group, count in zip(groups, in_part, strict=True) if count}
-    probe = probe.to(model.device)
-    recompute = _SameExperts()
-
-    def logits(group: str, amplify: float = 1.0) -> Tensor:
-        with _only(model, before, group, copied, amplify):
-            return model.logits(model.hidden(probe, recompute))
-
-    result: Groups = {}
+    tried = [group for group in groups if group in adapted or group in copied]
+    passes = _Passes(model, before, copied, probe.to(model.device))
     with model.looking():
-        nothing_TV = logits("")
+        logits = passes.logits([_Variant(""), *map(_Variant, tried)])
+        nothing_TV = next(logits)
         rounding = nothing_TV.abs().max().item() * torch.finfo(model.model.embed_tokens.weight.dtype).eps / 2
-        for group in (g for g in groups if g in adapted or g in copied):
-            change = (logits(group) - nothing_TV).abs().max().item()
-            connected: bool | None = sums([float(change > 0)])[0] > 0
-            if not connected and group in adapted:
-                stronger = (logits(group, AMPLIFY) - nothing_TV).abs().max().item()
-                connected = sums([float(stronger > 0)])[0] > 0
-            elif not connected:  # a first step may round away in a bf16 weight, which cannot be amplified
-                connected = None
-            result[group] = {"output_change": change, "rounding": rounding, "connected": connected}
-    return result
+        changes = [(each_TV - nothing_TV).abs().max().item() for each_TV in logits]
+
+        # what changed nothing once more, amplified
+        shows = sums([float(change > 0) for change in changes])
+        silent = [g for g, count in zip(tried, shows, strict=True) if not count and g in adapted]
+        louder = passes.logits([_Variant(group, AMPLIFY) for group in silent])
+        reach = [float((each_TV - nothing_TV).abs().max().item() > 0) for each_TV in louder]
+        stronger = sums(reach) if silent else []
+
+    connected: dict[str, bool | None] = {g: count > 0 for g, count in zip(silent, stronger, strict=True)}
+    for group, count in zip(tried, shows, strict=True):
+        # a first step may round away in a bf16 weight, which cannot be amplified
+        connected.setdefault(group, True if count else None)
+    return {
+        group: {"output_change": change, "rounding": rounding, "connected": connected[group]}
+        for group, change in zip(tried, changes, strict=True)
+    }
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """Only this group's training in effect, `amplify` times as strong; "": none."""
+
+    group: str
+    amplify: float = 1.0
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of the model that is run at once: its adapters with their groups, and the trained weights that
+    can be exchanged with their copies."""
+
+    adapters: list[tuple[LowRank | ExpertLowRank, str]]
+    exchanged: list[tuple[str, nn.Parameter]]
+
+
+class _Passes:
+    """Forward passes of several variants side by side: each layer is run for all of them before the next.
+
+    So its weights are needed once, wherever they come from. The numbers are those of one pass after another.
+    """
+
+    def __init__(self, model: Decoder, before: Snapshot, copied: set[str], probe: Batch):
+        self._model, self._before, self._probe = model, before, probe
+        self._same_experts = _SameExperts()
+        adapters = [(site.adapter, site.group) for site in sites(model)]
+        trained = [(name, p) for name, p in trained_parameters(model) if group_of(name) in copied]
+
+        def part(*modules: nn.Module) -> _Part:
+            inside = {id(module) for each in modules for module in each.modules()}
+            weights = {id(weight) for each in modules for weight in each.parameters()}
+            return _Part(
+                [(adapter, group) for adapter, group in adapters if id(adapter) in inside],
+                [(name, p) for name, p in trained if id(p) in weights],
+            )
+
+        self._embedding = part(model.model.embed_tokens)
+        self._layers = [(layer, part(layer)) for layer in model.layers]
+        self._end = part(model.model.norm, model.lm_head)  # a tied head is the embedding
+
+    def logits(self, variants: Sequence[_Variant]) -> Iterator[Tensor]:
+        """[T, V] of each variant, one at a time."""
+        model, before = self._model, self._before
+        if not variants:
+            return
+        run = model.packed_pass(self._probe)
+        x_TD: list[Tensor] = []
+        for variant in variants:
+            with _only(self._embedding, before, variant):
+                x_TD.append(model.model.embed_tokens(self._probe.tokens_T))
+        for layer, part in self._layers:
+            for index, variant in enumerate(variants):
+                with _only(part, before, variant):
+                    x_TD[index] = self._same_experts(layer, x_TD[index], run)
+        for index, variant in enumerate(variants):
+            with _only(self._end, before, variant):
+                logits_TV = model.logits(model.model.norm(x_TD[index]))
+            yield logits_TV
 
 
 class _SameExperts:
@@ -103,25 +169,23 @@ class _SameExperts:
 
 
 @contextmanager
-def _only(model: Decoder, before: Snapshot, group: str, copied: set[str], amplify: float) -> Iterator[None]:
-    """Leave only `group`'s training in effect while the context lasts.
+def _only(part: _Part, before: Snapshot, variant: _Variant) -> Iterator[None]:
+    """Leave only the variant's training in effect in a part of the model, while the context lasts.
 
     Other adapters get scale 0 instead of being removed: the same kernels run in both arms, so a difference
     comes from the adapter alone. Weights trained in full are exchanged with their copies.
     """
-    adapters = [(site.adapter, site.group) for site in sites(model)]
-    scales = [(adapter.scale, getattr(adapter, "down_scale", 0.0)) for adapter, _ in adapters]
-    others = copied - {group}
-    exchanged = [(name, p) for name, p in trained_parameters(model) if group_of(name) in others]
+    scales = [(adapter.scale, getattr(adapter, "down_scale", 0.0)) for adapter, _ in part.adapters]
+    exchanged = [(name, p) for name, p in part.exchanged if group_of(name) != variant.group]
     try:
-        for (adapter, own), (scale, down_scale) in zip(adapters, scales, strict=True):
-            factor = amplify if own == group else 0.0
+        for (adapter, own), (scale, down_scale) in zip(part.adapters, scales, strict=True):
+            factor = variant.amplify if own == variant.group else 0.0
             _set_scale(adapter, scale * factor, down_scale * factor)
         _exchange(exchanged, before)
         yield
     finally:
         _exchange(exchanged, before)
-        for (adapter, _), (scale, down_scale) in zip(adapters, scales, strict=True):
+        for (adapter, _), (scale, down_scale) in zip(part.adapters, scales, strict=True):
             _set_scale(adapter, scale, down_scale)
 
 

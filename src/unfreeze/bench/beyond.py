@@ -2,7 +2,7 @@
 
 `unfreeze bench beyond --gigabytes 12 --tokens 2048`, about 10 minutes, one of them to write the checkpoint.
 
-A Kimi-format model with INT4 experts: hidden 2048, 27 experts of width 4096 in each layer of 0.38 GB, one
+A Kimi-format model with INT4 experts: hidden 2048, 20 experts of width 4096 in each layer of 0.28 GB, one
 expert a token, no shared expert, and as many layers as make up the gigabytes. Codes are random bits, scales
 give weights of a trained model's spread. LoRA rank 4 on every linear layer, bf16, documents of 512 tokens,
 everything recomputed. Each side is a process of its own; its peak is its whole resident memory, from its
@@ -38,7 +38,7 @@ LENGTH = 512
 LORA: dict[str, Any] = {"rank": 4, "alpha": 8.0, "targets": ("all-linear",)}
 SIZES = {
     "hidden_size": 2048,
-    "n_routed_experts": 27,
+    "n_routed_experts": 20,
     "num_experts_per_tok": 1,
     "moe_intermediate_size": 4096,
     "n_shared_experts": 0,
@@ -197,7 +197,11 @@ def write(folder: Path, model: dict[str, Any]) -> None:
     from unfreeze.bench.checkpoints import make
     from unfreeze.checkpoint.tensors import TORCH_DTYPE
 
+    # codes 1 to 15 are -7 to 7, and 0 once more instead of -8: with a mean of -0.5 each matrix would send
+    # all tokens the same way, and after a few layers all would choose one expert
     bits = torch.randint(0, 256, (DRAWN,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    bits += 8 * (bits % 16 == 0)
+    bits += 128 * (bits < 16)
     taken = 0
 
     def packed(codec: Any, shape: torch.Size, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -205,9 +209,9 @@ def write(folder: Path, model: dict[str, Any]) -> None:
         parts = {}
         for suffix, (kind, sizes) in codec.parts(*shape[-2:]).items():
             dtype, whole = TORCH_DTYPE[kind], (*shape[:-2], *sizes)
-            if dtype.is_floating_point:  # codes are -8 to 7 and so have a spread of 4.6
+            if dtype.is_floating_point:  # codes are -7 to 7 and so have a spread of 4.2
                 noise = 1 + 0.1 * torch.randn(whole, generator=generator)
-                parts[suffix] = (noise / (4.6 * math.sqrt(shape[-1]))).to(dtype)
+                parts[suffix] = (noise / (4.2 * math.sqrt(shape[-1]))).to(dtype)
                 continue
             size = math.prod(whole) * dtype.itemsize
             taken = (taken + 8191 * 64) % DRAWN

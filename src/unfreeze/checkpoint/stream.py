@@ -142,8 +142,9 @@ class Files:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        self.close()
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        for descriptor, _ in self._open.values():  # at the interpreter's end `os` may be gone
+            close(descriptor)
 
 
 def _identity(descriptor: int) -> tuple[int, int]:
