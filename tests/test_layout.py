@@ -270,7 +270,6 @@ TESTED_BY = {
     "parallel/simulate.py": "parallel/plan/test_seconds.py",
     "adapters/files.py": "adapters/test_shards.py",
     "adapters/decode.py": "adapters/test_read.py",
-    "adapters/output_change.py": "adapters/test_receipt.py",
     "config/synonyms.py": "config/test_help.py",
     "config/training.py": "recipes/test_sft.py",
     "core/batch.py": "core/test_core.py",
