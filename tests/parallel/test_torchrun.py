@@ -43,12 +43,20 @@ def command(data: Path, out: Path, *more: str) -> list[str]:
     return [*line.split(), *more]
 
 
-def torchrun(folder: Path, line: list[str], *options: str, **environment: str) -> subprocess.Popen[str]:
-    """Two processes in a group of their own; what they keep of rows lies in `folder`."""
+def free_port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    start = f"-m torch.distributed.run --nproc-per-node 2 --master-port {port}".split()
+        return str(free.getsockname()[1])
+
+
+def torchrun(folder: Path, line: list[str], *options: str, **environment: str) -> subprocess.Popen[str]:
+    """Two processes in a group of their own; what they keep of rows lies in `folder`."""
+    options = (
+        options
+        if "--nnodes" in options
+        else ("--nproc-per-node", "2", "--master-port", free_port(), *options)
+    )
+    start = "-m torch.distributed.run".split()
     return subprocess.Popen(
         [sys.executable, *start, *options, str(TOGETHER), *line],
         stdout=subprocess.PIPE,
@@ -153,6 +161,28 @@ def test_ctrl_c_at_torchrun_saves_in_all(data: Path, tmp_path: Path):
     assert last["reason"] == "interrupted", error
     assert (tmp_path / "run" / "state" / f"step-{last['step']:06d}" / "state.json").is_file()
     assert f"interrupted after step {last['step']}, all is saved" in error
+
+
+def test_two_nodes_go_on_when_a_process_of_the_second_is_killed(two, data: Path, tmp_path: Path):
+    """Two agents and one run folder. The first node's process knows whom it lost; both agents start again."""
+    (tmp_path / "marks").mkdir()
+    port, line = free_port(), command(data, tmp_path / "run")
+    where = (
+        f"--nnodes 2 --nproc-per-node 1 --master-addr 127.0.0.1 --master-port {port} --max-restarts 1".split()
+    )
+    kept = {"KILLED": "1:4", "MARKS": str(tmp_path / "marks")}
+    nodes = [torchrun(tmp_path, line, *where, "--node-rank", str(rank), **kept) for rank in (0, 1)]
+    (first, _, error), (second, *silent) = [ended(node) for node in nodes]
+    assert (first, second) == (0, 0), error + silent[1]
+    gone = "ProcessGone: process 1 is gone (connection closed) in step 4; saved: step-000002"
+    assert error.count(gone) == 1 and not silent[0] and "ProcessGone" not in silent[1]
+    assert (
+        "torchrun --nproc-per-node 1 -m unfreeze sft" in error and "(on each of 2 nodes, as before)" in error
+    )
+    assert losses(tmp_path / "run") == losses(two[0] / "run")
+    # the first process of each node looks, and the second finds what the first left
+    marks = sorted(path.name.rsplit("-", 1)[0] for path in (tmp_path / "marks").iterdir())
+    assert marks == ["download-0"] * 2 + ["download-1"] * 2 + ["encoding-0"]
 
 
 def test_only_the_first_process_speaks_and_the_others_name_themselves(
