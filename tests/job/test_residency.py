@@ -8,6 +8,8 @@ import pytest
 
 from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
+from unfreeze.report.run import facts, read_run
+from unfreeze.tracking import scalars
 
 SAME = ("loss", "grad_norm", "tokens", "expert_load", "correct", "learning_rate")
 
@@ -57,6 +59,9 @@ def test_the_same_run_to_the_bit(resident, chat_rows, tmp_path):
     came = of(events, "stream")
     assert [event["step"] for event in came] == [1, 2, 3, 4] and not of(wanted, "stream")
     assert all(event["source"] == "disk" and 0 <= event["hidden"] <= 1 for event in came)
+    shown = dict(facts(read_run(out)))["Experts from disk"]
+    assert "of the transfers under computation" in shown and "layers a step" in shown
+    assert scalars(came[0])["stream/reads"] == came[0]["reads"]
     assert not of(events, "sample")
     (said,) = [e["message"] for e in of(events, "warning") if "samples" in e["message"]]
     assert "an answer of 64 tokens 40.5 MiB; the held-out loss is measured instead" in said

@@ -31,6 +31,7 @@ from unfreeze.core.schema import (
     PlanEvent,
     ReceiptEvent,
     StartEvent,
+    StreamEvent,
     TrainEvent,
     kind_of,
 )
@@ -204,6 +205,8 @@ def facts(run: Run) -> list[tuple[str, str]]:
         rows.append(("Tokens per second", f"{run.tokens_per_second:,.0f}"))
     if peaks:
         rows.append(("Peak memory", _peak_words(run, max(peaks))))
+    if streamed := of_kind(run.events, StreamEvent):
+        rows.append((f"Experts from {streamed[-1].get('source', 'elsewhere')}", _stream_words(run)))
     if saves := series(run.events, "save", "seconds")[1]:
         sizes = series(run.events, "save", "bytes")[1]
         each = f"{format_bytes(max(sizes))} each, " if sizes else ""
@@ -215,6 +218,22 @@ def facts(run: Run) -> list[tuple[str, str]]:
     if run.groups:
         rows.append(("Trained parameters", format_count(trained_parameters(run.groups))))
     return rows
+
+
+def _stream_words(run: Run) -> str:
+    """'96 % of the transfers under computation; 14 layers a step, 3.1 GB at 2.4 GB/s, 0.1 s waited'."""
+    reads, size, seconds, waited = (
+        series(run.events, "stream", name)[1] for name in ("reads", "bytes", "seconds", "waited")
+    )
+    took, shown = sum(seconds), sum(waited)
+    if not took:
+        return "nothing came"
+    steps = len(reads)
+    return (
+        f"{max(0.0, 1 - shown / took):.0%} of the transfers under computation;"
+        f" {sum(reads) / steps:,.0f} layers a step, {decimal_bytes(sum(size) / steps)} at"
+        f" {sum(size) / took / 1e9:.2f} GB/s, {format_seconds(shown)} waited"
+    )
 
 
 def _time_words(run: Run) -> str:

@@ -113,11 +113,11 @@ def _made(name: str, run_dir: Path, config: Mapping[str, Any]) -> Sink:
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """The numbers of a train or eval event under the names that trackers show.
+    """The numbers of a train, eval or stream event under the names that trackers show.
 
-    train/loss, eval/perplexity, experts/dead/layer 3.
+    train/loss, eval/perplexity, stream/hidden, experts/dead/layer 3.
     """
-    if event["kind"] != "train" and event["kind"] != "eval":
+    if event["kind"] not in ("train", "eval", "stream"):
         return {}
     values = {f"{event['kind']}/{name}": value for name, value in numbers(event).items()}
     if event["kind"] == "train":
