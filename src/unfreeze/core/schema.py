@@ -128,6 +128,8 @@ class PlanEvent(CommonFields):
     experts: NotRequired[
         Annotated[AnyText, of("name", "where the routed experts' weights lie: device, host or disk")]
     ]
+    split: NotRequired[Annotated[Int, of("processes", "that share one set of experts, if more than one do")]]
+    experts_held: NotRequired[Annotated[Int, of("experts", "of a layer, by the process that holds most")]]
     host: NotRequired[Annotated[Int, of("bytes", "of experts in host memory, where the device is a GPU")]]
     save_bytes: NotRequired[Annotated[Int, of("bytes", "of a save of the training state, on disk")]]
     start: NotRequired[Annotated[list[AnyText], of("sentences", "what a terminal says of it")]]

@@ -43,7 +43,7 @@ from unfreeze.job.plan import (
     disk_of,
     emit_plan,
     export_note,
-    split_of,
+    possible_splits,
     start_lines,
 )
 from unfreeze.job.processes import alone, refuse_uneven, start_of, together
@@ -304,7 +304,7 @@ def prepare(
     shape = models.shape(start.config)
     tokenizer = open_tokenizer(folder, data, start.path)
     check_vocabulary(tokenizer, shape, start)
-    split = split_of(config, parts.trained, shape, group.size)
+    possible_splits(config, parts.trained, shape, group.size)  # one that cannot be is refused before the rows
 
     # rows -> conversations -> tokens and weights
     dataset, followed = encode(
@@ -334,7 +334,7 @@ def prepare(
     group.on_rank0(lambda: check_room(disk, folder, parts.trained.name))
 
     # the model, with what trains
-    mesh = mesh_of(group, split, shape.num_experts)
+    mesh = mesh_of(group, plan.work.split, shape.num_experts)
     if mesh.split > 1:
         group.lockstep = True
     model = load(start, config.memory.dtype, config.seed, device, folder, common, mesh, plan.work.experts)

@@ -46,7 +46,7 @@ def plan_of(
     recompute: str = "",
     began: str = "",
     longest: int | None = None,
-    experts: str = "",
+    place: tuple[str, int] | None = None,
 ) -> Plan:
     """What the run will take, term by term; `unfreeze doctor` shows the same plan.
 
@@ -54,18 +54,18 @@ def plan_of(
     recompute  instead of the config's
     began      what a run with recompute = "auto" chose when it began: now only what gives the same bits
     longest    tokens of the longest document, where that is not among `lengths`
-    experts    instead of the config's; "auto": the first place where the run fits
+    place      where the experts' weights lie and how many processes share them, instead of what the config
+               says; there "auto" is the first of `possible_places` where the run fits
     """
     from unfreeze.adapters.snapshot import COPY_BYTES
     from unfreeze.parallel.plan import plan_training
     from unfreeze.parallel.plan.fastest import FASTEST_FIRST, SAME_BITS
 
-    if not experts:
+    if place is None:
         given = config, trained, start, shape, device, lengths, processes, recompute, began, longest
-        plans = (plan_of(*given, place) for place in possible_places(config, trained, start, shape, device))
         made: list[Plan] = []
-        for plan in plans:
-            made.append(plan)
+        for possible in possible_places(config, trained, start, shape, device, processes):
+            made.append(plan := plan_of(*given, possible))
             if plan.fits:
                 break
         return _explained(made)
@@ -92,7 +92,8 @@ def plan_of(
         optimizer_moments=config.optimizer.moments,
         receipt_bytes=COPY_BYTES,
         processes=processes,
-        experts=cast(Any, experts),
+        experts=cast(Any, place[0]),
+        split=place[1],
     )
 
 
@@ -100,12 +101,20 @@ PLACES = ("device", "host", "disk")
 
 
 def possible_places(
-    config: TrainingConfig, trained: Trained, start: Manifest, shape: Shape, device: torch.device
-) -> list[str]:
-    """Where the experts' weights may lie: as asked, or with "auto" all places in the order of their speed.
+    config: TrainingConfig,
+    trained: Trained,
+    start: Manifest,
+    shape: Shape,
+    device: torch.device,
+    processes: int = 1,
+) -> list[tuple[str, int]]:
+    """Where the experts' weights may lie, and how many processes may share them: as asked, or with "auto" all
+    that can be, in the order of their speed.
 
-    Raises ConfigError where they are asked to stream and cannot.
+    Raises ConfigError where they are asked to stream, or to be split, and cannot.
     """
+    splits = possible_splits(config, trained, shape, processes)
+    shared = [split for split in splits if split > 1]
     asked = config.place.experts
     if not shape.num_experts:
         fault = "this model has no routed experts"
@@ -114,12 +123,41 @@ def possible_places(
     elif not start.tensors:
         fault = f"{start.path} has no weights that could be read"
     else:
-        if asked != "auto":
-            return [asked]
-        return [place for place in PLACES if place != "host" or device.type == "cuda"]
+        places = PLACES if asked == "auto" else (asked,)
+        places = [place for place in places if asked != "auto" or place != "host" or device.type == "cuda"]
+        # what streams does not fit into each process, so it is shared where that is possible
+        return [
+            (place, split)
+            for place in places
+            for split in (splits if place == "device" else shared or splits)
+        ]
     if asked in ("host", "disk"):
         raise ConfigError(f"place.experts is {asked}, but {fault}", next="--place.experts auto")
-    return ["device"]
+    return [("device", split) for split in splits]
+
+
+def possible_splits(config: TrainingConfig, trained: Trained, shape: Shape, processes: int) -> list[int]:
+    """How many processes may share one set of experts: as asked, or with "auto" 1 and what divides those of a
+    host, so that rows of tokens stay inside it.
+
+    Raises ConfigError, before anything is planned or loaded, for a split that cannot be.
+    """
+    split = config.place.split
+    if split == "auto":
+        if trained.lora is None or not shape.num_experts:
+            return [1]
+        here = started().on_node if started().size > 1 else processes
+        return [n for n in range(1, min(here, shape.num_experts) + 1) if here % n == 0 and processes % n == 0]
+    if split > 1 and trained.lora is None:
+        raise ConfigError(
+            f"place.split is {split}, but every weight trains, and those are not split by experts",
+            next="--place.split 1, or --train adapters",
+        )
+    if split > 1:
+        from unfreeze.parallel.mesh import check_split
+
+        check_split(split, processes, shape.num_experts)
+    return [split]
 
 
 def _explained(made: Sequence[Plan]) -> Plan:
@@ -128,32 +166,19 @@ def _explained(made: Sequence[Plan]) -> Plan:
     if len(made) == 1:
         return chosen
     tried = "; ".join(
-        f"{plan.work.experts} would take {format_bytes(plan.total)} of {format_bytes(plan.usable)}"
+        f"{_place_words(plan)} would take {format_bytes(plan.total)} of {format_bytes(plan.usable)}"
         if plan.total > plan.usable
-        else f"{plan.work.experts} would take {format_bytes(plan.host)} of host memory, of which"
+        else f"{_place_words(plan)} would take {format_bytes(plan.host)} of host memory, of which"
         f" {format_bytes(plan.host_usable)} are usable"
         for plan in made[:-1]
     )
     return replace(chosen, why_experts=tried)
 
 
-def split_of(config: TrainingConfig, trained: Trained, shape: Shape, processes: int) -> int:
-    """How many processes share one set of experts.
-
-    Raises ConfigError, before anything is planned or loaded, for a split that cannot be.
-    """
-    from unfreeze.parallel.mesh import check_split
-
-    split = config.place.split
-    if split == "auto":
-        return 1
-    if split > 1 and trained.lora is None:
-        raise ConfigError(
-            f"place.split is {split}, but every weight trains, and those are not split by experts",
-            next="--place.split 1, or --train adapters",
-        )
-    check_split(split, processes, shape.num_experts)
-    return split
+def _place_words(plan: Plan) -> str:
+    """Of a plan that was tried: device; device, split over 4."""
+    split = f", split over {plan.work.split}" if plan.work.split > 1 else ""
+    return f"{plan.work.experts}{split}"
 
 
 def agreed_plan(
@@ -176,19 +201,21 @@ def agreed_plan(
 
     given = config, trained, start, shape, device, lengths, group.size
     own = plan_of(*given, longest=longest)
-    experts = max(group.texts(own.work.experts), key=PLACES.index)
+    tried = possible_places(config, trained, start, shape, device, group.size)
+    place = tried[max(map(int, group.texts(str(tried.index((own.work.experts, own.work.split))))))]
     if config.memory.recompute != "auto":
-        return own if experts == own.work.experts else plan_of(*given, longest=longest, experts=experts)
+        same = place == (own.work.experts, own.work.split)
+        return own if same else plan_of(*given, longest=longest, place=place)
     plans = of_kind(read_events(folder.path / "events.jsonl"), PlanEvent) if folder.step else []
     began = group.texts(plans[0].get("recompute", "") if plans else "")[0]
     plan = replace(
-        plan_of(*given, began=began if began in FASTEST_FIRST else "", longest=longest, experts=experts),
+        plan_of(*given, began=began if began in FASTEST_FIRST else "", longest=longest, place=place),
         why_experts=own.why_experts,
     )
     least = max(group.texts(plan.work.recompute), key=lambda name: FASTEST_FIRST.index(cast(Any, name)))
     if least != plan.work.recompute:
         plan = replace(
-            plan_of(*given, recompute=least, longest=longest, experts=experts),
+            plan_of(*given, recompute=least, longest=longest, place=place),
             why="another process has less free memory",
         )
     if began and began != least:
@@ -271,6 +298,8 @@ def start_lines(
     config: TrainingConfig, trained: Trained, start: Manifest, shape: Shape, plan: Plan, disk: Disk
 ) -> list[str]:
     """The plan in three lines: what is trained on what, and what that takes."""
+    from unfreeze.parallel.plan.words import experts_held
+
     experts = (
         f", {shape.experts_per_token} of {shape.num_experts} experts a token" if shape.num_experts else ""
     )
@@ -287,6 +316,8 @@ def start_lines(
         )
     taken = planned_words(plan.total + plan.hardware.process, plan.hardware.kind)
     room = format_bytes(plan.usable + plan.hardware.process)
+    if plan.work.split > 1:
+        experts += f" ({experts_held(plan)} of them in each of {plan.work.split} processes)"
     return [
         f"model: {Path(config.model).name}, {shape.model_type}, {shape.num_layers} layers{experts}; {files}",
         f"memory: {taken} of {room}; disk: {format_bytes(disk.needed)} of {format_bytes(disk.free)}",
@@ -365,7 +396,13 @@ def disk_of(config: TrainingConfig, trained: Trained, start: Manifest, plan: Pla
     folder = config.run_dir.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.is_dir())
     each = (plan.terms["adapter"] or plan.terms["base"]) + plan.terms["optimizer"]
-    result = trained.written_bytes(start, plan.terms["adapter"])
+    adapter = plan.terms["adapter"]
+    if plan.work.split > 1:  # the plan is of one process, the files are of all
+        every = plan.adapter_parameters + (plan.work.split - 1) * plan.sizes.experts_per_rank * (
+            plan.work.experts_rank or plan.work.rank or 0
+        )
+        each, adapter = (size * every // plan.adapter_parameters for size in (each, adapter))
+    result = trained.written_bytes(start, adapter)
     free = shutil.disk_usage(existing).free
     return Disk(config.run_dir, each, config.save.keep + 1, result, free, config.save)
 

@@ -31,7 +31,7 @@ from unfreeze.parallel.machine import hardware
 from unfreeze.parallel.plan.choose import Asked, seconds_of
 from unfreeze.parallel.plan.counts import counts
 from unfreeze.parallel.plan.fastest import FASTEST_FIRST, fastest
-from unfreeze.parallel.plan.layout import Layout
+from unfreeze.parallel.plan.layout import Layout, of_one
 from unfreeze.parallel.plan.propose import refuse_if_too_large, what_fits
 from unfreeze.parallel.plan.rates import LEAST_WIDTH, Base, Rates, of_records
 from unfreeze.parallel.plan.sizes import Sizes, measure
@@ -78,6 +78,7 @@ def plan_training(
     processes: int = 1,
     sharing: int = 1,
     experts: Literal["device", "host", "disk"] = "device",
+    split: int = 1,
 ) -> Plan:
     """The plan of a training run on one device.
 
@@ -89,6 +90,7 @@ def plan_training(
                    (--tokens-per-step is of all of them)
     processes      among which the micro-batches are dealt; the plan is of one of them
     experts        where the weights of routed experts lie
+    split          processes that share one set of experts; the plan is of one of them
     sharing        processes of one host: of its memory each has as much
     recompute      "auto": the first of `among` that fits (fastest.py)
 
@@ -110,13 +112,15 @@ def plan_training(
         receipt_bytes=receipt_bytes,
         processes=processes,
         experts=experts,
+        split=split,
     )
-    sizes, machine = measure(model, lora, place.type), hardware(place).shared(sharing)
+    counted = counts(model)
+    sizes = of_one(measure(model, lora, place.type), counted, place.type, split)
+    machine = hardware(place).shared(sharing)
     made = plan(sizes, work, machine)
     if recompute == "auto":
         made = fastest(made, among)
     length = round(mean_length or longest or tokens)
-    counted = counts(model)
     rates = rates_here(
         shape,
         dtype=kind,
@@ -130,7 +134,7 @@ def plan_training(
         return made
     here = Fleet(machine.name, 1, machine.available, kind="cuda" if place.type == "cuda" else "cpu")
     asked = Asked(replace(made.work, micro_batches=1), tokens, length)
-    layout = Layout(experts, recompute=made.work.recompute)
+    layout = Layout(experts, split=split, recompute=made.work.recompute)
     time = seconds_of(sizes, counted, here, rates, layout, asked, tokens)
     return replace(made, time=time, rates=rates.source)
 
@@ -179,6 +183,7 @@ def work_of(
 
     A GPU that is not here is taken to have this machine's block of logits, whose rows are bounded by bytes.
     """
+    split = asked.get("split", 1) > 1  # all processes visit every layer equally often: in one chunk
     known = device if device.type == "cpu" or torch.cuda.is_available() else torch.device("cpu")
     loss_rows, loss_bytes = block_cost(
         shape.vocab_size, dtype, known, trained=lora is None, softcapped=shape.softcap is not None
@@ -189,6 +194,6 @@ def work_of(
         experts_rank=lora.experts_rank if lora else None,
         loss_rows=loss_rows,
         loss_bytes=loss_bytes,
-        chunk=chunk_tokens(shape.num_experts, shape.experts_per_token, device.type),
+        chunk=None if split else chunk_tokens(shape.num_experts, shape.experts_per_token, device.type),
         **asked,
     )

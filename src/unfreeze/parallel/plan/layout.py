@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from unfreeze.kernels.expert_mlp import expert_groups, workspace_bytes
-from unfreeze.models.blocks.experts import bytes_at_work
+from unfreeze.models.blocks.experts import UNEVEN, bytes_at_work
 from unfreeze.models.recompute import Recompute
 from unfreeze.parallel.fleet import Fleet
 from unfreeze.parallel.machine import Hardware
@@ -48,7 +48,6 @@ class Layout:
     def not_built(self) -> list[str]:
         """What this layout needs and the code does not do yet, in words."""
         needs = {
-            "experts split over devices": self.split > 1,
             "the frozen rest gathered from all devices": self.rest == "sharded",
             "the frozen rest streamed from host memory": self.rest == "host",
             "adapters and their optimizer in host memory": self.state == "host",
@@ -92,6 +91,8 @@ def places(sizes: Sizes, counts: Counts, work: Work, fleet: Fleet, layout: Layou
     n = fleet.count
     experts_here = share(counts, layout.split)
     local = _local(sizes, counts, fleet.kind, layout.split)
+    if layout.split > 1:
+        work = replace(work, chunk=None)
 
     # each device is a process of its own with as many micro-batches, and they sum their gradients
     work = replace(
@@ -139,6 +140,29 @@ def places(sizes: Sizes, counts: Counts, work: Work, fleet: Fleet, layout: Layou
     )
 
 
+def of_one(sizes: Sizes, counts: Counts, kind: str, split: int) -> Sizes:
+    """What one of `split` processes that share the experts has of a model; the fullest of them."""
+    if split == 1:
+        return sizes
+    here = share(counts, split)
+    elsewhere = counts.experts_bytes - int(counts.experts_bytes * here)
+    return replace(
+        _local(sizes, counts, kind, split),
+        base=sizes.base - elsewhere,
+        expanded=sizes.expanded - int((counts.experts_bytes + sizes.expanded - sizes.base) * (1 - here)),
+        streamed=tuple(int(size * here) for size in sizes.streamed),
+    )
+
+
+def exchanged(counts: Counts, size: int) -> int:
+    """Bytes per token of rows that a layer's backward has beside the expert op's, numbers of `size` bytes.
+
+    Of K rows each: x as it came, dy as it is sent and as it came, dx. A process may get more rows than it
+    sends; UNEVEN times as many are counted.
+    """
+    return int(4 * UNEVEN * counts.experts_per_token * counts.hidden_size * size)
+
+
 def share(counts: Counts, split: int) -> float:
     """Of the experts, what the fullest of `split` devices holds."""
     return -(-counts.num_experts // split) / counts.num_experts if counts.num_experts else 1.0
@@ -165,10 +189,13 @@ def _local(sizes: Sizes, counts: Counts, kind: str, split: int) -> Sizes:
             for experts in (held, counts.num_experts)
         )
         layer += mine - undivided
+    rows = exchanged(counts, sizes.compute_bytes) if split > 1 else 0
     return replace(
         sizes,
         base=0,
-        layer=layer,
+        layer=layer + rows,
+        held=tuple(held + rows // 4 for held in sizes.held),  # x as it came
+        own=sizes.own + rows - rows // 4,
         workspace=workspace,
         cast_per_rank=int(sizes.cast_per_rank * experts_here),
         experts_per_rank=int(sizes.experts_per_rank * experts_here),

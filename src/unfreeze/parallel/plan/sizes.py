@@ -35,6 +35,7 @@ class Sizes:
     tables          bytes per token of the rotary cos and sin, float32
     attention       of each kind of layer
     streamed        bytes of routed experts in each layer that has some: what may lie elsewhere
+    num_experts     of a layer of the whole model
     """
 
     base: int
@@ -58,6 +59,7 @@ class Sizes:
     tables: int = 0
     attention: tuple[AttentionShape, ...] = ()
     streamed: tuple[int, ...] = ()
+    num_experts: int = 0
 
     def adapter_parameters(self, rank: int | None, experts_rank: int | None) -> int:
         """Dense sites at `rank`, routed experts at `experts_rank` (or `rank`); 0 without adapters."""
@@ -100,6 +102,7 @@ def measure(model: Decoder, lora: LoraConfig | None, device: str = "cpu") -> Siz
         tables=8 * sum(len(rope.inverse_frequency) for rope in (shape.rope, *shape.ropes.values())),
         attention=tuple({layer.attention for layer in layers if layer.attention}),
         streamed=tuple(streamed_bytes(model.layers)),
+        num_experts=shape.num_experts,
     )
 
 

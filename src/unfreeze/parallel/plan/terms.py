@@ -58,6 +58,7 @@ class Work:
     threads         of a CPU, which have scratch of their own; None: torch's setting
     experts         where the weights of routed experts lie; from "host" and "disk" they come layer by layer
                     into two buffers (parallel/residency.py)
+    split           processes that share one set of experts (parallel/mesh.py); the sizes are one's then
     """
 
     tokens: int
@@ -75,6 +76,7 @@ class Work:
     processes: int = 1
     threads: int | None = None
     experts: Literal["device", "host", "disk"] = "device"
+    split: int = 1
 
     @property
     def own_batches(self) -> int:

@@ -30,6 +30,12 @@ def plan_lines(plan: Plan) -> list[str]:
         lines.append(f"  beside it: this process {format_bytes(device.process)}, and {KERNELS}")
     lines.append(f"  1 device, largest / smallest {plan.max_over_min:.2f}; {work.tokens:,} tokens per pass")
 
+    if work.split > 1:
+        held = f"{experts_held(plan)} of {plan.sizes.num_experts}"
+        lines.append(
+            f"  experts split over {work.split} processes: each holds {held} of a layer, and all of the rest;"
+            " a layer's tokens go through it at once"
+        )
     if work.experts != "device":
         lines += _streamed(plan)
     if plan.why:
@@ -64,6 +70,11 @@ def _streamed(plan: Plan) -> list[str]:
     return lines + [f"  because {plan.why_experts}"] * bool(plan.why_experts)
 
 
+def experts_held(plan: Plan) -> int:
+    """Of a layer's experts what the fullest process holds."""
+    return -(-plan.sizes.num_experts // plan.work.split)
+
+
 def work_place(plan: Plan) -> str:
     """Where the experts come from, in words."""
     return {"host": "host memory", "disk": "disk"}[plan.work.experts]
@@ -86,6 +97,7 @@ def plan_fields(plan: Plan) -> dict[str, Any]:
         "fits": plan.fits,
         "recompute": plan.work.recompute,
         "experts": plan.work.experts,
+        **({"split": plan.work.split, "experts_held": experts_held(plan)} if plan.work.split > 1 else {}),
         **({"host": plan.host} if plan.host else {}),
         "hardware": asdict(plan.hardware),
         "lines": plan_lines(plan),

@@ -1,0 +1,134 @@
+"""--place.split: what "auto" tries and in which order, what cannot be split, and a run of two processes that
+share the experts, which come from disk. Process-heavy: one torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from unfreeze import cli
+from unfreeze.adapters.files import read_files
+from unfreeze.commands.demo import TINY_K2
+from unfreeze.config.sft import Config
+from unfreeze.core.errors import ConfigError
+from unfreeze.job.plan import possible_places, possible_splits
+
+MIXTURE, DENSE = SimpleNamespace(num_experts=6), SimpleNamespace(num_experts=0)
+LORA, ALL = SimpleNamespace(lora=object()), SimpleNamespace(lora=None)
+START = SimpleNamespace(tensors={"a": 1}, path="m")
+
+
+def config(**place: Any) -> Config:
+    return Config.model_validate({"model": "m", "data": ["d.jsonl"], "place": place})
+
+
+def places(cpu: bool, processes: int, **place: Any) -> list[tuple[str, int]]:
+    device = torch.device("cpu" if cpu else "cuda")
+    return possible_places(config(**place), LORA, START, MIXTURE, device, processes)  # type: ignore[arg-type]
+
+
+def test_auto_tries_what_is_fastest_first_and_the_smallest_split_that_may_fit():
+    """All on the device; split; and what streams is shared too. 6 experts are not divided among 8."""
+    assert places(True, 1) == [("device", 1), ("disk", 1)]
+    assert places(True, 4) == [("device", 1), ("device", 2), ("device", 4), ("disk", 2), ("disk", 4)]
+    device = [("device", 1), ("device", 2), ("device", 4)]
+    assert places(False, 8) == [*device, ("host", 2), ("host", 4), ("disk", 2), ("disk", 4)]
+    assert places(True, 4, split=2) == [("device", 2), ("disk", 2)]
+    assert places(True, 4, experts="disk", split=1) == [("disk", 1)]
+
+
+def test_auto_stays_inside_a_host(monkeypatch: pytest.MonkeyPatch):
+    """Rows of tokens go through all processes of a split: 2 hosts of 2 are not split over 4."""
+    for name, value in {"WORLD_SIZE": "4", "RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert possible_splits(config(), LORA, MIXTURE, 4) == [1, 2]  # type: ignore[arg-type]
+    assert possible_splits(config(split=4), LORA, MIXTURE, 4) == [4]  # type: ignore[arg-type]
+
+
+def test_nothing_is_split_by_itself_where_nothing_can_be():
+    assert possible_splits(config(), LORA, DENSE, 4) == [1]  # type: ignore[arg-type]
+    assert possible_splits(config(), ALL, MIXTURE, 4) == [1]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("trained", "shape", "said"), [(ALL, MIXTURE, "every weight trains"), (LORA, DENSE, "has no experts")]
+)
+def test_a_split_that_cannot_be_is_one_line(trained, shape, said):
+    with pytest.raises(ConfigError, match=said) as caught:
+        possible_splits(config(split=2), trained, shape, 2)  # type: ignore[arg-type]
+    assert caught.value.next.startswith("--place.split 1")
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    return [event for event in lines if event["kind"] == kind]
+
+
+def test_two_processes_that_share_the_experts_train_as_one(chat_rows: Path, tmp_path: Path):
+    line = f"sft --model {TINY_K2} --data {chat_rows} --tokens-per-step 256 --micro-batches 2 --steps 3"
+    line += " --lora.rank 2 --dtype float32 --samples 0 --validation-fraction 0.3 --threads 1 --save-every 2"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    start = f"-m torch.distributed.run --nproc-per-node 2 --master-port {port} -m unfreeze".split()
+    two = f"{line} --out {tmp_path / 'two'} --place.split 2 --place.experts disk".split()
+    process = subprocess.Popen(
+        [sys.executable, *start, *two],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        _, said = process.communicate(timeout=200)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its workers
+        raise
+    assert process.returncode == 0, said[-4000:]
+    assert cli.main([*f"{line} --quiet --out {tmp_path / 'one'}".split()]) == 0
+    one, many = tmp_path / "one", tmp_path / "two"
+
+    # the numbers of a run, within rounding
+    losses = [[event["loss"] for event in events(run, kind)] for run in (many, one) for kind in ("train",)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 3
+    held_out = [[event["loss"] for event in events(run, "eval")] for run in (many, one)]
+    assert held_out[0] == pytest.approx(held_out[1], rel=1e-5) and held_out[0]
+    assert [e["expert_load"] for e in events(many, "train")] == [
+        e["expert_load"] for e in events(one, "train")
+    ]
+
+    # what each process holds is said, and the receipt is of all of it, with the experts' own numbers
+    assert (events(many, "plan")[0]["split"], events(many, "plan")[0]["experts_held"]) == (2, 8)
+    assert "split" not in events(one, "plan")[0]
+    theirs, ours = (json.loads((run / "receipt.json").read_text()) for run in (one, many))
+    assert ours["exceptions"] == theirs["exceptions"] and ours["groups"].keys() == theirs["groups"].keys()
+    for group, entry in ours["groups"].items():
+        for name, value in entry.items():
+            other = theirs["groups"][group][name]
+            if isinstance(other, float):
+                # logits change by 1e-1 and are 10 large: their difference carries 1e-6 of 10
+                assert value == pytest.approx(other, rel=1e-5, abs=2e-5), (group, name)
+            else:
+                assert value == other, (group, name)
+    assert ours["groups"]["experts"]["experts"] == 3 * 16
+
+    # the adapter is in shards, which together are the other's; updates of tiny gradients amplify rounding
+    assert len(list((many / "adapter").glob("adapter_model-*.safetensors"))) == 2
+    (config, shards), (other, whole) = (read_files(run / "adapter") for run in (many, one))
+    assert config == other and shards.keys() == whole.keys()
+    for name, tensor in shards.items():
+        torch.testing.assert_close(tensor, whole[name], rtol=1e-4, atol=1e-5, msg=name)
+
+    # and `unfreeze export` makes one file of them
+    assert cli.main(["export", str(many), "--for", "peft", "--out", str(tmp_path / "joined")]) == 0
+    joined = read_files(tmp_path / "joined")[1]
+    assert all(torch.equal(joined[name], tensor) for name, tensor in shards.items())
+    assert not list((tmp_path / "joined").glob("adapter_model-*"))
