@@ -76,6 +76,11 @@ def per_kind(config: Mapping[str, Any], *, full: float, sliding: float) -> tuple
     new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     kinds = {FULL: full, SLIDING: sliding}
     nested = {kind: new.get(kind) or {} for kind in kinds}
+    if wrong := next((kind for kind, table in nested.items() if not isinstance(table, Mapping)), ""):
+        raise CheckpointError(
+            f"config.json: rope_parameters.{wrong} is {shown(new[wrong])}; it must be an object",
+            next="get config.json from the model's publisher again",
+        )
     flat = {name: value for name, value in new.items() if name not in kinds}
     of_kinds = {kind: old.get(kind) for kind in kinds if kind in old}
     for name, tables in (
