@@ -1,6 +1,7 @@
 """`unfreeze` as torchrun starts it in a test, with faults to plant and things to count. Run as a script.
 
 MARKS     a folder: a file in it for each download and each encoding, named after the process
+WINDOWS   1: files of more than 60 rows are read in windows of 600 tokens
 KILLED    RANK:STEP: this process is killed at that step, unless torchrun has started it again
 """
 
@@ -38,6 +39,11 @@ def plant() -> None:
         return encode(*arguments, **options)
 
     encoded.encode_files = encode_files
+    if os.environ.get("WINDOWS"):
+        from unfreeze.data import streamed
+        from unfreeze.job import data as job_data
+
+        job_data.MANY_ROWS, streamed.HEAD, streamed.WINDOW, streamed.FULL = 60, 10, 600, 1
     victim, _, step = os.environ.get("KILLED", "").partition(":")
     if victim == os.environ.get("RANK") and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         from unfreeze.train import fit

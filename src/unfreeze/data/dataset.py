@@ -28,6 +28,7 @@ from unfreeze.data.tokens.turns import Turns
 from unfreeze.data.workers import Progress, encoded_parts
 
 if TYPE_CHECKING:
+    from unfreeze.data.handed import Taken
     from unfreeze.data.streamed import Stream
 
 __all__ = ["Dataset", "Reading", "Stats", "encode_file", "encode_files"]
@@ -48,7 +49,7 @@ class Dataset:
     examples: Examples
     stats: Stats
     validation: Examples | None = None
-    stream: Stream | None = None
+    stream: Stream | Taken | None = None
 
     def known(self) -> list[Examples]:
         """All documents that are encoded by now."""

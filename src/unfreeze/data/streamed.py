@@ -21,7 +21,7 @@ import math
 import shutil
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -116,6 +116,7 @@ class Stream:
     validation  documents held out; None if not asked for
     whole       all documents in the order of the files, once every row is encoded; None before
     error       of a bad row, behind which nothing is encoded
+    hand        is given every window that is opened, or its error, for other processes (handed.py)
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class Stream:
         progress: Progress | None,
     ):
         self.rows, self.seed, self._spec, self._tokenizer = rows, seed, spec, tokenizer
+        self.hand: Callable[[Examples | DataError], None] = lambda found: None
         self._paths = [Path(path) for path in spec.paths]
         self._stood = [_stamp(path) for path in self._paths]
         self._small = sum(map(text_bytes, self._paths)) <= HELD_BYTES
@@ -183,9 +185,15 @@ class Stream:
 
         Raises DataError for a bad row in it, or in one before it that was not there yet.
         """
-        self._wait(epoch, number)
+        try:
+            self._wait(epoch, number)
+        except DataError as error:
+            self.hand(error)
+            raise
         found = self._without_held_out(self._documents(epoch, number))
-        return found.part(np.random.default_rng([self.seed, epoch, number]).permutation(len(found)))
+        found = found.part(np.random.default_rng([self.seed, epoch, number]).permutation(len(found)))
+        self.hand(found)
+        return found
 
     def take(self) -> None:
         """Take what the processes have encoded by now, without waiting for more."""

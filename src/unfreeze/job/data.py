@@ -16,7 +16,7 @@ from unfreeze.config.training import TrainingConfig
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED
 from unfreeze.job.processes import others
-from unfreeze.job.streaming import MANY_ROWS, Followed, in_windows
+from unfreeze.job.streaming import MANY_ROWS, Followed, in_windows, shared
 from unfreeze.report.events import TEACH_LITTLE
 from unfreeze.tracking.live import EncodeProgress
 from unfreeze.untrusted.json_object import read_object
@@ -118,9 +118,9 @@ def encode(
 
     # training rows, and what is held out of them or beside them
     stream = None
-    if in_windows(run, data, training, group):
+    if in_windows(run, data, training):
         with EncodeProgress(quiet=quiet) as progress:
-            stream = stream_of(run, data, tokens, seed, progress, given)
+            stream = shared(lambda: stream_of(run, data, tokens, seed, progress, given), group)
     dataset = (
         read(data.files)
         if stream is None
@@ -184,7 +184,8 @@ def encode(
     tell(stats, run.step)
     for message in [*warnings, *wrong(stats)] if run.step == 0 else ():
         run.events.emit("warning", 0, message=message)
-    return dataset, [] if stream is None else [Followed(stream, stats, tell, wrong)]
+    # process 0 tells the account of all rows
+    return dataset, [] if stream is None or group.rank else [Followed(stream, stats, tell, wrong)]
 
 
 def stream_of(

@@ -191,7 +191,7 @@ class Job:
             hook.first()
         reset_peak_bytes(self.device)
         take_up()  # everything is imported
-        with saved_before(state, saves.keep, self.followed):
+        with saved_before(state, saves.keep, self.dataset.stream is not None, self.group):
             fitted = fit(
                 state,
                 self.batches,

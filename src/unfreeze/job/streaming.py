@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,8 @@ from unfreeze.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from unfreeze.data import Stats
+    from unfreeze.data.examples import Examples
+    from unfreeze.data.handed import Taken
     from unfreeze.data.streamed import Stream
     from unfreeze.parallel.collectives import Group
     from unfreeze.train.run import Run
@@ -22,21 +24,21 @@ MANY_ROWS = 50_000
 which the first window is one."""
 
 
-def in_windows(run: Run, data: Data, training: Training, group: Group) -> bool:
+def in_windows(run: Run, data: Data, training: Training) -> bool:
     """Whether large files are read in windows: what else a run needs to know before its first step is known.
 
     Epochs need the length of every document (number of steps, schedule), data_weights the documents of each
-    file; several processes would each have to encode. A run goes on as it began.
+    file. A run goes on as it began.
     Raises ConfigError where it began in windows and cannot go on so.
     """
-    may = training.steps is not None and not data.weights and group.size == 1
+    may = training.steps is not None and not data.weights
     if run.cursor is None:
         return may
     began = "window" in run.cursor
     if began and not may:
         raise ConfigError(
-            "cannot resume: this run reads its rows in windows, in one process and for a number of steps",
-            next="go on in one process, with --steps",
+            "cannot resume: this run reads its rows in windows, for a number of steps",
+            next="go on with --steps",
         )
     return began
 
@@ -51,7 +53,7 @@ class Followed:
 
     def __init__(
         self,
-        stream: Stream,
+        stream: Stream | Taken,
         stats: Stats,
         tell: Callable[[Stats, int], None],
         wrong: Callable[[Stats], list[str]],
@@ -81,17 +83,39 @@ class Followed:
             state.run.events.emit("warning", state.step, message=message)
 
 
+def shared(opened: Callable[[], Stream | None], group: Group) -> Stream | Taken | None:
+    """What `opened` gives in process 0, which encodes for all; the others take from it (data/handed.py)."""
+    from unfreeze.data.handed import Taken, handed, opening
+
+    stream = group.on_rank0(opened)
+    if group.size == 1:
+        return stream
+    first = group.of_first(opening(stream) if stream is not None else b"")
+    if group.rank:
+        return Taken(first, lambda: group.of_first(b"")) if first else None
+    if stream is not None:
+
+        def hand(found: Examples | DataError) -> None:
+            group.of_first(handed(found))
+
+        stream.hand = hand
+    return stream
+
+
 @contextmanager
-def saved_before(state: State, keep: int, followed: Sequence[Followed]) -> Generator[None]:
-    """Where rows are encoded beside training, one that is found to be bad stops the run; it saves first."""
-    from unfreeze.train.state import save
+def saved_before(state: State, keep: int, streamed: bool, group: Group) -> Generator[None]:
+    """Where rows are encoded beside training, one that is found to be bad stops the run; it saves first.
+
+    It is found by all processes in the same step.
+    """
+    from unfreeze.train.together import save_together
 
     try:
         yield
     except DataError as error:
-        if not followed or state.step == 0:
+        if not streamed or state.step == 0:
             raise
-        save(state, keep)
+        save_together(state, keep, group=group)
         raise DataError(
             f"{error.message}; step {state.step} is saved",
             next="--on-bad-row skip --allow-changed on_bad_row goes on from there; a file with the row mended"

@@ -91,6 +91,10 @@ class Group(Protocol):
         """The text of every process, in the order of ranks."""
         ...
 
+    def of_first(self, data: bytes) -> bytes:
+        """The bytes of process 0; what the others give is not looked at."""
+        ...
+
     def check_replicas(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise UserError naming the first tensor that is not the same, bit for bit, in all processes."""
         ...
@@ -139,6 +143,9 @@ class Alone:
 
     def texts(self, text: str) -> list[str]:
         return [text]
+
+    def of_first(self, data: bytes) -> bytes:
+        return data
 
     def check_replicas(self, tensors: Mapping[str, Tensor]) -> None:
         pass
@@ -234,6 +241,16 @@ class Processes:
         every = [torch.zeros_like(padded) for _ in range(self.size)]
         dist.all_gather(every, padded, group=self._group)
         return [bytes(t[: int(n.item())].tolist()).decode() for t, n in zip(every, lengths, strict=True)]
+
+    def of_first(self, data: bytes) -> bytes:
+        length = torch.tensor([len(data)], device=self._device)
+        dist.broadcast(length, group=self._group, group_src=0)
+        if not (count := int(length.item())):
+            return b""
+        own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.rank == 0 else torch.empty(count)
+        sent = own.to(dtype=torch.uint8, device=self._device)
+        dist.broadcast(sent, group=self._group, group_src=0)
+        return sent.cpu().numpy().tobytes()
 
     def check_replicas(self, tensors: Mapping[str, Tensor]) -> None:
         low = torch.stack([fingerprint(tensor).to(self._device) for tensor in tensors.values()])

@@ -7,6 +7,7 @@ from typing import Any
 
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import ConfigError, DataError
+from unfreeze.data.handed import Taken
 from unfreeze.data.packing.batches import Cursor, pack
 from unfreeze.data.packing.packers import PACKERS, Packing, Plan
 from unfreeze.data.streamed import Stream
@@ -23,7 +24,7 @@ class WindowBatches:
 
     def __init__(
         self,
-        stream: Stream,
+        stream: Stream | Taken,
         tokens_per_step: int,
         start: Mapping[str, Any] | None = None,
         *,
