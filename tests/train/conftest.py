@@ -73,7 +73,7 @@ class TinyModel(nn.Module):
     def device(self) -> torch.device:
         return self.lm_head.weight.device
 
-    looking, reshard = Decoder.looking, Decoder.reshard
+    looking = Decoder.looking
 
     def moe_layers(self) -> dict[int, Any]:
         return dict(enumerate(self.layers))

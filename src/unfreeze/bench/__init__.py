@@ -1,8 +1,8 @@
 """Measure one thing beside its peers in the same run, and keep what was found as rows.
 
 `unfreeze bench WHAT` appends its rows to benchmarks/results/<device>.jsonl.
-WHAT is moe, formats, dense, recompute, load, start, data, decode, growth, beyond, layer, model, plan or
-profile;
+WHAT is moe, formats, dense, recompute, load, start, data, decode, growth, beyond, equal, layer, model, plan
+or profile;
 `unfreeze bench WHAT --help` says what it does, how long it takes and its flags.
 `unfreeze bench report` writes docs/performance.md from the committed rows.
 """
@@ -26,6 +26,7 @@ BENCHMARKS = {
     "decode": "generation from the INT4 checkpoint, beside transformers' generate",
     "growth": "time and memory per token from 4 k to 64 k tokens per step, beside what the plan states",
     "beyond": "training a checkpoint larger than the memory allowed, experts from disk",
+    "equal": "runs on several processes, beside the run of one: outputs, gradients and losses",
     "layer": "one true Kimi-K2 layer on a GPU, beside the predictions",
     "model": "LoRA training of whole models of real shape on a GPU",
     "plan": "what the plan states of twenty small runs, beside what they took",

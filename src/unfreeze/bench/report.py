@@ -154,7 +154,7 @@ def latest(runs: Sequence[Run]) -> list[Run]:
     )
 
 
-ORDER = tuple("moe formats dense recompute load start data decode growth beyond layer model".split())
+ORDER = tuple("moe formats dense recompute load start data decode growth beyond equal layer model".split())
 
 
 def profiles_beside(page: Path) -> list[str]:

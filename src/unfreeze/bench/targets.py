@@ -88,6 +88,11 @@ def beyond_peak(rows: Sequence[Row]) -> float | None:
     return None if peak is None else peak / 1e9
 
 
+def unequal(rows: Sequence[Row]) -> float | None:
+    """The worst difference of outputs, gradients or losses of any run on several processes."""
+    return max((max(row.results["correctness"].values()) for row in rows), default=None)
+
+
 def refuted(rows: Sequence[Row]) -> float | None:
     """How many predictions of the layer were not met."""
     verdicts = [
@@ -298,6 +303,15 @@ TARGETS = (
         "least",
         0.7,
         TIMES,
+    ),
+    Target(
+        "float32 on several processes, experts split or not: the worst difference from one process",
+        "cpu",
+        "equal",
+        unequal,
+        "most",
+        1e-5,
+        "{:.0e}",
     ),
     Target("Kimi-K2 layer: predictions not met", "gpu", "layer", refuted, "most", 0.0, COUNT),
     Target(

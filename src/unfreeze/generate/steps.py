@@ -38,13 +38,9 @@ def launched(model: Decoder, cache: Cache) -> Step:
 
 
 def by_record(model: Decoder, cache: Cache) -> Step:
-    """Replayed where a record of kernels/cuda_graph says that it pays for that many rows, else launched.
-
-    Launched too where a pass is an exchange between processes.
-    """
+    """Replayed where a record of kernels/cuda_graph says that it pays for that many rows, else launched."""
     dtype = model.model.embed_tokens.weight.dtype
-    recorded = not model.exchanges and pays(model.device, dtype, len(cache.lengths))
-    return (Replayed if recorded else launched)(model, cache)
+    return (Replayed if pays(model.device, dtype, len(cache.lengths)) else launched)(model, cache)
 
 
 class Replayed:
