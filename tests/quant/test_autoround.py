@@ -3,6 +3,10 @@ codecs, and tests/models/test_quantized_models.py with a model of this config.""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from random import Random
+
 import pytest
 
 from unfreeze.core.errors import ConfigError
@@ -11,6 +15,9 @@ from unfreeze.quant.autoround import METHODS
 from unfreeze.quant.awq import Awq
 from unfreeze.quant.formats import WRITERS
 from unfreeze.quant.gptq import Gptq
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "fuzz"))
+from fuzzers import altered
 
 TABLE = {
     "quant_method": "auto-round",
@@ -85,6 +92,7 @@ def test_layers_with_bits_of_their_own():
     ("change", "named"),
     [
         ({"bits": 3}, "with 3 bits"),
+        ({"bits": 4.0}, "with 4.0 bits"),
         ({"packing_format": "auto_round:llm_compressor"}, 'packing_format "auto_round:llm_compressor"'),
         ({"packing_format": "auto_round:auto_awq", "bits": 8}, "with 8 bits"),
         ({"data_type": "mx_fp"}, "data_type mx_fp"),
@@ -99,6 +107,24 @@ def test_what_would_be_read_wrongly_is_refused_by_name(change, named):
     with pytest.raises(ConfigError) as error:
         scheme_of(**change)
     assert named in error.value.message
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"-:a": {}}}
+AWQ = {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "modules_to_not_convert": ["a.", "x.*y"]}
+OWN = TABLE | {"extra_config": {"a.b": {"bits": 16}, ".*c.*": {"bits": 8, "group_size": 32}}}
+
+
+@pytest.mark.parametrize("table", [OWN, GPTQ, AWQ, {"quant_algo": None, "quant_method": "modelopt"}])
+def test_a_mutated_table_is_read_or_refused(table):
+    random = Random(0)
+    for _ in range(400):
+        config = {"quantization_config": altered(random, table, random.choice((1, 1, 2)))}
+        try:
+            scheme = recognise(config)
+            not_followed(config)
+        except ConfigError:
+            continue
+        assert scheme is None or scheme.codecs
 
 
 def test_an_unknown_field_is_named():

@@ -73,7 +73,7 @@ class TinyModel(nn.Module):
     def device(self) -> torch.device:
         return self.lm_head.weight.device
 
-    looking = Decoder.looking
+    looking, reshard = Decoder.looking, Decoder.reshard
 
     def moe_layers(self) -> dict[int, Any]:
         return dict(enumerate(self.layers))

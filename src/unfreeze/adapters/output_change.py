@@ -17,6 +17,7 @@ from unfreeze.adapters.attach import sites
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
 from unfreeze.adapters.snapshot import Snapshot, trained_parameters
 from unfreeze.core.batch import Batch
+from unfreeze.core.rows import here
 from unfreeze.models import Decoder
 from unfreeze.models.blocks.passes import PackedPass
 from unfreeze.models.blocks.saved import Saved
@@ -66,7 +67,7 @@ def output_changes(
     with model.looking():
         logits = passes.logits([_Variant(""), *map(_Variant, tried)])
         nothing_TV = next(logits)
-        rounding = nothing_TV.abs().max().item() * torch.finfo(model.model.embed_tokens.weight.dtype).eps / 2
+        rounding = nothing_TV.abs().max().item() * torch.finfo(model.lm_head.dtype).eps / 2
         changes = [(each_TV - nothing_TV).abs().max().item() for each_TV in logits]
 
         # what changed nothing once more, amplified
@@ -112,6 +113,7 @@ class _Passes:
     def __init__(self, model: Decoder, before: Snapshot, copied: set[str], probe: Batch):
         self._model, self._before, self._probe = model, before, probe
         self._same_experts = _SameExperts()
+        model.reshard()  # so that its parameters are those that are held
         adapters = [(site.adapter, site.group) for site in sites(model)]
         trained = [(name, p) for name, p in trained_parameters(model) if group_of(name) in copied]
 
@@ -135,14 +137,16 @@ class _Passes:
         run = model.packed_pass(self._probe)
         x_TD: list[Tensor] = []
         for variant in variants:
-            with _only(self._embedding, before, variant):
+            with _only(model, self._embedding, before, variant):
+                model.unshard()
                 x_TD.append(model.model.embed_tokens(self._probe.tokens_T))
         for layer, part in self._layers:
             for index, variant in enumerate(variants):
-                with _only(part, before, variant):
+                with _only(model, part, before, variant):
                     x_TD[index] = self._same_experts(layer, x_TD[index], run)
         for index, variant in enumerate(variants):
-            with _only(self._end, before, variant):
+            with _only(model, self._end, before, variant):
+                model.unshard()
                 logits_TV = model.logits(model.model.norm(x_TD[index]))
             yield logits_TV
 
@@ -169,7 +173,7 @@ class _SameExperts:
 
 
 @contextmanager
-def _only(part: _Part, before: Snapshot, variant: _Variant) -> Iterator[None]:
+def _only(model: Decoder, part: _Part, before: Snapshot, variant: _Variant) -> Iterator[None]:
     """Leave only the variant's training in effect in a part of the model, while the context lasts.
 
     Other adapters get scale 0 instead of being removed: the same kernels run in both arms, so a difference
@@ -181,10 +185,10 @@ def _only(part: _Part, before: Snapshot, variant: _Variant) -> Iterator[None]:
         for (adapter, own), (scale, down_scale) in zip(part.adapters, scales, strict=True):
             factor = variant.amplify if own == variant.group else 0.0
             _set_scale(adapter, scale * factor, down_scale * factor)
-        _exchange(exchanged, before)
+        _exchange(model, exchanged, before)
         yield
     finally:
-        _exchange(exchanged, before)
+        _exchange(model, exchanged, before)
         for (adapter, _), (scale, down_scale) in zip(part.adapters, scales, strict=True):
             _set_scale(adapter, scale, down_scale)
 
@@ -195,9 +199,17 @@ def _set_scale(adapter: LowRank | ExpertLowRank, scale: float, down_scale: float
         adapter.down_scale = down_scale
 
 
-def _exchange(parameters: list[tuple[str, nn.Parameter]], before: Snapshot) -> None:
-    """Swap each parameter's memory with its copy; twice is the identity."""
+def _exchange(model: Decoder, parameters: list[tuple[str, nn.Parameter]], before: Snapshot) -> None:
+    """Swap each parameter's memory with its copy; twice is the identity.
+
+    Of divided ones the rows here are swapped by value, and what was gathered before is dropped.
+    """
+    model.reshard()
     for name, parameter in parameters:
-        kept = before.kept[name]
+        kept, own = before.kept[name], here(parameter)
+        if own is not parameter:
+            before.kept[name] = own.clone()
+            own.copy_(torch.zeros_like(own) if kept is None else kept)
+            continue
         before.kept[name] = parameter.data
         parameter.data = torch.zeros_like(parameter.data) if kept is None else kept.to(parameter.dtype)

@@ -205,7 +205,7 @@ def make_receipt(
     masks = iter(over.any([mask for site in sites.values() for mask in (site.moved, site.had, site.large)]))
     for site in sites.values():
         site.moved, site.had, site.large = next(masks), next(masks), next(masks)
-    silent = over.any([_silent(site, model, before) for site in sites.values()])
+    silent = over.any([_silent(site, model, before, over) for site in sites.values()])
 
     # per site: reached, moved
     for site, pruned in zip(sites.values(), silent, strict=True):
@@ -259,7 +259,7 @@ def _parts(name: str, weight: Tensor) -> Iterator[tuple[str, str, Tensor]]:
         yield f"{experts}.*.down_proj", experts, weight
 
 
-def _silent(site: Site, model: Decoder, before: Snapshot) -> Tensor:
+def _silent(site: Site, model: Decoder, before: Snapshot, over: Over) -> Tensor:
     """Of the experts held here those that have another matrix of zeros only (pruned ones), where one has no
     gradient.
 
@@ -273,7 +273,8 @@ def _silent(site: Site, model: Decoder, before: Snapshot) -> Tensor:
     experts = model.get_submodule(name)
     assert isinstance(experts, Experts)
     others = [part for part in ("gate_proj", "up_proj", "down_proj") if part != own]
-    held = experts.held
+    rows, _ = over.part(f"{name}.{'down' if own == 'down_proj' else 'gate_up'}_proj.weight")
+    held = experts.held if rows is None else rows
     for e in missing.nonzero().flatten().tolist():
         if held.first <= e < held.last:
             zero = [_all_zero(experts, name, part, e - held.first, before) for part in others]

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -87,25 +88,12 @@ def save_checkpoint(
     extra    file name -> content, or a path to copy (tokenizer, chat template, generation_config.json)
     Raises CheckpointError if `folder` exists and is not empty.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(
-            f"{folder} exists and is not empty; a checkpoint is written into a folder of its own",
-            next="choose another folder",
-        )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.with_name(f".{folder.name}.unfinished-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
+    temporary = begin(folder)
     try:
-        _write_weights(temporary, tensors, max_shard_bytes)
-        write_file(temporary / "config.json", json.dumps(dict(config), indent=2) + "\n")
-        for name, content in (extra or {}).items():
-            write_file(temporary / name, content.read_bytes() if isinstance(content, Path) else content)
-        sync_folder(temporary)  # the shards have their final names now
-        os.replace(temporary, folder)  # there is no such folder, or an empty one
+        name_parts(temporary, write_parts(temporary, tensors, max_shard_bytes=max_shard_bytes))
+        complete(temporary, folder, config, extra)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    sync_folder(folder.parent)
 
 
 def unstack(param: str, tensor: Tensor, rules: Sequence[StackRule]) -> Iterator[tuple[str, Tensor]]:
@@ -144,19 +132,35 @@ def disk_tensors(
                     yield f"{base}.{extra}", torch.tensor(values, dtype=torch.int32)
 
 
-def _write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> None:
-    """Shards in the order the tensors come.
+@dataclass(frozen=True)
+class Part:
+    """A file of weights under a temporary name, and what it holds."""
 
-    Their names contain the number of shards, so they are renamed at the end.
+    file: str
+    names: list[str]
+    nbytes: int
+
+
+def write_parts(
+    folder: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    stem: str = "shard",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> list[Part]:
+    """Files of at most max_shard_bytes, in the order the tensors come, for `name_parts`.
+
+    Several processes write theirs into one folder, each with a stem of its own.
     """
-    shards: list[list[str]] = []
-    total = held = 0
+    parts: list[Part] = []
+    held = 0
     shard: dict[str, Tensor] = {}
     seen: set[str] = set()
 
     def flush() -> None:
-        write_safetensors(folder / f"shard-{len(shards)}", shard, {"format": "pt"})
-        shards.append(list(shard))
+        part = Part(f"{stem}-{len(parts)}", list(shard), held)
+        write_safetensors(folder / part.file, shard, {"format": "pt"})
+        parts.append(part)
         shard.clear()
 
     for name, tensor in tensors:
@@ -168,18 +172,56 @@ def _write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shar
             held = 0
         shard[name] = tensor
         held += tensor.nbytes
-        total += tensor.nbytes
-    flush()
-    if len(shards) == 1:
-        os.replace(folder / "shard-0", folder / "model.safetensors")
+    if shard:
+        flush()
+    return parts
+
+
+def name_parts(folder: Path, parts: Sequence[Part]) -> None:
+    """Give files their names, which contain their number: model.safetensors, or shards with an index."""
+    if len(parts) == 1:
+        os.replace(folder / parts[0].file, folder / "model.safetensors")
         return
     weight_map: dict[str, str] = {}
-    for i, names in enumerate(shards):
-        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        os.replace(folder / f"shard-{i}", folder / file)
-        weight_map.update(dict.fromkeys(names, file))
+    for i, part in enumerate(parts):
+        file = f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors"
+        os.replace(folder / part.file, folder / file)
+        weight_map.update(dict.fromkeys(part.names, file))
+    total = sum(part.nbytes for part in parts)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     write_file(folder / INDEX, json.dumps(index, indent=2) + "\n")
+
+
+def complete(
+    temporary: Path,
+    folder: Path,
+    config: Mapping[str, object],
+    extra: Mapping[str, Path | bytes | str] | None,
+) -> None:
+    """What stands beside the weights; then the folder takes its name."""
+    write_file(temporary / "config.json", json.dumps(dict(config), indent=2) + "\n")
+    for name, content in (extra or {}).items():
+        write_file(temporary / name, content.read_bytes() if isinstance(content, Path) else content)
+    sync_folder(temporary)  # the shards have their final names now
+    os.replace(temporary, folder)  # there is no such folder, or an empty one
+    sync_folder(folder.parent)
+
+
+def begin(folder: Path) -> Path:
+    """The temporary folder of a checkpoint to be.
+
+    Raises CheckpointError if `folder` exists and is not empty.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(
+            f"{folder} exists and is not empty; a checkpoint is written into a folder of its own",
+            next="choose another folder",
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f".{folder.name}.unfinished-{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    return temporary
 
 
 def _header(tensors: Mapping[str, Tensor], order: list[str], metadata: Mapping[str, str] | None) -> bytes:

@@ -243,6 +243,14 @@ class Place(Frozen):
             " host"
         ),
     )
+    weights: Literal["auto", "device", "sharded"] = Field(
+        default="auto",
+        description=(
+            "where every weight trains, in several processes: device: each holds all of them; sharded: each"
+            " holds a part of each, with its gradient and moments, and layers are gathered as they are"
+            " visited; auto: device where that fits"
+        ),
+    )
 
 
 class Save(Frozen):

@@ -87,6 +87,7 @@ CHANGES_NOTHING = {
     "track",
     "place.experts",
     "place.split",
+    "place.weights",
 }
 """Fields that do not change what is computed: a run may be resumed with other values of them."""
 
@@ -139,6 +140,7 @@ HELP = {
         "threads",
         "place.experts",
         "place.split",
+        "place.weights",
     ),
     "Output": (
         "out",

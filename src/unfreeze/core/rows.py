@@ -1,8 +1,12 @@
-"""Rows: which rows of a tensor's dimension 0 are meant, of how many."""
+"""Rows: which rows of dimension 0 are meant, of how many; and those held here of a divided parameter."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -28,3 +32,15 @@ class Rows:
 def share(of: int, index: int, parts: int) -> Rows:
     """Part `index` of `parts` neighbouring parts of `of` rows; their sizes differ by one at most."""
     return Rows(index * of // parts, (index + 1) * of // parts, of)
+
+
+def here(parameter: Tensor) -> Tensor:
+    """The rows held here of a parameter that FSDP2 divides, in its own memory; another one itself."""
+    divided: Any = parameter
+    return divided.detach().to_local() if hasattr(divided, "to_local") else parameter
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """A parameter that FSDP2 divides, gathered: all processes call it together; another one itself."""
+    divided: Any = parameter
+    return divided.detach().full_tensor() if hasattr(divided, "full_tensor") else parameter

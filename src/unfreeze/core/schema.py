@@ -130,6 +130,9 @@ class PlanEvent(CommonFields):
     ]
     split: NotRequired[Annotated[Int, of("processes", "that share one set of experts, if more than one do")]]
     experts_held: NotRequired[Annotated[Int, of("experts", "of a layer, by the process that holds most")]]
+    weights: NotRequired[
+        Annotated[AnyText, of("name", "sharded where every weight is divided among the processes")]
+    ]
     host: NotRequired[Annotated[Int, of("bytes", "of experts in host memory, where the device is a GPU")]]
     save_bytes: NotRequired[Annotated[Int, of("bytes", "of a save of the training state, on disk")]]
     start: NotRequired[Annotated[list[AnyText], of("sentences", "what a terminal says of it")]]

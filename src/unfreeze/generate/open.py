@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -16,9 +16,13 @@ from unfreeze import models
 from unfreeze.checkpoint.manifest import Manifest
 from unfreeze.checkpoint.stream import LoadStats
 from unfreeze.core.errors import ConfigError, nearest
+from unfreeze.parallel.collectives import Group
 from unfreeze.parallel.mesh import ONE, Mesh
 from unfreeze.parallel.place import place
 from unfreeze.parallel.residency import Kept, Streaming
+
+if TYPE_CHECKING:
+    from unfreeze.parallel.fsdp import Sharded
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 log = logging.getLogger(__name__)
@@ -68,6 +72,43 @@ def open_model(
     if loaded is not None:
         loaded(stats)
     return model
+
+
+def open_sharded(
+    manifest: Manifest,
+    group: Group,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    seed: int = 0,
+    progress: Progress | None = None,
+    loaded: Callable[[LoadStats], None] | None = None,
+    warn: Callable[[str], None] | None = None,
+) -> tuple[models.Decoder, Sharded]:
+    """As `open_model`, with every weight divided among the processes of `group` (parallel/fsdp.py).
+
+    Where the manifest has no tensors, weights are random ones from the seed, as on one process.
+    """
+    from unfreeze.parallel.fsdp import Sharded
+    from unfreeze.parallel.place import place_sharded
+
+    shape = models.shape(manifest.config)
+    for note in models.notes(manifest.config):
+        (warn or log.warning)(note)
+    if not manifest.tensors:
+        model = models.build(shape, dtype=dtype, device="meta")
+        sharded = Sharded(model, group, dtype, device)
+        sharded.zero_buffers(device)
+        models.initialize(model, seed, sharded.put)
+        return model, sharded
+    model = models.meta_model(shape, manifest, dtype)
+    options: dict[str, Any] = {"ignore": models.ignored(shape), "tied": models.tied(shape)}
+    stats, sharded = place_sharded(
+        model, manifest, models.rules(shape), group, device=device, dtype=dtype, progress=progress, **options
+    )
+    if loaded is not None:
+        loaded(stats)
+    return model, sharded
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -38,9 +38,13 @@ def launched(model: Decoder, cache: Cache) -> Step:
 
 
 def by_record(model: Decoder, cache: Cache) -> Step:
-    """Replayed where a record of kernels/cuda_graph says that it pays for that many rows, else launched."""
+    """Replayed where a record of kernels/cuda_graph says that it pays for that many rows, else launched.
+
+    Launched too where a pass is an exchange between processes.
+    """
     dtype = model.model.embed_tokens.weight.dtype
-    return (Replayed if pays(model.device, dtype, len(cache.lengths)) else launched)(model, cache)
+    recorded = not model.exchanges and pays(model.device, dtype, len(cache.lengths))
+    return (Replayed if recorded else launched)(model, cache)
 
 
 class Replayed:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from unfreeze.config.tables import Memory, Save
 from unfreeze.config.training import TrainingConfig
@@ -35,7 +35,8 @@ from unfreeze.job.data import (
 from unfreeze.job.device import pick_device, say
 from unfreeze.job.end import finish
 from unfreeze.job.folder import live, refuse_other_data, write_resolved
-from unfreeze.job.kernels import KernelChoices, compiles, predicted_ops
+from unfreeze.job.kernels import KernelChoices, predicted_ops
+from unfreeze.job.loading import load, load_divided
 from unfreeze.job.plan import (
     agreed_plan,
     as_it_began,
@@ -54,13 +55,11 @@ from unfreeze.job.streaming import Followed, saved_before
 from unfreeze.job.trained import Trained
 from unfreeze.job.validation import Validation, best_is_written, validation_of, write_best
 from unfreeze.report.events import of_kind, read_events
-from unfreeze.tracking.live import LoadProgress
 
 if TYPE_CHECKING:
     import torch
 
     from unfreeze.checkpoint import Manifest
-    from unfreeze.checkpoint.stream import LoadStats
     from unfreeze.data import Batches, Dataset
     from unfreeze.data.packing.windows import WindowBatches
     from unfreeze.models import Decoder
@@ -335,9 +334,12 @@ def prepare(
 
     # the model, with what trains
     mesh = mesh_of(group, plan.work.split, shape.num_experts)
-    if mesh.split > 1:
-        group.lockstep = True
-    model = load(start, config.memory.dtype, config.seed, device, folder, common, mesh, plan.work.experts)
+    held = mesh.held if mesh.split > 1 else None
+    group.lockstep = held is not None or plan.work.divided
+    if plan.work.divided:
+        model, held = load_divided(start, config.memory.dtype, config.seed, device, folder, common, group)
+    else:
+        model = load(start, config.memory.dtype, config.seed, device, folder, common, mesh, plan.work.experts)
     parts.trained.attach(model)
 
     # the order of the data, from where the last save was; and how many steps that is
@@ -352,12 +354,7 @@ def prepare(
     state = start_or_resume(
         folder,
         model,
-        optimizer=AdamW(
-            model,
-            weight_decay=optimizer.weight_decay,
-            moments=optimizer.moments,
-            held=mesh.held if mesh.split > 1 else None,
-        ),
+        optimizer=AdamW(model, weight_decay=optimizer.weight_decay, moments=optimizer.moments, held=held),
         schedule=schedule_of(optimizer, steps),
         after_update=parts.after_update(model),
     )
@@ -412,47 +409,6 @@ def prepare(
         describer(dataset, tokenizer),
         followed,
     )
-
-
-def load(
-    start: Manifest,
-    dtype_name: str,
-    seed: int,
-    device: torch.device,
-    folder: Run,
-    common: Common,
-    mesh: Mesh,
-    experts: Literal["device", "host", "disk"] = "device",
-) -> Decoder:
-    """The checkpoint's weights, or random ones from the seed where it has none.
-
-    A "load" event says bytes and seconds.
-    """
-    from unfreeze import models
-    from unfreeze.generate.open import dtype_of, open_model
-    from unfreeze.parallel.dispatch import split_experts
-
-    def loaded(stats: LoadStats) -> None:
-        fields = {**asdict(stats), "bytes_by_rank": list(stats.bytes_by_rank)}
-        if not stats.bytes_by_rank:  # one process read them all
-            del fields["bytes_by_rank"]
-        first = compiles(device, dtype_name)
-        folder.events.emit("load", folder.step, **fields, **({"compiles": True} if first else {}))
-
-    def warn(message: str) -> None:
-        if folder.step == 0:  # a resumed run doesn't repeat the warnings of its start
-            folder.events.emit("warning", 0, message=message)
-
-    dtype = dtype_of(dtype_name)
-    if start.tensors:
-        with LoadProgress(quiet=common.quiet) as progress:
-            return open_model(start, dtype, device, progress, loaded, warn, mesh, experts)
-    for note in models.notes(start.config):
-        warn(note)
-    model = models.build(models.shape(start.config), dtype=dtype, device=device)
-    models.initialize(model, seed)
-    split_experts(model, mesh)
-    return model
 
 
 def open_start(model: str, common: Common) -> Manifest:

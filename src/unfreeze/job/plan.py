@@ -54,7 +54,7 @@ def plan_of(
     recompute  instead of the config's
     began      what a run with recompute = "auto" chose when it began: now only what gives the same bits
     longest    tokens of the longest document, where that is not among `lengths`
-    place      where the experts' weights lie and how many processes share them, instead of what the config
+    place      where weights lie and how many processes share experts (`place_of`), instead of what the config
                says; there "auto" is the first of `possible_places` where the run fits
     """
     from unfreeze.adapters.snapshot import COPY_BYTES
@@ -92,12 +92,19 @@ def plan_of(
         optimizer_moments=config.optimizer.moments,
         receipt_bytes=COPY_BYTES,
         processes=processes,
-        experts=cast(Any, place[0]),
+        experts=cast(Any, "device" if place[0] == SHARDED else place[0]),
+        weights="sharded" if place[0] == SHARDED else "device",
         split=place[1],
     )
 
 
 PLACES = ("device", "host", "disk")
+SHARDED = "sharded"  # every weight trains, and is divided among the processes
+
+
+def place_of(plan: Plan) -> tuple[str, int]:
+    """One of PLACES or SHARDED, and how many processes share one set of experts."""
+    return SHARDED if plan.work.divided else plan.work.experts, plan.work.split
 
 
 def possible_places(
@@ -108,11 +115,12 @@ def possible_places(
     device: torch.device,
     processes: int = 1,
 ) -> list[tuple[str, int]]:
-    """Where the experts' weights may lie, and how many processes may share them: as asked, or with "auto" all
-    that can be, in the order of their speed.
+    """Where the experts' weights may lie, and how many processes may share them; where every weight trains,
+    whether all may be divided. As asked, or with "auto" all that can be, in the order of their speed.
 
-    Raises ConfigError where they are asked to stream, or to be split, and cannot.
+    Raises ConfigError where they are asked to stream, to be split or to be divided, and cannot.
     """
+    weights = possible_weights(config, trained, processes)
     splits = possible_splits(config, trained, shape, processes)
     shared = [split for split in splits if split > 1]
     asked = config.place.experts
@@ -133,7 +141,30 @@ def possible_places(
         ]
     if asked in ("host", "disk"):
         raise ConfigError(f"place.experts is {asked}, but {fault}", next="--place.experts auto")
+    if trained.lora is None:
+        return [(SHARDED if held == "sharded" else "device", 1) for held in weights]
     return [("device", split) for split in splits]
+
+
+def possible_weights(config: TrainingConfig, trained: Trained, processes: int) -> list[str]:
+    """How the weights may be held where every weight trains: as asked, or with "auto" whole, then divided.
+
+    Raises ConfigError where they are asked to be divided and cannot.
+    """
+    asked = config.place.weights
+    fault = ""
+    if trained.lora is not None:
+        fault = "adapters are trained, and only weights that train are divided"
+    elif processes == 1:
+        fault = "there is one process"
+    if not fault:
+        return ["device", "sharded"] if asked == "auto" else [asked]
+    if asked == "sharded":
+        raise ConfigError(
+            f"place.weights is sharded, but {fault}",
+            next="--place.weights auto" + (", or torchrun --nproc-per-node 2" if processes == 1 else ""),
+        )
+    return ["device"]
 
 
 def possible_splits(config: TrainingConfig, trained: Trained, shape: Shape, processes: int) -> list[int]:
@@ -165,6 +196,9 @@ def _explained(made: Sequence[Plan]) -> Plan:
     chosen = made[-1]
     if len(made) == 1:
         return chosen
+    if chosen.work.divided:
+        whole = f"{format_bytes(made[0].total)} of {format_bytes(made[0].usable)}"
+        return replace(chosen, why_weights=f"all in each would take {whole}")
     tried = "; ".join(
         f"{_place_words(plan)} would take {format_bytes(plan.total)} of {format_bytes(plan.usable)}"
         if plan.total > plan.usable
@@ -202,15 +236,15 @@ def agreed_plan(
     given = config, trained, start, shape, device, lengths, group.size
     own = plan_of(*given, longest=longest)
     tried = possible_places(config, trained, start, shape, device, group.size)
-    place = tried[max(map(int, group.texts(str(tried.index((own.work.experts, own.work.split))))))]
+    place = tried[max(map(int, group.texts(str(tried.index(place_of(own))))))]
     if config.memory.recompute != "auto":
-        same = place == (own.work.experts, own.work.split)
-        return own if same else plan_of(*given, longest=longest, place=place)
+        return own if place == place_of(own) else plan_of(*given, longest=longest, place=place)
     plans = of_kind(read_events(folder.path / "events.jsonl"), PlanEvent) if folder.step else []
     began = group.texts(plans[0].get("recompute", "") if plans else "")[0]
     plan = replace(
         plan_of(*given, began=began if began in FASTEST_FIRST else "", longest=longest, place=place),
         why_experts=own.why_experts,
+        why_weights=own.why_weights,
     )
     least = max(group.texts(plan.work.recompute), key=lambda name: FASTEST_FIRST.index(cast(Any, name)))
     if least != plan.work.recompute:
@@ -397,6 +431,8 @@ def disk_of(config: TrainingConfig, trained: Trained, start: Manifest, plan: Pla
     existing = next(path for path in (folder, *folder.parents) if path.is_dir())
     each = (plan.terms["adapter"] or plan.terms["base"]) + plan.terms["optimizer"]
     adapter = plan.terms["adapter"]
+    if plan.work.divided:
+        each *= plan.work.processes
     if plan.work.split > 1:  # the plan is of one process, the files are of all
         every = plan.adapter_parameters + (plan.work.split - 1) * plan.sizes.experts_per_rank * (
             plan.work.experts_rank or plan.work.rank or 0

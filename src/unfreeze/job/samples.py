@@ -115,7 +115,7 @@ class Samples:
 
         from unfreeze.evaluate.gap import TOLERANCE
 
-        if gap.max <= TOLERANCE or self._speaker.decoder.model.embed_tokens.weight.dtype != torch.float32:
+        if gap.max <= TOLERANCE or self._speaker.decoder.lm_head.dtype != torch.float32:
             return {}
         row, token = gap.worst
         where = f"sample {row}, answer token {token}"

@@ -174,13 +174,21 @@ class AllWeights:
         return manifest.nbytes
 
     def write(self, state: State, manifest: Manifest, model_name: str, mesh: Mesh, folder: Path) -> None:
-        """The checkpoint with config and tokenizer files, in one move.
+        """The checkpoint with config and tokenizer files, in one move; of divided weights all write a part.
 
         A kill leaves all of it or nothing, so one that is there is whole.
         """
-        mesh.all.on_rank0(lambda: self._write(state, manifest, folder))
+        extra = {name: manifest.path / name for name in TOKENIZER_FILES if (manifest.path / name).is_file()}
+        if not state.model.sharded:
+            mesh.all.on_rank0(lambda: self._write(state, manifest, folder, extra))
+            return
+        from unfreeze.job.divided import write_divided
 
-    def _write(self, state: State, manifest: Manifest, folder: Path) -> None:
+        shared = (state.run.path / "state").resolve().parent / folder.name  # a follower's folder is its own
+        if not mesh.all.any(mesh.all.rank == 0 and (shared / self.marker).is_file()):
+            write_divided(state, manifest, shared, mesh.all, extra)
+
+    def _write(self, state: State, manifest: Manifest, folder: Path, extra: dict[str, Path]) -> None:
         from unfreeze.checkpoint import save_checkpoint
         from unfreeze.checkpoint.nested import on_disk
         from unfreeze.checkpoint.tensors import stored_tensor
@@ -189,7 +197,6 @@ class AllWeights:
         model = state.model
         if (folder / self.marker).is_file():
             return
-        extra = {name: manifest.path / name for name in TOKENIZER_FILES if (manifest.path / name).is_file()}
         dtypes = stored_dtypes(model, manifest)
         trained = published(model, manifest.config, dtypes=dtypes, values=state.optimizer.masters)
         named = ((on_disk(manifest.prefix, name), tensor) for name, tensor in trained)

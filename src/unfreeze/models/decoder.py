@@ -46,6 +46,8 @@ class Decoder(nn.Module):
     `residency` is told each layer before it is computed; parallel/residency.py sets another one.
     """
 
+    sharded = False  # whether its weights are divided among processes (parallel/fsdp.py)
+
     def __init__(self, shape: Shape, body: Body, lm_head: Linear):
         super().__init__()
         self.shape, self.model, self.lm_head = shape, body, lm_head
@@ -69,13 +71,19 @@ class Decoder(nn.Module):
         mixtures = {index: getattr(layer, "moe", layer.mlp) for index, layer in enumerate(self.layers)}
         return {index: moe for index, moe in mixtures.items() if isinstance(moe, MoE)}
 
+    def unshard(self) -> None:
+        """Gather embedding, norm and head where weights are divided. Nothing here, as `reshard`."""
+
+    def reshard(self) -> None:
+        """Free what is gathered of divided weights. Nothing here; fully_shard puts its own before it."""
+
     @property
     def exchanges(self) -> bool:
-        """Whether its experts are split over processes.
+        """Whether its experts are split over processes, or its weights divided among them.
 
         All then visit every layer equally often, so none goes through it in chunks of its own documents.
         """
-        return any(moe.experts.dispatch is not None for moe in self.moe_layers().values())
+        return self.sharded or any(moe.experts.dispatch is not None for moe in self.moe_layers().values())
 
     @contextmanager
     def looking(self, *, backward: bool = False) -> Iterator[None]:
@@ -86,18 +94,19 @@ class Decoder(nn.Module):
         Without it autograd records nothing.
         """
         counts = {layer: moe.counts_E.clone() for layer, moe in self.moe_layers().items()}
-        gradients = {name: parameter.grad for name, parameter in self.named_parameters()} if backward else {}
+        self.reshard()  # parameters that are divided are those held here, not what was gathered of them
+        gradients = [(parameter, parameter.grad) for parameter in self.parameters()] if backward else []
         devices = [self.device] if self.device.type == "cuda" else []
         try:
             with torch.random.fork_rng(devices), torch.set_grad_enabled(backward and torch.is_grad_enabled()):
-                for parameter in self.parameters() if backward else ():
+                for parameter, _ in gradients:
                     parameter.grad = None
                 yield
         finally:
             for layer, moe in self.moe_layers().items():
                 moe.counts_E.copy_(counts[layer])
-            for name, parameter in self.named_parameters() if backward else ():
-                parameter.grad = gradients[name]
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
 
     def hidden(self, batch: Batch, recompute: RecomputePolicy = plain) -> Tensor:
         """Hidden states after the final norm, [T, D]; document s attends to itself only."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.decoder import Decoder
 
 
-def initialize(model: Decoder, seed: int) -> None:
+def initialize(model: Decoder, seed: int, put: Callable[[str, Tensor], None] | None = None) -> None:
     """Every weight ~ N(0, initializer_range²), norms' gains 1, biases 0.
 
     Projections back into the residual stream are scaled by 1/sqrt(2 · layers), so that its variance does not
     grow with depth (GPT-2, Radford et al. 2019). Deterministic in `seed`.
+    put: takes a parameter's name and its values, where a process holds some rows of it only
+    (parallel/fsdp.py); every process draws all of them.
     """
     generator = torch.Generator().manual_seed(seed)
     norms = [module for module in model.modules() if isinstance(module, RMSNorm)]
@@ -33,4 +37,5 @@ def initialize(model: Decoder, seed: int) -> None:
             else:
                 into_residual = name.endswith(("o_proj.weight", "down_proj.weight", "fc2.weight"))
                 scale = std / (2 * model.shape.num_layers) ** 0.5 if into_residual else std
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+                drawn = torch.randn(parameter.shape, generator=generator) * scale
+                parameter.copy_(drawn) if put is None else put(name, drawn)

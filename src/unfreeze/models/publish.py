@@ -49,17 +49,17 @@ def published(
     dtypes   name on disk -> the dtype it is written in (stored_dtypes); others get config.json's, or bf16
              where it has none
     values   parameter name -> what is written instead of the model's own tensor: float32 masters of bf16
-             weights
+             weights. Each is asked for once, when it is its turn, so a mapping may make it then
 
     Raises ConfigError for a format that cannot be written.
     """
     declared = DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.bfloat16)
     rules, tied = models.rules(model.shape), models.tied(model.shape)
     codecs = quantized_modules(model, recognise(config))
-    weights: dict[str, Tensor] = {**model.state_dict(), **(values or {})}
-    for param, tensor in weights.items():
+    for param, own in model.state_dict().items():
         if param in tied:
             continue
+        tensor = values[param] if values is not None and param in values else own
         codec = codecs.get(param.removesuffix(".weight"))
         if codec is not None:
             # experts are still stacked: a part of the stack is stacked like the weight

@@ -42,11 +42,13 @@ class Held:
             the same rows, so their copies must stay equal to the bit.
     copies  how many processes hold the same rows. The squares of a gradient's parts, each divided by its
             copies, add up over all processes to the square of its norm.
+    half    whether the parameter is a float32 master, and the model computes with it rounded (fsdp.py).
     """
 
     rows: Rows | None
     summed: Group
     copies: int
+    half: bool = False
 
 
 class Mesh:

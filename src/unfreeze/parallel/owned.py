@@ -95,12 +95,12 @@ def owned(
     of_rest = divide(rest, [max(0.0, mean - mine) for mine in expert_bytes])
     by_rank = [mine + _nbytes(part) for mine, part in zip(expert_bytes, of_rest, strict=True)]
 
-    mine, shared = list(of_rest[mesh.all.rank]), [Shared(mesh.all, [_spans(part) for part in of_rest])]
+    mine, shared = list(of_rest[mesh.all.rank]), [Shared(mesh.all, [spans_of(part) for part in of_rest])]
     if of_place:
         here = of_place[mesh.experts.rank]
         mine += here[mesh.all.rank // split]
         if copies > 1:
-            shared.append(Shared(mesh.data, [_spans(part) for part in here]))
+            shared.append(Shared(mesh.data, [spans_of(part) for part in here]))
     return Owned(mine, shared, by_rank, expanded)
 
 
@@ -128,7 +128,7 @@ def narrow(placement: Placement, shape: Sequence[int], rows: Rows) -> Placement 
     if placement.parse is not None or info.shape[:1] != (rows.of,):
         raise ValueError(f"{info.name} {list(info.shape)} cannot be cut into {rows.of} experts")
     count = info.nbytes // ITEMSIZE[info.dtype] // rows.of
-    part = _cut(placement, rows.first * count, rows.last * count, (len(rows), *info.shape[1:]))
+    part = cut(placement, rows.first * count, rows.last * count, (len(rows), *info.shape[1:]))
     return replace(part, start=0, stop=len(rows) * row)
 
 
@@ -155,7 +155,7 @@ def divide(placements: Sequence[Placement], weights: Sequence[float]) -> list[li
             last = min(numel, first + max(step, room))
             whole = first == 0 and last == numel
             shape = (last - first,) if step == 1 else ((last - first) // step, *info.shape[-2:])
-            parts[part].append(placement if whole else _cut(placement, first, last, shape))
+            parts[part].append(placement if whole else cut(placement, first, last, shape))
             done += (last - first) * itemsize
             if last == numel:
                 break
@@ -171,7 +171,7 @@ def _step(placement: Placement) -> int:
     return prod(placement.info.shape[-2:]) if placement.transposed else 1
 
 
-def _cut(placement: Placement, first: int, last: int, shape: tuple[int, ...]) -> Placement:
+def cut(placement: Placement, first: int, last: int, shape: tuple[int, ...]) -> Placement:
     """Elements first:last of the tensor on disk, in as many of its parameter."""
     info, itemsize = placement.info, ITEMSIZE[placement.info.dtype]
     part = replace(info, shape=shape, nbytes=(last - first) * itemsize, offset=info.offset + first * itemsize)
@@ -180,7 +180,7 @@ def _cut(placement: Placement, first: int, last: int, shape: tuple[int, ...]) ->
     return replace(placement, info=part, start=start + first, stop=start + last, expanded_bytes=expanded)
 
 
-def _spans(placements: Sequence[Placement]) -> list[Span]:
+def spans_of(placements: Sequence[Placement]) -> list[Span]:
     """What the placements fill, neighbours together."""
     filled = sorted((p.param, p.start, p.stop) for p in placements if p.expected is None and not p.alias)
     spans: list[Span] = []

@@ -8,6 +8,8 @@ Packed weights go from file to memory as bytes (docs/trust.md L1); nothing is le
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +20,14 @@ from unfreeze.checkpoint.resolve import Params, Placement, resolve
 from unfreeze.checkpoint.stream import LoadStats
 from unfreeze.core.errors import CheckpointError
 from unfreeze.models import Decoder
+from unfreeze.parallel.collectives import ALONE, Group
 from unfreeze.parallel.dispatch import split_experts
 from unfreeze.parallel.mesh import ONE, Mesh
 from unfreeze.parallel.owned import fill, held_here, owned
 from unfreeze.parallel.residency import Streaming
+
+if TYPE_CHECKING:
+    from unfreeze.parallel.fsdp import Sharded
 
 _ADAPTER = ".adapter."
 
@@ -77,6 +83,48 @@ def place(
     _hand_over(model, {id(old): tensors[name] for name, (old, _) in wanted.items()}, torch.device(device))
     _check_materialised(model)
     return stats
+
+
+def place_sharded(
+    model: Decoder,
+    manifest: Manifest,
+    rules: Sequence[StackRule],
+    group: Group,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    ignore: Sequence[str] = (),
+    tied: Mapping[str, str] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[LoadStats, Sharded]:
+    """As `place`, with every weight divided among the processes of `group`, which call it together.
+
+    Each process reads the rows that it holds (parallel/fsdp.py). dtype: of the computation.
+    """
+    from unfreeze.parallel.fsdp import Sharded, division
+
+    # against the shapes of the whole model
+    wanted = _wanted(model, dtype)
+    params: Params = {name: (kind, tuple(tensor.shape)) for name, (tensor, kind) in wanted.items()}
+    _check_fillable(model, wanted.keys())
+    placements = resolve(manifest, rules, params, ignore=ignore, tied=tied)
+    check_coverage(placements, params)
+
+    # then of what is here
+    sharded = Sharded(model, group, dtype, device)
+    here, divided = division(placements, params, sharded)
+    own: dict[str, Tensor] = dict(sharded.local)
+    buffers = {
+        name: torch.empty(shape, dtype=kind, device=device)
+        for name, (kind, shape) in params.items()
+        if name not in own
+    }
+    held = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in (own | buffers).items()}
+    check_coverage(here, held)
+    stats = fill(divided, own | buffers, Mesh(group, group, ALONE), progress)
+    stats = replace(stats, rounded=stats.rounded + sharded.round_())
+    _hand_over_buffers(model, {id(wanted[name][0]): buffer for name, buffer in buffers.items()}, device)
+    return stats, sharded
 
 
 def _wanted(model: nn.Module, dtype: torch.dtype | None) -> dict[str, tuple[Tensor, torch.dtype]]:
@@ -147,6 +195,11 @@ def _hand_over(model: nn.Module, new: Mapping[int, Tensor], device: torch.device
                 module._parameters[name] = parameters[id(old)]
             elif old is not None:
                 old.data = old.data.to(device)
+    _hand_over_buffers(model, new, device)
+
+
+def _hand_over_buffers(model: nn.Module, new: Mapping[int, Tensor], device: torch.device | str) -> None:
+    for module in model.modules():
         for name, old in list(module._buffers.items()):
             if old is not None:
                 module._buffers[name] = new[id(old)] if id(old) in new else old.to(device)

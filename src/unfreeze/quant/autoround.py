@@ -103,8 +103,8 @@ def _codec(table: Table, where: str) -> Codec:
     size, bits = read_group_size(table, where), table.get("bits", 4)
     if layout in AWQ and bits == 4:
         return Awq(size)
-    if layout in GPTQ and bits in BITS:
-        return Gptq(int(str(bits)), size, GPTQ[layout], indexed=layout.endswith("gptqmodel"))
+    if layout in GPTQ and isinstance(bits, int) and bits in BITS:
+        return Gptq(bits, size, GPTQ[layout], indexed=layout.endswith("gptqmodel"))
     raise Unreadable(f'{where}: AutoRound\'s packing_format "{layout}" with {bits} bits')
 
 

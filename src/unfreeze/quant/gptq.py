@@ -209,7 +209,7 @@ def read(where: str, table: Table) -> Gptq:
     """
     refuse_other_values(table, ONLY, where)
     bits = table.get("bits")
-    if bits not in BITS:
+    if not isinstance(bits, int) or bits not in BITS:  # 4.0 is in BITS
         raise Unreadable(f"{where}: GPTQ with {bits} bits")
     layout = str(table.get("checkpoint_format") or table.get("format") or "gptq").lower()
     if layout not in ("gptq", "gptq_v2") or table.get("is_marlin_format"):
@@ -226,10 +226,7 @@ def read(where: str, table: Table) -> Gptq:
     if own:
         raise Unreadable(f"{where}.dynamic {own[0]!r:.60} (modules with bits or groups of their own)")
     return Gptq(
-        int(str(bits)),
-        read_group_size(table, where),
-        layout == "gptq",
-        act_order=table.get("desc_act") is True,
+        bits, read_group_size(table, where), layout == "gptq", act_order=table.get("desc_act") is True
     )
 
 

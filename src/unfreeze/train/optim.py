@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from unfreeze.core.errors import ConfigError, UserError
+from unfreeze.core.rows import here
 from unfreeze.kernels import adamw as kernel
 from unfreeze.parallel.collectives import ALONE, Group, buckets
 from unfreeze.parallel.mesh import Held
@@ -83,11 +84,12 @@ class AdamW:
             {} if moments == "float32" else {"moments": moments}
         )
         self._betas, self._eps, self._weight_decay, self._impl = betas, eps, weight_decay, impl
-        # name -> the fp32 (or wider) tensor that is updated: the parameter itself, or a copy of a half
-        # precision one
+        # name -> the fp32 (or wider) tensor that is updated: the parameter itself, the rows held here of one
+        # that is divided, or a copy of a half precision one
+        self._half = {n for n, p in self.parameters.items() if p.dtype not in (torch.float32, torch.float64)}
+        self._divided = {name for name, p in self.parameters.items() if here(p) is not p}
         self._masters: dict[str, Tensor] = {
-            name: p if p.dtype in (torch.float32, torch.float64) else p.detach().float()
-            for name, p in self.parameters.items()
+            name: p.detach().float() if name in self._half else here(p) for name, p in self.parameters.items()
         }
         self._state = {name: KINDS[moments](name, master) for name, master in self._masters.items()}
         self._held = held
@@ -122,7 +124,7 @@ class AdamW:
         round to bf16, and a step of one micro-batch needs no fp32 copy of all gradients.
         """
         for name, parameter in self.parameters.items():
-            if self._masters[name] is parameter or parameter.grad is None:
+            if name not in self._half or parameter.grad is None:
                 continue
             before = self._gradients.get(name)
             self._gradients[name] = (
@@ -137,8 +139,8 @@ class AdamW:
 
         float32, or the dtype that backward gave.
         """
-        parameter = self.parameters[name]
-        return parameter.grad if self._masters[name] is parameter else self._gradients.get(name)
+        gradient = self._gradients.get(name) if name in self._half else self.parameters[name].grad
+        return None if gradient is None else here(gradient)
 
     def held(self, name: str, group: Group) -> Held:
         """What this process holds of a parameter, in a step of `group`'s processes."""
@@ -160,6 +162,7 @@ class AdamW:
         # Bucket by bucket: a half precision gradient makes room for its fp32 sum before the next sum is made.
         # All sums at once would take 6 bytes per weight, not 4.
         for over, names in self._by_group(group):
+            names = [name for name in names if name not in self._divided]  # FSDP2 has summed theirs
             masters = iter(names)
             for bucket in buckets([self._masters[name] for name in names]):
                 part = {name: self._masters[name] for name in islice(masters, len(bucket))}
@@ -168,12 +171,11 @@ class AdamW:
                     for name, m in part.items()
                 }
                 over.sum_(list(sums.values()))
-                for name, master in part.items():
-                    parameter = self.parameters[name]
-                    if master is parameter:
-                        parameter.grad = sums[name].detach()
-                    else:
+                for name in part:
+                    if name in self._half:
                         self._gradients[name] = sums[name]
+                    else:
+                        self.parameters[name].grad = sums[name].detach()
         return reached
 
     def _by_group(self, group: Group) -> list[tuple[Group, list[str]]]:
@@ -254,7 +256,9 @@ class AdamW:
             if gradient is None:
                 continue
             state.step += 1.0
-            weight = None if master is parameter else parameter.detach()
+            if not master.numel():  # of few rows some processes hold none
+                continue
+            weight = parameter.detach() if name in self._half else None
             decay = self._weight_decay if master.dim() >= 2 else 0.0
             update = kernel.Update(
                 master.detach(),
@@ -284,9 +288,17 @@ class AdamW:
         tensors: dict[str, Tensor] = {}
         for name, master in self._masters.items():
             tensors |= {f"{part}.{name}": tensor for part, tensor in self._state[name].tensors().items()}
-            if master is not self.parameters[name]:
+            if name in self._half or self.held(name, ALONE).half:
                 tensors[f"master.{name}"] = master
         return tensors
+
+    def weights(self) -> dict[str, Tensor]:
+        """The live weights by name, as the model computes with them.
+
+        Without those that FSDP2 rounds from a master at each use: the master stands for them.
+        """
+        whole = {name: p for name, p in self.parameters.items() if not self.held(name, ALONE).half}
+        return {name: here(p).detach() for name, p in whole.items()}
 
     def parts(self) -> dict[str, Part]:
         """Name of a parameter, or of a tensor of `tensors` -> which part of it is here, where not all is."""

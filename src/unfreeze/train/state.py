@@ -78,7 +78,7 @@ class State:
     def tensors(self) -> dict[str, Tensor]:
         """The live tensors that training changes, under the names they are saved by."""
         tensors: dict[str, Tensor] = {
-            f"model.{name}": p.detach() for name, p in self.optimizer.parameters.items()
+            f"model.{name}": weight for name, weight in self.optimizer.weights().items()
         }
         tensors |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.tensors().items()}
         for part in self.after_update:

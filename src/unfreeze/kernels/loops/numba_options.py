@@ -167,7 +167,21 @@ def array(tensor: Tensor) -> np.ndarray:
     # detach costs as much as the rest; decoding comes here hundreds of times a token
     if tensor.requires_grad:
         tensor = tensor.detach()
+    if _lent:
+        return np.from_dlpack(tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor)
     return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+_lent = False
+
+
+def lend_memory() -> None:
+    """From here on `array` leaves tensors their memory to resize, which FSDP2 frees gathered weights by.
+
+    Tensor.numpy forbids that for good. DLPack does not, and takes 3 µs instead of 1.
+    """
+    global _lent
+    _lent = True
 
 
 def flat_rows(tensor: Tensor) -> tuple[np.ndarray, int]:

@@ -79,6 +79,7 @@ def plan_training(
     sharing: int = 1,
     experts: Literal["device", "host", "disk"] = "device",
     split: int = 1,
+    weights: Literal["device", "sharded"] = "device",
 ) -> Plan:
     """The plan of a training run on one device.
 
@@ -91,6 +92,7 @@ def plan_training(
     processes      among which the micro-batches are dealt; the plan is of one of them
     experts        where the weights of routed experts lie
     split          processes that share one set of experts; the plan is of one of them
+    weights        whether each process holds all of what trains, or 1/processes ("sharded")
     sharing        processes of one host: of its memory each has as much
     recompute      "auto": the first of `among` that fits (fastest.py)
 
@@ -113,6 +115,7 @@ def plan_training(
         processes=processes,
         experts=experts,
         split=split,
+        weights=weights,
     )
     counted = counts(model)
     sizes = of_one(measure(model, lora, place.type), counted, place.type, split)

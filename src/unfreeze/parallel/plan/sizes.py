@@ -34,6 +34,8 @@ class Sizes:
                     factors, their gradient, and on CUDA their columns of the workspace
     tables          bytes per token of the rotary cos and sin, float32
     attention       of each kind of layer
+    largest_layer   weights of the layer that has most
+    ends            weights that no layer has: embedding, last norm and head
     streamed        bytes of routed experts in each layer that has some: what may lie elsewhere
     num_experts     of a layer of the whole model
     """
@@ -60,6 +62,8 @@ class Sizes:
     attention: tuple[AttentionShape, ...] = ()
     streamed: tuple[int, ...] = ()
     num_experts: int = 0
+    largest_layer: int = 0
+    ends: int = 0
 
     def adapter_parameters(self, rank: int | None, experts_rank: int | None) -> int:
         """Dense sites at `rank`, routed experts at `experts_rank` (or `rank`); 0 without adapters."""
@@ -103,6 +107,8 @@ def measure(model: Decoder, lora: LoraConfig | None, device: str = "cpu") -> Siz
         attention=tuple({layer.attention for layer in layers if layer.attention}),
         streamed=tuple(streamed_bytes(model.layers)),
         num_experts=shape.num_experts,
+        largest_layer=max(map(_elements, model.layers)),
+        ends=_elements(model) - sum(map(_elements, model.layers)),
     )
 
 

@@ -59,6 +59,7 @@ class Work:
     experts         where the weights of routed experts lie; from "host" and "disk" they come layer by layer
                     into two buffers (parallel/residency.py)
     split           processes that share one set of experts (parallel/mesh.py); the sizes are one's then
+    weights         "sharded": each process holds 1/processes of every weight that trains
     """
 
     tokens: int
@@ -77,6 +78,12 @@ class Work:
     threads: int | None = None
     experts: Literal["device", "host", "disk"] = "device"
     split: int = 1
+    weights: Literal["device", "sharded"] = "device"
+
+    @property
+    def divided(self) -> bool:
+        """Whether every weight trains and is divided among the processes (parallel/fsdp.py)."""
+        return self.weights == "sharded"
 
     @property
     def own_batches(self) -> int:
@@ -86,9 +93,9 @@ class Work:
     def at_once(self, compute_bytes: int) -> int:
         """Tokens for which one layer's inner activations are alive at the same time.
 
-        All of them where half-precision weights train (models/recompute.py).
+        All of them where half-precision weights train (models/recompute.py), or weights are divided.
         """
-        whole = self.recompute == "nothing" or (self.rank is None and compute_bytes < 4)
+        whole = self.recompute == "nothing" or (self.rank is None and compute_bytes < 4) or self.divided
         if whole or self.chunk is None or self.longest is None:
             return self.tokens
         return min(self.tokens, max(self.chunk, self.longest))
@@ -105,7 +112,7 @@ class Plan:
     time     seconds of a micro-batch and an update; None where rates of the device are not known.
     rates    where the rates come from, in words.
     why      why `work.recompute` was chosen, in words; "" where it was asked for.
-    why_experts  the same of `work.experts`.
+    why_experts, why_weights  the same of `work.experts` and `work.weights`.
     host     bytes of experts in host memory, where that is not the device's, and what of it is usable.
     """
 
@@ -122,6 +129,7 @@ class Plan:
     rates: str = ""
     why: str = ""
     why_experts: str = ""
+    why_weights: str = ""
     host: int = 0
     host_usable: int = 0
 
@@ -161,6 +169,8 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware, elsewhere: Collection[str
     beside = {name: max(terms.get(name, 0) for terms in moments) for name in sorted(names)}
     cast = sizes.cast_per_rank * (work.experts_rank or work.rank or 0)
     base, host = sizes.base, 0
+    if work.divided:
+        base += _here(sizes, work) * 4 - sizes.elements * sizes.compute_bytes
     buffers = buffer_bytes(sizes.streamed) if work.experts != "device" else 0
     if work.experts == "disk" or (work.experts == "host" and hardware.kind != "cpu"):
         base -= sum(sizes.streamed)
@@ -200,12 +210,34 @@ def _stays(sizes: Sizes, work: Work) -> dict[str, int]:
         trained = sizes.adapter_parameters(work.rank, work.experts_rank)
         return {"adapter": trained * 4, "optimizer": int(trained * moments)}
 
+    if work.divided:
+        here = _here(sizes, work)
+        stays = {"adapter": 0, "optimizer": int(here * moments), "gathered weights": _gathered(sizes)}
+        if work.receipt_bytes:
+            stays["copies for the receipt"] = min(here * 4, work.receipt_bytes)
+        return stays
+
     # Every weight trains. Weights in half precision have fp32 masters.
     weights = sizes.elements
     stays = {"adapter": 0, "optimizer": int(weights * (moments + 4 * (sizes.compute_bytes < 4)))}
     if work.receipt_bytes:  # copies of what the optimizer updates: fp32
         stays["copies for the receipt"] = min(weights * max(sizes.compute_bytes, 4), work.receipt_bytes)
     return stays
+
+
+def _here(sizes: Sizes, work: Work) -> int:
+    """Weights that the fullest process holds, where all are divided."""
+    return -(-sizes.elements // work.processes)
+
+
+def _gathered(sizes: Sizes) -> int:
+    """Where weights are divided: what is whole for a while, in the computation's dtype and in float32.
+
+    Embedding, norm and head during a step; of the largest layer its weights, the next one's as they arrive,
+    and its gradient, with a copy in float32 on its way into the sum.
+    """
+    size = sizes.compute_bytes
+    return sizes.ends * size + sizes.largest_layer * (2 * size + size + GRADIENT_BYTES)
 
 
 def _gradients(sizes: Sizes, work: Work) -> tuple[int, int, int]:
@@ -218,6 +250,14 @@ def _gradients(sizes: Sizes, work: Work) -> tuple[int, int, int]:
     if work.rank is not None:
         every = sizes.adapter_parameters(work.rank, work.experts_rank) * GRADIENT_BYTES
         return every, every if own_batches > 1 else 0, every
+
+    # Divided ones: float32 rows. Whole until backward ends are those of embedding and head, then with a
+    # copy in float32 on its way.
+    if work.divided:
+        rows = _here(sizes, work) * GRADIENT_BYTES
+        head = min(sizes.ends, sizes.vocab_size * sizes.hidden_size) * sizes.compute_bytes
+        whole = sizes.ends * (sizes.compute_bytes + GRADIENT_BYTES)
+        return rows + whole, rows * (work.own_batches > 1) + head, rows + head
 
     # Gradients of several micro-batches in half precision are summed in fp32: 4 bytes a weight beside the
     # gradient that arrives. With two micro-batches it is 2 bytes, because both gradients are in half
@@ -232,7 +272,8 @@ def _gradients(sizes: Sizes, work: Work) -> tuple[int, int, int]:
 
 def _moments(sizes: Sizes, work: Work) -> list[dict[str, int]]:
     """What is alive at the moments of which one is the worst: those of `_micro_batch`, and `_exchange`."""
-    return [*_micro_batch(sizes, work), *([_exchange(sizes, work)] if work.processes > 1 else [])]
+    sums = work.processes > 1 and not work.divided
+    return [*_micro_batch(sizes, work), *([_exchange(sizes, work)] if sums else [])]
 
 
 def _exchange(sizes: Sizes, work: Work) -> dict[str, int]:

@@ -38,6 +38,9 @@ def plan_lines(plan: Plan) -> list[str]:
         )
     if work.experts != "device":
         lines += _streamed(plan)
+    if work.divided:
+        words = f"  every weight, its gradient and moments in {work.processes} parts, one of them here"
+        lines.append(words + (f": {plan.why_weights}" if plan.why_weights else ""))
     if plan.why:
         lines.append(f"  recompute = {work.recompute}: {plan.why}")
 
@@ -98,6 +101,7 @@ def plan_fields(plan: Plan) -> dict[str, Any]:
         "recompute": plan.work.recompute,
         "experts": plan.work.experts,
         **({"split": plan.work.split, "experts_held": experts_held(plan)} if plan.work.split > 1 else {}),
+        **({"weights": plan.work.weights} if plan.work.divided else {}),
         **({"host": plan.host} if plan.host else {}),
         "hardware": asdict(plan.hardware),
         "lines": plan_lines(plan),

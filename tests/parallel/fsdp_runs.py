@@ -1,0 +1,231 @@
+"""A script for test_fsdp.py: one process that imports everything once, then forks the processes of runs that
+train every weight, divided by FSDP2. Prints one JSON object."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp
+import torch.distributed.tensor
+from safetensors.torch import save_file
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
+import test_collectives as small
+from sharding import forked
+
+from unfreeze import models
+from unfreeze.checkpoint import open_checkpoint
+from unfreeze.checkpoint.save import disk_tensors, save_checkpoint
+from unfreeze.core.batch import Batch
+from unfreeze.core.rows import whole
+from unfreeze.generate.open import open_model, open_sharded
+from unfreeze.job.divided import write_divided
+from unfreeze.objectives.cross_entropy import cross_entropy
+from unfreeze.parallel.collectives import ALONE, Group
+from unfreeze.train.follower import Follower, open_run
+from unfreeze.train.optim import AdamW
+from unfreeze.train.run import Run
+from unfreeze.train.schedule import Schedule
+from unfreeze.train.state import State, start_or_resume
+from unfreeze.train.step import StepResult, train_step
+from unfreeze.train.together import save_together
+
+FAMILIES = ("deepseek_v3", "llama")  # a mixture with a head of its own; dense, with a tied head
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+STEPS = 10
+LLAMA = (  # of CONFIG's fields those that a Llama has
+    "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size"
+    " rms_norm_eps rope_theta max_position_embeddings initializer_range dtype"
+).split()
+
+
+def checkpoint(folder: Path, family: str, skewed: bool = False) -> Path:
+    """A model of `family` as files. skewed: its router sends every token to experts 0 and 1."""
+    model = small.decoder(family)
+    if skewed:
+        for moe in model.moe_layers().values():
+            moe.gate.e_score_correction_bias[:2] += 100.0
+    config = {**small.CONFIG, "dtype": "float32"}
+    if family == "llama":
+        config = {name: value for name, value in config.items() if name in LLAMA}
+        config |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
+    rules, tied = models.rules(model.shape), models.tied(model.shape)
+    kept = ((name, tensor) for name, tensor in model.state_dict().items() if name not in tied)
+    save_checkpoint(folder, config, disk_tensors(kept, rules))
+    return folder
+
+
+def opened(
+    files: Path, group: Group, dtype: torch.dtype, stats: list[Any] | None = None
+) -> tuple[models.Decoder, Any]:
+    """(model, held) on these processes: whole on one, else divided."""
+    manifest = open_checkpoint(str(files))
+    if group.size == 1:
+        return open_model(manifest, dtype), None
+    told = None if stats is None else stats.append
+    model, sharded = open_sharded(manifest, group, dtype, "cpu", loaded=told)
+    return model, sharded.held
+
+
+def step(
+    state: tuple[models.Decoder, AdamW], batches: list[Batch], group: Group, policy: str = "layers"
+) -> StepResult:
+    model, optimizer = state
+    return train_step(
+        model,
+        optimizer,
+        batches,
+        cross_entropy,
+        learning_rate=1e-2,
+        max_norm=1.0,
+        recompute=models.recompute_policy(policy, model.layers),
+        group=group,
+    )
+
+
+@contextmanager
+def counted(calls: list[str]) -> Any:
+    """The collectives that are called within, by name."""
+    names = ("all_reduce", "all_gather_single", "reduce_scatter_single", "broadcast", "all_gather")
+    before = {name: getattr(dist, name) for name in names}
+
+    def counting(name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            calls.append(name)
+            return before[name](*arguments, **options)
+
+        return call
+
+    for name in names:
+        setattr(dist, name, counting(name))
+    try:
+        yield
+    finally:
+        for name in names:
+            setattr(dist, name, before[name])
+
+
+def gradients(optimizer: AdamW) -> dict[str, Tensor]:
+    """Of all weights, whole, on every process."""
+    found = {}
+    for name, parameter in optimizer.parameters.items():
+        found[name] = whole(parameter.grad) if name in optimizer._divided else optimizer.gradient(name)
+    return {name: gradient.float().clone() for name, gradient in found.items()}
+
+
+def compared(folder: Path, group: Group) -> dict[str, Any]:
+    """What these processes find: losses, norms, loads, collectives of each step; and the first gradients."""
+    facts: dict[str, Any] = {}
+    for family in FAMILIES:
+        for kind, dtype in DTYPES.items():
+            stats: list[Any] = []
+            model, held = opened(folder / family, group, dtype, stats)
+            optimizer = AdamW(model, held=held, weight_decay=0.1)
+            results, calls = [], []
+            for number in range(STEPS):
+                batches = small.cut(8, False) if number % 2 else small.cut(4, True)  # a document each
+                calls.append([])
+                with counted(calls[-1]):
+                    results.append(step((model, optimizer), batches, group))
+                if (number == 0 and group.rank == 0) or (group.size > 1 and number == 0):
+                    first = gradients(optimizer)
+                    if group.rank == 0:
+                        save_file(first, folder / f"{family}-{kind}-{group.size}.safetensors")
+            facts[f"{family} {kind}"] = {
+                "losses": [result.loss for result in results],
+                "norms": [result.grad_norm for result in results],
+                "loads": [result.expert_load for result in results],
+                "calls": [" ".join(each) for each in calls],
+                "bytes": stats[0].bytes_by_rank if stats else [],
+                "rows": sum(len(master) for master in optimizer.masters.values()),
+            }
+    for policy in ("selective", "elementwise", "nothing"):
+        model, held = opened(folder / "deepseek_v3", group, torch.float32)
+        state = model, AdamW(model, held=held)
+        facts[policy] = [step(state, small.cut(4, True), group, policy).loss for _ in range(2)]
+    model, held = opened(folder / "skewed", group, torch.float32)
+    state, calls = (model, AdamW(model, held=held)), []
+    with counted(calls):
+        results = [step(state, small.cut(4, True), group) for _ in range(2)]
+    facts["skewed"] = {"losses": [result.loss for result in results], "calls": " ".join(calls)}
+    facts["skewed"]["loads"] = [result.expert_load for result in results]
+    return facts
+
+
+def session(folder: Path, group: Group, until: int, dtype: torch.dtype, **options: Any) -> State:
+    """A run to step `until` of deepseek_v3 with 4 micro-batches a step, and a save at its end."""
+    with open_run(group, lambda: Run(folder, {}), lambda: Follower(folder, {})) as run:
+        model, held = opened(folder.parent / "deepseek_v3", group, dtype)
+        optimizer = AdamW(model, held=held, weight_decay=0.1, **options)
+        state = start_or_resume(run, model, optimizer=optimizer, schedule=Schedule(1e-2, STEPS))
+        losses = []
+        while state.step < until:
+            losses.append(step((model, optimizer), small.cut(4, True), group).loss)
+            state.step += 1
+        save_together(state, group=group)
+        if group.rank == 0:
+            with (folder / "losses.jsonl").open("a") as file:
+                file.write("".join(f"{loss!r}\n" for loss in losses))
+        return state
+
+
+def written(folder: Path, family: str, group: Group, dtype: torch.dtype) -> None:
+    """One step of `family`, and its checkpoint: divided among these processes, or of one."""
+    model, held = opened(folder / family, group, dtype)
+    optimizer = AdamW(model, held=held)
+    step((model, optimizer), small.cut(4, True), group)
+    manifest = open_checkpoint(str(folder / family))
+    state = State(None, model, optimizer, Schedule(1e-2, STEPS))  # type: ignore[arg-type]
+    with torch.no_grad():
+        model.hidden(small.cut(4, True)[0])  # head and embedding stay gathered, as after a validation
+    write_divided(state, manifest, folder / f"{family}-{dtype}-written-{group.size}", group, {})
+
+
+def work(folder: Path) -> dict[str, Any]:
+    for family in FAMILIES:
+        checkpoint(folder / family, family)
+    checkpoint(folder / "skewed", "deepseek_v3", skewed=True)
+    facts = {"1": [json.loads(json.dumps(compared(folder, ALONE)))]}
+
+    def two(group: Group) -> None:
+        found = compared(folder, group)
+        model, held = opened(folder / "deepseek_v3", group, torch.float32)
+        for unit in model.modules():  # the planted bug: means, as FSDP2 has them by default
+            if hasattr(unit, "set_gradient_divide_factor"):
+                unit.set_gradient_divide_factor(2.0)
+        optimizer = AdamW(model, held=held)
+        found["mean"] = step((model, optimizer), small.cut(4, True), group).grad_norm
+        (folder / f"facts-{group.rank}.json").write_text(json.dumps(found))
+        session(folder / "resumed", group, 4, torch.float32)
+        session(folder / "half", group, 4, torch.bfloat16)
+        session(folder / "int8", group, 2, torch.float32, moments="int8")
+        session(folder / "int8", group, 4, torch.float32, moments="int8")
+        for family in FAMILIES:
+            written(folder, family, group, torch.float32)
+        written(folder, "llama", group, torch.bfloat16)
+
+    codes = forked(2, two)
+    facts["2"] = [json.loads((folder / f"facts-{rank}.json").read_text()) for rank in (0, 1)]
+    session(folder / "straight", ALONE, STEPS, torch.float32)
+    session(folder / "resumed", ALONE, 6, torch.float32)
+    session(folder / "half-straight", ALONE, 6, torch.bfloat16)
+    session(folder / "half", ALONE, 6, torch.bfloat16)
+    codes += forked(4, lambda group: session(folder / "resumed", group, STEPS, torch.float32) and None)
+    for family in FAMILIES:
+        written(folder, family, ALONE, torch.float32)
+    written(folder, "llama", ALONE, torch.bfloat16)
+    return {"codes": codes, **facts}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps(work(Path(sys.argv[1]))))
