@@ -59,12 +59,25 @@ def test_kimi_k3_is_not_taken_for_what_its_text_part_calls_itself():
     assert "the activation SiTU (activation_situ_beta) are not built" in said
 
 
+def test_a_text_part_without_a_type_of_its_own_is_refused_by_its_parts():
+    """MiniMax-M3's NVFP4 release has no model_type in its text_config."""
+    text = {name: value for name, value in LLAMA.items() if name != "model_type"}
+    said = refused({"model_type": "minimax_m3", "text_config": text | {"sparse_attention_config": {"a": 1}}})
+    assert "sparse attention by blocks (sparse_attention_config) is not built" in said
+    assert "made_up" in refused({"model_type": "made_up", "text_config": text})
+
+
+def test_a_config_without_a_type_says_so():
+    assert refused({"hidden_size": 64}) == "config.json has no model_type"
+
+
 def test_each_type_named_is_one_and_is_not_built():
     names = unbuilt.NAMED.keys() | unbuilt.OTHERS.keys()
     assert not names & (models.FAMILIES.keys() | models.WRAPPERS.keys())
     assert not unbuilt.NAMED.keys() & unbuilt.OTHERS.keys()
     # releases with code of their own, which transformers does not know
-    own = {"chatglm", "baichuan", "qwen", "internlm2", "minicpm", "deepseek"}
+    own = {"chatglm", "baichuan", "qwen", "internlm", "internlm2", "minicpm", "deepseek", "orion"}
+    own |= {"phi-msft", "phi3_v", "rwkv5"}
     assert unbuilt.OTHERS.keys() - transformers.CONFIG_MAPPING.keys() == own
 
 

@@ -96,7 +96,8 @@ def test_what_is_not_converted_is_what_transformers_does_not_convert(entry):
 
 def test_what_is_not_converted_may_stand_within_a_name_and_a_pattern_must_end():
     """autoawq's and bitsandbytes' word; transformers 4 looked for it in the whole name too."""
-    some = not_converted(["self_attn", "*.mlp.gate"], "here")
+    some = not_converted(["self_attn", "*.mlp.gate", "layers.0."], "here")
+    assert "model.layers.0.mlp.up_proj" in some and "model.layers.10.mlp.up_proj" not in some
     assert "model.layers.3.self_attn.q_proj" in some and "model.layers.3.mlp.gate" in some
     assert "model.layers.3.self_attn2.q_proj" not in some and "model.layers.3.mlp.gate_proj" not in some
     with pytest.raises(ConfigError, match=r"here: .* could take forever"):

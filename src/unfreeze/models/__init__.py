@@ -151,6 +151,10 @@ def _not_built(config: Mapping[str, Any], model_type: object, beside: str = "") 
             f"config.json: model_type {model_type!r} has no text_config, its language model",
             next="get config.json from the model's publisher again",
         )
+    if model_type is None:
+        raise CheckpointError(
+            "config.json has no model_type", next="get config.json from the model's publisher again"
+        )
     parts = missing(config)
     what = f": {parts}" if parts else " is not built"
     raise CheckpointError(
@@ -172,7 +176,7 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     outer = str(config.get("model_type"))
     if outer in WRAPPERS and text.get("model_type") is None:
         text = {**text, "model_type": WRAPPERS[outer].text}
-    inner = str(text["model_type"])
+    inner = str(text.get("model_type"))
     if outer not in WRAPPERS and inner not in FAMILIES:
         return _not_built(config, outer, f" (its text part: {inner!r})")
     if outer not in WRAPPERS:

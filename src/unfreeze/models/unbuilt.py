@@ -87,7 +87,7 @@ _OF_TYPES: dict[str, str] = {
         " bart mbart pegasus t5gemma t5gemma2 whisper marian"
     ),
     "a decoder that only the release's own code describes": (
-        "chatglm baichuan qwen internlm2 minicpm deepseek"
+        "chatglm baichuan qwen internlm internlm2 minicpm deepseek orion phi-msft phi3_v rwkv5"
     ),
 }
 OTHERS: dict[str, str] = {name: words for words, names in _OF_TYPES.items() for name in names.split()}

@@ -111,7 +111,7 @@ def not_converted(entries: Iterable[str], where: str) -> Modules:
     regular expression there ("*.mlp.gate") is read as shells write it. Raises ConfigError, naming `where`,
     for a pattern that may match forever.
     """
-    entries = list(entries)
+    entries = [entry.strip(".") for entry in entries]  # "layers.0." too
     regular = [entry.removeprefix("re:") for entry in entries if NOT_PLAIN & set(entry)]
     starred = [entry for entry in regular if entry.startswith("*")]
     found = list(globs([*starred, *(f"{entry}.*" for entry in starred)]).patterns)
