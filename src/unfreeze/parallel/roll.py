@@ -130,12 +130,15 @@ class Roll:
         return max((r for r in mine if self._members[r]["local"] == 0), default=self._rank)
 
     def _wait(self, keys: list[str]) -> None:
+        """Ask often at first, then twice a second; torch's own waiting says at length that it took long."""
+        looked, pause = time.monotonic(), 0.005
         while not self._store.check(keys):
-            with suppress(dist.DistStoreError):
-                self._store.wait(keys, LOOK)
-                return
-            if gone := self.gone(0.0):
-                raise self._error(gone)
+            time.sleep(pause)
+            pause = min(0.5, 1.5 * pause)
+            if time.monotonic() - looked > LOOK.total_seconds():
+                looked = time.monotonic()
+                if gone := self.gone(0.0):
+                    raise self._error(gone)
 
     # -- who is gone
 
@@ -242,7 +245,8 @@ class Roll:
 
     def _asked_to_end(self, number: int, frame: object) -> None:
         """SIGTERM outside of the loop: of torchrun's agent, because another failed, or of somebody else."""
-        if gone := self.gone(1.0):
+        mine = self._members[self._rank]["pid"] == os.getpid()  # not one that a library forked
+        if mine and (gone := self.gone(1.0)):
             raise self._error(gone)
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
