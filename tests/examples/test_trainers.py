@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -89,22 +90,34 @@ def own(qwen2, data, tmp_path_factory):
     return unfreeze.sft(model=qwen2, data=data, out=out, samples=0, quiet=True, **more, **SETTINGS)
 
 
-def start(processes, bin, script, *arguments):
-    """A script as a user starts it. -> what it said on stdout."""
+def start(processes, bin, script, *arguments, seconds=240):
+    """A script as a user starts it. -> what it said on stdout. One that hangs is ended, with its processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     torchrun = [bin / "python", "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-    said = subprocess.run(
+    process = subprocess.Popen(
         [*torchrun, "--master-port", port, str(script), *map(str, arguments)],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=240,
-        # where a virtual environment has no unfreeze of its own, it is this one
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")},
+        # where a virtual environment has no unfreeze of its own, it is this one; DeepSpeed compiles an exchange
+        # for CPUs at its first start, a minute of g++: it is kept beside the virtual environment's programs
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT / "src"),
+            "TORCH_EXTENSIONS_DIR": str(bin.parent / "torch_extensions"),
+        },
     )
-    assert said.returncode == 0, said.stderr[-4000:]
-    return said.stdout
+    try:
+        said, error = process.communicate(timeout=seconds)
+    finally:
+        if process.poll() is None:
+            for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+                each.kill()
+    assert process.returncode == 0, error[-4000:]
+    return said
 
 
 def flags(qwen2, data, out):
@@ -165,7 +178,7 @@ def test_each_is_short_flat_and_has_a_loop_of_its_own(name):
 @pytest.mark.parametrize("load", ["before", "gathered"])
 def test_zero3_has_the_losses_of_a_run(qwen2, data, own, tmp_path, programs, load, processes):
     arguments = [*flags(qwen2, data, tmp_path), "--load", load]
-    said = start(processes, programs, EXAMPLES / "deepspeed_zero3.py", *arguments)
+    said = start(processes, programs, EXAMPLES / "deepspeed_zero3.py", *arguments, seconds=600)
     assert close(losses(said), own.losses) and same_weights(tmp_path, own)
     assert said.count("lm_head is torch.Size([0]) here, torch.Size([1536, 64]) in all") == processes
 
@@ -179,7 +192,7 @@ def test_lightning_has_the_losses_of_a_run(qwen2, data, own, tmp_path, programs,
 
 
 def whole(processes, programs, script, qwen2):
-    said = start(processes, programs, HERE / "whole_weights.py", script, qwen2)
+    said = start(processes, programs, HERE / "whole_weights.py", script, qwen2, seconds=600)
     return json.loads(next(line for line in said.splitlines() if line.startswith('{"parameters"')))
 
 
