@@ -170,6 +170,27 @@ def test_a_config_is_read():
     assert "smooth" in not_followed({"quantization_config": TABLE | {"smooth": 1}})
 
 
+def test_a_config_alone_says_which_modules_are_quantized():
+    """As Optimum and gptqmodel write it; the files decide where there are any."""
+
+    def packed(**changes):
+        scheme = recognise({"quantization_config": TABLE | changes})
+        return {name for name in NAMES if scheme.codec_for(f"model.layers.3.{name}") is not None}
+
+    assert packed() == set(NAMES)
+    assert packed(modules_in_block_to_quantize=[["self_attn.q_proj"], ["mlp.up_proj"]]) == {
+        "self_attn.q_proj",
+        "mlp.up_proj",
+    }
+    assert packed(dynamic={r"-:.*\.self_attn\..*": {}}) == {"mlp.up_proj", "mlp.down_proj"}
+    assert packed(dynamic={r"-:model\.layers\.4\..*": {}}) == set(NAMES)
+    with pytest.raises(ConfigError, match=r"dynamic: .* could take forever"):
+        packed(dynamic={"-:(a+)+": {}})
+
+
+NAMES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [

@@ -8,6 +8,7 @@ To add a format: CONTRIBUTING.md, row "a quantized format".
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from unfreeze.core.errors import ConfigError
 from unfreeze.quant import (
@@ -78,6 +79,7 @@ def recognise(config: Table) -> Scheme | None:
 WRITERS = {
     "aqlm": "AQLM",
     "auto-round": "AutoRound",
+    "auto_round": "AutoRound",
     "autoround": "AutoRound",
     "awq": "autoawq",
     "bitnet": "BitNet",
@@ -233,7 +235,11 @@ def _scheme(table: Table) -> Scheme:
         codec = FORMATS[method].read("quantization_config", table)
         fields = (FORMATS[method].ignored, "ignored_layers")  # the latter is AutoFP8's word
         entries = [name for field in fields for name in names_in(table, field)]
-        return Scheme((Rule(codec),), not_converted(entries, f"quantization_config.{fields[0]}"))
+        ignore = not_converted(entries, f"quantization_config.{fields[0]}")
+        if method != gptq.FORMAT.key:
+            return Scheme((Rule(codec),), ignore)
+        modules, left_out = gptq.modules(table, "quantization_config")
+        return Scheme((Rule(codec, modules),), replace(ignore, patterns=(*ignore.patterns, *left_out)))
     if "quant_method" not in table and method == compressed.METHOD and "config_groups" not in table:
         mlx = " (as MLX writes it)" if {"bits", "group_size"} <= table.keys() else ""
         raise Unreadable(

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from unfreeze.core.errors import CheckpointError, ConfigError
 from unfreeze.quant.codec import Format, Part, Table, Unreadable, as_table, parts_nbytes, refuse_other_values
@@ -35,6 +35,8 @@ from unfreeze.quant.grids import (
     scale_dtype,
     unpack,
 )
+from unfreeze.quant.scheme import Modules
+from unfreeze.untrusted.pattern import pattern
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -228,6 +230,24 @@ def read(where: str, table: Table) -> Gptq:
     return Gptq(
         bits, read_group_size(table, where), layout == "gptq", act_order=table.get("desc_act") is True
     )
+
+
+def modules(table: Table, where: str) -> tuple[Modules, tuple[str, ...]]:
+    """(the modules that are quantized, patterns of those that are not) of a quantization_config.
+
+    modules_in_block_to_quantize: names within a layer, in lists of those that were quantized together.
+    dynamic: a pattern behind "-:" leaves out what it matches from the beginning of a name.
+    Source: gptqmodel's QuantizeConfig. Raises ConfigError for a pattern that may match forever.
+    """
+    names: set[str] = set()
+    asked: object = table.get("modules_in_block_to_quantize")
+    for part in cast("list[object]", asked) if isinstance(asked, list) else []:
+        together = cast("list[object]", part) if isinstance(part, list) else [part]
+        names |= {name for name in together if isinstance(name, str)}
+    left_out = [name[2:] for name in as_table(table.get("dynamic")) or {} if name.startswith("-:")]
+    for entry in left_out:
+        pattern(entry, f"config.json: {where}.dynamic", ConfigError)
+    return Modules(within=frozenset(names), linear=not names), tuple(left_out)
 
 
 FORMAT = Format(
