@@ -64,6 +64,20 @@ def test_slabs_of_tokens_combine_to_the_same_bits_and_hold_no_rows_in_float32(we
     assert torch.equal(whole, slabs) and seen.bytes <= reference.SLAB_BYTES
 
 
+def test_slabs_of_rows_go_back_to_the_same_bits_and_hold_no_rows_in_float32(monkeypatch):
+    tokens, per_token, width = 300, 3, 40
+    slot_n, _, _ = reference.sort(random_ids(tokens, per_token, 20), 20)
+    n = tokens * per_token
+    dy, rows = (torch.randn(count, width, device=DEVICE).bfloat16() for count in (tokens, n))
+    weight = torch.rand(n, device=DEVICE)
+    whole, slabs = ((torch.empty_like(rows), torch.empty(n, device=DEVICE)) for _ in range(2))
+    reference.combine_backward(dy, rows, slot_n, per_token, weight, *whole)
+    monkeypatch.setattr(reference, "SLAB_BYTES", 7 * width * 4)  # 7 does not divide 900
+    with LargestFloat32() as seen:
+        reference.combine_backward(dy, rows, slot_n, per_token, weight, *slabs)
+    assert all(map(torch.equal, whole, slabs)) and seen.bytes <= reference.SLAB_BYTES
+
+
 class LargestFloat32(TorchDispatchMode):
     """Bytes of the largest float32 tensor that holds rows."""
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SLAB_BYTES = 1 << 30  # of `combine`: at 65,536 tokens of 8 rows of 7,168 all rows at once would be 15 GB
+# of `combine` and its backward: at 65,536 tokens of 8 rows of 7,168 all rows at once would be 15 GB
+SLAB_BYTES = 1 << 30
 
 
 def sort(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,6 +69,10 @@ def combine_backward(
 ) -> None:
     """drows[r] = weight[r] · dy[token of r]; dweight[r] = <dy[token of r], rows[r]>, in float32."""
     wide = torch.promote_types(dy_TD.dtype, torch.float32)
-    dy_nD = dy_TD.index_select(0, torch.div(slot_n, per_token, rounding_mode="floor")).to(wide)
-    dweight_n.copy_((dy_nD * rows_nD).sum(-1))
-    drows_nD.copy_(dy_nD * weight_n[:, None].to(wide))
+    token_n = torch.div(slot_n, per_token, rounding_mode="floor")
+    slab = max(1, SLAB_BYTES // max(1, dy_TD.shape[1] * wide.itemsize))
+    for first in range(0, slot_n.numel(), slab):  # as in `combine`
+        rows = slice(first, first + slab)
+        dy_sD = dy_TD.index_select(0, token_n[rows]).to(wide)
+        dweight_n[rows] = (dy_sD * rows_nD[rows]).sum(-1)
+        drows_nD[rows] = dy_sD.mul_(weight_n[rows, None].to(wide))
