@@ -141,7 +141,7 @@ def start(run, count, script=CLUSTER / "node.sh"):
     ]
 
 
-def wait(nodes, seconds=150):
+def wait(nodes, seconds=240):
     """-> (their exit codes, what they said); those that hang are ended, and fail the test."""
     try:
         said = [node.communicate(timeout=seconds)[1] for node in nodes]
@@ -161,7 +161,7 @@ def events(run, kind):
 
 
 def until_it_trains(nodes, run):
-    for _ in itertools.takewhile(lambda _: not events(run, "train"), range(600)):
+    for _ in itertools.takewhile(lambda _: not events(run, "train"), range(1200)):
         assert all(node.poll() is None for node in nodes), wait(nodes)
         time.sleep(0.2)
 
