@@ -15,6 +15,9 @@ from unfreeze.job.job import Job
 from unfreeze.job.processes import refuse_uneven
 from unfreeze.parallel.collectives import ALONE
 from unfreeze.recipes.sft import Config
+from unfreeze.train.events import emit_nonfinite
+from unfreeze.train.follower import Follower
+from unfreeze.train.optim import NonFinite
 from unfreeze.train.run import config_hash
 
 
@@ -85,7 +88,7 @@ def test_the_spike_guard_of_every_process_has_the_steps_before_that_only_process
     of_process_0 = json.dumps([[2.0, 1.0], [1.9, 0.9]])
     job = SimpleNamespace(
         group=SimpleNamespace(texts=lambda text: [of_process_0, text]),
-        state=SimpleNamespace(step=2, run=SimpleNamespace(path=tmp_path)),
+        state=SimpleNamespace(step=2, run=SimpleNamespace(path=tmp_path, shown=tmp_path)),
         **dict.fromkeys(("model", "recompute", "on_spike", "max_norm", "describe")),
         parts=SimpleNamespace(objective=None),
     )
@@ -93,3 +96,22 @@ def test_the_spike_guard_of_every_process_has_the_steps_before_that_only_process
     assert Job.spike_guard(job) == [[2.0, 1.0], [1.9, 0.9]]  # type: ignore[arg-type]
     job.group = ALONE
     assert Job.spike_guard(job) == []  # type: ignore[arg-type]
+
+
+def test_a_process_beyond_the_first_tells_of_the_folder_that_stays(tmp_path):
+    """Its own is removed at the end."""
+    (tmp_path / "state" / "step-000002").mkdir(parents=True)
+    saved = {
+        "step": 2,
+        "config": {},
+        "config_hash": config_hash({}),
+        "schedule": {"steps": 4},
+        "optimizer": {},
+    }
+    (tmp_path / "state" / "step-000002" / "state.json").write_text(json.dumps({**saved, "cursor": None}))
+    with Follower(tmp_path, {}) as follower:
+        assert follower.path != tmp_path and follower.shown == tmp_path
+        state = SimpleNamespace(run=follower, step=2)
+        said = str(emit_nonfinite(NonFinite("the loss is nan"), "NaN first at x", state))  # type: ignore[arg-type]
+    assert f"the last save is {tmp_path / 'state' / 'step-000002'}" in said
+    assert f"({tmp_path / 'suspects.jsonl'})" in said and str(follower.path) not in said

@@ -95,7 +95,7 @@ def live(config: TrainingConfig, common: Common, recipe: str, command: str, grou
                 state = f"the run is saved as of {save.name}" if save else "nothing was saved yet"
                 at = f", at {error.filename}" if error.filename else ""
                 raise DiskFull(
-                    f"the disk of {run.path} is full{at}; {state}", next=f"free space, then {again(command)}"
+                    f"the disk of {run.shown} is full{at}; {state}", next=f"free space, then {again(command)}"
                 ) from error
 
 

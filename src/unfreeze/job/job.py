@@ -269,6 +269,7 @@ class Job:
             step=state.step,
             describe=self.describe,
             history=history,
+            shown=state.run.shown,
         )
 
 

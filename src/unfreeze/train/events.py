@@ -58,13 +58,13 @@ def emit_nonfinite(error: NonFinite, line: str, state: State) -> NonFinite:
 
     -> the error with what the replay found (`line`) and where the run can go on.
     """
-    step, last = state.step + 1, latest(state.run.path)
+    step, last, shown = state.step + 1, latest(state.run.path), state.run.shown
     state.run.events.emit("train", step, loss=None, grad_norm=None, error=f"{error.message}. {line}")
-    kept = f"the last save is {last}" if last else "nothing was saved before"
+    kept = f"the last save is {shown / 'state' / last.name}" if last else "nothing was saved before"
     return NonFinite(
         f"step {step}: {error.message}. {line}. The weights were not updated; {kept}",
         next=(
-            f"look at the rows of this step ({state.run.path / SUSPECTS}), lower learning_rate (a tenth), or"
+            f"look at the rows of this step ({shown / SUSPECTS}), lower learning_rate (a tenth), or"
             " lengthen the warm-up"
         ),
     )

@@ -26,6 +26,7 @@ class Follower(Run):
         folder = Path(self._temporary.name)
         (folder / "state").symlink_to(Path(path).resolve() / "state")
         super().__init__(folder, config, **options)
+        self.shown = Path(path)
 
     def close(self) -> None:
         super().close()

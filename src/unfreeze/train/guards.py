@@ -66,6 +66,7 @@ class SpikeGuard:
               move. "stop": raises Spike.
     max_norm  the clip limit: a gradient norm below it is no alarm, whatever the others were (clipping leaves
               it alone).
+    shown     the folder as it is told, if that is another.
     history   (loss, gradient norm) of the steps before, oldest first: a resumed run judges as one that was
               never broken.
     Every value joins the window, a spike's too, so a level that has risen for good stops alarming after
@@ -84,11 +85,12 @@ class SpikeGuard:
         step: int = 0,
         describe: Describe | None = None,
         history: Iterable[tuple[float, float]] = (),
+        shown: Path | None = None,
     ):
         self._model, self._objective, self._folder, self._recompute = model, objective, folder, recompute
         self._on_spike, self._max_norm, self._describe, self._step = on_spike, max_norm, describe, step
         self._window: deque[tuple[float, float]] = deque(history, maxlen=WINDOW)
-        self._skipped = 0
+        self._skipped, self._shown = 0, shown
 
     def __call__(self, micro_batches: Sequence[Batch], loss: float, grad_norm: float) -> Verdict:
         self._step += 1
@@ -105,7 +107,7 @@ class SpikeGuard:
                 f"step {self._step}: {reason}; the weights were not updated, {rows}",
                 next=(
                     "look at them, lower learning_rate, or go on with --on-spike skip:"
-                    f" {self._folder / SUSPECTS}"
+                    f" {(self._shown or self._folder) / SUSPECTS}"
                 ),
             )
         if self._on_spike == "warn":

@@ -35,6 +35,7 @@ class Run:
     any work.
 
     path          the folder.
+    shown         the folder that people know: of a Follower the real one.
     config        the resolved configuration as plain JSON; what a save is compared with.
     events        its EventLog. On resume the lines after the save are dropped first, so that no step stands
                   twice.
@@ -69,7 +70,7 @@ class Run:
         Raises UserError if another process holds the folder, ConfigError if the save was made under another
         configuration.
         """
-        self.path = Path(path)
+        self.path = self.shown = Path(path)
         self.config = plain_json(config)
         self.allow_changed = frozenset(allow_changed)
         self.fixed = dict(fixed or {})
