@@ -12,7 +12,7 @@ from family_cases import CASES, DOCUMENTS, batch_of, oracle
 from safetensors.torch import load_file
 
 from unfreeze import models
-from unfreeze.adapters import LoraConfig, Receipt, attach, load_adapter, save_adapter, sites
+from unfreeze.adapters import LoraConfig, Receipt, attach, load_adapter, save_adapter, sites, verify_adapter
 from unfreeze.adapters.receipt import check
 from unfreeze.checkpoint import open_checkpoint, save_checkpoint
 from unfreeze.checkpoint.nested import on_disk
@@ -192,7 +192,7 @@ def test_peft_over_transformers_gives_our_logits(name, released, tmp_path):
             for key, parameter in site.adapter.named_parameters():
                 if key.endswith("B"):
                     parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
-    save_adapter(model, tmp_path, "peft", base_name="tiny", prefix=manifest.prefix)
+    verify_adapter(model, save_adapter(model, tmp_path, "peft", base_name="tiny", prefix=manifest.prefix))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs = peft.PeftModel.from_pretrained(oracle(name), tmp_path).eval()

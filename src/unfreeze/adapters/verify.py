@@ -22,7 +22,7 @@ from unfreeze.adapters.attach import sites
 from unfreeze.adapters.files import read_files
 from unfreeze.adapters.layouts import projections
 from unfreeze.adapters.lora import LowRank
-from unfreeze.adapters.names import in_ours, ours
+from unfreeze.adapters.names import in_ours, ours, swapped
 from unfreeze.checkpoint import nested
 from unfreeze.config.adapter import rank_and_scale
 from unfreeze.core.errors import AdapterError
@@ -79,7 +79,8 @@ def verify_adapter(
         V_IN = torch.randn(width, NUM_PROBES, dtype=torch.float64, generator=generator)
         wanted = scale * (B_OR.double().cpu() @ (A_RI.double().cpu() @ V_IN))
         try:
-            found, in_file = _product(name, config, plain, V_IN, used, _experts(model, name))
+            experts = _experts(model, name)
+            found, in_file = _product(name, config, plain, V_IN, used, experts, swapped(model))
         except KeyError as error:
             faults.append(f"{name}: the file has no {error.args[0]!r}")
             continue
@@ -138,6 +139,7 @@ def _product(
     V_IN: Tensor,
     used: set[str],
     experts: Any,
+    turned: bool,
 ) -> tuple[Tensor, float]:
     """(ΔW·V from the file, [E or 1, out, N]; the scale it has there, the first expert's)."""
     if experts is None:
@@ -154,7 +156,7 @@ def _product(
         scales = [rank_and_scale(config, key)[1] for key in keys]
         pairs = [_pair(tensors, key, used, V_IN) for key in keys]
         return torch.stack([s * pair for s, pair in zip(scales, pairs, strict=True)]), scales[0]
-    return _fused_product(site, projection, config, tensors, V_IN, used, experts)
+    return _fused_product(site, projection, config, tensors, V_IN, used, experts, turned)
 
 
 def _pair(tensors: Mapping[str, Tensor], key: str, used: set[str], V_IN: Tensor) -> Tensor:
@@ -171,9 +173,11 @@ def _fused_product(
     V_IN: Tensor,
     used: set[str],
     experts: Any,
+    turned: bool,
 ) -> tuple[Tensor, float]:
     """peft's own formula: ΔW[e] = B.reshape(out, r, E)[:, :, e] · A.reshape(E, r, in)[e].
 
+    turned: peft takes the base's [E, in, out] for [E, out, in], so this ΔW is the transposed one.
     Its rows lie as those of the base: gate's first, or gate and up in turn (gpt-oss).
     Source: peft 0.21, ParamWrapper.get_delta_weight.
     """
@@ -185,7 +189,8 @@ def _fused_product(
     own = len(experts.held)
     A, B = A.reshape(own, -1, A.shape[-1]), B.reshape(B.shape[0], -1, own)
     scale = rank_and_scale(config, f"{site}.{stacked}")[1]
-    product = scale * torch.einsum("ore,eri,in->eon", B, A, V_IN)
+    formula = "ore,eri,on->ein" if turned else "ore,eri,in->eon"
+    product = scale * torch.einsum(formula, B, A, V_IN)
     if stacked == "down_proj":
         return product, scale
     gate, up = experts.activation.split(product, 1)

@@ -54,6 +54,7 @@ from unfreeze.job.samples import Samples, own_prompts
 from unfreeze.job.streaming import Followed, saved_before
 from unfreeze.job.trained import Trained
 from unfreeze.job.validation import Validation, best_is_written, validation_of, write_best
+from unfreeze.job.written import forget, is_noted, note
 from unfreeze.report.events import of_kind, read_events
 
 if TYPE_CHECKING:
@@ -143,8 +144,9 @@ def best_of(folder: Run, parts: Parts) -> Path:
 
 
 def is_written(folder: Run, parts: Parts) -> bool:
-    """Whether the run is finished and everything it leaves behind is there."""
-    written = (target_of(folder, parts) / parts.trained.marker).is_file()
+    """Whether the run is finished and everything it leaves behind is there, and of its last step."""
+    target = target_of(folder, parts)
+    written = (target / parts.trained.marker).is_file() and is_noted(folder.path, target)
     return folder.finished and written and best_is_written(folder, best_of(folder, parts))
 
 
@@ -235,9 +237,16 @@ class Job:
         for account in self.followed:
             account.end(self.state)
         folder, trained = self.state.run, self.parts.trained
-        write = partial(trained.write, self.state, self.start, self.model_name, self.mesh)
+
+        def write(target: Path, step: int) -> None:
+            there = (target / trained.marker).is_file() and is_noted(folder.path, target)
+            if self.group.any(self.group.rank == 0 and there):
+                return
+            trained.write(self.state, self.start, self.model_name, self.mesh, target)
+            self.group.on_rank0(lambda: note(folder.path, target, step))
+
         if finished or trained.when_interrupted:
-            write(target_of(folder, self.parts))
+            write(target_of(folder, self.parts), self.state.step)
         if finished:
             write_best(self.state, best_of(folder, self.parts), write)
 
@@ -360,6 +369,8 @@ def prepare(
         after_update=parts.after_update(model),
     )
     write_resolved(folder, config, parts.recipe, steps=steps, sequence_length=length, device=str(device))
+    if not state.finished:
+        group.on_rank0(lambda: forget(folder.path))
 
     # what looks at steps: samples and validation
     speaker = Model(model, tokenizer, stop_ids=end_ids(start, tokenizer))

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unfreeze import models
-from unfreeze.config.adapter import adapter_folder
+from unfreeze.config.adapter import INDEX, adapter_folder
 from unfreeze.config.training import portable
 from unfreeze.core.errors import AdapterError, ConfigError
 from unfreeze.core.units import format_bytes, format_count
 from unfreeze.job.card import write_beside
+from unfreeze.job.written import set_aside
 
 if TYPE_CHECKING:
     from unfreeze.adapters import LoraConfig
@@ -89,6 +90,8 @@ class Adapters:
             save_index(model, shared, sizes, base, prefix)
             write_beside(shared, manifest, base, state.run.path, TOKENIZER_FILES)
 
+        # without an index there are no shards: those of two steps are never read as one adapter
+        mesh.all.on_rank0(lambda: (shared / INDEX).unlink(missing_ok=True))
         mesh.all.meet(part)
         mesh.all.on_rank0(index)
 
@@ -185,8 +188,8 @@ class AllWeights:
         from unfreeze.job.divided import write_divided
 
         shared = (state.run.path / "state").resolve().parent / folder.name  # a follower's folder is its own
-        if not mesh.all.any(mesh.all.rank == 0 and (shared / self.marker).is_file()):
-            write_divided(state, manifest, shared, mesh.all, extra)
+        mesh.all.on_rank0(lambda: self._make_room(shared))
+        write_divided(state, manifest, shared, mesh.all, extra)
 
     def _write(self, state: State, manifest: Manifest, folder: Path, extra: dict[str, Path]) -> None:
         from unfreeze.checkpoint import save_checkpoint
@@ -195,13 +198,17 @@ class AllWeights:
         from unfreeze.models.publish import carried, published, stored_dtypes
 
         model = state.model
-        if (folder / self.marker).is_file():
-            return
+        self._make_room(folder)
         dtypes = stored_dtypes(model, manifest)
         trained = published(model, manifest.config, dtypes=dtypes, values=state.optimizer.masters)
         named = ((on_disk(manifest.prefix, name), tensor) for name, tensor in trained)
         beside = ((info.name, stored_tensor(info)) for info in carried(model, manifest))
         save_checkpoint(folder, manifest.config, chain(named, beside), extra=extra)
+
+    def _make_room(self, folder: Path) -> None:
+        """Remove the checkpoint of an earlier step, of a run that went on for longer."""
+        if (folder / self.marker).is_file():
+            set_aside(folder)
 
     def as_result(self, folder: Path) -> dict[str, Any]:
         """For finish(): what a run's result names."""

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from unfreeze.job.written import is_noted
+
 if TYPE_CHECKING:
     from unfreeze.config.tables import Save
     from unfreeze.data import Dataset, Example, Tokenizer
@@ -165,18 +167,19 @@ def _span_bytes(tokens: Sequence[int], first: int, end: int, tokenizer: Tokenize
     return len(tokenizer.decode(tokens[:end]).encode()) - len(tokenizer.decode(tokens[:first]).encode())
 
 
-def write_best(state: State, folder: Path, write: Callable[[Path], object]) -> None:
-    """If an earlier save was better than the run's end: load its weights into the model and write(folder)."""
+def write_best(state: State, folder: Path, write: Callable[[Path, int], object]) -> None:
+    """If an earlier save was better than the run's end: load its weights and write(folder, its step)."""
     from unfreeze.train.state import load_best
 
-    if load_best(state) is not None:
-        write(folder)
+    if (step := load_best(state)) is not None:
+        write(folder, step)
 
 
 def best_is_written(run: Run, folder: Path) -> bool:
     """Whether a finished run has nothing left to write of its best save."""
     best = (run.saved or {}).get("best")
-    return best is None or best["step"] == run.step or folder.is_dir()
+    there = folder.is_dir() and is_noted(run.path, folder)
+    return best is None or best["step"] == run.step or there
 
 
 def _finite(value: float | None) -> float | None:
