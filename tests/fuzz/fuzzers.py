@@ -31,6 +31,7 @@ from safetensors import safe_open
 
 from unfreeze import models
 from unfreeze.adapters import LoraConfig, attach, load_adapter, save_adapter, sites
+from unfreeze.adapters.shards import save_index, save_shard
 from unfreeze.checkpoint import open_checkpoint, save_checkpoint
 from unfreeze.checkpoint.tensors import TORCH_DTYPE
 from unfreeze.commands.inspect import inspect
@@ -42,6 +43,9 @@ from unfreeze.data import BadRow, encode_files, load_tokenizer, read_rows
 from unfreeze.generate.open import open_model
 from unfreeze.generate.source import locate
 from unfreeze.models.publish import published
+from unfreeze.parallel.collectives import ALONE, Alone
+from unfreeze.parallel.dispatch import split_experts
+from unfreeze.parallel.mesh import Mesh
 from unfreeze.recipes.sft import Config
 from unfreeze.report.events import number
 from unfreeze.report.html import page, summary_lines
@@ -517,11 +521,34 @@ def tiktoken_files() -> Files:
     }
 
 
+class Rank(Alone):
+    """A process of two."""
+
+    def __init__(self, rank: int):
+        self.rank, self.size = rank, 2
+
+
+def in_shards(family: str, whole: models.Decoder, folder: Path) -> None:
+    """The adapter as two processes write it that share the experts."""
+    sizes = []
+    for rank in (0, 1):
+        mesh = Mesh(Rank(rank), ALONE, Rank(rank), whole.shape.num_experts)
+        split = good_model(family)
+        split_experts(split, mesh)
+        attach(split, LoraConfig(rank=2, alpha=4.0), 0)
+        save_shard(split, folder, rank, 2)
+        sizes.append(len(mesh.rows_of(rank)))
+    save_index(whole, folder, sizes, "base")
+
+
 @cache
 def adapter(family: str, layout: str) -> Files:
     model = good_model(family)
     attach(model, LoraConfig(rank=2, alpha=4.0), 0)
     with TemporaryDirectory() as folder:
+        if layout == "shards":
+            in_shards(family, model, Path(folder) / "a")
+            return contents(Path(folder) / "a")
         save_adapter(model, Path(folder) / "a", layout, base_name="base", prefix="")  # type: ignore[arg-type]
         return contents(Path(folder) / "a")
 
@@ -949,7 +976,8 @@ def read_template(folder: Path) -> None:
 
 
 def plant_adapter(random: Random, folder: Path) -> None:
-    family, layout = random.choice(list(CONFIGS)), random.choice(["per-expert", "peft"])
+    family, layout = random.choice(list(CONFIGS)), random.choice(["per-expert", "peft", "shards"])
+    layout = "peft" if layout == "shards" and family == "llama" else layout
     files = dict(adapter(family, layout))
     name = random.choice(list(files))
     if random.randrange(16) == 0:
