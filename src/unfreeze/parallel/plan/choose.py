@@ -19,7 +19,7 @@ from unfreeze.models.recompute import Recompute
 from unfreeze.parallel.fleet import PER_HOST, Fleet, devices
 from unfreeze.parallel.plan.counts import Counts
 from unfreeze.parallel.plan.fastest import FASTEST_FIRST
-from unfreeze.parallel.plan.layout import Layout, Places, places, share
+from unfreeze.parallel.plan.layout import Layout, Places, buffer_of, places, share
 from unfreeze.parallel.plan.propose import MIN_TOKENS
 from unfreeze.parallel.plan.rates import Rates, of_device
 from unfreeze.parallel.plan.seconds import IMBALANCE, Seconds, seconds
@@ -275,6 +275,8 @@ def if_it_fits(
         longer = f"waiting {math.ceil(best.waits * 100) / 100:.2f}"
         words = f"{words}, {longer}" if words else longer
         parts.append(f"{best.waits:.0%} of a step waits for transfers")
+    if best.not_built:
+        parts.append(f"not built yet: {', '.join(best.not_built)}")
     return [f"{words} ({', '.join(parts)}; {best.layout.words(counts.num_experts)})"]
 
 
@@ -355,6 +357,9 @@ def _layouts(counts: Counts, fleet: Fleet, asked: Asked) -> Iterator[Layout]:
     combinations = product(experts, rest, elsewhere, elsewhere, sorted(splits), asked.recomputes)
     for where, others, state, boundary, split, recompute in combinations:
         yield Layout(where, others, state, boundary, split, recompute)  # type: ignore[arg-type]
+        of_layer = int(counts.layer_experts * share(counts, split))
+        if where != "device" and buffer_of(of_layer, fleet, groups=True) < of_layer:
+            yield Layout(where, others, state, boundary, split, recompute, groups=True)  # type: ignore[arg-type]
 
 
 def _built(choice: Choice) -> bool:

@@ -25,8 +25,8 @@ from unfreeze.parallel.plan.sizes import Sizes
 from unfreeze.parallel.plan.terms import MOMENT_BYTES, USABLE, Plan, Work, plan
 
 BUFFERS = 2  # layers on a device at once where layers stream: one computes while the next arrives
-# A buffer holds a layer's experts, but at most a twelfth of the device's memory: on an H200 the 9.5 GB of a
-# Kimi-K2 layer, on a card of 32 GB a quarter of the layer at a time.
+# A buffer holds a layer's experts; in groups at most a twelfth of the device's memory: on an H200 the 9.5 GB
+# of a Kimi-K2 layer, on a card of 32 GB a quarter of the layer at a time.
 BUFFER_SHARE = 12
 
 
@@ -34,8 +34,9 @@ BUFFER_SHARE = 12
 class Layout:
     """Where the parts of a run lie.
 
-    rest   "sharded": on the devices in n parts, gathered layer by layer.
-    split  devices that share one set of experts; 1: each holds all.
+    rest    "sharded": on the devices in n parts, gathered layer by layer.
+    split   devices that share one set of experts; 1: each holds all.
+    groups  a layer's experts arrive some at a time, in buffers of a BUFFER_SHARE of the device's memory.
     """
 
     experts: Literal["device", "host", "disk"] = "device"
@@ -44,10 +45,12 @@ class Layout:
     boundary: Literal["device", "host"] = "device"
     split: int = 1
     recompute: Recompute = "layers"
+    groups: bool = False
 
     def not_built(self) -> list[str]:
         """What this layout needs and the code does not do yet, in words."""
         needs = {
+            "experts of a layer in groups": self.groups,
             "the frozen rest gathered from all devices": self.rest == "sharded",
             "the frozen rest streamed from host memory": self.rest == "host",
             "adapters and their optimizer in host memory": self.state == "host",
@@ -110,7 +113,7 @@ def places(sizes: Sizes, counts: Counts, work: Work, fleet: Fleet, layout: Layou
     if layout.experts == "device":
         experts = int(counts.experts_bytes * experts_here)
     else:
-        experts = BUFFERS * min(of_layer, fleet.memory // BUFFER_SHARE)
+        experts = BUFFERS * buffer_of(of_layer, fleet, groups=layout.groups)
         if layout.experts == "host":
             host["experts"] = counts.experts_bytes * n // layout.split
     whole, two_layers = counts.rest_bytes, BUFFERS * counts.layer_rest
@@ -161,6 +164,11 @@ def exchanged(counts: Counts, size: int) -> int:
     sends; UNEVEN times as many are counted.
     """
     return int(4 * UNEVEN * counts.experts_per_token * counts.hidden_size * size)
+
+
+def buffer_of(of_layer: int, fleet: Fleet, *, groups: bool) -> int:
+    """Bytes of a buffer for a layer's experts."""
+    return min(of_layer, fleet.memory // BUFFER_SHARE) if groups else of_layer
 
 
 def share(counts: Counts, split: int) -> float:

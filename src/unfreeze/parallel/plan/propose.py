@@ -46,13 +46,19 @@ def refuse_if_too_large(plan: Plan) -> None:
 def what_fits(plan: Plan) -> list[Proposal]:
     """Changes that fit.
 
-    First those that leave the result as it is: fewer layers that keep activations (the largest number that
-    fits), recompute, more micro-batches (the smallest number), the last two together. Then fewer tokens per
-    step (the largest number) and a lower rank (the largest). Only if none of these fits: fewer tokens with
-    rank 1.
+    First those that leave the result as it is: experts that stream, fewer layers that keep activations (the
+    largest number that fits), recompute, more micro-batches (the smallest number), the last two together.
+    Then fewer tokens per step (the largest number) and a lower rank (the largest). Only if none of these
+    fits: fewer tokens with rank 1.
     """
     proposals: list[Proposal] = []
     work, rank = plan.work, plan.work.rank
+
+    # experts that come layer by layer
+    if work.experts == "device" and plan.sizes.streamed and rank is not None:
+        for place in ("host", "disk") if plan.hardware.kind == "cuda" else ("disk",):
+            elsewhere = replace_work(plan, experts=place)
+            proposals += _if_it_fits(elsewhere, f"--place.experts {place}", f"experts from {place}")
 
     # fewer layers that keep
     if work.recompute == "selective":
