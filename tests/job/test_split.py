@@ -20,7 +20,7 @@ from unfreeze.adapters.files import read_files
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.config.sft import Config
 from unfreeze.core.errors import ConfigError
-from unfreeze.job.plan import possible_places, possible_splits
+from unfreeze.job.plan import Where, possible_places, possible_rests, possible_splits
 
 MIXTURE, DENSE = SimpleNamespace(num_experts=6), SimpleNamespace(num_experts=0)
 LORA, ALL = SimpleNamespace(lora=object()), SimpleNamespace(lora=None)
@@ -31,19 +31,45 @@ def config(**place: Any) -> Config:
     return Config.model_validate({"model": "m", "data": ["d.jsonl"], "place": place})
 
 
-def places(cpu: bool, processes: int, **place: Any) -> list[tuple[str, int]]:
+def places(cpu: bool, processes: int, **place: Any) -> list[Where]:
     device = torch.device("cpu" if cpu else "cuda")
     return possible_places(config(**place), LORA, START, MIXTURE, device, processes)  # type: ignore[arg-type]
 
 
 def test_auto_tries_what_is_fastest_first_and_the_smallest_split_that_may_fit():
-    """All on the device; split; and what streams is shared too. 6 experts are not divided among 8."""
-    assert places(True, 1) == [("device", 1), ("disk", 1)]
-    assert places(True, 4) == [("device", 1), ("device", 2), ("device", 4), ("disk", 2), ("disk", 4)]
-    device = [("device", 1), ("device", 2), ("device", 4)]
-    assert places(False, 8) == [*device, ("host", 2), ("host", 4), ("disk", 2), ("disk", 4)]
-    assert places(True, 4, split=2) == [("device", 2), ("disk", 2)]
-    assert places(True, 4, experts="disk", split=1) == [("disk", 1)]
+    """All on the device; split; the rest from peers; and what streams is shared too. 6 experts are not
+    divided among 8."""
+    assert places(True, 1) == [Where("device"), Where("disk")]
+
+    def each(experts: str, *splits: int) -> list[Where]:
+        return [Where(experts, split, rest) for rest in ("device", "peers") for split in splits]
+
+    assert places(True, 4) == [*each("device", 1, 2, 4), *each("disk", 2, 4)]
+    assert places(False, 8) == [*each("device", 1, 2, 4), *each("host", 2, 4), *each("disk", 2, 4)]
+    assert places(True, 4, split=2) == [*each("device", 2), *each("disk", 2)]
+    assert places(True, 4, experts="disk", split=1, rest="device") == [Where("disk")]
+    assert places(True, 2, experts="device", split=1, rest="peers") == [Where("device", 1, "peers")]
+
+
+@pytest.mark.parametrize(
+    ("trained", "start", "processes", "said", "remedy"),
+    [
+        (LORA, START, 1, "there is one process", "torchrun"),
+        (ALL, START, 2, "every weight trains", "--place.weights sharded"),
+        (
+            LORA,
+            SimpleNamespace(tensors={}, path="m"),
+            2,
+            "no weights that could be read",
+            "--place.rest auto",
+        ),
+    ],
+)
+def test_a_rest_that_cannot_lie_with_peers_is_one_line(trained, start, processes, said, remedy):
+    with pytest.raises(ConfigError, match=f"place.rest is peers, but .*{said}") as caught:
+        possible_rests(config(rest="peers"), trained, start, processes)  # type: ignore[arg-type]
+    assert caught.value.next.startswith(remedy)
+    assert possible_rests(config(), trained, start, processes) == ["device"]  # type: ignore[arg-type]
 
 
 def test_auto_stays_inside_a_host(monkeypatch: pytest.MonkeyPatch):

@@ -251,6 +251,14 @@ class Place(Frozen):
             " visited; auto: device where that fits"
         ),
     )
+    rest: Literal["auto", "device", "peers"] = Field(
+        default="auto",
+        description=(
+            "where adapters train, in several processes: what layers have besides routed experts; device:"
+            " each holds all of it; peers: each holds a part of its bytes, and gathers layers as they are"
+            " visited; auto: device where that fits. The numbers are the same, to the bit"
+        ),
+    )
 
 
 class Save(Frozen):

@@ -88,6 +88,7 @@ CHANGES_NOTHING = {
     "place.experts",
     "place.split",
     "place.weights",
+    "place.rest",
 }
 """Fields that do not change what is computed: a run may be resumed with other values of them."""
 
@@ -141,6 +142,7 @@ HELP = {
         "place.experts",
         "place.split",
         "place.weights",
+        "place.rest",
     ),
     "Output": (
         "out",

@@ -133,6 +133,9 @@ class PlanEvent(CommonFields):
     weights: NotRequired[
         Annotated[AnyText, of("name", "sharded where every weight is divided among the processes")]
     ]
+    rest: NotRequired[
+        Annotated[AnyText, of("name", "peers where each process keeps a part of the other frozen weights")]
+    ]
     host: NotRequired[Annotated[Int, of("bytes", "of experts in host memory, where the device is a GPU")]]
     save_bytes: NotRequired[Annotated[Int, of("bytes", "of a save of the training state, on disk")]]
     start: NotRequired[Annotated[list[AnyText], of("sentences", "what a terminal says of it")]]
@@ -229,13 +232,13 @@ class TrainEvent(CommonFields, total=False):
 
 
 class StreamEvent(CommonFields):
-    """After each step of a run whose experts do not lie on the device: what came of them since the last.
+    """After each step of a run whose weights do not all lie on the device: what came of them since the last.
 
     Held-out passes between two steps count with the later one. The hidden share is 1 - waited / seconds.
     """
 
     kind: Literal["stream"]
-    source: Annotated[AnyText, of("name", "where the experts lie: host or disk")]
+    source: Annotated[AnyText, of("name", "host or disk, where experts lie; peers: of the other weights")]
     reads: Annotated[Int, of("layers", "that came")]
     bytes: Annotated[Int, of("bytes", "of them")]
     seconds: Annotated[Real, of("seconds", "that the transfers took")]

@@ -18,8 +18,9 @@ from unfreeze.checkpoint.stream import LoadStats
 from unfreeze.core.errors import ConfigError, nearest
 from unfreeze.parallel.collectives import Group
 from unfreeze.parallel.mesh import ONE, Mesh
+from unfreeze.parallel.peers import FromPeers
 from unfreeze.parallel.place import place
-from unfreeze.parallel.residency import Kept, Streaming
+from unfreeze.parallel.residency import Kept, Streaming, Together
 
 if TYPE_CHECKING:
     from unfreeze.parallel.fsdp import Sharded
@@ -40,6 +41,7 @@ def open_model(
     warn: Callable[[str], None] | None = None,
     mesh: Mesh = ONE,
     experts: Literal["device"] | Kept = "device",
+    rest: Literal["device", "peers"] = "device",
 ) -> models.Decoder:
     """The checkpoint as a Decoder on `device`.
 
@@ -49,6 +51,7 @@ def open_model(
     Peak host memory is the model itself and one tensor (parallel.place).
     experts: where the weights of routed experts lie; from "host" and "disk" they come layer by layer
     (parallel.residency).
+    rest: "peers": each process of the mesh keeps a part of what layers have besides them (parallel.peers).
     Raises CheckpointError where config.json, its quantization and the tensors don't fit each other.
     """
     shape = models.shape(manifest.config)
@@ -56,6 +59,7 @@ def open_model(
         (warn or log.warning)(note)
     model = models.meta_model(shape, manifest, dtype)
     streaming = None if experts == "device" else Streaming(experts)
+    peers = None if rest == "device" else FromPeers(mesh)
     stats = place(
         model,
         manifest,
@@ -66,9 +70,11 @@ def open_model(
         progress=progress,
         mesh=mesh,
         streaming=streaming,
+        peers=peers,
     )
-    if streaming is not None and streaming.residency is not None:
-        model.residency = streaming.residency
+    streams = [each.residency for each in (streaming, peers) if each and each.residency]
+    if streams:
+        model.residency = streams[0] if len(streams) == 1 else Together(*streams)
     if loaded is not None:
         loaded(stats)
     return model

@@ -44,7 +44,7 @@ from unfreeze.job.plan import (
     disk_of,
     emit_plan,
     export_note,
-    possible_splits,
+    possible_places,
     start_lines,
 )
 from unfreeze.job.processes import alone, refuse_uneven, start_of, together
@@ -313,7 +313,7 @@ def prepare(
     shape = models.shape(start.config)
     tokenizer = open_tokenizer(folder, data, start.path)
     check_vocabulary(tokenizer, shape, start)
-    possible_splits(config, parts.trained, shape, group.size)  # one that cannot be is refused before the rows
+    possible_places(config, parts.trained, start, shape, device, group.size)  # refused before the rows
 
     # rows -> conversations -> tokens and weights
     dataset, followed = encode(
@@ -345,11 +345,11 @@ def prepare(
     # the model, with what trains
     mesh = mesh_of(group, plan.work.split, shape.num_experts)
     held = mesh.held if mesh.split > 1 else None
-    group.lockstep = held is not None or plan.work.divided
+    group.lockstep = held is not None or plan.work.divided or plan.work.rest == "peers"
     if plan.work.divided:
         model, held = load_divided(start, config.memory.dtype, config.seed, device, folder, common, group)
     else:
-        model = load(start, config.memory.dtype, config.seed, device, folder, common, mesh, plan.work.experts)
+        model = load(start, config.memory.dtype, config.seed, device, folder, common, mesh, plan.work)
     parts.trained.attach(model)
 
     # the order of the data, from where the last save was; and how many steps that is
@@ -377,7 +377,7 @@ def prepare(
     watch = config.watch
     own = own_prompts(watch.prompts, tokenizer, chat=parts.chat)
     count = watch.samples
-    if plan.work.experts != "device":
+    if plan.work.experts != "device" or plan.work.rest != "device":
         refuse_samples(folder, plan, count, own, held_out=bool(data.validation or data.validation_fraction))
         count, own = 0, []
     samples = Samples(

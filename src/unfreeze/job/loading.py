@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from unfreeze.core.command import Common
 from unfreeze.job.kernels import compiles
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from unfreeze.models import Decoder
     from unfreeze.parallel.collectives import Group
     from unfreeze.parallel.mesh import Held, Mesh
+    from unfreeze.parallel.plan import Work
     from unfreeze.train.run import Run
 
 
@@ -29,11 +30,11 @@ def load(
     folder: Run,
     common: Common,
     mesh: Mesh,
-    experts: Literal["device", "host", "disk"] = "device",
+    work: Work,
 ) -> Decoder:
     """The checkpoint's weights, or random ones from the seed where it has none.
 
-    A "load" event says bytes and seconds.
+    work: of the plan, which says where weights lie. A "load" event says bytes and seconds.
     """
     from unfreeze import models
     from unfreeze.generate.open import dtype_of, open_model
@@ -43,7 +44,8 @@ def load(
     dtype = dtype_of(dtype_name)
     if start.tensors:
         with LoadProgress(quiet=common.quiet) as progress:
-            return open_model(start, dtype, device, progress, loaded, warn, mesh, experts)
+            where: dict[str, Any] = {"experts": work.experts, "rest": work.rest}
+            return open_model(start, dtype, device, progress, loaded, warn, mesh, **where)
     for note in models.notes(start.config):
         warn(note)
     model = models.build(models.shape(start.config), dtype=dtype, device=device)

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
 
 from unfreeze.config.tables import Memory, Save
 from unfreeze.config.training import TrainingConfig
@@ -46,7 +46,7 @@ def plan_of(
     recompute: str = "",
     began: str = "",
     longest: int | None = None,
-    place: tuple[str, int] | None = None,
+    place: Where | None = None,
 ) -> Plan:
     """What the run will take, term by term; `unfreeze doctor` shows the same plan.
 
@@ -54,8 +54,8 @@ def plan_of(
     recompute  instead of the config's
     began      what a run with recompute = "auto" chose when it began: now only what gives the same bits
     longest    tokens of the longest document, where that is not among `lengths`
-    place      where weights lie and how many processes share experts (`place_of`), instead of what the config
-               says; there "auto" is the first of `possible_places` where the run fits
+    place      where weights lie, instead of what the config says; there "auto" is the first of
+               `possible_places` where the run fits
     """
     from unfreeze.adapters.snapshot import COPY_BYTES
     from unfreeze.parallel.plan import plan_training
@@ -92,9 +92,10 @@ def plan_of(
         optimizer_moments=config.optimizer.moments,
         receipt_bytes=COPY_BYTES,
         processes=processes,
-        experts=cast(Any, "device" if place[0] == SHARDED else place[0]),
-        weights="sharded" if place[0] == SHARDED else "device",
-        split=place[1],
+        experts=cast(Any, "device" if place.experts == SHARDED else place.experts),
+        weights="sharded" if place.experts == SHARDED else "device",
+        split=place.split,
+        rest=cast(Any, place.rest),
     )
 
 
@@ -102,9 +103,23 @@ PLACES = ("device", "host", "disk")
 SHARDED = "sharded"  # every weight trains, and is divided among the processes
 
 
-def place_of(plan: Plan) -> tuple[str, int]:
-    """One of PLACES or SHARDED, and how many processes share one set of experts."""
-    return SHARDED if plan.work.divided else plan.work.experts, plan.work.split
+class Where(NamedTuple):
+    """Where weights lie.
+
+    experts  one of PLACES, or SHARDED
+    split    processes that share one set of experts
+    rest     of what a layer has besides: "device", or "peers", of which each keeps a part
+    """
+
+    experts: str
+    split: int = 1
+    rest: str = "device"
+
+
+def place_of(plan: Plan) -> Where:
+    """Where a plan's weights lie."""
+    work = plan.work
+    return Where(SHARDED if work.divided else work.experts, work.split, work.rest)
 
 
 def possible_places(
@@ -114,13 +129,16 @@ def possible_places(
     shape: Shape,
     device: torch.device,
     processes: int = 1,
-) -> list[tuple[str, int]]:
-    """Where the experts' weights may lie, and how many processes may share them; where every weight trains,
-    whether all may be divided. As asked, or with "auto" all that can be, in the order of their speed.
+) -> list[Where]:
+    """Where the experts' weights may lie, how many processes may share them, and whether peers may keep the
+    rest; where every weight trains, whether all may be divided. As asked, or with "auto" all that can be, in
+    the order of their speed.
 
-    Raises ConfigError where they are asked to stream, to be split or to be divided, and cannot.
+    Raises ConfigError where they are asked to stream, to be split, to be kept in parts or to be divided, and
+    cannot.
     """
     weights = possible_weights(config, trained, processes)
+    rests = possible_rests(config, trained, start, processes)
     splits = possible_splits(config, trained, shape, processes)
     shared = [split for split in splits if split > 1]
     asked = config.place.experts
@@ -135,15 +153,36 @@ def possible_places(
         places = [place for place in places if asked != "auto" or place != "host" or device.type == "cuda"]
         # what streams does not fit into each process, so it is shared where that is possible
         return [
-            (place, split)
+            Where(place, split, rest)
             for place in places
+            for rest in rests
             for split in (splits if place == "device" else shared or splits)
         ]
     if asked in ("host", "disk"):
         raise ConfigError(f"place.experts is {asked}, but {fault}", next="--place.experts auto")
     if trained.lora is None:
-        return [(SHARDED if held == "sharded" else "device", 1) for held in weights]
-    return [("device", split) for split in splits]
+        return [Where(SHARDED if held == "sharded" else "device") for held in weights]
+    return [Where("device", split, rest) for rest in rests for split in splits]
+
+
+def possible_rests(config: TrainingConfig, trained: Trained, start: Manifest, processes: int) -> list[str]:
+    """Where the frozen weights besides routed experts may lie: as asked, or with "auto" on each device, then
+    in parts on all.
+
+    Raises ConfigError where they are asked to be kept in parts and cannot.
+    """
+    asked = config.place.rest
+    if processes == 1:
+        fault, remedy = "there is one process: it has no peers", "torchrun --nproc-per-node 2, or "
+    elif trained.lora is None:
+        fault, remedy = "every weight trains", "--place.weights sharded, or "
+    elif not start.tensors:
+        fault, remedy = f"{start.path} has no weights that could be read", ""
+    else:
+        return ["device", "peers"] if asked == "auto" else [asked]
+    if asked == "peers":
+        raise ConfigError(f"place.rest is peers, but {fault}", next=f"{remedy}--place.rest auto")
+    return ["device"]
 
 
 def possible_weights(config: TrainingConfig, trained: Trained, processes: int) -> list[str]:
@@ -210,9 +249,10 @@ def _explained(made: Sequence[Plan]) -> Plan:
 
 
 def _place_words(plan: Plan) -> str:
-    """Of a plan that was tried: device; device, split over 4."""
+    """Of a plan that was tried: device; device, split over 4; device, the rest from peers."""
     split = f", split over {plan.work.split}" if plan.work.split > 1 else ""
-    return f"{plan.work.experts}{split}"
+    rest = ", the rest from peers" if plan.work.rest == "peers" else ""
+    return f"{plan.work.experts}{split}{rest}"
 
 
 def agreed_plan(

@@ -1,4 +1,4 @@
-"""A run whose experts do not lie on the device: what it says of their transfers, and what it does not do."""
+"""A run whose weights do not all lie on the device: what it says of transfers, and what it does not do."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def transfers_of(model: Decoder) -> list[OnStep]:
-    """The hook that tells what came in a step; none where every weight is here."""
-    from unfreeze.parallel.residency import Streamed
+    """The hooks that tell what came in a step, one for each source; none where every weight is here."""
+    from unfreeze.parallel.residency import streams_of
 
-    return [TransfersSaid(model.residency)] if isinstance(model.residency, Streamed) else []
+    return [TransfersSaid(residency) for residency in streams_of(model.residency)]
 
 
 class TransfersSaid:
@@ -46,19 +46,23 @@ class TransfersSaid:
 
 
 def refuse_samples(run: Run, plan: Plan, count: int, own: Sequence[Prompt], *, held_out: bool) -> None:
-    """Say once that no samples are taken, with the arithmetic: each token of an answer reads every expert."""
+    """Say once that no samples are taken, with the arithmetic: each token of an answer needs every layer."""
     asked = [f"samples = {count}"] * (count > 0) + [f"{len(own)} prompts"] * bool(own)
     if not asked or run.step:
         return
-    experts = sum(plan.sizes.streamed)
+    work, sizes = plan.work, plan.sizes
+    experts = work.experts != "device"
+    each = sum(sizes.streamed) if experts else sum(sizes.rest) * (work.processes - 1) // work.processes
+    what = f"experts come from {work.experts}" if experts else "layers are gathered from peers"
+    verb = "reads" if experts else "gathers"
     instead = (
         "the held-out loss is measured instead"
         if held_out
         else "give validation_fraction = 0.05 for a held-out loss instead"
     )
     message = (
-        f"no samples are taken ({', '.join(asked)}): experts come from {plan.work.experts}, and each token of"
-        f" an answer reads all {format_bytes(experts)} of them, an answer of {ANSWER} tokens"
-        f" {format_bytes(ANSWER * experts)}; {instead}"
+        f"no samples are taken ({', '.join(asked)}): {what}, and each token of an answer {verb} all"
+        f" {format_bytes(each)} of them, an answer of {ANSWER} tokens {format_bytes(ANSWER * each)};"
+        f" {instead}"
     )
     run.events.emit("warning", 0, message=message)

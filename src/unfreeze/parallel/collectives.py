@@ -110,6 +110,10 @@ class Group(Protocol):
         """`tensor` becomes that of process `source`, in place, byte for byte (contiguous, any dtype)."""
         ...
 
+    def gather(self, whole: Tensor, part: Tensor) -> None:
+        """`whole` becomes the parts of all processes in the order of ranks; bytes, all parts equally long."""
+        ...
+
 
 class Alone:
     """One process: a group in which there is nothing to exchange."""
@@ -155,6 +159,9 @@ class Alone:
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         pass
+
+    def gather(self, whole: Tensor, part: Tensor) -> None:
+        whole.copy_(part)
 
 
 ALONE = Alone()
@@ -275,6 +282,10 @@ class Processes:
         """As bytes: gloo knows neither int16 nor float8."""
         flat = tensor.detach().view(-1).view(torch.uint8)
         dist.broadcast(flat, group=self._group, group_src=source)
+
+    def gather(self, whole: Tensor, part: Tensor) -> None:
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(whole, part, group=self._group)
 
 
 def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

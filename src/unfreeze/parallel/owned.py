@@ -66,11 +66,16 @@ def held_here(placements: Sequence[Placement], params: Params, mesh: Mesh) -> li
 
 
 def owned(
-    placements: Sequence[Placement], params: Params, mesh: Mesh, streamed: Container[str] = ()
+    placements: Sequence[Placement],
+    params: Params,
+    mesh: Mesh,
+    streamed: Container[str] = (),
+    beside: Sequence[int] = (),
 ) -> Owned:
     """Divide the placements of a whole model among the processes. params: of the whole model.
 
     streamed: names of parameters that are read elsewhere; only the numbers beside them are compared here.
+    beside: bytes that each process reads of them when it loads.
     Every process finds the same, so nothing is exchanged here.
     """
     placements = [p for p in placements if p.param not in streamed or p.expected is not None]
@@ -88,12 +93,13 @@ def owned(
         rows = mesh.rows_of(place)
         theirs = [part for p in experts if (part := narrow(p, params[p.param][1], rows)) is not None]
         of_place.append(divide(theirs, [1.0] * copies))
-    expert_bytes = [_nbytes(of_place[r % split][r // split]) if of_place else 0 for r in range(size)]
+    own = [_nbytes(of_place[r % split][r // split]) if of_place else 0 for r in range(size)]
+    own = [mine + other for mine, other in zip(own, beside or [0] * size, strict=True)]
 
-    # what all hold fills up the processes that have fewer bytes of experts
-    mean = (sum(expert_bytes) + _nbytes(rest)) / size
-    of_rest = divide(rest, [max(0.0, mean - mine) for mine in expert_bytes])
-    by_rank = [mine + _nbytes(part) for mine, part in zip(expert_bytes, of_rest, strict=True)]
+    # what all hold fills up the processes that have fewer bytes of their own
+    mean = (sum(own) + _nbytes(rest)) / size
+    of_rest = divide(rest, [max(0.0, mean - mine) for mine in own])
+    by_rank = [mine + _nbytes(part) for mine, part in zip(own, of_rest, strict=True)]
 
     mine, shared = list(of_rest[mesh.all.rank]), [Shared(mesh.all, [spans_of(part) for part in of_rest])]
     if of_place:

@@ -24,6 +24,7 @@ from unfreeze.parallel.collectives import ALONE, Group
 from unfreeze.parallel.dispatch import split_experts
 from unfreeze.parallel.mesh import ONE, Mesh
 from unfreeze.parallel.owned import fill, held_here, owned
+from unfreeze.parallel.peers import FromPeers, read_by
 from unfreeze.parallel.residency import Streaming
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def place(
     progress: Callable[[int, int], None] | None = None,
     mesh: Mesh = ONE,
     streaming: Streaming | None = None,
+    peers: FromPeers | None = None,
 ) -> LoadStats:
     """Fill `model` (parameters and persistent buffers on "meta") from a checkpoint, on `device`.
 
@@ -65,7 +67,9 @@ def place(
     placements = resolve(manifest, rules, params, ignore=ignore, tied=tied)
     check_coverage(placements, params)
     names = frozenset[str]() if streaming is None else streaming.names(model, params)
-    division = owned(placements, params, mesh, names)
+    names |= frozenset[str]() if peers is None else peers.names(model, params)
+    rests = [] if peers is None else peers.rests(model, placements, params)
+    division = owned(placements, params, mesh, names, read_by(rests))
     if mesh.rows is not None:
         assert isinstance(model, Decoder)
         placements = held_here(placements, params, mesh)
@@ -74,12 +78,19 @@ def place(
         params = {name: (kind, tuple(tensor.shape)) for name, (tensor, kind) in wanted.items()}
         check_coverage(placements, params)
     streamed = {} if streaming is None else streaming.take(model, placements, params, device)
+    if peers is not None:
+        before, after = read_by(rests)[mesh.all.rank], sum(p.info.nbytes for p in division.mine)
+        streamed |= peers.take(model, rests, device, _part_of(progress, 0, after))
+        progress = _part_of(progress, before, 0)
     tensors = streamed | {
         name: torch.empty(shape, dtype=kind, device=device)
         for name, (kind, shape) in params.items()
         if name not in streamed
     }
     stats = fill(division, tensors, mesh, progress)
+    if peers is not None:
+        expanded = stats.expanded_bytes + peers.expanded_bytes
+        stats = replace(stats, expanded_bytes=expanded, rounded=stats.rounded + peers.rounded)
     _hand_over(model, {id(old): tensors[name] for name, (old, _) in wanted.items()}, torch.device(device))
     _check_materialised(model)
     return stats
@@ -125,6 +136,15 @@ def place_sharded(
     stats = replace(stats, rounded=stats.rounded + sharded.round_())
     _hand_over_buffers(model, {id(wanted[name][0]): buffer for name, buffer in buffers.items()}, device)
     return stats, sharded
+
+
+def _part_of(
+    progress: Callable[[int, int], None] | None, before: int, after: int
+) -> Callable[[int, int], None] | None:
+    """The progress of a part of what is loaded: so many bytes come before it, and so many after."""
+    if progress is None:
+        return None
+    return lambda done, total: progress(before + done, before + total + after)
 
 
 def _wanted(model: nn.Module, dtype: torch.dtype | None) -> dict[str, tuple[Tensor, torch.dtype]]:

@@ -1,9 +1,9 @@
-"""Experts that do not lie on the device: layer by layer they come into two buffers.
+"""Weights that do not lie on the device: layer by layer they come into two buffers.
 
     Streaming("disk")   given to place(): it takes the experts' tensors out of what is loaded, and makes
     Streamed            the model's residency (models/blocks/residency.py): told each layer, it waits until
                         that layer's experts are here, and sends for those of the next
-    Host, Disk          where they come from
+    Host, Disk          where they come from; parallel/peers.py is a third place, for the other weights
 
 Layer l always uses buffer l mod 2, so that its tensors are the same objects at every visit; only their memory
 changes. While layer l computes, l + 1 arrives; in backward l - 1 does. Where forward turns into backward the
@@ -29,6 +29,7 @@ from unfreeze.checkpoint.resolve import Params, Placement
 from unfreeze.checkpoint.stream import stream
 from unfreeze.core.errors import ConfigError
 from unfreeze.models.blocks.experts import Experts, ExpertWeight
+from unfreeze.models.blocks.residency import Residency
 from unfreeze.parallel.lanes import Lane, lane_of, pinned
 from unfreeze.parallel.machine import hardware
 
@@ -39,12 +40,13 @@ ALIGN = 64  # bytes; a tensor of a buffer begins at a multiple
 CACHED = 0.5
 
 Kept = Literal["host", "disk"]
+From = Literal["host", "disk", "peers"]
 
 
 class Source(Protocol):
-    """Where experts come from. Layers are counted among those that have some."""
+    """Where weights come from. Layers are counted among those that have some."""
 
-    name: Kept
+    name: From
 
     def bring(self, layer: int, into: Slot) -> None:
         """Fill the layer's tensors in `into`, or on CUDA queue that on the current stream."""
@@ -168,7 +170,7 @@ class Streamed:
         self._sizes, self._slots, self._lane = sizes, slots, lane
         self._holds: list[tuple[int, Future[Any]] | None] = [None] * BUFFERS
         self._last = 0
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="experts")
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="layers")
         self._came: list[tuple[int, Future[Any]]] = []
         self._waits: list[tuple[Any, Any]] = []
 
@@ -249,6 +251,24 @@ class Streamed:
             return begun, self._lane.mark()
 
 
+class Together:
+    """Several residencies as one: each layer is visited in all of them, in their order."""
+
+    def __init__(self, *parts: Streamed):
+        self.parts = parts
+
+    def visit(self, layer: nn.Module) -> None:
+        for part in self.parts:
+            part.visit(layer)
+
+
+def streams_of(residency: Residency) -> list[Streamed]:
+    """What of a model's weights comes layer by layer; nothing where all of them are here."""
+    if isinstance(residency, Together):
+        return list(residency.parts)
+    return [residency] if isinstance(residency, Streamed) else []
+
+
 class Streaming:
     """For place(): which tensors stream, where from, and the residency that follows.
 
@@ -262,7 +282,10 @@ class Streaming:
     def names(self, model: nn.Module, params: Params) -> frozenset[str]:
         """Of `params`, what streams."""
         return frozenset(
-            name for place, layer in _layers(model) for name in streamed_names(layer, place) if name in params
+            name
+            for place, layer in layers_of(model)
+            for name in streamed_names(layer, place)
+            if name in params
         )
 
     def take(
@@ -275,7 +298,7 @@ class Streaming:
         """
         found = {
             layer: [name for name in streamed_names(layer, place) if name in params]
-            for place, layer in _layers(model)
+            for place, layer in layers_of(model)
         }
         layers = {layer: names for layer, names in found.items() if names}
         if not layers:
@@ -305,7 +328,7 @@ class Streaming:
         return tensors
 
 
-def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """(name, layer) of a decoder's layers in their order."""
     name, layers = next((name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList))
     return [(f"{name}.{index}", layer) for index, layer in enumerate(layers)]
@@ -314,7 +337,7 @@ def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 class Host:
     """All experts in host memory, page-locked where a GPU copies from it."""
 
-    name: Kept = "host"
+    name: From = "host"
 
     def __init__(
         self,
@@ -345,7 +368,7 @@ class Disk:
     For a CPU straight into the buffer, for a GPU through one layer's worth of page-locked memory.
     """
 
-    name: Kept = "disk"
+    name: From = "disk"
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
@@ -205,8 +205,11 @@ def facts(run: Run) -> list[tuple[str, str]]:
         rows.append(("Tokens per second", f"{run.tokens_per_second:,.0f}"))
     if peaks:
         rows.append(("Peak memory", _peak_words(run, max(peaks))))
-    if streamed := of_kind(run.events, StreamEvent):
-        rows.append((f"Experts from {streamed[-1].get('source', 'elsewhere')}", _stream_words(run)))
+    streamed = of_kind(run.events, StreamEvent)
+    for source in dict.fromkeys(event.get("source", "elsewhere") for event in streamed):
+        what = "Layers" if source == "peers" else "Experts"
+        came = [event for event in streamed if event.get("source", "elsewhere") == source]
+        rows.append((f"{what} from {source}", _stream_words(came)))
     if saves := series(run.events, "save", "seconds")[1]:
         sizes = series(run.events, "save", "bytes")[1]
         each = f"{format_bytes(max(sizes))} each, " if sizes else ""
@@ -220,10 +223,10 @@ def facts(run: Run) -> list[tuple[str, str]]:
     return rows
 
 
-def _stream_words(run: Run) -> str:
+def _stream_words(events: Sequence[StreamEvent]) -> str:
     """'96 % of the transfers under computation; 14 layers a step, 3.1 GB at 2.4 GB/s, 0.1 s waited'."""
     reads, size, seconds, waited = (
-        series(run.events, "stream", name)[1] for name in ("reads", "bytes", "seconds", "waited")
+        [event[name] for event in events] for name in ("reads", "bytes", "seconds", "waited")
     )
     took, shown = sum(seconds), sum(waited)
     if not took:

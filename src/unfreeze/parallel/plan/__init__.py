@@ -80,6 +80,7 @@ def plan_training(
     experts: Literal["device", "host", "disk"] = "device",
     split: int = 1,
     weights: Literal["device", "sharded"] = "device",
+    rest: Literal["device", "peers"] = "device",
 ) -> Plan:
     """The plan of a training run on one device.
 
@@ -93,6 +94,7 @@ def plan_training(
     experts        where the weights of routed experts lie
     split          processes that share one set of experts; the plan is of one of them
     weights        whether each process holds all of what trains, or 1/processes ("sharded")
+    rest           whether each process holds all of the other frozen weights, or a part of each layer's
     sharing        processes of one host: of its memory each has as much
     recompute      "auto": the first of `among` that fits (fastest.py)
 
@@ -116,6 +118,7 @@ def plan_training(
         experts=experts,
         split=split,
         weights=weights,
+        rest=rest,
     )
     counted = counts(model)
     sizes = of_one(measure(model, lora, place.type), counted, place.type, split)

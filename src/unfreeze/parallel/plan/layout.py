@@ -34,7 +34,8 @@ BUFFER_SHARE = 12
 class Layout:
     """Where the parts of a run lie.
 
-    rest    "sharded": on the devices in n parts, gathered layer by layer.
+    rest    "sharded": layers lie on the devices in n parts and are gathered one by one (parallel/peers.py);
+            embeddings and head are whole on each.
     split   devices that share one set of experts; 1: each holds all.
     groups  a layer's experts arrive some at a time, in buffers of a BUFFER_SHARE of the device's memory.
     """
@@ -51,7 +52,6 @@ class Layout:
         """What this layout needs and the code does not do yet, in words."""
         needs = {
             "experts of a layer in groups": self.groups,
-            "the frozen rest gathered from all devices": self.rest == "sharded",
             "the frozen rest streamed from host memory": self.rest == "host",
             "adapters and their optimizer in host memory": self.state == "host",
             "boundary activations in host memory": self.boundary == "host",
@@ -116,10 +116,9 @@ def places(sizes: Sizes, counts: Counts, work: Work, fleet: Fleet, layout: Layou
         experts = BUFFERS * buffer_of(of_layer, fleet, groups=layout.groups)
         if layout.experts == "host":
             host["experts"] = counts.experts_bytes * n // layout.split
-    whole, two_layers = counts.rest_bytes, BUFFERS * counts.layer_rest
-    rest = {"device": whole, "sharded": whole // n + two_layers, "host": counts.ends_bytes + two_layers}[
-        layout.rest
-    ]
+    whole, with_two_layers = counts.rest_bytes, counts.ends_bytes + BUFFERS * counts.layer_rest
+    in_parts = (whole - counts.ends_bytes) // n + with_two_layers
+    rest = {"device": whole, "sharded": in_parts, "host": with_two_layers}[layout.rest]
     if layout.rest == "host":
         host["the frozen rest"] = whole
 

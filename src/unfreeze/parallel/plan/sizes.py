@@ -10,6 +10,7 @@ from unfreeze.config.lora import LoraConfig
 from unfreeze.models import Decoder
 from unfreeze.models.blocks.bytes import AttentionShape
 from unfreeze.models.targets import per_rank
+from unfreeze.parallel.peers import rest_bytes
 from unfreeze.parallel.residency import streamed_bytes
 
 
@@ -37,6 +38,7 @@ class Sizes:
     largest_layer   weights of the layer that has most
     ends            weights that no layer has: embedding, last norm and head
     streamed        bytes of routed experts in each layer that has some: what may lie elsewhere
+    rest            bytes of what each layer has besides them: what peers may keep in parts
     num_experts     of a layer of the whole model
     """
 
@@ -61,6 +63,7 @@ class Sizes:
     tables: int = 0
     attention: tuple[AttentionShape, ...] = ()
     streamed: tuple[int, ...] = ()
+    rest: tuple[int, ...] = ()
     num_experts: int = 0
     largest_layer: int = 0
     ends: int = 0
@@ -106,6 +109,7 @@ def measure(model: Decoder, lora: LoraConfig | None, device: str = "cpu") -> Siz
         tables=8 * sum(len(rope.inverse_frequency) for rope in (shape.rope, *shape.ropes.values())),
         attention=tuple({layer.attention for layer in layers if layer.attention}),
         streamed=tuple(streamed_bytes(model.layers)),
+        rest=tuple(rest_bytes(model.layers)),
         num_experts=shape.num_experts,
         largest_layer=max(map(_elements, model.layers)),
         ends=_elements(model) - sum(map(_elements, model.layers)),

@@ -23,6 +23,7 @@ from unfreeze.models.blocks.bytes import AttentionShape
 from unfreeze.models.recompute import Recompute
 from unfreeze.parallel.collectives import BUCKET
 from unfreeze.parallel.machine import Hardware
+from unfreeze.parallel.peers import part_bytes
 from unfreeze.parallel.plan.sizes import Sizes
 from unfreeze.parallel.residency import buffer_bytes
 
@@ -60,6 +61,8 @@ class Work:
                     into two buffers (parallel/residency.py)
     split           processes that share one set of experts (parallel/mesh.py); the sizes are one's then
     weights         "sharded": each process holds 1/processes of every weight that trains
+    rest            "peers": each process keeps 1/processes of what layers have besides routed experts, and
+                    gathers them layer by layer into two buffers (parallel/peers.py)
     """
 
     tokens: int
@@ -79,6 +82,7 @@ class Work:
     experts: Literal["device", "host", "disk"] = "device"
     split: int = 1
     weights: Literal["device", "sharded"] = "device"
+    rest: Literal["device", "peers"] = "device"
 
     @property
     def divided(self) -> bool:
@@ -175,10 +179,16 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware, elsewhere: Collection[str
     if work.experts == "disk" or (work.experts == "host" and hardware.kind != "cpu"):
         base -= sum(sizes.streamed)
         host = sum(sizes.streamed) if work.experts == "host" else 0
+    gathered = 0
+    if work.rest == "peers":
+        parts = [part_bytes(layer, work.processes) for layer in sizes.rest]
+        base += sum(parts) - sum(sizes.rest)
+        gathered = buffer_bytes([work.processes * part for part in parts])
     return Plan(
         terms={
             "base": base,
             **({"expert buffers": buffers} if buffers else {}),
+            **({"gathered layers": gathered} if gathered else {}),
             **_stays(sizes, work),
             "batch and rotary tables": work.tokens * (BATCH_BYTES + sizes.tables),
             **worst,
@@ -186,7 +196,7 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware, elsewhere: Collection[str
             "attention workspace": _attention(sizes, work, hardware.kind),
         },
         beside={name: size for name, size in beside.items() if size > worst.get(name, 0)},
-        load=base + buffers + LOAD_BUFFERS,
+        load=base + buffers + gathered + LOAD_BUFFERS,
         usable=int(hardware.available * USABLE),
         avoided=sizes.expanded - sizes.base,
         adapter_parameters=sizes.adapter_parameters(work.rank, work.experts_rank),

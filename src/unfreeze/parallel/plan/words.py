@@ -38,6 +38,8 @@ def plan_lines(plan: Plan) -> list[str]:
         )
     if work.experts != "device":
         lines += _streamed(plan)
+    if work.rest == "peers":
+        lines += _gathered(plan)
     if work.divided:
         words = f"  every weight, its gradient and moments in {work.processes} parts, one of them here"
         lines.append(words + (f": {plan.why_weights}" if plan.why_weights else ""))
@@ -73,6 +75,21 @@ def _streamed(plan: Plan) -> list[str]:
     return lines + [f"  because {plan.why_experts}"] * bool(plan.why_experts)
 
 
+def _gathered(plan: Plan) -> list[str]:
+    """Of what layers have besides routed experts, what is kept here and what comes; and why."""
+    layers, total = plan.sizes.rest, sum(plan.sizes.rest)
+    first, later = (reads_of(len(layers), first=begins) for begins in (True, False))
+    n = plan.work.processes
+    come = later * total // len(layers) * (n - 1) // n
+    lines = [
+        f"  the rest of {len(layers)} layers, {format_bytes(total)}, in {n} parts, one of them here: each is"
+        f" gathered as it is visited; {first} in the first micro-batch, {later} in each later one"
+        f" ({format_bytes(come)} from the others)"
+    ]
+    streamed = plan.work.experts != "device"  # which says why
+    return lines + [f"  because {plan.why_experts}"] * (bool(plan.why_experts) and not streamed)
+
+
 def experts_held(plan: Plan) -> int:
     """Of a layer's experts what the fullest process holds."""
     return -(-plan.sizes.num_experts // plan.work.split)
@@ -102,6 +119,7 @@ def plan_fields(plan: Plan) -> dict[str, Any]:
         "experts": plan.work.experts,
         **({"split": plan.work.split, "experts_held": experts_held(plan)} if plan.work.split > 1 else {}),
         **({"weights": plan.work.weights} if plan.work.divided else {}),
+        **({"rest": plan.work.rest} if plan.work.rest != "device" else {}),
         **({"host": plan.host} if plan.host else {}),
         "hardware": asdict(plan.hardware),
         "lines": plan_lines(plan),

@@ -1,0 +1,342 @@
+"""Claims about the frozen rest gathered from peers: the numbers of weights that are always here, to the bit, in both
+dtypes and every recompute mode, with split experts and with experts from disk; as many gathers on every process; each
+byte read by one of them.
+
+This file is also the script that the two processes run (see main), started once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from unfreeze import models
+from unfreeze.adapters import LoraConfig, attach
+from unfreeze.checkpoint import open_checkpoint, save_checkpoint
+from unfreeze.checkpoint import stream as reading
+from unfreeze.checkpoint.resolve import resolve
+from unfreeze.checkpoint.stream import LoadStats
+from unfreeze.commands.demo import TINY_K2
+from unfreeze.core.batch import Batch
+from unfreeze.core.errors import CheckpointError, ConfigError, UserError
+from unfreeze.generate.open import open_model
+from unfreeze.models.publish import published
+from unfreeze.models.recompute import RECOMPUTE
+from unfreeze.objectives.cross_entropy import cross_entropy
+from unfreeze.parallel import peers
+from unfreeze.parallel.collectives import Processes, open_group
+from unfreeze.parallel.mesh import ONE, Mesh, mesh_of
+from unfreeze.parallel.peers import rest_names, rest_of
+from unfreeze.parallel.place import check_coverage
+from unfreeze.parallel.residency import Streamed, layout_of, reads_of, streams_of
+
+DENSE = {
+    "model_type": "qwen3",
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 104,
+    "num_hidden_layers": 5,
+    "max_position_embeddings": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+Numbers = dict[str, torch.Tensor]
+
+
+def batch(rank: int) -> Batch:
+    """Several documents on the first process, a single one on the second."""
+    tokens, length = (96, 12) if rank == 0 else (40, 40)
+    ids = torch.randint(0, 97, (tokens,), generator=torch.Generator().manual_seed(rank))
+    return Batch(
+        ids, ids.roll(-1), torch.ones(tokens), torch.arange(tokens) % length, torch.arange(0, tokens, length)
+    )
+
+
+def opened(folder: Path, dtype: torch.dtype, mesh: Mesh, **places: Any) -> models.Decoder:
+    """The model with adapters that are not zero."""
+    model = open_model(open_checkpoint(folder), dtype, "cpu", mesh=mesh, **places)
+    attach(model, LoraConfig(rank=4), 0)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and name.endswith("B"):
+            torch.nn.init.normal_(parameter, std=0.02, generator=torch.Generator().manual_seed(3))
+    for each in streams_of(model.residency):
+        each.poison = True
+    return model
+
+
+def step(model: models.Decoder, recompute: str, given: Batch) -> Numbers:
+    """The loss, and every gradient by name."""
+    model.zero_grad()
+    loss = cross_entropy(model.hidden(given, RECOMPUTE[recompute]), model.lm_head, given)
+    loss.sum.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.sum.detach(), **found}
+
+
+def same(one: Numbers, other: Numbers) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def from_peers(model: models.Decoder) -> Streamed:
+    (found,) = [each for each in streams_of(model.residency) if each.source.name == "peers"]
+    return found
+
+
+@contextmanager
+def gathers() -> Iterator[list[int]]:
+    """The bytes of every gather."""
+    calls: list[int] = []
+    before = Processes.gather
+
+    def noting(self: Processes, whole: torch.Tensor, part: torch.Tensor) -> None:
+        calls.append(len(part))
+        before(self, whole, part)
+
+    Processes.gather = noting  # type: ignore[method-assign]
+    try:
+        yield calls
+    finally:
+        Processes.gather = before  # type: ignore[method-assign]
+
+
+@contextmanager
+def read_log() -> Iterator[list[tuple[str, int, int]]]:
+    """(file, first byte, last byte) of every read."""
+    log: list[tuple[str, int, int]] = []
+    before = reading._read_fully
+
+    def noting(descriptor: int, run: Any, targets: Any) -> None:
+        log.append((run.file.name, run.offset, run.offset + run.nbytes))
+        before(descriptor, run, targets)
+
+    reading._read_fully = noting
+    try:
+        yield log
+    finally:
+        reading._read_fully = before
+
+
+def numbers(facts: dict[str, Any], mesh: Mesh, dense: Path) -> None:
+    """The bits, for every place that experts may have."""
+    given = batch(mesh.all.rank)
+    split = mesh_of(mesh.all, 2, 16)
+    cases: dict[str, tuple[Path, Mesh, str]] = {
+        "tiny-k2": (TINY_K2, mesh, "device"),
+        "dense": (dense, mesh, "device"),
+        "split": (TINY_K2, split, "device"),
+        "disk": (TINY_K2, mesh, "disk"),
+        "split, disk": (TINY_K2, split, "disk"),
+    }
+    for name, (folder, of, experts) in cases.items():
+        for dtype in DTYPES if name in ("tiny-k2", "dense") else ("float32",):
+            here = opened(folder, DTYPES[dtype], of, experts=experts)
+            parts = opened(folder, DTYPES[dtype], of, experts=experts, rest="peers")
+            facts[f"{name} {dtype}"] = [
+                same(step(parts, mode, given), wanted)
+                for mode in (RECOMPUTE if name == "tiny-k2" else ("layers", "nothing"))
+                for wanted in [step(here, mode, given)]
+                for _ in range(2)
+            ]
+
+
+def loading(facts: dict[str, Any], mesh: Mesh, dense: Path) -> None:
+    stats: list[LoadStats] = []
+    for name, folder in {"tiny-k2": TINY_K2, "dense": dense}.items():
+        with read_log() as log:
+            model = open_model(open_checkpoint(folder), mesh=mesh, rest="peers", loaded=stats.append)
+        facts[f"read {name}"] = log
+        facts[f"bytes {name}"] = stats[-1].bytes, list(stats[-1].bytes_by_rank)
+    memory = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in model.model.layers.parameters()
+    }
+    source = from_peers(model).source
+    assert isinstance(source, peers.Peers)
+    facts["memory"] = [len(memory), sum(memory.values()), sum(map(len, source._parts))]
+
+    # a process that cannot read ends the others
+    before = peers.stream
+    if mesh.all.rank == 1:
+
+        def stream(*arguments: Any) -> LoadStats:
+            raise CheckpointError("a disk that fails")
+
+        peers.stream = stream
+    try:
+        open_model(open_checkpoint(dense), mesh=mesh, rest="peers")
+    except UserError as error:
+        facts["unreadable"] = str(error)
+    peers.stream = before
+
+
+def main(folder: Path) -> None:
+    """What each process does; process r leaves facts-r.json."""
+    facts: dict[str, Any] = {}
+    torch.set_num_threads(1)
+    with open_group(torch.device("cpu")) as group:
+        mesh, given, dense = mesh_of(group), batch(group.rank), folder / "dense"
+        numbers(facts, mesh, dense)
+        loading(facts, mesh, dense)
+
+        # how often layers come: a pass with backward, another, and one without
+        model = opened(dense, torch.float32, mesh, rest="peers")
+        with gathers() as calls:
+            for _ in range(2):
+                step(model, "layers", given)
+            with torch.no_grad():
+                model.hidden(given)
+            facts["gathers"] = calls
+        took = from_peers(model).take()
+        facts["took"] = [took.reads, took.bytes, took.seconds > 0]
+
+        # control arms: what is wrong must show
+        wanted = step(opened(dense, torch.float32, mesh), "layers", given)
+        source = from_peers(model).source
+        bring = source.bring
+
+        def shifted(layer: int, into: Any) -> None:
+            bring(layer, into)
+            into.bytes.copy_(into.bytes.roll(len(into.bytes) // 2))
+
+        for name, wrong in {"shifted": shifted, "not gathered": lambda layer, into: None}.items():
+            model = opened(dense, torch.float32, mesh, rest="peers")
+            bring = from_peers(model).source.bring
+            from_peers(model).source.bring = wrong  # type: ignore[method-assign]
+            found = step(model, "layers", given)
+            facts[name] = same(found, wanted), bool(found["loss"].isfinite())
+    (folder / f"facts-{os.environ['RANK']}.json").write_text(json.dumps(facts))
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint of five layers without experts."""
+    folder = tmp_path_factory.mktemp("peers")
+    model = models.build(models.shape(DENSE), dtype=torch.float32, device="cpu")
+    models.initialize(model, 0)
+    save_checkpoint(folder / "dense", DENSE, published(model, DENSE))
+    return folder / "dense"
+
+
+@pytest.fixture(scope="module")
+def facts(dense: Path) -> list[dict[str, Any]]:
+    """What each of two processes found; a hang ends with the timeout."""
+    folder, deadline = dense.parent, time.monotonic() + 120
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    at = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(folder)],
+            env={**os.environ, **at, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=(folder / f"log-{rank}").open("w"),
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(2)
+    ]
+    try:
+        codes = [process.wait(max(0.1, deadline - time.monotonic())) for process in started]
+    except subprocess.TimeoutExpired:
+        codes = [-9]
+    finally:
+        for process in started:
+            process.kill()
+    assert codes == [0, 0], "\n".join((folder / f"log-{rank}").read_text()[-3000:] for rank in range(2))
+    return [json.loads((folder / f"facts-{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    "which",
+    ["tiny-k2 float32", "tiny-k2 bf16", "dense float32", "dense bf16"]
+    + [f"{name} float32" for name in ("split", "disk", "split, disk")],
+)
+def test_the_numbers_of_weights_that_are_here_to_the_bit(facts: list[dict[str, Any]], which: str) -> None:
+    """Losses and gradients of two steps in each recompute mode, idle buffers full of NaN."""
+    assert all(fact[which] and all(fact[which]) for fact in facts)
+
+
+def test_control_arms_another_processs_part_and_a_layer_that_does_not_come_are_seen(
+    facts: list[dict[str, Any]],
+) -> None:
+    assert all(not fact["shifted"][0] and fact["not gathered"] == [False, False] for fact in facts)
+
+
+def test_every_process_gathers_as_often_whatever_its_rows_are(facts: list[dict[str, Any]]) -> None:
+    """2 L - 2 layers in the first pass, 2 L - 4 in the next, L - 2 in one without backward; equal parts."""
+    first, second = (fact["gathers"] for fact in facts)
+    layers = DENSE["num_hidden_layers"]
+    assert isinstance(layers, int)
+    expected = reads_of(layers, first=True) + reads_of(layers, first=False) + layers - 2
+    assert first == second and len(first) == expected
+    assert all(fact["took"] == [expected, sum(first), True] for fact in facts)
+
+
+@pytest.mark.parametrize("which", ["tiny-k2", "dense"])
+def test_each_byte_is_read_by_one_process_and_as_many_by_each(
+    facts: list[dict[str, Any]], which: str
+) -> None:
+    reads = sorted(tuple(read) for fact in facts for read in fact[f"read {which}"])
+    assert all(a[0] != b[0] or a[2] <= b[1] for a, b in itertools.pairwise(reads))
+    total, by_rank = facts[0][f"bytes {which}"]
+    assert by_rank == [sum(b - a for _, a, b in fact[f"read {which}"]) for fact in facts]
+    assert sum(by_rank) == total and max(by_rank) <= 1.03 * min(by_rank)
+
+
+def test_a_process_holds_half_of_all_layers_and_two_of_them(facts: list[dict[str, Any]], dense: Path) -> None:
+    model = open_model(open_checkpoint(dense))
+    whole = sum(p.nbytes for p in model.layers[0].parameters())
+    for fact in facts:
+        buffers, in_buffers, kept = fact["memory"]
+        assert buffers == 2
+        assert 2 * whole <= in_buffers <= 2 * whole + 4096  # aligned
+        assert 5 * whole / 2 <= kept <= 5 * whole / 2 + 5 * 4096
+
+
+def test_a_process_that_cannot_read_ends_the_others(facts: list[dict[str, Any]]) -> None:
+    said = [fact["unreadable"] for fact in facts]
+    assert "another process could not read its part" in said[0] and "a disk that fails" in said[1]
+
+
+def test_one_process_has_no_peers() -> None:
+    with pytest.raises(ConfigError, match=r"place\.rest is peers, and there is one process"):
+        open_model(open_checkpoint(TINY_K2), mesh=ONE, rest="peers")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_the_parts_cover_a_layer(size: int) -> None:
+    """What the processes read, together, is each weight once; none of it has to be given to the others."""
+    manifest = open_checkpoint(TINY_K2)
+    model = models.meta_model(models.shape(manifest.config), manifest, torch.bfloat16)
+    params = {name: (t.dtype, tuple(t.shape)) for name, t in model.state_dict().items()}
+    placements = resolve(manifest, models.rules(model.shape), params, ignore=models.ignored(model.shape))
+    for index, layer in enumerate(model.layers):
+        names = [name for name in rest_names(layer, f"model.layers.{index}") if name in params]
+        assert names and not any(".experts." in name for name in names)
+        layout = layout_of(names, params)
+        theirs = [p for p in placements if p.param in layout and p.expected is None]
+        rest = rest_of(layout, theirs, size)
+        own = {name: params[name] for name in names}
+        check_coverage([p for reads in rest.reads for p in reads], own)
+        assert not any(rest.given)
+        if size > 1:  # control arm: without one of them there is a hole
+            with pytest.raises(CheckpointError, match="left uninitialised"):
+                check_coverage([p for reads in rest.reads[1:] for p in reads], own)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
