@@ -66,6 +66,9 @@ class Config(MeasuredInTurn):
     recompute: Literal["layers", "selective", "elementwise", "nothing"] = Field(
         default="layers", description="what is computed again in backward"
     )
+    optimizer_moments: Literal["float32", "int8"] = Field(
+        default="float32", description="AdamW's moments, 8 bytes per trained parameter or 2.03"
+    )
     checkpoint: Folder = Field(
         default="",
         description="folder where the random checkpoint is, or is made and kept; default: a temporary one",
@@ -90,6 +93,7 @@ def measure(
     model = model_of(config.gigabytes, sizes or {})
     stamp = Stamp.now("beyond", command("beyond", config), threads=config.threads or None)
     job = {"documents": config.tokens // length, "length": length, "recompute": config.recompute}
+    job["moments"] = config.optimizer_moments
     with checkpoint(config, model, common) as folder:
         places = ["disk", *(["device"] if config.beside else [])]
         plans = {place: planned(folder, place, config, length) for place in places}
@@ -115,6 +119,7 @@ def measure(
         "length": length,
         "tokens_per_step": config.tokens,
         "recompute": config.recompute,
+        "optimizer_moments": config.optimizer_moments,
         "steps": config.steps,
         "warmup": config.warmup,
     }
@@ -238,12 +243,15 @@ def planned(folder: Path, place: Any, config: Config, length: int) -> int:
         dtype="bfloat16",
         device="cpu",
         recompute=config.recompute,
+        optimizer_moments=config.optimizer_moments,
         longest=length,
         experts=place,
     ).total
 
 
-def trainer(checkpoint: str, experts: Any, documents: int, length: int, recompute: Any) -> Worker:
+def trainer(
+    checkpoint: str, experts: Any, documents: int, length: int, recompute: Any, moments: Any = "float32"
+) -> Worker:
     """A Worker that trains with experts from there. calls: step() -> loss, what came, how many experts
     learned; state() as in job.trainer."""
     import torch
@@ -259,7 +267,9 @@ def trainer(checkpoint: str, experts: Any, documents: int, length: int, recomput
     before = resident_bytes()
     model = open_model(open_checkpoint(checkpoint), torch.bfloat16, "cpu", experts=experts)
     attach(model, LoraConfig(**LORA), seed=0)
-    worker = training_worker(model, documents, length, recompute, check=dict, runtime_bytes=before)
+    worker = training_worker(
+        model, documents, length, recompute, check=dict, runtime_bytes=before, moments=moments
+    )
     residency = model.residency if isinstance(model.residency, Streamed) else None
 
     def step() -> dict[str, Any]:

@@ -83,10 +83,17 @@ def trainer(
 
 
 def training_worker(
-    model: Decoder, documents: int, length: int, recompute: Any, *, check: Any, runtime_bytes: int = 0
+    model: Decoder,
+    documents: int,
+    length: int,
+    recompute: Any,
+    *,
+    check: Any,
+    runtime_bytes: int = 0,
+    moments: Any = "float32",
 ) -> Worker:
     """The calls of `trainer` around a model that is already there."""
-    optimizer = AdamW(model, betas=BETAS)
+    optimizer = AdamW(model, betas=BETAS, moments=moments)
     generator = torch.Generator().manual_seed(0)
     work = step_flops(model, [length] * documents, recompute)
 
