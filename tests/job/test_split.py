@@ -1,5 +1,5 @@
 """--place.split: what "auto" tries and in which order, what cannot be split, and a run of two processes that
-share the experts, which come from disk. Process-heavy: one torchrun."""
+share the experts, which come from disk, and keep half of the rest each. Process-heavy: one torchrun."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from unfreeze.commands.demo import TINY_K2
 from unfreeze.config.sft import Config
 from unfreeze.core.errors import ConfigError
 from unfreeze.job.plan import Where, possible_places, possible_rests, possible_splits
+from unfreeze.job.residency import refuse_samples
 
 MIXTURE, DENSE = SimpleNamespace(num_experts=6), SimpleNamespace(num_experts=0)
 LORA, ALL = SimpleNamespace(lora=object()), SimpleNamespace(lora=None)
@@ -94,6 +95,17 @@ def test_a_split_that_cannot_be_is_one_line(trained, shape, said):
     assert caught.value.next.startswith("--place.split 1")
 
 
+def test_samples_are_refused_with_the_arithmetic_where_layers_are_gathered():
+    said: list[str] = []
+    emit = lambda kind, step, message: said.append(message)  # noqa: E731
+    run = SimpleNamespace(step=0, events=SimpleNamespace(emit=emit))
+    work = SimpleNamespace(experts="device", rest="peers", processes=4)
+    plan = SimpleNamespace(work=work, sizes=SimpleNamespace(rest=(2**20,) * 4, streamed=()))
+    refuse_samples(run, plan, 2, [], held_out=True)  # type: ignore[arg-type]
+    assert "samples = 2): layers are gathered from peers" in said[0]
+    assert "gathers all 3.0 MiB of them, an answer of 64 tokens 192.0 MiB; the held-out" in said[0]
+
+
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     return [event for event in lines if event["kind"] == kind]
@@ -106,7 +118,7 @@ def test_two_processes_that_share_the_experts_train_as_one(chat_rows: Path, tmp_
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     start = f"-m torch.distributed.run --nproc-per-node 2 --master-port {port} -m unfreeze".split()
-    two = f"{line} --out {tmp_path / 'two'} --place.split 2 --place.experts disk".split()
+    two = f"{line} --out {tmp_path / 'two'} --place.split 2 --place.experts disk --place.rest peers".split()
     process = subprocess.Popen(
         [sys.executable, *start, *two],
         stderr=subprocess.PIPE,
@@ -133,7 +145,11 @@ def test_two_processes_that_share_the_experts_train_as_one(chat_rows: Path, tmp_
 
     # what each process holds is said, and the receipt is of all of it, with the experts' own numbers
     assert (events(many, "plan")[0]["split"], events(many, "plan")[0]["experts_held"]) == (2, 8)
-    assert "split" not in events(one, "plan")[0]
+    assert (
+        events(many, "plan")[0]["rest"] == "peers" and not {"split", "rest"} & events(one, "plan")[0].keys()
+    )
+    came = [(event["source"], event["reads"]) for event in events(many, "stream")[-2:]]
+    assert came[0][0] == "disk" and came[1] == ("peers", 4)  # 2 L - 4 of 4 layers
     theirs, ours = (json.loads((run / "receipt.json").read_text()) for run in (one, many))
     assert ours["exceptions"] == theirs["exceptions"] and ours["groups"].keys() == theirs["groups"].keys()
     for group, entry in ours["groups"].items():
