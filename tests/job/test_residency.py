@@ -3,11 +3,16 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 
 import pytest
 
-from unfreeze import cli
+from unfreeze import cli, models
+from unfreeze.adapters import LoraConfig
+from unfreeze.checkpoint import open_checkpoint
 from unfreeze.commands.demo import TINY_K2
+from unfreeze.parallel.machine import Hardware
+from unfreeze.parallel.plan import USABLE, plan_training
 from unfreeze.report.run import facts, read_run
 from unfreeze.tracking import scalars
 
@@ -116,3 +121,25 @@ def test_what_cannot_stream_is_refused_before_anything_is_loaded(chat_rows, tmp_
     line += ["--place.experts", "disk", "--quiet", "--steps", "1"]
     assert cli.main(line) == 2
     assert "place.experts is disk, but every weight trains" in capsys.readouterr().err
+
+
+def test_auto_takes_the_disk_where_the_device_is_too_small(chat_rows, tmp_path, monkeypatch):
+    """The free memory lies between what the two take with everything recomputed."""
+    manifest = open_checkpoint(TINY_K2)
+    here = Hardware("cpu", "small", 2, 2**40, 2**40)
+
+    def least(experts):
+        monkeypatch.setattr("unfreeze.parallel.plan.hardware", lambda device: here)
+        return plan_training(
+            models.shape(manifest.config), manifest, LoraConfig(rank=2), tokens=256, dtype="bfloat16",
+            device="cpu", experts=experts, longest=64, receipt_bytes=2**20,
+        ).total  # fmt: skip
+
+    between = (least("device") + least("disk")) // 2
+    small = replace(here, available=int(between / USABLE))
+    monkeypatch.setattr("unfreeze.parallel.plan.hardware", lambda device: small)
+    code, events = sft(chat_rows, tmp_path / "run", "--samples", 0)
+    (planned,) = of(events, "plan")
+    assert code == 0 and planned["experts"] == "disk" and planned["recompute"] == "layers"
+    assert any("because device would take" in line for line in planned["lines"])
+    assert len(of(events, "stream")) == 4
