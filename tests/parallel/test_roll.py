@@ -83,6 +83,28 @@ def test_one_alone_acts_and_its_error_ends_all(monkeypatch):
     assert together(act, monkeypatch) == [("done", stops), (None, stops), (None, "planted"), (None, stops)]
 
 
+@pytest.mark.parametrize("agent", [False, True])
+def test_process_0_whose_store_it_is_leaves_last(monkeypatch, agent):
+    """Started without an agent: one that hears late of what process 0 did would find no store. Control arm: an
+    agent's store stays, so nobody waits. Of one that was killed nobody waits."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(agent))
+    monkeypatch.setattr(roll, "_runs", lambda pid: pid != -1)
+    left: list[int] = []
+
+    def act(each: Roll) -> None:
+        each.act([[0]], lambda: None)
+        if each._rank == 3:
+            return  # killed
+        time.sleep(0.3 * each._rank)
+        each.leave(None)
+        each.stay()
+        left.append(each._rank)
+
+    began = time.monotonic()
+    together(act, monkeypatch, nodes=[("a", place) for place in range(4)], pids={3: -1})
+    assert left == ([0, 1, 2] if agent else [1, 2, 0]) and time.monotonic() - began < roll.GRACE
+
+
 def test_another_version_of_torch_is_refused_by_all_naming_the_process(monkeypatch):
     class Torch:
         @property

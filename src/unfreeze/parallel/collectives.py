@@ -347,6 +347,7 @@ def open_group(device: torch.device) -> Iterator[Group]:
             roll.leave(error)
             if error is None or device.type != "cuda":  # nccl would wait for an answer of one that is gone
                 dist.destroy_process_group()
+            roll.stay()
 
 
 def _met() -> tuple[dist.Store, int, int]:

@@ -151,6 +151,19 @@ class Roll:
         with suppress(dist.DistError, RuntimeError):
             self._store.set(f"left/{self._rank}", said.partition("\n")[0][:300])
 
+    def stay(self) -> None:
+        """Where the store is process 0's own, it waits a while for the others, who still ask the store."""
+        if self._rank or not self._hosted:
+            return
+        until, here = time.monotonic() + GRACE, self._members[0]["host"]
+        coming = dict(enumerate(self._members[1:], 1))
+        while coming and time.monotonic() < until:
+            for rank, member in [*coming.items()]:
+                killed = member["host"] == here and not _runs(member["pid"])
+                if killed or self._store.check([f"left/{rank}"]):
+                    del coming[rank]
+            time.sleep(0.02)
+
     def gone(self, patience: float) -> dict[int, str]:
         """Which processes are gone -> why; looks for so many seconds, until there is one."""
         until = time.monotonic() + patience
