@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from unfreeze import models
 from unfreeze.adapters import LoraConfig, attach
 from unfreeze.checkpoint import open_checkpoint, save_checkpoint
 from unfreeze.checkpoint import stream as reading
-from unfreeze.checkpoint.resolve import resolve
+from unfreeze.checkpoint.manifest import TensorInfo
+from unfreeze.checkpoint.resolve import Placement, resolve
 from unfreeze.checkpoint.stream import LoadStats
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.batch import Batch
@@ -38,9 +40,9 @@ from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel import peers
 from unfreeze.parallel.collectives import Processes, open_group
 from unfreeze.parallel.mesh import ONE, Mesh, mesh_of
-from unfreeze.parallel.peers import rest_names, rest_of
+from unfreeze.parallel.peers import part_bytes, rest_bytes, rest_names, rest_of
 from unfreeze.parallel.place import check_coverage
-from unfreeze.parallel.residency import Streamed, layout_of, reads_of, streams_of
+from unfreeze.parallel.residency import Streamed, buffer_bytes, layout_of, reads_of, streams_of
 
 DENSE = {
     "model_type": "qwen3",
@@ -297,12 +299,15 @@ def test_each_byte_is_read_by_one_process_and_as_many_by_each(
     assert sum(by_rank) == total and max(by_rank) <= 1.03 * min(by_rank)
 
 
-def test_a_process_holds_half_of_all_layers_and_two_of_them(facts: list[dict[str, Any]], dense: Path) -> None:
+def test_a_process_holds_half_of_all_layers_and_two_of_them_as_planned(
+    facts: list[dict[str, Any]], dense: Path
+) -> None:
     model = open_model(open_checkpoint(dense))
     whole = sum(p.nbytes for p in model.layers[0].parameters())
+    parts = [part_bytes(layer, 2) for layer in rest_bytes(model.layers)]
     for fact in facts:
         buffers, in_buffers, kept = fact["memory"]
-        assert buffers == 2
+        assert [buffers, in_buffers, kept] == [2, buffer_bytes([2 * part for part in parts]), sum(parts)]
         assert 2 * whole <= in_buffers <= 2 * whole + 4096  # aligned
         assert 5 * whole / 2 <= kept <= 5 * whole / 2 + 5 * 4096
 
@@ -336,6 +341,17 @@ def test_the_parts_cover_a_layer(size: int) -> None:
         if size > 1:  # control arm: without one of them there is a hole
             with pytest.raises(CheckpointError, match="left uninitialised"):
                 check_coverage([p for reads in rest.reads[1:] for p in reads], own)
+
+
+def test_what_cannot_be_cut_is_read_by_one_process_and_given_to_the_others() -> None:
+    """A text beside a packed weight, whose numbers both parts of the layer may need."""
+    layout = layout_of(["a", "b"], {"a": (torch.float32, (64,)), "b": (torch.float32, (64,))})
+    info = TensorInfo("a", "F32", (64,), 256, Path("f"), 0)
+    text = replace(info, name="b", dtype="U8", shape=(90,), offset=256, nbytes=90)
+    whole = Placement(info, "a", (), 0, 64, 0)
+    parsed = Placement(text, "b", (), 0, 64, 0, parse=lambda raw: [0.0] * 64)
+    rest = rest_of(layout, [whole, parsed], 2)
+    assert rest.part == 256 and rest.reads == [[whole], [parsed]] and rest.given == [[], [parsed]]
 
 
 if __name__ == "__main__":
