@@ -213,7 +213,7 @@ def work(folder: Path) -> dict[str, Any]:
             written(folder, family, group, torch.float32)
         written(folder, "llama", group, torch.bfloat16)
 
-    codes = forked(2, two)
+    codes = forked(2, two, 240)
     facts["2"] = [json.loads((folder / f"facts-{rank}.json").read_text()) for rank in (0, 1)]
     session(folder / "straight", ALONE, STEPS, torch.float32)
     session(folder / "resumed", ALONE, 6, torch.float32)

@@ -8,19 +8,25 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from unfreeze.checkpoint.manifest import TensorInfo
+from unfreeze import models
+from unfreeze.checkpoint.manifest import Manifest, TensorInfo
 from unfreeze.checkpoint.resolve import Placement
-from unfreeze.core.errors import ConfigError
+from unfreeze.config.sft import Config
+from unfreeze.core.errors import ConfigError, DoesNotFit
 from unfreeze.core.rows import Rows
+from unfreeze.job.plan import plan_of, possible_weights
 from unfreeze.models.factory import from_config
 from unfreeze.parallel.collectives import ALONE
 from unfreeze.parallel.fsdp import Sharded, chunk, rows_of
+from unfreeze.parallel.machine import Hardware
+from unfreeze.parallel.plan import Work, measure, plan, plan_fields, refuse_if_too_large
 
 FAMILIES = ("deepseek_v3", "llama")
 
@@ -222,3 +228,85 @@ def test_what_is_packed_or_frozen_is_refused_in_a_line():
     model.model.norm.weight.requires_grad_(False)
     with pytest.raises(ConfigError, match=r"place.weights is sharded, and model.norm.weight is frozen"):
         Sharded(model, ALONE, torch.float32, "cpu")
+
+
+# ----------------------------------------------------------------------- the plan
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 8192,
+    "hidden_size": 768,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "intermediate_size": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize(("kind", "batches", "measured"), [("float32", 1, 700), ("bfloat16", 2, 702)])
+def test_the_plan_counts_the_part_held_here_and_what_is_gathered(kind: str, batches: int, measured: int):
+    """measured: MB of a process of two above its libraries, at the peak of two steps of 64 tokens in each
+    micro-batch; blocks of 64 KiB and more returned as they are freed. The plan is above it, by a fifth at
+    most."""
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[kind]
+    sizes = measure(models.build(models.shape(LLAMA), dtype=dtype, device="meta"), None)
+    asked: dict[str, Any] = {"tokens": 64, "longest": 64, "processes": 2, "micro_batches": 2 * batches}
+    here = Hardware("cpu", "here", 2, 2**34, 2**34)
+    divided = plan(sizes, Work(**asked, weights="sharded"), here)
+    assert measured * 1e6 <= divided.training <= 1.2 * measured * 1e6
+    half = -(-sizes.elements // 2)
+    assert divided.terms["base"] == 4 * half and divided.terms["optimizer"] == 8 * half
+    # control arms: all in each process, and parts that are gathered at no cost
+    assert plan(sizes, Work(**asked), here).training > 1.5 * measured * 1e6
+    assert divided.training - divided.terms["gathered weights"] < measured * 1e6
+
+
+def test_weights_are_divided_where_all_in_each_does_not_fit_or_as_asked():
+    everything, adapters = SimpleNamespace(lora=None), SimpleNamespace(lora=object())
+
+    def held(processes: int, trained: Any = everything, **place: Any) -> list[str]:
+        config = Config.model_validate({"model": "m", "data": ["d.jsonl"], "place": place})
+        return possible_weights(config, trained, processes)
+
+    assert held(2) == ["device", "sharded"] and held(1) == held(2, adapters) == ["device"]
+    assert held(2, weights="sharded") == ["sharded"] and held(2, weights="device") == ["device"]
+    with pytest.raises(ConfigError, match=r"place.weights is sharded, but there is one process") as one:
+        held(1, weights="sharded")
+    assert "torchrun --nproc-per-node 2" in str(one.value)
+    with pytest.raises(ConfigError, match=r"place.weights is sharded, but adapters are trained"):
+        held(2, adapters, weights="sharded")
+
+
+def test_auto_divides_where_memory_asks_for_it_and_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The same run with room for all in each process, for a half only, and for neither."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    start = Manifest(path=tmp_path, config=LLAMA, tensors={}, prefix="", files=())
+    config = Config.model_validate(
+        {
+            "model": "m",
+            "data": ["d.jsonl"],
+            "train": "all",
+            "memory": {"dtype": "float32", "micro_batches": 2},
+        }
+    )
+
+    def planned(gigabytes: float) -> Any:
+        bytes_ = int(gigabytes * 1e9)
+        monkeypatch.setattr(
+            "unfreeze.parallel.plan.hardware", lambda place: Hardware("cpu", "here", 2, bytes_, bytes_)
+        )
+        trained: Any = SimpleNamespace(lora=None)
+        return plan_of(
+            config, trained, start, models.shape(LLAMA), torch.device("cpu"), processes=2, longest=256
+        )
+
+    roomy, tight = planned(16), planned(3)
+    assert roomy.fits and not roomy.work.divided
+    assert tight.fits and tight.work.divided and "all in each would take" in tight.why_weights
+    assert any("in 2 parts, one of them here" in line for line in plan_fields(tight)["lines"])
+    with pytest.raises(DoesNotFit, match="gathered weights"):
+        refuse_if_too_large(planned(0.5))

@@ -121,16 +121,17 @@ def session(
         return state
 
 
-def forked(count: int, work: Callable[[Group], Any]) -> list[int]:
+def forked(count: int, work: Callable[[Group], Any], seconds: int = 120) -> list[int]:
     """Exit codes of `count` processes that each do `work`, minus the signal's number where one ended it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     children = []
+    ends, others = os.pipe()  # process 0 hosts the store, so it leaves last: when the others' end is closed
     for rank in range(count):
         child = os.fork()
         if child == 0:
-            signal.alarm(60)  # a child that hangs ends as an error, not as a test that never ends
+            signal.alarm(seconds)  # a child that hangs ends as an error, not as a test that never ends
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
             os.environ["MASTER_PORT"] = str(port)
             code = 70
@@ -138,6 +139,9 @@ def forked(count: int, work: Callable[[Group], Any]) -> list[int]:
                 with open_group(torch.device("cpu")) as group:
                     work(group)
                     code = 0
+                    if rank == 0:
+                        os.close(others)
+                        os.read(ends, 1)
             except UserError as error:
                 print(f"process {rank}: {error}", file=sys.stderr)
                 code = 2
@@ -146,6 +150,8 @@ def forked(count: int, work: Callable[[Group], Any]) -> list[int]:
             finally:
                 os._exit(code)
         children.append(child)
+    os.close(ends)
+    os.close(others)
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 

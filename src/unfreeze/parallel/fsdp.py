@@ -18,6 +18,7 @@ Source: torch.distributed.fsdp.fully_shard; stage 3 of ZeRO, arXiv:1910.02054.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
@@ -68,6 +69,8 @@ class Sharded:
         for parameter in model.parameters():
             parameter.data = parameter.data.float()
         lend_memory()
+        if torch.device(device).type == "cpu":
+            give_back_freed()
         _fully_shard(model, dtype, torch.device(device).type)
         _materialise(model, torch.device(device))
         self.local = {name: here(p) for name, p in model.named_parameters()}
@@ -96,6 +99,17 @@ class Sharded:
             changed += not torch.equal(rounded, tensor)
             tensor.copy_(rounded)
         return changed
+
+
+def give_back_freed() -> None:
+    """Let glibc return every block of 1 MiB or more to the system as soon as it is freed.
+
+    Its heap would keep pieces of gathered layers, of up to 32 MiB each: 1.2 GB instead of 0.7 in a process
+    that holds half of 69 M weights in float32.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's; other systems have none
+    if mallopt is not None:
+        mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
 
 
 def chunk(of: int, index: int, parts: int) -> Rows:
