@@ -320,7 +320,6 @@ TESTED_BY = {
     "parallel/plan/sizes.py": "parallel/test_plan.py",
     "parallel/plan/terms.py": "parallel/test_plan.py",
     "quant/codec.py": "quant/test_int4.py",
-    "quant/grids.py": "quant/test_gptq.py",
     "bench/job.py": "bench/test_moe.py",
     "bench/kimi_slice.py": "bench/test_layer.py",
     "bench/peers.py": "bench/test_moe.py",

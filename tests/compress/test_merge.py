@@ -443,17 +443,18 @@ def test_a_format_that_is_only_read_is_refused_under_same_and_merges_to_bf16(
     for name, tensor in tensors_of(bases["llama"]).items():
         dense[name] = packed[name] = tensor
         if name.endswith("_proj.weight"):
-            parts, weight = packers().awq(tensor.float(), 32)
+            parts, weight = packers().bits4(tensor.float(), "nf4", 64, torch.bfloat16, double=True)
             del packed[name]
             packed |= {name.removesuffix("weight") + part: value for part, value in parts.items()}
             dense[name] = weight
-    table = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    table = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    table["bnb_4bit_use_double_quant"] = True
     config = json.loads((bases["llama"] / "config.json").read_text())
-    awq = merging.sharded(tmp_path / "awq", packed, config | {"quantization_config": table})
-    with pytest.raises(ConfigError, match="AWQ is read, not written") as refused:
-        merging.run(awq, folder, tmp_path / "out")
+    nf4 = merging.sharded(tmp_path / "nf4", packed, config | {"quantization_config": table})
+    with pytest.raises(ConfigError, match="4 bits are read, not written") as refused:
+        merging.run(nf4, folder, tmp_path / "out")
     assert refused.value.next == "--to bf16, or --to int4" and not (tmp_path / "out").exists()
-    merging.run(awq, folder, tmp_path / "out", "bf16")
+    merging.run(nf4, folder, tmp_path / "out", "bf16")
     before = merging.sharded(tmp_path / "dense", dense, config)
     assert beyond(before, tmp_path / "out", deltas(per_expert)) == []
 

@@ -1,4 +1,4 @@
-"""Packers of formats that are read here and not written: weight -> (tensors of the file, what they stand for).
+"""Packers of formats that other libraries write: weight -> (tensors of the file, what they stand for).
 
 W [out, in] float32. Written as the formats' descriptions say, without the code that reads them; what the
 libraries themselves packed is in tests/quant/vectors, and test_quantized_models.py holds these against it.

@@ -1,4 +1,4 @@
-"""Models in formats that are read and not written: the same logits as transformers' model of the expanded weights,
+"""Models in formats that other libraries write: the same logits as transformers' model of the expanded weights,
 and LoRA trains beside the codes, experts included."""
 
 from __future__ import annotations

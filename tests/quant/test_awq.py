@@ -82,12 +82,6 @@ def test_parts_that_do_not_belong_together_are_refused(cases):
     Awq(32).dequantize(case)  # control arm
 
 
-def test_it_is_read_and_not_written():
-    with pytest.raises(ConfigError, match="AWQ is read, not written") as error:
-        Awq().quantize(torch.zeros(8, 128))
-    assert "int4" in error.value.next
-
-
 def test_scales_keep_the_dtype_of_the_files():
     assert Awq().as_stored({"a.qweight": "I32", "a.scales": "BF16"}).scale_dtype == "BF16"
     with pytest.raises(CheckpointError, match="2 dtypes"):

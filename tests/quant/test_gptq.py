@@ -145,12 +145,6 @@ def test_parts_that_do_not_belong_together_are_refused(cases):
     Gptq(4, 32).dequantize(case)  # control arm
 
 
-def test_it_is_read_and_not_written():
-    with pytest.raises(ConfigError, match="GPTQ is read, not written") as error:
-        Gptq().quantize(torch.zeros(8, 128))
-    assert "int4" in error.value.next
-
-
 def test_scales_keep_the_dtype_of_the_files():
     assert Gptq().as_stored({"a.qweight": "I32", "a.scales": "F32"}).scale_dtype == "F32"
     with pytest.raises(CheckpointError, match="2 dtypes"):

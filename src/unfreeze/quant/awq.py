@@ -19,7 +19,17 @@ from typing import TYPE_CHECKING
 
 from unfreeze.core.errors import CheckpointError, ConfigError
 from unfreeze.quant.codec import Format, Part, Table, Unreadable, parts_nbytes, refuse_other_values
-from unfreeze.quant.grids import WHOLE_COLUMN, each, expand, read_group_size, refuse_to_write, scale_dtype
+from unfreeze.quant.grids import (
+    WHOLE_COLUMN,
+    Grid,
+    each,
+    expand,
+    made_anew,
+    pack,
+    plain_grid,
+    read_group_size,
+    scale_dtype,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +37,8 @@ if TYPE_CHECKING:
 SUFFIXES = ("qweight", "qzeros", "scales")
 BITS = 4
 PER_WORD = 8  # codes in an int32
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The columns of a word, from its lowest bits on."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +134,38 @@ class Awq:
         return expand(codes, zeros_GO.t(), scales_GO.t(), None)
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
-        """Raises ConfigError: this format is read, not written."""
-        raise refuse_to_write("AWQ")
+        """Scales and zero points by a group's least and largest weight, the nearest codes: quant/grids.py.
+
+        Raises CheckpointError on a weight that is not finite, ConfigError where the format cannot hold it.
+        """
+        self.parts(*weight.shape[-2:])
+
+        def grid(matrix: Tensor) -> Grid:
+            return plain_grid(BITS, self.scale_dtype, matrix, self.group_size)
+
+        return made_anew(self, weight, grid)
+
+    def grid(self, parts: Mapping[str, Tensor]) -> Grid:
+        """Zero points and scales of one matrix."""
+        import torch
+
+        scales_GO, columns = parts["scales"], len(parts["qweight"])
+        groups_I = torch.arange(columns, device=scales_GO.device) // (columns // len(scales_GO))
+        return Grid(BITS, _columns(parts["qzeros"]).t(), scales_GO.t(), groups_I)
+
+    def written(self, codes_OI: Tensor, grid: Grid) -> dict[str, Tensor]:
+        """qweight, qzeros and scales of one matrix."""
+        return {
+            "qweight": _words(codes_OI.t()),
+            "qzeros": _words(grid.zeros_OG.t()),
+            "scales": grid.scales_OG.t().contiguous(),
+        }
+
+
+def _words(numbers: Tensor) -> Tensor:
+    """Whole numbers [..., 8 n] in the order of the columns -> int32 [..., n]; `_columns` is the inverse."""
+    by_word = numbers.reshape(*numbers.shape[:-1], -1, PER_WORD)
+    return pack(by_word[..., ORDER].flatten(-2), BITS)
 
 
 def _columns(words: Tensor) -> Tensor:

@@ -28,10 +28,13 @@ from unfreeze.quant.codec import Format, Part, Table, Unreadable, as_table, part
 from unfreeze.quant.grids import (
     WHOLE_COLUMN,
     WORD,
+    Grid,
     each,
     expand,
+    made_anew,
+    pack,
+    plain_grid,
     read_group_size,
-    refuse_to_write,
     scale_dtype,
     unpack,
 )
@@ -159,10 +162,7 @@ class Gptq:
         import torch
 
         words_IO, scales_GO, g_idx = parts["qweight"], parts["scales"], parts.get("g_idx")
-        columns = len(words_IO) * WORD // self.bits if g_idx is None else len(g_idx)
-        groups, rows = scales_GO.shape
-        zeros = parts["qzeros"] + ONES[self.bits] if self.minus_one else parts["qzeros"]
-        zeros_GO = unpack(zeros, self.bits)[:, :rows]
+        columns, groups = self._width(parts), len(scales_GO)
 
         def codes(first: int, last: int) -> Tensor:
             # words are turned, not codes: an eighth of the numbers
@@ -174,11 +174,52 @@ class Gptq:
         even = columns == groups * size
         # on CUDA to look would make the host wait
         plain = even and (g_idx is None or (not g_idx.is_cuda and torch.equal(groups_I, ordered)))
-        return expand(codes, zeros_GO.t(), scales_GO.t(), None if plain else groups_I)
+        return expand(codes, self._zeros(parts), scales_GO.t(), None if plain else groups_I)
+
+    def _width(self, parts: Mapping[str, Tensor]) -> int:
+        """Input columns of one matrix."""
+        return len(parts["g_idx"]) if self.indexed else len(parts["qweight"]) * WORD // self.bits
+
+    def _zeros(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """Zero points of one matrix, uint8 [out, G]."""
+        words = parts["qzeros"] + ONES[self.bits] if self.minus_one else parts["qzeros"]
+        return unpack(words, self.bits)[:, : parts["scales"].shape[1]].t()
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
-        """Raises ConfigError: this format is read, not written."""
-        raise refuse_to_write("GPTQ")
+        """Scales and zero points by a group's least and largest weight, the nearest codes: quant/grids.py.
+
+        Groups follow one another: there are no activations to go by. A base's g_idx is kept by quant/kept.py.
+        Raises CheckpointError on a weight that is not finite, ConfigError where the format cannot hold it.
+        """
+        self.parts(*weight.shape[-2:])
+
+        def grid(matrix: Tensor) -> Grid:
+            return plain_grid(self.bits, self.scale_dtype, matrix, self.group_size)
+
+        return made_anew(self, weight, grid)
+
+    def grid(self, parts: Mapping[str, Tensor]) -> Grid:
+        """Zero points, scales and the group of each column of one matrix."""
+        import torch
+
+        columns, scales_GO = self._width(parts), parts["scales"]
+        size = columns if self.group_size == WHOLE_COLUMN else self.group_size
+        ordered = torch.arange(columns, device=scales_GO.device) // size
+        groups_I = parts["g_idx"].long() if self.indexed else ordered
+        return Grid(self.bits, self._zeros(parts), scales_GO.t(), groups_I)
+
+    def written(self, codes_OI: Tensor, grid: Grid) -> dict[str, Tensor]:
+        """qweight, qzeros, scales and g_idx of one matrix."""
+        import torch
+
+        zeros = pack(grid.zeros_OG.t(), self.bits)
+        order = {"g_idx": grid.groups_I.to(torch.int32)} if self.indexed else {}
+        return {
+            "qweight": pack(codes_OI, self.bits).t().contiguous(),
+            "qzeros": zeros - ONES[self.bits] if self.minus_one else zeros,
+            "scales": grid.scales_OG.t().contiguous(),
+            **order,
+        }
 
 
 def _is_int32(parts: Mapping[str, Tensor]) -> bool:

@@ -1,18 +1,26 @@
-"""What formats of whole numbers with zero points share: int32 words unpacked, scales of one dtype.
+"""What formats of whole numbers with zero points share: int32 words packed and unpacked, codes made and read.
 
     w[i, o] = (code[i, o] - zero[group of i, o]) * scale[group of i, o]     one rounding, to the scales' dtype
+    code[i, o] = round(w[i, o] / scale) + zero, within 0 .. 2 ** bits - 1
+
+A scale is made of the least and the largest weight of its group, 0 among them: (max - min) / (2 ** bits - 1),
+in the dtype of the file; then zero = round(-min / scale). Where all zero points of a base are the middle
+(symmetric), they stay there, and the scale is 2 absmax / (2 ** bits - 1): servers have kernels for such files
+that don't read zero points. Source: autoawq's and gptqmodel's quantizers, without their calibration.
 
 AWQ and GPTQ hold a matrix with the input dimension first: W is what stands there, transposed.
+Shapes: O outputs, I inputs, G groups of inputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from unfreeze.core.dtypes import FLOATS
-from unfreeze.core.errors import CheckpointError, ConfigError
-from unfreeze.quant.codec import Table, Unreadable
+from unfreeze.core.errors import CheckpointError
+from unfreeze.quant.codec import Table, Unreadable, finite
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +29,130 @@ WORD = 32  # bits of an int32
 MAX_GROUP = 2**20  # input columns that share a scale; more than the widest layer has
 AT_ONCE = 2**18  # weights that are expanded at once, so that what lies between codes and result stays small
 WHOLE_COLUMN = -1  # group_size of one scale for all of them
+LEAST_RANGE = 1e-5  # of a group's weights: a group of zeros has a scale too
+DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
+"""Of scales: name in safetensors -> name in torch."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What the codes of one matrix stand on.
+
+    bits       of a code
+    zeros_OG   zero points, whole numbers of any dtype
+    scales_OG  in the dtype of the file
+    groups_I   int64, the group of each input column
+    """
+
+    bits: int
+    zeros_OG: Tensor
+    scales_OG: Tensor
+    groups_I: Tensor
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether every zero point is the middle, 2 ** (bits - 1)."""
+        return bool((self.zeros_OG == 1 << (self.bits - 1)).all())
+
+    def made_for(self, weight_OI: Tensor) -> Grid:
+        """The same groups with scales and zero points for these weights.
+
+        Raises CheckpointError for a weight that is not finite.
+        """
+        import torch
+
+        finite(weight_OI)
+        top, rows = (1 << self.bits) - 1, len(weight_OI)
+        low_OG, high_OG = torch.zeros(2, rows, self.scales_OG.shape[1], device=weight_OI.device)
+        step = max(1, AT_ONCE // weight_OI.shape[1])
+        for first in range(0, rows, step):
+            some = slice(first, first + step)
+            weight = weight_OI[some].detach().float()
+            group_OI = self.groups_I.expand(weight.shape)
+            low_OG[some] = low_OG[some].scatter_reduce(1, group_OI, weight, "amin")
+            high_OG[some] = high_OG[some].scatter_reduce(1, group_OI, weight, "amax")
+        if self.symmetric:
+            high_OG = torch.maximum(high_OG, -low_OG)
+            low_OG = -high_OG
+        scales_OG = ((high_OG - low_OG).clamp(min=LEAST_RANGE) / top).to(self.scales_OG.dtype)
+        zeros_OG = (-low_OG / scales_OG.float()).round().clamp(0, top)
+        return replace(self, zeros_OG=self.zeros_OG if self.symmetric else zeros_OG, scales_OG=scales_OG)
+
+    def codes(self, weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+        """(codes uint8 [O, I], bool [O, G]: the group has a weight beyond half a step from every code)."""
+        import torch
+
+        top = (1 << self.bits) - 1
+        codes_OI = torch.empty(weight_OI.shape, dtype=torch.uint8, device=weight_OI.device)
+        beyond_OG = torch.zeros(self.scales_OG.shape, device=weight_OI.device)
+        step = max(1, AT_ONCE // weight_OI.shape[1])
+        for first in range(0, len(weight_OI), step):
+            some = slice(first, first + step)
+            scales_OG, zeros_OG = self.scales_OG[some].float(), self.zeros_OG[some].float()
+            weight = weight_OI[some].detach().float()
+            none = scales_OG == 0  # stands for 0 alone
+            scale = scales_OG.masked_fill(none, 1.0).index_select(1, self.groups_I)
+            zero = zeros_OG.index_select(1, self.groups_I)
+            steps = weight / scale
+            beyond = (steps + zero - top / 2).abs() > (top + 1) / 2
+            beyond |= none.index_select(1, self.groups_I) & (weight != 0)
+            beyond_OG[some].index_add_(1, self.groups_I, beyond.float())
+            codes_OI[some] = (steps.round() + zero).clamp(0, top)
+        return codes_OI, beyond_OG > 0
+
+    def mixed(self, other: Grid, which_OG: Tensor) -> Grid:
+        """Scales and zero points of `other` where `which_OG`, else of this."""
+        zeros_OG = other.zeros_OG.float().where(which_OG, self.zeros_OG.float())
+        scales_OG = other.scales_OG.where(which_OG, self.scales_OG)
+        return replace(self, zeros_OG=zeros_OG, scales_OG=scales_OG)
+
+
+@runtime_checkable
+class Gridded(Protocol):
+    """A codec whose matrix is codes on a Grid."""
+
+    def grid(self, parts: Mapping[str, Tensor]) -> Grid:
+        """The grid of one matrix."""
+        ...
+
+    def written(self, codes_OI: Tensor, grid: Grid) -> dict[str, Tensor]:
+        """The parts of one matrix with these codes on that grid."""
+        ...
+
+
+def plain_grid(bits: int, scale_dtype: str, weight_OI: Tensor, size: int) -> Grid:
+    """An empty grid with groups of `size` columns, one after the other; no symmetric one. For `made_for`."""
+    import torch
+
+    rows, columns = weight_OI.shape
+    groups_I = torch.arange(columns, device=weight_OI.device) // (columns if size == WHOLE_COLUMN else size)
+    zeros_OG = torch.zeros(rows, int(groups_I[-1]) + 1, device=weight_OI.device)
+    return Grid(bits, zeros_OG, zeros_OG.to(getattr(torch, DTYPES[scale_dtype])), groups_I)
+
+
+def made_anew(codec: Gridded, weight: Tensor, grid: Callable[[Tensor], Grid]) -> dict[str, Tensor]:
+    """The parts of W [..., O, I] with scales and zero points made for it. grid: matrix -> its groups."""
+    import torch
+
+    if weight.dim() == 2:
+        made = grid(weight).made_for(weight)
+        return codec.written(made.codes(weight)[0], made)
+    matrices = [made_anew(codec, matrix, grid) for matrix in weight]
+    return {suffix: torch.stack([parts[suffix] for parts in matrices]) for suffix in matrices[0]}
+
+
+def pack(numbers: Tensor, bits: int) -> Tensor:
+    """Whole numbers [..., n] -> int32 [..., ceil(n bits / 32)], lowest bits first; then zeros."""
+    import torch
+
+    per_word = WORD // bits
+    missing = -numbers.shape[-1] % per_word
+    numbers = torch.nn.functional.pad(numbers.to(torch.uint8).contiguous(), (0, missing))
+    by_word = numbers.view(*numbers.shape[:-1], -1, per_word)
+    words = by_word[..., 0].int()
+    for place in range(1, per_word):
+        words |= by_word[..., place].int() << (bits * place)
+    return words
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
@@ -110,11 +242,3 @@ def read_group_size(table: Table, where: str) -> int:
     if not isinstance(size, int) or isinstance(size, bool) or not (size == -1 or 1 <= size <= MAX_GROUP):
         raise Unreadable(f"{where}: group_size {size!r}")
     return size
-
-
-def refuse_to_write(name: str) -> ConfigError:
-    """The error of a format whose codes only its own calibration can make."""
-    return ConfigError(
-        f"{name} is read, not written: its scales come from a calibration that is not built here",
-        next="write bf16 or int4 instead: unfreeze merge RUN --to int4",
-    )

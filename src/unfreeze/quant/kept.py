@@ -2,8 +2,9 @@
 
     code = the nearest to w / scale
 
-A group's scale is kept where its codes can hold every w of it within half a step; else it is made anew.
-A format that is not in `ONTO` has no such function yet: its scales can only be made anew, by `quantize`.
+A group's scale, and its zero point where it has one, is kept where its codes can hold every w of it within
+half a step; else it is made anew. A format that is not in `ONTO`, and has no grid (quant/grids.py), has no
+such function yet: its scales can only be made anew, by `quantize`.
 
 Shapes: W [out, in]; scales as the codec has them.
 """
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from unfreeze.quant.codec import Codec
 from unfreeze.quant.fp8 import MAX_CODE, Fp8
 from unfreeze.quant.fp8_scaled import Fp8Scaled
+from unfreeze.quant.grids import Gridded
 from unfreeze.quant.int4 import OFFSET, Int4, pack_int4
 from unfreeze.quant.integers import MATRIX, Integers, pack
 from unfreeze.quant.mxfp4 import BIAS, GROUP, Mxfp4, pack_e2m1, round_to_e2m1
@@ -31,7 +33,7 @@ Parts = Mapping[str, "Tensor"]
 def can_keep(codec: Codec) -> bool:
     """Whether this format's codes can be made on given scales."""
     plain = not isinstance(codec, Integers) or not (codec.zeros or codec.permuted)
-    return type(codec) in ONTO and plain
+    return isinstance(codec, Gridded) or (type(codec) in ONTO and plain)
 
 
 def by_rows(codec: Codec) -> bool:
@@ -53,6 +55,9 @@ def refitted(codec: Codec, weight: Tensor, stored: Parts | None = None) -> dict[
 
     if stored is None:
         return codec.quantize(weight)
+    if isinstance(codec, Gridded):  # columns stay in the base's groups
+        grid = codec.grid(stored).made_for(weight)
+        return codec.written(grid.codes(weight)[0], grid)
     dtype = stored[codec.suffixes[1]].dtype
     half = dtype in (torch.bfloat16, torch.float16) and not can_keep(codec)
     fresh = codec.quantize(weight.to(dtype) if half else weight)
@@ -68,6 +73,13 @@ def kept(codec: Codec, weight: Tensor, parts: Parts, fresh: Parts) -> tuple[dict
     """(parts on the scales of `parts`, number of scales that could not be kept and are those of `fresh`)."""
     import torch
 
+    if isinstance(codec, Gridded):
+        grid = codec.grid(parts)
+        codes, over = grid.codes(weight)
+        if over.any():
+            grid = grid.mixed(codec.grid(fresh), over)
+            codes, _ = grid.codes(weight)
+        return codec.written(codes, grid), int(over.sum())
     onto, scale = ONTO[type(codec)], codec.suffixes[1]
     made, over = onto(codec, weight, parts)
     count = int(over.sum())
