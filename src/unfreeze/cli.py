@@ -16,6 +16,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from unfreeze.config.synonyms import command_hint
@@ -118,7 +119,9 @@ def speak_here() -> None:
 
 def process() -> int:
     """Which of torchrun's processes this is; 0 without torchrun."""
-    return started().rank
+    with suppress(ConfigError):  # said where a run starts; --help answers
+        return started().rank
+    return 0
 
 
 def _dispatch(name: str, arguments: list[str], common: Common) -> int:

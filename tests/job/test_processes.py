@@ -80,6 +80,24 @@ def test_what_torchrun_says(monkeypatch):
     assert started() == Started(rank=3, size=4, local=1, on_node=2, node=1, nodes=2)
 
 
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE is 'abc', which is no number"),
+        ({"WORLD_SIZE": "2", "RANK": "5"}, "RANK is 5, and WORLD_SIZE 2: there is no such process"),
+    ],
+)
+def test_what_torchrun_never_says_is_one_line(variables, words, tmp_path, monkeypatch, capsys):
+    """A RANK that is not there would wait for the others; and --help answers whatever is set."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(f"sft --model no/where --data d.jsonl --out {tmp_path / 'run'}".split()) == 2
+    said = capsys.readouterr().err
+    assert words in said and "Traceback" not in said
+    with pytest.raises(SystemExit, match="^0$"):
+        cli.main(["sft", "--help"])
+
+
 def test_the_spike_guard_of_every_process_has_the_steps_before_that_only_process_0_wrote(
     tmp_path, monkeypatch
 ):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from unfreeze.core.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Started:
@@ -22,17 +24,27 @@ def started() -> Started:
     """As torchrun started this process: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK.
 
     Without a WORLD_SIZE above 1: alone, whatever else is set. Where LOCAL_WORLD_SIZE is not set: one node.
+    Raises ConfigError where one of them is no number, or there is no such process.
     """
 
     def number(name: str, otherwise: int) -> int:
-        return int(os.environ.get(name) or otherwise)
+        said = os.environ.get(name) or str(otherwise)
+        if not (said.isascii() and said.isdigit()):
+            raise _not_torchruns(f"{name} is {said!r:.40}, which is no number of processes")
+        return int(said)
 
     rank, size = number("RANK", 0), number("WORLD_SIZE", 1)
     if size <= 1:
         return Started()
+    if rank >= size:
+        raise _not_torchruns(f"RANK is {rank}, and WORLD_SIZE {size}: there is no such process")
     on_node = number("LOCAL_WORLD_SIZE", size)
     node, nodes = number("GROUP_RANK", rank // on_node), number("GROUP_WORLD_SIZE", -(-size // on_node))
     return Started(rank, size, number("LOCAL_RANK", rank % on_node), on_node, node, nodes)
+
+
+def _not_torchruns(words: str) -> ConfigError:
+    return ConfigError(words, next="unset WORLD_SIZE and RANK, or start the processes by torchrun")
 
 
 def nearest_multiples(count: int, processes: int) -> list[int]:
