@@ -10,7 +10,6 @@ import json
 import shutil
 from pathlib import Path
 
-from unfreeze.checkpoint.save import write_file
 from unfreeze.core.errors import CheckpointError
 from unfreeze.untrusted.json_object import read_object
 
@@ -24,12 +23,16 @@ def is_noted(run: Path, folder: Path) -> bool:
 
 def note(run: Path, folder: Path, step: int) -> None:
     """The folder is written, and is of this step."""
+    from unfreeze.checkpoint.save import write_file
+
     there = read_object(run / FILE, CheckpointError) if (run / FILE).is_file() else {}
     write_file(run / FILE, json.dumps({**there, folder.name: step}) + "\n")
 
 
 def forget(run: Path) -> None:
     """The run trains on: what is there will not be of its last step."""
+    from unfreeze.checkpoint.save import write_file
+
     write_file(run / FILE, "{}\n")
 
 
