@@ -94,7 +94,7 @@ def test_what_torchrun_never_says_is_one_line(variables, words, tmp_path, monkey
     assert cli.main(f"sft --model no/where --data d.jsonl --out {tmp_path / 'run'}".split()) == 2
     said = capsys.readouterr().err
     assert words in said and "Traceback" not in said
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         cli.main(["sft", "--help"])
 
 
