@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import UserError
 from unfreeze.kernels.attention import Layout
+from unfreeze.models.blocks.boundary import ON_DEVICE, Boundary
 from unfreeze.models.blocks.embedding import Embedding
 from unfreeze.models.blocks.linear import Linear, PackedHolder
 from unfreeze.models.blocks.moe import MoE
@@ -44,6 +45,7 @@ class Decoder(nn.Module):
 
     hidden(batch) -> [T, D]; logits(hidden) -> [T, V] fp32; prefill and step with a Cache for generation.
     `residency` is told each layer before it is computed; parallel/residency.py sets another one.
+    `boundary` keeps the inputs of layers that are recomputed; parallel/boundary.py is another one.
     """
 
     sharded = False  # whether its weights are divided among processes (parallel/fsdp.py)
@@ -52,6 +54,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.shape, self.model, self.lm_head = shape, body, lm_head
         self.residency: Residency = RESIDENT
+        self.boundary: Boundary = ON_DEVICE
 
     @property
     def layers(self) -> list[Layer]:
@@ -119,7 +122,9 @@ class Decoder(nn.Module):
     def packed_pass(self, batch: Batch) -> PackedPass:
         """What every layer needs to know of a batch: rotary tables, and where documents begin."""
         (cos_Tr, sin_Tr), named = self.shape.tables(batch.positions_T, self._lengths(batch))
-        run = PackedPass(cos_Tr, sin_Tr, self._layout(batch), named=named, residency=self.residency)
+        run = PackedPass(
+            cos_Tr, sin_Tr, self._layout(batch), named=named, residency=self.residency, boundary=self.boundary
+        )
 
         # whole documents in chunks of at most `limit` tokens, which bound a layer's activations
         def chunk(rows: slice, starts: list[int]) -> tuple[slice, PackedPass]:

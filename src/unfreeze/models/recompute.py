@@ -30,7 +30,8 @@ Recompute = Literal["layers", "selective", "elementwise", "nothing"]
 class RecomputePolicy(Protocol):
     """y = layer(x), x and y [T, D]: how a layer is run, and so what of it lives until backward.
 
-    It tells run.residency the layer before it computes it, in forward and in backward.
+    It tells run.residency the layer before it computes it, in forward and in backward. The layer's input, if
+    it keeps that, it gives to run.boundary.
     """
 
     def __call__(self, layer: Layer, x_TD: Tensor, run: PackedPass, /) -> Tensor: ...
@@ -95,15 +96,29 @@ def _recomputed(layer: Layer, x_TD: Tensor, run: PackedPass, **what: bool) -> Te
         run.residency.visit(layer)
         return _chunk_by_chunk(layer, x_TD, [(rows, chunk, Saved()) for rows, chunk in _chunks(layer, run)])
     # with a frozen embedding the first layer's input has no gradient; autograd would never come back to it
-    return _Recompute.apply(x_TD if x_TD.requires_grad else x_TD.detach().requires_grad_(), layer, run, what)
+    if not x_TD.requires_grad:
+        x_TD = _Reached.apply(x_TD, x_TD.new_zeros((), requires_grad=True))
+    return _Recompute.apply(x_TD, layer, run, what)
+
+
+class _Reached(torch.autograd.Function):
+    """y = x, which autograd comes back to. It would hold a leaf, and the leaf's gradient, longer."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, leaf: Tensor) -> Tensor:
+        return x_TD.view_as(x_TD)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[None, None]:
+        return None, None
 
 
 class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, layer: Layer, run: PackedPass, what: dict[str, bool]) -> Tensor:
-        ctx.layer, ctx.residency = layer, run.residency
+        ctx.layer, ctx.residency, ctx.keeper = layer, run.residency, run.boundary
         ctx.visits = [(rows, chunk, Saved(**what, unread=True)) for rows, chunk in _chunks(layer, run)]
-        ctx.save_for_backward(x_TD)
+        run.boundary.keep(ctx, layer, x_TD)
         run.residency.visit(layer)
         with torch.no_grad():
             return _chunk_by_chunk(layer, x_TD, ctx.visits)
@@ -111,7 +126,7 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, None, None, None]:
         ctx.residency.visit(ctx.layer)
-        x_TD = ctx.saved_tensors[0].detach()
+        x_TD = ctx.keeper.give(ctx)
         dx_TD = None if len(ctx.visits) == 1 else torch.empty_like(x_TD)
         for rows, run, saved in reversed(ctx.visits):  # the second visit empties `saved`
             x_CD, saved.second = x_TD[rows].requires_grad_(), True

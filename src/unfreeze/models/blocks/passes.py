@@ -23,6 +23,7 @@ from torch import Tensor
 from unfreeze.core.errors import UserError
 from unfreeze.kernels.attention import CAUSAL, Layout, Mask, packed_attention
 from unfreeze.kernels.recompute import Reuse
+from unfreeze.models.blocks.boundary import ON_DEVICE, Boundary
 from unfreeze.models.blocks.residency import RESIDENT, Residency
 from unfreeze.models.blocks.saved import Saved, Skip
 
@@ -102,6 +103,7 @@ class PackedPass:
     chunks     the same pass cut into whole documents: (tokens, pass over them)
     named      further rotary tables, where layers differ: name -> (cos, sin)
     residency  is told each layer before it is computed
+    boundary   keeps the input of a layer that is recomputed
     """
 
     cos_Tr: Tensor
@@ -111,6 +113,7 @@ class PackedPass:
     chunks: tuple[tuple[slice, PackedPass], ...] = ()
     named: Mapping[str, Tables] = field(default_factory=dict)
     residency: Residency = RESIDENT
+    boundary: Boundary = ON_DEVICE
     latent: ClassVar[LatentForm] = "expanded"
 
     @contextmanager

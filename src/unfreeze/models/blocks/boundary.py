@@ -1,0 +1,36 @@
+"""Boundary activations: the input [T, D] of a layer, all that a recomputed layer keeps until its backward.
+
+A pass carries a `Boundary`, which keeps them. By default they stay on the device; parallel/boundary.py has
+one that keeps them in host memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+
+class Boundary(Protocol):
+    """Keeps a layer's input from forward to backward. ctx is the layer's autograd context."""
+
+    def keep(self, ctx: Any, layer: nn.Module, x_TD: Tensor, /) -> None:
+        """In forward, before the layer is computed."""
+        ...
+
+    def give(self, ctx: Any, /) -> Tensor:
+        """x [T, D] on the device, without a graph, in backward, before the layer is computed again."""
+        ...
+
+
+class OnDevice:
+    """Autograd keeps the tensor as it is."""
+
+    def keep(self, ctx: Any, layer: nn.Module, x_TD: Tensor) -> None:
+        ctx.save_for_backward(x_TD)
+
+    def give(self, ctx: Any) -> Tensor:
+        return ctx.saved_tensors[0].detach()
+
+
+ON_DEVICE = OnDevice()
