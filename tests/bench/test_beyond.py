@@ -61,5 +61,5 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path, mon
 def test_the_model_is_as_large_as_asked():
     made = beyond.model_of(12, {})
     layers = made["num_hidden_layers"] - 1
-    each = 20 * 3 * 2048 * 4096 * (4 + 16 / 32) / 8
+    each = 10 * 3 * 2048 * 8192 * (4 + 16 / 32) / 8
     assert (layers - 1) * each < 12e9 <= layers * each and layers >= 24

@@ -2,7 +2,7 @@
 
 `unfreeze bench beyond --gigabytes 12 --tokens 2048`, about 10 minutes, one of them to write the checkpoint.
 
-A Kimi-format model with INT4 experts: hidden 2048, 20 experts of width 4096 in each layer of 0.28 GB, one
+A Kimi-format model with INT4 experts: hidden 2048, 10 experts of width 8192 in each layer of 0.28 GB, one
 expert a token, no shared expert, and as many layers as make up the gigabytes. Codes are random bits, scales
 give weights of a trained model's spread. LoRA rank 4 on every linear layer, bf16, documents of 512 tokens,
 everything recomputed. Each side is a process of its own; its peak is its whole resident memory, from its
@@ -38,9 +38,9 @@ LENGTH = 512
 LORA: dict[str, Any] = {"rank": 4, "alpha": 8.0, "targets": ("all-linear",)}
 SIZES = {
     "hidden_size": 2048,
-    "n_routed_experts": 20,
+    "n_routed_experts": 10,
     "num_experts_per_tok": 1,
-    "moe_intermediate_size": 4096,
+    "moe_intermediate_size": 8192,
     "n_shared_experts": 0,
     "intermediate_size": 4096,
     "num_attention_heads": 8,

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unfreeze.core.batch import Batch
+from unfreeze.core.rows import here
 from unfreeze.models import Decoder
 from unfreeze.models.recompute import RecomputePolicy
 from unfreeze.parallel.collectives import ALONE, Group
@@ -242,7 +243,8 @@ def _cause(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> str
 
     Its weights, a zero row under a norm, or an overflow.
     """
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+    for name, whole in [*module.named_parameters(), *module.named_buffers()]:
+        tensor = here(whole)  # to gather a weight that is divided takes all processes
         if _bad(tensor):
             return (
                 f"{int((~tensor.isfinite()).sum()):,} of {tensor.numel():,} values of its {name} are not"
