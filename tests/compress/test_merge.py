@@ -3,7 +3,6 @@ elsewhere; a merge that was stopped goes on; memory stays below two shards."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -422,41 +421,6 @@ def test_a_merged_folder_talks(bases, adapter, merging, tmp_path):
     assert isinstance(
         unfreeze.load(tmp_path / "out").chat("What is the capital of France?", max_new_tokens=4), str
     )
-
-
-def packers():
-    """tests/models/packers.py: packs what the code under test only reads."""
-    spec = importlib.util.spec_from_file_location(
-        "packers", Path(__file__).parents[1] / "models" / "packers.py"
-    )
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_a_format_that_is_only_read_is_refused_under_same_and_merges_to_bf16(
-    bases, adapter, merging, tmp_path, capsys
-):
-    folder, per_expert = adapter("llama")
-    packed, dense = {}, {}
-    for name, tensor in tensors_of(bases["llama"]).items():
-        dense[name] = packed[name] = tensor
-        if name.endswith("_proj.weight"):
-            parts, weight = packers().bits4(tensor.float(), "nf4", 64, torch.bfloat16, double=True)
-            del packed[name]
-            packed |= {name.removesuffix("weight") + part: value for part, value in parts.items()}
-            dense[name] = weight
-    table = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-    table["bnb_4bit_use_double_quant"] = True
-    config = json.loads((bases["llama"] / "config.json").read_text())
-    nf4 = merging.sharded(tmp_path / "nf4", packed, config | {"quantization_config": table})
-    with pytest.raises(ConfigError, match="4 bits are read, not written") as refused:
-        merging.run(nf4, folder, tmp_path / "out")
-    assert refused.value.next == "--to bf16, or --to int4" and not (tmp_path / "out").exists()
-    merging.run(nf4, folder, tmp_path / "out", "bf16")
-    before = merging.sharded(tmp_path / "dense", dense, config)
-    assert beyond(before, tmp_path / "out", deltas(per_expert)) == []
 
 
 def test_a_language_model_inside_another_keeps_its_prefix(bases, adapter, merging, tmp_path):

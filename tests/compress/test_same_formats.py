@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from unfreeze.checkpoint import open_checkpoint
+from unfreeze.core.errors import ConfigError
 from unfreeze.data import Example, pack
 from unfreeze.generate.open import open_model
 from unfreeze.quant.grids import Gridded
@@ -31,6 +32,17 @@ FORMATS = {
         partial(packers.gptq, bits=4, group=32, act_order=True, minus_one=True),
     ),
 }
+BITS4 = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+NF4 = BITS4 | {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+BITSANDBYTES = {
+    "nf4 double": (
+        "moe",
+        NF4,
+        partial(packers.bits4, kind="nf4", block=64, dtype=torch.bfloat16, double=True),
+    ),
+    "fp4": ("llama", BITS4, partial(packers.bits4, kind="fp4", block=64, dtype=torch.bfloat16, double=False)),
+    "int8": ("llama", {"quant_method": "bitsandbytes", "load_in_8bit": True}, packers.int8),
+}
 IDS = [5, 6, 7, 8, 9, 10, 30, 41, 77]
 
 
@@ -44,10 +56,10 @@ def logits(folder: Path) -> torch.Tensor:
         return model.logits(model.hidden(pack([Example(IDS, [0.0] + [1.0] * (len(IDS) - 1))])))
 
 
-@pytest.fixture(params=FORMATS)
-def release(request, bases, merging, tmp_path):
-    """-> (folder of the packed base, its codec, an adapter)."""
-    name, table, packer = FORMATS[request.param]
+@pytest.fixture(params=[*FORMATS, *BITSANDBYTES])
+def packed_base(request, bases, merging, tmp_path):
+    """-> (name, folder of the packed base, its codec, an adapter)."""
+    name, table, packer = (FORMATS | BITSANDBYTES)[request.param]
     packed = {}
     for key, tensor in tensors_of(bases[name]).items():
         parts = packer(tensor.float())[0] if key.endswith("_proj.weight") else {"weight": tensor}
@@ -56,12 +68,13 @@ def release(request, bases, merging, tmp_path):
     base = merging.sharded(tmp_path / "base", packed, config | {"quantization_config": table})
     codec = open_checkpoint(base).scheme().codecs[0]
     # rank 4 of some 2 % of the weight: several steps of 4 bits
-    return base, codec, merging.adapter_for(base, tmp_path / "adapter", size=0.1)
+    return request.param, base, codec, merging.adapter_for(base, tmp_path / "adapter", size=0.1)
 
 
+@pytest.mark.parametrize("packed_base", FORMATS, indirect=True)
 @pytest.mark.parametrize("scales", ["refit", "keep"])
-def test_a_base_is_merged_into_the_format_it_came_in(release, scales, merging, tmp_path):
-    base, codec, adapter = release
+def test_a_base_is_merged_into_the_format_it_came_in(packed_base, scales, merging, tmp_path):
+    _, base, codec, adapter = packed_base
     assert isinstance(codec, Gridded)
     record = merging.run(base, adapter, tmp_path / "out", "same", scales)
     merging.run(base, adapter, tmp_path / "bf16", "bf16")
@@ -90,3 +103,27 @@ def test_a_base_is_merged_into_the_format_it_came_in(release, scales, merging, t
     # the logits move towards the bf16 merge's: rounding is what remains
     found, exact, without = (logits(folder) for folder in (tmp_path / "out", tmp_path / "bf16", base))
     assert (found - exact).norm() < 0.6 * (without - exact).norm()
+
+
+@pytest.mark.parametrize("packed_base", BITSANDBYTES, indirect=True)
+def test_a_bitsandbytes_base_is_merged_with_its_texts_and_maps(packed_base, merging, tmp_path):
+    """Texts, maps and the offset stay, byte for byte; codes and absmax are new."""
+    name, base, _, adapter = packed_base
+    record = merging.run(base, adapter, tmp_path / "out")
+    merging.run(base, adapter, tmp_path / "bf16", "bf16")
+    before, made = tensors_of(base), tensors_of(tmp_path / "out")
+    facts = [{part: (t.dtype, t.shape) for part, t in tensors.items()} for tensors in (before, made)]
+    assert facts[0] == facts[1]
+    still = [part for part in made if part.endswith(("quant_map", "weight_format")) or "quant_state" in part]
+    assert still and all(torch.equal(made[part], before[part]) for part in still)
+    packed = [part for part in made if part.endswith(("SCB", "weight.absmax"))]
+    assert packed and not any(torch.equal(made[part], before[part]) for part in packed)
+    assert len(record.rows) == len(packed)
+    rows = [row.ways["refit"] for row in record.rows]
+    assert all(("keep" in row.ways) == (name == "int8") for row in record.rows)
+    assert sum(row.kept for row in rows) / len(rows) > 0.9
+    found, exact, without = (logits(folder) for folder in (tmp_path / "out", tmp_path / "bf16", base))
+    assert (found - exact).norm() < (0.05 if name == "int8" else 0.7) * (without - exact).norm()
+    if name != "int8":
+        with pytest.raises(ConfigError, match="scales = keep is not built for bitsandbytes"):
+            merging.run(base, adapter, tmp_path / "kept", "same", "keep")

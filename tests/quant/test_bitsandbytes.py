@@ -163,13 +163,6 @@ def test_a_text_that_is_none_is_refused():
         Bits4().parse(json.dumps(STATE).encode(), "q_proj", 24, 64)
 
 
-def test_they_are_read_and_not_written():
-    for codec, bits in ((Bits4(), "4"), (Bits8(), "8")):
-        with pytest.raises(ConfigError, match=f"{bits} bits are read, not written") as error:
-            codec.quantize(torch.zeros(8, 128))
-        assert "bf16" in error.value.next
-
-
 def test_memory_is_half_a_byte_and_what_the_blocks_take():
     n, maps = 4096 * 4096, 4 * 16 + 4
     assert Bits4(double=False).nbytes(4096, 4096) == n // 2 + 4 * n // 64 + maps

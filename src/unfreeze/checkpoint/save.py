@@ -121,8 +121,8 @@ def disk_tensors(
                 continue
             if isinstance(codec, Texted):
                 raise CheckpointError(
-                    f"{base} is in {codec.name}, which is read, not written",
-                    next="write bf16 or int4 instead",
+                    f"{base} is in {codec.name}, whose texts are not kept: only a merge writes it",
+                    next="write bf16 or int4 instead, or merge an adapter with --to same",
                 )
             shapes = held.setdefault(base, {})
             shapes[suffix] = tuple(part.shape)

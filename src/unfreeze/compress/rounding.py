@@ -89,7 +89,7 @@ def write_weight(
             way = scales
             if change is not None:
                 parts, measured = _requantized(weight.codec, W, change, parts, scales)
-            made = [(weight.parts[suffix].name, part) for suffix, part in parts.items()]
+            made = [(weight.parts[suffix].name, parts[suffix]) for suffix in _made(weight.codec)]
         else:
             made, value, way = _rounded(weight, W if change is None else W + change, work, expert)
             if change is not None:
@@ -102,9 +102,15 @@ def write_weight(
             rows.append(Row(module, weight.group, _norm(W), _norm(change), way, measured))
     if weight.in_place and weight.codec is not None:  # what stands beside the codes, such as their shape
         for suffix, info in weight.parts.items():
-            if suffix not in kept_suffixes(weight.codec) and info.name in wanted:
+            if suffix not in _made(weight.codec) and info.name in wanted:
                 shard.copy(info.name, info)
     return rows
+
+
+def _made(codec: Codec) -> tuple[str, ...]:
+    """The parts that are made anew: a text beside them stays true (quant/bitsandbytes.py: refit)."""
+    text = codec.text if isinstance(codec, Texted) else None
+    return tuple(suffix for suffix in kept_suffixes(codec) if suffix != text)
 
 
 def _read(weight: Weight, work: Work, expert: int) -> tuple[Tensor, dict[str, Tensor]]:

@@ -29,8 +29,18 @@ from math import isfinite
 from typing import TYPE_CHECKING
 
 from unfreeze.core.errors import CheckpointError, ConfigError
-from unfreeze.quant.codec import Codec, Format, Part, Table, Unreadable, parts_nbytes, refuse_other_values
+from unfreeze.quant.codec import (
+    Codec,
+    Format,
+    Part,
+    Table,
+    Unreadable,
+    finite,
+    parts_nbytes,
+    refuse_other_values,
+)
 from unfreeze.quant.grids import AT_ONCE, each
+from unfreeze.quant.nf4 import in_blocks, numbers4, numbers8
 from unfreeze.untrusted.json_object import parse_object
 
 if TYPE_CHECKING:
@@ -199,11 +209,42 @@ class Bits4:
         return _by_block(numbers, parts["weight_nested_absmax"], self.block2) + parts[self.text]
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
-        """Raises ConfigError: this format is read, not written."""
-        raise ConfigError(
-            "bitsandbytes' 4 bits are read, not written: its library makes them as it loads a bf16 model",
-            next="write bf16 and load it with load_in_4bit, or write int4: unfreeze merge RUN --to bf16",
-        )
+        """The nearest codes by each block's largest weight, as bitsandbytes' quantize_4bit makes them.
+
+        Raises CheckpointError on a weight that is not finite, ConfigError where the format cannot hold it.
+        """
+        import torch
+
+        self.parts(*weight.shape[-2:])
+        if weight.dim() == 2:
+            return self._made(weight, numbers4(self.kind), numbers8(), None)
+        matrices = [self.quantize(matrix) for matrix in weight]
+        return {suffix: torch.stack([parts[suffix] for parts in matrices]) for suffix in matrices[0]}
+
+    def refit(self, weight: Tensor, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`quantize` of one matrix with the maps and the offset of `stored`: its text stays true."""
+        numbers2 = stored.get("weight_nested_quant_map", stored["weight_quant_map"])
+        return self._made(weight, stored["weight_quant_map"], numbers2, stored[self.text])
+
+    def _made(
+        self, weight: Tensor, numbers: Tensor, numbers2: Tensor, offset: Tensor | None
+    ) -> dict[str, Tensor]:
+        import torch
+
+        finite(weight)
+        codes, absmax = in_blocks(weight.detach().float().flatten(), self.block, numbers)
+        double: dict[str, Tensor] = {}
+        if self.double:
+            offset = absmax.mean().view(1) if offset is None else offset
+            absmax, absmax2 = in_blocks(absmax - offset, self.block2, numbers2)
+            double = {"weight_nested_absmax": absmax2, "weight_nested_quant_map": numbers2}
+        return {
+            "weight": (codes[0::2] << 4 | codes[1::2]).view(len(weight), -1),
+            "weight_absmax": absmax,
+            "weight_quant_map": numbers,
+            **double,
+            self.text: torch.zeros(1) if offset is None else offset,
+        }
 
 
 def _by_block(numbers: Tensor, scales: Tensor, block: int) -> Tensor:
@@ -271,11 +312,17 @@ class Bits8:
         return weight
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
-        """Raises ConfigError: this format is read, not written."""
-        raise ConfigError(
-            "bitsandbytes' 8 bits are read, not written: its library makes them as it loads a bf16 model",
-            next="write bf16 and load it with load_in_8bit: unfreeze merge RUN --to bf16",
-        )
+        """SCB = the largest |w| of a row, code = round(127 w / SCB), as bitsandbytes' int8_vectorwise_quant.
+
+        Raises CheckpointError on a weight that is not finite.
+        """
+        import torch
+
+        finite(weight)
+        largest = weight.detach().float().abs().amax(-1)
+        per_step = 127 / largest.masked_fill(largest == 0, 1.0)
+        codes = (weight.detach().float() * per_step.unsqueeze(-1)).round().to(torch.int8)
+        return {"weight": codes, "SCB": largest}
 
 
 ONLY: dict[str, tuple[object, str]] = {

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from unfreeze.quant.bitsandbytes import Bits4, Bits8
 from unfreeze.quant.codec import Codec
 from unfreeze.quant.fp8 import MAX_CODE, Fp8
 from unfreeze.quant.fp8_scaled import Fp8Scaled
@@ -58,6 +59,8 @@ def refitted(codec: Codec, weight: Tensor, stored: Parts | None = None) -> dict[
     if isinstance(codec, Gridded):  # columns stay in the base's groups
         grid = codec.grid(stored).made_for(weight)
         return codec.written(grid.codes(weight)[0], grid)
+    if isinstance(codec, Bits4):
+        return codec.refit(weight, stored)
     dtype = stored[codec.suffixes[1]].dtype
     half = dtype in (torch.bfloat16, torch.float16) and not can_keep(codec)
     fresh = codec.quantize(weight.to(dtype) if half else weight)
@@ -191,6 +194,17 @@ def _integers(codec: Integers, weight: Tensor, parts: Parts) -> tuple[dict[str, 
     return {codec.codes: pack(codes, codec.bits) if codec.packed else codes, "weight_scale": scale}, over
 
 
+def _bits8(codec: Bits8, weight: Tensor, parts: Parts) -> tuple[dict[str, Tensor], Tensor]:
+    """SCB is the largest of a row, 127 steps."""
+    import torch
+
+    scale = parts["SCB"]
+    steps = weight.float() * (127 / _nonzero(scale)).unsqueeze(-1)
+    over = (steps.amax(-1) > 127.5) | (steps.amin(-1) < -128.5)
+    over |= (scale == 0) & weight.ne(0).any(-1)
+    return {"weight": steps.round().clamp(-128, 127).to(torch.int8), "SCB": scale}, over
+
+
 def _nonzero(scale: Tensor) -> Tensor:
     """float32, with 1 for a scale of 0."""
     import torch
@@ -207,5 +221,6 @@ ONTO: dict[type, Callable[[Any, Tensor, Parts], tuple[dict[str, Tensor], Tensor]
     Mxfp8: _mxfp8,
     Nvfp4: _nvfp4,
     Integers: _integers,
+    Bits8: _bits8,
 }
 """(codec, W, parts whose scales are taken) -> (parts, which scales could not hold W)."""
