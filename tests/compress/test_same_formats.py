@@ -102,7 +102,7 @@ def test_a_base_is_merged_into_the_format_it_came_in(packed_base, scales, mergin
     assert sum(row.kept for row in rows) / len(rows) > 0.9
     # the logits move towards the bf16 merge's: rounding is what remains
     found, exact, without = (logits(folder) for folder in (tmp_path / "out", tmp_path / "bf16", base))
-    assert (found - exact).norm() < 0.6 * (without - exact).norm()
+    assert (found - exact).norm() < 0.3 * (without - exact).norm()
 
 
 @pytest.mark.parametrize("packed_base", BITSANDBYTES, indirect=True)
@@ -123,7 +123,7 @@ def test_a_bitsandbytes_base_is_merged_with_its_texts_and_maps(packed_base, merg
     assert all(("keep" in row.ways) == (name == "int8") for row in record.rows)
     assert sum(row.kept for row in rows) / len(rows) > 0.9
     found, exact, without = (logits(folder) for folder in (tmp_path / "out", tmp_path / "bf16", base))
-    assert (found - exact).norm() < (0.05 if name == "int8" else 0.7) * (without - exact).norm()
+    assert (found - exact).norm() < (0.05 if name == "int8" else 0.3) * (without - exact).norm()
     if name != "int8":
         with pytest.raises(ConfigError, match="scales = keep is not built for bitsandbytes"):
             merging.run(base, adapter, tmp_path / "kept", "same", "keep")

@@ -255,31 +255,12 @@ def _experts(
 
 
 def packed(codec: Codec, weight: Tensor) -> Packed:
-    """A stack [E, N, M] in that format; random parts where it is read only."""
-    import torch
-
-    from unfreeze.checkpoint.tensors import TORCH_DTYPE
-    from unfreeze.core.errors import ConfigError
+    """A stack [E, N, M] in that format."""
     from unfreeze.quant.codec import Packed
     from unfreeze.quant.halves import stacked
 
-    experts, rows, columns = weight.shape
-    codec = stacked(codec, rows, columns)
-    try:
-        return Packed(codec, codec.quantize(weight.bfloat16().float()))
-    except ConfigError:  # it says that it is not written
-        generator = torch.Generator().manual_seed(0)
-    parts = {}
-    for suffix, (name, shape) in codec.parts(rows, columns).items():
-        dtype, size = TORCH_DTYPE[name], (experts, *shape)
-        if suffix.endswith("g_idx"):
-            parts[suffix] = (torch.arange(shape[0]) // 128).to(dtype).expand(size).contiguous()
-        elif dtype.is_floating_point:
-            parts[suffix] = (torch.rand(size, generator=generator) * 0.01).to(dtype)
-        else:
-            limits = torch.iinfo(dtype)
-            parts[suffix] = torch.randint(limits.min, limits.max, size, dtype=dtype, generator=generator)
-    return Packed(codec, parts)
+    codec = stacked(codec, *weight.shape[1:])
+    return Packed(codec, codec.quantize(weight.bfloat16().float()))
 
 
 def _ratio(ones: list[float], others: list[float]) -> float:
