@@ -279,6 +279,7 @@ TESTED_BY = {
     "data/encoding.py": "data/test_workers.py",
     "data/rows/row.py": "data/packing/test_split.py",
     "data/stores.py": "data/test_examples.py",
+    "job/places.py": "job/test_split.py",
     "job/proposal.py": "commands/test_init.py",
     "data/rows/fields.py": "data/rows/test_files.py",
     "data/rows/messages.py": "data/rows/test_files.py",

@@ -6,12 +6,15 @@ import shutil
 from dataclasses import replace
 
 import pytest
+import torch
 
 from unfreeze import cli, models
 from unfreeze.adapters import LoraConfig
 from unfreeze.checkpoint import open_checkpoint
 from unfreeze.commands.demo import TINY_K2
-from unfreeze.parallel.machine import Hardware
+from unfreeze.job import places
+from unfreeze.parallel import plan as parallel_plan
+from unfreeze.parallel.machine import Hardware, hardware
 from unfreeze.parallel.plan import USABLE, plan_training
 from unfreeze.report.run import facts, read_run
 from unfreeze.tracking import scalars
@@ -70,6 +73,22 @@ def test_the_same_run_to_the_bit(resident, chat_rows, tmp_path):
     assert not of(events, "sample")
     (said,) = [e["message"] for e in of(events, "warning") if "samples" in e["message"]]
     assert "an answer of 64 tokens 40.5 MiB; the held-out loss is measured instead" in said
+
+
+def test_a_run_whose_boundary_activations_are_copied_to_host_memory(
+    resident, chat_rows, tmp_path, monkeypatch
+):
+    """Where a GPU would do so; here it is a plain copy."""
+    dtype, folder, wanted = resident
+    monkeypatch.setattr(places, "possible_boundaries", lambda *given: ["host"])
+    here = hardware(torch.device("cpu"))
+    monkeypatch.setattr(parallel_plan, "hardware", lambda place: replace(here, host=2**34))
+    out = tmp_path / "run"
+    code, events = sft(chat_rows, out, "--dtype", dtype, "--validation-fraction", 0.3, "--samples", 0)
+    (plan,) = of(events, "plan")
+    assert code == 0 and plan["boundary"] == "host" and plan["recompute"] != "nothing"
+    assert any("the inputs of 3 layers lie in host memory until backward" in line for line in plan["lines"])
+    assert numbers(events) == numbers(wanted) and adapter(out) == adapter(folder)
 
 
 def test_a_run_goes_on_from_another_place_with_the_same_bits(resident, chat_rows, tmp_path):

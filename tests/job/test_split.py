@@ -20,7 +20,7 @@ from unfreeze.adapters.files import read_files
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.config.sft import Config
 from unfreeze.core.errors import ConfigError
-from unfreeze.job.plan import Where, possible_places, possible_rests, possible_splits
+from unfreeze.job.places import Where, possible_boundaries, possible_places, possible_rests, possible_splits
 from unfreeze.job.residency import refuse_samples
 
 MIXTURE, DENSE = SimpleNamespace(num_experts=6), SimpleNamespace(num_experts=0)
@@ -46,7 +46,10 @@ def test_auto_tries_what_is_fastest_first_and_the_smallest_split_that_may_fit():
         return [Where(experts, split, rest) for rest in ("device", "peers") for split in splits]
 
     assert places(True, 4) == [*each("device", 1, 2, 4), *each("disk", 2, 4)]
-    assert places(False, 8) == [*each("device", 1, 2, 4), *each("host", 2, 4), *each("disk", 2, 4)]
+    gpu = [*each("device", 1, 2, 4), *each("host", 2, 4), *each("disk", 2, 4)]
+    assert places(False, 8, boundary="device") == gpu
+    assert places(False, 8)[:3] == [gpu[0], gpu[0]._replace(boundary="host"), gpu[1]]
+    assert len(places(False, 8)) == 2 * len(gpu)
     assert places(True, 4, split=2) == [*each("device", 2), *each("disk", 2)]
     assert places(True, 4, experts="disk", split=1, rest="device") == [Where("disk")]
     assert places(True, 2, experts="device", split=1, rest="peers") == [Where("device", 1, "peers")]
@@ -71,6 +74,24 @@ def test_a_rest_that_cannot_lie_with_peers_is_one_line(trained, start, processes
         possible_rests(config(rest="peers"), trained, start, processes)  # type: ignore[arg-type]
     assert caught.value.next.startswith(remedy)
     assert possible_rests(config(), trained, start, processes) == ["device"]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("device", "trained", "recompute", "said", "remedy"),
+    [
+        ("cpu", LORA, "auto", "the device is a CPU", "--place.boundary auto"),
+        ("cuda", ALL, "auto", "every weight trains", "--place.boundary auto"),
+        ("cuda", LORA, "nothing", "recompute is nothing", "--recompute layers"),
+    ],
+)
+def test_inputs_of_layers_that_cannot_leave_the_device_are_one_line(device, trained, recompute, said, remedy):
+    def possible(boundary: str) -> list[str]:
+        fields = {"model": "m", "data": ["d.jsonl"], "place": {"boundary": boundary}, "recompute": recompute}
+        return possible_boundaries(Config.model_validate(fields), trained, torch.device(device))
+
+    with pytest.raises(ConfigError, match=f"place.boundary is host, but .*{said}") as caught:
+        possible("host")
+    assert caught.value.next == remedy and possible("auto") == ["device"]
 
 
 def test_auto_stays_inside_a_host(monkeypatch: pytest.MonkeyPatch):

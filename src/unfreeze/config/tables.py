@@ -259,6 +259,14 @@ class Place(Frozen):
             " visited; auto: device where that fits. The numbers are the same, to the bit"
         ),
     )
+    boundary: Literal["auto", "device", "host"] = Field(
+        default="auto",
+        description=(
+            "with CUDA, where adapters train: the inputs of layers, which are kept until backward; host: in"
+            " host memory, two of them on the device at once; auto: device where that fits. The numbers are"
+            " the same, to the bit"
+        ),
+    )
 
 
 class Save(Frozen):

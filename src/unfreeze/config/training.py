@@ -89,6 +89,7 @@ CHANGES_NOTHING = {
     "place.split",
     "place.weights",
     "place.rest",
+    "place.boundary",
 }
 """Fields that do not change what is computed: a run may be resumed with other values of them."""
 
@@ -143,6 +144,7 @@ HELP = {
         "place.split",
         "place.weights",
         "place.rest",
+        "place.boundary",
     ),
     "Output": (
         "out",

@@ -136,7 +136,14 @@ class PlanEvent(CommonFields):
     rest: NotRequired[
         Annotated[AnyText, of("name", "peers where each process keeps a part of the other frozen weights")]
     ]
-    host: NotRequired[Annotated[Int, of("bytes", "of experts in host memory, where the device is a GPU")]]
+    boundary: NotRequired[
+        Annotated[AnyText, of("name", "host where the inputs of layers lie in host memory until backward")]
+    ]
+    host: NotRequired[
+        Annotated[
+            Int, of("bytes", "of experts and inputs of layers in host memory, where the device is a GPU")
+        ]
+    ]
     save_bytes: NotRequired[Annotated[Int, of("bytes", "of a save of the training state, on disk")]]
     start: NotRequired[Annotated[list[AnyText], of("sentences", "what a terminal says of it")]]
     export_note: NotRequired[Annotated[AnyText, of("sentence", "what vLLM would not apply of the adapters")]]

@@ -49,7 +49,7 @@ from unfreeze.job.plan import (
 )
 from unfreeze.job.processes import alone, refuse_uneven, start_of, together
 from unfreeze.job.receipts import receipt_of
-from unfreeze.job.residency import refuse_samples, transfers_of
+from unfreeze.job.residency import keep_boundary, refuse_samples, transfers_of
 from unfreeze.job.samples import Samples, own_prompts
 from unfreeze.job.streaming import Followed, saved_before
 from unfreeze.job.trained import Trained
@@ -350,6 +350,7 @@ def prepare(
         model, held = load_divided(start, config.memory.dtype, config.seed, device, folder, common, group)
     else:
         model = load(start, config.memory.dtype, config.seed, device, folder, common, mesh, plan.work)
+    keep_boundary(model, plan.work, device)
     parts.trained.attach(model)
 
     # the order of the data, from where the last save was; and how many steps that is

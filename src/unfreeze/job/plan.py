@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from unfreeze.config.tables import Memory, Save
 from unfreeze.config.training import TrainingConfig
@@ -19,6 +19,7 @@ from unfreeze.core.units import format_bytes, format_count, format_seconds
 from unfreeze.job.data import sequence_length
 from unfreeze.job.device import allocator_line
 from unfreeze.job.folder import write_json
+from unfreeze.job.places import SHARDED, Where, place_of, place_words, possible_places
 from unfreeze.job.trained import Trained
 from unfreeze.report.events import last, of_kind, read_events
 from unfreeze.report.run import decimal_bytes
@@ -75,6 +76,8 @@ def plan_of(
         among = ("elementwise", "selective")  # the others keep all layers, or none
     if began:
         among = SAME_BITS[SAME_BITS.index(began) :] if began in SAME_BITS else (cast(Any, began),)
+    if place.boundary == "host":  # where nothing is recomputed there are no inputs of layers to keep
+        among = [choice for choice in among if choice != "nothing"] or among
     return plan_training(
         shape,
         start,
@@ -96,138 +99,8 @@ def plan_of(
         weights="sharded" if place.experts == SHARDED else "device",
         split=place.split,
         rest=cast(Any, place.rest),
+        boundary=cast(Any, place.boundary),
     )
-
-
-PLACES = ("device", "host", "disk")
-SHARDED = "sharded"  # every weight trains, and is divided among the processes
-
-
-class Where(NamedTuple):
-    """Where weights lie.
-
-    experts  one of PLACES, or SHARDED
-    split    processes that share one set of experts
-    rest     of what a layer has besides: "device", or "peers", of which each keeps a part
-    """
-
-    experts: str
-    split: int = 1
-    rest: str = "device"
-
-
-def place_of(plan: Plan) -> Where:
-    """Where a plan's weights lie."""
-    work = plan.work
-    return Where(SHARDED if work.divided else work.experts, work.split, work.rest)
-
-
-def possible_places(
-    config: TrainingConfig,
-    trained: Trained,
-    start: Manifest,
-    shape: Shape,
-    device: torch.device,
-    processes: int = 1,
-) -> list[Where]:
-    """Where the experts' weights may lie, how many processes may share them, and whether peers may keep the
-    rest; where every weight trains, whether all may be divided. As asked, or with "auto" all that can be, in
-    the order of their speed.
-
-    Raises ConfigError where they are asked to stream, to be split, to be kept in parts or to be divided, and
-    cannot.
-    """
-    weights = possible_weights(config, trained, processes)
-    rests = possible_rests(config, trained, start, processes)
-    splits = possible_splits(config, trained, shape, processes)
-    shared = [split for split in splits if split > 1]
-    asked = config.place.experts
-    if not shape.num_experts:
-        fault = "this model has no routed experts"
-    elif trained.lora is None:
-        fault = "every weight trains, and what trains lies on the device"
-    elif not start.tensors:
-        fault = f"{start.path} has no weights that could be read"
-    else:
-        places = PLACES if asked == "auto" else (asked,)
-        places = [place for place in places if asked != "auto" or place != "host" or device.type == "cuda"]
-        # what streams does not fit into each process, so it is shared where that is possible
-        return [
-            Where(place, split, rest)
-            for place in places
-            for rest in rests
-            for split in (splits if place == "device" else shared or splits)
-        ]
-    if asked in ("host", "disk"):
-        raise ConfigError(f"place.experts is {asked}, but {fault}", next="--place.experts auto")
-    if trained.lora is None:
-        return [Where(SHARDED if held == "sharded" else "device") for held in weights]
-    return [Where("device", split, rest) for rest in rests for split in splits]
-
-
-def possible_rests(config: TrainingConfig, trained: Trained, start: Manifest, processes: int) -> list[str]:
-    """Where the frozen weights besides routed experts may lie: as asked, or with "auto" on each device, then
-    in parts on all.
-
-    Raises ConfigError where they are asked to be kept in parts and cannot.
-    """
-    asked = config.place.rest
-    if processes == 1:
-        fault, remedy = "there is one process: it has no peers", "torchrun --nproc-per-node 2, or "
-    elif trained.lora is None:
-        fault, remedy = "every weight trains", "--place.weights sharded, or "
-    elif not start.tensors:
-        fault, remedy = f"{start.path} has no weights that could be read", ""
-    else:
-        return ["device", "peers"] if asked == "auto" else [asked]
-    if asked == "peers":
-        raise ConfigError(f"place.rest is peers, but {fault}", next=f"{remedy}--place.rest auto")
-    return ["device"]
-
-
-def possible_weights(config: TrainingConfig, trained: Trained, processes: int) -> list[str]:
-    """How the weights may be held where every weight trains: as asked, or with "auto" whole, then divided.
-
-    Raises ConfigError where they are asked to be divided and cannot.
-    """
-    asked = config.place.weights
-    fault = ""
-    if trained.lora is not None:
-        fault = "adapters are trained, and only weights that train are divided"
-    elif processes == 1:
-        fault = "there is one process"
-    if not fault:
-        return ["device", "sharded"] if asked == "auto" else [asked]
-    if asked == "sharded":
-        raise ConfigError(
-            f"place.weights is sharded, but {fault}",
-            next="--place.weights auto" + (", or torchrun --nproc-per-node 2" if processes == 1 else ""),
-        )
-    return ["device"]
-
-
-def possible_splits(config: TrainingConfig, trained: Trained, shape: Shape, processes: int) -> list[int]:
-    """How many processes may share one set of experts: as asked, or with "auto" 1 and what divides those of a
-    host, so that rows of tokens stay inside it.
-
-    Raises ConfigError, before anything is planned or loaded, for a split that cannot be.
-    """
-    split = config.place.split
-    if split == "auto":
-        if trained.lora is None or not shape.num_experts:
-            return [1]
-        here = started().on_node if started().size > 1 else processes
-        return [n for n in range(1, min(here, shape.num_experts) + 1) if here % n == 0 and processes % n == 0]
-    if split > 1 and trained.lora is None:
-        raise ConfigError(
-            f"place.split is {split}, but every weight trains, and those are not split by experts",
-            next="--place.split 1, or --train adapters",
-        )
-    if split > 1:
-        from unfreeze.parallel.mesh import check_split
-
-        check_split(split, processes, shape.num_experts)
-    return [split]
 
 
 def _explained(made: Sequence[Plan]) -> Plan:
@@ -239,20 +112,13 @@ def _explained(made: Sequence[Plan]) -> Plan:
         whole = f"{format_bytes(made[0].total)} of {format_bytes(made[0].usable)}"
         return replace(chosen, why_weights=f"all in each would take {whole}")
     tried = "; ".join(
-        f"{_place_words(plan)} would take {format_bytes(plan.total)} of {format_bytes(plan.usable)}"
+        f"{place_words(plan)} would take {format_bytes(plan.total)} of {format_bytes(plan.usable)}"
         if plan.total > plan.usable
-        else f"{_place_words(plan)} would take {format_bytes(plan.host)} of host memory, of which"
+        else f"{place_words(plan)} would take {format_bytes(plan.host)} of host memory, of which"
         f" {format_bytes(plan.host_usable)} are usable"
         for plan in made[:-1]
     )
     return replace(chosen, why_experts=tried)
-
-
-def _place_words(plan: Plan) -> str:
-    """Of a plan that was tried: device; device, split over 4; device, the rest from peers."""
-    split = f", split over {plan.work.split}" if plan.work.split > 1 else ""
-    rest = ", the rest from peers" if plan.work.rest == "peers" else ""
-    return f"{plan.work.experts}{split}{rest}"
 
 
 def agreed_plan(

@@ -9,8 +9,10 @@ from unfreeze.core.units import format_bytes
 from unfreeze.job.samples import ANSWER, Prompt
 
 if TYPE_CHECKING:
+    import torch
+
     from unfreeze.models import Decoder
-    from unfreeze.parallel.plan import Plan
+    from unfreeze.parallel.plan import Plan, Work
     from unfreeze.parallel.residency import Streamed
     from unfreeze.train.fit import OnStep
     from unfreeze.train.run import Run
@@ -23,6 +25,15 @@ def transfers_of(model: Decoder) -> list[OnStep]:
     from unfreeze.parallel.residency import streams_of
 
     return [TransfersSaid(residency) for residency in streams_of(model.residency)]
+
+
+def keep_boundary(model: Decoder, work: Work, device: torch.device) -> None:
+    """The inputs of layers go to host memory until backward, where the plan says so."""
+    if work.boundary_leaves:
+        from unfreeze.parallel.boundary import InHost
+        from unfreeze.parallel.lanes import lane_of
+
+        model.boundary = InHost(model.layers, lane_of(device))
 
 
 class TransfersSaid:

@@ -21,6 +21,7 @@ from unfreeze.models.publish import published
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel.machine import Hardware
 from unfreeze.parallel.plan import (
+    USABLE,
     Work,
     measure,
     plan,
@@ -137,6 +138,28 @@ def test_experts_in_the_host_memory_of_a_gpu_are_another_memory(folder):
     assert made.host == experts and resident.host == 0 and made.fits
     assert resident.total - made.total == experts - experts // 3
     assert not plan(sizes, work, replace(gpu, host=experts)).fits  # 0.92 of it may be used
+
+
+def test_inputs_of_layers_in_the_host_memory_of_a_gpu(folder):
+    """Of 6 layers' inputs and the last output, the device has three tensors; five are in host memory."""
+    sizes = measure(
+        models.meta_model(models.shape(CONFIG), open_checkpoint(folder), torch.bfloat16), LoraConfig()
+    )
+    gpu = Hardware("cuda", "gpu", 2, 2**34, 2**34, host=2**30)
+    work, stream = Work(tokens=8192, longest=512, rank=1), 8192 * 256 * 2
+    made, host = plan(sizes, work, gpu), plan(sizes, replace(work, boundary="host"), gpu)
+    name = "boundary activations"
+    assert made.terms[name] == 7 * stream and host.terms[name] == 3 * stream
+    assert made.total - host.total == 4 * stream and (made.host, host.host) == (0, 5 * stream)
+    assert not plan(sizes, host.work, replace(gpu, host=host.host)).fits
+    # without recompute no input is kept alone
+    nothing = replace(work, recompute="nothing")
+    assert plan(sizes, replace(nothing, boundary="host"), gpu).terms == plan(sizes, nothing, gpu).terms
+    # proposed where it is enough
+    small = replace(gpu, available=math.ceil((made.total - stream) / USABLE))
+    assert "--place.boundary host" in dict(what_fits(plan(sizes, work, small)))
+    on_cpu = replace(small, kind="cpu")
+    assert "--place.boundary host" not in dict(what_fits(plan(sizes, work, on_cpu)))
 
 
 def test_streaming_is_proposed_first_where_experts_were_asked_onto_the_device(folder):

@@ -81,6 +81,7 @@ def plan_training(
     split: int = 1,
     weights: Literal["device", "sharded"] = "device",
     rest: Literal["device", "peers"] = "device",
+    boundary: Literal["device", "host"] = "device",
 ) -> Plan:
     """The plan of a training run on one device.
 
@@ -95,6 +96,7 @@ def plan_training(
     split          processes that share one set of experts; the plan is of one of them
     weights        whether each process holds all of what trains, or 1/processes ("sharded")
     rest           whether each process holds all of the other frozen weights, or a part of each layer's
+    boundary       where the inputs of recomputed layers lie until backward
     sharing        processes of one host: of its memory each has as much
     recompute      "auto": the first of `among` that fits (fastest.py)
 
@@ -119,6 +121,7 @@ def plan_training(
         split=split,
         weights=weights,
         rest=rest,
+        boundary=boundary,
     )
     counted = counts(model)
     sizes = of_one(measure(model, lora, place.type), counted, place.type, split)

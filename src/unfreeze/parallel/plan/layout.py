@@ -54,7 +54,6 @@ class Layout:
             "experts of a layer in groups": self.groups,
             "the frozen rest streamed from host memory": self.rest == "host",
             "adapters and their optimizer in host memory": self.state == "host",
-            "boundary activations in host memory": self.boundary == "host",
         }
         return [words for words, needed in needs.items() if needed]
 
@@ -99,10 +98,14 @@ def places(sizes: Sizes, counts: Counts, work: Work, fleet: Fleet, layout: Layou
 
     # each device is a process of its own with as many micro-batches, and they sum their gradients
     work = replace(
-        work, recompute=layout.recompute, micro_batches=work.micro_batches * n, processes=work.processes * n
+        work,
+        recompute=layout.recompute,
+        micro_batches=work.micro_batches * n,
+        processes=work.processes * n,
+        boundary=layout.boundary,
     )
-    state, boundary = ("adapter", "gradients", "optimizer"), "boundary activations"
-    in_host = (*(state if layout.state == "host" else ()), *([boundary] if layout.boundary == "host" else ()))
+    state = ("adapter", "gradients", "optimizer")
+    in_host = state if layout.state == "host" else ()
     made = _step(local, work, Hardware(fleet.kind, fleet.name, 1, fleet.memory, fleet.memory), in_host)
     terms = dict(made.terms)
     del terms["base"]
@@ -131,8 +134,7 @@ def places(sizes: Sizes, counts: Counts, work: Work, fleet: Fleet, layout: Layou
         terms = {name: size for name, size in terms.items() if name not in state}
         terms["adapters of two layers"] = 2 * BUFFERS * local.compute_bytes * numbers // counts.num_layers
     if layout.boundary == "host":
-        at_once = terms.pop(boundary, 0)
-        host[boundary] = n * made.beside.get(boundary, at_once)
+        host["boundary activations"] = n * made.host
     return Places(
         device={k: v for k, v in {"experts": experts, "the frozen rest": rest, **terms}.items() if v},
         host={name: size for name, size in host.items() if size},

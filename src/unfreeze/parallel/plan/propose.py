@@ -60,6 +60,14 @@ def what_fits(plan: Plan) -> list[Proposal]:
             elsewhere = replace_work(plan, experts=place)
             proposals += _if_it_fits(elsewhere, f"--place.experts {place}", f"experts from {place}")
 
+    # inputs of layers in host memory
+    if plan.hardware.kind == "cuda" and rank is not None and work.boundary == "device":
+        elsewhere = replace_work(plan, boundary="host")
+        if elsewhere.work.boundary_leaves:
+            proposals += _if_it_fits(
+                elsewhere, "--place.boundary host", "the inputs of layers in host memory"
+            )
+
     # fewer layers that keep
     if work.recompute == "selective":
         most = plan.sizes.num_layers if work.keep_layers is None else work.keep_layers

@@ -63,6 +63,8 @@ class Work:
     weights         "sharded": each process holds 1/processes of every weight that trains
     rest            "peers": each process keeps 1/processes of what layers have besides routed experts, and
                     gathers them layer by layer into two buffers (parallel/peers.py)
+    boundary        "host": the inputs of recomputed layers lie in host memory until backward
+                    (parallel/boundary.py)
     """
 
     tokens: int
@@ -83,11 +85,17 @@ class Work:
     split: int = 1
     weights: Literal["device", "sharded"] = "device"
     rest: Literal["device", "peers"] = "device"
+    boundary: Literal["device", "host"] = "device"
 
     @property
     def divided(self) -> bool:
         """Whether every weight trains and is divided among the processes (parallel/fsdp.py)."""
         return self.weights == "sharded"
+
+    @property
+    def boundary_leaves(self) -> bool:
+        """Whether inputs of layers go to host memory: where nothing is recomputed, none is kept alone."""
+        return self.boundary == "host" and self.recompute != "nothing"
 
     @property
     def own_batches(self) -> int:
@@ -117,7 +125,8 @@ class Plan:
     rates    where the rates come from, in words.
     why      why `work.recompute` was chosen, in words; "" where it was asked for.
     why_experts, why_weights  the same of `work.experts` and `work.weights`.
-    host     bytes of experts in host memory, where that is not the device's, and what of it is usable.
+    host     bytes of experts and of layers' inputs in host memory, where that is not the device's, and what
+             of it is usable.
     """
 
     terms: dict[str, int]
@@ -179,6 +188,8 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware, elsewhere: Collection[str
     if work.experts == "disk" or (work.experts == "host" and hardware.kind != "cpu"):
         base -= sum(sizes.streamed)
         host = sum(sizes.streamed) if work.experts == "host" else 0
+    if work.boundary_leaves:  # the last layer's stays
+        host += (sizes.num_layers - 1) * work.tokens * sizes.hidden_size * sizes.compute_bytes
     gathered = 0
     if work.rest == "peers":
         parts = [part_bytes(layer, work.processes) for layer in sizes.rest]
@@ -314,6 +325,7 @@ def _micro_batch(sizes: Sizes, work: Work) -> list[dict[str, int]]:
     first  one input and one gradient, 2 · stream; T · sizes.layer, in chunks as above; the gradients that
            have come by then
     end    all gradients, and what the first layer gave back, 2 · stream
+    Where inputs lie in host memory, two of them are here at once: 3 · stream in place of stream · (L + 1).
     Without recompute a layer's inputs count among what it holds: T · Σ sizes.held, at the end T · the last's.
     """
     stream = work.tokens * sizes.hidden_size * sizes.compute_bytes
@@ -331,7 +343,8 @@ def _micro_batch(sizes: Sizes, work: Work) -> list[dict[str, int]]:
         ]
     at_once = work.at_once(sizes.compute_bytes)
     chunked = at_once < work.tokens
-    boundary = {"boundary activations": stream * (sizes.num_layers + 1)}
+    alive = min(3, sizes.num_layers + 1) if work.boundary_leaves else sizes.num_layers + 1
+    boundary = {"boundary activations": stream * alive}
     layer = {"one layer's recompute": at_once * sizes.layer + stream * chunked}
 
     def others(kept: Sequence[int]) -> int:

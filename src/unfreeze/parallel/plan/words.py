@@ -40,6 +40,8 @@ def plan_lines(plan: Plan) -> list[str]:
         lines += _streamed(plan)
     if work.rest == "peers":
         lines += _gathered(plan)
+    if work.boundary_leaves:
+        lines += _boundary(plan)
     if work.divided:
         words = f"  every weight, its gradient and moments in {work.processes} parts, one of them here"
         lines.append(words + (f": {plan.why_weights}" if plan.why_weights else ""))
@@ -90,6 +92,18 @@ def _gathered(plan: Plan) -> list[str]:
     return lines + [f"  because {plan.why_experts}"] * (bool(plan.why_experts) and not streamed)
 
 
+def _boundary(plan: Plan) -> list[str]:
+    """Of the inputs of layers, what lies in host memory; and why."""
+    layers, work = plan.sizes.num_layers - 1, plan.work
+    each = work.tokens * plan.sizes.hidden_size * plan.sizes.compute_bytes
+    lines = [
+        f"  the inputs of {layers} layers lie in host memory until backward, {format_bytes(layers * each)};"
+        " two are on the device at once"
+    ]
+    said = work.experts != "device" or work.rest != "device"  # which say why
+    return lines + [f"  because {plan.why_experts}"] * (bool(plan.why_experts) and not said)
+
+
 def experts_held(plan: Plan) -> int:
     """Of a layer's experts what the fullest process holds."""
     return -(-plan.sizes.num_experts // plan.work.split)
@@ -120,6 +134,7 @@ def plan_fields(plan: Plan) -> dict[str, Any]:
         **({"split": plan.work.split, "experts_held": experts_held(plan)} if plan.work.split > 1 else {}),
         **({"weights": plan.work.weights} if plan.work.divided else {}),
         **({"rest": plan.work.rest} if plan.work.rest != "device" else {}),
+        **({"boundary": plan.work.boundary} if plan.work.boundary_leaves else {}),
         **({"host": plan.host} if plan.host else {}),
         "hardware": asdict(plan.hardware),
         "lines": plan_lines(plan),
