@@ -173,3 +173,16 @@ def test_copies_and_computation_wait_for_each_other() -> None:
     host.give(contexts[1])
     host.give(contexts[0])
     assert lane.said[1:] == ["compute waits for 6", "copy behind 7", "compute waits for 8"]
+
+
+def test_memory_that_a_broken_off_backward_sent_for_is_free_when_it_has_come() -> None:
+    lane, layers = Written(), [torch.nn.Identity() for _ in range(3)]
+    host = InHost(layers, lane)
+    contexts = [SimpleNamespace() for _ in layers]
+    for ctx, layer in zip(contexts, layers, strict=True):
+        host.keep(ctx, layer, torch.zeros(2, 2))
+    host.give(contexts[2])  # sends for layer 1's, until 6
+    lane.said.clear()
+    for layer in layers[:2]:
+        host.keep(SimpleNamespace(), layer, torch.ones(2, 2))
+    assert lane.said == ["copy behind 7", "compute waits for 8", "compute waits for 6", "copy behind 9"]

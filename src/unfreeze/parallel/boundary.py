@@ -59,6 +59,9 @@ class InHost:
         """
         self._left()
         index = self._index[id(layer)]
+        former = self._kept[index]
+        if former is not None and former.moved is not None:  # a backward that broke off had sent for it
+            self._lane.follow(former.moved)
         x_TD = x_TD.detach()
         kept = _Kept(index, x_TD.shape, x_TD.dtype, x_TD.device, x_TD)
         ctx.boundary = self._kept[index] = kept
