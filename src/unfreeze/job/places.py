@@ -144,7 +144,8 @@ def possible_weights(config: TrainingConfig, trained: Trained, processes: int) -
     if asked == "sharded":
         raise ConfigError(
             f"place.weights is sharded, but {fault}",
-            next="--place.weights auto" + (", or torchrun --nproc-per-node 2" if processes == 1 else ""),
+            next="--place.weights auto"
+            + (", or torchrun --nproc-per-node 2" if processes == 1 and trained.lora is None else ""),
         )
     return ["device"]
 

@@ -258,6 +258,8 @@ def start_lines(
     room = format_bytes(plan.usable + plan.hardware.process)
     if plan.work.split > 1:
         experts += f" ({experts_held(plan)} of them in each of {plan.work.split} processes)"
+    if plan.work.experts != "device":
+        experts += f", from {plan.work.experts}" + f" because {plan.why_experts}" * bool(plan.why_experts)
     return [
         f"model: {Path(config.model).name}, {shape.model_type}, {shape.num_layers} layers{experts}; {files}",
         f"memory: {taken} of {room}; disk: {format_bytes(disk.needed)} of {format_bytes(disk.free)}",

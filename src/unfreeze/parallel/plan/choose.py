@@ -277,6 +277,8 @@ def if_it_fits(
         parts.append(f"{best.waits:.0%} of a step waits for transfers")
     if best.not_built:
         parts.append(f"not built yet: {', '.join(best.not_built)}")
+    if best.not_built:
+        parts.append(f"not built yet: {', '.join(best.not_built)}")
     return [f"{words} ({', '.join(parts)}; {best.layout.words(counts.num_experts)})"]
 
 
