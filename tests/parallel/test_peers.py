@@ -42,7 +42,8 @@ from unfreeze.parallel.collectives import Processes, open_group
 from unfreeze.parallel.mesh import ONE, Mesh, mesh_of
 from unfreeze.parallel.peers import part_bytes, rest_bytes, rest_names, rest_of
 from unfreeze.parallel.place import check_coverage
-from unfreeze.parallel.residency import Streamed, buffer_bytes, layout_of, reads_of, streams_of
+from unfreeze.parallel.residency import Streamed, buffer_bytes, reads_of, streams_of
+from unfreeze.parallel.units import layout_of
 
 DENSE = {
     "model_type": "qwen3",

@@ -42,6 +42,7 @@ def open_model(
     mesh: Mesh = ONE,
     experts: Literal["device"] | Kept = "device",
     rest: Literal["device", "peers"] = "device",
+    buffer: int | None = None,
 ) -> models.Decoder:
     """The checkpoint as a Decoder on `device`.
 
@@ -51,6 +52,7 @@ def open_model(
     Peak host memory is the model itself and one tensor (parallel.place).
     experts: where the weights of routed experts lie; from "host" and "disk" they come layer by layer
     (parallel.residency).
+    buffer: bytes that one of the two buffers may have; None: as many as the largest layer.
     rest: "peers": each process of the mesh keeps a part of what layers have besides them (parallel.peers).
     Raises CheckpointError where config.json, its quantization and the tensors don't fit each other.
     """
@@ -58,7 +60,7 @@ def open_model(
     for note in models.notes(manifest.config):
         (warn or log.warning)(note)
     model = models.meta_model(shape, manifest, dtype)
-    streaming = None if experts == "device" else Streaming(experts)
+    streaming = None if experts == "device" else Streaming(experts, buffer)
     peers = None if rest == "device" else FromPeers(mesh)
     stats = place(
         model,

@@ -33,17 +33,8 @@ from unfreeze.parallel.collectives import Group, Processes
 from unfreeze.parallel.lanes import lane_of
 from unfreeze.parallel.mesh import Mesh
 from unfreeze.parallel.owned import Shared, cut, give, spans_of
-from unfreeze.parallel.residency import (
-    ALIGN,
-    BUFFERS,
-    From,
-    Layout,
-    Slot,
-    Streamed,
-    layers_of,
-    layout_bytes,
-    layout_of,
-)
+from unfreeze.parallel.residency import BUFFERS, From, Slot, Streamed, layers_of
+from unfreeze.parallel.units import ALIGN, Layout, layout_bytes, layout_of
 
 
 class Peers:

@@ -87,7 +87,8 @@ def place(
         for name, (kind, shape) in params.items()
         if name not in streamed
     }
-    stats = fill(division, tensors, mesh, progress)
+    loaded = {name: tensor for name, tensor in tensors.items() if name not in streamed}
+    stats = fill(division, loaded, mesh, progress)
     if peers is not None:
         expanded = stats.expanded_bytes + peers.expanded_bytes
         stats = replace(stats, expanded_bytes=expanded, rounded=stats.rounded + peers.rounded)

@@ -5,6 +5,9 @@
                         that layer's experts are here, and sends for those of the next
     Host, Disk          where they come from; parallel/peers.py is a third place, for the other weights
 
+A layer whose experts are larger than a buffer may be comes in groups of them (parallel/groups.py), each of
+which counts as a layer here.
+
 Layer l always uses buffer l mod 2, so that its tensors are the same objects at every visit; only their memory
 changes. While layer l computes, l + 1 arrives; in backward l - 1 does. Where forward turns into backward the
 last two layers are still here, and where backward ends the first two are. So of L layers a step's first
@@ -28,13 +31,17 @@ from unfreeze.checkpoint.reader import Reader
 from unfreeze.checkpoint.resolve import Params, Placement
 from unfreeze.checkpoint.stream import stream
 from unfreeze.core.errors import ConfigError
+from unfreeze.core.rows import Rows
+from unfreeze.core.units import format_bytes
 from unfreeze.models.blocks.experts import Experts, ExpertWeight
+from unfreeze.models.blocks.moe import NormedMoE
 from unfreeze.models.blocks.residency import Residency
+from unfreeze.parallel.groups import InGroups, part_of
 from unfreeze.parallel.lanes import Lane, lane_of, pinned
 from unfreeze.parallel.machine import hardware
+from unfreeze.parallel.units import Layout, Unit, layout_bytes, layout_of, units_of
 
 BUFFERS = 2
-ALIGN = 64  # bytes; a tensor of a buffer begins at a multiple
 # Of the memory that is free: experts that take more on disk than this would push each other out of the page
 # cache before they are read again.
 CACHED = 0.5
@@ -68,29 +75,6 @@ class Slot:
             name: self.bytes[start : start + size].view(dtype).view(shape).data
             for name, (start, size, dtype, shape) in layout.items()
         }
-
-
-Layout = Mapping[str, tuple[int, int, torch.dtype, tuple[int, ...]]]
-"""name of a tensor -> (first byte, bytes, dtype, shape) within a buffer."""
-
-
-def layout_of(
-    names: Sequence[str], params: Params
-) -> dict[str, tuple[int, int, torch.dtype, tuple[int, ...]]]:
-    """The tensors one after another, each at a multiple of ALIGN."""
-    made: dict[str, tuple[int, int, torch.dtype, tuple[int, ...]]] = {}
-    start = 0
-    for name in names:
-        dtype, shape = params[name]
-        size = torch.Size(shape).numel() * dtype.itemsize
-        made[name] = start, size, dtype, tuple(shape)
-        start += -(-size // ALIGN) * ALIGN
-    return made
-
-
-def layout_bytes(layout: Layout) -> int:
-    """Bytes of a buffer that holds it."""
-    return max((-(-(start + size) // ALIGN) * ALIGN for start, size, _, _ in layout.values()), default=0)
 
 
 def streamed_names(layer: nn.Module, name: str) -> list[str]:
@@ -157,7 +141,7 @@ class Streamed:
 
     def __init__(
         self,
-        layers: Sequence[nn.Module],
+        layers: Sequence[object],
         sizes: Sequence[int],
         slots: Sequence[Slot],
         source: Source,
@@ -174,7 +158,7 @@ class Streamed:
         self._came: list[tuple[int, Future[Any]]] = []
         self._waits: list[tuple[Any, Any]] = []
 
-    def visit(self, layer: nn.Module) -> None:
+    def visit(self, layer: object) -> None:
         """Wait until the layer's experts are here, and send for the next layer's.
 
         Raises CheckpointError where they cannot be read.
@@ -272,11 +256,13 @@ def streams_of(residency: Residency) -> list[Streamed]:
 class Streaming:
     """For place(): which tensors stream, where from, and the residency that follows.
 
+    buffer: bytes that a buffer may have; a larger layer comes in groups. None: the largest layer's.
     Raises ConfigError where the model has no routed experts, or they train.
     """
 
-    def __init__(self, kept: Kept):
+    def __init__(self, kept: Kept, buffer: int | None = None):
         self.kept: Kept = kept
+        self.buffer = buffer
         self.residency: Streamed | None = None
 
     def names(self, model: nn.Module, params: Params) -> frozenset[str]:
@@ -307,25 +293,73 @@ class Streaming:
                 next="--place.experts auto",
             )
 
-        # two buffers, as large as the layers that use them
-        layouts = [layout_of(names, params) for names in layers.values()]
+        # two buffers, as large as the layers, or groups, that use them
+        by_layer = {layer: units_of(layer, names, params, self.buffer) for layer, names in layers.items()}
+        units = [unit for theirs in by_layer.values() for unit in theirs]
+        layouts = [unit.layout for unit in units]
         sizes = [layout_bytes(layout) for layout in layouts]
         lane = lane_of(torch.device(device))
         slots = [Slot(max(sizes[first::BUFFERS], default=0), device) for first in range(BUFFERS)]
+        views = [slots[index % BUFFERS].views(unit.layout) for index, unit in enumerate(units)]
         tensors: dict[str, Tensor] = {}
-        for index, layout in enumerate(layouts):
-            tensors |= slots[index % BUFFERS].views(layout)
+        for unit, own in zip(units, views, strict=True):
+            for name, view in zip(unit.names, own.values(), strict=True):
+                # of a layer in groups the parameter only says shape and dtype: all its experts are one
+                tensors[name] = view if unit.rows is None else view[:1].expand(params[name][1])
+        held = dict(zip((id(unit) for unit in units), views, strict=True))
+        for place, layer in layers_of(model):
+            if len(theirs := by_layer.get(layer, [])) > 1:
+                self._in_groups(place, layer, theirs, [held[id(unit)] for unit in theirs])
 
         # where they come from
-        by_layer = [[p for p in placements if p.param in layout and p.expected is None] for layout in layouts]
+        of_name: dict[str, list[Placement]] = {}
+        for placement in placements:
+            if placement.expected is None:
+                of_name.setdefault(placement.param, []).append(placement)
+        by_unit = [unit.placements(of_name, params) for unit in units]
         source = (
-            Host(by_layer, layouts, sizes, lane.pins)
+            Host(by_unit, layouts, sizes, lane.pins)
             if self.kept == "host"
-            else Disk(by_layer, layouts, slots, lane)
+            else Disk(by_unit, layouts, slots, lane)
         )
-        on_disk = [sum(p.info.nbytes for p in layer) for layer in by_layer]
-        self.residency = Streamed(list(layers), on_disk, slots, source, lane)
+        on_disk = [sum(p.info.nbytes for p in unit) for unit in by_unit]
+        self.residency = Streamed([unit.key for unit in units], on_disk, slots, source, lane)
         return tensors
+
+    def _in_groups(
+        self, place: str, layer: nn.Module, units: Sequence[Unit], views: Sequence[Mapping[str, Tensor]]
+    ) -> None:
+        """Let the layer's experts go through its rows group by group."""
+        inner, experts = next((name, m) for name, m in layer.named_modules() if isinstance(m, Experts))
+        reads = any(isinstance(module, NormedMoE) for module in layer.modules())
+        if reads or experts.dispatch is not None:
+            why = "a norm reads what its experts made" if reads else "place.split divides its experts"
+            raise ConfigError(
+                f"{place}'s experts are larger than a buffer of {format_bytes(self.buffer or 0)}, and cannot"
+                f" come in groups: {why}",
+                next="a machine with more memory",
+            )
+        cut = len(f"{place}.{inner}.")
+
+        def parts() -> list[tuple[Rows, Experts]]:
+            return [
+                (
+                    unit.rows,
+                    part_of(
+                        experts,
+                        unit.rows,
+                        {name[cut:]: view for name, view in zip(unit.names, own.values(), strict=True)},
+                    ),
+                )
+                for unit, own in zip(units, views, strict=True)
+                if unit.rows is not None
+            ]
+
+        def visit(group: int) -> None:
+            assert self.residency is not None
+            self.residency.visit(units[group].key)
+
+        experts.dispatch = InGroups(parts, experts.num_experts, visit)
 
 
 def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:

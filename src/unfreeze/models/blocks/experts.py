@@ -140,7 +140,15 @@ class Experts(nn.Module):
 
     def here(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, reuse: Reuse | None = None) -> Tensor:
         """What the experts held here make of rows; ids count from the first of them."""
+        return self.biased(self.product(x_TD, ids_TK, weights_TK, reuse), ids_TK, weights_TK)
+
+    def product(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, reuse: Reuse | None = None) -> Tensor:
+        """What `here` gives without the biases of down, which need no weight that streams."""
         return self._mlp(x_TD, ids_TK, weights_TK, reuse, None)
+
+    def biased(self, y_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """`product` -> `here`."""
+        return y_TD
 
     def _mlp(
         self,
@@ -222,10 +230,12 @@ class BiasedExperts(Experts):
 
         self.gate_up_proj_bias, self.down_proj_bias = bias(2 * intermediate_size), bias(hidden_size)
 
-    def here(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, reuse: Reuse | None = None) -> Tensor:
+    def product(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, reuse: Reuse | None = None) -> Tensor:
+        return self._mlp(x_TD, ids_TK, weights_TK, reuse, self.gate_up_proj_bias)
+
+    def biased(self, y_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Σ_k w_tk c_e is one product of the weights, as [T, E], with all biases."""
-        y_TD = self._mlp(x_TD, ids_TK, weights_TK, reuse, self.gate_up_proj_bias)
-        share_TE = weights_TK.new_zeros(len(x_TD), len(self.held)).scatter(1, ids_TK, weights_TK)
+        share_TE = weights_TK.new_zeros(len(y_TD), len(self.held)).scatter(1, ids_TK, weights_TK)
         return y_TD + share_TE.to(y_TD.dtype) @ self.down_proj_bias
 
     def bytes(self, per_token: int, dtype: torch.dtype, device: str) -> Bytes:

@@ -1,0 +1,180 @@
+"""Claims about experts that come in groups: the numbers of the resident model to the bit in float32, one process's
+of parallel/dispatch.py in bf16, buffers within the bytes given, and each group read once each way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from unfreeze import models
+from unfreeze.adapters import LoraConfig, attach
+from unfreeze.checkpoint import open_checkpoint, save_checkpoint
+from unfreeze.commands.demo import TINY_K2
+from unfreeze.core.batch import Batch
+from unfreeze.core.errors import ConfigError
+from unfreeze.core.rows import Rows
+from unfreeze.generate.open import open_model
+from unfreeze.models.publish import published
+from unfreeze.models.recompute import RECOMPUTE
+from unfreeze.objectives.cross_entropy import cross_entropy
+from unfreeze.parallel.collectives import ALONE
+from unfreeze.parallel.dispatch import RowsDispatch
+from unfreeze.parallel.groups import InGroups
+from unfreeze.parallel.residency import Streamed, Streaming, reads_of, streamed_bytes
+
+BIASED = {
+    "model_type": "gpt_oss",
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 5,
+    "sliding_window": 8,
+    "rope_theta": 1e4,
+    "rms_norm_eps": 1e-5,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+
+
+def batch(vocab: int) -> Batch:
+    """One document: experts in groups take all rows at once, the resident model document by document."""
+    ids = torch.randint(0, vocab, (80,), generator=torch.Generator().manual_seed(1))
+    return Batch(ids, ids.roll(-1), torch.ones(80), torch.arange(80), torch.tensor([0]))
+
+
+def opened(folder: Path, dtype: torch.dtype, experts: str, share: float | None = None) -> models.Decoder:
+    """The model with adapters that are not zero. share: of its largest layer, what a buffer may have."""
+    manifest = open_checkpoint(folder)
+    buffer = None
+    if share is not None:
+        meta = models.meta_model(models.shape(manifest.config), manifest, dtype)
+        buffer = int(share * max(streamed_bytes(meta.layers)))
+    model = open_model(manifest, dtype, "cpu", experts=experts, buffer=buffer)
+    attach(model, LoraConfig(rank=4), 0)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and name.endswith("B"):
+            torch.nn.init.normal_(parameter, std=0.02, generator=torch.Generator().manual_seed(3))
+    if share is not None:
+        assert isinstance(model.residency, Streamed)
+        assert all(len(slot.bytes) <= buffer for slot in model.residency._slots)
+        model.residency.poison = True
+    return model
+
+
+def step(model: models.Decoder, recompute: str, given: Batch) -> dict[str, torch.Tensor]:
+    """The loss, and every gradient by name."""
+    model.zero_grad()
+    loss = cross_entropy(model.hidden(given, RECOMPUTE[recompute]), model.lm_head, given)
+    loss.sum.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.sum.detach(), **found}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(scope="module", params=["tiny-k2", "biases"])
+def family(request, tmp_path_factory) -> tuple[Path, int]:
+    """(folder, vocabulary): packed experts, one tensor each; dense ones with biases, in one tensor."""
+    if request.param == "tiny-k2":
+        return TINY_K2, 256
+    folder = tmp_path_factory.mktemp("biased") / "model"
+    model = models.build(models.shape(BIASED), dtype=torch.float32, device="cpu")
+    models.initialize(model, 0)
+    save_checkpoint(folder, BIASED, published(model, BIASED))
+    return folder, 97
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_the_resident_models_numbers_to_the_bit(family: tuple[Path, int], recompute: str) -> None:
+    """Two steps, idle buffers full of NaN, buffers of at most 0.45 of a layer."""
+    folder, vocab = family
+    given = batch(vocab)
+    wanted = step(opened(folder, torch.float32, "device"), recompute, given)
+    for experts in ("disk", "host"):
+        model = opened(folder, torch.float32, experts, 0.45)
+        assert all(same(step(model, recompute, given), wanted) for _ in range(2)), experts
+
+
+@pytest.mark.parametrize("recompute", ["layers", "elementwise"])
+def test_bf16_is_the_dispatchs_to_the_bit(recompute: str) -> None:
+    """Of parallel/dispatch.py with one process, whose distance from no dispatch is a claim of its own."""
+    whole = opened(TINY_K2, torch.bfloat16, "device")
+    for moe in whole.moe_layers().values():
+        count = moe.experts.num_experts
+        moe.experts.dispatch = RowsDispatch(ALONE, [Rows(0, count, count)])
+    wanted = step(whole, recompute, batch(256))
+    assert same(step(opened(TINY_K2, torch.bfloat16, "disk", 0.45), recompute, batch(256)), wanted)
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_each_group_comes_once_forward_and_once_back(recompute: str) -> None:
+    model = opened(TINY_K2, torch.float32, "host", 0.45)
+    assert isinstance(model.residency, Streamed)
+    layers = len(model.moe_layers())
+    groups = len(model.residency._sizes)
+    assert groups == 3 * layers
+    for first in (True, False):
+        before = model.residency.reads
+        step(model, recompute, batch(256))
+        assert model.residency.reads - before == reads_of(groups, first=first)
+
+
+def test_results_are_read_on_a_second_visit_without_gradients() -> None:
+    """A receipt visits layers again with the experts that were chosen before."""
+    from unfreeze.adapters.output_change import _SameExperts
+
+    policy, model = _SameExperts(), opened(TINY_K2, torch.float32, "host", 0.45)
+    with torch.no_grad():
+        one, again = (model.hidden(batch(256), policy) for _ in range(2))
+    assert torch.equal(one, again)
+
+
+def test_a_group_without_rows() -> None:
+    """Tokens that are all the same choose the same experts."""
+    given = batch(256)
+    given.tokens_T.zero_()
+    whole, parts = opened(TINY_K2, torch.float32, "device"), opened(TINY_K2, torch.float32, "disk", 0.2)
+    wanted = step(whole, "layers", given)
+    moe = parts.moe_layers()[1].experts
+    assert same(step(parts, "layers", given), wanted)
+    assert isinstance(moe.dispatch, InGroups)
+    rows = [parts.moe_layers()[1].counts_E[rows.slice].sum() for rows, _ in moe.dispatch.parts]
+    assert min(rows) == 0 < max(rows)
+
+
+def test_control_arm_groups_shifted_by_one() -> None:
+    wanted = step(opened(TINY_K2, torch.float32, "device"), "layers", batch(256))
+    model = opened(TINY_K2, torch.float32, "host", 0.45)
+    assert isinstance(model.residency, Streamed)
+    bring, last = model.residency.source.bring, len(model.residency._sizes) - 1
+    model.residency.source.bring = lambda unit, into: bring(min(last, unit + 1), into)  # type: ignore[method-assign]
+    assert not same(step(model, "layers", batch(256)), wanted)
+
+
+def test_groups_of_split_experts_are_refused() -> None:
+    manifest = open_checkpoint(TINY_K2)
+    model = models.meta_model(models.shape(manifest.config), manifest, torch.float32)
+    for moe in model.moe_layers().values():
+        count = moe.experts.num_experts
+        moe.experts.dispatch = RowsDispatch(ALONE, [Rows(0, count, count)])
+    named = [*model.named_parameters(), *model.named_buffers()]
+    params = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in named}
+    buffer = max(streamed_bytes(model.layers)) // 2
+    with pytest.raises(ConfigError, match=r"cannot come in groups: place\.split"):
+        Streaming("disk", buffer).take(model, [], params, "cpu")
+
+
+def test_an_expert_larger_than_a_buffer_is_refused() -> None:
+    with pytest.raises(ConfigError, match="one expert of a layer takes"):
+        opened(TINY_K2, torch.float32, "disk", 0.01)
