@@ -21,7 +21,8 @@ from unfreeze.checkpoint.resolve import Placement
 from unfreeze.config.sft import Config
 from unfreeze.core.errors import ConfigError, DoesNotFit
 from unfreeze.core.rows import Rows
-from unfreeze.job.plan import plan_of, possible_weights
+from unfreeze.job.places import possible_weights
+from unfreeze.job.plan import plan_of
 from unfreeze.models.factory import from_config
 from unfreeze.parallel.collectives import ALONE
 from unfreeze.parallel.fsdp import Sharded, chunk, rows_of
