@@ -38,6 +38,12 @@ class Batch:
     found        a cache: (weights_T, the positions where it is above 0). `to` fills it while the batch is on
                  the host, so that the device is not synchronised. Read it through supervised(); it is valid
                  only while weights_T is that same tensor.
+    extras       name -> a tensor with T rows, for objectives that read more than targets: a teacher's
+                 log-probabilities, for example.
+    documents    name -> a tensor with S entries, on the *host*: what is known of whole documents, such as
+                 which answer of a pair one is.
+    examples     what the loss is divided by where it counts whole examples: pairs of answers. None: it counts
+                 tokens, and the divisor is the sum of weights_T.
     """
 
     tokens_T: Tensor
@@ -46,12 +52,17 @@ class Batch:
     positions_T: Tensor
     starts_S: Tensor
     found: tuple[Tensor, Tensor] | None = None
+    extras: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    documents: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    examples: int | None = None
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch with everything but starts_S on `device`."""
+        """The same batch with everything but starts_S and documents on `device`."""
         names = ("tokens_T", "targets_T", "weights_T", "positions_T")
         sent = {name: send(getattr(self, name), device) for name in names}
-        return replace(self, **sent, found=(sent["weights_T"], send(self.supervised(), device)))
+        extras = {name: send(tensor, device) for name, tensor in self.extras.items()}
+        found = (sent["weights_T"], send(self.supervised(), device))
+        return replace(self, **sent, found=found, extras=extras)
 
     def supervised(self) -> Tensor:
         """int64: the positions whose weight is above 0, on the batch's device.
@@ -61,6 +72,11 @@ class Batch:
         if self.found is not None and self.found[0] is self.weights_T:
             return self.found[1]
         return self.weights_T.gt(0).nonzero().squeeze(1)
+
+    @property
+    def count(self) -> float:
+        """What the batch adds to the divisor of its step: its examples, or the sum of weights_T."""
+        return float(self.weights_T.sum()) if self.examples is None else float(self.examples)
 
     @property
     def num_tokens(self) -> int:
@@ -75,12 +91,12 @@ class Batch:
 
 @dataclass
 class Loss:
-    """A SUM over supervised tokens, and the sum of their weights.
+    """A SUM over supervised tokens, and the sum of their weights; or over examples, and how many there are.
 
     The sum is divided once, by the count over all micro-batches and devices, in train/step.py.
 
     sum      float32 scalar, differentiable.
-    count    sum of weights_T. Counts add over micro-batches and devices; means do not.
+    count    sum of weights_T (Batch.count). Counts add over micro-batches and devices; means do not.
     metrics  further SUMS over the same tokens (e.g. {"correct": …}); divided by the same global count when
              logged.
     count and metrics are numbers, or scalars on the device: train/step.py reads all of them at once, at the

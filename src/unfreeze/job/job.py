@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from unfreeze.config.tables import Memory, Save
 from unfreeze.config.training import TrainingConfig
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     import torch
 
     from unfreeze.checkpoint import Manifest
-    from unfreeze.data import Batches, Dataset
+    from unfreeze.data import Batches, Dataset, Tokenizer
     from unfreeze.data.packing.windows import WindowBatches
     from unfreeze.models import Decoder
     from unfreeze.models.recompute import RecomputePolicy
@@ -75,18 +75,34 @@ if TYPE_CHECKING:
     from unfreeze.train.suspects import Describe
 
 
+class Second(Protocol):
+    """A second model, which the objective reads: a teacher, or what a policy is compared with.
+
+    It never trains. teach/ has the kinds of it.
+    """
+
+    def check(self, start: Manifest, tokenizer: Tokenizer) -> None:
+        """Raise UserError where it cannot stand beside the model that starts as `start`; reads no tensor."""
+        ...
+
+    def objective(self, model: Decoder, device: torch.device, dtype: str) -> Objective:
+        """What is minimised, with the second model in its place. `model` has its adapters already."""
+        ...
+
+
 @dataclass(frozen=True)
 class Parts:
     """What makes a kind of training.
 
     recipe        its name on the command line
     trained       what trains and is left behind: Adapters | AllWeights
-    objective     what is minimised
+    objective     what is minimised; with a second model, `second.objective` gives it
     start         the model's name -> where training starts
     encoding      how rows become examples
     after_update  what changes the model after an update, such as the balancing bias
     chat          whether prompts of the user's own are asked as messages (else continued)
     on_step       called with (state, result) after each step, after receipt and validation
+    second        a model beside the one that trains, which the objective reads
     """
 
     recipe: str
@@ -97,6 +113,7 @@ class Parts:
     after_update: Callable[[Decoder], Sequence[AfterUpdate]] = lambda model: ()
     chat: bool = True
     on_step: Sequence[OnStep] = ()
+    second: Second | None = None
 
 
 def run(config: TrainingConfig, parts: Parts, common: Common, command: str = "") -> dict[str, Any]:
@@ -171,6 +188,7 @@ class Job:
     validation: list[Validation]
     describe: Describe
     followed: list[Followed]
+    objective: Objective
 
     @property
     def group(self) -> Group:
@@ -196,7 +214,7 @@ class Job:
             fitted = fit(
                 state,
                 self.batches,
-                self.parts.objective,
+                self.objective,
                 recompute=self.recompute,
                 micro_batches=self.memory.micro_batches,
                 max_norm=self.max_norm,
@@ -270,7 +288,7 @@ class Job:
         history = json.loads(self.group.texts(json.dumps(history[-WINDOW:]))[0])
         return SpikeGuard(
             self.model,
-            self.parts.objective,
+            self.objective,
             state.run.path,
             recompute=self.recompute,
             on_spike=self.on_spike,
@@ -313,6 +331,8 @@ def prepare(
     shape = models.shape(start.config)
     tokenizer = open_tokenizer(folder, data, start.path)
     check_vocabulary(tokenizer, shape, start)
+    if parts.second is not None:
+        parts.second.check(start, tokenizer)
     possible_places(config, parts.trained, start, shape, device, group.size)  # refused before the rows
 
     # rows -> conversations -> tokens and weights
@@ -352,6 +372,8 @@ def prepare(
         model = load(start, config.memory.dtype, config.seed, device, folder, common, mesh, plan.work)
     keep_boundary(model, plan.work, device)
     parts.trained.attach(model)
+    second = parts.second
+    objective = second.objective(model, device, config.memory.dtype) if second else parts.objective
 
     # the order of the data, from where the last save was; and how many steps that is
     batches = batches_in(
@@ -421,6 +443,7 @@ def prepare(
         validation,
         describer(dataset, tokenizer),
         followed,
+        objective,
     )
 
 

@@ -120,7 +120,7 @@ class Loop:
             state.model,
             state.optimizer,
             [batch] if isinstance(batch, Batch) else batch,
-            objective or self.job.parts.objective,
+            objective or self.job.objective,
             recompute=self.job.recompute,
             group=self.job.group,
             save=lambda: self.job.group.rank == 0 and self._timer.due(),

@@ -159,7 +159,7 @@ def forward_backward(
             next=" or ".join(f"--micro-batches {count}" for count in near),
         )
     # the divisor, known before the first backward; and a checksum of the data, equal on every process
-    count = sum(float(batch.weights_T.sum()) for batch in micro_batches)
+    count = sum(batch.count for batch in micro_batches)
     divisor = max(count, 1.0)
     optimizer.zero_grad()
     clear_expert_load(model)  # an evaluation since the last step counts nowhere (docs/trust.md M2)
