@@ -39,6 +39,7 @@ def parts(seed: int, folder: Path) -> Iterator[tuple[str, str]]:
     yield "broken inputs", f"{here} benchmarks/fuzz.py --inputs 20000 --seed {seed}"
     yield "planted faults", f"{cli} drill"
     yield "no false alarm", f"{cli} drill --clean"
+    yield "losses of TRL", f"{here} benchmarks/trl_vectors.py --check"
     for name, libraries in BESIDE.items():
         venv = folder / name
         steps = (

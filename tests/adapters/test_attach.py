@@ -5,7 +5,7 @@ import torch
 from pydantic import ValidationError
 
 from unfreeze import models
-from unfreeze.adapters import LoraConfig, adapter_parameters, attach, detach, sites
+from unfreeze.adapters import LoraConfig, adapter_parameters, attach, detach, sites, without_adapters
 from unfreeze.core.errors import AdapterError
 from unfreeze.models.groups import group_of
 from unfreeze.models.targets import parameters_per_rank, per_rank
@@ -175,3 +175,15 @@ def test_a_rank_for_experts_where_none_is_adapted_is_refused(tiny, name, targets
         assert "--lora.experts-rank" in error.value.next
     # control: half of the experts' is enough
     attach(tiny.model("deepseek"), config.model_copy(update={"targets": ("*.experts.down_proj",)}), seed=0)
+
+
+def test_without_adapters_is_the_base_and_afterwards_all_are_back(tiny):
+    model, found = attached(tiny, "deepseek", "all-linear")
+    with without_adapters(model):
+        assert not sites(model)
+    assert {site.name: id(site.adapter) for site in sites(model)} == {
+        site.name: id(site.adapter) for site in found.values()
+    }
+    with pytest.raises(ZeroDivisionError), without_adapters(model):
+        raise ZeroDivisionError
+    assert len(sites(model)) == len(found)

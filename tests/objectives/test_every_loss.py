@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,11 +22,20 @@ FILES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init
 Objective = Callable[[Tensor, nn.Module, Batch], Loss]
 
 
+def teacher(batch: Batch) -> Callable[[slice, Tensor], Tensor]:
+    """One that finds every word as likely."""
+    return lambda rows, log_p_BV: torch.zeros_like(log_p_BV).log_softmax(-1)
+
+
+ARGUMENTS = {"divergence": {"teacher": teacher, "beta": 0.5, "temperature": 2.0, "alpha": 0.3}}
+"""File -> what else its function takes."""
+
+
 def objective(file: str) -> Objective:
     """The function that bears the file's name."""
     found = getattr(importlib.import_module(f"unfreeze.objectives.{file}"), file, None)
     assert found, f"objectives/{file}.py has no function {file}(hidden_TD, lm_head, batch) -> Loss"
-    return found
+    return partial(found, **ARGUMENTS.get(file, {}))
 
 
 def whole() -> tuple[Tensor, nn.Linear, Batch]:

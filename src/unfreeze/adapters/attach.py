@@ -6,6 +6,7 @@ A site is one Linear, or the stacked Experts of one layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -101,6 +102,18 @@ def detach(model: nn.Module) -> None:
     """Remove every adapter; the base stays as it is."""
     for site in sites(model):
         site.owner.adapter = None
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """The base alone: inside, no adapter is attached; afterwards each is where it was. No tensor moves."""
+    taken = sites(model)
+    detach(model)
+    try:
+        yield
+    finally:
+        for site in taken:
+            setattr(site.owner, "adapter", site.adapter)  # noqa: B010  a Linear's or the experts' own kind
 
 
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -12,7 +12,7 @@ N rows (supervised tokens), D model width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,27 @@ from unfreeze.kernels.choice.candidates import numba_refuses
 from unfreeze.kernels.choice.choose import by_record, choose
 from unfreeze.kernels.choice.op import Arguments, Candidate, Case, Op
 from unfreeze.kernels.linear_cross_entropy import reference
-from unfreeze.kernels.linear_cross_entropy.blocks import Answer, Dense, rows_per_block, through_head
+from unfreeze.kernels.linear_cross_entropy.blocks import (
+    Answer,
+    Dense,
+    Sums,
+    TargetSums,
+    rows_per_block,
+    through_dense,
+    through_head,
+)
 from unfreeze.kernels.loops import triton_options
 
-__all__ = ["OP", "DenseHead", "block_cost", "bucket", "head_cross_entropy", "linear_cross_entropy"]
+__all__ = [
+    "OP",
+    "DenseHead",
+    "Sums",
+    "block_cost",
+    "bucket",
+    "head_cross_entropy",
+    "linear_cross_entropy",
+    "sums_through_head",
+]
 
 
 class DenseHead(NamedTuple):
@@ -92,7 +109,20 @@ def head_cross_entropy(
     )
     chosen = choose(OP, device, hidden_ND.dtype, _bucket(vocab, trained=False), impl)
     functions = chosen.functions if isinstance(chosen, Dense) else reference
-    return through_head(hidden_ND, head, targets_N, weights_N, functions, size)
+    sums = TargetSums(functions, hidden_ND, targets_N, weights_N)
+    return cast(Answer, through_head(hidden_ND, head, sums, size))
+
+
+def sums_through_head(hidden_ND: Tensor, head: nn.Module, sums: Sums, block_rows: int) -> tuple[Tensor, ...]:
+    """The totals of another sum over rows (blocks.Sums), through any head that head_cross_entropy takes.
+
+    The first total can be differentiated once, by the hidden states and the head's trainable parameters.
+    """
+    dense = _dense(head)
+    if dense is None or dense.weight_VD.dtype != hidden_ND.dtype:
+        return through_head(hidden_ND, head, sums, block_rows)
+    scaled_ND = hidden_ND if dense.factor == 1 else hidden_ND * dense.factor
+    return through_dense(scaled_ND, dense.weight_VD, dense.bias_V, sums, block_rows, dense.softcap)
 
 
 def _dense(head: nn.Module) -> DenseHead | None:

@@ -1,4 +1,4 @@
-"""Cross entropy by blocks of rows.
+"""A loss of logits by blocks of rows: cross entropy (TargetSums), and what else is a sum over rows (Sums).
 
 A block's logits, their loss and the gradient of that loss are made at once; then the logits are dropped.
 
@@ -8,7 +8,7 @@ N rows, B rows of a block, D model width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +43,21 @@ class SoftmaxFunctions(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
+class Sums(Protocol):
+    """What blocks of rows add up to.
+
+    add     a block's logits, and which rows they are -> the gradient of the first total by these logits, in
+            their dtype; it may lie in their memory. Where it is not `wanted` it means nothing
+    totals  when all blocks are added. The first is a scalar and can be differentiated; the others cannot
+    dtype   in which is summed: float32, or float64 for float64
+    """
+
+    dtype: torch.dtype
+
+    def add(self, logits_BV: Tensor, rows: slice, wanted: bool, /) -> Tensor: ...
+    def totals(self) -> tuple[Tensor, ...]: ...
+
+
 def rows_per_block(rows: int, vocab: int, itemsize: int, device: str, trained: bool) -> int:
     """B: rows whose logits fit the device's budget, within [MIN_BLOCK_ROWS, MAX_BLOCK_ROWS].
 
@@ -72,12 +87,23 @@ class Dense:
         block_rows: int | None = None,
         softcap: float | None = None,
     ) -> Answer:
-        wanted = torch.is_grad_enabled() and any(
-            x is not None and x.requires_grad for x in (hidden_ND, weight_VD, bias_V)
-        )
-        return _Dense.apply(
-            hidden_ND, weight_VD, bias_V, targets_N, weights_N, block_rows, softcap, self.functions, wanted
-        )
+        sums = TargetSums(self.functions, hidden_ND, targets_N, weights_N)
+        return cast(Answer, through_dense(hidden_ND, weight_VD, bias_V, sums, block_rows, softcap))
+
+
+def through_dense(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    sums: Sums,
+    block_rows: int | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, ...]:
+    """The totals of `sums` over all rows of W h + b, softcapped where `softcap` is a number."""
+    wanted = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (hidden_ND, weight_VD, bias_V)
+    )
+    return _Dense.apply(hidden_ND, weight_VD, bias_V, sums, block_rows, softcap, wanted)
 
 
 class _Dense(torch.autograd.Function):
@@ -92,26 +118,23 @@ class _Dense(torch.autograd.Function):
         hidden_ND: Tensor,
         weight_VD: Tensor,
         bias_V: Tensor | None,
-        targets_N: Tensor,
-        weights_N: Tensor,
+        sums: Sums,
         block_rows: int | None,
         softcap: float | None,
-        functions: SoftmaxFunctions,
         wanted: bool,
-    ) -> Answer:
+    ) -> tuple[Tensor, ...]:
         to_hidden, to_weight, to_bias = (wanted and needs for needs in ctx.needs_input_grad[:3])
         size = block_rows or rows_per_block(
             len(hidden_ND), len(weight_VD), hidden_ND.element_size(), hidden_ND.device.type, to_weight
         )
-        answer = _Sums(hidden_ND, weights_N)
         dhidden_ND = torch.empty_like(hidden_ND) if to_hidden else None
         dweight = _WeightGradient(weight_VD, single=0 < len(hidden_ND) <= size) if to_weight else None
-        dbias_V = torch.zeros_like(bias_V, dtype=answer.dtype) if to_bias and bias_V is not None else None
+        dbias_V = torch.zeros_like(bias_V, dtype=sums.dtype) if to_bias and bias_V is not None else None
         for rows in _blocks(len(hidden_ND), size):
             hidden_BD = hidden_ND[rows]
             logits_BV = F.linear(hidden_BD, weight_VD, bias_V)
             shown_BV = logits_BV if softcap is None else capped(logits_BV, softcap)
-            dlogits_BV = answer.add(functions, shown_BV, targets_N[rows], rows, wanted)
+            dlogits_BV = sums.add(shown_BV, rows, wanted)
             if softcap is not None and wanted:
                 through_softcap_(dlogits_BV, logits_BV, softcap)
             if dhidden_ND is not None:
@@ -119,7 +142,7 @@ class _Dense(torch.autograd.Function):
             if dweight is not None:
                 dweight.add(dlogits_BV, hidden_BD)
             if dbias_V is not None:
-                dbias_V += dlogits_BV.sum(0, dtype=answer.dtype)
+                dbias_V += dlogits_BV.sum(0, dtype=sums.dtype)
             # or two blocks are alive while the next one's logits are made
             del dlogits_BV, logits_BV, shown_BV
         ctx.save_for_backward(
@@ -127,19 +150,21 @@ class _Dense(torch.autograd.Function):
             None if dweight is None else dweight.value(),
             None if dbias_V is None or bias_V is None else dbias_V.to(bias_V.dtype),
         )
-        ctx.mark_non_differentiable(answer.correct, answer.log_p_N)
-        return answer.loss, answer.correct, answer.log_p_N
+        totals = sums.totals()
+        ctx.mark_non_differentiable(*totals[1:])
+        return totals
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        return (*(None if g is None else g * upstream.to(g.dtype) for g in ctx.saved_tensors), *(None,) * 6)
+        return (*(None if g is None else g * upstream.to(g.dtype) for g in ctx.saved_tensors), *(None,) * 4)
 
 
-class _Sums:
-    """What the blocks add up to. dtype: float32, or float64 for float64."""
+class TargetSums:
+    """Of cross entropy: the loss, how often the target wins, and every log p."""
 
-    def __init__(self, hidden_ND: Tensor, weights_N: Tensor):
+    def __init__(self, functions: SoftmaxFunctions, hidden_ND: Tensor, targets_N: Tensor, weights_N: Tensor):
+        self.functions, self.targets_N = functions, targets_N
         self.dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
         self.weights_N = weights_N.to(self.dtype)
         self.loss, self.correct = (
@@ -147,19 +172,20 @@ class _Sums:
         )
         self.log_p_N = torch.empty(len(hidden_ND), dtype=self.dtype, device=hidden_ND.device)
 
-    def add(
-        self, functions: SoftmaxFunctions, logits_BV: Tensor, targets_B: Tensor, rows: slice, wanted: bool
-    ) -> Tensor:
+    def add(self, logits_BV: Tensor, rows: slice, wanted: bool) -> Tensor:
         """Add a block's loss. -> its gradient w · (softmax(z) - onehot(target)).
 
         It is in the memory of the logits where `functions` can do that.
         """
-        weights_B = self.weights_N[rows]
-        log_p_B, wins_B, dlogits_BV = functions.softmax_gradient(logits_BV, targets_B, weights_B, wanted)
+        weights_B, targets_B = self.weights_N[rows], self.targets_N[rows]
+        log_p_B, wins_B, dlogits_BV = self.functions.softmax_gradient(logits_BV, targets_B, weights_B, wanted)
         self.log_p_N[rows] = log_p_B
         self.loss -= (log_p_B * weights_B).sum()
         self.correct += (wins_B * weights_B).sum()
         return dlogits_BV
+
+    def totals(self) -> Answer:
+        return self.loss, self.correct, self.log_p_N
 
 
 class _WeightGradient:
@@ -195,24 +221,18 @@ class _WeightGradient:
 
 
 def through_head(
-    hidden_ND: Tensor,
-    head: Callable[[Tensor], Tensor],
-    targets_N: Tensor,
-    weights_N: Tensor,
-    functions: SoftmaxFunctions,
-    block_rows: int,
-) -> Answer:
+    hidden_ND: Tensor, head: Callable[[Tensor], Tensor], sums: Sums, block_rows: int
+) -> tuple[Tensor, ...]:
     """The same for any head [B, D] -> [B, V]: packed in 4 bits, with an adapter beside it.
 
     Its own backward is asked block by block.
     """
     parameters = [p for p in head.parameters() if p.requires_grad] if isinstance(head, nn.Module) else []
     if torch.is_grad_enabled() and (hidden_ND.requires_grad or parameters):
-        return _Through.apply(hidden_ND, head, targets_N, weights_N, functions, block_rows, *parameters)
-    answer = _Sums(hidden_ND, weights_N)
+        return _Through.apply(hidden_ND, head, sums, block_rows, *parameters)
     for rows in _blocks(len(hidden_ND), block_rows):
-        answer.add(functions, head(hidden_ND[rows]), targets_N[rows], rows, False)
-    return answer.loss, answer.correct, answer.log_p_N
+        sums.add(head(hidden_ND[rows]), rows, False)
+    return sums.totals()
 
 
 class _Through(torch.autograd.Function):
@@ -221,13 +241,10 @@ class _Through(torch.autograd.Function):
         ctx: Any,
         hidden_ND: Tensor,
         head: Callable[[Tensor], Tensor],
-        targets_N: Tensor,
-        weights_N: Tensor,
-        functions: SoftmaxFunctions,
+        sums: Sums,
         block_rows: int,
         *parameters: nn.Parameter,
-    ) -> Answer:
-        answer = _Sums(hidden_ND, weights_N)
+    ) -> tuple[Tensor, ...]:
         dhidden_ND = torch.empty_like(hidden_ND)
         # as in _WeightGradient
         grads = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
@@ -236,20 +253,21 @@ class _Through(torch.autograd.Function):
             with torch.enable_grad():
                 logits_BV = head(hidden_BD)
             # its backward may need them
-            dlogits_BV = answer.add(functions, logits_BV.detach().clone(), targets_N[rows], rows, True)
+            dlogits_BV = sums.add(logits_BV.detach().clone(), rows, True)
             inputs = [hidden_BD, *parameters]
             dhidden_ND[rows], *dparameters = torch.autograd.grad(logits_BV, inputs, dlogits_BV)
             for total, grad in zip(grads, dparameters, strict=True):
                 total.add_(grad)
         ctx.save_for_backward(dhidden_ND, *(g.to(p.dtype) for g, p in zip(grads, parameters, strict=True)))
-        ctx.mark_non_differentiable(answer.correct, answer.log_p_N)
-        return answer.loss, answer.correct, answer.log_p_N
+        totals = sums.totals()
+        ctx.mark_non_differentiable(*totals[1:])
+        return totals
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         hidden, *parameters = (g * upstream.to(g.dtype) for g in ctx.saved_tensors)
-        return hidden, None, None, None, None, None, *parameters
+        return hidden, None, None, None, *parameters
 
 
 def _blocks(rows: int, size: int) -> Iterator[slice]:
