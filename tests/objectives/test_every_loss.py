@@ -27,7 +27,10 @@ def teacher(batch: Batch) -> Callable[[slice, Tensor], Tensor]:
     return lambda rows, log_p_BV: torch.zeros_like(log_p_BV).log_softmax(-1)
 
 
-ARGUMENTS = {"divergence": {"teacher": teacher, "beta": 0.5, "temperature": 2.0, "alpha": 0.3}}
+ARGUMENTS = {
+    "corrector": {"teacher": teacher, "gamma": 0.7},
+    "divergence": {"teacher": teacher, "beta": 0.5, "temperature": 2.0, "alpha": 0.3},
+}
 """File -> what else its function takes."""
 
 

@@ -7,12 +7,13 @@ Perplexity per token depends on the tokenizer. Bits per byte of text compare mod
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor, nn
 
-from unfreeze.core.batch import Batch
+from unfreeze.core.batch import Batch, Loss
 from unfreeze.core.errors import DataError
 from unfreeze.models import Decoder
 from unfreeze.objectives.cross_entropy import cross_entropy
@@ -37,7 +38,12 @@ class Heldout:
 
 @torch.no_grad()
 def heldout(
-    model: Decoder, batches: Iterable[Batch], *, bytes_total: int | None = None, group: Group = ALONE
+    model: Decoder,
+    batches: Iterable[Batch],
+    *,
+    bytes_total: int | None = None,
+    group: Group = ALONE,
+    objective: Callable[[Tensor, nn.Module, Batch], Loss] = cross_entropy,
 ) -> Heldout:
     """The loss of all batches together. Raises DataError if no token carries weight.
 
@@ -49,6 +55,8 @@ def heldout(
     bytes_total  UTF-8 bytes of the supervised text of all batches.
     group        the processes among which the batches are dealt; each gets the result of all. Every process
                  calls it with equal batches, and makes the same number of passes.
+    objective    another that is -log of a probability of each target: objectives.corrector, for that of the
+                 student and its teacher together.
 
     Routing is as in training, and no random number is drawn.
     The experts' counts are put back, so an evaluation counts nowhere (docs/trust.md M2).
@@ -58,7 +66,7 @@ def heldout(
     with model.looking():
         for host_batch in dealt(batches, group):
             batch = host_batch.to(model.device)
-            loss = cross_entropy(model.hidden(batch), model.lm_head, batch)
+            loss = objective(model.hidden(batch), model.lm_head, batch)
             total, weight = total + float(loss.sum), weight + float(loss.count)
             tokens += int(host_batch.weights_T.gt(0).sum())
     if group.size > 1:

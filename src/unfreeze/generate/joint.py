@@ -1,0 +1,93 @@
+"""Sampling from two models together: p ∝ p_T · p_S^γ, the teacher and the student that corrects it.
+
+Each keeps a cache of its own; a step is a step of both. Product of experts and proxy-tuning
+(arXiv:2401.08565); objectives/corrector.py trains the student for it.
+
+T tokens, S sequences, D and E the two widths, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from unfreeze.core.batch import Batch
+from unfreeze.generate.engine import Engine, Vocabulary
+from unfreeze.generate.steps import launched
+from unfreeze.models import Decoder
+from unfreeze.models.blocks.passes import Cache
+
+
+class Joint:
+    """Two decoders as one, for Engine: hidden states are those of both side by side, [T, D + E].
+
+    words   of the vocabulary that both have; rows of either head beyond it are padding (docs/trust.md N5).
+    gamma   of the student. 0: the teacher alone.
+    around  entered around each pass of the teacher. Where the teacher is the student's own base:
+            partial(without_adapters, student).
+    """
+
+    def __init__(
+        self,
+        student: Decoder,
+        teacher: Decoder,
+        *,
+        words: int,
+        gamma: float = 1.0,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ):
+        self.student, self.teacher, self.words, self.gamma, self.around = (
+            student,
+            teacher,
+            words,
+            gamma,
+            around,
+        )
+        self.shape, self.device = student.shape, student.device
+
+    def new_cache(self, num_sequences: int, capacity: int) -> JointCache:
+        return JointCache(num_sequences, capacity)
+
+    def prefill(self, batch: Batch, cache: JointCache) -> Tensor:
+        return self._both(lambda model, own: model.prefill(batch, own), cache)
+
+    def step(self, tokens_S: Tensor, cache: JointCache) -> Tensor:
+        return self._both(lambda model, own: model.step(tokens_S, own), cache)
+
+    def logits(self, hidden_TE: Tensor) -> Tensor:
+        """log p_T + γ log p_S, [T, words] in float32; not normalised."""
+        width = self.student.shape.hidden_size
+        own_TV = self.student.logits(hidden_TE[:, :width])[:, : self.words].log_softmax(-1)
+        with self.around():
+            said_TV = self.teacher.logits(hidden_TE[:, width:])[:, : self.words].log_softmax(-1)
+        return said_TV.add_(own_TV, alpha=self.gamma)
+
+    def _both(self, run: Callable[[Decoder, Cache], Tensor], cache: JointCache) -> Tensor:
+        own_TD = run(self.student, cache)
+        with self.around():
+            said_TE = run(self.teacher, cache.teacher)
+        return torch.cat([own_TD, said_TE], 1)
+
+
+class JointCache(Cache):
+    """The student's cache, and beside it the teacher's; rows leave both."""
+
+    def __init__(self, num_sequences: int, capacity: int):
+        super().__init__(num_sequences, capacity)
+        self.teacher = Cache(num_sequences, capacity)
+
+    def keep(self, rows: list[int]) -> list[int]:
+        self.teacher.keep(rows)
+        return super().keep(rows)
+
+
+def joint_engine(
+    joint: Joint, tokenizer: Vocabulary | None = None, stop_ids: frozenset[int] = frozenset()
+) -> Engine:
+    """An Engine that samples from both. Its logprobs are of the mixture."""
+    engine = Engine(joint, tokenizer=tokenizer, stop_ids=stop_ids, steps=launched)  # type: ignore[arg-type]
+    engine.num_ids = min(engine.num_ids, joint.words)
+    return engine
