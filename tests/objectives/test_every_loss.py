@@ -19,6 +19,8 @@ T, D, V = 24, 8, 31
 STARTS = (0, 5, 12, 18)
 FOLDER = Path(__file__).resolve().parents[2] / "src" / "unfreeze" / "objectives"
 FILES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
+# of pairs of answers a loss is no sum over tokens: what is claimed here of tokens, its own test claims of pairs
+OF_TOKENS = [file for file in FILES if file != "preference"]
 Objective = Callable[[Tensor, nn.Module, Batch], Loss]
 
 
@@ -79,7 +81,7 @@ def faults(loss: Objective) -> list[str]:
     return [words for words, (got, expected) in claims.items() if got != pytest.approx(expected, rel=1e-5)]
 
 
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", OF_TOKENS)
 def test_it_is_a_weighted_sum_with_its_count(file: str):
     bad = faults(objective(file))
     assert not bad, (

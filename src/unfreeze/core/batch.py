@@ -99,6 +99,7 @@ class Loss:
     count    sum of weights_T (Batch.count). Counts add over micro-batches and devices; means do not.
     metrics  further SUMS over the same tokens (e.g. {"correct": …}); divided by the same global count when
              logged.
+    each     the loss of each example, in the order of Batch.documents["example"], where it counts examples.
     count and metrics are numbers, or scalars on the device: train/step.py reads all of them at once, at the
     end of a step.
     """
@@ -106,3 +107,4 @@ class Loss:
     sum: Tensor
     count: float | Tensor
     metrics: Mapping[str, float | Tensor] = field(default_factory=dict[str, float | Tensor])
+    each: Tensor | None = None

@@ -10,14 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from unfreeze.core.errors import DataError
 from unfreeze.core.units import format_count
-from unfreeze.data.examples import Columns, Example, Examples
-from unfreeze.data.rows.row import BadRow, Row, content_digest
+from unfreeze.data.examples import NUMBERS, Columns, Example, Examples
+from unfreeze.data.rows.row import BadRow, Judged, Row, content_digest
 from unfreeze.data.tokens.masks import Dropped, Encoded
 
 ROWS_LISTED = 20
@@ -72,7 +72,7 @@ class Stats:
 
     def add(self, columns: Columns) -> None:
         """Count the documents that follow."""
-        for length, supervised, *_ in zip(*[iter(columns.numbers)] * 5, strict=True):
+        for length, supervised, *_ in zip(*[iter(columns.numbers)] * NUMBERS, strict=True):
             self.examples, self.tokens = self.examples + 1, self.tokens + length
             self.supervised, self.longest = self.supervised + supervised, max(self.longest, length)
 
@@ -129,7 +129,7 @@ class Account:
         self.stats.bad += 1
         self._list(self.stats.listed, source, found)
 
-    def encode(self, row: Row, source: int, encoder: Callable[[Row], Encoded]) -> list[Example]:
+    def encode(self, row: Row | Judged, source: int, encoder: Callable[[Any], Encoded]) -> list[Example]:
         """The row's examples, counted; none where it is dropped or, with on_bad_row "skip", bad."""
         stats = self.stats
         stats.rows += 1
@@ -155,11 +155,11 @@ class Account:
         self._row_places.extend((source, row.row))
         self._count(row, source, encoded)
         return [
-            Example(example.tokens, example.weights, example.row, example.cut, source, digest)
+            Example(example.tokens, example.weights, example.row, example.cut, source, digest, example.chosen)
             for example in encoded.examples
         ]
 
-    def _count(self, row: Row, source: int, encoded: Encoded) -> None:
+    def _count(self, row: Row | Judged, source: int, encoded: Encoded) -> None:
         stats, cuts = self.stats, [example for example in encoded.examples if example.cut]
         stats.notes.update(encoded.notes)
         stats.split_rows += len(encoded.examples) + len(encoded.dropped) > 1

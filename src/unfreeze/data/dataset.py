@@ -20,6 +20,7 @@ from unfreeze.data.account import Account, Reading, Stats
 from unfreeze.data.encoding import Coder, Spec, batches
 from unfreeze.data.examples import Columns, Examples
 from unfreeze.data.rows.files import read_places, text_bytes
+from unfreeze.data.rows.row import Answers
 from unfreeze.data.stores import Held, OnDemand, Store
 from unfreeze.data.tokens.forms import Reasoning
 from unfreeze.data.tokens.masks import Supervise, Truncation
@@ -85,6 +86,7 @@ def encode_files(
     reasoning: Reasoning = "auto",
     on_bad_row: Literal["error", "skip"] = "error",
     columns: Sequence[str] = (),
+    answers: Answers = "taught",
     held_bytes: int = HELD_BYTES,
     store: Store | None = None,
     workers: int | None = None,
@@ -94,7 +96,7 @@ def encode_files(
 
     How a row becomes examples: see Encoder. Rows that keep no supervised token are dropped and counted in
     stats; a bad row raises DataError, or is counted with on_bad_row "skip".
-    columns: the files' own names of a row's fields (rows/columns.py).
+    columns: the files' own names of a row's fields (rows/columns.py). answers: what rows are read for.
     store: where tokens are kept. None: in memory, or nowhere if the files have more than `held_bytes`
     together: they are then read on demand. The result is the same.
     workers: processes that encode (workers.py); 0: only this one; None: one a core where that pays. The
@@ -108,7 +110,15 @@ def encode_files(
     paths = [Path(path) for path in paths]
     skip = on_bad_row == "skip"
     spec = Spec(
-        tuple(map(str, paths)), tuple(columns), sequence_length, truncation, supervise, turns, reasoning, skip
+        tuple(map(str, paths)),
+        tuple(columns),
+        sequence_length,
+        truncation,
+        supervise,
+        turns,
+        reasoning,
+        skip,
+        answers,
     )
     coder = Coder(spec, spec.encoder(tokenizer))
     if store is None:
@@ -127,11 +137,11 @@ def encode_files(
     stats = account.finish(examples)
     stats.reading = store.reading
     if not len(examples):
-        raise _nothing_left(stats, paths, columns)
+        raise _nothing_left(stats, paths, columns, answers)
     return Dataset(examples, stats)
 
 
-def _nothing_left(stats: Stats, paths: Sequence[Path], columns: Sequence[str]) -> DataError:
+def _nothing_left(stats: Stats, paths: Sequence[Path], columns: Sequence[str], answers: Answers) -> DataError:
     """Why no row can be trained on, each reason once, and what to do about the first."""
     names = ", ".join(map(str, paths[:3])) + (f" and {len(paths) - 3} more files" if len(paths) > 3 else "")
     if not stats.rows:
@@ -144,7 +154,7 @@ def _nothing_left(stats: Stats, paths: Sequence[Path], columns: Sequence[str]) -
     remedy = "" if stats.bad else "--sequence-length higher, if the model takes it, or shorten the rows"
     for path in paths:
         try:
-            next(iter(read_places(path, None, columns)), None)
+            next(iter(read_places(path, None, columns, answers)), None)
         except DataError as error:
             remedy = remedy or error.next
     return DataError(

@@ -40,7 +40,7 @@ from unfreeze.core.errors import DataError
 from unfreeze.data.account import Reading, Stats
 from unfreeze.data.dataset import HELD_BYTES, Dataset, encode_files
 from unfreeze.data.encoding import Part, stats_of
-from unfreeze.data.examples import Columns, Example, Examples
+from unfreeze.data.examples import NUMBERS, Columns, Example, Examples
 from unfreeze.data.rows.files import text_bytes
 from unfreeze.data.stores import Documents
 from unfreeze.data.tokens.tokenizer import Tokenizer
@@ -57,10 +57,10 @@ ABANDONED = 24 * 3600
 """Seconds after which a store that nobody finished is removed: its process was killed."""
 ENCODING = {
     name: inspect.signature(encode_files).parameters[name].default
-    for name in ("truncation", "supervise", "turns", "reasoning", "columns")
+    for name in ("truncation", "supervise", "turns", "reasoning", "columns", "answers")
 }
 """Options of encode_files that say what a row becomes, and what they are where they are not given."""
-COLUMNS = {"numbers": 40, "digests": 16, "checksums": 16}
+COLUMNS = {"numbers": 8 * NUMBERS, "digests": 16, "checksums": 16}
 """Files of the Columns and their bytes a document."""
 
 

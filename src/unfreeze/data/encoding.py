@@ -20,6 +20,7 @@ from unfreeze.data.account import Account, Stats
 from unfreeze.data.examples import Columns, checksum_of
 from unfreeze.data.rows.files import parser, raw_rows, refused
 from unfreeze.data.rows.row import BadRow, Place
+from unfreeze.data.tokens.compared import Comparing
 from unfreeze.data.tokens.forms import FORMS
 from unfreeze.data.tokens.masks import Encoder
 
@@ -50,9 +51,10 @@ class Spec:
     turns: Any
     reasoning: Any
     skip: bool
+    answers: Any = "taught"
 
-    def encoder(self, tokenizer: Any) -> Encoder:
-        return Encoder(
+    def encoder(self, tokenizer: Any) -> Encoder | Comparing:
+        encoder = Encoder(
             tokenizer,
             self.sequence_length,
             self.truncation,
@@ -60,6 +62,7 @@ class Spec:
             turns=self.turns,
             reasoning=self.reasoning,
         )
+        return encoder if self.answers == "taught" else Comparing(encoder, self.answers)
 
 
 @dataclass
@@ -132,15 +135,16 @@ def batches(paths: Sequence[Path], columns: Sequence[str] = ()) -> Iterator[Batc
 class Coder:
     """Encodes batches, in one process."""
 
-    def __init__(self, spec: Spec, encoder: Encoder):
+    def __init__(self, spec: Spec, encoder: Encoder | Comparing):
         self.encoder = encoder
         self._paths, self._columns, self._skip = [*map(Path, spec.paths)], spec.columns, spec.skip
+        self._answers = spec.answers
 
     def __call__(self, batch: Batch) -> Part:
         """Every row encoded, counted, its lengths and checksums noted."""
         part, account, places = Part(), Account(self._paths, skip=self._skip), array("q")
         path = self._paths[batch.source]
-        parse = parser(path, self._columns)
+        parse = parser(path, self._columns, self._answers)
         looked = self.encoder.render.looked = []
         for place, raw in batch.rows:
             try:
@@ -159,7 +163,7 @@ class Coder:
                 # once: making arrays of lists is a tenth of encoding a row
                 tokens_T = np.asarray(example.tokens, dtype=np.int32)
                 weights_T = np.asarray(example.weights, dtype=np.float32)
-                part.columns.add(example, checksum_of(tokens_T, weights_T))
+                part.columns.add(example, checksum_of(tokens_T, weights_T, example.chosen))
                 part.tokens += tokens_T.tobytes()
                 part.weights += weights_T.tobytes()
                 places.extend((batch.source, *place, piece))

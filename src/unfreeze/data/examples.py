@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import overload
 
 import numpy as np
 
 NO_CONTENT = bytes(16)
+TAUGHT = -1
+"""Example.chosen of what is not compared with another answer."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class Example:
     cut      tokens truncation took off
     digest   16 bytes over the row's content (data/rows/row.py), equal for rows that say the same; pieces
     of one text share it
+    chosen   of answers that are compared: so many tokens are the document of the chosen answer, those behind
+             them the rejected one's. A pair has both; an answer with a label is all tokens, or 0. -1: taught
     """
 
     tokens: Sequence[int]
@@ -34,6 +38,7 @@ class Example:
     cut: int = 0
     source: int = 0
     digest: bytes = NO_CONTENT
+    chosen: int = TAUGHT
 
     @property
     def num_tokens(self) -> int:
@@ -49,15 +54,40 @@ class Example:
     @property
     def checksum(self) -> bytes:
         """16 bytes over every token and weight."""
-        return checksum_of(np.asarray(self.tokens, dtype=np.int64), np.asarray(self.weights))
+        return checksum_of(np.asarray(self.tokens, dtype=np.int64), np.asarray(self.weights), self.chosen)
+
+    @property
+    def has_label(self) -> bool:
+        """Whether it is an answer with a label, without another one to compare it with."""
+        return self.chosen in (0, self.num_tokens)
+
+    @property
+    def packed_tokens(self) -> int:
+        """Tokens that it takes in a batch: an answer with a label is joined by one to another prompt."""
+        return self.num_tokens * (1 + self.has_label)
+
+    def documents(self) -> list[Example]:
+        """What lies in a batch as documents of their own: the two answers of a pair, else itself."""
+        if self.chosen == TAUGHT or self.has_label:
+            return [self]
+        return [
+            replace(self, tokens=self.tokens[part], weights=self.weights[part], chosen=TAUGHT)
+            for part in (slice(None, self.chosen), slice(self.chosen, None))
+        ]
 
 
-def checksum_of(tokens_T: np.ndarray, weights_T: np.ndarray) -> bytes:
+def checksum_of(tokens_T: np.ndarray, weights_T: np.ndarray, chosen: int = TAUGHT) -> bytes:
     """Example.checksum of T tokens and weights: as int64 and float64, whatever they are kept in."""
     digest = hashlib.blake2b(len(tokens_T).to_bytes(8, "little"), digest_size=16)
     digest.update(tokens_T.astype(np.int64).tobytes())
     digest.update(weights_T.astype(np.float64).tobytes())
+    if chosen != TAUGHT:
+        digest.update(chosen.to_bytes(8, "little"))
     return digest.digest()
+
+
+NUMBERS = 6
+"""Of a document in Columns.numbers."""
 
 
 class Columns:
@@ -85,7 +115,14 @@ class Columns:
     def add(self, example: Example, checksum: bytes | None = None) -> None:
         """The next document; checksum: its own, where it is known already."""
         self.numbers.extend(
-            (example.num_tokens, example.num_supervised, example.cut, example.row, example.source)
+            (
+                example.num_tokens,
+                example.num_supervised,
+                example.cut,
+                example.row,
+                example.source,
+                example.chosen,
+            )
         )
         self.digests += example.digest
         self.checksums += checksum or example.checksum
@@ -94,13 +131,14 @@ class Columns:
 class Examples(Sequence[Example]):
     """N documents, with one array entry for each.
 
-    lengths_N, supervised_N, cuts_N, rows_N, sources_N are int64, digests_N and checksums_N 16 bytes each.
+    lengths_N, supervised_N, cuts_N, rows_N, sources_N, chosen_N are int64, digests_N and checksums_N 16 bytes
+    each.
     `fetch(i)` gives document i of the store; `places_N` are this sequence's places in it, so that a part of a
     store costs one number a document.
     """
 
     def __init__(self, fetch: Callable[[int], Example], columns: Columns):
-        table = np.frombuffer(columns.numbers, dtype=np.int64).reshape(-1, 5)
+        table = np.frombuffer(columns.numbers, dtype=np.int64).reshape(-1, NUMBERS)
         self._fetch = fetch
         self._table = table
         self.digests_N = np.frombuffer(columns.digests, dtype="V16")
@@ -136,6 +174,22 @@ class Examples(Sequence[Example]):
     @property
     def sources_N(self) -> np.ndarray:
         return self._table[:, 4]
+
+    @property
+    def chosen_N(self) -> np.ndarray:
+        return self._table[:, 5]
+
+    @property
+    def packed_N(self) -> np.ndarray:
+        """Example.packed_tokens of each."""
+        labelled_N = (self.chosen_N == 0) | (self.chosen_N == self.lengths_N)
+        return self.lengths_N * (1 + labelled_N)
+
+    def document_lengths(self) -> np.ndarray:
+        """Tokens of every document that lies in a batch: two of a pair."""
+        pairs_N = (self.chosen_N > 0) & (self.chosen_N < self.lengths_N)
+        first_N = np.where(pairs_N, self.chosen_N, self.lengths_N)
+        return np.concatenate([first_N, (self.lengths_N - self.chosen_N)[pairs_N]])
 
     def part(self, keep_N: np.ndarray) -> Examples:
         """The documents where `keep_N` is true, in the same order."""

@@ -14,9 +14,10 @@ import numpy as np
 from unfreeze.core.errors import DataError
 from unfreeze.data.account import Reading
 from unfreeze.data.encoding import Part
-from unfreeze.data.examples import Columns, Example
+from unfreeze.data.examples import NUMBERS, Columns, Example
 from unfreeze.data.rows.files import Again
 from unfreeze.data.rows.row import Place
+from unfreeze.data.tokens.compared import Comparing
 from unfreeze.data.tokens.masks import Encoder
 
 
@@ -42,20 +43,20 @@ class Documents:
 
     @cached_property
     def _table(self) -> np.ndarray:
-        return np.frombuffer(self._columns.numbers, dtype=np.int64).reshape(-1, 5)
+        return np.frombuffer(self._columns.numbers, dtype=np.int64).reshape(-1, NUMBERS)
 
     @cached_property
     def _ends(self) -> np.ndarray:
         return np.cumsum(self._table[:, 0])
 
     def fetch(self, index: int) -> Example:
-        length, _, cut, row, source = self._table[index].tolist()
+        length, _, cut, row, source, chosen = self._table[index].tolist()
         end = 4 * int(self._ends[index])
         tokens, weights = array("i"), array("f")
         tokens.frombytes(self._tokens[end - 4 * length : end])
         weights.frombytes(self._weights[end - 4 * length : end])
         digest = bytes(self._columns.digests[16 * index : 16 * index + 16])
-        return Example(tokens, weights, row, cut, source, digest)
+        return Example(tokens, weights, row, cut, source, digest, chosen)
 
 
 class Held(Documents):
@@ -77,7 +78,7 @@ class OnDemand:
 
     reading: Reading = "on demand"
 
-    def __init__(self, paths: Sequence[Path], encoder: Encoder, columns: Sequence[str] = ()):
+    def __init__(self, paths: Sequence[Path], encoder: Encoder | Comparing, columns: Sequence[str] = ()):
         self._paths, self._encoder, self._columns = paths, encoder, columns
         self._places = array("q")
         self._checksums = bytearray()
@@ -101,7 +102,7 @@ class OnDemand:
         )
         try:
             if source not in self._files:
-                self._files[source] = Again(path, self._columns)
+                self._files[source] = Again(path, self._columns, self._encoder.answers)
             pieces = self._encoder(self._files[source](Place(row, offset, size))).examples
         except DataError:
             raise changed from None

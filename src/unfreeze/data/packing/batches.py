@@ -18,7 +18,8 @@ import torch
 
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import ConfigError, DataError
-from unfreeze.data.examples import Example, Examples
+from unfreeze.data.examples import TAUGHT, Example, Examples
+from unfreeze.data.packing.answers import laid_out
 from unfreeze.data.packing.order import Order, Shuffled
 from unfreeze.data.packing.packers import PACKERS, Packing, Plan
 
@@ -36,9 +37,15 @@ def pack(examples: Sequence[Example]) -> Batch:
 
     Its last position has weight 0 and target 0.
 
-    Documents keep their order. This is the only shift in the project (docs/trust.md N4). Raises DataError for
-    no or empty documents.
+    Documents keep their order; of answers that are compared see packing/answers.py: `documents` then has the
+    "side" of each and its "example", `examples` how many these are. This is the only shift in the project
+    (docs/trust.md N4). Raises DataError for no or empty documents.
     """
+    compared: dict[str, Any] = {}
+    if examples and examples[0].chosen != TAUGHT:
+        compared["examples"] = len(examples)
+        examples, sides, numbers = laid_out(examples)
+        compared["documents"] = {"side": torch.tensor(sides), "example": torch.tensor(numbers)}
     if not examples or any(not example.num_tokens for example in examples):
         raise DataError(
             "a batch needs documents of at least 1 token; got lengths"
@@ -62,6 +69,7 @@ def pack(examples: Sequence[Example]) -> Batch:
         weights_T=torch.from_numpy(weights),
         positions_T=torch.from_numpy(np.arange(total) - np.repeat(starts, lengths)),
         starts_S=torch.from_numpy(starts.astype(np.int64)),
+        **compared,
     )
 
 
@@ -94,8 +102,8 @@ class Batches:
             raise DataError("no documents to train on")
         self.examples = Examples.of(examples)
         # a step holds whole documents, so the longest must fit
-        place = int(self.examples.lengths_N.argmax())
-        longest = int(self.examples.lengths_N[place])
+        place = int(self.examples.packed_N.argmax())
+        longest = int(self.examples.packed_N[place])
         if longest > tokens_per_step:
             raise DataError(
                 f"row {self.examples.rows_N[place]} has {longest} tokens, tokens_per_step is"
@@ -142,7 +150,7 @@ class Batches:
         """
         made_of = (self._made_of, epoch)
         if made_of not in _plans:
-            order, lengths = self.order(epoch), self.examples.lengths_N.tolist()
+            order, lengths = self.order(epoch), self.examples.packed_N.tolist()
             _plans[made_of] = Plan(order, PACKERS[self.packing](order, lengths, self.tokens_per_step))
             while len(_plans) > PLANS:
                 _plans.popitem(last=False)
@@ -176,4 +184,4 @@ class Batches:
 
     def efficiency(self) -> float:
         """Share of the token budget that the first epoch's batches fill (1.0 = every step full)."""
-        return self.plan(0).efficiency(self.examples.lengths_N, self.tokens_per_step)
+        return self.plan(0).efficiency(self.examples.packed_N, self.tokens_per_step)

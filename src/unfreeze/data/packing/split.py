@@ -66,7 +66,7 @@ def validation_batches(examples: Sequence[Example], tokens_per_batch: int) -> It
     """
     group: list[Example] = []
     for example in examples:
-        if group and sum(member.num_tokens for member in group) + example.num_tokens > tokens_per_batch:
+        if group and sum(member.packed_tokens for member in group) + example.packed_tokens > tokens_per_batch:
             yield pack(group)
             group = []
         group.append(example)

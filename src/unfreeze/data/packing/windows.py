@@ -64,7 +64,7 @@ class WindowBatches:
         self._examples = self._stream.window(epoch, number)
         self.epoch, self.number, self.position = epoch, number, 0
         self._fingerprint = self._examples.fingerprint()
-        order, lengths = range(len(self._examples)), self._examples.lengths_N.tolist()
+        order, lengths = range(len(self._examples)), self._examples.packed_N.tolist()
         placed = PACKERS[self.packing](order, lengths, self.tokens_per_step) if lengths else []
         self._plan = Plan(order, placed)
 
@@ -98,4 +98,4 @@ class WindowBatches:
 
     def efficiency(self) -> float:
         """Share of the token budget that the batches of this window fill."""
-        return self._plan.efficiency(self._examples.lengths_N, self.tokens_per_step)
+        return self._plan.efficiency(self._examples.packed_N, self.tokens_per_step)

@@ -21,8 +21,10 @@ from unfreeze.core.errors import DataError, nearest
 from unfreeze.core.units import format_bytes
 from unfreeze.data.rows import lines
 from unfreeze.data.rows.columns import renames_of
+from unfreeze.data.rows.judged import judged_from_dict
 from unfreeze.data.rows.lines import JsonArray, JsonLines, TextFile, is_array, parse_json, parse_text
-from unfreeze.data.rows.row import BadRow, Place, Row
+from unfreeze.data.rows.row import Answers, BadRow, Build, Judged, Place, Row
+from unfreeze.data.rows.shapes import row_from_dict
 from unfreeze.data.rows.tables import Arrow, Csv, Parquet, parse_cells
 
 PACKED = 4
@@ -38,7 +40,7 @@ class Reader(Protocol):
 
 Renames = Mapping[str, str]
 Open = Callable[[Path, Renames], Reader]
-Parse = Callable[[Any, int, Renames], Row]
+Parse = Callable[[Any, int, Renames, Build], Any]
 
 
 def _json(path: Path, renames: Renames) -> Reader:
@@ -124,25 +126,33 @@ def _refuse_other(path: Path) -> None:
 
 
 def read_rows(
-    path: str | Path, on_bad: Callable[[BadRow], None] | None = None, columns: Sequence[str] = ()
-) -> Iterator[Row]:
-    """The rows of a data file, one after the other; the file is never held whole.
+    path: str | Path,
+    on_bad: Callable[[BadRow], None] | None = None,
+    columns: Sequence[str] = (),
+    answers: Answers = "taught",
+) -> Iterator[Any]:
+    """The rows of a data file (Row; Judged where `answers` says so), one after the other.
+
+    The file is never held whole.
 
     A bad row raises DataError; with `on_bad` it is handed over instead and reading goes on (count them:
     nothing may vanish).
     """
-    return (row for _, row in read_places(path, on_bad, columns))
+    return (row for _, row in read_places(path, on_bad, columns, answers))
 
 
 def read_places(
-    path: str | Path, on_bad: Callable[[BadRow], None] | None = None, columns: Sequence[str] = ()
-) -> Iterator[tuple[Place, Row]]:
+    path: str | Path,
+    on_bad: Callable[[BadRow], None] | None = None,
+    columns: Sequence[str] = (),
+    answers: Answers = "taught",
+) -> Iterator[tuple[Place, Any]]:
     """Read rows as read_rows does, each with its place, by which Again finds it.
 
     At most one row (MAX_ROW_BYTES) is held, of a table ROWS of them.
     """
     path = Path(path)
-    rows, parse = raw_rows(path, columns), parser(path, columns)
+    rows, parse = raw_rows(path, columns), parser(path, columns, answers)
     for place, raw in rows:
         try:
             yield place, parse(raw, place)
@@ -160,18 +170,24 @@ def raw_rows(path: Path, columns: Sequence[str] = ()) -> Iterator[tuple[Place, A
     return reader(path, columns).rows()
 
 
-def parser(path: Path, columns: Sequence[str] = ()) -> Callable[[Any, Place], Row]:
-    """What makes a Row of one of raw_rows; the file is not opened. It raises DataError that names the row."""
+def parser(
+    path: Path, columns: Sequence[str] = (), answers: Answers = "taught"
+) -> Callable[[Any, Place], Any]:
+    """What makes a Row, or a Judged, of one of raw_rows; the file is not opened.
+
+    It raises DataError that names the row.
+    """
     refuse_form(path)
     parse, renames = FORMS[ending(path)][1], renames_of(columns)
+    build: Build = row_from_dict if answers == "taught" else judged_from_dict
 
-    def bounded(raw: Any, place: Place) -> Row:
+    def bounded(raw: Any, place: Place) -> Row | Judged:
         if place.size > lines.MAX_ROW_BYTES:
             raise DataError(
                 f"row {place.row}: {format_bytes(place.size)} in one row, at most"
                 f" {format_bytes(lines.MAX_ROW_BYTES)}; is a line break missing?"
             )
-        return parse(raw, place.row, renames)
+        return parse(raw, place.row, renames, build)
 
     return bounded
 
@@ -184,10 +200,10 @@ def refused(path: Path, error: DataError) -> DataError:
 class Again:
     """Rows of a file that were read before, by their places."""
 
-    def __init__(self, path: Path, columns: Sequence[str] = ()):
-        self._reader, self._parse = reader(path, columns), parser(path, columns)
+    def __init__(self, path: Path, columns: Sequence[str] = (), answers: Answers = "taught"):
+        self._reader, self._parse = reader(path, columns), parser(path, columns, answers)
 
-    def __call__(self, place: Place) -> Row:
+    def __call__(self, place: Place) -> Any:
         """Raises DataError if the file has changed and holds no row there."""
         return self._parse(self._reader.at(place), place)
 

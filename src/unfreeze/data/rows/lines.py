@@ -18,7 +18,7 @@ from unfreeze.core.errors import DataError
 from unfreeze.core.units import format_bytes
 from unfreeze.data.rows.columns import renamed
 from unfreeze.data.rows.fields import json_type, refuse_constant
-from unfreeze.data.rows.row import Place, Row, Text
+from unfreeze.data.rows.row import Build, Place, Text
 from unfreeze.data.rows.shapes import row_from_dict
 
 DOCUMENT_MARK = "<|endoftext|>"
@@ -142,13 +142,15 @@ def _nothing_more(rest: bytes, file: IO[bytes], path: Path, row: int) -> None:
         )
 
 
-def parse_json(raw: bytes, row: int, renames: Mapping[str, str]) -> Row:
+def parse_json(raw: bytes, row: int, renames: Mapping[str, str], build: Build = row_from_dict) -> Any:
     """A row of JsonLines or JsonArray."""
-    return row_from_dict(renamed(json_object(raw, row), renames, row), row, renames)
+    return build(renamed(json_object(raw, row), renames, row), row, renames)
 
 
-def parse_text(raw: bytes, row: int, renames: Mapping[str, str]) -> Row:
+def parse_text(raw: bytes, row: int, renames: Mapping[str, str], build: Build = row_from_dict) -> Any:
     """A row of a TextFile; it has no fields."""
+    if build is not row_from_dict:
+        return build({"text": decode(raw, row).strip()}, row, renames)
     return Text(decode(raw, row).strip(), row)
 
 

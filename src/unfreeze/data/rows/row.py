@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+Build = Callable[[dict[str, Any], int, Mapping[str, str]], Any]
+"""One JSON object, its row and --columns (field -> column) -> the row it is."""
 
 Message = dict[str, Any]
 """One turn: role, content, and what messages.py lets through (reasoning_content, tool_calls, name, …)."""
@@ -57,14 +60,39 @@ class Text:
     shape: str = "text"
 
 
+@dataclass(frozen=True)
+class Judged:
+    """Two answers to one prompt, of which one is preferred; or one with a label, None in place of the other.
+
+    Both begin with the same turns, of which none carries loss.
+    """
+
+    chosen: Conversation | Text | None
+    rejected: Conversation | Text | None
+    row: int = 0
+    shape: str = "chosen/rejected"
+
+    @property
+    def answers(self) -> list[Conversation | Text]:
+        """Those that are there, the chosen one first."""
+        return [answer for answer in (self.chosen, self.rejected) if answer is not None]
+
+
 Row = Conversation | Text
+
+Answers = Literal["taught", "pairs", "labels"]
+"""What rows are read for: one answer that is taught; pairs of answers; or answers with a label (also those of
+pairs). Of the last two a row is a Judged."""
 
 
 _SORTED = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
 
 
-def content_digest(row: Row) -> bytes:
+def content_digest(row: Row | Judged) -> bytes:
     """blake2b-128 of what the row says (messages and tools, or text), whatever shape it was written in."""
+    if isinstance(row, Judged):
+        sides = [b"" if answer is None else content_digest(answer) for answer in (row.chosen, row.rejected)]
+        return hashlib.blake2b(b"judged" + b"|".join(sides), digest_size=16).digest()
     content = row.text if isinstance(row, Text) else _SORTED.encode([row.messages, row.tools])
     kind = b"text" if isinstance(row, Text) else b"chat"
     return hashlib.blake2b(kind + content.encode("utf-8", "surrogatepass"), digest_size=16).digest()

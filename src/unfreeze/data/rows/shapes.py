@@ -57,7 +57,7 @@ def row_from_dict(fields: Fields, row: int = 0, renames: Mapping[str, str] | Non
     if not asked:
         _refuse_other_training(fields, row)
     if whole:
-        _refuse_other_senses(fields, row)
+        refuse_other_senses(fields, row)
     if whole:
         shape = (asked or whole)[0]
         result = SHAPES[shape][1](fields, row, shape)
@@ -104,7 +104,7 @@ def _refuse_other_training(fields: Fields, row: int) -> None:
         )
 
 
-def _refuse_other_senses(fields: Fields, row: int) -> None:
+def refuse_other_senses(fields: Fields, row: int) -> None:
     """Rows whose words are about a picture or a sound that the model would not be given."""
     for sense in SENSES:
         several, one = fields.get(f"{sense}s"), fields.get(sense)
@@ -150,7 +150,7 @@ def _null(fields: Fields) -> str | None:
 def _score(needed: Sequence[str], fields: Mapping[str, object] | Sequence[str]) -> tuple[int, int]:
     """How near a shape is: its fields that are there, then those that are nearly there."""
     there = [name for name in fields if not isinstance(fields, Mapping) or fields[name] is not None]
-    return sum(name in there for name in needed), sum(bool(_near(name, list(fields))) for name in needed)
+    return sum(name in there for name in needed), sum(bool(near_field(name, list(fields))) for name in needed)
 
 
 def _no_shape(names: Sequence[str], row: int, renames: Mapping[str, str]) -> DataError:
@@ -166,7 +166,7 @@ def _no_shape(names: Sequence[str], row: int, renames: Mapping[str, str]) -> Dat
     near: dict[str, str] = {}
     for name in missing:
         left = [other for other in names if other not in (*needed, *renames, *near.values())]
-        if word := _near(name, left):
+        if word := near_field(name, left):
             near[name] = word
     if not near and len(missing) == len(needed):
         return DataError(
@@ -183,7 +183,7 @@ def _no_shape(names: Sequence[str], row: int, renames: Mapping[str, str]) -> Dat
     )
 
 
-def _near(name: str, others: Sequence[str]) -> str:
+def near_field(name: str, others: Sequence[str]) -> str:
     """The field that is most likely meant by `name`, in any case of letters; "" without one."""
     lower = {other.lower(): other for other in others}
     return lower.get(near_word(name, lower), "")
@@ -191,10 +191,10 @@ def _near(name: str, others: Sequence[str]) -> str:
 
 def _messages_row(fields: Fields, row: int, shape: str) -> Row:
     items = [(f"messages[{i}]", item) for i, item in enumerate(list_of(fields["messages"], row, "messages"))]
-    return _conversation(items, fields, row, shape)
+    return conversation_of(items, fields, row, shape)
 
 
-def _conversation(
+def conversation_of(
     items: Sequence[tuple[str, object]], fields: Fields, row: int, shape: str, prompt: int = 0
 ) -> Conversation:
     """Messages with their places in the row; the first `prompt` of them are asked, not taught."""
@@ -254,7 +254,7 @@ def _pair_row(first: str, second: str) -> Callable[[Fields, int, str], Row]:
         if isinstance(asked, list) and isinstance(taught, list):
             items = [(f"{first}[{i}]", item) for i, item in enumerate(asked)]
             items += [(f"{second}[{i}]", item) for i, item in enumerate(taught)]
-            return _conversation(items, fields, row, shape, prompt=len(asked))
+            return conversation_of(items, fields, row, shape, prompt=len(asked))
         system = _system(fields, row)
         return _turns(system, text_of(asked, row, first), text_of(taught, row, second), row, shape)
 
@@ -262,12 +262,17 @@ def _pair_row(first: str, second: str) -> Callable[[Fields, int, str], Row]:
 
 
 def _alpaca_row(fields: Fields, row: int, shape: str) -> Row:
+    user = with_input(fields, row)
+    before = _system(fields, row) + _history(fields.get("history"), row)
+    return _turns(before, user, text_of(fields["output"], row, "output"), row, shape)
+
+
+def with_input(fields: Fields, row: int) -> str:
+    """Alpaca's instruction, an empty line, and its input where it has one."""
     instruction = text_of(fields["instruction"], row, "instruction")
     given = fields.get("input")
     context = "" if given is None else text_of(given, row, "input", empty=True)
-    user = f"{instruction}\n\n{context}" if context.strip() else instruction
-    before = _system(fields, row) + _history(fields.get("history"), row)
-    return _turns(before, user, text_of(fields["output"], row, "output"), row, shape)
+    return f"{instruction}\n\n{context}" if context.strip() else instruction
 
 
 def _history(value: object, row: int) -> list[Message]:

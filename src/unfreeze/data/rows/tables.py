@@ -19,7 +19,7 @@ from unfreeze.core.errors import DataError
 from unfreeze.data.rows import lines
 from unfreeze.data.rows.columns import refuse_missing, renamed
 from unfreeze.data.rows.fields import json_of
-from unfreeze.data.rows.row import Place, Row
+from unfreeze.data.rows.row import Build, Place
 from unfreeze.data.rows.shapes import NAMES, check_names, row_from_dict
 
 ROWS = 256
@@ -296,11 +296,13 @@ def _check_header(path: Path, names: Sequence[str], renames: Mapping[str, str], 
     check_names(names, renames, f"{path.name}, {what}")
 
 
-def parse_cells(raw: Cells | Wrong, row: int, renames: Mapping[str, str]) -> Row:
+def parse_cells(
+    raw: Cells | Wrong, row: int, renames: Mapping[str, str], build: Build = row_from_dict
+) -> Any:
     """A row of any table."""
     if isinstance(raw, tuple):
         raise DataError(raw[0], next=raw[1])
-    return row_from_dict(_from_json(renamed(raw, renames, row), row), row, renames)
+    return build(_from_json(renamed(raw, renames, row), row), row, renames)
 
 
 def _from_json(fields: dict[str, Any], row: int) -> dict[str, Any]:
@@ -316,6 +318,10 @@ def _from_json(fields: dict[str, Any], row: int) -> dict[str, Any]:
                     error.message, next="write the column with json.dumps(…), or the table as .parquet"
                 ) from None
     pair = {name: _messages(fields.get(name)) for name in ("prompt", "completion")}
+    answers = {name: _messages(fields.get(name)) for name in ("chosen", "rejected")}
+    if all(answers.values()):
+        asked = _messages(fields.get("prompt"))
+        return {**fields, **parsed, **answers, **({"prompt": asked} if asked else {})}
     return {**fields, **parsed, **(pair if all(pair.values()) else {})}
 
 

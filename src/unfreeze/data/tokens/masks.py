@@ -14,7 +14,7 @@ from typing import Literal, cast
 
 from unfreeze.core.errors import DataError
 from unfreeze.data.examples import Example
-from unfreeze.data.rows.row import JsonObject, Row, Text
+from unfreeze.data.rows.row import Answers, JsonObject, Row, Text
 from unfreeze.data.tokens.forms import Reasoning
 from unfreeze.data.tokens.taught import QUOTE_CLOSE, QUOTE_OPEN, Segment
 from unfreeze.data.tokens.tokenizer import Tokenizer
@@ -55,6 +55,8 @@ class Encoder:
                 whole
     turns, reasoning   see turns.Turns and forms.Reasoning
     """
+
+    answers: Answers = "taught"
 
     def __init__(
         self,

@@ -1,0 +1,275 @@
+"""What is preferred: losses over pairs of answers to one prompt, or over answers with a label.
+
+l(y) = sum_t log p(y_t | x, y_<t) is the log-probability of an answer over its supervised tokens, n(y) how
+many those are, r(y) = beta · (l(y) - l_ref(y)) its reward. w is the chosen answer, v the rejected one.
+
+    dpo     -(1 - s) log sigma(r_w - r_v) - s log sigma(r_v - r_w)            s: label smoothing
+            Rafailov et al. 2023 (2305.18290, eq. 7). Assumes Bradley-Terry: the chance of being preferred is
+            the sigmoid of a difference of worths. s > 0 assumes that a share s of the pairs is swapped
+    ipo     ((l_w - l_ref,w) / n_w - (l_v - l_ref,v) / n_v - 1 / (2 beta))^2
+            Azar et al. 2023 (2310.12036, eq. 17). Assumes no worths: a margin of 1 / (2 beta) is enough, so
+            pairs that are always decided alike are not driven apart without end. Per token, as TRL has it
+            after asking the authors
+    kto     u_w (1 - sigma(r_w - beta z)),  u_v (1 - sigma(beta z - r_v)),  z = max(0, mean l(y') - l_ref(y'))
+            Ethayarajh et al. 2024 (2402.01306, eq. 8). Answers with a label, no pairs; y' are answers to
+            other prompts of the micro-batch. Assumes prospect theory: gains and losses are felt from z on
+    simpo   -log sigma(beta · (l_w / n_w - l_v / n_v) - gamma)
+            Meng et al. 2024 (2405.14734, eq. 6). No reference. Assumes that the mean log-probability of a
+            token, by which a model chooses what it says, is the reward
+    orpo    -l_w / n_w - beta log sigma(o_w - o_v),  o = l / n - log(1 - exp(l / n))
+            Hong et al. 2024 (2403.07691, eq. 6, 7). No reference: fine-tuning on the chosen answer, and a
+            penalty on the odds of the rejected one. Assumes a base that does not answer well yet. TRL's first
+            term also counts the prompt's tokens, and is a mean over the tokens of a batch
+
+Each is a function of S numbers, so the head runs twice by blocks of rows: without gradients for log p, then
+with d loss / d log p as the weight of each token. [T, V] is never held.
+
+T tokens, S documents, E examples (pairs, or answers with a label), N supervised tokens, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from unfreeze.core.batch import Batch, Loss
+
+Kind = Literal["dpo", "ipo", "kto", "simpo", "orpo"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+WITHOUT_REFERENCE: tuple[Kind, ...] = ("simpo", "orpo")
+CHOSEN, REJECTED, MISMATCHED = 1, -1, 0
+"""Batch.documents["side"]: the answer of a pair, or by its label; an answer to another prompt (KTO's y')."""
+
+Reference = Callable[["Batch"], "Tensor"]
+"""batch -> l_ref of its documents, float64 [S] on the batch's device."""
+
+
+class Answers(NamedTuple):
+    """Documents of one side: log-probabilities, those of the reference (0 without one), supervised tokens."""
+
+    logp_E: Tensor
+    ref_E: Tensor
+    length_E: Tensor
+
+    @property
+    def ratio_E(self) -> Tensor:
+        return self.logp_E - self.ref_E
+
+    @property
+    def mean_E(self) -> Tensor:
+        """log p of a token of the answer, on average; below 0, so that the odds are finite."""
+        return (self.logp_E / self.length_E).clamp(max=-1e-9)
+
+
+def preference(
+    hidden_TD: Tensor,
+    lm_head: nn.Module,
+    batch: Batch,
+    *,
+    kind: Kind = "dpo",
+    beta: float = 0.1,
+    gamma: float = 0.5,
+    label_smoothing: float = 0.0,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    reference: Reference | None = None,
+    block_rows: int | None = None,
+    impl: str = "auto",
+) -> Loss:
+    """sum_e of the loss named `kind` over the batch's examples; its count is how many they are.
+
+    hidden_TD as of cross_entropy, whose docstring says what the gradients reach. batch.documents has "side"
+    [S]: CHOSEN and REJECTED in turn for pairs; of answers with a label the CHOSEN, the REJECTED, then the
+    MISMATCHED ones.
+    metrics, sums over examples: `accuracy` (share of pairs whose chosen answer has the higher reward; of
+    answers with a label, share on its side of z), `margin` (r_w - r_v), `reward_*`, `logp_*` and `length_*`
+    (supervised tokens) of chosen and rejected answers; `longer` (share of pairs whose chosen answer is the
+    longer one, ties half); of kto `kl` (z) and no `longer`. The reward of simpo and orpo is beta · l / n.
+    kto's means of a side are those of the micro-batch.
+    Raises ValueError where `reference` is absent and `kind` needs one.
+    """
+    import torch
+
+    from unfreeze.core.batch import Loss, send
+    from unfreeze.kernels.linear_cross_entropy import head_cross_entropy
+
+    if reference is None and kind not in WITHOUT_REFERENCE:
+        raise ValueError(f"{kind} compares with a reference, and none is given")
+    # log p of each document, without gradients
+    rows_N, document_N, per_row_N = _log_p(hidden_TD.detach(), lm_head, batch, block_rows, impl)
+    weights_N = batch.weights_T.index_select(0, rows_N)
+    logp_S = _per_document(per_row_N * weights_N, batch, rows_N)
+    length_S = _per_document(weights_N.double(), batch, rows_N).clamp(min=1)
+    if reference is None:
+        ref_S = torch.zeros_like(logp_S)
+    else:
+        with torch.no_grad():
+            ref_S = reference(batch).to(logp_S)
+    # the loss of each example, and d loss / d log p of each document
+    side_S = batch.documents["side"]
+    with torch.enable_grad():
+        leaf_S = logp_S.detach().requires_grad_()
+
+        def of(side: int) -> Answers:
+            places = send((side_S == side).nonzero().squeeze(1), leaf_S.device)
+            return Answers(*(x.index_select(0, places) for x in (leaf_S, ref_S, length_S)))
+
+        chosen, rejected = of(CHOSEN), of(REJECTED)
+        if kind == "kto":
+            each_E, metrics = _kto(
+                chosen, rejected, of(MISMATCHED), beta, desirable_weight, undesirable_weight
+            )
+        else:
+            each_E, rewards = _PAIRS[kind](chosen, rejected, beta, gamma, label_smoothing)
+            metrics = _metrics(chosen, rejected, *rewards)
+        total = each_E.sum()
+        (slope_S,) = torch.autograd.grad(total, leaf_S)
+    value = total.detach().float()
+    count = 0.0 if batch.examples is None else float(batch.examples)
+    loss = Loss(sum=value, count=count, metrics=metrics, each=each_E.detach())
+    if not torch.is_grad_enabled():
+        return loss
+    # the same gradient through the head: sum_n w_n · -log p_n with w_n = -d loss / d log p_n
+    slope_N = -(slope_S.index_select(0, document_N) * weights_N).float()
+    passed, _, _ = head_cross_entropy(
+        hidden_TD.index_select(0, rows_N),
+        lm_head,
+        batch.targets_T.index_select(0, rows_N),
+        slope_N,
+        block_rows,
+        impl,
+    )
+    loss.sum = value + (passed - passed.detach())
+    return loss
+
+
+def log_probabilities(hidden_TD: Tensor, lm_head: nn.Module, batch: Batch) -> Tensor:
+    """l of each document: sum_t w_t log p(target_t), float64 [S]. No gradient."""
+    rows_N, _, per_row_N = _log_p(hidden_TD.detach(), lm_head, batch, None, "auto")
+    return _per_document(per_row_N * batch.weights_T.index_select(0, rows_N), batch, rows_N)
+
+
+def _log_p(
+    hidden_TD: Tensor, lm_head: nn.Module, batch: Batch, block_rows: int | None, impl: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(the supervised rows, the document of each, its log p in float64)."""
+    import torch
+
+    from unfreeze.core.batch import send
+    from unfreeze.kernels.linear_cross_entropy import head_cross_entropy
+
+    rows_N = batch.supervised()
+    starts_S = send(batch.starts_S, rows_N.device)
+    document_N = torch.searchsorted(starts_S, rows_N, right=True) - 1
+    with torch.no_grad():
+        _, _, log_p_N = head_cross_entropy(
+            hidden_TD.index_select(0, rows_N),
+            lm_head,
+            batch.targets_T.index_select(0, rows_N),
+            torch.ones_like(rows_N, dtype=torch.float32),
+            block_rows,
+            impl,
+        )
+    return rows_N, document_N, log_p_N.double()
+
+
+def _per_document(values_N: Tensor, batch: Batch, rows_N: Tensor) -> Tensor:
+    """Sums over the supervised rows of each document, in a fixed order: the same bits every time."""
+    import torch
+
+    from unfreeze.core.batch import send
+
+    starts_S = send(batch.starts_S, rows_N.device)
+    first_S = torch.searchsorted(rows_N, starts_S)
+    end_S = torch.cat([first_S[1:], first_S.new_full((1,), len(rows_N))])
+    return torch.segment_reduce(values_N, "sum", lengths=end_S - first_S, unsafe=True)
+
+
+Each = tuple["Tensor", tuple["Tensor", "Tensor"]]
+"""The loss of each pair, and the rewards of its chosen and its rejected answer."""
+
+
+def _dpo(w: Answers, v: Answers, beta: float, gamma: float, smoothing: float) -> Each:
+    from torch.nn.functional import logsigmoid
+
+    margin_E = beta * (w.ratio_E - v.ratio_E)
+    each_E = -(1 - smoothing) * logsigmoid(margin_E) - smoothing * logsigmoid(-margin_E)
+    return each_E, (beta * w.ratio_E, beta * v.ratio_E)
+
+
+def _ipo(w: Answers, v: Answers, beta: float, gamma: float, smoothing: float) -> Each:
+    margin_E = w.ratio_E / w.length_E - v.ratio_E / v.length_E
+    return (margin_E - 1 / (2 * beta)) ** 2, (beta * w.ratio_E, beta * v.ratio_E)
+
+
+def _simpo(w: Answers, v: Answers, beta: float, gamma: float, smoothing: float) -> Each:
+    from torch.nn.functional import logsigmoid
+
+    reward_w, reward_v = beta * w.mean_E, beta * v.mean_E
+    return -logsigmoid(reward_w - reward_v - gamma), (reward_w, reward_v)
+
+
+def _orpo(w: Answers, v: Answers, beta: float, gamma: float, smoothing: float) -> Each:
+    import torch
+    from torch.nn.functional import logsigmoid
+
+    def odds(mean_E: Tensor) -> Tensor:  # log(1 - e^x) = log(-expm1(x)), exact where e^x is near 1
+        return mean_E - torch.log(-torch.expm1(mean_E))
+
+    each_E = -w.mean_E - beta * logsigmoid(odds(w.mean_E) - odds(v.mean_E))
+    return each_E, (beta * w.mean_E, beta * v.mean_E)
+
+
+_PAIRS: dict[str, Callable[[Answers, Answers, float, float, float], Each]] = {
+    "dpo": _dpo,
+    "ipo": _ipo,
+    "simpo": _simpo,
+    "orpo": _orpo,
+}
+
+
+def _metrics(w: Answers, v: Answers, reward_w: Tensor, reward_v: Tensor) -> dict[str, float | Tensor]:
+    values = {
+        "accuracy": (reward_w > reward_v).double(),
+        "margin": reward_w - reward_v,
+        "reward_chosen": reward_w,
+        "reward_rejected": reward_v,
+        "logp_chosen": w.logp_E,
+        "logp_rejected": v.logp_E,
+        "length_chosen": w.length_E,
+        "length_rejected": v.length_E,
+        "longer": ((w.length_E - v.length_E).sign() + 1) / 2,
+    }
+    return {name: value.detach().sum() for name, value in values.items()}
+
+
+def _kto(
+    w: Answers, v: Answers, other: Answers, beta: float, gain: float, loss: float
+) -> tuple[Tensor, dict[str, float | Tensor]]:
+    """Losses of the answers in the order (desirable, undesirable), and the metrics."""
+    import torch
+
+    # a lone answer has no other prompt: z is 0 then, as where the estimate is negative
+    z = other.ratio_E.detach().mean().clamp(min=0) if len(other.logp_E) else w.logp_E.new_zeros(())
+    above_E, below_E = beta * (w.ratio_E - z), beta * (z - v.ratio_E)
+    each_E = torch.cat([gain * (1 - above_E.sigmoid()), loss * (1 - below_E.sigmoid())])
+    count = len(each_E)
+
+    def mean(values_E: Tensor) -> Tensor:  # of the micro-batch, as a sum over its examples
+        return values_E.detach().sum() * (count / max(1, len(values_E)))
+
+    metrics: dict[str, float | Tensor] = {
+        "accuracy": torch.cat([above_E > 0, below_E > 0]).double().sum(),
+        "margin": mean(beta * w.ratio_E) - mean(beta * v.ratio_E),
+        "kl": z * count,
+    }
+    for name, side in (("chosen", w), ("rejected", v)):
+        metrics |= {
+            f"reward_{name}": mean(beta * side.ratio_E),
+            f"logp_{name}": mean(side.logp_E),
+            f"length_{name}": mean(side.length_E),
+        }
+    return each_E, metrics
