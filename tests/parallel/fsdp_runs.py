@@ -25,8 +25,9 @@ from sharding import forked
 from unfreeze import models
 from unfreeze.checkpoint import open_checkpoint
 from unfreeze.checkpoint.save import disk_tensors, save_checkpoint
-from unfreeze.core.batch import Batch
+from unfreeze.core.batch import Batch, Loss
 from unfreeze.core.rows import whole
+from unfreeze.core.taps import Tap
 from unfreeze.generate.open import open_model, open_sharded
 from unfreeze.job.divided import write_divided
 from unfreeze.objectives.cross_entropy import cross_entropy
@@ -77,14 +78,18 @@ def opened(
 
 
 def step(
-    state: tuple[models.Decoder, AdamW], batches: list[Batch], group: Group, policy: str = "layers"
+    state: tuple[models.Decoder, AdamW],
+    batches: list[Batch],
+    group: Group,
+    policy: str = "layers",
+    objective: Any = cross_entropy,
 ) -> StepResult:
     model, optimizer = state
     return train_step(
         model,
         optimizer,
         batches,
-        cross_entropy,
+        objective,
         learning_rate=1e-2,
         max_norm=1.0,
         recompute=models.recompute_policy(policy, model.layers),
@@ -122,6 +127,24 @@ def gradients(optimizer: AdamW) -> dict[str, Tensor]:
     return {name: gradient.float().clone() for name, gradient in found.items()}
 
 
+class Tapped:
+    """Cross entropy, and squares of what layers are made of."""
+
+    taps = frozenset({Tap(1, "q"), Tap(1, "input"), Tap(0, "v")})
+
+    def __call__(self, hidden_TD: Tensor, lm_head: Any, batch: Batch, found: Any) -> Loss:
+        loss = cross_entropy(hidden_TD, lm_head, batch)
+        return Loss(loss.sum + sum(x.pow(2).sum() for x in found.values()) / 10, loss.count, loss.metrics)
+
+
+def tapped(folder: Path, group: Group, policy: str) -> list[float]:
+    """Loss and gradient norm of two steps whose objective reads inside layers."""
+    model, held = opened(folder / "deepseek_v3", group, torch.float32)
+    state = model, AdamW(model, held=held)
+    results = [step(state, small.cut(4, True), group, policy, Tapped()) for _ in range(2)]
+    return [number for result in results for number in (result.loss, result.grad_norm)]
+
+
 def compared(folder: Path, group: Group) -> dict[str, Any]:
     """What these processes find: losses, norms, loads, collectives of each step; and the first gradients."""
     facts: dict[str, Any] = {}
@@ -152,6 +175,7 @@ def compared(folder: Path, group: Group) -> dict[str, Any]:
         model, held = opened(folder / "deepseek_v3", group, torch.float32)
         state = model, AdamW(model, held=held)
         facts[policy] = [step(state, small.cut(4, True), group, policy).loss for _ in range(2)]
+        facts[f"taps {policy}"] = tapped(folder, group, policy)
     model, held = opened(folder / "skewed", group, torch.float32)
     state, calls = (model, AdamW(model, held=held)), []
     with counted(calls):

@@ -4,6 +4,7 @@ there, the device holds two at once, the memory is used again, and copies and co
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -16,8 +17,10 @@ from unfreeze.checkpoint import open_checkpoint
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import UserError
+from unfreeze.core.taps import Tap
 from unfreeze.generate.open import open_model
 from unfreeze.models.blocks import boundary
+from unfreeze.models.blocks.taps import Taps
 from unfreeze.models.recompute import RECOMPUTE
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel.boundary import InHost
@@ -43,11 +46,15 @@ def opened(dtype: torch.dtype) -> models.Decoder:
     return model
 
 
-def step(model: models.Decoder, recompute: str, given: Batch) -> dict[str, torch.Tensor]:
-    """The loss, and every gradient by name."""
+def step(
+    model: models.Decoder, recompute: str, given: Batch, asked: Sequence[Tap] = (), *, alone: bool = False
+) -> dict[str, torch.Tensor]:
+    """The loss, and every gradient by name. asked: taps whose squares are added; alone: without cross entropy."""
     model.zero_grad()
-    loss = cross_entropy(model.hidden(given, RECOMPUTE[recompute]), model.lm_head, given)
-    loss.sum.backward()
+    taps = Taps(asked)
+    loss = cross_entropy(model.hidden(given, RECOMPUTE[recompute], taps=taps), model.lm_head, given)
+    squares = [tensor.float().pow(2).sum() for tensor in taps.found.values()]
+    torch.stack(squares + [loss.sum] * (not alone)).sum().backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return {"loss": loss.sum.detach(), **found}
 
@@ -67,6 +74,16 @@ def test_the_same_gradients_to_the_bit(dtype: torch.dtype, recompute: str) -> No
     model.boundary = InHost(model.layers, HostLane())
     model.boundary.poison = True
     assert all(same(step(model, recompute, given), of) for given, of in zip(sizes, wanted, strict=True))
+
+
+@pytest.mark.parametrize("recompute", KEEPING)
+def test_what_an_objective_reads_is_still_there(recompute: str) -> None:
+    """A tapped input stays on the device as long as its reader; its layer's own copy goes and comes."""
+    model, given = opened(torch.float32), batch(256, 8)
+    asked = [Tap(1, "input"), Tap(1, "q"), Tap(2, "v")]
+    wanted = step(model, recompute, given, asked)
+    model.boundary = InHost(model.layers, HostLane())
+    assert all(same(step(model, recompute, given, asked), wanted) for _ in range(2))
 
 
 class Wrong(InHost):

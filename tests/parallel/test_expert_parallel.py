@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 from unfreeze import models
 from unfreeze.adapters import LoraConfig, attach
-from unfreeze.core.batch import Batch
+from unfreeze.core.batch import Batch, Loss
 from unfreeze.core.rows import Rows
+from unfreeze.core.taps import Tap
 from unfreeze.data import Example, pack
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.recompute import recompute_policy
@@ -242,6 +243,16 @@ def decoder(family: str, mesh: Mesh | None, train: str = "adapters") -> models.D
     return model
 
 
+class Tapped:
+    """Cross entropy, and squares of what layers are made of."""
+
+    taps = frozenset({Tap(1, "q"), Tap(1, "input"), Tap(0, "v")})
+
+    def __call__(self, hidden_TD: Tensor, lm_head: Any, batch: Batch, found: Any) -> Loss:
+        loss = cross_entropy(hidden_TD, lm_head, batch)
+        return Loss(loss.sum + sum(x.pow(2).sum() for x in found.values()) / 10, loss.count, loss.metrics)
+
+
 def train(
     family: str,
     group: Group,
@@ -253,6 +264,7 @@ def train(
     held: Callable[[str], Held] | None = None,
     learning_rate: float = 1e-3,
     what: str = "adapters",
+    objective: Any = cross_entropy,
 ) -> tuple[list[float], list[float], dict[str, Tensor], list[Any]]:
     """(losses, gradient norms, the last step's gradients, expert loads)."""
     model = decoder(family, mesh, what)
@@ -264,7 +276,7 @@ def train(
             model,
             optimizer,
             batches(parts, step),
-            cross_entropy,
+            objective,
             learning_rate=learning_rate,
             max_norm=1.0,
             recompute=policy,
@@ -344,6 +356,10 @@ def more(group: Group, mesh: Mesh, eight: Mesh) -> dict[str, Any]:
         facts[f"recompute {mode}"] = compared(found, one, mesh) | {
             "bits": all(torch.equal(found[2][n], g) for n, g in modes["layers"][2].items())
         }
+    for mode in ("layers", "nothing"):
+        one = train("deepseek_v3", ALONE, None, group.size, recompute=mode, objective=Tapped())
+        two = train("deepseek_v3", group, mesh, group.size, recompute=mode, objective=Tapped())
+        facts[f"taps {mode}"] = compared(two, one, mesh)
     whole = train("qwen2_moe", ALONE, None, group.size, what="all")
     split = train("qwen2_moe", group, eight, group.size, what="all")
     return facts | {"all weights": compared(split, whole, eight)}
@@ -479,7 +495,7 @@ def test_every_kind_of_mixture_splits(facts, family):
 def test_all_modes_of_recompute_give_the_same_bits_and_all_weights_train(facts):
     for fact in facts[2]:
         assert all(close(fact[f"recompute {m}"]) and fact[f"recompute {m}"]["bits"] for m in RECOMPUTE)
-        assert close(fact["all weights"])
+        assert close(fact["all weights"]) and close(fact["taps layers"]) and close(fact["taps nothing"])
 
 
 @pytest.mark.parametrize(("processes", "mesh"), MESHES)

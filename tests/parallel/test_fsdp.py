@@ -90,6 +90,12 @@ def test_every_recompute_policy_gives_the_same(runs, policy: str):
     assert furthest(runs[1]["1"][0][policy], runs[1]["2"][0][policy]) <= 1e-5
 
 
+@pytest.mark.parametrize("policy", ["selective", "elementwise", "nothing"])
+def test_what_an_objective_reads_inside_layers_gives_the_same(runs, policy: str):
+    assert furthest(runs[1]["1"][0][f"taps {policy}"], runs[1]["2"][0][f"taps {policy}"]) <= 1e-5
+    assert furthest(runs[1]["1"][0]["selective"], runs[1]["1"][0]["taps selective"][::2]) > 1e-2  # it counts
+
+
 def test_control_arm_a_mean_for_a_sum_halves_the_gradient(runs):
     expected = runs[1]["1"][0]["deepseek_v3 float32"]["norms"][0]
     for facts in runs[1]["2"]:

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +33,9 @@ from unfreeze.checkpoint.stream import LoadStats
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import CheckpointError, ConfigError, UserError
+from unfreeze.core.taps import Tap
 from unfreeze.generate.open import open_model
+from unfreeze.models.blocks.taps import Taps
 from unfreeze.models.publish import published
 from unfreeze.models.recompute import RECOMPUTE
 from unfreeze.objectives.cross_entropy import cross_entropy
@@ -83,11 +85,15 @@ def opened(folder: Path, dtype: torch.dtype, mesh: Mesh, **places: Any) -> model
     return model
 
 
-def step(model: models.Decoder, recompute: str, given: Batch) -> Numbers:
-    """The loss, and every gradient by name."""
+def step(
+    model: models.Decoder, recompute: str, given: Batch, asked: Sequence[Tap] = (), *, alone: bool = False
+) -> Numbers:
+    """The loss, and every gradient by name. asked: taps whose squares are added; alone: without cross entropy."""
     model.zero_grad()
-    loss = cross_entropy(model.hidden(given, RECOMPUTE[recompute]), model.lm_head, given)
-    loss.sum.backward()
+    taps = Taps(asked)
+    loss = cross_entropy(model.hidden(given, RECOMPUTE[recompute], taps=taps), model.lm_head, given)
+    squares = [tensor.float().pow(2).sum() for tensor in taps.found.values()]
+    torch.stack(squares + [loss.sum] * (not alone)).sum().backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return {"loss": loss.sum.detach(), **found}
 
@@ -155,6 +161,14 @@ def numbers(facts: dict[str, Any], mesh: Mesh, dense: Path) -> None:
                 for mode in (RECOMPUTE if name == "tiny-k2" else ("layers", "nothing"))
                 for wanted in [step(here, mode, given)]
                 for _ in range(2)
+            ]
+            asked = [Tap(1, "q"), Tap(1, "input"), Tap(2, "v")]
+            facts[f"{name} {dtype}"] += [
+                same(
+                    step(parts, mode, given, asked, alone=alone), step(here, mode, given, asked, alone=alone)
+                )
+                for mode in ("layers", "nothing")
+                for alone in (False, True)
             ]
 
 

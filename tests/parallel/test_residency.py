@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -18,7 +19,9 @@ from unfreeze.checkpoint import open_checkpoint, save_checkpoint
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import CheckpointError, ConfigError
+from unfreeze.core.taps import Tap
 from unfreeze.generate.open import open_model
+from unfreeze.models.blocks.taps import Taps
 from unfreeze.models.publish import published
 from unfreeze.models.recompute import RECOMPUTE
 from unfreeze.objectives.cross_entropy import cross_entropy
@@ -75,11 +78,15 @@ def opened(folder: Path, dtype: torch.dtype, experts: str) -> models.Decoder:
     return model
 
 
-def step(model: models.Decoder, recompute: str, given: Batch) -> dict[str, torch.Tensor]:
-    """The loss, and every gradient by name."""
+def step(
+    model: models.Decoder, recompute: str, given: Batch, asked: Sequence[Tap] = (), *, alone: bool = False
+) -> dict[str, torch.Tensor]:
+    """The loss, and every gradient by name. asked: taps whose squares are added; alone: without cross entropy."""
     model.zero_grad()
-    loss = cross_entropy(model.hidden(given, RECOMPUTE[recompute]), model.lm_head, given)
-    loss.sum.backward()
+    taps = Taps(asked)
+    loss = cross_entropy(model.hidden(given, RECOMPUTE[recompute], taps=taps), model.lm_head, given)
+    squares = [tensor.float().pow(2).sum() for tensor in taps.found.values()]
+    torch.stack(squares + [loss.sum] * (not alone)).sum().backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return {"loss": loss.sum.detach(), **found}
 
@@ -111,6 +118,22 @@ def test_the_resident_models_numbers_to_the_bit(dtype: torch.dtype, recompute: s
         assert isinstance(model.residency, Streamed)
         model.residency.poison = True
         assert all(same(step(model, recompute, given), wanted) for _ in range(2)), experts
+
+
+ASKED = [Tap(1, "q"), Tap(1, "input"), Tap(3, "v"), Tap(3, "k_plain")]
+
+
+@pytest.mark.parametrize("recompute", ["layers", "elementwise", "nothing"])
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_an_objective_reads_inside_layers_changes_nothing_about_it(recompute: str, alone: bool) -> None:
+    """The same bits; alone: backward begins in the middle of the model, with layers that were not asked for since."""
+    given = batch(256, 8, 256)
+    wanted = step(opened(TINY_K2, torch.float32, "device"), recompute, given, ASKED, alone=alone)
+    for experts in ("disk", "host"):
+        model = opened(TINY_K2, torch.float32, experts)
+        assert isinstance(model.residency, Streamed)
+        model.residency.poison = True
+        assert all(same(step(model, recompute, given, ASKED, alone=alone), wanted) for _ in range(2)), experts
 
 
 @pytest.mark.parametrize("recompute", ["layers", "nothing"])

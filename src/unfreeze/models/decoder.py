@@ -23,6 +23,7 @@ from unfreeze.models.blocks.moe import MoE
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.passes import Cache, PackedPass, PrefillPass, StepPass, StepWithin
 from unfreeze.models.blocks.residency import RESIDENT, Residency
+from unfreeze.models.blocks.taps import Taps
 from unfreeze.models.chunks import chunk_tokens, document_groups
 from unfreeze.models.layer import Layer
 from unfreeze.models.recompute import RecomputePolicy, plain
@@ -111,12 +112,19 @@ class Decoder(nn.Module):
             for parameter, gradient in gradients:
                 parameter.grad = gradient
 
-    def hidden(self, batch: Batch, recompute: RecomputePolicy = plain) -> Tensor:
-        """Hidden states after the final norm, [T, D]; document s attends to itself only."""
+    def hidden(self, batch: Batch, recompute: RecomputePolicy = plain, taps: Taps | None = None) -> Tensor:
+        """Hidden states after the final norm, [T, D]; document s attends to itself only.
+
+        taps: what it asks for of the layers is found in it afterwards; backward may begin there too.
+        """
         run = self.packed_pass(batch)
         x_TD = self.model.embed_tokens(batch.tokens_T)
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
+            if taps is not None:
+                x_TD = taps.enter(index, x_TD, run)
             x_TD = recompute(layer, x_TD, run)
+        if taps is not None:
+            x_TD = taps.enter(self.shape.num_layers, x_TD, run)
         return self.model.norm(x_TD)
 
     def packed_pass(self, batch: Batch) -> PackedPass:

@@ -6,7 +6,8 @@
     elementwise  and the outputs of linear layers: no GEMM is done twice
 
 A layer is visited twice. First without autograd: what the policy names is saved (blocks/saved.py). Then in
-backward, with autograd: the layer reuses it in the order in which it asked.
+backward, with autograd: the layer reuses it in the order in which it asked. What an objective asked for of
+its inside (run.taps) is found at the first visit; a gradient given to it enters at the second.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from unfreeze.models.blocks.passes import PackedPass
 from unfreeze.models.blocks.residency import visited_again
 from unfreeze.models.blocks.saved import Saved
+from unfreeze.models.blocks.taps import LayerTaps
 from unfreeze.models.layer import Layer
 
 Recompute = Literal["layers", "selective", "elementwise", "nothing"]
@@ -40,7 +42,10 @@ class RecomputePolicy(Protocol):
 def plain(layer: Layer, x_TD: Tensor, run: PackedPass) -> Tensor:
     """Go through a layer and let autograd keep its activations."""
     run.residency.visit(layer)
-    return visited_again(layer(x_TD, run), layer, run.residency)
+    y_TD = visited_again(layer(x_TD, run), layer, run.residency)
+    if run.taps is not None:
+        run.taps.replace(visited_again(tensor, layer, run.residency) for tensor in run.taps.tensors())
+    return y_TD
 
 
 def keep_inputs(layer: Layer, x_TD: Tensor, run: PackedPass) -> Tensor:
@@ -94,11 +99,16 @@ def recompute_policy(name: str, layers: Sequence[Layer], keep_layers: int | None
 def _recomputed(layer: Layer, x_TD: Tensor, run: PackedPass, **what: bool) -> Tensor:
     if not torch.is_grad_enabled():
         run.residency.visit(layer)
-        return _chunk_by_chunk(layer, x_TD, [(rows, chunk, Saved()) for rows, chunk in _chunks(layer, run)])
+        visits = [(rows, chunk, Saved()) for rows, chunk in _chunks(layer, run)]
+        return _chunk_by_chunk(layer, x_TD, visits, run.taps)
     # with a frozen embedding the first layer's input has no gradient; autograd would never come back to it
     if not x_TD.requires_grad:
         x_TD = _Reached.apply(x_TD, x_TD.new_zeros((), requires_grad=True))
-    return _Recompute.apply(x_TD, layer, run, what)
+    if run.taps is None:
+        return _Recompute.apply(x_TD, layer, run, what)
+    y_TD, *found = _Recompute.apply(x_TD, layer, run, what)
+    run.taps.replace(found)
+    return y_TD
 
 
 class _Reached(torch.autograd.Function):
@@ -114,48 +124,71 @@ class _Reached(torch.autograd.Function):
 
 
 class _Recompute(torch.autograd.Function):
+    """y = layer(x). With taps (y, what they found …): further outputs, each with a gradient of its own."""
+
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, layer: Layer, run: PackedPass, what: dict[str, bool]) -> Tensor:
+    def forward(
+        ctx: Any, x_TD: Tensor, layer: Layer, run: PackedPass, what: dict[str, bool]
+    ) -> Tensor | tuple[Tensor, ...]:
         ctx.layer, ctx.residency, ctx.keeper = layer, run.residency, run.boundary
         ctx.visits = [(rows, chunk, Saved(**what, unread=True)) for rows, chunk in _chunks(layer, run)]
+        ctx.taps = None if run.taps is None else run.taps.names
         run.boundary.keep(ctx, layer, x_TD)
         run.residency.visit(layer)
         with torch.no_grad():
-            return _chunk_by_chunk(layer, x_TD, ctx.visits)
+            y_TD = _chunk_by_chunk(layer, x_TD, ctx.visits, run.taps)
+            if run.taps is None:
+                return y_TD
+            # what no reader gave a gradient has none here, instead of zeros as large as it is
+            ctx.set_materialize_grads(False)
+            # a copy of what is a part of something larger, which would live as long as the objective
+            return y_TD, *(tensor.detach().contiguous() for tensor in run.taps.tensors())
 
     @staticmethod
-    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(
+        ctx: Any, dy_TD: Tensor | None, *dtapped: Tensor | None
+    ) -> tuple[Tensor | None, None, None, None]:
+        if dy_TD is None and all(gradient is None for gradient in dtapped):
+            return None, None, None, None
         ctx.residency.visit(ctx.layer)
         x_TD = ctx.keeper.give(ctx)
         dx_TD = None if len(ctx.visits) == 1 else torch.empty_like(x_TD)
         for rows, run, saved in reversed(ctx.visits):  # the second visit empties `saved`
             x_CD, saved.second = x_TD[rows].requires_grad_(), True
-            with torch.enable_grad(), run.visiting(saved):
+            taps: LayerTaps | None = None if ctx.taps is None else LayerTaps(ctx.taps)
+            with torch.enable_grad(), run.visiting(saved, taps):
                 y_CD = ctx.layer(x_CD, run)
-                arriving = _Arriving.apply(y_CD, dy_TD[rows])
+                arriving = _arriving((y_CD, *(taps.tensors() if taps else ())), (dy_TD, *dtapped), rows)
             arriving.backward()
             if dx_TD is None:
                 return x_CD.grad, None, None, None
             dx_TD[rows] = x_CD.grad
-            del arriving, y_CD, x_CD
+            del arriving, y_CD, taps, x_CD
         return dx_TD, None, None, None
 
 
+def _arriving(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], rows: slice) -> Tensor:
+    """Whose `backward` brings those rows of the gradients to the outputs; None: an output without one."""
+    pairs = [(y_CD, dy_TD[rows]) for y_CD, dy_TD in zip(outputs, gradients, strict=True) if dy_TD is not None]
+    ys, dys = zip(*pairs, strict=True)
+    return _Arriving.apply(*ys, *dys)
+
+
 class _Arriving(torch.autograd.Function):
-    """`_Arriving.apply(y, dy).backward()` is torch.autograd.backward(y, dy).
+    """`_Arriving.apply(y, …, dy, …).backward()` is torch.autograd.backward((y, …), (dy, …)).
 
     torch would compare the shapes of y and dy with sympy. Its import takes a quarter of a second of a run's
     first step.
     """
 
     @staticmethod
-    def forward(ctx: Any, y_CD: Tensor, dy_CD: Tensor) -> Tensor:
-        ctx.save_for_backward(dy_CD)
-        return y_CD.new_zeros(())
+    def forward(ctx: Any, *both: Tensor) -> Tensor:
+        ctx.save_for_backward(*both[len(both) // 2 :])
+        return both[0].new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        return ctx.saved_tensors[0], None
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.saved_tensors, *(None for _ in ctx.saved_tensors)
 
 
 def _chunks(layer: Layer, run: PackedPass) -> Sequence[tuple[slice, PackedPass]]:
@@ -165,16 +198,21 @@ def _chunks(layer: Layer, run: PackedPass) -> Sequence[tuple[slice, PackedPass]]
     return whole if half_trains else run.chunks or whole
 
 
-def _chunk_by_chunk(layer: Layer, x_TD: Tensor, visits: Sequence[tuple[slice, PackedPass, Saved]]) -> Tensor:
-    """y[chunk] = layer(x[chunk]), one after the other; each visit fills its `saved`."""
+def _chunk_by_chunk(
+    layer: Layer, x_TD: Tensor, visits: Sequence[tuple[slice, PackedPass, Saved]], taps: LayerTaps | None
+) -> Tensor:
+    """y[chunk] = layer(x[chunk]), one after the other; each visit fills its `saved`, and its rows of taps."""
     y_TD = None if len(visits) == 1 else torch.empty_like(x_TD)
     for rows, run, saved in visits:
-        with run.visiting(saved):
+        found = taps if y_TD is None or taps is None else LayerTaps(taps.names)
+        with run.visiting(saved, found):
             y_CD = layer(x_TD[rows], run)
         if y_TD is None:
             return y_CD
         y_TD[rows] = y_CD
-        del y_CD
+        if taps is not None and found is not None:
+            taps.put_rows(rows, found, len(x_TD))
+        del y_CD, found
         # Copy what is saved once the visit's other tensors are freed. It was allocated among them and would
         # fragment the heap: the next chunk would not fit into the holes, and the peak would be higher.
         saved.values = tree_map_only(Tensor, Tensor.clone, saved.values)

@@ -28,7 +28,7 @@ from unfreeze.core.rows import here
 from unfreeze.models import Decoder
 from unfreeze.models.recompute import RecomputePolicy
 from unfreeze.parallel.collectives import ALONE, Group
-from unfreeze.train.step import Objective
+from unfreeze.train.step import Objective, loss_of
 from unfreeze.train.suspects import Describe, entries, write_suspects
 
 PHASES = ("forward", "backward", "gradients")
@@ -105,10 +105,10 @@ def locate(
             batch = host_batch.to(model.device)
             watch = _Watch(number, batch, host_batch)
             with watch.forward(model), torch.no_grad():
-                objective(model.hidden(batch, recompute=recompute), model.lm_head, batch)
+                loss_of(model, batch, objective, recompute)
             if not anywhere(watch.first is not None):
                 with watch.backward(model):
-                    loss = objective(model.hidden(batch, recompute=recompute), model.lm_head, batch)
+                    loss = loss_of(model, batch, objective, recompute)
                     (loss.sum / divisor).backward()
                 watch.look_at_gradients(model)
                 if not anywhere(watch.first is not None):

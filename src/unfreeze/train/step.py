@@ -20,22 +20,28 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from unfreeze.core.batch import Batch, Loss
 from unfreeze.core.errors import ConfigError, DataError
+from unfreeze.core.taps import taps_of
 from unfreeze.core.torchrun import nearest_multiples
 from unfreeze.models import Decoder
 from unfreeze.models.blocks.moe import MoE
+from unfreeze.models.blocks.taps import Taps
 from unfreeze.models.recompute import RecomputePolicy
 from unfreeze.parallel.collectives import ALONE, Group
 from unfreeze.train.memory import peak_bytes
 from unfreeze.train.optim import AdamW, NonFinite
 
 Objective = Callable[[Tensor, nn.Module, Batch], Loss]
-"""(hidden_TD, lm_head, batch) -> Loss, for example objectives.cross_entropy."""
+"""(hidden_TD, lm_head, batch) -> Loss, for example objectives.cross_entropy.
+
+One with a field `taps` (core/taps.py) is called with a fourth argument: Tap -> tensor.
+"""
 
 
 @dataclass(frozen=True)
@@ -174,10 +180,10 @@ def forward_backward(
     # this process's micro-batches: each loss is divided by the count of all, so gradients only add up
     for host_batch in group.share(micro_batches):
         batch = host_batch.to(model.device)
-        hidden_TD = model.hidden(batch, recompute=recompute)
+        hidden_TD, *found = forward(model, batch, objective, recompute)
         not_finite = _rows_not_finite(hidden_TD)
-        loss = objective(hidden_TD, model.lm_head, batch)
-        del hidden_TD  # backward needs it no more, and it is as large as a layer's input
+        loss = objective(hidden_TD, model.lm_head, batch, *found)
+        del hidden_TD, found  # backward needs them no more, and each is as large as a layer's input
         (loss.sum / divisor).backward()
         optimizer.collect()
         new = {"loss": loss.sum.detach(), "counted": loss.count, "not finite": not_finite}
@@ -221,6 +227,23 @@ def forward_backward(
     asked = {name: sums[name] > 0 for name in ("stop", "save")}
     peak = int(max(sums[name] for name in peaks))
     return Gradients(micro_batches, sums["loss"] / divisor, metrics, norm, expert_load, peak, **asked)
+
+
+def forward(
+    model: Decoder, batch: Batch, objective: Objective, recompute: RecomputePolicy
+) -> tuple[Any, ...]:
+    """(hidden_TD,), or (hidden_TD, Tap -> tensor) for an objective that asks for taps."""
+    asked = taps_of(objective)
+    if not asked:
+        return (model.hidden(batch, recompute=recompute),)
+    taps = Taps(asked)
+    return model.hidden(batch, recompute=recompute, taps=taps), taps.found
+
+
+def loss_of(model: Decoder, batch: Batch, objective: Objective, recompute: RecomputePolicy) -> Loss:
+    """The objective of a batch that is on the model's device."""
+    hidden_TD, *found = forward(model, batch, objective, recompute)
+    return objective(hidden_TD, model.lm_head, batch, *found)
 
 
 def optim_step(

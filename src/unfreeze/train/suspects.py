@@ -20,7 +20,7 @@ import torch
 from unfreeze.core.batch import Batch
 from unfreeze.models import Decoder
 from unfreeze.models.recompute import RecomputePolicy
-from unfreeze.train.step import Objective
+from unfreeze.train.step import Objective, forward
 
 Describe = Callable[[list[int]], dict[str, object]]
 """Token ids of one document -> what else is known of it, as JSON: {"row": its number in the data file,
@@ -44,12 +44,12 @@ def rank_documents(
     documents: list[dict[str, Any]] = []
     for number, host_batch in enumerate(micro_batches):
         batch = host_batch.to(model.device)
-        hidden_TD = model.hidden(batch, recompute=recompute)
+        hidden_TD, *found = forward(model, batch, objective, recompute)
         for entry in entries(host_batch, number):
             weights_T = torch.zeros_like(batch.weights_T)
             span = slice(entry.pop("start"), entry.pop("stop"))
             weights_T[span] = batch.weights_T[span]
-            loss = objective(hidden_TD, model.lm_head, replace(batch, weights_T=weights_T))
+            loss = objective(hidden_TD, model.lm_head, replace(batch, weights_T=weights_T), *found)
             documents.append({**entry, "loss": float(loss.sum) / float(loss.count) if loss.count else None})
     return sorted(documents, key=_rank, reverse=True)
 

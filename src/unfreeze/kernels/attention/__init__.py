@@ -7,7 +7,7 @@ from unfreeze.kernels.attention.documents import OP, attend, bucket
 from unfreeze.kernels.attention.form import CAUSAL, Mask
 from unfreeze.kernels.attention.layout import Bucket, Layout
 from unfreeze.kernels.attention.packed import packed_attention
-from unfreeze.kernels.attention.reference import reference_attention
+from unfreeze.kernels.attention.reference import attention_map, reference_attention
 
 __all__ = [
     "CAUSAL",
@@ -16,6 +16,7 @@ __all__ = [
     "Layout",
     "Mask",
     "attend",
+    "attention_map",
     "bucket",
     "packed_attention",
     "reference_attention",

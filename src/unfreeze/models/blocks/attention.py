@@ -52,6 +52,7 @@ class Attending(Block):
 
     def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, run: Pass) -> Tensor:
         """Rotation, the cache, attention, o_proj. -> [T, D]."""
+        run.unrotated(q_THd, k_TGd)
         if self.query_rope is not None:
             q_THd = rotary(q_THd, *run.tables(self.query_rope), self.pairs)
         if self.rope is not None:

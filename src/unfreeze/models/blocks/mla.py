@@ -93,6 +93,7 @@ class MLA(Block):
             .unflatten(-1, (self.num_heads, -1))
             .split((self.nope, self.value), dim=-1)
         )
+        run.unrotated(q_THd, k_nope, self.nope)
         k = torch.cat((k_nope, k_rope_Tr[:, None].expand(-1, self.num_heads, -1)), dim=-1)
         return run.attend(q_THd, k, v, self.scale)
 

@@ -26,6 +26,7 @@ from unfreeze.kernels.recompute import Reuse
 from unfreeze.models.blocks.boundary import ON_DEVICE, Boundary
 from unfreeze.models.blocks.residency import RESIDENT, Residency
 from unfreeze.models.blocks.saved import Saved, Skip
+from unfreeze.models.blocks.taps import LayerTaps
 
 Value = TypeVar("Value")
 Tables = tuple[Tensor, Tensor]
@@ -104,6 +105,7 @@ class PackedPass:
     named      further rotary tables, where layers differ: name -> (cos, sin)
     residency  is told each layer before it is computed
     boundary   keeps the input of a layer that is recomputed
+    taps       collects what an objective asked for of the layer being visited; None: nothing
     """
 
     cos_Tr: Tensor
@@ -114,16 +116,17 @@ class PackedPass:
     named: Mapping[str, Tables] = field(default_factory=dict)
     residency: Residency = RESIDENT
     boundary: Boundary = ON_DEVICE
+    taps: LayerTaps | None = None
     latent: ClassVar[LatentForm] = "expanded"
 
     @contextmanager
-    def visiting(self, saved: Saved) -> Iterator[None]:
-        """Within it, the layer saves to `saved` and reuses from it."""
-        before, self.saved = self.saved, saved
+    def visiting(self, saved: Saved, taps: LayerTaps | None = None) -> Iterator[None]:
+        """Within it, the layer saves to `saved` and reuses from it; `taps` collects."""
+        before, self.saved, self.taps = (self.saved, self.taps), saved, taps
         try:
             yield
         finally:
-            self.saved = before
+            self.saved, self.taps = before
 
     def reuse(self, compute: Callable[[], Value]) -> Value:
         """compute(), but not again when the layer is recomputed.
@@ -154,6 +157,12 @@ class PackedPass:
     def remember(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         return new
 
+    def unrotated(self, q_THd: Tensor, k_TGd: Tensor, width: int | None = None) -> None:
+        """Queries and keys without a position, for an objective that asks: the first `width` of a head."""
+        if self.taps is not None:
+            self.taps.put("q_plain", q_THd[..., :width])
+            self.taps.put("k_plain", k_TGd[..., :width])
+
     def attend(
         self,
         q_THd: Tensor,
@@ -166,6 +175,10 @@ class PackedPass:
         sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Attention of every token to its own document; the arguments as in packed_attention."""
+        if self.taps is not None:
+            self.taps.put("q", q_THd)
+            self.taps.put("k", k_TGd)
+            self.taps.put("v", v_TGv)
         return packed_attention(
             q_THd,
             k_TGd,
@@ -205,6 +218,9 @@ class StepPass:
 
     def reuse(self, compute: Callable[[], Value]) -> Value:
         return compute()
+
+    def unrotated(self, q_THd: Tensor, k_TGd: Tensor, width: int | None = None) -> None:
+        """As in PackedPass; of a step nobody asks."""
 
     reuse_expensive = reuse_linear = skip_unread = None
     latent: ClassVar[LatentForm] = "absorbed"
