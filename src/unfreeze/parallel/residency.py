@@ -31,6 +31,7 @@ from unfreeze.checkpoint.reader import Reader
 from unfreeze.checkpoint.resolve import Params, Placement
 from unfreeze.checkpoint.stream import stream
 from unfreeze.core.errors import ConfigError
+from unfreeze.core.process import give_back_freed
 from unfreeze.core.rows import Rows
 from unfreeze.core.units import format_bytes
 from unfreeze.models.blocks.experts import Experts, ExpertWeight
@@ -292,6 +293,9 @@ class Streaming:
                 f"place.experts is {self.kept}, and this model has no routed experts that could stream",
                 next="--place.experts auto",
             )
+
+        if self.kept == "disk" and torch.device(device).type == "cpu":
+            give_back_freed()
 
         # two buffers, as large as the layers, or groups, that use them
         by_layer = {layer: units_of(layer, names, params, self.buffer) for layer, names in layers.items()}
