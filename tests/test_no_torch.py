@@ -79,6 +79,7 @@ DATA = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "c
         ("sft --model packed --data data.jsonl", 'quant_method "made-up"'),
         ("sft --model /nowhere --data data.jsonl --lora.rank -1", "rank"),
         ("sft --model /nowhere --data data.jsonl --learning-rat 1", "learning-rate"),
+        ("distill --model tiny --teacher /nowhere --data data.jsonl", "/nowhere does not exist"),
         ("pretrain --model /nowhere --data data.jsonl", "/nowhere does not exist"),
         ("pretrain --model packed --data data.jsonl", 'quant_method "made-up"'),
         ("chat /nowhere", "/nowhere does not exist"),
@@ -96,6 +97,7 @@ DATA = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "c
 )
 def test_a_refusal(line, says, tmp_path):
     (tmp_path / "data.jsonl").write_text(DATA, encoding="utf-8")
+    line = line.replace("tiny", str(TINY_K2))
     if "other" in line:
         other_model(tmp_path / "other", model_type="gpt_x")
     if "packed" in line:

@@ -20,6 +20,7 @@ from unfreeze.core.lazy import on_first_use
 
 if TYPE_CHECKING:
     from unfreeze.api import FinishedRun as FinishedRun
+    from unfreeze.api import distill as distill
     from unfreeze.api import prepare as prepare
     from unfreeze.api import pretrain as pretrain
     from unfreeze.api import sft as sft
@@ -27,13 +28,13 @@ if TYPE_CHECKING:
     from unfreeze.generate.model import Model as Model
     from unfreeze.generate.model import load as load
 
-__all__ = ["TINY_K2", "FinishedRun", "Model", "__version__", "load", "prepare", "pretrain", "sft"]
+__all__ = ["TINY_K2", "FinishedRun", "Model", "__version__", "distill", "load", "prepare", "pretrain", "sft"]
 
 _HOME = {
     "load": "unfreeze.generate.model",
     "Model": "unfreeze.generate.model",
     "TINY_K2": "unfreeze.commands.demo",
-    **dict.fromkeys(("FinishedRun", "prepare", "pretrain", "sft"), "unfreeze.api"),
+    **dict.fromkeys(("FinishedRun", "distill", "prepare", "pretrain", "sft"), "unfreeze.api"),
 }
 
 try:

@@ -30,6 +30,7 @@ from unfreeze.core.errors import DataError, UserError
 from unfreeze.core.schema import Event, GroupReceipt, TrainEvent
 from unfreeze.job import job
 from unfreeze.job.folder import SAME_CALL
+from unfreeze.recipes import distill as distilling
 from unfreeze.recipes import pretrain as pretraining
 from unfreeze.recipes import sft as fine_tuning
 from unfreeze.report.events import of_kind, read_events
@@ -170,6 +171,16 @@ def pretrain(
 ) -> FinishedRun:
     """Train every weight on text, as `unfreeze pretrain`; arguments as of sft."""
     return _run(pretraining.Config, pretraining.parts, "pretrain", config, fields, objective, on_step, quiet)
+
+
+def distill(
+    config: str | Path | None = None, *, on_step: Sequence[OnStep] = (), quiet: bool = False, **fields: Any
+) -> FinishedRun:
+    """Learn a teacher's next-token probabilities, as `unfreeze distill`; arguments as of sft.
+
+    unfreeze.distill(model="DIR", teacher="DIR_OR_RUN", data="chat.jsonl", temperature=2.0)
+    """
+    return _run(distilling.Config, distilling.parts, "distill", config, fields, None, on_step, quiet)
 
 
 def prepare(

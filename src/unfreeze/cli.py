@@ -37,6 +37,9 @@ class Command(NamedTuple):
 TRAIN = {
     "demo": Command("unfreeze.commands.demo", "demo", "teach the built-in model to talk like Yoda"),
     "sft": Command("unfreeze.recipes.sft", "sft --model M --data F", "fine-tune on conversations"),
+    "distill": Command(
+        "unfreeze.recipes.distill", "distill --teacher T …", "learn another model's probabilities"
+    ),
     "pretrain": Command("unfreeze.recipes.pretrain", "pretrain run.toml", "train every weight on text"),
 }
 LOOK = {
@@ -74,7 +77,7 @@ DEV = {
 }
 HEADINGS = {"Train": TRAIN, "Look": LOOK, "Ship": SHIP}
 COMMANDS = {**TRAIN, **LOOK, **SHIP, **DEV}
-SWEPT = ("sft", "pretrain")  # of which `--sweep FIELD=A,B` makes several runs
+SWEPT = ("sft", "distill", "pretrain")  # of which `--sweep FIELD=A,B` makes several runs
 FLAGS = {"--json": "json", "--quiet": "quiet", "--traceback": "traceback", "--plan": "plan"}
 
 

@@ -10,9 +10,10 @@ import pytest
 
 from unfreeze import cli
 from unfreeze.config import help, synonyms
+from unfreeze.config.distill import Config as Distill
 from unfreeze.config.names import places
-from unfreeze.config.training import FIRST, HELP
-from unfreeze.recipes import pretrain, sft
+from unfreeze.config.training import HELP
+from unfreeze.recipes import distill, pretrain, sft
 
 
 def said(*arguments):
@@ -41,7 +42,7 @@ def test_the_old_spelling_of_a_developers_command_and_the_new_are_one(capsys):
     assert "no command 'dev sft'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("recipe, module", [("sft", sft), ("pretrain", pretrain)])
+@pytest.mark.parametrize("recipe, module", [("sft", sft), ("distill", distill), ("pretrain", pretrain)])
 def test_help_shows_some_fields_and_help_all_every_one(recipe, module):
     short, full = said(recipe, "--help"), said(recipe, "--help-all")
     fields = dict(help._flat(module.Config))
@@ -49,12 +50,14 @@ def test_help_shows_some_fields_and_help_all_every_one(recipe, module):
     missing = [name for name, flag in flags.items() if f"  {flag}" not in full]
     assert not missing, f"--help-all lacks {missing}: put them under a heading of HELP in config/training.py"
     shown = [name for name, flag in flags.items() if f"  {flag} " in short]
-    assert shown and set(shown) <= set(FIRST) and len(shown) <= 14
+    assert shown and set(shown) <= set(module.Config.FIRST) and len(shown) <= 14
     assert max(map(len, full.splitlines())) <= 100 and "{None}" not in full and "MISSING" not in full
 
 
 def test_every_field_of_a_run_has_a_heading():
     listed = {name for names in HELP.values() for name in names}
+    own = set(Distill.HELP["Teacher"])
+    assert {name for name, _ in help._flat(Distill)} == own | {name for name, _ in help._flat(sft.Config)}
     fields = {name for module in (sft, pretrain) for name, _ in help._flat(module.Config)}
     assert listed == fields, (
         f"put {sorted(fields - listed)} under a heading of HELP in config/training.py, remove"
@@ -93,12 +96,14 @@ def keys_listed(page: str) -> set[tuple[str, str]]:
         prefix = f"{table.strip('`[]')}." if "`[" in table else ""
         for key, flat in re.findall(r"`(\w+)`(?: \(`(\w+)`\))?", keys):
             name = f"{prefix}{key}" if prefix in ("lora.", "place.") else flat or key
-            found |= {(f"{prefix}{key}", name)} if key != "pretrain" else set()
+            found |= {(f"{prefix}{key}", name)} if key not in ("pretrain", "distill") else set()
     return found
 
 
 def keys_there() -> set[tuple[str, str]]:
-    return {(place, name) for module in (sft, pretrain) for name, place in places(module.Config).items()}
+    return {
+        (place, name) for module in (sft, distill, pretrain) for name, place in places(module.Config).items()
+    }
 
 
 def test_the_manual_lists_every_flag_and_every_key():
@@ -163,7 +168,7 @@ def test_a_command_of_another_tool_is_answered_with_the_shortest_way(word, says,
 
 
 def test_every_synonym_names_a_field_that_exists_and_shadows_none():
-    known = {name for module in (sft, pretrain) for name, _ in help._flat(module.Config)}
+    known = {name for module in (sft, distill, pretrain) for name, _ in help._flat(module.Config)}
     assert {field for field, _ in synonyms.FIELDS.values()} <= known
     fields, commands = synonyms.FIELDS.keys() & known, synonyms.COMMANDS.keys() & cli.COMMANDS.keys()
     assert not fields | commands, (

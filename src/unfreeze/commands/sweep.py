@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from unfreeze.commands import compare
-from unfreeze.config import pretrain, sft
+from unfreeze.config import distill, pretrain, sft
 from unfreeze.config.names import leaves, places
 from unfreeze.config.parse import parse
 from unfreeze.config.training import TrainingConfig
@@ -27,7 +27,11 @@ from unfreeze.core.torchrun import started
 from unfreeze.job.end import next_command
 from unfreeze.job.folder import with_files
 
-RECIPES: dict[str, type[TrainingConfig]] = {"sft": sft.Config, "pretrain": pretrain.Config}
+RECIPES: dict[str, type[TrainingConfig]] = {
+    "sft": sft.Config,
+    "distill": distill.Config,
+    "pretrain": pretrain.Config,
+}
 FLAG = "--sweep"
 MOST = 12  # runs: as many as `unfreeze compare` can tell apart
 NEVER = {"out": "each run has a folder of its own", "allow_changed": "it is of a run that goes on"}

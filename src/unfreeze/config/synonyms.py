@@ -50,6 +50,10 @@ track | tensorboard, wandb or trackio | report_to logger log_with use_wandb
 seed | a whole number | random_seed data_seed
 turns | only the assistant's turns are ever taught | train_on_inputs completion_only_loss
     assistant_only_loss
+teacher | a checkpoint, a run, base, or what --prepare wrote | teacher_model teacher_model_name_or_path
+    teacher_model_path
+alpha | the share of cross entropy, 0 to 1 | kd_alpha cross_entropy_weight kd_ratio
+temperature | of both softmaxes | kd_temperature
 """
 _NOT_HERE = """
 load_in_4bit load_in_8bit quantization_bit bnb_4bit_quant_type | files that are 4-bit stay 4-bit, without a
@@ -61,7 +65,7 @@ dpo orpo kto simpo preference reward | preference training is not built; sft on 
     shortest way today
 grpo ppo rl rlhf gspo | reinforcement learning is not built; sft on answers you kept is the shortest way
     today
-distill distillation | distillation is not built; sft on the teacher's answers is the shortest way today
+distillation kd gkd teach | unfreeze distill --model MODEL --teacher DIR_OR_RUN --data chat.jsonl
 merge-lora fuse bake merge-adapter | unfreeze merge RUN --to bf16
 quantize gguf convert | not built alone; unfreeze merge RUN --to int4 packs what it merges, and llama.cpp
     converts what unfreeze merge RUN --to bf16 writes

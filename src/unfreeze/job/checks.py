@@ -114,7 +114,8 @@ class Subject:
     @cached_property
     def plan(self) -> Plan:
         self.parts.trained.check(self.manifest)
-        return plan_of(self.config, self.parts.trained, self.manifest, self.shape, self.device)
+        given = self.config, self.parts.trained, self.manifest, self.shape, self.device
+        return plan_of(*given, second=self.parts.second)
 
 
 Check = Callable[[Subject], Iterator[Finding]]

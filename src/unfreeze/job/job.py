@@ -61,12 +61,14 @@ if TYPE_CHECKING:
     import torch
 
     from unfreeze.checkpoint import Manifest
-    from unfreeze.data import Batches, Dataset, Tokenizer
+    from unfreeze.core.batch import Batch
+    from unfreeze.data import Batches, Dataset, Example, Examples, Tokenizer
     from unfreeze.data.packing.windows import WindowBatches
     from unfreeze.models import Decoder
     from unfreeze.models.recompute import RecomputePolicy
     from unfreeze.parallel.collectives import Group
     from unfreeze.parallel.mesh import Mesh
+    from unfreeze.parallel.plan.aside import Aside
     from unfreeze.train.fit import OnStep
     from unfreeze.train.guards import OnSpike, SpikeGuard
     from unfreeze.train.run import Run
@@ -83,6 +85,26 @@ class Second(Protocol):
 
     def check(self, start: Manifest, tokenizer: Tokenizer) -> None:
         """Raise UserError where it cannot stand beside the model that starts as `start`; reads no tensor."""
+        ...
+
+    def known(self, examples: Examples) -> None:
+        """Raise UserError for a document it cannot say anything of; `examples` are those of the run."""
+        ...
+
+    def fill(self, batch: Batch, examples: Sequence[Example]) -> Batch:
+        """The batch of these documents with what the objective reads besides, on the host."""
+        ...
+
+    def aside(
+        self,
+        start: Manifest,
+        tokens: int,
+        longest: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        trained: bool,
+    ) -> Aside:
+        """What it takes beside micro-batches of `tokens`; trained: whether the model's head trains."""
         ...
 
     def objective(self, model: Decoder, device: torch.device, dtype: str) -> Objective:
@@ -348,12 +370,15 @@ def prepare(
         quiet=common.quiet,
         **parts.encoding,
     )
+    second = parts.second
+    if second is not None:
+        second.known(dataset.examples)
 
     # bytes, with arithmetic; refuses what does not fit
     lengths = dataset.examples.lengths_N.tolist()
     length = sequence_length(data, tokens, shape.max_positions)
     longest = None if dataset.stream is None else length  # of rows that are not encoded yet nobody knows
-    plan = agreed_plan(config, parts.trained, start, shape, device, lengths, folder, group, longest)
+    plan = agreed_plan(config, parts.trained, start, shape, device, lengths, folder, group, longest, second)
     memory = config.memory.model_copy(update={"recompute": plan.work.recompute})
     predicted = predicted_ops(device, config.memory.dtype)
     disk = disk_of(config, parts.trained, start, plan)
@@ -372,13 +397,14 @@ def prepare(
         model = load(start, config.memory.dtype, config.seed, device, folder, common, mesh, plan.work)
     keep_boundary(model, plan.work, device)
     parts.trained.attach(model)
-    second = parts.second
     objective = second.objective(model, device, config.memory.dtype) if second else parts.objective
 
     # the order of the data, from where the last save was; and how many steps that is
     batches = batches_in(
         data, dataset, tokens=tokens, seed=config.seed, packing=training.packing, start=folder.cursor
     )
+    if second is not None:
+        batches.fill = second.fill
     steps = num_steps(training, batches, config.memory.micro_batches)
     if folder.step == 0 and (few := few_steps(training, steps))[0]:
         folder.events.emit("warning", 0, message=": ".join(few))

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from unfreeze.adapters import LoraConfig
     from unfreeze.checkpoint import Manifest
+    from unfreeze.job.job import Second
     from unfreeze.models import Shape
     from unfreeze.parallel.collectives import Group
     from unfreeze.parallel.plan import Plan
@@ -48,6 +49,7 @@ def plan_of(
     began: str = "",
     longest: int | None = None,
     place: Where | None = None,
+    second: Second | None = None,
 ) -> Plan:
     """What the run will take, term by term; `unfreeze doctor` shows the same plan.
 
@@ -57,7 +59,10 @@ def plan_of(
     longest    tokens of the longest document, where that is not among `lengths`
     place      where weights lie, instead of what the config says; there "auto" is the first of
                `possible_places` where the run fits
+    second     a model beside the one that trains
     """
+    import torch
+
     from unfreeze.adapters.snapshot import COPY_BYTES
     from unfreeze.parallel.plan import plan_training
     from unfreeze.parallel.plan.fastest import FASTEST_FIRST, SAME_BITS
@@ -66,7 +71,7 @@ def plan_of(
         given = config, trained, start, shape, device, lengths, processes, recompute, began, longest
         made: list[Plan] = []
         for possible in possible_places(config, trained, start, shape, device, processes):
-            made.append(plan := plan_of(*given, possible))
+            made.append(plan := plan_of(*given, possible, second))
             if plan.fits:
                 break
         return _explained(made)
@@ -78,6 +83,9 @@ def plan_of(
         among = SAME_BITS[SAME_BITS.index(began) :] if began in SAME_BITS else (cast(Any, began),)
     if place.boundary == "host":  # where nothing is recomputed there are no inputs of layers to keep
         among = [choice for choice in among if choice != "nothing"] or among
+    longest = longest or max(lengths, default=sequence_length(config.data, tokens, shape.max_positions))
+    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[memory.dtype]
+    aside = second.aside(start, tokens, longest, dtype, device, trained.lora is None) if second else None
     return plan_training(
         shape,
         start,
@@ -86,7 +94,7 @@ def plan_of(
         dtype=memory.dtype,
         device=device,
         micro_batches=memory.micro_batches,
-        longest=longest or max(lengths, default=sequence_length(config.data, tokens, shape.max_positions)),
+        longest=longest,
         mean_length=mean_length(lengths) if lengths else None,
         recompute=cast(Any, recompute or memory.recompute),
         among=cast(Any, among),
@@ -100,6 +108,7 @@ def plan_of(
         split=place.split,
         rest=cast(Any, place.rest),
         boundary=cast(Any, place.boundary),
+        aside=aside,
     )
 
 
@@ -131,6 +140,7 @@ def agreed_plan(
     folder: Run,
     group: Group,
     longest: int | None = None,
+    second: Second | None = None,
 ) -> Plan:
     """The plan with what is recomputed: as asked, or chosen, the same on all processes.
 
@@ -140,23 +150,23 @@ def agreed_plan(
     from unfreeze.parallel.plan.fastest import FASTEST_FIRST
 
     given = config, trained, start, shape, device, lengths, group.size
-    own = plan_of(*given, longest=longest)
+    more: dict[str, Any] = {"longest": longest, "second": second}
+    own = plan_of(*given, **more)
     tried = possible_places(config, trained, start, shape, device, group.size)
     place = tried[max(map(int, group.texts(str(tried.index(place_of(own))))))]
     if config.memory.recompute != "auto":
-        return own if place == place_of(own) else plan_of(*given, longest=longest, place=place)
+        return own if place == place_of(own) else plan_of(*given, **more, place=place)
     plans = of_kind(read_events(folder.path / "events.jsonl"), PlanEvent) if folder.step else []
     began = group.texts(plans[0].get("recompute", "") if plans else "")[0]
     plan = replace(
-        plan_of(*given, began=began if began in FASTEST_FIRST else "", longest=longest, place=place),
+        plan_of(*given, **more, began=began if began in FASTEST_FIRST else "", place=place),
         why_experts=own.why_experts,
         why_weights=own.why_weights,
     )
     least = max(group.texts(plan.work.recompute), key=lambda name: FASTEST_FIRST.index(cast(Any, name)))
     if least != plan.work.recompute:
         plan = replace(
-            plan_of(*given, recompute=least, longest=longest, place=place),
-            why="another process has less free memory",
+            plan_of(*given, **more, recompute=least, place=place), why="another process has less free memory"
         )
     if began and began != least:
         message = (

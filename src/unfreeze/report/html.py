@@ -29,7 +29,7 @@ from unfreeze.report.guards import (
 from unfreeze.report.kernels import KERNEL_HEAD, kernel_rows, kernel_words
 from unfreeze.report.page import Figure, document, render, write_page
 from unfreeze.report.pictures import Points, curve, points_json, smoothing_window
-from unfreeze.report.run import Run, expert_balance, facts, flatten, read_run, result_words, started
+from unfreeze.report.run import APART, Run, expert_balance, facts, flatten, read_run, result_words, started
 from unfreeze.report.tables import (
     ABSENT,
     RECEIPT_HEAD,
@@ -208,6 +208,9 @@ def _machine(run: Run) -> Markup:
         ("Learning rate", series(run.events, "train", "learning_rate"), "number", False, "{:.3g}".format),
         ("Gradient norm", series(run.events, "train", "grad_norm"), "number", True, "{:.3g}".format),
     ]
+    for field, name in APART.items():
+        if (points := series(run.events, "train", field))[1]:
+            wanted.append((name, points, "number", True, "{:.3f}".format))
     figures, missing = [], []
     for position, (title, points, y_format, smoothed, write) in enumerate(wanted):
         steps, ys = points

@@ -178,6 +178,10 @@ def writer(folder: Path) -> str:
     return ""
 
 
+APART = {"divergence": "Divergence", "cross_entropy": "Cross entropy"}
+"""Metrics of a loss that has parts (objectives/divergence.py) -> their names; nats per supervised token."""
+
+
 def facts(run: Run) -> list[tuple[str, str]]:
     """(name, value) of the run's main numbers, leaving out what the run does not say.
 
@@ -190,6 +194,9 @@ def facts(run: Run) -> list[tuple[str, str]]:
     rows = []
     if losses:
         rows.append(("Loss", " → ".join(f"{loss:.3f}" for loss in [*losses[:1], *losses[1:][-1:]])))
+    for metric, name in APART.items():
+        if values := series(run.events, "train", metric)[1]:
+            rows.append((name, " → ".join(f"{value:.3f}" for value in [*values[:1], *values[1:][-1:]])))
     if held_out := series(run.events, "eval", "loss")[1]:
         ends = f"{held_out[0]:.3f} → {held_out[-1]:.3f}; lowest {min(held_out):.3f}"
         rows.append(("Held-out loss", ends if len(held_out) > 1 else f"{held_out[0]:.3f}"))

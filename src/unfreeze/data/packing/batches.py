@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,6 +73,14 @@ def pack(examples: Sequence[Example]) -> Batch:
     )
 
 
+Fill = Callable[[Batch, Sequence[Example]], Batch]
+
+
+def as_packed(batch: Batch, examples: Sequence[Example]) -> Batch:
+    """The Fill that adds nothing."""
+    return batch
+
+
 _plans: OrderedDict[tuple[str, int], Plan] = OrderedDict()
 
 
@@ -86,7 +94,10 @@ class Batches:
 
     Raises DataError for a document longer than a step, ConfigError for a cursor that belongs to other data or
     settings.
+    fill: called with (batch, its documents) where a batch gets more than `pack` gives it.
     """
+
+    fill: Fill = staticmethod(as_packed)
 
     def __init__(
         self,
@@ -170,7 +181,8 @@ class Batches:
             self.epoch, self.position = self.epoch + 1, 0
         indices = self.plan(self.epoch)[self.position]
         self.position += 1
-        return pack([self.examples[index] for index in indices]), self.cursor()
+        documents = [self.examples[index] for index in indices]
+        return self.fill(pack(documents), documents), self.cursor()
 
     def len_steps(self, epochs: float) -> int:
         """Count the steps in `epochs` passes over the data, from the beginning.

@@ -8,7 +8,7 @@ from typing import Any
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.data.handed import Taken
-from unfreeze.data.packing.batches import Cursor, pack
+from unfreeze.data.packing.batches import Cursor, Fill, as_packed, pack
 from unfreeze.data.packing.packers import PACKERS, Packing, Plan
 from unfreeze.data.streamed import Stream
 
@@ -19,8 +19,10 @@ class WindowBatches:
     A cursor has {"epoch", "window", "position"}, and what must be unchanged for that to mean the same place:
     the bytes of all rows ("rows"), and every token of its window ("fingerprint").
     Raises ConfigError for a cursor of other data or settings, DataError for what `stream.window` refuses, and
-    where no row of an epoch gives a document.
+    where no row of an epoch gives a document. fill: as of Batches.
     """
+
+    fill: Fill = staticmethod(as_packed)
 
     def __init__(
         self,
@@ -87,7 +89,8 @@ class WindowBatches:
             self._open(self.epoch + last, 0 if last else self.number + 1)
         indices = self._plan[self.position]
         self.position += 1
-        return pack([self._examples[index] for index in indices]), self.cursor()
+        documents = [self._examples[index] for index in indices]
+        return self.fill(pack(documents), documents), self.cursor()
 
     def len_steps(self, epochs: float) -> int:
         """Not known before every row is encoded: a run in windows has its number of steps given."""

@@ -28,6 +28,7 @@ from unfreeze.models.chunks import chunk_tokens
 from unfreeze.models.recompute import Recompute
 from unfreeze.parallel.fleet import Fleet
 from unfreeze.parallel.machine import hardware
+from unfreeze.parallel.plan.aside import Aside
 from unfreeze.parallel.plan.choose import Asked, seconds_of
 from unfreeze.parallel.plan.counts import counts
 from unfreeze.parallel.plan.fastest import FASTEST_FIRST, fastest
@@ -82,6 +83,7 @@ def plan_training(
     weights: Literal["device", "sharded"] = "device",
     rest: Literal["device", "peers"] = "device",
     boundary: Literal["device", "host"] = "device",
+    aside: Aside | None = None,
 ) -> Plan:
     """The plan of a training run on one device.
 
@@ -97,6 +99,7 @@ def plan_training(
     weights        whether each process holds all of what trains, or 1/processes ("sharded")
     rest           whether each process holds all of the other frozen weights, or a part of each layer's
     boundary       where the inputs of recomputed layers lie until backward
+    aside          a second model, which the loss reads
     sharing        processes of one host: of its memory each has as much
     recompute      "auto": the first of `among` that fits (fastest.py)
 
@@ -123,6 +126,10 @@ def plan_training(
         rest=rest,
         boundary=boundary,
     )
+    if aside is not None:
+        work = replace(work, aside=aside)
+        if aside.loss_rows:
+            work = replace(work, loss_rows=aside.loss_rows, loss_bytes=aside.loss_bytes)
     counted = counts(model)
     sizes = of_one(measure(model, lora, place.type), counted, place.type, split)
     machine = hardware(place).shared(sharing)

@@ -28,6 +28,7 @@ from unfreeze.parallel.plan.sizes import Sizes
 from unfreeze.parallel.residency import buffer_bytes
 
 if TYPE_CHECKING:
+    from unfreeze.parallel.plan.aside import Aside
     from unfreeze.parallel.plan.seconds import Seconds
 
 MOMENT_BYTES = {"float32": 8.0, "int8": 2.0 + 8.0 / 256}  # per trained parameter: train/moments.py
@@ -65,6 +66,7 @@ class Work:
                     gathers them layer by layer into two buffers (parallel/peers.py)
     boundary        "host": the inputs of recomputed layers lie in host memory until backward
                     (parallel/boundary.py)
+    aside           a second model that the loss reads (aside.py)
     """
 
     tokens: int
@@ -86,6 +88,7 @@ class Work:
     weights: Literal["device", "sharded"] = "device"
     rest: Literal["device", "peers"] = "device"
     boundary: Literal["device", "host"] = "device"
+    aside: Aside | None = None
 
     @property
     def divided(self) -> bool:
@@ -185,6 +188,7 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware, elsewhere: Collection[str
     if work.divided:
         base += _here(sizes, work) * 4 - sizes.elements * sizes.compute_bytes
     buffers = buffer_bytes(sizes.streamed) if work.experts != "device" else 0
+    second = work.aside.stays if work.aside else 0
     if work.experts == "disk" or (work.experts == "host" and hardware.kind != "cpu"):
         base -= sum(sizes.streamed)
         host = sum(sizes.streamed) if work.experts == "host" else 0
@@ -198,16 +202,17 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware, elsewhere: Collection[str
     return Plan(
         terms={
             "base": base,
+            **({"second model": second} if second else {}),
             **({"expert buffers": buffers} if buffers else {}),
             **({"gathered layers": gathered} if gathered else {}),
             **_stays(sizes, work),
             "batch and rotary tables": work.tokens * (BATCH_BYTES + sizes.tables),
             **worst,
-            "expert workspace": sizes.workspace + cast,
+            "expert workspace": max(sizes.workspace + cast, work.aside.workspace if work.aside else 0),
             "attention workspace": _attention(sizes, work, hardware.kind),
         },
         beside={name: size for name, size in beside.items() if size > worst.get(name, 0)},
-        load=base + buffers + gathered + LOAD_BUFFERS,
+        load=base + second + buffers + gathered + LOAD_BUFFERS,
         usable=int(hardware.available * USABLE),
         avoided=sizes.expanded - sizes.base,
         adapter_parameters=sizes.adapter_parameters(work.rank, work.experts_rank),
@@ -330,6 +335,9 @@ def _micro_batch(sizes: Sizes, work: Work) -> list[dict[str, int]]:
     """
     stream = work.tokens * sizes.hidden_size * sizes.compute_bytes
     every, early, late = _gradients(sizes, work)
+    if work.aside is not None:
+        without = _micro_batch(sizes, replace(work, aside=None))
+        return [*_asking(without[0], work.aside), *without[1:]]
     end = {"gradients": every, "boundary activations": 2 * stream}
     loss = _loss(sizes, work, stream)
     if work.recompute == "nothing":
@@ -358,6 +366,15 @@ def _micro_batch(sizes: Sizes, work: Work) -> list[dict[str, int]]:
         {"gradients": early, **boundary, **_kept(sizes, work, others), **layer},
         {"gradients": late, "boundary activations": 2 * stream, **_kept(sizes, work, own), **layer},
         end,
+    ]
+
+
+def _asking(at_loss: dict[str, int], aside: Aside) -> list[dict[str, int]]:
+    """The loss's moment where it reads a second model: while that one runs forward, and after it."""
+    others = {name: size for name, size in at_loss.items() if name != "loss block"}
+    return [
+        others | {"second model's forward": aside.forward},
+        at_loss | {"what the second model said": aside.said},
     ]
 
 

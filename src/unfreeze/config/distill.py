@@ -1,0 +1,99 @@
+"""The fields of `unfreeze distill`: those of sft, the teacher, and how far from it is measured."""
+
+# A Config is frozen, so its fields may be of narrower types; pyright takes every attribute for mutable.
+# pyright: reportIncompatibleVariableOverride=false
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from unfreeze.config import sft
+from unfreeze.config.parse import Frozen, ModelName
+from unfreeze.config.training import FIRST, FLAT, HELP, portable
+
+BASE = "base"
+
+
+class Distillation(Frozen):
+    """How far the student's next-token distribution is from the teacher's."""
+
+    divergence: Literal["forward", "reverse", "jsd"] = Field(
+        default="forward",
+        description=(
+            "forward: KL(teacher ‖ student), which covers all that the teacher finds likely (Hinton et al.);"
+            " reverse: KL(student ‖ teacher), which keeps to what it finds likeliest (MiniLLM); jsd: between"
+            " them, by beta"
+        ),
+    )
+    beta: float = Field(
+        default=0.5,
+        gt=0,
+        lt=1,
+        description="of jsd, as TRL's: the teacher's share of the mixture; 0.5 is TRL's default",
+    )
+    temperature: float = Field(
+        default=1.0,
+        gt=0,
+        description=(
+            "of both softmaxes; the loss is multiplied by its square, which keeps the gradient's size; 1 is"
+            " the model's own distribution, 2 to 4 show more of unlikely words"
+        ),
+    )
+    alpha: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description=(
+            "share of cross entropy with the data's own words: alpha · CE + (1 - alpha) · temperature² ·"
+            " divergence; 0: the teacher alone"
+        ),
+    )
+
+    @property
+    def mixture(self) -> float:
+        """beta of objectives.divergence: 0 forward KL, 1 reverse KL."""
+        return {"forward": 0.0, "reverse": 1.0, "jsd": self.beta}[self.divergence]
+
+
+class Config(sft.Config):
+    """Everything a distillation depends on."""
+
+    FLAT: ClassVar[dict[str, str]] = FLAT | {
+        "teacher": "teacher",
+        **{name: f"distillation.{name}" for name in Distillation.model_fields},
+    }
+    HELP: ClassVar[dict[str, tuple[str, ...]]] = {"Teacher": ("teacher", *Distillation.model_fields), **HELP}
+    FIRST: ClassVar[tuple[str, ...]] = ("teacher", *FIRST)
+
+    teacher: ModelName = Field(
+        description=(
+            "a checkpoint folder, a Hugging Face id, a run or an adapter's folder, with the model's own"
+            f" tokenizer; or {BASE}: the model itself with its adapters off"
+        )
+    )
+    distillation: Distillation = Distillation()
+
+    @classmethod
+    def completed(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """As sft's. The base as a teacher has adapters to be switched off, and something else to learn."""
+        if "distillation.beta" in fields and fields.get("distillation.divergence") != "jsd":
+            raise ValueError("beta is of divergence = jsd alone: give --divergence jsd, or remove beta")
+        if fields.get("teacher") == BASE:
+            if fields.get("train") == "all":
+                raise ValueError(
+                    f"teacher = {BASE} is the model with its adapters off, and train = all has none: give"
+                    " another teacher, or train adapters"
+                )
+            if not fields.get("distillation.alpha") and not fields.get("adapter"):
+                raise ValueError(
+                    f"teacher = {BASE} and alpha = 0: the model begins as its own teacher, and nothing would"
+                    " be learned; give alpha above 0, so that the data teaches and the teacher holds it"
+                    " near, or an adapter to begin with"
+                )
+        return super().completed(fields)
+
+    def record(self) -> dict[str, Any]:
+        """As every run's; a teacher in a folder is found from any directory."""
+        fields = super().record()
+        return fields | {"teacher": fields["teacher"] if self.teacher == BASE else portable(self.teacher)}

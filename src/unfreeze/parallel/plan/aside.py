@@ -1,0 +1,72 @@
+"""What a second model takes that stands beside the one that trains: a teacher, a reference.
+
+It is frozen, and runs forward once a micro-batch, between the forward and the backward of the model that
+trains.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from unfreeze.models.chunks import chunk_tokens
+from unfreeze.parallel.plan.sizes import measure
+
+if TYPE_CHECKING:
+    from unfreeze.models import Decoder
+
+
+@dataclass(frozen=True)
+class Aside:
+    """Bytes of a second model, and of the loss that reads it.
+
+    stays       of its weights, during the whole run
+    workspace   its experts' scratch, which both models use one after the other
+    forward     more at the worst moment of its forward
+    said        of what it said of a micro-batch, which lives until the loss is made
+    loss_rows, loss_bytes  rows of the largest block of logits, and bytes alive per logit of it, both models'
+                together, where that is not cross entropy's; 0: it is
+    """
+
+    stays: int = 0
+    workspace: int = 0
+    forward: int = 0
+    said: int = 0
+    loss_rows: int = 0
+    loss_bytes: int = 0
+
+
+def aside_of(
+    model: Decoder,
+    tokens: int,
+    longest: int,
+    device: torch.device,
+    *,
+    more: int = 0,
+    shared: bool = False,
+    loss_rows: int = 0,
+    loss_bytes: int = 0,
+) -> Aside:
+    """Of a model on meta, without adapters, that is asked about micro-batches of `tokens`.
+
+    more    bytes of an adapter beside it
+    shared  it is the model that trains, whose weights are counted already
+
+    forward = the input and the output of a layer, 2 · T · D, and what the layer makes of the tokens that go
+    through it at once; its rotary tables.
+    """
+    sizes = measure(model, None, device.type)
+    shape = model.shape
+    chunk = chunk_tokens(shape.num_experts, shape.experts_per_token, device.type)
+    at_once = tokens if chunk is None else min(tokens, max(chunk, longest))
+    stream = tokens * sizes.hidden_size * sizes.compute_bytes
+    return Aside(
+        stays=0 if shared else sizes.base + more,
+        workspace=sizes.workspace,
+        forward=2 * stream + at_once * max(sizes.held, default=0) + tokens * sizes.tables,
+        said=stream,
+        loss_rows=loss_rows,
+        loss_bytes=loss_bytes,
+    )

@@ -1,0 +1,67 @@
+"""unfreeze distill --model M --teacher T --data F: train a model on another's next-token probabilities.
+
+The teacher is frozen: a checkpoint, a run, an adapter's folder, or "base", the model with its adapters off.
+Both have the same tokenizer. At each supervised token the student's distribution is drawn to the teacher's;
+everything else is as in sft: adapters or every weight, packed experts, conversations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from unfreeze.config.distill import BASE, Config
+from unfreeze.config.parse import parse
+from unfreeze.core.command import Common
+from unfreeze.job import job
+from unfreeze.job.device import say
+from unfreeze.job.folder import typed
+from unfreeze.recipes import sft
+from unfreeze.teach.teacher import Asked, BaseAsked
+
+if TYPE_CHECKING:
+    from unfreeze.checkpoint import Manifest
+    from unfreeze.objectives.divergence import Teacher
+    from unfreeze.train.step import Objective
+
+
+def main(arguments: list[str], common: Common) -> dict[str, Any]:
+    """Parse, train, report. -> what sft gives."""
+    config = parse(Config, arguments, command="distill", description=__doc__ or "")
+    return train(config, common, typed("distill", arguments))
+
+
+def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
+    """A run in the config's folder; see job.run."""
+    return job.run(config, parts(config), common, command)
+
+
+def parts(config: Config) -> job.Parts:
+    """The Parts of sft, with a teacher whose probabilities are the loss."""
+    same, teacher = sft.parts(config), teacher_of(config)
+
+    def start(model: str, common: Common) -> Manifest:
+        manifest = same.start(model, common)
+        teacher.open(say(common))
+        return manifest
+
+    return replace(same, recipe="distill", start=start, second=teacher)
+
+
+def teacher_of(config: Config) -> Asked:
+    """Who is asked."""
+    asked = config.distillation
+    minimise = partial(_divergence, config)
+    options = {"temperature": asked.temperature, "beta": asked.mixture}
+    if config.teacher == BASE:
+        return BaseAsked(minimise, **options)
+    return Asked(config.teacher, minimise, **options)
+
+
+def _divergence(config: Config, teacher: Teacher, words: int) -> Objective:
+    from unfreeze.objectives.divergence import divergence
+
+    asked = config.distillation
+    options: dict[str, Any] = {"beta": asked.mixture, "temperature": asked.temperature, "alpha": asked.alpha}
+    return partial(divergence, teacher=teacher, vocab=words, **options)

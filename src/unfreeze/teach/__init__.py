@@ -1,0 +1,9 @@
+"""L7, a second model beside the one that trains: a teacher, or what is compared with.
+
+vocabulary.py   the contract: the same words under the same ids
+teacher.py      a checkpoint, a run, or the model itself with its adapters off, asked while training
+store.py        what a teacher said, on disk: the likeliest words of each supervised token
+coding.py       how such an entry is written
+
+Each is a Second (job/job.py). It never trains.
+"""

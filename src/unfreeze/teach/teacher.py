@@ -1,0 +1,189 @@
+"""Teachers that are asked while training: a checkpoint, a run, or the model with its adapters off.
+
+A teacher is frozen and computes in the run's dtype. It is asked once a micro-batch, at the supervised rows.
+T tokens of a micro-batch, N supervised ones, B rows of a block, D the teacher's width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from unfreeze.config.distill import BASE
+from unfreeze.core.errors import CheckpointError, ConfigError
+from unfreeze.teach.vocabulary import Vocabulary, refuse_other, vocabulary
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from unfreeze.checkpoint.manifest import Manifest
+    from unfreeze.core.batch import Batch, Loss
+    from unfreeze.data.examples import Example, Examples
+    from unfreeze.data.tokens.tokenizer import Tokenizer
+    from unfreeze.generate.source import Source
+    from unfreeze.models import Decoder
+    from unfreeze.objectives.divergence import LogProbs, Teacher
+    from unfreeze.parallel.plan.aside import Aside
+
+Objective = Callable[["Tensor", "nn.Module", "Batch"], "Loss"]
+ToObjective = Callable[["Teacher", int], Objective]
+"""(what is asked, words of the vocabulary) -> what is minimised."""
+
+
+class Asked:
+    """A second model that is asked while training: a checkpoint folder, a Hub id, a run, an adapter's folder.
+
+    source      its name, as the user gave it
+    temperature by which its logits are divided
+    minimise    (what it says, words) -> the objective
+    beta        as of the objective; the plan counts its block of logits by it
+    """
+
+    def __init__(self, source: str, minimise: ToObjective, *, temperature: float = 1.0, beta: float = 0.0):
+        self.source, self.minimise, self.temperature, self.beta = source, minimise, temperature, beta
+        self._words = 0
+        self._opened: tuple[Source, Manifest] | None = None
+
+    def open(self, say: Callable[[str], None] | None = None) -> tuple[Source, Manifest]:
+        """What the name stands for; a Hub id is downloaded. Raises UserError where it cannot be read."""
+        from unfreeze.generate.source import open_source
+
+        if self._opened is None:
+            self._opened = open_source(self.source, say)
+        return self._opened
+
+    def check(self, start: Manifest, tokenizer: Tokenizer) -> None:
+        """Raise CheckpointError for another vocabulary, ConfigError for the model itself as a teacher."""
+        found, manifest = self.open()
+        if found.adapter is None and manifest.path.resolve() == start.path.resolve():
+            raise ConfigError(
+                f"the teacher {self.source} is the model itself, and nothing would be learned",
+                next=(
+                    f"another --teacher; or --teacher {BASE} with --alpha 0.5: the model with its adapters"
+                    " off, which holds it near to where it began and takes no second copy"
+                ),
+            )
+        own = self._vocabulary(manifest)
+        refuse_other(vocabulary(tokenizer), own, self.source)
+        self._words = own.size
+
+    def _vocabulary(self, manifest: Manifest) -> Vocabulary:
+        from unfreeze.data.tokens.tokenizer import check_vocab, has_tokenizer, load_tokenizer
+        from unfreeze.models import shape
+
+        if not has_tokenizer(manifest.path):
+            raise CheckpointError(
+                f"the teacher {self.source} has no tokenizer, so which word an id of it is cannot be known",
+                next=f"copy its tokenizer.json (or tiktoken.model) into {manifest.path}",
+            )
+        tokenizer = load_tokenizer(manifest.path)
+        check_vocab(tokenizer, shape(manifest.config).vocab_size)
+        return vocabulary(tokenizer)
+
+    def known(self, examples: Examples) -> None:
+        """Every document can be asked about."""
+
+    def fill(self, batch: Batch, examples: Sequence[Example]) -> Batch:
+        """Nothing has to be looked up on the host."""
+        return batch
+
+    def aside(
+        self,
+        start: Manifest,
+        tokens: int,
+        longest: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        trained: bool,
+    ) -> Aside:
+        """What it takes, for the plan."""
+        found, manifest = self.open()
+        adapter = found.adapter
+        more = sum(path.stat().st_size for path in adapter.glob("*.safetensors")) if adapter else 0
+        return self._aside(manifest, start, tokens, longest, dtype, device, trained, more=more)
+
+    def _aside(
+        self,
+        manifest: Manifest,
+        start: Manifest,
+        tokens: int,
+        longest: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        trained: bool,
+        **more: Any,
+    ) -> Aside:
+        from unfreeze.models import meta_model, shape
+        from unfreeze.objectives.divergence import bytes_per_logit, divergence_rows
+        from unfreeze.parallel.plan.aside import aside_of
+
+        model, student = meta_model(shape(manifest.config), manifest, dtype), shape(start.config)
+        rows = divergence_rows(0, student.vocab_size, dtype, device, trained, self.beta)
+        each = bytes_per_logit(dtype, self.beta) + dtype.itemsize * (student.softcap is not None)
+        return aside_of(model, tokens, longest, device, loss_rows=rows, loss_bytes=each, **more)
+
+    def objective(self, model: Decoder, device: torch.device, dtype: str) -> Objective:
+        """Load it, frozen, and give what is minimised."""
+        from unfreeze.adapters.read import load_adapter
+        from unfreeze.generate.open import dtype_of, open_model
+
+        found, manifest = self.open()
+        teacher = open_model(manifest, dtype_of(dtype), device)
+        if found.adapter is not None:
+            load_adapter(teacher, found.adapter)
+        teacher.eval().requires_grad_(False)
+        return self.minimise(partial(asked, teacher, self._words, self.temperature), self._words)
+
+
+class BaseAsked(Asked):
+    """The model itself with its adapters off: no second copy in memory, and no file is read."""
+
+    def __init__(self, minimise: ToObjective, *, temperature: float = 1.0, beta: float = 0.0):
+        super().__init__(BASE, minimise, temperature=temperature, beta=beta)
+
+    def open(self, say: Callable[[str], None] | None = None) -> None:
+        """The model itself is open."""
+
+    def check(self, start: Manifest, tokenizer: Tokenizer) -> None:
+        self._words = vocabulary(tokenizer).size
+
+    def aside(
+        self,
+        start: Manifest,
+        tokens: int,
+        longest: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        trained: bool,
+    ) -> Aside:
+        return self._aside(start, start, tokens, longest, dtype, device, trained, shared=True)
+
+    def objective(self, model: Decoder, device: torch.device, dtype: str) -> Objective:
+        return self.minimise(partial(asked, model, self._words, self.temperature, own=True), self._words)
+
+
+def asked(teacher: Decoder, words: int, temperature: float, batch: Batch, *, own: bool = False) -> LogProbs:
+    """log softmax(z / τ) over the first `words` words, at the supervised rows, a block at a time.
+
+    What lives until the last block is the teacher's hidden state of these rows, [N, D].
+    own: the teacher is the model that trains; its adapters are off meanwhile.
+    """
+    import torch
+
+    from unfreeze.adapters import without_adapters
+    from unfreeze.models.recompute import keep_inputs
+    from unfreeze.objectives.divergence import log_softmax
+
+    off: Callable[[], Any] = partial(without_adapters, teacher) if own else nullcontext
+    with torch.no_grad(), off(), teacher.looking():
+        hidden_ND = teacher.hidden(batch, recompute=keep_inputs).index_select(0, batch.supervised())
+
+    def log_q(rows: slice, log_p_BV: Tensor) -> Tensor:
+        with torch.no_grad(), off():
+            logits_BV = teacher.lm_head(hidden_ND[rows])
+        return log_softmax(logits_BV[:, :words], temperature, log_p_BV.dtype)
+
+    return log_q

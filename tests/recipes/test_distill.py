@@ -1,0 +1,180 @@
+"""`unfreeze distill`: a student on packed experts learns a run; the loss is what plain torch says; bad teachers are
+refused in one line before a weight is read."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+import unfreeze
+from unfreeze import cli
+from unfreeze.commands.demo import TINY_K2
+from unfreeze.core.errors import ConfigError
+from unfreeze.data import load_tokenizer, pack
+from unfreeze.data.dataset import encode_file
+
+WORDS = [
+    "--tokens-per-step",
+    128,
+    "--learning-rate",
+    "5e-3",
+    "--samples",
+    0,
+    "--dtype",
+    "float32",
+    "--warmup",
+    0,
+]
+SMALL = ["--lora.rank", 2, "--lora.targets", "attention", "experts"]
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    turns = [{"prompt": f"What is {n}?", "completion": f"{n}, it is. Hmm."} for n in range(12)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in turns))
+    return path
+
+
+@pytest.fixture
+def distill(capsys, rows, tmp_path):
+    def run(*arguments, code=0, out=tmp_path / "student", steps=2, data=rows):
+        given = ["--model", TINY_K2, "--data", data, "--out", out, "--steps", steps, *WORDS, *SMALL]
+        assert cli.main(list(map(str, ["distill", "--json", *given, *arguments]))) == code
+        said = capsys.readouterr()
+        return said.err if code else json.loads(said.out.splitlines()[-1])
+
+    return run
+
+
+def trains(run):
+    found = [json.loads(line) for line in (Path(run) / "events.jsonl").read_text().splitlines()]
+    return [event for event in found if event["kind"] == "train"]
+
+
+def expected(teacher, rows, *, temperature, alpha, steps=1):
+    """The first step's loss, from logits of both models as plain torch has them, in float64."""
+    tokenizer = load_tokenizer(TINY_K2)
+    batch = pack(encode_file(rows, tokenizer, 128).examples[:])
+    said = []
+    for name in (TINY_K2, teacher):
+        model = unfreeze.load(name).decoder
+        with torch.no_grad():
+            said.append(model.logits(model.hidden(batch)).double()[:, : tokenizer.named_size])
+    p, q = ((logits / temperature).log_softmax(-1) for logits in said)
+    apart = F.kl_div(p, q, log_target=True, reduction="none").sum(-1)
+    entropy = F.cross_entropy(said[0], batch.targets_T, reduction="none")
+    each = alpha * entropy + (1 - alpha) * temperature**2 * apart
+    weights = batch.weights_T.double()
+    return [float((x * weights).sum() / weights.sum()) for x in (each, apart, entropy)]
+
+
+def test_a_run_as_teacher_on_packed_experts(distill, run_dir, rows, tmp_path):
+    before = hashes(run_dir), hashes(TINY_K2)
+    short = tmp_path / "few.jsonl"
+    short.write_text("".join(rows.read_text().splitlines(True)[:4]))
+    asked = ["--temperature", 2, "--alpha", 0.25, "--validation", short]
+    result = distill("--teacher", run_dir, *asked, data=short, steps=6)
+    events = trains(result["run"])
+    loss, apart, entropy = expected(run_dir, short, temperature=2.0, alpha=0.25)
+    assert events[0]["loss"] == pytest.approx(loss, rel=1e-4)
+    assert events[0]["divergence"] == pytest.approx(apart, rel=1e-4)
+    assert events[0]["cross_entropy"] == pytest.approx(entropy, rel=1e-4)
+    assert events[-1]["divergence"] < 0.7 * events[0]["divergence"]
+    # the teacher and the base are as they were; what trained is the adapter, experts included
+    assert (hashes(run_dir), hashes(TINY_K2)) == before
+    names = load_file(Path(result["run"]) / "adapter" / "adapter_model.safetensors")
+    assert any("experts" in name for name in names)
+    assert unfreeze.FinishedRun(result["run"]).receipt["experts"]["trained"] > 0
+    page = (Path(result["run"]) / "report.html").read_text()
+    assert "Divergence" in page and "Cross entropy" in page
+
+
+def test_the_base_with_its_adapters_off_holds_the_model_near(distill, tmp_path):
+    """It begins as its own teacher: divergence 0, and the data moves it away. No second model is planned."""
+    result = distill("--teacher", "base", "--alpha", 0.5, steps=3)
+    events = trains(result["run"])
+    assert events[0]["divergence"] == pytest.approx(0, abs=1e-6) and events[-1]["divergence"] > 1e-3
+    assert events[-1]["cross_entropy"] < events[0]["cross_entropy"]
+    terms = json.loads((Path(result["run"]) / "plan.json").read_text())["terms"]
+    assert "second model" not in terms and "what the second model said" in terms
+
+
+def test_broken_off_and_resumed_it_is_the_same_to_the_bit(distill, run_dir, tmp_path):
+    arguments = ["--teacher", run_dir, "--schedule", "constant"]
+    whole = distill(*arguments, out=tmp_path / "whole", steps=4)
+    distill(*arguments, out=tmp_path / "parts", steps=2)
+    parts = distill(*arguments, "--allow-changed", "steps", out=tmp_path / "parts", steps=4)
+    weights = [load_file(Path(r["run"]) / "adapter/adapter_model.safetensors") for r in (whole, parts)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["--teacher", TINY_K2], "is the model itself, and nothing would be learned"),
+        (["--teacher", "base"], "begins as its own teacher"),
+        (["--teacher", "base", "--train", "all", "--alpha", "0.5"], "has none"),
+        (["--teacher", "/nowhere"], "/nowhere does not exist"),
+        (["--teacher", "base", "--alpha", "0.5", "--beta", "0.3"], "beta is of divergence = jsd alone"),
+        (["--teacher", "base", "--alpha", "1.5"], "alpha"),
+    ],
+)
+def test_a_teacher_that_cannot_be_is_refused(distill, arguments, says, tmp_path):
+    assert says in distill(*arguments, code=2)
+    assert not (tmp_path / "student" / "state").exists()
+
+
+@pytest.fixture
+def other_words(tmp_path):
+    """tiny-k2 with two of its words exchanged: as many ids, other words."""
+    folder = tmp_path / "other"
+    shutil.copytree(TINY_K2, folder)
+    lines = (folder / "tiktoken.model").read_text().splitlines()
+    one, two = lines[300].split(), lines[301].split()
+    lines[300:302] = [f"{two[0]} {one[1]}", f"{one[0]} {two[1]}"]
+    (folder / "tiktoken.model").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def test_a_teacher_of_another_vocabulary_is_refused_with_both_sizes_and_hashes(
+    distill, other_words, monkeypatch
+):
+    def never(*_, **__):
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr("unfreeze.generate.open.place", never)
+    said = distill("--teacher", other_words, code=2)
+    assert said.count("ids, hash") == 2 and "has another vocabulary" in said
+
+
+def test_from_python(run_dir, rows, tmp_path):
+    run = unfreeze.distill(
+        model=TINY_K2,
+        teacher=run_dir,
+        data=str(rows),
+        out=tmp_path / "python",
+        steps=1,
+        divergence="jsd",
+        beta=0.3,
+        rank=2,
+        samples=0,
+        tokens_per_step=128,
+        quiet=True,
+    )
+    assert run.finished and run.loss is not None and run.loss > 0
+    with pytest.raises(ConfigError, match="teacher"):
+        unfreeze.distill(model=TINY_K2, data=str(rows))
