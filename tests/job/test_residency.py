@@ -75,6 +75,56 @@ def test_the_same_run_to_the_bit(resident, chat_rows, tmp_path):
     assert "an answer of 64 tokens 40.5 MiB; the held-out loss is measured instead" in said
 
 
+def test_a_run_whose_experts_come_in_groups(resident, chat_rows, tmp_path):
+    """A layer's experts are 216 KiB, a buffer 105: three groups. To the bit in float32; in bf16 each of a token's
+    rows is rounded before they are summed, by 2^-9 at most (parallel/dispatch.py): of the loss before any update."""
+    dtype, folder, wanted = resident
+    out = tmp_path / "run"
+    flags = ["--dtype", dtype, "--validation-fraction", 0.3, "--place.experts", "disk"]
+    code, events = sft(chat_rows, out, *flags, "--place.buffer", 1e-4)
+    assert code == 0 and len(numbers(events)) == 4
+    if dtype == "float32":
+        assert numbers(events) == numbers(wanted) and adapter(out) == adapter(folder)
+        assert of(events, "receipt")[0]["groups"] == of(wanted, "receipt")[0]["groups"]
+        assert [e["loss"] for e in of(events, "eval")] == [e["loss"] for e in of(wanted, "eval")] != []
+    else:
+        first, theirs = (of(them, "train")[0]["loss"] for them in (events, wanted))
+        assert first == pytest.approx(theirs, rel=2**-9)
+
+    # three layers of three groups: 9 come forward and 9 back, but for the two that are there at each turn
+    (plan,) = of(events, "plan")
+    assert (plan["buffer"], plan["groups"]) == (int(1e-4 * 2**30), 3) and "groups" not in of(wanted, "plan")[
+        0
+    ]
+    assert any("3 groups of at most" in line and "14 in each later one" in line for line in plan["lines"])
+    assert of(events, "stream")[-1]["reads"] == 14 and plan["terms"]["expert buffers"] <= 2 * plan["buffer"]
+
+
+def test_auto_takes_groups_where_two_buffers_of_a_layer_are_too_large(chat_rows, tmp_path, monkeypatch):
+    """The free memory lies between what whole layers and single experts take, with everything recomputed."""
+    manifest = open_checkpoint(TINY_K2)
+    here = Hardware("cpu", "small", 2, 2**40, 2**40)
+
+    def least(buffer):
+        monkeypatch.setattr("unfreeze.parallel.plan.hardware", lambda device: here)
+        return plan_training(
+            models.shape(manifest.config), manifest, LoraConfig(rank=1), tokens=64, dtype="float32",
+            device="cpu", experts="disk", buffer=buffer, longest=64, receipt_bytes=2**20,
+        ).total  # fmt: skip
+
+    whole, single = least(None), least(2**14)
+    assert single < whole
+    small = replace(here, available=int((2 * single + whole) / 3 / USABLE))
+    monkeypatch.setattr("unfreeze.parallel.plan.hardware", lambda device: small)
+    more = ["--samples", 0, "--dtype", "float32", "--tokens-per-step", 64, "--lora.rank", 1]
+    code, events = sft(chat_rows, tmp_path / "run", *more)
+    (planned,) = of(events, "plan")
+    assert code == 0 and planned["experts"] == "disk" and planned["groups"] > 1
+    said = next(line for line in planned["lines"] if "because device would take" in line)
+    assert "; disk would take" in said
+    assert len(of(events, "stream")) == 4
+
+
 def test_a_run_whose_boundary_activations_are_copied_to_host_memory(
     resident, chat_rows, tmp_path, monkeypatch
 ):
@@ -140,6 +190,21 @@ def test_what_cannot_stream_is_refused_before_anything_is_loaded(chat_rows, tmp_
     line += ["--place.experts", "disk", "--quiet", "--steps", "1"]
     assert cli.main(line) == 2
     assert "place.experts is disk, but every weight trains" in capsys.readouterr().err
+
+
+def test_a_buffer_smaller_than_an_expert_is_refused_before_anything_is_loaded(chat_rows, tmp_path, capsys):
+    line = [
+        "sft",
+        "--model",
+        str(TINY_K2),
+        "--data",
+        str(chat_rows),
+        "--out",
+        str(tmp_path / "run"),
+        "--quiet",
+    ]
+    assert cli.main([*line, "--place.experts", "disk", "--place.buffer", "1e-6"]) == 2
+    assert "one expert of a layer takes 13.5 KiB, and a buffer may have 1.0 KiB" in capsys.readouterr().err
 
 
 def test_auto_takes_the_disk_where_the_device_is_too_small(chat_rows, tmp_path, monkeypatch):

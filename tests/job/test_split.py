@@ -20,7 +20,14 @@ from unfreeze.adapters.files import read_files
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.config.sft import Config
 from unfreeze.core.errors import ConfigError
-from unfreeze.job.places import Where, possible_boundaries, possible_places, possible_rests, possible_splits
+from unfreeze.job.places import (
+    OF_CONFIG,
+    Where,
+    possible_boundaries,
+    possible_places,
+    possible_rests,
+    possible_splits,
+)
 from unfreeze.job.residency import refuse_samples
 
 MIXTURE, DENSE = SimpleNamespace(num_experts=6), SimpleNamespace(num_experts=0)
@@ -40,18 +47,25 @@ def places(cpu: bool, processes: int, **place: Any) -> list[Where]:
 def test_auto_tries_what_is_fastest_first_and_the_smallest_split_that_may_fit():
     """All on the device; split; the rest from peers; and what streams is shared too. 6 experts are not
     divided among 8."""
-    assert places(True, 1) == [Where("device"), Where("disk")]
+    assert places(True, 1) == [Where("device"), Where("disk"), Where("disk", buffer=OF_CONFIG)]
 
     def each(experts: str, *splits: int) -> list[Where]:
         return [Where(experts, split, rest) for rest in ("device", "peers") for split in splits]
 
-    assert places(True, 4) == [*each("device", 1, 2, 4), *each("disk", 2, 4)]
-    gpu = [*each("device", 1, 2, 4), *each("host", 2, 4), *each("disk", 2, 4)]
+    def grouped(experts: str) -> list[Where]:
+        """What is not shared: a layer's experts come in groups."""
+        return [Where(experts, 1, rest, buffer=OF_CONFIG) for rest in ("device", "peers")]
+
+    disk = [*each("disk", 2, 4), *grouped("disk")]
+    assert places(True, 4) == [*each("device", 1, 2, 4), *disk]
+    gpu = [*each("device", 1, 2, 4), *each("host", 2, 4), *grouped("host"), *disk]
     assert places(False, 8, boundary="device") == gpu
     assert places(False, 8)[:3] == [gpu[0], gpu[0]._replace(boundary="host"), gpu[1]]
     assert len(places(False, 8)) == 2 * len(gpu)
     assert places(True, 4, split=2) == [*each("device", 2), *each("disk", 2)]
-    assert places(True, 4, experts="disk", split=1, rest="device") == [Where("disk")]
+    alone = {"experts": "disk", "split": 1, "rest": "device"}
+    assert places(True, 4, **alone) == [Where("disk"), Where("disk", buffer=OF_CONFIG)]
+    assert places(True, 4, **alone, buffer=0.5) == [Where("disk", buffer=OF_CONFIG)]
     assert places(True, 2, experts="device", split=1, rest="peers") == [Where("device", 1, "peers")]
 
 
@@ -114,6 +128,19 @@ def test_a_split_that_cannot_be_is_one_line(trained, shape, said):
     with pytest.raises(ConfigError, match=said) as caught:
         possible_splits(config(split=2), trained, shape, 2)  # type: ignore[arg-type]
     assert caught.value.next.startswith("--place.split 1")
+
+
+@pytest.mark.parametrize(
+    ("place", "said", "remedy"),
+    [
+        ({"split": 2}, "place.split is 2", "--place.split 1"),
+        ({"experts": "device"}, "nothing comes through a buffer", "--place.experts auto"),
+    ],
+)
+def test_a_buffer_that_nothing_could_use_is_one_line(place, said, remedy):
+    with pytest.raises(ConfigError, match=f"place.buffer is 0.5, but .*{said}") as caught:
+        places(True, 2, buffer=0.5, **place)
+    assert caught.value.next == f"{remedy}, or --place.buffer auto"
 
 
 def test_samples_are_refused_with_the_arithmetic_where_layers_are_gathered():

@@ -16,12 +16,13 @@ from unfreeze.core.batch import Batch
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.rows import Rows
 from unfreeze.generate.open import open_model
+from unfreeze.kernels.expert_mlp.decode_cpu import ROWS_PER_EXPERT
 from unfreeze.models.publish import published
 from unfreeze.models.recompute import RECOMPUTE
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel.collectives import ALONE
 from unfreeze.parallel.dispatch import RowsDispatch
-from unfreeze.parallel.groups import InGroups
+from unfreeze.parallel.groups import FEW, InGroups
 from unfreeze.parallel.residency import Streamed, Streaming, reads_of, streamed_bytes
 
 BIASED = {
@@ -45,10 +46,10 @@ BIASED = {
 }
 
 
-def batch(vocab: int) -> Batch:
+def batch(vocab: int, tokens: int = 80) -> Batch:
     """One document: experts in groups take all rows at once, the resident model document by document."""
-    ids = torch.randint(0, vocab, (80,), generator=torch.Generator().manual_seed(1))
-    return Batch(ids, ids.roll(-1), torch.ones(80), torch.arange(80), torch.tensor([0]))
+    ids = torch.randint(0, vocab, (tokens,), generator=torch.Generator().manual_seed(1))
+    return Batch(ids, ids.roll(-1), torch.ones(tokens), torch.arange(tokens), torch.tensor([0]))
 
 
 def opened(folder: Path, dtype: torch.dtype, experts: str, share: float | None = None) -> models.Decoder:
@@ -151,6 +152,19 @@ def test_a_group_without_rows() -> None:
     assert isinstance(moe.dispatch, InGroups)
     rows = [parts.moe_layers()[1].counts_E[rows.slice].sum() for rows, _ in moe.dispatch.parts]
     assert min(rows) == 0 < max(rows)
+
+
+def test_few_rows_are_multiplied_with_the_codes_in_all_groups_or_in_none() -> None:
+    """Without gradients the op expands no expert where all have 8 rows or fewer on average. A group's average is
+    another one: 23 tokens have 92 rows, at 15 or 16 experts."""
+    assert FEW <= ROWS_PER_EXPERT == 8
+    whole, parts = opened(TINY_K2, torch.float32, "device"), opened(TINY_K2, torch.float32, "host", 0.45)
+    for tokens in (12, 23, 40):
+        given = batch(256, tokens)
+        with torch.no_grad():
+            assert torch.equal(whole.hidden(given), parts.hidden(given)), tokens
+        for recompute in ("layers", "nothing"):
+            assert same(step(parts, recompute, given), step(whole, recompute, given)), (tokens, recompute)
 
 
 def test_control_arm_groups_shifted_by_one() -> None:

@@ -235,6 +235,13 @@ class Place(Frozen):
             " fits. The numbers are the same, to the bit"
         ),
     )
+    buffer: Literal["auto"] | Annotated[float, Field(gt=0)] = Field(
+        default="auto",
+        description=(
+            "GiB of each of the two buffers through which experts come from host or disk. A layer that is"
+            " larger comes in groups of its experts; auto: a layer's, or where only that fits, less"
+        ),
+    )
     split: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         default="auto",
         description=(

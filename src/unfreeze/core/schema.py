@@ -128,6 +128,12 @@ class PlanEvent(CommonFields):
     experts: NotRequired[
         Annotated[AnyText, of("name", "where the routed experts' weights lie: device, host or disk")]
     ]
+    buffer: NotRequired[
+        Annotated[
+            Int, of("bytes", "that one of the two buffers may have, where a layer's experts come in groups")
+        ]
+    ]
+    groups: NotRequired[Annotated[Int, of("groups", "in which the experts of a layer come, of most layers")]]
     split: NotRequired[Annotated[Int, of("processes", "that share one set of experts, if more than one do")]]
     experts_held: NotRequired[Annotated[Int, of("experts", "of a layer, by the process that holds most")]]
     weights: NotRequired[

@@ -44,7 +44,7 @@ def load(
     dtype = dtype_of(dtype_name)
     if start.tensors:
         with LoadProgress(quiet=common.quiet) as progress:
-            where: dict[str, Any] = {"experts": work.experts, "rest": work.rest}
+            where: dict[str, Any] = {"experts": work.experts, "rest": work.rest, "buffer": work.buffer}
             return open_model(start, dtype, device, progress, loaded, warn, mesh, **where)
     for note in models.notes(start.config):
         warn(note)

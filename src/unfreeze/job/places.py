@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.torchrun import started
+from unfreeze.core.units import format_bytes
 from unfreeze.job.trained import Trained
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from unfreeze.parallel.plan import Plan
 
 PLACES = ("device", "host", "disk")
+OF_CONFIG = 0  # a buffer of the bytes that the config says, or of as many as fit
 SHARDED = "sharded"  # every weight trains, and is divided among the processes
 
 
@@ -28,18 +31,21 @@ class Where(NamedTuple):
     split     processes that share one set of experts
     rest      of what a layer has besides: "device", or "peers", of which each keeps a part
     boundary  "device" or "host": of the inputs of layers
+    buffer    bytes that a buffer of experts may have, or OF_CONFIG; None: as many as a layer's
     """
 
     experts: str
     split: int = 1
     rest: str = "device"
     boundary: str = "device"
+    buffer: int | None = None
 
 
 def place_of(plan: Plan) -> Where:
     """Where a plan's weights lie."""
     work = plan.work
-    return Where(SHARDED if work.divided else work.experts, work.split, work.rest, work.boundary)
+    experts = SHARDED if work.divided else work.experts
+    return Where(experts, work.split, work.rest, work.boundary, work.buffer)
 
 
 def possible_places(
@@ -53,10 +59,10 @@ def possible_places(
     """Where the experts' weights may lie, how many processes may share them, and whether peers may keep the
     rest; where every weight trains, whether all may be divided. Whether the inputs of layers may lie in host
     memory. As asked, or with "auto" all that can be, in the order of their speed: a layer's input is small
-    beside what else could move.
+    beside what else could move, and a layer's experts come in groups where they do not fit together.
 
-    Raises ConfigError where they are asked to stream, to be split, to be kept in parts, to be divided or to
-    lie in host memory, and cannot.
+    Raises ConfigError where they are asked to stream, to come in groups, to be split, to be kept in parts, to
+    be divided or to lie in host memory, and cannot.
     """
     weights = possible_weights(config, trained, processes)
     rests = possible_rests(config, trained, start, processes)
@@ -74,18 +80,41 @@ def possible_places(
         places = PLACES if asked == "auto" else (asked,)
         places = [place for place in places if asked != "auto" or place != "host" or device.type == "cuda"]
         # what streams does not fit into each process, so it is shared where that is possible
+        grouped = possible_buffers(config, places, splits)
+        whole = config.place.buffer == "auto"
         return [
-            Where(place, split, rest, boundary)
+            Where(place, split, rest, boundary, buffer)
             for place in places
+            for buffer in ([None] if place == "device" else [None] * whole + grouped)
             for rest in rests
-            for split in (splits if place == "device" else shared or splits)
+            for split in (splits if place == "device" else [1] if buffer is not None else shared or splits)
             for boundary in boundaries
         ]
     if asked in ("host", "disk"):
         raise ConfigError(f"place.experts is {asked}, but {fault}", next="--place.experts auto")
+    if config.place.buffer != "auto":
+        raise ConfigError(f"place.buffer is {config.place.buffer:g}, but {fault}", next="--place.buffer auto")
     if trained.lora is None:
         return [Where(SHARDED if held == "sharded" else "device") for held in weights]
     return [Where("device", *others) for others in product(splits, rests, boundaries)]
+
+
+def possible_buffers(
+    config: TrainingConfig, places: Sequence[str], splits: Sequence[int]
+) -> list[int | None]:
+    """[OF_CONFIG] where a layer's experts may come in groups, else []: those of split experts come whole.
+
+    Raises ConfigError where a buffer of so many bytes is asked for and nothing could use it.
+    """
+    asked = config.place.buffer
+    if asked != "auto" and places == ["device"]:
+        fault, remedy = "place.experts is device: nothing comes through a buffer", "--place.experts auto"
+    elif asked != "auto" and 1 not in splits:
+        fault = f"place.split is {splits[0]}: experts that processes share come a layer at a time"
+        remedy = "--place.split 1"
+    else:
+        return [OF_CONFIG] if 1 in splits else []
+    raise ConfigError(f"place.buffer is {asked:g}, but {fault}", next=f"{remedy}, or --place.buffer auto")
 
 
 def possible_rests(config: TrainingConfig, trained: Trained, start: Manifest, processes: int) -> list[str]:
@@ -179,4 +208,5 @@ def place_words(plan: Plan) -> str:
     split = f", split over {plan.work.split}" if plan.work.split > 1 else ""
     rest = ", the rest from peers" if plan.work.rest == "peers" else ""
     boundary = ", inputs of layers in host memory" if plan.work.boundary == "host" else ""
-    return f"{plan.work.experts}{split}{rest}{boundary}"
+    groups = f" in groups of {format_bytes(plan.work.buffer)}" if plan.work.buffer else ""
+    return f"{plan.work.experts}{groups}{split}{rest}{boundary}"

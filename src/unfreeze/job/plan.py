@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from unfreeze.config.tables import Memory, Save
 from unfreeze.config.training import TrainingConfig
@@ -19,7 +19,7 @@ from unfreeze.core.units import format_bytes, format_count, format_seconds
 from unfreeze.job.data import sequence_length
 from unfreeze.job.device import allocator_line
 from unfreeze.job.folder import write_json
-from unfreeze.job.places import SHARDED, Where, place_of, place_words, possible_places
+from unfreeze.job.places import OF_CONFIG, SHARDED, Where, place_of, place_words, possible_places
 from unfreeze.job.trained import Trained
 from unfreeze.report.events import last, of_kind, read_events
 from unfreeze.report.run import decimal_bytes
@@ -105,11 +105,20 @@ def plan_of(
         processes=processes,
         experts=cast(Any, "device" if place.experts == SHARDED else place.experts),
         weights="sharded" if place.experts == SHARDED else "device",
+        buffer=_buffer(config, place),
         split=place.split,
         rest=cast(Any, place.rest),
         boundary=cast(Any, place.boundary),
         aside=aside,
     )
+
+
+def _buffer(config: TrainingConfig, place: Where) -> int | Literal["auto"] | None:
+    """Bytes that a buffer of experts may have; "auto": as many as fit; None: as many as a layer's."""
+    asked = config.place.buffer
+    if place.buffer != OF_CONFIG or asked == "auto":
+        return "auto" if place.buffer == OF_CONFIG else place.buffer
+    return int(asked * 2**30)
 
 
 def _explained(made: Sequence[Plan]) -> Plan:
@@ -153,7 +162,13 @@ def agreed_plan(
     more: dict[str, Any] = {"longest": longest, "second": second}
     own = plan_of(*given, **more)
     tried = possible_places(config, trained, start, shape, device, group.size)
-    place = tried[max(map(int, group.texts(str(tried.index(place_of(own))))))]
+    first = place_of(own)
+    if first.buffer is not None:
+        first = first._replace(buffer=OF_CONFIG)
+    place = tried[max(map(int, group.texts(str(tried.index(first)))))]
+    if place.buffer is not None:  # as large as fits everywhere
+        there = own if place == first else plan_of(*given, longest=longest, place=place)
+        place = place._replace(buffer=min(map(int, group.texts(str(there.work.buffer)))))
     if config.memory.recompute != "auto":
         return own if place == place_of(own) else plan_of(*given, **more, place=place)
     plans = of_kind(read_events(folder.path / "events.jsonl"), PlanEvent) if folder.step else []
@@ -248,7 +263,7 @@ def start_lines(
     config: TrainingConfig, trained: Trained, start: Manifest, shape: Shape, plan: Plan, disk: Disk
 ) -> list[str]:
     """The plan in three lines: what is trained on what, and what that takes."""
-    from unfreeze.parallel.plan.words import experts_held
+    from unfreeze.parallel.plan.words import experts_held, groups_of
 
     experts = (
         f", {shape.experts_per_token} of {shape.num_experts} experts a token" if shape.num_experts else ""
@@ -269,7 +284,10 @@ def start_lines(
     if plan.work.split > 1:
         experts += f" ({experts_held(plan)} of them in each of {plan.work.split} processes)"
     if plan.work.experts != "device":
-        experts += f", from {plan.work.experts}" + f" because {plan.why_experts}" * bool(plan.why_experts)
+        groups = f" in {groups_of(plan)} groups a layer" if groups_of(plan) else ""
+        experts += f", from {plan.work.experts}{groups}" + f" because {plan.why_experts}" * bool(
+            plan.why_experts
+        )
     return [
         f"model: {Path(config.model).name}, {shape.model_type}, {shape.num_layers} layers{experts}; {files}",
         f"memory: {taken} of {room}; disk: {format_bytes(disk.needed)} of {format_bytes(disk.free)}",

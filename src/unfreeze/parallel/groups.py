@@ -29,14 +29,16 @@ import torch
 from torch import Tensor, nn
 
 from unfreeze.core.rows import Rows
-from unfreeze.kernels.expert_mlp import ExpertFactors
+from unfreeze.kernels.expert_mlp import SWIGLU, ExpertFactors
 from unfreeze.kernels.recompute import Reuse
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.saved import Saved
 from unfreeze.parallel.collectives import ALONE
 from unfreeze.parallel.dispatch import RowsDispatch
+from unfreeze.quant.codec import Packed
 
 T = TypeVar("T")
+FEW = 8  # rows that are multiplied with the codes, however few experts they are at
 FACTORS = ("gate_up_A", "gate_up_B", "down_A", "down_B")
 
 
@@ -151,7 +153,8 @@ class _Call:
 
         if reuse is not None:
             kept = reuse(lambda: [Saved() for _ in spans])
-        run = _Run(self.groups, spans, ids_n1, given, kept, self.read())
+        codes = not torch.is_grad_enabled() and _multiplies_codes(self.groups.parts[0][1], ids_n1)
+        run = _Run(self.groups, spans, ids_n1, given, kept, self.read(), codes)
         return _InGroups.apply(x_nD, weights_n1, run, *(getattr(given, name) for name in FACTORS))
 
 
@@ -163,6 +166,7 @@ class _Run:
     given: ExpertFactors
     kept: list[Saved]
     read: bool
+    codes: bool
 
     def of(self, group: int, x_nD: Tensor, weights_n1: Tensor, factors: Sequence[Tensor | None]) -> Tensor:
         """The results of a group's rows; its weights are here."""
@@ -171,8 +175,30 @@ class _Run:
         if any(factor is not None for factor in factors):
             part.adapter = _Slice(replace(self.given, **dict(zip(FACTORS, factors, strict=True))))
         ids_n1 = self.ids_n1[self.spans[group]] - rows.first
-        reuse = self.kept[group].reuse if self.kept else None
-        return part.product(x_nD, ids_n1, weights_n1, reuse)
+        if self.kept:
+            return part.product(x_nD, ids_n1, weights_n1, self.kept[group].reuse)
+        # Without gradients and `reuse` the op multiplies few rows with the codes themselves. Whether a group
+        # does follows from all rows, so that the bits are those of all experts at once.
+        if not self.codes:
+            return part.product(x_nD, ids_n1, weights_n1, _computed)
+        few = (each.split(FEW) for each in (x_nD, ids_n1, weights_n1))
+        return torch.cat([part.product(*given) for given in zip(*few, strict=True)])
+
+
+def _computed(compute: Callable[[], T]) -> T:
+    return compute()
+
+
+def _multiplies_codes(part: Experts, ids_n1: Tensor) -> bool:
+    """Whether the op, given all these rows, would expand no expert (kernels/expert_mlp/decode_cpu.py)."""
+    gate_up, down = part.gate_up_proj.value(), part.down_proj.value()
+    if not (isinstance(gate_up, Packed) and isinstance(down, Packed)):
+        return False
+    if ids_n1.is_cuda or part.activation != SWIGLU or part.impl not in ("auto", "fused"):
+        return False
+    from unfreeze.kernels.expert_mlp.decode_cpu import reads
+
+    return reads(len(ids_n1), len(ids_n1.unique()), gate_up, down)
 
 
 class _InGroups(torch.autograd.Function):

@@ -104,6 +104,21 @@ def streamed_bytes(layers: Sequence[nn.Module]) -> list[int]:
     return [size for size in sizes if size]
 
 
+def bytes_of_expert(layers: Sequence[nn.Module]) -> list[tuple[int, ...]]:
+    """Bytes of one expert in each tensor that streams, for the layers that have some."""
+    found: list[tuple[int, ...]] = []
+    for layer in layers:
+        tensors = {**dict(layer.named_parameters("0")), **dict(layer.named_buffers("0"))}
+        held = [tensors[name] for name in streamed_names(layer, "0")]
+        found.append(tuple(tensor.nbytes // len(tensor) for tensor in held))
+    return [sizes for sizes in found if sizes]
+
+
+def come_whole(layers: Sequence[nn.Module]) -> bool:
+    """Whether experts cannot come in groups: a norm's gradient reads what they made."""
+    return any(isinstance(module, NormedMoE) for layer in layers for module in layer.modules())
+
+
 def reads_of(layers: int, *, first: bool) -> int:
     """Layers that come in a forward and backward pass; first: nothing is here before.
 
@@ -335,7 +350,7 @@ class Streaming:
     ) -> None:
         """Let the layer's experts go through its rows group by group."""
         inner, experts = next((name, m) for name, m in layer.named_modules() if isinstance(m, Experts))
-        reads = any(isinstance(module, NormedMoE) for module in layer.modules())
+        reads = come_whole([layer])
         if reads or experts.dispatch is not None:
             why = "a norm reads what its experts made" if reads else "place.split divides its experts"
             raise ConfigError(

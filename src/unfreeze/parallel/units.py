@@ -33,6 +33,28 @@ def layout_of(
     return made
 
 
+def group_bytes(of_expert: Sequence[int], experts: int, buffer: int | None) -> list[int]:
+    """Bytes of what comes at once of a layer's experts: all of them, or as few even groups as fit `buffer`.
+
+    of_expert: bytes of one expert in each of the layer's tensors.
+    Raises ConfigError where one expert does not fit.
+    """
+
+    def of(rows: int) -> int:
+        return sum(-(-rows * size // ALIGN) * ALIGN for size in of_expert)
+
+    if buffer is None or of(experts) <= buffer:
+        return [of(experts)]
+    if of(1) > buffer:
+        raise ConfigError(
+            f"one expert of a layer takes {format_bytes(of(1))}, and a buffer may have"
+            f" {format_bytes(buffer)}",
+            next="a larger --place.buffer, or a machine with more memory",
+        )
+    count = next(count for count in range(2, experts + 1) if of(-(-experts // count)) <= buffer)
+    return [of(len(share(experts, index, count))) for index in range(count)]
+
+
 def layout_bytes(layout: Layout) -> int:
     """Bytes of a buffer that holds it."""
     return max((-(-(start + size) // ALIGN) * ALIGN for start, size, _, _ in layout.values()), default=0)
@@ -69,23 +91,17 @@ def units_of(key: object, names: Sequence[str], params: Params, buffer: int | No
 
     Raises ConfigError where one expert does not fit.
     """
-    whole = layout_of(names, params)
-    if buffer is None or layout_bytes(whole) <= buffer:
-        return [Unit(key, tuple(names), whole)]
     experts = params[names[0]][1][0]
-    for count in range(2, experts + 1):
-        units: list[Unit] = []
-        for index in range(count):
-            rows = share(experts, index, count)
-            own = {
-                f"{name}[{rows.first}:{rows.last}]": (params[name][0], (len(rows), *params[name][1][1:]))
-                for name in names
-            }
-            units.append(Unit(object(), tuple(names), layout_of(list(own), own), rows))
-        if max(layout_bytes(unit.layout) for unit in units) <= buffer:
-            return units
-    one = layout_bytes(units[0].layout)
-    raise ConfigError(
-        f"one expert of a layer takes {format_bytes(one)}, and a buffer may have {format_bytes(buffer)}",
-        next="a machine with more memory",
-    )
+    of_expert = [layout[1] // experts for layout in layout_of(names, params).values()]
+    count = len(group_bytes(of_expert, experts, buffer))
+    if count == 1:
+        return [Unit(key, tuple(names), layout_of(names, params))]
+    units: list[Unit] = []
+    for index in range(count):
+        rows = share(experts, index, count)
+        own = {
+            f"{name}[{rows.first}:{rows.last}]": (params[name][0], (len(rows), *params[name][1][1:]))
+            for name in names
+        }
+        units.append(Unit(object(), tuple(names), layout_of(list(own), own), rows))
+    return units

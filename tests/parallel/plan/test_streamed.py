@@ -75,10 +75,10 @@ def test_all_memory_of_a_streamed_run_is_predicted_within_a_tenth(folder, live, 
     release_scratch()
     manifest, given = open_checkpoint(folder), batch_of(512, 4)
 
-    def peak(experts: str) -> int:
+    def peak(experts: str, buffer: int | None = None) -> int:
         watch = live.Live([given.tokens_T, given.targets_T, given.weights_T, given.positions_T])
         with watch:
-            model = open_model(manifest, torch.bfloat16, experts=experts)
+            model = open_model(manifest, torch.bfloat16, experts=experts, buffer=buffer)
             attach(model, LoraConfig(rank=4), 0)
             watch.peak = watch.now  # the model was on meta before, which counts as well
             for _ in range(2):
@@ -87,7 +87,7 @@ def test_all_memory_of_a_streamed_run_is_predicted_within_a_tenth(folder, live, 
                 (loss.sum / loss.count).backward()
         return watch.peak
 
-    def planned(experts: str) -> int:
+    def planned(experts: str, buffer: int | None = None) -> int:
         made = plan_training(
             models.shape(manifest.config),
             manifest,
@@ -98,6 +98,7 @@ def test_all_memory_of_a_streamed_run_is_predicted_within_a_tenth(folder, live, 
             recompute="layers",
             longest=128,
             experts=experts,
+            buffer=buffer,
         )
         return made.training - made.terms["optimizer"]
 
@@ -109,6 +110,12 @@ def test_all_memory_of_a_streamed_run_is_predicted_within_a_tenth(folder, live, 
     # four of six layers' experts are not there; control: a plan that forgets to stream is seen
     assert stated["device"] - stated["disk"] == 4 * 16 * 3 * 256 * 192 * 2
     assert stated["device"] / peaks["disk"] > 1.1
+
+    # in groups of four experts: buffers of a quarter, and three rows of each row more
+    quarter = 4 * 3 * 256 * 192 * 2
+    stated["groups"], peaks["groups"] = planned("disk", quarter), peak("disk", quarter)
+    assert 0.9 < stated["groups"] / peaks["groups"] < 1.1, (stated, peaks)
+    assert peaks["groups"] < peaks["disk"]
 
 
 def test_the_plan_says_how_often_layers_come(folder):

@@ -125,7 +125,12 @@ def supports(routing: Routing, gate_up: Packed, down: Packed) -> bool:
 
     INT4 codes in groups of 32 or a multiple, as published models have, and few rows per expert in use.
     """
-    if not 0 < routing.num_rows <= ROWS_PER_EXPERT * len(routing.experts):
+    return reads(routing.num_rows, len(routing.experts), gate_up, down)
+
+
+def reads(rows: int, experts: int, gate_up: Packed, down: Packed) -> bool:
+    """`supports` of so many rows at so many experts in use."""
+    if not 0 < rows <= ROWS_PER_EXPERT * experts:
         return False
     return all(
         expandable(base) and isinstance(base.codec, Int4) and base.codec.group_size % 32 == 0

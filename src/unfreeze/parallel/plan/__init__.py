@@ -38,6 +38,7 @@ from unfreeze.parallel.plan.rates import LEAST_WIDTH, Base, Rates, of_records
 from unfreeze.parallel.plan.sizes import Sizes, measure
 from unfreeze.parallel.plan.terms import LOAD_BUFFERS, MOMENT_BYTES, USABLE, Plan, Work, plan, replace_work
 from unfreeze.parallel.plan.words import KERNELS, plan_fields, plan_lines
+from unfreeze.parallel.units import group_bytes
 
 __all__ = [
     "KERNELS",
@@ -79,6 +80,7 @@ def plan_training(
     processes: int = 1,
     sharing: int = 1,
     experts: Literal["device", "host", "disk"] = "device",
+    buffer: int | Literal["auto"] | None = None,
     split: int = 1,
     weights: Literal["device", "sharded"] = "device",
     rest: Literal["device", "peers"] = "device",
@@ -95,6 +97,8 @@ def plan_training(
                    (--tokens-per-step is of all of them)
     processes      among which the micro-batches are dealt; the plan is of one of them
     experts        where the weights of routed experts lie
+    buffer         bytes of one of the two buffers that they come into; "auto": as many as fit, so that a
+                   layer's experts come in as few groups as that takes; None: a layer's
     split          processes that share one set of experts; the plan is of one of them
     weights        whether each process holds all of what trains, or 1/processes ("sharded")
     rest           whether each process holds all of the other frozen weights, or a part of each layer's
@@ -121,6 +125,7 @@ def plan_training(
         receipt_bytes=receipt_bytes,
         processes=processes,
         experts=experts,
+        buffer=None if buffer == "auto" else buffer,
         split=split,
         weights=weights,
         rest=rest,
@@ -134,6 +139,8 @@ def plan_training(
     sizes = of_one(measure(model, lora, place.type), counted, place.type, split)
     machine = hardware(place).shared(sharing)
     made = plan(sizes, work, machine)
+    if buffer == "auto":
+        made = with_groups(made)
     if recompute == "auto":
         made = fastest(made, among)
     length = round(mean_length or longest or tokens)
@@ -150,9 +157,27 @@ def plan_training(
         return made
     here = Fleet(machine.name, 1, machine.available, kind="cuda" if place.type == "cuda" else "cpu")
     asked = Asked(replace(made.work, micro_batches=1), tokens, length)
-    layout = Layout(experts, split=split, recompute=made.work.recompute)
+    groups = made.work.buffer is not None
+    layout = Layout(experts, split=split, recompute=made.work.recompute, groups=groups)
     time = seconds_of(sizes, counted, here, rates, layout, asked, tokens)
     return replace(made, time=time, rates=rates.source)
+
+
+def with_groups(made: Plan) -> Plan:
+    """The plan with the largest buffers that fit; with the smallest where none does.
+
+    Half of a layer's experts, a quarter, down to one. Where they cannot come in groups, the plan as it is.
+    """
+    sizes = made.sizes
+    if sizes.come_whole or not sizes.of_expert:
+        return made
+    largest, found = max(sizes.of_expert, key=sum), made
+    for parts in (2**power for power in range(1, sizes.num_experts.bit_length() + 1)):
+        rows = -(-sizes.num_experts // parts)
+        found = replace_work(made, buffer=max(group_bytes(largest, rows, None)))
+        if found.fits or rows == 1:
+            break
+    return found
 
 
 def rates_here(

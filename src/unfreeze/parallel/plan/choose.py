@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.units import format_bytes
@@ -344,24 +344,37 @@ def _trained(sizes: Sizes, counts: Counts, work: Work, split: int) -> dict[str, 
 
 def _layouts(counts: Counts, fleet: Fleet, asked: Asked) -> Iterator[Layout]:
     """Every layout that this fleet could have. Where every weight trains, nothing leaves the devices."""
-    frozen, many, host = asked.work.rank is not None, fleet.count > 1, fleet.host > 0
-    gpu = fleet.kind == "cuda"
-    experts = ["device", *(["host"] if host and gpu else []), *(["disk"] if frozen else [])]
-    rest = ["device", *(["sharded"] if many else []), *(["host"] if host and gpu else [])]
-    elsewhere = ["device", *(["host"] if host and gpu else [])]
+    frozen, many = asked.work.rank is not None, fleet.count > 1
+    host = fleet.host > 0 and fleet.kind == "cuda"
+    experts: list[Literal["device", "host", "disk"]] = ["device"]
+    rest: list[Literal["device", "sharded", "host"]] = ["device"]
+    elsewhere: list[Literal["device", "host"]] = ["device"]
+    if frozen and many:
+        rest.append("sharded")
+    if frozen and host:
+        elsewhere.append("host")
+        rest.append("host")
+        experts.append("host")
+    if frozen:
+        experts.append("disk")
     splits = {1}
     if counts.num_experts and frozen:
         splits |= {fleet.count, PER_HOST if fleet.count % PER_HOST == 0 else 1}
-    if not counts.num_experts:
-        experts = ["device"]
-    if not frozen:
-        experts, rest, elsewhere = ["device"], ["device"], ["device"]
-    combinations = product(experts, rest, elsewhere, elsewhere, sorted(splits), asked.recomputes)
+    combinations = product(
+        experts if counts.num_experts else experts[:1],
+        rest,
+        elsewhere,
+        elsewhere,
+        sorted(splits),
+        asked.recomputes,
+    )
     for where, others, state, boundary, split, recompute in combinations:
-        yield Layout(where, others, state, boundary, split, recompute)  # type: ignore[arg-type]
+        layout = Layout(where, others, state, boundary, split, recompute)
+        yield layout
         of_layer = int(counts.layer_experts * share(counts, split))
-        if where != "device" and buffer_of(of_layer, fleet, groups=True) < of_layer:
-            yield Layout(where, others, state, boundary, split, recompute, groups=True)  # type: ignore[arg-type]
+        buffer = buffer_of(of_layer, fleet, groups=True)
+        if where != "device" and counts.can_come_in(buffer) and buffer < of_layer:
+            yield replace(layout, groups=True)
 
 
 def _built(choice: Choice) -> bool:

@@ -13,6 +13,7 @@ from unfreeze.models import Decoder
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.targets import group_of
+from unfreeze.parallel.residency import come_whole
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Counts:
     experts_bytes, rest_bytes   of routed experts, and of everything else
     layer_experts, layer_rest   the same of the largest layer
     ends_bytes                  of the rest: embeddings and head, which no layer holds
+    come_whole                  whether a layer's experts cannot come in groups
     packed                      whether experts are packed, so that they are expanded at each use
     dense       weights of a token's matrix products in layers, routed experts and routers aside
     router      weights of routers
@@ -44,6 +46,12 @@ class Counts:
     dense: int
     router: int
     attention: int
+    come_whole: bool = False
+
+    def can_come_in(self, buffer: int) -> bool:
+        """Whether a layer's experts can come in groups of so many bytes: one of them fits."""
+        # a buffer's tensors begin at multiples of 64 bytes, and an expert has some twelve
+        return not self.come_whole and self.layer_experts // max(1, self.num_experts) + 1024 <= buffer
 
     @property
     def expert_weights(self) -> int:
@@ -82,6 +90,7 @@ def counts(model: Decoder) -> Counts:
             if isinstance(m, Linear) and name != "lm_head"
         ),
         router=sum(p.numel() for name, p in model.named_parameters() if group_of(name) == "router"),
+        come_whole=come_whole(model.layers),
         attention=shape.num_layers * 2 * shape.num_heads * widths,
     )
 

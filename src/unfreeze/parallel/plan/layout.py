@@ -37,7 +37,8 @@ class Layout:
     rest    "sharded": layers lie on the devices in n parts and are gathered one by one (parallel/peers.py);
             embeddings and head are whole on each.
     split   devices that share one set of experts; 1: each holds all.
-    groups  a layer's experts arrive some at a time, in buffers of a BUFFER_SHARE of the device's memory.
+    groups  a layer's experts arrive some at a time, in buffers of a BUFFER_SHARE of the device's memory
+            (parallel/groups.py).
     """
 
     experts: Literal["device", "host", "disk"] = "device"
@@ -51,7 +52,7 @@ class Layout:
     def not_built(self) -> list[str]:
         """What this layout needs and the code does not do yet, in words."""
         needs = {
-            "experts of a layer in groups": self.groups,
+            "experts of a layer that are split and come in groups": self.groups and self.split > 1,
             "the frozen rest streamed from host memory": self.rest == "host",
             "adapters and their optimizer in host memory": self.state == "host",
         }
@@ -59,7 +60,7 @@ class Layout:
 
     def words(self, num_experts: int) -> str:
         """In one line; of experts only where the model has some."""
-        split = f", split over {self.split}" if self.split > 1 else ""
+        split = ", in groups" * self.groups + (f", split over {self.split}" if self.split > 1 else "")
         return f"experts on {self.experts}{split}; " * (num_experts > 0) + (
             f"rest on {self.rest}; adapter state on {self.state}; boundary on {self.boundary};"
             f" recompute {self.recompute}"
@@ -93,8 +94,11 @@ def places(sizes: Sizes, counts: Counts, work: Work, fleet: Fleet, layout: Layou
     n = fleet.count
     experts_here = share(counts, layout.split)
     local = _local(sizes, counts, fleet.kind, layout.split)
+    of_layer = int(counts.layer_experts * experts_here)
     if layout.split > 1:
         work = replace(work, chunk=None)
+    if layout.groups:
+        work = replace(work, buffer=buffer_of(of_layer, fleet, groups=True))
 
     # each device is a process of its own with as many micro-batches, and they sum their gradients
     work = replace(
@@ -112,7 +116,6 @@ def places(sizes: Sizes, counts: Counts, work: Work, fleet: Fleet, layout: Layou
     host: dict[str, int] = {}
 
     # weights
-    of_layer = int(counts.layer_experts * experts_here)
     if layout.experts == "device":
         experts = int(counts.experts_bytes * experts_here)
     else:

@@ -11,7 +11,7 @@ from unfreeze.models import Decoder
 from unfreeze.models.blocks.bytes import AttentionShape
 from unfreeze.models.targets import per_rank
 from unfreeze.parallel.peers import rest_bytes
-from unfreeze.parallel.residency import streamed_bytes
+from unfreeze.parallel.residency import bytes_of_expert, come_whole, streamed_bytes
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,9 @@ class Sizes:
     ends            weights that no layer has: embedding, last norm and head
     streamed        bytes of routed experts in each layer that has some: what may lie elsewhere
     rest            bytes of what each layer has besides them: what peers may keep in parts
-    num_experts     of a layer of the whole model
+    of_expert       of each of those layers, bytes of one expert in each tensor that streams
+    come_whole      whether a layer's experts cannot come in groups
+    num_experts, experts_per_token, expert_width   of a layer of the whole model
     """
 
     base: int
@@ -64,7 +66,11 @@ class Sizes:
     attention: tuple[AttentionShape, ...] = ()
     streamed: tuple[int, ...] = ()
     rest: tuple[int, ...] = ()
+    of_expert: tuple[tuple[int, ...], ...] = ()
+    come_whole: bool = False
     num_experts: int = 0
+    experts_per_token: int = 0
+    expert_width: int = 0
     largest_layer: int = 0
     ends: int = 0
 
@@ -110,7 +116,11 @@ def measure(model: Decoder, lora: LoraConfig | None, device: str = "cpu") -> Siz
         attention=tuple({layer.attention for layer in layers if layer.attention}),
         streamed=tuple(streamed_bytes(model.layers)),
         rest=tuple(rest_bytes(model.layers)),
+        of_expert=tuple(bytes_of_expert(model.layers)),
+        come_whole=come_whole(model.layers),
         num_experts=shape.num_experts,
+        experts_per_token=shape.experts_per_token,
+        expert_width=shape.moe_intermediate_size,
         largest_layer=max(map(_elements, model.layers)),
         ends=_elements(model) - sum(map(_elements, model.layers)),
     )

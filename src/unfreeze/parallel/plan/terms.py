@@ -17,15 +17,19 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from unfreeze.checkpoint.stream import CHUNK, THREADS
+from unfreeze.core.errors import ConfigError
+from unfreeze.core.units import format_bytes
 from unfreeze.kernels.attention.by_blocks import scratch_bytes
 from unfreeze.kernels.attention.workspace import workspace_bytes
 from unfreeze.models.blocks.bytes import AttentionShape
+from unfreeze.models.blocks.experts import UNEVEN
 from unfreeze.models.recompute import Recompute
 from unfreeze.parallel.collectives import BUCKET
 from unfreeze.parallel.machine import Hardware
 from unfreeze.parallel.peers import part_bytes
 from unfreeze.parallel.plan.sizes import Sizes
 from unfreeze.parallel.residency import buffer_bytes
+from unfreeze.parallel.units import group_bytes
 
 if TYPE_CHECKING:
     from unfreeze.parallel.plan.aside import Aside
@@ -60,6 +64,8 @@ class Work:
     threads         of a CPU, which have scratch of their own; None: torch's setting
     experts         where the weights of routed experts lie; from "host" and "disk" they come layer by layer
                     into two buffers (parallel/residency.py)
+    buffer          bytes that one of these may have: a larger layer's experts come in groups
+                    (parallel/groups.py), and its tokens go through it at once; None: as many as a layer
     split           processes that share one set of experts (parallel/mesh.py); the sizes are one's then
     weights         "sharded": each process holds 1/processes of every weight that trains
     rest            "peers": each process keeps 1/processes of what layers have besides routed experts, and
@@ -84,6 +90,7 @@ class Work:
     processes: int = 1
     threads: int | None = None
     experts: Literal["device", "host", "disk"] = "device"
+    buffer: int | None = None
     split: int = 1
     weights: Literal["device", "sharded"] = "device"
     rest: Literal["device", "peers"] = "device"
@@ -179,7 +186,11 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware, elsewhere: Collection[str
     A step's activations are within 10 % at true size (docs/peak.md).
     elsewhere: names of terms that lie in another memory, so that they don't make a moment worse.
     """
-    moments = _moments(sizes, work)
+    come = units(sizes, work.buffer)
+    in_groups = len(come) > len(sizes.streamed)
+    moments = (
+        _moments(_in_groups(sizes, come), replace(work, chunk=None)) if in_groups else _moments(sizes, work)
+    )
     worst = max(moments, key=lambda terms: sum(size for name, size in terms.items() if name not in elsewhere))
     names = {name for terms in moments for name in terms}
     beside = {name: max(terms.get(name, 0) for terms in moments) for name in sorted(names)}
@@ -187,7 +198,7 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware, elsewhere: Collection[str
     base, host = sizes.base, 0
     if work.divided:
         base += _here(sizes, work) * 4 - sizes.elements * sizes.compute_bytes
-    buffers = buffer_bytes(sizes.streamed) if work.experts != "device" else 0
+    buffers = buffer_bytes(come) if work.experts != "device" else 0
     second = work.aside.stays if work.aside else 0
     if work.experts == "disk" or (work.experts == "host" and hardware.kind != "cpu"):
         base -= sum(sizes.streamed)
@@ -221,6 +232,43 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware, elsewhere: Collection[str
         sizes=sizes,
         host=host,
         host_usable=int(hardware.host * USABLE),
+    )
+
+
+def units(sizes: Sizes, buffer: int | None) -> list[int]:
+    """Bytes of what comes at once from where the experts lie: a layer's, or groups of them.
+
+    Raises ConfigError where a layer does not fit into `buffer` and cannot come in groups, or one expert does
+    not fit.
+    """
+    if buffer is None or max(sizes.streamed, default=0) <= buffer:
+        return list(sizes.streamed)
+    if sizes.come_whole:
+        raise ConfigError(
+            f"a buffer may have {format_bytes(buffer)}, and a layer's experts are"
+            f" {format_bytes(max(sizes.streamed))}: they cannot come in groups, because a norm reads what"
+            " they made",
+            next="--place.buffer auto",
+        )
+    return [size for layer in sizes.of_expert for size in group_bytes(layer, sizes.num_experts, buffer)]
+
+
+def _in_groups(sizes: Sizes, come: Sequence[int]) -> Sizes:
+    """The sizes with what parallel/groups.py holds of a layer's n = T K rows, where experts come in groups.
+
+    Of all rows x as it came, instead of gate and up; in backward also their dy and dx. Of the fullest group,
+    UNEVEN times its share, what the op holds: gate and up, its result, and dx in float32 and rounded.
+    """
+    size, K, D = sizes.compute_bytes, sizes.experts_per_token, sizes.hidden_size
+    gate_up, groups = K * 2 * sizes.expert_width * size, len(come) / len(sizes.streamed)
+    at_work = min(1.0, UNEVEN / groups) * (gate_up + K * D * (2 * size + 4))
+    held, own = K * D * size - gate_up, int(2 * K * D * size + at_work)
+    dense = len(sizes.held) - len(sizes.streamed)
+    return replace(
+        sizes,
+        layer=sizes.layer + held + own,
+        held=tuple(of + held * (layer >= dense) for layer, of in enumerate(sizes.held)),
+        own=sizes.own + own,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from unfreeze.core.process import COMPILED_AT_MOST
 from unfreeze.core.units import format_bytes, format_count, format_step
-from unfreeze.parallel.plan.terms import Plan
+from unfreeze.parallel.plan.terms import Plan, units
 from unfreeze.parallel.residency import reads_of
 
 KERNELS = f"0.3 to {COMPILED_AT_MOST} for kernels as they are compiled"
@@ -67,12 +67,17 @@ def plan_lines(plan: Plan) -> list[str]:
 def _streamed(plan: Plan) -> list[str]:
     """How often the experts come, and why they stream."""
     layers, total = plan.sizes.streamed, sum(plan.sizes.streamed)
-    first, later = (reads_of(len(layers), first=begins) for begins in (True, False))
-    each = total // len(layers)
+    come = units(plan.sizes, plan.work.buffer)
+    first, later = (reads_of(len(come), first=begins) for begins in (True, False))
+    what = f"{len(layers)} layers of {format_bytes(total // len(layers))} come one after another"
+    if groups := groups_of(plan):
+        what += (
+            f", each in {groups} groups of at most {format_bytes(max(come))}, whose tokens go through a layer"
+            " at once"
+        )
     lines = [
-        f"  experts from {work_place(plan)}: {len(layers)} layers of {format_bytes(each)} come one after"
-        f" another; {first} in the first micro-batch, {later} in each later one"
-        f" ({format_bytes(later * each)})"
+        f"  experts from {work_place(plan)}: {what}; {first} in the first micro-batch, {later} in each later"
+        f" one ({format_bytes(later * total // len(come))})"
     ]
     return lines + [f"  because {plan.why_experts}"] * bool(plan.why_experts)
 
@@ -104,6 +109,12 @@ def _boundary(plan: Plan) -> list[str]:
     return lines + [f"  because {plan.why_experts}"] * (bool(plan.why_experts) and not said)
 
 
+def groups_of(plan: Plan) -> int:
+    """Groups in which most of a layer's experts come; 0 where a layer's come together."""
+    layers, come = len(plan.sizes.streamed), len(units(plan.sizes, plan.work.buffer))
+    return -(-come // layers) if come > layers else 0
+
+
 def experts_held(plan: Plan) -> int:
     """Of a layer's experts what the fullest process holds."""
     return -(-plan.sizes.num_experts // plan.work.split)
@@ -131,6 +142,7 @@ def plan_fields(plan: Plan) -> dict[str, Any]:
         "fits": plan.fits,
         "recompute": plan.work.recompute,
         "experts": plan.work.experts,
+        **({"buffer": plan.work.buffer, "groups": groups} if (groups := groups_of(plan)) else {}),
         **({"split": plan.work.split, "experts_held": experts_held(plan)} if plan.work.split > 1 else {}),
         **({"weights": plan.work.weights} if plan.work.divided else {}),
         **({"rest": plan.work.rest} if plan.work.rest != "device" else {}),
