@@ -1,0 +1,88 @@
+"""What calls to a server may cost: the worst case is said before the first, and no call goes beyond a budget.
+
+Every try that was sent counts as billed, whether an answer came or not, and the count is kept on disk before
+the try: a run that is broken off and goes on stays within the same budget (docs/trust.md R6).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from unfreeze.core.errors import ConfigError
+from unfreeze.teach.client import is_own
+from unfreeze.untrusted.json_object import read_object
+
+FILE = "spent.json"
+
+
+@dataclass(frozen=True)
+class Price:
+    """USD per million tokens read and written. None: not said."""
+
+    read: float | None = None
+    written: float | None = None
+
+    @property
+    def said(self) -> bool:
+        return self.read is not None and self.written is not None
+
+    def of(self, read: int, written: int) -> float:
+        return ((self.read or 0.0) * read + (self.written or 0.0) * written) / 1e6
+
+
+class Budget:
+    """At most `usd` for all calls whose answers go into `folder`; 0 refuses every call that has a price."""
+
+    def __init__(self, folder: Path, usd: float, price: Price):
+        self.path, self.usd, self.price = folder / FILE, usd, price
+        known = read_object(self.path, ConfigError) if self.path.is_file() else {}
+        self.spent = float(known.get("usd", 0.0))
+        self._lock = threading.Lock()
+
+    def worst(self, url: str, read: int, written: int) -> str:
+        """What so many tokens cost at most, as a line; "" where nothing is billed.
+
+        Raises ConfigError, before any call: where a server that isn't one's own has no price, and where the
+        worst case is more than is left of the budget.
+        """
+        if not self.price.said:
+            if is_own(url):
+                return ""
+            raise ConfigError(
+                f"{url} is not on this machine or in its network, and what it costs was not said",
+                next="--price-read 0.5 --price-written 1.5 (USD per million tokens; 0 and 0 where it is free)"
+                " and --budget-usd",
+            )
+        cost = self.price.of(read, written)
+        arithmetic = (
+            f"{read:,} tokens read at ${self.price.read:g} and {written:,} written at"
+            f" ${self.price.written:g} per million: at most ${cost:,.4f}"
+        )
+        if cost > self.usd - self.spent:
+            before = f", of which ${self.spent:,.4f} is spent" if self.spent else ""
+            raise ConfigError(
+                f"{arithmetic}; the budget is ${self.usd:,.4f}{before}",
+                next=f"--budget-usd {1.01 * (self.spent + cost):.4g}, or fewer rows",
+            )
+        return f"{arithmetic}; budget ${self.usd:,.4f}" if cost else ""
+
+    def reserve(self, read: int, written: int) -> None:
+        """Count a try before it is sent. Raises ConfigError where it might go beyond the budget."""
+        if not (cost := self.price.of(read, written)):
+            return
+        with self._lock:
+            if self.spent + cost > self.usd:
+                raise ConfigError(
+                    f"${self.spent:,.4f} of the budget of ${self.usd:,.4f} is spent; the next call may cost"
+                    f" ${cost:,.4f}",
+                    next="a larger --budget-usd; the same command goes on where this ended",
+                )
+            self.spent += cost
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            partial = self.path.with_suffix(".partial")
+            partial.write_text(json.dumps({"usd": self.spent}) + "\n", encoding="utf-8")
+            os.replace(partial, self.path)
