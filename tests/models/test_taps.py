@@ -18,6 +18,7 @@ from unfreeze.core.taps import TAP_NAMES, Tap
 from unfreeze.kernels.attention import CAUSAL, Layout, attention_map, packed_attention
 from unfreeze.models import decoder, recompute
 from unfreeze.models.blocks.taps import LayerTaps, Taps
+from unfreeze.models.widths import tap_width
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.train.optim import AdamW
 from unfreeze.train.step import forward_backward
@@ -98,6 +99,7 @@ def test_what_is_found_is_transformers_and_gradients_are_plains_whatever_is_comp
     model = ours(reference, CASES[name])
     found, expected = step(model, "nothing", ALL)
     compare_with_eager(reference, model, found)
+    assert all(tensor[0].numel() == tap_width(model, tap) for tap, tensor in found.items())
 
     # the same bits: a tap's readers are summed before they meet what the layer gives back
     for policy in RECOMPUTED:

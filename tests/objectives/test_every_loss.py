@@ -19,8 +19,9 @@ T, D, V = 24, 8, 31
 STARTS = (0, 5, 12, 18)
 FOLDER = Path(__file__).resolve().parents[2] / "src" / "unfreeze" / "objectives"
 FILES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
-# of pairs of answers a loss is no sum over tokens: what is claimed here of tokens, its own test claims of pairs
-OF_TOKENS = [file for file in FILES if file != "preference"]
+# of pairs of answers a loss is no sum over tokens, and of what is inside of models there is no batch here: what is
+# claimed here of tokens, their own tests claim of pairs and of layers
+OF_TOKENS = [file for file in FILES if file not in ("preference", "intermediate")]
 Objective = Callable[[Tensor, nn.Module, Batch], Loss]
 
 

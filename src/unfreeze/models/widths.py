@@ -1,0 +1,31 @@
+"""How wide taps are (core/taps.py), of a model that may be on "meta"."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from unfreeze.core.taps import Tap
+from unfreeze.models.blocks.mla import MLA
+from unfreeze.models.decoder import Decoder
+
+
+def tap_width(model: Decoder, tap: Tap) -> int:
+    """Numbers of a token: D of an input, heads · width of the others."""
+    if tap.name == "input":
+        return model.shape.hidden_size
+    layer = model.layers[tap.layer]
+    sizes, attention = layer.bytes(torch.float32, "cpu").attention, layer.self_attn
+    assert sizes is not None
+    heads = sizes.heads if tap.name in ("q", "q_plain") else sizes.key_heads
+    if tap.name == "v":
+        return heads * sizes.value_width
+    if tap.name in ("q_plain", "k_plain") and isinstance(attention, MLA):
+        return heads * attention.nope
+    return heads * sizes.width
+
+
+def tapped_bytes(model: Decoder, taps: Iterable[Tap], compute_bytes: int) -> int:
+    """Bytes per token of these taps, which live from a layer's forward until the objective is made."""
+    return compute_bytes * sum(tap_width(model, tap) for tap in taps)
