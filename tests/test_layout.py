@@ -263,6 +263,8 @@ TESTED_BY = {
     "config/sft.py": "recipes/test_continue.py",
     "config/distill.py": "recipes/test_distill.py",
     "teach/teacher.py": "recipes/test_distill.py",
+    "teach/answers.py": "commands/test_answers.py",
+    "teach/chat.py": "commands/test_answers.py",
     "models/blocks/attention.py": "models/test_families.py",
     "bench/checkpoints.py": "bench/test_load.py",
     "commands/planned.py": "commands/test_plan.py",

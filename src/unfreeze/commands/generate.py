@@ -1,16 +1,18 @@
 """unfreeze generate MODEL_OR_RUN --prompt TEXT: continue a text as it is; --mode chat asks it as a question.
 
---tokens 1 403 407 takes token ids instead of a text.
+--tokens 1 403 407 takes token ids instead of a text. --data rows.jsonl --out answers.jsonl asks what all rows
+ask, and writes rows for `unfreeze sft`; there MODEL_OR_RUN may be the address of an OpenAI-compatible server.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from tyro.conf import Positional, arg
 
-from unfreeze.config.parse import Frozen, ModelName, parse
+from unfreeze.config.endpoint import EndpointConfig
+from unfreeze.config.parse import Folder, Frozen, ModelName, parse
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.job.device import load, say
@@ -21,8 +23,17 @@ if TYPE_CHECKING:
 
 
 class Config(Frozen):
+    FLAT: ClassVar[dict[str, str]] = {name: f"endpoint.{name}" for name in EndpointConfig.model_fields}
+    HELP: ClassVar[dict[str, tuple[str, ...]]] = {
+        "Options": (
+            *"model base prompt tokens data out mode max_new_tokens temperature top_k top_p stop".split(),
+            *"seed dtype device".split(),
+        ),
+        "Server": tuple(EndpointConfig.model_fields),
+    }
+
     model: Annotated[ModelName, Positional, arg(metavar="MODEL_OR_RUN")] = Field(
-        description="checkpoint or run folder, adapter folder, or Hugging Face id"
+        description="checkpoint or run folder, adapter folder, or Hugging Face id; with --data also http(s)://…"
     )
     base: ModelName = Field(
         default="", description="base checkpoint of an adapter, where the one it names is not here"
@@ -31,6 +42,13 @@ class Config(Frozen):
     tokens: tuple[int, ...] = Field(
         default=(),
         description="the prompt as token ids, taken as they are; for checkpoints without a tokenizer",
+    )
+    data: Folder = Field(
+        default="",
+        description="rows whose last answer the model writes anew, or which have none yet; needs out",
+    )
+    out: Folder = Field(
+        default="", description="file of rows that the answers go to; gone on with where it is there already"
     )
     mode: Literal["auto", "text", "chat"] = Field(
         default="text",
@@ -51,14 +69,19 @@ class Config(Frozen):
         default="float32", description="dtype of the computation; packed weights stay packed"
     )
     device: str = Field(default="auto", description="auto (CUDA if there is one), cpu, cuda, cuda:1")
+    endpoint: EndpointConfig = EndpointConfig()
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
     """Print the continuation (its ids where the checkpoint has no tokenizer).
 
-    -> text, tokens (every sampled id), finish_reason.
+    -> text, tokens (every sampled id), finish_reason; with --data: path, answered, left_out.
     """
     config = parse(Config, arguments, command="generate", description=__doc__ or "", positional=True)
+    if config.data or config.out:
+        from unfreeze.commands.answers import answer_rows
+
+        return answer_rows(config, common)
     if bool(config.prompt) == bool(config.tokens):
         raise ConfigError(
             "prompt or tokens is needed, one of the two",

@@ -5,6 +5,7 @@ teacher.py      a checkpoint, a run, or the model itself with its adapters off, 
 store.py        what a teacher said, on disk: the likeliest words of each supervised token
 coding.py       how such an entry is written
 endpoint.py     a server's likeliest words of each token, checked; client.py asks it, budget.py prices it
+answers.py      what a teacher writes, as rows for sft; chat.py asks a server for it
 
-Each is a Second (job/job.py). It never trains.
+What is asked while training is a Second (job/job.py). It never trains.
 """

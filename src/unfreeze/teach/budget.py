@@ -35,10 +35,13 @@ class Price:
 
 
 class Budget:
-    """At most `usd` for all calls whose answers go into `folder`; 0 refuses every call that has a price."""
+    """At most `usd` for all calls whose answers go into `folder`; 0 refuses every call that has a price.
 
-    def __init__(self, folder: Path, usd: float, price: Price):
-        self.path, self.usd, self.price = folder / FILE, usd, price
+    of: the file there whose answers these are, where there may be several
+    """
+
+    def __init__(self, folder: Path, usd: float, price: Price, of: str = ""):
+        self.path, self.usd, self.price = folder / (f"{of}.{FILE}" if of else FILE), usd, price
         known = read_object(self.path, ConfigError) if self.path.is_file() else {}
         self.spent = float(known.get("usd", 0.0))
         self._lock = threading.Lock()
@@ -83,6 +86,6 @@ class Budget:
                 )
             self.spent += cost
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial = self.path.with_suffix(".partial")
+            partial = self.path.with_name(f"{self.path.name}.partial")
             partial.write_text(json.dumps({"usd": self.spent}) + "\n", encoding="utf-8")
             os.replace(partial, self.path)

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from unfreeze.core.errors import DataError, nearest
 from unfreeze.core.units import format_bytes
 from unfreeze.data.rows import lines
+from unfreeze.data.rows.asked import asked_from_dict
 from unfreeze.data.rows.columns import renames_of
 from unfreeze.data.rows.judged import judged_from_dict
 from unfreeze.data.rows.lines import JsonArray, JsonLines, TextFile, is_array, parse_json, parse_text
@@ -29,6 +30,8 @@ from unfreeze.data.rows.tables import Arrow, Csv, Parquet, parse_cells
 
 PACKED = 4
 """Bytes of text in a byte of gzip, about."""
+
+BUILD: dict[Answers, Build] = {"taught": row_from_dict, "asked": asked_from_dict}
 
 
 class Reader(Protocol):
@@ -179,7 +182,7 @@ def parser(
     """
     refuse_form(path)
     parse, renames = FORMS[ending(path)][1], renames_of(columns)
-    build: Build = row_from_dict if answers == "taught" else judged_from_dict
+    build: Build = BUILD.get(answers, judged_from_dict)
 
     def bounded(raw: Any, place: Place) -> Row | Judged:
         if place.size > lines.MAX_ROW_BYTES:

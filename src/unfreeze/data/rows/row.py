@@ -80,9 +80,9 @@ class Judged:
 
 Row = Conversation | Text
 
-Answers = Literal["taught", "pairs", "labels"]
-"""What rows are read for: one answer that is taught; pairs of answers; or answers with a label (also those of
-pairs). Of the last two a row is a Judged."""
+Answers = Literal["taught", "pairs", "labels", "asked"]
+"""What rows are read for: one answer that is taught; pairs of answers; answers with a label (also those of
+pairs); or what is asked, whose answer is still to come. Of pairs and labels a row is a Judged."""
 
 
 _SORTED = json.JSONEncoder(sort_keys=True, ensure_ascii=False)

@@ -1,0 +1,31 @@
+"""The fields of a server that is asked: its model's name, how long to wait, and what it may cost."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from unfreeze.config.parse import Frozen
+
+
+class EndpointConfig(Frozen):
+    """An OpenAI-compatible server. Its key comes from the environment variable OPENAI_API_KEY."""
+
+    served_name: str = Field(
+        default="", description="the model's name on the server, as its /v1/models lists it; empty: its own"
+    )
+    timeout: float = Field(
+        default=120.0, gt=0, description="seconds for one whole answer of the server; then it is asked again"
+    )
+    price_read: float | None = Field(
+        default=None,
+        ge=0,
+        description="USD per million tokens that the server reads; needed for one beyond the own network",
+    )
+    price_written: float | None = Field(
+        default=None, ge=0, description="USD per million tokens that the server writes"
+    )
+    budget_usd: float = Field(
+        default=0.0,
+        ge=0,
+        description="USD that all calls may cost, tries that failed among them; 0 refuses every paid call",
+    )
