@@ -265,6 +265,8 @@ TESTED_BY = {
     "teach/teacher.py": "recipes/test_distill.py",
     "teach/answers.py": "commands/test_answers.py",
     "teach/chat.py": "commands/test_answers.py",
+    "teach/coding.py": "teach/test_store.py",
+    "recipes/prepare.py": "teach/test_store.py",
     "models/blocks/attention.py": "models/test_families.py",
     "bench/checkpoints.py": "bench/test_load.py",
     "commands/planned.py": "commands/test_plan.py",

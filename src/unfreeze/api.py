@@ -26,7 +26,7 @@ from unfreeze.config.parse import from_keywords, writing
 from unfreeze.config.python import in_python
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
-from unfreeze.core.errors import DataError, UserError
+from unfreeze.core.errors import ConfigError, DataError, UserError
 from unfreeze.core.schema import Event, GroupReceipt, TrainEvent
 from unfreeze.job import job
 from unfreeze.job.folder import SAME_CALL
@@ -180,6 +180,11 @@ def distill(
 
     unfreeze.distill(model="DIR", teacher="DIR_OR_RUN", data="chat.jsonl", temperature=2.0)
     """
+    if fields.get("prepare"):
+        raise ConfigError(
+            "prepare asks a teacher and trains nothing: it is the command's",
+            next="unfreeze distill --model M --teacher T --data F --prepare FOLDER",
+        )
     return _run(distilling.Config, distilling.parts, "distill", config, fields, None, on_step, quiet)
 
 

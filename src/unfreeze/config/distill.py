@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from unfreeze.config import sft
-from unfreeze.config.parse import Frozen, ModelName
+from unfreeze.config.parse import Folder, Frozen, ModelName
 from unfreeze.config.training import FIRST, FLAT, HELP, portable
 
 BASE = "base"
@@ -50,6 +50,17 @@ class Distillation(Frozen):
         ),
     )
 
+    top_k: int = Field(
+        default=32,
+        ge=1,
+        le=4096,
+        description="with prepare: words kept of each token, the likeliest; the rest is kept as one",
+    )
+    coding: Literal["compact", "float32"] = Field(
+        default="compact",
+        description="with prepare: compact takes at most 120 bytes a token at top_k 32, float32 260",
+    )
+
     @property
     def mixture(self) -> float:
         """beta of objectives.divergence: 0 forward KL, 1 reverse KL."""
@@ -61,16 +72,27 @@ class Config(sft.Config):
 
     FLAT: ClassVar[dict[str, str]] = FLAT | {
         "teacher": "teacher",
+        "prepare": "prepare",
         **{name: f"distillation.{name}" for name in Distillation.model_fields},
     }
-    HELP: ClassVar[dict[str, tuple[str, ...]]] = {"Teacher": ("teacher", *Distillation.model_fields), **HELP}
+    HELP: ClassVar[dict[str, tuple[str, ...]]] = {
+        "Teacher": ("teacher", "prepare", *Distillation.model_fields),
+        **HELP,
+    }
     FIRST: ClassVar[tuple[str, ...]] = ("teacher", *FIRST)
 
     teacher: ModelName = Field(
         description=(
             "a checkpoint folder, a Hugging Face id, a run or an adapter's folder, with the model's own"
-            f" tokenizer; or {BASE}: the model itself with its adapters off"
+            f" tokenizer; {BASE}: the model itself with its adapters off; or a folder that prepare wrote"
         )
+    )
+    prepare: Folder = Field(
+        default="",
+        description=(
+            "folder for what the teacher says of every token; instead of training, ask it once and write"
+            " that. Training takes the folder as its teacher"
+        ),
     )
     distillation: Distillation = Distillation()
 
@@ -96,4 +118,5 @@ class Config(sft.Config):
     def record(self) -> dict[str, Any]:
         """As every run's; a teacher in a folder is found from any directory."""
         fields = super().record()
+        del fields["prepare"], fields["top_k"], fields["coding"]  # of no run
         return fields | {"teacher": fields["teacher"] if self.teacher == BASE else portable(self.teacher)}

@@ -1,6 +1,7 @@
 """unfreeze distill --model M --teacher T --data F: train a model on another's next-token probabilities.
 
-The teacher is frozen: a checkpoint, a run, an adapter's folder, or "base", the model with its adapters off.
+The teacher is frozen: a checkpoint, a run, an adapter's folder, or "base", the model with its adapters off;
+or a folder that --prepare wrote, with what a teacher said.
 Both have the same tokenizer. At each supervised token the student's distribution is drawn to the teacher's;
 everything else is as in sft: adapters or every weight, packed experts, conversations.
 """
@@ -23,12 +24,17 @@ from unfreeze.teach.teacher import Asked, BaseAsked
 if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
     from unfreeze.objectives.divergence import Teacher
+    from unfreeze.teach.store import Stored
     from unfreeze.train.step import Objective
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
     """Parse, train, report. -> what sft gives."""
     config = parse(Config, arguments, command="distill", description=__doc__ or "")
+    if config.prepare:
+        from unfreeze.recipes.prepare import prepare  # it needs numpy
+
+        return prepare(config, parts(config), common)
     return train(config, common, typed("distill", arguments))
 
 
@@ -49,13 +55,17 @@ def parts(config: Config) -> job.Parts:
     return replace(same, recipe="distill", start=start, second=teacher)
 
 
-def teacher_of(config: Config) -> Asked:
-    """Who is asked."""
+def teacher_of(config: Config) -> Asked | Stored:
+    """Who is asked, or what was said."""
+    from unfreeze.teach.store import Stored, is_store  # it needs numpy
+
     asked = config.distillation
     minimise = partial(_divergence, config)
     options = {"temperature": asked.temperature, "beta": asked.mixture}
     if config.teacher == BASE:
         return BaseAsked(minimise, **options)
+    if is_store(config.teacher):
+        return Stored(config.teacher, minimise, **options)
     return Asked(config.teacher, minimise, **options)
 
 

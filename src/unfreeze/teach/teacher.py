@@ -127,6 +127,10 @@ class Asked:
 
     def objective(self, model: Decoder, device: torch.device, dtype: str) -> Objective:
         """Load it, frozen, and give what is minimised."""
+        return self.minimise(self.load(device, dtype), self._words)
+
+    def load(self, device: torch.device, dtype: str) -> Teacher:
+        """Read its weights."""
         from unfreeze.adapters.read import load_adapter
         from unfreeze.generate.open import dtype_of, open_model
 
@@ -135,7 +139,7 @@ class Asked:
         if found.adapter is not None:
             load_adapter(teacher, found.adapter)
         teacher.eval().requires_grad_(False)
-        return self.minimise(partial(asked, teacher, self._words, self.temperature), self._words)
+        return partial(asked, teacher, self._words, self.temperature)
 
 
 class BaseAsked(Asked):

@@ -1,0 +1,137 @@
+"""unfreeze distill --prepare FOLDER: ask the teacher about every document once, and keep what it says.
+
+Training then reads the folder (--teacher FOLDER), and the teacher need not be in memory. What was broken off
+goes on with the same command; a document that is there already is not asked about again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unfreeze.config.distill import BASE, Config
+from unfreeze.core.command import Common
+from unfreeze.core.errors import ConfigError
+from unfreeze.core.torchrun import started
+from unfreeze.core.units import format_bytes
+from unfreeze.job import job
+from unfreeze.job.data import check_vocabulary, sequence_length
+from unfreeze.job.device import pick_device, say
+from unfreeze.job.folder import with_files
+from unfreeze.teach.coding import Coding, top_of
+from unfreeze.teach.store import FORMAT, Writing, asked_about, is_store
+from unfreeze.teach.teacher import Asked
+
+if TYPE_CHECKING:
+    from unfreeze.core.batch import Batch
+    from unfreeze.data import Example
+    from unfreeze.objectives.divergence import Teacher
+
+BLOCK = 128  # rows whose logits exist at once
+
+
+def prepare(config: Config, parts: job.Parts, common: Common) -> dict[str, Any]:
+    """-> teacher: the folder; documents, tokens, bytes, bytes_per_token; asked: how many were new."""
+    teacher = parts.second
+    if not isinstance(teacher, Asked) or config.teacher == BASE or is_store(config.teacher):
+        raise ConfigError(
+            f"--prepare asks a teacher in a folder or a run, not {config.teacher!r}",
+            next="--teacher DIR_OR_RUN",
+        )
+    if started().size > 1:
+        raise ConfigError("--prepare is one process's work", next="give it without torchrun")
+
+    # names, words, rows: as a run of this config has them
+    data, asked = config.data, config.distillation
+    start = parts.start(config.model, common)
+
+    from unfreeze import models
+    from unfreeze.config.template import template_time, template_values
+    from unfreeze.data import encoded_files, load_tokenizer
+    from unfreeze.teach.vocabulary import vocabulary
+    from unfreeze.tracking.live import EncodeProgress
+
+    shape = models.shape(start.config)
+    now, variables = template_time(data.template_date), template_values(data.template_variables)
+    tokenizer = load_tokenizer(start.path, now=now, template_variables=variables)
+    check_vocabulary(tokenizer, shape, start)
+    teacher.check(start, tokenizer)
+    tokens = config.tokens_per_micro_batch
+    with EncodeProgress(quiet=common.quiet) as progress:
+        dataset = encoded_files(
+            with_files(config).data.files,
+            tokenizer,
+            sequence_length(data, tokens, shape.max_positions),
+            truncation=data.truncation,
+            on_bad_row=data.on_bad_row,
+            columns=data.columns,
+            progress=progress,
+            **parts.encoding,
+        )
+
+    # the folder: new, or as far as it came
+    words = vocabulary(tokenizer)
+    coding = Coding(asked.coding, min(asked.top_k, words.size), words.size)
+    head = {
+        "format": FORMAT,
+        "teacher": _name(teacher),
+        "vocabulary": {"size": words.size, "hash": words.hash},
+        "temperature": float(asked.temperature),
+        "top_k": coding.top_k,
+        "coding": coding.name,
+        "bytes_per_token": coding.nbytes,
+    }
+    writing = Writing(Path(config.prepare), head, coding)
+    had, tell = len(writing.done), say(common)
+    batches = asked_about(dataset.examples, writing, tokens)
+    if (first := next(batches, None)) is not None:
+        device = pick_device(config.memory.device, config.memory.threads)
+        says = teacher.load(device, config.memory.dtype)
+        for examples, batch in chain([first], batches):
+            ask(writing, says, examples, batch.to(device))
+            tell(f"asked about {len(writing.done) - had:,} documents, {len(dataset.examples):,} in all")
+    documents, supervised = len(dataset.examples), int(dataset.examples.supervised_N.sum())
+    writing.finish(documents=documents, tokens=supervised)
+    size = sum(path.stat().st_size for path in writing.folder.glob("part-*"))
+    tell(
+        f"{writing.folder}: {supervised:,} tokens of {documents:,} documents, {coding.nbytes} bytes a token,"
+        f" {format_bytes(size)}"
+    )
+    tell(f"next: the same command with --teacher {writing.folder}, without --prepare")
+    return {
+        "teacher": str(writing.folder),
+        "documents": documents,
+        "tokens": supervised,
+        "bytes": size,
+        "bytes_per_token": coding.nbytes,
+        "asked": len(writing.done) - had,
+    }
+
+
+def ask(writing: Writing, says: Teacher, examples: Sequence[Example], batch: Batch) -> None:
+    """Add what a teacher says of a batch of documents."""
+    import numpy as np
+    import torch
+
+    log_q, rows, like = says(batch), len(batch.supervised()), torch.empty(0, device=batch.tokens_T.device)
+    coding = writing.coding
+    blocks = [slice(first, min(first + BLOCK, rows)) for first in range(0, rows, BLOCK)]
+    raw = [coding.encode(*top_of(log_q(block, like), coding.top_k)) for block in blocks]
+    ends = np.cumsum([0, *(example.num_supervised for example in examples)])
+    rows_NB = np.concatenate(raw or [np.empty((0, coding.nbytes), np.uint8)])
+    for example, (first, end) in zip(examples, pairwise(ends), strict=True):
+        writing.add(example.checksum, rows_NB[first:end])
+
+
+def _name(teacher: Asked) -> str:
+    """Who it is: its name and a hash of what its files are, the adapter's bytes included."""
+    found, manifest = teacher.open()
+    tensors = sorted((info.name, info.dtype, info.shape, info.offset) for info in manifest.tensors.values())
+    digest = hashlib.sha256(json.dumps([manifest.config, tensors], sort_keys=True, default=str).encode())
+    for path in sorted(found.adapter.glob("*.safetensors")) if found.adapter else ():
+        digest.update(path.read_bytes())
+    return f"{Path(teacher.source).name} {digest.hexdigest()[:12]}"

@@ -1,0 +1,305 @@
+"""What a teacher says, on disk: of each supervised token the K likeliest words, and the rest as one.
+
+A folder:
+  teacher.json            who said it: teacher, vocabulary, temperature, K, coding; whether it is whole
+  part-00001.safetensors  keys [documents, 16], counts [documents], rows [tokens, bytes of a token]
+
+A document is found by its key, a checksum of its tokens and weights (data/examples.py), so order and packing
+do not matter; inside it the rows are its supervised tokens in order. A part is there whole or not at all:
+asking that was broken off goes on behind the last part.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from unfreeze.core.errors import CheckpointError, ConfigError, DataError
+from unfreeze.teach.coding import Coding
+from unfreeze.teach.vocabulary import Vocabulary, refuse_other, vocabulary
+from unfreeze.untrusted.json_object import read_object
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from unfreeze.checkpoint.manifest import Manifest
+    from unfreeze.core.batch import Batch
+    from unfreeze.data.examples import Example, Examples
+    from unfreeze.data.tokens.tokenizer import Tokenizer
+    from unfreeze.models import Decoder
+    from unfreeze.objectives.divergence import LogProbs
+    from unfreeze.parallel.plan.aside import Aside
+    from unfreeze.teach.teacher import Objective, ToObjective
+
+HEAD = "teacher.json"
+FORMAT = 1
+PART_TOKENS = 1 << 16  # supervised tokens of a part: 8 MB of the compact coding
+IDS, LOG_Q, REST = "teacher_ids", "teacher_log_q", "teacher_rest"
+
+
+def is_store(source: str | Path) -> bool:
+    """Whether a name stands for such a folder."""
+    return (Path(source) / HEAD).is_file()
+
+
+def read_head(folder: Path) -> dict[str, Any]:
+    """teacher.json. Raises CheckpointError where it is not one that this version writes."""
+    head = read_object(folder / HEAD, CheckpointError)
+    wanted = {"format": int, "vocabulary": dict, "temperature": float, "top_k": int, "coding": str}
+    bad = next((name for name, kind in wanted.items() if not isinstance(head.get(name), kind)), "")
+    if bad or head["format"] != FORMAT or head["coding"] not in ("compact", "float32"):
+        raise CheckpointError(
+            f"{folder / HEAD}: {bad or 'format'} is {head.get(bad or 'format')!r}, which is not read",
+            next="unfreeze distill --prepare with another folder",
+        )
+    return head
+
+
+class Parts:
+    """The documents of a store: key -> (part, first row, rows)."""
+
+    def __init__(self, folder: Path, coding: Coding):
+        from safetensors import safe_open
+
+        self.places: dict[bytes, tuple[int, int, int]] = {}
+        self.files: list[Any] = []
+        for path in sorted(folder.glob("part-*.safetensors")):
+            try:
+                file = cast(Any, safe_open(path, "pt"))
+                keys, counts = file.get_tensor("keys").numpy(), file.get_tensor("counts").tolist()
+                rows, width = file.get_slice("rows").get_shape()
+            except Exception as error:
+                raise CheckpointError(
+                    f"{path} cannot be read: {error}", next="remove it, and give the --prepare again"
+                ) from None
+            if len(keys) != len(counts) or sum(counts) != rows or (rows and width != coding.nbytes):
+                raise CheckpointError(
+                    f"{path} has {rows:,} rows of {width} bytes, not {sum(counts):,} of {coding.nbytes}",
+                    next="remove it, and give the --prepare again",
+                )
+            first = 0
+            for key, count in zip(keys, counts, strict=True):
+                self.places[key.tobytes()] = len(self.files), first, count
+                first += count
+            self.files.append(file)
+
+    def rows(self, key: bytes) -> np.ndarray | None:
+        """uint8 [tokens, bytes of a token]; None for a document that is not there."""
+        if (place := self.places.get(key)) is None:
+            return None
+        part, first, count = place
+        return self.files[part].get_slice("rows")[first : first + count].numpy()
+
+
+class Writing:
+    """A store that is being written, or goes on; `done` are the documents that it has.
+
+    Raises ConfigError where the folder holds what another teacher, temperature or coding gave.
+    """
+
+    def __init__(self, folder: Path, head: Mapping[str, Any], coding: Coding):
+        from unfreeze.checkpoint.save import write_file
+
+        self.folder, self.head, self.coding = folder, dict(head), coding
+        if is_store(folder):
+            there = read_head(folder)
+            other = next((name for name, value in head.items() if there.get(name) != value), "")
+            if other:
+                raise ConfigError(
+                    f"{folder} holds what another {other} gave ({there.get(other)!r}, not {head[other]!r})",
+                    next="--prepare with another folder",
+                )
+        elif folder.exists() and any(folder.iterdir()):
+            raise ConfigError(f"{folder} is not empty and no teacher's", next="--prepare with another folder")
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_file(folder / HEAD, json.dumps({**head, "whole": False}, indent=1))
+        parts = Parts(folder, coding)
+        self.done, self._number = set(parts.places), len(parts.files)
+        self._keys: list[bytes] = []
+        self._rows: list[np.ndarray] = []
+
+    def add(self, key: bytes, rows_NB: np.ndarray) -> None:
+        """A document. It is written when there are enough."""
+        if key in self.done:
+            return
+        self.done.add(key)
+        self._keys.append(key)
+        self._rows.append(rows_NB)
+        if sum(map(len, self._rows)) >= PART_TOKENS:
+            self.flush()
+
+    def flush(self) -> None:
+        """What was added as a part, all or nothing."""
+        import torch
+
+        from unfreeze.checkpoint.save import write_safetensors
+
+        if not self._keys:
+            return
+        keys = np.frombuffer(b"".join(self._keys), dtype=np.uint8).reshape(-1, 16)
+        self._number += 1
+        write_safetensors(
+            self.folder / f"part-{self._number:05d}.safetensors",
+            {
+                "keys": torch.from_numpy(keys.copy()),
+                "counts": torch.tensor([len(rows) for rows in self._rows]),
+                "rows": torch.from_numpy(np.concatenate(self._rows)),
+            },
+        )
+        self._keys, self._rows = [], []
+
+    def finish(self, **said: Any) -> None:
+        """All are there; `said` is noted beside the head."""
+        from unfreeze.checkpoint.save import write_file
+
+        self.flush()
+        write_file(self.folder / HEAD, json.dumps({**self.head, **said, "whole": True}, indent=1))
+
+
+class Stored:
+    """A second model (job/job.py) that need not be in memory: what it said is in a store."""
+
+    def __init__(self, folder: str, minimise: ToObjective, *, temperature: float = 1.0, beta: float = 0.0):
+        self.folder, self.minimise, self.temperature, self.beta = Path(folder), minimise, temperature, beta
+        self._coding: Coding | None = None
+        self._parts: Parts | None = None
+
+    def open(self, say: Any = None) -> None:
+        """Read its head. Raises UserError for one that is not whole or of another temperature."""
+        head = read_head(self.folder)
+        if not head.get("whole"):
+            raise CheckpointError(
+                f"{self.folder} is not whole: asking the teacher was broken off",
+                next="give the command with --prepare again; it goes on where it stopped",
+            )
+        if head["temperature"] != self.temperature:
+            raise ConfigError(
+                f"{self.folder} was made at temperature {head['temperature']:g}, and {self.temperature:g} is"
+                " asked for: the words that it left out cannot be softened",
+                next=f"--temperature {head['temperature']:g}, or another --prepare",
+            )
+        size = int(head["vocabulary"].get("size", 0))
+        self._coding = Coding(head["coding"], head["top_k"], size)
+        self._parts = Parts(self.folder, self._coding)
+
+    @property
+    def opened(self) -> tuple[Coding, Parts]:
+        if self._coding is None or self._parts is None:
+            self.open()
+        assert self._coding is not None and self._parts is not None
+        return self._coding, self._parts
+
+    def check(self, start: Manifest, tokenizer: Tokenizer) -> None:
+        """Raise CheckpointError for another vocabulary."""
+        coding, _ = self.opened
+        words = read_head(self.folder)["vocabulary"]
+        refuse_other(
+            vocabulary(tokenizer), Vocabulary(coding.words, str(words.get("hash"))), str(self.folder)
+        )
+
+    def known(self, examples: Examples) -> None:
+        """Raise DataError where a document is not in the store."""
+        places = self.opened[1].places
+        lacking = [i for i, key in enumerate(examples.checksums_N) if key.tobytes() not in places]
+        if lacking:
+            row = int(examples.rows_N[lacking[0]])
+            raise self._lacks(f"{len(lacking):,} of {len(examples):,} documents", row)
+
+    def _lacks(self, what: str, row: int) -> DataError:
+        return DataError(
+            f"{self.folder} does not have {what} of this data (first: row {row}): it was made of other rows,"
+            " or at another sequence_length, template or mask",
+            next="the same command with --prepare and --teacher, which asks about what is new",
+        )
+
+    def fill(self, batch: Batch, examples: Sequence[Example]) -> Batch:
+        """The batch with what the teacher said at its supervised tokens; zeros at the others."""
+        import torch
+
+        coding, parts = self.opened
+        raw: list[np.ndarray] = []
+        for example in examples:
+            rows = parts.rows(example.checksum)
+            if rows is None or len(rows) != example.num_supervised:
+                raise self._lacks("a document", example.row)
+            raw.append(rows)
+        said = coding.decode(np.concatenate(raw))
+        rows_N, extras = batch.supervised(), dict(batch.extras)
+        for name, values in zip((IDS, LOG_Q, REST), said, strict=True):
+            values_N = torch.from_numpy(values)
+            extras[name] = values_N.new_zeros((batch.num_tokens, *values_N.shape[1:]))
+            extras[name][rows_N] = values_N
+        return replace(batch, extras=extras)
+
+    def aside(
+        self,
+        start: Manifest,
+        tokens: int,
+        longest: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        trained: bool,
+    ) -> Aside:
+        """Its entries of a micro-batch, twice: of all tokens, and of the supervised ones."""
+        from unfreeze.models import shape
+        from unfreeze.objectives.divergence import bytes_per_logit, divergence_rows
+        from unfreeze.parallel.plan.aside import Aside
+
+        student = shape(start.config)
+        each = bytes_per_logit(dtype, self.beta) + dtype.itemsize * (student.softcap is not None)
+        return Aside(
+            said=2 * tokens * (8 * self.opened[0].top_k + 4),
+            loss_rows=divergence_rows(0, student.vocab_size, dtype, device, trained, self.beta),
+            loss_bytes=each,
+        )
+
+    def objective(self, model: Decoder, device: torch.device, dtype: str) -> Objective:
+        """What is minimised; nothing is loaded."""
+        return self.minimise(said_in, self.opened[0].words)
+
+
+def said_in(batch: Batch) -> LogProbs:
+    """The teacher that a batch brings along (Stored.fill).
+
+    Among the words that were left out, the teacher's rest is shared as the student shares its own:
+        log q_i = log rest - log Σ_left out p + log p_i
+    D is then that of K + 1 outcomes, the entries and "another word", and so is its gradient.
+    """
+    rows_N = batch.supervised()
+    ids_NK, log_q_NK, rest_N = (batch.extras[name].index_select(0, rows_N) for name in (IDS, LOG_Q, REST))
+    return partial(_with_the_rest, ids_NK, log_q_NK, rest_N)
+
+
+def _with_the_rest(ids_NK: Tensor, log_q_NK: Tensor, rest_N: Tensor, rows: slice, log_p_BV: Tensor) -> Tensor:
+    ids_BK = ids_NK[rows].long()
+    left_B = log_p_BV.exp().scatter_(1, ids_BK, 0.0).sum(-1)
+    # a student that leaves them less than float32 holds is given that
+    log_left_B = left_B.clamp_(min=1e-35).log()
+    moved_B = rest_N[rows].to(log_p_BV.dtype) - log_left_B
+    return (log_p_BV + moved_B.unsqueeze(1)).scatter_(1, ids_BK, log_q_NK[rows].to(log_p_BV.dtype))
+
+
+def asked_about(examples: Examples, writing: Writing, tokens: int) -> Iterator[tuple[list[Example], Batch]]:
+    """The documents that a store lacks, as many to a batch as `tokens` holds; each with its Batch."""
+    from unfreeze.data.packing.batches import pack
+
+    group: list[Example] = []
+    taken = set(writing.done)
+    for example in examples:
+        if (key := example.checksum) in taken:
+            continue
+        taken.add(key)
+        if group and sum(member.num_tokens for member in group) + example.num_tokens > tokens:
+            yield group, pack(group)
+            group = []
+        group.append(example)
+    if group:
+        yield group, pack(group)
