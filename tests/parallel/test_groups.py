@@ -171,8 +171,8 @@ def test_control_arm_groups_shifted_by_one() -> None:
     wanted = step(opened(TINY_K2, torch.float32, "device"), "layers", batch(256))
     model = opened(TINY_K2, torch.float32, "host", 0.45)
     assert isinstance(model.residency, Streamed)
-    bring, last = model.residency.source.bring, len(model.residency._sizes) - 1
-    model.residency.source.bring = lambda unit, into: bring(min(last, unit + 1), into)  # type: ignore[method-assign]
+    begin, last = model.residency.source.begin, len(model.residency._sizes) - 1
+    model.residency.source.begin = lambda unit, into: begin(min(last, unit + 1), into)  # type: ignore[method-assign]
     assert not same(step(model, "layers", batch(256)), wanted)
 
 

@@ -13,8 +13,9 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from unfreeze import models
 from unfreeze.adapters import LoraConfig, attach
@@ -46,6 +48,8 @@ from unfreeze.parallel.peers import part_bytes, rest_bytes, rest_names, rest_of
 from unfreeze.parallel.place import check_coverage
 from unfreeze.parallel.residency import Streamed, buffer_bytes, reads_of, streams_of
 from unfreeze.parallel.units import layout_of
+from unfreeze.train.optim import AdamW
+from unfreeze.train.step import train_step
 
 DENSE = {
     "model_type": "qwen3",
@@ -62,6 +66,14 @@ DENSE = {
 }
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 Numbers = dict[str, torch.Tensor]
+EXCHANGES = (
+    "all_reduce",
+    "all_to_all_single",
+    "broadcast",
+    "all_gather",
+    "all_gather_single",
+    "all_gather_into_tensor",
+)
 
 
 def batch(rank: int) -> Batch:
@@ -113,9 +125,9 @@ def gathers() -> Iterator[list[int]]:
     calls: list[int] = []
     before = Processes.gather
 
-    def noting(self: Processes, whole: torch.Tensor, part: torch.Tensor) -> None:
+    def noting(self: Processes, whole: torch.Tensor, part: torch.Tensor) -> Callable[[], object]:
         calls.append(len(part))
-        before(self, whole, part)
+        return before(self, whole, part)
 
     Processes.gather = noting  # type: ignore[method-assign]
     try:
@@ -139,6 +151,55 @@ def read_log() -> Iterator[list[tuple[str, int, int]]]:
         yield log
     finally:
         reading._read_fully = before
+
+
+@contextmanager
+def exchanges() -> Iterator[list[tuple[str, bool]]]:
+    """(name, whether the main thread called it) of every exchange of torch's, in order."""
+    calls: list[tuple[str, bool]] = []
+    names = [name for name in EXCHANGES if hasattr(dist, name)]
+    before = {name: getattr(dist, name) for name in names}
+
+    def noting(name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            calls.append((name, threading.current_thread() is threading.main_thread()))
+            return before[name](*arguments, **named)
+
+        return call
+
+    try:
+        for name in names:
+            setattr(dist, name, noting(name))
+        yield calls
+    finally:
+        for name in names:
+            setattr(dist, name, before[name])
+
+
+def order(facts: dict[str, Any], mesh: Mesh) -> None:
+    """Which thread queues what, in two steps of split experts from disk, the rest from peers; and where a
+    thread beside the visitor queues the gathers."""
+    split = mesh_of(mesh.all, 2, 16)
+    for name in ("order", "beside"):
+        model = opened(TINY_K2, torch.float32, split, experts="disk", rest="peers")
+        optimizer = AdamW(model, held=split.held)
+        if name == "beside":  # the planted bug: as a thread's copies go
+            source = from_peers(model).source
+            begin = source.begin
+            source.begin = lambda layer, into, begin=begin: lambda: begin(layer, into)()  # type: ignore[method-assign]
+        with exchanges() as calls:
+            for _ in range(2):
+                train_step(
+                    model,
+                    optimizer,
+                    [batch(0), batch(1)],
+                    cross_entropy,
+                    learning_rate=1e-3,
+                    max_norm=1.0,
+                    recompute=RECOMPUTE["layers"],
+                    group=mesh.all,
+                )
+        facts[name] = calls
 
 
 def numbers(facts: dict[str, Any], mesh: Mesh, dense: Path) -> None:
@@ -208,6 +269,7 @@ def main(folder: Path) -> None:
     with open_group(torch.device("cpu")) as group:
         mesh, given, dense = mesh_of(group), batch(group.rank), folder / "dense"
         numbers(facts, mesh, dense)
+        order(facts, mesh)
         loading(facts, mesh, dense)
 
         # how often layers come: a pass with backward, another, and one without
@@ -223,17 +285,20 @@ def main(folder: Path) -> None:
 
         # control arms: what is wrong must show
         wanted = step(opened(dense, torch.float32, mesh), "layers", given)
-        source = from_peers(model).source
-        bring = source.bring
 
-        def shifted(layer: int, into: Any) -> None:
-            bring(layer, into)
-            into.bytes.copy_(into.bytes.roll(len(into.bytes) // 2))
+        def shifted(layer: int, into: Any) -> Callable[[], object]:
+            bring = begin(layer, into)
 
-        for name, wrong in {"shifted": shifted, "not gathered": lambda layer, into: None}.items():
+            def wrong() -> None:
+                bring()
+                into.bytes.copy_(into.bytes.roll(len(into.bytes) // 2))
+
+            return wrong
+
+        for name, wrong in {"shifted": shifted, "not gathered": lambda layer, into: lambda: None}.items():
             model = opened(dense, torch.float32, mesh, rest="peers")
-            bring = from_peers(model).source.bring
-            from_peers(model).source.bring = wrong  # type: ignore[method-assign]
+            begin = from_peers(model).source.begin
+            from_peers(model).source.begin = wrong  # type: ignore[method-assign]
             found = step(model, "layers", given)
             facts[name] = same(found, wanted), bool(found["loss"].isfinite())
     (folder / f"facts-{os.environ['RANK']}.json").write_text(json.dumps(facts))
@@ -301,6 +366,24 @@ def test_every_process_gathers_as_often_whatever_its_rows_are(facts: list[dict[s
     expected = reads_of(layers, first=True) + reads_of(layers, first=False) + layers - 2
     assert first == second and len(first) == expected
     assert all(fact["took"] == [expected, sum(first), True] for fact in facts)
+
+
+def test_every_exchange_is_queued_by_the_visitor_in_one_order(facts: list[dict[str, Any]]) -> None:
+    """NCCL would wait forever where two processes queue theirs differently. Two steps of split experts, which
+    come from disk, the rest from peers: 2 L - 2 gathers, 2 L - 4, and between them the training's own."""
+    first, second = (fact["order"] for fact in facts)
+    names = [name for name, _ in first]
+    assert first == second and all(main for _, main in first)
+    assert sum(name.startswith("all_gather") for name in names) == reads_of(4, first=True) + reads_of(
+        4, first=False
+    )
+    assert names.count("all_to_all_single") > 20 and "all_reduce" in names
+
+
+def test_control_arm_a_gather_that_a_thread_queues_is_seen(facts: list[dict[str, Any]]) -> None:
+    for fact in facts:
+        beside = [name for name, main in fact["beside"] if not main]
+        assert beside and all(name.startswith("all_gather") for name in beside)
 
 
 @pytest.mark.parametrize("which", ["tiny-k2", "dense"])

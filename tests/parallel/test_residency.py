@@ -154,8 +154,8 @@ def test_control_arm_another_layers_experts_are_seen(recompute: str) -> None:
     wanted = step(opened(TINY_K2, torch.float32, "device"), recompute, given)
     model = opened(TINY_K2, torch.float32, "host")
     assert isinstance(model.residency, Streamed)
-    bring = model.residency.source.bring
-    model.residency.source.bring = lambda layer, into: bring(max(0, layer - 1), into)  # type: ignore[method-assign]
+    begin = model.residency.source.begin
+    model.residency.source.begin = lambda layer, into: begin(max(0, layer - 1), into)  # type: ignore[method-assign]
     assert not same(step(model, recompute, given), wanted)
 
 
@@ -172,7 +172,7 @@ def test_control_arm_without_its_buffer_nan_is_seen() -> None:
     model = opened(TINY_K2, torch.float32, "host")
     assert isinstance(model.residency, Streamed)
     model.residency.poison = True
-    model.residency.source.bring = lambda layer, into: None  # type: ignore[method-assign]
+    model.residency.source.begin = lambda layer, into: lambda: None  # type: ignore[method-assign]
     assert not bool(step(model, "layers", batch(64, 4, 256))["loss"].isfinite())
 
 

@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -110,8 +110,11 @@ class Group(Protocol):
         """`tensor` becomes that of process `source`, in place, byte for byte (contiguous, any dtype)."""
         ...
 
-    def gather(self, whole: Tensor, part: Tensor) -> None:
-        """`whole` becomes the parts of all processes in the order of ranks; bytes, all parts equally long."""
+    def gather(self, whole: Tensor, part: Tensor) -> Callable[[], object]:
+        """`whole` becomes the parts of all processes in the order of ranks; bytes, all parts equally long.
+
+        It is queued here, in the order of the program, and there when what is given has been called.
+        """
         ...
 
 
@@ -160,8 +163,9 @@ class Alone:
     def broadcast(self, tensor: Tensor, source: int) -> None:
         pass
 
-    def gather(self, whole: Tensor, part: Tensor) -> None:
+    def gather(self, whole: Tensor, part: Tensor) -> Callable[[], object]:
         whole.copy_(part)
+        return lambda: None
 
 
 ALONE = Alone()
@@ -283,9 +287,10 @@ class Processes:
         flat = tensor.detach().view(-1).view(torch.uint8)
         dist.broadcast(flat, group=self._group, group_src=source)
 
-    def gather(self, whole: Tensor, part: Tensor) -> None:
+    def gather(self, whole: Tensor, part: Tensor) -> Callable[[], object]:
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(whole, part, group=self._group)
+        work: Any = gather(whole, part, group=self._group, async_op=True)
+        return work.wait
 
 
 def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -12,13 +12,14 @@ A layer's tensors lie one after another in its buffer, and process r keeps bytes
 what is gathered are bytes, whatever they mean, and the numbers are those of weights that were always here.
 
 Every process gathers the same layers in the same order: which come depends on the layers only, not on the
-rows that a process works on. They go through a group of their own, which one thread uses, so that they never
-mix with the sums and exchanges of the training itself.
+rows that a process works on. They go through a group of their own, and travel beside the computation; but
+who visits a layer queues the next one's gather, not a thread beside it. So all exchanges of a process, these
+and those of the training, are queued in the program's order, as NCCL needs it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,9 +46,10 @@ class Peers:
     def __init__(self, group: Group, parts: Sequence[Tensor]):
         self._group, self._parts = group, list(parts)
 
-    def bring(self, layer: int, into: Slot) -> None:
+    def begin(self, layer: int, into: Slot) -> Callable[[], object]:
+        """Queue the gather: NCCL needs all exchanges of a process in one order, the same in every process."""
         part = self._parts[layer]
-        self._group.gather(into.bytes[: self._group.size * len(part)], part)
+        return self._group.gather(into.bytes[: self._group.size * len(part)], part)
 
     def close(self) -> None:
         pass

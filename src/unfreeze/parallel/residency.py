@@ -19,7 +19,7 @@ written to since forward, and here the same numbers are written again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -56,8 +56,12 @@ class Source(Protocol):
 
     name: From
 
-    def bring(self, layer: int, into: Slot) -> None:
-        """Fill the layer's tensors in `into`, or on CUDA queue that on the current stream."""
+    def begin(self, layer: int, into: Slot) -> Callable[[], object]:
+        """Called by who visits, in the program's order: what must be queued in it, as an exchange, is here.
+
+        What it gives is called beside the computation: it fills the layer's tensors in `into`, or on CUDA
+        queues that on the current stream.
+        """
         ...
 
     def close(self) -> None: ...
@@ -235,19 +239,22 @@ class Streamed:
         if held is not None and held[0] == index:
             return held[1]
         slot = self._slots[index % BUFFERS]
+        self._holds[index % BUFFERS] = None
         if self.poison:
             slot.bytes.fill_(0xFF)
         free = self._lane.mark()  # all that reads what the buffer held was queued before
-        future = self._worker.submit(self._bring, index, slot, free)
+        with self._lane.copying(free):
+            bring = self.source.begin(index, slot)
+        future = self._worker.submit(self._bring, bring, free)
         self._holds[index % BUFFERS] = index, future
         self._came.append((index, future))
         self.reads += 1
         return future
 
-    def _bring(self, index: int, slot: Slot, free: Any) -> tuple[Any, Any]:
+    def _bring(self, bring: Callable[[], object], free: Any) -> tuple[Any, Any]:
         with self._lane.copying(free):
             begun = self._lane.mark()
-            self.source.bring(index, slot)
+            bring()
             return begun, self._lane.mark()
 
 
@@ -407,9 +414,9 @@ class Host:
         }
         stream([placement for layer in by_layer for placement in layer], tensors)
 
-    def bring(self, layer: int, into: Slot) -> None:
+    def begin(self, layer: int, into: Slot) -> Callable[[], object]:
         held = self._layers[layer].bytes
-        into.bytes[: len(held)].copy_(held, non_blocking=True)
+        return lambda: into.bytes[: len(held)].copy_(held, non_blocking=True)
 
     def close(self) -> None:
         pass
@@ -440,7 +447,10 @@ class Disk:
             for index, (placements, layout) in enumerate(zip(by_layer, layouts, strict=True))
         ]
 
-    def bring(self, layer: int, into: Slot) -> None:
+    def begin(self, layer: int, into: Slot) -> Callable[[], object]:
+        return lambda: self._bring(layer, into)
+
+    def _bring(self, layer: int, into: Slot) -> None:
         self._parts[layer].read()
         if self._staging is not None:
             size = self._sizes[layer]
